@@ -14,9 +14,10 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float32, Int64, Num
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Float32, Int8, Int64, Num
 from torch import Tensor
-from torchvision.ops import clip_boxes_to_image
+from torchvision.ops import clip_boxes_to_image, complete_box_iou_loss, distance_box_iou_loss, generalized_box_iou_loss
 
 from detector.errors import UserError
 
@@ -161,3 +162,92 @@ def check_all_boxes(boxes: list[Tensor], names: list[str], what: str) -> None:
             return
     for rows, name in zip(boxes, names, strict=True):
         check_boxes(rows, name, what)
+
+
+# Box regression losses shared by the RPN and the box head, as Detectron2 sums them.
+
+
+IOU_LOSSES = {"giou": generalized_box_iou_loss, "diou": distance_box_iou_loss, "ciou": complete_box_iou_loss}
+
+
+def box_regression_loss(
+    deltas: Float[Tensor, "positives 4"],
+    boxes: Float[Tensor, "positives 4"],
+    targets: Float[Tensor, "positives 4"],
+    *,
+    weights: Sequence[float],
+    kind: str,
+    smooth_l1_beta: float,
+) -> Float[Tensor, ""]:
+    """Sum over positive boxes of the distance between their predicted deltas and the annotated boxes.
+
+    Args:
+        deltas: predicted for the positive anchors or proposals.
+        boxes: the anchors or proposals.
+        targets: the annotated box of each.
+        weights: of the box coder.
+        kind: "smooth_l1" compares deltas; "giou", "diou" and "ciou" compare decoded boxes.
+        smooth_l1_beta: where L1 becomes L2; 0 is plain L1.
+
+    Returns:
+        the sum, in float32 (float64 where the deltas are); 0 (with a gradient of 0) where there are no positives.
+    """
+    if kind == "smooth_l1":
+        deltas = deltas.to(torch.promote_types(deltas.dtype, torch.float32))
+        return F.smooth_l1_loss(deltas, encode_deltas(boxes, targets, weights), beta=smooth_l1_beta, reduction="sum")
+    decoded = decode_deltas(deltas, boxes, weights)
+    return IOU_LOSSES[kind](decoded, targets.to(decoded.dtype), reduction="sum")
+
+
+# Which anchor or proposal is compared with which annotated object, and which of them are trained on.
+
+
+def match(
+    iou: Float[Tensor, "G candidates"],
+    thresholds: Sequence[float],
+    labels: Sequence[int],
+    allow_low_quality: bool = False,
+) -> tuple[Int64[Tensor, " candidates"], Int8[Tensor, " candidates"]]:
+    """Assign to each candidate the object it overlaps most, and a label by that overlap (Faster R-CNN, section 3.1.2).
+
+    Args:
+        thresholds: n rising bounds that cut the IoU range into n + 1 intervals, each closed below.
+        labels: n + 1 labels, one per interval: 1 positive, 0 negative, -1 ignored.
+        allow_low_quality: also make the best candidates of every object positive, however small their overlap
+            (ties included). The object that they are assigned to does not change.
+
+    Returns:
+        row of the matched object (0 if there is no object), and the label.
+    """
+    num_objects, num_candidates = iou.shape
+    if num_objects == 0 or num_candidates == 0:
+        zeros = torch.zeros(num_candidates, dtype=torch.int64, device=iou.device)
+        return zeros, torch.full_like(zeros, labels[0], dtype=torch.int8)
+    best, matched = iou.max(dim=0)
+    label = torch.full_like(matched, labels[0], dtype=torch.int8)
+    for threshold, value in zip(thresholds, labels[1:], strict=True):  # no tensor of constants: a GPU would wait for it
+        label.masked_fill_(best >= threshold, value)
+    if allow_low_quality:
+        label[(iou == iou.max(dim=1, keepdim=True).values).any(dim=0)] = 1
+    return matched, label
+
+
+def subsample(
+    is_positive: Bool[Tensor, " candidates"],
+    is_negative: Bool[Tensor, " candidates"],
+    number: int,
+    positive_fraction: float,
+) -> tuple[Int64[Tensor, " positives"], Int64[Tensor, " negatives"]]:
+    """Random rows to train on: at most `number * positive_fraction` positives, filled up with negatives.
+
+    Returns:
+        positive rows and negative rows, in random order. Draws from torch's global generator.
+    """
+    positive, negative = is_positive.nonzero()[:, 0], is_negative.nonzero()[:, 0]
+    num_positive = min(len(positive), int(number * positive_fraction))
+    num_negative = min(len(negative), number - num_positive)
+    return _choose(positive, num_positive), _choose(negative, num_negative)
+
+
+def _choose(rows: Tensor, number: int) -> Tensor:
+    return rows[torch.randperm(len(rows), device=rows.device)[:number]]

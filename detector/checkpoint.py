@@ -19,18 +19,35 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from detector.anchors import configured_cell_anchors
-from detector.backends import detector_class
-from detector.detector_config import DetectorConfig
+from detector.config import BACKENDS, DetectorConfig
 from detector.errors import UserError
-from detector.faster_rcnn import TwoStageDetector
-from detector.interface import Detector
-from detector.named_weights import NamedWeights, known_weights, published_class_names, settings_of
-from detector.plain_json import read_plain_json
-from detector.torchvision_names import PREDICTOR
+from detector.faster_rcnn import FasterRCNN, TwoStageDetector
+from detector.io import read_plain_json, whole_file, write_text
+from detector.rpn import configured_cell_anchors
+from detector.structures import Detector
 from detector.weight_files import WEIGHTS_NAME, find_weights, read_tensors, read_weights
-from detector.weight_names import CELL_ANCHORS, LEFTOVERS, Renamed, to_detector_names
-from detector.whole_writer import whole_file, write_text
+from detector.weight_names import CELL_ANCHORS, LEFTOVERS, PREDICTOR, Renamed, to_detector_names
+from detector.zoo import NamedWeights, known_weights, published_class_names, settings_of
+
+# The detectors that compute their features from pixels, by name.
+
+
+def detector_class(backend: str) -> type[TwoStageDetector]:
+    """The class of a backend; its `config_class` reads the settings it is built from.
+
+    Raises:
+        ValueError: the backend does not exist, or Detectron2 is not installed.
+    """
+    if backend == "builtin":
+        return FasterRCNN
+    if backend != "detectron2":
+        raise UserError(f"There is no detector backend '{backend}'; use one of {', '.join(BACKENDS)}.")
+    try:
+        from detector.detectron2_backend import Detectron2Detector  # imported only when it is chosen
+    except ImportError as error:
+        raise UserError(str(error)) from error
+    return Detectron2Detector
+
 
 CONFIG_NAME = "config.yaml"
 CLASS_NAMES = "class_names.json"

@@ -28,18 +28,26 @@ from jaxtyping import Float
 from torch import Tensor
 
 from detector.boxes import check_all_boxes, prepend, whole_image_boxes
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.errors import UserError
-from detector.fpn import FPN
-from detector.interface import Detector, evaluation_mode
-from detector.mobilenet import make_mobilenet
+from detector.fpn import FPN, make_mobilenet
 from detector.pixel_masking import mask_pixels
 from detector.resnet import ResNet, recompute_activations
-from detector.roi_features import RoIFeatures
 from detector.roi_heads import Detections, Res5ROIHeads, SampledRoIs, StandardROIHeads
 from detector.roi_pooler import to_rois
 from detector.rpn import RPN, RPNOutput
-from detector.structures import DetectionTargets, FeatureMaps, ImageBatch, ImageBoxes, ImageSizes, Loss, Regions
+from detector.structures import (
+    DetectionTargets,
+    Detector,
+    FeatureMaps,
+    ImageBatch,
+    ImageBoxes,
+    ImageSizes,
+    Loss,
+    Regions,
+    RoIFeatures,
+    evaluation_mode,
+)
 
 
 class TwoStageDetector(Detector):

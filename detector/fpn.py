@@ -11,9 +11,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torchvision.models.detection.backbone_utils import BackboneWithFPN, mobilenet_backbone
+from torchvision.ops import FrozenBatchNorm2d
 
-from detector.detector_config import DetectorConfig
-from detector.resnet import ConvNorm, ResNet
+from detector.config import DetectorConfig, ResNetConfig
+from detector.resnet import ConvNorm, ResNet, freeze
 from detector.structures import FeatureMaps
 
 
@@ -54,3 +56,25 @@ class FPN(nn.Module):
             maps[level] = getattr(self, f"fpn_output{level[1:]}")(x)
         maps[self.out_features[-1]] = F.max_pool2d(maps[self.levels[-1]], kernel_size=1, stride=2)
         return {level: maps[level] for level in self.out_features}
+
+
+# Torchvision's MobileNetV3 with a feature pyramid, as the trunk of the built-in detector.
+
+
+STAGES = 6  # that torchvision counts; FREEZE_AT n freezes the first n, and trainable_backbone_layers is 6 - n
+NORM_LAYERS = {"FrozenBN": FrozenBatchNorm2d, "BN": nn.BatchNorm2d}
+
+
+def make_mobilenet(config: ResNetConfig) -> BackboneWithFPN:
+    """The trunk with random weights. Of the settings, it reads `freeze_at` and `norm` ("FrozenBN" or "BN")."""
+    trunk = mobilenet_backbone(
+        backbone_name="mobilenet_v3_large",
+        weights=None,
+        fpn=True,
+        norm_layer=NORM_LAYERS[config.norm],
+        trainable_layers=STAGES - config.freeze_at,
+    )
+    for block in trunk.body.children():
+        if not any(parameter.requires_grad for parameter in block.parameters()):
+            freeze(block)  # torchvision leaves batch norms that learn in frozen blocks
+    return trunk

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
-from detector.file_faults import reading
+from detector.errors import reading
 
 Bytes = bytes | mmap.mmap
 

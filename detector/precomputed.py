@@ -9,10 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from detector.boxes import prepend, whole_image_boxes
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.errors import UserError
-from detector.interface import Detector
-from detector.structures import DetectionTargets, ImageBatch, Regions
+from detector.structures import DetectionTargets, Detector, ImageBatch, Regions
 
 
 class PrecomputedDetector(Detector):

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torchvision.ops import clip_boxes_to_image, nms
 
+from detector.config import SelectionRule
 from detector.errors import UserError
-from detector.selection_rule import SelectionRule
 
 MAX_NMS_THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 

@@ -25,12 +25,17 @@ All boxes are xyxy, in pixels of the *resized* image, continuous: a box covers [
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Float32, Int64, Num
-from torch import Tensor
+from torch import Tensor, nn
+
+from detector.errors import UserError
 
 FeatureMap = Float[Tensor, "N channels h w"]
 FeatureMaps = dict[str, Float[Tensor, "N _channels _h _w"]]  # by Detectron2's names: res4, or p2 .. p6
@@ -146,3 +151,102 @@ class Regions(PerImage):
 
     def __len__(self) -> int:
         return len(self.boxes)
+
+
+# The one interface of every detector: images (and boxes) in, `Regions` out.
+
+
+class Detector(nn.Module, abc.ABC):
+    """images (+ boxes) -> regions with differentiable features, and detection losses from the same backbone pass."""
+
+    config_class: ClassVar[type]  # of the constructor's one argument; it has `from_yaml`, `to_yaml` and `input`
+    feature_dim: int  # D
+    num_classes: int  # K
+    class_names: tuple[str, ...] | None = None  # of the classes 0 .. K-1; None: unknown
+    map_size: int | None = None  # S of the RoI masks; None where it is unknown before a map is computed
+    reads_classes: ClassVar[bool] = False  # `forward` also takes `box_classes`, N entries, the class of each given box
+
+    def recompute_activations(self) -> None:
+        """Save memory in training: compute activations again in the backward pass instead of keeping them.
+
+        Raises:
+            ValueError: this detector cannot do that.
+        """
+        raise UserError(
+            f"{type(self).__name__} has no activation checkpointing; switch train.activation_checkpointing off or use "
+            "detector.backend builtin."
+        )
+
+    @abc.abstractmethod
+    def forward(
+        self,
+        images: ImageBatch,
+        boxes: list[Float[Tensor, "_R 4"]] | None = None,
+        targets: DetectionTargets | None = None,
+        *,
+        pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None,
+        roi_masks: list[Float[Tensor, "_R S S"]] | None = None,
+        whole_image: bool = False,
+    ) -> Regions:
+        """One backbone pass over all images.
+
+        Args:
+            images: N resized and normalised images.
+            boxes: N entries, the boxes to describe (R may be 0), or None: the detector proposes them itself. Without
+                boxes, in training mode with `targets`, the regions are the RoIs that the box head was trained on in
+                this step (sampled proposals with the annotated boxes appended, Faster R-CNN section 3.2); otherwise
+                they are the detector's final detections, best score first, found as in evaluation also in training
+                mode.
+            targets: annotated objects; adds `loss_rpn_cls`, `loss_rpn_loc`, `loss_cls`, `loss_box_reg` (and
+                `loss_attribute` with an attribute head) to the result.
+            pixel_masks: N entries, boxes whose pixels become 0 in the network input (that is the mean colour) before
+                the backbone sees them.
+            roi_masks: N entries, instance masks in 0..1 that multiply the last RoI map: the output of res5 before it is
+                averaged (the divisor stays S * S, as in VL-BERT on VCR), or the pooled map before a box head; other
+                networks may read them otherwise. Only together with `boxes`.
+            whole_image: put the box [0, 0, width - 1, height - 1] in front of each image's regions as row 0.
+
+        Raises:
+            ValueError: a box that is not finite or has no area; the message names the image and the row.
+        """
+
+
+@contextlib.contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; afterwards every part is in the mode that it was in."""
+    before = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training
+
+
+# Features of RoIs: what describes a region to a vision-and-language encoder, and what the box predictor reads.
+
+
+class RoIFeatures(NamedTuple):
+    """Two features of each RoI; they are one tensor wherever the region feature is the predictor's input."""
+
+    region: Float[Tensor, "J D"]
+    predictor: Float[Tensor, "J head_dim"]  # input of the box predictor
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> RoIFeatures:
+        """The same function on both; computed once where both are one tensor."""
+        region = function(self.region)
+        return RoIFeatures(region, region if self.predictor is self.region else function(self.predictor))
+
+    def split(self, counts: list[int]) -> list[RoIFeatures]:
+        """The rows in parts of `counts` rows."""
+        regions = self.region.split(counts)
+        predictors = regions if self.predictor is self.region else self.predictor.split(counts)
+        return [RoIFeatures(*pair) for pair in zip(regions, predictors, strict=True)]
+
+    @staticmethod
+    def join(parts: Sequence[RoIFeatures]) -> RoIFeatures:
+        """The rows of all parts."""
+        region = torch.cat([part.region for part in parts])
+        if all(part.predictor is part.region for part in parts):
+            return RoIFeatures(region, region)
+        return RoIFeatures(region, torch.cat([part.predictor for part in parts]))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from detector.file_faults import reading
+from detector.errors import reading
 from detector.pickle_scan import Bytes, DamagedPickleError, check_pickle
 from detector.zip_directory import DamagedZipError, Member, check_member, find_directory, read_member, read_members
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from e2e_vl.auto_classes import register_encoders
 
 if TYPE_CHECKING:
-    from e2e_vl.api.trained_detector import TrainedDetector
-    from e2e_vl.api.trained_model import TrainedModel
+    from e2e_vl.api.detector import TrainedDetector
+    from e2e_vl.api.model import TrainedModel
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "load", "load_detector"]
@@ -35,7 +35,7 @@ def load(source: str | Path, device: Any = None) -> TrainedModel:
     Raises:
         FileNotFoundError, ValueError: no model there, or files that do not fit together.
     """
-    from e2e_vl.api.trained_model import load as load_trained  # torch and transformers take seconds to import
+    from e2e_vl.api.model import load as load_trained  # torch and transformers take seconds to import
 
     return load_trained(source, device)
 
@@ -62,6 +62,6 @@ def load_detector(
     Raises:
         FileNotFoundError, ValueError: nothing there, or files that do not fit together.
     """
-    from e2e_vl.api.trained_detector import load_detector as load_trained  # torch takes seconds to import
+    from e2e_vl.api.detector import load_detector as load_trained  # torch takes seconds to import
 
     return load_trained(source, config, device, class_names=class_names, attribute_names=attribute_names)

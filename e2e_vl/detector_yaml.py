@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.errors import MissingFileError, UserError
-from detector.named_weights import NamedWeights, resolve_weights, similar_names
-from detector.yaml_text import SUFFIX
+from detector.io import SUFFIX
+from detector.zoo import NamedWeights, resolve_weights, similar_names
 from e2e_vl.config import DetectorSettings
 
 

@@ -7,16 +7,162 @@ Boxes are xyxy float32 in pixels of the resized image.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any
+import itertools
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Float, Int64, UInt8
+import torch
+from jaxtyping import Bool, Float, Int64, Shaped, UInt8
+from torch import Tensor
 
 from detector.errors import UserError
-from e2e_vl.layout import LaidText
-from e2e_vl.samples import FOUND
-from e2e_vl.targets import Targets
+from detector.structures import Movable
+from e2e_vl.samples import FOUND, Sample, SampleText
+from e2e_vl.text import LaidText, TextWriter
+
+# What a task learns from: typed values of one text, and how the values of a batch are joined.
+
+
+@dataclasses.dataclass
+class Ragged(Movable):
+    """Lists of different lengths, joined: `values` holds all entries, `counts` how many belong to each list."""
+
+    values: Shaped[Tensor, "entries ..."]  # entries: sum of counts
+    counts: Int64[Tensor, " lists"]
+
+    def split(self) -> tuple[Tensor, ...]:
+        """The lists."""
+        return self.values.split(self.counts.tolist())
+
+    @property
+    def owner(self) -> Int64[Tensor, " entries"]:
+        """Which list an entry belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self.counts), device=self.counts.device), self.counts)
+
+
+@dataclasses.dataclass
+class Targets(Movable):
+    """Base class of a task's targets; subclasses are dataclasses with fields made by the functions below.
+
+    Attributes:
+        known: of a text False where it has no target of the task; of a batch False for these texts. None: no text
+            lacks one.
+    """
+
+    known: bool | Bool[Tensor, " M"] | None = dataclasses.field(default=None, kw_only=True)
+
+    @classmethod
+    def join(cls, texts: Sequence[Targets]) -> Targets:
+        """The targets of M texts, in their order.
+
+        Raises:
+            UserError: a value that some texts have and others lack, or values of different shapes.
+        """
+        joined = {"known": _join_known([text.known for text in texts])}
+        for field in dataclasses.fields(cls):
+            if field.name == "known":
+                continue
+            values = [getattr(text, field.name) for text in texts]
+            missing = [value is None for value in values]
+            if any(missing) and not all(missing):
+                raise UserError(
+                    f"{cls.__name__}: {field.name} is known for some texts of a batch and unknown for others; use data "
+                    "of one kind."
+                )
+            joined[field.name] = (
+                None if all(missing) else field.metadata["join"](values, f"{cls.__name__}.{field.name}")
+            )
+        return cls(**joined)
+
+    def with_target(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "known ..."]:
+        """Of values per text of a batch those of the texts that have a target; without others the same tensor."""
+        return values if self.known is None else values[self.known]
+
+    def cut(self, index: Int64[Tensor, "M L"], attend: Bool[Tensor, "M L"]) -> Targets:
+        """A copy for shortened texts; `index` holds the old position of each wordpiece that stays."""
+        changes = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, dict):
+                changes[field.name] = {name: one.cut(index, attend) for name, one in value.items()}
+            elif value is not None and "fill" in field.metadata:
+                changes[field.name] = value.gather(1, index).masked_fill(~attend, field.metadata["fill"])
+        return dataclasses.replace(self, **changes)
+
+    def labelled_wordpieces(self, text: int) -> list[int]:
+        """Positions of one text of a batch whose wordpieces have a label."""
+        found: set[int] = set()
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, dict):
+                found |= {position for one in value.values() for position in one.labelled_wordpieces(text)}
+            elif value is not None and "fill" in field.metadata:
+                found |= set((value[text] != field.metadata["fill"]).nonzero()[:, 0].tolist())
+        return sorted(found)
+
+
+def _join_known(known: Sequence[bool | None]) -> Bool[Tensor, " M"] | None:
+    return torch.tensor([one is not False for one in known]) if False in known else None
+
+
+def _field(join: Callable[[list[Any], str], Any], **more: Any) -> Any:
+    return dataclasses.field(default=None, metadata={"join": join, **more})
+
+
+def stacked() -> Any:
+    """A field of one shape [...] per text; of a batch [M, ...]."""
+    return _field(_stack)
+
+
+def per_wordpiece(fill: int = -1) -> Any:
+    """A field int64 [L] per text; of a batch [M, L], with `fill` at padding. It is cut with the text."""
+    return _field(lambda values, name: _pad(values, fill), fill=fill)
+
+
+def ragged() -> Any:
+    """A field [n, ...] per text with another n in each; of a batch `Ragged` with a list per text."""
+    return _field(_ragged)
+
+
+def nested(*row: int) -> Any:
+    """A field that is a list of arrays [n, ...] per text; of a batch, `Ragged` with a list per array, text by text.
+
+    Args:
+        row: the shape [...] of one entry, for batches without any array; they are then float32.
+    """
+    return _field(lambda values, name: _ragged([array for arrays in values for array in arrays], name, row))
+
+
+def by_name() -> Any:
+    """A field that is a dict of `Targets` per text; of a batch a dict of the joined ones."""
+    return _field(lambda values, name: {key: type(values[0][key]).join([v[key] for v in values]) for key in values[0]})
+
+
+def _stack(values: list[Any], name: str) -> Tensor:
+    arrays = [np.asarray(value) for value in values]
+    _require_one_shape({array.shape for array in arrays}, name)
+    return torch.from_numpy(np.stack(arrays))
+
+
+def _pad(values: list[Any], fill: int) -> Tensor:
+    rows = [torch.from_numpy(np.asarray(value, dtype=np.int64)) for value in values]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+
+
+def _ragged(values: list[Any], name: str, row: tuple[int, ...] = ()) -> Ragged:
+    arrays = [np.asarray(value) for value in values]
+    _require_one_shape({array.shape[1:] for array in arrays}, f"a row of {name}")
+    joined = np.concatenate(arrays) if arrays else np.zeros((0, *row), dtype=np.float32)
+    return Ragged(torch.from_numpy(joined), torch.tensor([len(array) for array in arrays], dtype=torch.int64))
+
+
+def _require_one_shape(shapes: set[tuple[int, ...]], name: str) -> None:
+    if len(shapes) > 1:
+        raise UserError(f"{name} has different shapes in one batch: {sorted(shapes)}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +285,7 @@ class ImageExample:
 
 @dataclasses.dataclass(frozen=True)
 class TextPhrases:
-    """The phrases of one text, see `e2e_vl.phrases.PhraseBatch`."""
+    """The phrases of one text, see `e2e_vl.examples.PhraseBatch`."""
 
     words: str  # the text as written
     places: Int64[np.ndarray, "L 2"]  # first character of each wordpiece and the last plus one; 0, 0 at special ones
@@ -170,3 +316,196 @@ class Example:
 
     images: list[ImageExample]
     texts: list[TextExample]
+
+
+# Phrases of texts: which wordpieces they are, and which boxes they name.
+
+
+@dataclasses.dataclass
+class PhraseBatch(Movable):
+    """The phrases of M texts. Boxes are float32 xyxy in pixels of the resized image."""
+
+    words: list[str]  # the texts as written
+    places: Int64[Tensor, "M L 2"]  # first character of each wordpiece and the last plus one; 0, 0 at special ones
+    spans: Ragged  # [P, 2]: first wordpiece of each phrase and the last plus one; a list per text
+    boxes: Ragged  # [boxes, 4]: a list per phrase, empty where it names no box or none is known
+    is_complete: Bool[Tensor, " M"]  # all phrases of the text are listed
+
+    def continues_word(self) -> Bool[Tensor, "M L"]:
+        """Wordpieces of the same word as the one before; words end where BERT's tokenizer ends them."""
+        found = torch.zeros(self.places.shape[:2], dtype=torch.bool)
+        for row, (text, places) in enumerate(zip(self.words, self.places.tolist(), strict=True)):
+            for position, ((before, end), (start, after)) in enumerate(itertools.pairwise(places), start=1):
+                if end > before and after > start:
+                    found[row, position] = start < end or not _ends_word(text, end, start)
+        return found.to(self.places.device)
+
+    def is_punctuation(self) -> Bool[Tensor, "M L"]:
+        """Wordpieces of the texts that are punctuation, and nothing else."""
+        found = [
+            [end > first and all(map(_is_mark, text[first:end])) for first, end in places]
+            for text, places in zip(self.words, self.places.tolist(), strict=True)
+        ]
+        return torch.tensor(found, device=self.places.device).reshape(self.places.shape[:2])
+
+    def cut(self, index: Int64[Tensor, "M L"], attend: Bool[Tensor, "M L"]) -> PhraseBatch:
+        """A copy for shortened texts; `index` holds the old position of each wordpiece that stays.
+
+        A phrase that was cut off altogether becomes the last wordpiece before it.
+        """
+        kept = index.masked_fill(~attend, torch.iinfo(torch.int64).max)[self.spans.owner]  # [P, L]
+        first, end = ((kept < bound[:, None]).sum(dim=1) for bound in self.spans.values.unbind(dim=1))
+        end = end.clamp(min=1)
+        spans = torch.stack([torch.minimum(first, end - 1), end], dim=1)
+        places = self.places.take_along_dim(index[..., None], dim=1) * attend[..., None]
+        return dataclasses.replace(self, places=places, spans=Ragged(spans, self.spans.counts))
+
+
+def _ends_word(text: str, end: int, start: int) -> bool:
+    """Whether a word ends at `end`, where the next wordpiece begins at `start`, at or behind it.
+
+    BERT splits at white space, and at both sides of each punctuation mark and each Chinese character; characters that
+    it drops, such as a zero-width space, end no word.
+    """
+    apart = any(one.isspace() for one in text[end:start])
+    return apart or _stands_alone(text[end - 1]) or _stands_alone(text[start])
+
+
+def _stands_alone(one: str) -> bool:
+    is_sign = one.isascii() and not one.isalnum()  # such as $, which Unicode does not call punctuation
+    return is_sign or _is_mark(one) or unicodedata.name(one, "").startswith("CJK ")
+
+
+def _is_mark(one: str) -> bool:
+    return unicodedata.category(one).startswith("P")
+
+
+def join_phrases(texts: Sequence[TextPhrases]) -> PhraseBatch:
+    """The phrases of M texts, in their order."""
+    length = max(len(text.places) for text in texts) or 1
+    places = torch.zeros(len(texts), length, 2, dtype=torch.int64)
+    for row, text in enumerate(texts):
+        places[row, : len(text.places)] = torch.from_numpy(text.places)
+    boxes = [own for text in texts for own in text.boxes]
+    joined = np.concatenate([np.zeros((0, 4), np.float32), *boxes])
+    return PhraseBatch(
+        words=[text.words for text in texts],
+        places=places,
+        spans=Ragged(
+            torch.from_numpy(np.concatenate([text.spans for text in texts])),
+            torch.tensor([len(text.spans) for text in texts]),
+        ),
+        boxes=Ragged(torch.from_numpy(joined), torch.tensor([len(own) for own in boxes], dtype=torch.int64)),
+        is_complete=torch.tensor([text.is_complete for text in texts]),
+    )
+
+
+def phrases_of(
+    text: SampleText, example: TextExample, images: Sequence[ImageExample], writer: TextWriter
+) -> TextPhrases:
+    """The phrases that the data state of a text, in its wordpieces; none where they state none.
+
+    The text must stand first among the texts of its example, whole or cut, as all tasks word it.
+    """
+    flipped = bool(text.looks_at) and images[text.looks_at[0]].placement.flipped
+    _, found = writer.located_pieces(text.words, mirrored=flipped)
+    source = example.laid.source
+    own = (source >= 0) & (source < len(found))
+    places = np.zeros((len(source), 2), dtype=np.int64)
+    places[own] = found[source[own]]
+    stated = text.phrases
+    if stated is None or not text.looks_at or not own.any():
+        return TextPhrases(text.words, places, np.zeros((0, 2), dtype=np.int64), [], False)
+    move = images[text.looks_at[0]].placement.move_boxes
+    unknown = [np.zeros((0, 4))] * len(stated.spans)
+    return TextPhrases(
+        words=text.words,
+        places=places,
+        spans=np.array([wordpieces_of(places, own, span) for span in stated.spans]).reshape(-1, 2),
+        boxes=[move(boxes).astype(np.float32) for boxes in stated.boxes or unknown],
+        is_complete=stated.is_complete,
+    )
+
+
+def wordpieces_of(
+    places: Int64[np.ndarray, "L 2"], is_own: Bool[np.ndarray, " L"], span: tuple[int, int]
+) -> tuple[int, int]:
+    """First position of some characters of a text and the last plus one.
+
+    Args:
+        places: characters of each wordpiece.
+        is_own: which positions belong to the text; at least one.
+
+    Where all of them were cut off, it is the last wordpiece before their end.
+    """
+    kept = np.flatnonzero(is_own)
+    starts = places[kept, 0]
+    inside = kept[(starts >= span[0]) & (starts < span[1])]
+    if not len(inside):
+        inside = kept[starts < span[1]][-1:]
+    if not len(inside):
+        inside = kept[:1]
+    return int(inside[0]), int(inside[-1]) + 1
+
+
+def characters_of(places: Int64[Tensor, "L 2"], span: tuple[int, int]) -> tuple[int, int]:
+    """First character of some wordpieces of a text and the last plus one."""
+    own = places[span[0] : span[1]]
+    real = own[own[:, 1] > 0]
+    return (int(real[:, 0].min()), int(real[:, 1].max())) if len(real) else (0, 0)
+
+
+# From facts to wordpieces: what a task does with a sample before the model sees it.
+
+
+ONLY_PHRASES = "only_phrases"  # key of the record of a text that has phrases and no target of the task
+Draw = Callable[[int], np.random.Generator]  # text index -> its random generator in this epoch
+
+
+@dataclasses.dataclass(frozen=True)
+class Wording(abc.ABC):
+    """Puts the texts of a sample into wordpieces, with their targets and records. It is sent to data workers."""
+
+    writer: TextWriter
+    # kinds of truth that the task learns from. Where data sets are joined, texts with phrases and with another truth
+    # have no target, see `no_target`. (): the task cannot take such texts. (object,): it learns from any text.
+    learns_from: ClassVar[tuple[type, ...]] = ()
+
+    def __call__(self, sample: Sample, images: Sequence[ImageExample], draw: Draw) -> Iterable[TextExample]:
+        """All texts of the sample, in order; the loaded images say where boxes are now, and which are candidates."""
+        for text in sample.texts:
+            for example in self.word(text, sample, images, draw):
+                if self.lacks_target(text):
+                    example.targets = dataclasses.replace(self.no_target(), known=False)
+                    example.record = example.record | {ONLY_PHRASES: True}
+                if self.writer.marks_phrases and example.phrases is None:
+                    other = example.other_words
+                    said = text if other is None else dataclasses.replace(text, words=other, phrases=None)
+                    example.phrases = phrases_of(said, example, images, self.writer)
+                yield example
+
+    def lacks_target(self, text: SampleText) -> bool:
+        """Phrases are asked for, and the text has nothing else to learn from."""
+        could = bool(self.learns_from) and self.writer.marks_phrases and text.may_lack_target
+        return could and not isinstance(text.truth, self.learns_from)
+
+    def no_target(self) -> Targets:
+        """Values that mean nothing, of the class, shapes and dtypes that the targets of other texts have."""
+        raise NotImplementedError(f"{type(self).__name__} has targets for every text.")
+
+    @abc.abstractmethod
+    def word(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    ) -> Iterable[TextExample]:
+        """One text of the sample: usually one example, several where it has several choices."""
+
+    def record(self, text: SampleText, images: Sequence[ImageExample], laid: LaidText | None = None) -> dict[str, Any]:
+        """What goes into the prediction beside the answer; sizes are (height, width) of the stored (first) image."""
+        record = {"text_index": text.index, **text.facts}
+        if text.looks_at:
+            image = images[text.looks_at[0]]
+            size = list(image.placement.original_size)
+            record |= {"file_name": image.name, "image_size": size, "flipped": image.placement.flipped}
+        if laid is not None and laid.num_cut:
+            record["cut_wordpieces"] = laid.num_cut
+        return record

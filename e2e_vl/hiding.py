@@ -20,9 +20,8 @@ from torch import Tensor
 
 from detector.boxes import pairwise_iou
 from detector.errors import UserError
-from detector.interface import Detector, evaluation_mode
 from detector.pixel_masking import mask_pixels, mask_rectangles
-from detector.structures import ImageBatch, Regions
+from detector.structures import Detector, ImageBatch, Regions, evaluation_mode
 from e2e_vl.structures import Batch, HiddenRegions, RegionLabels, TextBatch
 
 SAME_IOU = 0.5  # a candidate that overlaps a hidden box this much is the same object

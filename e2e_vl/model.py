@@ -22,8 +22,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from detector.errors import UserError
-from detector.interface import Detector
-from detector.structures import Regions
+from detector.structures import Detector, Regions
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.hiding import cut_to_length, hide_regions, label_regions, swap_features
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, gather_regions

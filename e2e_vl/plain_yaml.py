@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from detector.errors import MissingFileError, UserError
-from detector.yaml_text import read_yaml
+from detector.io import read_yaml
 
 BASES = ("base", "_BASE_")  # keys that name another file: of a run's settings, and of a detector's (Detectron2)
 

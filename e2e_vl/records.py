@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from detector.errors import UserError
-from detector.plain_json import has_half_characters
+from detector.io import has_half_characters
 from e2e_vl.json_keys import has_each_key_once, repeated_key
 
 Found = TypeVar("Found")

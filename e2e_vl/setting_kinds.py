@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from detector.errors import UserError
-from e2e_vl.file_names import shown
+from e2e_vl.io import shown
 
 LONGEST = 4096  # characters of a text: of the longest path that Linux takes
 

@@ -13,9 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from detector.errors import UserError
-from detector.plain_json import has_half_characters
-from detector.user_paths import user_path
+from detector.errors import UserError, user_path
+from detector.io import has_half_characters
 
 LONGEST = 1000  # characters of a text that is referred to
 MOST = 1000  # references in all settings of a run

@@ -72,7 +72,7 @@ def golden_root(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="session")
 def tiny_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """`key=value` words that run configs/tiny/refcoco.yaml on a data set that is drawn once for all tests."""
-    from e2e_vl.engine.build_data import make_synthetic_data
+    from e2e_vl.run.build import make_synthetic_data
 
     words = [
         f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
@@ -114,7 +114,7 @@ def curves_drawn_once() -> Iterator[None]:
 
     Drawing takes as long as many steps of a tiny training. The picture itself is tested in tests/report/.
     """
-    from e2e_vl.report import page
+    from e2e_vl.run import report as page
 
     draw, drawn = page.draw_curves, {}
 
@@ -164,7 +164,7 @@ def on_cpu() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def trained_run(tiny_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """One tiny training run: its `path`, `config`, `metrics`, and the `model` as it was in memory at the end."""
-    from e2e_vl.engine import train as training
+    from e2e_vl.run import train as training
 
     path = tmp_path_factory.mktemp("trained") / "run"
     config = load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [*tiny_words, f"output={path}"])
@@ -187,8 +187,8 @@ def phrase_run(trained_run: SimpleNamespace, tmp_path_factory: pytest.TempPathFa
     """An untrained model that takes every word for a phrase and points with each of them clearly at a region."""
     import torch
 
-    from e2e_vl.engine.build import build_model
-    from e2e_vl.engine.saving import save_model
+    from e2e_vl.run.build import build_model
+    from e2e_vl.run.checkpoint import save_model
     from e2e_vl.text import load_tokenizer
     from tests.weights.starts import replaced
 
@@ -211,7 +211,7 @@ def phrase_run(trained_run: SimpleNamespace, tmp_path_factory: pytest.TempPathFa
 
 def tiny_run(folder: Path, name: str, *words: str) -> Path:
     """A run of one step of configs/tiny/<name>.yaml."""
-    from e2e_vl.engine.train import train
+    from e2e_vl.run.train import train
 
     own = [f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}", f"output={folder / 'run'}", *words]
     config = load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", [*own, "train.max_steps=1"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from e2e_vl.attention import attention_to_regions
 from e2e_vl.structures import EncoderOutput, TextBatch
+from e2e_vl.tasks.gqa import attention_to_regions
 
 LENGTH, REGIONS = 3, 2
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.commands import evaluate as evaluation_tool
-from e2e_vl.commands import train as training_tool
+from e2e_vl.cli import evaluate as evaluation_tool
+from e2e_vl.cli import train as training_tool
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny" / "refcoco.yaml"
 INSTANCES = "refcoco+/instances.json"
@@ -312,7 +312,7 @@ def test_an_interrupted_run_says_how_to_go_on(tiny_words, tmp_path, monkeypatch,
     def interrupt(self, micro_batches):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("e2e_vl.engine.train._Training._update", interrupt)
+    monkeypatch.setattr("e2e_vl.run.train._Training._update", interrupt)
     words = [*tiny_words, f"output={tmp_path / 'run'}"]
     assert training_tool.main(["--config", str(CONFIG), *words]) == 130
     err = capfd.readouterr().err

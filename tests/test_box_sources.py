@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import BoxSource
 
 
 def test_sources_are_named_as_in_settings():

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from detector.errors import DiskError, MissingFileError, UserError
-from e2e_vl.command_line import says_errors
+from e2e_vl.cli.common import says_errors
 
 
 def raising(error: BaseException):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from e2e_vl import config as data_settings
 from e2e_vl import config as settings
-from e2e_vl import data_settings
 from e2e_vl.config import EvalSettings, RunConfig, TrainSettings, load_config
 
 BASE = """

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.commands.main import COMMANDS as CONSOLE_COMMANDS
-from e2e_vl.commands.main import main as console_main
+from e2e_vl.cli.main import COMMANDS as CONSOLE_COMMANDS
+from e2e_vl.cli.main import main as console_main
 from e2e_vl.config import RunConfig, load_config
 
 ROOT = Path(__file__).parents[1]
@@ -173,7 +173,7 @@ def test_the_pages_show_every_tool_and_every_tool_an_example() -> None:
     assert {"train.py", "benchmarks/benchmark.py", "experiments/table4.py"} <= set(TOOLS)
     assert {tool for file, tool, _ in CALLS if file == "docs/commands.md"} - {CONSOLE} == set(TOOLS)
     showing = {file for file, _, _ in CALLS}
-    assert not [tool for tool in TOOLS if not showing & {f"tools/{tool}", f"e2e_vl/commands/{tool}"}]
+    assert not [tool for tool in TOOLS if not showing & {f"tools/{tool}", f"e2e_vl/cli/{tool}"}]
     assert {words[0] for _, tool, words in CALLS if tool == CONSOLE} == set(CONSOLE_COMMANDS)
 
 

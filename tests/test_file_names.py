@@ -9,7 +9,7 @@ from pathlib import Path, PureWindowsPath
 import pytest
 
 from detector.errors import UserError
-from e2e_vl.file_names import LONGEST_PART, id_of, inside, is_name_pattern, name_of, require_distinct, shown
+from e2e_vl.io import LONGEST_PART, id_of, inside, is_name_pattern, name_of, require_distinct, shown
 
 PLAIN = [
     "12",

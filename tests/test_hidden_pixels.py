@@ -15,9 +15,9 @@ from torch import Tensor
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
+from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
-from e2e_vl.targets import Targets
 from e2e_vl.tasks.pretraining import PretrainingTargets
 from tests.tasks.tiny_pretraining import (
     CLASSES,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from detector.detector_config import InputConfig
+from detector.config import InputConfig
 from detector.images import make_image_batch
 from detector.structures import ImageBatch, PrecomputedFeatures
 from e2e_vl.hiding import (

@@ -8,8 +8,20 @@ import pickle
 import numpy as np
 import pytest
 
-from e2e_vl.layout import BARE, CLS, MASK, SEP, LaidText, Template, TextLayout, TextWriter, cut_fronts, lay
-from e2e_vl.text import build_vocabulary, load_tokenizer
+from e2e_vl.text import (
+    BARE,
+    CLS,
+    MASK,
+    SEP,
+    LaidText,
+    Template,
+    TextLayout,
+    TextWriter,
+    build_vocabulary,
+    cut_fronts,
+    lay,
+    load_tokenizer,
+)
 
 SLOT = Template((CLS, 0, SEP, MASK, SEP), (0, 0, 0, 1, 1), summary=3)  # an answer behind the text
 EARLY = Template((CLS, 0, MASK, SEP), (0, 0, 0, 0), summary=2)  # an answer before the end

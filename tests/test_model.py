@@ -14,11 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.loading.example_dataset import ExampleDataset
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.build import build_model, resolve
-from e2e_vl.engine.build_data import build_collate, build_examples, build_tokenizer
+from e2e_vl.data.batching import ExampleDataset, Request
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.build import build_collate, build_examples, build_model, build_tokenizer, resolve
 from e2e_vl.structures import Batch
 
 ROOT = Path(__file__).parents[1]

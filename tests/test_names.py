@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("detector", "e2e_vl", "tools")
-BUILD = "e2e_vl/engine/build.py"
+BUILD = "e2e_vl/run/build.py"
 TABLES = ("TASKS", "DATASETS", "ENCODERS")  # dicts in BUILD, name -> classes
 EXTRA_NAMES = ("bert",)  # has a weight adapter only
 # Folders of e2e_vl/ in which a module or folder may be named after a task, a data set or an encoder.
@@ -27,10 +27,10 @@ SHARED_FUNCTIONS = {"write_submission", "box_iou"}
 # Where names are what it is about: the list of the writers of drawn data sets, and scripts that compare runs.
 NAMING = ("e2e_vl/synthetic/generate.py", "tools/experiments/")
 # Region features come in a file format that has the name of the project that published such files first.
-NAMING += ("e2e_vl/data/storage/features/", "e2e_vl/commands/extract_features.py")
+NAMING += ("e2e_vl/data/storage/features/", "e2e_vl/cli/extract_features.py")
 SHARED_CODE = ("e2e_vl/weights/base.py", "e2e_vl/weights/start.py")  # of all weight adapters
 
-COMMANDS = "e2e_vl/commands/"
+COMMANDS = "e2e_vl/cli/"
 
 Sources = dict[str, str]  # file, relative to the repository, with forward slashes -> its text
 
@@ -153,20 +153,20 @@ def test_names_are_read_from_the_dicts() -> None:
         ("e2e_vl/tasks/riddles.py", "x = 'riddle'"),
         ("e2e_vl/tasks/sight.py", "x = 'riddle'"),
         ("e2e_vl/encoders/base.py", "x: Literal['sight', 'y']"),
-        ("e2e_vl/engine/train.py", "x = {'riddle': 1}"),
+        ("e2e_vl/run/train.py", "x = {'riddle': 1}"),
         ("e2e_vl/engine/riddle.py", "x = 'riddle'"),
         ("e2e_vl/data/other.py", "x = config.encoder.name == 'none'"),
         ("e2e_vl/data/other.py", "encoder: str = 'none'"),
         ("e2e_vl/data/other.py", "f(task_name='none')"),
         ("e2e_vl/model.py", "x = 'bert'"),
-        ("e2e_vl/engine/train.py", "x = dict(riddle=1)"),
+        ("e2e_vl/run/train.py", "x = dict(riddle=1)"),
         ("e2e_vl/engine/other.py", "from e2e_vl.tasks import riddle"),
         ("e2e_vl/engine/other.py", "import e2e_vl.tasks.riddle as r"),
         ("e2e_vl/engine/other.py", "from e2e_vl.encoders import none as n"),
         ("detector/riddle.py", "x = 'riddle'"),
         ("e2e_vl/weights/start.py", "x = 'sight'"),
         ("tools/train.py", "add('--task', default='riddle', help='the task')"),
-        ("e2e_vl/commands/train.py", "add('--task', default='riddle', help='the task')"),
+        ("e2e_vl/cli/train.py", "add('--task', default='riddle', help='the task')"),
         ("e2e_vl/tasks/other.py", "from e2e_vl.encoders.sight import SightModel"),
         ("e2e_vl/engine/other.py", "def f():\n    from e2e_vl.tasks.riddle import RiddleTask as Task"),
     ],
@@ -195,7 +195,7 @@ def test_a_name_out_of_place_is_found(file: str, source: str) -> None:
         ("e2e_vl/data/riddle.py", "from e2e_vl.tasks import riddle\nx = dict(riddle=1)"),
         ("e2e_vl/model.py", "x = sum(y, reduction='none') if pool == 'none' else found or 'none'"),
         ("tools/train.py", "add('--task', help='riddle')"),
-        ("e2e_vl/commands/train.py", "add('--task', help='riddle')"),
+        ("e2e_vl/cli/train.py", "add('--task', help='riddle')"),
     ],
 )
 def test_a_name_in_its_place_is_allowed(file: str, source: str) -> None:
@@ -222,7 +222,7 @@ def repeated_functions(sources: Sources) -> list[str]:
     """
     places = defaultdict(list)
     for file, source in sources.items():
-        if not file.startswith(("tools/", "e2e_vl/commands/")) and not file.endswith("__init__.py"):
+        if not file.startswith(("tools/", "e2e_vl/cli/")) and not file.endswith("__init__.py"):
             for node in ast.parse(source, filename=file).body:
                 if isinstance(node, ast.FunctionDef) and node.name not in SHARED_FUNCTIONS and node.name[0] != "_":
                     places[node.name].append(f"{file}:{node.lineno}")
@@ -347,7 +347,7 @@ def letters_without_legend(sources: Sources) -> list[str]:
     found = []
     for file, source in sources.items():
         is_explained = "shape legend" in (ast.get_docstring(ast.parse(source)) or "").lower()
-        for match in SHAPE.finditer("" if is_explained or file.startswith(("tools/", "e2e_vl/commands/")) else source):
+        for match in SHAPE.finditer("" if is_explained or file.startswith(("tools/", "e2e_vl/cli/")) else source):
             if re.search(r"\b_?[A-Z]\b", match[1] or match[2] or ""):
                 line = source[: match.start()].count("\n") + 1
                 found.append(f"{file}:{line}: {match[0]}: name a shape legend above, or write words.")

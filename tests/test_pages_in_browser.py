@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from e2e_vl.analysis.attention_choices import AttentionChoices
-from e2e_vl.analysis.attention_figures import draw_entity_figure, draw_relation_figure
-from e2e_vl.analysis.attention_page import write_page
-from e2e_vl.analysis.attention_tables import AttentionResults
 from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, MeasureKey
+from e2e_vl.analysis.figures import Overlay, draw_entity_figure, draw_relation_figure
 from e2e_vl.analysis.measures import HeadSums
-from e2e_vl.analysis.overlays import Overlay
+from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.analysis.run import write_page
+from e2e_vl.analysis.tables import AttentionResults
 from e2e_vl.config import RunConfig, save_config
-from e2e_vl.report.page import write_report
-from e2e_vl.run_files import RunLog, write_json
+from e2e_vl.io import RunLog, write_json
+from e2e_vl.run.report import write_report
 from e2e_vl.structures import AttentionGraph
 from e2e_vl.tasks.refcoco import ReferringTask
 from tests.explorer.browser import Tab, browser_or_skip, open_browser

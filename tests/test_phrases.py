@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from e2e_vl.examples import ImageExample, TextExample
-from e2e_vl.layout import TextWriter
-from e2e_vl.phrases import join_phrases
+from e2e_vl.examples import ImageExample, TextExample, join_phrases
 from e2e_vl.samples import PhraseBoxes, SampleText
 from e2e_vl.tasks.refcoco import ReferringWording
+from e2e_vl.text import TextWriter
 from tests.tasks.wordings import make_tokenizer, photo, sample_of, word
 
 WORDS = "The big star next to a red circle"

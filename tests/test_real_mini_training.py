@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from e2e_vl.config import load_config
-from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.train import train
-from e2e_vl.evaluation.refexp import box_iou
+from e2e_vl.metrics.refcoco import box_iou
+from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.train import train
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEFAULT = REPOSITORY.parent / "shared" / "real_mini"

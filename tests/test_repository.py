@@ -110,11 +110,11 @@ def test_command_has_a_docstring_and_a_main_that_takes_argv(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_script_calls_its_command(path: Path) -> None:
-    """Three lines below a docstring; the logic is in e2e_vl/commands/."""
+    """Three lines below a docstring; the logic is in e2e_vl/cli/."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert f"e2e_vl/commands/{path.name}" in ast.get_docstring(tree)
+    assert f"e2e_vl/cli/{path.name}" in ast.get_docstring(tree)
     assert ast.unparse(tree.body[1:]) == (
-        f"from e2e_vl.commands.{path.stem} import main\nif __name__ == '__main__':\n    raise SystemExit(main())"
+        f"from e2e_vl.cli.{path.stem} import main\nif __name__ == '__main__':\n    raise SystemExit(main())"
     )
 
 

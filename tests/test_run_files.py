@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from detector.errors import UserError
-from e2e_vl.run_files import check_output, read_log, read_metrics, read_settings_text
+from e2e_vl.io import check_output, read_log, read_metrics, read_settings_text
 
 
 @pytest.mark.parametrize("part", ["metrics.json", "log.jsonl", "model/config.yaml", "encoder/model.safetensors"])

@@ -77,7 +77,7 @@ def test_the_home_folder_is_meant_by_a_tilde_of_the_run_directory(tmp_path: Path
 
 
 def test_and_by_one_of_the_detector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from detector.named_weights import resolve_weights
+    from detector.zoo import resolve_weights
 
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_weights("~/my_run") == tmp_path / "my_run"

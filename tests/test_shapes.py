@@ -14,8 +14,8 @@ from jaxtyping import TypeCheckError
 
 import detector
 from detector import boxes
-from detector.detector_config import DetectorConfig
-from detector.matching import match
+from detector.boxes import match
+from detector.config import DetectorConfig
 from detector.pixel_masking import mask_pixels
 from detector.precomputed import PrecomputedDetector
 from detector.structures import DetectionTargets, ImageBatch, Loss, PrecomputedFeatures, Regions

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from transformers import BertConfig, BertModel
 
-from e2e_vl.commands import analyze_attention, explore, predict, train
+from e2e_vl.cli import analyze_attention, explore, predict, train
 from e2e_vl.text import build_vocabulary
 
 ROOT = Path(__file__).parents[1]

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.precomputed import PrecomputedDetector
 from detector.structures import ImageBatch, PrecomputedFeatures, Regions
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
-from e2e_vl.engine.build import build_objectives
+from e2e_vl.examples import Targets
 from e2e_vl.hiding import HidingRule, choose_donors, choose_regions, hide_regions, label_regions, swap_features
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Ability, Batch, HiddenRegions, RegionLabels, TextBatch
-from e2e_vl.targets import Targets
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
 from tests.encoders.test_lxmert import SMALL

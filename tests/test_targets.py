@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from e2e_vl.examples import Ragged, Targets, by_name, nested, per_wordpiece, ragged, stacked
 from e2e_vl.hiding import cut_texts
 from e2e_vl.structures import TextBatch
-from e2e_vl.targets import Ragged, Targets, by_name, nested, per_wordpiece, ragged, stacked
 
 
 @dataclasses.dataclass

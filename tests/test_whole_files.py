@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from detector import whole_writer
-from e2e_vl import whole_files
-from e2e_vl.run_files import RunLog, read_log
-from e2e_vl.whole_files import (
+from detector import io as whole_writer
+from e2e_vl import io as whole_files
+from e2e_vl.io import (
+    RunLog,
     find_damage,
     json_text,
+    read_log,
     remove_leftovers,
     whole_folder,
     without_nan,

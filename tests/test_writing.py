@@ -1,4 +1,4 @@
-"""Files are written by one writer (`detector/whole_writer.py`), so that each is there as a whole or not at all."""
+"""Files are written by one writer (`detector/io.py`), so that each is there as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("detector", "e2e_vl", "tools")
-WRITER = "detector/whole_writer.py"
+WRITER = "detector/io.py"
 WHOLE = {"whole_file", "whole_folder", "whole_parts"}
 
 # Functions that write a file or a folder at the place they are told: those of libraries, and ours that build on them.
@@ -24,17 +24,17 @@ STREAMS = {"buffer", "stream", "file"}  # what an open file is called: `image.sa
 
 # What may write outside of a block of the writer, and why that leaves no half of a file.
 EXCEPTIONS = {
-    ("detector/download.py", "_download"): "into a name of its own, which `take_place` exchanges when it is verified",
+    ("detector/zoo.py", "_download"): "into a name of its own, which `take_place` exchanges when it is verified",
     ("e2e_vl/data/storage/index_files.py", "cached_index"): "the same, where the folder may turn out to be read-only",
-    ("e2e_vl/data/storage/features/record.py", "save_npz"): "into a file that its caller opened",
-    ("e2e_vl/run_files.py", "write"): "a line at the end of the log; half a line is left out when it is read",
-    ("e2e_vl/engine/run_lock.py", "_open"): "a lock, whose content nobody needs",
-    ("e2e_vl/engine/saving.py", "save_model"): "into a folder that its callers are making; each call is looked at here",
-    ("e2e_vl/encoders/none.py", "save_pretrained"): "a part of `save_model`",
-    ("e2e_vl/engine/checkpoints.py", "_finish"): "into the folder of `begin_folder`",
-    ("e2e_vl/engine/train.py", "_evaluate"): "into the folder that `BestModel.write` is making",
-    ("e2e_vl/analysis/overlays.py", "*"): "into the folder that `write_results` is making",
-    ("e2e_vl/analysis/attention_tables.py", "write_csv"): "into the folder that `write_results` is making",
+    ("e2e_vl/data/features.py", "save_npz"): "into a file that its caller opened",
+    ("e2e_vl/io.py", "write"): "a line at the end of the log; half a line is left out when it is read",
+    ("e2e_vl/run/run_lock.py", "_open"): "a lock, whose content nobody needs",
+    ("e2e_vl/run/checkpoint.py", "save_model"): "into a folder that its callers are making",
+    ("e2e_vl/encoders/base.py", "save_pretrained"): "a part of `save_model`",
+    ("e2e_vl/run/checkpoint.py", "_finish"): "into the folder of `begin_folder`",
+    ("e2e_vl/run/train.py", "_evaluate"): "into the folder that `BestModel.write` is making",
+    ("e2e_vl/analysis/figures.py", "*"): "into the folder that `write_results` is making",
+    ("e2e_vl/analysis/tables.py", "write_csv"): "into the folder that `write_results` is making",
     ("tools/experiments/jobs.py", "_run"): "what a command prints while it runs",
     ("e2e_vl/synthetic/*", "*"): "drawn data; a stamp that is written last says that they are all there",
     ("tools/benchmarks/*", "*"): "data of a measurement, made again each time",

@@ -1,6 +1,6 @@
-"""Train detector, encoder and task together; see e2e_vl/commands/train.py."""
+"""Train detector, encoder and task together; see e2e_vl/cli/train.py."""
 
-from e2e_vl.commands.train import main
+from e2e_vl.cli.train import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -15,10 +15,9 @@ from PIL import Image
 from PIL.ImageFile import ImageFile as OpenedImage
 
 from detector.boxes import check_boxes
-from detector.errors import UserError
+from detector.errors import UserError, user_path
 from detector.images import FORMATS, MAX_PIXELS
-from detector.user_paths import user_path
-from e2e_vl.data.formats.user_boxes import read_boxes
+from e2e_vl.data.user_inputs import read_boxes
 from e2e_vl.samples import AnnotatedObjects, EncodedImage
 
 ImageInput = str | Path | bytes | np.ndarray | Image.Image

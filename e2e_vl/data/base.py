@@ -13,14 +13,12 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from detector.errors import UserError
-from detector.user_paths import user_path
-from e2e_vl.box_sources import BoxSource
+from detector.errors import UserError, user_path
+from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.converter import check_keys, from_dict
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import TextGroups
 from e2e_vl.data.storage.shared_reads import SharedReads
-from e2e_vl.data_settings import DataSettings
 from e2e_vl.samples import Sample
 
 Found = TypeVar("Found")
@@ -55,7 +53,7 @@ class VLDataset(abc.ABC):
         box_sources: the sources of candidate boxes that make sense.
         annotation_files: keys of `data.files`, any one of which gives the annotated objects; those of `known_files`.
         id_space: whose ids the images have, such as "vg"; None: COCO's where file names are COCO's, else no
-            one's. See `e2e_vl/data/photo_ids.py`.
+            one's. See `e2e_vl/data/overlap.py`.
         groups: text indices of each image (or pair of images).
         parts: placeholders of `data.files` that name the files of boxes of this split, such as {"split": "val"};
             several where splits are joined.

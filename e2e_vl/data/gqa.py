@@ -13,29 +13,382 @@ before its first underscore, such as train)
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from detector.errors import UserError
+import numpy as np
+from msgspec import convert, field
+
+from detector.errors import MissingFileError, UserError, user_path
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, split_names
-from e2e_vl.data.formats.coco import CocoInstances, read_instances
-from e2e_vl.data.formats.gqa_files import (
-    EntryFile,
-    GQAQuestions,
-    check_question,
-    find_entry,
-    named_boxes,
-    pieces_of,
-    question_facts,
-    read_choices,
-    scene_objects,
-)
-from e2e_vl.data.formats.image_names import ImageNames, instances_image, require_instances
-from e2e_vl.data.loading.grouping import ConsecutiveGroups
-from e2e_vl.data.storage.json_entries import json_entries
-from e2e_vl.samples import RightAnswer, Sample, SampleImage, SampleText
+from e2e_vl.data.batching import ConsecutiveGroups
+from e2e_vl.data.coco import CocoInstances, ImageNames, instances_image, read_instances, require_instances
+from e2e_vl.data.storage.files import corners_of
+from e2e_vl.data.storage.index_files import OpenFiles
+from e2e_vl.data.storage.json_entries import json_entries, read_entry
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.records import MISFITS, Pixel, Record, Side, Words, checked
+from e2e_vl.samples import AnnotatedObjects, RightAnswer, Sample, SampleImage, SampleText
+
+# Reader of the official GQA files: questions (also in pieces), choices and scene graphs; of any size.
+
+
+_TYPES = ("structural", "semantic", "detailed")
+_NO_STEP = re.compile("exist|query: name|choose name")  # of a program: they only read the answer
+
+
+class _Types(Record):
+    structural: str | None
+    semantic: str | None
+    detailed: str | None
+
+
+class _Groups(Record):
+    all: str | None = field(name="global")
+
+
+class _Step(Record):
+    operation: str
+    argument: str
+
+
+class _Named(Record):
+    question: dict[str, str] = field(default_factory=dict)
+    full_answer: dict[str, str] = field(name="fullAnswer", default_factory=dict)
+
+
+class _Question(Record, kw_only=True):
+    question: Words
+    image_id: Words = field(name="imageId")
+    is_balanced: bool = field(name="isBalanced")
+    answer: str | None = None  # none in the splits test, challenge and submission
+    entailed: list[str] = field(default_factory=list)
+    semantic: list[_Step] = field(default_factory=list)
+    annotations: _Named | None = None
+
+
+class _AnsweredQuestion(_Question, kw_only=True):
+    types: _Types
+    groups: _Groups
+
+
+class _IndexedQuestion(Record):
+    """What is looked at in all of the 14 million questions before one is asked for; the rest is checked then."""
+
+    question: str
+    image_id: str = field(name="imageId")
+    is_balanced: bool = field(name="isBalanced")
+    answer: str | None = None
+    types: _Types | None = None
+    groups: _Groups | None = None
+
+
+class _Choices(Record):
+    valid: list[str]
+    plausible: list[str]
+
+
+class _SceneObject(Record):
+    name: str
+    x: Pixel
+    y: Pixel
+    w: Pixel
+    h: Pixel
+
+    def corners(self, where: str) -> tuple[float, float, float, float]:
+        return corners_of((self.x, self.y, self.w, self.h), where)
+
+
+class _SceneGraph(Record):
+    width: Side
+    height: Side
+    objects: dict[str, _SceneObject]
+
+
+def pieces_of(path: str | Path) -> list[Path]:
+    """The file, or the pieces that a large one is released in: NAME/NAME_0.json, NAME/NAME_1.json, ... for NAME.json.
+
+    Raises:
+        FileNotFoundError: neither is there.
+    """
+    path = user_path(path)
+    if path.is_file():
+        return [path]
+    folder = path if path.is_dir() else path.with_suffix("")
+    numbered = {}
+    for piece in folder.glob("*.json") if folder.is_dir() else ():
+        if found := re.fullmatch(rf"{re.escape(folder.name)}_([0-9]+)", piece.stem):
+            numbered[int(found[1])] = piece
+    if not numbered:
+        raise MissingFileError(
+            f"{path}: cannot read the questions, there is no such file, and no folder {folder} with pieces "
+            f"{folder.name}_0.json, ...; check the path in the data config"
+        )
+    absent = set(range(max(numbered))) - set(numbered)
+    if absent:
+        raise MissingFileError(
+            f"{folder}: the piece {folder.name}_{min(absent)}.json is missing; download all pieces of the release"
+        )
+    return [numbered[number] for number in sorted(numbered)]
+
+
+def check_question(record: Any, where: str) -> None:
+    """Raises UserError, naming the record, for a missing key or a value of another kind."""
+    is_answered = isinstance(record, dict) and record.get("answer") is not None
+    checked(_AnsweredQuestion if is_answered else _Question, record, where)
+
+
+def _indexed(record: Any, where: str) -> _IndexedQuestion:
+    """Raises UserError as `check_question` does."""
+    try:
+        found = convert(record, _IndexedQuestion)
+    except MISFITS:
+        check_question(record, where)
+        return checked(_IndexedQuestion, record, where)  # a key that an unanswered question need not have
+    is_whole = found.answer is None or (found.types is not None and found.groups is not None)
+    if not (is_whole and found.question.strip() and found.image_id.strip()):
+        check_question(record, where)
+    return found
+
+
+def reasoning_steps(program: Iterable[Mapping[str, Any]]) -> int:
+    """Number of steps of a question's program (`semantic`) that reason, and do not only read the answer.
+
+    As the official evaluation script counts them.
+    """
+    return sum(_NO_STEP.search(f"{step['operation']}: {step['argument']}") is None for step in program)
+
+
+def question_facts(question_id: str, record: Mapping[str, Any]) -> dict[str, Any]:
+    """What predictions and scores need of a question, under the names of the files; see `e2e_vl.metrics.gqa`."""
+    facts: dict[str, Any] = {"questionId": question_id, "imageId": record["imageId"], "question": record["question"]}
+    facts["isBalanced"] = record["isBalanced"]
+    if record.get("answer") is None:
+        return facts
+    return facts | {
+        "answer": record["answer"],
+        "types": {kind: record["types"][kind] for kind in _TYPES},
+        "group": record["groups"]["global"],
+        "entailed": list(record.get("entailed", ())),
+        "steps": reasoning_steps(record.get("semantic", ())),
+    }
+
+
+class GQAQuestions(Sequence):
+    """Questions of some files, those of an image one after the other; images and the questions of each in file order.
+
+    Args:
+        paths: question files, such as the pieces of one split or several splits.
+        errors: what becomes of an error about one question.
+
+    Attributes:
+        image_ids: of every image, in the order of its first question.
+        counts: int64 [images], questions of each image.
+        is_balanced: bool [questions].
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no JSON, a record that is no question, a question that is there twice, questions with answers beside
+            some without in one file, or no question at all. File and question are named.
+    """
+
+    def __init__(self, paths: Iterable[Path], errors: RecordErrors = RAISE) -> None:
+        self.paths = list(paths)
+        self._files = OpenFiles()
+        file_of, starts, sizes, images, answers, names, balanced = (array(kind) for kind in "HqIiiQb")
+        image_numbers: dict[str, int] = {}
+        answer_numbers: dict[str, int] = {}
+        for number, path in enumerate(self.paths):
+            first: bool | None = None
+            file = str(path)
+            with errors.about(file):
+                for key, record, start, size in json_entries(path, "questions"):
+                    where = f"{file}: question {key}"
+                    with errors.about(where):
+                        one = _indexed(record, where)
+                        answer = one.answer
+                        first = answer is not None if first is None else first
+                        if first != (answer is not None):
+                            raise UserError(
+                                f"{where} has {'no' if first else 'an'} answer, unlike the first; repair the file"
+                            )
+                        file_of.append(number)
+                        starts.append(start)
+                        sizes.append(size)
+                        images.append(image_numbers.setdefault(one.image_id, len(image_numbers)))
+                        number_of_answer = -1
+                        if answer is not None:
+                            number_of_answer = answer_numbers.setdefault(answer, len(answer_numbers))
+                        answers.append(number_of_answer)
+                        names.append(_number_of(key))
+                        balanced.append(one.is_balanced)
+        if not starts:
+            raise UserError(f"{', '.join(map(str, self.paths))}: there is no question in it")
+        self.image_ids, self._answers = list(image_numbers), list(answer_numbers)
+        image_of = np.asarray(images)
+        order = np.argsort(image_of, kind="stable")
+        self.counts = np.bincount(image_of, minlength=len(image_numbers))
+        self._file_of, self._starts, self._sizes, self._answer_of, hashes = (
+            np.asarray(values)[order] for values in (file_of, starts, sizes, answers, names)
+        )
+        self.is_balanced = np.asarray(balanced, dtype=bool)[order]
+        self._check_unique(hashes, errors)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> tuple[str, dict[str, Any]]:
+        """Id and record of a question."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        path = self.paths[self._file_of[index]]
+        key, record = read_entry(self._files, path, int(self._starts[index]), int(self._sizes[index]))
+        check_question(record, f"{path}: question {key}")
+        return key, record
+
+    def place(self, index: int) -> str:
+        """File and id of a question, for messages."""
+        return f"{self.paths[self._file_of[index]]}: question {self[index][0]}"
+
+    def answers(self) -> Iterator[str | None]:
+        """The answer to every question; None where it is unknown."""
+        return (None if number < 0 else self._answers[number] for number in self._answer_of)
+
+    def _check_unique(self, hashes: np.ndarray, errors: RecordErrors) -> None:
+        order = np.argsort(hashes, kind="stable")
+        for row in np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]]):
+            (first, _), (second, _) = (self[int(order[row + step])] for step in (0, 1))
+            if first == second:
+                files = {str(self.paths[self._file_of[order[row + step]]]) for step in (0, 1)}
+                with errors:
+                    raise UserError(
+                        f"{' and '.join(sorted(files))}: question {first} is there twice; name each split once"
+                    )
+
+
+class EntryFile:
+    """The records of a file of one JSON object by their id; each is read when it is asked for.
+
+    In memory stay 20 bytes per record: a number made from its id, and its place.
+
+    Args:
+        errors: not used, since no record is looked at before it is asked for.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no JSON, or an id that is there twice.
+    """
+
+    def __init__(self, path: str | Path, what: str, errors: RecordErrors = RAISE) -> None:
+        self.path, self.what = user_path(path), what
+        self._files = OpenFiles()
+        numbers, starts, sizes = (array(kind) for kind in "QQI")
+        for entry in json_entries(self.path, what):
+            numbers.append(_number_of(entry.key))
+            starts.append(entry.start)
+            sizes.append(entry.size)
+        order = np.argsort(np.asarray(numbers), kind="stable")
+        self._numbers, self._starts, self._sizes = (np.asarray(values)[order] for values in (numbers, starts, sizes))
+        double = np.flatnonzero(self._numbers[1:] == self._numbers[:-1])
+        if len(double):
+            key, _ = self._read(int(double[0]))
+            raise UserError(f"{self.path}: {key} is there twice among the {what}; download the file again")
+
+    def __contains__(self, key: str) -> bool:
+        return self._row(key) is not None
+
+    def __getitem__(self, key: str) -> Any:
+        """One record. Raises ValueError if there is no such record."""
+        find_entry([self], key)
+        return self._read(self._row(key))[1]
+
+    def _row(self, key: str) -> int | None:
+        number = np.uint64(_number_of(key))
+        row = int(np.searchsorted(self._numbers, number))
+        return row if row < len(self._numbers) and self._numbers[row] == number else None
+
+    def _read(self, row: int) -> tuple[str, Any]:
+        return read_entry(self._files, self.path, int(self._starts[row]), int(self._sizes[row]))
+
+
+def _number_of(key: str) -> int:
+    """64 bits that stand for an id, the same in every process; two ids of a file never share them in practice."""
+    return int.from_bytes(hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def find_entry(files: Sequence[EntryFile], key: str) -> EntryFile:
+    """The file that has the record.
+
+    Raises:
+        ValueError: none has it.
+    """
+    for file in files:
+        if key in file:
+            return file
+    names = ", ".join(str(file.path) for file in files)
+    raise UserError(f"{names}: there is no entry {key} among the {files[0].what}; use the file of the same split")
+
+
+def read_choices(file: EntryFile, question_id: str) -> dict[str, list[str]]:
+    """The "valid" and "plausible" answers to a question.
+
+    Raises:
+        ValueError: the file has none for it, or something else.
+    """
+    where = f"{file.path}: choices of question {question_id}"
+    found = checked(_Choices, file[question_id], where)
+    return {"valid": found.valid, "plausible": found.plausible}
+
+
+def scene_objects(file: EntryFile, image_id: str) -> tuple[tuple[int, int], AnnotatedObjects]:
+    """(height, width) of an image, and the objects of its scene graph; their names are no classes of a detector.
+
+    Raises:
+        ValueError: the file has no such image, or a box is no box; image and object are named.
+    """
+    graph, where = _graph(file, image_id)
+    found = graph.objects
+    boxes = np.array([one.corners(f"{where}: object {key}") for key, one in found.items()], dtype=np.float64)
+    ids = tuple([int(key) if _is_number(key) else number for number, key in enumerate(found)])
+    names = tuple([one.name for one in found.values()])
+    objects = AnnotatedObjects(boxes.reshape(-1, 4), where, ids=ids, names=names)
+    return (graph.height, graph.width), objects
+
+
+def _graph(file: EntryFile, image_id: str) -> tuple[_SceneGraph, str]:
+    """A scene graph, and what it is called in errors."""
+    where = f"{file.path}: scene graph of image {image_id}"
+    return checked(_SceneGraph, file[image_id], where), where
+
+
+def _is_number(key: str) -> bool:
+    return key.isascii() and key.isdecimal() and len(key) < 19  # 64 bits
+
+
+def named_boxes(record: Mapping[str, Any], file: EntryFile, where: str) -> list[list[float]]:
+    """Boxes xyxy, in shares of the image's width and height, of the objects that a question and its full answer name.
+
+    As the official evaluation script takes them from `annotations`: an object that is named twice is there twice.
+
+    Raises:
+        ValueError: no annotations, or an object that the scene graph lacks; the question is named.
+    """
+    named = checked(_Named, record.get("annotations"), f"{where}: annotations")
+    image_id = record["imageId"]
+    graph, _ = _graph(file, image_id)
+    boxes = []
+    for key in (*named.question.values(), *named.full_answer.values()):
+        if key not in graph.objects:
+            raise UserError(f"{where} names the object {key}, which the scene graph of image {image_id} lacks")
+        x1, y1, x2, y2 = graph.objects[key].corners(f"{where}: object {key}")
+        boxes.append([x1 / graph.width, y1 / graph.height, x2 / graph.width, y2 / graph.height])
+    return boxes
+
 
 logger = logging.getLogger(__name__)
 

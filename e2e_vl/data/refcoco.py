@@ -10,23 +10,196 @@ Files (`data.files`, relative to `data.root`)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import io
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from detector.errors import MissingFileError, UserError
-from detector.user_paths import user_path
+from detector.errors import MissingFileError, UserError, reading, user_path
+from detector.pickle_scan import check_pickle
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants, group_texts
-from e2e_vl.data.formats.flickr_entities import (
+from e2e_vl.data.coco import read_instances
+from e2e_vl.data.flickr30k import (
     AnnotatedImage,
     EntitySentence,
     read_annotation,
     read_sentences,
 )
-from e2e_vl.data.formats.refer import ReferFiles
-from e2e_vl.file_names import inside
+from e2e_vl.data.storage.files import checked_records, read_json, require_file
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.data.storage.record_table import ChosenRecords, RecordTable
+from e2e_vl.io import inside
+from e2e_vl.records import Id, Record, Words, checked
 from e2e_vl.samples import PhraseBoxes, ReferredBox, Sample, SampleText
+
+# Reader of REFER files: `refs(unc).p` and its like, of RefCOCO, RefCOCO+ and RefCOCOg.
+
+
+class _Ref(Record):
+    ref_id: Id
+    ann_id: Id
+    image_id: Id
+    split: str
+    sentences: list[Any]
+    family: str | None = None
+
+
+class _Sentence(Record):
+    sent_id: Id
+    sent: Words
+    family: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Expression:
+    """One sentence about one annotated object."""
+
+    ref_id: int
+    sent_id: int
+    ann_id: int
+    image_id: int
+    split: str
+    sentence: str
+    family: str | None = None  # kind of expression, in our synthetic files only
+
+
+class ReferFiles:
+    """A refs file joined with its instances file, every reference between the two checked.
+
+    Args:
+        refs_file: `refs(...).p` or the same content as `.json`.
+        instances_file: holds all annotations of the images. Those with empty boxes are left out and counted in the log,
+            unless a ref is about one.
+        errors: what becomes of an error about one record.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a pickle that tries to run code, a missing key, a duplicate ref or sentence id, a ref without
+            sentences, or a ref whose annotation or image is not in the instances file, or has an empty box.
+    """
+
+    def __init__(self, refs_file: str | Path, instances_file: str | Path, errors: RecordErrors = RAISE) -> None:
+        self.path = user_path(refs_file)
+        self.instances = read_instances(instances_file, drop_empty_boxes=True, errors=errors)
+        self.expressions = RecordTable(Expression, self._read(errors))  # in file order
+
+    def _read(self, errors: RecordErrors) -> Iterator[Expression]:
+        sent_ids: set[int] = set()
+        refs, what = read_refs(self.path), f"{self.path}: ref"
+        for where, ref in checked_records(_Ref, refs, what, "ref_id", unique="ref ids", errors=errors):
+            sentences: list[Any] = []
+            with errors:
+                self._check_target(ref, where)
+                if not ref.sentences:
+                    raise UserError(f"{where} has no sentences; every ref needs at least one")
+                sentences = ref.sentences
+            for sentence in sentences:
+                expression = None
+                with errors:
+                    expression = self._expression(ref, sentence, where, sent_ids)
+                if expression is not None:
+                    yield expression
+
+    @staticmethod
+    def _expression(ref: _Ref, value: Any, where: str, sent_ids: set[int]) -> Expression:
+        sentence = checked(_Sentence, value, f"{where}: a sentence")
+        if sentence.sent_id in sent_ids:
+            raise UserError(f"{where}: sentence {sentence.sent_id} occurs twice; sentence ids must be unique")
+        sent_ids.add(sentence.sent_id)
+        family = ref.family if sentence.family is None else sentence.family
+        ids = ref.ref_id, sentence.sent_id, ref.ann_id, ref.image_id
+        return Expression(*ids, ref.split, sentence.sent, family)
+
+    def _check_target(self, ref: _Ref, where: str) -> None:
+        annotation = self.instances.annotations.get(ref.ann_id)
+        if ref.image_id not in self.instances.images:
+            raise UserError(f"{where} is about image {ref.image_id}, which is not in {self.instances.path}")
+        if ref.ann_id in self.instances.dropped:
+            raise UserError(f"{self.instances.dropped[ref.ann_id]} ({where} refers to it)")
+        if annotation is None:
+            raise UserError(
+                f"{where} refers to annotation {ref.ann_id}, which is not in {self.instances.path}; "
+                "use the instances.json that belongs to this refs file"
+            )
+        if annotation.image_id != ref.image_id:
+            raise UserError(
+                f"{where} is about image {ref.image_id}, but its annotation {ref.ann_id} belongs to image "
+                f"{annotation.image_id} in {self.instances.path}"
+            )
+
+    def in_split(self, split: str) -> ChosenRecords[Expression]:
+        """Expressions of a split, in file order; `split_contains` gives the rule for names.
+
+        Raises:
+            ValueError: no expression is in the split; the splits of the file are listed.
+        """
+        names = self.expressions.column("split")
+        found = [row for row, name in enumerate(names) if split_contains(split, name)]
+        if not found:
+            splits = ", ".join(sorted(set(names)))
+            raise UserError(f"{self.path}: no split {split!r}; the file has {splits or 'no refs'}")
+        return ChosenRecords(self.expressions, found)
+
+
+def split_contains(asked: str, name: str) -> bool:
+    """Whether a ref of split `name` belongs to the split that was asked for, by the rules of the REFER API.
+
+    testA, testB and testC mean every split with that letter ("testAB" is in both), "test" every split whose name
+    contains "test"; other names mean themselves.
+    """
+    if asked in ("testA", "testB", "testC"):
+        return asked[-1] in name
+    if asked == "test":
+        return "test" in name
+    return asked == name
+
+
+def read_refs(path: str | Path) -> list[Any]:
+    """Read the list in a refs file (`.p`, `.pkl`, `.pickle` or `.json`) without running anything that is in it.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the pickle tries to run code, the file is broken or does not hold a list.
+    """
+    path = user_path(path)
+    content = read_json(path, "refs") if path.suffix == ".json" else _read_plain_pickle(path)
+    if not isinstance(content, list):
+        raise UserError(f"{path}: holds a {type(content).__name__}, expected a list of refs")
+    return content
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds lists, dicts, tuples, strings and numbers. Everything else needs a global, which is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise _ForbiddenGlobalError(f"{module}.{name}")
+
+
+class _ForbiddenGlobalError(Exception):
+    """Tells the refusal apart from the errors of a broken pickle."""
+
+
+def _read_plain_pickle(path: Path) -> Any:
+    with reading(path):
+        data = require_file(path, "refs").read_bytes()
+    try:
+        check_pickle(data)
+        try:
+            return _PlainUnpickler(io.BytesIO(data), encoding="utf-8").load()
+        except UnicodeDecodeError:  # Python 2 byte strings in an older encoding
+            return _PlainUnpickler(io.BytesIO(data), encoding="latin1").load()
+    except _ForbiddenGlobalError as error:
+        raise UserError(
+            f"{path}: tries to run code ({error}): a refs file holds only lists, dicts, strings and numbers; do not "
+            "trust this file, download it again from its original source"
+        ) from error
+    except Exception as error:  # a broken pickle can raise nearly anything
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: not a readable pickle ({reason}); copy or download the file again") from error
 
 
 class RefCOCODataset(VLDataset):

@@ -9,18 +9,66 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-from detector.errors import UserError
+from detector.errors import MissingFileError, UserError, in_one_line
+from detector.images import ResizeRule, decode_resized
 from detector.pixel_masking import mask_pixels, mask_rectangles
-from e2e_vl.api.results import Answer
-from e2e_vl.api.trained_model import TrainedModel
-from e2e_vl.explorer.uploads import Photo
-from e2e_vl.file_names import shown
+from e2e_vl.api.model import TrainedModel
+from e2e_vl.api.results import Answer, marks_of
+from e2e_vl.drawing import BLUE, RED, Colour, draw_boxes
+from e2e_vl.explorer.limits import Limits
+from e2e_vl.io import shown
 from e2e_vl.samples import EncodedImage, Question
 from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, ModelOutput
+
+# Photos that visitors give: which are accepted, and what is kept of them.
+
+
+# About the room on the page, so that labels are not shrunk; not below the size to which `e2e_vl.drawing` enlarges.
+SHOWN_SIZE = ResizeRule(600, 640)
+FILE_ENDS = (".jpg", ".jpeg", ".png")
+_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # first bytes of JPEG and PNG files
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Photo:
+    """A photo that was accepted."""
+
+    file: EncodedImage
+    size: tuple[int, int]  # (height, width) of the upright photo
+    pixels: np.ndarray  # uint8 [height, width, 3] RGB, at the size at which it is shown
+
+    @property
+    def scale(self) -> np.ndarray:
+        """Pixels of the photo as it is shown, per pixel of the original: of x and of y."""
+        return np.array([self.pixels.shape[1] / self.size[1], self.pixels.shape[0] / self.size[0]])
+
+
+def read_photo(path: Path, limits: Limits) -> Photo:
+    """Accept a file; its format is read from its content, not from its name.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a file that is too large, no JPEG or PNG file, damaged, or of too many pixels.
+    """
+    name = in_one_line(path.name)
+    if not path.is_file():  # a pipe would be waited for without end
+        raise MissingFileError(f"{name} is no file; drop the photo again.")
+    size = path.stat().st_size
+    if size > limits.bytes:
+        raise UserError(
+            f"{name} has {size / 1e6:.1f} MB; the limit is {limits.megabytes:g} MB, so make it smaller first."
+        )
+    content = path.read_bytes()
+    if not content.startswith(_SIGNATURES):
+        raise UserError(f"{name} is neither a JPEG nor a PNG file; convert it first.")
+    pixels, original = decode_resized(content, name, SHOWN_SIZE, "RGB", limits.pixels)
+    return Photo(EncodedImage(content, name), original, pixels)
+
 
 LONGEST_TEXT = 500  # characters
 DESCRIBED_AGAIN = (
@@ -280,3 +328,104 @@ def _maps_of(
             names.append(f"{graph}:{layer}{said}")
             maps.append(own)
     return tuple(names), np.stack(maps)
+
+
+# Pictures of a session: the regions to click with the attention on them, and what an answer points at.
+
+
+GREY = 127  # in place of hidden pixels
+MOST_NAMED = 5  # regions whose share of the attention is written on them
+_HEAT = (255, 80, 0)  # RGB, laid over regions that attention goes to
+_STRONGEST = 0.6  # how much of a pixel this colour covers where most attention goes
+_OUTLINE: Colour = (90, 90, 90)  # of the other regions
+
+
+def to_photo(photo: Photo, point: tuple[float, float]) -> tuple[float, float]:
+    """The place in the original photo, (x, y) in its pixels, of a place in any picture of this module."""
+    x, y = np.asarray(point, dtype=np.float64) / photo.scale
+    return float(x), float(y)
+
+
+def draw_regions(session: Session) -> np.ndarray | None:
+    """uint8 RGB picture of all regions with their numbers; with a chosen item, of its attention. None: no photo."""
+    photo, shown = session.photo, session.shown
+    if photo is None:
+        return None
+    if shown is None:
+        return draw_boxes(photo.pixels, [])
+    count = len(shown)
+    shares = None if session.attention is None else session.attention[len(shown.words) :]
+    pixels = _covered(photo, shown, session.hidden)
+    labels, colours = [str(row) for row in range(count)], [_OUTLINE] * count
+    order = list(range(count))
+    if shares is not None:
+        pixels = _heated(pixels, _on_picture(photo, shown.answer.boxes), shares)
+        order = sorted(order, key=lambda row: -shares[row])
+        labels = [f"{row}: {shares[row]:.2f}" if shares[row] > 0 else "" for row in range(count)]
+        for row in order[MOST_NAMED:]:
+            labels[row] = ""
+    for row in session.hidden:
+        labels[row], colours[row] = f"{row} hidden", RED
+    chosen = None if session.item is None else session.item - len(shown.words)
+    if chosen is not None and chosen >= 0:
+        labels[chosen], colours[chosen] = f"{row_label(chosen, shares)} chosen", BLUE
+    first = [row for row in order if colours[row] is not _OUTLINE]  # their labels are placed first
+    order = first + [row for row in order if colours[row] is _OUTLINE]
+    boxes = _on_picture(photo, shown.answer.boxes)[order]
+    return draw_boxes(pixels, boxes, [labels[row] for row in order], [colours[row] for row in order])
+
+
+def row_label(row: int, shares: np.ndarray | None) -> str:
+    return str(row) if shares is None else f"{row}: {shares[row]:.2f}"
+
+
+def draw_pointed(session: Session, look: Inspection | None, hidden: tuple[int, ...] = ()) -> np.ndarray | None:
+    """uint8 RGB picture of the boxes that an answer points at and of phrases, dashed where they are unsure.
+
+    None: no photo, or no answer.
+    """
+    if look is None or session.photo is None:
+        return None
+    found = boxes_of(look)
+    boxes = _on_picture(session.photo, np.array([box for _, box in found]).reshape(-1, 4))
+    labels = [label for label, _ in found[: len(look.answer.pointed)]]
+    marks = marks_of(labels, look.answer.shown_phrases())
+    return draw_boxes(_covered(session.photo, look, hidden), boxes, **marks)
+
+
+def boxes_of(look: Inspection) -> list[tuple[str, list[float]]]:
+    """Labels and boxes, in pixels of the original photo: the answer's, then those of `Answer.shown_phrases`."""
+    return [
+        *((_with_name(look, label, box) or "answer", list(box)) for label, box in look.answer.pointed),
+        *((phrase.label, list(phrase.box)) for phrase in look.answer.shown_phrases()),
+    ]
+
+
+def _with_name(look: Inspection, label: str, box: list[float]) -> str:
+    """The label with what the detector called the region, which an answer about given regions does not say."""
+    rows = np.flatnonzero(np.isclose(look.answer.boxes, box, atol=1e-3).all(axis=1))
+    name = look.names[rows[0]] if len(rows) else ""
+    return label if label.startswith(name) else f"{name} {label}".strip()
+
+
+def _on_picture(photo: Photo, boxes: np.ndarray) -> np.ndarray:
+    return np.asarray(boxes, dtype=np.float64).reshape(-1, 4) * np.tile(photo.scale, 2)
+
+
+def _covered(photo: Photo, look: Inspection, hidden: tuple[int, ...]) -> np.ndarray:
+    """A copy of the photo without the pixels of some regions."""
+    pixels = photo.pixels.copy()
+    for x1, y1, x2, y2 in _on_picture(photo, look.answer.boxes[list(hidden)]).astype(int):
+        pixels[max(y1, 0) : y2 + 1, max(x1, 0) : x2 + 1] = GREY
+    return pixels
+
+
+def _heated(pixels: np.ndarray, boxes: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """The picture with more colour where more attention goes; where regions overlap the strongest one counts."""
+    heat = np.zeros(pixels.shape[:2])
+    strongest = shares.max(initial=0.0)
+    for (x1, y1, x2, y2), share in zip(boxes.round().astype(int).clip(min=0), shares, strict=True):
+        part = heat[y1:y2, x1:x2]
+        np.maximum(part, share / strongest if strongest > 0 else 0.0, out=part)
+    alpha = (_STRONGEST * heat)[..., None]
+    return (pixels * (1 - alpha) + np.array(_HEAT) * alpha).round().astype(np.uint8)

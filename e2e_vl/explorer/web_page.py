@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from detector.errors import UserError
 from e2e_vl.explorer.limits import Limits
-from e2e_vl.explorer.pictures import boxes_of, draw_pointed, draw_regions, to_photo
-from e2e_vl.explorer.session import LONGEST_TEXT, Explorer, Inspection, Session
-from e2e_vl.explorer.uploads import FILE_ENDS, read_photo
+from e2e_vl.explorer.session import (
+    FILE_ENDS,
+    LONGEST_TEXT,
+    Explorer,
+    Inspection,
+    Session,
+    boxes_of,
+    draw_pointed,
+    draw_regions,
+    read_photo,
+    to_photo,
+)
 
 if TYPE_CHECKING:
     import gradio

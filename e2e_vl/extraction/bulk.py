@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import glob
+import hashlib
 import json
 import logging
 import shutil
@@ -21,23 +22,29 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from detector.errors import UserError
 from detector.images import ResizeRule
-from detector.plain_json import read_plain_json
-from e2e_vl.data.formats.image_lists import GivenBoxes, ListedImage
-from e2e_vl.data.loading.batches import unchanged
+from detector.io import read_plain_json
+from e2e_vl.data.batching import unchanged
+from e2e_vl.data.features import (
+    STAMP_NAME,
+    RegionFeatures,
+    check_format,
+    load_npz,
+    npz_names,
+    open_features,
+    save_npz,
+    write_features,
+)
 from e2e_vl.data.storage.array_files import read_npz
-from e2e_vl.data.storage.features.record import RegionFeatures, load_npz, save_npz
-from e2e_vl.data.storage.features.stores import STAMP_NAME, npz_names, open_features
-from e2e_vl.data.storage.features.writers import check_format, write_features
-from e2e_vl.extraction.chain import InputImage, RegionExtractor, load_input
-from e2e_vl.extraction.detectors import LoadedDetector
+from e2e_vl.data.user_inputs import GivenBoxes, ListedImage
+from e2e_vl.extraction.regions import InputImage, LoadedDetector, RegionExtractor, load_input
 from e2e_vl.extraction.settings import ExtractionSettings
-from e2e_vl.file_names import id_of, inside, name_of, shown
-from e2e_vl.whole_files import whole_file, write_json
+from e2e_vl.io import id_of, inside, name_of, shown, whole_file, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -310,3 +317,62 @@ def _batches(
         elif sum(map(len, waiting.values())) >= WAITING_BATCHES * job.batch_size:
             yield waiting.pop(max(waiting, key=lambda key: len(waiting[key])))
     yield from waiting.values()
+
+
+# How features came about, as JSON that goes with them: two files with equal stamps were made alike.
+
+
+def make_stamp(
+    source: LoadedDetector, settings: ExtractionSettings, *, boxes_file: Path | None = None, precision: str = "no"
+) -> dict[str, Any]:
+    """The stamp of one extraction.
+
+    Args:
+        source: the detector, its weights file and the image size.
+        settings: which boxes are described.
+        boxes_file: the file of given boxes.
+        precision: Accelerate's mixed precision; like the backend and the NMS threshold, it is written only if it is not
+            the default.
+    """
+    detector, config = source.detector, source.detector.config
+    is_given = settings.rule == "given"
+    numbers = None if is_given else dataclasses.asdict(settings.numbers)
+    unusual = {"backend": source.backend} if source.backend != "builtin" else {}
+    unusual |= {"precision": precision} if precision != "no" else {}
+    unusual |= {"nms_threshold": settings.nms_threshold} if settings.nms_threshold != 0.3 else {}
+    return {
+        "format": "e2e-vl region features 1",
+        **unusual,
+        "detector": config.to_flat(),
+        "weights": {
+            "file": None if source.weights is None else source.weights.name,
+            "file_sha256": None if source.weights is None else file_hash(source.weights),
+            "random_seed": source.seed if source.weights is None else None,
+            "parameters_sha256": parameters_hash(detector),
+        },
+        "channel_order": config.input.format,
+        "resize": dataclasses.asdict(source.resize),
+        "box_rule": {"rule": settings.rule, "selection": numbers, "boxes_sha256": boxes_file and file_hash(boxes_file)},
+        "features_of": "given boxes" if is_given else settings.features_of,
+        "attributes": settings.attributes,
+        "image_feature": settings.image_feature,
+        "feature_dim": detector.feature_dim,
+        "box_format": "x1, y1, x2, y2 in pixels of the original image, continuous",
+    }
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file, as `sha256sum` prints it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def parameters_hash(module: nn.Module) -> str:
+    """SHA-256 of all names, shapes and values of a state dict: the same for equal weights from different files."""
+    digest = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        if name.endswith("num_batches_tracked"):
+            continue
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from detector.config import SelectionRule
 from detector.errors import UserError
-from detector.selection_rule import SelectionRule
 
 Rule = Literal["score", "maxconf", "maxnms", "given"]
 DEFAULTS = {  # VL-BERT section 4.1; bottom-up attention; the features that LXMERT was trained on

@@ -32,27 +32,35 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from detector.errors import DiskError, UserError
-from detector.plain_json import read_plain_json
-from e2e_vl.synthetic.captioning import draw_captions
-from e2e_vl.synthetic.coco_writer import COCOAnnotationsWriter, COCOCaptionsWriter, COCODetectionWriter
-from e2e_vl.synthetic.conceptual_writer import ConceptualWriter, ShardsWriter
-from e2e_vl.synthetic.corpus_writer import CorpusWriter
-from e2e_vl.synthetic.detections_writer import MAttNetDetectionsWriter
-from e2e_vl.synthetic.flickr30k_writer import EntitiesWriter
-from e2e_vl.synthetic.format_writer import IMAGE_FORMATS, FormatWriter, Recipe
-from e2e_vl.synthetic.gqa_writer import GQAWriter
-from e2e_vl.synthetic.imitated_detector import ImitatedDetectorConfig, draw_detections
-from e2e_vl.synthetic.lxmert_writer import LxmertWriter
-from e2e_vl.synthetic.nlvr2_writer import PairWriter
-from e2e_vl.synthetic.phrases_writer import PhrasesWriter
-from e2e_vl.synthetic.refcoco_writer import RefCOCOPlusWriter
-from e2e_vl.synthetic.references import LanguageConfig, draw_references
-from e2e_vl.synthetic.relations import SceneFacts
-from e2e_vl.synthetic.scene_records import ObjectRecord, ScenePlace, SceneRecord, with_ids
-from e2e_vl.synthetic.scenes import SceneConfig, draw_scene
-from e2e_vl.synthetic.vcr_writer import VCRWriter
-from e2e_vl.synthetic.visual_genome_writer import VisualGenomeWriter
-from e2e_vl.synthetic.vqa_writer import VQAWriter
+from detector.io import read_plain_json
+from e2e_vl.synthetic.base import (
+    IMAGE_FORMATS,
+    FormatWriter,
+    ImitatedDetectorConfig,
+    ObjectRecord,
+    Recipe,
+    ScenePlace,
+    SceneRecord,
+    draw_detections,
+    with_ids,
+)
+from e2e_vl.synthetic.coco import (
+    COCOAnnotationsWriter,
+    COCOCaptionsWriter,
+    COCODetectionWriter,
+    MAttNetDetectionsWriter,
+    RefCOCOPlusWriter,
+)
+from e2e_vl.synthetic.conceptual import ConceptualWriter, CorpusWriter, ShardsWriter
+from e2e_vl.synthetic.flickr30k import EntitiesWriter, PhrasesWriter
+from e2e_vl.synthetic.gqa import GQAWriter
+from e2e_vl.synthetic.language import LanguageConfig, draw_captions, draw_references
+from e2e_vl.synthetic.lxmert import LxmertWriter
+from e2e_vl.synthetic.nlvr2 import PairWriter
+from e2e_vl.synthetic.scenes import SceneConfig, SceneFacts, draw_scene
+from e2e_vl.synthetic.vcr import VCRWriter
+from e2e_vl.synthetic.visual_genome import VisualGenomeWriter
+from e2e_vl.synthetic.vqa import VQAWriter
 
 logger = logging.getLogger(__name__)
 

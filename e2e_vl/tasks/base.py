@@ -7,23 +7,159 @@ import dataclasses
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
+import msgspec
 import numpy as np
-from torch import nn
+import torch.nn.functional as F
+from jaxtyping import Float
+from msgspec import Meta
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
 from detector.images import load_image
-from detector.interface import Detector
+from detector.structures import Detector
 from e2e_vl.drawing import draw_boxes
+from e2e_vl.examples import ONLY_PHRASES, Wording
 from e2e_vl.hiding import HidingRule
-from e2e_vl.layout import TextWriter
+from e2e_vl.records import Count, FourNumbers, Record, Score
 from e2e_vl.samples import DataFacts, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.heads import Sizes
-from e2e_vl.tasks.prediction_records import PredictionRecord
-from e2e_vl.wording import ONLY_PHRASES, Wording
+from e2e_vl.text import TextWriter
+
+# The layers that heads on an encoder's states are made of, and their start values.
+
+
+NewLayers = Literal["official", "normal"]
+STD_OF_NEW_LAYERS = 0.02  # VL-BERT, section 4.1, as in BERT
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the heads of a task or an objective must fit."""
+
+    hidden_size: int  # E
+    vocab_size: int  # V
+    feature_dim: int = 0  # D
+    num_classes: int = 0  # foreground classes of the detector
+    summary_size: int | None = None  # X; None: E
+
+    def __post_init__(self) -> None:
+        if self.summary_size is None:
+            object.__setattr__(self, "summary_size", self.hidden_size)
+
+
+def start_head(linears: Iterable[nn.Linear], start: NewLayers | float) -> None:
+    """Start values of a head; all biases are zero.
+
+    Args:
+        start: "official": Xavier uniform weights, as in the official VL-BERT code. "normal": N(0, 0.02), which the
+            paper says of all new layers. A number: N(0, number).
+    """
+    for linear in linears:
+        if start == "official":
+            nn.init.xavier_uniform_(linear.weight)
+        else:
+            nn.init.normal_(linear.weight, std=STD_OF_NEW_LAYERS if start == "normal" else start)
+        nn.init.zeros_(linear.bias)
+
+
+class Transform(nn.ModuleDict):
+    """Linear and GELU; with `norm` also the LayerNorm of BERT's masked-word transform.
+
+    `width` is the width of the result; None: the width of the states.
+    """
+
+    def __init__(self, hidden_size: int, *, norm: bool = False, width: int | None = None):
+        width = hidden_size if width is None else width
+        super().__init__({"dense": nn.Linear(hidden_size, width)})
+        if norm:
+            self["norm"] = nn.LayerNorm(width, eps=1e-12)
+
+    def forward(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, "*shape width"]:
+        states = F.gelu(self["dense"](states))
+        return self["norm"](states) if "norm" in self else states
+
+
+class Head(nn.Module):
+    """The transform if there is one, dropout, Linear. With `outputs` None: one score per state, no axis of its own."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        outputs: int | None,
+        dropout: float,
+        start: NewLayers | float,
+        *,
+        transform: Transform | None = None,
+    ):
+        super().__init__()
+        self.transform = transform
+        self.dropout = nn.Dropout(dropout)
+        self.output = nn.Linear(hidden_size, outputs or 1)
+        self.is_score = outputs is None
+        start_head([self.output] if transform is None else [transform["dense"], self.output], start)
+
+    def forward(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, "*scores"]:
+        if self.transform is not None:
+            states = self.transform(states)
+        scores = self.output(self.dropout(states))
+        return scores.squeeze(-1) if self.is_score else scores
+
+
+# What the predictions of a file must hold for reports; each task declares more of its own.
+
+
+Items = Annotated[float, Meta(ge=0, le=2**31)]  # a number of hidden items, which sums in float32 make
+
+
+class NamedBox(Record, kw_only=True):
+    """What one phrase of a text names."""
+
+    text: str
+    box: FourNumbers | None
+    score: Score
+    correct: bool = True
+
+
+class PredictionRecord(Record, kw_only=True):
+    """What every prediction has."""
+
+    correct: Score | None
+    sent: str = ""
+    family: str | None = None
+    file_name: str | None = None
+    grounded: tuple[NamedBox, ...] = ()
+
+
+class ChosenItem(Record):
+    """What was chosen for one hidden item of a text."""
+
+    place: Count
+    chosen: str
+    truth: str
+
+
+def found_items(names: Iterable[str]) -> type[PredictionRecord]:
+    """The kind of predictions that count hidden items: of each name `<name>`, `<name>_right` and `<name>_choices`."""
+    fields: list[tuple] = []
+    for name in names:
+        fields += [(name, Items), (f"{name}_right", Items), (f"{name}_choices", tuple[ChosenItem, ...], ())]
+    return msgspec.defstruct("FoundItems", fields, bases=(PredictionRecord,), kw_only=True)
+
+
+def check_lengths(**lists: Sequence | None) -> None:
+    """Refuse lists of a record that should have an entry for each other's entries; None is left out.
+
+    Raises:
+        ValueError: the lengths differ.
+    """
+    lengths = {name: len(one) for name, one in lists.items() if one is not None}
+    if len(set(lengths.values())) > 1:
+        found = " and ".join(f"{length} {name}" for name, length in lengths.items())
+        raise ValueError(f"there are {found}, expected equally many")
+
 
 CLEARLY_NAMED = 0.5  # least score of a phrase that names one region clearly
 Records = list[dict[str, Any]]  # plain, JSON-able: one per prediction

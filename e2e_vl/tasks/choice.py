@@ -22,17 +22,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
-from detector.interface import Detector
-from detector.structures import Loss
-from e2e_vl.evaluation.vqa import UNKNOWN
-from e2e_vl.examples import ImageExample, TextExample
-from e2e_vl.layout import TextWriter
+from detector.structures import Detector, Loss
+from e2e_vl.examples import Draw, ImageExample, Targets, TextExample, Wording, stacked
+from e2e_vl.metrics.vqa import UNKNOWN
 from e2e_vl.samples import DataFacts, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
-from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
-from e2e_vl.tasks.heads import Head, NewLayers, Sizes, Transform
-from e2e_vl.wording import Draw, Wording
+from e2e_vl.tasks.base import Head, HeadStart, NewLayers, Records, Sizes, Task, Transform, check_choices, check_dropout
+from e2e_vl.text import TextWriter
 
 MANY_UNKNOWN = 0.5  # share of questions that is worth a warning
 logger = logging.getLogger(__name__)
@@ -43,7 +39,7 @@ class AnswerConfig:
     """What all tasks with a list of answers can be told; the official VL-BERT code has the same defaults."""
 
     # the possible answers, the position in the list is the class. In settings also a file, see
-    # `e2e_vl.data.formats.answer_files.read_answers`; None: `data.files.answers`, or built from the annotations of the
+    # `e2e_vl.data.answer_lists.read_answers`; None: `data.files.answers`, or built from the annotations of the
     # training split. Of an answer that is listed twice the first counts; `<unk>` is never a target, and predicted only
     # with `unknown_can_win`.
     answers: list[str] | tuple[str, ...] | str | None = None
@@ -61,7 +57,7 @@ class AnswerConfig:
     # the head has a hidden layer with GELU and LayerNorm; False: dropout and one Linear (official VisualBERT code)
     hidden_layer: bool = True
     head_width: int = 1  # that hidden layer is this number of times as wide as the summary (LXMERT: 2)
-    new_layers: NewLayers = "official"  # start of the head's Linears, see `e2e_vl.tasks.heads.start_head`
+    new_layers: NewLayers = "official"  # start of the head's Linears, see `e2e_vl.tasks.base.start_head`
     top_answers: int = 5  # how many of the best answers a prediction lists
     # `<unk>` may be predicted, as in the test file of the official VisualBERT code (its validation leaves it out)
     unknown_can_win: bool = False

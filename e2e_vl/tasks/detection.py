@@ -1,6 +1,6 @@
 """Object detection: the boxes and classes that the detector itself finds.
 
-The records hold the annotated objects of an image, as `detector.average_precision` reads them. Each image has one empty
+The records hold the annotated objects of an image, as `detector.coco_ap` reads them. Each image has one empty
 text, which is not read; an encoder that reads no words goes with it.
 
 Shape legend: see `e2e_vl/structures.py`.
@@ -16,21 +16,18 @@ import numpy as np
 from jaxtyping import Int64
 from torch import Tensor
 
-from detector.average_precision import coco_metrics
 from detector.boxes import pairwise_iou, rescale_detections
+from detector.coco_ap import coco_metrics
 from detector.errors import UserError
 from detector.images import load_image
-from detector.interface import Detector
+from detector.structures import Detector
 from e2e_vl.drawing import BLUE, GREEN, RED, Colour, draw_boxes
-from e2e_vl.examples import ImageExample, TextExample
-from e2e_vl.layout import TextWriter
+from e2e_vl.examples import Draw, ImageExample, Targets, TextExample, Wording, stacked
 from e2e_vl.records import FourNumbers, Id, Number, Record, Score
 from e2e_vl.samples import Categories, DataFacts, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import PredictionWords, Records, Task
-from e2e_vl.tasks.prediction_records import PredictionRecord, check_lengths
-from e2e_vl.wording import Draw, Wording
+from e2e_vl.tasks.base import PredictionRecord, PredictionWords, Records, Task, check_lengths
+from e2e_vl.text import TextWriter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +175,7 @@ class DetectionTask(Task):
         return shown, found
 
     def metrics(self, records: Records) -> dict[str, float | None]:
-        """COCO average precision, see `detector.average_precision.coco_metrics`."""
+        """COCO average precision, see `detector.coco_ap.coco_metrics`."""
         return coco_metrics(records)
 
     def draw(self, record: dict[str, Any]) -> np.ndarray:

@@ -24,19 +24,24 @@ from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import PALETTE, draw_boxes
-from e2e_vl.evaluation.flickr30k import first_hit, phrase_metrics, right_candidates, write_submission
-from e2e_vl.examples import ImageExample, TextExample
-from e2e_vl.layout import TextWriter
-from e2e_vl.phrases import wordpieces_of
+from e2e_vl.examples import Draw, ImageExample, Ragged, Targets, TextExample, Wording, nested, ragged, wordpieces_of
+from e2e_vl.metrics.flickr30k import first_hit, phrase_metrics, right_candidates, write_submission
 from e2e_vl.records import Count, FourNumbers, Score
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
-from e2e_vl.targets import Ragged, Targets, nested, ragged
-from e2e_vl.tasks.base import PredictionWords, Records, Task, box_in_words, check_choices
-from e2e_vl.tasks.heads import NewLayers, start_head
+from e2e_vl.tasks.base import (
+    NewLayers,
+    PredictionRecord,
+    PredictionWords,
+    Records,
+    Task,
+    box_in_words,
+    check_choices,
+    check_lengths,
+    start_head,
+)
 from e2e_vl.tasks.phrase_head import overlapping, pointing_loss
-from e2e_vl.tasks.prediction_records import PredictionRecord, check_lengths
-from e2e_vl.wording import Draw, Wording
+from e2e_vl.text import TextWriter
 
 _BRACKETS = re.compile(r"\[([^\[\]]+)\]")  # phrases in a user's text
 
@@ -59,7 +64,7 @@ class Flickr30KConfig:
     # the box of the whole image is a candidate like every other. False: it is neither trained nor predicted, unless a
     # text has no other region.
     whole_image_can_win: bool = False
-    new_layers: NewLayers = "normal"  # start of the head's Linears, see `e2e_vl.tasks.heads.start_head`
+    new_layers: NewLayers = "normal"  # start of the head's Linears, see `e2e_vl.tasks.base.start_head`
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -258,11 +263,11 @@ class Flickr30KTask(Task):
         return None if ranks is None else sum(rank == 0 for rank in ranks) / len(ranks)
 
     def metrics(self, records: Records) -> dict[str, float]:
-        """Recalls over all phrases and by their types; see `e2e_vl.evaluation.flickr30k`."""
+        """Recalls over all phrases and by their types; see `e2e_vl.metrics.flickr30k`."""
         return phrase_metrics(records)
 
     def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
-        """A JSON list of sentences with the boxes of their phrases, see `e2e_vl.evaluation.flickr30k`."""
+        """A JSON list of sentences with the boxes of their phrases, see `e2e_vl.metrics.flickr30k`."""
         write_submission(path, records)
 
     def answer_lines(self, record: dict[str, Any]) -> list[str]:

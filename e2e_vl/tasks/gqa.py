@@ -11,22 +11,43 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from detector.errors import UserError
 from detector.structures import Loss
-from e2e_vl.attention import attention_to_regions
-from e2e_vl.evaluation.gqa import belongs, gqa_metrics, grounding, is_hit, write_submission
-from e2e_vl.layout import TextWriter
+from e2e_vl.metrics.gqa import belongs, gqa_metrics, grounding, is_hit, write_submission
 from e2e_vl.records import Score
 from e2e_vl.samples import RightAnswer, ScoredAnswers
-from e2e_vl.structures import Batch, ModelOutput
-from e2e_vl.tasks.base import PredictionWords, Records
+from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch
+from e2e_vl.tasks.base import NewLayers, PredictionRecord, PredictionWords, Records
 from e2e_vl.tasks.choice import AnswerConfig, AnswerTargets, AnswerTask, AnswerWording
-from e2e_vl.tasks.heads import NewLayers
-from e2e_vl.tasks.prediction_records import PredictionRecord
+from e2e_vl.text import TextWriter
+
+# Attention of an answer over regions, read from the maps that an encoder gives.
+
+
+def attention_to_regions(encoded: EncoderOutput, texts: TextBatch, attend: Bool[Tensor, "M R"]) -> Float[Tensor, "M R"]:
+    """How much each answer looks at each region; of every text it adds up to 1, or is 0 where it reads no region.
+
+    Taken from the last step in which the text attends to regions, at the place of its summary ([CLS] where the summary
+    is the pooled vector), as a mean over the heads.
+
+    Args:
+        encoded: with attention maps.
+        attend: real regions; a text without regions gets 0 everywhere.
+    """
+    length = texts.input_ids.shape[1]
+    place = torch.zeros(len(texts), dtype=torch.int64, device=attend.device)
+    place = place if texts.summary is None else texts.summary
+    rows = torch.arange(len(texts), device=attend.device)
+    found = torch.zeros_like(attend, dtype=torch.float32)
+    for one in encoded.attentions:
+        seen = one[rows, :, place, length : length + attend.shape[1]].float().mean(dim=1) * attend
+        found = torch.where((seen.sum(dim=1) > 0)[:, None], seen, found)
+    return found / found.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +178,7 @@ class GQATask(AnswerTask):
         return None if record.get("answer") is None else float(is_hit(record))
 
     def metrics(self, records: Records) -> dict[str, float]:
-        """The official scores; see `e2e_vl.evaluation.gqa`."""
+        """The official scores; see `e2e_vl.metrics.gqa`."""
         return gqa_metrics(records)
 
     def describe(self, record: dict[str, Any]) -> PredictionWords:

@@ -22,17 +22,24 @@ from torch import Tensor
 from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import draw_side_by_side
-from e2e_vl.evaluation.nlvr2 import truth_metrics, write_submission
-from e2e_vl.examples import ImageExample, TextExample
-from e2e_vl.layout import TextWriter
+from e2e_vl.examples import Draw, ImageExample, Targets, TextExample, Wording, stacked
+from e2e_vl.metrics.nlvr2 import truth_metrics, write_submission
 from e2e_vl.records import Score
 from e2e_vl.samples import Question, RightChoice, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
-from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import PredictionWords, Records, Task, check_choices, check_dropout
-from e2e_vl.tasks.heads import Head, NewLayers, Sizes, Transform
-from e2e_vl.tasks.prediction_records import PredictionRecord
-from e2e_vl.wording import Draw, Wording
+from e2e_vl.tasks.base import (
+    Head,
+    NewLayers,
+    PredictionRecord,
+    PredictionWords,
+    Records,
+    Sizes,
+    Task,
+    Transform,
+    check_choices,
+    check_dropout,
+)
+from e2e_vl.text import TextWriter
 
 LABELS = ("False", "True")  # as the official files write the classes
 IMAGES = (0, 1)  # the left and the right one
@@ -48,7 +55,7 @@ class NLVR2Config:
     # "softmax": a cross entropy over the two classes (both official codes). "sigmoid": a binary cross entropy of one
     # score (LXMERT's paper).
     loss: Literal["softmax", "sigmoid"] = "softmax"
-    new_layers: NewLayers = "normal"  # start of the head's Linears, see `e2e_vl.tasks.heads.start_head`
+    new_layers: NewLayers = "normal"  # start of the head's Linears, see `e2e_vl.tasks.base.start_head`
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -155,7 +162,7 @@ class NLVR2Task(Task):
         return None if record.get("label") is None else float(record["prediction"] == record["label"])
 
     def metrics(self, records: Records) -> dict[str, float]:
-        """Accuracy and consistency; see `e2e_vl.evaluation.nlvr2`."""
+        """Accuracy and consistency; see `e2e_vl.metrics.nlvr2`."""
         return truth_metrics(records)
 
     def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:

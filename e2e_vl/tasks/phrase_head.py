@@ -25,11 +25,9 @@ from detector.boxes import area
 from detector.checkpoint import LoadReport, load_weights
 from detector.structures import Loss
 from detector.weight_files import read_tensors
-from e2e_vl.phrases import PhraseBatch, characters_of
+from e2e_vl.examples import PhraseBatch, Ragged, characters_of
 from e2e_vl.structures import Batch, InnerStates, ModelOutput, PhraseOutput, TextRegions, at_least_float32
-from e2e_vl.targets import Ragged
-from e2e_vl.tasks.base import Records
-from e2e_vl.tasks.heads import start_head
+from e2e_vl.tasks.base import Records, start_head
 
 MIN_IOU = 0.5
 TAGS = "phrase_tags"  # the loss of finding phrases, counted in words of texts whose phrases are all known

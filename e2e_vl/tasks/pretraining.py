@@ -17,21 +17,76 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
-from detector.interface import Detector
+from detector.structures import Detector
 from e2e_vl.converter import check_numbers
-from e2e_vl.examples import ImageExample, TextExample
+from e2e_vl.examples import Draw, ImageExample, Targets, TextExample, Wording, by_name
 from e2e_vl.hiding import HidingRule
-from e2e_vl.layout import Cut, LaidText, TextWriter
-from e2e_vl.samples import ChoiceText, DataFacts, Question, Sample, SampleText
+from e2e_vl.samples import ChoiceText, DataFacts, Question, RightChoice, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.targets import Targets, by_name
-from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_masks
-from e2e_vl.tasks.drawn_choices import ChoiceDraw, ChoiceTextsConfig, given_pieces, with_pieces
-from e2e_vl.tasks.heads import Sizes, Transform, start_head
+from e2e_vl.tasks.base import (
+    HeadStart,
+    PredictionRecord,
+    PredictionWords,
+    Records,
+    Sizes,
+    Task,
+    Transform,
+    check_choices,
+    check_masks,
+    found_items,
+    start_head,
+)
 from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectiveWording, WordHead
-from e2e_vl.tasks.prediction_records import PredictionRecord, found_items
-from e2e_vl.text import word_pieces
-from e2e_vl.wording import Draw, Wording
+from e2e_vl.text import Cut, LaidText, TextWriter, word_pieces
+
+# Pre-training on questions with several choices: one choice of each is drawn, worded as by the task that judges it.
+
+
+@dataclasses.dataclass(frozen=True)
+class ChoiceTextsConfig:
+    """Who words questions with choices, and which of the choices is read."""
+
+    task: str  # the task that words them, a key of TASKS in e2e_vl/run/build.py; it cuts them by its own rule
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields of that task's config
+    # "random": one of the choices, drawn anew in each epoch. "in_turn": of text i the choice i modulo their number, in
+    # every epoch (VisualBERT's code, by mistake)
+    drawn: Literal["random", "in_turn"] = "random"
+
+
+@dataclasses.dataclass(frozen=True)
+class ChoiceDraw:
+    """Draws one choice of a question. It is sent to data workers."""
+
+    wording: Wording  # yields one text per choice, in their order
+    drawn: Literal["random", "in_turn"] = "random"
+
+    def __call__(
+        self,
+        text: ChoiceText,
+        sample: Sample,
+        images: Sequence[ImageExample],
+        draw: Draw,
+        generator: np.random.Generator,
+    ) -> tuple[TextExample, bool | None]:
+        """The text of one choice, and whether it is the right one; None where nobody says."""
+        examples = list(self.wording.word(text, sample, images, draw))
+        is_random = self.drawn == "random"
+        number = int(generator.integers(len(examples))) if is_random else text.index % len(examples)
+        return examples[number], text.truth.number == number if isinstance(text.truth, RightChoice) else None
+
+
+def given_pieces(laid: LaidText) -> Int64[np.ndarray, " pieces"]:
+    """The wordpieces that a text was laid out from; 0 for those that were cut off before the last one that stays."""
+    is_given = laid.source >= 0
+    pieces = np.zeros(laid.source.max(initial=-1) + 1, dtype=np.int64)
+    pieces[laid.source[is_given]] = laid.input_ids[is_given]
+    return pieces
+
+
+def with_pieces(laid: LaidText, pieces: Int64[np.ndarray, " pieces"]) -> LaidText:
+    """A copy with other wordpieces in the places of the given ones."""
+    return dataclasses.replace(laid, input_ids=np.where(laid.source >= 0, laid.place(pieces), laid.input_ids))
+
 
 WORD_BIAS = "word_head.bias"  # the parameter
 
@@ -41,7 +96,7 @@ class PretrainingConfig:
     """What is predicted and hidden; the defaults follow the official code."""
 
     # name of an objective -> its settings, or only its weight; a weight of 0 leaves it out. An objective that is not
-    # named has its default weight. See `OBJECTIVES` in `e2e_vl/engine/build.py`.
+    # named has its default weight. See `OBJECTIVES` in `e2e_vl/run/build.py`.
     objectives: dict[str, Any] = dataclasses.field(default_factory=dict)
     vocab_size: int | None = None  # V, the encoder's; filled in when the model is built
     region_probability: float = 0.15  # chance of a region to be predicted

@@ -24,9 +24,8 @@ from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import BLUE, GREEN, PALETTE, RED, draw_boxes
-from e2e_vl.evaluation.refexp import CONVENTIONS, referring_metrics, write_submission
-from e2e_vl.examples import ImageExample, TextExample
-from e2e_vl.layout import TextWriter
+from e2e_vl.examples import Draw, ImageExample, Targets, TextExample, Wording, stacked
+from e2e_vl.metrics.refcoco import CONVENTIONS, referring_metrics, write_submission
 from e2e_vl.records import FourNumbers, Score, Side
 from e2e_vl.samples import Question, ReferredBox, Sample, SampleText
 from e2e_vl.structures import (
@@ -38,20 +37,21 @@ from e2e_vl.structures import (
     at_least_float32,
     class_names_of,
 )
-from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.base import (
+    Head,
     HeadStart,
+    NewLayers,
+    PredictionRecord,
     PredictionWords,
     Records,
     Task,
+    Transform,
     box_in_words,
     check_choices,
     check_dropout,
     phrase_marks,
 )
-from e2e_vl.tasks.heads import Head, NewLayers, Transform
-from e2e_vl.tasks.prediction_records import PredictionRecord
-from e2e_vl.wording import Draw, Wording
+from e2e_vl.text import TextWriter
 
 OTHER_COLOURS = PALETTE[3:]  # of phrases: no green, blue or red
 
@@ -73,8 +73,8 @@ class ReferringConfig:
     # a text without any region counts as a wrong answer (`box` None) instead of an error; for a detector that may find
     # nothing
     no_region_is_miss: bool = False
-    new_layers: NewLayers = "official"  # start of the head, see `e2e_vl.tasks.heads.start_head`
-    iou_convention: str = "mattnet"  # how `metrics` compares boxes, one of `e2e_vl.evaluation.refexp.CONVENTIONS`
+    new_layers: NewLayers = "official"  # start of the head, see `e2e_vl.tasks.base.start_head`
+    iou_convention: str = "mattnet"  # how `metrics` compares boxes, one of `e2e_vl.metrics.refcoco.CONVENTIONS`
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -253,11 +253,11 @@ class ReferringTask(Task):
         return referring_metrics([record], self.config.iou_convention)["accuracy"]
 
     def metrics(self, records: Records) -> dict[str, float]:
-        """Accuracies and the ceiling of the candidate boxes, see `e2e_vl.evaluation.refexp`."""
+        """Accuracies and the ceiling of the candidate boxes, see `e2e_vl.metrics.refcoco`."""
         return referring_metrics(records, self.config.iou_convention)
 
     def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
-        """A JSON list of {"ref_id", "sent_id", "box"}, see `e2e_vl.evaluation.refexp`."""
+        """A JSON list of {"ref_id", "sent_id", "box"}, see `e2e_vl.metrics.refcoco`."""
         write_submission(path, records)
 
     def ranked(self, record: dict[str, Any]) -> list[tuple[str, float]]:

@@ -8,32 +8,508 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
 from detector.images import load_image
-from detector.interface import Detector
-from detector.structures import Loss
+from detector.structures import Detector, Loss
+from e2e_vl.converter import check_numbers
 from e2e_vl.drawing import draw_boxes
-from e2e_vl.evaluation.vcr import CHOICES, join_predictions, joint_metrics, write_submission
-from e2e_vl.layout import TextWriter
+from e2e_vl.examples import ONLY_PHRASES, Draw, ImageExample, Targets, TextExample, TextPhrases, Wording, stacked
+from e2e_vl.metrics.vcr import CHOICES, join_predictions, joint_metrics, write_submission
 from e2e_vl.records import Count, FourNumbers, Score
-from e2e_vl.samples import ChoiceText, DataFacts, Question, Sample
+from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, RightChoice, Sample, SampleText, Sentence
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
-from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_masks
-from e2e_vl.tasks.heads import Head, Sizes, Transform
-from e2e_vl.tasks.prediction_records import PredictionRecord, check_lengths
-from e2e_vl.tasks.vcr_sentences import PERSON, read_sentence
-from e2e_vl.tasks.vcr_wording import VCRConfig, VCRTargets, VCRWording
-from e2e_vl.wording import ONLY_PHRASES
+from e2e_vl.tasks.base import (
+    Head,
+    HeadStart,
+    NewLayers,
+    PredictionRecord,
+    PredictionWords,
+    Records,
+    Sizes,
+    Task,
+    Transform,
+    check_choices,
+    check_dropout,
+    check_lengths,
+    check_masks,
+)
+from e2e_vl.text import LaidText, TextWriter, cut_fronts
+
+# VCR's sentences as wordpieces that know which object they name, as the official codes of VL-BERT and VisualBERT do.
+
+
+PERSON = "person"
+_TAG = re.compile(r"\[\s*(\d+(?:\s*,\s*\d+)*)\s*\]")
+NEUTRAL_NAMES = (
+    *("Casey", "Riley", "Jessie", "Jackie", "Avery", "Jaime", "Peyton", "Kerry"),
+    *("Jody", "Kendall", "Frankie", "Pat", "Quinn"),
+)
+
+
+class Piece(NamedTuple):
+    """One wordpiece."""
+
+    id: int
+    row: int  # of the candidate box that it names; -1 = none
+    word: int  # which word of the sentence it belongs to; "and" between two objects is a word of its own
+
+
+def names_of(objects: Sequence[str], names: Sequence[str] = NEUTRAL_NAMES, start: int = 0) -> list[str]:
+    """What the text calls each object: people get the neutral names in turn, from `start` on; others their class."""
+    result, person = [], start
+    for name in objects:
+        result.append(names[person % len(names)] if name == PERSON else name)
+        person += name == PERSON
+    return result
+
+
+def names_by_mention(
+    sentence: Sentence,
+    objects: Sequence[str],
+    names: Sequence[str],
+    known: Mapping[int, str],
+    *,
+    restarts: bool = False,
+) -> dict[int, str]:
+    """What the text calls each object that is `known` or that a sentence names: people get the names in turn.
+
+    The turn goes on behind the known people. With `restarts` it begins with the first name, whoever is known already,
+    so two people may share a name (R2C's code, which VisualBERT uses).
+    """
+    called = dict(known)
+    person = 0 if restarts else sum(objects[number] == PERSON for number in known)
+    for number in (one for token in sentence if isinstance(token, list) for one in token):
+        if number not in called:
+            is_person = objects[number] == PERSON
+            called[number] = names[person % len(names)] if is_person else objects[number]
+            person += is_person
+    return called
+
+
+def said_words(sentence: Sentence, names: Sequence[str], join_word: str | None = "and") -> list[tuple[str, int]]:
+    """The words of the sentence, objects replaced by their names, each with the object that it names (-1 = none)."""
+    words: list[tuple[str, int]] = []
+    for token in sentence:
+        if isinstance(token, str):
+            words.append((token, -1))
+            continue
+        for position, index in enumerate(token):
+            if position and join_word:
+                words.append((join_word, -1))
+            words.append((names[index], index))
+    return words
+
+
+def plain_text(sentence: Sentence, names: Sequence[str], join_word: str | None = "and") -> str:
+    """The sentence in words, objects replaced by their names."""
+    return " ".join(word for word, _ in said_words(sentence, names, join_word))
+
+
+def encode_sentence(
+    sentence: Sentence,
+    names: Sequence[str],
+    rows: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    join_word: str | None = "and",
+    first_word: int = 0,
+) -> list[Piece]:
+    """Split every token into wordpieces; pieces of an object's name carry the row of its box.
+
+    Args:
+        names: what each object is called.
+        rows: candidate box of each object.
+        join_word: between several objects, naming none; None leaves it out (R2C).
+        first_word: number of the sentence's first word.
+    """
+    pieces = []
+    for number, (word, named) in enumerate(said_words(sentence, names, join_word), start=first_word):
+        ids = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(word))
+        pieces += [Piece(piece, rows[named] if named >= 0 else -1, number) for piece in ids]
+    return pieces
+
+
+def number_of_words(sentence: Sentence, join_word: str | None = "and") -> int:
+    """Words of a sentence as `encode_sentence` counts them, those without a wordpiece included."""
+    joints = int(bool(join_word))
+    return sum(1 if isinstance(token, str) else len(token) + joints * (len(token) - 1) for token in sentence)
+
+
+def rows_by_word_number(laid: LaidText, *texts: Sequence[Piece]) -> Int64[np.ndarray, " L"]:
+    """The row of each named object at the position that its word would have if no word were split; -1 elsewhere.
+
+    The number of a word counts from the start of its own text. So behind a split word, positions are too small, and at
+    a text whose front was cut off they are too large; what lies behind the end is left out (official VisualBERT code,
+    which mixes up words and wordpieces).
+    """
+    rows, first = np.full(len(laid.input_ids), -1, dtype=np.int64), 0
+    for pieces in texts:
+        for piece in pieces:
+            position = int(np.flatnonzero(laid.source == first)[0]) + piece.word
+            if piece.row >= 0 and position < len(rows):
+                rows[position] = piece.row
+        first += len(pieces)
+    return rows
+
+
+def cut_choices(front: Sequence[Piece], choices: list[list[Piece]], limit: int) -> None:
+    """Cut what stands in front + choice to `limit` wordpieces, in place: the choice loses its first pieces.
+
+    (A mistake of the official VisualBERT code, which means to cut the front too, as `e2e_vl.text.cut_fronts` does,
+    but takes the length of a pair for its length.)
+
+    Raises:
+        ValueError: what stands in front is too long by itself.
+    """
+    if len(front) > limit:
+        raise UserError(f"The {len(front)} wordpieces in front of the choices are more than the limit, {limit}.")
+    for choice in choices:
+        del choice[: max(len(front) + len(choice) - limit, 0)]
+
+
+def cut_answers(question: list[Piece], answers: list[list[Piece]], limit: int) -> None:
+    """Cut question + answer to `limit` wordpieces, in place: the longer loses its last piece, on a tie the question.
+
+    The four choices share the question, so what one of them takes away is gone for all (official code).
+    """
+    for answer in answers:
+        while len(question) + len(answer) > limit:
+            (answer if len(answer) > len(question) else question).pop()
+
+
+def cut_rationales(question: list[Piece], answer: list[Piece], rationales: list[list[Piece]], limit: int) -> None:
+    """Cut question + answer + rationale to `limit` wordpieces, in place.
+
+    The rationale is cut while it is longer than question and answer together; else the question down to one piece, then
+    the answer (official code).
+    """
+    for rationale in rationales:
+        while len(question) + len(answer) + len(rationale) > limit:
+            if len(rationale) > len(question) + len(answer):
+                rationale.pop()
+            elif len(question) > 1:
+                question.pop()
+            else:
+                answer.pop()
+
+
+def read_sentence(text: str, num_objects: int) -> Sentence:
+    """Words and lists of objects of a text such as "Why is [0] smiling at [1,2]?".
+
+    Raises:
+        ValueError: a tag of an object that is not given, or no word at all.
+    """
+    sentence: Sentence = []
+    for position, part in enumerate(_TAG.split(text)):  # text, tag, text, tag, ...
+        if position % 2 == 0:
+            sentence += part.split()
+            continue
+        objects = [int(number) for number in part.split(",")]
+        if max(objects) >= num_objects:
+            raise UserError(
+                f"'{text}' names the object [{max(objects)}], but {num_objects} boxes are given (counted from 0); give "
+                "its box too."
+            )
+        sentence.append(objects)
+    if not sentence:
+        raise UserError("The question or one of the choices is empty.")
+    return sentence
+
+
+# Phrases of VCR's texts: the names of objects, which the sentences mark, as phrases for the objects' boxes.
+
+
+def choice_phrases(
+    laid: LaidText,
+    texts: Sequence[Sequence[Piece]],
+    words: Sequence[Sequence[str]],
+    boxes: Float[np.ndarray, "R 4"] | None,
+) -> TextPhrases:
+    """The phrases of what stands in front of a choice, and of the choice.
+
+    Args:
+        laid: both, joined.
+        texts: the wordpieces of both that were laid out, in the same order.
+        words: of both, to which the pieces refer; a space stands between them.
+        boxes: of the objects, by the rows of the pieces, xyxy in pixels of the resized image; None: the text states no
+            phrases.
+
+    A wordpiece is placed at the characters of its whole word, because texts are split into wordpieces word by word. A
+    name of which every wordpiece was cut off is left out.
+    """
+    characters = np.zeros((sum(map(len, texts)) + 1, 2), dtype=np.int64)  # the last row is for special wordpieces
+    runs: list[tuple[int, int, int]] = []  # row of the box, first piece and the last plus one
+    start = first = 0
+    for own, pieces in zip(words, texts, strict=True):
+        starts = [start, *(start + np.cumsum([len(word) + 1 for word in own]))]
+        for number, piece in enumerate(pieces, start=first):
+            characters[number] = starts[piece.word], starts[piece.word] + len(own[piece.word])
+        for (_, row), run in itertools.groupby(enumerate(pieces, start=first), lambda one: (one[1].word, one[1].row)):
+            found = [number for number, _ in run]
+            if row >= 0:
+                runs.append((row, found[0], found[-1] + 1))
+        start, first = int(starts[-1]), first + len(pieces)
+    known = [] if boxes is None else runs
+    position = {int(number): place for place, number in enumerate(laid.source) if number >= 0}
+    spans = [(position[one], position[end - 1] + 1) for _, one, end in known]
+    return TextPhrases(
+        words=" ".join(word for own in words for word in own),
+        places=characters[laid.source],
+        spans=np.array(spans, dtype=np.int64).reshape(-1, 2),
+        boxes=[np.asarray(boxes[row : row + 1], dtype=np.float32) for row, _, _ in known],
+        is_complete=False,
+    )
+
+
+# How VCR's questions and choices become texts, and the settings of the task.
+
+
+@dataclasses.dataclass(frozen=True)
+class VCRConfig:
+    """The official VL-BERT code has the same defaults."""
+
+    people_names: tuple[str, ...] = NEUTRAL_NAMES  # what people are called, in turn
+    # "box": people take turns in the order of their boxes. "mention": in the order in which sentences name them
+    # (R2C, official VisualBERT code).
+    names_by: Literal["box", "mention"] = "box"
+    # in the order of mention: for people whom only a choice names the turn begins with the first name again, so that
+    # two people may share a name (a mistake of R2C's code, which the official VisualBERT code has too)
+    names_restart_in_choices: bool = False
+    # by boxes and in training the turn begins with a random name (the official code goes on from question to question);
+    # otherwise always with the first
+    turn_names: bool = True
+    join_word: str | None = "and"  # between several objects; None leaves it out (R2C)
+    # words that name an object carry its region's vector; False: every word carries the vector of the whole image
+    ground_words: bool = True
+    # where those stand: "pieces", at all wordpieces of an object's name. "word_number": at one position, the number of
+    # the name among the words before they were split, see `rows_by_word_number` (official VisualBERT code).
+    ground_at: Literal["pieces", "word_number"] = "pieces"
+    # question and choice are cut to this number of wordpieces together, [CLS] and [SEP] not counted
+    max_pieces: int = 64
+    # how: "longer" takes the last pieces of the longer text, see `cut_answers` and `cut_rationales`. "fronts" takes the
+    # first pieces of both, of the choice and of what stands in front, see `cut_fronts`.
+    cut: Literal["longer", "fronts"] = "longer"
+    # with "fronts": the choice alone is cut, and what stands in front must fit (a mistake of the official VisualBERT
+    # code, which takes the length of a pair for the length of what stands in front)
+    cut_choices_only: bool = False
+    mask_size: int | None = 14  # side of the instance masks and of the detector's RoI maps; None = no masks
+    # a mask's cell belongs to the object if its upper left corner does, or (R2C, official VisualBERT code) its centre
+    mask_at: Literal["corners", "centres"] = "corners"
+    blank_question: bool = False  # control that reads the choices only
+    dropout: float = 0.1  # on the summary, before the Linear that scores a choice
+    # "sigmoid": a binary cross entropy per choice, mean over all choices (official). "softmax": a cross entropy over
+    # the four choices (paper, section 4.2.1).
+    loss: Literal["sigmoid", "softmax"] = "sigmoid"
+    region_loss_weight: float = 1.0  # weight of the classification of regions; 0 leaves it out
+    num_classes: int = 81  # C, classes of regions, the whole image (class 0) included
+    region_dropout: float = 0.0  # dropout between the two Linears of that classification
+    initializer_range: float = 0.02  # standard deviation of their start values
+    new_layers: NewLayers = "official"  # start of the Linear that scores a choice, see `e2e_vl.tasks.base.start_head`
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_dropout("dropout", self.dropout)
+        check_dropout("region_dropout", self.region_dropout)
+        check_numbers(self, "task.config.", not_negative=["region_loss_weight"])
+        if self.max_pieces < 2:
+            raise UserError(f"task.config.max_pieces is {self.max_pieces}; question and choice need at least 2.")
+        if self.mask_size is not None and self.mask_size < 1:
+            raise UserError(f"task.config.mask_size is {self.mask_size}; give the side of the detector's RoI maps.")
+        if self.names_restart_in_choices and self.names_by != "mention":
+            raise UserError(
+                f"task.config.names_restart_in_choices needs the order of mention, but task.config.names_by is "
+                f"'{self.names_by}'; set it to mention."
+            )
+        if self.cut_choices_only and self.cut != "fronts":
+            raise UserError(
+                f"task.config.cut_choices_only needs texts that are cut at their fronts, but task.config.cut is "
+                f"'{self.cut}'; set it to fronts."
+            )
+        if not self.people_names:
+            raise UserError("task.config.people_names needs at least one name.")
+
+
+@dataclasses.dataclass
+class VCRTargets(Targets):
+    """Which choices are right."""
+
+    is_right: float | np.float32 | Float[Tensor, " M"] | None = stacked()  # 1 for the right choice of each four
+
+
+@dataclasses.dataclass(frozen=True)
+class VCRWording(Wording):
+    """Four texts per question, one per choice; words that name objects know the row of the object's box."""
+
+    learns_from = (RightChoice,)
+    config: VCRConfig = dataclasses.field(default_factory=VCRConfig)
+
+    def no_target(self) -> VCRTargets:
+        return VCRTargets(np.float32(0))
+
+    def word(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    ) -> Iterable[TextExample]:
+        if isinstance(text, ChoiceText):
+            yield from self._choices(text, sample, images, draw)
+        else:
+            yield self._other(text, images)
+
+    def _other(self, text: SampleText, images: Sequence[ImageExample]) -> TextExample:
+        """A text of joined data that has phrases and no choices; it is cut to `max_pieces` too."""
+        if not self.lacks_target(text):
+            raise UserError(
+                f"'{text.words}' has no four choices, so VCR has nothing to learn from it; leave its data out, or set "
+                "phrases.weight if they state what their phrases name."
+            )
+        mirrored = bool(text.looks_at) and images[text.looks_at[0]].placement.flipped
+        pieces = self.writer.pieces(text.words, mirrored=mirrored)
+        laid = self.writer.single(pieces[: self.config.max_pieces])
+        record = self.record(text, images, laid) | {"sent": text.words}
+        return TextExample(laid, text.looks_at, record, self.no_target())
+
+    def _choices(
+        self, text: ChoiceText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    ) -> Iterable[TextExample]:
+        [stated] = sample.images
+        names, rows = self._names(text, stated.objects, stated.candidates, draw)
+        in_choices = self._names_in_choices(text, stated.objects, names)
+        fronts, choices = self._pieces(text, names, in_choices, rows)
+        join_word = self.config.join_word
+        record = self.record(text, images) | {
+            "sent": " ".join(plain_text(sentence, names, join_word) for sentence in text.query),
+            "choices": [plain_text(*named, join_word) for named in zip(text.choices, in_choices, strict=True)],
+            "named_boxes": [
+                [name, box.tolist()]
+                for name, row, box in zip(names, rows, stated.objects.boxes, strict=True)
+                if row >= 0
+            ],
+        }
+        if sample.is_asked:
+            record["question"] = record["sent"]
+            record["objects"] = [name for name, row in zip(names, rows, strict=True) if row >= 0]
+        boxes = self._phrase_boxes(text, images[text.looks_at[0]])
+        for number, (query, choice) in enumerate(zip(fronts, choices, strict=True)):
+            laid = self.writer.pair([piece.id for piece in query], [piece.id for piece in choice])
+            yield TextExample(
+                laid,
+                text.looks_at,
+                record,
+                VCRTargets(None if text.truth is None else np.float32(number == text.truth.number)),
+                region_of_token=self._regions_of_words(laid, query, choice),
+                phrases=self._phrases(text, laid, (query, choice), (names, in_choices[number]), number, boxes),
+            )
+
+    def _phrases(
+        self,
+        text: ChoiceText,
+        laid: LaidText,
+        pieces: tuple[list[Piece], list[Piece]],
+        names: tuple[list[str], list[str]],
+        choice: int,
+        boxes: np.ndarray | None,
+    ) -> TextPhrases | None:
+        """The phrases of one of the texts; pieces and names are of what stands in front and of the choice."""
+        if not self.writer.marks_phrases:
+            return None
+        sentences = [*((one, names[0]) for one in text.query), (text.choices[choice], names[1])]
+        *front, last = ([word for word, _ in said_words(*one, self.config.join_word)] for one in sentences)
+        return choice_phrases(laid, pieces, ([word for words in front for word in words], last), boxes)
+
+    def _phrase_boxes(self, text: ChoiceText, image: ImageExample) -> np.ndarray | None:
+        """Boxes that names point at, by row; None where names are no phrases.
+
+        Raises:
+            UserError: a name would carry the region that it is to point at.
+        """
+        if not (text.names_are_phrases and self.writer.marks_phrases):
+            return None
+        if self.config.ground_words:
+            raise UserError(
+                "data.config.names_are_phrases asks which region a name means, but task.config.ground_words adds that "
+                "region to the name; set task.config.ground_words to false, or names_are_phrases."
+            )
+        return image.boxes
+
+    def _regions_of_words(self, laid: LaidText, query: list[Piece], choice: list[Piece]) -> np.ndarray | None:
+        """int64 [L]; None: words carry no region."""
+        if not self.config.ground_words:
+            return None
+        if self.config.ground_at == "word_number":
+            return rows_by_word_number(laid, query, choice)
+        return laid.place([piece.row for piece in (*query, *choice)])
+
+    def _names(
+        self, text: ChoiceText, objects: AnnotatedObjects, candidates: Sequence[int] | None, draw: Draw
+    ) -> tuple[list[str], list[int]]:
+        """What each object of the question is called in front, and the row of its box (-1 = it has none)."""
+        people, start = self.config.people_names, 0
+        if self.writer.training and self.config.turn_names:
+            # the third draw: the first two decide about the image
+            start = int(draw(text.index).random(3)[2] * len(people))
+        kept = range(len(objects)) if candidates is None else candidates
+        names, rows = list(objects.names), [-1] * len(objects)
+        called = names_of([objects.names[number] for number in kept], people, start)
+        for row, (number, name) in enumerate(zip(kept, called, strict=True)):
+            names[number], rows[number] = name, row
+        if self.config.names_by == "mention":
+            said = [token for sentence in text.query for token in sentence]
+            called = names_by_mention(said, objects.names, people, {})
+            names = [called.get(number, name) for number, name in enumerate(objects.names)]
+        return names, rows
+
+    def _names_in_choices(self, text: ChoiceText, objects: AnnotatedObjects, names: list[str]) -> list[list[str]]:
+        """What each object is called in each of the choices."""
+        if self.config.names_by == "box":
+            return [names] * len(text.choices)
+        said = {number for sentence in text.query for token in sentence if isinstance(token, list) for number in token}
+        known, people = {number: names[number] for number in said}, self.config.people_names
+        restarts = self.config.names_restart_in_choices
+        called = [names_by_mention(one, objects.names, people, known, restarts=restarts) for one in text.choices]
+        return [[own.get(number, name) for number, name in enumerate(names)] for own in called]
+
+    def _pieces(
+        self, text: ChoiceText, names: list[str], in_choices: list[list[str]], rows: list[int]
+    ) -> tuple[list[list[Piece]], list[list[Piece]]]:
+        """Wordpieces of what stands in front of each of the four choices, and of the choices, cut to their limit."""
+        join_word, limit = self.config.join_word, self.config.max_pieces
+
+        def encode(sentence: Sentence, names: list[str], first_word: int = 0) -> list[Piece]:
+            if self.writer.is_blank:
+                return []
+            return encode_sentence(sentence, names, rows, self.writer.tokenizer, join_word, first_word)
+
+        front, words = [], 0
+        for sentence in text.query:
+            front.append([] if self.config.blank_question else encode(sentence, names, words))
+            words += number_of_words(sentence, join_word)
+        choices = [encode(*named) for named in zip(text.choices, in_choices, strict=True)]
+        if self.config.cut == "longer":
+            cut = cut_answers if len(front) == 1 else cut_rationales
+            cut(*front, choices, limit)
+        query = [piece for sentence in front for piece in sentence]
+        if self.config.cut == "longer":
+            return [query] * len(choices), choices
+        if self.config.cut_choices_only:
+            cut_choices(query, choices, limit)
+            return [query] * len(choices), choices
+        lost = [cut_fronts(len(query), len(choice), limit) for choice in choices]
+        return (
+            [query[number:] for number, _ in lost],
+            [choice[number:] for choice, (_, number) in zip(choices, lost, strict=True)],
+        )
+
 
 MOVED = ("people_names", "turn_names", "join_word", "ground_words", "max_pieces", "mask_size", "blank_question")
 

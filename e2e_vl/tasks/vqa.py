@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from e2e_vl.evaluation.vqa import (
+from e2e_vl.metrics.vqa import (
     UNKNOWN,
     normalise_answer,
     record_accuracy,
@@ -24,13 +24,11 @@ from e2e_vl.evaluation.vqa import (
     vqa_metrics,
     write_submission,
 )
-from e2e_vl.layout import TextWriter
 from e2e_vl.records import Score
 from e2e_vl.samples import HumanAnswers, ScoredAnswers
-from e2e_vl.tasks.base import PredictionWords, Records
+from e2e_vl.tasks.base import PredictionRecord, PredictionWords, Records
 from e2e_vl.tasks.choice import AnswerConfig, AnswerTargets, AnswerTask, AnswerWording, PossibleAnswers
-from e2e_vl.tasks.prediction_records import PredictionRecord
-from e2e_vl.text import mirror_words
+from e2e_vl.text import TextWriter, mirror_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +79,7 @@ class AnswerList(PossibleAnswers):
     def soft_targets(self, given: Sequence[str]) -> Float[np.ndarray, " Y"]:
         """Target of every possible answer from the human answers to one question.
 
-        See `e2e_vl.evaluation.vqa.soft_scores`; answers that are not in the list are left out, so all may be zero.
+        See `e2e_vl.metrics.vqa.soft_scores`; answers that are not in the list are left out, so all may be zero.
         """
         return self.targets_of(soft_scores(given, normalised=self.normalised))
 
@@ -144,7 +142,7 @@ class VQATask(AnswerTask):
         return record_accuracy(record)
 
     def metrics(self, records: Records) -> dict[str, float]:
-        """The official accuracy, over all and by type of answer and question; see `e2e_vl.evaluation.vqa`."""
+        """The official accuracy, over all and by type of answer and question; see `e2e_vl.metrics.vqa`."""
         return vqa_metrics(records)
 
     def describe(self, record: dict[str, Any]) -> PredictionWords:

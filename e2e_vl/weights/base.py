@@ -1,6 +1,6 @@
 """What every weight adapter offers: files of other projects in our names, for the encoder that it serves.
 
-The adapters of each encoder are listed in `ADAPTERS` of `e2e_vl/engine/build.py`; `e2e_vl.weights.start` asks them.
+The adapters of each encoder are listed in `ADAPTERS` of `e2e_vl/run/build.py`; `e2e_vl.weights.start` asks them.
 """
 
 from __future__ import annotations

@@ -22,14 +22,12 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from detector.checkpoint import LoadReport, load_weights
-from detector.errors import MissingFileError, UserError, first_line, in_one_line
-from detector.plain_json import read_plain_json
-from detector.user_paths import user_path
+from detector.errors import MissingFileError, UserError, first_line, in_one_line, user_path
+from detector.io import read_plain_json, read_yaml
 from detector.weight_files import read_tensors, split_weights
-from detector.yaml_text import read_yaml
 from e2e_vl.config import VERSION
 from e2e_vl.converter import from_dict
-from e2e_vl.data.formats.answer_files import ANSWERS_FILE, read_answers
+from e2e_vl.data.answer_lists import ANSWERS_FILE, read_answers
 from e2e_vl.tasks.base import HeadStart, Task
 from e2e_vl.tasks.phrase_head import PhraseHead, load_head
 from e2e_vl.text import load_tokenizer, looks_like_hub_name, plain_answer

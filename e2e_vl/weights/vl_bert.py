@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.errors import UserError
-from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
+from detector.structures import Detector
 from detector.weight_names import VL_BERT, from_vl_bert, to_vl_bert
 from e2e_vl.encoders.vl_bert import VLBertModel
+from e2e_vl.io import whole_file
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
-from e2e_vl.whole_files import whole_file
 
 PRETRAINING = "pretraining"  # our name of the task
 # official -> ours; a name is a parameter or, most often, the module that holds it

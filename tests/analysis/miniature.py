@@ -15,18 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from e2e_vl.analysis.attention_choices import AttentionChoices
-from e2e_vl.analysis.attention_run import AttentionRequest, caption_examples
 from e2e_vl.analysis.collect import view_of
-from e2e_vl.box_sources import BoxSource
-from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.data.storage.features.record import RegionFeatures
-from e2e_vl.data.storage.features.writers import write_tsv
-from e2e_vl.engine.build import build_model
-from e2e_vl.engine.build_data import build_collate, training_texts
-from e2e_vl.engine.saving import save_model
+from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.analysis.run import AttentionRequest, caption_examples
+from e2e_vl.config import BoxSource, RunConfig, load_config
+from e2e_vl.data.batching import Request
+from e2e_vl.data.features import RegionFeatures, write_tsv
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.build import build_collate, build_model, training_texts
+from e2e_vl.run.checkpoint import save_model
 from e2e_vl.synthetic import SceneConfig, make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from e2e_vl.analysis.attention_choices import AttentionChoices, parse_head
+from e2e_vl.analysis.options import AttentionChoices, parse_head
 
 
 def test_every_option_says_what_it_means_and_what_was_chosen():

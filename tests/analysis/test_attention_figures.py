@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from e2e_vl.analysis.attention_figures import draw_word_map
+from e2e_vl.analysis.figures import draw_word_map
 
 
 def test_words_are_shown_as_they_are_written():

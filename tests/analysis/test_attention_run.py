@@ -16,17 +16,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from e2e_vl.analysis.attention_choices import AttentionChoices
-from e2e_vl.analysis.attention_run import AttentionRequest, caption_examples, divided, with_data_of
+from e2e_vl.analysis.captions import read_parses
 from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, Collected, MeasureKey, collect_attention
-from e2e_vl.analysis.parses import read_parses
-from e2e_vl.box_sources import BoxSource
-from e2e_vl.commands.analyze_attention import main
-from e2e_vl.config import EncoderSettings, load_config, save_config
-from e2e_vl.engine.build import build_model
-from e2e_vl.engine.build_data import build_collate
-from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.engine.saving import load_model, save_model
+from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.analysis.run import AttentionRequest, caption_examples, divided, with_data_of
+from e2e_vl.cli.analyze_attention import main
+from e2e_vl.config import BoxSource, EncoderSettings, load_config, save_config
+from e2e_vl.run.build import build_collate, build_model
+from e2e_vl.run.checkpoint import load_model, save_model
+from e2e_vl.run.launch import make_accelerator
 from e2e_vl.text import load_tokenizer
 from tests.analysis.miniature import SCENES, train_miniature
 from tests.conftest import cpu_with_one_thread

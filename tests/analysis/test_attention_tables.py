@@ -7,12 +7,11 @@ import csv
 import pytest
 import torch
 
-from e2e_vl.analysis.attention_choices import AttentionChoices
-from e2e_vl.analysis.attention_figures import draw_relation_figure
-from e2e_vl.analysis.attention_tables import AttentionResults, write_tables
 from e2e_vl.analysis.collect import ALL, DEPENDENCIES, ENTITIES, RELATIONS, MeasureKey
+from e2e_vl.analysis.figures import ChosenHead, best_heads, draw_relation_figure
 from e2e_vl.analysis.measures import HeadSums
-from e2e_vl.analysis.overlays import ChosenHead, best_heads
+from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.analysis.tables import AttentionResults, write_tables
 from e2e_vl.structures import AttentionBlock, AttentionGraph
 
 

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST
-from e2e_vl.commands.analyze_attention import main
+from e2e_vl.cli.analyze_attention import main
 from e2e_vl.config import load_config
-from e2e_vl.data.storage.features.writers import write_tsv
-from e2e_vl.engine.build import build_model
-from e2e_vl.engine.build_data import training_texts
-from e2e_vl.engine.saving import save_model
+from e2e_vl.data.features import write_tsv
+from e2e_vl.run.build import build_model, training_texts
+from e2e_vl.run.checkpoint import save_model
 from e2e_vl.synthetic import SceneConfig, make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from tests.analysis.miniature import perfect_features

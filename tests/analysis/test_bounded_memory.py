@@ -12,16 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from e2e_vl.analysis.attention_choices import AttentionChoices
-from e2e_vl.analysis.attention_run import AttentionRequest, caption_examples
+from e2e_vl.analysis.captions import read_parses
 from e2e_vl.analysis.collect import ENTITIES, RELATIONS, Collected, MeasureKey, collect_attention
-from e2e_vl.analysis.parses import read_parses
-from e2e_vl.box_sources import BoxSource
-from e2e_vl.config import load_config
-from e2e_vl.data.storage.features.writers import write_tsv
-from e2e_vl.engine.build import build_model
-from e2e_vl.engine.build_data import build_collate, training_texts
-from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.analysis.run import AttentionRequest, caption_examples
+from e2e_vl.config import BoxSource, load_config
+from e2e_vl.data.features import write_tsv
+from e2e_vl.run.build import build_collate, build_model, training_texts
+from e2e_vl.run.launch import make_accelerator
 from e2e_vl.synthetic import SceneConfig, make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from tests.analysis.miniature import CONFIG, ROOT, perfect_features

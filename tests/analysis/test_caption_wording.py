@@ -7,12 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from e2e_vl.analysis.caption_wording import RECORD, CaptionFacts, CaptionWording
-from e2e_vl.analysis.parses import Parses
-from e2e_vl.data.formats.conllu import ParsedWord
-from e2e_vl.layout import TextWriter
+from e2e_vl.analysis.captions import RECORD, CaptionFacts, CaptionWording, ParsedWord, Parses
 from e2e_vl.samples import PhraseBoxes, SampleText
-from e2e_vl.text import load_tokenizer
+from e2e_vl.text import TextWriter, load_tokenizer
 from tests.tasks.wordings import make_tokenizer, photo, sample_of
 
 TEXT = "The red star and it ."

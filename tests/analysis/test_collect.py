@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from detector.structures import ImageBatch, Regions
-from e2e_vl.analysis.attending import grounded_pairs, phrase_queries, word_pairs
-from e2e_vl.analysis.attention_choices import AttentionChoices
-from e2e_vl.analysis.caption_wording import RECORD, CaptionFacts, Relation
+from e2e_vl.analysis.captions import RECORD, CaptionFacts, Relation
 from e2e_vl.analysis.collect import (
     ALL,
     CONFIDENCE,
@@ -27,9 +25,13 @@ from e2e_vl.analysis.collect import (
     add_text,
     count_text,
     counted_phrases,
+    grounded_pairs,
+    phrase_queries,
     right_regions_of,
     texts_to_show,
+    word_pairs,
 )
+from e2e_vl.analysis.options import AttentionChoices
 from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, EncoderOutput, TextBatch, gather_regions
 
 # [CLS] red star on it [SEP] | three regions. "red star" names region 0 or 1, "it" has no box; a third phrase ("on")

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from e2e_vl.analysis.attention_choices import AttentionChoices
-from e2e_vl.analysis.attention_page import write_page
-from e2e_vl.analysis.attention_tables import AttentionResults
-from e2e_vl.analysis.caption_wording import CaptionFacts
+from e2e_vl.analysis.captions import CaptionFacts
 from e2e_vl.analysis.collect import SeenText
-from e2e_vl.analysis.overlays import ChosenHead, chosen_heads, draw_overlays, heat_on
+from e2e_vl.analysis.figures import ChosenHead, chosen_heads, draw_overlays, heat_on
+from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.analysis.run import write_page
+from e2e_vl.analysis.tables import AttentionResults
 from e2e_vl.structures import AttentionBlock, AttentionGraph
 
 GRAPHS = {

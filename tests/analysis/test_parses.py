@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from e2e_vl.analysis.parses import Parses, parse_with_spacy, place_words, read_parses
-from e2e_vl.data.formats.conllu import ParsedWord
+from e2e_vl.analysis.captions import ParsedWord, Parses, parse_with_spacy, place_words, read_parses
 
 
 def words(*forms: str) -> list[ParsedWord]:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.analysis.parses import parse_with_spacy, read_parses
-from e2e_vl.data.formats.conllu import read_conllu
+from e2e_vl.analysis.captions import parse_with_spacy, read_conllu, read_parses
 
 spacy = pytest.importorskip("spacy", reason='spaCy is not installed; pip install "e2e-vl[parse]" lets this test run')
 

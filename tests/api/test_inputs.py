@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
+from detector.config import SelectionRule
 from detector.errors import UserError
 from detector.images import ResizeRule, decode_resized, load_image
-from detector.selection_rule import SelectionRule
 from e2e_vl.api.inputs import as_answers, as_choices, as_lists, content_key, given_boxes, image_file, stamp_of
 
 RULE = ResizeRule(40, 60)

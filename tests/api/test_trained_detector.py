@@ -16,12 +16,11 @@ from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
 
 import e2e_vl
 from detector.checkpoint import load_pretrained, save_pretrained
-from detector.detector_config import DetectorConfig
-from detector.download import cache_folder
+from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule
-from detector.named_weights import known_weights
-from e2e_vl.api.trained_detector import TrainedDetector
+from detector.zoo import cache_folder, known_weights
+from e2e_vl.api.detector import TrainedDetector
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 

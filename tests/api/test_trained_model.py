@@ -20,13 +20,13 @@ from PIL import Image
 from transformers import AutoModel
 
 import e2e_vl
-from e2e_vl.api import trained_model
-from e2e_vl.api.trained_model import TrainedModel
-from e2e_vl.commands import predict
+from e2e_vl.api import model as trained_model
+from e2e_vl.api.model import TrainedModel
+from e2e_vl.cli import predict
 from e2e_vl.config import load_config
-from e2e_vl.data.formats.refer import ReferFiles
+from e2e_vl.data.refcoco import ReferFiles
 from e2e_vl.encoders.vl_bert import VLBertModel
-from e2e_vl.engine.build_data import make_synthetic_data
+from e2e_vl.run.build import make_synthetic_data
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -392,7 +392,7 @@ def test_the_encoder_is_known_to_transformers(trained_run):
     "first",
     [
         "import e2e_vl",
-        "import e2e_vl.engine.build",
+        "import e2e_vl.run.build",
         "from transformers import AutoModel; import e2e_vl",
     ],
 )

@@ -24,10 +24,10 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from detector import whole_writer
-from e2e_vl.commands import train as tool
-from e2e_vl.engine import train as training
-from e2e_vl.run_files import RunLog, read_log
+from detector import io as whole_writer
+from e2e_vl.cli import train as tool
+from e2e_vl.io import RunLog, read_log
+from e2e_vl.run import train as training
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny" / "refcoco.yaml"
 STEPS = 6

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
-from e2e_vl.data.storage.features.writers import write_features
+from e2e_vl.data.features import RegionFeatures, save_npz, write_features
 from tests.campaign.hostile_parts import HUGE, Builder, rewritten, written
 
 

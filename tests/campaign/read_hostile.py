@@ -26,12 +26,12 @@ from accelerate.utils import load as load_without_code
 
 from detector.images import load_image
 from detector.weight_files import read_tensors
-from e2e_vl.data.formats.refer import ReferFiles
-from e2e_vl.data.formats.shards import ShardCaptions
-from e2e_vl.data.formats.user_boxes import read_boxes
+from e2e_vl.data.captions import ShardCaptions
+from e2e_vl.data.features import open_features
+from e2e_vl.data.refcoco import ReferFiles
 from e2e_vl.data.storage.archives import ArchivedFiles
-from e2e_vl.data.storage.features.stores import open_features
-from e2e_vl.engine.checkpoints import load_state
+from e2e_vl.data.user_inputs import read_boxes
+from e2e_vl.run.checkpoint import load_state
 from e2e_vl.text import load_tokenizer
 
 SECONDS = 10

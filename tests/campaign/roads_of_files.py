@@ -17,20 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from e2e_vl.box_sources import BoxSource
-from e2e_vl.config import load_config
+from e2e_vl.analysis.captions import read_conllu
+from e2e_vl.config import BoxSource, DataSettings, load_config
+from e2e_vl.data.answer_lists import read_answers
 from e2e_vl.data.base import Wants, open_options
-from e2e_vl.data.formats.answer_files import read_answers
-from e2e_vl.data.formats.conllu import read_conllu
-from e2e_vl.data.formats.image_lists import list_images, read_given_boxes
-from e2e_vl.data.formats.user_boxes import read_boxes
-from e2e_vl.data.images.candidates import open_boxes_of
-from e2e_vl.data.photo_ids import PhotoIds, read_visual_genome
-from e2e_vl.data.storage.features.record import RegionFeatures
-from e2e_vl.data.storage.features.stores import open_features
-from e2e_vl.data.storage.features.writers import write_tsv
-from e2e_vl.data_settings import DataSettings
-from e2e_vl.engine.build import DATASETS
+from e2e_vl.data.features import RegionFeatures, open_features, write_tsv
+from e2e_vl.data.image_loader import open_boxes_of
+from e2e_vl.data.overlap import PhotoIds, read_visual_genome
+from e2e_vl.data.user_inputs import list_images, read_boxes, read_given_boxes
+from e2e_vl.run.build import DATASETS
 from e2e_vl.samples import AnnotatedObjects, CandidateBoxes, ChoiceText, Sample, ScoredAnswers
 from e2e_vl.synthetic import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer

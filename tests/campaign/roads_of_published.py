@@ -11,8 +11,8 @@ import h5py
 import numpy as np
 import torch
 
-from e2e_vl.data.formats.published_features import BanFeatures, DetectronFeatures, PythiaFeatures, read_image_sizes
-from e2e_vl.data.storage.features.record import RegionFeatures
+from e2e_vl.data.features import RegionFeatures
+from e2e_vl.data.published_features import BanFeatures, DetectronFeatures, PythiaFeatures, read_image_sizes
 from tests.campaign.roads_of_files import Road, check_boxes, check_size, require
 
 FOLDER = "published"  # below the drawn files

@@ -11,12 +11,19 @@ from typing import Any
 
 import torch
 
-from e2e_vl.api import trained_model
+from e2e_vl.api import model as trained_model
 from e2e_vl.config import load_config
-from e2e_vl.engine.checkpoints import complete_checkpoints, find_resumable, finished_metrics, is_run, read_position
-from e2e_vl.engine.saving import load_model, saved_settings
-from e2e_vl.report.page import write_report
-from e2e_vl.run_files import RunLog, read_log
+from e2e_vl.io import RunLog, read_log
+from e2e_vl.run.checkpoint import (
+    complete_checkpoints,
+    find_resumable,
+    finished_metrics,
+    is_run,
+    load_model,
+    read_position,
+    saved_settings,
+)
+from e2e_vl.run.report import write_report
 from tests.campaign.roads_of_files import Road, require
 
 RUN = "run"  # below the drawn files

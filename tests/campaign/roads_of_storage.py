@@ -11,12 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from e2e_vl.data.formats.shards import ShardCaptions
+from e2e_vl.data.captions import ShardCaptions, TextLines
+from e2e_vl.data.features import OPTIONAL, FeatureStore, RegionFeatures, open_features, save_npz, write_features
 from e2e_vl.data.storage.archives import ArchivedFiles
-from e2e_vl.data.storage.corpus import TextLines
-from e2e_vl.data.storage.features.record import OPTIONAL, RegionFeatures, save_npz
-from e2e_vl.data.storage.features.stores import FeatureStore, open_features
-from e2e_vl.data.storage.features.writers import write_features
 from tests.campaign.roads_of_files import Road, check_boxes, check_size, require
 
 FILES = {"tsv": "tsv/f.tsv", "lxmert": "lxmert/f.tsv", "hdf5": "hdf5/f.h5", "lmdb": "lmdb/f.lmdb", "npz": "npz"}

@@ -20,7 +20,7 @@ import pytest
 
 from detector.errors import UserError
 from e2e_vl.data import formats, storage
-from e2e_vl.engine.build import DATASETS
+from e2e_vl.run.build import DATASETS
 from tests.campaign.mutations import damaged
 from tests.campaign.roads_of_files import Road, all_roads, draw, opened_files
 from tests.campaign.roads_of_published import draw_published, published_roads

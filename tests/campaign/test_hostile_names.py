@@ -17,29 +17,22 @@ import pytest
 from PIL import Image
 
 from detector.errors import UserError
-from e2e_vl.analysis.attention_run import AttentionRequest
-from e2e_vl.box_sources import BoxSource
-from e2e_vl.commands import extract_features
+from e2e_vl.analysis.run import AttentionRequest
+from e2e_vl.cli import extract_features
+from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import open_options
-from e2e_vl.data.coco_detection import CocoDetectionDataset
+from e2e_vl.data.captions import CocoCaptions, VLBertCaptions
+from e2e_vl.data.coco import CocoDetectionDataset, ImageNames, read_instances
+from e2e_vl.data.features import FORMATS, RegionFeatures, open_features, write_features
 from e2e_vl.data.flickr30k import Flickr30KDataset
-from e2e_vl.data.formats.caption_sources import CocoCaptions
-from e2e_vl.data.formats.coco import read_instances
-from e2e_vl.data.formats.conceptual import VLBertCaptions
-from e2e_vl.data.formats.image_lists import ListedImage, list_images
-from e2e_vl.data.formats.image_names import ImageNames
-from e2e_vl.data.formats.refer import ReferFiles
 from e2e_vl.data.gqa import GQADataset
-from e2e_vl.data.image_sentences import ImageSentenceDataset
-from e2e_vl.data.refcoco import NounPhrases, RefCOCODataset
+from e2e_vl.data.lxmert import ImageSentenceDataset
+from e2e_vl.data.refcoco import NounPhrases, RefCOCODataset, ReferFiles
 from e2e_vl.data.storage.archives import ArchivedFiles
-from e2e_vl.data.storage.features.record import RegionFeatures
-from e2e_vl.data.storage.features.stores import open_features
-from e2e_vl.data.storage.features.writers import FORMATS, write_features
+from e2e_vl.data.user_inputs import ListedImage, list_images
 from e2e_vl.data.visual_genome import VisualGenomeDataset
-from e2e_vl.data_settings import DataSettings
 from e2e_vl.extraction.bulk import ExtractionJob
-from e2e_vl.whole_files import find_damage, write_checksums
+from e2e_vl.io import find_damage, write_checksums
 from tests.data.roads import open_dataset
 from tests.data.test_flickr30k import CAPTIONS, XML
 from tests.data.tiny_gqa import write_gqa

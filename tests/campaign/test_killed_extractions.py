@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from e2e_vl.commands import extract_features
-from e2e_vl.data.storage.features.stores import open_features
-from e2e_vl.data.storage.features.writers import FORMATS, SUFFIXES
+from e2e_vl.cli import extract_features
+from e2e_vl.data.features import FORMATS, SUFFIXES, open_features
 from e2e_vl.extraction import bulk
 from tests.campaign.disturbed import FILE_MOMENTS, Ended, run_disturbed
 

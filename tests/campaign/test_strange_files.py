@@ -13,21 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from detector.errors import UserError
-from detector.file_faults import reading
-from detector.pickles import load_arrays
-from detector.plain_json import read_plain_json
-from detector.yaml_text import read_yaml
-from e2e_vl.data.formats.answer_files import read_answers
-from e2e_vl.data.formats.conllu import read_conllu
-from e2e_vl.data.formats.flickr_entities import read_image_ids
-from e2e_vl.data.storage.features.record import RegionFeatures
-from e2e_vl.data.storage.features.stores import open_features
-from e2e_vl.data.storage.features.writers import write_tsv
+from detector.errors import UserError, reading
+from detector.io import read_plain_json, read_yaml
+from detector.weight_files import load_arrays
+from e2e_vl.analysis.captions import read_conllu
+from e2e_vl.data.answer_lists import read_answers
+from e2e_vl.data.features import RegionFeatures, open_features, write_tsv
+from e2e_vl.data.flickr30k import read_image_ids
 from e2e_vl.data.storage.files import read_json, read_text
 from e2e_vl.data.storage.json_rows import read_json_rows
+from e2e_vl.io import read_log
 from e2e_vl.records import Record
-from e2e_vl.run_files import read_log
 from e2e_vl.text import load_tokenizer
 
 JSON = b'{\n "a": [1, 2]\n}\n'

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from e2e_vl.commands import predict as tool
+from e2e_vl.cli import predict as tool
 from e2e_vl.config import load_config
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import e2e_vl
-from e2e_vl.api import trained_model
-from e2e_vl.commands import ask
+from e2e_vl.api import model as trained_model
+from e2e_vl.cli import ask
 from tests.commands.calls import first_image
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

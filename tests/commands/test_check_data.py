@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from e2e_vl.commands import check_data as tool
+from e2e_vl.cli import check_data as tool
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny"

@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 from transformers import LxmertForQuestionAnswering
 
-from e2e_vl.commands.convert_weights import build_parser, main
-from e2e_vl.engine.build import build_model
-from e2e_vl.engine.build_data import build_tokenizer
-from e2e_vl.engine.saving import save_model
+from e2e_vl.cli.convert_weights import build_parser, main
+from e2e_vl.run.build import build_model, build_tokenizer
+from e2e_vl.run.checkpoint import save_model
 from tests.weights.starts import replaced
 
 SMALL = {"hidden_size": 32, "l_layers": 1, "r_layers": 1, "x_layers": 1, "num_attention_heads": 2}

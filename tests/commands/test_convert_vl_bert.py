@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from detector.detector_config import DetectorConfig
-from e2e_vl.commands import convert_weights
+from detector.config import DetectorConfig
+from e2e_vl.cli import convert_weights
 from e2e_vl.config import RunConfig, save_config
-from e2e_vl.engine.build import build_model
-from e2e_vl.engine.build_data import build_tokenizer
-from e2e_vl.engine.saving import load_model, save_model
+from e2e_vl.run.build import build_model, build_tokenizer
+from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.weights.vl_bert import OfficialVLBert
 from tests.weights.official_detector import OFFICIAL_DETECTOR
 from tests.weights.starts import replaced

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from detector.checkpoint import load_checkpoint, load_pretrained
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
-from e2e_vl.commands import convert_weights
+from e2e_vl.cli import convert_weights
 
 TINY = "MODEL: {RESNETS: {DEPTH: 18, STEM_OUT_CHANNELS: 8, RES2_OUT_CHANNELS: 8}, ROI_HEADS: {NUM_CLASSES: 5}}"
 

@@ -15,12 +15,12 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from e2e_vl.commands import evaluate as evaluation_tool
-from e2e_vl.commands import predict as prediction_tool
-from e2e_vl.commands import train as training_tool
+from e2e_vl.cli import evaluate as evaluation_tool
+from e2e_vl.cli import predict as prediction_tool
+from e2e_vl.cli import train as training_tool
 from e2e_vl.config import load_config, saved_version
-from e2e_vl.engine.build import TASKS
-from e2e_vl.engine.saving import load_model, saved_settings
+from e2e_vl.run.build import TASKS
+from e2e_vl.run.checkpoint import load_model, saved_settings
 from tests.commands.calls import ask, first_image, saved, told
 from tests.same import assert_same
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from e2e_vl.commands import explore
+from e2e_vl.cli import explore
 
 
 @pytest.mark.parametrize(

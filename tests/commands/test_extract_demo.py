@@ -12,14 +12,13 @@ from safetensors.torch import save_file
 
 import e2e_vl
 from detector.checkpoint import save_pretrained
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
-from e2e_vl.api.trained_detector import TrainedDetector
-from e2e_vl.commands import extract_demo
-from e2e_vl.config import DetectorSettings, EncoderSettings, RunConfig, TaskSettings
-from e2e_vl.data_settings import DataSettings, ResizeSettings
-from e2e_vl.engine.build import build_model
-from e2e_vl.engine.saving import save_model
+from e2e_vl.api.detector import TrainedDetector
+from e2e_vl.cli import extract_demo
+from e2e_vl.config import DataSettings, DetectorSettings, EncoderSettings, ResizeSettings, RunConfig, TaskSettings
+from e2e_vl.run.build import build_model
+from e2e_vl.run.checkpoint import save_model
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 TINY = """

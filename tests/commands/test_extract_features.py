@@ -21,12 +21,12 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 
 from detector.checkpoint import save_weights
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
-from e2e_vl.commands import extract_features
+from e2e_vl.cli import extract_features
 from e2e_vl.config import load_config
-from e2e_vl.data.storage.features.stores import open_features
-from e2e_vl.engine.train import train
+from e2e_vl.data.features import open_features
+from e2e_vl.run.train import train
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "extract_features.py"

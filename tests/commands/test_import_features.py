@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from e2e_vl.commands.import_features import main
-from e2e_vl.data.storage.features.stores import open_features
+from e2e_vl.cli.import_features import main
+from e2e_vl.data.features import open_features
 
 RNG = np.random.default_rng(0)
 

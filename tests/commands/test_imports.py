@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.commands.main import COMMANDS
+from e2e_vl.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
@@ -41,7 +41,7 @@ def call(way: str, name: str, *words: object) -> tuple[int, list[str], str]:
 
 
 def console(*words: object) -> tuple[int, list[str], str]:
-    return call("module", "e2e_vl.commands.main", *words)
+    return call("module", "e2e_vl.cli.main", *words)
 
 
 def script(name: str, *words: object) -> tuple[int, list[str], str]:

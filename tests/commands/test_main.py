@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.commands import extract, main, named_detector
-from e2e_vl.commands.main import COMMANDS
+from e2e_vl.cli import extract, main
+from e2e_vl.cli import extract_demo as named_detector
+from e2e_vl.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +24,7 @@ def test_the_entry_point_is_the_function():
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_gets_the_other_words_and_its_name(name, monkeypatch):
     calls = []
-    module = importlib.import_module(f"e2e_vl.commands.{COMMANDS[name][0]}")
+    module = importlib.import_module(f"e2e_vl.cli.{COMMANDS[name][0]}")
     monkeypatch.setattr(module, "main", lambda words, prog: calls.append((words, prog)) or 3)
     assert main.main([name, "--run", "x", "key=value"]) == 3
     assert calls == [(["--run", "x", "key=value"], f"e2e-vl {name}")]

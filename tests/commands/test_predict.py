@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.commands import predict as tool
-from e2e_vl.evaluation import vqa
+from e2e_vl.cli import predict as tool
+from e2e_vl.metrics import vqa
 from tests.commands.calls import data_root, refused, saved, split
 from tests.leaderboard import read_leaderboard, score
 from tests.same import assert_same

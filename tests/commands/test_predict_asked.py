@@ -13,10 +13,10 @@ import torch
 import yaml
 from PIL import Image
 
-from e2e_vl.commands import predict as tool
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.build_data import build_collate, build_examples
-from e2e_vl.engine.saving import load_model
+from e2e_vl.cli import predict as tool
+from e2e_vl.data.batching import Request
+from e2e_vl.run.build import build_collate, build_examples
+from e2e_vl.run.checkpoint import load_model
 from tests.commands.calls import (
     ask,
     data_root,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.commands import evaluate as evaluation_tool
-from e2e_vl.commands import train as tool
+from e2e_vl.cli import evaluate as evaluation_tool
+from e2e_vl.cli import train as tool
 from tests.conftest import ROOT, SAME_SIZE
 
 SHORT = ("train.max_steps=1", "eval.boxes=[gt]", "eval.every_epochs=0", "eval.report_pictures=1", SAME_SIZE)

@@ -7,17 +7,14 @@ from collections.abc import Iterable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from detector.images import ResizeRule
-from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import VLDataset, Wants, open_options
-from e2e_vl.data.images.candidates import BoxReader
-from e2e_vl.data.images.loader import ImageLoader, ImageRules
-from e2e_vl.data.loading.example_dataset import ExampleDataset
+from e2e_vl.data.batching import ExampleDataset
+from e2e_vl.data.image_loader import BoxReader, ImageLoader, ImageRules
 from e2e_vl.data.storage.shared_reads import SharedReads
-from e2e_vl.data_settings import DataSettings
-from e2e_vl.examples import ImageExample, TextExample
-from e2e_vl.layout import TextWriter
+from e2e_vl.examples import Draw, ImageExample, TextExample, Wording
 from e2e_vl.samples import Sample, SampleText
-from e2e_vl.wording import Draw, Wording
+from e2e_vl.text import TextWriter
 
 SAME = ResizeRule(short_edge=60, long_edge=1000)  # a photo of 100 x 60 pixels keeps its size
 DOUBLE = ResizeRule(short_edge=120, long_edge=1000)

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants, check_boxes_source, group_texts, open_options
 from e2e_vl.data.captions import CaptionDataset
-from e2e_vl.data.coco_detection import CocoDetectionDataset
+from e2e_vl.data.coco import CocoDetectionDataset
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.vcr import VCRDataset, VCROptions
-from e2e_vl.data_settings import DataSettings
 
 KNOWN = ("images", "captions", "corpus")
 

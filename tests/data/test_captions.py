@@ -10,20 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
-from detector.selection_rule import SelectionRule
-from e2e_vl.box_sources import BoxSource
+from detector.config import SelectionRule
+from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import open_options
-from e2e_vl.data.captions import CaptionDataset
-from e2e_vl.data.formats.caption_sources import CocoCaptions
-from e2e_vl.data.formats.vcr_files import CLASS_NAMES
-from e2e_vl.data.images.candidates import open_boxes
-from e2e_vl.data.loading.batches import BatchLoader
-from e2e_vl.data.loading.collate import collate
-from e2e_vl.data.loading.example_dataset import ExampleDataset
-from e2e_vl.data.loading.grouping import GroupedBatchSampler
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
-from e2e_vl.data_settings import DataSettings
+from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Request, collate
+from e2e_vl.data.captions import CaptionDataset, CocoCaptions
+from e2e_vl.data.features import RegionFeatures, save_npz
+from e2e_vl.data.image_loader import open_boxes
+from e2e_vl.data.vcr import CLASS_NAMES
 from e2e_vl.synthetic import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from tests.data.drawn_metadata import write_metadata

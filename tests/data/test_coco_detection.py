@@ -8,10 +8,9 @@ import logging
 import numpy as np
 import pytest
 
+from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
-from e2e_vl.data.coco_detection import CocoDetectionDataset
-from e2e_vl.data.formats.coco import read_instances
-from e2e_vl.data_settings import DataSettings
+from e2e_vl.data.coco import CocoDetectionDataset, read_instances
 from e2e_vl.samples import Categories
 from tests.data.roads import open_dataset
 

@@ -12,10 +12,9 @@ import pytest
 from PIL import Image
 
 from detector.errors import UserError
+from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
-from e2e_vl.data.flickr30k import Flickr30KDataset
-from e2e_vl.data.formats.flickr_entities import parse_sentence, read_annotation, read_image_ids, read_sentences
-from e2e_vl.data_settings import DataSettings
+from e2e_vl.data.flickr30k import Flickr30KDataset, parse_sentence, read_annotation, read_image_ids, read_sentences
 from tests.data.roads import open_dataset
 
 CAPTIONS = (

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
+from e2e_vl.data.batching import Request
 from e2e_vl.data.gqa import GQADataset
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.data_settings import DataSettings
 from e2e_vl.samples import RightAnswer
 from tests.data.roads import examples, open_dataset
 from tests.data.tiny_gqa import CHOICES, QUESTIONS, put, question, write_gqa

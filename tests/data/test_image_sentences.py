@@ -8,13 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from e2e_vl.config import DataSettings
 from e2e_vl.data.base import VLDataset
-from e2e_vl.data.image_sentences import ImageSentenceDataset
-from e2e_vl.data.listed_pairs import ListedPairDataset
-from e2e_vl.data.scored_questions import ScoredQuestionDataset
-from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
-from e2e_vl.data.storage.features.writers import write_tsv
-from e2e_vl.data_settings import DataSettings
+from e2e_vl.data.features import RegionFeatures, save_npz, write_tsv
+from e2e_vl.data.lxmert import ImageSentenceDataset, ListedPairDataset, ScoredQuestionDataset
 from e2e_vl.samples import RightChoice, ScoredAnswers
 from tests.data.roads import open_dataset
 

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from e2e_vl.box_sources import BoxSource
-from e2e_vl.data.joined import JoinedDataset, JoinedOptions
-from e2e_vl.data.photo_ids import PhotoIds, number_of_photos
-from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
-from e2e_vl.data_settings import DataSettings
-from e2e_vl.engine.build import AnyJoined
+from e2e_vl.config import BoxSource, DataSettings
+from e2e_vl.data.concat import JoinedDataset, JoinedOptions
+from e2e_vl.data.features import RegionFeatures, save_npz
+from e2e_vl.data.overlap import PhotoIds, number_of_photos
+from e2e_vl.run.build import AnyJoined
 from e2e_vl.samples import HumanAnswers, PhraseBoxes, SampleText
 from tests.data.roads import examples, open_dataset
 from tests.data.tiny_refcoco import TinyRefCOCO

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
-from e2e_vl.data.formats.nlvr2_files import read_examples
-from e2e_vl.data.nlvr2 import NLVR2Dataset
-from e2e_vl.data_settings import DataSettings
+from e2e_vl.data.nlvr2 import NLVR2Dataset, read_examples
 from e2e_vl.samples import RightChoice
 from tests.data.roads import open_dataset
 

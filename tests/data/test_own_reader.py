@@ -12,18 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
-from detector.selection_rule import SelectionRule
+from detector.config import SelectionRule
 from e2e_vl.data.base import VLDataset
-from e2e_vl.data.formats.coco import read_instances
-from e2e_vl.data.images.candidates import open_boxes
-from e2e_vl.data.loading.batches import BatchLoader
-from e2e_vl.data.loading.collate import collate
-from e2e_vl.data.loading.example_dataset import ExampleDataset
-from e2e_vl.data.loading.grouping import GroupedBatchSampler
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
-from e2e_vl.engine.build import DATASETS, build_model
-from e2e_vl.engine.build_data import build_collate, build_examples, build_tokenizer
+from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Request, collate
+from e2e_vl.data.coco import read_instances
+from e2e_vl.data.features import RegionFeatures, save_npz
+from e2e_vl.data.image_loader import open_boxes
+from e2e_vl.run.build import DATASETS, build_collate, build_examples, build_model, build_tokenizer
 from e2e_vl.samples import AnnotatedObjects, Sample, SampleImage, SampleText
 from tests.data.roads import DOUBLE, SAME, examples
 from tests.data.tiny_readers import READERS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.data.photo_ids import PhotoId, PhotoIds, known_by_number, number_of_photos, read_visual_genome
+from e2e_vl.data.overlap import PhotoId, PhotoIds, known_by_number, number_of_photos, read_visual_genome
 
 
 def test_names_of_coco_tell_whose_photo_it_is():

@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import BoxSource
 from e2e_vl.data.base import VLDataset
 from e2e_vl.samples import BrokenImageError
 from tests.data.roads import examples

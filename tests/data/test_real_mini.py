@@ -12,29 +12,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from detector.config import SelectionRule
 from detector.images import ResizeRule
-from detector.selection_rule import SelectionRule
+from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
-from e2e_vl.data.captions import CaptionDataset
-from e2e_vl.data.formats.caption_sources import CocoCaptions
-from e2e_vl.data.formats.coco import read_instances
-from e2e_vl.data.formats.detections import DetectionsFile
-from e2e_vl.data.formats.refer import ReferFiles, read_refs
-from e2e_vl.data.images.candidates import DetectedBoxes
-from e2e_vl.data.loading.collate import collate
-from e2e_vl.data.loading.example_dataset import ExampleDataset
-from e2e_vl.data.loading.grouping import GroupedBatchSampler
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.data.refcoco import RefCOCODataset
+from e2e_vl.data.batching import ExampleDataset, GroupedBatchSampler, Request, collate
+from e2e_vl.data.captions import CaptionDataset, CocoCaptions
+from e2e_vl.data.coco import read_instances
+from e2e_vl.data.image_loader import DetectedBoxes, DetectionsFile
+from e2e_vl.data.refcoco import RefCOCODataset, ReferFiles, read_refs
 from e2e_vl.data.vqa import VQADataset
-from e2e_vl.data_settings import DataSettings
 from e2e_vl.encoders.vl_bert import VLBertModel
-from e2e_vl.evaluation.refexp import box_iou
-from e2e_vl.evaluation.vqa import answer_accuracy
-from e2e_vl.layout import TextWriter
+from e2e_vl.metrics.refcoco import box_iou
+from e2e_vl.metrics.vqa import answer_accuracy
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
-from e2e_vl.text import build_vocabulary, load_tokenizer
+from e2e_vl.text import TextWriter, build_vocabulary, load_tokenizer
 from tests.data.roads import examples, open_dataset
 from tests.tasks.objectives.worded import make_wording
 

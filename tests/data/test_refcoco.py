@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
-from e2e_vl.data.formats.refer import ReferFiles
-from e2e_vl.data.refcoco import RefCOCODataset
-from e2e_vl.data_settings import DataSettings
+from e2e_vl.data.refcoco import RefCOCODataset, ReferFiles
 from e2e_vl.samples import ReferredBox
 from tests.data.roads import examples, open_dataset
 

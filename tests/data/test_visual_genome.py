@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.visual_genome import VisualGenomeDataset
-from e2e_vl.data_settings import DataSettings
 from e2e_vl.samples import RightAnswer
 from tests.data.roads import open_dataset
 

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
+from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.vqa import VQADataset
-from e2e_vl.data_settings import DataSettings
 from e2e_vl.samples import HumanAnswers
 from tests.data.roads import open_dataset
 from tests.data.tiny_vqa import ANSWERS, write_vqa

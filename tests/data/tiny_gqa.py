@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from e2e_vl.data_settings import DataSettings
+from e2e_vl.config import DataSettings
 from tests.data.tiny_refcoco import TinyRefCOCO
 
 TYPES = {"structural": "query", "semantic": "attr", "detailed": "color"}

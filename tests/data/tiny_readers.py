@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 
 from e2e_vl.data.base import VLDataset
-from e2e_vl.data.captions import CaptionDataset
-from e2e_vl.data.coco_detection import CocoDetectionDataset
-from e2e_vl.data.formats.caption_sources import CocoCaptions
-from e2e_vl.data.formats.coco import read_instances
-from e2e_vl.data.formats.refer import ReferFiles
-from e2e_vl.data.formats.vcr_files import VCRFile
-from e2e_vl.data.refcoco import RefCOCODataset
-from e2e_vl.data.vcr import VCRDataset, VCROptions
+from e2e_vl.data.captions import CaptionDataset, CocoCaptions
+from e2e_vl.data.coco import CocoDetectionDataset, read_instances
+from e2e_vl.data.refcoco import RefCOCODataset, ReferFiles
+from e2e_vl.data.vcr import VCRDataset, VCRFile, VCROptions
 from e2e_vl.data.vqa import VQADataset
 from tests.data.roads import open_dataset
 from tests.data.tiny_refcoco import TinyRefCOCO

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from e2e_vl.data.formats.vcr_files import VCRFile
-from e2e_vl.data.vcr import CLASS_NAMES, VCRDataset, VCROptions
-from e2e_vl.data_settings import DataSettings
-from e2e_vl.tasks.vcr_sentences import NEUTRAL_NAMES
+from e2e_vl.config import DataSettings
+from e2e_vl.data.vcr import CLASS_NAMES, VCRDataset, VCRFile, VCROptions
+from e2e_vl.tasks.vcr import NEUTRAL_NAMES
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 OBJECTS = ["person", "person", "chair", "person"]

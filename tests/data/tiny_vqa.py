@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from e2e_vl.data_settings import DataSettings
+from e2e_vl.config import DataSettings
 from tests.data.tiny_refcoco import TinyRefCOCO
 
 ANSWERS = ["left side"] * 6 + ["left"] * 4

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.images import make_image_batch
 

@@ -10,7 +10,7 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from detector.average_precision import coco_metrics, coco_results
+from detector.coco_ap import coco_metrics, coco_results
 
 CATEGORIES = {3: "cat", 17: "dog", 44: "kite"}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from detector.checkpoint import load_checkpoint, save_weights
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.weight_names import CELL_ANCHORS
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from detector.box_head import BoxHead
-from detector.config_groups import BOX_HEAD, BoxHeadConfig
+from detector.config import BOX_HEAD, BoxHeadConfig
+from detector.roi_heads import BoxHead
 
 SIDE = 3
 

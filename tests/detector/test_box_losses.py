@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from detector.box_losses import IOU_LOSSES, box_regression_loss
+from detector.boxes import IOU_LOSSES, box_regression_loss
 
 KINDS = ("smooth_l1", *IOU_LOSSES)
 WEIGHTS = (10.0, 10.0, 5.0, 5.0)

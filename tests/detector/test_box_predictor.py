@@ -3,8 +3,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from detector.box_predictor import BoxPredictor
-from detector.detector_config import AttributeConfig, ROIHeadsConfig
+from detector.config import AttributeConfig, ROIHeadsConfig
+from detector.roi_heads import BoxPredictor
 
 K, A, D = 3, 4, 6
 ATTRIBUTES = AttributeConfig(num_classes=A, embedding_dim=5, hidden_dim=7, loss_weight=0.5)

@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from detector.checkpoint import EXPECT, compare_keys, load_checkpoint, load_pretrained, load_weights, save_pretrained
-from detector.choices import EXPECTED_PARTS
-from detector.detector_config import DetectorConfig
+from detector.config import EXPECTED_PARTS, DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.weight_files import read_tensors
 from detector.weight_names import CELL_ANCHORS

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from detector.detector_config import OUR_KEYS, AttributeConfig, DetectorConfig, ResNetConfig
+from detector.config import OUR_KEYS, AttributeConfig, DetectorConfig, ResNetConfig
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "detector").glob("*.yaml"))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.structures import DetectionTargets, ImageBatch
 
 SMALL_FPN = {
@@ -53,7 +53,7 @@ def run_python(code: str) -> subprocess.CompletedProcess:
 def test_without_detectron2_choosing_it_says_how_to_install_it():
     done = run_python(
         IMPORT + "from e2e_vl.config import load_config\n"
-        "from e2e_vl.engine.build import named_parts\n"
+        "from e2e_vl.run.build import named_parts\n"
         "path = 'configs/tiny/refcoco.yaml'\n"
         "named_parts(load_config(path))\n"  # the built-in detector needs nothing
         "config = load_config(path, ['detector.backend=detectron2'])\n"
@@ -66,7 +66,7 @@ def test_without_detectron2_choosing_it_says_how_to_install_it():
 
 
 def test_the_builtin_detector_does_not_import_detectron2():
-    done = run_python("import sys\nimport e2e_vl.engine.build\nprint('detectron2' in sys.modules)")
+    done = run_python("import sys\nimport e2e_vl.run.build\nprint('detectron2' in sys.modules)")
     assert done.stdout == "False\n", done.stderr
 
 
@@ -82,7 +82,7 @@ def images() -> ImageBatch:
 @pytest.fixture(scope="module")
 def fpn():
     pytest.importorskip("detectron2", reason="Detectron2 is not installed")
-    from detector.detectron2_adapter import Detectron2Detector
+    from detector.detectron2_backend import Detectron2Detector
 
     torch.manual_seed(0)
     return Detectron2Detector(DetectorConfig.from_yaml(SMALL_FPN))
@@ -92,7 +92,7 @@ def fpn():
 def test_fpn_equals_detectron2s_own_forward_pass(fpn, images):
     from detectron2.modeling import build_model
 
-    from detector.detectron2_adapter import make_cfg
+    from detector.detectron2_backend import make_cfg
 
     model = build_model(make_cfg(fpn.config)).eval()
     assert model.state_dict().keys() == fpn.state_dict().keys()

@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import detector.download
 import detector.weight_files
-from detector.download import cache_folder, cached_weights
-from detector.named_weights import NamedWeights
+import detector.zoo
 from detector.weight_files import find_weights, read_weights
+from detector.zoo import NamedWeights, cache_folder, cached_weights
 
 CONTENT = bytes(range(256)) * 20_000  # 5 MB: several chunks
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -182,7 +181,7 @@ def test_an_interrupted_download_leaves_nothing(
             assert [name for name in listing(tmp_path) if re.fullmatch(r"test\.pth\.[0-9a-f]{32}\.part", name)]
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(detector.download, "tqdm", Interrupted)
+    monkeypatch.setattr(detector.zoo, "tqdm", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         cached_weights(entry(server.address("file")), tmp_path)
     assert listing(tmp_path) == []

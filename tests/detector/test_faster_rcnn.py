@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from detector import roi_heads
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import DetectionTargets, ImageBatch, Regions
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.fpn import FPN
 
 STAGES = ["res2", "res3", "res4", "res5"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 
 # The facts of Detectron2's configs/Base-RCNN-FPN.yaml.
 BASE = """

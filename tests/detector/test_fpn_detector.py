@@ -12,8 +12,7 @@ import yaml
 from torch import Tensor
 
 from detector import roi_heads
-from detector.config_file import load_tree
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig, load_tree
 from detector.faster_rcnn import FasterRCNN
 from detector.roi_pooler import to_rois
 from detector.structures import DetectionTargets, ImageBatch, Regions

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from detector.anchors import AnchorGenerator, make_cell_anchors
-from detector.matching import match, subsample
+from detector.boxes import match, subsample
+from detector.rpn import AnchorGenerator, make_cell_anchors
 
 IOU = torch.tensor([[0.1, 0.30, 0.69, 0.70, 0.0], [0.2, 0.25, 0.10, 0.10, 0.0]])  # 2 objects, 5 candidates
 

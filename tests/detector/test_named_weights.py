@@ -13,8 +13,9 @@ from torchvision import models
 from torchvision.models import detection
 
 from detector.checkpoint import EXPECT
-from detector.detector_config import DetectorConfig
-from detector.named_weights import (
+from detector.config import DetectorConfig
+from detector.weight_files import find_weights
+from detector.zoo import (
     CLASS_LISTS,
     NAMED_WEIGHTS,
     PREFIXES,
@@ -25,7 +26,6 @@ from detector.named_weights import (
     resolve_weights,
     settings_of,
 )
-from detector.weight_files import find_weights
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = {weights.name: weights for weights in NAMED_WEIGHTS}

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from detector.norms import SyncBatchNorm
+from detector.resnet import SyncBatchNorm
 
 CHANNELS = 3
 

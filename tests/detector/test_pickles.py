@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from detector.errors import UserError
-from detector.pickles import load_arrays
+from detector.weight_files import load_arrays
 
 ARRAYS = {
     "floats": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -72,7 +72,7 @@ def test_arrays_of_every_protocol(tmp_path: Path, protocol: int):
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_large_arrays_of_every_protocol(tmp_path: Path, protocol: int, monkeypatch: pytest.MonkeyPatch):
     """Old protocols hold bytes as text, which is copied twice."""
-    monkeypatch.setattr("detector.pickles.SMALL", 0)
+    monkeypatch.setattr("detector.weight_files.SMALL", 0)
     arrays = {"w": np.full((50, 1000), -0.3, dtype=np.float32), "zeros": np.zeros(50_000, dtype=np.float32)}
     read = load_arrays(write(tmp_path / "a.pkl", arrays, protocol))
     assert all(np.array_equal(read[name], array) for name, array in arrays.items())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from detector.errors import MissingFileError, UserError
-from detector.plain_json import parse_plain_json, read_plain_json
+from detector.io import parse_plain_json, read_plain_json
 
 FAULTS = [
     (b"[" * 1_000_000, ": its lists and objects are more than 50 deep in each other"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from detector.detector_config import DetectorConfig
-from detector.r2c_names import PREFIX, from_visual_bert, is_visual_bert, own_name, visual_bert_name
-from detector.r2c_network import R2CNetwork
+from detector.config import DetectorConfig
+from detector.r2c import R2CNetwork
+from detector.weight_names import PREFIX, from_visual_bert, is_visual_bert, own_name, visual_bert_name
 
 
 def test_every_parameter_has_an_official_name_and_back():

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from detector.detector_config import ResNetConfig
-from detector.norms import freeze, make_norm
-from detector.resnet import ConvNorm, ResNet, make_res5, recompute_activations
-from detector.roi_align import align_rois
+from detector.config import ResNetConfig
+from detector.resnet import ConvNorm, ResNet, freeze, make_norm, make_res5, recompute_activations
+from detector.roi_pooler import align_rois
 
 TINY = ResNetConfig(depth=18, norm="BN", width_per_group=4, stem_out_channels=8, res2_out_channels=16, freeze_at=0)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchvision.ops import roi_align
 
-from detector.roi_align import align_rois
+from detector.roi_pooler import align_rois
 
 SCALE = 1 / 16
 SIDE = 14

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from detector.roi_features import RoIFeatures
+from detector.structures import RoIFeatures
 
 
 def test_one_tensor_stays_one_tensor():

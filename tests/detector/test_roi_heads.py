@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from detector import roi_heads
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 
 STYLES = {

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from detector.detector_config import DetectorConfig
-from detector.roi_align import align_rois
-from detector.roi_pooler import RoIPooler, assign_levels, to_rois
+from detector.config import DetectorConfig
+from detector.roi_pooler import RoIPooler, align_rois, assign_levels, to_rois
 
 STAGES = ["res2", "res3", "res4", "res5"]
 FLAT = {

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from detector.config import SelectionRule
 from detector.selection import best_class_boxes, max_conf, select_max_conf, select_max_nms, select_regions
-from detector.selection_rule import SelectionRule
 
 
 def test_scores_above_the_threshold_by_falling_score():

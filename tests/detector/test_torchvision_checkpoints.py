@@ -12,15 +12,14 @@ import torchvision
 from torch import Tensor
 
 from detector.checkpoint import load_checkpoint
-from detector.config_file import flatten, load_tree
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig, flatten, load_tree
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule
-from detector.named_weights import PUBLISHED
 from detector.structures import ImageBatch
 from detector.weight_files import WeightsFile
 from detector.weight_names import to_detector_names
-from e2e_vl.extraction.detectors import find_detector
+from detector.zoo import PUBLISHED
+from e2e_vl.extraction.regions import find_detector
 
 
 @pytest.mark.parametrize("name", ["resnet.pth", "resnet101-pt-vgbua-0000.model", "data_parallel.pth"])

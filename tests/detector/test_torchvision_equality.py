@@ -21,13 +21,12 @@ from torchvision.models import detection
 from torchvision.ops import FrozenBatchNorm2d
 
 from detector.checkpoint import load_weights
-from detector.config_file import flatten, load_tree
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig, flatten, load_tree
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule, load_resized, make_image_batch
-from detector.named_weights import PUBLISHED
 from detector.structures import DetectionTargets, ImageBatch
-from detector.torchvision_names import from_torchvision_detector
+from detector.weight_names import from_torchvision_detector
+from detector.zoo import PUBLISHED
 
 CLASSES = 6
 PROPOSALS = 150  # of an image, at most; fewer than torchvision's, so that the tests are fast

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from torchvision.models import detection
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from detector.config_file import flatten, load_tree
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig, flatten, load_tree
 from detector.faster_rcnn import FasterRCNN
-from detector.named_weights import PUBLISHED
-from detector.torchvision_names import (
+from detector.weight_names import (
     FOLDED_VARIANCE,
     detector_names,
     fold_norms,
@@ -22,6 +20,7 @@ from detector.torchvision_names import (
     is_torchvision_detector,
     trunk_name,
 )
+from detector.zoo import PUBLISHED
 
 CLASSES = 3  # and background
 SOURCE = Path("file.pth")

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from detector.errors import UserError
-from detector.user_paths import user_path
+from detector.errors import UserError, user_path
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from detector.vocabulary import read_vocabulary
+from detector.zoo import read_vocabulary
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

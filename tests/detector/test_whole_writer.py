@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from detector import whole_writer
-from detector.whole_writer import whole_file, whole_parts, write_text
+from detector import io as whole_writer
+from detector.io import whole_file, whole_parts, write_text
 
 
 @pytest.fixture

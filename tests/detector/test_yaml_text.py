@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from detector.errors import MissingFileError, UserError
-from detector.yaml_text import MAX_BYTES, MAX_VALUES, parse_yaml, read_yaml
+from detector.io import MAX_BYTES, MAX_VALUES, parse_yaml, read_yaml
 
 ROOT = Path(__file__).parents[2]
 LAUGHS = "".join(
@@ -136,4 +136,4 @@ def test_nothing_else_reads_yaml():
     for package in ("detector", "e2e_vl", "tools"):
         for file in (ROOT / package).rglob("*.py"):
             found = [name for name in names if name in file.read_text(encoding="utf-8")]
-            assert not found or file.name == "yaml_text.py", f"{file}: {found}; use detector/yaml_text.py"
+            assert not found or file.name == "yaml_text.py", f"{file}: {found}; use detector/io.py"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from e2e_vl.encoders.base import Encoder
-from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
+from e2e_vl.encoders.base import Encoder, NoEncoder, NoEncoderConfig
 from e2e_vl.structures import AttentionBlock
 from tests.encoders.test_lxmert import make_model as make_lxmert
 from tests.encoders.test_visual_bert import make_encoder as make_visual_bert

@@ -7,11 +7,10 @@ import re
 import pytest
 import torch
 
-from e2e_vl.encoders.base import Encoder, read_summary
-from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
+from e2e_vl.encoders.base import Encoder, NoEncoder, NoEncoderConfig, read_summary
 from e2e_vl.encoders.vl_bert import VLBertModel
-from e2e_vl.layout import CLS, SEP, Template
 from e2e_vl.structures import Ability
+from e2e_vl.text import CLS, SEP, Template
 from tests.encoders.test_vl_bert import make_inputs, make_model
 
 # setting that the remedy names -> abilities that an encoder without it lacks

@@ -14,7 +14,7 @@ from e2e_vl.encoders.field_limits import own_fields
 from e2e_vl.encoders.lxmert import LxmertEncoderConfig
 from e2e_vl.encoders.visual_bert import VisualBertEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig
-from e2e_vl.engine.build import build_encoder
+from e2e_vl.run.build import build_encoder
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny" / "refcoco.yaml"
 CONFIGS = (VLBertConfig, VisualBertEncoderConfig, LxmertEncoderConfig)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from e2e_vl.encoders.geometry import (
+from e2e_vl.encoders.layers import (
     RelativeGeometryBias,
     geometry_embedding,
     pairs_of_one_image,

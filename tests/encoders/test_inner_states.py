@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from e2e_vl.encoders.base import Encoder
-from e2e_vl.encoders.geometry import pairs_of_one_image
+from e2e_vl.encoders.layers import pairs_of_one_image
 from tests.encoders import test_lxmert, test_visual_bert, test_vl_bert
 from tests.encoders.test_vl_bert import make_inputs, select
 from tests.encoders.test_vl_bert_image_slots import look, one_text

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from detector.checkpoint import load_strictly
-from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
+from e2e_vl.encoders.base import NoEncoder, NoEncoderConfig
 from e2e_vl.structures import TextBatch
 from tests.regions import regions_of_own_images
 

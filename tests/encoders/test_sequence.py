@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from e2e_vl.encoders.sequence import SequenceLayout
+from e2e_vl.encoders.layers import SequenceLayout
 
 TEXT = torch.tensor([[True, True, False], [True, True, True], [True, False, False]])
 REGIONS = torch.tensor([[True, True], [False, False], [True, False]])

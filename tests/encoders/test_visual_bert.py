@@ -12,10 +12,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, VisualBertConfig, VisualBertModel
 
 import e2e_vl
-from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
-from e2e_vl.encoders.visual_bert_embeddings import box_numbers
-from e2e_vl.layout import CLS, MASK, SEP, Template
+from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig, box_numbers
 from e2e_vl.structures import Ability, TextBatch
+from e2e_vl.text import CLS, MASK, SEP, Template
 from tests.encoders.test_vl_bert import changed, make_inputs, select
 from tests.encoders.test_vl_bert_image_slots import look, one_text
 

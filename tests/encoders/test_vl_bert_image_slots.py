@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from detector.structures import Regions
-from e2e_vl.encoders.geometry import pairs_of_one_image
+from e2e_vl.encoders.layers import pairs_of_one_image
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.structures import TextBatch, TextRegions, gather_regions
 from tests.encoders.test_vl_bert import SMALL, changed, make_inputs, make_model

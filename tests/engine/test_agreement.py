@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from detector.errors import UserError
-from e2e_vl.commands import train as tool
-from e2e_vl.data.loading import batches
-from e2e_vl.engine import train as training
-from e2e_vl.engine.agreement import Agreement
-from e2e_vl.engine.best import BestModel
+from e2e_vl.cli import train as tool
+from e2e_vl.data import batching as batches
+from e2e_vl.run import train as training
+from e2e_vl.run.agreement import Agreement
+from e2e_vl.run.best import BestModel
 from e2e_vl.tasks.refcoco import ReferringTask
 from tests.campaign.disturbed import CONFIG, SETTINGS, differences, run_disturbed, train_disturbed
 

@@ -8,10 +8,10 @@ import types
 import pytest
 
 from detector.errors import UserError
-from e2e_vl.data.formats.answer_files import read_answers
-from e2e_vl.engine import answer_lists
-from e2e_vl.engine.answer_lists import frequent_answers, official_lines, possible_answers
-from e2e_vl.evaluation.vqa import vocabulary_answer
+from e2e_vl.data.answer_lists import read_answers
+from e2e_vl.metrics.vqa import vocabulary_answer
+from e2e_vl.run import build as answer_lists
+from e2e_vl.run.build import frequent_answers, official_lines, possible_answers
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from tests.engine.extensions.statements import StatementTask
 

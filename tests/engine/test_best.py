@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from e2e_vl.config import RunConfig
-from e2e_vl.engine import train as training
-from e2e_vl.engine.best import BestModel
-from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.saving import load_model
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import read_log
+from e2e_vl.io import read_log
+from e2e_vl.run import train as training
+from e2e_vl.run.best import BestModel
+from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.train import train
 
 METRIC = "val/score_gt_boxes"
 # 3 steps are an epoch: each step is evaluated, and steps 4 and 8 are saved

@@ -12,14 +12,21 @@ import pytest
 import torch
 
 from detector.checkpoint import save_pretrained, save_weights
-from e2e_vl.box_sources import BoxSource
-from e2e_vl.config import RunConfig, TaskSettings, load_config
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine import build
-from e2e_vl.engine.build import build_detector, build_model, build_task, resolve
-from e2e_vl.engine.build_data import build_examples, build_tokenizer, make_synthetic_data, open_split
+from e2e_vl.config import BoxSource, RunConfig, TaskSettings, load_config
+from e2e_vl.data.batching import Request
+from e2e_vl.run import build
+from e2e_vl.run.build import (
+    build_detector,
+    build_examples,
+    build_model,
+    build_task,
+    build_tokenizer,
+    make_synthetic_data,
+    open_split,
+    resolve,
+)
+from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.detection import DetectionTask
-from e2e_vl.tasks.heads import Sizes
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,7 +102,7 @@ def test_one_process_builds_the_vocabulary_and_the_others_read_it(tiny_config, m
     with pytest.raises(FileNotFoundError, match=r"vocab\.txt: no tokenizer there"):
         build_tokenizer(config, writes=False)
     built = build_tokenizer(config)
-    monkeypatch.setattr("e2e_vl.engine.build_data.training_texts", lambda *_: pytest.fail("it is there already"))
+    monkeypatch.setattr("e2e_vl.run.build.training_texts", lambda *_: pytest.fail("it is there already"))
     assert build_tokenizer(config, writes=False).get_vocab() == built.get_vocab()
 
 

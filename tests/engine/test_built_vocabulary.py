@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.commands import train as tool
+from e2e_vl.cli import train as tool
 from e2e_vl.config import load_config
-from e2e_vl.data.formats.answer_files import ANSWERS_FILE
-from e2e_vl.engine import build_data
-from e2e_vl.engine.build_data import make_synthetic_data, training_texts
+from e2e_vl.data.answer_lists import ANSWERS_FILE
+from e2e_vl.run import build as build_data
+from e2e_vl.run.build import make_synthetic_data, training_texts
 from e2e_vl.text import build_vocabulary
 from tests.campaign.disturbed import run_disturbed
 from tests.engine.two_processes import start, wait

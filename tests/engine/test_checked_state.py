@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from detector.errors import UserError
-from e2e_vl.engine.bert_adam import BertAdam
-from e2e_vl.engine.checked_state import check_files, check_optimizer, checked_position, has_random_state
-from e2e_vl.engine.optim import OfficialAdamW
+from e2e_vl.run.checked_state import check_files, check_optimizer, checked_position, has_random_state
+from e2e_vl.run.optim import BertAdam, OfficialAdamW
 
 GOOD = {
     "processes": 2,

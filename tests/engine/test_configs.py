@@ -11,11 +11,10 @@ import pytest
 import torch
 import yaml
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.base import open_options
-from e2e_vl.engine.build import build_model, build_objectives, named_parts, resolve, task_config
-from e2e_vl.engine.build_data import build_examples
+from e2e_vl.run.build import build_examples, build_model, build_objectives, named_parts, resolve, task_config
 from e2e_vl.samples import HumanAnswers, RightAnswer, RightChoice
 from e2e_vl.tasks.objectives.base import Objective, Sizes
 from e2e_vl.text import load_tokenizer

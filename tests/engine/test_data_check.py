@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.formats.caption_sources import CocoCaptions
-from e2e_vl.data.photo_ids import PhotoId, PhotoIds
-from e2e_vl.engine import forked_work, split_walk
-from e2e_vl.engine.build_data import training_texts
-from e2e_vl.engine.data_check import DataReport, _Check, check_data
-from e2e_vl.engine.preflight import look_ahead
+from e2e_vl.data.captions import CocoCaptions
+from e2e_vl.data.overlap import PhotoId, PhotoIds
+from e2e_vl.run import forked_work, split_walk
+from e2e_vl.run.build import training_texts
+from e2e_vl.run.data_check import DataReport, _Check, check_data
+from e2e_vl.run.preflight import look_ahead
 
 ROOT = Path(__file__).parents[2]
 TINY = ("refcoco", "vqa", "vcr", "gqa", "nlvr2", "flickr30k", "pretraining")

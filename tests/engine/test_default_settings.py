@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.engine.default_settings import part_defaults
-from e2e_vl.report.changed_settings import changed_settings
+from e2e_vl.run.default_settings import part_defaults
+from e2e_vl.run.report import changed_settings
 from tests.engine.test_configs import ROOT
 
 

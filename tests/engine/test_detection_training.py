@@ -11,18 +11,16 @@ import pytest
 import torch
 
 from detector.checkpoint import save_weights
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
-from e2e_vl.api.trained_model import load
+from e2e_vl.api.model import load
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.loading.requests import Request
+from e2e_vl.data.batching import Request
 from e2e_vl.detector_yaml import read_detector_config
-from e2e_vl.engine.build import build_model, named_parts
-from e2e_vl.engine.build_data import build_collate, build_examples, build_tokenizer
-from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.run import build_run
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import read_log
+from e2e_vl.io import read_log
+from e2e_vl.run.build import build_collate, build_examples, build_model, build_run, build_tokenizer, named_parts
+from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.train import train
 
 ROOT = Path(__file__).parents[2]
 SMALL = "detector.overrides.MODEL"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from e2e_vl.engine.saving import load_model
-from e2e_vl.engine.train import train
+from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.train import train
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 

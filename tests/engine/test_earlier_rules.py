@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from e2e_vl.config import REVISION, load_config, save_config
-from e2e_vl.engine.saving import saved_settings
+from e2e_vl.run.checkpoint import saved_settings
 
 ROOT = Path(__file__).parents[2]
 

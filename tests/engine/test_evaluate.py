@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from e2e_vl.box_sources import BoxSource
-from e2e_vl.commands import evaluate as tool
-from e2e_vl.commands import predict as prediction_tool
-from e2e_vl.engine.build_data import build_examples
-from e2e_vl.engine.evaluate import evaluate, evaluate_run
-from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.engine.saving import load_model
-from e2e_vl.engine.train import train
-from e2e_vl.evaluation.refexp import hits
-from e2e_vl.extraction.detectors import detector_of_run
+from e2e_vl.cli import evaluate as tool
+from e2e_vl.cli import predict as prediction_tool
+from e2e_vl.config import BoxSource
+from e2e_vl.extraction.regions import detector_of_run
+from e2e_vl.metrics.refcoco import hits
+from e2e_vl.run.build import build_examples
+from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.evaluate import evaluate, evaluate_run
+from e2e_vl.run.launch import make_accelerator
+from e2e_vl.run.train import train
 from tests.same import assert_same
 
 BOXES = ("gt", "detections", "online")
@@ -168,8 +168,8 @@ def test_the_tool_never_writes_over_the_files_of_a_run(trained_run, capsys, tmp_
 
 
 def test_outputs_are_checked_before_anything_is_loaded(trained_run, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("e2e_vl.engine.evaluate.load_model", None)
-    monkeypatch.setattr("e2e_vl.engine.predict.load_model", None)
+    monkeypatch.setattr("e2e_vl.run.evaluate.load_model", None)
+    monkeypatch.setattr("e2e_vl.run.predict.load_model", None)
     (tmp_path / "file").write_text("")
     arguments = ["--run", str(trained_run.path), "--split", "val", "--boxes", "gt"]
     for main, words in ((tool.main, arguments), (prediction_tool.main, ["split", *arguments])):

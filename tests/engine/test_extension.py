@@ -15,19 +15,18 @@ import numpy as np
 import pytest
 import torch
 
-from e2e_vl.commands import predict as tool
+from e2e_vl.cli import predict as tool
 from e2e_vl.config import EncoderSettings, RunConfig, TaskSettings, load_config
 from e2e_vl.data.base import Wants, open_options
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
-from e2e_vl.engine import build
-from e2e_vl.engine.asking import reply_to
-from e2e_vl.engine.build_data import build_collate, build_examples, make_synthetic_data
-from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.run import build_run
-from e2e_vl.engine.saving import load_model
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import read_log
+from e2e_vl.data.batching import Request
+from e2e_vl.data.features import RegionFeatures, save_npz
+from e2e_vl.io import read_log
+from e2e_vl.run import build
+from e2e_vl.run.build import build_collate, build_examples, build_run, make_synthetic_data
+from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.inference import reply_to
+from e2e_vl.run.train import train
 from e2e_vl.samples import Sample
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.text import mirror_words

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from e2e_vl.commands import train as tool
-from e2e_vl.engine import train as training
-from e2e_vl.engine.failed_step import FailedStep, refuse
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import read_log
+from e2e_vl.cli import train as tool
+from e2e_vl.io import read_log
+from e2e_vl.run import train as training
+from e2e_vl.run.failed_step import FailedStep, refuse
+from e2e_vl.run.train import train
 
 ROOT = Path(__file__).parents[2]
 FAST = ("data.boxes.train=gt", "detector.loss_weight=0", "eval.boxes=[]", "train.max_steps=4", "data.texts_per_image=1")

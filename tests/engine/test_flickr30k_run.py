@@ -9,7 +9,7 @@ import pytest
 
 import e2e_vl
 from e2e_vl.config import load_config
-from e2e_vl.engine.train import train
+from e2e_vl.run.train import train
 
 ROOT = Path(__file__).parents[2]
 

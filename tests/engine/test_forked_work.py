@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from e2e_vl.engine import forked_work
-from e2e_vl.engine.forked_work import affordable, cores, in_order
+from e2e_vl.run import forked_work
+from e2e_vl.run.forked_work import affordable, cores, in_order
 
 ITEMS = list(range(11))
 

@@ -11,9 +11,9 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from e2e_vl.engine.agreement import Agreement
-from e2e_vl.engine.gradient_exchange import GradientExchange
-from e2e_vl.engine.step_memory import MemoryGuard, StepUndoneError
+from e2e_vl.run.agreement import Agreement
+from e2e_vl.run.gradient_exchange import GradientExchange
+from e2e_vl.run.step_memory import MemoryGuard, StepUndoneError
 from tests.end_of_memory import EndOfMemory
 
 LAYERS = 4

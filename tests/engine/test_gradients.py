@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from e2e_vl.engine.failed_step import not_finite
-from e2e_vl.engine.gradients import NORM, OVERFLOWS, SKIPPED, NumberCheck, averages
+from e2e_vl.run.failed_step import not_finite
+from e2e_vl.run.optim import NORM, OVERFLOWS, SKIPPED, NumberCheck, averages
 
 
 def test_every_number_must_be_finite():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from huggingface_hub.errors import EntryNotFoundError
 
-from e2e_vl.engine import hub_names
-from e2e_vl.engine.hub_names import check_hub_name, is_on_hub
-from e2e_vl.engine.train import train
+from e2e_vl.run import preflight as hub_names
+from e2e_vl.run.preflight import check_hub_name, is_on_hub
+from e2e_vl.run.train import train
 
 
 @pytest.fixture

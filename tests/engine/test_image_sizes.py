@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.api.trained_model import load
-from e2e_vl.config import differences, load_config, save_config
-from e2e_vl.data.loading import collate
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.data_settings import ResizeSettings
-from e2e_vl.engine.build import resolve
-from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.predict import predict_split
-from e2e_vl.engine.run import build_run
-from e2e_vl.engine.train import train
+from e2e_vl.api.model import load
+from e2e_vl.config import ResizeSettings, differences, load_config, save_config
+from e2e_vl.data import batching as collate
+from e2e_vl.data.batching import Request
+from e2e_vl.run.build import build_run, resolve
+from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.predict import predict_split
+from e2e_vl.run.train import train
 
 ROOT = Path(__file__).parents[2]
 TESTED_AT_96 = "{MIN_SIZE_TRAIN: [96, 112, 128], MAX_SIZE_TRAIN: 160, MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 160}"

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from e2e_vl.engine.launch import NUMBERS_OF_PROCESSES, gather_to_main, make_accelerator, on_main
+from e2e_vl.run.launch import NUMBERS_OF_PROCESSES, gather_to_main, make_accelerator, on_main
 
 ROOT = Path(__file__).parents[2]
 PROBE = """
 import json, sys, torch
-from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.run.launch import make_accelerator
 try:
     accelerator = make_accelerator("no")
 except ValueError as error:

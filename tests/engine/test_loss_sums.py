@@ -10,10 +10,10 @@ import torch
 
 from detector.structures import Loss
 from e2e_vl.config import load_config
-from e2e_vl.engine import evaluate as evaluation
-from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.loss_sums import LossSums
-from e2e_vl.engine.train import train
+from e2e_vl.run import evaluate as evaluation
+from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.optim import LossSums
+from e2e_vl.run.train import train
 
 
 def loss(total: float, count: float) -> Loss:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import read_log
+from e2e_vl.io import read_log
+from e2e_vl.run.train import train
 from e2e_vl.synthetic import make_scenes
 
 ROOT = Path(__file__).parents[2]

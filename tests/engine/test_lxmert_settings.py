@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.box_sources import BoxSource
-from e2e_vl.config import load_config
-from e2e_vl.engine.best import check_metric_name
-from e2e_vl.engine.build import task_config
+from e2e_vl.config import BoxSource, load_config
+from e2e_vl.run.best import check_metric_name
+from e2e_vl.run.build import task_config
 
 ROOT = Path(__file__).parents[2]
 # peak rate, epochs, warm-up, batch, clipping

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.engine.build import build_model
-from e2e_vl.engine.build_data import build_tokenizer, make_synthetic_data
-from e2e_vl.engine.saving import load_model, save_model
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import read_log
+from e2e_vl.io import read_log
+from e2e_vl.run.build import build_model, build_tokenizer, make_synthetic_data
+from e2e_vl.run.checkpoint import load_model, save_model
+from e2e_vl.run.train import train
 from tests.weights.starts import replaced
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ import torch
 
 import e2e_vl
 from e2e_vl.config import load_config
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.build_data import build_collate, build_examples
-from e2e_vl.engine.train import train
+from e2e_vl.data.batching import Request
+from e2e_vl.run.build import build_collate, build_examples
+from e2e_vl.run.train import train
 
 ROOT = Path(__file__).parents[2]
 

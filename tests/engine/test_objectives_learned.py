@@ -18,18 +18,16 @@ import torch
 from torch import Tensor
 
 from detector.structures import ImageBatch
-from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.data_settings import SyntheticSettings
-from e2e_vl.engine.build import build_model
-from e2e_vl.engine.build_data import build_collate, build_examples
-from e2e_vl.engine.saving import load_model
-from e2e_vl.engine.train import train
+from e2e_vl.config import RunConfig, SyntheticSettings, load_config
+from e2e_vl.data.batching import Request
+from e2e_vl.run.build import build_collate, build_examples, build_model
+from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.train import train
 from e2e_vl.structures import Batch, ModelOutput, TextBatch
 from e2e_vl.synthetic import make_scenes
-from e2e_vl.synthetic.imitated_detector import ImitatedDetectorConfig
+from e2e_vl.synthetic.base import ImitatedDetectorConfig
 from e2e_vl.synthetic.scenes import SceneConfig
-from e2e_vl.tasks.objectives.masked_words import WordLabels
+from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from tests.weights.starts import replaced

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.encoders.vl_bert import VLBertConfig
-from e2e_vl.engine.build import TASKS, build_objectives
+from e2e_vl.run.build import TASKS, build_objectives
 from e2e_vl.tasks.objectives.base import Sizes
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from e2e_vl.config import TrainSettings
-from e2e_vl.engine.bert_adam import BertAdam
-from e2e_vl.engine.optim import build_optimizer, build_schedule
+from e2e_vl.run.optim import BertAdam, build_optimizer, build_schedule
 
 
 class Parts(nn.Module):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.run import build_run
+from e2e_vl.data.batching import Request
+from e2e_vl.run.build import build_run
 from tests.engine.test_phrases_joined import TASKS, settings
 from tests.engine.test_phrases_pretraining import LAYERS, SIZES
 from tests.engine.test_phrases_vcr import vcr_joined

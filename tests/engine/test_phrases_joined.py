@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.predict import predict_split
-from e2e_vl.engine.run import build_run
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import read_log
+from e2e_vl.data.batching import Request
+from e2e_vl.io import read_log
+from e2e_vl.run.build import build_run
+from e2e_vl.run.predict import predict_split
+from e2e_vl.run.train import train
 from tests.weights.starts import replaced
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.joined import JoinedDataset, JoinedPart
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.run import build_run
+from e2e_vl.data.batching import Request
+from e2e_vl.data.concat import JoinedDataset, JoinedPart
+from e2e_vl.run.build import build_run
 from tests.weights.starts import replaced
 
 ROOT = Path(__file__).parents[2]

@@ -14,15 +14,13 @@ from safetensors.torch import load_file, save_file
 import e2e_vl
 from e2e_vl.config import load_config, save_config
 from e2e_vl.data.refcoco import RefCOCODataset
-from e2e_vl.engine.build import build_model
-from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.engine.run import build_run
-from e2e_vl.engine.saving import load_model
-from e2e_vl.engine.summary import start_text
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import read_log
-from e2e_vl.whole_files import CHECKSUMS, write_checksums
+from e2e_vl.io import CHECKSUMS, read_log, write_checksums
+from e2e_vl.run.build import build_model, build_run
+from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.launch import make_accelerator
+from e2e_vl.run.trackers import start_text
+from e2e_vl.run.train import train
 from tests.same import assert_same
 from tests.weights.starts import replaced
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from e2e_vl.config import RunConfig
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.build_data import build_collate, build_examples
-from e2e_vl.engine.saving import load_model
+from e2e_vl.data.batching import Request
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.build import build_collate, build_examples
+from e2e_vl.run.checkpoint import load_model
 from e2e_vl.structures import Batch
 from e2e_vl.synthetic import make_scenes
 from e2e_vl.synthetic.scenes import SceneConfig

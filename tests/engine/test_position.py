@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from e2e_vl.data.loading.grouping import GroupedBatchSampler
-from e2e_vl.engine.position import place_after, steps_to
+from e2e_vl.data.batching import GroupedBatchSampler
+from e2e_vl.run.train import place_after, steps_to
 
 GROUPS = [[number] for number in range(12)]
 

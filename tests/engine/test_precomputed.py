@@ -12,17 +12,16 @@ import torch
 from detector.images import ResizeRule
 from detector.precomputed import PrecomputedDetector
 from detector.structures import ImageBatch, PrecomputedFeatures
-from e2e_vl.data.formats.image_lists import list_images, read_given_boxes
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.data.storage.features.stores import open_features
-from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.engine.run import build_run
-from e2e_vl.engine.saving import load_model
-from e2e_vl.engine.train import train
-from e2e_vl.extraction.bulk import ExtractionJob, extract_images
-from e2e_vl.extraction.detectors import LoadedDetector
+from e2e_vl.data.batching import Request
+from e2e_vl.data.features import open_features
+from e2e_vl.data.user_inputs import list_images, read_given_boxes
+from e2e_vl.extraction.bulk import ExtractionJob, extract_images, make_stamp
+from e2e_vl.extraction.regions import LoadedDetector
 from e2e_vl.extraction.settings import ExtractionSettings
-from e2e_vl.extraction.stamp import make_stamp
+from e2e_vl.run.build import build_run
+from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.launch import make_accelerator
+from e2e_vl.run.train import train
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 LIVE = ("detector.loss_weight=0", "detector.freeze=true", "data.boxes.train=gt")

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from e2e_vl.config import RunConfig, load_config, save_config
-from e2e_vl.engine import hub_names, preflight
-from e2e_vl.engine.build_data import make_synthetic_data
-from e2e_vl.engine.preflight import Findings, look_ahead
-from e2e_vl.engine.train import train
+from e2e_vl.run import preflight
+from e2e_vl.run import preflight as hub_names
+from e2e_vl.run.build import make_synthetic_data
+from e2e_vl.run.preflight import Findings, look_ahead
+from e2e_vl.run.train import train
 from tests.engine.two_processes import start
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ def test_a_run_uses_what_was_read(tiny_config, monkeypatch):
     monkeypatch.setattr(
         preflight, "open_split", lambda *a, opened=preflight.open_split, **k: read.append(opened(*a, **k)) or read[-1]
     )
-    monkeypatch.setattr("e2e_vl.engine.build_data.open_split", lambda *a, **k: pytest.fail("a split is read twice"))
+    monkeypatch.setattr("e2e_vl.run.build.open_split", lambda *a, **k: pytest.fail("a split is read twice"))
     train(tiny_config("train.max_steps=1", "eval.boxes=[gt]"))
     assert len(read) == 2
 
@@ -84,7 +85,7 @@ def test_all_findings_come_at_once_and_before_anything_else(data, tiny_config, m
 
     monkeypatch.setattr(hub_names, "get_hf_file_metadata", refuse)
     for name in ("make_synthetic_data", "build_tokenizer", "build_model"):
-        monkeypatch.setattr(f"e2e_vl.engine.run.{name}", lambda *a, **k: pytest.fail("too early"))
+        monkeypatch.setattr(f"e2e_vl.run.build.{name}", lambda *a, **k: pytest.fail("too early"))
     image = min((data / "images" / "train2014").iterdir())
     image.unlink()
     config = tiny_config(

@@ -10,16 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from e2e_vl.box_sources import BoxSource
-from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine import train as training
-from e2e_vl.engine.build_data import build_collate, build_examples, make_synthetic_data
-from e2e_vl.engine.optim import build_optimizer
-from e2e_vl.engine.run import build_run
-from e2e_vl.engine.saving import load_model
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import read_log
+from e2e_vl.config import BoxSource, RunConfig, load_config
+from e2e_vl.data.batching import Request
+from e2e_vl.io import read_log
+from e2e_vl.run import train as training
+from e2e_vl.run.build import build_collate, build_examples, build_run, make_synthetic_data
+from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.optim import build_optimizer
+from e2e_vl.run.train import train
 from tests.engine.two_processes import start, wait
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from e2e_vl.config import load_config
-from e2e_vl.engine.build_data import make_synthetic_data
-from e2e_vl.engine.saving import load_model
-from e2e_vl.engine.train import train
+from e2e_vl.run.build import make_synthetic_data
+from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.train import train
 from e2e_vl.weights.visual_bert import OfficialVisualBert
 from tests.data.drawn_metadata import write_metadata
 from tests.weights.starts import replaced

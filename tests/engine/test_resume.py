@@ -21,14 +21,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from detector import whole_writer
-from e2e_vl.command_line import StoppedRunError
+from detector import io as whole_writer
+from e2e_vl.cli.common import StoppedRunError
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.engine import evaluate as evaluation
-from e2e_vl.engine import train as training
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import RunLog, read_log, write_json
-from e2e_vl.whole_files import CHECKSUMS, find_damage, write_checksums
+from e2e_vl.io import CHECKSUMS, RunLog, find_damage, read_log, write_checksums, write_json
+from e2e_vl.run import evaluate as evaluation
+from e2e_vl.run import train as training
+from e2e_vl.run.train import train
 from tests.conftest import cpu_with_one_thread
 
 # Dropout, sampled RoIs, flips, batch statistics and a worker: all that draws random numbers or keeps a state.

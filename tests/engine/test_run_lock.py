@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from e2e_vl.engine.run_lock import RunLock
+from e2e_vl.run.run_lock import RunLock
 
 
 def hold(folder, is_held) -> None:
@@ -55,7 +55,7 @@ def test_a_lock_file_that_was_removed_meanwhile_is_made_anew(tmp_path, monkeypat
             removed.append((tmp_path / ".lock").unlink())
         lock(handle, how)
 
-    monkeypatch.setattr("e2e_vl.engine.run_lock.fcntl.lockf", late)
+    monkeypatch.setattr("e2e_vl.run.run_lock.fcntl.lockf", late)
     with RunLock(tmp_path):
         assert removed and (tmp_path / ".lock").exists()
 

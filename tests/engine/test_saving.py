@@ -10,9 +10,9 @@ import torch
 import yaml
 
 from detector.errors import UserError
-from e2e_vl.engine import saving
-from e2e_vl.engine.saving import load_model, saved_settings
-from e2e_vl.extraction.detectors import detector_of_run
+from e2e_vl.extraction.regions import detector_of_run
+from e2e_vl.run import checkpoint as saving
+from e2e_vl.run.checkpoint import load_model, saved_settings
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.data.photo_ids import PhotoId
+from e2e_vl.data.overlap import PhotoId
 from e2e_vl.data.storage.record_errors import NotedErrors
-from e2e_vl.engine import forked_work, split_walk
-from e2e_vl.engine.split_walk import FolderLists, GroupFacts, SplitFacts, SplitWalk, TextLengths, WalkRules
+from e2e_vl.run import forked_work, split_walk
+from e2e_vl.run.split_walk import FolderLists, GroupFacts, SplitFacts, SplitWalk, TextLengths, WalkRules
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, RightAnswer, Sample, SampleImage, SampleText
 from e2e_vl.text import build_vocabulary, load_tokenizer
 

@@ -14,10 +14,9 @@ from transformers import BertConfig, BertModel
 
 from e2e_vl.config import RunConfig
 from e2e_vl.detector_yaml import read_detector_config
-from e2e_vl.engine.build import build_model
-from e2e_vl.engine.build_data import build_tokenizer
-from e2e_vl.engine.saving import load_model, save_model
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.build import build_model, build_tokenizer
+from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.tasks.pretraining import PretrainingTask
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.start import check_vocabulary
@@ -260,7 +259,7 @@ def test_an_official_head_needs_the_list_of_its_answers(config_of, tmp_path, mon
         started = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
         assert torch.equal(started.task.head.output.weight, model.task.head.output.weight)
     config = config_of("vqa", f"task.weights={tmp_path / 'vqa.model'}")
-    monkeypatch.setattr("e2e_vl.engine.build.possible_answers", lambda *_: ["no", "yes"])
+    monkeypatch.setattr("e2e_vl.run.build.possible_answers", lambda *_: ["no", "yes"])
     with pytest.raises(ValueError, match=r"vqa\.model: .* built from annotations.*; give task\.config\.answers"):
         build(config)
 

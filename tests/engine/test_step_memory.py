@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import nn
 
-from detector.norms import SyncBatchNorm
+from detector.resnet import SyncBatchNorm
 from e2e_vl import model as models
-from e2e_vl.commands import train as tool
-from e2e_vl.data.loading.example_dataset import ExampleDataset
-from e2e_vl.engine import step_memory
-from e2e_vl.engine import train as training
-from e2e_vl.engine.agreement import Agreement
-from e2e_vl.engine.step_memory import MemoryGuard, StepStart, StepUndoneError
+from e2e_vl.cli import train as tool
+from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run import step_memory
+from e2e_vl.run import train as training
+from e2e_vl.run.agreement import Agreement
+from e2e_vl.run.step_memory import MemoryGuard, StepStart, StepUndoneError
 from tests.campaign.disturbed import CONFIG, SETTINGS, STEPS, differences, run_disturbed, train_disturbed
 from tests.end_of_memory import CUDA, EndOfMemory
 

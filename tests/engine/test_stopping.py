@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from e2e_vl.command_line import StoppedRunError, says_errors
-from e2e_vl.engine.stopping import StopRequest, faults_as_sentences, is_disk_full
+from e2e_vl.cli.common import StoppedRunError, says_errors
+from e2e_vl.run.stopping import StopRequest, faults_as_sentences, is_disk_full
 
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:525] Read error [127.0.0.1]:4210: Connection reset by peer"
 

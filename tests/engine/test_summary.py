@@ -9,10 +9,9 @@ import pytest
 
 from detector.checkpoint import LoadReport
 from e2e_vl.config import load_config
-from e2e_vl.engine.build import resolve
-from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.engine.run import Start, build_eval_data, build_run
-from e2e_vl.engine.summary import end_text, result_table, start_text
+from e2e_vl.run.build import Start, build_eval_data, build_run, resolve
+from e2e_vl.run.launch import make_accelerator
+from e2e_vl.run.trackers import end_text, result_table, start_text
 from tests.engine.test_train import GT_ONLY
 
 ROOT = Path(__file__).parents[2]

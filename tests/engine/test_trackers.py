@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from e2e_vl.engine import trackers
-from e2e_vl.engine.trackers import PICTURES, check_trackers, without_constants
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import read_log
+from e2e_vl.io import read_log
+from e2e_vl.run import trackers
+from e2e_vl.run.trackers import PICTURES, check_trackers, without_constants
+from e2e_vl.run.train import train
 
 BOXES = ("gt", "detections", "online")
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from e2e_vl.commands import train as tool
+from e2e_vl.cli import train as tool
 from e2e_vl.config import load_config
-from e2e_vl.engine import train as training
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import read_log
+from e2e_vl.io import read_log
+from e2e_vl.run import train as training
+from e2e_vl.run.train import train
 
 ROOT = Path(__file__).parents[2]
 

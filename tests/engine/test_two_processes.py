@@ -11,9 +11,9 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from e2e_vl.config import load_config
-from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import read_log
+from e2e_vl.io import read_log
+from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.train import train
 from tests.engine.two_processes import start, wait
 from tests.same import assert_same
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.engine import evaluate as evaluation
-from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import read_log
+from e2e_vl.io import read_log
+from e2e_vl.run import evaluate as evaluation
+from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.train import train
 
 SETTINGS = (
     "data.boxes.train=gt",

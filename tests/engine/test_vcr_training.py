@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.config import load_config
-from e2e_vl.engine.build_data import make_synthetic_data
-from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.train import train
-from e2e_vl.evaluation.vcr import join_predictions, joint_metrics, write_submission
+from e2e_vl.metrics.vcr import join_predictions, joint_metrics, write_submission
+from e2e_vl.run.build import make_synthetic_data
+from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.train import train
 from tests.leaderboard import read_leaderboard
 
 ROOT = Path(__file__).parents[2]

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from detector.structures import ImageBatch
 from e2e_vl.config import load_config
-from e2e_vl.engine.build import build_model
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import read_log
+from e2e_vl.io import read_log
+from e2e_vl.run.build import build_model
+from e2e_vl.run.train import train
 from e2e_vl.structures import Batch, TextBatch
-from e2e_vl.tasks.objectives.masked_words import WordLabels
 from e2e_vl.tasks.objectives.relationship import MatchTargets
+from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets
 
 ROOT = Path(__file__).parents[2]

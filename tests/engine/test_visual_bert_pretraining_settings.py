@@ -12,7 +12,7 @@ import pytest
 
 from e2e_vl.config import RunConfig, differences, load_config
 from e2e_vl.encoders.visual_bert import VisualBertEncoderConfig
-from e2e_vl.engine.build import build_objectives, resolve, task_config
+from e2e_vl.run.build import build_objectives, resolve, task_config
 from e2e_vl.tasks.objectives.base import Sizes
 
 ROOT = Path(__file__).parents[2]

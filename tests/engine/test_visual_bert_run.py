@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from e2e_vl.commands import convert_weights
+from e2e_vl.cli import convert_weights
 from e2e_vl.config import RunConfig
 from e2e_vl.encoders.visual_bert import VisualBertEncoderConfig
-from e2e_vl.engine.build import build_encoder
-from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.saving import load_model
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import read_log
+from e2e_vl.io import read_log
+from e2e_vl.run.build import build_encoder
+from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.train import train
 from tests.same import assert_same
 from tests.weights.starts import replaced
 

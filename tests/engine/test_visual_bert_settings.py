@@ -11,7 +11,7 @@ from e2e_vl.config import RunConfig, load_config
 from e2e_vl.converter import from_dict
 from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.encoders.visual_bert import VisualBertEncoderConfig
-from e2e_vl.engine.build import TASKS
+from e2e_vl.run.build import TASKS
 
 ROOT = Path(__file__).parents[2]
 MAX_LENGTH = 128  # max_seq_length of all of them

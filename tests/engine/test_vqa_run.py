@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from e2e_vl.config import load_config
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.build_data import build_tokenizer, make_synthetic_data
-from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.run import build_run
-from e2e_vl.engine.saving import load_model
-from e2e_vl.engine.train import train
-from e2e_vl.evaluation.vqa import vqa_accuracy
+from e2e_vl.data.batching import Request
+from e2e_vl.metrics.vqa import vqa_accuracy
+from e2e_vl.run.build import build_run, build_tokenizer, make_synthetic_data
+from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.train import train
 from tests.same import assert_same
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 
 from e2e_vl.config import load_config
-from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.train import train
+from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.train import train
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from e2e_vl.evaluation.flickr30k import first_hit, phrase_metrics, recalls, right_candidates
-from e2e_vl.evaluation.nlvr2 import group_of, read_predictions, truth_metrics, truth_scores
+from e2e_vl.metrics.flickr30k import first_hit, phrase_metrics, recalls, right_candidates
+from e2e_vl.metrics.nlvr2 import group_of, read_predictions, truth_metrics, truth_scores
 
 
 def test_groups_leave_the_pair_out():

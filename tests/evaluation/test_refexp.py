@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from e2e_vl.evaluation.refexp import box_iou, hits, referring_metrics
+from e2e_vl.metrics.refcoco import box_iou, hits, referring_metrics
 
 GT = [10.0, 10, 30, 30]  # 20 x 20
 HALF = [10.0, 10, 30, 20]  # IoU exactly 0.5

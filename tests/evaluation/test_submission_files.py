@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from e2e_vl.evaluation import refexp, vqa
+from e2e_vl.metrics import refcoco as refexp
+from e2e_vl.metrics import vqa
 
 EXPRESSION = {"ref_id": 1, "sent_id": 2, "box": [0.5, 1, 20, 30.25]}
 

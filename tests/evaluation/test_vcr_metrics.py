@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from e2e_vl.evaluation.vcr import (
+from e2e_vl.metrics.vcr import (
     COLUMNS,
     Submission,
     join_predictions,

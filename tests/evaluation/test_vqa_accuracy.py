@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from e2e_vl.evaluation.vqa import (
+from e2e_vl.metrics.vqa import (
     answer_accuracy,
     normalise_answer,
     round_half_up,

@@ -17,13 +17,21 @@ from detector.errors import UserError
 from detector.pixel_masking import mask_rectangles
 from e2e_vl.api.results import GroundedPhrase
 from e2e_vl.drawing import PALETTE
-from e2e_vl.engine.build import build_model
-from e2e_vl.engine.saving import save_model
 from e2e_vl.explorer.limits import Limits
-from e2e_vl.explorer.pictures import GREY, boxes_of, draw_pointed, draw_regions, to_photo
-from e2e_vl.explorer.session import LONGEST_TEXT, Explorer, Session
-from e2e_vl.explorer.uploads import read_photo
+from e2e_vl.explorer.session import (
+    GREY,
+    LONGEST_TEXT,
+    Explorer,
+    Session,
+    boxes_of,
+    draw_pointed,
+    draw_regions,
+    read_photo,
+    to_photo,
+)
 from e2e_vl.explorer.web_page import SHOWS, _click, _values
+from e2e_vl.run.build import build_model
+from e2e_vl.run.checkpoint import save_model
 from e2e_vl.samples import Question
 from e2e_vl.text import load_tokenizer
 from tests.weights.starts import replaced

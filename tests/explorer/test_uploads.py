@@ -12,7 +12,7 @@ from PIL import Image
 
 from detector.errors import MissingFileError, UserError
 from e2e_vl.explorer.limits import Limits
-from e2e_vl.explorer.uploads import read_photo
+from e2e_vl.explorer.session import read_photo
 
 
 def write(path: Path, image: Image.Image, kind: str, **more) -> Path:

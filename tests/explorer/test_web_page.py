@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import e2e_vl
-from e2e_vl.api.trained_model import TrainedModel
+from e2e_vl.api.model import TrainedModel
 from e2e_vl.drawing import PALETTE
 from e2e_vl.explorer.limits import Limits
 from e2e_vl.explorer.session import Explorer

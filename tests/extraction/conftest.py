@@ -9,9 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from e2e_vl.data.formats.image_lists import ListedImage
-from e2e_vl.extraction.chain import InputImage, load_input
-from e2e_vl.extraction.detectors import LoadedDetector, open_detector
+from e2e_vl.data.user_inputs import ListedImage
+from e2e_vl.extraction.regions import InputImage, LoadedDetector, load_input, open_detector
 
 SIZES = [(70, 90), (70, 90), (90, 70), (40, 120), (70, 90)]
 YAML = """

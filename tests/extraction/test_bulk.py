@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from detector.config import SelectionRule
 from detector.images import make_image_batch, resize_boxes
-from detector.selection_rule import SelectionRule
-from e2e_vl.data.formats.image_lists import GivenBoxes, list_images
-from e2e_vl.data.storage.features.stores import open_features
-from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.data.features import open_features
+from e2e_vl.data.user_inputs import GivenBoxes, list_images
 from e2e_vl.extraction import bulk
-from e2e_vl.extraction.bulk import ExtractionJob, ExtractionSummary, extract_images
+from e2e_vl.extraction.bulk import ExtractionJob, ExtractionSummary, extract_images, make_stamp
 from e2e_vl.extraction.settings import ExtractionSettings
-from e2e_vl.extraction.stamp import make_stamp
+from e2e_vl.run.launch import make_accelerator
 from tests.extraction.conftest import SIZES
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

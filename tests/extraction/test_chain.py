@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from detector.boxes import is_larger, pairwise_iou
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig, SelectionRule
 from detector.faster_rcnn import FasterRCNN
 from detector.images import make_image_batch
-from detector.selection_rule import SelectionRule
 from detector.structures import ImageBatch
-from e2e_vl.extraction.chain import MAX_CANDIDATES, SAME_PLACE, RegionExtractor, candidates
+from e2e_vl.extraction.regions import MAX_CANDIDATES, SAME_PLACE, RegionExtractor, candidates
 from e2e_vl.extraction.settings import ExtractionSettings
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

@@ -8,14 +8,11 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig, SelectionRule
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule
-from detector.selection_rule import SelectionRule
-from e2e_vl.config import EncoderSettings, RunConfig, TaskSettings, save_config
-from e2e_vl.data_settings import DataSettings, ResizeSettings
-from e2e_vl.extraction.detectors import detector_of_run, open_detector
-from e2e_vl.extraction.single import extract_image
+from e2e_vl.config import DataSettings, EncoderSettings, ResizeSettings, RunConfig, TaskSettings, save_config
+from e2e_vl.extraction.regions import detector_of_run, extract_image, open_detector
 
 YAML = """
 MODEL:

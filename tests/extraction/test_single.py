@@ -10,17 +10,15 @@ import pytest
 import torch
 
 from detector.boxes import pairwise_iou
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig, SelectionRule
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
-from detector.selection_rule import SelectionRule
-from e2e_vl.data.formats.image_lists import list_images
-from e2e_vl.data.storage.features.stores import open_features
-from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.data.features import open_features
+from e2e_vl.data.user_inputs import list_images
 from e2e_vl.extraction.bulk import ExtractionJob, extract_images
-from e2e_vl.extraction.chain import SAME_PLACE
+from e2e_vl.extraction.regions import SAME_PLACE, extract_image
 from e2e_vl.extraction.settings import ExtractionSettings
-from e2e_vl.extraction.single import extract_image
+from e2e_vl.run.launch import make_accelerator
 
 RULE = SelectionRule(0.9, 12, 20)
 

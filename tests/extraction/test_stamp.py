@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
+from detector.config import SelectionRule
 from detector.faster_rcnn import FasterRCNN
-from detector.selection_rule import SelectionRule
-from e2e_vl.data.formats.image_lists import list_images
-from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.extraction.bulk import ExtractionJob, extract_images
+from e2e_vl.data.user_inputs import list_images
+from e2e_vl.extraction.bulk import ExtractionJob, extract_images, make_stamp, parameters_hash
 from e2e_vl.extraction.settings import ExtractionSettings
-from e2e_vl.extraction.stamp import make_stamp, parameters_hash
+from e2e_vl.run.launch import make_accelerator
 
 SETTINGS = ExtractionSettings("score", SelectionRule(0.0, 4, 6))
 

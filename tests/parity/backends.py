@@ -21,7 +21,7 @@ def detector_class(name: str) -> type[TwoStageDetector]:
         return FasterRCNN
     if importlib.util.find_spec("detectron2") is None:
         pytest.skip("Detectron2 is not installed")
-    from detector.detectron2_adapter import Detectron2Detector
+    from detector.detectron2_backend import Detectron2Detector
 
     return Detectron2Detector
 

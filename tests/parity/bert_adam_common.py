@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from e2e_vl.config import TrainSettings
-from e2e_vl.engine.bert_adam import BertAdam
-from e2e_vl.engine.optim import build_schedule
+from e2e_vl.run.optim import BertAdam, build_schedule
 from tests.parity.vl_bert_common import Golden
 
 TOLERANCE = 1e-5  # VisualBERT is recorded in float32

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from detector.boxes import is_larger
 from detector.checkpoint import load_weights
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import make_image_batch
 from detector.structures import ImageBatch

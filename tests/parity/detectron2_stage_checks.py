@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from detector.boxes import decode_deltas, encode_deltas, rescale_detections
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.faster_rcnn import TwoStageDetector, pad_to_multiple
 from detector.images import make_image_batch, resize_image
 from detector.roi_pooler import to_rois

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from e2e_vl.data.formats.flickr_entities import AnnotatedImage, read_annotation, read_sentences
-from e2e_vl.evaluation.flickr30k import RECALLS, first_hit, phrase_metrics, recalls, right_candidates
+from e2e_vl.data.flickr30k import AnnotatedImage, read_annotation, read_sentences
+from e2e_vl.metrics.flickr30k import RECALLS, first_hit, phrase_metrics, recalls, right_candidates
 from tests.parity.evaluation_common import folder_of, read_optional
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.data.formats.gqa_files import EntryFile, GQAQuestions, question_facts, read_choices
-from e2e_vl.evaluation.gqa import belongs, gqa_metrics, gqa_scores, write_submission
+from e2e_vl.data.gqa import EntryFile, GQAQuestions, question_facts, read_choices
+from e2e_vl.metrics.gqa import belongs, gqa_metrics, gqa_scores, write_submission
 from tests.parity.evaluation_common import folder_of
 
 

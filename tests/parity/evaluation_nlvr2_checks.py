@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.data.formats.nlvr2_files import read_examples
-from e2e_vl.evaluation.nlvr2 import group_of, read_predictions, truth_metrics, truth_scores, write_submission
+from e2e_vl.data.nlvr2 import read_examples
+from e2e_vl.metrics.nlvr2 import group_of, read_predictions, truth_metrics, truth_scores, write_submission
 from tests.parity.evaluation_common import folder_of
 
 FILES = ("predictions.csv", "predictions_edge.csv")

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.data.formats.detections import DetectionsFile
-from e2e_vl.data.formats.refer import ReferFiles, read_refs
-from e2e_vl.evaluation.refexp import box_iou, referring_metrics
+from e2e_vl.data.image_loader import DetectionsFile
+from e2e_vl.data.refcoco import ReferFiles, read_refs
+from e2e_vl.metrics.refcoco import box_iou, referring_metrics
 from tests.parity.evaluation_common import folder_of
 
 

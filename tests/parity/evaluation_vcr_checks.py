@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.data.formats.vcr_files import VCRFile, read_metadata
-from e2e_vl.data.vcr import relevant_objects
-from e2e_vl.evaluation.vcr import Submission, write_submission
+from e2e_vl.data.vcr import VCRFile, read_metadata, relevant_objects
+from e2e_vl.metrics.vcr import Submission, write_submission
 from tests.leaderboard import read_leaderboard, score
 from tests.parity.evaluation_common import folder_of
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.data.formats.vqa_files import read_questions
-from e2e_vl.engine.answer_lists import frequent_answers
-from e2e_vl.evaluation.vqa import (
+from e2e_vl.data.vqa import read_questions
+from e2e_vl.metrics.vqa import (
     clean_answer,
     soft_scores,
     standardise_words,
@@ -18,6 +17,7 @@ from e2e_vl.evaluation.vqa import (
     vqa_accuracy,
     vqa_metrics,
 )
+from e2e_vl.run.build import frequent_answers
 from tests.parity.evaluation_common import folder_of, read_optional
 
 

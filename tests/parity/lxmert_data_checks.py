@@ -17,19 +17,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from detector.structures import Regions
-from e2e_vl.data.formats.answer_files import read_answers
-from e2e_vl.data.images.candidates import StoredBoxes
-from e2e_vl.data.storage.features.record import RegionFeatures
-from e2e_vl.data.storage.features.stores import TsvStore
-from e2e_vl.engine.build import ADAPTERS, TASKS, build_objectives
+from e2e_vl.data.answer_lists import read_answers
+from e2e_vl.data.features import RegionFeatures, TsvStore
+from e2e_vl.data.image_loader import StoredBoxes
 from e2e_vl.hiding import choose_donors, choose_regions, swap_features
-from e2e_vl.layout import TextWriter
+from e2e_vl.run.build import ADAPTERS, TASKS, build_objectives
 from e2e_vl.samples import FOUND, Sample, SampleText, ScoredAnswers
 from e2e_vl.structures import HiddenRegions
-from e2e_vl.tasks.heads import Sizes
-from e2e_vl.tasks.objectives.masked_words import mask_words
+from e2e_vl.tasks.base import Sizes
+from e2e_vl.tasks.objectives.words import mask_words
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask, PretrainingWording
-from e2e_vl.text import load_tokenizer, plain_answer
+from e2e_vl.text import TextWriter, load_tokenizer, plain_answer
 from e2e_vl.weights.start import StartRules, load_task
 from tests.parity import lxmert_common as common
 from tests.parity.lxmert_common import assert_near

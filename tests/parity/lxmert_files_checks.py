@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import BoxSource, DataSettings
+from e2e_vl.data.answer_lists import read_answers
 from e2e_vl.data.base import VLDataset, Wants, open_options
-from e2e_vl.data.formats.answer_files import read_answers
-from e2e_vl.data.image_sentences import ImageSentenceDataset
-from e2e_vl.data.images.candidates import StoredBoxes
-from e2e_vl.data.listed_pairs import ListedPairDataset
-from e2e_vl.data.scored_questions import ScoredQuestionDataset
-from e2e_vl.data.storage.features.stores import TsvStore
-from e2e_vl.data_settings import DataSettings
-from e2e_vl.evaluation.vqa import record_accuracy
+from e2e_vl.data.features import TsvStore
+from e2e_vl.data.image_loader import StoredBoxes
+from e2e_vl.data.lxmert import ImageSentenceDataset, ListedPairDataset, ScoredQuestionDataset
+from e2e_vl.metrics.vqa import record_accuracy
 from e2e_vl.samples import ScoredAnswers
 from e2e_vl.tasks.choice import AnswerTask
 from e2e_vl.tasks.gqa import GQAConfig, GQATask

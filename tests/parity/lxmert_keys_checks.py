@@ -11,9 +11,9 @@ from torch import nn
 from e2e_vl.config import load_config
 from e2e_vl.converter import from_dict
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
-from e2e_vl.engine.build import build_objectives
+from e2e_vl.run.build import build_objectives
+from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.gqa import GQAConfig, GQATask
-from e2e_vl.tasks.heads import Sizes
 from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask

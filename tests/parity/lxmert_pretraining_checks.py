@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.precomputed import PrecomputedDetector
 from detector.structures import ImageBatch, PrecomputedFeatures
 from e2e_vl.encoders.lxmert import LxmertEncoder
-from e2e_vl.engine.build import build_objectives
+from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Batch, HiddenRegions, ModelOutput, RegionLabels
-from e2e_vl.targets import Targets
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.objectives.image_qa import DrawnAnswer
-from e2e_vl.tasks.objectives.masked_words import WordLabels
 from e2e_vl.tasks.objectives.relationship import MatchTargets
+from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
 from e2e_vl.weights.base import ModelWeights
 from e2e_vl.weights.lxmert import official_lxmert_state

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from e2e_vl.config import TrainSettings
-from e2e_vl.engine.bert_adam import BertAdam
-from e2e_vl.engine.optim import build_schedule
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.optim import BertAdam, build_schedule
 from e2e_vl.weights.base import ModelWeights
 from e2e_vl.weights.lxmert import official_lxmert_state
 from tests.parity import lxmert_common as common

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from e2e_vl.encoders.sequence import SequenceLayout
+from e2e_vl.encoders.layers import SequenceLayout
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
 from e2e_vl.structures import EncoderOutput, TextBatch, TextRegions
 from e2e_vl.tasks.objectives.base import WordHead

@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerBase
 
 from e2e_vl.data.vcr import VCRDataset, VCROptions
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
-from e2e_vl.engine.build import build_objectives
 from e2e_vl.examples import TextExample
-from e2e_vl.layout import TextWriter
+from e2e_vl.run.build import build_objectives
 from e2e_vl.samples import HumanAnswers, RightChoice, Sample, SampleText
-from e2e_vl.tasks.heads import Sizes
-from e2e_vl.tasks.objectives.masked_words import mask_words
+from e2e_vl.tasks.base import Sizes
+from e2e_vl.tasks.objectives.words import mask_words
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
+from e2e_vl.text import TextWriter
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of
 

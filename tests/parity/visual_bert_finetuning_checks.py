@@ -16,10 +16,10 @@ from torch import nn
 
 from detector.structures import ImageBatch
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
-from e2e_vl.engine.optim import build_optimizer
-from e2e_vl.evaluation.vqa import UNKNOWN
+from e2e_vl.examples import Ragged, Targets
+from e2e_vl.metrics.vqa import UNKNOWN
+from e2e_vl.run.optim import build_optimizer
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, TextRegions
-from e2e_vl.targets import Ragged, Targets
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTargets, Flickr30KTask
 from e2e_vl.tasks.nlvr2 import LABELS, NLVR2Config, NLVR2Targets, NLVR2Task

@@ -11,22 +11,31 @@ import torch
 import transformers
 from torch import Tensor
 
-from detector.detector_config import DetectorConfig
-from detector.r2c_network import R2CNetwork
+from detector.config import DetectorConfig
+from detector.r2c import R2CNetwork
 from e2e_vl.config import load_config
 from e2e_vl.converter import from_dict
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
-from e2e_vl.engine.build import build_objectives
-from e2e_vl.tasks.base import Task
+from e2e_vl.run.build import build_objectives
+from e2e_vl.tasks.base import Sizes, Task
 from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTask
-from e2e_vl.tasks.heads import Sizes
 from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.weights.base import ModelWeights, replace_module
-from e2e_vl.weights.visual_bert import DECODER, HEAD, HEADS, PROJECTION, TRUNK, OfficialVisualBert, official_state
-from e2e_vl.weights.visual_bert_transformers import TransformersVisualBert, transformers_config, transformers_state
+from e2e_vl.weights.visual_bert import (
+    DECODER,
+    HEAD,
+    HEADS,
+    PROJECTION,
+    TRUNK,
+    OfficialVisualBert,
+    TransformersVisualBert,
+    official_state,
+    transformers_config,
+    transformers_state,
+)
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import recorded_parts
 from tests.parity.vl_bert_common import Golden

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from e2e_vl.config import TrainSettings
-from e2e_vl.engine.optim import build_optimizer, build_schedule
+from e2e_vl.run.optim import build_optimizer, build_schedule
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import (
     PretrainingModel,

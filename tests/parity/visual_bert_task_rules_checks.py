@@ -18,19 +18,18 @@ from transformers import PreTrainedTokenizerBase
 from detector.structures import ImageBatch
 from e2e_vl.config import load_config
 from e2e_vl.converter import from_dict
-from e2e_vl.data.formats.flickr_entities import EntitySentence, read_sentences
-from e2e_vl.data.formats.nlvr2_files import read_examples
-from e2e_vl.encoders.visual_bert import VisualBertEncoder
-from e2e_vl.encoders.visual_bert_embeddings import box_numbers
-from e2e_vl.evaluation.flickr30k import right_candidates
+from e2e_vl.data.flickr30k import EntitySentence, read_sentences
+from e2e_vl.data.nlvr2 import read_examples
+from e2e_vl.encoders.visual_bert import VisualBertEncoder, box_numbers
 from e2e_vl.examples import TextExample
-from e2e_vl.layout import TextWriter
+from e2e_vl.metrics.flickr30k import right_candidates
 from e2e_vl.samples import HumanAnswers, PhraseBoxes, RightChoice, SampleText
 from e2e_vl.structures import Batch, ModelOutput, TaskOutput, TextBatch
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTask
 from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
 from e2e_vl.tasks.vqa import VQAConfig, VQATargets, VQATask
+from e2e_vl.text import TextWriter
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of
 from tests.tasks.wordings import photo, sample_of, tokens, word

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from detector.detector_config import DetectorConfig
-from detector.r2c_network import EXPANSION, DescribedBoxes, NetworkSizes, R2CNetwork
+from detector.config import DetectorConfig
+from detector.r2c import EXPANSION, DescribedBoxes, NetworkSizes, R2CNetwork
 from detector.roi_pooler import to_rois
 from detector.structures import ImageBatch, Regions
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
-from e2e_vl.engine.optim import build_optimizer
+from e2e_vl.run.optim import build_optimizer
 from e2e_vl.structures import Batch, TaskOutput, gather_regions
 from e2e_vl.tasks.vcr import CHOICES, VCRConfig, VCRTargets, VCRTask
 from tests.parity import visual_bert_common as common

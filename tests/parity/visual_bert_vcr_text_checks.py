@@ -13,21 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.images import ResizeRule
-from detector.r2c_network import NetworkSizes, R2CNetwork
+from detector.r2c import NetworkSizes, R2CNetwork
 from detector.structures import ImageBatch
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.converter import from_dict
-from e2e_vl.data.formats.vcr_files import VCRFile
-from e2e_vl.data.images.instance_masks import instance_mask
-from e2e_vl.data.vcr import VCRDataset, VCROptions, relevant_objects
+from e2e_vl.data.image_loader import instance_mask
+from e2e_vl.data.vcr import VCRDataset, VCRFile, VCROptions, relevant_objects
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from e2e_vl.examples import TextExample
-from e2e_vl.layout import TextWriter
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, RightChoice, SampleImage
-from e2e_vl.tasks.vcr import VCRConfig, VCRTask
-from e2e_vl.tasks.vcr_sentences import Piece, cut_choices, plain_text
+from e2e_vl.tasks.vcr import Piece, VCRConfig, VCRTask, cut_choices, plain_text
+from e2e_vl.text import TextWriter
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of
 from tests.tasks.wordings import sample_of, tokens, word

@@ -14,18 +14,14 @@ from safetensors.numpy import load_file
 
 from detector.images import ResizeRule
 from detector.pixel_masking import mask_rectangles
-from e2e_vl.box_sources import BoxSource
-from e2e_vl.data.captions import CaptionDataset
-from e2e_vl.data.formats.conceptual import VLBertCaptions
-from e2e_vl.data.images.loader import ImageLoader, ImageRules
-from e2e_vl.data.loading.collate import collate
-from e2e_vl.data.loading.example_dataset import ExampleDataset
-from e2e_vl.data.loading.requests import Request
+from e2e_vl.config import BoxSource
+from e2e_vl.data.batching import ExampleDataset, Request, collate
+from e2e_vl.data.captions import CaptionDataset, VLBertCaptions
+from e2e_vl.data.image_loader import ImageLoader, ImageRules
 from e2e_vl.encoders.vl_bert import VLBertModel
-from e2e_vl.layout import TextWriter
-from e2e_vl.tasks.objectives.masked_words import WordMasking
+from e2e_vl.tasks.objectives.words import WordMasking
 from e2e_vl.tasks.pretraining import PretrainingWording
-from e2e_vl.text import load_tokenizer
+from e2e_vl.text import TextWriter, load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import ImageBatch
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
-from e2e_vl.layout import LaidText, Template, lay
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import TextBatch
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
+from e2e_vl.text import LaidText, Template, lay
 
 RELATIVE = 1e-4  # of the largest value
 RELATIVE_CNN_FLOAT32 = 0.1  # single ReLU signs decide gradients of the CNN in float32; those in float64 tell

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from detector.boxes import pairwise_iou
 from detector.faster_rcnn import FasterRCNN
-from e2e_vl.encoders.geometry import geometry_embedding
-from e2e_vl.encoders.sequence import SequenceLayout
+from e2e_vl.encoders.layers import SequenceLayout, geometry_embedding
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from e2e_vl.config import TrainSettings
-from e2e_vl.engine.optim import build_optimizer, build_schedule
+from e2e_vl.run.optim import build_optimizer, build_schedule
 
 TOLERANCE = 1e-6  # tests/engine/test_optim.py tells the AdamWs apart, whose epsilons hardly matter here
 

@@ -12,14 +12,13 @@ from detector.faster_rcnn import FasterRCNN
 from detector.precomputed import PrecomputedDetector
 from detector.structures import ImageBatch, PrecomputedFeatures
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, HiddenRegions, ModelOutput, RegionLabels
-from e2e_vl.targets import Targets
 from e2e_vl.tasks.objectives.base import NO_LABEL, Objective, Sizes
-from e2e_vl.tasks.objectives.masked_regions import MaskedRegions, MaskedRegionsConfig
-from e2e_vl.tasks.objectives.masked_text import MaskedText, MaskedTextConfig
-from e2e_vl.tasks.objectives.masked_words import MaskedWords, MaskedWordsConfig, WordLabels
+from e2e_vl.tasks.objectives.regions import MaskedRegions, MaskedRegionsConfig
 from e2e_vl.tasks.objectives.relationship import MatchTargets, Relationship, RelationshipConfig
+from e2e_vl.tasks.objectives.words import MaskedText, MaskedTextConfig, MaskedWords, MaskedWordsConfig, WordLabels
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
 from tests.parity import vl_bert_common as common
 

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from detector.structures import ImageBatch
+from e2e_vl.examples import Targets
 from e2e_vl.hiding import cut_to_length
 from e2e_vl.structures import Batch, EncoderOutput, HiddenRegions, RegionLabels, TextBatch
-from e2e_vl.targets import Targets
 from e2e_vl.tasks.objectives.base import Sizes
-from e2e_vl.tasks.objectives.masked_regions import MaskedRegions, MaskedRegionsConfig
-from e2e_vl.tasks.objectives.masked_words import WordLabels
+from e2e_vl.tasks.objectives.regions import MaskedRegions, MaskedRegionsConfig
+from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
 from e2e_vl.text import SPECIAL_TOKENS, load_tokenizer, split_words
 from tests.parity import vl_bert_common as common

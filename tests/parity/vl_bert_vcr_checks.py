@@ -14,14 +14,13 @@ from torch import Tensor
 
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import ImageBatch
-from e2e_vl.data.images.instance_masks import instance_mask
-from e2e_vl.data.loading.collate import pad_texts
+from e2e_vl.data.batching import pad_texts
+from e2e_vl.data.image_loader import instance_mask
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.examples import TextExample
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, RegionLabels
-from e2e_vl.tasks.vcr import CHOICES, VCRConfig, VCRTargets, VCRTask
-from e2e_vl.tasks.vcr_sentences import NEUTRAL_NAMES, encode_sentence, names_of
+from e2e_vl.tasks.vcr import CHOICES, NEUTRAL_NAMES, VCRConfig, VCRTargets, VCRTask, encode_sentence, names_of
 from tests.parity.vl_bert_common import (
     RELATIVE,
     STAGES,

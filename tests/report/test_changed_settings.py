@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from e2e_vl.config import RunConfig, TaskSettings, TrainSettings
-from e2e_vl.data_settings import DataSettings, ResizeSettings
-from e2e_vl.report.changed_settings import ChangedSetting, changed_settings
+from e2e_vl.config import DataSettings, ResizeSettings, RunConfig, TaskSettings, TrainSettings
+from e2e_vl.run.report import ChangedSetting, changed_settings
 
 
 def settings(*parts: dict, **changes) -> dict[str, tuple[str, str]]:

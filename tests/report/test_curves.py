@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from e2e_vl.report import curves
+from e2e_vl.run import report as curves
 
 LINES = [
     {

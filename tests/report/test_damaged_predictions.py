@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from detector.errors import UserError
-from e2e_vl.engine.saving import load_model
-from e2e_vl.report import page
-from e2e_vl.report.prediction_lists import check_predictions, list_predictions
-from e2e_vl.tasks.base import Task
+from e2e_vl.examples import ONLY_PHRASES
+from e2e_vl.run import report as page
+from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.report import check_predictions, list_predictions
+from e2e_vl.tasks.base import Task, found_items
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
 from e2e_vl.tasks.flickr30k import Flickr30KPrediction
-from e2e_vl.tasks.prediction_records import found_items
 from e2e_vl.tasks.vcr import VCRPrediction
-from e2e_vl.wording import ONLY_PHRASES
 from tests.campaign.mutations import damaged
 from tests.conftest import tiny_run
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from e2e_vl.box_sources import BoxSource
-from e2e_vl.metric_names import named_metrics
-from e2e_vl.report.metric_tables import MetricTable, metric_tables
+from e2e_vl.config import BoxSource
+from e2e_vl.metrics.names import named_metrics
+from e2e_vl.run.report import MetricTable, metric_tables
 
 
 def test_metrics_become_tables_of_box_sources_and_families():

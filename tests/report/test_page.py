@@ -13,10 +13,9 @@ import pytest
 
 from detector.errors import UserError
 from e2e_vl.config import EvalSettings, RunConfig, save_config
-from e2e_vl.report.page import PICTURE_AREA, TEMPLATE, write_report
-from e2e_vl.run_files import RunLog, write_json
-from e2e_vl.tasks.base import PredictionWords
-from e2e_vl.tasks.prediction_records import PredictionRecord
+from e2e_vl.io import RunLog, write_json
+from e2e_vl.run.report import PICTURE_AREA, TEMPLATE, write_report
+from e2e_vl.tasks.base import PredictionRecord, PredictionWords
 
 ROOT = Path(__file__).parents[2]
 IMAGE = re.compile(r'<img[^>]* src="data:image/(png|jpeg);base64,([^"]+)">')

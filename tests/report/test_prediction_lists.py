@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from e2e_vl.report.prediction_lists import Sampled, list_predictions, phrase_line
+from e2e_vl.run.report import Sampled, list_predictions, phrase_line
 from e2e_vl.tasks.base import PredictionWords
 
 

@@ -14,9 +14,8 @@ import pytest
 from PIL import Image
 
 from e2e_vl.synthetic import FORMATS, DetectionConfig, LanguageConfig, SceneConfig, generate, make_scenes
-from e2e_vl.synthetic.format_writer import FormatWriter
-from e2e_vl.synthetic.relations import SceneFacts
-from e2e_vl.synthetic.scene_records import SceneRecord, by_split
+from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split
+from e2e_vl.synthetic.scenes import SceneFacts
 
 
 def _contents(folder: Path) -> dict[str, bytes]:

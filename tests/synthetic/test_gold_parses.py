@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.synthetic.gold_parses import conllu_lines, parse_of
+from e2e_vl.synthetic.flickr30k import conllu_lines, parse_of
 
 CAPTION = [
     *(("The big red star", True), (",", False), ("two blue things", True), ("and", False), ("the cross", True)),

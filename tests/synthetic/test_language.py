@@ -3,10 +3,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from e2e_vl.synthetic.language import Description, ReferringExpression, as_typed, referent, to_words
-from e2e_vl.synthetic.references import LanguageConfig, draw_references
-from e2e_vl.synthetic.relations import SceneFacts, members
-from e2e_vl.synthetic.scenes import Look, Scene, SceneConfig, SceneObject, draw_scene
+from e2e_vl.synthetic.language import (
+    Description,
+    LanguageConfig,
+    ReferringExpression,
+    as_typed,
+    draw_references,
+    referent,
+    to_words,
+)
+from e2e_vl.synthetic.scenes import Look, Scene, SceneConfig, SceneFacts, SceneObject, draw_scene, members
 from tests.synthetic.parsing import parse
 
 

@@ -12,8 +12,7 @@ import cv2
 import numpy as np
 import pytest
 
-from e2e_vl.synthetic.conceptual_writer import CaptionedImage, write_shards
-from e2e_vl.synthetic.corpus_writer import write_corpus
+from e2e_vl.synthetic.conceptual import CaptionedImage, write_corpus, write_shards
 from e2e_vl.synthetic.scenes import SceneConfig
 from tests.synthetic.parsing import parse
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from pycocotools.coco import COCO
 
-from e2e_vl.synthetic.scene_records import polygons
+from e2e_vl.synthetic.base import polygons
 
 SPLITS = {"train": 110, "val": 20, "testA": 10, "testB": 10}
 DETECTIONS = "detections/refcoco+_unc/res101_coco_minus_refer_notime_dets.json"

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.synthetic.gqa_writer import draw_questions
-from e2e_vl.synthetic.relations import SceneFacts
-from e2e_vl.synthetic.scenes import COLOURS, SHAPES, SIZES, SceneConfig, draw_scene
+from e2e_vl.synthetic.gqa import draw_questions
+from e2e_vl.synthetic.scenes import COLOURS, SHAPES, SIZES, SceneConfig, SceneFacts, draw_scene
 
 SPLITS = ("train", "val", "testA", "testB")
 VALUES = {"color": set(COLOURS), "shape": set(SHAPES), "size": set(SIZES)}

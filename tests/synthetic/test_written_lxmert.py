@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.synthetic import make_scenes
-from e2e_vl.synthetic.lxmert_writer import FEATURE_DIM, REGIONS
+from e2e_vl.synthetic.lxmert import FEATURE_DIM, REGIONS
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from e2e_vl.data import refcoco
-from e2e_vl.data.formats.flickr_entities import read_sentences
-from e2e_vl.data.formats.refer import ReferFiles
-from e2e_vl.data.refcoco import NounPhrases, RefCOCODataset
+from e2e_vl.data.flickr30k import read_sentences
+from e2e_vl.data.refcoco import NounPhrases, RefCOCODataset, ReferFiles
 from e2e_vl.synthetic.language import Description, ReferringExpression, to_words, two_phrases
 
 STAR, RED = Description(shape="star"), Description(colour="red", shape="circle")

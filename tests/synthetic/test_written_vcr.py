@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from e2e_vl.synthetic import make_scenes
-from e2e_vl.synthetic.scene_records import ATTRIBUTES
+from e2e_vl.synthetic.base import ATTRIBUTES
 from e2e_vl.synthetic.scenes import COLOURS
-from e2e_vl.synthetic.vcr_writer import CLASS_OF, as_read_aloud
+from e2e_vl.synthetic.vcr import CLASS_OF, as_read_aloud
 
 SCENES = {"train": 60, "val": 8, "test": 5}
 

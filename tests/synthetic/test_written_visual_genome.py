@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import DataFiles, Wants
 from e2e_vl.data.visual_genome import GenomeOptions, VisualGenomeDataset
-from e2e_vl.data_settings import DataSettings
 from e2e_vl.synthetic import make_scenes
 
 FILES = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Categories, SampleText
 from e2e_vl.tasks.detection import DetectionTask
+from e2e_vl.text import TextWriter
 from tests.tasks.wordings import make_tokenizer, sample_of, word
 
 

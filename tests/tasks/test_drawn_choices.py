@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from e2e_vl.config import load_config
-from e2e_vl.data.loading.requests import random_generator
-from e2e_vl.engine.build import build_objectives, build_task
-from e2e_vl.layout import TextWriter
-from e2e_vl.tasks.heads import Sizes
+from e2e_vl.data.batching import random_generator
+from e2e_vl.run.build import build_objectives, build_task
+from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRWording
+from e2e_vl.text import TextWriter
 from tests.data.tiny_vcr import TinyVCR
 from tests.tasks.wordings import photo
 from tests.weights.starts import replaced

@@ -12,10 +12,10 @@ import torch
 
 from detector.structures import ImageBatch, Regions
 from e2e_vl.drawing import PALETTE
-from e2e_vl.layout import TextWriter
 from e2e_vl.samples import PhraseBoxes, Question, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch, gather_regions
 from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTargets, Flickr30KTask, first_occurrence
+from e2e_vl.text import TextWriter
 from tests.tasks.wordings import make_tokenizer, photo, sample_of, tokens, word
 
 HIDDEN, LENGTH = 6, 5

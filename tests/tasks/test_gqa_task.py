@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from detector.structures import ImageBatch, Loss
-from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Question, RightAnswer, SampleText, ScoredAnswers
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, TextRegions
+from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.gqa import GQAConfig, GQATargets, GQATask
-from e2e_vl.tasks.heads import Sizes
+from e2e_vl.text import TextWriter
 from tests.regions import regions_of_own_images
 from tests.tasks.wordings import make_tokenizer, photo, sample_of, spoken, word
 

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from detector.structures import ImageBatch
-from e2e_vl.data.loading.requests import random_generator
-from e2e_vl.layout import TextWriter
+from e2e_vl.data.batching import random_generator
 from e2e_vl.samples import Question, RightChoice, Sample, SampleImage, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch
-from e2e_vl.tasks.heads import Sizes
+from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Targets, NLVR2Task
+from e2e_vl.text import TextWriter
 from tests.tasks.wordings import make_tokenizer, photo, spoken
 
 

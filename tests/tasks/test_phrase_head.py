@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from detector.structures import ImageBatch, Regions
-from e2e_vl.phrases import PhraseBatch
+from e2e_vl.examples import PhraseBatch, Ragged
 from e2e_vl.structures import (
     Batch,
     EncoderOutput,
@@ -20,7 +20,6 @@ from e2e_vl.structures import (
     TextBatch,
     gather_regions,
 )
-from e2e_vl.targets import Ragged
 from e2e_vl.tasks.phrase_head import (
     FIRST,
     INSIDE,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.drawing import BLUE, GREEN, RED
-from e2e_vl.evaluation.refexp import CONVENTIONS
+from e2e_vl.metrics.refcoco import CONVENTIONS
 from e2e_vl.samples import Categories
 from e2e_vl.tasks.base import PredictionWords, Task, phrase_marks
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask

@@ -8,14 +8,13 @@ import types
 import pytest
 import torch
 
-from e2e_vl.engine.build import OBJECTIVES as BUILDABLE
 from e2e_vl.hiding import HidingRule
+from e2e_vl.run.build import OBJECTIVES as BUILDABLE
 from e2e_vl.structures import Ability, HiddenRegions, RegionLabels
 from e2e_vl.tasks.objectives.base import Sizes
-from e2e_vl.tasks.objectives.masked_regions import MaskedRegions, MaskedRegionsConfig
-from e2e_vl.tasks.objectives.masked_text import MaskedText, MaskedTextConfig
-from e2e_vl.tasks.objectives.masked_words import MaskedWords, MaskedWordsConfig
+from e2e_vl.tasks.objectives.regions import MaskedRegions, MaskedRegionsConfig
 from e2e_vl.tasks.objectives.relationship import Relationship, RelationshipConfig
+from e2e_vl.tasks.objectives.words import MaskedText, MaskedTextConfig, MaskedWords, MaskedWordsConfig
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from tests.tasks.tiny_pretraining import BOXES, CLASSES, VOCABULARY, make_batch, make_model, make_pairs
 

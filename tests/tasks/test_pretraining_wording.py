@@ -8,13 +8,12 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from e2e_vl.examples import TextExample
-from e2e_vl.layout import LaidText, TextWriter
+from e2e_vl.examples import Targets, TextExample, stacked
 from e2e_vl.samples import HumanAnswers, PhraseBoxes, Sample, SampleText
-from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.objectives.base import Draft, ObjectiveWording
-from e2e_vl.tasks.objectives.masked_words import MaskedWordsConfig, WordMasking
+from e2e_vl.tasks.objectives.words import MaskedWordsConfig, WordMasking
 from e2e_vl.tasks.pretraining import PretrainingWording
+from e2e_vl.text import LaidText, TextWriter
 from tests.tasks.wordings import make_tokenizer, sample_of, spoken, word
 
 

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Question, ReferredBox, SampleText
 from e2e_vl.tasks.refcoco import ReferringTask
+from e2e_vl.text import TextWriter
 from tests.tasks.wordings import make_tokenizer, photo, sample_of, tokens, word
 
 TRUTH = ReferredBox((10, 20, 30, 40))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from e2e_vl.converter import from_dict
-from e2e_vl.engine import build
-from e2e_vl.tasks.heads import Sizes
+from e2e_vl.run import build
+from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask

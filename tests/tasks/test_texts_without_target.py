@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from e2e_vl.encoders.vl_bert import VLBertModel
-from e2e_vl.engine.evaluate import metrics_of, with_correct
-from e2e_vl.layout import TextWriter
+from e2e_vl.examples import Wording
+from e2e_vl.run.evaluate import metrics_of, with_correct
 from e2e_vl.samples import HumanAnswers, PhraseBoxes, ReferredBox, RightAnswer, RightChoice, SampleImage, SampleText
 from e2e_vl.structures import Batch, EncoderOutput
 from e2e_vl.tasks.base import Task, with_target, without_answers
@@ -22,7 +22,7 @@ from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.tasks.vcr import VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
-from e2e_vl.wording import Wording
+from e2e_vl.text import TextWriter
 from tests.encoders.test_vl_bert import make_inputs
 from tests.tasks.wordings import make_tokenizer, photo, sample_of, word
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from e2e_vl.tasks.vcr_sentences import (
+from e2e_vl.tasks.vcr import (
     NEUTRAL_NAMES,
     Piece,
     cut_answers,

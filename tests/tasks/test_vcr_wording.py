@@ -9,9 +9,8 @@ import pytest
 
 from e2e_vl.converter import from_dict
 from e2e_vl.data.vcr import VCROptions
-from e2e_vl.layout import TextWriter
-from e2e_vl.tasks.vcr import VCRConfig, VCRTask
-from e2e_vl.tasks.vcr_sentences import NEUTRAL_NAMES
+from e2e_vl.tasks.vcr import NEUTRAL_NAMES, VCRConfig, VCRTask
+from e2e_vl.text import TextWriter
 from tests.data.tiny_vcr import TinyVCR
 from tests.tasks.wordings import photo, tokens, word
 from tests.tasks.wordings import spoken as spoken_by

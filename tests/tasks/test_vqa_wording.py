@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from e2e_vl.data.loading.collate import pad_texts
+from e2e_vl.data.batching import pad_texts
 from e2e_vl.encoders.vl_bert import VLBertModel
-from e2e_vl.layout import TextWriter
 from e2e_vl.samples import HumanAnswers, Question, SampleText
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.text import TextWriter
 from tests.tasks.wordings import make_tokenizer, photo, sample_of, tokens, word
 
 GIVEN = HumanAnswers(("left side",) * 6 + ("left",) * 4)

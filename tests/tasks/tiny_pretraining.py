@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import ImageBatch
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
-from e2e_vl.engine.build import build_objectives
+from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Batch, TextBatch
-from e2e_vl.targets import Targets
 from e2e_vl.tasks.objectives.base import Sizes
-from e2e_vl.tasks.objectives.masked_words import WordLabels
 from e2e_vl.tasks.objectives.relationship import MatchTargets
+from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
 
 SEP, CLASSES, VOCABULARY = 3, 5, 40

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from e2e_vl.data.loading.requests import random_generator
-from e2e_vl.examples import ImageExample, Placement, TextExample
+from e2e_vl.data.batching import random_generator
+from e2e_vl.examples import ImageExample, Placement, TextExample, Wording
 from e2e_vl.samples import Sample, SampleImage, SampleText
 from e2e_vl.text import build_vocabulary, load_tokenizer
-from e2e_vl.wording import Wording
 
 
 def make_tokenizer(folder: Path, *sentences: str) -> PreTrainedTokenizerBase:

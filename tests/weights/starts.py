@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from e2e_vl.config import RunConfig
-from e2e_vl.engine.build import ADAPTERS, TASKS, build_objectives
+from e2e_vl.run.build import ADAPTERS, TASKS, build_objectives
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.weights.start import StartRules

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from e2e_vl.commands import convert_weights
+from e2e_vl.cli import convert_weights
 from e2e_vl.config import RunConfig
 from e2e_vl.encoders.base import Encoder
-from e2e_vl.engine import build
-from e2e_vl.engine.build_data import build_tokenizer
-from e2e_vl.engine.saving import load_model, save_model
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run import build
+from e2e_vl.run.build import build_tokenizer
+from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.structures import Ability, EncoderOutput
 from e2e_vl.text import build_vocabulary
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module

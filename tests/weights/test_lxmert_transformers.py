@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import LxmertForPreTraining, LxmertForQuestionAnswering, LxmertModel
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.precomputed import PrecomputedDetector
-from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
+from e2e_vl.encoders.base import NoEncoder, NoEncoderConfig
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import TextBatch, TextRegions
 from e2e_vl.tasks.gqa import GQAConfig, GQATask
 from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
-from e2e_vl.weights.lxmert import OfficialLxmert
-from e2e_vl.weights.lxmert_transformers import TransformersLxmert
+from e2e_vl.weights.lxmert import OfficialLxmert, TransformersLxmert
 from e2e_vl.weights.start import load_encoder, load_task
 from tests.encoders.test_lxmert import SMALL
 from tests.encoders.test_vl_bert import make_inputs

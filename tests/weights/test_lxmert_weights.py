@@ -17,12 +17,12 @@ from transformers import (
     LxmertModel,
 )
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.precomputed import PrecomputedDetector
+from e2e_vl.encoders.base import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
-from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
-from e2e_vl.engine.build import ADAPTERS, TASKS
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.build import ADAPTERS, TASKS
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask

@@ -9,13 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.encoders.base import Encoder
-from e2e_vl.engine.build import ADAPTERS, TASKS
-from e2e_vl.engine.run import Start
-from e2e_vl.engine.summary import origin_text
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.build import ADAPTERS, TASKS, Start
+from e2e_vl.run.trackers import origin_text
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.weights.lxmert import OfficialLxmert
 from e2e_vl.weights.start import StartRules, load_encoder

@@ -20,21 +20,20 @@ from transformers import (
 )
 
 from detector.checkpoint import load_checkpoint
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.precomputed import PrecomputedDetector
-from detector.r2c_network import NetworkSizes, R2CNetwork
+from detector.r2c import NetworkSizes, R2CNetwork
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
-from e2e_vl.engine.build import ADAPTERS, TASKS
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.build import ADAPTERS, TASKS
 from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTask
 from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.weights.start import StartRules, load_encoder, load_task
-from e2e_vl.weights.visual_bert import OfficialVisualBert, VisualBertFromBert, official_state
-from e2e_vl.weights.visual_bert_transformers import TransformersVisualBert
+from e2e_vl.weights.visual_bert import OfficialVisualBert, TransformersVisualBert, VisualBertFromBert, official_state
 from tests.weights.starts import pretraining_task
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

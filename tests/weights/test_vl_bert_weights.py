@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detector.checkpoint import load_checkpoint
-from detector.config_file import flatten
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig, flatten
 from detector.faster_rcnn import FasterRCNN
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel

@@ -14,16 +14,21 @@ import numpy as np
 import torch
 
 from detector.errors import UserError
-from e2e_vl.analysis.attention_run import AttentionRequest, caption_examples
+from e2e_vl.analysis.captions import read_parses
 from e2e_vl.analysis.collect import collect_attention, texts_to_show
-from e2e_vl.analysis.parses import read_parses
-from e2e_vl.box_sources import BoxSource
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.analysis.run import AttentionRequest, caption_examples
+from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.base import open_options
-from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
-from e2e_vl.engine.build import build_detector, build_model, named_parts
-from e2e_vl.engine.build_data import build_collate, make_synthetic_data, training_texts
-from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.data.features import RegionFeatures, save_npz
+from e2e_vl.run.build import (
+    build_collate,
+    build_detector,
+    build_model,
+    make_synthetic_data,
+    named_parts,
+    training_texts,
+)
+from e2e_vl.run.launch import make_accelerator
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from measuring import machine_facts, peak_mib, print_machine
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from detector.yaml_text import read_yaml
+from detector.io import read_yaml
 from e2e_vl.text import build_vocabulary
 from measuring import ROOT
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from check_files import WRITERS
-from e2e_vl.commands import check_data
+from e2e_vl.cli import check_data
 
 _POLL_SECONDS = 0.5
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from detector.errors import UserError
 from detector.structures import DetectionTargets, ImageBatch
-from e2e_vl.engine.build import DETECTORS
+from e2e_vl.run.build import DETECTORS
 from measuring import machine_facts, print_machine, random_boxes, spread, take_turns
 from torchvision_rival import RIVALS, make_pair
 

@@ -17,12 +17,10 @@ from torch import Tensor
 
 from detector.errors import UserError
 from e2e_vl.config import RunConfig
-from e2e_vl.data.loading.grouping import GroupedBatchSampler
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.build import resolve
-from e2e_vl.engine.optim import build_optimizer
-from e2e_vl.engine.run import Run, build_run
+from e2e_vl.data.batching import GroupedBatchSampler, Request
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.build import Run, build_run, resolve
+from e2e_vl.run.optim import build_optimizer
 from e2e_vl.structures import Batch, ModelOutput
 from measuring import machine_facts, print_sizes, random_boxes, spread, take_turns
 

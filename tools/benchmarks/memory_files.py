@@ -7,8 +7,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from e2e_vl.synthetic.conceptual_writer import RECORDS_PER_SHARD, CaptionedImage, write_shards
-from e2e_vl.synthetic.corpus_writer import draw_lines
+from e2e_vl.synthetic.conceptual import RECORDS_PER_SHARD, CaptionedImage, draw_lines, write_shards
 from e2e_vl.synthetic.scenes import SceneConfig
 from e2e_vl.text import build_vocabulary
 

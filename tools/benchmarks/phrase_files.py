@@ -23,9 +23,9 @@ import numpy as np
 from PIL import Image
 from tqdm.auto import tqdm
 
-from e2e_vl.data.formats.flickr_entities import read_annotation, read_sentences
-from e2e_vl.data.formats.region_graphs import read_region_graphs
+from e2e_vl.data.flickr30k import read_annotation, read_sentences
 from e2e_vl.data.refcoco import NounPhrases
+from e2e_vl.data.visual_genome import read_region_graphs
 
 NOUNS = ("clock", "man", "tree", "car", "sidewalk", "shirt", "window", "sign", "building", "street")
 SENTENCES, BOXES, REGIONS = 14, 7, 50  # per image

@@ -21,12 +21,10 @@ from safetensors.torch import save_file
 
 from detector.errors import UserError
 from e2e_vl.config import load_config
-from e2e_vl.data.loading.batches import BatchLoader
-from e2e_vl.data.loading.grouping import GroupedBatchSampler
-from e2e_vl.engine.build import build_detector, resolve
-from e2e_vl.engine.run import build_run
-from e2e_vl.engine.train import train
-from e2e_vl.run_files import RunLog, read_log
+from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler
+from e2e_vl.io import RunLog, read_log
+from e2e_vl.run.build import build_detector, build_run, resolve
+from e2e_vl.run.train import train
 from measuring import machine_facts, peak_mib
 from memory_files import MIB, write_files
 

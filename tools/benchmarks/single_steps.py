@@ -17,8 +17,8 @@ import torch
 from tqdm.auto import tqdm
 
 from e2e_vl.config import RunConfig
-from e2e_vl.engine.optim import build_optimizer
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.optim import build_optimizer
 from e2e_vl.structures import Batch
 from grouped_steps import build_batches, common_settings, with_rois
 from measuring import machine_facts, print_sizes, synchronize

@@ -15,10 +15,10 @@ from typing import Any
 import yaml
 
 from check_files import WRITERS
-from detector.yaml_text import read_yaml
+from detector.io import read_yaml
+from e2e_vl.config import DataSettings
 from e2e_vl.data.base import VLDataset, Wants, open_options
 from e2e_vl.data.storage.record_errors import NotedErrors
-from e2e_vl.data_settings import DataSettings
 from measuring import ROOT
 
 EPOCH = 0.25  # the part of an epoch that the worker reads
@@ -82,10 +82,11 @@ def benchmark_start(folder: Path, kinds: list[str], share: float) -> dict[str, A
 
 def measure_config(path: Path) -> dict[str, float]:
     """`measure_start` of the training split of a config."""
-    from e2e_vl.box_sources import BoxSource  # late: these import torch
-    from e2e_vl.config import load_config
-    from e2e_vl.engine.build import named_parts
-    from e2e_vl.engine.build_data import wants_of
+    from e2e_vl.config import (
+        BoxSource,  # late: these import torch
+        load_config,
+    )
+    from e2e_vl.run.build import named_parts, wants_of
 
     config = load_config(path)
     wants = wants_of(config, BoxSource(config.data.boxes.train), training=True)

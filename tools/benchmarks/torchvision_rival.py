@@ -10,10 +10,10 @@ from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.models.detection.faster_rcnn import FasterRCNN as TorchvisionModel
 
 from detector.checkpoint import load_weights
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN, pad_to_multiple
 from detector.structures import DetectionTargets, ImageBatch, Loss, Regions
-from detector.torchvision_names import from_torchvision_detector
+from detector.weight_names import from_torchvision_detector
 
 RIVALS = ("torchvision_R_50_FPN", "torchvision_R_50_FPN_v2")  # settings in detector/published
 DIVISIBILITY = 32  # of the sides of torchvision's batches

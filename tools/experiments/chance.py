@@ -10,12 +10,10 @@ import torch
 
 from detector.boxes import pairwise_iou
 from detector.errors import UserError
-from e2e_vl.box_sources import BoxSource
-from e2e_vl.config import RunConfig
+from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.base import VLDataset
-from e2e_vl.engine.build import named_parts
-from e2e_vl.engine.build_data import make_synthetic_data, open_split
-from e2e_vl.evaluation.vqa import answer_accuracy
+from e2e_vl.metrics.vqa import answer_accuracy
+from e2e_vl.run.build import make_synthetic_data, named_parts, open_split
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, HumanAnswers, PhraseBoxes, ReferredBox, RightAnswer, SampleText
 from e2e_vl.text import split_words
 

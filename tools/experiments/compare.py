@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from detector.errors import MissingFileError, UserError
-from detector.yaml_text import read_yaml
-from e2e_vl.command_line import make_parser, says_errors
+from detector.io import read_yaml
+from e2e_vl.cli.common import make_parser, says_errors
 from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, write_table
 
 

@@ -16,10 +16,10 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from detector.errors import UserError
-from detector.plain_json import read_plain_json
+from detector.io import read_plain_json
 from e2e_vl.config import differences, load_config
-from e2e_vl.engine.build import resolve
-from e2e_vl.whole_files import write_json, write_text
+from e2e_vl.io import write_json, write_text
+from e2e_vl.run.build import resolve
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 

@@ -28,11 +28,10 @@ from typing import Any, NamedTuple
 
 from chance import chance_of
 from detector.errors import UserError
-from detector.yaml_text import read_yaml
-from e2e_vl.box_sources import BoxSource
-from e2e_vl.command_line import make_parser, says_errors
-from e2e_vl.config import EncoderSettings, RunConfig, load_config, save_config
-from e2e_vl.metric_names import MetricName
+from detector.io import read_yaml
+from e2e_vl.cli.common import make_parser, says_errors
+from e2e_vl.config import BoxSource, EncoderSettings, RunConfig, load_config, save_config
+from e2e_vl.metrics.names import MetricName
 from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, write_table
 
 ROOT = Path(__file__).resolve().parents[2]

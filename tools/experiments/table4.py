@@ -24,9 +24,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from detector.errors import UserError
-from e2e_vl.command_line import make_parser, says_errors
+from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.config import load_config
-from e2e_vl.engine.build_data import make_synthetic_data, training_texts
+from e2e_vl.run.build import make_synthetic_data, training_texts
 from e2e_vl.text import build_vocabulary
 from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, write_table
 

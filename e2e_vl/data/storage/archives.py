@@ -16,8 +16,7 @@ from typing import BinaryIO
 import numpy as np
 from tqdm.auto import tqdm
 
-from detector.errors import MissingFileError, UserError
-from detector.file_faults import reading
+from detector.errors import MissingFileError, UserError, reading
 from detector.zip_directory import (
     LOCAL_HEADER,
     DamagedZipError,
@@ -29,7 +28,7 @@ from detector.zip_directory import (
     read_entries,
 )
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
-from e2e_vl.file_names import inside
+from e2e_vl.io import inside
 
 _VERSION = "zip 4"
 _COLUMNS = 6  # hash of the name, offset of the local header, packed bytes, method of packing, CRC-32, latest end

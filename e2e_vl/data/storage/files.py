@@ -8,9 +8,7 @@ from typing import Any, TypeVar
 
 from msgspec import convert
 
-from detector.errors import MissingFileError, UserError
-from detector.file_faults import reading
-from detector.user_paths import user_path
+from detector.errors import MissingFileError, UserError, reading, user_path
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.shared_reads import collection_paused
 from e2e_vl.records import MISFITS, REMEDY, FourNumbers, as_written, checked, cut_text, parsed_json

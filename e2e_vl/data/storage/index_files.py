@@ -24,9 +24,8 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
-from detector.errors import DiskError, MissingFileError, UserError
-from detector.file_faults import reading
-from e2e_vl.whole_files import take_place
+from detector.errors import DiskError, MissingFileError, UserError, reading
+from e2e_vl.io import take_place
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from detector.errors import UserError
-from detector.file_faults import reading
+from detector.errors import UserError, reading
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.index_files import OpenFiles
 from e2e_vl.json_keys import UNSURE, count_byte, may_escape_colons, repeated_key, write_again

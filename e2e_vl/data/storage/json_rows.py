@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from detector.file_faults import reading
+from detector.errors import reading
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.shared_reads import collection_paused
 from e2e_vl.json_keys import count_byte, has_each_key_once, may_escape_colons

@@ -17,7 +17,7 @@ import struct
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from detector.file_faults import reading
+from detector.errors import reading
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _PAGE = struct.Struct("<Q2xHHH")  # number of the page, flags, lower and upper bound of its free room

@@ -17,15 +17,14 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from detector.interface import Detector
-from detector.structures import Loss
+from detector.structures import Detector, Loss
 from e2e_vl.converter import check_numbers
+from e2e_vl.examples import Targets
 from e2e_vl.hiding import HidingRule
-from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import DataFacts, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions
-from e2e_vl.targets import Targets
-from e2e_vl.tasks.heads import Sizes, Transform, start_head
+from e2e_vl.tasks.base import Sizes, Transform, start_head
+from e2e_vl.text import LaidText, TextWriter
 
 MASK = "[MASK]"  # a hidden wordpiece in a text
 NO_LABEL = -1

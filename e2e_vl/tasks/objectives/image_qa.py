@@ -15,15 +15,13 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from detector.errors import UserError
-from detector.interface import Detector
-from detector.structures import Loss
-from e2e_vl.evaluation.vqa import soft_scores
+from detector.structures import Detector, Loss
+from e2e_vl.examples import Targets, stacked
 from e2e_vl.hiding import HidingRule
-from e2e_vl.layout import LaidText, TextWriter
+from e2e_vl.metrics.vqa import soft_scores
 from e2e_vl.samples import DataFacts, HumanAnswers, RightAnswer, ScoredAnswers
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
-from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.heads import Head, Transform
+from e2e_vl.tasks.base import Head, Transform
 from e2e_vl.tasks.objectives.base import (
     NO_LABEL,
     Choice,
@@ -35,7 +33,7 @@ from e2e_vl.tasks.objectives.base import (
     Sizes,
     WordHead,
 )
-from e2e_vl.text import plain_answer
+from e2e_vl.text import LaidText, TextWriter, plain_answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +42,7 @@ class ImageQAConfig(ObjectiveConfig):
 
     name = "image_qa"
     # the possible answers, or a file of them such as LXMERT's all_ans.json, see
-    # `e2e_vl.data.formats.answer_files.read_answers`; the position in the list is the class
+    # `e2e_vl.data.answer_lists.read_answers`; the position in the list is the class
     answers: list[str] | tuple[str, ...] | str | None = None
     answer_sources: list[str] | tuple[str, ...] | None = None  # of that file, only answers of these data sets
     # of several answers in the list, "drawn" takes one with a probability in proportion to its score, in each epoch

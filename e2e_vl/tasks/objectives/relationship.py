@@ -18,14 +18,12 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 
 from detector.errors import UserError
-from detector.interface import Detector
-from detector.structures import Loss
+from detector.structures import Detector, Loss
+from e2e_vl.examples import Targets, stacked
 from e2e_vl.hiding import HidingRule
-from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import ChoiceText, DataFacts, RightChoice
 from e2e_vl.structures import Ability, Batch, EncoderOutput, TextRegions, at_least_float32
-from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.heads import start_head
+from e2e_vl.tasks.base import start_head
 from e2e_vl.tasks.objectives.base import (
     Draft,
     Objective,
@@ -35,6 +33,7 @@ from e2e_vl.tasks.objectives.base import (
     Sizes,
     WordHead,
 )
+from e2e_vl.text import LaidText, TextWriter
 
 FEW_IMAGES = "Captions of other images need at least two images."
 FEW_CAPTIONS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from e2e_vl.data.formats.answer_files import read_answers, write_answers
+from e2e_vl.data.answer_lists import read_answers, write_answers
 
 
 def test_answers_of_every_format(tmp_path):

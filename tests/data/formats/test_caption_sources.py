@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from e2e_vl.data.formats.caption_sources import CocoCaptions
+from e2e_vl.data.captions import CocoCaptions
 
 CONTENT = {
     "images": [{"id": 5, "file_name": "a.jpg", "height": 3, "width": 4}, {"id": 1, "file_name": "b.jpg"}],

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from e2e_vl.data.formats.coco import object_labels, read_instances
+from e2e_vl.data.coco import object_labels, read_instances
 from tests.forked_memory import SMAPS, growth_in_a_fork
 
 

@@ -7,7 +7,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from e2e_vl.data.formats.conceptual import VLBertCaptions
+from e2e_vl.data.captions import VLBertCaptions
 from e2e_vl.samples import EncodedImage
 
 BOXES = np.array([[0, 0, 10, 10], [5, 5, 20, 15], [1, 2, 3, 4]], dtype=np.float32)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.data.formats.conllu import ParsedWord, read_conllu
+from e2e_vl.analysis.captions import ParsedWord, read_conllu
 
 GOOD = """# text = It isn't red.
 1\tIt\tit\tPRON\t_\t_\t4\tnsubj\t_\t_

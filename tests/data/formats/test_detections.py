@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from e2e_vl.data.formats.detections import DetectionsFile
+from e2e_vl.data.image_loader import DetectionsFile
 
 
 def test_a_flat_list_is_grouped_by_image_in_file_order(tiny):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from e2e_vl.data.formats.gqa_files import (
+from e2e_vl.data.gqa import (
     EntryFile,
     GQAQuestions,
     find_entry,

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.data.formats.image_lists import list_images, read_given_boxes
+from e2e_vl.data.user_inputs import list_images, read_given_boxes
 
 
 def touch(folder: Path, *names: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from e2e_vl.data.formats.lxmert_files import read_image_sentences, read_listed_pairs, read_scored_questions
+from e2e_vl.data.lxmert import read_image_sentences, read_listed_pairs, read_scored_questions
 
 IMAGE = {"img_id": "a", "sentf": {"mscoco": ["A cat."], "vqa": ["Is it?", "So?"]}, "labelf": {"vqa": [{"yes": 1}, {}]}}
 QUESTION = {"question_id": 7, "img_id": "a", "sent": "Is it?", "label": {"yes": 0.3}, "answer_type": "other"}

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from e2e_vl.data.formats.refer import ReferFiles, read_refs, split_contains
+from e2e_vl.data.refcoco import ReferFiles, read_refs, split_contains
 
 
 def read(tiny) -> ReferFiles:

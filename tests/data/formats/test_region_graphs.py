@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.data.formats.region_graphs import read_region_boxes, read_region_graphs
 from e2e_vl.data.storage.record_errors import NotedErrors
+from e2e_vl.data.visual_genome import read_region_boxes, read_region_graphs
 
 MAN = {"object_id": 1, "x": 10, "y": 20, "w": 30, "h": 40, "name": "man", "synsets": ["man.n.01"]}
 OTHER = MAN | {"object_id": 2, "x": 60}

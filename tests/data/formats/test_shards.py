@@ -14,9 +14,9 @@ from PIL import Image
 
 from detector.errors import UserError
 from detector.images import ResizeRule
-from e2e_vl.data.formats import shards
-from e2e_vl.data.formats.shards import ShardCaptions
-from e2e_vl.data.images.reading import read_image
+from e2e_vl.data import captions as shards
+from e2e_vl.data.captions import ShardCaptions
+from e2e_vl.data.image_loader import read_image
 
 
 def jpeg(value: int, size=(20, 10)) -> bytes:

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from e2e_vl.data.formats.user_boxes import read_boxes
+from e2e_vl.data.user_inputs import read_boxes
 
 
 def test_boxes_in_words():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from e2e_vl.data.formats.vqa_files import read_questions
+from e2e_vl.data.vqa import read_questions
 
 
 class Files:

@@ -7,11 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from detector.selection_rule import SelectionRule
-from e2e_vl.data.formats.detections import DetectionsFile
-from e2e_vl.data.images.candidates import DetectedBoxes, StoredBoxes, open_boxes
-from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
-from e2e_vl.data.storage.features.stores import open_features
+from detector.config import SelectionRule
+from e2e_vl.data.features import RegionFeatures, open_features, save_npz
+from e2e_vl.data.image_loader import DetectedBoxes, DetectionsFile, StoredBoxes, open_boxes
 from tests.data.tiny_refcoco import DETECTIONS_7, detection
 
 RULE = SelectionRule(min_score=0.5, min_regions=1, max_regions=100)

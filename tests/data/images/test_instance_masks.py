@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from e2e_vl.data.images.instance_masks import instance_mask
+from e2e_vl.data.image_loader import instance_mask
 
 
 def picture(mask: np.ndarray) -> list[str]:

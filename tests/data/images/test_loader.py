@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from detector.selection_rule import SelectionRule
-from e2e_vl.data.formats.coco import read_instances
-from e2e_vl.data.images.candidates import BoxReader, open_boxes
-from e2e_vl.data.images.loader import Augmentation
-from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
+from detector.config import SelectionRule
+from e2e_vl.data.coco import read_instances
+from e2e_vl.data.features import RegionFeatures, save_npz
+from e2e_vl.data.image_loader import Augmentation, BoxReader, open_boxes
 from e2e_vl.examples import ImageExample
 from e2e_vl.samples import AnnotatedObjects, BrokenImageError, CandidateBoxes, EncodedImage, SampleImage
 from tests.data.roads import DOUBLE, SAME, make_loader

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from detector.images import ResizeRule
-from e2e_vl.data.images.reading import ImageSizeError, read_image
+from e2e_vl.data.image_loader import ImageSizeError, read_image
 from e2e_vl.examples import Placement
 from e2e_vl.samples import EncodedImage
 

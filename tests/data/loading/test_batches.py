@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from e2e_vl.data.loading.batches import BatchLoader
-from e2e_vl.data.loading.grouping import GroupedBatchSampler
+from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler
 
 GROUPS = [[0, 1], [2], [3, 4, 5]]
 

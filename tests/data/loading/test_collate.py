@@ -6,13 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from e2e_vl.data.loading.collate import collate, pad_texts
-from e2e_vl.data.loading.requests import Request
-from e2e_vl.examples import DetectionObjects, Example, ImageExample, Placement, TextExample
-from e2e_vl.layout import LaidText, TextWriter
+from e2e_vl.data.batching import Request, collate, pad_texts
+from e2e_vl.examples import (
+    DetectionObjects,
+    Example,
+    ImageExample,
+    Placement,
+    Targets,
+    TextExample,
+    per_wordpiece,
+    stacked,
+)
 from e2e_vl.structures import RegionLabels
-from e2e_vl.targets import Targets, per_wordpiece, stacked
 from e2e_vl.tasks.refcoco import ReferringWording
+from e2e_vl.text import LaidText, TextWriter
 from tests.data.roads import examples
 from tests.data.tiny_readers import refcoco
 

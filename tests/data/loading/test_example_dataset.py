@@ -12,18 +12,14 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from detector.selection_rule import SelectionRule
+from detector.config import SelectionRule
 from e2e_vl.data.base import VLDataset
-from e2e_vl.data.images.candidates import open_boxes
-from e2e_vl.data.loading.collate import collate
-from e2e_vl.data.loading.example_dataset import ExampleDataset
-from e2e_vl.data.loading.grouping import ConsecutiveGroups
-from e2e_vl.data.loading.requests import Request, random_generator
-from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
-from e2e_vl.examples import ImageExample, TextExample
-from e2e_vl.layout import TextWriter
+from e2e_vl.data.batching import ConsecutiveGroups, ExampleDataset, Request, collate, random_generator
+from e2e_vl.data.features import RegionFeatures, save_npz
+from e2e_vl.data.image_loader import open_boxes
+from e2e_vl.examples import Draw, ImageExample, TextExample, Wording
 from e2e_vl.samples import Sample, SampleText
-from e2e_vl.wording import Draw, Wording
+from e2e_vl.text import TextWriter
 from tests.data.roads import DOUBLE, SAME, examples, words_of
 from tests.data.tiny_readers import READERS, captions
 from tests.data.tiny_refcoco import GT_7

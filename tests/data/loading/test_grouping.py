@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from e2e_vl.data.loading.grouping import ConsecutiveGroups, GroupedBatchSampler
+from e2e_vl.data.batching import ConsecutiveGroups, GroupedBatchSampler
 
 GROUPS = [[0, 1, 2, 3, 4], [5], [6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17], [18, 19, 20]]
 TEXTS = list(range(21))

@@ -15,12 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from e2e_vl.data.loading.batches import BatchLoader
-from e2e_vl.data.loading.collate import collate
-from e2e_vl.data.loading.grouping import GroupedBatchSampler
-from e2e_vl.data.loading.packing import pack, unpack
+from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler, collate, pack, unpack
 from e2e_vl.examples import DetectionObjects, Example, ImageExample, Placement, TextExample
-from e2e_vl.layout import LaidText
+from e2e_vl.text import LaidText
 
 IMAGES = 256  # of a batch, each with boxes, features and labels of other numbers
 

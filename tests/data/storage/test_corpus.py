@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from e2e_vl.data.storage import corpus as module
-from e2e_vl.data.storage.corpus import TextLines
+from e2e_vl.data import captions as module
+from e2e_vl.data.captions import TextLines
 
 LINES = ["The first line.", "  zweite Zeile: naïve ", "x", "the last line has a few more words"]
 

@@ -19,13 +19,11 @@ from torch import Tensor, nn
 
 from detector.boxes import pairwise_iou
 from detector.structures import Loss
-from e2e_vl.examples import ImageExample, TextExample
-from e2e_vl.layout import TextWriter
+from e2e_vl.examples import Draw, ImageExample, Ragged, Targets, TextExample, Wording, nested, ragged
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
-from e2e_vl.targets import Ragged, Targets, nested, ragged
 from e2e_vl.tasks.base import Task
-from e2e_vl.wording import Draw, Wording
+from e2e_vl.text import TextWriter
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from e2e_vl.data.base import DataFiles, NoOptions
-from e2e_vl.data.formats.coco import CocoInstances
+from e2e_vl.data.coco import CocoInstances
 from e2e_vl.samples import RightChoice, Sample, SampleText
 from tests.engine.extensions.scenes import SceneDataset
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, NoOptions
-from e2e_vl.data.formats.coco import CocoInstances, read_instances
+from e2e_vl.data.coco import CocoInstances, read_instances
 from e2e_vl.samples import ReferredBox, Sample, SampleText
 from tests.engine.extensions.scenes import SceneDataset
 

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from detector.structures import Loss
+from e2e_vl.examples import Targets
 from e2e_vl.hiding import HidingRule
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
-from e2e_vl.targets import Targets
-from e2e_vl.tasks.heads import start_head
+from e2e_vl.tasks.base import start_head
 from e2e_vl.tasks.objectives.base import Objective, ObjectiveConfig, ObjectiveOutput, Sizes, WordHead
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants
-from e2e_vl.data.formats.coco import CocoInstances, read_instances
+from e2e_vl.data.coco import CocoInstances, read_instances
 from e2e_vl.samples import SampleImage
 
 

@@ -11,14 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detector.structures import Loss
-from e2e_vl.examples import ImageExample, TextExample
-from e2e_vl.layout import TextWriter
+from e2e_vl.examples import Draw, ImageExample, Targets, TextExample, Wording, stacked
 from e2e_vl.samples import Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
-from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import Task
-from e2e_vl.tasks.heads import Sizes
-from e2e_vl.wording import Draw, Wording
+from e2e_vl.tasks.base import Sizes, Task
+from e2e_vl.text import TextWriter
 
 
 @dataclasses.dataclass(frozen=True)

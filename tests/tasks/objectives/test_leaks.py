@@ -14,19 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from detector.detector_config import DetectorConfig
+from detector.config import DetectorConfig
 from detector.precomputed import PrecomputedDetector
 from detector.structures import ImageBatch, PrecomputedFeatures
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
-from e2e_vl.engine.build import build_objectives
+from e2e_vl.examples import Targets
 from e2e_vl.hiding import choose_regions
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Batch, HiddenRegions, RegionLabels, TextBatch
-from e2e_vl.targets import Targets
-from e2e_vl.tasks.heads import Sizes
+from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.objectives.image_qa import DrawnAnswer
-from e2e_vl.tasks.objectives.masked_words import WordLabels
 from e2e_vl.tasks.objectives.relationship import MatchTargets
+from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
 
 VOCABULARY, WIDTH, FEATURE, CLASSES, ATTRIBUTES = 20, 16, 6, 5, 4

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from e2e_vl.examples import Targets
 from e2e_vl.hiding import HidingRule
 from e2e_vl.structures import HiddenRegions, RegionLabels
-from e2e_vl.targets import Targets
-from e2e_vl.tasks.objectives.masked_regions import MaskedRegions, MaskedRegionsConfig
+from e2e_vl.tasks.objectives.regions import MaskedRegions, MaskedRegionsConfig
 from tests.tasks.objectives.tiny_objectives import CLASSES, SIZES, Inputs, make_inputs
 
 

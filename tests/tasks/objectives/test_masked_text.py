@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from e2e_vl.layout import TextWriter
-from e2e_vl.tasks.objectives.masked_text import CorpusMasking, MaskedTextConfig
+from e2e_vl.tasks.objectives.words import CorpusMasking, MaskedTextConfig
+from e2e_vl.text import TextWriter
 from tests.tasks.objectives.worded import make_wording, word_labels
 from tests.tasks.wordings import make_tokenizer, sample_of, tokens, word
 

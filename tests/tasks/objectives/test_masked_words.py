@@ -10,7 +10,7 @@ import pytest
 
 from e2e_vl.samples import HumanAnswers, Question, SampleText
 from e2e_vl.tasks.objectives.base import Draft
-from e2e_vl.tasks.objectives.masked_words import MaskedWordsConfig, mask_words
+from e2e_vl.tasks.objectives.words import MaskedWordsConfig, mask_words
 from tests.tasks.objectives.worded import make_task, make_wording, word_labels
 from tests.tasks.wordings import make_tokenizer, photo, sample_of, tokens, word
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from e2e_vl.examples import Targets
 from e2e_vl.structures import RegionLabels
-from e2e_vl.targets import Targets
-from e2e_vl.tasks.objectives.attribute_labels import AttributeLabels, AttributeLabelsConfig
-from e2e_vl.tasks.objectives.object_labels import ObjectLabels, ObjectLabelsConfig
+from e2e_vl.tasks.objectives.regions import AttributeLabels, AttributeLabelsConfig, ObjectLabels, ObjectLabelsConfig
 from tests.tasks.objectives.tiny_objectives import SIZES, Inputs, make_inputs
 
 CLASSES = SIZES.num_classes

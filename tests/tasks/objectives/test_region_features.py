@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from e2e_vl.examples import Targets
 from e2e_vl.structures import HiddenRegions, RegionLabels
-from e2e_vl.targets import Targets
-from e2e_vl.tasks.objectives.region_features import RegionFeaturesConfig, RegressedFeatures
+from e2e_vl.tasks.objectives.regions import RegionFeaturesConfig, RegressedFeatures
 from tests.tasks.objectives.tiny_objectives import SIZES, Inputs, make_inputs
 
 

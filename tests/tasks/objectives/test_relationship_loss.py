@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from e2e_vl.samples import RightChoice
 from e2e_vl.structures import Ability
-from e2e_vl.tasks.heads import Sizes
+from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.objectives.relationship import MatchTargets, Relationship, RelationshipConfig
 from tests.tasks.objectives.tiny_objectives import SIZES, make_inputs
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from e2e_vl.engine.build import build_objectives
 from e2e_vl.examples import TextExample
-from e2e_vl.layout import TextWriter
+from e2e_vl.run.build import build_objectives
 from e2e_vl.tasks.objectives.base import Objective, Sizes
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask, PretrainingWording
+from e2e_vl.text import TextWriter
 
 ONLY_WORDS = {"masked_text": 0.0, "masked_regions": 0.0, "relationship": 0.0}
 

@@ -11,8 +11,8 @@ import attention_memory
 import benchmark
 from e2e_vl.config import load_config
 from e2e_vl.data.base import open_options
-from e2e_vl.data.storage.features.stores import open_features
-from e2e_vl.engine.build import named_parts
+from e2e_vl.data.features import open_features
+from e2e_vl.run.build import named_parts
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "benchmark" / "attention.yaml"

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 import benchmark as tool
 import grouped_steps
 from e2e_vl.config import differences, load_config
-from e2e_vl.engine.run import build_run
+from e2e_vl.run.build import build_run
 
 ROOT = Path(__file__).parents[3]
 TWELVE = ("data.flip=0", "data.synthetic.scenes.train=12")

@@ -9,7 +9,7 @@ import torch
 
 import benchmark as tool
 import detector_speed
-from detector.named_weights import PUBLISHED
+from detector.zoo import PUBLISHED
 from torchvision_rival import RIVALS
 
 ROOT = Path(__file__).parents[3]

@@ -13,9 +13,9 @@ import yaml
 
 import jobs as jobs_module
 import pairs as tool
-from e2e_vl.commands import train as train_command
+from e2e_vl.cli import train as train_command
 from e2e_vl.config import differences, load_config
-from e2e_vl.engine.build import named_parts, resolve, task_config
+from e2e_vl.run.build import named_parts, resolve, task_config
 from tests.conftest import cpu_with_one_thread
 
 ROOT = Path(__file__).parents[3]

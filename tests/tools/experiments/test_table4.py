@@ -9,7 +9,7 @@ import pytest
 
 import table4 as tool
 from e2e_vl.config import load_config
-from e2e_vl.engine.build import build_objectives
+from e2e_vl.run.build import build_objectives
 from e2e_vl.tasks.objectives.base import Sizes
 
 ROOT = Path(__file__).parents[3]

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from detector.errors import UserError
-from e2e_vl.data.storage.features.record import RegionFeatures, check_record, save_npz
-from e2e_vl.data.storage.features.stores import open_features
-from e2e_vl.data.storage.features.writers import write_features
+from e2e_vl.data.features import RegionFeatures, check_record, open_features, save_npz, write_features
 
 BOXES = np.array([[0, 0, 10, 10], [5, 5, 40, 30]], dtype=np.float32)
 

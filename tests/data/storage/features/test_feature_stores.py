@@ -14,10 +14,18 @@ import numpy as np
 import pytest
 
 from detector.errors import UserError
-from e2e_vl.data.storage.features import stores
-from e2e_vl.data.storage.features.record import OPTIONAL, RegionFeatures, save_npz
-from e2e_vl.data.storage.features.stores import TSV_COLUMNS, TsvStore, open_features, sidecar
-from e2e_vl.data.storage.features.writers import check_format, write_features
+from e2e_vl.data import features as stores
+from e2e_vl.data.features import (
+    OPTIONAL,
+    TSV_COLUMNS,
+    RegionFeatures,
+    TsvStore,
+    check_format,
+    open_features,
+    save_npz,
+    sidecar,
+    write_features,
+)
 
 STAMP = {"config": {"a": [1, 2]}, "channel_order": "BGR"}
 FILES = {"tsv": "f.tsv", "lxmert": "f.tsv", "hdf5": "f.h5", "lmdb": "f.lmdb"}
@@ -188,7 +196,7 @@ def test_arrays_that_do_not_fit(records):
 
 
 def test_readers_need_no_optional_package_to_be_imported():
-    code = "import sys; sys.modules.update(h5py=None, lmdb=None); import e2e_vl.data.storage.features.writers"
+    code = "import sys; sys.modules.update(h5py=None, lmdb=None); import e2e_vl.data.features"
     root = Path(__file__).parents[4]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
 

@@ -1,0 +1,332 @@
+"""The Detectron2 backend: the real Detectron2 model behind this project's detector interface.
+
+Shape legend: see `detector/structures.py`. B counts the anchors on one feature map; `head_dim` is the width
+of the box predictor's input.
+
+The network's parts are Detectron2's, called in the order of its `GeneralizedRCNN`; `FasterRCNN` takes the same steps.
+Parameter names are Detectron2's in both backends, so their checkpoints are interchangeable.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float32
+from torch import Tensor, nn
+
+from detector.config import OUR_KEYS, STAGES, DetectorConfig, ResNetConfig, nest
+from detector.errors import UserError
+from detector.faster_rcnn import TwoStageDetector, pad_to_multiple
+from detector.resnet import BLOCKS_PER_STAGE
+from detector.roi_heads import CHUNK, AttributeHead, Detections, mask_maps
+from detector.rpn import configured_cell_anchors
+from detector.structures import (
+    DetectionTargets,
+    FeatureMap,
+    FeatureMaps,
+    ImageBatch,
+    ImageBoxes,
+    ImageSizes,
+    Loss,
+    RoIFeatures,
+)
+
+try:
+    from detectron2.config import CfgNode, get_cfg
+    from detectron2.layers import FrozenBatchNorm2d, ShapeSpec
+    from detectron2.modeling import build_model, build_proposal_generator, build_roi_heads
+    from detectron2.modeling.backbone import FPN, BasicStem, ResNet
+    from detectron2.modeling.backbone.fpn import LastLevelMaxPool
+    from detectron2.modeling.backbone.resnet import BasicBlock
+    from detectron2.modeling.roi_heads import FastRCNNOutputLayers
+    from detectron2.structures import Boxes, Instances
+    from detectron2.utils.events import EventStorage
+except ImportError as error:
+    raise ImportError(
+        f"The detectron2 backend needs Detectron2, which cannot be imported here ({error}); install it with: "
+        "python -m pip install 'git+https://github.com/facebookresearch/detectron2.git'"
+    ) from error
+
+
+# Keys of ours that only the built-in detector has: torchvision's arithmetic.
+BUILTIN_KEYS = (
+    "MODEL.ANCHOR_GENERATOR.STRIDES",
+    "MODEL.RPN.LOSS_NORMALISER",
+    "MODEL.RPN.MIN_SIDE",
+    "MODEL.RPN.SCORE_THRESH",
+    "MODEL.ROI_HEADS.MIN_SIDE",
+    "MODEL.ROI_BOX_HEAD.LEVEL_RULE",
+)
+
+
+class LevelOutputs(NamedTuple):
+    """The region proposal network's output for every anchor, one entry per feature map."""
+
+    anchors: list[Boxes]
+    objectness: list[Float32[Tensor, "N _B"]]  # logits
+    deltas: list[Float32[Tensor, "N _B 4"]]
+
+
+class SampledInstances(NamedTuple):
+    """The RoIs of N images that the box head is trained on, with Detectron2's labels."""
+
+    boxes: list[Float32[Tensor, "_P 4"]]
+    instances: list[Instances]
+
+
+class OutputLayers(AttributeHead, FastRCNNOutputLayers):
+    """Detectron2's box predictor, with room for the attribute head."""
+
+
+class Stem(nn.Module):
+    """Detectron2's stem with another pool: "caffe_max" (no padding, sizes rounded up) or "none"."""
+
+    def __init__(self, conv1: nn.Module, pool: str) -> None:
+        super().__init__()
+        self.conv1 = conv1
+        self.pool = pool
+
+    def forward(self, x: Float[Tensor, "N 3 H W"]) -> FeatureMap:
+        """A map of H/4, W/4 cells (H/2, W/2 without a pool)."""
+        x = F.relu_(self.conv1(x))
+        return x if self.pool == "none" else F.max_pool2d(x, kernel_size=3, stride=2, padding=0, ceil_mode=True)
+
+
+class Detectron2Detector(TwoStageDetector):
+    """A Faster R-CNN of Detectron2: C4 (`Res5ROIHeads`) or with a box head (`StandardROIHeads`, e.g. FPN).
+
+    Images come normalised, so Detectron2's own preprocessing (`GeneralizedRCNN.preprocess_image`) is not used.
+    """
+
+    config_class = DetectorConfig
+
+    def __init__(self, config: DetectorConfig) -> None:
+        """
+        Raises:
+            ValueError: Detectron2 refuses a value, or lacks a setting of `BUILTIN_KEYS`.
+        """
+        super().__init__()
+        self.config = config
+        flat = config.to_flat()  # it holds keys of ours only where they differ from their default
+        unread = [key for key in BUILTIN_KEYS if key in flat]
+        if unread:
+            raise UserError(f"Detectron2 has no {unread[0]}; leave it out, or use detector.backend builtin.")
+        try:
+            cfg = make_cfg(self.config)
+            self.backbone, self.proposal_generator, self.roi_heads = build_parts(cfg, config)
+        except (AssertionError, KeyError, ValueError) as error:
+            raise UserError(f"Detectron2 refuses the detector's config: {error}") from error
+        adapt(self.backbone, self.proposal_generator, self.roi_heads, self.config)
+        head_dim = self.roi_heads.box_predictor.cls_score.in_features
+        self.feature_dim = config.feature_dim
+        self.num_classes = self.roi_heads.num_classes
+        self.map_size = config.map_size
+        predictor = OutputLayers(cfg, ShapeSpec(channels=head_dim, height=1, width=1))
+        predictor.add_attribute_layers(head_dim, config.attributes)
+        self.roi_heads.box_predictor = predictor
+
+    def features(self, images: ImageBatch) -> FeatureMaps:
+        """Feature maps by name: `res4` of a C4 model, `p2` .. `p6` of an FPN."""
+        return self.backbone(pad_to_multiple(images.pixels, max(self.backbone.size_divisibility, 1)))
+
+    def run_rpn(self, features: FeatureMaps) -> LevelOutputs:
+        rpn = self.proposal_generator
+        maps = [features[name] for name in rpn.in_features]
+        objectness, deltas = rpn.rpn_head(maps)
+        return LevelOutputs(
+            anchors=rpn.anchor_generator(maps),
+            objectness=[scores.float().permute(0, 2, 3, 1).flatten(1) for scores in objectness],
+            deltas=[
+                rows.float()
+                .unflatten(1, (-1, 4))
+                .permute(0, 3, 4, 1, 2)
+                .flatten(1, 3)  # [N, cell_anchors * 4, h, w] -> [N, B, 4]
+                for rows in deltas
+            ],
+        )
+
+    def propose(self, rpn_output: LevelOutputs, sizes: ImageSizes) -> ImageBoxes:
+        found = self.proposal_generator.predict_proposals(*rpn_output, sizes)
+        return [instances.proposal_boxes.tensor for instances in found]
+
+    def rpn_losses(self, rpn_output: LevelOutputs, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
+        rpn = self.proposal_generator
+        with EventStorage():  # Detectron2 logs into it; nothing here reads it
+            labels, matched = rpn.label_and_sample_anchors(rpn_output.anchors, to_instances(targets, sizes))
+            losses = rpn.losses(rpn_output.anchors, rpn_output.objectness, labels, rpn_output.deltas, matched)
+        return to_sums(losses, rpn.batch_size_per_image * len(sizes))
+
+    def sample(self, proposals: ImageBoxes, targets: DetectionTargets, sizes: ImageSizes) -> SampledInstances:
+        candidates = [
+            Instances(size, proposal_boxes=Boxes(boxes), objectness_logits=boxes.new_zeros(len(boxes)))
+            for size, boxes in zip(sizes, proposals, strict=True)
+        ]
+        with EventStorage():
+            instances = self.roi_heads.label_and_sample_proposals(candidates, to_instances(targets, sizes))
+        return SampledInstances([rows.proposal_boxes.tensor for rows in instances], instances)
+
+    def head_losses(
+        self, inputs: Float[Tensor, "J head_dim"], sampled: SampledInstances, targets: DetectionTargets
+    ) -> dict[str, Loss]:
+        predictor = self.roi_heads.box_predictor
+        with EventStorage():
+            losses = predictor.losses(predictor(inputs), sampled.instances)
+        losses = to_sums(losses, len(inputs))
+        if predictor.has_attributes and targets.attributes is not None:
+            labels = [
+                rows.gt_attributes if rows.has("gt_attributes") else given.new_full((len(rows), given.shape[1]), -1)
+                for rows, given in zip(sampled.instances, targets.attributes, strict=True)
+            ]
+            classes = torch.cat([rows.gt_classes for rows in sampled.instances])
+            losses["loss_attribute"] = predictor.attribute_loss(inputs, classes, torch.cat(labels))
+        return losses
+
+    def pool(self, features: FeatureMaps, rois: Float[Tensor, "J 5"]) -> Float[Tensor, "J channels S S"]:
+        """RoI maps; the rows of `rois` are ordered by image."""
+        heads = self.roi_heads
+        maps = [features[name] for name in heads.in_features]
+        maps = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in maps]  # as the built-in detector pools
+        counts = torch.bincount(rois[:, 0].long(), minlength=len(maps[0])).tolist()
+        boxes = [Boxes(rows) for rows in rois[:, 1:].split(counts)]
+        return (heads.box_pooler if self.config.has_box_head else heads.pooler)(maps, boxes)
+
+    def describe(
+        self, features: FeatureMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None = None
+    ) -> RoIFeatures:
+        if not (torch.is_grad_enabled() or self.training or len(rois) <= CHUNK):
+            parts = torch.arange(len(rois), device=rois.device).split(CHUNK)
+            return RoIFeatures.join(
+                [self.describe(features, rois[rows], None if masks is None else masks[rows]) for rows in parts]
+            )
+        order = rois[:, 0].argsort(stable=True)
+        back = order.argsort()
+        maps = self.pool(features, rois[order])
+        if not self.config.has_box_head:
+            maps = self.roi_heads.res5(maps)
+        if masks is not None:
+            maps = mask_maps(maps, masks[order])
+        if not self.config.has_box_head:
+            mean = maps.mean(dim=(2, 3))[back]
+            return RoIFeatures(mean, mean)
+        outputs = {"mean": maps.mean(dim=(2, 3))}
+        x = maps
+        for name, layer in self.roi_heads.box_head.named_children():
+            x = outputs[name] = layer(x)
+        x = outputs["head"] = x.flatten(1)
+        names = {"fc6": "fc_relu1", "fc7": "fc_relu2"}
+        region = outputs[names.get(self.config.box_head.region_feature, self.config.box_head.region_feature)]
+        return RoIFeatures(region, x).apply(lambda rows: rows[back])
+
+    def choose(
+        self, predictions: tuple[Float[Tensor, "J K_plus_1"], Tensor], proposals: ImageBoxes, sizes: ImageSizes
+    ) -> Detections:
+        candidates = [
+            Instances(size, proposal_boxes=Boxes(boxes)) for size, boxes in zip(sizes, proposals, strict=True)
+        ]
+        with torch.no_grad():
+            found, index = self.roi_heads.box_predictor.inference(predictions, candidates)
+        return Detections(
+            boxes=[rows.pred_boxes.tensor for rows in found],
+            scores=[rows.scores for rows in found],
+            classes=[rows.pred_classes for rows in found],
+            proposal_index=index,
+        )
+
+
+def make_cfg(config: DetectorConfig) -> CfgNode:
+    """Detectron2's own config of the same keys. Settings that it cannot build keep their default there; see `adapt`.
+
+    Raises:
+        KeyError, ValueError: Detectron2 does not know a key, or expects another type.
+    """
+    flat = {key: value for key, value in config.to_flat().items() if key not in OUR_KEYS}
+    if not config.has_box_head:
+        flat["MODEL.RESNETS.RES5_DILATION"] = 1
+    cfg = get_cfg()
+    cfg.merge_from_other_cfg(CfgNode(nest(flat)))
+    cfg.MODEL.DEVICE = "cpu"  # the model is moved as a whole later
+    cfg.freeze()
+    return cfg
+
+
+def build_parts(cfg: CfgNode, config: DetectorConfig) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """Backbone, proposal generator and RoI heads of `build_model`.
+
+    `build_model` builds ResNet-18 and -34 with RES2_OUT_CHANNELS 64 only; networks of other widths are put together
+    here from the same classes.
+    """
+    resnet, fpn = config.resnet, config.fpn
+    if resnet.depth >= 50 or resnet.res2_out_channels == 64:
+        model = build_model(cfg)
+        return model.backbone, model.proposal_generator, model.roi_heads
+    backbone = build_shallow_resnet(resnet)
+    if config.is_fpn:
+        options = {"norm": fpn.norm, "top_block": LastLevelMaxPool(), "fuse_type": fpn.fuse_type}
+        backbone = FPN(backbone, list(fpn.in_features), fpn.out_channels, **options)
+    shape = backbone.output_shape()
+    return backbone, build_proposal_generator(cfg, shape), build_roi_heads(cfg, shape)
+
+
+def build_shallow_resnet(config: ResNetConfig) -> nn.Module:
+    """A ResNet of basic blocks of any width."""
+    stages, channels = [], config.stem_out_channels
+    last = STAGES.index(config.out_features[-1])
+    for name, num_blocks in list(zip(STAGES, BLOCKS_PER_STAGE[config.depth], strict=True))[: last + 1]:
+        stage = ResNet.make_stage(
+            BasicBlock,
+            num_blocks,
+            stride_per_block=[1 if name == "res2" else 2, *[1] * (num_blocks - 1)],
+            in_channels=channels,
+            out_channels=config.shapes[name].channels,
+            norm=config.norm,
+        )
+        stages.append(stage)
+        channels = config.shapes[name].channels
+    stem = BasicStem(out_channels=config.stem_out_channels, norm=config.norm)
+    return ResNet(stem, stages, out_features=list(config.out_features), freeze_at=config.freeze_at)
+
+
+def adapt(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config: DetectorConfig) -> None:
+    """Apply the settings that stock Detectron2 ignores or lacks: stem pool, dilated res5, frozen res5, cell anchors."""
+    settings = config.resnet
+    if not config.has_box_head and settings.freeze_at >= 5:
+        for block in heads.res5:
+            block.freeze()
+    for module in (*backbone.modules(), *heads.modules()):
+        if isinstance(module, FrozenBatchNorm2d):  # a frozen norm keeps a counter that nothing reads
+            module.num_batches_tracked = None
+    if settings.stem_pool != "max":
+        resnet = getattr(backbone, "bottom_up", backbone)
+        resnet.stem = Stem(resnet.stem.conv1, settings.stem_pool)
+    if config.anchors.cell_anchors:
+        wanted = configured_cell_anchors(config.anchors, len(config.rpn.in_features))
+        for cells, given in zip(rpn.anchor_generator.cell_anchors, wanted, strict=True):
+            cells.copy_(given)
+    if config.has_box_head:
+        return
+    if settings.stem_pool == "none":
+        stride = settings.shapes["res4"].stride
+        rpn.anchor_generator.strides = [stride]
+        heads.pooler.level_poolers[0].spatial_scale = 1.0 / stride
+    if settings.res5_dilation == 2:
+        for block in heads.res5:
+            for conv in (block.conv1, block.conv2, block.shortcut):
+                if conv is not None:
+                    conv.stride = (1, 1)
+            block.conv2.padding = block.conv2.dilation = (2, 2)
+
+
+def to_instances(targets: DetectionTargets, sizes: ImageSizes) -> list[Instances]:
+    """Annotated objects as Detectron2's `Instances`, one per image."""
+    rows = []
+    for number, (size, boxes, classes) in enumerate(zip(sizes, targets.boxes, targets.classes, strict=True)):
+        fields = {} if targets.attributes is None else {"gt_attributes": targets.attributes[number]}
+        rows.append(Instances(size, gt_boxes=Boxes(boxes), gt_classes=classes, **fields))
+    return rows
+
+
+def to_sums(losses: dict[str, Tensor], count: int) -> dict[str, Loss]:
+    """Losses that Detectron2 has divided by `count`, as sums again, so that several processes can add them up."""
+    return {name: Loss(value * count, value.detach().new_tensor(float(count))) for name, value in losses.items()}

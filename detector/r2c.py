@@ -1,0 +1,285 @@
+"""The network of R2C (Zellers et al., CVPR 2019) that describes given boxes by their pixels, outlines and classes.
+
+A ResNet up to res4 sees the image once; each box is pooled from it, features of the object's mask are added to the
+first channels of the pooled map, and res5 and a mean follow. The mean and a vector of the given class (unless its width
+is 0) make the region's feature. It finds no boxes by itself. The official VisualBERT code trains it on VCR together
+with its encoder.
+
+Shape legend
+    N     images in the batch
+    H, W  height and width of the padded batch, pixels of the network input
+    R     regions (candidate boxes) of one image
+    J     RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
+    S     side of a RoI map
+    D     width of a region feature
+    K     foreground classes; K is also the label of the background
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torchvision.ops.misc import FrozenBatchNorm2d
+
+from detector.boxes import check_all_boxes, prepend, whole_image_boxes
+from detector.config import DetectorConfig, ResNetConfig
+from detector.errors import UserError
+from detector.pixel_masking import mask_pixels
+from detector.resnet import (
+    BLOCKS_PER_STAGE,
+    BasicStem,
+    BatchStatistics,
+    BottleneckBlock,
+    ConvNorm,
+    freeze,
+    recompute_activations,
+)
+from detector.roi_pooler import align_rois, to_rois
+from detector.structures import DetectionTargets, Detector, FeatureMap, ImageBatch, Regions
+
+STRIDE = 16  # of res4, pixels of the network input per cell
+EXPANSION = 4  # channels of a bottleneck block per channel between its 1x1 convolutions
+WHOLE_IMAGE = 0  # class of the whole image; the class k of a box is k + 1
+
+
+class NetworkSizes(NamedTuple):
+    """What the depth of a ResNet says."""
+
+    stem: int  # channels
+    blocks: tuple[int, ...]  # of res2 .. res5
+    widths: tuple[int, ...]  # channels between the 1x1 convolutions of each stage
+
+    @classmethod
+    def of(cls, config: ResNetConfig) -> NetworkSizes:
+        widths = tuple(config.width_per_group * 2**number for number in range(4))
+        return cls(config.stem_out_channels, BLOCKS_PER_STAGE[config.depth], widths)
+
+
+class DescribedBoxes(NamedTuple):
+    """What the network says of J boxes."""
+
+    pooled: Float[Tensor, "J channels S S"]  # from res4, before anything is added
+    mean: Float[Tensor, "J channels5"]  # of the output of res5
+    features: Float[Tensor, "J D"]
+    class_logits: Float[Tensor, "J K_plus_1"]  # background last
+
+
+class R2CTrunk(nn.Module):
+    """Stem and res2 .. res4 with strides 4, 4, 8, 16. Stages up to `freeze_at` get no gradient."""
+
+    def __init__(self, config: DetectorConfig, sizes: NetworkSizes) -> None:
+        super().__init__()
+        resnet = config.resnet
+        self.stem = BasicStem(dataclasses.replace(resnet, stem_out_channels=sizes.stem))
+        channels = sizes.stem
+        for number, name in enumerate(("res2", "res3", "res4")):
+            self.add_module(name, _make_blocks(resnet, sizes, number, channels, stride=1 if number == 0 else 2))
+            channels = EXPANSION * sizes.widths[number]
+        norm = BatchStatistics if config.r2c.frozen_statistics == "batch" else FrozenBatchNorm2d
+        for name in ("stem", "res2", "res3", "res4")[: resnet.freeze_at]:
+            freeze(getattr(self, name), norm)
+
+    def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMap:
+        """res4."""
+        return self.res4(self.res3(self.res2(self.stem(pixels))))
+
+
+class R2CHead(nn.Module):
+    """RoI maps, masks and classes -> features of boxes.
+
+    `mask_filter` turns masks of twice the side of the RoI maps into features of the maps' side. With
+    `MODEL.R2C.CLASS_DIM` 0 there are no vectors of classes, and features do not depend on the classes.
+    """
+
+    def __init__(self, config: DetectorConfig, sizes: NetworkSizes) -> None:
+        super().__init__()
+        own, classes = config.r2c, config.roi_heads.num_classes + 1
+        channels4, channels5 = (EXPANSION * width for width in sizes.widths[2:])
+        self.mask_channels = own.mask_channels
+        self.mask_filter = nn.Conv2d(1, own.mask_channels, 3, stride=2, padding=1)
+        self.res5 = _make_blocks(config.resnet, sizes, 3, channels4, stride=1)
+        self.class_embedding = nn.Embedding(classes, own.class_dim) if own.class_dim else None
+        self.dropout = nn.Dropout(own.dropout)
+        self.projection = nn.Linear(channels5 + own.class_dim, own.feature_dim)
+        self.classifier = nn.Linear(channels5, classes)  # trained by nothing: its weight is 0 in all official settings
+
+    def forward(
+        self, pooled: Float[Tensor, "J channels S S"], masks: Float[Tensor, "J _ _"], classes: Int64[Tensor, " J"]
+    ) -> DescribedBoxes:
+        outlines = self.mask_filter(masks[:, None].to(pooled.dtype) - 0.5)
+        first, rest = pooled.split([self.mask_channels, pooled.shape[1] - self.mask_channels], dim=1)
+        last = self.res5(torch.cat([first + outlines, rest], dim=1).contiguous(memory_format=torch.channels_last))
+        mean = last.mean(dim=(2, 3))
+        described = mean
+        if self.class_embedding is not None:
+            described = torch.cat([mean, self.class_embedding(classes).to(mean.dtype)], dim=1)
+        features = F.relu(self.projection(self.dropout(described)))
+        return DescribedBoxes(pooled, mean, features, self.classifier(mean).roll(-1, dims=1))
+
+
+class R2CNetwork(Detector):
+    """Features of given boxes from pixels, instance masks and classes.
+
+    Args:
+        config: has `MODEL.R2C.FEATURE_DIM`.
+        sizes: of another ResNet than `MODEL.RESNETS.DEPTH` says.
+
+    Raises:
+        ValueError: settings of another detector.
+    """
+
+    config_class = DetectorConfig
+    reads_classes = True
+
+    def __init__(self, config: DetectorConfig, sizes: NetworkSizes | None = None) -> None:
+        super().__init__()
+        if not config.is_r2c:
+            raise UserError("The network of R2C needs MODEL.R2C.FEATURE_DIM; use a config such as r2c_R_50.yaml.")
+        self.config = config
+        self.feature_dim = config.feature_dim
+        self.num_classes = config.roi_heads.num_classes
+        self.map_size = config.map_size
+        sizes = sizes or NetworkSizes.of(config.resnet)
+        self.backbone = R2CTrunk(config, sizes)
+        self.roi_heads = R2CHead(config, sizes)
+
+    def recompute_activations(self) -> None:
+        """See `Detector.recompute_activations`."""
+        recompute_activations(self)
+
+    def forward(
+        self,
+        images: ImageBatch,
+        boxes: list[Float[Tensor, "_R 4"]] | None = None,
+        targets: DetectionTargets | None = None,
+        *,
+        pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None,
+        roi_masks: list[Float[Tensor, "_R S S"]] | None = None,
+        whole_image: bool = False,
+        box_classes: list[Int64[Tensor, " _R"]] | None = None,
+    ) -> Regions:
+        """See `Detector.forward`. Without `roi_masks` every box is all object.
+
+        The whole image is described with the box [0, 0, width, height], although it is given back as row
+        [0, 0, width - 1, height - 1] as by every detector.
+
+        Raises:
+            ValueError: no boxes or no classes of them, detection targets, or an image larger than the canvas.
+        """
+        if boxes is None or box_classes is None:
+            raise UserError(
+                "The network of R2C describes annotated boxes of known classes and finds none; use the boxes and "
+                "classes of the annotations (data.boxes.train and eval.boxes: gt)."
+            )
+        if targets is not None:
+            raise UserError("The network of R2C has no detection losses; set detector.loss_weight to 0.")
+        check_all_boxes(boxes, images.names, "box")
+        side, parts = self.map_size, [*boxes]
+        masks = [rows.new_ones(len(rows), side, side) for rows in boxes] if roi_masks is None else [*roi_masks]
+        classes = [rows + 1 for rows in box_classes]
+        if whole_image:
+            corners = images.sizes.flip(1).to(boxes[0].dtype)
+            parts = prepend(list(torch.cat([torch.zeros_like(corners), corners], dim=1)[:, None]), parts)
+            masks = [torch.cat([rows.new_ones(1, side, side), rows]) for rows in masks]
+            classes = [F.pad(rows, (1, 0), value=WHOLE_IMAGE) for rows in classes]
+            boxes = prepend(whole_image_boxes(images.sizes), boxes)
+        if pixel_masks is not None:
+            images = dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, pixel_masks))
+        pixels, shifts = self.on_canvas(images)
+        parts = [rows + shift.repeat(2) for rows, shift in zip(parts, shifts, strict=True)]
+        found = self.describe(pixels, to_rois(parts), torch.cat(masks), torch.cat(classes))
+        counts = [len(rows) for rows in boxes]
+        return Regions(boxes, list(found.features.split(counts)), list(found.class_logits.split(counts)))
+
+    def describe(
+        self,
+        pixels: Float[Tensor, "N 3 H W"],
+        rois: Float[Tensor, "J 5"],
+        masks: Float[Tensor, "J _ _"],
+        classes: Int64[Tensor, " J"],
+    ) -> DescribedBoxes:
+        """Describe boxes in pixels of the network input.
+
+        Args:
+            masks: instance masks in 0..1 on a grid of the box, `map_size` points along each side.
+            classes: 0 = the whole image, 1 .. K.
+
+        Raises:
+            ValueError: masks of another size, or a class beyond the number of classes.
+        """
+        side = self.map_size
+        if masks.shape[1:] != (side, side):
+            raise UserError(f"Instance masks are {list(masks.shape[1:])}, but the network of R2C reads {[side, side]}.")
+        if len(classes) and int(classes.max()) > self.num_classes:
+            raise UserError(
+                f"A box has the class {int(classes.max()) - 1}, but MODEL.ROI_HEADS.NUM_CLASSES is {self.num_classes}; "
+                "set it to the number of classes of the data."
+            )
+        maps = self.backbone(pixels.contiguous(memory_format=torch.channels_last))
+        settings = self.config.roi_heads
+        maps = maps.to(torch.promote_types(maps.dtype, torch.float32))  # pooling coordinates need more than bfloat16
+        pooled = align_rois(
+            maps,
+            rois.to(maps.dtype),
+            settings.pooler_resolution,
+            1 / STRIDE,
+            sampling_ratio=settings.pooler_sampling_ratio,
+            aligned=settings.pooler_type == "ROIAlignV2",
+        )
+        return self.roi_heads(pooled, masks, classes)
+
+    def on_canvas(self, images: ImageBatch) -> tuple[Float[Tensor, "N 3 _H _W"], Float[Tensor, "N 2"]]:
+        """Images on black canvases of the configured size: in training at a random place, else in the middle.
+
+        Without a canvas the images stay as they are, padded with the mean colour.
+
+        Returns:
+            pixels, and (x, y) of each image's upper left corner.
+
+        Raises:
+            ValueError: an image is larger than the canvas.
+        """
+        canvas, pixels = self.config.r2c.canvas, images.pixels
+        if not canvas:
+            return pixels, pixels.new_zeros(len(images), 2)
+        settings = self.config.input
+        black = pixels.new_tensor(
+            [-mean / std for mean, std in zip(settings.pixel_mean, settings.pixel_std, strict=True)]
+        )
+        result = black[:, None, None].expand(len(images), 3, *canvas).clone()
+        corners = []
+        for row, (height, width) in enumerate(images.sizes.tolist()):
+            room = (canvas[0] - height, canvas[1] - width)
+            if min(room) < 0:
+                raise UserError(
+                    f"{images.names[row]}: resized to {width} x {height} pixels it does not fit on the canvas of "
+                    f"{canvas[1]} x {canvas[0]} (MODEL.R2C.CANVAS); set data.resize to the canvas."
+                )
+            top, left = (int(torch.randint(free + 1, ()).item()) if self.training else free // 2 for free in room)
+            result[row, :, top : top + height, left : left + width] = pixels[row, :, :height, :width]
+            corners.append((left, top))
+        return result, pixels.new_tensor(corners)
+
+
+def _make_blocks(
+    config: ResNetConfig, sizes: NetworkSizes, number: int, channels: int, *, stride: int
+) -> nn.Sequential:
+    """Stage res{number + 2} of bottleneck blocks; its first block has the stride.
+
+    As in torchvision, the first block of every stage but res2 has a convolution in its shortcut.
+    """
+    width, blocks = sizes.widths[number], []
+    for index in range(sizes.blocks[number]):
+        block = BottleneckBlock(
+            channels, EXPANSION * width, config, width=width, stride=stride if index == 0 else 1, dilation=1
+        )
+        if index == 0 and number > 0 and block.shortcut is None:
+            block.shortcut = ConvNorm(channels, EXPANSION * width, 1, norm=config.norm, stride=stride)
+        blocks.append(block)
+        channels = EXPANSION * width
+    return nn.Sequential(*blocks)

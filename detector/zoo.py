@@ -1,0 +1,454 @@
+"""Published weights by name: where they are, what they need, and how a name is told from a path.
+
+Names begin with the software that published the weights: `torchvision/...`, `detectron2/...` (the names of its model
+zoo) and `bottom-up-attention/...`. Detectron2's own addresses (`detectron2://ImageNetPretrained/MSRA/R-50.pkl`) and
+the full addresses of the table are understood too.
+
+Where the facts are from: addresses, sizes and accuracies of torchvision are in its weights enums; their file names hold
+the first 8 hexadecimal digits of the file's sha256. Detectron2's are in `detectron2/model_zoo/model_zoo.py` and
+MODEL_ZOO.md, by which the file names of the detectors hold the first 6 digits of the file's md5; its ImageNet models
+have no published checksum, nor have the files of bottom-up attention. The two sha256 that are given in full, and the
+size beside one of them, are from public records of the same files and agree with the digits in the file names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import http.client
+import os
+import re
+import urllib.request
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from tqdm.auto import tqdm
+
+from detector.config import NORM_EPS, flatten, load_tree
+from detector.errors import MissingFileError, UserError, reading, user_path
+from detector.io import take_place
+
+PUBLISHED = Path(__file__).with_name("published")  # Detectron2 YAML files
+CLASS_LISTS = Path(__file__).with_name("class_names")  # text files, one name per line in the order of the classes
+
+TORCHVISION = "https://download.pytorch.org/models/"
+DETECTRON2 = "https://dl.fbaipublicfiles.com/detectron2/"
+UNC = "https://nlp.cs.unc.edu/models/"  # reported dead in 2020; public copies of the files have the same names
+MILVLG = "https://awma1-my.sharepoint.com/:u:/g/personal/yuz_l0_tn/"
+
+# The licences of the files. Torchvision, and the two ports of bottom-up attention, state one for their code only, and
+# torchvision adds that the terms of the training data may apply.
+CC_BY_SA = "CC BY-SA 3.0"
+TORCHVISION_LICENCE = "BSD-3-Clause (code); the terms of COCO or ImageNet may apply"
+PORT_LICENCE = "Apache-2.0 (code)"
+
+IMAGENET_CONFIGS = {
+    "resnet50": "torchvision_R_50_C4",
+    "resnet101": "torchvision_R_101_C4",
+    "mobilenet_v3_large": "torchvision_mobilenet_v3_large_fpn",
+}
+OTHER_PORT = "its network or its attribute head is not built here; use bottom-up-attention/bua-caffe-frcn-r101-k10-100"
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedWeights:
+    """One published file.
+
+    `config` names the YAML file in detector/published that the weights need. `expect` is the part of the detector that
+    the file holds, as in `detector.checkpoint.load_checkpoint`. `norm_eps` is the epsilon of the frozen batch norms
+    that the numbers are meant for.
+    """
+
+    name: str
+    address: str
+    file: str  # its name in the cache
+    config: str
+    licence: str
+    checksum: str = ""  # "sha256:" or "md5:" and the first hexadecimal digits, as many as are known; "" = unknown
+    size: int | None = None  # bytes; None = unknown
+    class_names: str = ""  # a file in detector/class_names; "" = the names are not known here, or there are none
+    expect: str = "all"
+    norm_eps: float = NORM_EPS
+    rounding: str = "detectron2"  # of the sides of a resized image, see `detector.images.ResizeRule`
+    unsupported: str = ""  # why the built-in detector cannot load it, and what can be used instead
+
+    @property
+    def config_path(self) -> Path:
+        """The Detectron2 YAML file; it is there wherever this package is installed."""
+        return PUBLISHED / f"{self.config}.yaml"
+
+
+def _torchvision(name: str, file: str, config: str, **fields: Any) -> NamedWeights:
+    digits = file.removesuffix(".pth").rpartition("-")[2]
+    fields = {"checksum": f"sha256:{digits}", "rounding": "torchvision", **fields}
+    return NamedWeights(f"torchvision/{name}", TORCHVISION + file, file, config, TORCHVISION_LICENCE, **fields)
+
+
+def _imagenet(name: str, file: str, **fields: Any) -> NamedWeights:
+    model = name.partition("-")[0]
+    config = IMAGENET_CONFIGS[model]
+    return _torchvision(name, file, config, expect="backbone", **fields)
+
+
+def _zoo(name: str, number: int, digits: str, config: str, **fields: Any) -> NamedWeights:
+    """A detector of Detectron2's model zoo; `digits` are in its file name."""
+    name = f"COCO-Detection/{name}"
+    file = f"model_final_{digits}.pkl"
+    fields = {"checksum": f"md5:{digits}", "class_names": "coco", **fields}
+    return NamedWeights(f"detectron2/{name}", f"{DETECTRON2}{name}/{number}/{file}", file, config, CC_BY_SA, **fields)
+
+
+def _zoo_trunk(name: str, config: str) -> NamedWeights:
+    address = f"{DETECTRON2}ImageNetPretrained/{name}.pkl"
+    file = f"detectron2-{name.replace('/', '-')}.pkl"  # its own name, such as R-50.pkl, is not unique
+    return NamedWeights(f"detectron2/ImageNetPretrained/{name}", address, file, config, CC_BY_SA, expect="backbone")
+
+
+def _port(name: str, address: str, config: str, *, suffix: str, **fields: Any) -> NamedWeights:
+    name = f"bottom-up-attention/{name}"
+    file = f"{name.rpartition('/')[2]}{suffix}"
+    return NamedWeights(name, address, file, config, PORT_LICENCE, **fields)
+
+
+def _milvlg(name: str, key: str, config: str = "bottom_up_attention_caffe", **fields: Any) -> NamedWeights:
+    return _port(name, f"{MILVLG}{key}?download=1", config, suffix=".pth", **fields)
+
+
+NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
+    _torchvision(
+        "fasterrcnn_resnet50_fpn-coco",
+        "fasterrcnn_resnet50_fpn_coco-258fb6c6.pth",
+        "torchvision_R_50_FPN",
+        class_names="coco_ids",
+        norm_eps=0.0,
+    ),
+    _torchvision(
+        "fasterrcnn_resnet50_fpn_v2-coco",
+        "fasterrcnn_resnet50_fpn_v2_coco-dd69338a.pth",
+        "torchvision_R_50_FPN_v2",
+        checksum="sha256:dd69338a24b8d7381807e247652bdc356325bcbaf1cd3e092e00e0a1a58706bf",
+        size=175221657,
+        class_names="coco_ids",
+    ),
+    *(
+        _torchvision(
+            f"fasterrcnn_mobilenet_v3_large_{version}-coco",
+            f"fasterrcnn_mobilenet_v3_large_{version}-{digits}.pth",
+            config,
+            class_names="coco_ids",
+        )
+        for version, digits, config in (
+            ("fpn", "fb6a3cc7", "torchvision_mobilenet_v3_large_fpn"),
+            ("320_fpn", "907ea3f9", "torchvision_mobilenet_v3_large_320_fpn"),
+        )
+    ),
+    _imagenet(
+        "resnet50-imagenet1k_v1",
+        "resnet50-0676ba61.pth",
+        checksum="sha256:0676ba61b6795bbe1773cffd859882e5e297624d384b6993f7c9e683e722fb8a",
+    ),
+    _imagenet("mobilenet_v3_large-imagenet1k_v1", "mobilenet_v3_large-8738ca79.pth"),
+    _imagenet("resnet50-imagenet1k_v2", "resnet50-11ad3fa6.pth"),
+    _imagenet("resnet101-imagenet1k_v1", "resnet101-63fe2227.pth"),
+    _imagenet("resnet101-imagenet1k_v2", "resnet101-cd907fc2.pth"),
+    _zoo("faster_rcnn_R_50_C4_1x", 137257644, "721ade", "R_50_C4"),
+    _zoo("faster_rcnn_R_50_C4_3x", 137849393, "f97cb7", "R_50_C4"),
+    _zoo("faster_rcnn_R_101_C4_3x", 138204752, "298dad", "R_101_C4"),
+    _zoo("faster_rcnn_R_50_FPN_1x", 137257794, "b275ba", "R_50_FPN"),
+    _zoo("faster_rcnn_R_50_FPN_3x", 137849458, "280758", "R_50_FPN"),
+    _zoo("faster_rcnn_R_101_FPN_3x", 137851257, "f6e8b1", "R_101_FPN"),
+    _zoo("faster_rcnn_X_101_32x8d_FPN_3x", 139173657, "68b088", "X_101_32x8d_FPN"),
+    _zoo("faster_rcnn_R_50_DC5_1x", 137847829, "51d356", "R_50_DC5"),
+    _zoo("faster_rcnn_R_50_DC5_3x", 137849425, "68d202", "R_50_DC5"),
+    _zoo("faster_rcnn_R_101_DC5_3x", 138204841, "3e0943", "R_101_DC5"),
+    _zoo_trunk("MSRA/R-50", "R_50_C4"),
+    _zoo_trunk("MSRA/R-101", "R_101_C4"),
+    _zoo_trunk("FAIR/X-101-32x8d", "X_101_32x8d_FPN"),
+    # "py-bottom-up-attention"; `frcnn-vg-finetuned` is its `faster_rcnn_from_caffe_attr` on the Hugging Face hub.
+    _port(
+        "frcnn-vg-finetuned",
+        "https://huggingface.co/unc-nlp/frcnn-vg-finetuned/resolve/main/pytorch_model.bin",
+        "bottom_up_attention",
+        suffix=".bin",
+    ),
+    *(
+        _port(f"faster_rcnn_from_caffe{version}", f"{UNC}faster_rcnn_from_caffe{version}.pkl", config, suffix=".pkl")
+        for version, config in (
+            ("", "bottom_up_attention_no_attributes"),
+            ("_attr", "bottom_up_attention"),
+            ("_attr_original", "bottom_up_attention"),
+        )
+    ),
+    # "bottom-up-attention.pytorch"
+    _milvlg("bua-caffe-frcn-r101-k36", "EUKhQ3hSRv9JrrW64qpNLSIBGoOjEGCkF8zvgBP9gKax-w"),
+    _milvlg("bua-caffe-frcn-r101-k10-100", "EaXvCC3WjtlLvvEfLr3oa8UBLA21tcLh4L8YLbYXl6jgjg"),
+    _milvlg("bua-caffe-frcn-r152", "ETDgy4bY0xpGgsu5tEMzgLcBQjAwpnkKkltNTtPVuMj4GQ", unsupported=OTHER_PORT),
+    _milvlg("bua-d2-frcn-r50", "EfYoinBHrFlKmKonocse8yEBXN-hyCHNygYqjxGpIBsPvQ", unsupported=OTHER_PORT),
+    _milvlg("bua-d2-frcn-r101", "EXXItFlOpHlNq81O1H_cPyoBXUPyXoHmIwPEudnTWKX4rQ", unsupported=OTHER_PORT),
+    _milvlg("bua-d2-frcn-x152", "EdLhYc39P8tBkEDVCDOrNV4BgPhz9M4iBq8oPw1iyVSlmg", unsupported=OTHER_PORT),
+)
+PREFIXES = ("torchvision/", "detectron2/", "bottom-up-attention/")
+# Beginnings of names of published models that are not built here; a name of the table is found before.
+OTHER_MODELS = re.compile(r"(retinanet|fcos|ssd|rpn|fast_rcnn|cascade|panoptic|semantic|deeplab)(?=.*\d)")
+MASKS_OR_KEYPOINTS = re.compile(r"(keypoint_?rcnn|(scratch_)?mask_?rcnn)(?=.*\d)")
+
+
+def resolve_weights(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIGHTS) -> Path | NamedWeights:
+    """Tell a name of the table from a path. Nothing is downloaded.
+
+    A file or folder that exists comes first. The beginning of a name, up to any slash, may be left out where one name
+    only ends with the rest, and so may Detectron2's `.yaml`. What has the prefix of no name and is no address is a
+    path, whether it exists or not.
+
+    Raises:
+        ValueError: a name or an address that the table does not have, a shortened name of several weights, or weights
+            that no detector here can load.
+    """
+    path = Path(name) if "://" in str(name) else user_path(name)
+    if path.exists():
+        return path
+    key = _key(name)
+    found = _find(key, table)
+    if len(found) > 1:
+        raise UserError(f"{key} is the end of several names; write {' or '.join(weights.name for weights in found)}.")
+    if found:
+        if found[0].unsupported:
+            raise UserError(f"{found[0].name} cannot be loaded: {found[0].unsupported}.")
+        return found[0]
+    if "://" in key:
+        raise UserError(f"{key}: only the addresses of named weights are downloaded; save the file and give its path.")
+    _refuse_other_models(key, table)
+    if key.startswith(PREFIXES):
+        publisher = key.partition("/")[0]
+        names = [w.name for w in table if w.name.startswith(f"{publisher}/") and not w.unsupported]
+        close = difflib.get_close_matches(key, names, n=3, cutoff=0.7)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"{publisher} has {', '.join(names)}."
+        raise UserError(f"{key}: neither a file nor the name of published weights; {hint}")
+    return path
+
+
+def known_weights(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIGHTS) -> NamedWeights | None:
+    """The entry of a name, of an address, or of a file that has the name of an entry's file; None for anything else."""
+    of_file = next((weights for weights in table if Path(name).name == weights.file), None)
+    if of_file is not None or Path(name).exists():
+        return of_file
+    found = _find(_key(name), table)
+    return found[0] if len(found) == 1 else None
+
+
+def similar_names(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIGHTS) -> list[str]:
+    """Names of the table whose last part is nearly the last part of `name`, the most similar first; at most three."""
+    names = {_last(weights.name): weights.name for weights in table if not weights.unsupported}
+    return [names[last] for last in difflib.get_close_matches(_last(_key(name)), names, n=3, cutoff=0.7)]
+
+
+def _find(key: str, table: Sequence[NamedWeights]) -> list[NamedWeights]:
+    """The entry that has this name or address, or else all whose names end with it."""
+    exact = [weights for weights in table if key in (weights.name, weights.address)]
+    end = f"/{key.removesuffix('.yaml')}"
+    return exact or [weights for weights in table if f"/{weights.name}".endswith(end)]
+
+
+def _refuse_other_models(key: str, table: Sequence[NamedWeights]) -> None:
+    """Raise a ValueError for the name (not the path of a file) of a published model that is not built here."""
+    last = _last(key)
+    if Path(last).suffix:
+        return
+    has_boxes = MASKS_OR_KEYPOINTS.match(last)
+    if has_boxes or OTHER_MODELS.match(last):
+        names = ", ".join(w.name for w in table if w.expect == "all" and not w.unsupported)
+        boxes = (
+            " The boxes of a Mask or Keypoint R-CNN are read from its file, with the YAML of the Faster R-CNN with the "
+            "same backbone."
+        )
+        raise UserError(
+            f"{key} is not supported: there are two-stage detectors of boxes only, by name {names}."
+            f"{boxes if has_boxes else ''}"
+        )
+
+
+def _last(key: str) -> str:
+    return key.removesuffix(".yaml").rpartition("/")[2]
+
+
+def settings_of(weights: NamedWeights) -> dict[str, Any]:
+    """The dotted Detectron2 keys that the weights need, for `DetectorConfig.from_flat`."""
+    return flatten(load_tree(weights.config_path))
+
+
+def published_class_names(weights: NamedWeights) -> tuple[str, ...] | None:
+    """Names of the classes 0 .. K-1, or None where they are not known here.
+
+    In "coco_ids", class c has the COCO id c + 1; the ten ids that COCO does not use are called "N/A", as in
+    torchvision.
+    """
+    if not weights.class_names:
+        return None
+    text = (CLASS_LISTS / f"{weights.class_names}.txt").read_text(encoding="utf-8")
+    return tuple(text.splitlines())
+
+
+def _key(name: str | Path) -> str:
+    """The name with forward slashes, as an address where it is one; `Path` takes one slash of "://" away."""
+    key = re.sub(r"^([\w-]{2,}):/+", r"\1://", Path(name).as_posix() if isinstance(name, Path) else name)
+    return key.replace("detectron2://", DETECTRON2, 1) if key.startswith("detectron2://") else key
+
+
+# Published weights in the cache of torch.hub, downloaded once and verified.
+
+
+CHUNK = 1 << 20  # bytes
+TIMEOUT = 30  # seconds without an answer
+
+
+def cache_folder() -> Path:
+    return Path(torch.hub.get_dir(), "checkpoints")
+
+
+def cached_weights(weights: NamedWeights, folder: Path | None = None) -> Path:
+    """The path of the file in the cache; it is downloaded if it is not there.
+
+    Of several processes one downloads, and the others wait for it: a lock file beside the file says so while it lasts.
+    A download has a name of its own until it is complete and verified, so that no process ever sees a part of a file.
+
+    Args:
+        folder: None = `cache_folder()`.
+
+    Raises:
+        FileNotFoundError: the file is not in the cache and cannot be downloaded.
+        ValueError: the file in the cache, or the one that was downloaded, is not the published one.
+    """
+    path = (folder or cache_folder()) / weights.file
+    if not path.is_file():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(path):
+                if not path.is_file():  # another process may have downloaded it meanwhile
+                    _fetch(weights, path)
+                    return path
+        except (OSError, http.client.HTTPException) as error:
+            reason = str(error).strip("<>") or type(error).__name__
+            raise MissingFileError(
+                f"{weights.name} cannot be downloaded from {weights.address} ({reason}); {_by_hand(path)}."
+            ) from error
+    difference = _difference(weights, path)
+    if difference:
+        raise UserError(f"{path}: {difference}; delete it, and {weights.name} is downloaded again.")
+    return path
+
+
+def remedy(path: Path) -> str:
+    """What to do about a damaged weights file, as half a sentence."""
+    published = known_weights(path)
+    if published is not None and path.parent == cache_folder():
+        return f"delete it, and {published.name} is downloaded again"
+    return "copy or download it again"
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Waits until no other process holds the lock of this file.
+
+    The lock ends with its process, so that a kill leaves none behind.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    with FileLock(lock):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # Windows removes no open file
+                lock.unlink()
+
+
+def _fetch(weights: NamedWeights, path: Path) -> None:
+    """Download and verify; raises as `_download`, and a ValueError where another file was sent."""
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        _download(weights, part)
+        difference = _difference(weights, part)
+        if difference:
+            raise UserError(
+                f"{weights.name}: {weights.address} did not send the published file: {difference}; {_by_hand(path)}."
+            )
+        take_place(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _by_hand(path: Path) -> str:
+    return f"download it by other means and save it as {path}, or give the path of your file instead of the name"
+
+
+def _download(weights: NamedWeights, part: Path) -> None:
+    """Raises OSError or HTTPException: no connection, no such file, an answer that is a web page or ends too early."""
+    request = urllib.request.Request(weights.address, headers={"User-Agent": "torch.hub"})  # some servers want one
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as answer, part.open("xb") as file:
+        if answer.headers.get_content_type() == "text/html":
+            raise OSError("the server sent a web page instead of a file")
+        length = answer.headers.get("Content-Length")
+        total = None if length is None else int(length)
+        bar = tqdm(total=total, desc=weights.file, unit="B", unit_scale=True, delay=1)
+        with bar:
+            while chunk := answer.read(CHUNK):
+                file.write(chunk)
+                bar.update(len(chunk))
+        file.flush()
+        os.fsync(file.fileno())
+        if total is not None and file.tell() != total:
+            raise OSError(f"the connection ended after {file.tell()} of {total} bytes")
+
+
+def _difference(weights: NamedWeights, path: Path) -> str:
+    """How a file differs from what is known of the published one; "" if it does not."""
+    size = path.stat().st_size
+    if size == 0 or (weights.size is not None and size != weights.size):
+        return f"it has {size} bytes" + ("" if weights.size is None else f" instead of {weights.size}")
+    if weights.checksum:
+        algorithm, digits = weights.checksum.split(":")
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, algorithm).hexdigest()
+        if not found.startswith(digits):
+            return f"its {algorithm} begins with {found[: len(digits)]} instead of {digits}"
+    return ""
+
+
+# Names of classes or attributes from the text files that bottom-up attention publishes with its weights.
+
+
+def read_vocabulary(path: str | Path, number: int, what: str) -> tuple[str, ...]:
+    """Names from a text file such as `objects_vocab.txt` or `attributes_vocab.txt`: line i names number i, from 0.
+
+    A line may hold synonyms behind commas, which are left out. There is no line for the background or for "no
+    attribute".
+
+    Args:
+        number: how many names are needed.
+        what: the plural of what is named, for messages.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such file, it is no text, has another number of lines, or a line
+            without a name.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise MissingFileError(f"{path}: no such file of names; give a text file with a line for each of the {what}.")
+    try:
+        with reading(path):
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a UTF-8 text file; give one with a line for each of the {what}.") from error
+    names = tuple(line.partition(",")[0].strip() for line in lines)
+    if len(names) != number:
+        raise UserError(
+            f"{path} names {len(names)} {what}, but the detector has {number}; give the file that belongs to its "
+            "weights."
+        )
+    if not all(names):
+        raise UserError(f"{path}, line {names.index('') + 1} has no name; correct it, or download the file again.")
+    return names

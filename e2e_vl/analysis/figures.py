@@ -1,0 +1,377 @@
+"""The figures of an analysis: accuracy of all heads by layer, for entities and for each relation."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+from PIL import Image
+
+from detector.errors import UserError
+from detector.images import load_image
+from e2e_vl.analysis.collect import (
+    CONFIDENCE,
+    DEPENDENCIES,
+    ENTITIES,
+    GROUPING,
+    LARGEST,
+    NEEDS,
+    RELATIONS,
+    MeasureKey,
+    SeenText,
+    phrase_queries,
+)
+from e2e_vl.analysis.measures import HeadSums, attention_from
+from e2e_vl.analysis.options import AttentionChoices, parse_head
+from e2e_vl.analysis.tables import AttentionResults
+from e2e_vl.drawing import BLUE, GREEN, LONGEST, RED, draw_boxes
+from e2e_vl.structures import AttentionBlock, AttentionGraph
+
+ACTIVE, INACTIVE = "#1f5fa8", "#b9cfe8"  # colours of active heads and of others
+LINES = {CONFIDENCE: ("#b3261e", "--"), LARGEST: ("#8a5a00", "-."), "chance": ("#666666", ":")}
+COLUMNS = 3  # panels side by side
+LONGEST_LABEL = 28  # characters of a relation in a title
+
+
+def draw_entity_figure(results: AttentionResults, graph: str) -> bytes:
+    """Accuracy of entity grounding of each head by layer, as figure 3 of VisualBERT's ACL paper; a PNG file."""
+    sums = results.of(graph, ENTITIES)
+    figure = Figure(figsize=(max(6.5, 1.6 + 0.45 * len(sums.hits)), 4.2), layout="constrained", dpi=130)
+    axes = figure.add_subplot()
+    _panel(axes, results, MeasureKey(graph, ENTITIES))
+    axes.set_title(f"Entity grounding, graph: {graph} ({sums.examples:,} entities)", fontsize=10)
+    axes.set_ylabel("accuracy")
+    axes.set_xlabel("layer")
+    figure.legend(handles=_legend([sums]), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return _png(figure)
+
+
+def draw_relation_figure(results: AttentionResults, graph: str, measure: str = RELATIONS) -> bytes:
+    """Accuracy of syntactic grounding of each head by layer, a panel per relation, as figure 4; a PNG file."""
+    labels = results.relations[graph]
+    columns = min(COLUMNS, len(labels))
+    rows = math.ceil(len(labels) / columns)
+    figure = Figure(figsize=(max(3.5 * columns, 6.5), 2.6 * rows + 0.8), layout="constrained", dpi=130)
+    top = max(float(results.of(graph, measure, label).accuracy.max()) for label in labels)
+    every = []
+    for number, label in enumerate(labels):
+        axes = figure.add_subplot(rows, columns, number + 1)
+        sums = results.of(graph, measure, label)
+        every.append(sums)
+        _panel(axes, results, MeasureKey(graph, measure, label), top=top)
+        short = label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
+        axes.set_title(f"{short} ({sums.examples:,})", fontsize=9, parse_math=False)
+        if number % columns == 0:
+            axes.set_ylabel("accuracy", fontsize=8)
+        if number >= len(labels) - columns:
+            axes.set_xlabel("layer", fontsize=8)
+    figure.legend(handles=_legend(every), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return _png(figure)
+
+
+def _panel(axes: Axes, results: AttentionResults, key: MeasureKey, top: float | None = None) -> None:
+    """A point per head, light for inactive heads, with the number of the best active one; lines for baselines."""
+    choices, place = results.choices, (key.graph, key.measure, key.label)
+    sums, active, best = results.of(*place), results.active(*place), results.best_active(*place)
+    layers, heads = sums.hits.shape
+    for wanted, colour, order in ((False, INACTIVE, 1), (True, ACTIVE, 2)):
+        places = [
+            (layer, head) for layer in range(layers) for head in range(heads) if bool(active[layer, head]) is wanted
+        ]
+        x = [layer + choices.first_number + _spread(head, heads) for layer, head in places]
+        y = [float(sums.accuracy[place]) for place in places]
+        axes.scatter(x, y, s=14, color=colour, zorder=order + 2, linewidths=0, clip_on=False)
+    for name in sums.baselines:
+        colour, style = LINES[name]
+        axes.axhline(sums.baseline(name), color=colour, linestyle=style, linewidth=1.2, zorder=0)
+    highest = max(float(sums.accuracy.max()), *(sums.baseline(name) for name in sums.baselines), top or 0)
+    axes.set_ylim(0, min(1.18 * highest, 1.12) if highest else 1)
+    axes.set_xlim(choices.first_number - 0.6, choices.first_number + layers - 0.4)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    if best is not None:
+        at = best[0] + choices.first_number + _spread(best[1], heads)
+        is_right = best[0] >= layers / 2
+        axes.annotate(
+            f"{choices.number(*best)}: {float(sums.accuracy[best]):.2f}",
+            (at, float(sums.accuracy[best])),
+            xytext=(-4 if is_right else 4, 4),
+            textcoords="offset points",
+            fontsize=8,
+            ha="right" if is_right else "left",
+            bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+        )
+
+
+def _spread(head: int, heads: int) -> float:
+    """A small step beside the layer, so that heads of one accuracy stay apart."""
+    return 0.5 * (head / max(heads - 1, 1) - 0.5) if heads > 1 else 0.0
+
+
+def _legend(every: Iterable[HeadSums]) -> list[Line2D]:
+    """What points and lines mean."""
+    points = [
+        Line2D([], [], marker="o", linestyle="", markersize=5, color=colour, label=label)
+        for colour, label in ((ACTIVE, "active head"), (INACTIVE, "inactive head"))
+    ]
+    names = dict.fromkeys(name for sums in every for name in sums.baselines)
+    return points + [Line2D([], [], color=LINES[name][0], linestyle=LINES[name][1], label=name) for name in names]
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(buffer)
+    return buffer.getvalue()
+
+
+def draw_word_map(title: str, words: Sequence[str], values: np.ndarray) -> bytes:
+    """The attention among words of one head, rows attend to columns; a PNG file.
+
+    Args:
+        values: float [words, words].
+    """
+    side = max(3.2, 0.34 * len(words) + 1.4)
+    figure = Figure(figsize=(side, side), layout="constrained", dpi=110)
+    axes = figure.add_subplot()
+    axes.imshow(values, cmap="Blues", vmin=0, vmax=max(float(values.max()), 1e-6))
+    axes.set_xticks(range(len(words)), words, rotation=90, fontsize=8, parse_math=False)  # "$5" is no formula
+    axes.set_yticks(range(len(words)), words, fontsize=8, parse_math=False)
+    axes.set_title(title, fontsize=9, parse_math=False)
+    axes.set_ylabel("attends", fontsize=8)
+    return _png(figure)
+
+
+# Pictures of what chosen heads look at: regions coloured on the image, and maps among words.
+
+
+PHRASES = 3  # of one caption that get pictures
+HEADS = 2  # of a graph that get pictures where none is chosen
+HEAT = "YlOrRd"  # colours of matplotlib, light for little attention
+STRONGEST, FADED = 0.8, 0.55  # share of colour at the most attended region; of grey in the image below
+GREY = (0.299, 0.587, 0.114)  # luminance of red, green and blue, ITU-R BT.601
+
+
+@dataclasses.dataclass(frozen=True)
+class ChosenHead:
+    """A head by its graph, layer and number in the layer, from 0."""
+
+    graph: str
+    layer: int
+    head: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlay:
+    """One picture and what it shows."""
+
+    index: int  # of the text in its split
+    text: str  # the caption
+    graph: str
+    title: str  # phrase and head
+    note: str  # what is right or wrong about it
+    file: Path | None  # None: there is no picture
+    problem: str = ""  # why not
+
+
+def chosen_heads(
+    words: Sequence[str], graphs: Mapping[str, AttentionGraph], choices: AttentionChoices, num_heads: int
+) -> list[ChosenHead]:
+    """The heads that a user names; without a graph it is the first one in which words read regions.
+
+    Raises:
+        ValueError: a graph, layer or head that does not exist.
+    """
+    reads = [name for name, graph in graphs.items() if AttentionBlock.WORDS_TO_REGIONS in graph.blocks]
+    found = []
+    for word in words:
+        graph, layer, head = parse_head(word, choices.first_number)
+        graph = graph or reads[0]
+        if graph not in graphs:
+            raise UserError(f"--heads has '{word}', but the encoder has the graphs {', '.join(graphs)}.")
+        layers, first = len(graphs[graph].steps), choices.first_number
+        if layer >= layers or head >= num_heads:
+            raise UserError(
+                f"--heads has '{word}', but the graph {graph} has the layers {first} to {layers - 1 + first} with the "
+                f"heads {first} to {num_heads - 1 + first}."
+            )
+        found.append(ChosenHead(graph, layer, head))
+    return found
+
+
+def best_heads(results: AttentionResults) -> list[ChosenHead]:
+    """The best heads of each graph: in entity grounding the best active ones, else in what the graph can do."""
+    found = []
+    for graph, stated in results.graphs.items():
+        number = 1
+        if NEEDS[ENTITIES] in stated.blocks:
+            measure, number = ENTITIES, HEADS
+        else:
+            measure = DEPENDENCIES if NEEDS[DEPENDENCIES] in stated.blocks else GROUPING
+        sums = results.of(graph, measure)
+        if sums is None:
+            found.append(ChosenHead(graph, 0, 0))
+            continue
+        ranked = sums.accuracy.clone()
+        active = results.active(graph, measure)
+        if measure == ENTITIES and active.any():
+            ranked[~active] = -1
+        order = ranked.flatten().argsort(descending=True, stable=True)[:number].tolist()
+        found += [ChosenHead(graph, *divmod(place, ranked.shape[1])) for place in order]
+    return found
+
+
+def draw_overlays(
+    folder: Path, results: AttentionResults, texts: Sequence[SeenText], heads: Sequence[ChosenHead]
+) -> list[Overlay]:
+    """Write a picture for each text, phrase and head (no heads: the best ones)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    heads = heads or best_heads(results)
+    return [
+        overlay
+        for text in texts
+        for head in heads
+        for overlay in _of_head(folder, results, text, head, results.graphs[head.graph].blocks)
+    ]
+
+
+def _of_head(
+    folder: Path, results: AttentionResults, text: SeenText, head: ChosenHead, blocks: frozenset[AttentionBlock]
+) -> list[Overlay]:
+    choices = results.choices
+    name = f"head {choices.number(head.layer, head.head)}"
+    file = f"{text.index:06d}_{head.graph}_{choices.number(head.layer, head.head)}"
+    own = torch.from_numpy(text.maps[head.graph][head.layer, head.head]).float()[None, None]
+    regions = slice(text.length, text.length + len(text.allowed))
+    phrases = [row for row, boxes in enumerate(text.facts.boxes) if len(boxes)][:PHRASES]
+    if AttentionBlock.WORDS_TO_REGIONS in blocks:
+        queries = phrase_queries(text.facts, choices)
+        seen = attention_from(own, torch.from_numpy(queries.spans), queries.piece)[0, 0, :, regions].numpy()
+        phrases = [row for row in phrases if queries.attends[row]]
+        return [
+            _region_overlay(
+                folder / f"{file}_{row}.jpg",
+                text,
+                head,
+                seen[row],
+                text.allowed,
+                row,
+                f"“{text.facts.phrases[row]}”, {name}",
+            )
+            for row in phrases
+        ]
+    if AttentionBlock.REGIONS_TO_REGIONS in blocks:
+        overlays = []
+        for row in phrases[:1]:
+            right = np.flatnonzero(text.is_right[row])
+            if len(right):
+                others = text.allowed & (np.arange(len(text.allowed)) != right[0])
+                seen = own[0, 0, regions, regions][right[0]].numpy()
+                title = f"from the region of “{text.facts.phrases[row]}” to the others, {name}"
+                overlays.append(
+                    _region_overlay(folder / f"{file}_{row}.jpg", text, head, seen, others, row, title, source=right[0])
+                )
+        return overlays
+    return [_word_overlay(folder / f"{file}.png", text, head, own, name)]
+
+
+def _region_overlay(
+    path: Path,
+    text: SeenText,
+    head: ChosenHead,
+    seen: np.ndarray,
+    allowed: np.ndarray,
+    phrase: int,
+    title: str,
+    source: int | None = None,
+) -> Overlay:
+    """Regions coloured by their attention, the most attended one with its share, and the annotated boxes."""
+    seen = np.where(allowed, seen, 0)
+    total = float(seen.sum())
+    best = int(np.where(allowed, seen, -1).argmax()) if allowed.any() else None
+    is_right = best is not None and bool(text.is_right[phrase, best])
+    note = f"{100 * total:.0f} % of the attention is on regions"
+    if best is not None and source is None:
+        note += f"; the most attended one is {'right' if is_right else 'wrong'}"
+    shown = Overlay(text.index, text.facts.words, head.graph, title, note, path)
+    try:
+        image = load_image(text.file_name, "RGB")
+    except (FileNotFoundError, ValueError) as error:  # it lies in an archive, or was not needed for saved features
+        return dataclasses.replace(shown, file=None, problem=str(error))
+    image, factor = _shrunk(image)
+    regions = text.region_boxes * factor
+    boxes, labels, colours = [], [], []
+    if best is not None:
+        boxes.append(regions[best])
+        labels.append(f"{seen[best]:.2f}")
+        colours.append(BLUE if is_right else RED)
+    if source is not None:
+        boxes.append(regions[source])
+        labels.append("this region")
+        colours.append(GREEN)
+    else:
+        gold = text.facts.boxes[phrase] * factor
+        boxes += list(gold)
+        labels += ["annotated"] * len(gold)
+        colours += [GREEN] * len(gold)
+    picture = draw_boxes(heat_on(image, regions[allowed], seen[allowed]), boxes, labels, colours, title)
+    Image.fromarray(picture).save(path, "JPEG", quality=88)
+    return shown
+
+
+def _shrunk(image: np.ndarray) -> tuple[np.ndarray, float]:
+    """An image no larger than pictures are, and the factor of its sides."""
+    height, width = image.shape[:2]
+    factor = min(LONGEST / max(height, width), 1.0)
+    if factor == 1:
+        return image, 1.0
+    size = max(round(width * factor), 1), max(round(height * factor), 1)
+    return np.array(Image.fromarray(image).resize(size, Image.Resampling.BILINEAR)), factor
+
+
+def heat_on(image: np.ndarray, boxes: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The image in grey, with regions coloured by their value relative to the highest one.
+
+    Where regions overlap the highest value counts.
+
+    Args:
+        image: uint8 RGB [h, w, 3]; it is not changed.
+        boxes: [R, 4] xyxy in its pixels.
+        values: [R], not negative.
+    """
+    height, width = image.shape[:2]
+    strength = np.zeros((height, width), dtype=np.float32)
+    highest = float(values.max()) if len(values) else 0.0
+    for box, value in zip(boxes, values / highest if highest > 0 else values, strict=True):
+        x1, y1 = (int(side) for side in np.floor(box[:2]).clip(0, (width, height)))
+        x2, y2 = (int(side) for side in np.ceil(box[2:]).clip(0, (width, height)))
+        strength[y1:y2, x1:x2] = np.maximum(strength[y1:y2, x1:x2], value)
+    grey = (image @ np.array(GREY, dtype=np.float32))[..., None]
+    faded = (1 - FADED) * image + FADED * grey
+    table = (colormaps[HEAT](np.linspace(0, 1, 256))[:, :3] * 255).astype(np.float32)
+    heat = table[np.round(strength * 255).astype(np.uint8)]
+    share = (STRONGEST * strength)[..., None]
+    return np.round((1 - share) * faded + share * heat).clip(0, 255).astype(np.uint8)
+
+
+def _word_overlay(path: Path, text: SeenText, head: ChosenHead, own: torch.Tensor, name: str) -> Overlay:
+    """The attention among the words of a caption; of a word's wordpieces rows are averaged and columns summed."""
+    spans = torch.from_numpy(text.facts.word_spans)
+    slots = torch.arange(own.shape[3])
+    inside = ((slots >= spans[:, :1]) & (slots < spans[:, 1:])).float()
+    values = (attention_from(own, spans, "mean")[0, 0] @ inside.T).numpy()
+    path.write_bytes(draw_word_map(f"{head.graph}, {name}", text.facts.forms, values))
+    return Overlay(
+        text.index, text.facts.words, head.graph, f"words to words, {name}", "each row attends to the columns", path
+    )

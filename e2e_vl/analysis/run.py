@@ -1,0 +1,294 @@
+"""The analysis of a trained run on a split whose captions name boxes: from the run's folder to the files of results."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import fnmatch
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from accelerate import Accelerator
+from PIL import Image
+from transformers import PreTrainedTokenizerBase
+
+from detector.errors import UserError
+from e2e_vl.analysis.captions import CaptionWording, Parses, parse_with_spacy, read_parses
+from e2e_vl.analysis.collect import ENTITIES, RELATIONS, Collected, collect_attention, texts_to_show
+from e2e_vl.analysis.figures import (
+    ChosenHead,
+    Overlay,
+    chosen_heads,
+    draw_entity_figure,
+    draw_overlays,
+    draw_relation_figure,
+)
+from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.analysis.tables import BASELINE_WORDS, AttentionResults, write_tables
+from e2e_vl.config import BoxSource, RunConfig, load_config
+from e2e_vl.data.base import open_options
+from e2e_vl.data.batching import ExampleDataset
+from e2e_vl.data.image_loader import DetectedBoxes
+from e2e_vl.io import name_of, whole_folder, write_json, write_text
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.build import build_collate, build_loader, build_writer, named_parts, open_split, warn_of_random_boxes
+from e2e_vl.run.checkpoint import load_model, saved_settings
+from e2e_vl.run.launch import make_accelerator
+
+# One self-contained page with the numbers, figures and pictures of an analysis.
+
+
+PAGE = Path(__file__).with_name("attention_page.html.jinja")
+LONGEST_SIDE = 720  # of a picture in the page, pixels
+
+
+def write_page(
+    path: Path, results: AttentionResults, figures: Mapping[str, bytes], overlays: Sequence[Overlay]
+) -> Path:
+    """Write the page.
+
+    Args:
+        figures: PNG files by their names.
+        overlays: pictures that lie beside the page; those of one caption follow each other.
+    """
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"percent": _percent}
+    page = environment.from_string(PAGE.read_text(encoding="utf-8")).render(
+        results=results,
+        measures={
+            graph: {name: results.summary(graph, name) for name in results.measures(graph)} for graph in results.graphs
+        },
+        relations={graph: results.relation_rows(graph) for graph in results.graphs},
+        baseline_words=BASELINE_WORDS,
+        figures={name: _uri(content, "png") for name, content in figures.items()},
+        captions=[
+            (text, [(one, _picture(one)) for one in own])
+            for (_, text), own in itertools.groupby(overlays, key=lambda one: (one.index, one.text))
+        ],
+    )
+    write_text(path, page)
+    return path
+
+
+def _picture(overlay: Overlay) -> str:
+    """A data URI; "" without a picture."""
+    if overlay.file is None:
+        return ""
+    buffer = io.BytesIO()
+    with Image.open(overlay.file, formats=("JPEG", "PNG")) as image:  # `overlays.py` wrote it
+        image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+        image.convert("RGB").save(buffer, "JPEG", quality=85)
+    return _uri(buffer.getvalue(), "jpeg")
+
+
+def _uri(content: bytes, kind: str) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _percent(value: Any) -> str:
+    """A share as per cent with two decimals, as in the paper; a dash for none."""
+    return "–" if value is None else f"{100 * value:.2f}"
+
+
+FOLDER = "attention"  # of a run directory
+PAGE_ATTENTION_RUN = "attention.html"
+# all that an analysis writes
+WRITTEN = (
+    PAGE_ATTENTION_RUN,
+    "attention.json",
+    "heads.csv",
+    "relations.csv",
+    "table2_*.csv",
+    "entities_*.png",
+    "relations_*.png",
+    "overlays",
+    "overlays/[0-9]*.[jp][pn]g",
+)
+# settings of `data` about the input of the model and the work: those of the run, whichever data are read
+OF_RUN = ("resize", "canvas", "vocabulary", "max_text_length", "blank_text", "blank_image", "workers")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionRequest:
+    """What is to be analysed, and how."""
+
+    run: Path
+    split: str
+    boxes: BoxSource
+    output: Path | None = None  # None: a folder of the run
+    data: Path | None = None  # config whose `data` says where the captions are; None: the run's own
+    parses: Path | None = None  # CoNLL-U
+    spacy_model: str | None = None
+    choices: AttentionChoices = dataclasses.field(default_factory=AttentionChoices)
+    heads: tuple[str, ...] = ()  # whose pictures are drawn; none given: the best ones
+    pictures: int = 6  # captions with pictures
+    max_images: int | None = None
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Where the results go."""
+        return self.output or self.run / FOLDER / name_of(f"{self.split}_{self.boxes}", flat=True)
+
+
+def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path | None]:
+    """Measure all heads of a trained run on a split and write tables, figures, pictures and a page.
+
+    Returns:
+        The results, and the page on the main process (None on the others).
+
+    Raises:
+        FileNotFoundError, ValueError: no model there, data that do not fit or state no phrases, an encoder without
+            attention maps, a head that does not exist, or a choice that needs parses without any.
+    """
+    request.choices.require_parses(given=request.parses is not None or request.spacy_model is not None)
+    check_results_folder(request.folder)
+    own, of_data = divided(request.overrides, has_data=request.data is not None)
+    config, model, tokenizer = load_model(request.run, overrides=own)
+    if config.data.blank_text or config.data.blank_image:
+        missing = "text" if config.data.blank_text else "image"
+        raise UserError(f"{request.run}: a run without the {missing} grounds nothing; choose another run.")
+    if not model.encoder.attention_graphs:
+        raise UserError(
+            f"{request.run}: the encoder {config.encoder.name} gives no attention maps; choose another run."
+        )
+    if request.data is not None:
+        config = with_data_of(config, request.data, of_data)
+    if request.boxes is BoxSource.ONLINE:
+        warn_of_random_boxes(saved_settings(request.run).detector)
+    accelerator = make_accelerator(config.train.mixed_precision)
+    model.to(accelerator.device)
+    parses = open_parses(request, config)
+    examples = caption_examples(config, model, tokenizer, request, parses)
+    groups = examples.groups if request.max_images is None else examples.groups[: request.max_images]
+    number = model.encoder.config.num_attention_heads
+    heads = chosen_heads(request.heads, model.encoder.attention_graphs, request.choices, number)
+    found = collect_attention(
+        *(model, examples, build_collate(config, model), request.choices, accelerator),
+        images_per_batch=config.eval.images_per_batch,
+        workers=config.data.workers,
+        sorted_boxes=isinstance(examples.loader.boxes, DetectedBoxes),
+        max_images=request.max_images,
+        shown=texts_to_show(groups, request.pictures, config.seed),
+    )
+    results = AttentionResults(
+        run=str(request.run),
+        encoder=config.encoder.name,
+        data=config.data.name,
+        split=request.split,
+        boxes=str(request.boxes),
+        parses=None if parses is None else parses.origin,
+        choices=request.choices,
+        graphs=model.encoder.attention_graphs,
+        sums=found.sums,
+        numbers={
+            **found.numbers,
+            "captions of the whole split that the data set leaves out": examples.dataset.left_out,
+        },
+        relations={graph: found.labels(graph, RELATIONS, request.choices) for graph in model.encoder.attention_graphs},
+        images=len(groups),
+    )
+    page = write_results(request.folder, results, found, heads, accelerator)
+    return results, page
+
+
+def write_results(
+    folder: Path,
+    results: AttentionResults,
+    found: Collected,
+    heads: list[ChosenHead],
+    accelerator: Accelerator,
+) -> Path | None:
+    """Write all files on the main process, in the place of an earlier analysis; the page."""
+    page = None
+    if accelerator.is_main_process:
+        folder = folder.resolve()
+        with whole_folder(folder) as part:
+            write_json(part / "attention.json", results.as_json())
+            write_tables(part, results)
+            figures: dict[str, bytes] = {}
+            for graph in results.graphs:
+                if results.of(graph, ENTITIES) is not None:
+                    figures[f"entities_{graph}.png"] = draw_entity_figure(results, graph)
+                if results.relations[graph]:
+                    figures[f"relations_{graph}.png"] = draw_relation_figure(results, graph)
+            for name, content in figures.items():
+                (part / name).write_bytes(content)
+            overlays = draw_overlays(part / "overlays", results, found.seen, heads)
+            write_page(part / PAGE_ATTENTION_RUN, results, figures, overlays)
+            check_results_folder(folder)  # nothing else came while this was measured
+        page = folder / PAGE_ATTENTION_RUN
+    accelerator.wait_for_everyone()
+    return page
+
+
+def check_results_folder(folder: Path) -> None:
+    """Raises ValueError if the folder holds anything but an earlier analysis, which is replaced as a whole."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; choose another --output, a folder for the results.")
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if not any(fnmatch.fnmatchcase(name, own) for own in WRITTEN):
+            raise UserError(
+                f"{folder} holds {name}, which is no result of an analysis, and is not replaced; choose another "
+                "--output, or take it out."
+            )
+
+
+def divided(overrides: Sequence[str], *, has_data: bool) -> tuple[list[str], list[str]]:
+    """What changes the settings of the run, and what changes the data that another config names.
+
+    How images and texts become input stays with the run, as it was trained (see `OF_RUN`).
+    """
+    of_data = [
+        word for word in overrides if has_data and _section(word)[0] == "data" and _section(word)[1] not in OF_RUN
+    ]
+    return [word for word in overrides if word not in of_data], of_data
+
+
+def _section(word: str) -> list[str]:
+    return [*word.partition("=")[0].split("."), ""]
+
+
+def with_data_of(config: RunConfig, path: Path, overrides: list[str]) -> RunConfig:
+    """The settings of a run, with the data of a config; what `OF_RUN` names stays that of the run.
+
+    Args:
+        overrides: changes of the config's data, of which `divided` left out what stays.
+    """
+    data = load_config(path, [*overrides, "output=unused"]).data
+    own = {name: getattr(config.data, name) for name in OF_RUN}
+    return dataclasses.replace(config, data=dataclasses.replace(data, **own))
+
+
+def open_parses(request: AttentionRequest, config: RunConfig) -> Parses | None:
+    """The parses of the captions; None if there are none."""
+    if request.parses is not None:
+        return read_parses(request.parses)
+    if request.spacy_model is None:
+        return None
+    kind = named_parts(config).dataset
+    return parse_with_spacy(kind.texts_of(*open_options(kind, config.data), request.split), request.spacy_model)
+
+
+def caption_examples(
+    config: RunConfig,
+    model: VisionLanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    request: AttentionRequest,
+    parses: Parses | None,
+) -> ExampleDataset:
+    """The captions of a split as plain texts."""
+    wanting = dataclasses.replace(config, phrases=dataclasses.replace(config.phrases, weight=1.0))  # phrases are read
+    dataset = open_split(wanting, request.split, request.boxes, training=False)
+    loader = build_loader(config, model, dataset, request.boxes)
+    loader.require_images(dataset.image_ids(), request.split)
+    writer = dataclasses.replace(build_writer(config, model, tokenizer), marks_phrases=False)
+    wording = CaptionWording(writer, parses, request.choices.missing_parse == "error")
+    return ExampleDataset(dataset, loader, wording, seed=config.seed)

@@ -1,0 +1,249 @@
+"""The numbers of an analysis: as JSON, and as CSV files of heads and of relations."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from e2e_vl.analysis.collect import ALL, CONFIDENCE, ENTITIES, LARGEST, NEEDS, RELATIONS, MeasureKey
+from e2e_vl.analysis.measures import HeadSums
+from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.structures import AttentionBlock, AttentionGraph
+
+# What a baseline is, in words.
+BASELINE_WORDS = {
+    CONFIDENCE: "always the region with the highest detection confidence (the paper's baseline)",
+    LARGEST: "always the largest region",
+    "chance": "a region (or word) drawn at random",
+    "word before": "always the word before",
+    "word behind": "always the word behind",
+}
+NO_CONFIDENCE = (
+    "The regions come without detection confidences, so the paper's baseline (always the region with the highest one) "
+    "cannot be computed; the largest region and chance stand in its place."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionResults:
+    """Everything that was measured."""
+
+    run: str
+    encoder: str
+    data: str
+    split: str
+    boxes: str
+    parses: str | None  # file or model; None: there are none
+    choices: AttentionChoices
+    graphs: Mapping[str, AttentionGraph]
+    sums: Mapping[MeasureKey, HeadSums]
+    numbers: Mapping[str, int]
+    relations: Mapping[str, list[str]]  # graph -> the relations that are shown
+    images: int
+
+    def of(self, graph: str, measure: str, label: str = ALL) -> HeadSums | None:
+        """The sums of a measure; None if it has no examples."""
+        found = self.sums.get(MeasureKey(graph, measure, label))
+        return found if found is not None and found.examples else None
+
+    def measures(self, graph: str) -> list[str]:
+        """The measures of a graph that have examples."""
+        return list(
+            dict.fromkeys(key.measure for key in self.sums if key.graph == graph and self.of(graph, key.measure))
+        )
+
+    @property
+    def has_confidence(self) -> bool:
+        """Whether the regions have detection confidences."""
+        return any(CONFIDENCE in sums.baselines for sums in self.sums.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences that the output must have beside its numbers."""
+        notes = [] if self.has_confidence else [NO_CONFIDENCE]
+        if self.parses is None:
+            notes.append("No parses were given, so there is no syntactic grounding; give --parses or --spacy.")
+        share = f"{100 * self.choices.active_above:g} %"
+        notes.append(
+            f"A head is called active where more than {share} of the attention of the measured words (entities, or the "
+            "attending words of relations) lies on regions, as a mean over the same examples as the accuracy."
+            if self.choices.active_over == "examples"
+            else f"A head is called active where more than {share} of the attention of the entities lies on regions, "
+            "as a mean over all measured entities; the same heads are active for relations."
+        )
+        notes.append(
+            f"A region is right where its IoU with an annotated box is at least {self.choices.min_iou:g}; an IoU of "
+            f"exactly {self.choices.min_iou:g} counts as a match."
+        )
+        notes.append(
+            "Where several regions share the largest attention of a head, or the highest score of a baseline, the "
+            "first of them in the order of the boxes is the chosen one."
+        )
+        return notes
+
+    def activity(self, graph: str, measure: str, label: str = ALL) -> HeadSums | None:
+        """The sums whose attention says which heads are active, as `choices.active_over` chooses."""
+        if self.choices.active_over == "entities" and NEEDS[measure] is AttentionBlock.WORDS_TO_REGIONS:
+            return self.of(graph, ENTITIES)
+        return self.of(graph, measure, label)
+
+    def active(self, graph: str, measure: str, label: str = ALL) -> Bool[Tensor, "layers heads"]:
+        """The active heads of a measure; none without samples of `activity`."""
+        sums, stated = self.activity(graph, measure, label), self.of(graph, measure, label)
+        if sums is None:
+            return torch.zeros_like(stated.hits, dtype=torch.bool)
+        return sums.active(self.choices.active_above)
+
+    def best_active(self, graph: str, measure: str, label: str = ALL) -> tuple[int, int] | None:
+        """Layer and head of the active head with the highest accuracy; None without examples or an active head."""
+        sums = self.of(graph, measure, label)
+        return None if sums is None else sums.best_among(self.active(graph, measure, label))
+
+    def summary(self, graph: str, measure: str, label: str = ALL) -> dict[str, Any]:
+        """One measure in plain values: its best heads and baselines."""
+        sums = self.of(graph, measure, label)
+        found: dict[str, Any] = {
+            "examples": sums.examples,
+            "divided_by": sums.count,
+            "baselines": {name: sums.baseline(name) for name in sums.baselines},
+        }
+        places = {"best_head": sums.best(), "best_active_head": self.best_active(graph, measure, label)}
+        for name, place in places.items():
+            found[name] = None
+            if place is not None:
+                found[name] = {
+                    "head": self.choices.number(*place),
+                    "accuracy": float(sums.accuracy[place]),
+                    "attention": float(sums.mean_attention[place]),
+                }
+        return found
+
+    def lines(self) -> list[str]:
+        """The most important numbers as text: a line per graph and measure."""
+        found = []
+        for graph in self.graphs:
+            for measure in self.measures(graph):
+                one = self.summary(graph, measure)
+                best = (
+                    one["best_active_head"] if NEEDS[measure] is AttentionBlock.WORDS_TO_REGIONS else one["best_head"]
+                )
+                said = "no head is active" if best is None else f"{best['accuracy']:.4f} (head {best['head']})"
+                rules = ", ".join(f"{name} {value:.4f}" for name, value in one["baselines"].items())
+                found.append(f"{graph}, {measure}: {said}; {rules}; {one['examples']} examples")
+        return [*found, *self.notes]
+
+    def as_json(self) -> dict[str, Any]:
+        """All numbers and choices in plain values; matrices are [layer][head]."""
+        graphs: dict[str, Any] = {}
+        for graph, stated in self.graphs.items():
+            measures = {}
+            for measure in self.measures(graph):
+                labels = sorted({key.label for key in self.sums if (key.graph, key.measure) == (graph, measure)})
+                measures[measure] = {
+                    **self.summary(graph, measure),
+                    **self._matrices(graph, measure, ALL),
+                    "by_relation": {
+                        label: {**self.summary(graph, measure, label), **self._matrices(graph, measure, label)}
+                        for label in labels
+                        if label != ALL
+                    },
+                }
+            graphs[graph] = {
+                "layers": len(stated.steps),
+                "reads": sorted(map(str, stated.blocks)),
+                "shown_relations": self.relations[graph],
+                "measures": measures,
+            }
+        return {
+            "run": self.run,
+            "encoder": self.encoder,
+            "data": self.data,
+            "split": self.split,
+            "images": self.images,
+            "boxes": self.boxes,
+            "parses": self.parses,
+            "choices": {choice["name"]: choice["value"] for choice in self.choices.describe()},
+            "notes": self.notes,
+            "numbers": dict(self.numbers),
+            "graphs": graphs,
+        }
+
+    def _matrices(self, graph: str, measure: str, label: str) -> dict[str, Any]:
+        sums = self.of(graph, measure, label)
+        return {"accuracy": sums.accuracy.tolist(), "attention": sums.mean_attention.tolist()}
+
+    def relation_rows(self, graph: str, measure: str = RELATIONS) -> list[dict[str, Any]]:
+        """The shown relations as rows of the paper's table 2: baselines and the best active head of each."""
+        rows = []
+        for label in self.relations[graph]:
+            sums = self.of(graph, measure, label)
+            place = self.best_active(graph, measure, label)
+            rows.append(
+                {
+                    "relation": label,
+                    "pairs": sums.examples,
+                    **{name: sums.baseline(name) for name in sums.baselines},
+                    "best active head": "" if place is None else self.choices.number(*place),
+                    "accuracy": None if place is None else float(sums.accuracy[place]),
+                    "attention on regions": None if place is None else float(sums.mean_attention[place]),
+                }
+            )
+        return rows
+
+
+def write_tables(folder: Path, results: AttentionResults) -> None:
+    """Write `heads.csv`, `relations.csv` (every head of every measure and relation) and `table2_<graph>.csv`."""
+    write_csv(folder / "heads.csv", _head_rows(results, only_all=True))
+    write_csv(folder / "relations.csv", _head_rows(results, only_all=False))
+    for graph in results.graphs:
+        if rows := results.relation_rows(graph):
+            write_csv(folder / f"table2_{graph}.csv", rows)
+
+
+def _head_rows(results: AttentionResults, *, only_all: bool) -> Iterable[dict[str, Any]]:
+    first = results.choices.first_number
+    for key, sums in results.sums.items():
+        if not sums.examples or (key.label == ALL) != only_all:
+            continue
+        is_active = results.active(key.graph, key.measure, key.label)
+        names = {} if only_all else {"relation": key.label}
+        for layer, heads in enumerate(sums.accuracy.tolist()):
+            for head, accuracy in enumerate(heads):
+                yield {
+                    "graph": key.graph,
+                    "measure": key.measure,
+                    **names,
+                    "layer": layer + first,
+                    "head": head + first,
+                    "accuracy": accuracy,
+                    "attention": float(sums.mean_attention[layer, head]),
+                    "active": _active(key, bool(is_active[layer, head])),
+                    "examples": sums.examples,
+                }
+
+
+def _active(key: MeasureKey, is_active: bool) -> str:
+    """Whether a head is active; only measures of words that read regions know it."""
+    if NEEDS[key.measure] is not AttentionBlock.WORDS_TO_REGIONS:
+        return ""
+    return "yes" if is_active else "no"
+
+
+def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows of one kind under the names of their values; nothing for no rows."""
+    rows = iter(rows)
+    first = next(rows, None)
+    if first is None:
+        return
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(first))
+        writer.writeheader()
+        writer.writerow(first)
+        writer.writerows(rows)

@@ -1,0 +1,112 @@
+"""Measure what the attention heads of a trained run ground: entities, syntactic relations, and what they look at.
+
+    e2e-vl analyze-attention --run runs/demo_flickr30k --split val --boxes online \\
+        --parses data/demo_flickr30k/flickr30k/parses/val.conllu
+    accelerate launch tools/analyze_attention.py --run runs/demo_flickr30k --split val --boxes gt --spacy en_core_web_sm
+
+Any run with an encoder that attends can be analysed, on data whose captions name boxes (Flickr30K Entities): those of
+the run, or those of another config (--data). Words are read as they are, whatever the task of the run masks or asks.
+
+Entity grounding: how often a phrase attends most, among the regions, to a region with IoU of at least 0.5 with its box.
+Syntactic grounding: the same for the word at the other end of a relation; parses come from a CoNLL-U file (--parses) or
+from an installed spaCy model (--spacy). A head is active if more than 20 % of that attention is on regions. Both follow
+section 3 of VisualBERT's ACL paper; what the paper leaves open are the options under "choices", which stand in the
+output too. An encoder with several graphs of attention (LXMERT: language, vision, cross) is measured graph by graph.
+
+Writes into --output: attention.html (everything on one page), attention.json, heads.csv, relations.csv, table2_*.csv,
+the figures and overlays/*.jpg, regions coloured by the attention of phrases. docs/analysis.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from pathlib import Path
+
+from detector.errors import UserError
+from e2e_vl.analysis.options import AttentionChoices, option_name, parse_head
+from e2e_vl.cli.common import make_parser, says_errors
+from e2e_vl.config import BoxSource, check_overrides, load_config
+from e2e_vl.io import model_folder
+
+
+def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The options of the command."""
+    parser = make_parser(__doc__, prog)
+    parser.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
+    parser.add_argument("--split", default="val", help="split of the data set (default: val)")
+    parser.add_argument("--boxes", default="online", choices=BoxSource.for_evaluation())
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="CONFIG",
+        help="config whose data are read in place of those of the run, in the sizes of the run",
+    )
+    parses = parser.add_mutually_exclusive_group()
+    parses.add_argument("--parses", type=Path, metavar="FILE", help="CoNLL-U file with the parses of the captions")
+    parses.add_argument("--spacy", metavar="MODEL", help="installed spaCy model that parses, such as en_core_web_sm")
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        default=[],
+        metavar="HEAD",
+        help="heads whose pictures are drawn, as LAYER-HEAD or GRAPH:LAYER-HEAD (default: the best ones)",
+    )
+    parser.add_argument("--pictures", type=int, default=6, help="captions with pictures (default: 6)")
+    parser.add_argument("--max-images", type=int, help="only the first images of the split (default: all)")
+    parser.add_argument("--output", type=Path, help="folder of the results (default: one in RUN/attention)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
+    choices = parser.add_argument_group("choices", "what the paper leaves open")
+    kinds = typing.get_type_hints(AttentionChoices)
+    for field in dataclasses.fields(AttentionChoices):
+        kind = kinds[field.name]
+        allowed = typing.get_args(kind) or None
+        choices.add_argument(
+            option_name(field.name),
+            type=type(field.default),
+            default=field.default,
+            choices=allowed,
+            help=f"{field.metadata['help'].replace('%', '%%')} (default: {field.default})",
+        )
+    return parser
+
+
+@says_errors
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    arguments = build_parser(prog).parse_intermixed_args(argv)
+    model_folder(arguments.run)
+    check_overrides(arguments.overrides)
+    if arguments.data is not None:
+        own = [word for word in arguments.overrides if word.startswith("data.")]
+        load_config(arguments.data, [*own, "output=unused"])
+    if arguments.pictures < 0 or (arguments.max_images is not None and arguments.max_images < 1):
+        raise UserError("--pictures must not be negative, and --max-images must be at least 1.")
+    choices = AttentionChoices(
+        **{field.name: getattr(arguments, field.name) for field in dataclasses.fields(AttentionChoices)}
+    )
+    choices.require_parses(given=arguments.parses is not None or arguments.spacy is not None)
+    for head in arguments.heads:
+        parse_head(head, choices.first_number)
+    from e2e_vl.analysis.run import AttentionRequest, analyze_attention  # late: it imports torch
+
+    request = AttentionRequest(
+        run=arguments.run,
+        split=arguments.split,
+        boxes=BoxSource(arguments.boxes),
+        output=arguments.output,
+        data=arguments.data,
+        parses=arguments.parses,
+        spacy_model=arguments.spacy,
+        choices=choices,
+        heads=tuple(arguments.heads),
+        pictures=arguments.pictures,
+        max_images=arguments.max_images,
+        overrides=tuple(arguments.overrides),
+    )
+    results, page = analyze_attention(request)
+    if page is not None:  # the main process
+        for line in results.lines():
+            print(line)
+        print(f"page: {page}")
+    return 0

@@ -1,0 +1,163 @@
+"""Read published weights, say how they fit, and write them in this project's form; or a model of ours in theirs.
+
+A detector's checkpoint (Detectron2's .pkl and .pth, Caffe2 and torchvision names, both ports of bottom-up attention,
+VL-BERT's resnet101-pt-vgbua-0000.model, .safetensors files, and folders that hold a detector):
+
+    e2e-vl convert faster_rcnn_from_caffe_attr.pkl \
+        --config configs/detector/bottom_up_attention.yaml --output weights/bottom_up_attention
+
+Writes, by the output's name:
+  DIR            config.yaml and model.safetensors: detector.weights of a run, --weights of `e2e-vl extract`
+  x.safetensors  the weights alone, with Detectron2's names
+  x.pth          the same, as Detectron2 itself loads them
+
+A whole model of the official VL-BERT code, with the settings of a run, as a folder that `e2e-vl evaluate` takes:
+
+    e2e-vl convert refcoco.model --run configs/refcoco/vl_bert_base.yaml data.root=DATA --output DIR
+
+A model of ours (a run directory) as a file that the official VL-BERT code loads:
+
+    e2e-vl convert runs/refcoco_plus_vl_bert_base --output refcoco.model
+
+With VisualBERT as encoder: x.th for its official code; with LXMERT: x.pth for its official code. With either of them
+DIR/model.safetensors (and config.json) for transformers, whose models take DIR:
+
+    e2e-vl convert runs/vqa_lxmert --output DIR/model.safetensors
+
+Beside a model of VQA its answers are written, in the order of the classes: vqa.model and vqa.answers.txt.
+
+Converting is not needed before training: detector.weights, encoder.weights and task.weights take the published files.
+`python tools/convert_weights.py` is the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+from pathlib import Path
+
+from detector.config import EXPECTED_PARTS
+from detector.errors import MissingFileError, UserError
+from e2e_vl.cli.common import make_parser, says_errors
+from e2e_vl.config import load_config
+from e2e_vl.io import whole_parts, write_text
+
+
+def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The options of the command."""
+    parser = make_parser(__doc__, prog)
+    parser.add_argument("weights", type=Path, help="file or folder to read")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--config", type=Path, help="Detectron2 YAML file of the detector to convert")
+    kind.add_argument("--run", type=Path, help="YAML file of a run: convert a whole official VL-BERT model")
+    parser.add_argument("--output", type=Path, required=True, help="folder, .pth, .safetensors, .model or .th to write")
+    parser.add_argument(
+        "--expect",
+        choices=EXPECTED_PARTS,
+        default="all",
+        help="what the file must hold; only what it holds is written (default: all)",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --run: settings that beat the file")
+    return parser
+
+
+@says_errors
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    options = build_parser(prog).parse_intermixed_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    if options.run is not None:
+        import_official(options.weights, options.run, options.output, options.overrides)
+    elif options.overrides:
+        raise UserError(f"{options.overrides[0]}: settings are for --run.")
+    elif options.config is not None:
+        convert(options.weights, options.config, options.output, options.expect)
+    elif options.output.suffix in (suffixes := official_suffixes()):
+        export_official(options.weights, options.output)
+    else:
+        raise UserError(
+            f"What is {options.weights}? Give --config for a detector, --run for an official model, or a run "
+            f"directory and an --output that ends with {' or '.join(suffixes)}."
+        )
+    return 0
+
+
+def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
+    """Read, check, print the report, and write the tensors that were matched: nothing random gets into the file."""
+    is_folder = output.suffix not in (".pth", ".safetensors")
+    if is_folder and (output.is_file() or output.suffix in (".pkl", ".pt", ".bin", ".model")):
+        raise UserError(f"{output} is not a folder, a .pth or a .safetensors file.")
+    # late: they import torch
+    from detector.checkpoint import CONFIG_NAME, WEIGHTS_NAME, convert_checkpoint, load_converted, save_weights
+    from detector.config import DetectorConfig
+    from detector.faster_rcnn import FasterRCNN
+
+    detector = FasterRCNN(DetectorConfig.from_yaml(config))
+    converted = convert_checkpoint(detector, weights)
+    report = load_converted(detector, converted, weights, expect=expect)
+    print(report)
+    if is_folder:
+        output.mkdir(parents=True, exist_ok=True)
+        write_text(output / CONFIG_NAME, detector.config.to_yaml())
+    matched = {name: converted.tensors[name] for name in report.matched}
+    save_weights(matched, output / WEIGHTS_NAME if is_folder else output)
+    print(f"written: {output}")
+
+
+def import_official(weights: Path, run: Path, output: Path, overrides: list[str]) -> None:
+    """Write a model folder with the weights of an official file; what it lacks stays random, and is reported."""
+    if output.suffix or output.is_file():
+        raise UserError(f"{output} is not a folder.")
+    if not weights.is_file():
+        raise MissingFileError(f"{weights}: no such weights file.")
+    config = load_config(run, overrides)
+    if config.data.vocabulary is None:
+        raise UserError(f"{run}: data.vocabulary is not set; give the official model's (bert-base-uncased).")
+    from e2e_vl.run.build import build_model, build_tokenizer, resolve  # late: it imports torch
+    from e2e_vl.run.checkpoint import save_model
+
+    start = {"weights": str(weights)}
+    if config.detector.backend != "precomputed":
+        config = dataclasses.replace(config, detector=dataclasses.replace(config.detector, **start, expect="backbone"))
+    encoder, task = (dataclasses.replace(part, **start) for part in (config.encoder, config.task))
+    config = resolve(dataclasses.replace(config, encoder=encoder, task=task))
+    tokenizer = build_tokenizer(config)
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
+    with whole_parts(output, "config.yaml") as part:
+        save_model(part, config, model, tokenizer)
+    print(f"written: {output}")
+
+
+def official_suffixes() -> list[str]:
+    """Of the official files that models of ours can be written as."""
+    from e2e_vl.run.build import ADAPTERS  # late: it imports torch
+
+    return sorted({adapter.suffix for adapters in ADAPTERS.values() for adapter in adapters if adapter.suffix})
+
+
+def export_official(folder: Path, output: Path) -> None:
+    """Write a trained model of ours as an official file, and say what has no place in it.
+
+    The answers of VQA, in the order of the classes, are written beside it.
+    """
+    from e2e_vl.run.build import (
+        ADAPTERS,  # late: it imports torch
+        OFFICIAL_SUFFIX,
+        official_lines,
+    )
+    from e2e_vl.run.checkpoint import load_model
+
+    config, model, _ = load_model(folder)
+    adapters = [adapter for adapter in ADAPTERS.get(config.encoder.name, ()) if adapter.suffix == output.suffix]
+    if not adapters:
+        raise UserError(
+            f"{folder}: its encoder '{config.encoder.name}' has no official format that ends with {output.suffix}."
+        )
+    lines = official_lines(model.task) if model.task.chooses_answers else None  # before anything is written
+    left_out = adapters[0].export(model, config.task.name, output)
+    print(f"left out: {len(left_out)}", *(f"  {name}" for name in left_out), f"written: {output}", sep="\n")
+    if lines is not None:
+        path = output.with_suffix(OFFICIAL_SUFFIX)
+        write_text(path, lines)
+        print(f"written: {path} ({len(model.task.answers)} answers in the order of the classes; a run needs both)")

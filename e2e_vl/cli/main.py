@@ -1,0 +1,47 @@
+"""End-to-end vision-and-language training, from raw pixels.
+
+    e2e-vl train --config configs/demo/refcoco.yaml
+    e2e-vl ask --run runs/demo_refcoco --image IMAGE --text "the small red circle" --output DIR
+
+`e2e-vl COMMAND --help` says more about each command. All of them run in one process. `accelerate launch` and `torchrun`
+start several processes of `tools/train.py` and its neighbours, or, where only the package is installed, of this module:
+`accelerate launch -m e2e_vl.cli.main train ...`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from e2e_vl.cli.common import make_parser
+
+# Name -> its module in this package, and what it does. A module is imported when it is called.
+COMMANDS = {
+    "check-data": ("check_data", "problems and sizes of a run's annotation files, and images seen before"),
+    "train": ("train", "train detector, encoder and task together"),
+    "evaluate": ("evaluate", "evaluate a trained run on a split"),
+    "predict": ("predict", "predictions of a whole split as a file, or (predict ask) one answer"),
+    "ask": ("ask", "the answer of a trained run to one text about one image"),
+    "explore": ("explore", "a page in the browser: regions, answers, phrases, attention, hidden regions"),
+    "extract": ("extract", "regions and features of one image, or of many"),
+    "import-features": ("import_features", "turn published region features into a file that runs read"),
+    "analyze-attention": ("analyze_attention", "what the attention heads of a trained run ground"),
+    "convert": ("convert_weights", "read published weights, or write a trained run as an official file"),
+    "synthesize": ("make_synthetic", "draw a data set of scenes in the official formats"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Call a command by its name; returns its exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    parser = make_parser(__doc__, "e2e-vl")
+    kinds = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, text) in COMMANDS.items():
+        kinds.add_parser(name, help=text, add_help=False)
+    command = parser.parse_args(words[:1]).command  # the command reads the other words itself
+    module = importlib.import_module(f"e2e_vl.cli.{COMMANDS[command][0]}")
+    return module.main(words[1:], f"e2e-vl {command}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

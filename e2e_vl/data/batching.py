@@ -1,0 +1,663 @@
+"""Batches from a data set, read in this process or in workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import itertools
+import logging
+import math
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+
+from detector.errors import MissingFileError, UserError
+from detector.images import make_image_batch
+from detector.structures import DetectionTargets, ImageBatch, PrecomputedFeatures
+from e2e_vl.data.base import VLDataset
+from e2e_vl.data.image_loader import ImageLoader
+from e2e_vl.examples import DetectionObjects, Draw, Example, ImageExample, Targets, TextExample, Wording, join_phrases
+from e2e_vl.samples import FOUND, BrokenImageError
+from e2e_vl.structures import Batch, RegionLabels, TextBatch
+
+# Asking for an image with some of its texts, and the randomness that belongs to a text.
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Asks for one image (`group`) with some of its texts."""
+
+    group: int  # index into `groups` of the data set
+    texts: tuple[int, ...]  # text indices, all of this group
+    epoch: int = 0  # selects the randomness
+
+
+def random_generator(seed: int, epoch: int, text: int) -> np.random.Generator:
+    """The generator of one text in one epoch; it depends on nothing else, so neither on workers nor on order."""
+    return np.random.default_rng([seed, epoch, text])
+
+
+# Batches of images with several of their texts, so that the detector runs once per image.
+
+
+class ConsecutiveGroups(Sequence):
+    """Groups whose texts are numbered one after the other, without a Python object for each of them.
+
+    Args:
+        counts: int [groups], texts of each group.
+    """
+
+    def __init__(self, counts: Sequence[int] | np.ndarray) -> None:
+        self.starts = np.concatenate([[0], np.cumsum(np.asarray(counts, dtype=np.int64))])
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def num_texts(self) -> int:
+        """Texts of all groups."""
+        return int(self.starts[-1])
+
+    def of_text(self, text: int) -> int:
+        """The group of a text."""
+        return int(np.searchsorted(self.starts, text, side="right")) - 1
+
+    def __getitem__(self, group: int | slice) -> range | list[range]:
+        if isinstance(group, slice):
+            return [self[index] for index in range(*group.indices(len(self)))]
+        index = range(len(self))[group]  # IndexError outside, and negative numbers count from the end
+        return range(int(self.starts[index]), int(self.starts[index + 1]))
+
+
+class GroupedBatchSampler(Sampler[list[Request]]):
+    """Yields the `Request`s of one process for each batch; made for `DataLoader(batch_sampler=...)`.
+
+    Every text is seen once an epoch, and the batches do not depend on the number of processes.
+
+    With `shuffle` (training), the texts of an image and the groups are in random order, which depends on (seed, epoch)
+    only. Each rank takes its slice of every batch: the slices of ranks 0, 1, ... joined are the batch of one process.
+    The end of an epoch is filled up from the start of its order: all batches have the same size, all ranks equal work,
+    and all optimiser steps `accumulate` batches.
+
+    Without (evaluation), groups keep their order, nothing is repeated, and the last batch may be smaller. Whole batches
+    are dealt to the ranks in turn, because the features of a box depend a little on the padding, so on the other images
+    of its batch. Ranks may differ by one batch.
+
+    Args:
+        groups: text indices of each image (`dataset.groups`).
+        images_per_batch: groups in a batch; with `shuffle` over all processes, so a multiple of `world_size`.
+        texts_per_image: most texts in a group; None = all texts of the image.
+        accumulate: batches of one optimiser step; with `shuffle` an epoch has a multiple of it.
+
+    Raises:
+        ValueError: a number that does not fit, or nothing to sample from.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[int]],
+        images_per_batch: int,
+        texts_per_image: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        accumulate: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if images_per_batch < 1 or (shuffle and images_per_batch % world_size):
+            raise UserError(
+                f"images_per_batch is {images_per_batch}, which cannot be split evenly over {world_size} processes; "
+                "choose a multiple of the number of processes"
+            )
+        if texts_per_image is not None and texts_per_image < 1:
+            raise UserError(f"texts_per_image is {texts_per_image}; choose a positive number, or null for all texts")
+        if accumulate < 1:
+            raise UserError(f"accumulate is {accumulate}; choose a positive number of batches")
+        if not 0 <= rank < world_size:
+            raise UserError(f"rank {rank} does not exist among {world_size} processes")
+        self._texts, starts = _flat(groups)
+        if not len(self._texts):
+            raise UserError("there are no texts to sample from; check the split and the annotation files")
+        self.images_per_batch = images_per_batch
+        self.texts_per_image = texts_per_image
+        self.seed = seed
+        self.shuffle = shuffle
+        self.accumulate = accumulate if shuffle else 1
+        self.rank = rank
+        self.world_size = world_size
+        counts = np.diff(starts)
+        parts = np.minimum(counts, 1) if texts_per_image is None else -(-counts // texts_per_image)
+        self.num_groups = int(parts.sum())
+        self._starts = starts  # of the texts of each group in `_texts`
+        # of each part of a group, the group and where its texts begin
+        self._group_of = np.repeat(np.arange(len(counts)), parts)
+        number_in_group = np.arange(self.num_groups) - np.repeat(np.cumsum(parts) - parts, parts)
+        self._first = starts[self._group_of] + number_in_group * (texts_per_image or 0)
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
+        """Go to an epoch, from its beginning or from batch `start_batch` (counted over all ranks), to resume there."""
+        if not 0 <= start_batch <= self.batches_per_epoch:
+            raise UserError(f"cannot start at batch {start_batch}, an epoch has {self.batches_per_epoch} batches")
+        self.epoch = epoch
+        self.start_batch = start_batch
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of a whole epoch, over all ranks."""
+        per_step = self.images_per_batch * self.accumulate
+        return -(-self.num_groups // per_step) * self.accumulate
+
+    def __len__(self) -> int:
+        """Batches this rank will yield: its own from `start_batch` to the end of the epoch."""
+        return len(self._own_batches())
+
+    def __iter__(self) -> Iterator[list[Request]]:
+        order, texts = self._epoch_order()
+        share = self.images_per_batch // self.world_size
+        for batch in self._own_batches():
+            first, last = batch * self.images_per_batch, (batch + 1) * self.images_per_batch
+            if self.shuffle:
+                first, last = first + self.rank * share, first + (self.rank + 1) * share
+                numbers = order[np.arange(first, last) % len(order)]  # the end is filled up from the start
+            else:
+                numbers = order[first:last]
+            yield [self._request(int(number), texts) for number in numbers]
+
+    def _request(self, number: int, texts: np.ndarray) -> Request:
+        """One part of a group, as an order that `_epoch_order` gave has its texts."""
+        group, first = int(self._group_of[number]), int(self._first[number])
+        last = int(self._starts[group + 1])
+        if self.texts_per_image is not None:
+            last = min(last, first + self.texts_per_image)
+        return Request(group, tuple(texts[first:last].tolist()), self.epoch)
+
+    def _own_batches(self) -> range:
+        """Numbers of the batches this rank has a part in."""
+        if self.shuffle:
+            return range(self.start_batch, self.batches_per_epoch)
+        first = self.start_batch + (self.rank - self.start_batch) % self.world_size
+        return range(first, self.batches_per_epoch, self.world_size)
+
+    def _epoch_order(self) -> tuple[np.ndarray, np.ndarray]:
+        """Order of the parts of groups, and all texts, in random order within each group."""
+        if not self.shuffle:
+            return np.arange(self.num_groups), self._texts
+        generator = np.random.default_rng([self.seed, self.epoch])
+        texts = self._texts.copy()
+        for group in np.flatnonzero(np.diff(self._starts) > 1):  # one text needs no order and draws nothing
+            first, last = self._starts[group], self._starts[group + 1]
+            texts[first:last] = texts[first:last][generator.permutation(last - first)]
+        return generator.permutation(self.num_groups), texts
+
+
+def _flat(groups: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """All texts int64 [texts], and where the texts of each group begin, int64 [groups + 1]."""
+    if isinstance(groups, ConsecutiveGroups):
+        return np.arange(groups.num_texts), groups.starts
+    counts = np.fromiter((len(texts) for texts in groups), dtype=np.int64, count=len(groups))
+    texts = np.fromiter((text for texts in groups for text in texts), dtype=np.int64, count=int(counts.sum()))
+    return texts, np.concatenate([[0], np.cumsum(counts)])
+
+
+# A batch on its way from a worker: a few large tensors in the place of the many small ones of its images.
+
+
+_Place = tuple[int, int, tuple[int, ...]]  # which of the joined tensors, first entry in it, shape
+
+
+class PackedBatch(NamedTuple):
+    """A batch (or any other picklable value) whose tensors stand apart."""
+
+    content: bytes  # a pickle that names the tensors by their place
+    joined: list[Tensor]  # the entries of the largest tensor, then those of all others, a flat tensor for each dtype
+
+
+def pack(batch: Any) -> PackedBatch:
+    """Take out all tensors of a batch and join those of one dtype.
+
+    The largest tensor, which are the pixels, stays alone, because joining is copying.
+    """
+    tensors = _Collector()
+    tensors.dump(batch)
+    largest = max(tensors.found, key=lambda one: one.numel() * one.element_size(), default=None)
+    joined: list[list[Tensor]] = [[]]  # the first holds the largest
+    rows: dict[torch.dtype, int] = {}
+    ends = [0]
+    places: list[_Place] = []
+    for one in tensors.found:
+        row = 0 if one is largest else rows.setdefault(one.dtype, len(rows) + 1)
+        if row == len(joined):
+            joined.append([])
+            ends.append(0)
+        places.append((row, ends[row], tuple(one.shape)))
+        joined[row].append(one.reshape(-1))
+        ends[row] += one.numel()
+    flat = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in joined if parts]
+    return PackedBatch(pickle.dumps((places, tensors.stream.getvalue()), pickle.HIGHEST_PROTOCOL), flat)
+
+
+def unpack(packed: PackedBatch) -> Any:
+    """The batch again; its tensors are parts of the joined ones."""
+    places, content = pickle.loads(packed.content)
+    parts = [packed.joined[row][start : start + math.prod(shape)].view(shape) for row, start, shape in places]
+    return _Filler(content, parts).load()
+
+
+class _Collector(pickle.Pickler):
+    """Pickles a value without its tensors, which it numbers; one that is there twice has one number."""
+
+    def __init__(self) -> None:
+        self.stream = io.BytesIO()
+        self.found: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+        super().__init__(self.stream, pickle.HIGHEST_PROTOCOL)
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self.found)
+            self.found.append(value)
+        return self._numbers[id(value)]
+
+
+class _Filler(pickle.Unpickler):
+    """The other way round; the content comes from a process of our own."""
+
+    def __init__(self, content: bytes, tensors: list[Tensor]) -> None:
+        super().__init__(io.BytesIO(content))
+        self.tensors = tensors
+
+    def persistent_load(self, number: int) -> Tensor:
+        return self.tensors[number]
+
+
+DATA_ERRORS = (ValueError, OSError)  # what readers raise about files and records
+
+
+@dataclasses.dataclass(frozen=True)
+class Unreadable:
+    """A request that an evaluation could not fulfil, because an image is missing or cannot be read."""
+
+    images: tuple[str, ...]  # ids of the images of the request
+    texts: tuple[int, ...]  # text indices that have no prediction
+    reason: str
+
+
+class BatchLoader:
+    """Iterates over the batches of one epoch of the sampler.
+
+    An error about the data is raised as the data set raised it, also when it happened in a worker. (`DataLoader` alone
+    would put the worker's traceback into its message.)
+
+    Args:
+        dataset: answers `Request`s with `Example`s.
+        sampler: whose batches, from its current epoch and start.
+        collate: list of `Example` -> `Batch`.
+        workers: processes that read; 0 reads in this process.
+        keep_workers: the same workers go on in the next epoch.
+        unreadable: images that are missing or cannot be read are left out and added to it, so a batch may have fewer
+            images; None: they are errors, or what `dataset` makes of them.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        sampler: GroupedBatchSampler,
+        collate: Callable[[list[Example]], Batch],
+        *,
+        workers: int = 0,
+        keep_workers: bool = False,
+        unreadable: list[Unreadable] | None = None,
+    ) -> None:
+        self._unreadable = unreadable
+        self._loader = DataLoader(
+            _Batches(dataset, collate, leaves_out=unreadable is not None),
+            batch_sampler=sampler,
+            collate_fn=unchanged,  # `_Batches` gives whole batches
+            num_workers=workers,
+            persistent_workers=keep_workers and workers > 0,
+            # DataLoader draws a seed for its workers: not from the generator that dropout and RoI sampling use
+            generator=torch.Generator(),
+        )
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._loader:
+            if isinstance(batch, Exception):
+                raise batch
+            if self._unreadable is not None:
+                batch, unreadable = batch
+                self._unreadable += unreadable
+                if batch is None:  # nothing of it is left
+                    continue
+            yield unpack(batch) if isinstance(batch, PackedBatch) else batch
+
+
+@dataclasses.dataclass
+class _Batches(Dataset):
+    dataset: Dataset
+    collate: Callable[[list[Example]], Batch]
+    leaves_out: bool = False
+
+    def __getitems__(
+        self, requests: list[Request]
+    ) -> Batch | PackedBatch | tuple[Batch | PackedBatch | None, list[Unreadable]] | Exception:
+        """A worker packs its batch. An error travels in its place; with `leaves_out`, what is left out beside it."""
+        try:
+            if not self.leaves_out:
+                return packed(self.collate([self.dataset[request] for request in requests]))
+            examples, unreadable = [], []
+            for request in requests:
+                try:
+                    examples.append(self.dataset.read(request))
+                except BrokenImageError as error:
+                    ids = self.dataset.image_ids_of(request.texts)
+                    unreadable.append(Unreadable(ids, request.texts, str(error.__cause__)))
+            return (packed(self.collate(examples)) if examples else None), unreadable
+        except DATA_ERRORS as error:
+            return error
+
+
+def packed(batch: Batch) -> Batch | PackedBatch:
+    """What travels from a worker to the main process: few storages, not one for each tensor of each image."""
+    return batch if get_worker_info() is None else pack(batch)
+
+
+def unchanged(loaded: Any) -> Any:
+    """A `collate_fn` for a data set that gives what the loader is to give."""
+    return loaded
+
+
+# Joins examples into a `Batch`; knows neither tasks nor data sets.
+
+
+def collate(
+    examples: Sequence[Example],
+    pixel_mean: Sequence[float],
+    pixel_std: Sequence[float],
+    *,
+    pad_to: tuple[int, int] | None = None,
+    canvas: Sequence[int] | None = None,
+    pad_id: int = 0,
+) -> Batch:
+    """Pad images and texts, and renumber the images that texts look at.
+
+    Args:
+        examples: at least one, all of one kind: of the same data set, or of data sets for the same task.
+        pixel_mean, pixel_std: of the three channels in the order of the images; subtracted, then divided by.
+        pad_to: (height, width) of the padded images, or None = the largest of the batch.
+        canvas: (short edge, long edge) in pixels of the least canvas of an image, see `canvas_size`; the batch is as
+            large as its largest canvas. None = an image's canvas is its own size. `pad_to` beats it.
+        pad_id: wordpiece id of the padding.
+
+    Returns:
+        The batch: N images and M texts in the order of the examples, `looks_at` [M, I], padded with -1.
+
+    Raises:
+        ValueError: examples that do not go together: some with candidate boxes and some without, some with annotated
+            objects and some without, or texts with different targets.
+    """
+    images = [image for example in examples for image in example.images]
+    texts = [text for example in examples for text in example.texts]
+    if not images or not texts:
+        raise UserError(f"a batch needs images and texts, this one has {len(images)} images and {len(texts)} texts")
+    if pad_to is None and canvas is not None:
+        pad_to = canvas_size([image.placement.size for image in images], canvas)
+    return Batch(
+        images=_image_batch(images, pixel_mean, pixel_std, pad_to),
+        boxes=_column(images, "boxes", "candidate boxes"),
+        texts=pad_texts(texts, pad_id),
+        looks_at=_looks_at(examples),
+        targets=_targets(texts),
+        detection_targets=_detection_targets(images),
+        region_labels=RegionLabels(
+            classes=_column(images, "box_classes", "classes of the candidate boxes"),
+            class_probs=_column(images, "class_probs", "class distributions"),
+            **{name: _column(images, name, name.replace("_", " ")) for name in FOUND},
+        ),
+        roi_masks=_column(images, "roi_masks", "instance masks"),
+        seeds=None if any(text.seed is None for text in texts) else torch.tensor([text.seed for text in texts]),
+        hide=_column(images, "hide", "boxes to hide"),
+        phrases=None if any(text.phrases is None for text in texts) else join_phrases([text.phrases for text in texts]),
+        records=[text.record for text in texts],
+    )
+
+
+def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tuple[int, int]:
+    """(height, width) of a batch whose images each lie on a canvas of at least (short edge, long edge), all in pixels.
+
+    The canvas of an image lies as the image does, and the canvas of a square image as if it were wide; a larger image
+    has a larger canvas. As in the official VL-BERT code on VCR, a batch of wide images is (short, long), of high images
+    (long, short), and of both (long, long). With images of one orientation a box's features do not depend on its batch.
+    """
+    short, long = canvas
+    least = [(short, long) if height <= width else (long, short) for height, width in sizes]
+    heights, widths = zip(*sizes, *least, strict=True)
+    return max(heights), max(widths)
+
+
+def pad_texts(texts: Sequence[TextExample], pad_id: int = 0) -> TextBatch:
+    """Pad the wordpieces of M texts at the end ([PAD] is 0 in BERT's vocabularies).
+
+    Returns:
+        `TextBatch` with L = the longest sequence (at least 1). `region_of_token` is there if any text has it.
+
+    Raises:
+        ValueError: texts that are read at a place of their own beside others that are not, or region indices of another
+            length than the wordpieces.
+    """
+    lengths = [len(text.laid.input_ids) for text in texts]
+    shape = (len(texts), max(lengths, default=0) or 1)
+    input_ids = torch.full(shape, pad_id, dtype=torch.int64)
+    segment_ids = torch.zeros(shape, dtype=torch.int64)
+    attend = torch.zeros(shape, dtype=torch.bool)
+    names_regions = any(text.region_of_token is not None for text in texts)
+    region_of_token = torch.full(shape, -1, dtype=torch.int64) if names_regions else None
+    for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+        input_ids[row, :length] = torch.from_numpy(text.laid.input_ids)
+        segment_ids[row, :length] = torch.from_numpy(text.laid.segment_ids)
+        attend[row, :length] = True
+        if text.region_of_token is not None:
+            if len(text.region_of_token) != length:
+                raise UserError(
+                    f"text {row} of the batch has {length} wordpieces but {len(text.region_of_token)} region indices"
+                )
+            region_of_token[row, :length] = torch.from_numpy(text.region_of_token)
+    summaries = [text.laid.summary for text in texts]
+    has_place = [summary is not None for summary in summaries]
+    if any(has_place) and not all(has_place):
+        raise UserError("texts with a place for an answer and texts without one cannot be in one batch")
+    summary = torch.tensor(summaries, dtype=torch.int64) if any(has_place) else None
+    return TextBatch(input_ids, segment_ids, attend, summary, region_of_token)
+
+
+def _image_batch(
+    images: Sequence[ImageExample],
+    pixel_mean: Sequence[float],
+    pixel_std: Sequence[float],
+    pad_to: tuple[int, int] | None,
+) -> ImageBatch:
+    """Pixels; or with precomputed features these and the sizes, without pixels."""
+    names, original_sizes = [image.name for image in images], [image.placement.original_size for image in images]
+    features = _column(images, "features", "precomputed features")
+    if features is None:
+        pixels = [image.pixels for image in images]
+        return make_image_batch(pixels, original_sizes, names, pixel_mean, pixel_std, pad_to=pad_to)
+    whole = _column(images, "image_feature", "a feature of the whole image")
+    return ImageBatch(
+        pixels=torch.zeros(len(images), 3, 0, 0),
+        sizes=torch.tensor([image.placement.size for image in images]),
+        original_sizes=torch.tensor(original_sizes),
+        names=names,
+        precomputed=PrecomputedFeatures(features, None if whole is None else torch.stack(whole)),
+    )
+
+
+def _all_or_none(images: Sequence[ImageExample], field: str, what: str) -> bool:
+    has = [getattr(image, field) is not None for image in images]
+    if any(has) and not all(has):
+        raise UserError(
+            f"{images[has.index(True)].name} comes with {what}, {images[has.index(False)].name} without; "
+            "one batch cannot mix box sources or data sets that differ in this"
+        )
+    return has[0]
+
+
+def _column(images: Sequence[ImageExample], field: str, what: str) -> list[Tensor] | None:
+    """An array of each image as a tensor; None if no image has it."""
+    if not _all_or_none(images, field, what):
+        return None
+    return [torch.from_numpy(np.ascontiguousarray(getattr(image, field))) for image in images]
+
+
+def _looks_at(examples: Sequence[Example]) -> Tensor:
+    """int64 [M, I]: rows of each example's own images become rows of the batch."""
+    slots = max((len(text.looks_at) for example in examples for text in example.texts), default=0) or 1
+    rows, first = [], 0
+    for example in examples:
+        for text in example.texts:
+            for image in text.looks_at:
+                if not 0 <= image < len(example.images):
+                    raise UserError(
+                        f"a text looks at image {image} of an example that has {len(example.images)} images"
+                    )
+            rows.append([first + image for image in text.looks_at] + [-1] * (slots - len(text.looks_at)))
+        first += len(example.images)
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def _targets(texts: Sequence[TextExample]) -> Targets | None:
+    kinds = {type(text.targets) for text in texts}
+    if len(kinds) > 1:
+        names = " and ".join(sorted(kind.__name__ for kind in kinds))
+        raise UserError(f"texts with targets {names} cannot be in one batch; all must be of one task and one kind")
+    [kind] = kinds
+    return None if kind is type(None) else kind.join([text.targets for text in texts])
+
+
+def _detection_targets(images: Sequence[ImageExample]) -> DetectionTargets | None:
+    if not _all_or_none(images, "objects", "annotated objects"):
+        return None
+    objects: list[DetectionObjects] = [image.objects for image in images]
+    has_attributes = [one.attributes is not None for one in objects]
+    if any(has_attributes) and not all(has_attributes):
+        raise UserError("one batch cannot mix objects with attributes and objects without")
+    return DetectionTargets(
+        boxes=[torch.from_numpy(np.ascontiguousarray(one.boxes)) for one in objects],
+        classes=[torch.from_numpy(one.classes) for one in objects],
+        attributes=_padded_attributes([one.attributes for one in objects]) if has_attributes[0] else None,
+    )
+
+
+def _padded_attributes(rows: Sequence[Any]) -> list[Tensor]:
+    slots = max(one.shape[1] for one in rows)
+    padded = [np.pad(one, ((0, 0), (0, slots - one.shape[1])), constant_values=-1) for one in rows]
+    return [torch.from_numpy(one.astype(np.int64)) for one in padded]
+
+
+# From the facts of a data set to examples: read, load, word, in this order and for every data set alike.
+
+
+logger = logging.getLogger(__name__)
+
+_BROKEN_IN_A_ROW = 20  # after this many unreadable images one after the other, the data are wrong as a whole
+_HINT = "(Training can go on without it: data.skip_broken=true takes the next image and logs it.)"
+
+
+class ExampleDataset(Dataset):
+    """Answers requests for one image with some of its texts.
+
+    All texts of one request share one image, so also its mirroring and its size.
+
+    Args:
+        dataset: states the facts.
+        loader: makes pixels and moves boxes.
+        wording: puts the texts into wordpieces.
+        seed: all randomness depends on (seed, epoch, text) only.
+        skip_broken: take the next image in place of one that is missing or cannot be read, and log it.
+
+    Attributes:
+        groups: text indices of each image.
+        broken: groups whose images were replaced by others in this process.
+    """
+
+    def __init__(
+        self, dataset: VLDataset, loader: ImageLoader, wording: Wording, *, seed: int = 0, skip_broken: bool = False
+    ) -> None:
+        self.dataset = dataset
+        self.loader = loader
+        self.wording = wording
+        self.seed = seed
+        self.skip_broken = skip_broken
+        self.groups = dataset.groups
+        self.broken: set[int] = set()
+
+    def __len__(self) -> int:
+        """Number of texts."""
+        return len(self.dataset)
+
+    def __getitem__(self, request: Request) -> Example:
+        """Load the request's image once, with all its texts.
+
+        Raises:
+            FileNotFoundError: an image file, or a file about it, is missing; names the image and the path.
+            ValueError: a file that cannot be read, files that contradict each other, or a box outside its image.
+        """
+        group, texts = request.group, request.texts
+        for _ in range(_BROKEN_IN_A_ROW):
+            try:
+                return self.read(request, texts)
+            except BrokenImageError as error:
+                if not self.skip_broken:
+                    raise _as_reader_error(error) from error.__cause__
+                last = self.dataset.sample(texts).images[0].id
+                group, texts = self._next(group, len(texts), error)
+        raise UserError(
+            f"{_BROKEN_IN_A_ROW} images in a row cannot be read, the last is image {last}; check where the data are"
+        )
+
+    def read(self, request: Request, texts: tuple[int, ...] | None = None) -> Example:
+        """Load an image with all texts of the request, or with `texts`, but with the request's randomness.
+
+        Raises:
+            BrokenImageError: the image is missing or cannot be read; its cause says which and why.
+            ValueError: files that contradict each other, or a box outside its image.
+        """
+        draw: Draw = functools.partial(random_generator, self.seed, request.epoch)
+        augmentation = self.loader.draw_augmentation(draw(request.texts[0]))
+        sample = self.dataset.sample(request.texts if texts is None else texts)
+        images = [self.loader.load(image, augmentation) for image in sample.images]
+        return Example(images, list(self.wording(sample, images, draw)))
+
+    def image_ids_of(self, texts: tuple[int, ...]) -> tuple[str, ...]:
+        """Ids of the images that some texts of one group are about."""
+        return tuple(image.id for image in self.dataset.sample(texts).images)
+
+    def _next(self, group: int, num_texts: int, error: BrokenImageError) -> tuple[int, tuple[int, ...]]:
+        """The next image with texts, and its first ones, in place of an image that cannot be read."""
+        self.broken.add(group)
+        others = itertools.chain(range(group + 1, len(self.groups)), range(group))
+        group = next((other for other in others if len(self.groups[other])), None)
+        if group is None:
+            raise error.__cause__
+        logger.warning(
+            "%s The next image takes its place (%d unreadable images so far in this process).",
+            *(error.__cause__, len(self.broken)),
+        )
+        return group, tuple(self.groups[group][:num_texts])
+
+
+def _as_reader_error(error: BrokenImageError) -> Exception:
+    """What is raised where nothing may be skipped."""
+    kind = MissingFileError if isinstance(error.__cause__, FileNotFoundError) else UserError
+    return kind(f"{error.__cause__} {_HINT}")

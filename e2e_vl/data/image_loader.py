@@ -1,0 +1,590 @@
+"""From the facts about an image to pixels and moved boxes: the rules of size, flip, candidate boxes and saved features.
+
+They hold for every data set. Which boxes are candidates is the box source; files of boxes are read by `candidates.py`.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from detector.boxes import check_boxes
+from detector.config import SelectionRule
+from detector.errors import MissingFileError, UserError, user_path
+from detector.images import ResizeRule, decode_resized, load_resized
+from detector.selection import select_regions
+from e2e_vl.config import BoxSource, DataSettings
+from e2e_vl.data.base import VLDataset, open_options
+from e2e_vl.data.features import FeatureStore, RegionFeatures, open_features
+from e2e_vl.data.storage.files import checked_records, corners_of, read_json
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.data.storage.shared_reads import SharedReads
+from e2e_vl.examples import DetectionObjects, ImageExample, Placement
+from e2e_vl.records import Box, Id, Record, Score
+from e2e_vl.samples import FOUND, AnnotatedObjects, BrokenImageError, CandidateBoxes, EncodedImage, SampleImage
+
+# From an image file to pixels of the network's size.
+
+
+class ImageSizeError(UserError):
+    """An image of another size than its annotation file says."""
+
+
+def read_image(
+    source: Path | EncodedImage,
+    expected_size: tuple[int, int] | None,
+    resize: ResizeRule,
+    *,
+    flip: bool,
+    channel_order: str,
+    name: str,
+) -> tuple[np.ndarray, Placement]:
+    """Load, resize and maybe mirror one image.
+
+    Args:
+        source: image file, or its content.
+        expected_size: (height, width) that the annotation file states, or None.
+        resize: the network's size.
+        channel_order: "BGR" or "RGB".
+        name: which record asks for the file, for error messages, such as "image 42".
+
+    Returns:
+        Pixels uint8 [height, width, 3] and the placement.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the file is no readable image.
+        ImageSizeError: it has another size than expected.
+    """
+    if isinstance(source, EncodedImage):
+        where = source.name
+        pixels, original_size = decode_resized(source.content, source.name, resize, channel_order)
+    else:
+        where = source
+        if not source.is_file():
+            raise MissingFileError(f"{source}: the file of {name} is missing; check the image folder's path")
+        pixels, original_size = load_resized(source, resize, channel_order)
+    if expected_size is not None and original_size != tuple(expected_size):
+        raise ImageSizeError(
+            f"{where}: {name} is {original_size[1]} x {original_size[0]} pixels, but its annotation "
+            f"file says {expected_size[1]} x {expected_size[0]}; boxes would not fit, use the images that the "
+            "annotations were made on"
+        )
+    if flip:
+        pixels = np.ascontiguousarray(pixels[:, ::-1])
+    return pixels, Placement(original_size, (pixels.shape[0], pixels.shape[1]), flip)
+
+
+# Reader of detection files in MAttNet's format: one flat list of boxes for all images.
+
+
+class _ScoredDetection(Record):
+    image_id: Id
+    box: Box
+    category_id: Id
+    score: Score
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageDetections:
+    """Detected boxes of one image, in file order."""
+
+    boxes: np.ndarray  # float64 [R, 4], xyxy (x2 = x + w), pixels of the stored image
+    scores: np.ndarray  # float32 [R]
+
+
+class DetectionsFile:
+    """`*_dets.json`: a list of {`image_id`, `box` [x, y, w, h], `category_id`, `score`, ...}, in no particular order.
+
+    Args:
+        path: the file.
+        errors: what becomes of an error about one detection.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the older layout with a key `dets`, a missing key, a box that is empty, inverted or not finite, or a
+            score that is not finite; the file and the detection are named.
+    """
+
+    def __init__(self, path: str | Path, errors: RecordErrors = RAISE) -> None:
+        self.path = user_path(path)
+        rows = read_json(self.path, "detections")
+        if isinstance(rows, dict) and "dets" in rows:
+            raise UserError(
+                f"{self.path}: has the older layout with a key 'dets'; expected MAttNet's flat list of "
+                "{image_id, box [x, y, width, height], category_id, score}"
+            )
+        if not isinstance(rows, list):
+            raise UserError(f"{self.path}: holds a {type(rows).__name__}, expected a flat list of detections")
+        boxes, scores = defaultdict(list), defaultdict(list)
+        for where, row in checked_records(_ScoredDetection, rows, f"{self.path}: detection", "det_id", errors=errors):
+            with errors:
+                boxes[row.image_id].append(corners_of(row.box, where))
+                scores[row.image_id].append(row.score)
+        self.by_image = {
+            image_id: ImageDetections(np.array(rows, dtype=np.float64), np.array(scores[image_id], dtype=np.float32))
+            for image_id, rows in boxes.items()
+        }
+
+
+# Files of candidate boxes: detections in MAttNet's format, and region features.
+
+
+_OTHER_BOXES = "use the detections of this data set, or another box source (gt or online)"
+
+
+class BoxReader(abc.ABC):
+    """Candidate boxes of images by their id, from one file or from several that each know other images."""
+
+    @abc.abstractmethod
+    def read(self, image_id: str) -> CandidateBoxes:
+        """The boxes of one image.
+
+        Raises:
+            ValueError: no file has the image, or the file is damaged there.
+        """
+
+    @abc.abstractmethod
+    def require_images(self, image_ids: Iterable[str], split: str) -> None:
+        """Raises ValueError, naming the first image and counting all, unless the files have all images."""
+
+
+class DetectedBoxes(BoxReader):
+    """Boxes of MAttNet's detection files that the rule keeps, by falling score."""
+
+    def __init__(self, files: Sequence[DetectionsFile], selection: SelectionRule) -> None:
+        self.files = files
+        self.selection = selection
+        self._found = {str(image_id): (file, image_id) for file in reversed(files) for image_id in file.by_image}
+
+    def read(self, image_id: str) -> CandidateBoxes:
+        if image_id not in self._found:
+            raise UserError(f"{_names(self.files)}: no detections for image {image_id}; {_OTHER_BOXES}")
+        file, key = self._found[image_id]
+        found = file.by_image[key]
+        kept = select_regions(found.scores, self.selection).numpy()
+        return CandidateBoxes(found.boxes[kept], f"{file.path}: image {image_id}")
+
+    def require_images(self, image_ids: Iterable[str], split: str) -> None:
+        missing = [image_id for image_id in image_ids if image_id not in self._found]
+        if missing:
+            more = f" (and {len(missing) - 1} more images)" if len(missing) > 1 else ""
+            raise UserError(
+                f"{_names(self.files)}: no detections for image {missing[0]}{more} of the split {split}; {_OTHER_BOXES}"
+            )
+
+
+class StoredBoxes(BoxReader):
+    """Boxes of files of region features: detected ones by falling score where there are scores, given ones as stored.
+
+    Args:
+        stores: the files.
+        selection: which boxes are kept where there are scores.
+        with_features: give the features too, so that no detector has to run; then the first `limit` boxes are kept.
+        limit: see `with_features`; None keeps them all.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[FeatureStore],
+        selection: SelectionRule,
+        *,
+        with_features: bool,
+        limit: int | None = None,
+    ) -> None:
+        self.stores = stores
+        self.selection = selection
+        self.with_features = with_features
+        self.limit = limit
+
+    def read(self, image_id: str) -> CandidateBoxes:
+        store = next((store for store in self.stores if image_id in store), self.stores[0])
+        found = store[image_id]
+        origin = f"{store.path}: image {image_id}"
+        is_scored = found.scores is not None and found.box_ids is None
+        if self.with_features:
+            order = np.argsort(-found.scores, kind="stable")[: self.limit] if is_scored else slice(self.limit)
+            return CandidateBoxes(
+                found.boxes[order],
+                origin,
+                image_size=found.image_size,
+                features=found.features[order],
+                image_feature=found.image_feature,
+                **_found(found, order),
+            )
+        kept = select_regions(found.scores, self.selection).numpy() if is_scored else slice(None)
+        return CandidateBoxes(found.boxes[kept], origin, image_size=found.image_size, **_found(found, kept))
+
+    def require_images(self, image_ids: Iterable[str], split: str) -> None:
+        missing = [image_id for image_id in image_ids if not any(image_id in store for store in self.stores)]
+        if missing:
+            raise UserError(
+                f"{_names(self.stores)}: has no features of image {missing[0]} and {len(missing) - 1} more of the "
+                f"split {split}; extract them, with the annotation file as the list of images"
+            )
+
+
+def open_boxes(
+    paths: Sequence[Path],
+    selection: SelectionRule,
+    *,
+    with_features: bool,
+    limit: int | None = None,
+    errors: RecordErrors = RAISE,
+    shared: SharedReads | None = None,
+) -> BoxReader:
+    """Open files of one kind: `.json` is MAttNet's format, everything else region features; see `StoredBoxes`.
+
+    Args:
+        errors: what becomes of an error about one detection.
+        shared: what other splits have read already; None: nothing.
+
+    Raises:
+        FileNotFoundError, ValueError: see the readers; or features are wanted from a file that has none.
+    """
+    if paths[0].suffix != ".json":
+        stores = [open_features(path) for path in paths]  # each process opens its own files, which are not kept
+        return StoredBoxes(stores, selection, with_features=with_features, limit=limit)
+    if with_features:
+        raise UserError(f"{paths[0]}: boxes in MAttNet's format have no features; give a file of region features")
+    shared = SharedReads() if shared is None else shared
+    return DetectedBoxes([shared.read(DetectionsFile, path, errors=errors) for path in paths], selection)
+
+
+def open_boxes_of(
+    dataset: VLDataset,
+    settings: DataSettings,
+    boxes: BoxSource,
+    errors: RecordErrors = RAISE,
+    shared: SharedReads | None = None,
+) -> BoxReader | None:
+    """The files of boxes or features of an opened split; None where the source reads none or boxes come along.
+
+    Args:
+        errors: what becomes of an error about one detection.
+        shared: what other splits have read already; None: nothing.
+
+    Raises:
+        FileNotFoundError, ValueError: see `open_boxes`.
+    """
+    key = next((key for key in boxes.needs if key != "instances"), None)
+    if key is None or not dataset.parts:
+        return None
+    files, _ = open_options(type(dataset), settings)
+    paths = list(dict.fromkeys(files.path(key, **values) for values in dataset.parts))
+    with_features = boxes is BoxSource.PRECOMPUTED
+    limit = settings.boxes.max_precomputed if with_features else None
+    return open_boxes(
+        paths, settings.boxes.selection, with_features=with_features, limit=limit, errors=errors, shared=shared
+    )
+
+
+def _found(regions: RegionFeatures, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
+    """What the detector found in these boxes, as far as the file has it; `FOUND` has its names."""
+    columns = (regions.classes, regions.scores, regions.attributes, regions.attribute_scores)
+    return {name: values[rows] for name, values in zip(FOUND, columns, strict=True) if values is not None}
+
+
+def _names(files: Sequence[DetectionsFile | FeatureStore]) -> str:
+    return ", ".join(str(file.path) for file in files)
+
+
+# Outlines of objects as small masks on the grid of a RoI, as official codes draw them for VCR.
+
+
+_AT_POINT = 1e-12  # a grid point so near to a corner of the outline is that corner (scikit-image)
+
+
+def instance_mask(outlines: Sequence[np.ndarray], box: np.ndarray, side: int = 14, at: str = "corners") -> np.ndarray:
+    """Draw an object's outlines on the S x S grid of its box.
+
+    At "centres" (R2C, VisualBERT): a cell is 1 if its centre is inside of any outline, by the even-odd rule.
+
+    At "corners" (official VL-BERT code): coordinates relative to the box, times S / (width + 1) and S / (height + 1),
+    clamped to [0, S - 1]; then the grid points (column, row) = 0 .. S - 1 inside of an outline or on it are 1, as in
+    `skimage.draw.polygon`. So the mask is a little narrower than the object: points, not cells, are looked at.
+
+    Args:
+        outlines: float [points, 2] (x, y) each, in the pixels of `box` [4] xyxy.
+        at: which points of the grid's cells are looked at, "corners" or "centres".
+
+    Returns:
+        float32 [S, S] of 0 and 1; all 0 without an outline.
+    """
+    mask = np.zeros((side, side), dtype=np.float32)
+    x1, y1, x2, y2 = (float(value) for value in box)
+    if at == "centres":
+        shares = (np.arange(side) + 0.5) / side
+        grid = np.stack(np.meshgrid(x1 + (x2 - x1) * shares, y1 + (y2 - y1) * shares), axis=-1)
+        for outline in outlines:
+            mask[_contains(outline.astype(np.float64), grid)] = 1
+        return mask
+    # float32 as in the official code: rounding decides about grid points on an outline
+    origin = np.array([x1, y1], dtype=np.float32)
+    ratio = np.array([side / (x2 - x1 + 1), side / (y2 - y1 + 1)], dtype=np.float32)
+    for outline in outlines:
+        points = (outline.astype(np.float32) - origin) * ratio
+        mask[_covers(points.clip(0, side - 1).astype(np.float64), side)] = 1
+    return mask
+
+
+def _contains(points: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """bool [S, S]: which points of the grid float64 [S, S, 2] are inside of a closed outline [points, 2].
+
+    An edge counts if a ray from the point to the left meets it; points on an edge are treated as matplotlib's
+    `Path.contains_points` does.
+    """
+    (x, y), (x0, y0) = np.moveaxis(grid[..., None, :], -1, 0), points.T
+    x1, y1 = np.roll(x0, -1), np.roll(y0, -1)
+    starts_below, ends_below = y0 >= y, y1 >= y
+    is_beside = ((y1 - y) * (x0 - x1) >= (x1 - x) * (y0 - y1)) == ends_below
+    return ((starts_below != ends_below) & is_beside).sum(axis=-1) % 2 == 1
+
+
+def _covers(points: np.ndarray, side: int) -> np.ndarray:
+    """bool [S, S]: grid points inside of a closed outline [points, 2], or on it (O'Rourke's crossing rule)."""
+    rows, columns = np.mgrid[:side, :side]
+    grid = np.stack([columns, rows], axis=-1).astype(np.float64)
+    end = points - grid[..., None, :]  # [S, S, points, 2]
+    start = np.roll(end, 1, axis=2)
+    (x0, y0), (x1, y1) = np.moveaxis(start, -1, 0), np.moveaxis(end, -1, 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        crossing = (x1 * y0 - x0 * y1) / (y0 - y1)
+    to_right = (((y0 > 0) != (y1 > 0)) & (crossing > 0)).sum(axis=2) % 2 == 1
+    to_left = (((y0 < 0) != (y1 < 0)) & (crossing < 0)).sum(axis=2) % 2 == 1
+    is_corner = (np.abs(end) < _AT_POINT).all(axis=-1).any(axis=2)
+    return is_corner | to_right | (to_right != to_left)
+
+
+logger = logging.getLogger(__name__)
+
+MEAN_COLOUR = {"RGB": (123, 116, 103), "BGR": (103, 116, 123)}  # of natural images, as detectors subtract it
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageRules:
+    """How images reach the network.
+
+    Attributes:
+        resize: sizes of the network input; of several one is drawn at random per request (multi-scale training).
+        flip_probability: chance to mirror the image; for training.
+        channel_order: "BGR" or "RGB".
+        with_objects: add the annotated objects, without crowds, as targets of the detection losses.
+        mask_size: S, side of the instance masks of the candidate boxes; None: no masks.
+        mask_at: see `instance_mask`.
+        fill_masks: objects without outlines get masks of their whole boxes, because other images have outlines.
+        is_blank: every pixel is the mean colour, saved features are zero and instance masks one: the control that sees
+            no image.
+        blank_boxes: that control has no candidate boxes either, because their number and places tell the answer.
+        mirror_precomputed: mirror the boxes of saved features although the features describe the unmirrored image
+            (official VL-BERT code); False forbids flips of saved features.
+        mean_image_feature: the whole image's feature is the mean of its regions' features where the file has none
+            (official VL-BERT code).
+
+    Raises:
+        ValueError: no size, or a probability outside 0 to 1.
+    """
+
+    resize: tuple[ResizeRule, ...]
+    flip_probability: float = 0.0
+    channel_order: str = "BGR"
+    with_objects: bool = False
+    mask_size: int | None = None
+    mask_at: str = "corners"
+    fill_masks: bool = False
+    is_blank: bool = False
+    blank_boxes: bool = False
+    mirror_precomputed: bool = False
+    mean_image_feature: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.resize:
+            raise UserError("the images need at least one resize rule")
+        if not 0 <= self.flip_probability <= 1:
+            raise UserError(f"flip_probability is {self.flip_probability}, expected a number from 0 to 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Augmentation:
+    """What was drawn at random for the images of one request."""
+
+    flip: bool
+    resize: ResizeRule
+
+
+class ImageLoader:
+    """Reads images and finds their candidate boxes.
+
+    Args:
+        rules: how images reach the network.
+        source: where candidate boxes come from; boxes that come with a sample go before it.
+        boxes: files of boxes or of saved features; needed by the sources that read one.
+
+    Raises:
+        ValueError: flips of saved features.
+    """
+
+    def __init__(self, rules: ImageRules, source: BoxSource, boxes: BoxReader | None = None) -> None:
+        if source is BoxSource.PRECOMPUTED and rules.flip_probability > 0 and not rules.mirror_precomputed:
+            raise UserError("precomputed features describe images as they are, not mirrored; set data.flip to 0")
+        self.rules = rules
+        self.source = source
+        self.boxes = boxes
+        self.without_outline: set[tuple[str, int]] = set()
+
+    def require_images(self, image_ids: Iterable[str], split: str) -> None:
+        """Check at the start of a run that the files of boxes hold all images of a split.
+
+        Raises:
+            ValueError: an image is missing; the first is named and all are counted.
+        """
+        if self.boxes is not None:
+            self.boxes.require_images(image_ids, split)
+
+    def draw_augmentation(self, generator: np.random.Generator) -> Augmentation:
+        """Two draws: whether to flip, and which size."""
+        flip = bool(generator.random() < self.rules.flip_probability)
+        return Augmentation(flip, self.rules.resize[int(generator.integers(len(self.rules.resize)))])
+
+    def load(self, image: SampleImage, augmentation: Augmentation) -> ImageExample:
+        """Pixels (or saved features) of one image, with its candidate boxes.
+
+        Raises:
+            BrokenImageError: the image is missing or cannot be read; the cause names image and path.
+            ValueError: it has another size than the annotations say, a box lies outside it, or there are no boxes or
+                objects although they are asked for.
+        """
+        found = image.boxes
+        if found is None and self.boxes is not None:
+            found = self.boxes.read(image.id)
+        self._check(image, found)
+        if found is not None and found.features is not None:
+            return self._precomputed(image, found, augmentation)
+        size = image.size if found is None or found.image_size is None else found.image_size
+        try:
+            file = image.locate()
+            pixels, placement = read_image(
+                file,
+                size,
+                augmentation.resize,
+                flip=augmentation.flip,
+                channel_order=self.rules.channel_order,
+                name=f"image {image.id}",
+            )
+        except ImageSizeError:
+            raise
+        except (ValueError, OSError) as error:
+            raise BrokenImageError from error
+        if self.rules.is_blank:
+            pixels = np.broadcast_to(np.array(MEAN_COLOUR[self.rules.channel_order], dtype=np.uint8), pixels.shape)
+        example = ImageExample(pixels, placement, str(file) if isinstance(file, Path) else file.name)
+        self._add_candidates(example, image, found)
+        if image.hide is not None:
+            example.hide = placement.move_and_clamp_boxes(image.hide, "boxes to hide")
+        if self.rules.with_objects:
+            example.objects = self._objects(image.objects, placement)
+        return example.without_boxes() if self.rules.is_blank and self.rules.blank_boxes else example
+
+    def _check(self, image: SampleImage, found: CandidateBoxes | None) -> None:
+        """Raises ValueError if boxes or objects are missing that are asked for, or if two files state two sizes."""
+        if found is None and self.source not in (BoxSource.GT, BoxSource.ONLINE):
+            raise UserError(f"image {image.id} has no boxes '{self.source}'; set data.files.{self.source.needs[-1]}")
+        wants_candidates = image.boxes is None and self.source.reads_annotations
+        if image.objects is None and (wants_candidates or self.rules.with_objects):
+            wanted = f"boxes '{self.source}'" if wants_candidates else "the targets of the detection losses"
+            raise UserError(
+                f"image {image.id}: {wanted} come from annotated objects; give an instances file (data.files.instances)"
+            )
+        boxes_size = None if found is None else found.image_size
+        if None not in (image.size, boxes_size) and image.size != boxes_size:
+            raise UserError(
+                f"{found.origin}: the image was {boxes_size[1]} x {boxes_size[0]} pixels, but its annotations say "
+                f"{image.size[1]} x {image.size[0]}; use features of the same images"
+            )
+
+    def _precomputed(self, image: SampleImage, found: CandidateBoxes, augmentation: Augmentation) -> ImageExample:
+        """Boxes and features from a file; of the image only the sizes."""
+        size = found.image_size
+        placement = Placement(size, augmentation.resize.target_size(*size), augmentation.flip)
+        features, whole = found.features, found.image_feature
+        if whole is None and self.rules.mean_image_feature:
+            whole = features.mean(axis=0) if len(features) else np.zeros(features.shape[1], dtype=np.float32)
+        if self.rules.is_blank:
+            features, whole = np.zeros_like(features), None if whole is None else np.zeros_like(whole)
+        example = ImageExample(
+            pixels=np.broadcast_to(np.uint8(0), (*placement.size, 3)),  # a shape without memory
+            placement=placement,
+            name=str(image.file) if isinstance(image.file, Path) else found.origin,
+            boxes=placement.move_and_clamp_boxes(found.boxes, found.origin),
+            class_probs=found.class_probs,
+            features=features,
+            image_feature=whole,
+            **found.found,
+        )
+        return example.without_boxes() if self.rules.is_blank and self.rules.blank_boxes else example
+
+    def _add_candidates(self, example: ImageExample, image: SampleImage, found: CandidateBoxes | None) -> None:
+        """Boxes of a file or of the sample, then annotated boxes, as the source says; clamped."""
+        parts = []
+        if found is not None:
+            parts.append(example.placement.move_and_clamp_boxes(found.boxes, found.origin))
+            example.class_probs = found.class_probs
+        if image.boxes is None and self.source.reads_annotations:
+            rows = range(len(image.objects)) if image.candidates is None else image.candidates
+            parts.append(self._annotated(example, image, list(rows), alone=not parts))
+        if parts:
+            example.boxes = np.concatenate(parts)
+        if found is not None and len(parts) == 1:  # nothing was found in annotated boxes
+            for name, values in found.found.items():
+                setattr(example, name, values)
+
+    def _annotated(self, example: ImageExample, image: SampleImage, rows: Sequence[int], *, alone: bool) -> np.ndarray:
+        """The candidate boxes among the annotated objects; if they are the only ones, also what is known about them."""
+        objects, placement = image.objects, example.placement
+        if alone:
+            example.box_ids = None if objects.ids is None else tuple(objects.ids[row] for row in rows)
+            example.box_classes = None if objects.classes is None else objects.classes[rows]
+            if self.rules.mask_size is not None and (objects.outlines is not None or self.rules.fill_masks):
+                example.roi_masks = self._masks(image, rows, placement)
+        return placement.move_and_clamp_boxes(objects.boxes[rows], objects.origin)
+
+    def _masks(self, image: SampleImage, rows: Sequence[int], placement: Placement) -> np.ndarray:
+        """float32 [R, S, S]; objects without outlines are their whole boxes."""
+        side, objects = self.rules.mask_size, image.objects
+        if objects.outlines is None or self.rules.is_blank:  # outlines tell shapes
+            return np.ones((len(rows), side, side), dtype=np.float32)
+        at = self.rules.mask_at
+        masks = [instance_mask(objects.outlines[row], objects.boxes[row], side, at) for row in rows]
+        self._count_empty(image, [row for row, mask in zip(rows, masks, strict=True) if not mask.any()])
+        joined = np.array(masks, dtype=np.float32).reshape(-1, side, side)
+        return np.ascontiguousarray(joined[:, :, ::-1]) if placement.flipped else joined
+
+    def _count_empty(self, image: SampleImage, rows: Sequence[int]) -> None:
+        """Warn of objects that the model cannot see: of the first, and whenever their number has doubled."""
+        for row in rows:
+            before = len(self.without_outline)
+            self.without_outline.add((image.id, row))
+            number = len(self.without_outline)
+            if number > before and number & before == 0:  # 1, 2, 4, 8, ...
+                name = f" ({image.objects.names[row]})" if image.objects.names else ""
+                logger.warning(
+                    "%s: object %d%s has no outline that covers a point of its mask, so its feature is zero; %d such "
+                    "objects so far in this process. task.config.mask_size=null leaves all masks out.",
+                    *(image.objects.origin, row, name, number),
+                )
+
+    def _objects(self, objects: AnnotatedObjects, placement: Placement) -> DetectionObjects:
+        """Targets of the detection losses."""
+        kept = np.arange(len(objects)) if objects.is_crowd is None else np.flatnonzero(~objects.is_crowd)
+        moved = placement.move_objects(objects.boxes[kept])
+        check_boxes(moved, objects.origin, "object")
+        attributes = None if objects.attributes is None else objects.attributes[kept]
+        return DetectionObjects(moved, objects.classes[kept], attributes)

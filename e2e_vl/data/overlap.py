@@ -1,0 +1,184 @@
+"""Which photo an image of a data set is, so that the same photo is found again in other data sets.
+
+Data sets share photos under different names: RefCOCO, VQA and COCO's captions have photos of COCO; GQA has photos of
+Visual Genome, about half of which are COCO's too (its `image_data.json` says which). A photo is known by one or several
+`PhotoId`s; two images are the same photo if they have one in common.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from detector.errors import UserError, reading
+from e2e_vl.data.storage.files import checked_records, read_json, require_file
+from e2e_vl.records import Id, Name, Record
+
+COCO, VISUAL_GENOME, FLICKR = "coco", "vg", "flickr"
+SPACES = (COCO, VISUAL_GENOME)
+# COCO_train2014_000000581857.jpg, or 000000581857.jpg of the release of 2017
+_COCO_NAME = re.compile(r"(?:COCO_[a-z]+20[0-9]{2}_)?([0-9]{12})")
+# Visual Genome's photos have plain numbers, and the further ones of GQA have an n before them
+_VISUAL_GENOME_NAME = re.compile(r"n?[0-9]+")
+_VISUAL_GENOME_FOLDER = re.compile(r"VG_100K(_2)?")
+
+
+class PhotoId(NamedTuple):
+    """Whose id it is, and the id."""
+
+    space: str
+    name: str
+
+
+class _PhotoRow(Record):
+    id: Id
+    file_name: Name | None = None
+
+
+class _Photo(Record):
+    image_id: Id
+    coco_id: Id | None = None
+    flickr_id: Id | None = None
+
+
+class _GenomeRow(Record):
+    image_id: Id
+    coco_id: Id | None
+    flickr_id: Id | None = None
+
+
+class PhotoIds:
+    """Finds the ids of photos.
+
+    Args:
+        also: further ids of a photo of Visual Genome, see `read_visual_genome`.
+    """
+
+    def __init__(self, also: Mapping[str, tuple[PhotoId, ...]] | None = None) -> None:
+        self._also = also or {}
+
+    def of_image(
+        self, image_id: str, file: Path | None, space: str | None, known_as: Iterable[tuple[str, str]] = ()
+    ) -> tuple[PhotoId, ...]:
+        """The ids of an image of a data set.
+
+        Args:
+            image_id: as the data set calls it.
+            file: None if it lies in an archive.
+            space: see `VLDataset.id_space`.
+            known_as: (whose id, id) of the photo, where the data set says it; this goes before the space.
+        """
+        found = None if file is None else _COCO_NAME.fullmatch(file.stem)
+        if found:
+            return (PhotoId(COCO, str(int(found[1]))),)
+        stated = list(known_as) or ([] if space is None else [(space, image_id)])
+        if stated:
+            return tuple(dict.fromkeys(one for pair in stated for one in self.in_space(*pair)))
+        return (PhotoId("file", image_id if file is None else str(file.absolute())),)
+
+    def in_space(self, space: str, name: str) -> tuple[PhotoId, ...]:
+        """The ids of a photo by one of them."""
+        return (PhotoId(space, name), *(self._also.get(name, ()) if space == VISUAL_GENOME else ()))
+
+    def of_list(self, path: Path, space: str | None = None) -> Iterator[tuple[PhotoId, ...]]:
+        """The ids of all photos in a list, such as the training images of a detector.
+
+        Known are COCO's JSON files (`images` with `id` and `file_name`), Visual Genome's `image_data.json` or a part of
+        it, a JSON list of ids, and text files whose lines begin with a path or an id, such as the lists that bottom-up
+        attention publishes (`VG_100K_2/2400861.jpg xml/2400861.xml`).
+
+        Args:
+            space: whose ids are meant where a name does not tell: "coco" or "vg".
+
+        Raises:
+            FileNotFoundError, ValueError: no such file, another content, or a name that does not tell whose it is.
+        """
+        if path.suffix != ".json":
+            yield from (self._named(name, path, space) for name in _first_words(path))
+            return
+        content = read_json(path, "list of photos")
+        if isinstance(content, dict):
+            rows = content.get("images", [])
+            for _, row in checked_records(_PhotoRow, rows, f"{path}: image"):
+                yield self._of_row(row, path, space)
+        else:
+            for _, row in checked_records(_Photo | Id, content, f"{path}: photo", "image_id"):
+                if isinstance(row, _Photo):
+                    yield (*self.in_space(VISUAL_GENOME, str(row.image_id)), *_other_ids(row))
+                else:
+                    yield self._named(str(row), path, space)
+
+    def _of_row(self, row: _PhotoRow, path: Path, space: str | None) -> tuple[PhotoId, ...]:
+        name = str(row.id) if row.file_name is None else row.file_name
+        if _COCO_NAME.fullmatch(Path(name).stem) or space is None:
+            return self._named(name, path, space)
+        return self.in_space(space, str(row.id))
+
+    def _named(self, name: str, path: Path, space: str | None) -> tuple[PhotoId, ...]:
+        place = Path(name)
+        found = _COCO_NAME.fullmatch(place.stem)
+        if found:
+            return (PhotoId(COCO, str(int(found[1]))),)
+        if any(_VISUAL_GENOME_FOLDER.fullmatch(folder) for folder in place.parts[:-1]):
+            return self.in_space(VISUAL_GENOME, place.stem)
+        if space is None:
+            raise UserError(
+                f"{path}: {name!r} does not tell whose photo it is; add --detector-ids with one of {', '.join(SPACES)}"
+            )
+        return self.in_space(space, place.stem)
+
+
+def known_by_number(image_id: str) -> tuple[tuple[str, str], ...]:
+    """`SampleImage.known_as` of an image in files that name photos of COCO by their file names and photos of Visual
+    Genome by their numbers; empty: the id is no such number.
+    """
+    return ((VISUAL_GENOME, image_id),) if _VISUAL_GENOME_NAME.fullmatch(image_id) else ()
+
+
+def number_of_photos(images: Iterable[tuple[PhotoId, ...]]) -> int:
+    """How many different photos some images are; two images with an id in common are the same photo.
+
+    Args:
+        images: the ids of each image.
+    """
+    above: dict[PhotoId, PhotoId] = {}  # ids of a photo form a tree; the topmost one stands for the photo
+
+    def top(one: PhotoId) -> PhotoId:
+        while above[one] != one:
+            above[one] = one = above[above[one]]
+        return one
+
+    for ids in images:
+        for one in ids:
+            above.setdefault(one, one)
+            above[top(one)] = top(ids[0])
+    return sum(one == other for one, other in above.items())
+
+
+def _first_words(path: Path) -> Iterator[str]:
+    path = require_file(path, "list of photos")
+    with reading(path), path.open(encoding="utf-8-sig", errors="replace") as file:
+        for line in file:
+            if line.strip():
+                yield line.split()[0]
+
+
+def read_visual_genome(path: Path) -> dict[str, tuple[PhotoId, ...]]:
+    """COCO's and Flickr's ids of the photos in Visual Genome's `image_data.json`, by Visual Genome's id.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no JSON, or a record without `image_id` and `coco_id`; file and record are named.
+    """
+    rows = read_json(path, "image data of Visual Genome")
+    if not isinstance(rows, list):
+        raise UserError(f"{path}: holds a {type(rows).__name__}, expected the list of Visual Genome's image_data.json")
+    records = checked_records(_GenomeRow, rows, f"{path}: image", "image_id")
+    return {str(row.image_id): _other_ids(row) for _, row in records}
+
+
+def _other_ids(row: _Photo | _GenomeRow) -> tuple[PhotoId, ...]:
+    pairs = ((COCO, row.coco_id), (FLICKR, row.flickr_id))
+    return tuple(PhotoId(space, str(number)) for space, number in pairs if number is not None)

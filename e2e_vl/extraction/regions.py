@@ -1,0 +1,497 @@
+"""From images to their regions: a detector, a rule that chooses boxes, and the features of the chosen boxes.
+
+Single images and whole folders go through this one chain.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.ops import batched_nms, clip_boxes_to_image, nms
+
+from detector.boxes import decode_deltas, is_larger
+from detector.checkpoint import BACKENDS, CONFIG_NAME, detector_class, load_checkpoint
+from detector.config import SelectionRule
+from detector.errors import MissingFileError, UserError, user_path
+from detector.faster_rcnn import TwoStageDetector
+from detector.images import ResizeRule, decode_resized, load_resized, make_image_batch, resize_boxes
+from detector.roi_pooler import to_rois
+from detector.selection import best_class_boxes, select_max_conf, select_max_nms, select_regions
+from detector.structures import FeatureMaps, ImageBatch, RoIFeatures
+from detector.weight_files import find_weights
+from detector.zoo import NamedWeights, known_weights, read_vocabulary, resolve_weights
+from e2e_vl.config import load_config
+from e2e_vl.data.features import RegionFeatures
+from e2e_vl.data.user_inputs import GivenBoxes, ListedImage, require_inside
+from e2e_vl.examples import Placement
+from e2e_vl.extraction.settings import ExtractionSettings
+from e2e_vl.plain_yaml import check_plain
+from e2e_vl.samples import AnnotatedObjects, EncodedImage
+
+SAME_PLACE = 0.7  # IoU above which the rule "score" counts two detections as one region
+MAX_CANDIDATES = 5000  # best (proposal, class) pairs that the rule "score" looks at, besides each proposal's best class
+
+
+class InputImage(NamedTuple):
+    """One image in the size and the channel order of the network input."""
+
+    id: str
+    path: Path
+    pixels: np.ndarray  # uint8 [h, w, 3]
+    original_size: tuple[int, int]  # (height, width) of the image in the file, after its EXIF rotation
+
+
+def load_input(image: ListedImage, resize: ResizeRule, channel_order: str) -> InputImage:
+    """Read and resize one image file.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such image, or it is not readable.
+    """
+    return InputImage(image.id, image.path, *load_resized(image.path, resize, channel_order))
+
+
+@dataclasses.dataclass
+class _Chosen:
+    """Boxes of one image in pixels of the resized image."""
+
+    boxes: Tensor  # float32 [R, 4]
+    features: RoIFeatures | None = None  # None: still to be pooled from the boxes
+    scores: Tensor | None = None  # float [R]; None: the best class probability of the features
+    classes: Tensor | None = None  # int64 [R]
+
+
+class _Proposals(NamedTuple):
+    """What the detector says about the proposals of one image."""
+
+    boxes: Tensor  # float32 [P, 4], pixels of the resized image
+    features: RoIFeatures
+    probs: Tensor  # float32 [P, K], without the background's column
+    refined: Tensor  # float32 [P, K, 4], the box of every class, not clipped
+    size: tuple[int, int]  # (height, width) of the resized image
+    original_size: tuple[int, int]  # (height, width)
+
+
+class RegionExtractor:
+    """Turns images into `RegionFeatures`.
+
+    Args:
+        detector: in evaluation mode, on its device.
+        settings: see `ExtractionSettings`.
+
+    Raises:
+        ValueError: attributes are wanted, but the detector has no attribute head.
+    """
+
+    def __init__(self, detector: TwoStageDetector, settings: ExtractionSettings) -> None:
+        if settings.attributes and not detector.roi_heads.box_predictor.has_attributes:
+            raise UserError("The detector has no attribute head; extract without attributes, or use another config.")
+        self.detector = detector
+        self.settings = settings
+
+    @torch.no_grad()
+    def __call__(self, images: Sequence[InputImage], given: Sequence[GivenBoxes] | None = None) -> list[RegionFeatures]:
+        """Regions of N images, which all have the same size.
+
+        Args:
+            images: N images.
+            given: N times the boxes of an image; with the rule "given" only.
+
+        Returns:
+            N records: with the rules "score" and "maxnms" best score first, with "maxconf" in the order of
+            `select_max_conf`, with "given" in the given order. R is 0 only where no box was given, or where the rule
+            asks for none or the detector proposes no box with an area.
+
+        Raises:
+            ValueError: a given box lies outside its image.
+        """
+        batch = self._batch(images)
+        maps = self.detector.features(batch)
+        if self.settings.rule == "given":
+            chosen = [self._given(batch, row, boxes) for row, boxes in enumerate(given)]
+        else:
+            chosen = [self._choose(proposals) for proposals in self._propose(maps, batch)]
+        for one, features in zip(chosen, self._pool(maps, [one.boxes for one in chosen]), strict=True):
+            one.features = features if one.features is None else one.features
+        whole = None
+        if self.settings.image_feature:
+            corners = batch.sizes.flip(1).float() - 1  # VL-BERT's box of the whole image ends at the last pixel
+            whole = self._pool(maps, list(torch.cat((torch.zeros_like(corners), corners), dim=1)[:, None]))
+        return [
+            self._record(image, one, None if whole is None else whole[row].region[0], given[row] if given else None)
+            for row, (image, one) in enumerate(zip(images, chosen, strict=True))
+        ]
+
+    def _batch(self, images: Sequence[InputImage]) -> ImageBatch:
+        settings = self.detector.config.input
+        batch = make_image_batch(
+            [image.pixels for image in images],
+            [image.original_size for image in images],
+            [str(image.path) for image in images],
+            settings.pixel_mean,
+            settings.pixel_std,
+        )
+        return batch.to(next(self.detector.parameters()).device)
+
+    def _pool(self, maps: FeatureMaps, boxes: list[Tensor]) -> list[RoIFeatures]:
+        pooled = self.detector.describe(maps, to_rois(boxes))
+        return list(pooled.split([len(rows) for rows in boxes]))
+
+    def _given(self, batch: ImageBatch, row: int, given: GivenBoxes) -> _Chosen:
+        """Boxes moved and clamped as training on the same boxes does it."""
+        placement = Placement(tuple(batch.original_sizes[row].tolist()), tuple(batch.sizes[row].tolist()))
+        boxes = placement.move_and_clamp_boxes(given.boxes, batch.names[row])
+        return _Chosen(torch.from_numpy(boxes).to(batch.pixels.device))
+
+    def _propose(self, maps: FeatureMaps, batch: ImageBatch) -> list[_Proposals]:
+        detector = self.detector
+        sizes = [(height, width) for height, width in batch.sizes.tolist()]
+        boxes = detector.propose(detector.run_rpn(maps), sizes)
+        pooled = detector.describe(maps, to_rois(boxes))
+        logits, deltas = detector.roi_heads.box_predictor(pooled.predictor)
+        probs = logits.float().softmax(dim=1)[:, :-1]
+        refined = decode_deltas(deltas, torch.cat(boxes), detector.config.roi_heads.box_weights)
+        refined = refined.unflatten(1, (-1, 4)).expand(-1, probs.shape[1], -1)  # one box may serve all classes
+        split = (tensor.split([len(rows) for rows in boxes]) for tensor in (pooled, probs, refined))
+        originals = [(height, width) for height, width in batch.original_sizes.tolist()]
+        return [_Proposals(*one) for one in zip(boxes, *split, sizes, originals, strict=True)]
+
+    def _choose(self, found: _Proposals) -> _Chosen:
+        if len(found.boxes) == 0:
+            none = found.boxes.new_zeros(0)
+            return _Chosen(found.boxes, found.features, none, none.long())
+        is_final = self.settings.features_of == "final"
+        rule = self.settings.rule
+        if rule == "score":
+            rows, classes, boxes = self._detections(found)
+        else:
+            best_boxes, best_scores, best_classes = best_class_boxes(found.probs, found.refined, found.size)
+            usable = torch.arange(len(found.boxes), device=found.boxes.device)
+            if is_final or rule == "maxnms":
+                usable = (torch.isfinite(best_boxes).all(dim=1) & is_larger(best_boxes)).nonzero()[:, 0]
+            if rule == "maxnms":
+                kept, _ = select_max_nms(best_boxes[usable], best_scores[usable], self.settings.numbers)
+            else:
+                in_original = resize_boxes(found.boxes[usable], found.size, found.original_size)
+                kept = select_max_conf(
+                    in_original, found.probs[usable], self.settings.numbers, self.settings.nms_threshold
+                )
+            rows = usable[kept]
+            classes = best_classes[rows]
+            boxes = best_boxes[rows] if is_final or rule == "maxnms" else found.boxes[rows]
+        features = None if is_final else found.features.apply(lambda values: values[rows])
+        return _Chosen(boxes, features, found.probs[rows, classes], classes)
+
+    def _detections(self, found: _Proposals) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of proposals, classes and boxes [R, 4] of the detections that the rule "score" keeps."""
+        probs = found.probs
+        rows, classes = candidates(probs)
+        boxes = clip_boxes_to_image(found.refined[rows, classes], found.size)
+        usable = torch.isfinite(boxes).all(dim=1) & is_larger(boxes)
+        rows, classes, boxes = rows[usable], classes[usable], boxes[usable]
+        scores = probs[rows, classes]
+        kept = batched_nms(boxes, scores, classes, self.detector.config.roi_heads.nms_thresh)
+        kept = kept[nms(boxes[kept], scores[kept], SAME_PLACE)]
+        kept = kept[select_regions(scores[kept], self.settings.numbers)]
+        return rows[kept], classes[kept], boxes[kept]
+
+    def _record(
+        self, image: InputImage, chosen: _Chosen, image_feature: Tensor | None, given: GivenBoxes | None
+    ) -> RegionFeatures:
+        predictor = self.detector.roi_heads.box_predictor
+        logits = predictor.class_logits(chosen.features.predictor)
+        scores, classes = chosen.scores, chosen.classes
+        if scores is None:
+            scores, classes = logits.softmax(dim=1)[:, :-1].max(dim=1)
+        attributes = attribute_scores = None
+        if self.settings.attributes:  # "no attribute" is dropped before the softmax
+            by_region = predictor.attributes(chosen.features.predictor, logits.argmax(dim=1))[:, :-1]
+            attribute_scores, attributes = by_region.softmax(dim=1).max(dim=1)
+        if given is None:
+            boxes = resize_boxes(chosen.boxes, image.pixels.shape[:2], image.original_size)
+        else:
+            boxes = torch.from_numpy(given.boxes)  # as they were given: scaling there and back would round them
+        return RegionFeatures(
+            image_id=image.id,
+            image_size=image.original_size,
+            boxes=_array(clip_boxes_to_image(boxes, image.original_size)),
+            features=_array(chosen.features.region),
+            scores=_array(scores),
+            classes=_array(classes),
+            attributes=_array(attributes),
+            attribute_scores=_array(attribute_scores),
+            box_ids=None if given is None else given.ids,
+            image_feature=_array(image_feature),
+        )
+
+
+def _array(values: Tensor | None) -> np.ndarray | None:
+    """float32 where the values are fractions."""
+    if values is None:
+        return None
+    return (values.float() if values.is_floating_point() else values).cpu().numpy()
+
+
+def candidates(probs: Tensor) -> tuple[Tensor, Tensor]:
+    """The (proposal, class) pairs that can become detections: the most probable ones, and each proposal's best class.
+
+    A few sure proposals have more pairs than `MAX_CANDIDATES` where there are many classes; without their best classes
+    the other proposals could not fill up the rule's minimum.
+
+    Args:
+        probs: float [P, K], without the background's column.
+
+    Returns:
+        int64 [pairs] rows of proposals and int64 [pairs] classes, in the order of the rows.
+    """
+    num_classes = probs.shape[1]
+    most_probable = probs.flatten().topk(min(probs.numel(), MAX_CANDIDATES)).indices
+    best_class = torch.arange(len(probs), device=probs.device) * num_classes + probs.argmax(dim=1)
+    pairs = torch.cat((most_probable, best_class)).unique()
+    return pairs // num_classes, pairs % num_classes
+
+
+# The detector that extracts region features: a config with weights, or the detector of a trained run.
+
+
+RANDOM_WEIGHTS = "The detector's weights are random, so its boxes, classes and features mean nothing."
+RANDOM_BOXES = "The run's detector learned to describe given boxes only: the boxes that it finds itself are random."
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedDetector:
+    """A detector in evaluation mode, with the image size that it is used at and where it comes from."""
+
+    detector: TwoStageDetector
+    resize: ResizeRule
+    backend: str = "builtin"  # name of the detector's class
+    weights: Path | None = None  # the file that was loaded; None = random values
+    seed: int = 0  # of the random values
+    attribute_names: tuple[str, ...] | None = None  # A names; None: regions are described without attributes
+    warning: str = ""  # one sentence for users if the boxes that the detector finds mean nothing
+
+
+def open_detector(
+    config: str | Path,
+    weights: str | Path | None,
+    *,
+    backend: str = "builtin",
+    resize: ResizeRule | None = None,
+    max_proposals: int | None = None,
+    seed: int = 0,
+) -> LoadedDetector:
+    """Build a detector from its config and load its weights.
+
+    Args:
+        config: Detectron2 YAML file.
+        weights: file or folder of any kind that `load_checkpoint` reads; None = random values that depend on the seed
+            only.
+        backend: builtin or detectron2.
+        resize: size of the network input; None = the config's INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST.
+        max_proposals: upper limit for RPN.POST_NMS_TOPK_TEST, the number of proposals that the RoI head sees; None =
+            the config's number. Time on a CPU grows with it; bottom-up attention uses 300, Detectron2 1000.
+        seed: of the random values.
+
+    Raises:
+        FileNotFoundError, ValueError: a file is missing or does not fit, the backend does not exist, or
+            `max_proposals` is less than 1.
+    """
+    if max_proposals is not None and max_proposals < 1:
+        raise UserError(f"The detector needs at least 1 proposal, not {max_proposals} proposals.")
+    cls = detector_class(backend)
+    settings = cls.config_class.from_yaml(config)
+    weights = None if weights is None else find_weights(weights)  # before the network is built, which takes seconds
+    if max_proposals is not None:
+        changes = {"MODEL.RPN.POST_NMS_TOPK_TEST": min(settings.rpn.post_nms_topk_test, max_proposals)}
+        settings = cls.config_class.from_flat(settings.to_flat() | changes, str(config))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        detector = cls(settings).eval()
+    if weights is not None:
+        load_checkpoint(detector, weights)
+    resize = resize or ResizeRule(settings.input.min_size_test, settings.input.max_size_test, "detectron2")
+    return LoadedDetector(detector, resize, backend, weights, seed, warning=RANDOM_WEIGHTS if weights is None else "")
+
+
+def find_detector(
+    source: str | Path,
+    config: str | Path | None = None,
+    *,
+    backend: str | None = None,
+    max_proposals: int | None = None,
+) -> LoadedDetector:
+    """A detector by what a user has of it.
+
+    Args:
+        source: the name of published weights, see `detector.zoo`; a run directory or saved model folder; a
+            folder with `config.yaml` and `model.safetensors`; or any weights file that `load_checkpoint` reads.
+        config: Detectron2 YAML file; needed for a file that comes without one.
+        backend, max_proposals: as in `open_detector` and `detector_of_run`.
+
+    Raises:
+        FileNotFoundError, ValueError: nothing there, no config, or files that do not fit together.
+    """
+    published = resolve_weights(source)
+    if isinstance(published, NamedWeights):
+        return _published_detector(
+            published, config, published.name, backend=backend or "builtin", max_proposals=max_proposals
+        )
+    path = user_path(published)
+    same_name = known_weights(path)
+    if config is None and path.is_file() and same_name is not None and not same_name.unsupported:
+        return _published_detector(same_name, None, path, backend=backend or "builtin", max_proposals=max_proposals)
+    if config is not None:
+        return open_detector(config, path, backend=backend or "builtin", max_proposals=max_proposals)
+    if (path / "model").is_dir() or (path / "detector").is_dir():
+        return detector_of_run(path, backend=backend, max_proposals=max_proposals)
+    if (path / CONFIG_NAME).is_file():
+        check_plain(path / CONFIG_NAME)
+        return open_detector(path / CONFIG_NAME, path, backend=backend or "builtin", max_proposals=max_proposals)
+    find_weights(path)  # says in one sentence what is missing
+    raise UserError(f"{path}: weights alone do not say how the detector is built; give its Detectron2 YAML as config.")
+
+
+def with_names(
+    source: LoadedDetector, class_names: str | Path | None = None, attribute_names: str | Path | None = None
+) -> LoadedDetector:
+    """The same detector with the names of its classes and attributes from text files, see `read_vocabulary`.
+
+    The detector itself takes the class names.
+
+    Args:
+        class_names: a line for each class, in the order of the detector's classes; None = as they are.
+        attribute_names: a line for each attribute; None = none.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, another number of lines, or a detector without attributes.
+    """
+    if class_names is not None:
+        source.detector.class_names = read_vocabulary(class_names, source.detector.num_classes, "classes")
+    if attribute_names is None:
+        return source
+    number = source.detector.config.attributes.num_classes
+    if not number:
+        raise UserError(f"The detector has no attribute head; leave out the attribute names of {attribute_names}.")
+    return dataclasses.replace(source, attribute_names=read_vocabulary(attribute_names, number, "attributes"))
+
+
+def _published_detector(
+    published: NamedWeights,
+    config: str | Path | None,
+    weights: str | Path,
+    *,
+    backend: str,
+    max_proposals: int | None,
+) -> LoadedDetector:
+    """A detector of the table, downloaded once, or from a file that came by other means.
+
+    Args:
+        weights: the name of the table, or the path of a file with the published file's name.
+
+    Raises:
+        ValueError: a trunk, which detects nothing.
+    """
+    if published.expect == "backbone":
+        raise UserError(
+            f"{published.name} is a trunk trained on ImageNet, which finds no objects; name a detector, or start a "
+            "training from it with detector.weights and detector.expect=backbone."
+        )
+    config = config or published.config_path
+    settings = detector_class(backend).config_class.from_yaml(config).input
+    return open_detector(
+        config,
+        weights,
+        backend=backend,
+        resize=ResizeRule(settings.min_size_test, settings.max_size_test, published.rounding),
+        max_proposals=max_proposals,
+    )
+
+
+def detector_of_run(
+    run_dir: str | Path, *, backend: str | None = None, max_proposals: int | None = None
+) -> LoadedDetector:
+    """The trained detector of a run directory or saved model folder, with the image size of the run's evaluation.
+
+    Args:
+        backend: builtin or detectron2; None = the run's own.
+
+    Raises:
+        FileNotFoundError: the folder holds no trained model.
+        ValueError: the run was trained on precomputed features, so that it has no detector; or settings that refer to
+            something outside of their file.
+    """
+    folder = Path(run_dir)
+    folder = folder / "model" if (folder / "model").is_dir() else folder
+    if not (folder / "detector" / "config.yaml").is_file():
+        raise MissingFileError(f"{run_dir} holds no trained model; give a run directory of tools/train.py.")
+    for settings in (folder / "config.yaml", folder / "detector" / "config.yaml"):
+        check_plain(settings)
+    config = load_config(folder / "config.yaml")
+    if config.detector.backend not in BACKENDS:
+        raise UserError(
+            f"{run_dir}: detector.backend is {config.detector.backend}, so the run has no detector that can look at "
+            "images; give --config and --weights."
+        )
+    resize = config.data.resize
+    loaded = open_detector(
+        folder / "detector" / "config.yaml",
+        folder / "detector",
+        backend=backend or config.detector.backend,
+        resize=ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding),
+        max_proposals=max_proposals,
+    )
+    return dataclasses.replace(loaded, warning=RANDOM_BOXES if config.detector.proposes_at_random else "")
+
+
+# The regions of one image, and the image as the detector saw it.
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageRegions:
+    """The regions of one image, best score first."""
+
+    regions: RegionFeatures
+    pixels: np.ndarray  # uint8 [h, w, 3] RGB, the resized image that the detector saw
+
+
+def extract_image(
+    image: str | Path | EncodedImage,
+    source: LoadedDetector,
+    rule: SelectionRule,
+    given: AnnotatedObjects | None = None,
+) -> ImageRegions:
+    """Find and describe the regions of an image file: the chain of bulk extraction with a batch of one.
+
+    The rule is "score". Attributes are found where the source names them. Features are the ones that a model with this
+    detector sees: of the proposals or of the final boxes, as the config's MODEL.ROI_HEADS.FEATURES_OF says.
+
+    Args:
+        rule: which of the detector's own boxes are kept.
+        given: a user's boxes, which are described in their order in place of the detector's.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such image, it is not readable, or a given box leaves it.
+    """
+    config = source.detector.config
+    order = config.input.format
+    if isinstance(image, EncodedImage):
+        name, path = image.name, Path(image.name)
+        pixels, size = decode_resized(image.content, name, source.resize, order)
+    else:
+        name, path = Path(image).stem, Path(image)
+        pixels, size = load_resized(image, source.resize, order)
+    attributes = source.attribute_names is not None
+    settings, wanted = ExtractionSettings("score", rule, config.roi_heads.features_of, attributes), None
+    if given is not None:
+        require_inside(given.boxes, size, given.origin, str(path))
+        settings = ExtractionSettings("given", attributes=attributes)
+        wanted = [GivenBoxes(np.asarray(given.boxes, dtype=np.float64), np.arange(len(given)))]
+    [regions] = RegionExtractor(source.detector, settings)([InputImage(name, path, pixels, size)], wanted)
+    return ImageRegions(regions, pixels if order == "RGB" else np.ascontiguousarray(pixels[:, :, ::-1]))

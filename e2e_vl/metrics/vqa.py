@@ -1,0 +1,233 @@
+"""VQA v2: how answers are compared, what they score, and how a vocabulary spells them.
+
+The rules follow the official evaluation script with its slips (they are part of the published numbers), and the tool
+for answer vocabularies that comes with BAN. Golden data of both pins them.
+
+Predicted and human answers go through `clean_answer`, and unless all human answers are the same string also through
+`strip_punctuation` and `standardise_words`. An answer scores as much as humans agree with it (`answer_accuracy`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+from typing import Any
+
+from detector.errors import UserError
+from e2e_vl.metrics.submission_files import write_list
+
+UNKNOWN = "<unk>"  # an entry of some vocabularies that never scores
+
+_MARKS = ';/[]"{}()=+\\_-><@`,?!'
+_COMMA_IN_NUMBER = re.compile("[0-9],[0-9]")
+_LOOSE_PERIOD = re.compile(r"\.(?![0-9])")
+_MAX_PERIODS = 32  # a regex flag of the official script lands in the count argument
+_ARTICLES = frozenset(("a", "an", "the"))
+_NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_NUMBERS = {"none": "0"} | {word: str(number) for number, word in enumerate(_NUMBER_WORDS)}
+# Words that are also understood without any one of their apostrophes.
+_CONTRACTIONS = """
+'ow's'at 'twas ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't
+he'd he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am might've mightn't mightn't've must've mustn't
+needn't not've o'clock oughtn't shan't she'd've should've shouldn't shouldn't've somebody'd've somebody'll somebody's
+someone'd someone'd've someone'll someone's something'd something'd've something'll that's there'd there'd've there're
+there's they'd they'd've they'll they're they've wasn't we'd've we've weren't what'll what're what's what've when's
+where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've wouldn't wouldn't've
+y'all y'all'd've y'all'll you'd you'd've you'll you're you've
+"""
+_WITH_APOSTROPHES = {
+    word[:place] + word[place + 1 :]: word
+    for word in _CONTRACTIONS.split()
+    for place, letter in enumerate(word)
+    if letter == "'"
+} | {"somebody'd": "somebodyd"}  # as in the official table
+
+
+def clean_answer(answer: str) -> str:
+    """Newlines and tabs become spaces, and the ends are stripped."""
+    return answer.replace("\n", " ").replace("\t", " ").strip()
+
+
+def strip_punctuation(answer: str) -> str:
+    """The official punctuation step.
+
+    Each mark (slashes, brackets, double quotes, = + _ - > < @ ` ; , ? !) is deleted if it stands beside a space
+    anywhere in the answer, or if there is a comma between two digits; otherwise it becomes a space. The first 32
+    periods that no digit follows are deleted.
+    """
+    delete_all = _COMMA_IN_NUMBER.search(answer) is not None
+    stripped = answer
+    for mark in _MARKS:
+        deleted = delete_all or f"{mark} " in answer or f" {mark}" in answer
+        stripped = stripped.replace(mark, "" if deleted else " ")
+    return _LOOSE_PERIOD.sub("", stripped, count=_MAX_PERIODS)
+
+
+def standardise_words(answer: str) -> str:
+    """The official step on words: lower case, digits for none and zero to ten, no articles, contractions written out.
+
+    Articles alone give the empty string.
+    """
+    words = [_NUMBERS.get(word, word) for word in answer.lower().split()]
+    return " ".join(_WITH_APOSTROPHES.get(word, word) for word in words if word not in _ARTICLES)
+
+
+def normalise_answer(answer: str) -> str:
+    """All steps; two answers are the same if this gives the same string."""
+    return standardise_words(strip_punctuation(clean_answer(answer)))
+
+
+def answer_accuracy(prediction: str, answers: Sequence[str]) -> float:
+    """Score of one prediction, 0 to 1: the mean over the human answers of min(1, matches among the others / 3).
+
+    With ten answers, 0, 1, 2, 3 or more than 3 matches give 0, 0.3, 0.6, 0.9 or 1. When all human answers are the same
+    string, the comparison is raw and case-sensitive (official script).
+
+    Raises:
+        ValueError: there are no answers.
+    """
+    if not answers:
+        raise UserError("a prediction cannot be scored without human answers")
+    prediction, answers = clean_answer(prediction), [clean_answer(answer) for answer in answers]
+    if len(set(answers)) > 1:
+        prediction, answers = normalise_answer(prediction), [normalise_answer(answer) for answer in answers]
+    matches = [answer == prediction for answer in answers]
+    total = sum(matches)
+    # summed one by one as the script does: a shortcut would round differently
+    return sum(min(1.0, (total - matched) / 3.0) for matched in matches) / len(matches)
+
+
+def record_accuracy(record: Mapping[str, Any]) -> float | None:
+    """Score of one prediction with its truth, 0 to 1; None where the truth is unknown.
+
+    Args:
+        record: "answer" (predicted), and "answers" (of humans) or "answer_scores" {answer: score}. Scores count as
+            they are, and an answer without a score counts 0 (official LXMERT code).
+    """
+    if record.get("answers") is not None:
+        return answer_accuracy(record["answer"], record["answers"])
+    scores = record.get("answer_scores")
+    return None if scores is None else float(scores.get(record["answer"], 0.0))
+
+
+def vqa_accuracy(
+    predictions: Iterable[Mapping[str, Any]], annotations: Iterable[Mapping[str, Any]], decimals: int = 2
+) -> dict[str, Any]:
+    """What the official script reports, in per cent.
+
+    Args:
+        predictions: one {"question_id", "answer"} per question of the annotation file.
+        annotations: records with "question_id", "answers" (ten strings), "answer_type" and "question_type".
+        decimals: places that all numbers are rounded to, half away from zero.
+
+    Returns:
+        "overall", "perAnswerType" and "perQuestionType" {type: accuracy}, and "perQuestion" {question id: accuracy}.
+
+    Raises:
+        ValueError: no question at all, a question twice, or other questions predicted than annotated.
+    """
+    predicted, annotated = by_question(predictions, "predictions"), by_question(annotations, "annotations")
+    if not annotated:
+        raise UserError("there are no annotated questions to score")
+    if predicted.keys() != annotated.keys():
+        missing, extra = annotated.keys() - predicted.keys(), predicted.keys() - annotated.keys()
+        first = next((f", question {number} lacks a prediction" for number in sorted(missing)), "")
+        first = first or next(f", question {number} is not annotated" for number in sorted(extra))
+        raise UserError(
+            f"the predictions must answer exactly the annotated questions: {len(missing)} are missing and {len(extra)} "
+            f"are not among them{first}; predict the split that the annotations belong to"
+        )
+    scores: dict[Any, float] = {}
+    by_answer_type, by_question_type = defaultdict(list), defaultdict(list)
+    for number, annotation in annotated.items():
+        score = answer_accuracy(predicted[number]["answer"], annotation["answers"])
+        scores[number] = score
+        by_answer_type[annotation["answer_type"]].append(score)
+        by_question_type[annotation["question_type"]].append(score)
+
+    def percent(values: Sequence[float]) -> float:
+        return round_half_up(100 * sum(values) / len(values), decimals)
+
+    return {
+        "overall": percent(list(scores.values())),
+        "perAnswerType": {name: percent(values) for name, values in sorted(by_answer_type.items())},
+        "perQuestionType": {name: percent(values) for name, values in sorted(by_question_type.items())},
+        "perQuestion": {number: round_half_up(100 * score, decimals) for number, score in scores.items()},
+    }
+
+
+def vqa_metrics(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean accuracies, 0 to 1, of records that hold prediction and truth.
+
+    Args:
+        records: as `record_accuracy` takes them, maybe with "answer_type" and "question_type". Records of a split
+            without annotations have no truth.
+
+    Returns:
+        "count", and if the truth is known "accuracy", "accuracy/<answer type>" and
+        "accuracy_by_question/<question type>".
+    """
+    records = list(records)
+    scores: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        score = record_accuracy(record)
+        if score is None:
+            continue
+        scores["accuracy"].append(score)
+        for metric, key in (("accuracy", "answer_type"), ("accuracy_by_question", "question_type")):
+            if record.get(key) is not None:
+                scores[f"{metric}/{record[key]}"].append(score)
+    means = {name: sum(values) / len(values) for name, values in sorted(scores.items())}
+    return {"count": float(len(records)), **means}
+
+
+def write_submission(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write predictions as the evaluation server wants them: a JSON list of {"question_id": int, "answer": str}.
+
+    Raises:
+        ValueError: a question twice.
+    """
+    found = by_question(records, "predictions")
+    write_list(path, ({"question_id": number, "answer": record["answer"]} for number, record in found.items()))
+
+
+def soft_scores(answers: Sequence[str], *, normalised: bool = False) -> dict[str, float]:
+    """What each distinct human answer would score if the others were the judges, as a training target.
+
+    The mean over the answers of min(1, equal answers among the others / 3): 0.3, 0.6, 0.9 or 1 for an answer that
+    occurs once, twice, three times or more often among ten.
+
+    Args:
+        answers: human answers of a question.
+        normalised: count normalised answers; False counts raw strings (BAN's tool and the official VL-BERT code), so
+            that "Two" gives nothing to the vocabulary's "2".
+    """
+    number = len(answers)
+    counts = Counter(normalise_answer(answer) for answer in answers) if normalised else Counter(answers)
+    return {
+        answer: (count * min(3, count - 1) + (number - count) * min(3, count)) / (3 * number)
+        for answer, count in counts.items()
+    }
+
+
+def vocabulary_answer(answer: str) -> str:
+    """An annotation's most frequent answer as a vocabulary spells it (BAN's tool): normalised, without commas."""
+    return standardise_words(strip_punctuation(answer)).replace(",", "")
+
+
+def round_half_up(value: float, decimals: int) -> float:
+    """Round ties away from zero as Python 2 does; Python 3 would take the even neighbour."""
+    return float(Decimal(value).quantize(Decimal(1).scaleb(-decimals), ROUND_HALF_UP))
+
+
+def by_question(records: Iterable[Mapping[str, Any]], what: str) -> dict[Any, Mapping[str, Any]]:
+    """Records by their question id. Raises ValueError for a question that occurs twice."""
+    found: dict[Any, Mapping[str, Any]] = {}
+    for record in records:
+        if record["question_id"] in found:
+            raise UserError(f"the {what} have question {record['question_id']} twice; one record each is expected")
+        found[record["question_id"]] = record
+    return found

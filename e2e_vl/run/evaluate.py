@@ -1,0 +1,284 @@
+"""The evaluation loop: every text of a split exactly once, over any number of processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast, gather_object
+from tqdm.auto import tqdm
+
+from detector.errors import UserError
+from e2e_vl.config import BoxSource, RunConfig
+from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Unreadable
+from e2e_vl.examples import ONLY_PHRASES
+from e2e_vl.io import check_output, inside, json_text, name_of, without_nan, write_json, write_text
+from e2e_vl.metrics.names import MetricName, named_metrics
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.build import Run, build_collate, build_examples, warn_of_random_boxes
+from e2e_vl.run.checkpoint import load_model, saved_settings
+from e2e_vl.run.launch import gather_to_main, make_accelerator, on_main
+from e2e_vl.run.optim import LOSS, LossSums
+from e2e_vl.run.stopping import all_or_none
+from e2e_vl.tasks.base import Records, Task, with_target, without_answers
+from e2e_vl.tasks.phrase_head import grounding_metrics, with_phrases, with_short_phrases
+
+logger = logging.getLogger(__name__)
+
+EVALUATIONS = "evaluations"  # folder of a run directory, for what evaluate_run writes
+
+
+def evaluate_splits(
+    config: RunConfig,
+    run: Run,
+    accelerator: Accelerator,
+    *,
+    max_images: int | None = None,
+    output: Path | None = None,
+    show: Callable[[Records, str], None] | None = None,
+    should_stop: Callable[[], int | None] = lambda: None,
+    on_fault: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Evaluate all of `data.eval_splits` with all of `eval.boxes`, on `run.eval_data`.
+
+    Images that are missing or cannot be read are left out: the log names them, the metric `unreadable_images` counts
+    them, and with `output` they are listed in `unreadable_<split>_<boxes>.json`.
+
+    Args:
+        max_images: look only at the first `max_images` images of each split; None = all.
+        output: folder for `predictions_<split>_<boxes>.json`; None writes none.
+        show: given the predictions of each split and box source, and their name, on the main process.
+        should_stop, on_fault: see `evaluate`.
+
+    Returns:
+        Metrics under names such as `val/accuracy_own_boxes` and `val/accuracy_own_boxes/relation`; with `val/loss_...`,
+        the sum of the mean losses, if `train.keep_best` judges by it.
+    """
+    metrics: dict[str, Any] = {}
+    best = MetricName.read(config.train.keep_best or "")
+    for split in config.data.eval_splits:
+        for boxes in map(BoxSource, config.eval.boxes):
+            examples, name = run.eval_data[split, boxes], f"{split}, {boxes}"
+            is_judged = best is not None and (best.metric, best.split, best.source) == (LOSS, split, boxes)
+            losses = LossSums() if is_judged else None
+            unreadable: list[Unreadable] = []
+            records = evaluate(
+                *(config, run.model, examples, accelerator),
+                max_images=max_images,
+                name=name,
+                losses=losses,
+                unreadable=unreadable,
+                should_stop=should_stop,
+                on_fault=on_fault,
+            )
+            with all_or_none(accelerator, on_fault):
+                scores = on_main(accelerator, functools.partial(metrics_of, run.model.task, records))
+                if show is not None and accelerator.is_main_process:
+                    show(records, name)
+            scores |= counted(unreadable)
+            if losses is not None:
+                scores |= losses.score(config)
+            metrics.update(named_metrics(scores, split, boxes))
+            if output is not None and accelerator.is_main_process:
+                ending = f"{name_of(split, flat=True)}_{boxes}.json"
+                write_predictions(inside(output, f"predictions_{ending}"), records, run.model.task)
+                write_unreadable(inside(output, f"unreadable_{ending}"), unreadable)
+    return metrics
+
+
+def evaluate(
+    config: RunConfig,
+    model: VisionLanguageModel,
+    examples: ExampleDataset,
+    accelerator: Accelerator,
+    *,
+    max_images: int | None = None,
+    name: str = "evaluation",
+    losses: LossSums | None = None,
+    unreadable: list[Unreadable] | None = None,
+    should_stop: Callable[[], int | None] = lambda: None,
+    on_fault: Callable[[], object] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Predictions for every text of a split, as plain records, on the main process; the others return none.
+
+    Whole batches are dealt to the processes: a box's features depend a little on how far its image is padded, so the
+    make-up of a batch must not depend on how many processes there are.
+
+    Args:
+        max_images: look only at the first `max_images` images; None = all.
+        name: for the progress bar and errors.
+        losses: the losses of the task and of phrases are added to it.
+        unreadable: images that are missing or cannot be read are left out, logged and added to it, the same on every
+            process; None: such an image is an error.
+        should_stop: asked before every batch; where it gives a number on any process, `EvaluationStoppedError` is
+            raised on all of them.
+        on_fault: called on every process where a batch cannot be had or evaluated on any, before the error is raised.
+
+    Raises:
+        RuntimeError: a text was predicted twice or not at all.
+        FileNotFoundError, ValueError: an image is missing or cannot be read; or no image at all could be read.
+    """
+    groups = examples.groups[:max_images] if max_images is not None else examples.groups
+    sampler = GroupedBatchSampler(
+        groups,
+        images_per_batch=config.eval.images_per_batch,
+        shuffle=False,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
+    own_unreadable = None if unreadable is None else []
+    loader = BatchLoader(
+        examples, sampler, build_collate(config, model), workers=config.data.workers, unreadable=own_unreadable
+    )
+    was_training = model.training
+    model.eval()
+    _share_buffers(model, accelerator)
+    records: list[dict[str, Any]] = []
+    bar = tqdm(loader, desc=name, unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process)
+    with all_or_none(accelerator, on_fault), torch.no_grad(), accelerator.autocast(), bar:
+        for batch in bar:
+            if should_stop():
+                break
+            batch = batch.to(accelerator.device)
+            output = with_phrases(model(batch, output_attentions=model.task.reads_attention))
+            records += without_answers(model.task.predict(output.batch, output), output.batch.records)
+            if losses is not None:
+                losses.add(output.task_losses)
+    model.train(was_training)
+    if stopped := max(gather_object([should_stop() or 0])):
+        raise EvaluationStoppedError(stopped)
+    records = gather_to_main(accelerator, records)
+    if unreadable is not None:
+        unreadable += sorted(gather_object(own_unreadable), key=lambda one: one.texts)
+        _tell(unreadable, name, accelerator)
+    with all_or_none(accelerator, on_fault):
+        on_main(accelerator, lambda: _check_complete(records, groups, unreadable or [], name))
+    return records
+
+
+def _share_buffers(model: VisionLanguageModel, accelerator: Accelerator) -> None:
+    """Batch statistics of the main process count, as when the model is saved."""
+    if accelerator.num_processes > 1:
+        for buffer in model.buffers():
+            broadcast(buffer, from_process=0)
+
+
+def _check_complete(
+    records: Records, groups: Sequence[Sequence[int]], unreadable: Sequence[Unreadable], name: str
+) -> None:
+    """Sort the records; raises RuntimeError unless there is one for each text of a readable image."""
+    records.sort(key=lambda record: record["text_index"])
+    if unreadable and not records:
+        raise UserError(f"{name}: no image can be read; {unreadable[0].reason}")
+    lost = {index for one in unreadable for index in one.texts}
+    expected = sorted(index for group in groups for index in group if index not in lost)
+    if [record["text_index"] for record in records] != expected:
+        raise RuntimeError(f"{name}: {len(records)} predictions for {len(expected)} texts; some are missing or double.")
+
+
+def metrics_of(task: Task, records: Records) -> dict[str, Any]:
+    """The metrics of a task over the texts that have a target of it, and those of phrases over all texts."""
+    judged = with_target(records)
+    has_only_phrases = bool(records) and not judged
+    return ({} if has_only_phrases else task.metrics(judged)) | grounding_metrics(records)
+
+
+def with_correct(task: Task, record: dict[str, Any]) -> dict[str, Any]:
+    """A prediction with `correct`; None where the text has no target, or an unknown one."""
+    return record | {"correct": None if record.get(ONLY_PHRASES) else task.correct(record)}
+
+
+class EvaluationStoppedError(Exception):
+    """A signal asked to stop; its number is the argument."""
+
+
+def counted(unreadable: list[Unreadable]) -> dict[str, int]:
+    """The number of images that could not be read, as a metric, if there are any."""
+    return {"unreadable_images": len({image for one in unreadable for image in one.images})} if unreadable else {}
+
+
+def _tell(unreadable: list[Unreadable], name: str, accelerator: Accelerator) -> None:
+    if unreadable and accelerator.is_main_process:
+        more = f" (and {len(unreadable) - 1} more)" if len(unreadable) > 1 else ""
+        texts = sum(len(one.texts) for one in unreadable)
+        logger.warning("%s: %s%s; %d texts have no prediction.", name, unreadable[0].reason, more, texts)
+
+
+def write_unreadable(path: Path, unreadable: list[Unreadable]) -> None:
+    """One JSON list with ids, texts and reason of the images that could not be read; without any, no file."""
+    if unreadable:
+        write_json(path, [dataclasses.asdict(one) for one in unreadable])
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_predictions(path: Path, records: list[dict[str, Any]], task: Task) -> None:
+    """One JSON list, one object per text, each with `correct`; all boxes xyxy in pixels of the original image."""
+    lines = [json_text(with_correct(task, with_short_phrases(record)), str(path)) for record in records]
+    write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def evaluate_run(
+    run_dir: Path,
+    *,
+    split: str,
+    boxes: BoxSource | str,
+    iou: str | None = None,
+    output: Path | None = None,
+    overrides: list[str] | None = None,
+    with_loss: bool = False,
+) -> tuple[dict[str, Any], Path | None]:
+    """Load a trained run and evaluate it; what tools/evaluate.py does.
+
+    Args:
+        with_loss: the metrics have the loss too, as `train.keep_best` judges by it; None where no text has a truth.
+        output: file of the predictions; the metrics go beside it, into `<its name>_metrics.json`. None: the folder
+            `evaluations` of the run, where an earlier evaluation of the same name is replaced.
+
+    Returns:
+        The metrics (as in `evaluate_splits`), and the predictions file on the main process (None on the others).
+
+    Raises:
+        FileNotFoundError, ValueError: no model there, an unknown split, data that do not fit, or an output that is a
+            folder or a file of a run itself.
+    """
+    boxes = BoxSource(boxes)
+    name = "_".join([split, boxes, *([iou] if iou is not None else [])])
+    path = output or inside(run_dir / EVALUATIONS, f"{name_of(name, flat=True)}.json")
+    metrics_path = path.with_name(f"{path.stem}_metrics.json")
+    # an earlier evaluation has its metrics beside it, which no file of a run itself has
+    check_output(path, may_replace=metrics_path.is_file())
+    check_output(metrics_path, may_replace=True)
+    convention = [f"task.config.iou_convention={iou}"] if iou is not None else []
+    config, model, tokenizer = load_model(run_dir, overrides=[*(overrides or []), *convention])
+    if boxes is BoxSource.ONLINE:
+        warn_of_random_boxes(saved_settings(run_dir).detector)
+    waits = config.train.max_wait_minutes
+    accelerator = make_accelerator(config.train.mixed_precision, max_wait_minutes=waits)
+    model.to(accelerator.device)
+    examples = build_examples(config, model, tokenizer, split, boxes=boxes)
+    losses = LossSums() if with_loss else None
+    unreadable: list[Unreadable] = []
+    left_out = unreadable if config.data.skip_broken else None
+    records = evaluate(
+        config, model, examples, accelerator, name=f"{split}, {boxes}", losses=losses, unreadable=left_out
+    )
+    scores = on_main(accelerator, functools.partial(metrics_of, model.task, records)) | counted(unreadable)
+    if losses is not None:
+        scores |= {LOSS: None} | losses.score(config)
+    metrics = named_metrics(scores, split, boxes)
+    if accelerator.is_main_process:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_unreadable(path.with_name(f"{path.stem}_unreadable.json"), unreadable)
+        write_json(
+            metrics_path, {**without_nan(metrics), "run": str(run_dir), "settings": [*(overrides or []), *convention]}
+        )
+        write_predictions(path, records, model.task)
+    accelerator.wait_for_everyone()
+    return metrics, path if accelerator.is_main_process else None

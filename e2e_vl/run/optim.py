@@ -1,0 +1,374 @@
+"""Optimiser with one parameter group each for detector, encoder and head, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from transformers import get_linear_schedule_with_warmup as get_linear
+
+from detector.errors import UserError
+from detector.structures import Loss
+from e2e_vl.config import RunConfig, TrainSettings
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.structures import Batch
+from e2e_vl.tasks.phrase_head import TAGS
+
+# BertAdam, with which the official VisualBERT and LXMERT code trains.
+
+
+class BertAdam(torch.optim.Optimizer):
+    """Adam without bias correction, whose decay is a part of the scheduled update.
+
+    `weight -= rate * (m / (sqrt(v) + eps) + weight_decay * weight)`, with m and v of the new gradient. Every parameter
+    counts its own updates: one without a gradient is left alone, and its schedule waits.
+
+    Args:
+        groups: every group brings its own `lr` and `weight_decay`.
+        clip_tensor_norm: the gradient of each parameter is cut to this norm first; None: it is left as it is.
+    """
+
+    # of the highest rate, from the number of updates that a parameter has had; None: `lr` of the group as it is
+    factor: Callable[[int], float] | None = None
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        betas: tuple[float, float],
+        eps: float,
+        clip_tensor_norm: float | None = None,
+    ):
+        super().__init__(groups, {"betas": betas, "eps": eps, "clip_tensor_norm": clip_tensor_norm})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """One update of all parameters that have a gradient."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            of_age = defaultdict(list)  # updates so far -> parameters, which have the same rate
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = 0
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                of_age[state["step"]].append(parameter)
+                state["step"] += 1
+            for age, parameters in of_age.items():
+                rate = group["lr"] if self.factor is None else group["initial_lr"] * self.factor(age)
+                self._update(parameters, group, rate)
+        return loss
+
+    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any], rate: float) -> None:
+        beta1, beta2 = group["betas"]
+        gradients = [parameter.grad for parameter in parameters]
+        if group["clip_tensor_norm"] is not None:
+            norms = torch.stack(torch._foreach_norm(gradients))
+            factors = (group["clip_tensor_norm"] / (norms + 1e-6)).clamp(max=1.0)  # as torch's `clip_grad_norm_`
+            torch._foreach_mul_(gradients, list(factors.unbind()))
+        means = [self.state[parameter]["exp_avg"] for parameter in parameters]
+        squares = [self.state[parameter]["exp_avg_sq"] for parameter in parameters]
+        torch._foreach_mul_(means, beta1)
+        torch._foreach_add_(means, gradients, alpha=1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+        updates = torch._foreach_sqrt(squares)
+        torch._foreach_add_(updates, group["eps"])
+        updates = torch._foreach_div(means, updates)
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+        torch._foreach_add_(parameters, updates, alpha=-rate)
+
+
+class OfficialAdamW(torch.optim.Optimizer):
+    """AdamW of the old transformers, which the official VL-BERT code trains with.
+
+    Against `torch.optim.AdamW`: the epsilon is added before the bias correction, `sqrt(v) + eps`, and the decay,
+    `lr * weight_decay * weight`, is taken off after the update. Every group brings its own `lr` and `weight_decay`.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], eps: float):
+        super().__init__(groups, {"betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """One update of all parameters that have a gradient."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = 0
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                mean, square = state["exp_avg"], state["exp_avg_sq"]
+                mean.mul_(beta1).add_(parameter.grad, alpha=1 - beta1)
+                square.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+                correction = math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
+                parameter.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-group["lr"] * correction)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        return loss
+
+
+def build_optimizer(
+    model: VisionLanguageModel, settings: TrainSettings, *, on_cpu: bool = False
+) -> torch.optim.Optimizer:
+    """Groups named detector, encoder, head (and `*_no_decay` if norms and biases are not decayed).
+
+    Args:
+        on_cpu: the model will be trained there, where AdamW takes a third of the time if it updates each parameter in
+            one go. (On a GPU torch updates many parameters at once by default.)
+
+    Raises:
+        ValueError: nothing is trainable.
+    """
+    parts = {
+        "detector": (model.detector, settings.detector_lr),
+        "encoder": (model.encoder, None),
+        "head": (nn.ModuleList(filter(None, (model.task, model.phrase_head))), settings.head_lr),
+    }
+    groups = []
+    for name, (module, lr) in parts.items():
+        decayed, undecayed = _split_by_decay(module, decay_bn_scales=settings.decay_bn_scales)
+        if settings.decay_norm_and_bias:
+            decayed, undecayed = decayed + undecayed, []
+        rate = settings.lr if lr is None else lr
+        if decayed:
+            groups.append({"name": name, "params": decayed, "lr": rate, "weight_decay": settings.weight_decay})
+        if undecayed:
+            groups.append({"name": f"{name}_no_decay", "params": undecayed, "lr": rate, "weight_decay": 0.0})
+    if not groups:
+        raise UserError("No parameter of detector, encoder or task is trainable.")
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(groups, momentum=settings.momentum)
+    betas = tuple(settings.betas)
+    if settings.optimizer == "bert_adam":
+        return BertAdam(groups, betas, settings.eps, settings.clip_tensor_norm)
+    if settings.optimizer == "adamw_official":
+        return OfficialAdamW(groups, betas=betas, eps=settings.eps)
+    return torch.optim.AdamW(groups, betas=betas, eps=settings.eps, fused=on_cpu or None)
+
+
+def _split_by_decay(module: nn.Module, *, decay_bn_scales: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Trainable parameters of a module: matrices and kernels | vectors (biases, scales of norms).
+
+    With `decay_bn_scales` scales of batch norms are among the first.
+    """
+    norms = [one for one in module.modules() if isinstance(one, _BatchNorm)] if decay_bn_scales else []
+    scales = {id(norm.weight) for norm in norms}
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    is_decayed = [parameter.dim() > 1 or id(parameter) in scales for parameter in trainable]
+    return (
+        [parameter for parameter, decayed in zip(trainable, is_decayed, strict=True) if decayed],
+        [parameter for parameter, decayed in zip(trainable, is_decayed, strict=True) if not decayed],
+    )
+
+
+def build_schedule(
+    optimizer: torch.optim.Optimizer, settings: TrainSettings, total_steps: int, *, steps_done: int = 0
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warm-up, then the chosen decay: to 0 at `total_steps` optimiser steps (not micro-batches), or in steps.
+
+    Update u (from 0) has the rate of step u; with `schedule_first`, as in the official VL-BERT code, of step u + 1, so
+    that the first update already moves and the last one has rate 0. `BertAdam` asks the schedule itself, with the
+    number of updates that each parameter has had.
+
+    Args:
+        optimizer: its groups hold the highest rates.
+        steps_done: where to go on. The rates are a function of the step, so nothing else needs to be saved.
+    """
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    first = int(settings.schedule_first)
+    schedule = _schedule(optimizer, settings, total_steps, steps_done - 1 + first)  # building a schedule does one step
+    if isinstance(optimizer, BertAdam):
+        [factor, *_] = schedule.lr_lambdas  # the same for all groups
+        optimizer.factor = lambda updates: factor(updates + first)
+    return schedule
+
+
+def _schedule(
+    optimizer: torch.optim.Optimizer, settings: TrainSettings, total_steps: int, last: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    warmup = settings.warmup_steps if settings.warmup_share is None else settings.warmup_share * total_steps
+    if settings.schedule == "constant":
+        return get_constant_schedule_with_warmup(optimizer, warmup, last_epoch=last)
+    if settings.schedule == "steps":
+
+        def factor(step: int) -> float:
+            warm = min(step / warmup, 1.0) if warmup else 1.0
+            return warm * settings.decay_factor ** bisect.bisect_right(settings.decay_steps, step)
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=last)
+    build = get_cosine_schedule_with_warmup if settings.schedule == "cosine" else get_linear
+    return build(optimizer, warmup, total_steps, last_epoch=last)
+
+
+# Where gradients come from, and whether a step may use them.
+
+
+NORM = "grad_norm"
+SKIPPED = "skipped_steps"  # share of the logged steps that fp16 could not make
+OVERFLOWS = 50  # in a row; the scale of fp16 is below any use then
+
+
+class LossesOnly(nn.Module):
+    """The model as DistributedDataParallel may see it: it returns nothing but what gradients come from.
+
+    (From the parameters behind any other output it would wait for gradients that never come.)
+    """
+
+    def __init__(self, model: VisionLanguageModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> tuple[dict[str, Loss], dict[str, Loss]]:
+        """Task losses (with those of phrases) and detection losses, unweighted."""
+        output = self.model(batch)
+        return output.task_losses, output.regions.losses
+
+
+def clip(accelerator: Accelerator, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
+    """Clip all gradients together, unless `limit` is None; returns their norm before it, float32, on their device."""
+    if limit is not None:
+        return torch.as_tensor(accelerator.clip_grad_norm_(parameters, limit), dtype=torch.float32)
+    accelerator.unscale_gradients()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients).float()
+
+
+class NumberCheck:
+    """Judges the numbers of each step; gradients that overflow in fp16 are left to its scaler, for a while.
+
+    Args:
+        scaled: the gradients are those of a scaled loss.
+    """
+
+    def __init__(self, *, scaled: bool) -> None:
+        self.scaled = scaled
+        self.overflows = 0  # in a row
+
+    def bad(self, values: dict[str, float]) -> list[str]:
+        """Names of what is NaN or infinite and must not be; `values` gets `SKIPPED`, if the scaler skips steps."""
+        bad = [name for name, value in values.items() if not math.isfinite(value)]
+        if not self.scaled:
+            return bad
+        is_overflow = bad == [NORM]
+        self.overflows = self.overflows + 1 if is_overflow else 0
+        values[SKIPPED] = float(is_overflow)
+        if not is_overflow or self.overflows == OVERFLOWS:
+            return bad
+        values[NORM] = 0.0
+        return []
+
+
+def averages(sums: Mapping[str, float], steps: int) -> dict[str, float]:
+    """Means over some steps; of the gradient norm over those that the scaler did not skip."""
+    means = {name: value / steps for name, value in sums.items()}
+    made = 1 - means.get(SKIPPED, 0.0)
+    if made < 1:
+        norm = means.pop(NORM)
+        means |= {NORM: norm / made} if made else {}
+    return means
+
+
+# Losses of a run: how they are weighted, their sum in a step, and their means over a whole split.
+
+
+LOSS = "loss"  # metric of an evaluation that sums the losses, of which less is better
+
+
+def task_weights(config: RunConfig, names: Iterable[str]) -> dict[str, float]:
+    """The weights of losses of the task, which are 1, and of phrases."""
+    phrases = config.phrases
+    weights = {"phrases": phrases.weight, TAGS: phrases.weight * phrases.tag_weight}
+    return {name: weights.get(name, 1.0) for name in names}
+
+
+def detection_weights(config: RunConfig, names: Collection[str]) -> dict[str, float]:
+    """The weights of losses of the detector.
+
+    Raises:
+        ValueError: the settings weigh a loss that this detector lacks.
+    """
+    settings = config.detector
+    unknown = sorted(set(settings.loss_weights) - set(names)) if names else []
+    if unknown:
+        raise UserError(
+            f"detector.loss_weights names '{unknown[0]}'; the losses of this detector are {', '.join(names)}."
+        )
+    return {name: settings.loss_weight * settings.loss_weights.get(name, 1.0) for name in names}
+
+
+def total_loss(
+    accelerator: Accelerator,
+    config: RunConfig,
+    model: VisionLanguageModel,
+    losses: tuple[dict[str, Loss], dict[str, Loss]],
+    logged: dict[str, Tensor],
+    micro_batches: int,
+) -> Tensor:
+    """Weighted sum of all losses, each divided by the number of its items on *all* processes.
+
+    Args:
+        losses: of the task and of the detector, for one micro-batch of this process.
+        logged: gets the losses, added up over the micro-batches of a step.
+        micro_batches: of each step.
+    """
+    task_losses, detection_losses = losses
+    every = {**task_losses, **detection_losses}
+    weights = task_weights(config, task_losses) | detection_weights(config, detection_losses)
+    names = sorted(every)
+    sums = torch.stack([torch.stack([every[name].total.detach().float(), every[name].count.float()]) for name in names])
+    everywhere = accelerator.reduce(sums, reduction="sum")
+    if model.phrase_head is not None:
+        model.phrase_head.learned_from(dict(zip(names, everywhere[:, 1], strict=True)))
+    total = torch.zeros((), device=sums.device)
+    for name, (loss_sum, count) in zip(names, everywhere, strict=True):
+        divisor = count.clamp(min=1) * micro_batches
+        # DDP averages gradients over processes, hence the factor
+        total = total + weights[name] * every[name].total * accelerator.num_processes / divisor
+        logged[name] = logged.get(name, 0) + loss_sum / divisor
+        logged["loss"] = logged.get("loss", 0) + weights[name] * loss_sum / divisor
+    return total
+
+
+class LossSums:
+    """Sums the losses of batches, each process those of its own."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}  # of each loss, and the number of its items
+
+    def add(self, losses: Mapping[str, Loss]) -> None:
+        for name, loss in losses.items():
+            total, count = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = total + float(loss.total), count + float(loss.count)
+
+    def means(self) -> dict[str, float]:
+        """The mean of each loss over the items of all processes, the same on each; without those that have no item."""
+        sums: dict[str, tuple[float, float]] = {}
+        for name, total, count in gather_object([(name, *own) for name, own in self._sums.items()]):
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = before[0] + total, before[1] + count
+        return {name: total / count for name, (total, count) in sums.items() if count}
+
+    def score(self, config: RunConfig) -> dict[str, float]:
+        """The weighted sum of all means as the metric `LOSS`; nothing where no loss has an item."""
+        means = self.means()
+        weights = task_weights(config, means)
+        return {LOSS: sum(weights[name] * mean for name, mean in sorted(means.items()))} if means else {}

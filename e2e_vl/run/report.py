@@ -1,0 +1,514 @@
+"""`report.html`: one self-contained page with a run's metrics, errors, samples of predictions, curves and settings."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from omegaconf import MISSING
+from PIL import Image
+
+from e2e_vl.config import BoxSource, RunConfig
+from e2e_vl.examples import ONLY_PHRASES
+from e2e_vl.io import (
+    errors_naming,
+    id_of,
+    name_of,
+    read_log,
+    read_metrics,
+    read_plain_json,
+    read_settings_text,
+    write_text,
+)
+from e2e_vl.metrics.names import MetricName
+from e2e_vl.records import checked
+from e2e_vl.tasks.base import PredictionRecord, PredictionWords, Records, Task, box_in_words, with_target
+
+# Losses and evaluations of a run over its steps, as one picture.
+
+
+Line = dict[str, Any]  # of log.jsonl, see `e2e_vl.io.RunLog`
+Series = dict[str, list[tuple[int, float]]]  # name -> (step, value)
+
+TOTAL = "loss"  # the weighted sum that is minimised, and the metric of an evaluation that sums the losses
+EVALUATION = "evaluation"
+DETECTOR_PREFIX = "loss_"  # Detectron2's names of detection losses, which both detector backends use
+# of a line about training; learning rates begin with "lr_"
+OTHER_VALUES = ("step", "kind", "epoch", "grad_norm", "skipped_steps", "not_finite")
+FEW_POINTS = 30  # curves of at most this many points show each of them
+
+
+def draw_curves(lines: Sequence[Line]) -> bytes | None:
+    """A PNG with one plot each for task losses, detector losses, their weighted sum, the evaluations, and their losses.
+
+    A plot without values is left out. Evaluations of other images than the rest (the kind "final") are no points of a
+    curve.
+
+    Returns:
+        The content of a PNG file; None if there is nothing to plot.
+    """
+    losses = _losses([line for line in lines if line["kind"] == "train"])
+    evaluations = [line for line in lines if line["kind"] == "eval"]
+    of_detector = {name: points for name, points in losses.items() if name.startswith(DETECTOR_PREFIX)}
+    of_task = {name: points for name, points in losses.items() if name not in (*of_detector, TOTAL)}
+    plots = {
+        "losses of the task": of_task,
+        "losses of the detector (not weighted)": of_detector,
+        "weighted sum of all losses": {name: losses[name] for name in losses if name == TOTAL},
+        EVALUATION: _evaluations(evaluations, of_loss=False),
+        "loss of the evaluation": _evaluations(evaluations, of_loss=True),
+    }
+    plots = {title: series for title, series in plots.items() if series}
+    if not plots:
+        return None
+    rows = (len(plots) + 1) // 2
+    height = 3.6 * rows
+    figure = Figure(figsize=(12, height), dpi=120)
+    # places in inches: matplotlib's own layouts draw all texts twice more to measure them
+    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.5 / height, top=1 - 0.3 / height, wspace=0.12, hspace=0.28)
+    for number, (title, series) in enumerate(plots.items(), start=1):
+        _plot(figure.add_subplot(rows, min(len(plots), 2), number), title, series)
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(buffer)
+    return buffer.getvalue()
+
+
+def _losses(lines: Sequence[Line]) -> Series:
+    series: Series = {}
+    for line in lines:
+        for name, value in line.items():
+            # null: it was NaN or infinite
+            if value is not None and name not in OTHER_VALUES and not name.startswith("lr_"):
+                series.setdefault(name, []).append((line["step"], value))
+    return dict(sorted(series.items()))
+
+
+def _evaluations(lines: Sequence[Line], *, of_loss: bool) -> Series:
+    """The metrics over all texts: losses, which have no upper end, or all others."""
+    series: Series = {}
+    for line in lines:
+        for name, value in line.items():
+            found = MetricName.read(name)
+            if found is None or found.detail or not found.measures_model or value is None:
+                continue
+            if (found.metric == TOTAL) != of_loss:
+                continue
+            label = f"{found.split}: {found.metric.replace('_', ' ')}, {found.boxes}"
+            series.setdefault(label, []).append((line["step"], value))
+    return series
+
+
+def _plot(axes: Axes, title: str, series: Series) -> None:
+    for name, points in series.items():
+        # the last evaluation may stand in the log twice: once between epochs, once at the end
+        steps, values = zip(*dict(points).items(), strict=True)
+        axes.plot(steps, values, label=name, linewidth=1.2, marker="." if len(steps) <= FEW_POINTS else None)
+    values = [value for points in series.values() for _, value in points]
+    if title == EVALUATION:
+        axes.set_ylim(0, max(1.02, *values))
+    elif min(values) > 0 and max(values) > 10 * min(values):
+        axes.set_yscale("log")
+    axes.set_title(title, fontsize=10, y=1)  # without y, matplotlib measures all texts to find it
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8)
+
+
+# Which settings of a run differ from their defaults.
+
+
+Settings = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChangedSetting:
+    """A setting of a run, its value and its default, as they would stand in a YAML file."""
+
+    name: str  # dotted
+    value: str
+    default: str  # "" where it has no default
+
+
+def changed_settings(config: RunConfig, part_defaults: Mapping[str, Any] | None = None) -> list[ChangedSetting]:
+    """The settings of a run that differ from the defaults of `e2e_vl/config.py`, in their order there.
+
+    Args:
+        config: the run's settings.
+        part_defaults: defaults of keys that belong to the run's detector, encoder, task and reader, nested as in
+            `RunConfig`; None: the defaults of these keys are unknown.
+    """
+    defaults = _merged(dataclasses.asdict(RunConfig()), part_defaults or {})
+    return [
+        ChangedSetting(name, _text(value), _text(default))
+        for name, value, default in _differences(dataclasses.asdict(config), defaults)
+    ]
+
+
+def _merged(values: Settings, more: Mapping[str, Any]) -> Settings:
+    """`values` with `more` on top."""
+    return values | {
+        key: _merged(values[key], value) if isinstance(value, dict) and isinstance(values.get(key), dict) else value
+        for key, value in more.items()
+    }
+
+
+def _differences(values: Settings, defaults: Settings, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for key, value in values.items():
+        default = defaults.get(key, MISSING)
+        if isinstance(value, dict):
+            yield from _differences(value, default if isinstance(default, dict) else {}, f"{prefix}{key}.")
+        elif json.dumps(value, default=str) != json.dumps(default, default=str):  # a tuple equals a list there
+            yield prefix + key, value, default
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return "" if value == MISSING else value
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+# Metrics by name, such as `val/accuracy_own_boxes/relation`, as tables of box sources and families.
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricTable:
+    """Rows of values, one for each box source."""
+
+    title: str
+    columns: list[str]  # box sources, in words
+    rows: dict[str, list[float | None]]  # name of the row -> a value for each column; None: not measured
+
+
+def metric_tables(metrics: Mapping[str, Any]) -> list[MetricTable]:
+    """All metrics that were measured with some boxes.
+
+    For each split a table of its metrics over all texts, the numbers of texts last, then a table of every metric that
+    has families: its rows are all texts and the families.
+    """
+    names = {name: found for name in metrics if (found := MetricName.read(name)) is not None}
+    tables = []
+    for split in dict.fromkeys(found.split for found in names.values()):
+        values = {found: metrics[name] for name, found in names.items() if found.split == split}
+        by_family = dict.fromkeys(found.metric for found in values if found.detail)
+        overall = {found: value for found, value in values.items() if not found.detail}
+        overall = dict(sorted(overall.items(), key=lambda item: item[0].is_count))
+        if overall:
+            tables.append(_table(split, {(found.metric, found.boxes): value for found, value in overall.items()}))
+        for metric in by_family:
+            own = {(f.detail or "all", f.boxes): value for f, value in values.items() if f.metric == metric}
+            tables.append(_table(f"{split}: {metric.replace('_', ' ')}", own))
+    return tables
+
+
+def _table(title: str, values: Mapping[tuple[str, str], float | None]) -> MetricTable:
+    """A table of values by (row, column), in the order in which rows and columns come."""
+    columns = list(dict.fromkeys(column for _, column in values))
+    rows = dict.fromkeys(row for row, _ in values)
+    table = {row.replace("_", " "): [values.get((row, column)) for column in columns] for row in rows}
+    return MetricTable(title, columns, table)
+
+
+# What a report shows of a file of predictions: counts by family, the errors, and fair samples of the rest.
+
+
+OUTCOMES = ("wrong", "partly right", "right", "without a label")
+MOST_MISTAKES = 8  # rows of the list of frequent mistakes
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """One prediction and what the task says of it."""
+
+    record: dict
+    words: PredictionWords
+
+    @property
+    def outcome(self) -> str:
+        """One of `OUTCOMES`."""
+        correct = self.record["correct"]
+        if correct is None:
+            return "without a label"
+        return "right" if correct >= 1 else "partly right" if correct > 0 else "wrong"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """Some predictions of `total`, drawn at random."""
+
+    title: str
+    total: int
+    shown: list[Prediction]
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictionLists:
+    """What is shown of one file of predictions."""
+
+    groups: dict[str, Counter[str]]  # family or type of question, "all" first -> number of predictions by outcome
+    # the most frequent pairs of a truth and a wrong answer, and in how many images each occurs
+    mistakes: list[tuple[str, str, int]]
+    outcomes: list[str]  # those that occur, "wrong" and "right" in any case
+    wrong: list[Sampled]  # one for each group that has errors, the group with the most errors first
+    # family or type -> of wrong predictions whose text has a second phrase: how often those phrases are all right
+    grounded: dict[str, Counter[str]]
+    others: list[Sampled]  # partly right, right and unlabelled predictions, where there are any
+
+
+def check_predictions(records: Sequence[Any], task: Task, path: Path) -> None:
+    """Refuse a file of predictions that does not hold what a report reads.
+
+    Args:
+        records: the list in the file.
+        task: declares what its predictions hold.
+        path: of the file, for errors.
+
+    Raises:
+        UserError: a prediction lacks a key, or has a value that cannot be; the sentence names file and prediction.
+    """
+    kind = task.prediction_record
+    for number, record in enumerate(records, start=1):
+        has_phrases_only = isinstance(record, dict) and record.get(ONLY_PHRASES) is True
+        checked(
+            *(PredictionRecord if has_phrases_only else kind, record, f"{path}: prediction {number}"),
+            remedy="get the run again, or remove the file",
+        )
+
+
+def list_predictions(records: Records, task: Task, number: int, seed: int) -> PredictionLists:
+    """Count and draw from all predictions of a split with one source of boxes.
+
+    Args:
+        records: as in `predictions_*.json`, with `correct`; None there is an unknown truth and never an error. Texts
+            with phrases only are left out.
+        task: describes them.
+        number: at most `number` wrong predictions are drawn, over all groups together, and at most `number` of each
+            other outcome. Within a group, and within an outcome, every prediction has the same chance.
+        seed: of the drawing.
+    """
+    generator = np.random.default_rng(seed)
+    predictions = [Prediction(record, task.describe(record)) for record in with_target(records)]
+    groups = {"all": Counter(one.outcome for one in predictions)}
+    for name in sorted({one.words.group for one in predictions} - {""}):
+        groups[name] = Counter(one.outcome for one in predictions if one.words.group == name)
+    wrong = [one for one in predictions if one.outcome == "wrong"]
+    others = []
+    for outcome in OUTCOMES[1:]:
+        found = [one for one in predictions if one.outcome == outcome]
+        if found:
+            others.append(Sampled(outcome, len(found), _draw(found, number, generator)))
+    return PredictionLists(
+        groups,
+        _mistakes([one for one in predictions if one.outcome in ("wrong", "partly right")]),
+        [outcome for outcome in OUTCOMES if groups["all"][outcome] or outcome in ("wrong", "right")],
+        _by_group(wrong, number, generator),
+        _grounded(wrong),
+        others,
+    )
+
+
+def phrase_line(record: dict) -> str:
+    """What the phrases of a prediction name, in words; "" for a run without phrases.
+
+    Boxes are in pixels of the original image.
+    """
+    words = {True: ", right", False: ", wrong"}
+    return "; ".join(
+        f"{one['text']}: {'no region' if one['box'] is None else box_in_words(one['box'])} ({one['score']:.2f}"
+        f"{words.get(one.get('correct'), '')})"
+        for one in record.get("grounded", ())
+    )
+
+
+def _grounded(wrong: Sequence[Prediction]) -> dict[str, Counter[str]]:
+    """Whether what an expression refers by, such as the landmark of a relation, was found although the answer is wrong.
+
+    It is every phrase but the first, which is about the answer itself.
+    """
+    found: dict[str, Counter[str]] = {}
+    for one in wrong:
+        judged = [phrase["correct"] for phrase in one.record.get("grounded", ())[1:] if "correct" in phrase]
+        if judged:
+            found.setdefault(one.words.group, Counter())["right" if all(judged) else "wrong"] += 1
+    return found
+
+
+def _by_group(wrong: Sequence[Prediction], number: int, generator: np.random.Generator) -> list[Sampled]:
+    """A sample of the errors of each group; the groups take turns until `number` errors are drawn."""
+    groups: dict[str, list[Prediction]] = {}
+    for one in wrong:
+        groups.setdefault(one.words.group, []).append(one)
+    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    takes = dict.fromkeys(groups, 0)
+    left = min(number, len(wrong))
+    while left:
+        for name, members in ordered:
+            if left and takes[name] < len(members):
+                takes[name] += 1
+                left -= 1
+    return [Sampled(name, len(members), _draw(members, takes[name], generator)) for name, members in ordered]
+
+
+def _draw(members: Sequence[Prediction], number: int, generator: np.random.Generator) -> list[Prediction]:
+    """Up to `number` of them, in their order."""
+    rows = generator.choice(len(members), size=min(number, len(members)), replace=False)
+    return [members[row] for row in sorted(rows)]
+
+
+def _mistakes(predictions: Sequence[Prediction]) -> list[tuple[str, str, int]]:
+    """Pairs of a truth and another answer that occur in more than one image."""
+    found: dict[tuple[str, str, str | None], None] = {}  # each pair once per image, in order
+    for one in predictions:
+        whole = ((one.words.truth, one.words.answer),) if one.outcome == "wrong" else ()
+        for pair in whole if one.words.mistakes is None else one.words.mistakes:
+            found[(*pair, one.record.get("file_name"))] = None
+    pairs = Counter((truth, answer) for truth, answer, _ in found if truth)
+    return [(*pair, count) for pair, count in pairs.most_common(MOST_MISTAKES) if count > 1]
+
+
+MAX_PREDICTIONS = 1 << 31  # bytes
+TEMPLATE = Path(__file__).with_name("page.html.jinja")
+PICTURE_AREA = 640 * 480  # most pixels of a picture in the page, so that labels of thin ones stay legible
+WIDE = 2.0  # width by height from which a picture has a row of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """One prediction as the page shows it."""
+
+    words: PredictionWords
+    outcome: str
+    picture: str  # a data URI; "" without a picture
+    problem: str  # why there is no picture; "" where there is one, or nothing to draw
+    phrases: str  # what its phrases name; "" for a run without them
+    is_wide: bool = False  # the picture needs a row of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """One file of predictions."""
+
+    title: str
+    lists: PredictionLists
+
+
+def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Mapping[str, Any] | None = None) -> Path:
+    """Write `report.html` from what the run directory holds.
+
+    Args:
+        run_dir: with `metrics.json`, `config.yaml`, and, if there are any, `log.jsonl` and `predictions_*.json`.
+        config: the run's settings. Of each file of predictions, up to `eval.report_pictures` wrong ones, partly right
+            ones, right ones and ones without a label are shown, drawn at random from `seed`.
+        task: describes and draws the predictions; see `Task.describe` and `Task.draw`.
+        part_defaults: see `changed_settings`.
+
+    Returns:
+        The path of the report.
+
+    Raises:
+        UserError: a file of the run is damaged, or a prediction lacks what the task's predictions hold.
+    """
+    metrics = read_metrics(run_dir / "metrics.json")
+    curves = draw_curves(read_log(run_dir / "log.jsonl"))
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"value": _value, "share": _share}
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=run_dir.resolve().name,
+        task=config.task.name,
+        data=config.data.name,
+        tables=metric_tables(metrics),
+        best=metrics.get("best"),
+        best_tables=metric_tables((metrics.get("best") or {}).get("metrics", {})),
+        numbers=_numbers(metrics),
+        sections=[_section(path, config, task) for path in _prediction_files(run_dir, config)],
+        card=lambda prediction: _card(prediction, task),
+        curves=None if curves is None else _data_uri(curves, "png"),
+        changed=changed_settings(config, part_defaults),
+        settings=read_settings_text(run_dir / "config.yaml"),
+    )
+    path = run_dir / "report.html"
+    write_text(path, page)
+    return path
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """What `metrics.json` says of the run itself, nested values under joined names; the best model is shown apart."""
+    numbers = {}
+    for name, value in metrics.items():
+        if MetricName.read(name) is not None or name == "best":
+            continue
+        if isinstance(value, dict):
+            numbers |= {f"{name} of the {part}": one for part, one in value.items()}
+        else:
+            numbers[name.replace("_", " ")] = value
+    return numbers
+
+
+def _prediction_files(run_dir: Path, config: RunConfig) -> list[Path]:
+    """In the order of the run's splits and box sources, then others."""
+    order = [
+        f"predictions_{name_of(split, flat=True)}_{boxes}.json"
+        for split in config.data.eval_splits
+        for boxes in config.eval.boxes
+    ]
+    own = [run_dir / name for name in order if (run_dir / name).is_file()]
+    return [*own, *sorted(set(run_dir.glob("predictions_*.json")) - set(own))]
+
+
+def _section(path: Path, config: RunConfig, task: Task) -> Section:
+    split, _, boxes = path.stem.removeprefix("predictions_").rpartition("_")
+    known = {source.value: source.metric_suffix.replace("_", " ") for source in BoxSource.for_evaluation()}
+    records = read_plain_json(path, list, max_bytes=MAX_PREDICTIONS)
+    check_predictions(records, task, path)
+    with errors_naming(path):
+        lists = list_predictions(records, task, config.eval.report_pictures, config.seed)
+    return Section(f"{id_of(split)}, {known.get(boxes, boxes)}", lists)
+
+
+def _card(prediction: Prediction, task: Task) -> Card:
+    picture, problem, is_wide = "", "", False
+    try:
+        drawn = task.draw(prediction.record)
+    except (OSError, ValueError) as error:  # of the image: it lies in an archive, or was moved meanwhile
+        drawn, problem = None, str(error)
+    if drawn is not None:
+        buffer, image = io.BytesIO(), Image.fromarray(drawn)
+        is_wide = image.width > WIDE * image.height
+        factor = min((PICTURE_AREA / (image.width * image.height)) ** 0.5, 1)
+        image = image.resize((max(round(image.width * factor), 1), max(round(image.height * factor), 1)))
+        image.save(buffer, "JPEG", quality=85)
+        picture = _data_uri(buffer.getvalue(), "jpeg")
+    return Card(prediction.words, prediction.outcome, picture, problem, phrase_line(prediction.record), is_wide)
+
+
+def _data_uri(content: bytes, kind: str) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _value(value: Any) -> str:
+    """A number as text: whole numbers in full, others with three decimals or digits; a dash for none."""
+    if value is None:
+        return "–"
+    if not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or (value.is_integer() and abs(value) > 1):
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if abs(value) >= 0.001 or value == 0 else f"{value:.3g}"
+
+
+def _share(part: int, total: int) -> str:
+    return f"{100 * part / total:.1f} %" if total else "–"

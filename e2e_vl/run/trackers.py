@@ -1,0 +1,278 @@
+"""What the experiment trackers of `train.trackers` get: the settings, every value that can change, and pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from torch import nn
+
+from detector.errors import UserError
+from e2e_vl.config import BoxSource, RunConfig
+from e2e_vl.data.batching import ExampleDataset
+from e2e_vl.drawing import draw_boxes
+from e2e_vl.metrics.names import COUNTS, MetricName
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run.build import Run, Start
+from e2e_vl.tasks.base import Records, Task, with_target
+
+PICTURES = 4  # of each evaluation
+PROJECT = "e2e-vl"  # name of the project, or of the folder, that trackers put the run into
+
+
+def installed_trackers() -> set[str]:
+    """Names of the trackers whose packages are installed."""
+    return {str(name) for name in get_available_trackers()}
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raises ValueError for the first tracker that accelerate does not know or that is not installed."""
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise UserError(f"train.trackers has '{name}'; it must be some of {', '.join(LOGGER_TYPE_TO_CLASS)}.")
+        if name not in installed_trackers():
+            raise UserError(f"train.trackers has '{name}', which is not installed; install it or leave it out.")
+
+
+def start_trackers(accelerator: Accelerator, config: RunConfig) -> None:
+    """Start the accelerator's trackers, with all settings as hyper-parameters."""
+    accelerator.init_trackers(PROJECT, config=dict(_flat(dataclasses.asdict(config))))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    """Dotted names and plain values; lists as text, and nothing for what is not set."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield prefix + name, value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def track_pictures(accelerator: Accelerator, task: Task, records: Records, name: str, step: int) -> None:
+    """Give the predictions for the first text with a target of the first images, drawn, to trackers of pictures.
+
+    They are the same texts in every evaluation, so that a tracker shows how their answers change. A text whose image
+    lies in an archive has no picture.
+
+    Args:
+        name: of the evaluation, such as "val, gt".
+    """
+    takers = [one for one in accelerator.trackers if hasattr(one, "log_images")]
+    if not takers:
+        return
+    records = with_target(records)
+    of_images = {record["file_name"]: record for record in reversed(records) if record.get("file_name")}
+    shown = [record for record in records if of_images.get(record.get("file_name")) is record][:PICTURES]
+    for number, record in enumerate(shown):
+        try:
+            picture = _picture(task, {**record, "correct": task.correct(record)})
+        except (FileNotFoundError, ValueError):  # it lies in an archive, or was moved meanwhile
+            continue
+        for tracker in takers:
+            key = f"{name} {number}"
+            if tracker.name == "tensorboard":
+                tracker.log_images({key: picture[None]}, step=step, dataformats="NHWC")
+            else:  # for aim and clearml a value is one picture, for the others a list
+                value = picture if tracker.name in ("aim", "clearml") else [picture]
+                tracker.log_images({key: value}, step=step)
+
+
+def _picture(task: Task, record: dict[str, Any]) -> np.ndarray:
+    words = task.describe(record)
+    return draw_boxes(task.draw(record), [], title=f"{words.asked} -> {words.answer}")
+
+
+def without_constants(config: RunConfig, values: Mapping[str, float | None]) -> dict[str, float]:
+    """The values that can differ from step to step, of those that are logged.
+
+    The number of evaluated texts cannot, nor can the best accuracy that boxes of a file allow (`ceiling`), nor a
+    learning rate of a schedule that neither rises nor falls.
+    """
+    has_warmup = config.train.warmup_steps > 0 or bool(config.train.warmup_share)
+    is_flat = config.train.schedule == "constant" and not has_warmup
+    left = {}
+    for name, value in values.items():
+        found = MetricName.read(name)
+        is_constant = found is not None and found.is_constant
+        if value is not None and not is_constant and not (is_flat and name.startswith("train/lr_")):
+            left[name] = value
+    return left
+
+
+# What a run says: a block of text before training, and a table of results at the end.
+
+
+PRECISIONS = {"no": "float32", "bf16": "bfloat16 mixed with float32", "fp16": "float16 mixed with float32"}
+SHOWN_NAMES = 3  # of parameters that stay random
+
+
+def start_text(config: RunConfig, run: Run, accelerator: Accelerator, step: int, total_steps: int) -> str:
+    """What is about to be trained, on what, from what.
+
+    Args:
+        step: optimiser steps that are done already, in a run that goes on.
+        total_steps: optimiser steps of the whole run.
+    """
+    settings = config.train
+    lines = [
+        ("device", f"{_device(accelerator)}, {PRECISIONS[settings.mixed_precision]}"),
+        ("training", f"{config.data.train_split}: {_size(run.train_data)}, boxes: {config.data.boxes.train}"),
+        *(
+            ("evaluation", f"{split}: {_size(run.eval_data[split, sources[0]])}, boxes: {', '.join(sources)}")
+            for split, sources in _evaluated(run).items()
+        ),
+        ("steps", _steps(config, run, step, total_steps)),
+        ("vocabulary", f"{len(run.tokenizer)} wordpieces, {config.data.vocabulary or 'built from the training texts'}"),
+    ]
+    parts = {"detector": run.model.detector, "encoder": run.model.encoder, "head": run.model.task}
+    if run.model.phrase_head is not None:
+        parts["phrases"] = run.model.phrase_head
+    for name, part in parts.items():
+        starts = [one for one in run.starts if one.part == ("task" if name == "head" else name)]
+        is_frozen = name == "detector" and config.detector.freeze
+        number = sum(one.numel() for one in part.parameters())
+        lines.append((name, f"{number:,} parameters{', frozen' if is_frozen else ''}, {origin_text(part, starts)}"))
+    return "\n".join([config.output, *(f"  {name:<11s} {text}" for name, text in lines)])
+
+
+def _device(accelerator: Accelerator) -> str:
+    number = accelerator.num_processes
+    if accelerator.device.type == "cpu":
+        what = f"CPU with {torch.get_num_threads()} of {os.cpu_count()} threads"
+    else:
+        what = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else str(accelerator.device)
+    return f"{what}, {number} process{'es' if number > 1 else ''}"
+
+
+def _size(examples: ExampleDataset) -> str:
+    corpus = examples.dataset.corpus
+    alone = f" and {len(corpus):,} texts without images" if corpus is not None else ""
+    return f"{len(examples.groups):,} images with {len(examples):,} texts{alone}"
+
+
+def _evaluated(run: Run) -> dict[str, list[BoxSource]]:
+    """The box sources of each split."""
+    found: dict[str, list[BoxSource]] = {}
+    for split, boxes in run.eval_data:
+        found.setdefault(split, []).append(boxes)
+    return found
+
+
+def _steps(config: RunConfig, run: Run, step: int, total_steps: int) -> str:
+    settings = config.train
+    parts = f" in {settings.accumulate} parts" if settings.accumulate > 1 else ""
+    number = config.data.texts_per_image
+    seen = total_steps * settings.images_per_batch
+    texts = "all texts" if number is None else "1 text" if number == 1 else f"at most {number} texts"
+    done = f", {step:,} of them done" if step else ""
+    return (
+        f"{total_steps:,}{done}, each with {settings.images_per_batch} images{parts} and {texts} per image "
+        f"({seen:,} images in all)"
+    )
+
+
+def origin_text(part: nn.Module, starts: Sequence[Start]) -> str:
+    """Where the starting values of a part are from, and which of them are random."""
+    if not starts:
+        return "all random" if any(True for _ in part.parameters()) else "nothing to learn"
+    sources = " and ".join(
+        f"{_count(len(one.report.matched), 'tensor')} from {one.path} ({one.report.layout} names)" for one in starts
+    )
+    copied = [rule for one in starts for rule in one.report.copied]
+    zero = sorted(set.intersection(*({*one.report.zero} for one in starts)))
+    not_random = tuple(f"{part}." for part in zero)
+    random = {
+        name for name in set.intersection(*({*one.report.missing} for one in starts)) if not name.startswith(not_random)
+    }
+    unused = [name for one in starts for name in one.report.unexpected]
+    return "; ".join(
+        [
+            sources,
+            *([f"copied: {', '.join(copied)}"] if copied else []),
+            *([f"starts at zero: {', '.join(zero)}"] if zero else []),
+            f"random: {_names(name for name in part.state_dict() if name in random) or 'nothing'}",
+            *([f"not used: {_names(unused)}"] if unused else []),
+        ]
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _names(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f", and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(names[:SHOWN_NAMES]) + more
+
+
+def parameter_counts(model: VisionLanguageModel) -> dict[str, int]:
+    """Numbers of parameters of the parts that there are."""
+    parts = {"detector": model.detector, "encoder": model.encoder, "task": model.task, "phrases": model.phrase_head}
+    return {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items() if part is not None}
+
+
+def finished_text(output: Path, steps: int) -> str:
+    """What a finished run says that was to go on."""
+    return (
+        f"{output} is finished after {_count(steps, 'step')} and stays as it is; train on with more train.epochs or "
+        "train.max_steps, or evaluate it with tools/evaluate.py."
+    )
+
+
+def end_text(summary: Mapping[str, Any], output: Path, report: Path) -> str:
+    """The table of results, and where everything is.
+
+    Args:
+        summary: what `metrics.json` holds.
+    """
+    seconds, best = summary["seconds_training"], summary.get("best")
+    time = f"{seconds / 60:.0f} minutes" if seconds > 100 else f"{seconds:.0f} seconds"
+    lines = _titled_table(f"last model, step {summary['steps']:,}:" if best else "", summary)
+    if best and "metrics" in best:
+        lines += _titled_table(f"best model, step {best['step']:,}:", best["metrics"])
+    lines.append(f"{_count(summary['steps'], 'step')} in {time} of training")
+    if "stopped_early" in summary:
+        lines.append(f"stopped early: {_count(summary['stopped_early'], 'evaluation')} without a better value")
+    if best:
+        value = f"{best['metric']} {best['value']:.3f} at step {best['step']:,}, over {_count(best['images'], 'image')}"
+        lines.append(f"best model: {output / 'best'} ({value})")
+    return "\n".join([*lines, f"last model: {output / 'model'}", f"report: {report}"])
+
+
+def _titled_table(title: str, metrics: Mapping[str, Any]) -> list[str]:
+    table = result_table(metrics)
+    return ["", *([title] if title else []), *table, ""] if table else []
+
+
+def result_table(metrics: Mapping[str, Any]) -> list[str]:
+    """Lines of a table with a row per split, metric and family, and a column per source of boxes.
+
+    Args:
+        metrics: names such as `val/accuracy_own_boxes/relation`; others are left out.
+    """
+    cells: dict[tuple[str, str, str], dict[str, Any]] = {}  # of a split, metric and family, by boxes
+    names = {name: found for name in metrics if (found := MetricName.read(name)) is not None}
+    for name, found in names.items():
+        cells.setdefault((found.split, found.metric, found.detail), {})[found.boxes] = metrics[name]
+    splits = list(dict.fromkeys(split for split, *_ in cells))
+    kinds = list(dict.fromkeys(metric for _, metric, _ in cells))
+    # families stand below the whole, and numbers of texts last
+    rows = sorted(cells, key=lambda row: (splits.index(row[0]), row[1] in COUNTS, kinds.index(row[1])))
+    columns = list(dict.fromkeys(found.boxes for found in names.values()))
+    labels = {row: "/".join(filter(None, row)) for row in rows}
+    width = max(map(len, labels.values()), default=0)
+    lines = ["  ".join([" " * width, *columns])] if cells else []
+    for row in rows:
+        form = ".0f" if row[1] in COUNTS else ".3f"
+        texts = ["-" if cells[row].get(column) is None else format(cells[row][column], form) for column in columns]
+        shown = [f"{text:>{len(column)}s}" for text, column in zip(texts, columns, strict=True)]
+        lines.append("  ".join([f"{labels[row]:<{width}s}", *shown]))
+    return lines

@@ -1,0 +1,154 @@
+"""Writers of COCO's instances and captions files.
+
+Annotations of an image are listed in the order of painting: of two that touch, the later one lies in front. Beside
+COCO's keys, an annotation has ``attribute_ids``, three indices (colour, texture, size) into the file's list
+``attributes`` of {id, name}.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from e2e_vl.synthetic.base import ATTRIBUTES, CATEGORIES, FormatWriter, SceneRecord, by_split
+
+
+class COCOAnnotationsWriter(FormatWriter[None]):
+    """Writes ``instances_train2014.json`` and ``captions_train2014.json``, both over all splits."""
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[None]]) -> None:
+        write_instances(folder / "instances_train2014.json", scenes)
+        _write_captions(folder / "captions_train2014.json", scenes)
+
+
+class COCODetectionWriter(FormatWriter[None]):
+    """Writes ``instances_<split>.json``."""
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[None]]) -> None:
+        for split, part in by_split(scenes).items():
+            write_instances(folder / f"instances_{split}.json", part)
+
+
+class COCOCaptionsWriter(FormatWriter[None]):
+    """Writes ``captions_<split>.json``."""
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[None]]) -> None:
+        for split, part in by_split(scenes).items():
+            _write_captions(folder / f"captions_{split}.json", part)
+
+
+def write_instances(path: Path, scenes: Sequence[SceneRecord[Any]]) -> None:
+    """Write an instances file with the categories (shapes) and attributes of the scenes."""
+    annotations = [
+        {
+            "segmentation": item.outlines,
+            "area": float(item.area),
+            "iscrowd": 0,
+            "image_id": scene.image_id,
+            "bbox": item.box,
+            "category_id": item.category_id,
+            "id": annotation_id,
+            "attribute_ids": item.attribute_ids,
+        }
+        for scene in scenes
+        for annotation_id, item in enumerate(scene.objects, start=scene.first_annotation_id)
+    ]
+    _write(path, scenes, annotations, categories=CATEGORIES, attributes=ATTRIBUTES)
+
+
+def _write_captions(path: Path, scenes: Sequence[SceneRecord[Any]]) -> None:
+    said = [(scene.image_id, caption) for scene in scenes for caption in scene.captions]
+    numbered = enumerate(said, start=1)
+    _write(path, scenes, [{"image_id": image, "id": number, "caption": text} for number, (image, text) in numbered])
+
+
+def _write(path: Path, scenes: Sequence[SceneRecord[Any]], annotations: list[dict[str, Any]], **lists: Any) -> None:
+    info = {"description": "Drawn scenes in the layout of COCO 2014; not part of COCO.", "url": "", "version": "1.0"}
+    info |= {"year": 2014, "contributor": "e2e-vl", "date_created": "2014-01-01 00:00:00"}
+    content = {
+        "info": info,
+        "images": [
+            {
+                "license": 1,
+                "file_name": scene.image_file.name,
+                "coco_url": "",
+                "height": scene.size[0],
+                "width": scene.size[1],
+                "date_captured": "2014-01-01 00:00:00",
+                "flickr_url": "",
+                "id": scene.image_id,
+            }
+            for scene in scenes
+        ],
+        "licenses": [{"url": "http://www.apache.org/licenses/LICENSE-2.0", "id": 1, "name": "Apache-2.0"}],
+        "annotations": annotations,
+        **lists,
+    }
+    path.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
+
+
+# Writer of RefCOCO+ in the layout of REFER.
+
+
+class RefCOCOPlusWriter(FormatWriter[None]):
+    """Writes ``instances.json`` (see ``coco_writer``) and the pickle ``refs(unc).p``, both over all splits.
+
+    A sentence's ``family`` is ours, the other keys are REFER's.
+    """
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[None]]) -> None:
+        write_instances(folder / "instances.json", scenes)
+        refs: list[dict[str, Any]] = []
+        for scene in scenes:
+            refs += _refs(scene, len(refs))
+        # A pickle also records which equal strings are one object, and that depends on the processes that made them.
+        refs = json.loads(json.dumps(refs))
+        (folder / "refs(unc).p").write_bytes(pickle.dumps(refs, protocol=2))  # the newest protocol that Python 2 reads
+
+
+def _refs(scene: SceneRecord[None], first_ref_id: int) -> list[dict[str, Any]]:
+    """One entry per object that is referred to.
+
+    As in the release, ``file_name`` has a number added and does not name a file.
+    """
+    sentences: dict[int, list[dict[str, Any]]] = {}  # by object
+    for sent_id, reference in enumerate(scene.references, start=scene.first_sentence_id):
+        said = {"raw": reference.typed, "sent_id": sent_id, "sent": reference.sentence}
+        entry = {"tokens": reference.sentence.split(" "), **said, "family": reference.expression.family}
+        sentences.setdefault(reference.target, []).append(entry)
+    return [
+        {
+            "sent_ids": [entry["sent_id"] for entry in entries],
+            "file_name": f"{scene.image_file.stem}_{scene.first_annotation_id + target}{scene.image_file.suffix}",
+            "ann_id": scene.first_annotation_id + target,
+            "ref_id": ref_id,
+            "image_id": scene.image_id,
+            "split": scene.split,
+            "sentences": entries,
+            "category_id": scene.objects[target].category_id,
+        }
+        for ref_id, (target, entries) in enumerate(sentences.items(), start=first_ref_id)
+    ]
+
+
+# Writer of a detections file as MAttNet published them.
+
+
+class MAttNetDetectionsWriter(FormatWriter[None]):
+    """Writes ``refcoco+_unc/res101_coco_minus_refer_notime_dets.json``.
+
+    It is the flat list of the detections of all splits, in a random order of images and boxes as in the release. A
+    written width is ``x2 - x1 + 1`` with the inclusive corners of the release, which is the width between the pixels'
+    edges.
+    """
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[None]]) -> None:
+        flat = [{**detection, "image_id": scene.image_id} for scene in scenes for detection in scene.detections]
+        order = self.recipe.generator(0).permutation(len(flat))
+        numbered = [{**flat[row], "det_id": number, "h5_id": number} for number, row in enumerate(order)]
+        path = folder / "refcoco+_unc" / "res101_coco_minus_refer_notime_dets.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(numbered, separators=(",", ":")), encoding="utf-8")

@@ -1,0 +1,179 @@
+"""Writers of Conceptual Captions: webdataset shards, and the layout of the official VL-BERT code."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import tarfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from e2e_vl.synthetic.base import CATEGORIES, CATEGORY_IDS, FormatWriter, SceneRecord, by_split
+from e2e_vl.synthetic.language import RELATIONS, Description, ReferringExpression, to_words
+from e2e_vl.synthetic.scenes import SceneConfig, SceneFacts
+
+RECORDS_PER_SHARD = 10_000  # img2dataset's default
+FEATURE_DIM = 32
+_KEY_DIGITS = 4  # of a record in its shard
+
+
+@dataclass(frozen=True)
+class CaptionedImage:
+    """One image with one caption and the boxes of an imitated detector."""
+
+    path: Path  # the image file
+    size: tuple[int, int]  # (height, width), pixels
+    caption: str
+    boxes: list[list[float]]  # [x1, y1, x2, y2] in pixels
+    classes: list[list[float]]  # per box, the probabilities of the background and of all categories
+
+
+class _CaptionedImageWriter(FormatWriter[CaptionedImage]):
+    """Draws the same caption and probabilities for both formats."""
+
+    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> CaptionedImage:
+        """One of the captions; a detection's score is its category's probability, the other columns share the rest."""
+        rng = self.recipe.generator(scene.split, scene.number, "conceptual")
+        boxes, classes = [], []
+        for detection in scene.detections:
+            x, y, width, height = detection["box"]
+            boxes.append([x, y, round(x + width, 4), round(y + height, 4)])
+            rest = rng.dirichlet(np.full(len(CATEGORIES), 0.3)) * (1 - detection["score"])
+            column = list(CATEGORY_IDS.values()).index(detection["category_id"]) + 1  # column 0 is the background
+            classes.append([round(float(value), 6) for value in np.insert(rest, column, detection["score"])])
+        caption = scene.captions[rng.integers(len(scene.captions))]
+        return CaptionedImage(scene.image_file, scene.size, caption, boxes, classes)
+
+
+class ShardsWriter(_CaptionedImageWriter):
+    """Writes ``<split>/00000.tar`` and ``<split>/00000_stats.json`` as img2dataset does.
+
+    A shard has ``KEY.jpg``, ``KEY.txt`` and ``KEY.json`` side by side.
+    """
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[CaptionedImage]]) -> None:
+        for split, part in by_split(scenes).items():
+            write_shards(folder / split, [scene.drawn for scene in part])
+
+
+class ConceptualWriter(_CaptionedImageWriter):
+    """Writes the layout of the official VL-BERT code.
+
+    ``<split>.json`` and ``<split>_frcnn.json`` are JSON lines of an image, the words of its caption and, in the second,
+    the file of its detected boxes. They name members of ``<split>_image.zip`` and ``<split>_frcnn.zip``, which are not
+    compressed.
+    """
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[CaptionedImage]]) -> None:
+        for split, part in by_split(scenes).items():
+            _write_vl_bert_split(folder, split, [scene.drawn for scene in part])
+
+
+def write_shards(folder: Path, images: Sequence[CaptionedImage], records_per_shard: int = RECORDS_PER_SHARD) -> None:
+    """Write webdataset shards into ``folder``, which is made where it is missing, in the order of the images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, first in enumerate(range(0, len(images), records_per_shard)):
+        part = images[first : first + records_per_shard]
+        with tarfile.open(folder / f"{number:05d}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+            for row, image in enumerate(part):
+                key = f"{number:05d}{row:0{_KEY_DIGITS}d}"
+                height, width = image.size
+                facts = {"caption": image.caption, "url": "", "key": key, "status": "success", "error_message": None}
+                facts |= {"width": width, "height": height, "original_width": width, "original_height": height}
+                _add(tar, f"{key}.json", json.dumps(facts, indent=4).encode())
+                _add(tar, f"{key}{image.path.suffix}", image.path.read_bytes())
+                _add(tar, f"{key}.txt", image.caption.encode())
+        stats = {"count": len(part), "successes": len(part), "failed_to_download": 0, "failed_to_resize": 0}
+        stats |= {"duration": 0.0, "status_dict": {"success": len(part)}}
+        (folder / f"{number:05d}_stats.json").write_text(json.dumps(stats, indent=4), encoding="utf-8")
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def _write_vl_bert_split(folder: Path, split: str, images: Sequence[CaptionedImage]) -> None:
+    lines: list[dict[str, Any]] = []
+    with (
+        zipfile.ZipFile(folder / f"{split}_image.zip", "w") as pictures,
+        zipfile.ZipFile(folder / f"{split}_frcnn.zip", "w") as regions,
+    ):
+        for number, image in enumerate(images):
+            name, boxes_name = f"{number:08d}{image.path.suffix}", f"{number:08d}.json"
+            pictures.writestr(zipfile.ZipInfo(name), image.path.read_bytes())
+            regions.writestr(zipfile.ZipInfo(boxes_name), json.dumps(_frcnn(image)))
+            line = {"image": f"{split}_image.zip@/{name}", "caption": image.caption.split(" ")}
+            lines.append({**line, "frcnn": f"{split}_frcnn.zip@/{boxes_name}"})
+    for file, keys in ((f"{split}.json", ("image", "caption")), (f"{split}_frcnn.json", ("image", "caption", "frcnn"))):
+        text = "".join(json.dumps({key: line[key] for key in keys}) + "\n" for line in lines)
+        (folder / file).write_text(text, encoding="utf-8")
+
+
+def _frcnn(image: CaptionedImage) -> dict[str, Any]:
+    classes = np.array(image.classes, dtype=np.float32)
+    mixing = np.random.default_rng(0).normal(size=(classes.shape[1], FEATURE_DIM))  # boxes of a class look alike
+    return {
+        "image_w": image.size[1],
+        "image_h": image.size[0],
+        "num_boxes": len(image.boxes),
+        "boxes": _base64(np.array(image.boxes)),
+        "classes": _base64(classes),
+        "features": _base64(np.maximum(classes @ mixing, 0)),
+    }
+
+
+def _base64(values: np.ndarray) -> str:
+    return base64.b64encode(values.astype("<f4").tobytes()).decode()
+
+
+# Writer of a text corpus about the drawn world: descriptions of things that no image shows.
+
+
+LINES_PER_SCENE = 4
+_OPERATORS = ("biggest", "smallest", "bigger", "smaller", *RELATIONS)
+_FRAMES = ("there is {}", "look at {}", "i see {}", "{}", "{} is here", "this is {}")
+_SENTENCES_PER_LINE = (1, 9)
+
+
+class CorpusWriter(FormatWriter[None]):
+    """Writes ``corpus.doc``, UTF-8: one paragraph per line, and a blank line now and then as between two documents."""
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[None]]) -> None:
+        rng = self.recipe.generator("corpus")
+        write_corpus(folder / "corpus.doc", self.recipe.scene, rng, lines=LINES_PER_SCENE * len(scenes))
+
+
+def write_corpus(path: Path, config: SceneConfig, rng: np.random.Generator, *, lines: int) -> None:
+    """Write a corpus of ``lines`` paragraphs about the shapes, colours and textures of ``config``."""
+    paragraphs = draw_lines(config, rng)
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        for _ in range(lines):
+            file.write(next(paragraphs) + ("\n\n" if rng.random() < 0.1 else "\n"))
+
+
+def draw_lines(config: SceneConfig, rng: np.random.Generator) -> Iterator[str]:
+    """Endless paragraphs of a few sentences each."""
+    while True:
+        yield " ".join(_sentence(config, rng) for _ in range(rng.integers(*_SENTENCES_PER_LINE)))
+
+
+def _sentence(config: SceneConfig, rng: np.random.Generator) -> str:
+    operator = _OPERATORS[rng.integers(len(_OPERATORS))] if rng.random() < 0.55 else None
+    needs_anchor = operator in RELATIONS or (operator in ("bigger", "smaller") and rng.random() < 0.7)
+    anchored = _description(config, rng), operator, _description(config, rng) if needs_anchor else None
+    sentence = _FRAMES[rng.integers(len(_FRAMES))].format(to_words(ReferringExpression(*anchored), rng))
+    return sentence[0].upper() + sentence[1:] + "."
+
+
+def _description(config: SceneConfig, rng: np.random.Generator) -> Description:
+    chances = {"size": 0.3, "texture": 0.3, "colour": 0.6, "shape": 0.8}
+    said = {slot: str(rng.choice(config.values[slot])) for slot, chance in chances.items() if rng.random() < chance}
+    return Description(**said)

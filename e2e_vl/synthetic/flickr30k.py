@@ -1,0 +1,299 @@
+"""Writer of Flickr30K Entities: captions whose phrases stand in brackets, and an XML file of boxes per image.
+
+A phrase names one object by what only it has, or all objects that something is true of; what is named again, in
+whatever words, belongs to the same chain. Scenes and what cannot be seen have no box. The type of a phrase follows from
+the shape that it names, so that all types of the release occur; it means nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+import numpy as np
+
+from detector.errors import UserError
+from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split
+from e2e_vl.synthetic.language import SLOTS, Reference, Values, all_descriptions, identify, noun_phrase, two_phrases
+from e2e_vl.synthetic.scenes import SHAPES, SceneFacts, members
+
+# Gold parses of drawn captions, in CoNLL-U with the labels of Stanford's dependencies, as in VisualBERT's ACL paper.
+
+
+_NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_ARTICLES = ("the", "a", "an")
+
+
+class GoldWord(NamedTuple):
+    """A word of a parse."""
+
+    form: str
+    kind: str  # part of speech, of Universal Dependencies
+    governor: int  # row from 0; -1: the root
+    relation: str
+
+
+def parse_of(parts: Sequence[tuple[str, bool]]) -> list[GoldWord]:
+    """The parse of a caption of `flickr30k_writer`, given as texts, each with whether it is a phrase.
+
+    Raises:
+        ValueError: a caption that these rules do not know.
+    """
+    words: list[GoldWord] = []
+    root = None  # row of the noun of the first phrase
+    preposition = mark = None  # rows that wait for the phrase behind them
+    for text, is_phrase in parts:
+        start = len(words)
+        own = text.split()
+        if is_phrase:
+            noun = start + len(own) - 1
+            for word in own[:-1]:
+                words.append(_before_noun(word, noun))
+            kind = "NOUN"
+            if preposition is not None:
+                governor, relation, preposition = preposition, "pobj", None
+            elif mark is not None:
+                # "while it is still": still governs, two words behind the pronoun
+                governor, relation, kind = noun + 2, "nsubj", "PRON"
+            else:
+                governor, relation = (-1, "root") if root is None else (root, "conj")
+                root = noun if root is None else root
+            words.append(GoldWord(own[-1], kind, governor, relation))
+        elif text in (",", "."):
+            words.append(GoldWord(text, "PUNCT", root, "punct"))
+        elif text == "and":
+            words.append(GoldWord(text, "CCONJ", root, "cc"))
+        elif text == "in":
+            preposition = start
+            words.append(GoldWord(text, "ADP", root, "prep"))
+        elif text == "while":
+            mark = start
+            words.append(GoldWord(text, "SCONJ", start + 3, "mark"))
+        elif text == "is still":
+            words.append(GoldWord("is", "AUX", start + 1, "cop"))
+            words.append(GoldWord("still", "ADJ", root, "advcl"))
+        else:
+            raise UserError(f"'{text}' has no rule in the parses of drawn captions")
+    return words
+
+
+def _before_noun(word: str, noun: int) -> GoldWord:
+    if word.lower() in _ARTICLES:
+        return GoldWord(word, "DET", noun, "det")
+    if word.lower() in _NUMBERS:
+        return GoldWord(word, "NUM", noun, "num")
+    return GoldWord(word, "ADJ", noun, "amod")
+
+
+def conllu_lines(name: str, words: Iterable[GoldWord]) -> str:
+    """One sentence of a CoNLL-U file, with the empty line behind it."""
+    words = list(words)
+    lines = [f"# sent_id = {name}", f"# text = {' '.join(word.form for word in words)}"]
+    for row, word in enumerate(words, start=1):
+        cells = (row, word.form, "_", word.kind, "_", "_", word.governor + 1, word.relation, "_", "_")
+        lines.append("\t".join(map(str, cells)))
+    return "\n".join(lines) + "\n\n"
+
+
+CAPTIONS = 5
+_TYPES = dict(
+    zip(SHAPES, ("people", "clothing", "bodyparts", "animals", "vehicles", "instruments"), strict=True)
+)  # of phrases that name a shape; others are "other"
+_NUMBERS_FLICKR30K_WRITER = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_SEVERAL = 4  # most objects of one phrase
+_GROUPED = (("shape",), ("colour",), ("colour", "shape"), ("texture", "shape"))
+_ATTEMPTS = 20
+_SCENE, _UNSEEN = "scene", "notvisual"
+
+
+class DrawnPhrase(NamedTuple):
+    """A phrase of a caption."""
+
+    words: str
+    kind: str  # its type
+    objects: tuple[int, ...]  # that it names
+
+
+EntityCaption = list[str | DrawnPhrase]
+
+
+class EntitiesWriter(FormatWriter[list[EntityCaption]]):
+    """Writes ``Sentences/<id>.txt``, ``Annotations/<id>.xml`` and ``<split>.txt``; an id is the image's number.
+
+    The release has no parses; ``parses/<split>.conllu`` holds gold parses of all captions, see ``gold_parses.py``.
+    """
+
+    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[EntityCaption]:
+        rng = self.recipe.generator(scene.split, scene.number, "flickr30k")
+        return draw_entity_captions(facts, self.recipe.scene.values, rng)
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[list[EntityCaption]]]) -> dict[str, Any]:
+        for name in ("Sentences", "Annotations"):
+            (folder / name).mkdir(exist_ok=True)
+        phrases = boxes = 0
+        for split, part in by_split(scenes).items():
+            for scene in part:
+                chains = _chains(scene)
+                lines = "".join(_line(caption, chains) + "\n" for caption in scene.drawn)
+                (folder / "Sentences" / f"{scene.image_id}.txt").write_text(lines, encoding="utf-8")
+                (folder / "Annotations" / f"{scene.image_id}.xml").write_text(_xml(scene, chains), encoding="utf-8")
+                named = [
+                    part[2] for caption in scene.drawn for part in caption if not isinstance(part, str) and part[2]
+                ]
+                phrases += len(named)
+                boxes += sum(map(len, named))
+            ids = "".join(f"{scene.image_id}\n" for scene in part)
+            (folder / f"{split}.txt").write_text(ids, encoding="utf-8")
+            self.write_parses(folder, split, part)
+        return {"phrases_with_boxes": phrases, "boxes_per_phrase": round(boxes / max(phrases, 1), 3)}
+
+    def write_parses(self, folder: Path, split: str, scenes: Sequence[SceneRecord[list[EntityCaption]]]) -> None:
+        """Write the parses of a split; a text of several images has one parse."""
+        found: dict[str, str] = {}
+        for scene in scenes:
+            for line, caption in enumerate(scene.drawn):
+                parts = [(part, False) if isinstance(part, str) else (part.words, True) for part in caption]
+                words = parse_of(parts)
+                text = " ".join(word.form for word in words)
+                found.setdefault(text, conllu_lines(f"{scene.image_id}#{line}", words))
+        (folder / "parses").mkdir(exist_ok=True)
+        (folder / "parses" / f"{split}.conllu").write_text("".join(found.values()), encoding="utf-8")
+
+
+def draw_entity_captions(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[EntityCaption]:
+    """Up to five different captions, each a list of words and phrases; all of them are true of the scene."""
+    found: dict[str, EntityCaption] = {}
+    for _ in range(CAPTIONS * _ATTEMPTS):
+        if len(found) == CAPTIONS:
+            break
+        caption = _caption(facts, values, rng)
+        found.setdefault(" ".join(part if isinstance(part, str) else part[0] for part in caption), caption)
+    return list(found.values())
+
+
+def _caption(facts: SceneFacts, values: Values, rng: np.random.Generator) -> EntityCaption:
+    """One to three phrases joined by "and" and commas, perhaps with a scene and something unseen, and a full stop."""
+    named: dict[tuple[int, ...], DrawnPhrase] = {}
+    for _ in range(int(rng.integers(1, 4))):
+        phrase = (_single if rng.random() < 0.65 else _group)(facts, values, rng)
+        if phrase is not None:
+            named.setdefault(phrase[2], phrase)
+    parts: EntityCaption = []
+    for number, phrase in enumerate(named.values()):
+        if number:
+            parts.append("and" if number == len(named) - 1 else ",")
+        parts.append(phrase)
+    if rng.random() < 0.4 or not parts:
+        parts += ["in", DrawnPhrase("a picture", _SCENE, ())] if parts else [DrawnPhrase("a picture", _SCENE, ())]
+    if rng.random() < 0.2:
+        parts += ["while", DrawnPhrase("it", _UNSEEN, ()), "is still"]
+    first = parts[0]
+    parts[0] = first._replace(words=first.words[0].upper() + first.words[1:])
+    return [*parts, "."]
+
+
+def _single(facts: SceneFacts, values: Values, rng: np.random.Generator) -> DrawnPhrase | None:
+    found = identify(facts, SLOTS, rng)
+    if found is None:
+        return None
+    index, description = found
+    return DrawnPhrase(f"the {noun_phrase(description)}", _TYPES.get(description.shape, "other"), (index,))
+
+
+def _group(facts: SceneFacts, values: Values, rng: np.random.Generator) -> DrawnPhrase | None:
+    slots = _GROUPED[rng.integers(len(_GROUPED))]
+    some = [
+        (description, mask)
+        for description in all_descriptions(slots, values)
+        if 2 <= (mask := description.mask(facts)).bit_count() <= _SEVERAL
+    ]
+    if not some:
+        return None
+    description, mask = some[rng.integers(len(some))]
+    words = f"{_NUMBERS[mask.bit_count()]} {noun_phrase(description, plural=True)}"
+    return DrawnPhrase(words, _TYPES.get(description.shape, "other"), tuple(members(mask)))
+
+
+def _chains(scene: SceneRecord[list[EntityCaption]]) -> dict[tuple[str, tuple[int, ...]], str]:
+    """The chain of each set of objects, and of the scene; what cannot be seen is 0."""
+    chains: dict[tuple[str, tuple[int, ...]], str] = {}
+    for caption in scene.drawn:
+        for part in caption:
+            if isinstance(part, str):
+                continue
+            _, kind, objects = part
+            key = (kind if not objects else "", objects)
+            number = "0" if kind == _UNSEEN else str(scene.image_id * 100 + len(chains) + 1)
+            chains.setdefault(key, number)
+    return chains
+
+
+def _line(caption: EntityCaption, chains: dict[tuple[str, tuple[int, ...]], str]) -> str:
+    words = []
+    for part in caption:
+        if isinstance(part, str):
+            words.append(part)
+        else:
+            text, kind, objects = part
+            words.append(f"[/EN#{chains[kind if not objects else '', objects]}/{kind} {text}]")
+    return " ".join(words)
+
+
+def _xml(scene: SceneRecord[Any], chains: dict[tuple[str, tuple[int, ...]], str]) -> str:
+    """One object per box with the chains that name it, and one per scene. Pixels are counted from 1, the last
+    included."""
+    root = ElementTree.Element("annotation")
+    ElementTree.SubElement(root, "filename").text = f"{scene.image_id}.jpg"
+    size = ElementTree.SubElement(root, "size")
+    for name, value in (("width", scene.size[1]), ("height", scene.size[0]), ("depth", 3)):
+        ElementTree.SubElement(size, name).text = str(value)
+    for index, item in enumerate(scene.objects):
+        names = [chain for (_, objects), chain in chains.items() if index in objects]
+        if not names:
+            continue
+        element = ElementTree.SubElement(root, "object")
+        for name in names:
+            ElementTree.SubElement(element, "name").text = name
+        box = ElementTree.SubElement(element, "bndbox")
+        x, y, w, h = (int(value) for value in item.box)
+        for side, value in (("xmin", x + 1), ("ymin", y + 1), ("xmax", x + w), ("ymax", y + h)):
+            ElementTree.SubElement(box, side).text = str(value)
+    for (kind, _), chain in chains.items():
+        if kind == _SCENE:
+            element = ElementTree.SubElement(root, "object")
+            for name, text in (("name", chain), ("scene", "1"), ("nobndbox", "0")):
+                ElementTree.SubElement(element, name).text = text
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+# Writer of the noun phrases of all expressions, in the format of Flickr30K Entities.
+
+
+_TYPE = "other"
+
+
+class PhrasesWriter(EntitiesWriter):
+    """Writes what ``EntitiesWriter`` writes, with expressions in place of captions."""
+
+    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[EntityCaption]:
+        return [phrases_of_reference(reference, facts) for reference in scene.references]
+
+    def write_parses(self, folder: Path, split: str, scenes: Sequence[SceneRecord[list[EntityCaption]]]) -> None:
+        """Expressions have no gold parses."""
+
+
+def phrases_of_reference(reference: Reference, facts: SceneFacts) -> EntityCaption:
+    """The words of an expression as phrases and what stands between them."""
+    expression, fitting = reference.expression, reference.expression.description.mask(facts)
+    head, link, rest = two_phrases(expression, reference.sentence)
+    if not rest:
+        return [DrawnPhrase(head, _TYPE, (reference.target,))]
+    others = fitting & ~(1 << reference.target) if expression.anchor is None else expression.anchor.mask(facts)
+    return [
+        DrawnPhrase(head, _TYPE, tuple(members(fitting))),
+        link,
+        DrawnPhrase(rest, _TYPE, tuple(members(others))),
+    ]

@@ -1,0 +1,302 @@
+"""Writer of GQA: scene graphs, questions with programs, their valid and plausible answers.
+
+There are five kinds of questions, as in GQA's structural types: what the value of an attribute is (query), which of two
+values it has (choose), whether there is such a thing (verify), whether there are two things, or one of them (logical),
+and whether two things have the same colour or shape (compare). Yes is as frequent as no, and values are drawn through
+their objects, so that the words say little about the answer.
+
+A question about a value entails others, which are not balanced: whether the thing has that value, and whether it has
+another one. The files of all questions hold both kinds, the files of balanced questions only the first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split
+from e2e_vl.synthetic.language import SLOTS, Values, all_descriptions, identify, noun_phrase, without
+from e2e_vl.synthetic.scenes import SceneFacts, members
+
+_KINDS = ("query", "query", "query", "choose", "verify", "verify", "logical", "compare")
+_ASKED = ("colour", "shape", "size")  # attributes that questions ask for
+_SPELLED = {"colour": "color"}  # GQA's names of attributes
+_ATTEMPTS = 30
+
+_Question = dict[str, Any]  # a record, with the numbers of other questions and of objects in place of ids
+
+
+class GQAWriter(FormatWriter[dict[str, Any]]):
+    """Writes ``questions/<split>_{all,balanced}_questions.json``, ``eval/<split>_choices.json`` and
+    ``sceneGraphs/<split>_sceneGraphs.json``; the id of an image is its number as a text."""
+
+    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> dict[str, Any]:
+        generator = self.recipe.generator(scene.split, scene.number, "gqa")
+        return {
+            "questions": draw_questions(facts, self.recipe.scene.values, generator),
+            "in_front": [members(facts.holds["in front"][anchor]) for anchor in range(facts.count)],
+        }
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[dict[str, Any]]]) -> dict[str, Any]:
+        for name in ("questions", "eval", "sceneGraphs"):
+            (folder / name).mkdir(exist_ok=True)
+        for split, part in by_split(scenes).items():
+            questions = {key: one for scene in part for key, one in _with_ids(scene).items()}
+            choices = {
+                key: {"valid": one["choices"], "plausible": one.pop("choices")} for key, one in questions.items()
+            }
+            balanced = {key: one for key, one in questions.items() if one["isBalanced"]}
+            _write(folder / "questions" / f"{split}_all_questions.json", questions)
+            _write(folder / "questions" / f"{split}_balanced_questions.json", balanced)
+            _write(folder / "eval" / f"{split}_choices.json", choices)
+            _write(folder / "sceneGraphs" / f"{split}_sceneGraphs.json", {str(s.image_id): _graph(s) for s in part})
+        return _statistics([one for scene in scenes for one in scene.drawn["questions"] if one["isBalanced"]])
+
+
+def draw_questions(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[_Question]:
+    """Different questions about a scene, those that another one entails behind it; what cannot be asked is left out."""
+    makers = {"query": _query, "choose": _choose, "verify": _verify, "logical": _logical, "compare": _compare}
+    questions: dict[str, _Question] = {}
+    for kind in _KINDS:
+        for _ in range(_ATTEMPTS):
+            made = makers[kind](facts, values, rng)
+            if made is None:
+                break
+            if made["question"] in questions:
+                continue
+            others = [one for one in made.pop("others", ()) if one["question"] not in questions]
+            made["entailed"] = [len(questions) + 1 + number for number in range(len(others))]
+            questions |= {one["question"]: one for one in (made, *others)}
+            break
+    return list(questions.values())
+
+
+def _asked(
+    text: str,
+    answer: str,
+    choices: Sequence[str],
+    program: Sequence[tuple[str, str]],
+    types: Sequence[str],
+    **more: Any,
+) -> _Question:
+    """A question; the steps of its program follow each other unless ``more`` has their dependencies."""
+    dependencies = more.pop("dependencies", [[number - 1] if number else [] for number in range(len(program))])
+    return {
+        "question": text[0].upper() + text[1:] + "?",
+        "answer": answer,
+        "choices": list(choices),
+        "semantic": [
+            {"operation": operation, "dependencies": own, "argument": argument}
+            for (operation, argument), own in zip(program, dependencies, strict=True)
+        ],
+        "types": dict(zip(("structural", "semantic", "detailed"), types, strict=True)),
+        "group": more.pop("group", None),
+        "objects": more.pop("objects", []),
+        "isBalanced": more.pop("balanced", True),
+        "entailed": [],
+        **more,
+    }
+
+
+_YES_OR_NO = ("yes", "no")
+
+
+def _query(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Question | None:
+    slot = _ASKED[rng.integers(len(_ASKED))]
+    found = identify(facts, without(SLOTS, slot), rng)
+    if found is None or len(values[slot]) < 2:
+        return None
+    index, description = found
+    thing, answer, name = noun_phrase(description), getattr(facts.looks[index], slot), _SPELLED.get(slot, slot)
+    others = without(values[slot], answer)
+    other = others[rng.integers(len(others))]
+    start = {"objects": [index], "balanced": False}
+    entailed = [
+        _asked(
+            f"is the {thing} {'a ' if slot == 'shape' else ''}{said}",
+            is_true,
+            _YES_OR_NO,
+            (("select", f"{thing} ({index})"), (f"verify {name}", said)),
+            ("verify", "attr", f"verify{name.capitalize()}"),
+            **start,
+        )
+        for said, is_true in ((answer, "yes"), (other, "no"))
+    ]
+    return _asked(
+        f"what {name} is the {thing}",
+        answer,
+        values[slot],
+        (("select", f"{thing} ({index})"), ("query", name)),
+        ("query", "attr", name),
+        group=name,
+        objects=[index],
+        others=entailed,
+    )
+
+
+def _choose(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Question | None:
+    slot = _ASKED[rng.integers(len(_ASKED))]
+    found = identify(facts, without(SLOTS, slot), rng)
+    if found is None or len(values[slot]) < 2:
+        return None
+    index, description = found
+    thing, answer, name = noun_phrase(description), getattr(facts.looks[index], slot), _SPELLED.get(slot, slot)
+    others = without(values[slot], answer)
+    both = [answer, others[rng.integers(len(others))]]
+    both = [both[number] for number in rng.permutation(2)]
+    return _asked(
+        f"is the {thing} {'a ' if slot == 'shape' else ''}{both[0]} or {'a ' if slot == 'shape' else ''}{both[1]}",
+        answer,
+        both,
+        (("select", f"{thing} ({index})"), (f"choose {name}", "|".join(both))),
+        ("choose", "attr", f"choose{name.capitalize()}"),
+        group=f"choose {name}",
+        objects=[index],
+    )
+
+
+def _some(facts: SceneFacts, values: Values, wanted: bool, rng: np.random.Generator) -> str | None:
+    """Something that is (or is not) in the scene, in words."""
+    slots = (("colour", "shape"), ("texture", "shape"), ("size", "colour"))[rng.integers(3)]
+    some = [one for one in all_descriptions(slots, values) if bool(one.mask(facts)) == wanted]
+    return noun_phrase(some[rng.integers(len(some))]) if some else None
+
+
+def _verify(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Question | None:
+    wanted = bool(rng.random() < 0.5)
+    thing = _some(facts, values, wanted, rng)
+    if thing is None:
+        return None
+    program = ("select", thing), ("exist", "?")
+    return _asked(f"is there a {thing}", _answer(wanted), _YES_OR_NO, program, ("verify", "obj", "exist"))
+
+
+def _logical(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Question | None:
+    """One of both is there as often as not, so that a true "and" and a false "or" are as frequent as their
+    opposites."""
+    word = ("and", "or")[rng.integers(2)]
+    wanted = bool(rng.random() < 0.5)
+    first, second = (wanted, wanted) if wanted == (word == "and") else (wanted, not wanted)
+    if rng.random() < 0.5:
+        first, second = second, first
+    things = [_some(facts, values, is_there, rng) for is_there in (first, second)]
+    if None in things or things[0] == things[1]:
+        return None
+    start = "are there" if word == "and" else "is there"
+    return _asked(
+        f"{start} a {things[0]} {word} a {things[1]}",
+        _answer(wanted),
+        _YES_OR_NO,
+        (("select", things[0]), ("exist", "?"), ("select", things[1]), ("exist", "?"), (word, "")),
+        ("logical", "obj", f"exist{word.capitalize()}"),
+        dependencies=[[], [0], [], [2], [1, 3]],
+    )
+
+
+def _compare(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Question | None:
+    slot = ("colour", "shape")[rng.integers(2)]
+    wanted = bool(rng.random() < 0.5)
+    for _ in range(_ATTEMPTS):
+        found = [identify(facts, without(SLOTS, slot), rng) for _ in range(2)]
+        if None in found:
+            return None
+        (one, first), (other, second) = found
+        looks = [getattr(facts.looks[index], slot) for index in (one, other)]
+        if one != other and (looks[0] == looks[1]) == wanted:
+            break
+    else:
+        return None
+    name, things = _SPELLED.get(slot, slot), [noun_phrase(first), noun_phrase(second)]
+    return _asked(
+        f"do the {things[0]} and the {things[1]} have the same {name}",
+        _answer(wanted),
+        _YES_OR_NO,
+        (("select", f"{things[0]} ({one})"), ("select", f"{things[1]} ({other})"), (f"same {name}", "")),
+        ("compare", "attr", "twoSame"),
+        dependencies=[[], [], [0, 1]],
+        objects=[one, other],
+    )
+
+
+def _answer(is_true: bool) -> str:
+    return "yes" if is_true else "no"
+
+
+def _with_ids(scene: SceneRecord[dict[str, Any]]) -> dict[str, _Question]:
+    """The questions of a scene as records of the official files, still with their choices; ids have zeros in front."""
+    drawn = scene.drawn["questions"]
+    ids = [f"{scene.image_id:06d}{number:02d}" for number in range(len(drawn))]
+    records = {}
+    for key, one in zip(ids, drawn, strict=True):
+        pointers = [str(scene.first_annotation_id + index) for index in one["objects"]]
+        steps = (f"{step['operation']}: {step['argument']} {step['dependencies']}" for step in one["semantic"])
+        last = len(one["question"].split()) - 1
+        records[key] = {
+            "semantic": one["semantic"],
+            "entailed": [ids[number] for number in one["entailed"]],
+            "equivalent": [key],
+            "question": one["question"],
+            "imageId": str(scene.image_id),
+            "isBalanced": one["isBalanced"],
+            "groups": {"global": one["group"], "local": one["types"]["detailed"]},
+            "answer": one["answer"],
+            "semanticStr": "->".join(steps),
+            "annotations": {
+                "answer": {},
+                "question": {str(last - number): pointer for number, pointer in enumerate(pointers)},
+                "fullAnswer": {},
+            },
+            "types": one["types"],
+            "fullAnswer": f"{one['answer'].capitalize()}.",
+            "choices": one["choices"],
+        }
+    return records
+
+
+def _graph(scene: SceneRecord[dict[str, Any]]) -> dict[str, Any]:
+    objects = {}
+    for index, item in enumerate(scene.objects):
+        x, y, w, h = (int(value) for value in item.box)
+        behind = [anchor for anchor, front in enumerate(scene.drawn["in_front"]) if index in front]
+        objects[str(scene.first_annotation_id + index)] = {
+            "name": item.look.shape,
+            "x": x,
+            "y": y,
+            "w": w,
+            "h": h,
+            "attributes": [item.look.colour, item.look.texture, item.look.size],
+            "relations": [
+                {"name": "in front of", "object": str(scene.first_annotation_id + anchor)} for anchor in behind
+            ],
+        }
+    return {"width": scene.size[1], "height": scene.size[0], "objects": objects}
+
+
+def _statistics(questions: Sequence[_Question]) -> dict[str, Any]:
+    """Shares of the structural types, and the accuracy of the best answer to each (detailed) type of question."""
+    if not questions:
+        return {"questions": 0}
+    of_kind = partial(_best_share, questions)
+    kinds = sorted(Counter(one["types"]["structural"] for one in questions).items())
+    return {
+        "balanced_questions": len(questions),
+        "kinds": {kind: round(count / len(questions), 4) for kind, count in kinds},
+        "blind_accuracy": {"most_frequent_answer": of_kind(""), "of_the_kind": of_kind("detailed")},
+    }
+
+
+def _best_share(questions: Sequence[_Question], kind: str) -> float:
+    answers: dict[str, Counter[str]] = {}
+    for one in questions:
+        answers.setdefault(one["types"].get(kind, ""), Counter())[one["answer"]] += 1
+    return round(sum(max(found.values()) for found in answers.values()) / len(questions), 4)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")

@@ -1,0 +1,147 @@
+"""Writer of the files of the official LXMERT code: sentences with labels, and regions with what a detector found."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from e2e_vl.synthetic.base import ATTRIBUTES, CATEGORIES, FormatWriter, ObjectRecord, SceneRecord, by_split
+from e2e_vl.synthetic.nlvr2 import draw_set
+from e2e_vl.synthetic.scenes import SceneFacts
+from e2e_vl.synthetic.vqa import SOURCE, draw_vqa_questions
+
+REGIONS = 36  # of every image
+FEATURE_DIM = 64
+_SCORES = (0.0, 0.3, 0.6, 0.9, 1.0)  # of an answer that 0, 1, 2, 3, and 4 or more of ten people gave
+_NOISE = 0.3  # standard deviation of what features say beside class and attributes
+_JITTER = 0.05  # of a box, in widths and heights
+
+
+@dataclass(frozen=True)
+class DescribedScene:
+    """What is said about a scene, and its row of the file of features."""
+
+    captions: list[str]
+    questions: list[dict[str, Any]]
+    row: dict[str, np.ndarray]
+
+
+class LxmertWriter(FormatWriter[DescribedScene]):
+    """Writes of every split the sentences of pre-training ``<split>.json``, the questions ``<split>_vqa.json``, the
+    pairs of images ``<split>_nlvr2.json`` and the features ``<split>_obj36.tsv``; and the lists of answers
+    ``all_ans.json`` and ``trainval_label2ans.json``.
+    """
+
+    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> DescribedScene:
+        rng = self.recipe.generator(scene.split, scene.number, "lxmert")
+        questions = draw_vqa_questions(facts, self.recipe.scene, rng)
+        return DescribedScene(list(scene.captions), questions, _row(scene, rng))
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[DescribedScene]]) -> dict[str, Any]:
+        answers: set[str] = set()
+        count = 0
+        for split, part in by_split(scenes).items():
+            sentences = [_sentences(scene) for scene in part]
+            questions = [question for scene in part for question in _questions(scene)]
+            answers |= {answer for question in questions for answer in question["label"]}
+            count += sum(len(own) for image in sentences for own in image["sentf"].values())
+            for name, content in (("", sentences), ("_vqa", questions), ("_nlvr2", self._pairs(split, part))):
+                (folder / f"{split}{name}.json").write_text(json.dumps(content), encoding="utf-8")
+            lines = (_line(scene) for scene in part)
+            (folder / f"{split}_obj{REGIONS}.tsv").write_text("".join(lines), encoding="utf-8")
+        listed = sorted(answers)
+        table = [{"ans": answer, "dsets": [SOURCE]} for answer in listed]
+        for name, content in (("all_ans", table), ("trainval_label2ans", listed)):
+            (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+        return {"sentences": count, "answers": len(listed)}
+
+    def _pairs(self, split: str, scenes: Sequence[SceneRecord[Any]]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for number in range(max(len(scenes) // 2, 1)):
+            rng = self.recipe.generator(split, number, "lxmert pairs")
+            made = draw_set(scenes, self.recipe.scene.values, rng)
+            for row, (pair, labels) in enumerate(zip(made[0], made[2], strict=True) if made else ()):
+                for column, (sentence, label) in enumerate(zip(made[1], labels, strict=True)):
+                    found.append(
+                        {
+                            "identifier": f"{split}-{number}-{row}-{column}",
+                            **{f"img{side}": scene.image_file.stem for side, scene in enumerate(pair)},
+                            "label": int(label),
+                            "sent": sentence.words,
+                            "uid": f"nlvr2_{split}_{len(found)}",
+                        }
+                    )
+        return found
+
+
+def _sentences(scene: SceneRecord[DescribedScene]) -> dict[str, Any]:
+    asked = scene.drawn.questions
+    return {
+        "img_id": scene.image_file.stem,
+        "sentf": {"mscoco": scene.drawn.captions, SOURCE: [one["question"] for one in asked]},
+        "labelf": {SOURCE: [_label(one) for one in asked]},
+    }
+
+
+def _questions(scene: SceneRecord[DescribedScene]) -> list[dict[str, Any]]:
+    return [
+        {
+            "question_id": scene.image_id * 1000 + number,
+            "img_id": scene.image_file.stem,
+            "sent": one["question"],
+            "question_type": one["question_type"],
+            "answer_type": one["answer_type"],
+            "label": _label(one),
+        }
+        for number, one in enumerate(scene.drawn.questions)
+    ]
+
+
+def _label(question: dict[str, Any]) -> dict[str, float]:
+    return {answer: _SCORES[min(number, 4)] for answer, number in Counter(question["answers"]).items()}
+
+
+def _row(scene: SceneRecord[Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Every object in turn until there are enough regions, each time a little beside its box."""
+    shown = [scene.objects[number % len(scene.objects)] for number in range(REGIONS)]
+    height, width = scene.size
+    boxes = []
+    for one in shown:
+        x, y, w, h = one.box
+        corners = np.array([x, y, x + w, y + h]) + rng.normal(0, _JITTER, 4) * (w, h, w, h)
+        corners = np.clip(corners, 0, [width, height, width, height])
+        boxes.append(corners if (corners[2:] - corners[:2]).min() >= 1 else [x, y, x + w, y + h])
+    features = np.array([_feature(one) for one in shown]) + rng.normal(0, _NOISE, (REGIONS, FEATURE_DIM))
+    confidences = rng.uniform(0.3, 1.0, (2, REGIONS))
+    return {
+        "objects_id": np.array([one.category_id - 1 for one in shown], dtype=np.int64),
+        "objects_conf": confidences[0].astype(np.float32),
+        "attrs_id": np.array([one.attribute_ids[0] for one in shown], dtype=np.int64),
+        "attrs_conf": confidences[1].astype(np.float32),
+        "boxes": np.array(boxes, dtype=np.float32),
+        "features": features.astype(np.float32),
+    }
+
+
+def _feature(one: ObjectRecord) -> np.ndarray:
+    """Ones at the class and at the attributes."""
+    feature = np.zeros(FEATURE_DIM)
+    feature[one.category_id - 1] = 1
+    feature[len(CATEGORIES) + np.array(one.attribute_ids)] = 1
+    assert len(CATEGORIES) + len(ATTRIBUTES) <= FEATURE_DIM
+    return feature
+
+
+def _line(scene: SceneRecord[DescribedScene]) -> str:
+    height, width = scene.size
+    cells = {"img_id": scene.image_file.stem, "img_h": str(height), "img_w": str(width)}
+    arrays = {name: base64.b64encode(np.ascontiguousarray(array)).decode() for name, array in scene.drawn.row.items()}
+    found = [arrays[name] for name in ("objects_id", "objects_conf", "attrs_id", "attrs_conf")]
+    return "\t".join([*cells.values(), *found, str(REGIONS), arrays["boxes"], arrays["features"]]) + "\n"

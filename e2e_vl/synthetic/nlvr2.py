@@ -1,0 +1,208 @@
+"""Writer of NLVR2: sentences about pairs of scenes, balanced so that neither the sentence nor the pair tells the label.
+
+The examples come in sets of four pairs of images and two sentences, as in the release: each sentence is true of two of
+the pairs and false of the others, and each pair has one true sentence and one false one. Who reads only the sentence,
+or sees only the images, is right half of the time. More sentences per pair (``language.sentences_per_pair``) come two
+by two in the same way; training from pixels needs them, because the detector's work is the same for two and for twenty.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, link_image
+from e2e_vl.synthetic.coco import write_instances
+from e2e_vl.synthetic.language import PAIR_FAMILIES, Description, Values, all_descriptions, is_true_of, noun_phrase
+
+PAIRS = 4  # of a set
+_DIRECTORIES = 100  # folders of the training images
+_DRAWN_PAIRS = 40  # among which the pairs of a set are looked for
+_ATTEMPTS = 200
+_SLOTS = (("shape",), ("colour",), ("colour", "shape"))
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+_Scene = SceneRecord[None]
+_Pair = tuple[_Scene, _Scene]
+
+
+@dataclass(frozen=True)
+class PairSentence:
+    """A sentence about two images, which counts what a description is true of in each of them."""
+
+    family: str
+    words: str
+    description: Description
+    holds: Callable[[int, int], bool]  # of the numbers in the left and in the right image
+
+    def is_true(self, pair: _Pair) -> bool:
+        """Whether it holds for a pair of scenes."""
+        return self.holds(*(count_of(self.description, scene) for scene in pair))
+
+
+def count_of(description: Description, scene: _Scene) -> int:
+    """Number of objects that a description is true of."""
+    return sum(is_true_of(description, item.look) for item in scene.objects)
+
+
+def draw_sentence(values: Values, rng: np.random.Generator, wanted: Sequence[str] = PAIR_FAMILIES) -> PairSentence:
+    """A sentence of a random one of the wanted families."""
+    slots = _SLOTS[rng.integers(len(_SLOTS))]
+    some = all_descriptions(slots, values)
+    description = some[rng.integers(len(some))]
+    one, several = noun_phrase(description), noun_phrase(description, plural=True)
+    sides = [("left", "right"), ("right", "left")][rng.integers(2)]
+    is_left, number = sides[0] == "left", int(rng.integers(1, 5))
+
+    def turned(left: int, right: int) -> tuple[int, int]:
+        """The numbers on the named side and on the other one."""
+        return (left, right) if is_left else (right, left)
+
+    families: dict[str, tuple[str, Callable[[int, int], bool]]] = {
+        "both": (f"both images contain a {one}", lambda left, right: left > 0 and right > 0),
+        "exactly one": (
+            f"exactly one of the two images contains a {one}",
+            lambda left, right: (left > 0) != (right > 0),
+        ),
+        "side": (f"the {sides[0]} image contains a {one}", lambda left, right: turned(left, right)[0] > 0),
+        "more": (
+            f"there are more {several} in the {sides[0]} image than in the {sides[1]} image",
+            lambda left, right: turned(left, right)[0] > turned(left, right)[1],
+        ),
+        "total": (
+            f"the images contain {_NUMBERS[number]} {one if number == 1 else several} in total",
+            lambda left, right: left + right == number,
+        ),
+    }
+    family = wanted[rng.integers(len(wanted))]
+    words, holds = families[family]
+    return PairSentence(family, words[0].upper() + words[1:] + ".", description, holds)
+
+
+def draw_set(
+    scenes: Sequence[_Scene],
+    values: Values,
+    rng: np.random.Generator,
+    sentences: int = 2,
+    families: Sequence[str] = PAIR_FAMILIES,
+) -> tuple[list[_Pair], list[PairSentence], list[list[bool]]] | None:
+    """Four pairs, at most `sentences` sentences, and their labels [pair][sentence].
+
+    None if no two sentences are found that are balanced over four of the drawn pairs.
+    """
+    if len(scenes) < 2:
+        return None
+    chosen = [rng.permutation(len(scenes))[:2] for _ in range(_DRAWN_PAIRS)]
+    pairs = [(scenes[int(left)], scenes[int(right)]) for left, right in chosen]
+    for _ in range(_ATTEMPTS):
+        first, second = (draw_sentence(values, rng, families) for _ in range(2))
+        labels = [[first.is_true(pair), second.is_true(pair)] for pair in pairs]
+        groups = [[row for row, own in enumerate(labels) if own == wanted] for wanted in ([True, False], [False, True])]
+        if first.words == second.words or min(map(len, groups)) < PAIRS // 2:
+            continue
+        rows = [row for group in groups for row in group[: PAIRS // 2]]
+        rows = [rows[number] for number in rng.permutation(PAIRS)]
+        drawn = [pairs[row] for row in rows]
+        known = [first, second, *_more_sentences(drawn, (first, second), values, rng, sentences - 2, families)]
+        return drawn, known, [[sentence.is_true(pair) for sentence in known] for pair in drawn]
+    return None
+
+
+def _more_sentences(
+    pairs: Sequence[_Pair],
+    known: Sequence[PairSentence],
+    values: Values,
+    rng: np.random.Generator,
+    number: int,
+    families: Sequence[str],
+) -> list[PairSentence]:
+    """At most `number` other sentences, each true of two pairs; two in a row are never true of the same pair."""
+    found: list[PairSentence] = []
+    words = {sentence.words for sentence in known}
+    waiting: dict[tuple[bool, ...], list[PairSentence]] = {}
+    for _ in range(_ATTEMPTS if number else 0):
+        sentence = draw_sentence(values, rng, families)
+        labels = tuple(sentence.is_true(pair) for pair in pairs)
+        if sentence.words in words or sum(labels) != PAIRS // 2:
+            continue
+        words.add(sentence.words)
+        opposite = waiting.get(tuple(not label for label in labels))
+        if opposite:
+            found += [opposite.pop(), sentence]
+        else:
+            waiting.setdefault(labels, []).append(sentence)
+        if len(found) >= number:
+            break
+    return found
+
+
+class PairWriter(FormatWriter[None]):
+    """Writes ``data/<split>.json`` (a line each), ``images/<split>/...`` under the names of the release, and
+    ``instances_<split>.json``, where each image of a pair is an image of its own.
+
+    The images are links to the drawn scenes where the disk allows it, whatever their format: as in the release, the
+    name of a JPEG file may end in .png.
+    """
+
+    def write(self, folder: Path, scenes: Sequence[_Scene]) -> dict[str, Any]:
+        count = 0
+        (folder / "data").mkdir(exist_ok=True)
+        for split, part in by_split(scenes).items():
+            examples, images = self._examples(split, part)
+            text = "".join(json.dumps(example) + "\n" for example in examples)
+            (folder / "data" / f"{split}.json").write_text(text, encoding="utf-8")
+            for path, scene in images.items():
+                file = folder / "images" / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                link_image(scene.image_file, file)
+            _write_instances(folder / f"instances_{split}.json", images)
+            count += len(examples)
+        return {"examples": count, "blind_accuracy": {"sentence_only": 0.5, "images_only": 0.5}}
+
+    def _examples(self, split: str, scenes: Sequence[_Scene]) -> tuple[list[dict[str, Any]], dict[Path, _Scene]]:
+        """The lines of a split, and the scene of each image file."""
+        examples, images = [], {}
+        for number in range(max(len(scenes) // 2, 1)):
+            made = draw_set(
+                scenes,
+                self.recipe.scene.values,
+                self.recipe.generator(split, number, "nlvr2"),
+                self.recipe.language.sentences_per_pair,
+                self.recipe.language.pair_families,
+            )
+            if made is None:
+                continue
+            directory = number % _DIRECTORIES
+            for row, (pair, labels) in enumerate(zip(made[0], made[2], strict=True)):
+                place = Path(split) / str(directory) if split == "train" else Path(split)
+                for side, scene in enumerate(pair):
+                    images[place / f"{split}-{number}-{row}-img{side}.png"] = scene
+                for column, (sentence, label) in enumerate(zip(made[1], labels, strict=True)):
+                    example = {
+                        "identifier": f"{split}-{number}-{row}-{column}",
+                        "sentence": sentence.words,
+                        "label": str(label),
+                        "left_url": "",
+                        "right_url": "",
+                        "writer": "0",
+                        "synset": sentence.description.shape or "thing",
+                        "query": "",
+                        "validation": {},
+                        "family": sentence.family,
+                    }
+                    own = {"directory": directory} if split == "train" else {"extra_validations": {}}
+                    examples.append(example | own)
+        return examples, images
+
+
+def _write_instances(path: Path, images: dict[Path, _Scene]) -> None:
+    records, annotation = [], 1
+    for number, (name, scene) in enumerate(images.items(), start=1):
+        records.append(replace(scene, image_id=number, image_file=name, first_annotation_id=annotation))
+        annotation += len(scene.objects)
+    write_instances(path, records)

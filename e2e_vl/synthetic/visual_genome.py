@@ -1,0 +1,118 @@
+"""Writer of Visual Genome: images, descriptions of regions, and graphs that say what the nouns of a description name.
+
+A description is a referring expression, and its region holds the object that it refers to and what this is compared or
+related to. As in the release, a noun is linked with objects by its synset only, so that of two stars in one description
+each noun names both. Nouns such as "thing" have a synset of their own, with which the object is named in that region.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, link_image
+from e2e_vl.synthetic.flickr30k import EntityCaption, phrases_of_reference
+from e2e_vl.synthetic.language import THINGS, Reference
+from e2e_vl.synthetic.scenes import SHAPES, SceneFacts
+
+_FOLDER = "VG_100K"
+_NOUNS = frozenset({*SHAPES, *THINGS})
+
+
+class VisualGenomeWriter(FormatWriter[list[EntityCaption]]):
+    """Writes ``image_data_<split>.json``, ``region_descriptions_<split>.json``, ``region_graphs_<split>.json`` and
+    ``VG_100K/<id>.jpg``; an id is the image's number."""
+
+    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[EntityCaption]:
+        return [phrases_of_reference(reference, facts) for reference in scene.references]
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[list[EntityCaption]]]) -> dict[str, Any]:
+        (folder / _FOLDER).mkdir(exist_ok=True)
+        nouns = regions = 0
+        for split, part in by_split(scenes).items():
+            graphs = []
+            for scene in part:
+                link_image(scene.image_file, folder / _FOLDER / f"{scene.image_id}.jpg")
+                graphs.append({"image_id": scene.image_id, "regions": region_graphs(scene)})
+            _write(folder / f"image_data_{split}.json", list(map(_image, part)))
+            _write(folder / f"region_graphs_{split}.json", graphs)
+            _write(folder / f"region_descriptions_{split}.json", list(map(_descriptions, graphs)))
+            regions += sum(len(graph["regions"]) for graph in graphs)
+            nouns += sum(len(region["synsets"]) for graph in graphs for region in graph["regions"])
+        return {"regions": regions, "nouns_per_region": round(nouns / max(regions, 1), 3)}
+
+
+def region_graphs(scene: SceneRecord[list[EntityCaption]]) -> list[dict[str, Any]]:
+    """The graphs of a scene's descriptions; their ids are those of its expressions, counted from 1."""
+    first = scene.first_sentence_id + 1
+    pairs = zip(scene.references, scene.drawn, strict=True)
+    return [_region(first + number, scene, *pair) for number, pair in enumerate(pairs)]
+
+
+def _region(number: int, scene: SceneRecord[Any], reference: Reference, caption: EntityCaption) -> dict[str, Any]:
+    words, synsets, objects = "", [], {}
+    for count, part in enumerate(caption):
+        words += " " if words else ""
+        if isinstance(part, str):
+            words += part
+            continue
+        # the first phrase is about one of the objects that it is true of
+        named = (reference.target,) if count == 0 else part.objects
+        noun = next((word for word in part.words.split() if word in _NOUNS), None)
+        if noun is not None:
+            start = len(words) + f" {part.words} ".index(f" {noun} ")
+            place = {"entity_idx_start": start, "entity_idx_end": start + len(noun)}
+            synsets.append({**place, "entity_name": noun, "synset_name": f"{noun}.n.01"})
+        for index in named:
+            objects[index] = _object(scene, index, noun or scene.objects[index].look.shape)
+        words += part.words
+    target, *others = objects.values()
+    start = {"subject_id": target["object_id"], "predicate": _link(caption), "synsets": []}
+    relationships = [
+        {"relationship_id": 1000 * number + row, "object_id": other["object_id"], **start}
+        for row, other in enumerate(others)
+    ]
+    corners = [(one["x"], one["y"], one["x"] + one["w"], one["y"] + one["h"]) for one in objects.values()]
+    x, y, right, bottom = (
+        choose(values) for choose, values in zip((min, min, max, max), zip(*corners, strict=True), strict=True)
+    )
+    return {
+        "region_id": number,
+        "image_id": scene.image_id,
+        "phrase": words,
+        "x": x,
+        "y": y,
+        "width": right - x,
+        "height": bottom - y,
+        "synsets": synsets,
+        "objects": list(objects.values()),
+        "relationships": relationships,
+    }
+
+
+def _object(scene: SceneRecord[Any], index: int, noun: str) -> dict[str, Any]:
+    place = dict(zip("xywh", map(int, scene.objects[index].box), strict=True))
+    names = {"name": noun, "synsets": [f"{noun}.n.01"]}
+    return {"object_id": scene.first_annotation_id + index, **names, **place}
+
+
+def _link(caption: EntityCaption) -> str:
+    return next((part for part in caption if isinstance(part, str)), "")
+
+
+def _descriptions(graph: dict[str, Any]) -> dict[str, Any]:
+    keys = ("region_id", "image_id", "phrase", "x", "y", "width", "height")
+    return {"id": graph["image_id"], "regions": [{key: one[key] for key in keys} for one in graph["regions"]]}
+
+
+def _image(scene: SceneRecord[Any]) -> dict[str, Any]:
+    height, width = scene.size
+    address = f"https://drawn.example/{_FOLDER}/{scene.image_id}.jpg"
+    ids = {"image_id": scene.image_id, "coco_id": None, "flickr_id": None}
+    return {**ids, "width": width, "height": height, "url": address}
+
+
+def _write(path: Path, content: list[Any]) -> None:
+    path.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")

@@ -1,0 +1,296 @@
+"""Masked language modelling with visual clues (VL-BERT, section 3.3): which words are hidden in a caption?
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch.nn.functional as F
+from jaxtyping import Int64
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from detector.errors import UserError
+from detector.structures import Detector, Loss
+from e2e_vl.examples import Targets, per_wordpiece
+from e2e_vl.hiding import HidingRule
+from e2e_vl.samples import DataFacts, HumanAnswers, Sample
+from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
+from e2e_vl.tasks.objectives.base import (
+    MASK,
+    NO_LABEL,
+    Choice,
+    Draft,
+    Objective,
+    ObjectiveConfig,
+    ObjectiveOutput,
+    ObjectiveWording,
+    WordHead,
+    best_columns,
+    listed,
+)
+from e2e_vl.text import LaidText, TextWriter, word_pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedWordsConfig(ObjectiveConfig):
+    """The defaults follow the official code."""
+
+    name = "masked_words"
+    weight: float = 1.0
+    probability: float = 0.15  # chance of a word to be masked
+    always_mask: bool = False  # every chosen word becomes [MASK] (paper), not 80 % of them (official code)
+    # all wordpieces of a word or none (VL-BERT); False: each on its own (VisualBERT, LXMERT)
+    whole_words: bool = True
+    # one of the human answers to a question, drawn anew in each epoch, stands behind it and is masked with it
+    # (VisualBERT). "letters": its letters as words of their own, as VisualBERT's code has it by mistake.
+    answer: Literal["left_out", "words", "letters"] = "left_out"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.probability <= 1:
+            raise UserError(f"{self.key('probability')} is {self.probability}; it must be from 0 to 1.")
+
+
+@dataclasses.dataclass
+class WordLabels(Targets):
+    """The masked wordpieces."""
+
+    # of one text, or of a batch; -1 = nothing to predict
+    labels: Int64[np.ndarray, " L"] | Int64[Tensor, "M L"] | None = per_wordpiece(fill=NO_LABEL)
+
+
+@dataclasses.dataclass(frozen=True)
+class WordMasking(ObjectiveWording):
+    """Masks words of captions; of a user's text every [MASK] is to be predicted, and nothing is drawn."""
+
+    of_images: ClassVar[bool] = True  # it masks texts that have an image; False: texts that have none
+    config: MaskedWordsConfig = dataclasses.field(default_factory=MaskedWordsConfig)
+
+    def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
+        """Put the answer behind a question, with one question mark between them."""
+        if self.config.answer == "left_out" or draft.sample.is_asked or draft.has_image != self.of_images:
+            return
+        if isinstance(draft.text.truth, HumanAnswers):
+            given = draft.text.truth.answers
+            answer = given[int(generator.integers(len(given)))]
+            draft.words = (
+                f"{draft.words.rstrip(' ?')} ? {' '.join(answer) if self.config.answer == 'letters' else answer}"
+            )
+
+    def mask(self, draft: Draft, generator: np.random.Generator) -> None:
+        if draft.has_image != self.of_images:
+            return
+        if draft.sample.is_asked:
+            mask_id = self.writer.tokenizer.mask_token_id
+            draft.labels = np.where(draft.ids == mask_id, draft.ids, NO_LABEL)
+        else:
+            draft.ids, draft.labels = self.hide(draft.pieces, generator)
+
+    def hide(self, words: Sequence[Sequence[int]], generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and labels after the rule of this objective, see `mask_words`."""
+        tokenizer = self.writer.tokenizer
+        if not self.config.whole_words:
+            words = [[piece] for word in words for piece in word]
+        return mask_words(
+            words,
+            generator,
+            mask_id=tokenizer.mask_token_id,
+            vocab_size=len(tokenizer),
+            probability=self.config.probability,
+            always_mask=self.config.always_mask,
+        )
+
+    def targets(self, draft: Draft, laid: LaidText) -> WordLabels:
+        """Raises ValueError if a user's [MASK] is cut off."""
+        if draft.has_image != self.of_images or draft.labels is None:  # `beside` texts of others may have no labels
+            return WordLabels(np.full_like(laid.source, NO_LABEL))
+        labels = laid.place(draft.labels, fill=NO_LABEL)
+        if draft.sample.is_asked and (labels >= 0).sum() < (draft.labels >= 0).sum():
+            raise UserError(
+                f"The text has {len(draft.ids)} wordpieces, and the run reads {len(draft.ids) - laid.num_cut}, so a "
+                "[MASK] is lost; shorten the text."
+            )
+        return WordLabels(labels)
+
+
+def mask_words(
+    words: Sequence[Sequence[int]],
+    generator: np.random.Generator,
+    *,
+    mask_id: int,
+    vocab_size: int,
+    probability: float = 0.15,
+    always_mask: bool = False,
+) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"]]:
+    """Hide some words of a text (official VL-BERT code).
+
+    Whole words are chosen, before they are split into wordpieces. Of the chosen ones, 80 % become [MASK] at all of
+    their pieces, 10 % random entries of the vocabulary (each piece its own, special tokens included) and 10 % stay.
+    No word is ever forced, so a short text often has no label at all.
+
+    Args:
+        words: wordpiece ids of each word, without special tokens.
+        vocab_size: V; random entries are drawn from 0 .. V - 1.
+        probability: chance of a word to be chosen.
+        always_mask: every chosen word becomes [MASK], as the paper (section 3.3) has it.
+
+    Returns:
+        One entry per wordpiece: the ids after masking; the original id at every piece of a chosen
+        word and `NO_LABEL` elsewhere.
+    """
+    lengths = np.array([len(word) for word in words], dtype=np.int64)
+    ids = np.array([piece for word in words for piece in word], dtype=np.int64)
+    drawn = np.repeat(generator.random(len(words)), lengths)
+    labels = np.where(drawn < probability, ids, NO_LABEL)
+    masked = drawn < probability * (1.0 if always_mask else 0.8)
+    replaced = (drawn < probability * 0.9) & ~masked & (labels != NO_LABEL)
+    ids[masked] = mask_id
+    ids[replaced] = generator.integers(vocab_size, size=int(replaced.sum()))
+    return ids, labels
+
+
+class MaskedWords(Objective):
+    """A cross entropy over the vocabulary at every masked wordpiece, mean over all of the batch."""
+
+    needs = (Ability.WORD_TABLE,)
+    reads_words = True
+    config: MaskedWordsConfig
+
+    def wording(self, writer: TextWriter) -> WordMasking:
+        return WordMasking(writer, self.config)
+
+    def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
+        """Raises ValueError if answers are to be masked, and the data have none."""
+        if facts is None or self.config.answer == "left_out":
+            return
+        if not any(isinstance(truth, HumanAnswers) for truth in facts.truths()):
+            raise UserError(
+                f"{self.config.key('answer')} is {self.config.answer}, but no text of the data has human answers; set "
+                "it to left_out."
+            )
+
+    def forward(
+        self, targets: WordLabels, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
+    ) -> ObjectiveOutput:
+        """Its logits are float32 [masked wordpieces, V]."""
+        is_labelled = targets.labels >= 0
+        truth = targets.labels[is_labelled]
+        logits = at_least_float32(word_head(encoded.text[is_labelled], encoded.word_table))
+        total = F.cross_entropy(logits, truth, reduction="sum")
+        loss = Loss(self.config.weight * total, is_labelled.sum().to(logits.dtype))
+        return ObjectiveOutput(loss, is_labelled.nonzero()[:, 0], logits.argmax(dim=1) == truth, logits)
+
+    def choices(
+        self, targets: WordLabels, output: ModelOutput, logits: Tensor, wordpieces: Sequence[str], rule: HidingRule
+    ) -> list[tuple[int, Choice]]:
+        is_labelled = targets.labels >= 0
+        places, truths = is_labelled.nonzero().tolist(), targets.labels[is_labelled].tolist()
+        rows = zip(places, logits.argmax(dim=1).tolist(), truths, strict=True)
+        return [(text, Choice(place, wordpieces[best], wordpieces[truth])) for (text, place), best, truth in rows]
+
+    def answer(
+        self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: HidingRule
+    ) -> dict[str, Any]:
+        """`filled`, the text with the best word at each [MASK]; `masks`, a list per [MASK] of [word, probability].
+
+        Raises:
+            ValueError: the sequence was cut before a [MASK].
+        """
+        text = output.batch.records[0]["sent"]
+        if len(logits) < text.count(MASK):
+            raise UserError(
+                "Text and regions together are longer than task.config.max_length, and a [MASK] is cut off; shorten "
+                "the text."
+            )
+        masks = [
+            [[*tokenizer.convert_ids_to_tokens([number]), value] for number, value in row]
+            for row in best_columns(logits.softmax(dim=1))
+        ]
+        first, *rest = text.split(MASK)
+        best = (words[0][0].removeprefix("##") for words in masks)
+        filled = first + "".join(word + part for word, part in zip(best, rest, strict=True))
+        return {"filled": filled, "masks": masks}
+
+    def lines(self, record: dict[str, Any]) -> list[str]:
+        masks = [f"{MASK} {number}: {listed(words)}" for number, words in enumerate(record["masks"], start=1)]
+        return [record["filled"], *masks] if masks else []
+
+
+# Masked language modelling of a text-only corpus, one text of it beside each caption (VL-BERT, section 3.3).
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedTextConfig(MaskedWordsConfig):
+    """The defaults follow the official code."""
+
+    name = "masked_text"
+    min_words: int = 64  # words that a text of the corpus has at least; following lines are added until it has
+    max_length: int = 64  # wordpieces that it has at most
+    # texts of the corpus are `[CLS] text [SEP]` (the paper starts with [CLS]) instead of words alone (official code)
+    special_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field, least in (("min_words", 1), ("max_length", 3 if self.special_tokens else 1)):
+            if getattr(self, field) < least:
+                raise UserError(f"{self.key(field)} is {getattr(self, field)}; it must be at least {least}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusMasking(WordMasking):
+    """Draws a text of the corpus for each text of the data, and masks its words."""
+
+    of_images = False
+    config: MaskedTextConfig = dataclasses.field(default_factory=MaskedTextConfig)
+
+    def beside(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, LaidText]]:
+        if sample.corpus is None:
+            return
+        words = self.words(sample.corpus, int(generator.integers(len(sample.corpus))))
+        ids, labels = self.hide(words, generator)
+        kept = self.config.max_length - (self.writer.layout.single.extra if self.config.special_tokens else 0)
+        writer = dataclasses.replace(self.writer, max_length=None)
+        laid = (writer.single if self.config.special_tokens else writer.bare)(ids[:kept])
+        yield Draft("", sample, has_image=False, ids=ids, labels=labels), laid
+
+    def words(self, corpus: Sequence[str], number: int) -> list[list[int]]:
+        """Wordpieces of the words of the text that begins with a line; after the last line the first one follows.
+
+        Raises:
+            ValueError: there is no word in the corpus.
+        """
+        words: list[list[int]] = []
+        for step in range(len(corpus) * self.config.min_words):
+            words += word_pieces(corpus[(number + step) % len(corpus)], self.writer.tokenizer)
+            if len(words) >= self.config.min_words:
+                break
+            if step + 1 == len(corpus) and not words:
+                raise UserError("There is no word in the text corpus; check data.files.corpus.")
+        return words
+
+
+class MaskedText(MaskedWords):
+    """As `MaskedWords`, on texts without an image."""
+
+    config: MaskedTextConfig
+
+    def wording(self, writer: TextWriter) -> CorpusMasking:
+        return CorpusMasking(writer, self.config)
+
+    def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
+        """Raises ValueError if the data have no corpus."""
+        if facts is not None and facts.corpus is None:
+            raise UserError(
+                f"task.config.objectives.masked_text has the weight {self.config.weight}, but the data have no "
+                "text-only corpus; set data.files.corpus and data.config.use_corpus=true, or "
+                "task.config.objectives.masked_text=0."
+            )
+
+    answer, lines = Objective.answer, Objective.lines  # a user's text has an image
+    choices = Objective.choices  # texts of the corpus have no record
