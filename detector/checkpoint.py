@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from detector.config import BACKENDS, DetectorConfig
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN, TwoStageDetector
-from detector.io import read_plain_json, whole_file, write_text
+from detector.io import atomic_file, read_plain_json, write_text
 from detector.rpn import configured_cell_anchors
 from detector.structures import Detector
 from detector.weight_files import WEIGHTS_NAME, find_weights, read_tensors, read_weights
@@ -283,10 +283,10 @@ def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".safetensors":
-        with whole_file(path) as part:
+        with atomic_file(path) as part:
             save_file(plain, part)
     elif path.suffix == ".pth":
-        with whole_file(path) as part, part.open("wb") as file:
+        with atomic_file(path) as part, part.open("wb") as file:
             torch.save({"model": plain}, file)
     else:
         raise UserError(f"{path}: weights are written as .pth or .safetensors; use one of these suffixes.")

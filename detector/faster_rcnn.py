@@ -13,7 +13,7 @@ Shape legend
 
 One forward pass runs the backbone once, and res5 or the box head once for all boxes together: whole images, regions,
 RoIs of the losses.
-(Where the detector finds its own boxes, a pass over the proposals comes before.)
+(Where the detector finds its predicted boxes, a pass over the proposals comes before.)
 """
 
 from __future__ import annotations

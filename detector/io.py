@@ -28,12 +28,12 @@ _STREAMS = (Path("/dev"), Path("/dev/fd"))
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file in one step."""
-    with whole_file(path) as part:
+    with atomic_file(path) as part:
         part.write_text(text, encoding="utf-8", newline="\n")
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """Gives the path to write to; at the end of the block the file takes its name. After an error nothing is left.
 
     Several may write it at once: each writes a file of its own, and who reads finds one of them, whole. A pipe or a
@@ -63,7 +63,7 @@ def _is_stream(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Gives an empty folder to write to; at the end of the block it takes the place of `folder`.
 
     After an error nothing is left of it, and the earlier folder is as it was.
@@ -78,7 +78,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def whole_parts(folder: Path, last: str) -> Iterator[Path]:
+def atomic_files(folder: Path, last: str) -> Iterator[Path]:
     """Gives an empty folder to write to; at the end of the block what is in it takes its place in `folder`.
 
     What `folder` holds besides stays. Until all is in place it does not hold `last`, so that nobody takes a mixture of

@@ -48,11 +48,11 @@ class BoxSource(enum.StrEnum):
 
     @property
     def metric_suffix(self) -> str:
-        """How names of metrics end that were measured with these boxes, such as `accuracy_own_boxes`."""
+        """How names of metrics end that were measured with these boxes, such as `accuracy_predicted_boxes`."""
         return {
             BoxSource.GT: "gt_boxes",
             BoxSource.DETECTIONS: "detected_boxes",
-            BoxSource.ONLINE: "own_boxes",
+            BoxSource.ONLINE: "predicted_boxes",
             BoxSource.PRECOMPUTED: "precomputed_boxes",
         }[self]
 
@@ -116,7 +116,7 @@ class BoxSettings:
         check_choice("data.boxes.train", self.train, BoxSource)
 
     @property
-    def unread_by_own_boxes(self) -> str | None:
+    def unread_by_predicted_boxes(self) -> str | None:
         """A sentence where a selection is set, which boxes 'online' do not read; else None."""
         if astuple(self.selection) == astuple(SelectionSettings()):
             return None
@@ -214,7 +214,7 @@ class DetectorSettings:
 
     @property
     def proposes_at_random(self) -> bool:
-        """Nothing trained the RPN and the box head: own boxes mean nothing."""
+        """Nothing trained the RPN and the box head: predicted boxes mean nothing."""
         is_trained = self.loss_weight > 0 and not self.freeze
         is_loaded = self.weights is not None and self.expect != "backbone"
         return self.backend != "precomputed" and not is_trained and not is_loaded
@@ -276,8 +276,8 @@ class TrainSettings:
     log_every: int = 10
     # experiment trackers that accelerate knows, such as wandb; each is a package that must be installed
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    # name of a metric, of which more is better, such as val/accuracy_own_boxes, or of a loss, of which less is, such as
-    # val/loss_own_boxes: the model that is best by it is kept in best/
+    # name of a metric, of which more is better, such as val/accuracy_predicted_boxes, or of a loss, of which less is, such as
+    # val/loss_predicted_boxes: the model that is best by it is kept in best/
     keep_best: str | None = None
     patience: int | None = None  # stop after this many evaluations in a row without a better value of keep_best
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from detector.errors import UserError
 from detector.structures import Movable
 from e2e_vl.samples import FOUND, Sample, SampleText
-from e2e_vl.text import LaidText, TextWriter
+from e2e_vl.text import TextEncoding, TextWriter
 
 # What a task learns from: typed values of one text, and how the values of a batch are joined.
 
@@ -82,15 +82,15 @@ class Targets(Movable):
         """Of values per text of a batch those of the texts that have a target; without others the same tensor."""
         return values if self.known is None else values[self.known]
 
-    def cut(self, index: Int64[Tensor, "M L"], attend: Bool[Tensor, "M L"]) -> Targets:
+    def cut(self, index: Int64[Tensor, "M L"], attention_mask: Bool[Tensor, "M L"]) -> Targets:
         """A copy for shortened texts; `index` holds the old position of each wordpiece that stays."""
         changes = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, dict):
-                changes[field.name] = {name: one.cut(index, attend) for name, one in value.items()}
+                changes[field.name] = {name: one.cut(index, attention_mask) for name, one in value.items()}
             elif value is not None and "fill" in field.metadata:
-                changes[field.name] = value.gather(1, index).masked_fill(~attend, field.metadata["fill"])
+                changes[field.name] = value.gather(1, index).masked_fill(~attention_mask, field.metadata["fill"])
         return dataclasses.replace(self, **changes)
 
     def labelled_wordpieces(self, text: int) -> list[int]:
@@ -298,8 +298,8 @@ class TextPhrases:
 class TextExample:
     """One text, its targets, and which images of its `Example` it looks at."""
 
-    laid: LaidText
-    looks_at: tuple[int, ...]  # rows of `Example.images`; empty for a text without an image
+    encoding: TextEncoding
+    image_index: tuple[int, ...]  # rows of `Example.images`; empty for a text without an image
     record: dict[str, Any]  # plain JSON-able values: ids, text, truth in pixels of the original image
     targets: Targets | None = None  # a class of the task's own
     seed: int | None = None  # from which the model draws what is random about the text
@@ -348,16 +348,16 @@ class PhraseBatch(Movable):
         ]
         return torch.tensor(found, device=self.places.device).reshape(self.places.shape[:2])
 
-    def cut(self, index: Int64[Tensor, "M L"], attend: Bool[Tensor, "M L"]) -> PhraseBatch:
+    def cut(self, index: Int64[Tensor, "M L"], attention_mask: Bool[Tensor, "M L"]) -> PhraseBatch:
         """A copy for shortened texts; `index` holds the old position of each wordpiece that stays.
 
         A phrase that was cut off altogether becomes the last wordpiece before it.
         """
-        kept = index.masked_fill(~attend, torch.iinfo(torch.int64).max)[self.spans.owner]  # [P, L]
+        kept = index.masked_fill(~attention_mask, torch.iinfo(torch.int64).max)[self.spans.owner]  # [P, L]
         first, end = ((kept < bound[:, None]).sum(dim=1) for bound in self.spans.values.unbind(dim=1))
         end = end.clamp(min=1)
         spans = torch.stack([torch.minimum(first, end - 1), end], dim=1)
-        places = self.places.take_along_dim(index[..., None], dim=1) * attend[..., None]
+        places = self.places.take_along_dim(index[..., None], dim=1) * attention_mask[..., None]
         return dataclasses.replace(self, places=places, spans=Ragged(spans, self.spans.counts))
 
 
@@ -407,16 +407,16 @@ def phrases_of(
 
     The text must stand first among the texts of its example, whole or cut, as all tasks word it.
     """
-    flipped = bool(text.looks_at) and images[text.looks_at[0]].placement.flipped
+    flipped = bool(text.image_index) and images[text.image_index[0]].placement.flipped
     _, found = writer.located_pieces(text.words, mirrored=flipped)
-    source = example.laid.source
+    source = example.encoding.source
     own = (source >= 0) & (source < len(found))
     places = np.zeros((len(source), 2), dtype=np.int64)
     places[own] = found[source[own]]
     stated = text.phrases
-    if stated is None or not text.looks_at or not own.any():
+    if stated is None or not text.image_index or not own.any():
         return TextPhrases(text.words, places, np.zeros((0, 2), dtype=np.int64), [], False)
-    move = images[text.looks_at[0]].placement.move_boxes
+    move = images[text.image_index[0]].placement.move_boxes
     unknown = [np.zeros((0, 4))] * len(stated.spans)
     return TextPhrases(
         words=text.words,
@@ -463,7 +463,7 @@ Draw = Callable[[int], np.random.Generator]  # text index -> its random generato
 
 
 @dataclasses.dataclass(frozen=True)
-class Wording(abc.ABC):
+class Preprocessor(abc.ABC):
     """Puts the texts of a sample into wordpieces, with their targets and records. It is sent to data workers."""
 
     writer: TextWriter
@@ -499,13 +499,15 @@ class Wording(abc.ABC):
     ) -> Iterable[TextExample]:
         """One text of the sample: usually one example, several where it has several choices."""
 
-    def record(self, text: SampleText, images: Sequence[ImageExample], laid: LaidText | None = None) -> dict[str, Any]:
+    def record(
+        self, text: SampleText, images: Sequence[ImageExample], encoding: TextEncoding | None = None
+    ) -> dict[str, Any]:
         """What goes into the prediction beside the answer; sizes are (height, width) of the stored (first) image."""
         record = {"text_index": text.index, **text.facts}
-        if text.looks_at:
-            image = images[text.looks_at[0]]
+        if text.image_index:
+            image = images[text.image_index[0]]
             size = list(image.placement.original_size)
             record |= {"file_name": image.name, "image_size": size, "flipped": image.placement.flipped}
-        if laid is not None and laid.num_cut:
-            record["cut_wordpieces"] = laid.num_cut
+        if encoding is not None and encoding.num_cut:
+            record["cut_wordpieces"] = encoding.num_cut
         return record

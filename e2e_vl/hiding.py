@@ -31,7 +31,7 @@ SAME_IOU = 0.5  # a candidate that overlaps a hidden box this much is the same o
 class HidingRule:
     """What is hidden, how, and who says what it was."""
 
-    hides: bool = True  # regions are predicted and hidden at all; False: only max_own_regions and max_length count
+    hides: bool = True  # regions are predicted and hidden at all; False: only max_detected_regions and max_length count
     probability: float = 0.15  # chance of a region to be predicted; every region is chosen on its own, none is forced
     hide_probability: float = 0.9  # chance of a region that is to be predicted to be hidden
     swap_probability: float = 0.0  # chance of a region that is to be predicted to get another region's feature
@@ -40,7 +40,7 @@ class HidingRule:
     # who labels the regions: a copy of the detector from when training began, the detector in training, or the data
     teacher: Literal["frozen", "current", "file"] = "frozen"
     background_first: bool = False  # class distributions of a detector get the background's column in front
-    max_own_regions: int | None = 100  # most boxes when a detector finds them; None = all its detections
+    max_detected_regions: int | None = 100  # most boxes when a detector finds them; None = all its detections
     max_length: int | None = 64  # wordpieces and regions of a text together; None = no cut
 
 
@@ -86,11 +86,11 @@ def describe_regions(
     """Boxes, their class distributions and features from a detector that sees the whole images.
 
     The teacher is in evaluation mode for this pass. `boxes` None: its own detections, best score first, at most
-    `rule.max_own_regions`.
+    `rule.max_detected_regions`.
     """
     with evaluation_mode(teacher):
         regions = teacher(images, boxes)
-    kept = slice(rule.max_own_regions if boxes is None else None)
+    kept = slice(rule.max_detected_regions if boxes is None else None)
     probabilities = [logits[kept].float().softmax(dim=1) for logits in regions.class_logits]
     labels = RegionLabels(features=[rows[kept] for rows in regions.features])
     if all(rows.shape[1] > 1 for rows in probabilities):  # background last
@@ -127,7 +127,7 @@ def hide_regions(batch: Batch, detector: Detector, rule: HidingRule) -> Batch:
             "Precomputed features have no pixels to hide, so hidden regions would stay visible; set "
             "task.config.hide_pixels to false and encoder.config.hidden_region_feature to true."
         )
-    device = batch.looks_at.device
+    device = batch.image_index.device
     if batch.hide is None:
         counts, drawn = [len(rows) for rows in batch.boxes], []
         for count, generator in zip(counts, _image_generators(batch), strict=True):
@@ -202,7 +202,7 @@ def _image_generators(batch: Batch) -> list[np.random.Generator]:
     """One generator per image; it starts from the seed of the first text that looks at the image, or else from 0."""
     seeds = torch.randint(2**62, (len(batch),)) if batch.seeds is None else batch.seeds
     found: dict[int, int] = {}
-    for seed, images in zip(seeds.tolist(), batch.looks_at.tolist(), strict=True):
+    for seed, images in zip(seeds.tolist(), batch.image_index.tolist(), strict=True):
         for image in images:
             found.setdefault(image, seed)
     return [np.random.default_rng(found.get(image, 0)) for image in range(len(batch.boxes))]
@@ -252,18 +252,18 @@ def cut_to_length(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
         batch: with candidate boxes.
         whole_image: whole images stand in the sequence.
     """
-    lengths = batch.texts.attend.sum(dim=1).tolist()
+    lengths = batch.texts.attention_mask.sum(dim=1).tolist()
     counts = [len(rows) + whole_image for rows in batch.boxes]
     kept, limits = [], []
-    for length, images in zip(lengths, batch.looks_at.tolist(), strict=True):
+    for length, images in zip(lengths, batch.image_index.tolist(), strict=True):
         own = [counts[image] if image >= 0 else 0 for image in images]
         text, regions = cut_lengths(length, sum(own), limit)
         kept.append(text)
         limits.append([max(number - whole_image, 0) for number in _shares(own, regions)])
-    device = batch.looks_at.device
+    device = batch.image_index.device
     texts, index = cut_texts(batch.texts, torch.tensor(kept, device=device))
-    targets = None if batch.targets is None else batch.targets.cut(index, texts.attend)
-    phrases = None if batch.phrases is None else batch.phrases.cut(index, texts.attend)
+    targets = None if batch.targets is None else batch.targets.cut(index, texts.attention_mask)
+    phrases = None if batch.phrases is None else batch.phrases.cut(index, texts.attention_mask)
     limits = torch.tensor(limits, device=device)
     return dataclasses.replace(batch, texts=texts, targets=targets, phrases=phrases, region_limit=limits)
 
@@ -308,19 +308,19 @@ def cut_texts(texts: TextBatch, kept: Int64[Tensor, " M"]) -> tuple[TextBatch, I
     Returns:
         The texts, and which old position each new one came from.
     """
-    last = texts.attend.sum(dim=1) - 1
+    last = texts.attention_mask.sum(dim=1) - 1
     position = torch.arange(int(kept.max()), device=kept.device).expand(len(kept), -1)
     index = torch.where(position == kept[:, None] - 1, last[:, None], position)
-    attend = position < kept[:, None]
+    attention_mask = position < kept[:, None]
     names, summary = texts.region_of_token, texts.summary
     if summary is not None:
         is_lost = (summary >= kept - 1) & (summary < last)
         index = torch.where(is_lost[:, None] & (position == kept[:, None] - 2), summary[:, None], index)
     shortened = TextBatch(
-        input_ids=texts.input_ids.gather(1, index) * attend,
-        segment_ids=texts.segment_ids.gather(1, index) * attend,
-        attend=attend,
+        input_ids=texts.input_ids.gather(1, index) * attention_mask,
+        token_type_ids=texts.token_type_ids.gather(1, index) * attention_mask,
+        attention_mask=attention_mask,
         summary=None if summary is None else (index == summary[:, None]).int().argmax(dim=1),
-        region_of_token=None if names is None else names.gather(1, index).masked_fill(~attend, -1),
+        region_of_token=None if names is None else names.gather(1, index).masked_fill(~attention_mask, -1),
     )
     return shortened, index

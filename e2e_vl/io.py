@@ -19,14 +19,14 @@ from msgspec import UNSET, Meta, UnsetType
 
 from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import MAX_BYTES, parse_plain_json, read_plain_json
+from detector.io import atomic_file as atomic_file
+from detector.io import atomic_files as atomic_files
+from detector.io import atomic_folder as atomic_folder
 from detector.io import begin_folder as begin_folder  # modules of this package find them here
 from detector.io import finish_folder as finish_folder
 from detector.io import part_of as part_of
 from detector.io import remove_leftovers as remove_leftovers
 from detector.io import take_place as take_place
-from detector.io import whole_file as whole_file
-from detector.io import whole_folder as whole_folder
-from detector.io import whole_parts as whole_parts
 from detector.io import write_text as write_text
 from e2e_vl.records import Count, Record, checked
 
@@ -290,7 +290,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_png(path: Path, picture: Image.Image) -> None:
     """Write a picture as a PNG file in one step."""
-    with whole_file(path) as part:
+    with atomic_file(path) as part:
         picture.save(part, "PNG")
 
 

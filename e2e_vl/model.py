@@ -8,7 +8,7 @@
        +-- pre-training only: a pass of the teacher over the whole images says what is in the regions (labels); then
            some regions are hidden in the pixels, before the detector sees them, or only their features are replaced
 
-One detector pass serves all texts about an image: `looks_at` says which text reads which image, the regions are copied
+One detector pass serves all texts about an image: `image_index` says which text reads which image, the regions are copied
 per text just before the encoder, and on the way back the gradients of all texts add up in that one pass.
 
 Shape legend
@@ -88,7 +88,7 @@ class VisionLanguageModel(nn.Module):
         Raises:
             ValueError: a text looks at several images, and the encoder cannot tell them apart, or has room for fewer.
         """
-        self.check_images(batch.looks_at.shape[1])
+        self.check_images(batch.image_index.shape[1])
         batch = self.hide(batch)
         points = self.phrase_head is not None and batch.phrases is not None
         inner_layer = self.phrase_head.layer if points else None
@@ -116,7 +116,7 @@ class VisionLanguageModel(nn.Module):
         text_regions = gather_regions(
             regions,
             batch.images.sizes,
-            batch.looks_at,
+            batch.image_index,
             whole_image=self.encoder.uses_whole_image,
             hidden=batch.hidden,
             limit=batch.region_limit,

@@ -106,7 +106,7 @@ class SampleText:
     # plain JSON-able values that go into the predictions: ids, truth in pixels of the stored image
     facts: dict[str, Any]
     truth: Any = None  # one of the records below, or one of a task's own; None where it is unknown
-    looks_at: tuple[int, ...] = (0,)  # rows of `Sample.images`; empty for a text without an image
+    image_index: tuple[int, ...] = (0,)  # rows of `Sample.images`; empty for a text without an image
     phrases: PhraseBoxes | None = None  # what it names in its first image, whatever the task; None: unknown
     # its data set, one of several joined ones, states phrases and perhaps no truth that the task learns from
     may_lack_target: bool = False
@@ -248,7 +248,7 @@ class Question:
         Raises:
             ValueError: more or fewer images than the text looks at, or boxes of several images.
         """
-        wanted = len(text.looks_at)
+        wanted = len(text.image_index)
         if len(self.images) != wanted:
             raise UserError(
                 f"Texts of this run are about {wanted} image{'s' if wanted > 1 else ''}, and {len(self.images)} "

@@ -18,7 +18,7 @@ Shape legend of the whole package; letters of `detector/structures.py` mean the 
     Q   boxes hidden in one image
     S   side of a RoI map
 
-Boxes are xyxy, float32, in pixels of the resized image. A mask called `attend` is True where there is something real.
+Boxes are xyxy, float32, in pixels of the resized image. A mask called `attention_mask` is True where there is something real.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class TextBatch(Movable):
     """M wordpiece sequences, padded at the end."""
 
     input_ids: Int64[Tensor, "M L"]
-    segment_ids: Int64[Tensor, "M L"]  # 0 or 1
-    attend: Bool[Tensor, "M L"]  # True at real wordpieces
+    token_type_ids: Int64[Tensor, "M L"]  # 0 or 1
+    attention_mask: Bool[Tensor, "M L"]  # True at real wordpieces
     summary: Int64[Tensor, " M"] | None = None  # where the summary of each text is read; None: the pooled vector
     # row of the candidate box of the (first) image that a wordpiece names; -1 = none. Boxes of further images cannot be
     # named, which no data set of several images does.
@@ -114,7 +114,7 @@ class Batch(Movable):
     images: ImageBatch
     boxes: list[Float[Tensor, "_R 4"]] | None  # None: the detector proposes them
     texts: TextBatch
-    looks_at: Int64[Tensor, "M I"]  # index of the image(s) each text is about; -1 = no image
+    image_index: Int64[Tensor, "M I"]  # index of the image(s) each text is about; -1 = no image
     targets: Targets | None = None  # what the task learns from, a class of the task's own; None: nothing is known
     detection_targets: DetectionTargets | None = None  # annotated objects of the N images
     region_labels: RegionLabels = dataclasses.field(default_factory=RegionLabels)
@@ -142,7 +142,7 @@ class TextRegions(Movable):
     features: Float[Tensor, "M R D"]
     boxes: Float[Tensor, "M R 4"]  # 0 at padding
     image_sizes: Float[Tensor, "M R 2"]  # (height, width) of the resized image a region comes from; 1 at padding
-    attend: Bool[Tensor, "M R"]
+    attention_mask: Bool[Tensor, "M R"]
     image_slot: Int64[Tensor, "M R"]  # which of the text's images a region comes from; 0 at padding
     image: Int64[Tensor, "M R"]  # row of that image in the batch; -1 at padding
     row: Int64[Tensor, "M R"]  # row of the region among its image's candidate boxes; -1 = whole image, or padding
@@ -152,11 +152,11 @@ class TextRegions(Movable):
     @property
     def is_whole_image(self) -> Bool[Tensor, "M R"]:
         """The region is a whole image, put in front because the encoder asked for it."""
-        return self.attend & (self.row < 0)
+        return self.attention_mask & (self.row < 0)
 
     def without_whole_image(self) -> TextRegions:
         """A copy in which whole images count as padding; they keep their rows, so padding may be in front."""
-        return dataclasses.replace(self, attend=self.attend & ~self.is_whole_image)
+        return dataclasses.replace(self, attention_mask=self.attention_mask & ~self.is_whole_image)
 
     def original_boxes(self, scales: Float[Tensor, "N 2"]) -> Float[Tensor, "M R 4"]:
         """The boxes in pixels of the original images, whose `ImageBatch.scales` these are; meaningless at padding."""
@@ -263,7 +263,7 @@ def at_least_float32(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]
 def gather_regions(
     regions: Regions,
     image_sizes: Num[Tensor, "N 2"],
-    looks_at: Int64[Tensor, "M I"],
+    image_index: Int64[Tensor, "M I"],
     *,
     whole_image: bool = False,
     hidden: HiddenRegions | None = None,
@@ -288,24 +288,27 @@ def gather_regions(
     # index[n, r] = row of region r of image n in the concatenated rows
     position = torch.arange(padded, device=device)
     index = ((counts.cumsum(0) - counts)[:, None] + position).clamp(max=len(all_features))  # the last: zeros
-    image = looks_at.clamp(min=0)  # [M, I]
-    attend = (position < counts[:, None])[image] & (looks_at >= 0)[..., None]  # [M, I, R]
+    image = image_index.clamp(min=0)  # [M, I]
+    attention_mask = (position < counts[:, None])[image] & (image_index >= 0)[..., None]  # [M, I, R]
     if limit is not None:
-        attend = attend & (position < limit[..., None] + first)
-    slot = torch.arange(looks_at.shape[1], device=device)[None, :, None].expand_as(attend)
-    candidate = (position - first).expand_as(attend)
-    columns = [t.flatten(1) for t in (attend, slot, index[image], candidate, image[..., None].expand_as(attend))]
-    attend, slot, rows, candidate, image_row = _without_gaps(columns)
+        attention_mask = attention_mask & (position < limit[..., None] + first)
+    slot = torch.arange(image_index.shape[1], device=device)[None, :, None].expand_as(attention_mask)
+    candidate = (position - first).expand_as(attention_mask)
+    columns = [
+        t.flatten(1)
+        for t in (attention_mask, slot, index[image], candidate, image[..., None].expand_as(attention_mask))
+    ]
+    attention_mask, slot, rows, candidate, image_row = _without_gaps(columns)
 
     result = TextRegions(
-        features=F.pad(all_features, (0, 0, 0, 1))[rows] * attend[..., None],
-        boxes=F.pad(all_boxes, (0, 0, 0, 1))[rows] * attend[..., None],
-        image_sizes=torch.where(attend[..., None], image_sizes.to(torch.float32)[image_row], 1.0),
-        attend=attend,
-        image_slot=slot.masked_fill(~attend, 0),
-        image=image_row.masked_fill(~attend, -1),
-        row=candidate.masked_fill(~attend, -1),
-        is_hidden=torch.zeros_like(attend),
+        features=F.pad(all_features, (0, 0, 0, 1))[rows] * attention_mask[..., None],
+        boxes=F.pad(all_boxes, (0, 0, 0, 1))[rows] * attention_mask[..., None],
+        image_sizes=torch.where(attention_mask[..., None], image_sizes.to(torch.float32)[image_row], 1.0),
+        attention_mask=attention_mask,
+        image_slot=slot.masked_fill(~attention_mask, 0),
+        image=image_row.masked_fill(~attention_mask, -1),
+        row=candidate.masked_fill(~attention_mask, -1),
+        is_hidden=torch.zeros_like(attention_mask),
         classes=torch.full_like(candidate, -1),
     )
     if regions.classes is not None:
@@ -317,9 +320,9 @@ def gather_regions(
 
 def _without_gaps(columns: list[Shaped[Tensor, "M entries"]]) -> list[Shaped[Tensor, "M R"]]:
     """Move padding to the end of each row and cut what is padding in all rows; the first column says what is real."""
-    attend = columns[0]
-    order = (~attend).to(torch.uint8).argsort(dim=1, stable=True)
-    longest = max(int(attend.sum(1).max()) if len(attend) else 0, 1)
+    attention_mask = columns[0]
+    order = (~attention_mask).to(torch.uint8).argsort(dim=1, stable=True)
+    longest = max(int(attention_mask.sum(1).max()) if len(attention_mask) else 0, 1)
     return [column.gather(1, order[:, :longest]) for column in columns]
 
 

@@ -291,11 +291,11 @@ BARE = Template((0,), (0,))  # wordpieces alone
 
 
 @dataclasses.dataclass(frozen=True)
-class LaidText:
+class TextEncoding:
     """One text as wordpieces."""
 
     input_ids: Int64[np.ndarray, " L"]
-    segment_ids: Int64[np.ndarray, " L"]
+    token_type_ids: Int64[np.ndarray, " L"]
     source: Int64[np.ndarray, " L"]  # which given piece stands here, all texts counted through; -1: a special one
     summary: int | None = None  # position of the summary; None: the encoder's pooled vector
     num_cut: int = 0  # pieces that were cut off
@@ -332,15 +332,15 @@ class TextWriter:
         tokens = mirror_words(encoding.tokens) if mirrored else encoding.tokens
         return self.tokenizer.convert_tokens_to_ids(tokens), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
-    def single(self, pieces: Pieces) -> LaidText:
+    def single(self, pieces: Pieces) -> TextEncoding:
         """One text; what is too long loses its last pieces."""
         return self._cut(self.layout.single, pieces)
 
-    def question(self, pieces: Pieces) -> LaidText:
+    def question(self, pieces: Pieces) -> TextEncoding:
         """One text with a place for its answer; what is too long loses its last pieces."""
         return self._cut(self.layout.question, pieces)
 
-    def pair(self, first: Pieces, second: Pieces, cut: Cut = "ends") -> LaidText:
+    def pair(self, first: Pieces, second: Pieces, cut: Cut = "ends") -> TextEncoding:
         """Two texts, shortened where they are too long together.
 
         With "ends" the longer loses its last piece until they fit, of equally long ones the second. With "fronts" and
@@ -355,7 +355,7 @@ class TextWriter:
         template = self.layout.single if len(second) and lost[1] == len(second) else self.layout.pair
         return lay(template, (first, second), self.tokenizer, [slice(number, None) for number in lost])
 
-    def bare(self, pieces: Pieces) -> LaidText:
+    def bare(self, pieces: Pieces) -> TextEncoding:
         """Wordpieces without special ones; cutting them is the caller's business."""
         return lay(BARE, (pieces,), self.tokenizer)
 
@@ -366,7 +366,7 @@ class TextWriter:
                 f"data.max_text_length is {self.max_length}, but the special wordpieces alone need {template.extra}."
             )
 
-    def _cut(self, template: Template, *texts: Pieces) -> LaidText:
+    def _cut(self, template: Template, *texts: Pieces) -> TextEncoding:
         kept = list(map(len, texts))
         while self.max_length is not None and sum(kept) > max(self.max_length - template.extra, 0):
             longest = max(range(len(kept)), key=lambda number: (kept[number], number))
@@ -391,7 +391,7 @@ def cut_fronts(first: int, second: int, room: int, *, too_much: bool = False) ->
 
 def lay(
     template: Template, texts: Sequence[Pieces], tokenizer: PreTrainedTokenizerBase, kept: Sequence[slice] | None = None
-) -> LaidText:
+) -> TextEncoding:
     """Fill a template with the pieces of its texts, or with the pieces that `kept` selects of each.
 
     Further texts, for which the template has no place, must lose all of theirs.
@@ -411,4 +411,4 @@ def lay(
         source.extend([-1] if is_special else (starts[part] + number for number in numbers[part][kept[part]]))
         segments += [segment] * (len(ids) - len(segments))
     arrays = (np.array(values, dtype=np.int64) for values in (ids, segments, source))
-    return LaidText(*arrays, summary=summary, num_cut=sum(lengths) - sum(place >= 0 for place in source))
+    return TextEncoding(*arrays, summary=summary, num_cut=sum(lengths) - sum(place >= 0 for place in source))

@@ -9,19 +9,19 @@ from e2e_vl.structures import TextRegions
 
 
 def regions_of_own_images(
-    features: Tensor, boxes: Tensor, image_sizes: Tensor, attend: Tensor, image_slot: Tensor
+    features: Tensor, boxes: Tensor, image_sizes: Tensor, attention_mask: Tensor, image_slot: Tensor
 ) -> TextRegions:
     """`image` is the text's own row, `row` counts its regions, none is hidden."""
-    number, position = (torch.arange(length, device=attend.device) for length in attend.shape)
+    number, position = (torch.arange(length, device=attention_mask.device) for length in attention_mask.shape)
     return TextRegions(
         features,
         boxes,
         image_sizes,
-        attend,
+        attention_mask,
         image_slot,
-        image=number[:, None].expand_as(attend).masked_fill(~attend, -1),
-        row=position.expand_as(attend).masked_fill(~attend, -1),
-        is_hidden=torch.zeros_like(attend),
+        image=number[:, None].expand_as(attention_mask).masked_fill(~attention_mask, -1),
+        row=position.expand_as(attention_mask).masked_fill(~attention_mask, -1),
+        is_hidden=torch.zeros_like(attention_mask),
         classes=torch.full_like(image_slot, -1),
     )
 

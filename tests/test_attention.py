@@ -24,10 +24,10 @@ def step(rows: dict[tuple[int, int], list[float]], count: int = 1, heads: int = 
     return found
 
 
-def attended(steps: list[torch.Tensor], attend: list[list[bool]], summary=None) -> list[list[float]]:
-    states = torch.zeros(len(attend), 1, 1)
+def attended(steps: list[torch.Tensor], attention_mask: list[list[bool]], summary=None) -> list[list[float]]:
+    states = torch.zeros(len(attention_mask), 1, 1)
     encoded = EncoderOutput(states, states, attentions=tuple(steps))
-    return attention_to_regions(encoded, texts(len(attend), summary), torch.tensor(attend)).tolist()
+    return attention_to_regions(encoded, texts(len(attention_mask), summary), torch.tensor(attention_mask)).tolist()
 
 
 def test_the_last_step_that_sees_regions_counts():

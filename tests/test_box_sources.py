@@ -36,4 +36,4 @@ def test_the_truth_is_never_mixed_into_evaluation():
     sources = BoxSource.for_evaluation()
     assert set(BoxSource) - set(sources) == {BoxSource.DETECTIONS_GT}
     suffixes = [source.metric_suffix for source in sources]
-    assert suffixes == ["gt_boxes", "detected_boxes", "own_boxes", "precomputed_boxes"]
+    assert suffixes == ["gt_boxes", "detected_boxes", "predicted_boxes", "precomputed_boxes"]

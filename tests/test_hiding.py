@@ -158,7 +158,7 @@ def test_hidden_pixels_are_those_of_a_black_image():
         make_batch(),
         images=images,
         boxes=[torch.tensor([[5.0, 3, 11, 8]])],
-        looks_at=torch.tensor([[0], [0], [0], [-1]]),
+        image_index=torch.tensor([[0], [0], [0], [-1]]),
     )
     hidden = hide_regions(batch, colours, HidingRule(probability=1.0, hide_probability=1.0, colour="black"))
     assert torch.equal(hidden.images.pixels, expected.pixels) and hidden.pixel_masks is None
@@ -233,7 +233,7 @@ def test_annotated_classes_stay_beside_what_a_teacher_says(teacher):
 
 
 def test_own_boxes_come_from_the_teacher():
-    model = make_model(max_own_regions=4, region_probability=0.5).train()
+    model = make_model(max_detected_regions=4, region_probability=0.5).train()
     batch = model.hide(make_batch(boxes=False))
     assert [len(rows) for rows in batch.boxes] == [len(rows) for rows in batch.region_labels.class_probs]
     assert [len(rows) for rows in batch.boxes] == [len(rows) for rows in batch.region_labels.features]
@@ -246,13 +246,13 @@ def test_own_boxes_come_from_the_teacher():
 
 def test_own_boxes_are_found_although_nothing_is_hidden():
     """The cut needs to know how many there are."""
-    model = make_model(objectives={"masked_regions": 0.0}, max_own_regions=4, max_length=6).eval()
+    model = make_model(objectives={"masked_regions": 0.0}, max_detected_regions=4, max_length=6).eval()
     assert model.teacher is None
     batch = model.hide(make_batch(boxes=False))
     assert 0 < len(batch.boxes[0]) <= 4 and batch.hidden is None and batch.pixel_masks is None
     with torch.no_grad():
         output = model(make_batch(boxes=False))
-    assert (output.batch.texts.attend.sum(dim=1) + output.text_regions.attend.sum(dim=1))[:3].max() <= 6
+    assert (output.batch.texts.attention_mask.sum(dim=1) + output.text_regions.attention_mask.sum(dim=1))[:3].max() <= 6
 
 
 def test_frozen_teacher_stays_as_it_was():
@@ -263,7 +263,7 @@ def test_frozen_teacher_stays_as_it_was():
 
 
 def test_own_boxes_are_labelled_in_the_order_of_the_file():
-    """A file's distributions belong to its boxes; the detector's replace them in evaluation with own boxes."""
+    """A file's distributions belong to its boxes; the detector's replace them in evaluation with predicted boxes."""
     model = make_model(teacher="file", region_probability=1.0).eval()
     labels = RegionLabels(class_probs=[torch.ones(1, CLASSES) / CLASSES] * 2)
     batch = dataclasses.replace(make_batch(boxes=False), region_labels=labels)
@@ -306,7 +306,7 @@ def test_whole_image_feature_leaves_out_hidden_regions():
         images=images,
         boxes=[torch.cat([box, box + 20, box + 40])],
         hide=[box],
-        looks_at=torch.tensor([[0], [0], [0], [-1]]),
+        image_index=torch.tensor([[0], [0], [0], [-1]]),
     )
     batch.images.precomputed.features[0] = features.flip(0)  # the hidden one stands first
     changed = hide_regions(batch, None, HidingRule(pixels=False))
@@ -347,7 +347,7 @@ def test_a_users_boxes_are_hidden_and_no_others(teacher):
 
 @pytest.mark.parametrize("teacher", ["frozen", "file"])
 def test_a_users_boxes_come_before_the_detectors_own(teacher):
-    model = make_model(teacher=teacher, max_own_regions=4).eval()
+    model = make_model(teacher=teacher, max_detected_regions=4).eval()
     hidden = [[6.0, 6.0, 40.0, 40.0]]
     batch = model.hide(with_user_boxes(hidden, boxes=False))
     assert batch.boxes[0][0].tolist() == hidden[0] and 1 <= len(batch.boxes[0]) <= 5

@@ -58,14 +58,14 @@ def test_cutting_keeps_the_last_wordpiece_and_the_first_regions():
     batch = make_batch()
     batch.targets.parts["masked_words"].labels[0, 5] = 30
     cut = cut_to_length(batch, 6, whole_image=True)
-    assert cut.texts.attend.sum(dim=1).tolist() == [3, 3, 3, 6]  # the corpus text stays
+    assert cut.texts.attention_mask.sum(dim=1).tolist() == [3, 3, 3, 6]  # the corpus text stays
     assert cut.texts.input_ids[0, :3].tolist() == [*batch.texts.input_ids[0, :2].tolist(), SEP]
     labels = {name: cut.targets.parts[name].labels.tolist() for name in ("masked_words", "masked_text")}
     assert labels["masked_words"][0] == [-1, 9, -1, -1, -1, -1]
     assert labels["masked_text"][3] == batch.targets.parts["masked_text"].labels[3, :6].tolist()
     assert cut.targets.parts["relationship"] == batch.targets.parts["relationship"]
     assert cut.region_limit.tolist() == [[2], [2], [2], [0]]
-    assert cut.boxes is batch.boxes and batch.texts.attend.shape[1] == 7
+    assert cut.boxes is batch.boxes and batch.texts.attention_mask.shape[1] == 7
 
 
 def test_a_whole_image_that_is_no_region_takes_no_place_of_the_length():
@@ -75,7 +75,7 @@ def test_a_whole_image_that_is_no_region_takes_no_place_of_the_length():
         limits.append(model.hide(make_batch()).region_limit.tolist())
         with torch.no_grad():
             output = model(make_batch())
-        assert (output.text_regions.row.ge(0) == output.text_regions.attend).all() == (not in_sequence)
+        assert (output.text_regions.row.ge(0) == output.text_regions.attention_mask).all() == (not in_sequence)
     assert limits == [[[2], [2], [2], [0]], [[3], [3], [2], [0]]]
 
 
@@ -85,7 +85,7 @@ def test_places_in_a_text_follow_its_wordpieces():
     batch.texts.region_of_token = torch.arange(28).reshape(4, 7)
     texts, index = cut_texts(batch.texts, torch.tensor([3, 4, 3, 2]))
     assert index.tolist() == [[0, 1, 6, 3], [0, 1, 2, 3], [0, 1, 4, 3], [0, 5, 2, 3]]
-    assert texts.attend.sum(dim=1).tolist() == [3, 4, 3, 2]
+    assert texts.attention_mask.sum(dim=1).tolist() == [3, 4, 3, 2]
     assert texts.summary.tolist() == [2, 0, 1, 1]
     assert texts.region_of_token.tolist() == [[0, 1, 6, -1], [7, 8, 9, 10], [14, 15, 18, -1], [21, 26, -1, -1]]
 
@@ -93,12 +93,12 @@ def test_places_in_a_text_follow_its_wordpieces():
 def test_the_place_of_a_summary_is_never_cut_away():
     """It stands two before the end, as a [MASK] before [SEP], and its state is read where it went."""
     batch = make_batch()
-    lengths = batch.texts.attend.sum(dim=1)
+    lengths = batch.texts.attention_mask.sum(dim=1)
     batch.texts.summary = lengths - 2
     batch.texts.input_ids[torch.arange(4), lengths - 2] = 39
     for limit in range(3, 12):
         texts = cut_to_length(batch, limit, whole_image=True).texts
-        kept = texts.attend.sum(dim=1)
+        kept = texts.attention_mask.sum(dim=1)
         assert texts.summary.tolist() == (kept - 2).tolist()
         assert (texts.input_ids.gather(1, texts.summary[:, None]) == 39).all()
         assert (texts.input_ids.gather(1, kept[:, None] - 1) == SEP).all()
@@ -119,10 +119,14 @@ def pairs_of(counts: tuple[int, int], length: int) -> Batch:
     """One text about two images, with these numbers of wordpieces and of candidate boxes."""
     batch = make_pairs()
     position = torch.arange(length)[None]
-    texts = dataclasses.replace(batch.texts, input_ids=position, segment_ids=position * 0, attend=position >= 0)
+    texts = dataclasses.replace(
+        batch.texts, input_ids=position, token_type_ids=position * 0, attention_mask=position >= 0
+    )
     boxes = [torch.zeros(count, 4) for count in counts]
-    looks_at = torch.tensor([[0, 1]])
-    return dataclasses.replace(batch, texts=texts, boxes=boxes, looks_at=looks_at, targets=None, seeds=batch.seeds[:1])
+    image_index = torch.tensor([[0, 1]])
+    return dataclasses.replace(
+        batch, texts=texts, boxes=boxes, image_index=image_index, targets=None, seeds=batch.seeds[:1]
+    )
 
 
 def shares_one_by_one(first: int, second: int, total: int) -> tuple[int, int]:
@@ -146,7 +150,7 @@ def test_the_fuller_image_loses_first(whole_image, limit):
                 counts = first + whole_image, second + whole_image
                 text, regions = by_dropping_one_by_one(length, sum(counts), limit)
                 kept = shares_one_by_one(*counts, regions)
-                assert cut.texts.attend.sum() == text
+                assert cut.texts.attention_mask.sum() == text
                 assert cut.region_limit.tolist() == [[count - whole_image for count in kept]]
 
 
@@ -154,7 +158,7 @@ def test_each_text_of_a_batch_has_limits_of_its_own():
     """Image 0 has 3 boxes and image 1 has 2; texts 0 and 1 look at both, in either order."""
     cut = cut_to_length(make_pairs(), 8, whole_image=True)
     assert cut.region_limit.tolist() == [[1, 1], [1, 1], [2, 0], [0, 0]]
-    assert cut.texts.attend.sum(dim=1).tolist() == [4, 4, 5, 6]
+    assert cut.texts.attention_mask.sum(dim=1).tolist() == [4, 4, 5, 6]
     cut = cut_to_length(make_pairs(), 8, whole_image=False)
     assert cut.region_limit.tolist() == [[2, 2], [2, 2], [2, 0], [0, 0]]
 
@@ -166,10 +170,10 @@ def test_the_model_reads_what_the_cut_leaves(in_sequence):
     with torch.no_grad():
         output = model(make_pairs())
     regions, limit = output.text_regions, output.batch.region_limit
-    positions = output.batch.texts.attend.sum(dim=1) + regions.attend.sum(dim=1)
+    positions = output.batch.texts.attention_mask.sum(dim=1) + regions.attention_mask.sum(dim=1)
     assert positions[:3].max() <= 7
     for slot in range(2):
-        own = regions.attend & (regions.image_slot == slot) & ~regions.is_whole_image
+        own = regions.attention_mask & (regions.image_slot == slot) & ~regions.is_whole_image
         available = torch.tensor([[3, 2], [2, 3], [2, 0], [0, 0]])[:, slot]
         assert own.sum(dim=1).tolist() == limit[:, slot].minimum(available).tolist()
     assert regions.is_whole_image.sum(dim=1).tolist() == ([2, 2, 1, 0] if in_sequence else [0] * 4)

@@ -66,7 +66,7 @@ BASE = (
         "whole_files",
         "auto_classes",
     ),
-    *("command_line", "samples", "structures", "targets", "text", "wording"),
+    *("command_line", "samples", "structures", "targets", "text", "preprocessor"),
 )
 LAYER_OF_NAME = dict.fromkeys(BASE, "base")
 LAYER_OF_NAME["__init__"] = "api"  # `e2e_vl.load`

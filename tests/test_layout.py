@@ -13,8 +13,8 @@ from e2e_vl.text import (
     CLS,
     MASK,
     SEP,
-    LaidText,
     Template,
+    TextEncoding,
     TextLayout,
     TextWriter,
     build_vocabulary,
@@ -35,8 +35,8 @@ def tokenizer(tmp_path_factory):
     return load_tokenizer(path)
 
 
-def words(laid: LaidText, tokenizer) -> list[str]:
-    return tokenizer.convert_ids_to_tokens(laid.input_ids.tolist())
+def words(encoding: TextEncoding, tokenizer) -> list[str]:
+    return tokenizer.convert_ids_to_tokens(encoding.input_ids.tolist())
 
 
 def pieces(tokenizer, text: str) -> list[int]:
@@ -48,40 +48,40 @@ def pieces(tokenizer, text: str) -> list[int]:
 
 def test_a_template_is_filled_with_its_texts(tokenizer):
     first, second = pieces(tokenizer, "the red box"), pieces(tokenizer, "left")
-    laid = lay(TextLayout().pair, (first, second), tokenizer)
-    assert words(laid, tokenizer) == ["[CLS]", "the", "red", "box", "[SEP]", "left", "[SEP]"]
-    assert laid.segment_ids.tolist() == [0, 0, 0, 0, 0, 1, 1]
-    assert laid.source.tolist() == [-1, 0, 1, 2, -1, 3, -1], "pieces of both texts counted through"
-    assert laid.summary is None and laid.num_cut == 0
-    for column in (laid.input_ids, laid.segment_ids, laid.source):
+    encoding = lay(TextLayout().pair, (first, second), tokenizer)
+    assert words(encoding, tokenizer) == ["[CLS]", "the", "red", "box", "[SEP]", "left", "[SEP]"]
+    assert encoding.token_type_ids.tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert encoding.source.tolist() == [-1, 0, 1, 2, -1, 3, -1], "pieces of both texts counted through"
+    assert encoding.summary is None and encoding.num_cut == 0
+    for column in (encoding.input_ids, encoding.token_type_ids, encoding.source):
         assert column.dtype == np.int64
 
 
 def test_texts_may_stand_in_any_order(tokenizer):
     first, second = pieces(tokenizer, "the red"), pieces(tokenizer, "left right box")
-    laid = lay(SWAPPED, (first, second), tokenizer)
-    assert words(laid, tokenizer) == ["[CLS]", "left", "right", "box", "[SEP]", "the", "red", "[SEP]"]
-    assert laid.segment_ids.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
-    assert laid.source.tolist() == [-1, 2, 3, 4, -1, 0, 1, -1]
-    assert laid.summary == 0
+    encoding = lay(SWAPPED, (first, second), tokenizer)
+    assert words(encoding, tokenizer) == ["[CLS]", "left", "right", "box", "[SEP]", "the", "red", "[SEP]"]
+    assert encoding.token_type_ids.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+    assert encoding.source.tolist() == [-1, 2, 3, 4, -1, 0, 1, -1]
+    assert encoding.summary == 0
 
 
 @pytest.mark.parametrize(("template", "text", "summary"), [(SLOT, "the red box", 5), (EARLY, "the red box", 4)])
 def test_the_summary_is_where_the_template_says(tokenizer, template, text, summary):
-    laid = lay(template, (pieces(tokenizer, text),), tokenizer)
-    assert laid.summary == summary
-    assert words(laid, tokenizer)[summary] == "[MASK]"
+    encoding = lay(template, (pieces(tokenizer, text),), tokenizer)
+    assert encoding.summary == summary
+    assert words(encoding, tokenizer)[summary] == "[MASK]"
     shorter = lay(template, (pieces(tokenizer, "the"),), tokenizer)
     assert shorter.summary == summary - 2
 
 
 @pytest.mark.parametrize("empty", [[], (), np.zeros(0, dtype=np.int64)])
 def test_an_empty_text_leaves_the_special_wordpieces(tokenizer, empty):
-    laid = lay(SLOT, (empty,), tokenizer)
-    assert words(laid, tokenizer) == ["[CLS]", "[SEP]", "[MASK]", "[SEP]"]
-    assert laid.source.tolist() == [-1] * 4 and laid.summary == 2
+    encoding = lay(SLOT, (empty,), tokenizer)
+    assert words(encoding, tokenizer) == ["[CLS]", "[SEP]", "[MASK]", "[SEP]"]
+    assert encoding.source.tolist() == [-1] * 4 and encoding.summary == 2
     nothing = lay(BARE, (empty,), tokenizer)
-    assert nothing.input_ids.shape == nothing.segment_ids.shape == nothing.source.shape == (0,)
+    assert nothing.input_ids.shape == nothing.token_type_ids.shape == nothing.source.shape == (0,)
     assert nothing.input_ids.dtype == np.int64
 
 
@@ -105,7 +105,7 @@ def test_the_forms_of_bert_need_no_declaration(tokenizer):
     np.testing.assert_array_equal(writer.question(ids).input_ids, writer.single(ids).input_ids)
     pair = writer.pair(ids, pieces(tokenizer, "left"))
     assert pair.input_ids.tolist() == expected["input_ids"]
-    assert pair.segment_ids.tolist() == expected["token_type_ids"]
+    assert pair.token_type_ids.tolist() == expected["token_type_ids"]
 
 
 # Values at the pieces
@@ -123,9 +123,9 @@ def test_values_stand_at_their_pieces(tokenizer):
 
 
 def test_values_of_pieces_that_were_cut_off_are_left_out(tokenizer):
-    laid = TextWriter(tokenizer, max_length=4).single(pieces(tokenizer, "the red box left"))
-    assert laid.place([5, 6, 7, 8]).tolist() == [-1, 5, 6, -1]
-    assert laid.num_cut == 2
+    encoding = TextWriter(tokenizer, max_length=4).single(pieces(tokenizer, "the red box left"))
+    assert encoding.place([5, 6, 7, 8]).tolist() == [-1, 5, 6, -1]
+    assert encoding.num_cut == 2
 
 
 # The writer
@@ -146,25 +146,25 @@ def test_pieces_of_a_text(tokenizer):
 def test_what_is_too_long_loses_its_last_pieces(tokenizer, form, extra, max_length):
     writer = TextWriter(tokenizer, TextLayout(question=SLOT), max_length)
     ids = pieces(tokenizer, "is the red box left")
-    laid = getattr(writer, form)(ids)
+    encoding = getattr(writer, form)(ids)
     kept = 5 if max_length is None else min(max_length - extra, 5)
-    assert len(laid.input_ids) == kept + extra
-    assert laid.num_cut == 5 - kept
-    assert laid.source[laid.source >= 0].tolist() == list(range(kept))
-    assert laid.input_ids[laid.source >= 0].tolist() == ids[:kept]
-    assert laid.input_ids[-1] == tokenizer.sep_token_id
-    assert (laid.summary is None) == (form == "single")
+    assert len(encoding.input_ids) == kept + extra
+    assert encoding.num_cut == 5 - kept
+    assert encoding.source[encoding.source >= 0].tolist() == list(range(kept))
+    assert encoding.input_ids[encoding.source >= 0].tolist() == ids[:kept]
+    assert encoding.input_ids[-1] == tokenizer.sep_token_id
+    assert (encoding.summary is None) == (form == "single")
     if form == "question":
-        assert laid.input_ids[laid.summary] == tokenizer.mask_token_id
+        assert encoding.input_ids[encoding.summary] == tokenizer.mask_token_id
 
 
 def test_of_a_pair_the_longer_text_is_cut(tokenizer):
     first, second = pieces(tokenizer, "is the red box left"), pieces(tokenizer, "the box")
     for length, kept in ((20, (5, 2)), (9, (4, 2)), (7, (2, 2)), (6, (2, 1)), (5, (1, 1)), (3, (0, 0))):
-        laid = TextWriter(tokenizer, max_length=length).pair(first, second)
-        assert laid.input_ids[laid.source >= 0].tolist() == first[: kept[0]] + second[: kept[1]]
-        assert laid.source[laid.source >= 0].tolist() == [*range(kept[0]), *range(5, 5 + kept[1])]
-        assert laid.num_cut == 7 - sum(kept) and len(laid.input_ids) == sum(kept) + 3
+        encoding = TextWriter(tokenizer, max_length=length).pair(first, second)
+        assert encoding.input_ids[encoding.source >= 0].tolist() == first[: kept[0]] + second[: kept[1]]
+        assert encoding.source[encoding.source >= 0].tolist() == [*range(kept[0]), *range(5, 5 + kept[1])]
+        assert encoding.num_cut == 7 - sum(kept) and len(encoding.input_ids) == sum(kept) + 3
 
 
 def test_bare_texts_are_cut_by_the_caller(tokenizer):
@@ -227,11 +227,11 @@ def test_fronts_lose_what_does_not_fit(first, second, room, lost):
 
 def test_a_pair_that_is_cut_at_its_fronts(tokenizer):
     first, second = pieces(tokenizer, "red " * 33), pieces(tokenizer, "left or right of a box")
-    laid = TextWriter(tokenizer, max_length=41).pair(first, second, "fronts_too_much")
-    assert words(laid, tokenizer) == ["[CLS]", *["red"] * 32, "[SEP]", "right", "of", "a", "box", "[SEP]"]
-    assert laid.place(range(39)).tolist() == [-1, *range(1, 33), -1, 35, 36, 37, 38, -1] and laid.num_cut == 3
+    encoding = TextWriter(tokenizer, max_length=41).pair(first, second, "fronts_too_much")
+    assert words(encoding, tokenizer) == ["[CLS]", *["red"] * 32, "[SEP]", "right", "of", "a", "box", "[SEP]"]
+    assert encoding.place(range(39)).tolist() == [-1, *range(1, 33), -1, 35, 36, 37, 38, -1] and encoding.num_cut == 3
     assert TextWriter(tokenizer).pair(first, second, "fronts").num_cut == 0
     clean = TextWriter(tokenizer, max_length=40).pair(first, second, "fronts")
     assert words(clean, tokenizer) == ["[CLS]", *["red"] * 32, "[SEP]", "or", "right", "of", "a", "box", "[SEP]"]
     gone = TextWriter(tokenizer, max_length=37).pair(first, second[:2], "fronts_too_much")
-    assert words(gone, tokenizer) == ["[CLS]", *["red"] * 32, "[SEP]"] and not gone.segment_ids.any()
+    assert words(gone, tokenizer) == ["[CLS]", *["red"] * 32, "[SEP]"] and not gone.token_type_ids.any()

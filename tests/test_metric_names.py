@@ -23,11 +23,11 @@ def test_what_was_not_measured_with_boxes_is_no_metric():
 
 def test_what_training_cannot_change():
     names = {
-        "val/count_own_boxes": True,
+        "val/count_predicted_boxes": True,
         "val/ceiling_gt_boxes/relation": True,
-        "val/ceiling_own_boxes": False,
+        "val/ceiling_predicted_boxes": False,
         "val/accuracy_gt_boxes": False,
     }
     assert {name: MetricName.read(name).is_constant for name in names} == names
-    assert not MetricName.read("val/ceiling_own_boxes").measures_model
-    assert MetricName.read("val/count_own_boxes").boxes == "own boxes"
+    assert not MetricName.read("val/ceiling_predicted_boxes").measures_model
+    assert MetricName.read("val/count_predicted_boxes").boxes == "predicted boxes"

@@ -121,12 +121,12 @@ def test_the_whole_image_can_be_kept_from_the_sequence_in_all_tasks(tiny_words, 
             output = model(batch)
         regions = output.text_regions
         assert all(loss.mean.isfinite() for loss in output.losses.values())
-        reads_image = (batch.looks_at >= 0).any(dim=1)
+        reads_image = (batch.image_index >= 0).any(dim=1)
         assert reads_image.sum() >= 3
         assert torch.equal(regions.is_whole_image.any(dim=1), reads_image & in_sequence)
-        assert torch.equal(output.encoded.regions.abs().sum(dim=-1) > 0, regions.attend)
+        assert torch.equal(output.encoded.regions.abs().sum(dim=-1) > 0, regions.attention_mask)
         assert [len(boxes) - 1 for boxes in output.regions.boxes] == [len(boxes) for boxes in batch.boxes]
-        counts[in_sequence] = count = regions.attend.sum(dim=1)
+        counts[in_sequence] = count = regions.attention_mask.sum(dim=1)
         records = model.task.predict(batch, output)
         if name == "refcoco":
             assert output.losses["referring"].count == count.sum()
@@ -234,10 +234,11 @@ def _counting(forward, seen: list[int]):
 def look_at_both(batch: Batch) -> Batch:
     """The first text twice, about two images in either order."""
     texts = dataclasses.replace(
-        batch.texts, **{name: getattr(batch.texts, name)[[0, 0]] for name in ("input_ids", "segment_ids", "attend")}
+        batch.texts,
+        **{name: getattr(batch.texts, name)[[0, 0]] for name in ("input_ids", "token_type_ids", "attention_mask")},
     )
     targets = dataclasses.replace(batch.targets, box=batch.targets.box[[0, 0]])
-    return dataclasses.replace(batch, texts=texts, targets=targets, looks_at=torch.tensor([[0, 1], [1, 0]]))
+    return dataclasses.replace(batch, texts=texts, targets=targets, image_index=torch.tensor([[0, 1], [1, 0]]))
 
 
 def test_two_images_need_an_encoder_that_tells_them_apart(tiny_config):
@@ -254,7 +255,7 @@ def test_two_images_need_an_encoder_that_tells_them_apart(tiny_config):
 def test_more_images_than_there_is_room_for_are_refused_before_anything_runs(tiny_config):
     built = build(tiny_config("encoder.config.image_slots=2"))
     batch = look_at_both(built.first_texts(images=2, texts=1))
-    three = dataclasses.replace(batch, looks_at=torch.tensor([[0, 1, 0], [1, 0, -1]]))
+    three = dataclasses.replace(batch, image_index=torch.tensor([[0, 1, 0], [1, 0, -1]]))
     sentence = r"A text looks at 3 images, but encoder\.config\.image_slots has room for 2; make them agree\."
     with pytest.raises(ValueError, match=f"^{sentence}$"):
         built.model(three)
@@ -298,7 +299,9 @@ def test_a_second_image_that_is_not_there_changes_nothing(tiny_config):
     missing, unexpected = built.model.load_state_dict(plain.model.state_dict(), strict=False)
     assert missing == ["encoder.embeddings.image_slot_embeddings.weight"] and not unexpected
     batch = plain.first_texts(images=2, texts=2)
-    padded = dataclasses.replace(batch, looks_at=torch.cat([batch.looks_at, torch.full_like(batch.looks_at, -1)], 1))
+    padded = dataclasses.replace(
+        batch, image_index=torch.cat([batch.image_index, torch.full_like(batch.image_index, -1)], 1)
+    )
     with torch.no_grad():
         expected = plain.model.eval()(batch)
         output = built.model.eval()(padded)
@@ -316,7 +319,7 @@ def test_a_batch_without_a_positive_region_has_the_loss_of_negatives(tiny_config
     batch = built.first_texts(images=2, texts=2)
     batch.targets.box = torch.tensor([[500.0, 500.0, 501.0, 501.0]]).repeat(len(batch), 1)
     output = model.eval()(batch)
-    logits = output.task.logits[output.text_regions.attend]
+    logits = output.task.logits[output.text_regions.attention_mask]
     expected = F.binary_cross_entropy_with_logits(logits, torch.zeros_like(logits))
     torch.testing.assert_close(output.losses["referring"].mean, expected)
     output.losses["referring"].mean.backward()

@@ -8,12 +8,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, word
 
 from e2e_vl.examples import ImageExample, TextExample, join_phrases
 from e2e_vl.samples import PhraseBoxes, SampleText
-from e2e_vl.tasks.refcoco import ReferringWording
+from e2e_vl.tasks.refcoco import ReferringPreprocessor
 from e2e_vl.text import TextWriter
-from tests.tasks.wordings import make_tokenizer, photo, sample_of, word
 
 WORDS = "The big star next to a red circle"
 SPANS = ((0, 12), (21, 33))
@@ -32,9 +32,9 @@ def mark(tokenizer):
 
 def marked(tokenizer, text: SampleText, **changes) -> tuple[TextExample, ImageExample]:
     """The text as a wording marks it, and the image that it is about."""
-    wording = ReferringWording(TextWriter(tokenizer, **{"marks_phrases": True} | changes))
+    preprocessor = ReferringPreprocessor(TextWriter(tokenizer, **{"marks_phrases": True} | changes))
     image = photo()
-    [example] = word(wording, sample_of(text), image)
+    [example] = word(preprocessor, sample_of(text), image)
     return example, image
 
 
@@ -42,7 +42,7 @@ def test_phrases_are_wordpieces_and_boxes_of_the_resized_image(mark, tokenizer):
     text = SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES, is_complete=True))
     example, image = mark(text)
     own = example.phrases
-    pieces = example.laid.input_ids.tolist()
+    pieces = example.encoding.input_ids.tolist()
     said = [tokenizer.convert_ids_to_tokens(pieces[first:end]) for first, end in own.spans]
     assert said == [["the", "big", "star"], ["a", "red", "circle"]]
     assert own.is_complete and own.words == WORDS

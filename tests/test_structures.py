@@ -35,12 +35,12 @@ def regions() -> Regions:
 
 
 def gathered_rows(gathered: TextRegions, text: int) -> list[list[float]]:
-    return gathered.features[text][gathered.attend[text]].tolist()
+    return gathered.features[text][gathered.attention_mask[text]].tolist()
 
 
 def test_one_image_per_text(regions):
     gathered = gather_regions(regions, SIZES, torch.tensor([[2], [0], [2]]))
-    assert gathered.attend.tolist() == [[True] * 3, [True, True, False], [True] * 3]
+    assert gathered.attention_mask.tolist() == [[True] * 3, [True, True, False], [True] * 3]
     assert gathered_rows(gathered, 0) == [[2, 0], [2, 1], [2, 2]]
     assert gathered_rows(gathered, 1) == [[0, 0], [0, 1]]
     assert torch.equal(gathered.features[0], gathered.features[2])
@@ -51,7 +51,7 @@ def test_one_image_per_text(regions):
 
 def test_two_images_per_text_leave_no_padding_between(regions):
     gathered = gather_regions(regions, SIZES, torch.tensor([[0, 2], [2, 0], [0, 1]]))
-    assert gathered.attend.tolist() == [[True] * 5, [True] * 5, [True, True, False, False, False]]
+    assert gathered.attention_mask.tolist() == [[True] * 5, [True] * 5, [True, True, False, False, False]]
     assert gathered_rows(gathered, 0) == [[0, 0], [0, 1], [2, 0], [2, 1], [2, 2]]
     assert gathered_rows(gathered, 1) == [[2, 0], [2, 1], [2, 2], [0, 0], [0, 1]]
     assert gathered.image_slot.tolist() == [[0, 0, 1, 1, 1], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]]
@@ -61,7 +61,7 @@ def test_two_images_per_text_leave_no_padding_between(regions):
 
 def test_text_without_image_and_image_without_regions(regions):
     gathered = gather_regions(regions, SIZES, torch.tensor([[-1, -1], [1, -1], [-1, 0]]))
-    assert gathered.attend.sum(dim=1).tolist() == [0, 0, 2]
+    assert gathered.attention_mask.sum(dim=1).tolist() == [0, 0, 2]
     assert gathered_rows(gathered, 2) == [[0, 0], [0, 1]]
     assert gathered.image_slot[2].tolist() == [1, 1]
     assert gathered.features[:2].abs().sum() == 0
@@ -73,13 +73,13 @@ def test_no_region_at_all_keeps_valid_shapes():
     gathered = gather_regions(empty, SIZES[:1], torch.tensor([[0], [-1]]))
     assert gathered.features.shape == (2, 1, 6)
     assert gathered.boxes.shape == (2, 1, 4)
-    assert not gathered.attend.any()
+    assert not gathered.attention_mask.any()
 
 
 def test_gradients_of_all_texts_add_up(regions):
     gathered = gather_regions(regions, SIZES, torch.tensor([[0, 2], [0, -1], [2, 0]]))
     weights = torch.tensor([1.0, 10.0, 100.0])
-    (gathered.features * gathered.attend[..., None] * weights[:, None, None]).sum().backward()
+    (gathered.features * gathered.attention_mask[..., None] * weights[:, None, None]).sum().backward()
     assert regions.features[0].grad.unique().tolist() == [111]
     assert regions.features[2].grad.unique().tolist() == [101]
 
@@ -91,8 +91,8 @@ def test_padding_gets_no_gradient(regions):
 
 
 def test_rows_of_candidate_boxes_behind_the_whole_image(regions):
-    looks_at = torch.tensor([[0, 2], [2, -1], [-1, -1]])
-    gathered = gather_regions(regions, SIZES, looks_at, whole_image=True)
+    image_index = torch.tensor([[0, 2], [2, -1], [-1, -1]])
+    gathered = gather_regions(regions, SIZES, image_index, whole_image=True)
     assert gathered.row.tolist() == [[-1, 0, -1, 0, 1], [-1, 0, 1, -1, -1], [-1] * 5]
     assert gathered.image.tolist() == [[0, 0, 2, 2, 2], [2, 2, 2, -1, -1], [-1] * 5]
     assert gathered.is_whole_image.tolist() == [[True, False, True, False, False], [True] + [False] * 4, [False] * 5]
@@ -117,7 +117,7 @@ def test_hidden_and_cut_regions(regions):
         hidden=hidden_regions(),
         limit=torch.tensor([[1], [2], [0]]),
     )
-    assert gathered.attend.tolist() == [[True, True, False], [True] * 3, [True, False, False]]
+    assert gathered.attention_mask.tolist() == [[True, True, False], [True] * 3, [True, False, False]]
     assert gathered.is_hidden.tolist() == [[False] * 3, [False, False, True], [False] * 3]
 
 
@@ -142,8 +142,8 @@ def test_every_image_of_a_text_is_cut_on_its_own(regions):
     ]
     assert gathered.is_hidden.tolist() == [[False, False, False, True], [False, False, False, True], [False] * 4]
     without = gathered.without_whole_image()
-    assert without.attend.sum(dim=1).tolist() == [2, 2, 0]
-    assert torch.equal(without.features, gathered.features) and gathered.attend.sum() == 10
+    assert without.attention_mask.sum(dim=1).tolist() == [2, 2, 0]
+    assert torch.equal(without.features, gathered.features) and gathered.attention_mask.sum() == 10
 
 
 # What is known about candidate boxes
@@ -169,8 +169,8 @@ def test_labels_of_candidate_boxes_reach_every_text_that_reads_them(regions):
 
 def test_gathering_of_labels_follows_the_cut_and_knows_no_order_of_images(regions):
     known = [torch.tensor([True, False]), torch.zeros(0, dtype=torch.bool), torch.tensor([False, True, True])]
-    looks_at = torch.tensor([[2, 0], [0, 2], [-1, -1]])
-    gathered = gather_regions(regions, SIZES, looks_at, limit=torch.tensor([[2, 1], [2, 1], [9, 9]]))
+    image_index = torch.tensor([[2, 0], [0, 2], [-1, -1]])
+    gathered = gather_regions(regions, SIZES, image_index, limit=torch.tensor([[2, 1], [2, 1], [9, 9]]))
     copied = gathered.gather(known, fill=False)
     assert copied.dtype == torch.bool
     assert copied.tolist() == [[False, True, True], [True, False, False], [False] * 3]
@@ -199,7 +199,7 @@ def test_all_parts_of_a_batch_move_together():
         images=ImageBatch(torch.zeros(1, 3, 4, 4), sizes, sizes, ["a"]),
         boxes=[torch.zeros(1, 4)],
         texts=TextBatch(ids, ids, ids.bool(), summary=torch.zeros(1, dtype=torch.int64)),
-        looks_at=torch.zeros(1, 1, dtype=torch.int64),
+        image_index=torch.zeros(1, 1, dtype=torch.int64),
         region_labels=RegionLabels(classes=[torch.zeros(1, dtype=torch.int64)], class_probs=[torch.zeros(1, 3)]),
         hidden=HiddenRegions([torch.ones(1, dtype=torch.bool)], [torch.ones(1, dtype=torch.bool)]),
         hide=[torch.zeros(0, 4)],
@@ -210,7 +210,7 @@ def test_all_parts_of_a_batch_move_together():
         moved.images.pixels,
         *moved.boxes,
         moved.texts.summary,
-        moved.looks_at,
+        moved.image_index,
         *moved.region_labels.classes,
         *moved.region_labels.class_probs,
         *moved.hidden.is_labelled,
@@ -219,7 +219,7 @@ def test_all_parts_of_a_batch_move_together():
     ]
     assert all(tensor.device.type == "meta" for tensor in tensors)
     assert moved.region_labels.features is None and moved.records == [{"text": "x"}]
-    assert batch.looks_at.device.type == "cpu"
+    assert batch.image_index.device.type == "cpu"
 
 
 @pytest.mark.parametrize(

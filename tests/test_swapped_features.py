@@ -76,7 +76,7 @@ def saved_batch() -> Batch:
         images=ImageBatch(torch.zeros(2, 3, 0, 0), sizes, sizes, ["a", "b"], PrecomputedFeatures(features)),
         boxes=boxes,
         texts=TextBatch(ids, torch.zeros_like(ids), torch.ones_like(ids).bool()),
-        looks_at=torch.tensor([[0], [1]]),
+        image_index=torch.tensor([[0], [1]]),
         targets=PretrainingTargets({name: Targets() for name in ("object_labels", "region_features")}),
         region_labels=RegionLabels(
             found_classes=[torch.tensor([1, 2, 3]), torch.tensor([0, 1])],

@@ -120,18 +120,20 @@ def test_targets_are_cut_with_their_texts():
             Words(np.array([1, 2, 3]), np.array([8, 9, 1]), 12),
         ]
     )
-    attend = torch.arange(5) < torch.tensor([5, 2, 3])[:, None]
-    texts = TextBatch(torch.arange(15).view(3, 5) * attend, torch.zeros(3, 5, dtype=torch.int64), attend)
+    attention_mask = torch.arange(5) < torch.tensor([5, 2, 3])[:, None]
+    texts = TextBatch(
+        torch.arange(15).view(3, 5) * attention_mask, torch.zeros(3, 5, dtype=torch.int64), attention_mask
+    )
     shortened, index = cut_texts(texts, torch.tensor([3, 2, 2]))
-    cut = joined.cut(index, shortened.attend)
+    cut = joined.cut(index, shortened.attention_mask)
     assert cut.labels.tolist() == [[5, -1, 8], [9, 3, -1], [1, 3, -1]]
     assert cut.kinds.tolist() == [[1, 2, 5], [6, 7, 0], [8, 1, 0]]
     assert cut.number.tolist() == [10, 11, 12]
     assert joined.labels.shape == (3, 5), "a copy"
-    parts = Parts({"words": joined, "some": Some(number=torch.tensor([1, 2, 3]))}).cut(index, shortened.attend)
+    parts = Parts({"words": joined, "some": Some(number=torch.tensor([1, 2, 3]))}).cut(index, shortened.attention_mask)
     assert parts.parts["words"].labels.tolist() == cut.labels.tolist()
     assert parts.parts["some"].number.tolist() == [1, 2, 3]
-    assert Words().cut(index, shortened.attend) == Words()
+    assert Words().cut(index, shortened.attention_mask) == Words()
 
 
 # Lists of different lengths

@@ -13,11 +13,11 @@ from detector import io as whole_writer
 from e2e_vl import io as whole_files
 from e2e_vl.io import (
     RunLog,
+    atomic_folder,
     find_damage,
     json_text,
     read_log,
     remove_leftovers,
-    whole_folder,
     without_nan,
     write_checksums,
     write_json,
@@ -28,7 +28,7 @@ from e2e_vl.io import (
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A folder with checksums."""
-    with whole_folder(tmp_path / "made") as part:
+    with atomic_folder(tmp_path / "made") as part:
         (part / "deep").mkdir()
         (part / "deep" / "a.bin").write_bytes(bytes(range(256)))
         (part / "b.txt").write_text("b")
@@ -57,10 +57,10 @@ def test_a_log_says_what_was_not_finite(tmp_path):
 def test_an_error_leaves_the_earlier_file_and_folder(folder):
     path = folder.parent / "a.txt"
     write_text(path, "earlier")
-    with pytest.raises(OSError, match="full"), whole_files.whole_file(path) as part:
+    with pytest.raises(OSError, match="full"), whole_files.atomic_file(path) as part:
         part.write_text("hal")
         raise OSError("full")
-    with pytest.raises(KeyboardInterrupt), whole_folder(folder) as part:
+    with pytest.raises(KeyboardInterrupt), atomic_folder(folder) as part:
         (part / "b.txt").write_text("other")
         raise KeyboardInterrupt
     assert path.read_text() == "earlier" and (folder / "b.txt").read_text() == "b"
@@ -68,7 +68,7 @@ def test_an_error_leaves_the_earlier_file_and_folder(folder):
 
 
 def test_a_new_folder_takes_the_place_of_the_earlier_one(folder):
-    with whole_folder(folder) as part:
+    with atomic_folder(folder) as part:
         assert not list(part.iterdir())
         (part / "c.txt").write_text("c")
     assert [one.name for one in folder.iterdir()] == ["c.txt"]
@@ -93,7 +93,7 @@ def test_what_a_killed_process_leaves_is_cleared_away(folder, monkeypatch, momen
     monkeypatch.setattr(Path, "rename", dying)
     monkeypatch.setattr(whole_writer.shutil, "rmtree", lambda *a, **k: None)  # a killed process clears nothing
     try:
-        with whole_folder(folder) as part:
+        with atomic_folder(folder) as part:
             (part / "c.txt").write_text("c")
     except KilledError:
         pass

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("detector", "e2e_vl", "tools")
 WRITER = "detector/io.py"
-WHOLE = {"whole_file", "whole_folder", "whole_parts"}
+WHOLE = {"atomic_file", "atomic_folder", "atomic_files"}
 
 # Functions that write a file or a folder at the place they are told: those of libraries, and ours that build on them.
 WRITING = {
@@ -48,7 +48,7 @@ def written_at(file: str, source: str) -> Iterator[tuple[int, str, str]]:
         if isinstance(node, ast.FunctionDef):
             function, is_whole = node.name, False
         if isinstance(node, ast.With):
-            for item in node.items:  # from the left to the right: `with whole_file(path) as part, part.open("w")`
+            for item in node.items:  # from the left to the right: `with atomic_file(path) as part, part.open("w")`
                 yield from walk(item, function, is_whole)
                 is_whole = is_whole or name_of(item.context_expr) in WHOLE
             for child in node.body:
@@ -106,7 +106,7 @@ def sources() -> dict[str, str]:
 
 def test_nothing_is_written_outside_of_the_writer():
     found = [
-        f"{file}:{line} calls {name} outside of a block of `whole_file`, `whole_folder` or `whole_parts`"
+        f"{file}:{line} calls {name} outside of a block of `atomic_file`, `atomic_folder` or `atomic_files`"
         for file, source in sources().items()
         for line, function, name in written_at(file, source)
         if not allowed(file, function)

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int64
 
 from detector.errors import UserError, reading
 from e2e_vl.data.storage.files import require_file
-from e2e_vl.examples import Draw, ImageExample, TextExample, Wording
+from e2e_vl.examples import Draw, ImageExample, Preprocessor, TextExample
 from e2e_vl.samples import Sample, SampleText
 
 # Reader of CoNLL-U: sentences as words with a governor and a relation each.
@@ -301,7 +301,7 @@ class CaptionFacts:
 
 
 @dataclasses.dataclass(frozen=True)
-class CaptionWording(Wording):
+class CaptionPreprocessor(Preprocessor):
     """Texts whose phrases the data state, each as a text of its own.
 
     Raises:
@@ -315,11 +315,11 @@ class CaptionWording(Wording):
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
     ) -> Iterable[TextExample]:
         pieces, places = self.writer.located_pieces(text.words)
-        laid = self.writer.single(pieces)
-        own = laid.source >= 0
-        at = np.where(own[:, None], places[laid.source], 0) if len(places) else np.zeros((len(own), 2), np.int64)
-        record = {**self.record(text, images, laid), RECORD: self.facts(text, at, own, places)}
-        yield TextExample(laid, text.looks_at, record)
+        encoding = self.writer.single(pieces)
+        own = encoding.source >= 0
+        at = np.where(own[:, None], places[encoding.source], 0) if len(places) else np.zeros((len(own), 2), np.int64)
+        record = {**self.record(text, images, encoding), RECORD: self.facts(text, at, own, places)}
+        yield TextExample(encoding, text.image_index, record)
 
     def facts(
         self,
@@ -336,7 +336,7 @@ class CaptionWording(Wording):
             uncut: the places of all wordpieces that the text has before it is cut.
         """
         stated = text.phrases
-        if stated is None or stated.boxes is None or not text.looks_at:
+        if stated is None or stated.boxes is None or not text.image_index:
             raise UserError(
                 f"text {text.index} ('{text.words}') has no phrases with boxes; give data that state phrases."
             )

@@ -290,7 +290,7 @@ def view_of(
 ) -> TextView:
     """What the measures need of one text."""
     facts: CaptionFacts = batch.records[text][RECORD]
-    allowed = regions.attend[text] & (regions.image_slot[text] == 0)
+    allowed = regions.attention_mask[text] & (regions.image_slot[text] == 0)
     if choices.whole_image == "excluded":
         allowed = allowed & (regions.row[text] >= 0)
     scales = batch.images.scales[regions.image[text].clamp(min=0)].double()

@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
-from e2e_vl.analysis.captions import CaptionWording, Parses, parse_with_spacy, read_parses
+from e2e_vl.analysis.captions import CaptionPreprocessor, Parses, parse_with_spacy, read_parses
 from e2e_vl.analysis.collect import ENTITIES, RELATIONS, Collected, collect_attention, texts_to_show
 from e2e_vl.analysis.figures import (
     ChosenHead,
@@ -33,7 +33,7 @@ from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.base import open_options
 from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.data.image_loader import DetectedBoxes
-from e2e_vl.io import name_of, whole_folder, write_json, write_text
+from e2e_vl.io import atomic_folder, name_of, write_json, write_text
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import build_collate, build_loader, build_writer, named_parts, open_split, warn_of_random_boxes
 from e2e_vl.run.checkpoint import load_model, saved_settings
@@ -209,7 +209,7 @@ def write_results(
     page = None
     if accelerator.is_main_process:
         folder = folder.resolve()
-        with whole_folder(folder) as part:
+        with atomic_folder(folder) as part:
             write_json(part / "attention.json", results.as_json())
             write_tables(part, results)
             figures: dict[str, bytes] = {}
@@ -290,5 +290,5 @@ def caption_examples(
     loader = build_loader(config, model, dataset, request.boxes)
     loader.require_images(dataset.image_ids(), request.split)
     writer = dataclasses.replace(build_writer(config, model, tokenizer), marks_phrases=False)
-    wording = CaptionWording(writer, parses, request.choices.missing_parse == "error")
-    return ExampleDataset(dataset, loader, wording, seed=config.seed)
+    preprocessor = CaptionPreprocessor(writer, parses, request.choices.missing_parse == "error")
+    return ExampleDataset(dataset, loader, preprocessor, seed=config.seed)

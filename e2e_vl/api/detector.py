@@ -97,7 +97,7 @@ class TrainedDetector:
         return self.find(image_file(image), given_boxes(boxes, "boxes"), rule)
 
     def warn_of_random_boxes(self, stacklevel: int) -> None:
-        """A Python warning about a detector whose own boxes mean nothing; `stacklevel` counts from here."""
+        """A Python warning about a detector whose predicted boxes mean nothing; `stacklevel` counts from here."""
         if self.source.warning:
             warnings.warn(self.source.warning, stacklevel=stacklevel)
 

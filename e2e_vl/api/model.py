@@ -35,12 +35,12 @@ from e2e_vl.data.base import open_options
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector
 from e2e_vl.extraction.settings import SHOWN
 from e2e_vl.io import (
+    atomic_files,
     errors_naming,
     is_shared_model,
     looks_like_hub_name,
     model_folder,
     read_metrics,
-    whole_parts,
     write_json,
 )
 from e2e_vl.model import VisionLanguageModel
@@ -91,7 +91,7 @@ def make_card(
     """What the model is made of, how to load and ask it, and its metrics where the run has them.
 
     Args:
-        metrics: by name, such as "val/accuracy_own_boxes".
+        metrics: by name, such as "val/accuracy_predicted_boxes".
         wants_answer: a given answer belongs to the questions.
         license: of the weights, which only their owner can name; None: the card names none.
         more: further values of the template.
@@ -491,7 +491,7 @@ class TrainedModel(
         return cls.from_folder(folder, device)
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        with whole_parts(save_directory, "config.yaml") as part:
+        with atomic_files(save_directory, "config.yaml") as part:
             save_model(part, without_paths(self._saved), self.network, self.tokenizer)
             write_json(part / "config.json", {"library_name": "e2e-vl", "e2e_vl_version": version("e2e-vl")})
 

@@ -42,7 +42,7 @@ from detector.config import EXPECTED_PARTS
 from detector.errors import MissingFileError, UserError
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.config import load_config
-from e2e_vl.io import whole_parts, write_text
+from e2e_vl.io import atomic_files, write_text
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -124,7 +124,7 @@ def import_official(weights: Path, run: Path, output: Path, overrides: list[str]
     config = resolve(dataclasses.replace(config, encoder=encoder, task=task))
     tokenizer = build_tokenizer(config)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
-    with whole_parts(output, "config.yaml") as part:
+    with atomic_files(output, "config.yaml") as part:
         save_model(part, config, model, tokenizer)
     print(f"written: {output}")
 

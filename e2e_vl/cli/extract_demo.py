@@ -24,7 +24,7 @@ from detector.config import BACKENDS, SelectionRule
 from detector.errors import MissingFileError, UserError
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.extraction.settings import SHOWN
-from e2e_vl.io import whole_file, write_json, write_png
+from e2e_vl.io import atomic_file, write_json, write_png
 from e2e_vl.samples import Question
 
 # The detector that the options of a command name.
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
     path = arguments.output / "regions.npz"
     arguments.output.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as part, part.open("wb") as file:
+    with atomic_file(path) as part, part.open("wb") as file:
         np.savez(file, boxes=found.boxes, scores=found.scores, classes=found.classes, features=found.features)
     write_png(arguments.output / "regions.png", found.draw())
     if len(found) == 0:

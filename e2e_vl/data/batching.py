@@ -22,7 +22,16 @@ from detector.images import make_image_batch
 from detector.structures import DetectionTargets, ImageBatch, PrecomputedFeatures
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.image_loader import ImageLoader
-from e2e_vl.examples import DetectionObjects, Draw, Example, ImageExample, Targets, TextExample, Wording, join_phrases
+from e2e_vl.examples import (
+    DetectionObjects,
+    Draw,
+    Example,
+    ImageExample,
+    Preprocessor,
+    Targets,
+    TextExample,
+    join_phrases,
+)
 from e2e_vl.samples import FOUND, BrokenImageError
 from e2e_vl.structures import Batch, RegionLabels, TextBatch
 
@@ -401,7 +410,7 @@ def collate(
         pad_id: wordpiece id of the padding.
 
     Returns:
-        The batch: N images and M texts in the order of the examples, `looks_at` [M, I], padded with -1.
+        The batch: N images and M texts in the order of the examples, `image_index` [M, I], padded with -1.
 
     Raises:
         ValueError: examples that do not go together: some with candidate boxes and some without, some with annotated
@@ -417,7 +426,7 @@ def collate(
         images=_image_batch(images, pixel_mean, pixel_std, pad_to),
         boxes=_column(images, "boxes", "candidate boxes"),
         texts=pad_texts(texts, pad_id),
-        looks_at=_looks_at(examples),
+        image_index=_looks_at(examples),
         targets=_targets(texts),
         detection_targets=_detection_targets(images),
         region_labels=RegionLabels(
@@ -456,29 +465,29 @@ def pad_texts(texts: Sequence[TextExample], pad_id: int = 0) -> TextBatch:
         ValueError: texts that are read at a place of their own beside others that are not, or region indices of another
             length than the wordpieces.
     """
-    lengths = [len(text.laid.input_ids) for text in texts]
+    lengths = [len(text.encoding.input_ids) for text in texts]
     shape = (len(texts), max(lengths, default=0) or 1)
     input_ids = torch.full(shape, pad_id, dtype=torch.int64)
-    segment_ids = torch.zeros(shape, dtype=torch.int64)
-    attend = torch.zeros(shape, dtype=torch.bool)
+    token_type_ids = torch.zeros(shape, dtype=torch.int64)
+    attention_mask = torch.zeros(shape, dtype=torch.bool)
     names_regions = any(text.region_of_token is not None for text in texts)
     region_of_token = torch.full(shape, -1, dtype=torch.int64) if names_regions else None
     for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
-        input_ids[row, :length] = torch.from_numpy(text.laid.input_ids)
-        segment_ids[row, :length] = torch.from_numpy(text.laid.segment_ids)
-        attend[row, :length] = True
+        input_ids[row, :length] = torch.from_numpy(text.encoding.input_ids)
+        token_type_ids[row, :length] = torch.from_numpy(text.encoding.token_type_ids)
+        attention_mask[row, :length] = True
         if text.region_of_token is not None:
             if len(text.region_of_token) != length:
                 raise UserError(
                     f"text {row} of the batch has {length} wordpieces but {len(text.region_of_token)} region indices"
                 )
             region_of_token[row, :length] = torch.from_numpy(text.region_of_token)
-    summaries = [text.laid.summary for text in texts]
+    summaries = [text.encoding.summary for text in texts]
     has_place = [summary is not None for summary in summaries]
     if any(has_place) and not all(has_place):
         raise UserError("texts with a place for an answer and texts without one cannot be in one batch")
     summary = torch.tensor(summaries, dtype=torch.int64) if any(has_place) else None
-    return TextBatch(input_ids, segment_ids, attend, summary, region_of_token)
+    return TextBatch(input_ids, token_type_ids, attention_mask, summary, region_of_token)
 
 
 def _image_batch(
@@ -522,16 +531,16 @@ def _column(images: Sequence[ImageExample], field: str, what: str) -> list[Tenso
 
 def _looks_at(examples: Sequence[Example]) -> Tensor:
     """int64 [M, I]: rows of each example's own images become rows of the batch."""
-    slots = max((len(text.looks_at) for example in examples for text in example.texts), default=0) or 1
+    slots = max((len(text.image_index) for example in examples for text in example.texts), default=0) or 1
     rows, first = [], 0
     for example in examples:
         for text in example.texts:
-            for image in text.looks_at:
+            for image in text.image_index:
                 if not 0 <= image < len(example.images):
                     raise UserError(
                         f"a text looks at image {image} of an example that has {len(example.images)} images"
                     )
-            rows.append([first + image for image in text.looks_at] + [-1] * (slots - len(text.looks_at)))
+            rows.append([first + image for image in text.image_index] + [-1] * (slots - len(text.image_index)))
         first += len(example.images)
     return torch.tensor(rows, dtype=torch.int64)
 
@@ -592,11 +601,17 @@ class ExampleDataset(Dataset):
     """
 
     def __init__(
-        self, dataset: VLDataset, loader: ImageLoader, wording: Wording, *, seed: int = 0, skip_broken: bool = False
+        self,
+        dataset: VLDataset,
+        loader: ImageLoader,
+        preprocessor: Preprocessor,
+        *,
+        seed: int = 0,
+        skip_broken: bool = False,
     ) -> None:
         self.dataset = dataset
         self.loader = loader
-        self.wording = wording
+        self.preprocessor = preprocessor
         self.seed = seed
         self.skip_broken = skip_broken
         self.groups = dataset.groups
@@ -637,7 +652,7 @@ class ExampleDataset(Dataset):
         augmentation = self.loader.draw_augmentation(draw(request.texts[0]))
         sample = self.dataset.sample(request.texts if texts is None else texts)
         images = [self.loader.load(image, augmentation) for image in sample.images]
-        return Example(images, list(self.wording(sample, images, draw)))
+        return Example(images, list(self.preprocessor(sample, images, draw)))
 
     def image_ids_of(self, texts: tuple[int, ...]) -> tuple[str, ...]:
         """Ids of the images that some texts of one group are about."""

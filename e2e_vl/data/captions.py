@@ -688,7 +688,7 @@ class CaptionDataset(VLDataset):
         if metadata is not None:
             self.class_names = CLASS_NAMES
         self.parts = [] if boxes_come_along else list(parts)
-        self.looks_at = (0,) if use_images else ()
+        self.image_index = (0,) if use_images else ()
         if instances is not None:
             self.class_names = instances.class_names
             missing = [name for name in self.image_ids() if instances.images.id_written(name) is None]
@@ -772,7 +772,7 @@ class CaptionDataset(VLDataset):
             boxes=self.source.boxes(group),
         )
         stated = tuple(
-            SampleText(text, caption, {"image_id": name, "sent": caption}, looks_at=self.looks_at)
+            SampleText(text, caption, {"image_id": name, "sent": caption}, image_index=self.image_index)
             for text, caption in ((text, self.source.caption(text)) for text in texts)
         )
         return Sample((image,), stated, pool=self, own=self.groups[group], corpus=self.corpus)

@@ -43,7 +43,7 @@ from e2e_vl.data.storage.array_files import read_npz
 from e2e_vl.data.storage.files import read_json
 from e2e_vl.data.storage.index_files import OpenFiles, one_process
 from e2e_vl.data.storage.lmdb_pages import DamagedLmdbError, find_values
-from e2e_vl.io import id_of, inside, json_text, name_of, whole_file, write_text
+from e2e_vl.io import atomic_file, id_of, inside, json_text, name_of, write_text
 from e2e_vl.records import Record, checked, parsed_json, whole_number
 
 # The regions of one image as they are kept on disk, and the `.npz` file that holds them.
@@ -112,7 +112,7 @@ class RegionFeatures:
 def save_npz(file: Path | BinaryIO, record: RegionFeatures, stamp: dict[str, Any] | None = None) -> None:
     """Write one image's regions; `stamp` (JSON) says how they were made."""
     if isinstance(file, Path):
-        with whole_file(file) as part, part.open("wb") as stream:
+        with atomic_file(file) as part, part.open("wb") as stream:
             save_npz(stream, record, stamp)
         return
     arrays: dict[str, Any] = dict(record.columns())
@@ -662,7 +662,7 @@ def write_tsv(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, An
     offsets: dict[str, int] = {}
     checksums: list[int] = []
     position = 0
-    with whole_file(path) as part:
+    with atomic_file(path) as part:
         with part.open("wb") as file:
             for record in records:
                 line = "\t".join(_cells(record, layout)).encode() + b"\n"
@@ -700,7 +700,7 @@ def write_hdf5(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
     where these are; whoever reads the file checks them.
     """
     ids, sizes, starts = [], [], [0]
-    with whole_file(path) as part, import_optional("h5py").File(part, "w", libver=("v110", "v110")) as file:
+    with atomic_file(path) as part, import_optional("h5py").File(part, "w", libver=("v110", "v110")) as file:
         file.attrs["stamp"] = json.dumps(stamp)
         for record in records:
             for name, rows in record.columns().items():
@@ -737,7 +737,7 @@ def write_lmdb(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
     """
     lmdb = import_optional("lmdb")
     size = int(num_bytes * LMDB_OVERHEAD) + 2**26
-    with whole_file(path) as part:
+    with atomic_file(path) as part:
         environment = lmdb.open(str(part), subdir=False, map_size=size, lock=False, meminit=False)
         with contextlib.closing(environment):
             _fill(environment, records, stamp)

@@ -601,7 +601,7 @@ class ListedPairDataset(VLDataset):
         pair = self.pairs[index]
         facts = {"identifier": pair.identifier, "sent": pair.words}
         facts |= {} if pair.label is None else {"label": LABELS[pair.label]}
-        return SampleText(index, pair.words, facts, _truth_listed_pairs(pair), looks_at=(0, 1))
+        return SampleText(index, pair.words, facts, _truth_listed_pairs(pair), image_index=(0, 1))
 
 
 def _truth_listed_pairs(pair: ListedPair) -> RightChoice | None:

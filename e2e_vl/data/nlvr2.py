@@ -243,7 +243,7 @@ class NLVR2Dataset(VLDataset):
         for key in ("synset", "family"):
             if getattr(example, key) is not None:
                 facts[key] = getattr(example, key)
-        return SampleText(index, example.sentence, facts, _truth(example), looks_at=(0, 1))
+        return SampleText(index, example.sentence, facts, _truth(example), image_index=(0, 1))
 
 
 def _truth(example: PairStatement) -> RightChoice | None:

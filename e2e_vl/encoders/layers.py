@@ -53,7 +53,7 @@ class LayersRun(NamedTuple):
 def run_layers(
     layers: Sequence[BertLayerWithMaps],
     hidden: Float[Tensor, "M Z E"],
-    attend: Bool[Tensor, "M Z"],
+    attention_mask: Bool[Tensor, "M Z"],
     output_attentions: bool = False,
     biases: Sequence[Float[Tensor, "M heads Z Z"]] = (),
     inner: int | None = None,
@@ -64,7 +64,7 @@ def run_layers(
         biases: added to the attention logits, one per layer; or none.
         inner: number of layers after which the states are wanted too; 0: the input.
     """
-    mask = additive_mask(attend, hidden.dtype)
+    mask = additive_mask(attention_mask, hidden.dtype)
     attentions, kept = [], None
     for number, layer in enumerate(layers):
         if number == inner:
@@ -76,10 +76,10 @@ def run_layers(
     return LayersRun(hidden, attentions, hidden if kept is None else kept)
 
 
-def additive_mask(attend: Bool[Tensor, "M Z"], dtype: torch.dtype) -> Float[Tensor, "M 1 1 Z"]:
+def additive_mask(attention_mask: Bool[Tensor, "M Z"], dtype: torch.dtype) -> Float[Tensor, "M 1 1 Z"]:
     """What is added to attention logits: 0 at real positions, the smallest number elsewhere."""
-    mask = torch.zeros(attend.shape, dtype=dtype, device=attend.device)
-    return mask.masked_fill(~attend, torch.finfo(dtype).min)[:, None, None, :]
+    mask = torch.zeros(attention_mask.shape, dtype=dtype, device=attention_mask.device)
+    return mask.masked_fill(~attention_mask, torch.finfo(dtype).min)[:, None, None, :]
 
 
 def attention_probabilities(
@@ -109,7 +109,7 @@ class SequenceLayout:
     slot: Int64[Tensor, "M Z"]  # slot that is shown at a position
     position: Int64[Tensor, "M slots"]  # position of a slot; any valid one for padding
     is_real: Bool[Tensor, "M slots"]  # slots that are not padding
-    attend: Bool[Tensor, "M Z"]  # positions that are not padding
+    attention_mask: Bool[Tensor, "M Z"]  # positions that are not padding
     has_end: bool  # the last slot is [END]
 
     @classmethod
@@ -122,7 +122,9 @@ class SequenceLayout:
         longest = max(int(is_real.sum(dim=1).max()) if len(is_real) else 1, 1)
         slot = (~is_real).to(torch.uint8).argsort(dim=1, stable=True)[:, :longest]
         position = (is_real.cumsum(dim=1) - 1).clamp(min=0)
-        return cls(slot=slot, position=position, is_real=is_real, attend=is_real.gather(1, slot), has_end=has_end)
+        return cls(
+            slot=slot, position=position, is_real=is_real, attention_mask=is_real.gather(1, slot), has_end=has_end
+        )
 
     def pack(self, slots: Shaped[Tensor, "M slots E"]) -> Shaped[Tensor, "M Z E"]:
         """Slots -> positions."""
@@ -154,7 +156,7 @@ def naming_words(texts: TextBatch, regions: TextRegions, dtype: torch.dtype) -> 
     """1 where a word names a region, which is a candidate box of the text's first image; None: no word names any."""
     if texts.region_of_token is None:
         return None
-    can_be_named = regions.attend & (regions.row >= 0) & (regions.image_slot == 0)
+    can_be_named = regions.attention_mask & (regions.row >= 0) & (regions.image_slot == 0)
     is_named = regions.row[:, :, None] == texts.region_of_token[:, None]
     return (is_named & can_be_named[:, :, None]).to(dtype)
 
@@ -291,7 +293,7 @@ def packed_biases(
     bias: RelativeGeometryBias, regions: TextRegions, layout: SequenceLayout
 ) -> list[Float[Tensor, "M heads Z Z"]]:
     """The biases of a sequence of words and regions (and perhaps an end), zero but between regions."""
-    count = regions.attend.shape[1]
+    count = regions.attention_mask.shape[1]
     ends = int(layout.has_end)
     words = layout.is_real.shape[1] - count - ends
     found = bias(regions.boxes, regions.image_sizes, pairs_of_one_image(regions))
@@ -301,4 +303,4 @@ def packed_biases(
 def pairs_of_one_image(regions: TextRegions) -> Bool[Tensor, "M R R"]:
     """True for two regions that come from the same image of a text."""
     same_image = regions.image_slot[:, :, None] == regions.image_slot[:, None]
-    return same_image & regions.attend[:, :, None] & regions.attend[:, None]
+    return same_image & regions.attention_mask[:, :, None] & regions.attention_mask[:, None]

@@ -71,7 +71,7 @@ class TextEmbeddings(nn.Module):
         positions = torch.arange(length, device=texts.input_ids.device)
         vectors = self.word_embeddings(texts.input_ids) + self.position_embeddings(positions)
         if self.token_type_embeddings is not None:
-            vectors = vectors + self.token_type_embeddings(texts.segment_ids)
+            vectors = vectors + self.token_type_embeddings(texts.token_type_ids)
         return self.dropout(self.LayerNorm(vectors))
 
 
@@ -108,7 +108,7 @@ class MultiHeadAttention(nn.Module):
         self,
         states: Float[Tensor, "M queries E"],
         context: Float[Tensor, "M keys E"],
-        attend: Bool[Tensor, "M keys"],
+        attention_mask: Bool[Tensor, "M keys"],
         output_attentions: bool = False,
         bias: Float[Tensor, "M heads queries keys"] | None = None,
     ) -> tuple[Float[Tensor, "M queries E"], Map | None]:
@@ -120,8 +120,8 @@ class MultiHeadAttention(nn.Module):
         split = (-1, self.head_size)
         query = self.query(states).unflatten(-1, split).transpose(1, 2)
         key, value = (module(context).unflatten(-1, split).transpose(1, 2) for module in (self.key, self.value))
-        has_key = attend.any(dim=1)[:, None, None, None]
-        mask = attend[:, None, None, :] | ~has_key
+        has_key = attention_mask.any(dim=1)[:, None, None, None]
+        mask = attention_mask[:, None, None, :] | ~has_key
         if bias is not None:
             bias = bias.to(query.dtype).masked_fill(~mask, -torch.inf)
         read = F.scaled_dot_product_attention(
@@ -150,12 +150,12 @@ class AttentionStep(nn.Module):
         self,
         states: Float[Tensor, "M queries E"],
         context: Float[Tensor, "M keys E"],
-        attend: Bool[Tensor, "M keys"],
+        attention_mask: Bool[Tensor, "M keys"],
         output_attentions: bool = False,
         bias: Float[Tensor, "M heads queries keys"] | None = None,
     ) -> tuple[Float[Tensor, "M queries E"], Map | None]:
         """See `MultiHeadAttention.forward`."""
-        read, found = self.get_submodule(self.inner)(states, context, attend, output_attentions, bias)
+        read, found = self.get_submodule(self.inner)(states, context, attention_mask, output_attentions, bias)
         return self.output(read, states), found
 
 
@@ -171,12 +171,12 @@ class SelfAttentionLayer(GradientCheckpointingLayer):
     def forward(
         self,
         states: Float[Tensor, "M length E"],
-        attend: Bool[Tensor, "M length"],
+        attention_mask: Bool[Tensor, "M length"],
         output_attentions: bool = False,
         bias: Float[Tensor, "M heads length length"] | None = None,
     ) -> tuple[Float[Tensor, "M length E"], Map | None]:
         """States -> states, and the map if asked for; the bias is added to the attention logits."""
-        states, found = self.attention(states, states, attend, output_attentions, bias)
+        states, found = self.attention(states, states, attention_mask, output_attentions, bias)
         return self.output(self.intermediate(states), states), found
 
 
@@ -241,17 +241,17 @@ class ImagePasses:
     """Which regions belong to which image of a text: the I images of M texts are M x I passes of the encoder."""
 
     row: Int64[Tensor, "M I own"]  # region of the text that is shown at a place of the pass
-    attend: Bool[Tensor, "M I own"]  # places with a region
+    attention_mask: Bool[Tensor, "M I own"]  # places with a region
     slot: Int64[Tensor, "M R"]  # image of a region; I at padding
     place: Int64[Tensor, "M R"]  # of a region in the pass of its image; any valid one for padding
 
     @classmethod
     def of(cls, regions: TextRegions, count: int) -> ImagePasses:
         """The passes of texts with room for `count` images. Raises ValueError if a text looks at more."""
-        attend, slot = regions.attend, regions.image_slot.masked_fill(~regions.attend, count)
+        attention_mask, slot = regions.attention_mask, regions.image_slot.masked_fill(~regions.attention_mask, count)
         if count == 1:
-            row = torch.arange(attend.shape[1], device=attend.device).expand_as(attend)
-            return cls(row[:, None], attend[:, None], slot, row)
+            row = torch.arange(attention_mask.shape[1], device=attention_mask.device).expand_as(attention_mask)
+            return cls(row[:, None], attention_mask[:, None], slot, row)
         if int(regions.image_slot.max()) >= count:
             raise UserError(
                 f"A text looks at {int(regions.image_slot.max()) + 1} images, but encoder.config.image_slots is "
@@ -290,13 +290,13 @@ class AttentionMaps:
     def add_words(self, among_words: Float[Tensor, "M heads L L"]) -> None:
         """A step of words alone, before they read images."""
         rest = self.passes.slot.shape[1]
-        attend = self.texts.attend
-        is_pair = attend[:, None, :, None] & attend[:, None, None, :]
+        attention_mask = self.texts.attention_mask
+        is_pair = attention_mask[:, None, :, None] & attention_mask[:, None, None, :]
         self.found.append(F.pad(among_words * is_pair, (0, rest, 0, rest)))
 
     def add_regions(self, among_regions: Float[Tensor, "passes heads own own"]) -> None:
         """A step of regions alone; one map, in which those of different images do not see each other."""
-        length = self.texts.attend.shape[1]
+        length = self.texts.attention_mask.shape[1]
         self.found.append(torch.stack(self._of_images(F.pad(among_regions, (length, 0, length, 0)))).sum(dim=0))
 
     def add_cross(
@@ -315,13 +315,13 @@ class AttentionMaps:
 
     def _of_images(self, maps: Float[Tensor, "passes heads places places"]) -> list[Float[Tensor, "M heads _ _"]]:
         """Maps over the places [words | regions of the image] -> a map over all slots for each image."""
-        attend, (count, _) = self.texts.attend, self.passes.row.shape[1:]
-        words = torch.arange(attend.shape[1], device=attend.device).expand_as(attend)
-        places = torch.cat([words, attend.shape[1] + self.passes.place], dim=1)
+        attention_mask, (count, _) = self.texts.attention_mask, self.passes.row.shape[1:]
+        words = torch.arange(attention_mask.shape[1], device=attention_mask.device).expand_as(attention_mask)
+        places = torch.cat([words, attention_mask.shape[1] + self.passes.place], dim=1)
         found = []
         for image, rows in enumerate(maps.unflatten(0, (-1, count)).unbind(dim=1)):
             rows = take_along(take_along(rows, places[:, None, :, None], dim=2), places[:, None, None, :], dim=3)
-            is_real = torch.cat([attend, self.passes.slot == image], dim=1)
+            is_real = torch.cat([attention_mask, self.passes.slot == image], dim=1)
             found.append(rows * (is_real[:, None, :, None] & is_real[:, None, None, :]))
         return found
 
@@ -517,15 +517,15 @@ class LxmertEncoder(Encoder):
         """What is added to the attention logits among regions: for each layer over regions, then for each of both."""
         if self.relative_geometry is None:
             return [None] * (self.config.r_layers + self.config.x_layers)
-        attend = passes.attend.flatten(0, 1)
-        is_pair = attend[:, :, None] & attend[:, None]
+        attention_mask = passes.attention_mask.flatten(0, 1)
+        is_pair = attention_mask[:, :, None] & attention_mask[:, None]
         return self.relative_geometry(passes.split(regions.boxes), passes.split(regions.image_sizes), is_pair)
 
     def encode_words(self, texts: TextBatch, maps: AttentionMaps | None) -> Float[Tensor, "M L E"]:
         """Through the layers over words, which do not depend on images."""
         words = self.embeddings(texts)
         for layer in self.encoder.layer:
-            words, found = layer(words, texts.attend, maps is not None)
+            words, found = layer(words, texts.attention_mask, maps is not None)
             if maps is not None:
                 maps.add_words(found)
         return words
@@ -548,9 +548,9 @@ class LxmertEncoder(Encoder):
         named = naming_words(texts, regions, places.dtype) if self.config.named_regions else None
         if named is not None:
             objects = objects + passes.split(named / named.sum(dim=2, keepdim=True).clamp(min=1) @ places)
-        attend = passes.attend.flatten(0, 1)
+        attention_mask = passes.attention_mask.flatten(0, 1)
         for layer, bias in zip(self.encoder.r_layers, biases[: self.config.r_layers], strict=True):
-            objects, found = layer(objects, attend, maps is not None, bias)
+            objects, found = layer(objects, attention_mask, maps is not None, bias)
             if maps is not None:
                 maps.add_regions(found)
         return objects
@@ -574,12 +574,16 @@ class LxmertEncoder(Encoder):
         Returns:
             Words, regions, and both after `inner_layer` of these layers (None: after all).
         """
-        words, text_attend, attend = passes.repeat(words), passes.repeat(texts.attend), passes.attend.flatten(0, 1)
+        words, text_attend, attention_mask = (
+            passes.repeat(words),
+            passes.repeat(texts.attention_mask),
+            passes.attention_mask.flatten(0, 1),
+        )
         between = None
         for number, (layer, bias) in enumerate(zip(self.encoder.x_layers, biases[self.config.r_layers :], strict=True)):
             if number == inner_layer:
                 between = words, objects
-            words, objects, found = layer(words, objects, text_attend, attend, maps is not None, bias)
+            words, objects, found = layer(words, objects, text_attend, attention_mask, maps is not None, bias)
             if maps is not None:
                 maps.add_cross(*found)
         return words, objects, between or (words, objects)
@@ -592,12 +596,12 @@ class LxmertEncoder(Encoder):
         passes: ImagePasses,
     ) -> InnerStates:
         """Words and regions of passes -> of texts, zero at padding."""
-        return InnerStates(self.mean_of_images(words, passes) * texts.attend[..., None], passes.join(objects))
+        return InnerStates(self.mean_of_images(words, passes) * texts.attention_mask[..., None], passes.join(objects))
 
     def mean_of_images(self, words: Float[Tensor, "passes L E"], passes: ImagePasses) -> Float[Tensor, "M L E"]:
         """The mean over the passes with an image, or over all where a text has none."""
         words = words.unflatten(0, (-1, passes.row.shape[1]))
-        has_image = passes.attend.any(dim=2)
+        has_image = passes.attention_mask.any(dim=2)
         shares = (has_image | ~has_image.any(dim=1, keepdim=True)).to(words.dtype)
         shares = shares / shares.sum(dim=1, keepdim=True)
         return (words * shares[..., None, None]).sum(dim=1)

@@ -120,11 +120,11 @@ class VisualBertTables(nn.Module):
                 f"A text of {length} wordpieces does not fit into max_position_embeddings = {limit}; cut the texts or "
                 "raise the encoder's limit."
             )
-        words = self.word_embeddings(texts.input_ids) + self.token_type_embeddings(texts.segment_ids)
+        words = self.word_embeddings(texts.input_ids) + self.token_type_embeddings(texts.token_type_ids)
         words = words + self.position_embeddings.weight[:length]
         objects = self.visual_projection(self.region_features(regions))
         objects = objects + self.region_types(regions) + self.region_positions(alignment)
-        layout = SequenceLayout.from_masks(texts.attend, regions.attend, has_end=False)
+        layout = SequenceLayout.from_masks(texts.attention_mask, regions.attention_mask, has_end=False)
         slots = torch.cat([words, objects.to(words.dtype)], dim=1)
         return self.dropout(self.LayerNorm(layout.pack(slots))), layout
 
@@ -310,9 +310,11 @@ class VisualBertEncoder(Encoder):
         inner_layer: int | None = None,
     ) -> EncoderOutput:
         """What `forward` returns, from the packed input of the layers and what is added to their attention logits."""
-        length = texts.attend.shape[1]
+        length = texts.attention_mask.shape[1]
         if self.additional_layer is None:
-            run = run_layers(self.encoder["layer"], hidden, layout.attend, output_attentions, biases, inner_layer)
+            run = run_layers(
+                self.encoder["layer"], hidden, layout.attention_mask, output_attentions, biases, inner_layer
+            )
             maps = [layout.unpack_pairs(one) for one in run.attentions]
         else:
             run = self._fuse_late(hidden, layout, length, output_attentions, biases, inner_layer)
@@ -355,7 +357,7 @@ class VisualBertEncoder(Encoder):
         count = is_region.shape[1]
         maps = [F.pad(one * is_pair, (0, count, 0, count)) for one in maps]
         joint = layout.pack(torch.cat([words, slots[:, length:]], dim=1))
-        run = run_layers([self.additional_layer], joint, layout.attend, output_attentions, biases, inner_layer)
+        run = run_layers([self.additional_layer], joint, layout.attention_mask, output_attentions, biases, inner_layer)
         has_regions = is_region.any(dim=1)[:, None, None]
         maps += [layout.unpack_pairs(one) * has_regions[..., None] for one in run.attentions]
         return LayersRun(torch.where(has_regions, run.output, joint), maps, torch.where(has_regions, run.inner, joint))

@@ -164,13 +164,13 @@ class VLBertEmbeddings(nn.Module):
         """
         vectors = self.region_vectors(regions)
         word_vectors = self.word_vectors(texts, vectors, regions)
-        region_words = self.region_word_embedding.weight.expand(*regions.attend.shape, -1)
+        region_words = self.region_word_embedding.weight.expand(*regions.attention_mask.shape, -1)
         if self.hidden_region_word_embedding is not None:
             hidden = self.hidden_region_word_embedding.weight
             region_words = torch.where(regions.is_hidden[..., None], hidden, region_words)
         if self.image_slot_embeddings is not None:
             region_words = region_words + self.image_slot_embeddings(regions.image_slot)
-        in_sequence = regions.attend
+        in_sequence = regions.attention_mask
         if not self.config.whole_image_in_sequence:
             in_sequence = in_sequence & ~regions.is_whole_image
         return self.join(texts, word_vectors, region_words, vectors, in_sequence, regions.image_slot)
@@ -213,7 +213,7 @@ class VLBertEmbeddings(nn.Module):
         else:
             rows = texts.region_of_token + 1  # row 0 is the whole image, which words that name nothing carry
             word_vectors = take_along(vectors, rows[..., None], dim=1)
-        has_region = regions.attend.any(dim=1)[:, None, None]
+        has_region = regions.attention_mask.any(dim=1)[:, None, None]
         if self.text_only_embedding is None:
             return word_vectors * has_region
         return torch.where(has_region, word_vectors, self.text_only_embedding.weight)
@@ -246,10 +246,10 @@ class VLBertEmbeddings(nn.Module):
             end = end + self.text_visual(word_vectors[:, :1])  # the first word, [CLS], names no region
         slots = torch.cat([words, objects.to(words.dtype), end], dim=1)
 
-        positions = self.position_ids(texts.attend, image_slot)
-        segments = self.segment_ids(texts.segment_ids, region_attend)
+        positions = self.position_ids(texts.attention_mask, image_slot)
+        segments = self.token_type_ids(texts.token_type_ids, region_attend)
         slots = slots + self.position_embeddings(positions) + self.segment_embeddings(segments)
-        layout = SequenceLayout.from_masks(texts.attend, region_attend)
+        layout = SequenceLayout.from_masks(texts.attention_mask, region_attend)
         return self.dropout(self.norm(layout.pack(slots))), layout
 
     def position_ids(
@@ -270,7 +270,7 @@ class VLBertEmbeddings(nn.Module):
         regions = length + image_slot
         return torch.cat([words, regions, regions.amax(dim=1, keepdim=True) + 1], dim=1)
 
-    def segment_ids(
+    def token_type_ids(
         self, text_segments: Int64[Tensor, "M L"], region_attend: Bool[Tensor, "M R"]
     ) -> Int64[Tensor, "M L+R+1"]:
         """The words' own segments, then 2 for regions and [END]."""
@@ -472,7 +472,7 @@ class VLBertModel(Encoder):
         """
         hidden, layout = self.embeddings(texts, regions)
         run = self.encode(hidden, layout, regions, output_attentions, inner_layer)
-        sizes = [texts.attend.shape[1], regions.attend.shape[1], 1]
+        sizes = [texts.attention_mask.shape[1], regions.attention_mask.shape[1], 1]
         words, objects, _ = layout.unpack(run.output).split(sizes, dim=1)
         pooled = None if self.pooler is None else self.pooler(run.output)
         inner = None
@@ -497,7 +497,7 @@ class VLBertModel(Encoder):
     ) -> LayersRun:
         """Run the layers over the packed sequence; `regions` are for the relative geometry, and not used without it."""
         biases = [] if self.relative_geometry is None else packed_biases(self.relative_geometry, regions, layout)
-        run = run_layers(self.layers, hidden, layout.attend, output_attentions, biases, inner_layer)
+        run = run_layers(self.layers, hidden, layout.attention_mask, output_attentions, biases, inner_layer)
         if self.final_norm is None:
             return run
         return run._replace(output=self.final_norm(run.output), inner=self.final_norm(run.inner))

@@ -281,7 +281,7 @@ def _look_of(answer: Answer, output: ModelOutput, model: TrainedModel, names: tu
     """What is shown of a batch of one photo and one text."""
     texts, regions = output.batch.texts, output.text_regions
     length, width = texts.input_ids.shape[1], regions.row.shape[1]
-    pieces = texts.attend[0].nonzero()[:, 0].tolist()
+    pieces = texts.attention_mask[0].nonzero()[:, 0].tolist()
     is_region = (regions.row[0] >= 0).tolist()
     whole = [row for row, is_whole in enumerate(regions.is_whole_image[0].tolist()) if is_whole]
     rows = [row for row, is_one in enumerate(is_region) if is_one]

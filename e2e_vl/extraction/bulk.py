@@ -44,7 +44,7 @@ from e2e_vl.data.storage.array_files import read_npz
 from e2e_vl.data.user_inputs import GivenBoxes, ListedImage
 from e2e_vl.extraction.regions import InputImage, LoadedDetector, RegionExtractor, load_input
 from e2e_vl.extraction.settings import ExtractionSettings
-from e2e_vl.io import id_of, inside, name_of, shown, whole_file, write_json
+from e2e_vl.io import atomic_file, id_of, inside, name_of, shown, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -256,7 +256,7 @@ def _describe(
 def _save(job: ExtractionJob, record: RegionFeatures) -> None:
     path = job.file_of(record.image_id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as part, part.open("wb") as file:
+    with atomic_file(path) as part, part.open("wb") as file:
         save_npz(file, record, job.stamp if job.layout == "npz" else None)
 
 

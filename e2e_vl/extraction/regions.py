@@ -473,7 +473,7 @@ def extract_image(
     detector sees: of the proposals or of the final boxes, as the config's MODEL.ROI_HEADS.FEATURES_OF says.
 
     Args:
-        rule: which of the detector's own boxes are kept.
+        rule: which of the detector's predicted boxes are kept.
         given: a user's boxes, which are described in their order in place of the detector's.
 
     Raises:

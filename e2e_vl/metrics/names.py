@@ -1,4 +1,4 @@
-"""Names of metrics, such as `val/accuracy_own_boxes/relation`: how they are made and taken apart."""
+"""Names of metrics, such as `val/accuracy_predicted_boxes/relation`: how they are made and taken apart."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MetricName:
 
     @property
     def boxes(self) -> str:
-        """The boxes in words, such as "own boxes"."""
+        """The boxes in words, such as "predicted boxes"."""
         return self.source.metric_suffix.replace("_", " ")
 
     @property
@@ -60,7 +60,7 @@ class MetricName:
 
 
 def named_metrics(scores: Mapping[str, Any], split: str, boxes: BoxSource) -> dict[str, Any]:
-    """`accuracy` -> `val/accuracy_own_boxes`; `accuracy/relation` -> `val/accuracy_own_boxes/relation`."""
+    """`accuracy` -> `val/accuracy_predicted_boxes`; `accuracy/relation` -> `val/accuracy_predicted_boxes/relation`."""
     named = {}
     for key, value in scores.items():
         metric, _, detail = key.partition("/")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from detector.errors import UserError
-from detector.io import whole_file
+from detector.io import atomic_file
 
 CHOICES = 4
 ANSWER_COLUMNS = tuple(f"answer_{i}" for i in range(CHOICES))
@@ -48,7 +48,7 @@ def write_submission(path: str | Path, submission: Submission) -> None:
         raise UserError(f"{path}: a score is not a finite number; look for a diverged model.")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as part, part.open("w", encoding="utf-8", newline="") as file:
+    with atomic_file(path) as part, part.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         for annot_id, answers, rationales in zip(*submission, strict=True):

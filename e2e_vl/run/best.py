@@ -22,7 +22,7 @@ from detector.errors import UserError
 from detector.io import read_plain_json
 from e2e_vl.config import BoxSource
 from e2e_vl.data.batching import ExampleDataset
-from e2e_vl.io import whole_folder, write_json
+from e2e_vl.io import atomic_folder, write_json
 from e2e_vl.metrics.names import MetricName
 from e2e_vl.records import Count, Record, checked
 from e2e_vl.run.optim import LOSS
@@ -128,7 +128,7 @@ class BestModel:
 
     def write(self, save: Callable[[Path], None]) -> None:
         """Put the model that was just judged into the folder; `save` writes it into a folder of any name."""
-        with whole_folder(self.folder) as part:
+        with atomic_folder(self.folder) as part:
             save(part)
             write_json(part / FILE, self.found)
             if self.folder.exists() and self.checkpoint is not None and self.checkpoint.is_dir():

@@ -319,7 +319,7 @@ def resolve(config: RunConfig) -> RunConfig:
     `data.resize` comes from the detector's YAML file where it is null, so that the saved settings hold numbers.
 
     Raises:
-        ValueError: a wrong name, own boxes of a detector that never learns to find any, a selection of boxes that
+        ValueError: a wrong name, predicted boxes of a detector that never learns to find any, a selection of boxes that
             nothing reads, or sizes of training and testing that `data.resize` cannot express together.
     """
     named_parts(config)
@@ -330,7 +330,7 @@ def resolve(config: RunConfig) -> RunConfig:
             "would never become useful; set detector.loss_weight or detector.weights."
         )
     sources = {BoxSource(source) for source in (config.data.boxes.train, *config.eval.boxes)}
-    unread = config.data.boxes.unread_by_own_boxes
+    unread = config.data.boxes.unread_by_predicted_boxes
     reads = any(source.reads_selection for source in sources)
     if unread is not None and reads and config.data.boxes.train == BoxSource.ONLINE:
         raise UserError(
@@ -484,7 +484,7 @@ def build_task(config: RunConfig, sizes: Sizes, shared: SharedReads | None = Non
         task = task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
         if settings.choices is not None:
             words_choices = _task_of(settings.choices, sizes)
-            task.choice_wording = words_choices.wording
+            task.choice_preprocessor = words_choices.preprocessor
             task.mask_size, task.mask_at = words_choices.mask_size, words_choices.mask_at
         return task
     return task_class.build(sizes, settings)
@@ -600,10 +600,12 @@ def build_examples(
         dataset = open_split(config, split, boxes, training=training, shared=shared)
     if model.task.predicts_classes and not training:
         dataset.check_classes(model.detector.num_classes, model.detector.class_names)
-    wording = model.task.wording(build_writer(config, model, tokenizer, training=training))
+    preprocessor = model.task.preprocessor(build_writer(config, model, tokenizer, training=training))
     loader = build_loader(config, model, dataset, boxes, training=training, shared=shared)
     loader.require_images(dataset.image_ids(), split)
-    return ExampleDataset(dataset, loader, wording, seed=config.seed, skip_broken=config.data.skip_broken and training)
+    return ExampleDataset(
+        dataset, loader, preprocessor, seed=config.seed, skip_broken=config.data.skip_broken and training
+    )
 
 
 def wants_of(config: RunConfig, boxes: BoxSource, *, training: bool) -> Wants:
@@ -636,8 +638,8 @@ def open_split(
             f"The box source is {boxes} and detector.backend is {config.detector.backend}: precomputed features need "
             "both to be precomputed (data.boxes.train, eval.boxes and detector.backend)."
         )
-    if boxes is BoxSource.ONLINE and config.data.boxes.unread_by_own_boxes is not None:
-        logger.warning("%s.", config.data.boxes.unread_by_own_boxes)
+    if boxes is BoxSource.ONLINE and config.data.boxes.unread_by_predicted_boxes is not None:
+        logger.warning("%s.", config.data.boxes.unread_by_predicted_boxes)
     kind = named_parts(config).dataset
     check_boxes_source(kind, config.data.name, boxes)
     wants = wants_of(config, boxes, training=training)
@@ -700,10 +702,10 @@ def build_collate(config: RunConfig, model: VisionLanguageModel) -> Callable[...
 
 
 def warn_of_random_boxes(settings: DetectorSettings) -> None:
-    """To be called where a detector's own boxes are evaluated."""
+    """To be called where a detector's predicted boxes are evaluated."""
     if settings.proposes_at_random:
         logger.warning(
-            "The detector's own boxes are random: it was neither trained (detector.loss_weight is 0, or it is frozen) "
+            "The detector's predicted boxes are random: it was neither trained (detector.loss_weight is 0, or it is frozen) "
             "nor loaded with an RPN (detector.weights), so accuracies with boxes 'online' mean nothing."
         )
 
@@ -781,7 +783,7 @@ def check_phrases(config: RunConfig, examples: ExampleDataset) -> None:
     Raises:
         ValueError: the data state none, or the task cannot take the texts of the data set that states them.
     """
-    weight, dataset, takes_others = config.phrases.weight, examples.dataset, bool(examples.wording.learns_from)
+    weight, dataset, takes_others = config.phrases.weight, examples.dataset, bool(examples.preprocessor.learns_from)
     if not dataset.has_phrases:
         remedy = ", or join data that do (data.name=joined, see docs/training.md)" if takes_others else ""
         raise UserError(

@@ -57,7 +57,7 @@ def evaluate_splits(
         should_stop, on_fault: see `evaluate`.
 
     Returns:
-        Metrics under names such as `val/accuracy_own_boxes` and `val/accuracy_own_boxes/relation`; with `val/loss_...`,
+        Metrics under names such as `val/accuracy_predicted_boxes` and `val/accuracy_predicted_boxes/relation`; with `val/loss_...`,
         the sum of the mean losses, if `train.keep_best` judges by it.
     """
     metrics: dict[str, Any] = {}

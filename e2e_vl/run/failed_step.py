@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from detector.errors import UserError, first_line
-from e2e_vl.io import whole_file, without_nan, write_json
+from e2e_vl.io import atomic_file, without_nan, write_json
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.optim import NORM
 from e2e_vl.structures import Batch
@@ -145,7 +145,7 @@ def _keep(
     folder = failed.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with whole_file(folder / f"batches_{process}.pt") as part:
+        with atomic_file(folder / f"batches_{process}.pt") as part:
             content = {"batches": [_plain(batch) for batch in failed.batches], "random_state": failed.random_state}
             torch.save(content, part)
         if model is None:
@@ -154,9 +154,9 @@ def _keep(
         about = {"step": failed.step, "not_finite": failed.bad, "images": list(images), "losses": losses}
         write_json(folder / "about.json", about)
         tensors = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
-        with whole_file(folder / "weights.safetensors") as part:
+        with atomic_file(folder / "weights.safetensors") as part:
             save_file(tensors, part)
-        with whole_file(folder / "optimizer.pt") as part:
+        with atomic_file(folder / "optimizer.pt") as part:
             torch.save(optimizer.state_dict(), part)
     except (OSError, RuntimeError, SafetensorError) as error:
         return first_line(error)

@@ -144,12 +144,12 @@ def _reader(
     """What loads and words samples; whether boxes are given is decided by the first one."""
     boxes = BoxSource.ONLINE if first.images[0].objects is None else BoxSource.GT
     loader = build_loader(config, model, None, boxes)
-    wording = model.task.wording(build_writer(config, model, tokenizer))
+    preprocessor = model.task.preprocessor(build_writer(config, model, tokenizer))
     draw = functools.partial(random_generator, config.seed, 0)
 
     def read(sample: Sample) -> Example:
         images = [_load(loader, image, loader.draw_augmentation(draw(0))) for image in sample.images]
-        return Example(images, list(wording(sample, images, draw)))
+        return Example(images, list(preprocessor(sample, images, draw)))
 
     return read
 

@@ -180,7 +180,7 @@ def _text(value: Any) -> str:
     return json.dumps(value, default=str, ensure_ascii=False)
 
 
-# Metrics by name, such as `val/accuracy_own_boxes/relation`, as tables of box sources and families.
+# Metrics by name, such as `val/accuracy_predicted_boxes/relation`, as tables of box sources and families.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -256,7 +256,7 @@ def result_table(metrics: Mapping[str, Any]) -> list[str]:
     """Lines of a table with a row per split, metric and family, and a column per source of boxes.
 
     Args:
-        metrics: names such as `val/accuracy_own_boxes/relation`; others are left out.
+        metrics: names such as `val/accuracy_predicted_boxes/relation`; others are left out.
     """
     cells: dict[tuple[str, str, str], dict[str, Any]] = {}  # of a split, metric and family, by boxes
     names = {name: found for name in metrics if (found := MetricName.read(name)) is not None}

@@ -26,7 +26,7 @@ from detector.errors import UserError
 from e2e_vl.cli.common import StoppedRunError
 from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler
-from e2e_vl.io import RunLog, remove_leftovers, whole_folder, whole_parts, without_nan, write_json
+from e2e_vl.io import RunLog, atomic_files, atomic_folder, remove_leftovers, without_nan, write_json
 from e2e_vl.run import checkpoint as checkpoints
 from e2e_vl.run import checkpoint as saving
 from e2e_vl.run import failed_step
@@ -284,7 +284,7 @@ class _Training:
             self.best.go_on(is_writer=self.accelerator.is_main_process)
         if self.accelerator.is_main_process:
             save_config(self.config, self.output / "config.yaml")
-            with whole_parts(self.output / "tokenizer", "tokenizer_config.json") as part:
+            with atomic_files(self.output / "tokenizer", "tokenizer_config.json") as part:
                 self.built.tokenizer.save_pretrained(part)
             print(start_text(self.config, self.built, self.accelerator, self.step, self.total_steps), flush=True)
         self.log = RunLog(
@@ -567,7 +567,7 @@ class _Training:
         if self.best.is_over and self.step < self.total_steps:
             summary["stopped_early"] = self.best.waited
         if self.accelerator.is_main_process:
-            with whole_folder(self.output / "model") as folder:
+            with atomic_folder(self.output / "model") as folder:
                 saving.save_model(folder, *self._own)
             write_json(self.output / "metrics.json", without_nan(summary))
             from e2e_vl.run.report import write_report  # late: matplotlib takes seconds

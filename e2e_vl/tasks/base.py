@@ -21,7 +21,7 @@ from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Detector
 from e2e_vl.drawing import draw_boxes
-from e2e_vl.examples import ONLY_PHRASES, Wording
+from e2e_vl.examples import ONLY_PHRASES, Preprocessor
 from e2e_vl.hiding import HidingRule
 from e2e_vl.records import Count, FourNumbers, Record, Score
 from e2e_vl.samples import DataFacts, Question, Sample
@@ -352,7 +352,7 @@ class Task(nn.Module, abc.ABC):
         return line
 
     @abc.abstractmethod
-    def wording(self, writer: TextWriter) -> Wording:
+    def preprocessor(self, writer: TextWriter) -> Preprocessor:
         """What puts the data's texts into wordpieces."""
 
     def question(self, question: Question) -> Sample:

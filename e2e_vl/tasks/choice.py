@@ -1,7 +1,7 @@
 """Questions with a list of possible answers: a class per answer, read from the encoder's summary of the question.
 
 The list belongs to the task and is saved with it. What makes an answer right is the business of each task: it says what
-the truth of a text means for the classes (`AnswerWording.judged`), and how a prediction is scored.
+the truth of a text means for the classes (`AnswerPreprocessor.judged`), and how a prediction is scored.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
 from detector.structures import Detector, Loss
-from e2e_vl.examples import Draw, ImageExample, Targets, TextExample, Wording, stacked
+from e2e_vl.examples import Draw, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.metrics.vqa import UNKNOWN
 from e2e_vl.samples import DataFacts, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
@@ -117,7 +117,7 @@ class PossibleAnswers:
 
 
 @dataclasses.dataclass(frozen=True)
-class AnswerWording(Wording):
+class AnswerPreprocessor(Preprocessor):
     """A question with a place for its answer; in a mirrored image "left" and "right" change places (VL-BERT's code)."""
 
     answers: PossibleAnswers
@@ -131,9 +131,9 @@ class AnswerWording(Wording):
     ) -> Iterable[TextExample]:
         [image] = images
         mirrored = image.placement.flipped
-        laid = self.writer.question(self.writer.pieces(text.words, mirrored=mirrored))
+        encoding = self.writer.question(self.writer.pieces(text.words, mirrored=mirrored))
         targets, said = self.judged(text.truth, mirrored=mirrored)
-        yield TextExample(laid, text.looks_at, self.record(text, images, laid) | said, targets)
+        yield TextExample(encoding, text.image_index, self.record(text, images, encoding) | said, targets)
 
     @abc.abstractmethod
     def judged(self, truth: Any, *, mirrored: bool) -> tuple[AnswerTargets, dict[str, Any]]:
@@ -192,12 +192,12 @@ class AnswerTask(Task):
         return (Ability.SUMMARY_OF_QUESTION, *words)
 
     @abc.abstractmethod
-    def make_wording(self, writer: TextWriter) -> AnswerWording:
+    def make_preprocessor(self, writer: TextWriter) -> AnswerPreprocessor:
         """What puts the data's questions into wordpieces."""
 
-    def wording(self, writer: TextWriter) -> AnswerWording:
+    def preprocessor(self, writer: TextWriter) -> AnswerPreprocessor:
         writer.require_room(writer.layout.question)
-        return self.make_wording(writer)
+        return self.make_preprocessor(writer)
 
     def question(self, question: Question) -> Sample:
         """A user's question about an image; without boxes the detector proposes them."""

@@ -22,7 +22,7 @@ from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Detector
 from e2e_vl.drawing import BLUE, GREEN, RED, Colour, draw_boxes
-from e2e_vl.examples import Draw, ImageExample, Targets, TextExample, Wording, stacked
+from e2e_vl.examples import Draw, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.records import FourNumbers, Id, Number, Record, Score
 from e2e_vl.samples import Categories, DataFacts, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
@@ -50,14 +50,14 @@ class CategoryTargets(Targets):
     category_ids: Int64[np.ndarray, " K"] | Int64[Tensor, "M K"] | None = stacked()
 
 
-class DetectionWording(Wording):
+class DetectionPreprocessor(Preprocessor):
     """An empty text per image."""
 
     def word(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
     ) -> Iterable[TextExample]:
         targets = CategoryTargets(np.array(text.truth.ids, dtype=np.int64))
-        yield TextExample(self.writer.single(()), text.looks_at, self.record(text, images), targets)
+        yield TextExample(self.writer.single(()), text.image_index, self.record(text, images), targets)
 
 
 class TrueObject(Record):
@@ -96,8 +96,8 @@ class DetectionTask(Task):
         # id -> name, for pictures; known after `check_data`. Without it, categories that an image lacks are numbers.
         self.category_names: dict[int, str] = {}
 
-    def wording(self, writer: TextWriter) -> DetectionWording:
-        return DetectionWording(writer)
+    def preprocessor(self, writer: TextWriter) -> DetectionPreprocessor:
+        return DetectionPreprocessor(writer)
 
     def check_data(self, facts: DataFacts, detector: Detector) -> None:
         """Remember what the categories are called."""
@@ -125,7 +125,7 @@ class DetectionTask(Task):
         """
         regions = output.regions
         if regions.scores is None:
-            raise UserError("Detection needs the detector's own boxes; evaluate with boxes 'online'.")
+            raise UserError("Detection needs the detector's predicted boxes; evaluate with boxes 'online'.")
         category_ids = batch.targets.category_ids
         if regions.class_logits[0].shape[1] != category_ids.shape[1] + 1:
             raise UserError(
@@ -133,7 +133,7 @@ class DetectionTask(Task):
                 f"{category_ids.shape[1]} categories; set MODEL.ROI_HEADS.NUM_CLASSES in the detector's config."
             )
         predictions = []
-        for row, image in enumerate(batch.looks_at[:, 0].tolist()):
+        for row, image in enumerate(batch.image_index[:, 0].tolist()):
             sizes = batch.images.sizes[image].tolist(), batch.images.original_sizes[image].tolist()
             boxes, kept = rescale_detections(regions.boxes[image], *sizes)
             found = {

@@ -24,7 +24,17 @@ from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import PALETTE, draw_boxes
-from e2e_vl.examples import Draw, ImageExample, Ragged, Targets, TextExample, Wording, nested, ragged, wordpieces_of
+from e2e_vl.examples import (
+    Draw,
+    ImageExample,
+    Preprocessor,
+    Ragged,
+    Targets,
+    TextExample,
+    nested,
+    ragged,
+    wordpieces_of,
+)
 from e2e_vl.metrics.flickr30k import first_hit, phrase_metrics, right_candidates, write_submission
 from e2e_vl.records import Count, FourNumbers, Score
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
@@ -82,7 +92,7 @@ class Flickr30KTargets(Targets):
 
 
 @dataclasses.dataclass(frozen=True)
-class Flickr30KWording(Wording):
+class Flickr30KPreprocessor(Preprocessor):
     """A sentence as one text. In a mirrored image "left" and "right" change places."""
 
     config: Flickr30KConfig = dataclasses.field(default_factory=Flickr30KConfig)
@@ -96,18 +106,22 @@ class Flickr30KWording(Wording):
     ) -> Iterable[TextExample]:
         [image] = images
         pieces, places = self.writer.located_pieces(text.words, mirrored=image.placement.flipped)
-        laid = self.writer.single(pieces)
+        encoding = self.writer.single(pieces)
         stated = text.truth if isinstance(text.truth, PhraseBoxes) else PhraseBoxes((), None)
         spans = stated.spans
         if self.config.occurrence == "first":
             spans = [first_occurrence(text.words, span) for span in spans]
-        own = laid.source >= 0
-        at = np.where(own[:, None], places[laid.source], 0) if len(places) else np.zeros((len(own), 2), dtype=np.int64)
+        own = encoding.source >= 0
+        at = (
+            np.where(own[:, None], places[encoding.source], 0)
+            if len(places)
+            else np.zeros((len(own), 2), dtype=np.int64)
+        )
         found = [wordpieces_of(at, own, span) if own.any() else (0, 1) for span in spans]
         targets = Flickr30KTargets(spans=np.array(found, dtype=np.int64).reshape(-1, 2))
         if stated.boxes is not None:
             targets.boxes = [image.placement.move_boxes(boxes).astype(np.float32) for boxes in stated.boxes]
-        yield TextExample(laid, text.looks_at, self.record(text, images, laid), targets)
+        yield TextExample(encoding, text.image_index, self.record(text, images, encoding), targets)
 
 
 def first_occurrence(words: str, span: tuple[int, int]) -> tuple[int, int]:
@@ -154,9 +168,9 @@ class Flickr30KTask(Task):
         self.query, self.key = (nn.Linear(hidden_size, width) for _ in range(2))
         start_head([self.query, self.key], self.config.new_layers)
 
-    def wording(self, writer: TextWriter) -> Flickr30KWording:
+    def preprocessor(self, writer: TextWriter) -> Flickr30KPreprocessor:
         writer.require_room(writer.layout.single)
-        return Flickr30KWording(writer, self.config)
+        return Flickr30KPreprocessor(writer, self.config)
 
     def question(self, question: Question) -> Sample:
         """A user's sentence: phrases stand in brackets; without any, all of it is one phrase.
@@ -191,7 +205,7 @@ class Flickr30KTask(Task):
         losses = {}
         if batch.targets.boxes is not None:
             is_right = overlapping(regions, owner, batch.targets.boxes) & candidates
-            losses["flickr30k"] = self._loss(shares, is_right, len(batch.targets.with_target(batch.looks_at)))
+            losses["flickr30k"] = self._loss(shares, is_right, len(batch.targets.with_target(batch.image_index)))
         return TaskOutput(losses=losses, logits=shares.masked_fill(~candidates, -torch.inf))
 
     def _phrase_states(self, text: Float[Tensor, "M L E"], spans: Ragged) -> Float[Tensor, "P E"]:
@@ -223,9 +237,9 @@ class Flickr30KTask(Task):
     def candidates(self, regions: TextRegions) -> Bool[Tensor, "M R"]:
         """Regions that may be the answer."""
         if self.config.whole_image_can_win:
-            return regions.attend
-        others = regions.attend & ~regions.is_whole_image
-        return torch.where(others.any(dim=1, keepdim=True), others, regions.attend)
+            return regions.attention_mask
+        others = regions.attention_mask & ~regions.is_whole_image
+        return torch.where(others.any(dim=1, keepdim=True), others, regions.attention_mask)
 
     def _loss(self, shares: Float[Tensor, "P R"], is_right: Bool[Tensor, "P R"], texts: int) -> Loss:
         loss = pointing_loss(shares, is_right)

@@ -23,13 +23,15 @@ from e2e_vl.records import Score
 from e2e_vl.samples import RightAnswer, ScoredAnswers
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch
 from e2e_vl.tasks.base import NewLayers, PredictionRecord, PredictionWords, Records
-from e2e_vl.tasks.choice import AnswerConfig, AnswerTargets, AnswerTask, AnswerWording
+from e2e_vl.tasks.choice import AnswerConfig, AnswerPreprocessor, AnswerTargets, AnswerTask
 from e2e_vl.text import TextWriter
 
 # Attention of an answer over regions, read from the maps that an encoder gives.
 
 
-def attention_to_regions(encoded: EncoderOutput, texts: TextBatch, attend: Bool[Tensor, "M R"]) -> Float[Tensor, "M R"]:
+def attention_to_regions(
+    encoded: EncoderOutput, texts: TextBatch, attention_mask: Bool[Tensor, "M R"]
+) -> Float[Tensor, "M R"]:
     """How much each answer looks at each region; of every text it adds up to 1, or is 0 where it reads no region.
 
     Taken from the last step in which the text attends to regions, at the place of its summary ([CLS] where the summary
@@ -40,12 +42,12 @@ def attention_to_regions(encoded: EncoderOutput, texts: TextBatch, attend: Bool[
         attend: real regions; a text without regions gets 0 everywhere.
     """
     length = texts.input_ids.shape[1]
-    place = torch.zeros(len(texts), dtype=torch.int64, device=attend.device)
+    place = torch.zeros(len(texts), dtype=torch.int64, device=attention_mask.device)
     place = place if texts.summary is None else texts.summary
-    rows = torch.arange(len(texts), device=attend.device)
-    found = torch.zeros_like(attend, dtype=torch.float32)
+    rows = torch.arange(len(texts), device=attention_mask.device)
+    found = torch.zeros_like(attention_mask, dtype=torch.float32)
     for one in encoded.attentions:
-        seen = one[rows, :, place, length : length + attend.shape[1]].float().mean(dim=1) * attend
+        seen = one[rows, :, place, length : length + attention_mask.shape[1]].float().mean(dim=1) * attention_mask
         found = torch.where((seen.sum(dim=1) > 0)[:, None], seen, found)
     return found / found.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
@@ -84,7 +86,7 @@ class GQATargets(AnswerTargets):
 
 
 @dataclasses.dataclass(frozen=True)
-class GQAWording(AnswerWording):
+class GQAPreprocessor(AnswerPreprocessor):
     """In a mirrored image an answer "left" becomes "right" as the words of the question do."""
 
     learns_from = (RightAnswer, ScoredAnswers)
@@ -129,8 +131,8 @@ class GQATask(AnswerTask):
     def reads_attention(self) -> bool:
         return self.config.grounding
 
-    def make_wording(self, writer: TextWriter) -> GQAWording:
-        return GQAWording(writer, self.answer_list)
+    def make_preprocessor(self, writer: TextWriter) -> GQAPreprocessor:
+        return GQAPreprocessor(writer, self.answer_list)
 
     def best_class(self, truth: Any) -> int | None:
         answer = right_answer(truth)
@@ -166,8 +168,8 @@ class GQATask(AnswerTask):
         if not self.config.grounding or output.encoded.attentions is None:
             return [None] * len(texts)
         shares = regions.boxes / regions.image_sizes.flip(-1).repeat(1, 1, 2)
-        attention = attention_to_regions(output.encoded, texts, regions.attend)
-        has_area = regions.attend & (shares[..., 2:] > shares[..., :2]).all(dim=-1)
+        attention = attention_to_regions(output.encoded, texts, regions.attention_mask)
+        has_area = regions.attention_mask & (shares[..., 2:] > shares[..., :2]).all(dim=-1)
         return [
             list(zip(shares[row][kept].tolist(), attention[row][kept].tolist(), strict=True))
             for row, kept in enumerate(has_area)

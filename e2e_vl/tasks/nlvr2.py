@@ -22,7 +22,7 @@ from torch import Tensor
 from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import draw_side_by_side
-from e2e_vl.examples import Draw, ImageExample, Targets, TextExample, Wording, stacked
+from e2e_vl.examples import Draw, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.metrics.nlvr2 import truth_metrics, write_submission
 from e2e_vl.records import Score
 from e2e_vl.samples import Question, RightChoice, Sample, SampleText
@@ -69,7 +69,7 @@ class NLVR2Targets(Targets):
     label: int | np.int64 | Int64[Tensor, " M"] | None = stacked()  # 1 = true
 
 
-class NLVR2Wording(Wording):
+class NLVR2Preprocessor(Preprocessor):
     """A sentence as one text. Words stay as they are in mirrored images: "left" is mostly the left image."""
 
     learns_from = (RightChoice,)
@@ -80,10 +80,12 @@ class NLVR2Wording(Wording):
     def word(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
     ) -> Iterable[TextExample]:
-        laid = self.writer.single(self.writer.pieces(text.words))
-        names = [images[row].name for row in text.looks_at]
+        encoding = self.writer.single(self.writer.pieces(text.words))
+        names = [images[row].name for row in text.image_index]
         targets = NLVR2Targets(np.int64(text.truth.number) if isinstance(text.truth, RightChoice) else None)
-        yield TextExample(laid, text.looks_at, self.record(text, images, laid) | {"file_names": names}, targets)
+        yield TextExample(
+            encoding, text.image_index, self.record(text, images, encoding) | {"file_names": names}, targets
+        )
 
 
 class NLVR2Prediction(PredictionRecord, kw_only=True):
@@ -117,15 +119,15 @@ class NLVR2Task(Task):
         """The head reads the summary."""
         return cls(sizes.summary_size, config)
 
-    def wording(self, writer: TextWriter) -> NLVR2Wording:
+    def preprocessor(self, writer: TextWriter) -> NLVR2Preprocessor:
         writer.require_room(writer.layout.single)
-        return NLVR2Wording(writer)
+        return NLVR2Preprocessor(writer)
 
     def question(self, question: Question) -> Sample:
         """A user's sentence about two images; without boxes the detector proposes them."""
         question.refuse_choices("A sentence about two images")
         question.refuse_hidden()
-        return question.sample(SampleText(0, question.text, {"sent": question.text}, looks_at=IMAGES))
+        return question.sample(SampleText(0, question.text, {"sent": question.text}, image_index=IMAGES))
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Judge M texts.

@@ -122,7 +122,7 @@ def load_head(head: PhraseHead, path: str | Path) -> LoadReport:
 
 def nameable_regions(regions: TextRegions) -> Bool[Tensor, "M R"]:
     """Regions that a phrase may name: candidate boxes of the text's first image."""
-    return regions.attend & (regions.row >= 0) & (regions.image_slot == 0)
+    return regions.attention_mask & (regions.row >= 0) & (regions.image_slot == 0)
 
 
 def right_regions(regions: TextRegions, phrases: PhraseBatch) -> Bool[Tensor, "P R"]:

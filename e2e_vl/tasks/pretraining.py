@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from detector.errors import UserError
 from detector.structures import Detector
 from e2e_vl.converter import check_numbers
-from e2e_vl.examples import Draw, ImageExample, Targets, TextExample, Wording, by_name
+from e2e_vl.examples import Draw, ImageExample, Preprocessor, Targets, TextExample, by_name
 from e2e_vl.hiding import HidingRule
 from e2e_vl.samples import ChoiceText, DataFacts, Question, RightChoice, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
@@ -36,8 +36,8 @@ from e2e_vl.tasks.base import (
     found_items,
     start_head,
 )
-from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectiveWording, WordHead
-from e2e_vl.text import Cut, LaidText, TextWriter, word_pieces
+from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectivePreprocessor, WordHead
+from e2e_vl.text import Cut, TextEncoding, TextWriter, word_pieces
 
 # Pre-training on questions with several choices: one choice of each is drawn, worded as by the task that judges it.
 
@@ -57,7 +57,7 @@ class ChoiceTextsConfig:
 class ChoiceDraw:
     """Draws one choice of a question. It is sent to data workers."""
 
-    wording: Wording  # yields one text per choice, in their order
+    preprocessor: Preprocessor  # yields one text per choice, in their order
     drawn: Literal["random", "in_turn"] = "random"
 
     def __call__(
@@ -69,23 +69,25 @@ class ChoiceDraw:
         generator: np.random.Generator,
     ) -> tuple[TextExample, bool | None]:
         """The text of one choice, and whether it is the right one; None where nobody says."""
-        examples = list(self.wording.word(text, sample, images, draw))
+        examples = list(self.preprocessor.word(text, sample, images, draw))
         is_random = self.drawn == "random"
         number = int(generator.integers(len(examples))) if is_random else text.index % len(examples)
         return examples[number], text.truth.number == number if isinstance(text.truth, RightChoice) else None
 
 
-def given_pieces(laid: LaidText) -> Int64[np.ndarray, " pieces"]:
+def given_pieces(encoding: TextEncoding) -> Int64[np.ndarray, " pieces"]:
     """The wordpieces that a text was laid out from; 0 for those that were cut off before the last one that stays."""
-    is_given = laid.source >= 0
-    pieces = np.zeros(laid.source.max(initial=-1) + 1, dtype=np.int64)
-    pieces[laid.source[is_given]] = laid.input_ids[is_given]
+    is_given = encoding.source >= 0
+    pieces = np.zeros(encoding.source.max(initial=-1) + 1, dtype=np.int64)
+    pieces[encoding.source[is_given]] = encoding.input_ids[is_given]
     return pieces
 
 
-def with_pieces(laid: LaidText, pieces: Int64[np.ndarray, " pieces"]) -> LaidText:
+def with_pieces(encoding: TextEncoding, pieces: Int64[np.ndarray, " pieces"]) -> TextEncoding:
     """A copy with other wordpieces in the places of the given ones."""
-    return dataclasses.replace(laid, input_ids=np.where(laid.source >= 0, laid.place(pieces), laid.input_ids))
+    return dataclasses.replace(
+        encoding, input_ids=np.where(encoding.source >= 0, encoding.place(pieces), encoding.input_ids)
+    )
 
 
 WORD_BIAS = "word_head.bias"  # the parameter
@@ -118,7 +120,7 @@ class PretrainingConfig:
     # classes, as in Detectron2. "first": as in the files that the official code learns from, and so in the region
     # classifier of its checkpoints. Class distributions from a file stay as they are in it.
     background: Literal["last", "first"] = "last"
-    max_own_regions: int | None = 100  # most boxes when the detector finds them itself; None = all its detections
+    max_detected_regions: int | None = 100  # most boxes when the detector finds them itself; None = all its detections
     max_length: int | None = 64  # wordpieces and regions of a text together; None = no cut
     # which wordpieces pairs of texts lose that are longer than data.max_text_length, see `TextWriter.pair`;
     # "fronts_too_much" is VisualBERT's code, and "fronts" the same without its wrong sign
@@ -135,7 +137,7 @@ class PretrainingConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        check_numbers(self, "task.config.", positive=["max_own_regions"])
+        check_numbers(self, "task.config.", positive=["max_detected_regions"])
         if self.mask_size is not None and (self.mask_size < 1 or self.choices is not None):
             raise UserError(
                 f"task.config.mask_size is {self.mask_size}; give the side of the detector's RoI maps, and with "
@@ -163,14 +165,14 @@ class PretrainingTargets(Targets):
 
 
 @dataclasses.dataclass(frozen=True)
-class PretrainingWording(Wording):
+class PretrainingPreprocessor(Preprocessor):
     """A caption as one text, or as a pair with a second text, which the objectives change one after the other.
 
     Mirroring changes no word (official).
     """
 
     learns_from = (object,)
-    parts: Mapping[str, ObjectiveWording] = dataclasses.field(default_factory=dict)
+    parts: Mapping[str, ObjectivePreprocessor] = dataclasses.field(default_factory=dict)
     cut_pairs: Cut = "ends"
     choices: ChoiceDraw | None = None
 
@@ -181,19 +183,19 @@ class PretrainingWording(Wording):
         draft = Draft("" if self.writer.is_blank else text.words, sample, text=text)
         region_of_token = None
         if isinstance(text, ChoiceText):
-            laid, region_of_token = self._choice(draft, images, draw, own)
+            encoding, region_of_token = self._choice(draft, images, draw, own)
         else:
-            laid = self._written(draft, own)
-        targets = self._targets(draft, laid)
+            encoding = self._written(draft, own)
+        targets = self._targets(draft, encoding)
         seed = int(own.integers(2**62))
         sent = {"sent": draft.words} | ({} if draft.second is None else {"second": draft.second})
         if self.writer.is_blank:
             sent = dict.fromkeys(sent, "")
-        record = self.record(text, images, laid) | sent | draft.record
+        record = self.record(text, images, encoding) | sent | draft.record
         is_other = not isinstance(text, ChoiceText) and draft.words != text.words
         yield TextExample(
-            laid,
-            text.looks_at,
+            encoding,
+            text.image_index,
             record,
             targets,
             seed=seed,
@@ -202,11 +204,11 @@ class PretrainingWording(Wording):
         )
         for part in self.parts.values():
             for extra, extra_laid in part.beside(sample, other):
-                looks_at = text.looks_at if extra.has_image else ()
+                image_index = text.image_index if extra.has_image else ()
                 targets = self._targets(extra, extra_laid)
-                yield TextExample(extra_laid, looks_at, {}, targets, seed=0, other_words=extra.words)
+                yield TextExample(extra_laid, image_index, {}, targets, seed=0, other_words=extra.words)
 
-    def _written(self, draft: Draft, generator: np.random.Generator) -> LaidText:
+    def _written(self, draft: Draft, generator: np.random.Generator) -> TextEncoding:
         """The words of the data, or what the objectives put in their place, masked."""
         for part in self.parts.values():
             part.exchange(draft, draft.text.index, generator)
@@ -220,7 +222,7 @@ class PretrainingWording(Wording):
 
     def _choice(
         self, draft: Draft, images: Sequence[ImageExample], draw: Draw, generator: np.random.Generator
-    ) -> tuple[LaidText, Int64[np.ndarray, " L"] | None]:
+    ) -> tuple[TextEncoding, Int64[np.ndarray, " L"] | None]:
         """A question with one of its choices, each wordpiece a word of its own, and the regions that they name.
 
         Raises:
@@ -229,22 +231,22 @@ class PretrainingWording(Wording):
         if self.choices is None:
             raise UserError("The data have questions with choices; set task.config.choices.task, which words them.")
         example, draft.is_choice = self.choices(draft.text, draft.sample, images, draw, generator)
-        draft.ids = given_pieces(example.laid)
+        draft.ids = given_pieces(example.encoding)
         draft.pieces = [[int(piece)] for piece in draft.ids]
         draft.words = self.writer.tokenizer.decode(draft.ids)
         for part in self.parts.values():
             part.mask(draft, generator)
-        return with_pieces(example.laid, draft.ids), example.region_of_token
+        return with_pieces(example.encoding, draft.ids), example.region_of_token
 
-    def _lay(self, draft: Draft, first: int) -> LaidText:
+    def _lay(self, draft: Draft, first: int) -> TextEncoding:
         """One text, or a pair whose first text has so many wordpieces."""
         if draft.second is None:
             return self.writer.single(draft.ids)
         self.writer.require_room(self.writer.layout.pair)
         return self.writer.pair(draft.ids[:first], draft.ids[first:], self.cut_pairs)
 
-    def _targets(self, draft: Draft, laid: LaidText) -> PretrainingTargets:
-        return PretrainingTargets({name: part.targets(draft, laid) for name, part in self.parts.items()})
+    def _targets(self, draft: Draft, encoding: TextEncoding) -> PretrainingTargets:
+        return PretrainingTargets({name: part.targets(draft, encoding) for name, part in self.parts.items()})
 
 
 class PretrainingTask(Task):
@@ -278,7 +280,7 @@ class PretrainingTask(Task):
         self.mask_size, self.mask_at = config.mask_size, config.mask_at
         self.objectives = dict(objectives)  # registered below under their own names
         # how questions with choices are worded; set when the task is built
-        self.choice_wording: Callable[[TextWriter], Wording] | None = None
+        self.choice_preprocessor: Callable[[TextWriter], Preprocessor] | None = None
         self.wordpieces = [f"wordpiece {number}" for number in range(config.vocab_size)]  # until there is a tokenizer
         self.word_head = None
         if any(objective.reads_words for objective in objectives.values()):
@@ -314,7 +316,7 @@ class PretrainingTask(Task):
             colour=config.hidden_pixels,
             teacher=config.teacher,
             background_first=not config.has_background_last,
-            max_own_regions=config.max_own_regions,
+            max_detected_regions=config.max_detected_regions,
             max_length=config.max_length,
         )
 
@@ -365,13 +367,13 @@ class PretrainingTask(Task):
     def prediction_record(self) -> type[PredictionRecord]:
         return found_items(self.objectives)
 
-    def wording(self, writer: TextWriter) -> PretrainingWording:
+    def preprocessor(self, writer: TextWriter) -> PretrainingPreprocessor:
         writer.require_room(writer.layout.single)
-        parts = {name: objective.wording(writer) for name, objective in self.objectives.items()}
+        parts = {name: objective.preprocessor(writer) for name, objective in self.objectives.items()}
         choices = None
-        if self.choice_wording is not None:
-            choices = ChoiceDraw(self.choice_wording(writer), self.config.choices.drawn)
-        return PretrainingWording(writer, parts, self.config.cut_pairs, choices)
+        if self.choice_preprocessor is not None:
+            choices = ChoiceDraw(self.choice_preprocessor(writer), self.config.choices.drawn)
+        return PretrainingPreprocessor(writer, parts, self.config.cut_pairs, choices)
 
     def question(self, question: Question) -> Sample:
         """A user's text: words at [MASK] and hidden regions are to be named.

@@ -24,7 +24,7 @@ from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import BLUE, GREEN, PALETTE, RED, draw_boxes
-from e2e_vl.examples import Draw, ImageExample, Targets, TextExample, Wording, stacked
+from e2e_vl.examples import Draw, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.metrics.refcoco import CONVENTIONS, referring_metrics, write_submission
 from e2e_vl.records import FourNumbers, Score, Side
 from e2e_vl.samples import Question, ReferredBox, Sample, SampleText
@@ -95,7 +95,7 @@ class ReferringTargets(Targets):
     box: Float[np.ndarray, " 4"] | Float[Tensor, "M 4"] | None = stacked()
 
 
-class ReferringWording(Wording):
+class ReferringPreprocessor(Preprocessor):
     """An expression as one text. In a mirrored image "left" and "right" change places (official VL-BERT code)."""
 
     learns_from = (ReferredBox,)
@@ -107,14 +107,14 @@ class ReferringWording(Wording):
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
     ) -> Iterable[TextExample]:
         [image] = images
-        laid = self.writer.single(self.writer.pieces(text.words, mirrored=image.placement.flipped))
-        record = self.record(text, images, laid)
+        encoding = self.writer.single(self.writer.pieces(text.words, mirrored=image.placement.flipped))
+        record = self.record(text, images, encoding)
         if image.box_ids is not None:
             record["candidate_ann_ids"] = list(image.box_ids)
         targets = ReferringTargets()
         if isinstance(text.truth, ReferredBox):
             targets.box = image.placement.move_boxes(np.array(text.truth.box))[0].astype(np.float32)
-        yield TextExample(laid, text.looks_at, record, targets)
+        yield TextExample(encoding, text.image_index, record, targets)
 
 
 class ReferringPrediction(PredictionRecord, kw_only=True):
@@ -150,9 +150,9 @@ class ReferringTask(Task):
             hidden_size, None, self.config.dropout, self.config.new_layers, transform=Transform(hidden_size)
         )
 
-    def wording(self, writer: TextWriter) -> ReferringWording:
+    def preprocessor(self, writer: TextWriter) -> ReferringPreprocessor:
         writer.require_room(writer.layout.single)
-        return ReferringWording(writer)
+        return ReferringPreprocessor(writer)
 
     def question(self, question: Question) -> Sample:
         """A user's expression about an image; without boxes the detector proposes them."""
@@ -178,11 +178,11 @@ class ReferringTask(Task):
     def candidates(self, regions: TextRegions) -> Bool[Tensor, "M R"]:
         """Regions that may be the answer."""
         if self.config.whole_image_can_win:
-            return regions.attend
-        others = regions.attend & ~regions.is_whole_image
+            return regions.attention_mask
+        others = regions.attention_mask & ~regions.is_whole_image
         if self.config.no_region_is_miss:
             return others
-        return torch.where(others.any(dim=1, keepdim=True), others, regions.attend)
+        return torch.where(others.any(dim=1, keepdim=True), others, regions.attention_mask)
 
     def positive_regions(self, regions: TextRegions, referred: Float[Tensor, "M 4"]) -> Bool[Tensor, "M R"]:
         """Regions whose IoU with the referred boxes is above `positive_iou`."""
@@ -225,7 +225,7 @@ class ReferringTask(Task):
         boxes = regions.original_boxes(batch.images.scales).cpu()
         shares = (logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)).cpu()
         classes = class_names_of(output)
-        sizes = batch.images.original_sizes[batch.looks_at[:, 0].clamp(min=0)].tolist()
+        sizes = batch.images.original_sizes[batch.image_index[:, 0].clamp(min=0)].tolist()
         predictions = []
         for row, (winner, kept) in enumerate(zip(logits.argmax(dim=1).tolist(), candidates.cpu(), strict=True)):
             answer = {"box": boxes[row, winner].tolist(), "score": float(shares[row, winner])}
@@ -242,7 +242,7 @@ class ReferringTask(Task):
 
     def _check_candidates(self, batch: Batch, candidates: Bool[Tensor, "M R"]) -> None:
         for row in (~candidates.any(dim=1)).nonzero().flatten().tolist():
-            images = [batch.images.names[index] for index in batch.looks_at[row].tolist() if index >= 0]
+            images = [batch.images.names[index] for index in batch.image_index[row].tolist() if index >= 0]
             raise UserError(
                 f"There is no region to choose from in {', '.join(images) or 'a text without an image'}; give boxes, "
                 "keep at least one detection per image, or set the task's no_region_is_miss."

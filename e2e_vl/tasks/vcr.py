@@ -26,7 +26,7 @@ from detector.images import load_image
 from detector.structures import Detector, Loss
 from e2e_vl.converter import check_numbers
 from e2e_vl.drawing import draw_boxes
-from e2e_vl.examples import ONLY_PHRASES, Draw, ImageExample, Targets, TextExample, TextPhrases, Wording, stacked
+from e2e_vl.examples import ONLY_PHRASES, Draw, ImageExample, Preprocessor, Targets, TextExample, TextPhrases, stacked
 from e2e_vl.metrics.vcr import CHOICES, join_predictions, joint_metrics, write_submission
 from e2e_vl.records import Count, FourNumbers, Score
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, RightChoice, Sample, SampleText, Sentence
@@ -46,7 +46,7 @@ from e2e_vl.tasks.base import (
     check_lengths,
     check_masks,
 )
-from e2e_vl.text import LaidText, TextWriter, cut_fronts
+from e2e_vl.text import TextEncoding, TextWriter, cut_fronts
 
 # VCR's sentences as wordpieces that know which object they name, as the official codes of VL-BERT and VisualBERT do.
 
@@ -147,17 +147,17 @@ def number_of_words(sentence: Sentence, join_word: str | None = "and") -> int:
     return sum(1 if isinstance(token, str) else len(token) + joints * (len(token) - 1) for token in sentence)
 
 
-def rows_by_word_number(laid: LaidText, *texts: Sequence[Piece]) -> Int64[np.ndarray, " L"]:
+def rows_by_word_number(encoding: TextEncoding, *texts: Sequence[Piece]) -> Int64[np.ndarray, " L"]:
     """The row of each named object at the position that its word would have if no word were split; -1 elsewhere.
 
     The number of a word counts from the start of its own text. So behind a split word, positions are too small, and at
     a text whose front was cut off they are too large; what lies behind the end is left out (official VisualBERT code,
     which mixes up words and wordpieces).
     """
-    rows, first = np.full(len(laid.input_ids), -1, dtype=np.int64), 0
+    rows, first = np.full(len(encoding.input_ids), -1, dtype=np.int64), 0
     for pieces in texts:
         for piece in pieces:
-            position = int(np.flatnonzero(laid.source == first)[0]) + piece.word
+            position = int(np.flatnonzero(encoding.source == first)[0]) + piece.word
             if piece.row >= 0 and position < len(rows):
                 rows[position] = piece.row
         first += len(pieces)
@@ -232,7 +232,7 @@ def read_sentence(text: str, num_objects: int) -> Sentence:
 
 
 def choice_phrases(
-    laid: LaidText,
+    encoding: TextEncoding,
     texts: Sequence[Sequence[Piece]],
     words: Sequence[Sequence[str]],
     boxes: Float[np.ndarray, "R 4"] | None,
@@ -262,11 +262,11 @@ def choice_phrases(
                 runs.append((row, found[0], found[-1] + 1))
         start, first = int(starts[-1]), first + len(pieces)
     known = [] if boxes is None else runs
-    position = {int(number): place for place, number in enumerate(laid.source) if number >= 0}
+    position = {int(number): place for place, number in enumerate(encoding.source) if number >= 0}
     spans = [(position[one], position[end - 1] + 1) for _, one, end in known]
     return TextPhrases(
         words=" ".join(word for own in words for word in own),
-        places=characters[laid.source],
+        places=characters[encoding.source],
         spans=np.array(spans, dtype=np.int64).reshape(-1, 2),
         boxes=[np.asarray(boxes[row : row + 1], dtype=np.float32) for row, _, _ in known],
         is_complete=False,
@@ -349,7 +349,7 @@ class VCRTargets(Targets):
 
 
 @dataclasses.dataclass(frozen=True)
-class VCRWording(Wording):
+class VCRPreprocessor(Preprocessor):
     """Four texts per question, one per choice; words that name objects know the row of the object's box."""
 
     learns_from = (RightChoice,)
@@ -373,11 +373,11 @@ class VCRWording(Wording):
                 f"'{text.words}' has no four choices, so VCR has nothing to learn from it; leave its data out, or set "
                 "phrases.weight if they state what their phrases name."
             )
-        mirrored = bool(text.looks_at) and images[text.looks_at[0]].placement.flipped
+        mirrored = bool(text.image_index) and images[text.image_index[0]].placement.flipped
         pieces = self.writer.pieces(text.words, mirrored=mirrored)
-        laid = self.writer.single(pieces[: self.config.max_pieces])
-        record = self.record(text, images, laid) | {"sent": text.words}
-        return TextExample(laid, text.looks_at, record, self.no_target())
+        encoding = self.writer.single(pieces[: self.config.max_pieces])
+        record = self.record(text, images, encoding) | {"sent": text.words}
+        return TextExample(encoding, text.image_index, record, self.no_target())
 
     def _choices(
         self, text: ChoiceText, sample: Sample, images: Sequence[ImageExample], draw: Draw
@@ -399,22 +399,22 @@ class VCRWording(Wording):
         if sample.is_asked:
             record["question"] = record["sent"]
             record["objects"] = [name for name, row in zip(names, rows, strict=True) if row >= 0]
-        boxes = self._phrase_boxes(text, images[text.looks_at[0]])
+        boxes = self._phrase_boxes(text, images[text.image_index[0]])
         for number, (query, choice) in enumerate(zip(fronts, choices, strict=True)):
-            laid = self.writer.pair([piece.id for piece in query], [piece.id for piece in choice])
+            encoding = self.writer.pair([piece.id for piece in query], [piece.id for piece in choice])
             yield TextExample(
-                laid,
-                text.looks_at,
+                encoding,
+                text.image_index,
                 record,
                 VCRTargets(None if text.truth is None else np.float32(number == text.truth.number)),
-                region_of_token=self._regions_of_words(laid, query, choice),
-                phrases=self._phrases(text, laid, (query, choice), (names, in_choices[number]), number, boxes),
+                region_of_token=self._regions_of_words(encoding, query, choice),
+                phrases=self._phrases(text, encoding, (query, choice), (names, in_choices[number]), number, boxes),
             )
 
     def _phrases(
         self,
         text: ChoiceText,
-        laid: LaidText,
+        encoding: TextEncoding,
         pieces: tuple[list[Piece], list[Piece]],
         names: tuple[list[str], list[str]],
         choice: int,
@@ -425,7 +425,7 @@ class VCRWording(Wording):
             return None
         sentences = [*((one, names[0]) for one in text.query), (text.choices[choice], names[1])]
         *front, last = ([word for word, _ in said_words(*one, self.config.join_word)] for one in sentences)
-        return choice_phrases(laid, pieces, ([word for words in front for word in words], last), boxes)
+        return choice_phrases(encoding, pieces, ([word for words in front for word in words], last), boxes)
 
     def _phrase_boxes(self, text: ChoiceText, image: ImageExample) -> np.ndarray | None:
         """Boxes that names point at, by row; None where names are no phrases.
@@ -442,13 +442,13 @@ class VCRWording(Wording):
             )
         return image.boxes
 
-    def _regions_of_words(self, laid: LaidText, query: list[Piece], choice: list[Piece]) -> np.ndarray | None:
+    def _regions_of_words(self, encoding: TextEncoding, query: list[Piece], choice: list[Piece]) -> np.ndarray | None:
         """int64 [L]; None: words carry no region."""
         if not self.config.ground_words:
             return None
         if self.config.ground_at == "word_number":
-            return rows_by_word_number(laid, query, choice)
-        return laid.place([piece.row for piece in (*query, *choice)])
+            return rows_by_word_number(encoding, query, choice)
+        return encoding.place([piece.row for piece in (*query, *choice)])
 
     def _names(
         self, text: ChoiceText, objects: AnnotatedObjects, candidates: Sequence[int] | None, draw: Draw
@@ -604,11 +604,11 @@ class VCRTask(Task):
         """What people are called."""
         return (*config.people_names, config.join_word or "")
 
-    def wording(self, writer: TextWriter) -> VCRWording:
+    def preprocessor(self, writer: TextWriter) -> VCRPreprocessor:
         """Raises ValueError for a length limit that is not this task's own."""
         if writer.max_length is not None:
             raise UserError("VCR cuts question and choice by a rule of its own; set task.config.max_pieces instead.")
-        return VCRWording(writer, self.config)
+        return VCRPreprocessor(writer, self.config)
 
     def question(self, question: Question) -> Sample:
         """A user's question with four choices; texts name the given boxes as [0] or [1,2].
@@ -697,7 +697,7 @@ class VCRTask(Task):
 
     def _region_loss(self, batch: Batch, regions: TextRegions, states: Float[Tensor, "M R E"]) -> Loss:
         """Every region of every choice counts, the whole image as class 0."""
-        kept = regions.attend
+        kept = regions.attention_mask
         if batch.targets.known is not None:
             kept = kept & batch.targets.known[:, None]
         classes = regions.gather(batch.region_labels.classes, fill=-1)[kept] + 1

@@ -27,7 +27,7 @@ from e2e_vl.metrics.vqa import (
 from e2e_vl.records import Score
 from e2e_vl.samples import HumanAnswers, ScoredAnswers
 from e2e_vl.tasks.base import PredictionRecord, PredictionWords, Records
-from e2e_vl.tasks.choice import AnswerConfig, AnswerTargets, AnswerTask, AnswerWording, PossibleAnswers
+from e2e_vl.tasks.choice import AnswerConfig, AnswerPreprocessor, AnswerTargets, AnswerTask, PossibleAnswers
 from e2e_vl.text import TextWriter, mirror_words
 
 
@@ -46,7 +46,7 @@ class VQATargets(AnswerTargets):
 
 
 @dataclasses.dataclass(frozen=True)
-class VQAWording(AnswerWording):
+class VQAPreprocessor(AnswerPreprocessor):
     """In a mirrored image the answers change too (official code). Scores of answers are targets as they are."""
 
     answers: AnswerList
@@ -129,8 +129,8 @@ class VQATask(AnswerTask):
         """Through the punctuation step of the official evaluation (official VL-BERT code)."""
         return line if line == UNKNOWN else strip_punctuation(line)
 
-    def make_wording(self, writer: TextWriter) -> VQAWording:
-        return VQAWording(writer, self.answer_list)
+    def make_preprocessor(self, writer: TextWriter) -> VQAPreprocessor:
+        return VQAPreprocessor(writer, self.answer_list)
 
     def best_class(self, truth: Any) -> int | None:
         if isinstance(truth, ScoredAnswers):

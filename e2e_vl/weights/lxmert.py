@@ -29,7 +29,7 @@ from transformers.models.lxmert.configuration_lxmert import LxmertConfig
 
 from detector.errors import UserError
 from e2e_vl.encoders.lxmert import LxmertEncoder
-from e2e_vl.io import whole_file, whole_parts
+from e2e_vl.io import atomic_file, atomic_files
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module, require_transformers_name
 from e2e_vl.weights.bert import ENCODER as BERT_IN_SEQUENCE
@@ -140,7 +140,7 @@ class OfficialLxmert(WeightAdapter):
         encoder, task = dict(model.encoder.state_dict()), dict(model.task.state_dict())
         official = official_lxmert_state(ModelWeights({}, encoder, task, task_name))
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as part, part.open("wb") as file:
+        with atomic_file(path) as part, part.open("wb") as file:
             torch.save({name: value.detach().cpu() for name, value in official.items()}, file)
         return [f"detector.{name}" for name in model.detector.state_dict()]
 
@@ -288,7 +288,7 @@ class TransformersLxmert(OfficialLxmert):
         content = folder_content(model, task_name)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: value.detach().cpu().contiguous() for name, value in content.state.items()}
-        with whole_parts(path.parent, "config.json") as part:
+        with atomic_files(path.parent, "config.json") as part:
             save_file(tensors, part / path.name, metadata={"format": "pt"})
             folder_config(model.encoder, content.fields).save_pretrained(part)
         return [f"detector.{name}" for name in model.detector.state_dict()] + content.left_out

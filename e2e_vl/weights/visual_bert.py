@@ -25,7 +25,7 @@ from detector.structures import Detector
 from detector.weight_names import PREFIX as REGION_NETWORK
 from detector.weight_names import from_visual_bert, visual_bert_name
 from e2e_vl.encoders.visual_bert import BOX_NUMBERS, VisualBertEncoder
-from e2e_vl.io import whole_file, whole_parts
+from e2e_vl.io import atomic_file, atomic_files
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module, require_transformers_name
 from e2e_vl.weights.bert import WORD_HEAD, BertStart
@@ -150,7 +150,7 @@ class OfficialVisualBert(WeightAdapter):
         _check_network(model.detector, path)
         state, left_out = official_state(parts_of(model, task_name, path, ENCODER_CONFIG))
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as part, part.open("wb") as file:
+        with atomic_file(path) as part, part.open("wb") as file:
             torch.save({name: value.detach().cpu() for name, value in state.items()}, file)
         return left_out
 
@@ -417,7 +417,7 @@ class TransformersVisualBert(WeightAdapter):
         state, left_out = transformers_state(parts)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-        with whole_parts(path.parent, "config.json") as part:
+        with atomic_files(path.parent, "config.json") as part:
             save_file(tensors, part / path.name, metadata={"format": "pt"})
             transformers_config(model.encoder, parts).save_pretrained(part)
         return left_out

@@ -22,7 +22,7 @@ from detector.precomputed import PrecomputedDetector
 from detector.structures import Detector
 from detector.weight_names import VL_BERT, from_vl_bert, to_vl_bert
 from e2e_vl.encoders.vl_bert import VLBertModel
-from e2e_vl.io import whole_file
+from e2e_vl.io import atomic_file
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
 
@@ -188,7 +188,7 @@ class OfficialVLBert(WeightAdapter):
             task |= {name: task[name].roll(1, dims=0) for name in REGION_CLASSES}
         official, left_out = to_official(ModelWeights(detector, encoder, task, task_name))
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as part, part.open("wb") as file:
+        with atomic_file(path) as part, part.open("wb") as file:
             torch.save({"state_dict": {name: value.detach().cpu() for name, value in official.items()}}, file)
         return left_out
 

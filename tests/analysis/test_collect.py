@@ -154,10 +154,10 @@ def test_confidences_come_from_the_detector_or_from_the_order_of_a_file(scores, 
         images=ImageBatch(torch.zeros(1, 3, 200, 200), 2 * size, size, ["image"]),
         boxes=[rows[1:]],
         texts=TextBatch(ones, ones, ones.bool()),
-        looks_at=torch.zeros(1, 1, dtype=torch.int64),
+        image_index=torch.zeros(1, 1, dtype=torch.int64),
         records=[{"text_index": 0, "file_name": "image", RECORD: FACTS}],
     )
-    of_text = gather_regions(regions, batch.images.sizes, batch.looks_at, whole_image=True)
+    of_text = gather_regions(regions, batch.images.sizes, batch.image_index, whole_image=True)
     maps = torch.zeros(1, 1, 10, 10)
     maps[0, 0, 2, 6], maps[0, 0, 2, 7] = 0.6, 0.4  # "star" looks at the whole image, then at region 0
     encoded = EncoderOutput(torch.zeros(1, 6, 2), torch.zeros(1, 4, 2), attentions=(maps,))

@@ -38,7 +38,7 @@ def model(trained_run) -> TrainedModel:
 
 @pytest.fixture(scope="module")
 def records(trained_run) -> list[dict]:
-    """The evaluation's predictions with the detector's own boxes, by text."""
+    """The evaluation's predictions with the detector's predicted boxes, by text."""
     return json.loads((trained_run.path / "predictions_val_online.json").read_text("utf-8"))
 
 
@@ -245,7 +245,7 @@ def test_saved_and_loaded_again(model, records, tmp_path):
     texts = [path for path in (tmp_path / "shared").rglob("*") if path.suffix in (".yaml", ".json", ".md", ".txt")]
     assert len(texts) > 5 and not [path for path in texts if str(model.source.parents[1]) in path.read_text("utf-8")]
     card = (tmp_path / "shared" / "README.md").read_text("utf-8")
-    assert 'e2e_vl.load("' in card and "`vl_bert`" in card and "| val/accuracy_own_boxes | " in card
+    assert 'e2e_vl.load("' in card and "`vl_bert`" in card and "| val/accuracy_predicted_boxes | " in card
     assert "count" not in card and "ceiling" not in card and "license" not in card
     assert 'model.ask("photo.jpg", "the small red circle")' in card
     text, image = records[0]["sent"], records[0]["file_name"]

@@ -178,7 +178,7 @@ def test_masked_words_get_what_the_model_says_there(pretraining_run, tmp_path, c
     example = build_examples(config, model, tokenizer, "val", boxes="gt")[Request(0, (0,))]
     [text] = example.texts
     words = text.record["sent"].split()
-    text.laid.input_ids[2], text.targets.parts["masked_words"].labels[2] = tokenizer.mask_token_id, 0
+    text.encoding.input_ids[2], text.targets.parts["masked_words"].labels[2] = tokenizer.mask_token_id, 0
     batch = build_collate(config, model)([example])
     with torch.no_grad():
         [shares] = model(batch).task.parts["masked_words"].softmax(dim=1)
@@ -199,7 +199,7 @@ def test_masked_words_get_what_the_model_says_there(pretraining_run, tmp_path, c
     assert is_picture(tmp_path / "regions.png") and is_picture(tmp_path / "answer.png")
 
 
-def test_every_mask_has_its_words_and_the_detector_its_own_boxes(pretraining_run, tmp_path, capsys):
+def test_every_mask_has_its_words_and_the_detector_its_predicted_boxes(pretraining_run, tmp_path, capsys):
     image = first_image(pretraining_run)
     assert tool.main(ask(pretraining_run, image, "a [MASK] circle and a [MASK]", "--output", tmp_path)) == 0
     answer = told(tmp_path)

@@ -12,7 +12,7 @@ from e2e_vl.data.base import VLDataset, Wants, open_options
 from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.data.image_loader import BoxReader, ImageLoader, ImageRules
 from e2e_vl.data.storage.shared_reads import SharedReads
-from e2e_vl.examples import Draw, ImageExample, TextExample, Wording
+from e2e_vl.examples import Draw, ImageExample, Preprocessor, TextExample
 from e2e_vl.samples import Sample, SampleText
 from e2e_vl.text import TextWriter
 
@@ -20,14 +20,16 @@ SAME = ResizeRule(short_edge=60, long_edge=1000)  # a photo of 100 x 60 pixels k
 DOUBLE = ResizeRule(short_edge=120, long_edge=1000)
 
 
-class PlainWording(Wording):
+class PlainPreprocessor(Preprocessor):
     """Every text as it is, without targets."""
 
     def word(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
     ) -> Iterable[TextExample]:
-        laid = self.writer.single(self.writer.pieces(text.words))
-        yield TextExample(laid, text.looks_at, self.record(text, images, laid), seed=int(draw(text.index).integers(99)))
+        encoding = self.writer.single(self.writer.pieces(text.words))
+        yield TextExample(
+            encoding, text.image_index, self.record(text, images, encoding), seed=int(draw(text.index).integers(99))
+        )
 
 
 def make_loader(
@@ -44,7 +46,7 @@ def make_loader(
 
 def examples(
     dataset: VLDataset,
-    wording: Wording | PreTrainedTokenizerBase,
+    preprocessor: Preprocessor | PreTrainedTokenizerBase,
     boxes: BoxSource | str = BoxSource.GT,
     reader: BoxReader | None = None,
     *,
@@ -53,9 +55,11 @@ def examples(
     **rules,
 ) -> ExampleDataset:
     """The examples of a data set: in a task's wording, or (given a tokenizer) every text as it is."""
-    if not isinstance(wording, Wording):
-        wording = PlainWording(TextWriter(wording))
-    return ExampleDataset(dataset, make_loader(boxes, reader, **rules), wording, seed=seed, skip_broken=skip_broken)
+    if not isinstance(preprocessor, Preprocessor):
+        preprocessor = PlainPreprocessor(TextWriter(preprocessor))
+    return ExampleDataset(
+        dataset, make_loader(boxes, reader, **rules), preprocessor, seed=seed, skip_broken=skip_broken
+    )
 
 
 def open_dataset(
@@ -76,4 +80,4 @@ def open_dataset(
 
 def words_of(text: TextExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The wordpieces of a text."""
-    return tokenizer.convert_ids_to_tokens(text.laid.input_ids.tolist())
+    return tokenizer.convert_ids_to_tokens(text.encoding.input_ids.tolist())

@@ -22,7 +22,7 @@ from e2e_vl.synthetic import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from tests.data.drawn_metadata import write_metadata
 from tests.data.roads import examples, open_dataset
-from tests.tasks.objectives.worded import make_wording
+from tests.tasks.objectives.worded import make_preprocessor
 
 SPLITS = {"train": 6, "val": 3}
 COCO = {
@@ -68,8 +68,8 @@ def make(
     reader = None
     if boxes in ("detections", "precomputed") and dataset.parts:
         reader = open_boxes([root / files[boxes]], RULE, with_features=False)
-    wording = make_wording(tokenizer, **({"masked_text": 1.0, "relationship": 1.0} | options))
-    return examples(dataset, wording, boxes, reader, seed=7, flip_probability=flip)
+    preprocessor = make_preprocessor(tokenizer, **({"masked_text": 1.0, "relationship": 1.0} | options))
+    return examples(dataset, preprocessor, boxes, reader, seed=7, flip_probability=flip)
 
 
 def requests(dataset, texts_per_image=None, epoch=0):
@@ -100,7 +100,7 @@ def test_every_source_gives_whole_batches(root, tokenizer, files, source, boxes)
         assert len(batch.images.names) == SPLITS[split]
         with_corpus = "corpus" in files and training
         assert len(batch) == len(dataset) * (2 if with_corpus else 1)
-        captions = batch.looks_at[:, 0] >= 0
+        captions = batch.image_index[:, 0] >= 0
         assert int(captions.sum()) == len(dataset)
         assert [record["text_index"] for record in batch.records if record] == list(range(len(dataset)))
         parts = batch.targets.parts
@@ -160,7 +160,7 @@ def test_half_of_the_captions_belong_to_other_images(root, tokenizer, files, sou
         for request in requests(dataset, epoch=epoch):
             own = {captions[text] for text in dataset.groups[request.group]}
             for text in dataset[request].texts:
-                if text.looks_at:
+                if text.image_index:
                     matches.append(int(text.targets.parts["relationship"].is_match))
                     assert text.record["is_match"] == bool(matches[-1])
                     assert matches[-1] == 0 or text.record["sent"] in own
@@ -317,8 +317,8 @@ def test_folders_of_joined_splits_are_named_by_their_image_sets(root, tmp_path):
 
 
 def test_captions_without_their_images(root):
-    assert read(root).sample((0,)).texts[0].looks_at == (0,)
-    assert read(root, use_images=False).sample((0,)).texts[0].looks_at == ()
+    assert read(root).sample((0,)).texts[0].image_index == (0,)
+    assert read(root, use_images=False).sample((0,)).texts[0].image_index == ()
 
 
 def test_objects_of_vcrs_metadata_files(root):

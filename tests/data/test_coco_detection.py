@@ -30,7 +30,7 @@ def test_every_image_has_one_empty_text(tiny):
         sample = dataset.sample((index,))
         [image], [text] = sample.images, sample.texts
         assert image.id == str(image_id) and image.boxes is None
-        assert (text.words, text.looks_at, text.index) == ("", (0,), index)
+        assert (text.words, text.image_index, text.index) == ("", (0,), index)
         assert text.facts["image_id"] == image_id
         row = tiny.instances["images"][index]
         assert image.size == (row["height"], row["width"])

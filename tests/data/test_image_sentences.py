@@ -115,7 +115,7 @@ def test_truths(root):
     assert sample.pool is sentences and list(sample.own) == [2, 3]
     assert list(opened(root, "questions", "train").truths()) == [ScoredAnswers({"yes": 1.0})] * 2
     [text] = opened(root, "pairs", "val").sample([0]).texts
-    assert text.truth == RightChoice(1) and text.looks_at == (0, 1) and text.facts["label"] == "True"
+    assert text.truth == RightChoice(1) and text.image_index == (0, 1) and text.facts["label"] == "True"
     for name in ("questions", "pairs"):
         assert list(opened(root, name, "test").truths()) == [None]
         with pytest.raises(ValueError, match="the split test has no labels to learn from"):

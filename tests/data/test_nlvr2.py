@@ -71,7 +71,7 @@ def test_sentences_about_the_same_pair_are_one_group(settings, tmp_path):
     assert [image.id for image in sample.images] == ["train-3-0-img0", "train-3-0-img1"]
     assert sample.images[0].locate() == tmp_path / "images" / "train" / "17" / "train-3-0-img0.png"
     first, second = sample.texts
-    assert first.looks_at == second.looks_at == (0, 1)
+    assert first.image_index == second.image_index == (0, 1)
     assert (first.words, first.truth) == ("Is it train-3-0-0?", RightChoice(1))
     assert dataset.sample((1,)).texts[0].truth == RightChoice(0)
     assert first.facts == {"identifier": "train-3-0-0", "sent": first.words, "label": "True", "synset": "cup"}

@@ -57,8 +57,8 @@ class Album(VLDataset):
     def sample(self, texts: Sequence[int]) -> Sample:
         group = next(number for number, group in enumerate(self.groups) if texts[0] in group)
         numbers = (group, (group + 1) % 3) if self.pairs else (group,)
-        looks_at = (0, 1) if self.pairs else (0,)
-        stated = (SampleText(text, f"red square {text}", {"id": self.ids[group]}, None, looks_at) for text in texts)
+        image_index = (0, 1) if self.pairs else (0,)
+        stated = (SampleText(text, f"red square {text}", {"id": self.ids[group]}, None, image_index) for text in texts)
         return Sample(tuple(self._image(number) for number in numbers), tuple(stated))
 
     def _image(self, number: int) -> SampleImage:
@@ -96,7 +96,7 @@ def test_ids_of_images_may_be_any_text(album, tiny, source):
     for workers in (0, 1):
         first, second = batches(data, workers)
         assert [record["id"] for record in first.records] == ["holiday/one red", "holiday/zwei", "holiday/zwei"]
-        assert first.looks_at.tolist() == [[0], [1], [1]] and second.looks_at.tolist() == [[0]]
+        assert first.image_index.tolist() == [[0], [1], [1]] and second.image_index.tolist() == [[0]]
         if source == "online":
             assert first.boxes is None
         else:
@@ -127,7 +127,7 @@ def test_a_text_may_look_at_two_images(album, tiny):
         assert one.pixels.shape[0] == other.pixels.shape[0]
         assert (one.box_classes.tolist(), other.box_classes.tolist()) == ([1], [2])
     batch = batches(data)[0]
-    assert batch.looks_at.tolist() == [[0, 1], [2, 3], [2, 3]]
+    assert batch.image_index.tolist() == [[0, 1], [2, 3], [2, 3]]
     assert [name.rpartition("/")[2] for name in batch.images.names] == ["0.png", "1.png", "1.png", "2.png"]
 
 

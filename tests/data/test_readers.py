@@ -43,7 +43,7 @@ def test_a_sample_states_the_facts(dataset):
         assert not sample.is_asked
         assert [text.index for text in sample.texts] == list(group)
         for text in sample.texts:
-            assert text.looks_at == (0,)
+            assert text.image_index == (0,)
             assert isinstance(text.words, str)
             assert text.facts == json.loads(json.dumps(text.facts))
 

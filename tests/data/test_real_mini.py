@@ -29,7 +29,7 @@ from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.text import TextWriter, build_vocabulary, load_tokenizer
 from tests.data.roads import examples, open_dataset
-from tests.tasks.objectives.worded import make_wording
+from tests.tasks.objectives.worded import make_preprocessor
 
 DEFAULT = Path(__file__).resolve().parents[2].parent / "shared" / "real_mini"
 SPLITS = ("train", "val", "testA", "testB")
@@ -63,8 +63,8 @@ def tokenizer(refer, tmp_path_factory):
 
 def make(root, refer, tokenizer, split, boxes="gt", reader=None, *, resize=VL_BERT, **rules) -> ExampleDataset:
     dataset = RefCOCODataset(root / "images" / "train2014", refer, split)
-    wording = ReferringTask(8).wording(TextWriter(tokenizer))
-    return examples(dataset, wording, boxes, reader, resize=resize, **rules)
+    preprocessor = ReferringTask(8).preprocessor(TextWriter(tokenizer))
+    return examples(dataset, preprocessor, boxes, reader, resize=resize, **rules)
 
 
 def test_the_files_hold_what_they_should(root, refer, detections):
@@ -96,7 +96,7 @@ def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, r
             batch = collate([dataset[request] for request in requests], (0, 0, 0), (1, 1, 1))
             scales = batch.images.scales.repeat(1, 2)
             for row, record in enumerate(batch.records):
-                image = int(batch.looks_at[row, 0])
+                image = int(batch.image_index[row, 0])
                 info = refer.instances.images[record["image_id"]]
                 assert record["file_name"].endswith(info.file_name)
                 assert batch.images.original_sizes[image].tolist() == [info.height, info.width]
@@ -114,7 +114,7 @@ def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, r
                 num_objects = len(batch.detection_targets.boxes[image])
                 assert num_objects == sum(not annotation.is_crowd for annotation in annotations)
 
-                ids = batch.texts.input_ids[row][batch.texts.attend[row]].tolist()
+                ids = batch.texts.input_ids[row][batch.texts.attention_mask[row]].tolist()
                 assert ids[0] == tokenizer.cls_token_id
                 assert ids[-1] == tokenizer.sep_token_id
                 assert tokenizer.unk_token_id not in ids
@@ -150,8 +150,8 @@ def test_the_50_captions_belong_to_the_ten_photos(root, tmp_path):
     build_vocabulary(captions, tmp_path / "vocab.txt")
     tokenizer = load_tokenizer(tmp_path / "vocab.txt")
     captioned = CaptionDataset(source, instances=read_instances(root / "refcoco+" / "instances.json"))
-    wording = make_wording(tokenizer)
-    dataset = examples(captioned, wording, resize=VL_BERT, flip_probability=0.5, seed=3)
+    preprocessor = make_preprocessor(tokenizer)
+    dataset = examples(captioned, preprocessor, resize=VL_BERT, flip_probability=0.5, seed=3)
     for request in (request for batch in GroupedBatchSampler(dataset.groups, 1) for request in batch):
         example = dataset[request]
         assert [text.record["sent"] for text in example.texts] == [captions[text] for text in request.texts]
@@ -177,15 +177,15 @@ def test_30_questions_and_their_photos(root, tmp_path):
     answers = sorted(set(VQADataset.answers_of(*options, "train2014").values()))
     task = VQATask(8, VQAConfig(answers=answers))
     questions = open_dataset(VQADataset, settings, "train2014", "gt")
-    wording = task.wording(TextWriter(tokenizer, VLBertModel.layout))
-    dataset = examples(questions, wording, resize=ResizeRule(100, 200))
+    preprocessor = task.preprocessor(TextWriter(tokenizer, VLBertModel.layout))
+    dataset = examples(questions, preprocessor, resize=ResizeRule(100, 200))
     assert len(dataset) == 30 and len(dataset.groups) == 10
     for group, texts in enumerate(dataset.groups):
         example = dataset[Request(group, tuple(texts))]
         assert len(example.images[0].boxes)
         for text in example.texts:
-            assert tokenizer.unk_token_id not in text.laid.input_ids
-            assert text.laid.input_ids[text.laid.summary] == tokenizer.mask_token_id
+            assert tokenizer.unk_token_id not in text.encoding.input_ids
+            assert text.encoding.input_ids[text.encoding.summary] == tokenizer.mask_token_id
             assert len(text.record["answers"]) == 10
             assert answer_accuracy(text.record["multiple_choice_answer"], text.record["answers"]) > 0.5
             assert answers[text.targets.best] in text.record["answers"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from detector import io as whole_writer
-from detector.io import whole_file, whole_parts, write_text
+from detector.io import atomic_file, atomic_files, write_text
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def folder(tmp_path) -> Path:
 
 
 def write_parts(folder: Path) -> None:
-    with whole_parts(folder, "config.yaml") as part:
+    with atomic_files(folder, "config.yaml") as part:
         (part / "encoder").mkdir()
         (part / "encoder" / "more").write_text("new")
         (part / "config.yaml").write_text("new")
@@ -42,7 +42,7 @@ def test_parts_take_their_places_and_other_files_stay(folder, tmp_path):
 
 def test_an_error_leaves_all_parts_as_they_were(folder):
     before = contents(folder)
-    with pytest.raises(OSError, match="full"), whole_parts(folder, "config.yaml") as part:
+    with pytest.raises(OSError, match="full"), atomic_files(folder, "config.yaml") as part:
         (part / "config.yaml").write_text("hal")
         raise OSError("full")
     assert contents(folder) == before
@@ -84,5 +84,5 @@ def test_a_pipe_is_written_as_it_is(tmp_path):
     write_text(pipe, "a\n")
     reader.join(10)
     assert read == ["a\n"] and pipe.is_fifo()
-    with whole_file(Path("/dev/null")) as part:
+    with atomic_file(Path("/dev/null")) as part:
         assert part == Path("/dev/null")

@@ -28,7 +28,7 @@ def test_the_blocks_of_each_graph_are_those_that_are_not_zero(name):
     maps = encoder(texts, regions, output_attentions=True).attentions
     graphs = encoder.attention_graphs
     assert {name: len(graph.steps) for name, graph in graphs.items()} == layers
-    length, count = texts.attend.shape[1], regions.attend.shape[1]
+    length, count = texts.attention_mask.shape[1], regions.attention_mask.shape[1]
     words, places = slice(0, length), slice(length, length + count)
     blocks = {
         AttentionBlock.WORDS_TO_WORDS: (words, words),

@@ -72,7 +72,7 @@ def test_a_bias_is_only_between_real_regions_of_one_image():
         features=torch.zeros(2, 4, 1),
         boxes=torch.cat([boxes, boxes + 10], dim=-1),
         image_sizes=torch.full((2, 4, 2), 64.0),
-        attend=torch.tensor([[True] * 4, [True, True, False, False]]),
+        attention_mask=torch.tensor([[True] * 4, [True, True, False, False]]),
         image_slot=torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]]),
     )
     values = torch.stack(bias(regions.boxes, regions.image_sizes, pairs_of_one_image(regions)))

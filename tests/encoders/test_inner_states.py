@@ -55,7 +55,7 @@ def test_inner_states_are_those_after_so_many_layers(name):
     first = encoder(*inputs, inner_layer=len(layers) - 1).inner
     assert (first.text - plain.text).abs().max() > 1e-3 and (first.regions - plain.regions).abs().max() > 1e-3
     texts, regions = inputs
-    assert not first.text[~texts.attend].any() and not first.regions[~regions.attend].any()
+    assert not first.text[~texts.attention_mask].any() and not first.regions[~regions.attention_mask].any()
     for parameter in layers[-1].parameters():  # what comes later does not matter
         nn.init.normal_(parameter)
     changed = encoder(*inputs, inner_layer=len(layers) - 1)
@@ -78,7 +78,7 @@ def test_relative_geometry_starts_as_nothing_and_reads_places_when_learned(name)
     assert after.text.isfinite().all() and after.regions.isfinite().all()
     for row in range(len(texts)):
         alone = paired(*select(texts, regions, row))
-        count = int(regions.attend[row].sum())
+        count = int(regions.attention_mask[row].sum())
         torch.testing.assert_close(after.regions[row, :count], alone.regions[0, :count], rtol=1e-4, atol=1e-5)
 
 

@@ -47,11 +47,11 @@ def test_results_do_not_depend_on_the_batch(variant):
     """The third text has no region at all."""
     model, (texts, regions) = make_model(**VARIANTS[variant]), make_inputs()
     together = model(texts, regions, output_attentions=True)
-    assert not together.text[~texts.attend].any()
-    assert not together.regions[~regions.attend].any()
+    assert not together.text[~texts.attention_mask].any()
+    assert not together.regions[~regions.attention_mask].any()
     for row in range(len(texts)):
         alone = model(*select(texts, regions, row))
-        length, count = int(texts.attend[row].sum()), int(regions.attend[row].sum())
+        length, count = int(texts.attention_mask[row].sum()), int(regions.attention_mask[row].sum())
         torch.testing.assert_close(together.text[row, :length], alone.text[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(together.regions[row, :count], alone.regions[0, :count], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(together.summary[row], alone.summary[0], rtol=1e-4, atol=1e-5)
@@ -65,11 +65,11 @@ def test_attention_maps_add_up_to_one_where_there_is_something_to_read(slots):
     output, plain = model(texts, regions, output_attentions=True), model(texts, regions)
     assert plain.attentions is None
     torch.testing.assert_close(output.summary, plain.summary)
-    length, count = texts.attend.shape[1], regions.attend.shape[1]
+    length, count = texts.attention_mask.shape[1], regions.attention_mask.shape[1]
     assert len(output.attentions) == 2 + 1 + 2 * 2 * slots
-    has_region = regions.attend.any(dim=1)[:, None]
-    nothing_of = {"words": texts.attend & False, "regions": regions.attend & False}
-    of_words, of_regions = texts.attend, regions.attend
+    has_region = regions.attention_mask.any(dim=1)[:, None]
+    nothing_of = {"words": texts.attention_mask & False, "regions": regions.attention_mask & False}
+    of_words, of_regions = texts.attention_mask, regions.attention_mask
     expected = [(of_words, nothing_of["regions"])] * 2 + [(nothing_of["words"], of_regions)]
     for _ in range(2):  # cross layers: the first image, then the second one, which is missing
         expected += [(of_words & has_region, of_regions), (of_words, of_regions)]
@@ -84,7 +84,7 @@ def test_attention_maps_add_up_to_one_where_there_is_something_to_read(slots):
 def test_a_text_without_regions_reads_zeros():
     """As if the cross attention of its words were only a bias: no NaN, and no influence of the padding's content."""
     model, (texts, regions) = make_model(), make_inputs()
-    other = dataclasses.replace(regions, features=regions.features + 3 * ~regions.attend[..., None])
+    other = dataclasses.replace(regions, features=regions.features + 3 * ~regions.attention_mask[..., None])
     one, two = model(texts, regions), model(texts, other)
     torch.testing.assert_close(one.text, two.text)
     torch.testing.assert_close(one.summary, two.summary)
@@ -96,12 +96,12 @@ def test_regions_change_words_and_words_change_regions():
     model, (texts, regions) = make_model(), make_inputs()
     before = model(texts, regions)
     other = model(texts, dataclasses.replace(regions, features=regions.features + 1))
-    assert changed(before.text, other.text)[:2][texts.attend[:2]].all()
+    assert changed(before.text, other.text)[:2][texts.attention_mask[:2]].all()
     assert not changed(before.text, other.text)[2].any()  # it has no region
     moved = dataclasses.replace(regions, boxes=regions.boxes.flip(-1))
-    assert changed(before.regions, model(texts, moved).regions)[regions.attend].all()
-    words = dataclasses.replace(texts, input_ids=(texts.input_ids + 1) * texts.attend % 40)
-    assert changed(before.regions, model(words, regions).regions)[regions.attend].all()
+    assert changed(before.regions, model(texts, moved).regions)[regions.attention_mask].all()
+    words = dataclasses.replace(texts, input_ids=(texts.input_ids + 1) * texts.attention_mask % 40)
+    assert changed(before.regions, model(words, regions).regions)[regions.attention_mask].all()
 
 
 def test_boxes_are_shares_of_the_image():
@@ -113,8 +113,8 @@ def test_boxes_are_shares_of_the_image():
     torch.testing.assert_close(model(texts, regions).summary, model(texts, stretched).summary)
 
 
-def look(*looks_at: tuple[int, ...]) -> TextRegions:
-    return gather_regions(make_regions(), SIZES, torch.tensor(looks_at))
+def look(*image_index: tuple[int, ...]) -> TextRegions:
+    return gather_regions(make_regions(), SIZES, torch.tensor(image_index))
 
 
 def test_swapped_images_swap_the_halves_of_the_summary():
@@ -137,7 +137,7 @@ def test_two_images_are_two_passes():
     torch.testing.assert_close(both.summary, torch.cat([one.summary for one in passes], dim=1))
     torch.testing.assert_close(both.regions, torch.cat([one.regions for one in passes], dim=1))
     torch.testing.assert_close(both.text, sum(one.text for one in passes) / 2)
-    length = one_text().attend.shape[1]
+    length = one_text().attention_mask.shape[1]
     words, (first, second) = torch.arange(length), (torch.arange(3) + length, torch.arange(4) + length + 3)
     cross = len(both.attentions) - 2 * 2 * 2
     for layer in range(2):
@@ -210,12 +210,12 @@ def test_the_papers_side():
     with torch.no_grad():
         separate.encoder.x_layers[0].text_attention.att.value.weight.mul_(2)
     before, after = shared(texts, regions), separate(texts, regions)
-    assert changed(before.regions, after.regions)[regions.attend].all()
+    assert changed(before.regions, after.regions)[regions.attention_mask].all()
 
     plain = make_model(with_segments=False, pooled="state")
     output = plain(texts, regions)
     torch.testing.assert_close(output.summary, output.text[:, 0])
-    other = dataclasses.replace(texts, segment_ids=1 - texts.segment_ids)
+    other = dataclasses.replace(texts, token_type_ids=1 - texts.token_type_ids)
     torch.testing.assert_close(plain(other, regions).text, output.text)
     assert not {name for name in plain.state_dict() if name.startswith(("pooler", "embeddings.token_type"))}
 
@@ -296,5 +296,5 @@ def test_recomputed_activations_give_the_same_gradients():
 def test_dropout_is_where_the_official_code_has_it():
     torch.manual_seed(0)
     model, (texts, regions) = make_model(hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5), make_inputs()
-    assert changed(model.train()(texts, regions).text, model(texts, regions).text)[texts.attend].all()
+    assert changed(model.train()(texts, regions).text, model(texts, regions).text)[texts.attention_mask].all()
     assert not changed(model.eval()(texts, regions).text, model(texts, regions).text).any()

@@ -10,9 +10,9 @@ from tests.regions import regions_of_own_images
 
 def test_regions_go_through_unchanged_with_their_gradient():
     features = torch.randn(2, 4, 7, requires_grad=True)
-    attend = torch.tensor([[True] * 4, [True] * 3 + [False]])
+    attention_mask = torch.tensor([[True] * 4, [True] * 3 + [False]])
     regions = regions_of_own_images(
-        features, torch.rand(2, 4, 4), torch.ones(2, 4, 2), attend, torch.zeros(2, 4).long()
+        features, torch.rand(2, 4, 4), torch.ones(2, 4, 2), attention_mask, torch.zeros(2, 4).long()
     )
     texts = TextBatch(torch.zeros(2, 3).long(), torch.zeros(2, 3).long(), torch.ones(2, 3, dtype=torch.bool))
     encoder = NoEncoder(NoEncoderConfig(vocab_size=5, feature_dim=7))

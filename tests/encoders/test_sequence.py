@@ -20,10 +20,10 @@ def test_packed_sequences_have_no_gaps():
     layout = SequenceLayout.from_masks(TEXT, REGIONS)
     packed = layout.pack(slot_numbers())
     assert packed.shape == (3, 5, 1)
-    assert layout.attend.sum(dim=1).tolist() == [len(slots) for slots in ORDER]
+    assert layout.attention_mask.sum(dim=1).tolist() == [len(slots) for slots in ORDER]
     for text, slots in enumerate(ORDER):
         assert packed[text, : len(slots), 0].tolist() == [100 * text + slot for slot in slots]
-        assert layout.attend[text].tolist() == [position < len(slots) for position in range(5)]
+        assert layout.attention_mask[text].tolist() == [position < len(slots) for position in range(5)]
 
 
 def test_unpack_reverses_pack_and_zeroes_padding():

@@ -89,13 +89,13 @@ def test_a_text_does_not_depend_on_its_batch(variant):
     texts, regions = make_inputs()
     texts = name_regions(texts, [[-1, 1, 0], [2, -1], [-1]])
     together = model(texts, regions, output_attentions=True)
-    assert together.text[~texts.attend].abs().sum() == 0
-    assert together.regions[~regions.attend].abs().sum() == 0
+    assert together.text[~texts.attention_mask].abs().sum() == 0
+    assert together.regions[~regions.attention_mask].abs().sum() == 0
     for row in range(len(texts)):
         one, own = select(texts, regions, row)
         one.region_of_token = texts.region_of_token[row : row + 1, : one.input_ids.shape[1]]
         alone = model(one, own, output_attentions=True)
-        length, count = int(texts.attend[row].sum()), int(regions.attend[row].sum())
+        length, count = int(texts.attention_mask[row].sum()), int(regions.attention_mask[row].sum())
         torch.testing.assert_close(together.text[row, :length], alone.text[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(together.regions[row, :count], alone.regions[0, :count], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(together.summary[row], alone.summary[0], rtol=1e-4, atol=1e-5)
@@ -115,8 +115,8 @@ def test_every_trained_parameter_takes_part(variant):
     is_paper = model.config.region_position == "paper"
     assert unused == ([f"embeddings.{VISUAL_POSITIONS}.weight"] if is_paper else [])
     gradients = regions.features.grad.abs().sum(dim=-1)
-    assert (gradients[regions.attend] > 0).all()
-    assert (gradients[~regions.attend] == 0).all()
+    assert (gradients[regions.attention_mask] > 0).all()
+    assert (gradients[~regions.attention_mask] == 0).all()
 
 
 def test_attention_maps_cover_the_slots_and_sum_to_one():
@@ -125,7 +125,7 @@ def test_attention_maps_cover_the_slots_and_sum_to_one():
     plain, output = model(texts, regions), model(texts, regions, output_attentions=True)
     assert plain.attentions is None
     torch.testing.assert_close(plain.text, output.text, rtol=1e-5, atol=1e-6)
-    slots = torch.cat([texts.attend, regions.attend], dim=1)
+    slots = torch.cat([texts.attention_mask, regions.attention_mask], dim=1)
     assert len(output.attentions) == 3
     for maps in output.attentions:
         assert maps.shape == (3, 4, slots.shape[1], slots.shape[1])
@@ -178,7 +178,7 @@ def test_the_answer_of_a_question_is_read_before_the_last_wordpiece():
     model, (texts, regions) = make_encoder(), make_inputs()
     pooled = model(texts, regions).summary
     torch.testing.assert_close(pooled, model.pooler(model(texts, regions).text))
-    texts.summary = texts.attend.sum(dim=1) - 2
+    texts.summary = texts.attention_mask.sum(dim=1) - 2
     output = model(texts, regions)
     torch.testing.assert_close(output.summary, output.text[torch.arange(3), texts.summary])
     assert not torch.allclose(output.summary, pooled, atol=1e-2)
@@ -260,7 +260,7 @@ def test_box_numbers():
     model, (texts, regions) = make_encoder(with_box_numbers=True), make_inputs()
     assert model.embeddings.visual_projection.in_features == SMALL["feature_dim"] + 6
     other = dataclasses.replace(regions, boxes=regions.boxes * 0.5)
-    assert torch.equal(changed(model(texts, other).regions, model(texts, regions).regions), regions.attend)
+    assert torch.equal(changed(model(texts, other).regions, model(texts, regions).regions), regions.attention_mask)
     plain = make_encoder()
     assert torch.equal(plain(texts, other).regions, plain(texts, regions).regions)
 
@@ -291,13 +291,13 @@ def test_words_meet_regions_in_the_additional_layer_alone():
     model = make_encoder(bypass_transformer=True)
     texts, regions = make_inputs()
     output = model(texts, regions, output_attentions=True)
-    length, reads = texts.attend.shape[1], regions.attend.any(dim=1)
+    length, reads = texts.attention_mask.shape[1], regions.attention_mask.any(dim=1)
     *first, last = output.attentions
     assert len(first) == SMALL["num_hidden_layers"]
     for maps in first:
         assert not maps[:, :, length:].any() and not maps[:, :, :, length:].any()
-        torch.testing.assert_close(maps[:, :, :length].sum(-1), texts.attend[:, None].expand(-1, 4, -1).float())
-    slots = torch.cat([texts.attend, regions.attend], dim=1) & reads[:, None]
+        torch.testing.assert_close(maps[:, :, :length].sum(-1), texts.attention_mask[:, None].expand(-1, 4, -1).float())
+    slots = torch.cat([texts.attention_mask, regions.attention_mask], dim=1) & reads[:, None]
     torch.testing.assert_close(last.sum(-1), slots[:, None].expand(-1, 4, -1).float())
     assert not reads.all() and reads.any()
 
@@ -310,7 +310,7 @@ def test_a_text_without_regions_skips_the_additional_layer():
     late, early = model(texts, regions), plain(texts, regions)
     torch.testing.assert_close(late.text[2], early.text[2], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(late.summary[2], early.summary[2], rtol=1e-4, atol=1e-5)
-    assert changed(late.text[:2], early.text[:2])[texts.attend[:2]].all()
+    assert changed(late.text[:2], early.text[:2])[texts.attention_mask[:2]].all()
 
 
 # Errors
@@ -356,7 +356,7 @@ def test_transformers_computes_the_same_where_it_is_right(named):
     theirs = VisualBertModel(config).eval()
     theirs.load_state_dict(model.state_dict(), strict=True)
     texts, regions = make_inputs()
-    regions.image_slot = torch.arange(4).expand(3, -1) % 2 * regions.attend
+    regions.image_slot = torch.arange(4).expand(3, -1) % 2 * regions.attention_mask
     arguments = {}
     if named:
         texts = name_regions(texts, [[-1, 0, 0, 0], [0, 2], []])
@@ -364,15 +364,15 @@ def test_transformers_computes_the_same_where_it_is_right(named):
     output = model(texts, regions, output_attentions=True)
     expected = theirs(
         input_ids=texts.input_ids,
-        attention_mask=texts.attend.long(),
-        token_type_ids=texts.segment_ids,
+        attention_mask=texts.attention_mask.long(),
+        token_type_ids=texts.token_type_ids,
         visual_embeds=regions.features,
-        visual_attention_mask=regions.attend.long(),
+        visual_attention_mask=regions.attention_mask.long(),
         visual_token_type_ids=regions.image_slot,
         output_attentions=True,
         **arguments,
     )
-    slots = torch.cat([texts.attend, regions.attend], dim=1)
+    slots = torch.cat([texts.attention_mask, regions.attention_mask], dim=1)
     states = torch.cat([output.text, output.regions], dim=1)
     torch.testing.assert_close(states[slots], expected.last_hidden_state[slots], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(output.summary, expected.pooler_output, rtol=1e-4, atol=1e-5)

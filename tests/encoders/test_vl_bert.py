@@ -52,7 +52,7 @@ def make_inputs(lengths=(6, 3, 5), counts=(2, 4, 0), seed=1) -> tuple[TextBatch,
     generator = torch.Generator().manual_seed(seed)
     texts, length, count = len(lengths), max(lengths), max(*counts, 1)
     attend_text = torch.arange(length) < torch.tensor(lengths)[:, None]
-    attend = torch.arange(count) < torch.tensor(counts)[:, None]
+    attention_mask = torch.arange(count) < torch.tensor(counts)[:, None]
     corner = torch.rand(texts, count, 2, generator=generator) * 40
     side = torch.rand(texts, count, 2, generator=generator) * 20 + 2
     ids = torch.randint(1, SMALL["vocab_size"], (texts, length), generator=generator)
@@ -60,10 +60,10 @@ def make_inputs(lengths=(6, 3, 5), counts=(2, 4, 0), seed=1) -> tuple[TextBatch,
     return (
         TextBatch(ids * attend_text, (torch.arange(length) > 2).long() * attend_text, attend_text),
         regions_of_own_images(
-            features=features * attend[..., None],
-            boxes=torch.cat([corner, corner + side], dim=-1) * attend[..., None],
-            image_sizes=torch.where(attend[..., None], torch.tensor([60.0, 80.0]), torch.ones(2)),
-            attend=attend,
+            features=features * attention_mask[..., None],
+            boxes=torch.cat([corner, corner + side], dim=-1) * attention_mask[..., None],
+            image_sizes=torch.where(attention_mask[..., None], torch.tensor([60.0, 80.0]), torch.ones(2)),
+            attention_mask=attention_mask,
             image_slot=torch.zeros(texts, count, dtype=torch.long),
         ),
     )
@@ -76,9 +76,14 @@ def changed(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def select(texts: TextBatch, regions: TextRegions, row: int) -> tuple[TextBatch, TextRegions]:
     """One text alone, without any padding."""
-    length, count = int(texts.attend[row].sum()), max(int(regions.attend[row].sum()), 1)
+    length, count = int(texts.attention_mask[row].sum()), max(int(regions.attention_mask[row].sum()), 1)
     return (
-        TextBatch(*(getattr(texts, name)[row : row + 1, :length] for name in ("input_ids", "segment_ids", "attend"))),
+        TextBatch(
+            *(
+                getattr(texts, name)[row : row + 1, :length]
+                for name in ("input_ids", "token_type_ids", "attention_mask")
+            )
+        ),
         TextRegions(*(getattr(regions, f.name)[row : row + 1, :count] for f in dataclasses.fields(regions))),
     )
 
@@ -108,11 +113,11 @@ def test_a_text_does_not_depend_on_its_batch(variant):
         learn_geometry(model)
     texts, regions = make_inputs()
     together = model(texts, regions, output_attentions=True)
-    assert together.text[~texts.attend].abs().sum() == 0
-    assert together.regions[~regions.attend].abs().sum() == 0
+    assert together.text[~texts.attention_mask].abs().sum() == 0
+    assert together.regions[~regions.attention_mask].abs().sum() == 0
     for row in range(len(texts)):
         alone = model(*select(texts, regions, row))
-        length, count = int(texts.attend[row].sum()), int(regions.attend[row].sum())
+        length, count = int(texts.attention_mask[row].sum()), int(regions.attention_mask[row].sum())
         torch.testing.assert_close(together.text[row, :length], alone.text[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(together.regions[row, :count], alone.regions[0, :count], rtol=1e-4, atol=1e-5)
         if model.pooler is not None:
@@ -125,7 +130,7 @@ def test_attention_maps_cover_the_slots_and_sum_to_one():
     plain, output = model(texts, regions), model(texts, regions, output_attentions=True)
     assert plain.attentions is None
     torch.testing.assert_close(plain.text, output.text, rtol=1e-5, atol=1e-6)
-    slots = torch.cat([texts.attend, regions.attend, torch.ones(len(texts), 1).bool()], dim=1)
+    slots = torch.cat([texts.attention_mask, regions.attention_mask, torch.ones(len(texts), 1).bool()], dim=1)
     assert len(output.attentions) == 3
     for maps in output.attentions:
         assert maps.shape == (3, 4, slots.shape[1], slots.shape[1])
@@ -141,8 +146,8 @@ def test_region_features_get_gradients(variant):
     output = model(texts, regions)
     (output.text.square().sum() + output.regions.square().sum()).backward()
     gradients = regions.features.grad.abs().sum(dim=-1)
-    assert (gradients[regions.attend] > 0).all()
-    assert (gradients[~regions.attend] == 0).all()
+    assert (gradients[regions.attention_mask] > 0).all()
+    assert (gradients[~regions.attention_mask] == 0).all()
 
 
 def test_zero_visual_scale_passes_no_gradient_at_first():
@@ -173,7 +178,7 @@ def test_whole_image_reaches_words_only_through_region_0():
     other.features[:, 1:] += 1
     assert not changed(model(texts, other).text, before).any()
     other.features[:, 0] += 1
-    assert torch.equal(changed(model(texts, other).text, before), texts.attend)
+    assert torch.equal(changed(model(texts, other).text, before), texts.attention_mask)
 
 
 def test_word_that_names_a_region_carries_its_vector():
@@ -195,7 +200,7 @@ def test_whole_image_reaches_the_end_only_if_asked_for(has_visual_part):
     texts, regions = make_inputs(counts=(2, 4, 1))
     other = dataclasses.replace(regions, features=regions.features.clone())
     other.features[:, 0] += 1
-    last = (texts.attend.sum(dim=1) + regions.attend.sum(dim=1))[:, None, None]
+    last = (texts.attention_mask.sum(dim=1) + regions.attention_mask.sum(dim=1))[:, None, None]
     ends = [embeddings(texts, rows)[0].gather(1, last.expand(-1, 1, SMALL["hidden_size"])) for rows in (regions, other)]
     assert changed(*ends)[:, 0].tolist() == [has_visual_part] * 3
 

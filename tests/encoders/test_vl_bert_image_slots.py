@@ -38,8 +38,8 @@ def make_regions(seed: int = 3) -> Regions:
     return Regions(boxes, features, [torch.zeros(count, 2) for count in COUNTS])
 
 
-def look(*looks_at: tuple[int, ...], whole_image: bool = True, regions: Regions | None = None) -> TextRegions:
-    return gather_regions(regions or make_regions(), SIZES, torch.tensor(looks_at), whole_image=whole_image)
+def look(*image_index: tuple[int, ...], whole_image: bool = True, regions: Regions | None = None) -> TextRegions:
+    return gather_regions(regions or make_regions(), SIZES, torch.tensor(image_index), whole_image=whole_image)
 
 
 def make_slots(**changes) -> VLBertModel:
@@ -52,7 +52,7 @@ def make_slots(**changes) -> VLBertModel:
 def one_text(times: int = 1) -> TextBatch:
     """A text of five wordpieces, several times."""
     text, _ = make_inputs(lengths=(5,), counts=(1,))
-    return TextBatch(*(rows.expand(times, -1) for rows in (text.input_ids, text.segment_ids, text.attend)))
+    return TextBatch(*(rows.expand(times, -1) for rows in (text.input_ids, text.token_type_ids, text.attention_mask)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -74,9 +74,9 @@ def test_a_text_of_two_images_does_not_depend_on_its_batch(variant):
     model = make_slots(**changes)
     with torch.no_grad():
         model.embeddings.image_slot_embeddings.weight.normal_()
-    looks_at = ((0, 1), (1, -1), (-1, -1), (1, 0))
-    together = model(one_text(4), look(*looks_at, whole_image=whole_image))
-    for row, images in enumerate(looks_at):
+    image_index = ((0, 1), (1, -1), (-1, -1), (1, 0))
+    together = model(one_text(4), look(*image_index, whole_image=whole_image))
+    for row, images in enumerate(image_index):
         alone = model(one_text(), look(images, whole_image=whole_image))
         torch.testing.assert_close(together.text[row], alone.text[0], rtol=1e-4, atol=1e-5)
         count = alone.regions.shape[1]
@@ -148,7 +148,7 @@ def test_words_carry_the_mean_of_the_whole_images(in_sequence):
 def test_positions_and_segments_of_two_images():
     embeddings = make_slots().embeddings
     regions = look((0, 1), (1, -1))
-    positions = embeddings.position_ids(one_text(2).attend, regions.image_slot)
+    positions = embeddings.position_ids(one_text(2).attention_mask, regions.image_slot)
     assert positions.tolist() == [
         [0, 1, 2, 3, 4, 5, 5, 5, 6, 6, 6, 6, 7],
         [0, 1, 2, 3, 4, 5, 5, 5, 5, 5, 5, 5, 6],

@@ -23,7 +23,7 @@ PAPER = {
 
 def with_whole_image(regions: TextRegions) -> TextRegions:
     """The same regions; row 0 of each text that has one is the whole image."""
-    return dataclasses.replace(regions, row=regions.row - regions.attend.long())
+    return dataclasses.replace(regions, row=regions.row - regions.attention_mask.long())
 
 
 def with_other_feature(regions: TextRegions, row: int | slice) -> TextRegions:
@@ -53,14 +53,16 @@ def test_all_choices_of_the_paper_survive_saving(tmp_path):
 def test_hidden_regions_have_a_word_of_their_own_only_in_the_official_code(word):
     model = make_model(region_word=word, hidden_region_embedding=word == "learned")
     texts, regions = make_inputs()
-    hidden = dataclasses.replace(regions, is_hidden=regions.attend.clone())
+    hidden = dataclasses.replace(regions, is_hidden=regions.attention_mask.clone())
     differs = changed(model(texts, hidden).regions, model(texts, regions).regions)
     assert differs.any() == (word == "learned")
     with torch.no_grad():
         before = model(texts, hidden).regions
         model.embeddings.region_word_embedding.weight += torch.randn(1, SMALL["hidden_size"])
         moved = changed(model(texts, hidden).regions, before)
-    assert torch.equal(moved, regions.attend) == (word == "img")  # [IMG] stands in the place of hidden regions too
+    assert torch.equal(moved, regions.attention_mask) == (
+        word == "img"
+    )  # [IMG] stands in the place of hidden regions too
 
 
 def test_img_is_no_wordpiece():
@@ -95,7 +97,7 @@ def test_words_still_carry_the_whole_image():
     texts, regions = make_inputs(counts=(2, 1, 0))  # the second image has no other region
     regions = with_whole_image(regions)
     first, second = model(texts, regions), model(texts, with_other_feature(regions, 0))
-    assert torch.equal(changed(first.text, second.text), texts.attend & torch.tensor([[True], [True], [False]]))
+    assert torch.equal(changed(first.text, second.text), texts.attention_mask & torch.tensor([[True], [True], [False]]))
     assert not changed(first.regions, second.regions).any()
 
 
@@ -103,7 +105,7 @@ def test_nothing_attends_to_the_whole_image():
     model = make_model(whole_image_in_sequence=False)
     texts, regions = make_inputs(counts=(2, 4, 1))
     output = model(texts, with_whole_image(regions), output_attentions=True)
-    column = texts.attend.shape[1]
+    column = texts.attention_mask.shape[1]
     for maps in output.attentions:
         assert maps[..., column].abs().sum() == maps[:, :, column].abs().sum() == 0
         assert (maps[1, :, :, column + 1 : column + 4].sum(dim=(0, 1)) > 0).all()
@@ -115,8 +117,8 @@ def test_one_text_with_two_images_loses_both_whole_images():
     regions = dataclasses.replace(regions, row=torch.tensor([[-1, 0, -1, 0, 1]]))
     kept = (model(texts, regions).regions.abs().sum(dim=-1) > 0).tolist()
     assert kept == [[False, True, False, True, True]]
-    assert regions.without_whole_image().attend.tolist() == kept
-    assert regions.attend.all()
+    assert regions.without_whole_image().attention_mask.tolist() == kept
+    assert regions.attention_mask.all()
 
 
 # New layers

@@ -171,10 +171,8 @@ def test_patience_survives_a_resume(scores, tiny_config, monkeypatch):
 
 def test_a_wrong_name_is_found_before_training_and_answered_with_the_metrics(tiny_config, monkeypatch):
     monkeypatch.setattr(training._Training, "_update", lambda *a: pytest.fail("training has begun"))
-    config = tiny_config("train.keep_best=val/acuracy_own_boxes", "eval.boxes=[online]")
-    message = (
-        r"train.keep_best is 'val/acuracy_own_boxes'; it must be one of .*val/accuracy_own_boxes, .*ceiling_own_boxes"
-    )
+    config = tiny_config("train.keep_best=val/acuracy_predicted_boxes", "eval.boxes=[online]")
+    message = r"train.keep_best is 'val/acuracy_predicted_boxes'; it must be one of .*val/accuracy_predicted_boxes, .*ceiling_predicted_boxes"
     with pytest.raises(ValueError, match=message):
         train(config)
 
@@ -182,7 +180,7 @@ def test_a_wrong_name_is_found_before_training_and_answered_with_the_metrics(tin
 @pytest.mark.parametrize(
     "name",
     [
-        *("accuracy", "train/accuracy_gt_boxes", "val/accuracy_own_boxes"),  # not evaluated
+        *("accuracy", "train/accuracy_gt_boxes", "val/accuracy_predicted_boxes"),  # not evaluated
         *("val/count_gt_boxes", "val/ceiling_gt_boxes", "val/ceiling_gt_boxes/relation"),  # constants
     ],
 )

@@ -68,7 +68,7 @@ def test_a_run_learns_and_its_model_scores_the_same_when_loaded(detection_config
     for line in lines:
         assert line["loss"] == pytest.approx(sum(line[name] * (1 + (name == "loss_cls")) for name in names), rel=1e-5)
     assert metrics["parameters"]["encoder"] == metrics["parameters"]["task"] == 0
-    assert 0 <= metrics["val/AP_own_boxes"] <= metrics["val/AP50_own_boxes"] <= 1
+    assert 0 <= metrics["val/AP_predicted_boxes"] <= metrics["val/AP50_predicted_boxes"] <= 1
 
     records = json.loads((run / "predictions_val_online.json").read_text())
     assert len(records) == 6
@@ -107,13 +107,13 @@ def test_a_detector_from_scratch_reaches_an_average_precision(tmp_path: Path, on
     ]
     config = load_config(ROOT / "configs" / "demo" / "detection.yaml", words)
     metrics = train(config)
-    assert metrics["val/AP50_own_boxes"] > 0.3
+    assert metrics["val/AP50_predicted_boxes"] > 0.3
 
     detector = Path(config.output) / "model" / "detector" / "model.safetensors"
     torch.manual_seed(1)
     save_weights(FasterRCNN(DetectorConfig.from_yaml(detector.with_name("config.yaml"))).state_dict(), detector)
     untrained, _ = evaluate_run(Path(config.output), split="val", boxes="online")
-    assert untrained["val/AP50_own_boxes"] < 0.05
+    assert untrained["val/AP50_predicted_boxes"] < 0.05
 
 
 def test_the_gradient_reaches_the_whole_detector_also_in_images_without_objects(detection_config):

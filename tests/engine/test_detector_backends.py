@@ -15,7 +15,7 @@ def test_the_tiny_run_trains_with_detectron2_and_goes_on_without(tiny_config, tm
     pytest.importorskip("detectron2", reason="Detectron2 is not installed")
     short = ("train.max_steps=2", "eval.boxes=[online]", "eval.max_images=2", "eval.report_pictures=0")
     metrics = train(tiny_config("detector.backend=detectron2", *short))
-    assert 0 <= metrics["val/accuracy_own_boxes"] <= 1
+    assert 0 <= metrics["val/accuracy_predicted_boxes"] <= 1
     _, theirs, _ = load_model(tmp_path / "run")
     assert type(theirs.detector).__name__ == "Detectron2Detector"
     _, ours, _ = load_model(tmp_path / "run", overrides=["detector.backend=builtin"])

@@ -59,7 +59,7 @@ def test_boxes_of_a_detector_that_never_learned_to_find_any_are_warned_of(tiny_c
     evaluate_run(run, split="val", boxes="gt", output=run / "gt.json")
     assert "random" not in caplog.text
     evaluate_run(run, split="val", boxes="online", output=run / "online.json")
-    assert "The detector's own boxes are random" in caplog.text
+    assert "The detector's predicted boxes are random" in caplog.text
     assert detector_of_run(run).warning.startswith("The run's detector learned to describe given")
 
 

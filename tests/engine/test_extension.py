@@ -140,12 +140,12 @@ def test_a_task_about_two_images(settings, monkeypatch, tmp_path, capsys):
     config, model, tokenizer = load_model(run)
     data = build_examples(config, model, tokenizer, "val", boxes="gt")
     batch = build_collate(config, model)([data[Request(number, tuple(data.groups[number]))] for number in (0, 1)])
-    assert batch.looks_at.tolist() == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert batch.image_index.tolist() == [[0, 1], [0, 1], [2, 3], [2, 3]]
     counts = [len(boxes) for boxes in batch.boxes]
     output = model(batch)
     of_pairs = [counts[0] + counts[1] + 2] * 2 + [counts[2] + counts[3] + 2] * 2  # with the images as a whole
-    assert output.text_regions.attend.sum(dim=1).tolist() == of_pairs
-    swapped = model(dataclasses.replace(batch, looks_at=batch.looks_at.flip(1)))
+    assert output.text_regions.attention_mask.sum(dim=1).tolist() == of_pairs
+    swapped = model(dataclasses.replace(batch, image_index=batch.image_index.flip(1)))
     assert (output.task.logits - swapped.task.logits).abs().min() > 1e-4
 
     sample = data.dataset.sample(data.groups[0][:1])
@@ -182,7 +182,7 @@ def test_a_summary_of_another_width(settings, monkeypatch):
     assert model.encoder.hidden_size == 16 and model.task.output.in_features == 32
     data = build_examples(config, model, tokenizer, "val", boxes="gt")
     batch = build_collate(config, model)([data[Request(0, tuple(data.groups[0]))]])
-    swapped = dataclasses.replace(batch, looks_at=batch.looks_at.flip(1))
+    swapped = dataclasses.replace(batch, image_index=batch.image_index.flip(1))
     first, second = model(batch).encoded.summary.chunk(2, dim=1)
     assert_same(model(swapped).encoded.summary.tolist(), torch.cat([second, first], dim=1).tolist())
 
@@ -192,7 +192,7 @@ class DataWithFacts(image_pairs.PairDataset):
 
     def sample(self, texts: Sequence[int]) -> Sample:
         sample = super().sample(texts)
-        own = [dataclasses.replace(text, looks_at=() if text.index % 2 else (0, 1)) for text in sample.texts]
+        own = [dataclasses.replace(text, image_index=() if text.index % 2 else (0, 1)) for text in sample.texts]
         return dataclasses.replace(sample, texts=tuple(own))
 
 

@@ -39,11 +39,11 @@ def test_a_run_trains_evaluates_and_answers(tmp_path):
     network = model.network
     data = build_examples(model.settings, network, model.tokenizer, "val", boxes="gt")
     batch = build_collate(model.settings, network)([data[Request(0, tuple(data.groups[0]))]])
-    assert batch.looks_at.tolist() == [[0, 1]] * 2
+    assert batch.image_index.tolist() == [[0, 1]] * 2
     with torch.no_grad():
         torch.nn.init.normal_(network.encoder.embeddings.image_slot_embeddings.weight)  # it starts at zero
         there = network(batch).task.logits
-        back = network(dataclasses.replace(batch, looks_at=batch.looks_at.flip(1))).task.logits
+        back = network(dataclasses.replace(batch, image_index=batch.image_index.flip(1))).task.logits
     assert (there - back).abs().max() > 1e-6, "swapping the images changes the result"
     answer = model.ask(tuple(records[0]["file_names"]), "Both images contain a star.")
     assert answer.answer in ("True", "False") and set(answer.box_images) <= {0, 1}

@@ -294,7 +294,7 @@ def corpus_batch(lines: list[list[int]], mask: int, generator: torch.Generator) 
         images=ImageBatch(torch.zeros(1, 3, 32, 32), size, size, ["blank.jpg"]),
         boxes=[torch.tensor([[4.0, 4.0, 28.0, 28.0]])],
         texts=TextBatch(ids.masked_fill(is_masked, mask), torch.zeros_like(ids), ids > 0),
-        looks_at=torch.full((64, 1), -1),
+        image_index=torch.full((64, 1), -1),
         targets=PretrainingTargets({"masked_text": WordLabels(torch.where(is_masked, ids, -1))}),
     )
 

@@ -180,7 +180,7 @@ def test_a_task_is_told_to_join_data_with_phrases(tmp_path):
 
 def test_tasks_that_cannot_take_other_texts_are_refused(tmp_path, monkeypatch):
     config = settings("vqa", tmp_path)
-    monkeypatch.setattr("e2e_vl.tasks.vqa.VQAWording.learns_from", ())
+    monkeypatch.setattr("e2e_vl.tasks.vqa.VQAPreprocessor.learns_from", ())
     with pytest.raises(ValueError, match=r"the task vqa cannot take texts that have phrases and no target of its own"):
         build_run(config)
 

@@ -93,7 +93,7 @@ def test_captions_add_nothing_to_the_losses_of_questions(tmp_path):
     known = mixed.targets.known
     assert task.logits.shape == (sum(is_question), 4)
     assert float(task.losses["choice"].count) in (sum(is_question), 4 * sum(is_question))
-    assert float(task.losses["region_class"].count) == float(output.text_regions.attend[known].sum())
+    assert float(task.losses["region_class"].count) == float(output.text_regions.attention_mask[known].sum())
     summary = output.encoded.summary.detach().clone().requires_grad_()
     output.encoded.summary = summary
     model.task(mixed, output.text_regions, output.encoded).losses["choice"].total.backward(retain_graph=True)

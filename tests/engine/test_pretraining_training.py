@@ -139,10 +139,10 @@ def named_colours(run: Path) -> float:
             example = data[Request(number, (text,))]
             [own] = example.texts
             labels = own.targets.parts["masked_words"].labels
-            ids = np.where(labels >= 0, labels, own.laid.input_ids)
+            ids = np.where(labels >= 0, labels, own.encoding.input_ids)
             is_colour = np.isin(ids, colours.numpy())
             if is_colour.sum() == 1:
-                own.laid.input_ids[:] = np.where(is_colour, tokenizer.mask_token_id, ids)
+                own.encoding.input_ids[:] = np.where(is_colour, tokenizer.mask_token_id, ids)
                 labels[:] = np.where(is_colour, ids, -1)
                 examples.append(example)
                 truth.append(int(ids[is_colour][0]))
@@ -203,7 +203,7 @@ VL_BERT = (
     "features: 'conceptual/{split}_frcnn.json'}",
 )
 SOURCES = {
-    "coco_own_boxes": ("data.boxes.train=online", "eval.boxes=[online]", "detector.loss_weight=1"),
+    "coco_predicted_boxes": ("data.boxes.train=online", "eval.boxes=[online]", "detector.loss_weight=1"),
     "shards": (
         "data.config.source=shards",
         "data.files.shards='shards/{split}'",

@@ -82,14 +82,14 @@ def test_the_table_has_a_row_per_family_and_a_column_per_source_of_boxes():
         "val/accuracy_gt_boxes": 0.5,
         "val/count_gt_boxes": 6.0,
         "val/accuracy_gt_boxes/yes/no": 0.25,
-        "val/accuracy_own_boxes": 1.0,
-        "val/accuracy_own_boxes/other": None,
+        "val/accuracy_predicted_boxes": 1.0,
+        "val/accuracy_predicted_boxes/other": None,
         "test/AP_precomputed_boxes": 0.125,
         "steps": 8,
         "parameters": {"detector": 3},
     }
     assert result_table(metrics) == [
-        "                     gt boxes  own boxes  precomputed boxes",
+        "                     gt boxes  predicted boxes  precomputed boxes",
         "val/accuracy            0.500      1.000                  -",
         "val/accuracy/yes/no     0.250          -                  -",
         "val/accuracy/other          -          -                  -",

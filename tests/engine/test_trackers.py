@@ -42,7 +42,7 @@ def test_tensorboard_gets_settings_and_values_that_change(trained_run):
         pictures += [(name, len(events.Images(name))) for name in events.Tags()["images"]]
         texts += path.read_bytes().decode("latin-1")
     assert [event.step for event in scalars["train/loss"]] == list(range(1, 9))
-    assert {"train/lr_encoder", "val/accuracy_gt_boxes", "val/ceiling_own_boxes"} <= set(scalars)
+    assert {"train/lr_encoder", "val/accuracy_gt_boxes", "val/ceiling_predicted_boxes"} <= set(scalars)
     assert not [name for name in scalars if "count" in name or "ceiling_gt" in name or "ceiling_detected" in name]
     evaluations = sum(line["kind"] == "eval" for line in read_log(trained_run.path / "log.jsonl"))
     assert dict(pictures) == {f"val, {boxes} {row}": evaluations for boxes in BOXES for row in range(PICTURES)}
@@ -53,7 +53,7 @@ def test_what_cannot_change_is_left_out(tiny_config):
     values = {
         "train/loss": 1.0,
         "train/lr_head": 0.5,
-        "val/accuracy_own_boxes/relation": None,
+        "val/accuracy_predicted_boxes/relation": None,
         "val/count_gt_boxes": 6.0,
     }
     assert set(without_constants(tiny_config(), values)) == {"train/loss", "train/lr_head"}

@@ -91,7 +91,7 @@ def test_metrics_and_log_agree(trained_run):
     assert metrics["parameters"]["detector"] == sum(p.numel() for p in model.detector.parameters())
     assert metrics["seconds"] > metrics["seconds_training"] > 0
     for boxes, count in (("gt", 6), ("detections", 1), ("own", 1)):
-        name = {"gt": "gt_boxes", "detections": "detected_boxes", "own": "own_boxes"}[boxes]
+        name = {"gt": "gt_boxes", "detections": "detected_boxes", "own": "predicted_boxes"}[boxes]
         assert 0 <= metrics[f"val/accuracy_{name}"] <= metrics[f"val/ceiling_{name}"] <= 1
         assert metrics[f"val/count_{name}"] >= count
     assert metrics["val/ceiling_gt_boxes"] == 1
@@ -212,7 +212,7 @@ def test_bfloat16_trains_with_finite_losses(tiny_config):
     lines = logged(config.output)
     assert len(lines) == 3
     assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
-    assert metrics["val/count_gt_boxes"] == metrics["val/count_own_boxes"] > 0
+    assert metrics["val/count_gt_boxes"] == metrics["val/count_predicted_boxes"] > 0
     assert {value.dtype for value in parameters_of(config.output).values()} <= {torch.float32, torch.int64}
 
 

@@ -53,7 +53,7 @@ def red_and_blue() -> Batch:
         images=ImageBatch(pixels, sizes, sizes, ["red.jpg", "blue.jpg"]),
         boxes=[torch.tensor([[4.0, 4.0, 28.0, 28.0]])] * 2,
         texts=TextBatch(ids, torch.tensor([[0, 0, 0, 0, 0, 1, 1]]).expand(2, -1), torch.ones(2, 7, dtype=torch.bool)),
-        looks_at=torch.tensor([[0], [1]]),
+        image_index=torch.tensor([[0], [1]]),
         targets=PretrainingTargets(parts),
     )
 

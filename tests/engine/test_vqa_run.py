@@ -45,7 +45,7 @@ def test_a_run_trains_evaluates_and_is_loaded_with_its_answers(config_of, tmp_pa
     metrics = train(config_of("train.max_steps=3", "eval.boxes=[gt,online]"))
     run, moved = tmp_path / "run", tmp_path / "moved"
     assert metrics["val/count_gt_boxes"] == 42
-    assert 0 <= metrics["val/accuracy_own_boxes"] <= 1
+    assert 0 <= metrics["val/accuracy_predicted_boxes"] <= 1
     answers = json.loads((run / "answers.json").read_text())
     assert {"yes", "no"} <= set(answers)
 

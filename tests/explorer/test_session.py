@@ -43,7 +43,7 @@ PHRASES_ROW = 4  # of the page's values
 
 @pytest.fixture(scope="module")
 def record(trained_run) -> dict:
-    """A prediction of the evaluation with the detector's own boxes."""
+    """A prediction of the evaluation with the detector's predicted boxes."""
     return json.loads((trained_run.path / "predictions_val_online.json").read_text("utf-8"))[0]
 
 

@@ -81,11 +81,15 @@ def texts_of(arrays: Mapping[str, Tensor]) -> TextBatch:
     return TextBatch(arrays["input_ids"], arrays["token_type_ids"], arrays["attention_mask"].bool())
 
 
-def regions_of(features: Tensor, boxes: Tensor, attend: Tensor | None = None) -> TextRegions:
+def regions_of(features: Tensor, boxes: Tensor, attention_mask: Tensor | None = None) -> TextRegions:
     """Boxes are recorded as shares of width and height, so the images are one pixel wide and high."""
-    attend = torch.ones(features.shape[:2], dtype=torch.bool) if attend is None else attend.bool()
-    sizes = torch.ones(*attend.shape, 2)
-    return regions_of_own_images(features, boxes, sizes, attend, torch.zeros_like(attend, dtype=torch.long))
+    attention_mask = (
+        torch.ones(features.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    )
+    sizes = torch.ones(*attention_mask.shape, 2)
+    return regions_of_own_images(
+        features, boxes, sizes, attention_mask, torch.zeros_like(attention_mask, dtype=torch.long)
+    )
 
 
 def assert_gradients_near(golden: Golden, part: str, gradients: Mapping[str, Tensor]) -> None:

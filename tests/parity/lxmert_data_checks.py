@@ -26,7 +26,7 @@ from e2e_vl.samples import FOUND, Sample, SampleText, ScoredAnswers
 from e2e_vl.structures import HiddenRegions
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.objectives.words import mask_words
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask, PretrainingWording
+from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingPreprocessor, PretrainingTask
 from e2e_vl.text import TextWriter, load_tokenizer, plain_answer
 from e2e_vl.weights.start import StartRules, load_task
 from tests.parity import lxmert_common as common
@@ -101,9 +101,9 @@ def test_texts_and_their_cutting(rules, tokenizer):
         writer = TextWriter(tokenizer, max_length=one["max_length"])
         pieces = writer.pieces(one["sentence"])
         assert tokenizer.convert_ids_to_tokens(pieces)[: len(one["tokens"])] == one["tokens"]
-        laid, real = writer.single(pieces), np.array(one["input_mask"], dtype=bool)
-        np.testing.assert_array_equal(laid.input_ids, np.array(one["input_ids"])[real])
-        assert not laid.segment_ids.any()
+        encoding, real = writer.single(pieces), np.array(one["input_mask"], dtype=bool)
+        np.testing.assert_array_equal(encoding.input_ids, np.array(one["input_ids"])[real])
+        assert not encoding.token_type_ids.any()
     for texts in rules.get("finetune_texts", {}).values():
         for one in texts:
             assert tokenizer.tokenize(one["sentence"]) == one["tokens"]
@@ -173,7 +173,7 @@ def truths(golden) -> dict[str, ScoredAnswers | None]:
     return found
 
 
-def make_wording(golden, rules, tokenizer) -> PretrainingWording:
+def make_preprocessor(golden, rules, tokenizer) -> PretrainingPreprocessor:
     answers = rules["answer_table"]["answers_in_order"]
     settings = {
         "masked_words": {"weight": 1.0, "whole_words": False, "probability": rules["config"]["word_mask_rate"]},
@@ -184,7 +184,7 @@ def make_wording(golden, rules, tokenizer) -> PretrainingWording:
     }
     objectives = build_objectives(settings, Sizes(8, len(tokenizer)))
     task = PretrainingTask(8, PretrainingConfig(vocab_size=len(tokenizer)), objectives)
-    return task.wording(TextWriter(tokenizer, max_length=rules["config"]["max_length"], training=True))
+    return task.preprocessor(TextWriter(tokenizer, max_length=rules["config"]["max_length"], training=True))
 
 
 def draws_of(one: dict[str, Any], objects: int, pool: int) -> RecordedDraws:
@@ -195,19 +195,19 @@ def draws_of(one: dict[str, Any], objects: int, pool: int) -> RecordedDraws:
 
 def test_sentences_words_and_answers_of_pretraining(golden, rules, tokenizer):
     items, arrays, known = rules["flattened"], golden["data"], truths(golden)
-    wording, pool = make_wording(golden, rules, tokenizer), [item["sent"] for item in items]
+    preprocessor, pool = make_preprocessor(golden, rules, tokenizer), [item["sent"] for item in items]
     assert rules["pretrain_items"]
     for row, one in enumerate(rules["pretrain_items"]):
         item = items[one["item"]]
         own = [number for number, other in enumerate(items) if other["img_id"] == item["img_id"]]
-        text = SampleText(one["item"], item["sent"], {}, truth=known[item["uid"]], looks_at=())
+        text = SampleText(one["item"], item["sent"], {}, truth=known[item["uid"]], image_index=())
         draws = draws_of(one, rules["config"]["objects"], len(items))
-        [made] = wording(Sample((), (text,), pool=pool, own=own), (), lambda _, draws=draws: draws)
+        [made] = preprocessor(Sample((), (text,), pool=pool, own=own), (), lambda _, draws=draws: draws)
         draws.assert_used_up()
         real = arrays["pretrain.input_mask"][row].bool()
         name = f"item {row}, {one['uid']}"
-        np.testing.assert_array_equal(made.laid.input_ids, arrays["pretrain.input_ids"][row][real], name)
-        np.testing.assert_array_equal(made.laid.segment_ids, arrays["pretrain.segment_ids"][row][real], name)
+        np.testing.assert_array_equal(made.encoding.input_ids, arrays["pretrain.input_ids"][row][real], name)
+        np.testing.assert_array_equal(made.encoding.token_type_ids, arrays["pretrain.segment_ids"][row][real], name)
         parts = made.targets.parts
         np.testing.assert_array_equal(parts["masked_words"].labels, arrays["pretrain.lm_label_ids"][row][real], name)
         assert int(parts["image_qa"].answer) == int(arrays["pretrain.ans"][row]) == one["ans"], name

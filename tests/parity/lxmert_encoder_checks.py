@@ -139,8 +139,8 @@ def test_masked_regions_and_segments(golden):
         output = make_encoder(golden)(texts_of(arrays), regions)
     recorded, real = golden.part("encoder", "masked.out."), arrays["attention_mask"].bool()
     assert_near(output.text[real], recorded["language"][real], "masked language")
-    assert_near(output.regions[regions.attend], recorded["vision"][regions.attend], "masked vision")
-    assert not output.regions[~regions.attend].any()
+    assert_near(output.regions[regions.attention_mask], recorded["vision"][regions.attention_mask], "masked vision")
+    assert not output.regions[~regions.attention_mask].any()
     assert_near(output.summary, recorded["pooled"], "masked pooled")
 
 
@@ -197,7 +197,7 @@ def test_official_names_and_shapes_at_full_size(golden, kind, module):
 def test_regions_beyond_those_that_are_attended_to_change_nothing(golden):
     arrays, regions = masked_inputs(golden)
     encoder = make_encoder(golden)
-    other = dataclasses.replace(regions, features=torch.where(regions.attend[..., None], regions.features, 7.0))
+    other = dataclasses.replace(regions, features=torch.where(regions.attention_mask[..., None], regions.features, 7.0))
     with torch.no_grad():
         one, two = encoder(texts_of(arrays), regions), encoder(texts_of(arrays), other)
     torch.testing.assert_close(one.summary, two.summary)

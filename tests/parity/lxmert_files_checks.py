@@ -155,11 +155,11 @@ def test_targets_of_fine_tuning(golden, rules, name):
     task = ANSWERING[name](read_answers(golden.folder / "data" / name / "trainval_label2ans.json"))
     by_class = read_answers(golden.folder / "data" / name / "trainval_ans2label.json")
     assert task.answers == by_class
-    wording, labelled = task.make_wording(None), 0
+    preprocessor, labelled = task.make_preprocessor(None), 0
     for splits in (splits for kind, splits in items(rules) if kind == name):
         dataset = open_items(golden, name, splits)
         for number, truth in enumerate(dataset.truths()):
-            targets, _ = wording.judged(truth, mirrored=False)
+            targets, _ = preprocessor.judged(truth, mirrored=False)
             recorded = arrays.get(f"{name}.{'+'.join(splits)}.{number}.target")
             assert (targets.scores is None) == (recorded is None)
             if recorded is not None:

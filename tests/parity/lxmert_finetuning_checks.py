@@ -55,7 +55,7 @@ def pair_head(hidden_size: int) -> nn.Module:
 def two_images(features: Tensor, boxes: Tensor) -> TextRegions:
     """[M, 2, R, ...] -> the regions of both images, one after the other."""
     regions = regions_of(features.flatten(1, 2), boxes.flatten(1, 2))
-    slot = torch.arange(2).repeat_interleave(features.shape[2]).expand_as(regions.attend)
+    slot = torch.arange(2).repeat_interleave(features.shape[2]).expand_as(regions.attention_mask)
     return dataclasses.replace(regions, image_slot=slot)
 
 
@@ -79,7 +79,7 @@ def batch_of(arrays: Mapping[str, Tensor]) -> Batch:
         images=ImageBatch(torch.zeros(count, 3, 0, 0), side, side, ["image"] * count),
         boxes=None,
         texts=texts_of(arrays),
-        looks_at=torch.arange(count)[:, None],
+        image_index=torch.arange(count)[:, None],
         targets=VQATargets(arrays["target"], arrays["target"].argmax(dim=1)),
     )
 

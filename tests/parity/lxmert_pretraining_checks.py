@@ -121,7 +121,7 @@ def make_batch(golden, dtype: torch.dtype = torch.float32) -> Batch:
         ),
         boxes=list(arrays["boxes"]),
         texts=common.texts_of(arrays),
-        looks_at=torch.arange(count)[:, None],
+        image_index=torch.arange(count)[:, None],
         targets=PretrainingTargets(parts),
         hidden=HiddenRegions(list(arrays["feat_mask"] > 0), [torch.zeros(regions, dtype=torch.bool)] * count),
         region_labels=RegionLabels(features=list(arrays["target_feats"]), **labels),
@@ -136,7 +136,7 @@ def test_pretraining_logits_and_losses(golden):
     model, batch, recorded = make_model(golden), make_batch(golden), golden["pretrain"]
     with torch.no_grad():
         output = model(batch)
-    names, real = recorded_losses(golden), batch.texts.attend
+    names, real = recorded_losses(golden), batch.texts.attention_mask
     if "mask_lm" in names:
         words = model.task.word_head(output.encoded.text, output.encoded.word_table).detach()
         assert_near(words[real], recorded["out.lm_logits"][real], "lm_logits")

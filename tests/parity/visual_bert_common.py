@@ -114,13 +114,13 @@ def recorded_texts(arrays: dict[str, Tensor]) -> TextBatch:
 def recorded_regions(arrays: dict[str, Tensor], types: Tensor | None = None) -> TextRegions:
     """Regions without boxes, which the encoder does not read; `types` says which image they come from."""
     features, counts = arrays["in.features"], arrays["in.num_regions"]
-    attend = torch.arange(features.shape[1]) < counts[:, None]
+    attention_mask = torch.arange(features.shape[1]) < counts[:, None]
     return regions_of_own_images(
         features=features,
-        boxes=features.new_zeros(*attend.shape, 4),
-        image_sizes=features.new_ones(*attend.shape, 2),
-        attend=attend,
-        image_slot=torch.zeros_like(attend, dtype=torch.long) if types is None else types * attend,
+        boxes=features.new_zeros(*attention_mask.shape, 4),
+        image_sizes=features.new_ones(*attention_mask.shape, 2),
+        attention_mask=attention_mask,
+        image_slot=torch.zeros_like(attention_mask, dtype=torch.long) if types is None else types * attention_mask,
     )
 
 
@@ -132,7 +132,7 @@ def no_regions(arrays: dict[str, Tensor]) -> TextRegions:
 
 def word_counts(alignment: Tensor, regions: TextRegions, length: int) -> Tensor:
     """How often each word is listed for each region, from the recorded lists of positions, -1 = none."""
-    alignment = alignment[:, : regions.attend.shape[1]]  # rows beyond the regions are cut
+    alignment = alignment[:, : regions.attention_mask.shape[1]]  # rows beyond the regions are cut
     one_hot = F.one_hot(alignment.clamp(min=0), length)
     return (one_hot * (alignment != -1)[..., None]).sum(dim=2).to(regions.features.dtype)
 
@@ -148,7 +148,7 @@ class Case:
     @property
     def is_real(self) -> Tensor:
         """bool [M, L + R]."""
-        return torch.cat([self.texts.attend, self.regions.attend], dim=1)
+        return torch.cat([self.texts.attention_mask, self.regions.attention_mask], dim=1)
 
     def embed(self, encoder: VisualBertEncoder) -> tuple[Tensor, SequenceLayout]:
         return encoder.embeddings.join(self.texts, self.regions, self.alignment)
@@ -167,7 +167,7 @@ def make_case(golden: Golden, name: str) -> Case:
     if not name.startswith("aligned"):
         return Case(texts, regions)
     listed = optional(golden, INPUTS, "in.alignment" + name.removeprefix("aligned"))
-    return Case(texts, regions, word_counts(listed, regions, texts.attend.shape[1]))
+    return Case(texts, regions, word_counts(listed, regions, texts.attention_mask.shape[1]))
 
 
 def assert_slots_near(ours: Tensor, recorded: Tensor, case: Case, what: str) -> None:

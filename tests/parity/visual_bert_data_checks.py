@@ -64,16 +64,16 @@ def worded(
     settings["masked_words"] = {"weight": 1.0, "whole_words": False} | settings.get("masked_words", {})
     made = build_objectives(settings, Sizes(8, len(rules_tokenizer)))
     task = PretrainingTask(8, PretrainingConfig(vocab_size=len(rules_tokenizer), cut_pairs="fronts_too_much"), made)
-    wording = task.wording(TextWriter(rules_tokenizer, VisualBertEncoder.layout, training=True))
-    sample = Sample((), (dataclasses.replace(text, looks_at=()),), pool=pool, own=list(own))
-    [example] = wording(sample, (), lambda _: draws)
+    preprocessor = task.preprocessor(TextWriter(rules_tokenizer, VisualBertEncoder.layout, training=True))
+    sample = Sample((), (dataclasses.replace(text, image_index=()),), pool=pool, own=list(own))
+    [example] = preprocessor(sample, (), lambda _: draws)
     assert not getattr(draws, "numbers", None), "not all recorded draws were made"
     return example
 
 
 def assert_text(example: TextExample, recorded: dict[str, Any], rules_tokenizer: PreTrainedTokenizerBase) -> None:
-    assert rules_tokenizer.convert_ids_to_tokens(example.laid.input_ids) == recorded["tokens"]
-    assert example.laid.segment_ids.tolist() == recorded["token_type_ids"]
+    assert rules_tokenizer.convert_ids_to_tokens(example.encoding.input_ids) == recorded["tokens"]
+    assert example.encoding.token_type_ids.tolist() == recorded["token_type_ids"]
 
 
 # Length
@@ -82,24 +82,30 @@ def assert_text(example: TextExample, recorded: dict[str, Any], rules_tokenizer:
 def test_pretraining_cutting_of_pairs(data_rules, rules_tokenizer):
     for one in part_of(data_rules, "truncate_pair"):
         writer = TextWriter(rules_tokenizer, VisualBertEncoder.layout, max_length=one["max_seq_length"])
-        laid = writer.pair([5] * one["len_a"], [6] * one["len_b"], "fronts_too_much")
-        first, second = (laid.source[laid.source >= 0][laid.segment_ids[laid.source >= 0] == part] for part in (0, 1))
+        encoding = writer.pair([5] * one["len_a"], [6] * one["len_b"], "fronts_too_much")
+        first, second = (
+            encoding.source[encoding.source >= 0][encoding.token_type_ids[encoding.source >= 0] == part]
+            for part in (0, 1)
+        )
         assert (len(first), len(second)) == (one["kept_a"], one["kept_b"]), one
         assert first.tolist() == list(range(one["first_a"], one["len_a"]))
         if one["kept_b"]:
             assert second[0] - one["len_a"] == one["first_b"]
         else:
-            assert laid.segment_ids.max() == 0 and laid.input_ids.tolist().count(rules_tokenizer.sep_token_id) == 1
-        assert len(laid.input_ids) <= one["max_seq_length"]
-        assert laid.num_cut == one["len_a"] + one["len_b"] - one["kept_a"] - one["kept_b"]
+            assert (
+                encoding.token_type_ids.max() == 0
+                and encoding.input_ids.tolist().count(rules_tokenizer.sep_token_id) == 1
+            )
+        assert len(encoding.input_ids) <= one["max_seq_length"]
+        assert encoding.num_cut == one["len_a"] + one["len_b"] - one["kept_a"] - one["kept_b"]
 
 
 def test_pretraining_cutting_of_single_texts(data_rules, rules_tokenizer):
     one = part_of(data_rules, "truncate_single")
-    laid = TextWriter(rules_tokenizer, VisualBertEncoder.layout, max_length=one["max_seq_length"]).single(
+    encoding = TextWriter(rules_tokenizer, VisualBertEncoder.layout, max_length=one["max_seq_length"]).single(
         [5] * one["len_a"]
     )
-    kept = laid.source[laid.source >= 0].tolist()
+    kept = encoding.source[encoding.source >= 0].tolist()
     assert kept == list(range(one["first"], one["first"] + one["kept"]))
 
 
@@ -230,7 +236,7 @@ def test_pretraining_sentences_about_two_images(data_rules, rules_tokenizer):
     if not found:
         pytest.skip("the set has no NLVR2 text of pre-training; it is optional")
     for one in found:
-        text = SampleText(0, one["item"]["sentence"], {}, RightChoice(one["label"]), looks_at=())
+        text = SampleText(0, one["item"]["sentence"], {}, RightChoice(one["label"]), image_index=())
         settings = {"relationship": {"weight": 1.0, "texts": "stated"}}
         example = worded(rules_tokenizer, text, Draws(), settings)
         assert_text(example, one, rules_tokenizer)
@@ -241,8 +247,8 @@ def test_pretraining_captions_of_flickr30k(data_rules, rules_tokenizer):
     """Every wordpiece of the caption, and nothing else; phrases do not matter here."""
     for one in part_of(data_rules, "flickr", "entries"):
         example = worded(rules_tokenizer, SampleText(0, one["sentence"], {}), Draws(), {"relationship": 0.0})
-        assert rules_tokenizer.convert_ids_to_tokens(example.laid.input_ids) == one["tokens"]
-        assert not example.laid.segment_ids.any()
+        assert rules_tokenizer.convert_ids_to_tokens(example.encoding.input_ids) == one["tokens"]
+        assert not example.encoding.token_type_ids.any()
 
 
 def test_pretraining_which_text_of_a_question_is_read(data_rules):

@@ -38,14 +38,14 @@ def test_words_name_regions_as_the_official_lists_do(visual_golden):
     """A text names a region by `region_of_token`; the same as lists of positions gives the same input."""
     encoder, case = recorded_encoder(visual_golden), make_case(visual_golden, "plain")
     texts, regions = case.texts, case.regions
-    number = torch.arange(texts.attend.shape[1]).expand_as(texts.input_ids)
-    named = (number % (regions.attend.sum(dim=1, keepdim=True) + 1)) - 1  # -1, 0, 1, ... of each text's regions
-    texts = dataclasses.replace(texts, region_of_token=torch.where(texts.attend, named, -1))
-    lists = torch.full((*regions.attend.shape, texts.attend.shape[1]), -1)
-    for text, word in texts.attend.nonzero().tolist():
+    number = torch.arange(texts.attention_mask.shape[1]).expand_as(texts.input_ids)
+    named = (number % (regions.attention_mask.sum(dim=1, keepdim=True) + 1)) - 1  # -1, 0, 1, ... of each text's regions
+    texts = dataclasses.replace(texts, region_of_token=torch.where(texts.attention_mask, named, -1))
+    lists = torch.full((*regions.attention_mask.shape, texts.attention_mask.shape[1]), -1)
+    for text, word in texts.attention_mask.nonzero().tolist():
         if named[text, word] >= 0:
             lists[text, named[text, word], word] = word
-    listed = dataclasses.replace(case, alignment=common.word_counts(lists, regions, texts.attend.shape[1]))
+    listed = dataclasses.replace(case, alignment=common.word_counts(lists, regions, texts.attention_mask.shape[1]))
     with torch.no_grad():
         assert_near(encoder(texts, regions).regions, listed.run(encoder).regions, "regions")
         assert not torch.allclose(encoder(texts, regions).regions, encoder(case.texts, regions).regions, atol=1e-2)

@@ -84,8 +84,8 @@ def batch_of(texts: TextBatch, targets: Targets, records: list[dict[str, Any]] |
     """Each text has an image of its own, 1 x 1 pixels, so that boxes are in its pixels."""
     side = torch.ones(len(texts), 2, dtype=torch.int64)
     images = ImageBatch(torch.zeros(len(texts), 3, 0, 0), side, side, ["image"] * len(texts))
-    looks_at = torch.arange(len(texts))[:, None]
-    return Batch(images, None, texts, looks_at, targets, records=records or [])
+    image_index = torch.arange(len(texts))[:, None]
+    return Batch(images, None, texts, image_index, targets, records=records or [])
 
 
 # VQA
@@ -96,7 +96,7 @@ class Answering(FineTuned):
 
     def texts(self) -> TextBatch:
         texts = super().texts()
-        return dataclasses.replace(texts, summary=texts.attend.sum(dim=1) - 2)
+        return dataclasses.replace(texts, summary=texts.attention_mask.sum(dim=1) - 2)
 
 
 def answering(golden: Golden, **fields: Any) -> tuple[Answering, Batch]:
@@ -172,7 +172,7 @@ class Choosing(FineTuned):
 
     def encoded(self) -> EncoderOutput:
         texts, regions = self.texts(), self.regions()
-        counts = word_counts(self.arrays["in.alignment"].flatten(0, 1), regions, texts.attend.shape[1])
+        counts = word_counts(self.arrays["in.alignment"].flatten(0, 1), regions, texts.attention_mask.shape[1])
         return self.encoder.encode(texts, *self.encoder.embeddings.join(texts, regions, counts))
 
 
@@ -218,7 +218,7 @@ def test_nlvr2(visual_golden):
     arrays, values = visual_golden["nlvr2"], visual_golden.meta["values"]["nlvr2"]
     position = torch.arange(arrays["in.visual_types"].shape[1])
     is_left = position < arrays["in.num_left"][:, None]
-    real = model.regions().attend
+    real = model.regions().attention_mask
     assert torch.equal(model.regions().image_slot[real] == 0, is_left[real])
     with torch.no_grad():
         output = model.run(batch)
@@ -237,7 +237,7 @@ class Grounding(FineTuned):
 
     def regions(self) -> TextRegions:
         regions = super().regions()
-        left = torch.arange(regions.attend.shape[1], dtype=torch.float32).expand_as(regions.attend)
+        left = torch.arange(regions.attention_mask.shape[1], dtype=torch.float32).expand_as(regions.attention_mask)
         zero, one = torch.zeros_like(left), torch.ones_like(left)
         return dataclasses.replace(regions, boxes=torch.stack([2 * left, zero, 2 * left + 1, one], dim=-1))
 
@@ -267,7 +267,7 @@ def test_flickr30k(visual_golden):
     with torch.no_grad():
         output = model.run(batch)
     real = arrays["in.flickr_position"] >= 0
-    has_region = model.regions().attend[:, None].expand(arrays["out.log_probabilities"].shape)[real]
+    has_region = model.regions().attention_mask[:, None].expand(arrays["out.log_probabilities"].shape)[real]
     recorded = arrays["out.log_probabilities"][real]
     assert torch.equal(output.logits > -torch.inf, has_region)
     assert_near(output.logits[has_region], recorded[has_region], "flickr.log_probabilities")

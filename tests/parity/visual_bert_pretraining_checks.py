@@ -62,7 +62,7 @@ def official_batch(golden: Golden, *, looks: bool = True) -> Batch:
         images=ImageBatch(torch.zeros(count, 3, 1, 1), sizes, sizes, [str(number) for number in range(count)]),
         boxes=None,
         texts=texts,
-        looks_at=torch.arange(count)[:, None] if looks else torch.full((count, 1), -1),
+        image_index=torch.arange(count)[:, None] if looks else torch.full((count, 1), -1),
         targets=PretrainingTargets(parts),
     )
 
@@ -71,7 +71,7 @@ def run(
     golden: Golden, task: PretrainingTask, batch: Batch, encoder: torch.nn.Module
 ) -> tuple[TaskOutput, EncoderOutput]:
     arrays = golden["pretrain"]
-    regions = recorded_regions(arrays) if batch.looks_at.max() >= 0 else no_regions(arrays)
+    regions = recorded_regions(arrays) if batch.image_index.max() >= 0 else no_regions(arrays)
     encoded = encoder(batch.texts, regions)
     return task(batch, regions, encoded), encoded
 
@@ -97,8 +97,10 @@ def test_scores_of_words(visual_golden):
     with torch.no_grad():
         _, encoded = run(visual_golden, task, official_batch(visual_golden), encoder)
         ours = task.word_head(encoded.text, encoded.word_table)
-    attend = recorded_texts(visual_golden["pretrain"]).attend
-    assert_near(ours[attend], recorded[:, : attend.shape[1]][attend], "prediction_logits of words")
+    attention_mask = recorded_texts(visual_golden["pretrain"]).attention_mask
+    assert_near(
+        ours[attention_mask], recorded[:, : attention_mask.shape[1]][attention_mask], "prediction_logits of words"
+    )
 
 
 def test_masked_words_alone(visual_golden):

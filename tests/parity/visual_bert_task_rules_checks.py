@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.tasks.preprocessors import photo, sample_of, tokens, word
 from transformers import PreTrainedTokenizerBase
 
 from detector.structures import ImageBatch
@@ -32,7 +33,6 @@ from e2e_vl.tasks.vqa import VQAConfig, VQATargets, VQATask
 from e2e_vl.text import TextWriter
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of
-from tests.tasks.wordings import photo, sample_of, tokens, word
 
 visual_golden = common.visual_golden
 data_rules, rules_tokenizer = common.data_rules, common.rules_tokenizer
@@ -40,8 +40,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 ROUNDED = 1e-6  # recorded with six decimals
 
 
-def wording_of(task: Task, rules_tokenizer: PreTrainedTokenizerBase) -> Any:
-    return task.wording(TextWriter(rules_tokenizer, VisualBertEncoder.layout, training=True))
+def preprocessor_of(task: Task, rules_tokenizer: PreTrainedTokenizerBase) -> Any:
+    return task.preprocessor(TextWriter(rules_tokenizer, VisualBertEncoder.layout, training=True))
 
 
 # VQA
@@ -55,22 +55,22 @@ def answering(data_rules: dict[str, Any], **fields: Any) -> VQATask:
 
 
 def test_texts_of_questions(data_rules, rules_tokenizer):
-    wording = wording_of(answering(data_rules), rules_tokenizer)
+    preprocessor = preprocessor_of(answering(data_rules), rules_tokenizer)
     for one in part_of(data_rules, "vqa", "examples"):
         question = " ".join(one["question_tokens"])  # the official code appends the mark
-        [text] = word(wording, sample_of(SampleText(0, f"{question}?", {"question_id": 1})))
+        [text] = word(preprocessor, sample_of(SampleText(0, f"{question}?", {"question_id": 1})))
         assert tokens(text, rules_tokenizer) == one["fine_tune"]["tokens"]
-        assert text.laid.segment_ids.tolist() == one["fine_tune"]["token_type_ids"]
-        assert text.laid.summary == len(text.laid.input_ids) - 2
-        assert one["fine_tune"]["tokens"][text.laid.summary] == "[MASK]"
+        assert text.encoding.token_type_ids.tolist() == one["fine_tune"]["token_type_ids"]
+        assert text.encoding.summary == len(text.encoding.input_ids) - 2
+        assert one["fine_tune"]["tokens"][text.encoding.summary] == "[MASK]"
 
 
 def test_targets_of_given_answers(data_rules, rules_tokenizer):
-    wording = wording_of(answering(data_rules), rules_tokenizer)
+    preprocessor = preprocessor_of(answering(data_rules), rules_tokenizer)
     for one in part_of(data_rules, "vqa", "scores"):
         truth = HumanAnswers(tuple(one["given"]))
         facts = {"question_id": 1, "answers": one["given"]}
-        [text] = word(wording, sample_of(SampleText(0, "what?", facts, truth)))
+        [text] = word(preprocessor, sample_of(SampleText(0, "what?", facts, truth)))
         np.testing.assert_allclose(text.targets.scores, one["scores"], atol=ROUNDED)
 
 
@@ -100,17 +100,17 @@ def test_texts_and_images_of_pairs(data_rules, rules_tokenizer, tmp_path):
     examples = [one for one in part_of(data_rules, "nlvr2", "examples") if not one["pretraining"]]
     if not examples:
         pytest.skip("the set has no NLVR2 text of fine-tuning; it is optional")
-    wording = wording_of(NLVR2Task(8, NLVR2Config()), rules_tokenizer)
+    preprocessor = preprocessor_of(NLVR2Task(8, NLVR2Config()), rules_tokenizer)
     for number, one in enumerate(examples):
         file = tmp_path / f"{number}.json"
         file.write_text(json.dumps(one["item"]) + "\n", encoding="utf-8")
         [example] = read_examples(file)
         assert [f"{name}.png.npz" for name in example.images] == one["features_file_keys"]
         text = SampleText(0, example.sentence, {"identifier": example.identifier}, RightChoice(one["label"]))
-        sample = sample_of(dataclasses.replace(text, looks_at=(0,)))
-        [worded] = word(wording, sample, photo())
+        sample = sample_of(dataclasses.replace(text, image_index=(0,)))
+        [worded] = word(preprocessor, sample, photo())
         assert tokens(worded, rules_tokenizer) == one["tokens"]
-        assert worded.laid.segment_ids.tolist() == one["token_type_ids"]
+        assert worded.encoding.token_type_ids.tolist() == one["token_type_ids"]
         assert int(worded.targets.label) == one["label"] == int(example.label == "True")
         assert one["visual_types"] == [0] * one["regions_left"] + [1] * one["regions_right"]
 
@@ -135,7 +135,7 @@ def grounded(data_rules: dict[str, Any], sentence: EntitySentence, tokenizer: Pr
         tuple(np.array(truth[phrase.chain], dtype=np.float64) for phrase in phrases),
     )
     text = SampleText(0, sentence.words, {"phrases": [""] * len(phrases)}, boxes)
-    [made] = word(wording_of(Flickr30KTask(8, Flickr30KConfig()), tokenizer), sample_of(text))
+    [made] = word(preprocessor_of(Flickr30KTask(8, Flickr30KConfig()), tokenizer), sample_of(text))
     return made
 
 

@@ -110,12 +110,12 @@ class Seeing(nn.Module):
         images, arrays = self.batch(), self.arrays
         names = ("in.input_ids", "in.token_type_ids", "in.input_mask")
         texts = recorded_texts({name: arrays[name].flatten(0, 1) for name in names})
-        looks_at = torch.arange(len(images)).repeat_interleave(CHOICES)[:, None]
-        regions = gather_regions(self.regions(), images.sizes, looks_at)
-        counts = word_counts(arrays["in.alignment"].flatten(0, 1), regions, texts.attend.shape[1])
+        image_index = torch.arange(len(images)).repeat_interleave(CHOICES)[:, None]
+        regions = gather_regions(self.regions(), images.sizes, image_index)
+        counts = word_counts(arrays["in.alignment"].flatten(0, 1), regions, texts.attention_mask.shape[1])
         encoded = self.encoder.encode(texts, *self.encoder.embeddings.join(texts, regions, counts))
         is_right = F.one_hot(arrays["in.label"], CHOICES).flatten().to(self.images.dtype)
-        return self.task(Batch(images, None, texts, looks_at, VCRTargets(is_right)), regions, encoded)
+        return self.task(Batch(images, None, texts, image_index, VCRTargets(is_right)), regions, encoded)
 
 
 @pytest.fixture(scope="module")

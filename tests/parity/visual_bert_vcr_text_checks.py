@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.tasks.preprocessors import sample_of, tokens, word
 
 from detector.config import DetectorConfig
 from detector.images import ResizeRule
@@ -28,7 +29,6 @@ from e2e_vl.tasks.vcr import Piece, VCRConfig, VCRTask, cut_choices, plain_text
 from e2e_vl.text import TextWriter
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of
-from tests.tasks.wordings import sample_of, tokens, word
 
 visual_golden = common.visual_golden
 data_rules, rules_tokenizer = common.data_rules, common.rules_tokenizer
@@ -53,8 +53,8 @@ def texts_of(data_rules, rules_tokenizer, settings, kind: str) -> list[TextExamp
     objects = AnnotatedObjects(corners, "recorded", names=tuple(item["objects"]))
     image = SampleImage("7", Path("photo.jpg"), objects=objects, candidates=tuple(boxes))
     config = from_dict(VCRConfig, dict(settings.task.config), "task.config")
-    wording = VCRTask(8, config).wording(TextWriter(rules_tokenizer, VisualBertEncoder.layout, training=True))
-    return word(wording, sample_of(text, image=image), epoch=3)
+    preprocessor = VCRTask(8, config).preprocessor(TextWriter(rules_tokenizer, VisualBertEncoder.layout, training=True))
+    return word(preprocessor, sample_of(text, image=image), epoch=3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,8 +64,8 @@ def test_texts_and_places_of_named_objects(data_rules, rules_tokenizer, settings
     assert len(found) == len(theirs)
     for ours, one in zip(found, theirs, strict=True):
         assert tokens(ours, rules_tokenizer) == one["tokens"]
-        assert ours.laid.input_ids.tolist() == one["input_ids"]
-        assert ours.laid.segment_ids.tolist() == one["token_type_ids"]
+        assert ours.encoding.input_ids.tolist() == one["input_ids"]
+        assert ours.encoding.token_type_ids.tolist() == one["token_type_ids"]
         assert bool(ours.targets.is_right) == one["is_correct"]
         whole, *rows = one["positions"]
         named = ours.region_of_token

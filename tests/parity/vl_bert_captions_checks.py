@@ -20,7 +20,7 @@ from e2e_vl.data.captions import CaptionDataset, VLBertCaptions
 from e2e_vl.data.image_loader import ImageLoader, ImageRules
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.tasks.objectives.words import WordMasking
-from e2e_vl.tasks.pretraining import PretrainingWording
+from e2e_vl.tasks.pretraining import PretrainingPreprocessor
 from e2e_vl.text import TextWriter, load_tokenizer
 
 
@@ -75,10 +75,10 @@ def test_captions_image_boxes_classes_and_words_are_those_of_the_official_code(f
     short, long = facts["scales"]
     captions = CaptionDataset(source, boxes_come_along=True)
     writer = TextWriter(load_tokenizer(source.path.parent / "vocab.txt"), VLBertModel.layout)
-    wording = PretrainingWording(writer, {"masked_words": WordMasking(writer)})
+    preprocessor = PretrainingPreprocessor(writer, {"masked_words": WordMasking(writer)})
     for number, case in enumerate(facts["cases"]):
         rules = ImageRules((ResizeRule(short, long, "truncate"),), flip_probability=float(case["flip"]))
-        dataset = ExampleDataset(captions, ImageLoader(rules, BoxSource.DETECTIONS), wording)
+        dataset = ExampleDataset(captions, ImageLoader(rules, BoxSource.DETECTIONS), preprocessor)
         example = dataset[Request(0, (0,))]
         batch = collate([example], facts["pixel_means"], (1, 1, 1))
 
@@ -105,6 +105,6 @@ def test_captions_image_boxes_classes_and_words_are_those_of_the_official_code(f
         expected = arrays[f"cc.{number}.mlm_labels"], arrays[f"cc.{number}.text"]
         original = np.where(expected[0] >= 0, expected[0], expected[1])
         [text] = example.texts
-        words = text.targets.parts["masked_words"].labels, text.laid.input_ids
+        words = text.targets.parts["masked_words"].labels, text.encoding.input_ids
         ours = np.where(words[0] >= 0, words[0], words[1])
         np.testing.assert_array_equal([*ours[: kept - 1], ours[-1]], original)

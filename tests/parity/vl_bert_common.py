@@ -25,7 +25,7 @@ from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import TextBatch
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
-from e2e_vl.text import LaidText, Template, lay
+from e2e_vl.text import Template, TextEncoding, lay
 
 RELATIVE = 1e-4  # of the largest value
 RELATIVE_CNN_FLOAT32 = 0.1  # single ReLU signs decide gradients of the CNN in float32; those in float64 tell
@@ -198,21 +198,21 @@ class SpecialTokens:
     @classmethod
     def of(cls, texts: TextBatch, *, with_mask: bool = False) -> SpecialTokens:
         """Read from the first text: `[CLS] ... [SEP]`, or `[CLS] ... [MASK] [SEP]`."""
-        ids = texts.input_ids[0][texts.attend[0]].tolist()
+        ids = texts.input_ids[0][texts.attention_mask[0]].tolist()
         return cls(ids[0], ids[-1], ids[-2] if with_mask else None)
 
-    def lay(self, template: Template, *texts: Sequence[int]) -> LaidText:
+    def lay(self, template: Template, *texts: Sequence[int]) -> TextEncoding:
         """The pieces of texts in a form of VL-BERT's layout."""
         return lay(template, texts, self)
 
 
-def assert_laid_out(laid: Sequence[LaidText], texts: TextBatch) -> None:
+def assert_laid_out(encoding: Sequence[TextEncoding], texts: TextBatch) -> None:
     """Wordpieces and segments of texts as this project lays them out are the recorded ones."""
-    assert len(laid) == len(texts)
-    for row, text in enumerate(laid):
-        real = texts.attend[row]
+    assert len(encoding) == len(texts)
+    for row, text in enumerate(encoding):
+        real = texts.attention_mask[row]
         assert text.input_ids.tolist() == texts.input_ids[row][real].tolist(), f"text {row}"
-        assert text.segment_ids.tolist() == texts.segment_ids[row][real].tolist(), f"text {row}"
+        assert text.token_type_ids.tolist() == texts.token_type_ids[row][real].tolist(), f"text {row}"
 
 
 def is_cnn(name: str) -> bool:

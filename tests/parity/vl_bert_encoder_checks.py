@@ -176,7 +176,7 @@ def test_encoder(golden, vl_bert_keys, name):
     with torch.no_grad():
         stages, attentions, layout = encode_recorded(model, arrays)
     valid = recorded["valid"]
-    assert torch.equal(layout.attend, valid)
+    assert torch.equal(layout.attention_mask, valid)
     for stage in ("embedding_sum", "embedding_output"):
         assert_near(stages[stage][valid], recorded[stage][valid], stage)
     for index, states in enumerate(recorded["hidden_states"]):
@@ -198,10 +198,10 @@ def test_position_and_segment_ids(golden, name):
     arrays, recorded = golden.part(name, "in."), golden.part(name, "out.")
     embeddings = VLBertModel(encoder_config(golden, name)).embeddings
     texts = recorded_texts(arrays)
-    layout = SequenceLayout.from_masks(texts.attend, arrays["object_mask"])
+    layout = SequenceLayout.from_masks(texts.attention_mask, arrays["object_mask"])
     ids = {
-        "position_ids": embeddings.position_ids(texts.attend, arrays["object_mask"].long() * 0),
-        "token_type_ids": embeddings.segment_ids(texts.segment_ids, arrays["object_mask"]),
+        "position_ids": embeddings.position_ids(texts.attention_mask, arrays["object_mask"].long() * 0),
+        "token_type_ids": embeddings.token_type_ids(texts.token_type_ids, arrays["object_mask"]),
     }
     for kind, slots in ids.items():
         assert torch.equal(slots.gather(1, layout.slot)[recorded["valid"]], recorded[kind][recorded["valid"]])
@@ -215,7 +215,7 @@ def refcoco_batch(golden: Golden, dtype: torch.dtype = torch.float32) -> Batch:
         images=image_batch(data["image"].to(dtype), data["im_info"]),
         boxes=boxes,
         texts=recorded_texts(encoder),
-        looks_at=torch.arange(len(boxes))[:, None],
+        image_index=torch.arange(len(boxes))[:, None],
         targets=ReferringTargets(data["gt_box"].to(dtype)),
         records=[{"index": index} for index in range(len(boxes))],
     )
@@ -229,9 +229,9 @@ def test_refcoco_inputs_logits_and_loss(golden, vl_bert_keys):
         vectors = model.encoder.embeddings.region_vectors(output.text_regions)
         words = model.encoder.embeddings.word_vectors(batch.texts, vectors, output.text_regions)
     size = model.encoder.config.visual_size
-    assert torch.equal(output.text_regions.attend, mask)
+    assert torch.equal(output.text_regions.attention_mask, mask)
     assert_near(vectors[mask], recorded["vlbert_in.object_vl_embeddings"][mask][:, :size], "region vectors")
-    real_words = batch.texts.attend
+    real_words = batch.texts.attention_mask
     expression = recorded["in.expression"]
     inner = batch.texts.input_ids[:, 1:-1] * (expression > 0)  # [CLS] expression [SEP], padded with 0
     assert torch.equal(inner, expression)

@@ -102,7 +102,7 @@ def make_batch(golden, name: str, dtype: torch.dtype = torch.float32) -> Batch:
         images=images,
         boxes=[image_rows[:, :4] for image_rows in own],
         texts=texts,
-        looks_at=torch.cat([torch.arange(captions), no_image])[:, None],
+        image_index=torch.cat([torch.arange(captions), no_image])[:, None],
         targets=PretrainingTargets(parts),
         hidden=HiddenRegions(
             is_labelled=[rows.sum(dim=1) > 0 for rows in of_boxes(data["mvrc_labels"])],
@@ -125,11 +125,11 @@ def test_pretraining_logits_and_losses(golden, vl_bert_keys, name):
     captions = len(batch.images.names)
     words = model.task.word_head(output.encoded.text, output.encoded.word_table).detach()
     for ours, logits, real in (
-        (words[:captions], recorded["mlm_logits_wvc"], batch.texts.attend[:captions]),
-        (words[captions:], recorded["mlm_logits_aux"], batch.texts.attend[captions:]),
+        (words[:captions], recorded["mlm_logits_wvc"], batch.texts.attention_mask[:captions]),
+        (words[captions:], recorded["mlm_logits_aux"], batch.texts.attention_mask[captions:]),
     ):
         assert_near(ours[real], logits[real], "mlm_logits")
-    real = output.text_regions.attend[:captions]
+    real = output.text_regions.attention_mask[:captions]
     regions = model.task.masked_regions.classify(output.encoded.regions).detach()
     assert_near(regions[:captions][real], recorded["mvrc_logits"][real], "mvrc_logits")
 
@@ -156,14 +156,14 @@ def test_pretraining_inputs_of_the_encoder(golden, vl_bert_keys, name):
         words = embeddings.word_vectors(batch.texts, vectors, output.text_regions)
     captions, inputs = len(batch.images.names), golden.part("pretrain", "in.")
     for texts, given in ((slice(captions), inputs["text"]), (slice(captions, None), inputs["aux_text"])):
-        attend = batch.texts.attend[texts]
-        assert torch.equal(batch.texts.input_ids[texts][attend], given[given > 0])  # [PAD] is 0
+        attention_mask = batch.texts.attention_mask[texts]
+        assert torch.equal(batch.texts.input_ids[texts][attention_mask], given[given > 0])  # [PAD] is 0
     real, size = recorded["object_mask"], model.encoder.config.visual_size
-    assert torch.equal(output.text_regions.attend, real)
+    assert torch.equal(output.text_regions.attention_mask, real)
     assert_near(vectors[real], recorded["object_vl_embeddings"][real][:, :size], "region vectors")
-    attend = batch.texts.attend
-    words = words.expand(*attend.shape, -1)
-    assert_near(words[attend], recorded["text_visual_embeddings"][attend], "word vectors")
+    attention_mask = batch.texts.attention_mask
+    words = words.expand(*attention_mask.shape, -1)
+    assert_near(words[attention_mask], recorded["text_visual_embeddings"][attention_mask], "word vectors")
 
 
 def test_pretraining_losses_of_each_text_alone(golden, vl_bert_keys):
@@ -180,7 +180,7 @@ def test_pretraining_losses_of_each_text_alone(golden, vl_bert_keys):
         for name in ("masked_words", "masked_text"):
             alone.targets.parts[name].labels[torch.arange(len(batch)) != text] = NO_LABEL
         alone.hidden.is_labelled = [
-            rows & (image == int(batch.looks_at[text, 0])) for image, rows in enumerate(batch.hidden.is_labelled)
+            rows & (image == int(batch.image_index[text, 0])) for image, rows in enumerate(batch.hidden.is_labelled)
         ]
         with torch.no_grad():
             losses = model.task(alone, output.text_regions, output.encoded).losses

@@ -40,17 +40,17 @@ def region_loss(logits: Tensor, truth: Tensor) -> Tensor:
         images=ImageBatch(torch.zeros(1, 3, 4, 4), torch.full((1, 2), 4), torch.full((1, 2), 4), ["image"]),
         boxes=[torch.zeros(count, 4)],
         texts=TextBatch(torch.zeros(1, 1).long(), torch.zeros(1, 1).long(), torch.ones(1, 1).bool()),
-        looks_at=torch.zeros(1, 1).long(),
+        image_index=torch.zeros(1, 1).long(),
         targets=PretrainingTargets({"masked_regions": Targets()}),
         hidden=HiddenRegions([torch.ones(count).bool()], [torch.zeros(count).bool()]),
         region_labels=RegionLabels(class_probs=[truth]),
     )
-    attend = torch.ones(1, count).bool()
+    attention_mask = torch.ones(1, count).bool()
     regions = regions_of_own_images(
         torch.zeros(1, count, 1),
         torch.zeros(1, count, 4),
         torch.ones(1, count, 2),
-        attend,
+        attention_mask,
         torch.zeros(1, count).long(),
     )
     words, table = torch.zeros(1, 1, classes), torch.zeros(2, classes)
@@ -96,11 +96,11 @@ def test_cutting_of_words_and_regions(golden, rules):
             images=ImageBatch(torch.zeros(1, 3, 4, 4), torch.full((1, 2), 4), torch.full((1, 2), 4), ["image"]),
             boxes=[boxes],
             texts=TextBatch(ids, torch.zeros_like(ids), torch.ones_like(ids).bool()),
-            looks_at=torch.zeros(1, 1).long(),
+            image_index=torch.zeros(1, 1).long(),
             targets=PretrainingTargets({"masked_words": WordLabels(before)}),
         )
         cut = cut_to_length(batch, case["seq_len"], whole_image=True)
-        assert cut.texts.attend.all()
+        assert cut.texts.attention_mask.all()
         np.testing.assert_array_equal(cut.texts.input_ids[0], text)
         np.testing.assert_array_equal(cut.targets.parts["masked_words"].labels[0], labels)
         assert cut.region_limit.tolist() == [[len(arrays[f"cc.{number}.boxes"]) - 1]]

@@ -110,9 +110,9 @@ def make_model(meta: dict, folder: Path, vcr: dict[str, Tensor], keys: ModuleTyp
 def joined(query: Tensor, choice: Tensor, special: SpecialTokens) -> TextExample:
     """A question and one of its choices, both int64 [L, 3]: wordpiece (-1 = padding), row of the box it names, word."""
     pieces = [rows[rows[:, 0] >= 0] for rows in (query, choice)]
-    laid = special.lay(VLBertModel.layout.pair, *(rows[:, 0].tolist() for rows in pieces))
+    encoding = special.lay(VLBertModel.layout.pair, *(rows[:, 0].tolist() for rows in pieces))
     rows = torch.cat(pieces)[:, 1] - 1  # row 0 is the whole image
-    return TextExample(laid, (0,), {}, region_of_token=laid.place(rows.tolist()))
+    return TextExample(encoding, (0,), {}, region_of_token=encoding.place(rows.tolist()))
 
 
 def make_batch(vcr: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Batch:
@@ -135,7 +135,7 @@ def make_batch(vcr: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Ba
         ),
         boxes=[rows[:, :4].to(dtype) for rows in boxes],
         texts=pad_texts(texts),
-        looks_at=torch.arange(number).repeat_interleave(choices)[:, None],
+        image_index=torch.arange(number).repeat_interleave(choices)[:, None],
         targets=VCRTargets(torch.nn.functional.one_hot(inputs["answer_label"], choices).flatten().to(dtype)),
         roi_masks=[rows[real][1:].to(dtype) for rows, real in zip(inputs["masks"], kept, strict=True)],
         region_labels=RegionLabels(classes=[rows[:, -1].long() - 1 for rows in boxes]),  # recorded: 0 = whole image
@@ -145,9 +145,9 @@ def make_batch(vcr: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Ba
 def test_vcr_texts_of_choices(vcr):
     batch, recorded = make_batch(vcr), part(vcr, "vlbert_in.")
     mask = recorded["text_mask"]
-    assert torch.equal(batch.texts.attend, mask)
+    assert torch.equal(batch.texts.attention_mask, mask)
     assert torch.equal(batch.texts.input_ids[mask], recorded["text_input_ids"][mask])
-    assert torch.equal(batch.texts.segment_ids[mask], recorded["text_token_type_ids"][mask])
+    assert torch.equal(batch.texts.token_type_ids[mask], recorded["text_token_type_ids"][mask])
 
 
 def test_vcr_inputs_logits_and_losses(meta, folder, vcr, vl_bert_keys):
@@ -157,7 +157,7 @@ def test_vcr_inputs_logits_and_losses(meta, folder, vcr, vl_bert_keys):
         vectors = model.encoder.embeddings.region_vectors(output.text_regions)
         words = model.encoder.embeddings.word_vectors(batch.texts, vectors, output.text_regions)
     mask, real = vcr["vlbert_in.object_mask"], vcr["vlbert_in.text_mask"]
-    assert torch.equal(output.text_regions.attend, mask)
+    assert torch.equal(output.text_regions.attention_mask, mask)
     size = model.encoder.config.visual_size
     assert_near(vectors[mask], vcr["vlbert_in.object_vl_embeddings"][mask][:, :size], "region vectors")
     assert_near(words[real], vcr["vlbert_in.text_visual_embeddings"][real], "word vectors")

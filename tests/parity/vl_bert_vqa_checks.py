@@ -62,12 +62,12 @@ def make_batch(golden, name: str, dtype: torch.dtype = torch.float32) -> Batch:
     else:
         rows, real = recorded["boxes"], recorded["box_mask"]
     texts = common.recorded_texts(golden.part("vqa_prec", "vlbert_in."))
-    texts.summary = texts.attend.sum(dim=1) - 2  # at [MASK]; the last is [SEP]
+    texts.summary = texts.attention_mask.sum(dim=1) - 2  # at [MASK]; the last is [SEP]
     return Batch(
         images=images,
         boxes=[image_rows[kept][1:, :4].to(dtype) for image_rows, kept in zip(rows, real, strict=True)],
         texts=texts,
-        looks_at=torch.arange(len(rows))[:, None],
+        image_index=torch.arange(len(rows))[:, None],
         targets=VQATargets(scores=data["in.label"].to(dtype)),
     )
 
@@ -80,13 +80,13 @@ def test_vqa_the_text_ends_with_the_answer_s_mask(golden):
     assert torch.equal(batch.texts.input_ids[rows, mask - 1], batch.texts.input_ids[rows, mask + 1])  # [SEP]
     assert torch.equal(mask, (question > 0).sum(dim=1) + 2)  # [CLS] question [SEP] [MASK] [SEP]
     slots = torch.arange(batch.texts.input_ids.shape[1])
-    segments = (slots >= mask[:, None]) & batch.texts.attend
-    assert torch.equal(batch.texts.segment_ids, segments.long())
+    segments = (slots >= mask[:, None]) & batch.texts.attention_mask
+    assert torch.equal(batch.texts.token_type_ids, segments.long())
 
     special = common.SpecialTokens.of(batch.texts, with_mask=True)
-    laid = [special.lay(VLBertModel.layout.question, row[row > 0].tolist()) for row in question]
-    common.assert_laid_out(laid, batch.texts)
-    assert [text.summary for text in laid] == mask.tolist()
+    encoding = [special.lay(VLBertModel.layout.question, row[row > 0].tolist()) for row in question]
+    common.assert_laid_out(encoding, batch.texts)
+    assert [text.summary for text in encoding] == mask.tolist()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -96,11 +96,11 @@ def test_vqa_inputs_logits_and_loss(golden, vl_bert_keys, name):
         output = model(batch)
         vectors = model.encoder.embeddings.region_vectors(output.text_regions)
         words = model.encoder.embeddings.word_vectors(batch.texts, vectors, output.text_regions)
-    size, real = model.encoder.config.visual_size, output.text_regions.attend
+    size, real = model.encoder.config.visual_size, output.text_regions.attention_mask
     assert_near(vectors[real], recorded["vlbert_in.object_vl_embeddings"][real][:, :size], "region vectors")
-    attend = batch.texts.attend
-    words = words.expand(*attend.shape, -1)
-    assert_near(words[attend], recorded["vlbert_in.text_visual_embeddings"][attend], "word vectors")
+    attention_mask = batch.texts.attention_mask
+    words = words.expand(*attention_mask.shape, -1)
+    assert_near(words[attention_mask], recorded["vlbert_in.text_visual_embeddings"][attention_mask], "word vectors")
     assert_near(output.task.logits, recorded["out.label_logits"], "label_logits")
     assert_near(output.losses["vqa"].mean, recorded["out.loss"], "loss")
     values = golden.meta["values"][name]

@@ -30,7 +30,13 @@ LINES = [
         "grad_norm": 9.0,
         "lr_head": 1.0,
     },
-    {"step": 2, "kind": "eval", "val/accuracy_gt_boxes": 0.5, "val/count_gt_boxes": 40.0, "val/AP_own_boxes": None},
+    {
+        "step": 2,
+        "kind": "eval",
+        "val/accuracy_gt_boxes": 0.5,
+        "val/count_gt_boxes": 40.0,
+        "val/AP_predicted_boxes": None,
+    },
     {"step": 2, "kind": "eval", "val/accuracy_gt_boxes": 0.25, "val/accuracy_gt_boxes/relation": 0.1},
     {"step": 2, "kind": "final", "val/accuracy_gt_boxes": 0.75},  # of other images
 ]

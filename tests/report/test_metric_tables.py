@@ -12,7 +12,7 @@ def test_metrics_become_tables_of_box_sources_and_families():
         **named_metrics({"accuracy": 0.1}, "testA", BoxSource.GT),
         "steps": 8,
     }
-    both = ["gt boxes", "own boxes"]
+    both = ["gt boxes", "predicted boxes"]
     assert metric_tables(metrics) == [
         MetricTable("val", both, {"accuracy": [0.8, 0.7], "count": [5.0, 5.0]}),
         MetricTable("val: accuracy", both, {"all": [0.8, 0.7], "relation": [0.5, None], "by place": [None, None]}),

@@ -42,7 +42,7 @@ def test_the_report_of_a_run_is_one_self_contained_page(trained_run):
     assert len(pictures) == page.count("<figcaption>")
     words = text_of(page)
     number = trained_run.config.eval.report_pictures
-    for boxes, name in (("gt", "gt boxes"), ("detections", "detected boxes"), ("online", "own boxes")):
+    for boxes, name in (("gt", "gt boxes"), ("detections", "detected boxes"), ("online", "predicted boxes")):
         records = json.loads((trained_run.path / f"predictions_val_{boxes}.json").read_text())
         wrong = sum(record["correct"] == 0 for record in records)
         start = words.index(f"Predictions: val, {name}")
@@ -177,7 +177,7 @@ def test_sections_are_in_the_order_of_the_settings(run):
         write_json(run / f"predictions_{name}.json", [])
     config = RunConfig(output=str(run), eval=EvalSettings(boxes=["online", "gt"]))
     page = write_report(run, config, FakeTask()).read_text(encoding="utf-8")
-    assert re.findall("Predictions: ([^<]+)", page) == ["val, own boxes", "val, gt boxes", "more, detected boxes"]
+    assert re.findall("Predictions: ([^<]+)", page) == ["val, predicted boxes", "val, gt boxes", "more, detected boxes"]
 
 
 def test_an_installed_package_has_the_template():

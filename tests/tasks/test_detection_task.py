@@ -25,7 +25,7 @@ def batch_of(**changes) -> Batch:
         images=images,
         boxes=None,
         texts=TextBatch(ids, ids, torch.ones(2, 2, dtype=torch.bool)),
-        looks_at=torch.tensor([[1], [0]]),
+        image_index=torch.tensor([[1], [0]]),
         targets=CategoryTargets(CATEGORY_IDS),
         records=[{"image_id": 22, "objects": []}, {"image_id": 11, "objects": []}],
     )
@@ -43,7 +43,7 @@ def regions_of() -> Regions:
 
 
 def output_of(task: DetectionTask, batch: Batch, regions: Regions) -> ModelOutput:
-    gathered = gather_regions(regions, batch.images.sizes, batch.looks_at)
+    gathered = gather_regions(regions, batch.images.sizes, batch.image_index)
     encoded = EncoderOutput(text=torch.zeros(2, 2, 5), regions=gathered.features)
     return ModelOutput(task(batch, gathered, encoded), regions, gathered, encoded, batch)
 

@@ -6,16 +6,16 @@ import functools
 
 import numpy as np
 import pytest
+from tests.tasks.preprocessors import photo
 
 from e2e_vl.config import load_config
 from e2e_vl.data.batching import random_generator
 from e2e_vl.run.build import build_objectives, build_task
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
-from e2e_vl.tasks.vcr import VCRConfig, VCRWording
+from e2e_vl.tasks.vcr import VCRConfig, VCRPreprocessor
 from e2e_vl.text import TextWriter
 from tests.data.tiny_vcr import TinyVCR
-from tests.tasks.wordings import photo
 from tests.weights.starts import replaced
 
 CONFIG = "configs/tiny/visual_bert_pretraining.yaml"
@@ -45,9 +45,9 @@ def task_of(
 
 def texts_of(task, dataset, tokenizer, index: int, epoch: int = 0, config: VCRConfig | None = None) -> list:
     writer = TextWriter(tokenizer, training=True)
-    wording = task.wording(writer) if config is None else VCRWording(writer, config)
+    preprocessor = task.preprocessor(writer) if config is None else VCRPreprocessor(writer, config)
     draw = functools.partial(random_generator, 0, epoch)
-    return list(wording(dataset.sample((index,)), [photo()], draw))
+    return list(preprocessor(dataset.sample((index,)), [photo()], draw))
 
 
 def test_a_random_choice_is_read_as_the_other_task_words_it(tiny):
@@ -57,8 +57,10 @@ def test_a_random_choice_is_read_as_the_other_task_words_it(tiny):
     shown = set()
     for epoch in range(40):
         [text] = texts_of(task, dataset, tokenizer, 0, epoch)
-        [number] = [n for n, one in enumerate(choices) if np.array_equal(one.laid.input_ids, text.laid.input_ids)]
-        np.testing.assert_array_equal(text.laid.segment_ids, choices[number].laid.segment_ids)
+        [number] = [
+            n for n, one in enumerate(choices) if np.array_equal(one.encoding.input_ids, text.encoding.input_ids)
+        ]
+        np.testing.assert_array_equal(text.encoding.token_type_ids, choices[number].encoding.token_type_ids)
         np.testing.assert_array_equal(text.region_of_token, choices[number].region_of_token)
         assert int(text.targets.parts["relationship"].is_match) == (number == 2) == text.record["is_match"]
         shown.add(number)
@@ -76,7 +78,7 @@ def test_choices_in_turn_are_the_same_in_every_epoch(tiny):
         expected = texts_of(task, dataset, tokenizer, index, config=VCRConfig(**WORDS))[index]
         for epoch in range(3):
             [text] = texts_of(task, dataset, tokenizer, index, epoch)
-            np.testing.assert_array_equal(text.laid.input_ids, expected.laid.input_ids)
+            np.testing.assert_array_equal(text.encoding.input_ids, expected.encoding.input_ids)
 
 
 def test_wordpieces_are_masked_where_they_stand(tiny):
@@ -85,10 +87,10 @@ def test_wordpieces_are_masked_where_they_stand(tiny):
     [before], [after] = (texts_of(task, dataset, tokenizer, 0) for task in (plain, masked))
     labels = after.targets.parts["masked_words"].labels
     is_masked = labels >= 0
-    assert 0 < is_masked.sum() < len(labels) and not is_masked[before.laid.source < 0].any()
-    np.testing.assert_array_equal(labels[is_masked], before.laid.input_ids[is_masked])
-    assert (after.laid.input_ids[is_masked] == tokenizer.mask_token_id).all()
-    np.testing.assert_array_equal(after.laid.input_ids[~is_masked], before.laid.input_ids[~is_masked])
+    assert 0 < is_masked.sum() < len(labels) and not is_masked[before.encoding.source < 0].any()
+    np.testing.assert_array_equal(labels[is_masked], before.encoding.input_ids[is_masked])
+    assert (after.encoding.input_ids[is_masked] == tokenizer.mask_token_id).all()
+    np.testing.assert_array_equal(after.encoding.input_ids[~is_masked], before.encoding.input_ids[~is_masked])
 
 
 def test_settings_that_cannot_work(tiny):

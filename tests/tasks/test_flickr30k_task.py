@@ -9,6 +9,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
 
 from detector.structures import ImageBatch, Regions
 from e2e_vl.drawing import PALETTE
@@ -16,7 +17,6 @@ from e2e_vl.samples import PhraseBoxes, Question, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch, gather_regions
 from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTargets, Flickr30KTask, first_occurrence
 from e2e_vl.text import TextWriter
-from tests.tasks.wordings import make_tokenizer, photo, sample_of, tokens, word
 
 HIDDEN, LENGTH = 6, 5
 BOXES = torch.tensor([[0.0, 0, 10, 10], [5.0, 0, 15, 10], [20.0, 20, 30, 40], [0.0, 5, 10, 15]])
@@ -45,7 +45,7 @@ def make_batch(*boxes: list[np.ndarray] | None, spans=SPANS, scale: float = 1.0)
         images=ImageBatch(torch.zeros(1, 3, 60, 80), (sizes * scale).long(), sizes, ["a.jpg"]),
         boxes=None,
         texts=TextBatch(*(torch.ones(shape, dtype=kind) for kind in (torch.long, torch.long, torch.bool))),
-        looks_at=torch.zeros(len(texts), 1, dtype=torch.long),
+        image_index=torch.zeros(len(texts), 1, dtype=torch.long),
         targets=Flickr30KTargets.join(texts),
         records=records,
     )
@@ -56,9 +56,9 @@ def run(
 ) -> ModelOutput:
     torch.manual_seed(seed)
     regions = Regions([boxes], [torch.randn(len(boxes), 3)], [torch.zeros(len(boxes), 2)])
-    gathered = gather_regions(regions, batch.images.sizes, batch.looks_at, whole_image=whole)
+    gathered = gather_regions(regions, batch.images.sizes, batch.image_index, whole_image=whole)
     text = torch.randn(len(batch), LENGTH, HIDDEN, requires_grad=True)
-    states = torch.randn(*gathered.attend.shape, HIDDEN)
+    states = torch.randn(*gathered.attention_mask.shape, HIDDEN)
     encoded = EncoderOutput(text, states, None)
     return ModelOutput(task(batch, gathered, encoded), regions, gathered, encoded, batch)
 
@@ -184,7 +184,7 @@ def test_each_phrase_is_drawn_in_its_own_colour(tmp_path):
     assert make_task().pointed(record) == [("a 0.50", [5, 5, 30, 30]), ("b 0.50", [50, 20, 80, 50])]
 
 
-# Wording
+# Preprocessor
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def worded(tokenizer, text: str, *spans: tuple[int, int], image=None, config=Non
     boxes = tuple(np.array([[10.0, 20, 30, 40]]) for _ in spans)
     task = make_task(**config or {})
     stated = SampleText(0, text, {}, PhraseBoxes(spans, boxes))
-    [found] = word(task.wording(TextWriter(tokenizer, **writer)), sample_of(stated), image)
+    [found] = word(task.preprocessor(TextWriter(tokenizer, **writer)), sample_of(stated), image)
     return found
 
 
@@ -233,7 +233,7 @@ def test_a_user_puts_phrases_in_brackets(tokenizer, tmp_path):
     sample = task.question(Question(tmp_path / "a.jpg", "[the man] and [a red shirt]"))
     [text] = sample.texts
     assert text.words == "the man and a red shirt" and text.facts["phrases"] == ["the man", "a red shirt"]
-    [found] = word(task.wording(TextWriter(tokenizer)), sample)
+    [found] = word(task.preprocessor(TextWriter(tokenizer)), sample)
     assert found.targets.spans.tolist() == [[1, 3], [4, 7]] and found.targets.boxes is None
     assert task.question(Question(tmp_path / "a.jpg", "a shirt")).texts[0].facts["phrases"] == ["a shirt"]
     with pytest.raises(ValueError, match="takes neither choices"):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, spoken, word
 
 from detector.structures import ImageBatch, Loss
 from e2e_vl.samples import Question, RightAnswer, SampleText, ScoredAnswers
@@ -17,7 +18,6 @@ from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.gqa import GQAConfig, GQATargets, GQATask
 from e2e_vl.text import TextWriter
 from tests.regions import regions_of_own_images
-from tests.tasks.wordings import make_tokenizer, photo, sample_of, spoken, word
 
 ANSWERS = ["yes", "no", "left", "right", "red"]
 TYPES = {"structural": "query", "semantic": "attr", "detailed": "color"}
@@ -40,7 +40,7 @@ def make_batch(*answers: str | None, **record) -> Batch:
         images=ImageBatch(torch.zeros(1, 3, 10, 10), sizes, sizes, ["a.jpg"]),
         boxes=None,
         texts=texts,
-        looks_at=torch.zeros(len(answers), 1, dtype=torch.long),
+        image_index=torch.zeros(len(answers), 1, dtype=torch.long),
         targets=GQATargets.join(known),
         records=records,
     )
@@ -126,9 +126,9 @@ def test_choices_become_whether_the_answer_is_among_them():
 def regions_in_halves() -> TextRegions:
     """The left and the right half of an image that is 20 pixels wide, and a box without area."""
     boxes = torch.tensor([[[0.0, 0, 10, 10], [10, 0, 20, 10], [5, 5, 5, 9]]])
-    attend = torch.ones(1, 3, dtype=torch.bool)
+    attention_mask = torch.ones(1, 3, dtype=torch.bool)
     return regions_of_own_images(
-        torch.zeros(1, 3, 2), boxes, torch.tensor([[[10.0, 20.0]] * 3]), attend, attend.long() * 0
+        torch.zeros(1, 3, 2), boxes, torch.tensor([[[10.0, 20.0]] * 3]), attention_mask, attention_mask.long() * 0
     )
 
 
@@ -155,7 +155,7 @@ def test_attention_on_named_boxes_becomes_the_grounding_score(grounding):
 def test_questions_with_scored_answers_have_an_accuracy_alone():
     """LXMERT's files have no types of questions."""
     task = make_task()
-    targets, said = task.make_wording(None).judged(ScoredAnswers({"no": 1.0}), mirrored=False)
+    targets, said = task.make_preprocessor(None).judged(ScoredAnswers({"no": 1.0}), mirrored=False)
     assert targets.scores.tolist() == [0, 1, 0, 0, 0] and said == {"answer": "no"}
     assert task.best_class(ScoredAnswers({"no": 1.0})) == 1 and task.best_class(ScoredAnswers({})) is None
     records = [{"questionId": str(n), "prediction": "no", "answer": answer} for n, answer in enumerate(("no", "yes"))]
@@ -181,15 +181,15 @@ def test_metrics_and_the_file_of_the_server(tmp_path):
 
 def test_wording(tmp_path):
     tokenizer = make_tokenizer(tmp_path, "is it left or right?")
-    wording = make_task().wording(TextWriter(tokenizer))
+    preprocessor = make_task().preprocessor(TextWriter(tokenizer))
     stated = SampleText(3, "Is it left?", {"questionId": "07", "answer": "left"}, RightAnswer("left"))
-    [text] = word(wording, sample_of(stated))
+    [text] = word(preprocessor, sample_of(stated))
     assert spoken(text, tokenizer) == "[CLS] is it left ? [SEP]"
     assert text.targets.scores.tolist() == [0, 0, 1, 0, 0] and text.targets.best == 2
-    [mirrored] = word(wording, sample_of(stated), photo(flipped=True))
+    [mirrored] = word(preprocessor, sample_of(stated), photo(flipped=True))
     assert spoken(mirrored, tokenizer) == "[CLS] is it right ? [SEP]"
     assert mirrored.targets.best == 3 and mirrored.record["answer"] == "right"
-    [unknown] = word(wording, sample_of(SampleText(0, "it", {}, RightAnswer("blue"))))
+    [unknown] = word(preprocessor, sample_of(SampleText(0, "it", {}, RightAnswer("blue"))))
     assert unknown.targets.best == -1 and not unknown.targets.scores.any()
-    [asked] = word(wording, make_task().question(Question(tmp_path / "a.jpg", "it?")))
+    [asked] = word(preprocessor, make_task().question(Question(tmp_path / "a.jpg", "it?")))
     assert asked.targets.scores is None

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.tasks.preprocessors import make_tokenizer, photo, spoken
 
 from detector.structures import ImageBatch
 from e2e_vl.data.batching import random_generator
@@ -18,7 +19,6 @@ from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, Tex
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Targets, NLVR2Task
 from e2e_vl.text import TextWriter
-from tests.tasks.wordings import make_tokenizer, photo, spoken
 
 
 def make_task(**config) -> NLVR2Task:
@@ -35,7 +35,7 @@ def make_batch(*labels: int | None) -> Batch:
         images=ImageBatch(torch.zeros(2, 3, 10, 10), sizes, sizes, ["a.jpg", "b.jpg"]),
         boxes=None,
         texts=texts,
-        looks_at=torch.tensor([[0, 1]] * len(labels)),
+        image_index=torch.tensor([[0, 1]] * len(labels)),
         targets=NLVR2Targets.join(targets),
         records=[{"identifier": f"dev-{n}-0-0", "sent": "x", **names[one]} for n, one in enumerate(labels)],
     )
@@ -90,21 +90,21 @@ def test_predictions_metrics_and_file(tmp_path):
 
 def test_wording_of_a_sentence_about_two_images(tmp_path):
     tokenizer = make_tokenizer(tmp_path, "the left image")
-    wording = make_task().wording(TextWriter(tokenizer))
-    stated = SampleText(0, "The left image", {"identifier": "dev-1-0-0"}, RightChoice(1), looks_at=(0, 1))
+    preprocessor = make_task().preprocessor(TextWriter(tokenizer))
+    stated = SampleText(0, "The left image", {"identifier": "dev-1-0-0"}, RightChoice(1), image_index=(0, 1))
     sample = Sample((SampleImage("l", tmp_path / "l"), SampleImage("r", tmp_path / "r")), (stated,))
     draw = functools.partial(random_generator, 0, 0)
     for flipped in (False, True):
-        [text] = wording(sample, [photo(flipped=flipped)] * 2, draw)
+        [text] = preprocessor(sample, [photo(flipped=flipped)] * 2, draw)
         assert spoken(text, tokenizer) == "[CLS] the left image [SEP]"  # the left image stays on the left
-        assert text.looks_at == (0, 1) and text.targets.label == 1
+        assert text.image_index == (0, 1) and text.targets.label == 1
         assert text.record["file_names"] == ["photo.jpg"] * 2 and text.record == json.loads(json.dumps(text.record))
 
 
 def test_questions_need_two_images(tmp_path):
     task = make_task()
     sample = task.question(Question(tmp_path / "a", "both", others=(tmp_path / "b",)))
-    assert len(sample.images) == 2 and sample.texts[0].looks_at == (0, 1) and sample.texts[0].truth is None
+    assert len(sample.images) == 2 and sample.texts[0].image_index == (0, 1) and sample.texts[0].truth is None
     with pytest.raises(ValueError, match="about 2 images, and 1 is given"):
         task.question(Question(tmp_path / "a", "both"))
     with pytest.raises(ValueError, match="takes neither choices"):

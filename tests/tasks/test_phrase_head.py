@@ -63,7 +63,7 @@ def make_batch(phrases: PhraseBatch) -> Batch:
         images=ImageBatch(torch.zeros(1, 3, 60, 80), sizes, sizes * 2, ["a.jpg"]),
         boxes=None,
         texts=TextBatch(*(torch.ones(shape, dtype=kind) for kind in (torch.long, torch.long, torch.bool))),
-        looks_at=torch.zeros(shape[0], 1, dtype=torch.long),
+        image_index=torch.zeros(shape[0], 1, dtype=torch.long),
         phrases=phrases,
     )
 
@@ -72,10 +72,10 @@ def run(head: PhraseHead, phrases: PhraseBatch, boxes: torch.Tensor = REGIONS) -
     torch.manual_seed(1)
     batch = make_batch(phrases)
     regions = Regions([boxes], [torch.randn(len(boxes), 3)], [torch.zeros(len(boxes), 2)])
-    gathered = gather_regions(regions, batch.images.sizes, batch.looks_at, whole_image=True)
+    gathered = gather_regions(regions, batch.images.sizes, batch.image_index, whole_image=True)
     states = InnerStates(
         torch.randn(len(batch), LENGTH, HIDDEN, requires_grad=True),
-        torch.randn(*gathered.attend.shape, HIDDEN, requires_grad=True),
+        torch.randn(*gathered.attention_mask.shape, HIDDEN, requires_grad=True),
     )
     encoded = EncoderOutput(states.text, states.regions, inner=states)
     task = TaskOutput({}, torch.zeros(1))

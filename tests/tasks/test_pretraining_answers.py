@@ -43,8 +43,10 @@ def question_batch(hidden: list[list[float]] | None = None, mask_at: int = 1) ->
         batch,
         images=ImageBatch(images.pixels[:1], images.sizes[:1], images.original_sizes[:1] * 2, images.names[:1]),
         boxes=batch.boxes[:1],
-        texts=TextBatch(*(rows[:1] for rows in (batch.texts.input_ids, batch.texts.segment_ids, batch.texts.attend))),
-        looks_at=batch.looks_at[:1],
+        texts=TextBatch(
+            *(rows[:1] for rows in (batch.texts.input_ids, batch.texts.token_type_ids, batch.texts.attention_mask))
+        ),
+        image_index=batch.image_index[:1],
         targets=PretrainingTargets(parts),
         seeds=batch.seeds[:1],
         hide=[torch.tensor(hidden or [], dtype=torch.float32).reshape(-1, 4)],

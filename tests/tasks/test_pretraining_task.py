@@ -177,8 +177,8 @@ def test_the_rule_of_hiding_follows_the_settings():
     assert make_task("masked_regions").hiding == HidingRule()  # both have the official defaults
     changed = make_task("masked_regions", teacher="file", hidden_pixels="black", max_length=None).hiding
     assert changed == HidingRule(teacher="file", colour="black", max_length=None, background_first=True)
-    changed = make_task("masked_words", hide_pixels=False, background="first", max_own_regions=None).hiding
-    assert changed == HidingRule(hides=False, pixels=False, background_first=True, max_own_regions=None)
+    changed = make_task("masked_words", hide_pixels=False, background="first", max_detected_regions=None).hiding
+    assert changed == HidingRule(hides=False, pixels=False, background_first=True, max_detected_regions=None)
 
 
 @pytest.mark.parametrize(
@@ -245,5 +245,5 @@ def test_vocabulary_of_the_head_is_that_of_the_encoder():
 
 @pytest.mark.parametrize("number", [-1, 0])
 def test_a_number_of_own_regions_that_would_drop_some_or_all_is_refused(number: int):
-    with pytest.raises(ValueError, match=f"task.config.max_own_regions is {number}; it must be positive"):
-        PretrainingConfig(max_own_regions=number)
+    with pytest.raises(ValueError, match=f"task.config.max_detected_regions is {number}; it must be positive"):
+        PretrainingConfig(max_detected_regions=number)

@@ -24,28 +24,28 @@ BOXES = (
 
 
 def make_batch(
-    looks_at=(0, 1, 1), whole_image: bool = True, boxes=BOXES, referred=(BOXES[0][1], BOXES[1][0], BOXES[1][1])
+    image_index=(0, 1, 1), whole_image: bool = True, boxes=BOXES, referred=(BOXES[0][1], BOXES[1][0], BOXES[1][1])
 ) -> tuple[Batch, Regions, TextRegions]:
     """Texts about two images; the regions of an image are the whole image (if wanted) and then its boxes."""
     rows = [torch.tensor([whole] * whole_image + own).reshape(-1, 4) for whole, own in zip(WHOLE, boxes, strict=True)]
     regions = Regions(rows, [torch.zeros(len(r), 3) for r in rows], [torch.zeros(len(r), 2) for r in rows])
     images = ImageBatch(torch.zeros(2, 3, 100, 80), SIZES, ORIGINAL_SIZES, ["first.jpg", "second.jpg"])
-    count = len(looks_at)
+    count = len(image_index)
     texts = TextBatch(*(torch.ones(count, 2, dtype=kind) for kind in (torch.long, torch.long, torch.bool)))
     batch = Batch(
         images=images,
         boxes=None,
         texts=texts,
-        looks_at=torch.tensor(looks_at)[:, None],
+        image_index=torch.tensor(image_index)[:, None],
         targets=ReferringTargets(torch.tensor(referred[:count])),
         records=[{"sent_id": 10 + index} for index in range(count)],
     )
-    return batch, regions, gather_regions(regions, SIZES, batch.looks_at, whole_image=whole_image)
+    return batch, regions, gather_regions(regions, SIZES, batch.image_index, whole_image=whole_image)
 
 
 def encoded(regions: TextRegions, seed: int = 0) -> EncoderOutput:
     generator = torch.Generator().manual_seed(seed)
-    states = torch.randn(*regions.attend.shape, HIDDEN, generator=generator) * regions.attend[..., None]
+    states = torch.randn(*regions.attention_mask.shape, HIDDEN, generator=generator) * regions.attention_mask[..., None]
     return EncoderOutput(text=torch.zeros(len(states), 2, HIDDEN), regions=states.requires_grad_())
 
 
@@ -77,7 +77,7 @@ def test_binary_loss_is_the_mean_over_all_real_regions():
     assert loss.mean.item() == pytest.approx(sum(expected) / 11, rel=1e-5)
     loss.mean.backward()
     gradient = states.regions.grad.abs().sum(dim=-1)
-    assert (gradient[regions.attend] > 0).all() and (gradient[~regions.attend] == 0).all()
+    assert (gradient[regions.attention_mask] > 0).all() and (gradient[~regions.attention_mask] == 0).all()
 
 
 def test_batch_without_a_positive_region_is_all_negative():
@@ -86,7 +86,7 @@ def test_batch_without_a_positive_region_is_all_negative():
     states = encoded(regions)
     assert not task.positive_regions(regions, batch.targets.box).any()
     loss = task(batch, regions, states).losses["referring"]
-    scores = task.head(states.regions)[regions.attend]
+    scores = task.head(states.regions)[regions.attention_mask]
     assert loss.mean.item() == pytest.approx(torch.nn.functional.softplus(scores).mean().item(), rel=1e-5)
     soft = make_task(loss="softmax")(batch, regions, states).losses["referring"]
     assert (soft.total.item(), soft.count.item(), soft.mean.item()) == (0, 0, 0)
@@ -247,8 +247,8 @@ def test_metrics_score_the_predictions():
 def test_texts_about_two_images_use_each_image_scale():
     task = make_task()
     batch, regions, _ = make_batch()
-    batch.looks_at = torch.tensor([[0, 1], [1, 0], [1, -1]])
-    text_regions = gather_regions(regions, SIZES, batch.looks_at, whole_image=True)
+    batch.image_index = torch.tensor([[0, 1], [1, 0], [1, -1]])
+    text_regions = gather_regions(regions, SIZES, batch.image_index, whole_image=True)
     scores = [[0.0] * 7 for _ in range(3)]
     scores[0][4] = scores[1][6] = scores[2][1] = 1.0  # box 0 of image 1, box 1 of image 0, box 0 of image 1
     predictions = task.predict(batch, scored(task, batch, regions, text_regions, scores))

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, word
 
 from e2e_vl.encoders.vl_bert import VLBertModel
-from e2e_vl.examples import Wording
+from e2e_vl.examples import Preprocessor
 from e2e_vl.run.evaluate import metrics_of, with_correct
 from e2e_vl.samples import HumanAnswers, PhraseBoxes, ReferredBox, RightAnswer, RightChoice, SampleImage, SampleText
 from e2e_vl.structures import Batch, EncoderOutput
@@ -24,7 +25,6 @@ from e2e_vl.tasks.vcr import VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.text import TextWriter
 from tests.encoders.test_vl_bert import make_inputs
-from tests.tasks.wordings import make_tokenizer, photo, sample_of, word
 
 SIZE = 32  # of `make_inputs` there are three texts
 PHRASES = PhraseBoxes(((0, 3),), (np.array([[1.0, 1, 9, 9]]),))
@@ -62,23 +62,23 @@ CASES: dict[str, tuple[Any, Any, str]] = {
 OTHER_TRUTHS = (None, PHRASES, ReferredBox(BOX))
 
 
-def wording_of(task: Task, folder: Path, *, marks_phrases: bool = True) -> Wording:
+def preprocessor_of(task: Task, folder: Path, *, marks_phrases: bool = True) -> Preprocessor:
     tokenizer = make_tokenizer(folder, "red blue square")
-    return task.wording(TextWriter(tokenizer, VLBertModel.layout, marks_phrases=marks_phrases))
+    return task.preprocessor(TextWriter(tokenizer, VLBertModel.layout, marks_phrases=marks_phrases))
 
 
 def texts_of(task: Task, folder: Path, *truths: Any, may_lack: bool = True, marks_phrases: bool = True) -> list:
     """One wordpiece text per truth; those of another kind may lack a target."""
-    wording = wording_of(task, folder, marks_phrases=marks_phrases)
+    preprocessor = preprocessor_of(task, folder, marks_phrases=marks_phrases)
     stated = [
         SampleText(n, "red square", {}, truth, phrases=PHRASES, may_lack_target=may_lack)
         for n, truth in enumerate(truths)
     ]
-    return word(wording, sample_of(*stated, image=SampleImage("7", Path("photo.jpg"))), photo())
+    return word(preprocessor, sample_of(*stated, image=SampleImage("7", Path("photo.jpg"))), photo())
 
 
-def other_truths(wording: Wording) -> list[Any]:
-    return [truth for truth in OTHER_TRUTHS if not isinstance(truth, wording.learns_from)]
+def other_truths(preprocessor: Preprocessor) -> list[Any]:
+    return [truth for truth in OTHER_TRUTHS if not isinstance(truth, preprocessor.learns_from)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -88,15 +88,15 @@ def test_only_texts_with_a_target_are_learned(tmp_path, name):
     task = make().eval()
     for parameter in task.parameters():
         torch.nn.init.normal_(parameter)
-    others = other_truths(wording_of(task, tmp_path))
+    others = other_truths(preprocessor_of(task, tmp_path))
     _, regions = make_inputs()
     # the first region of a text is what is referred to and named, the others lie elsewhere
-    places = torch.arange(regions.attend.shape[1])[:, None] * 40.0 + torch.tensor(BOX)
+    places = torch.arange(regions.attention_mask.shape[1])[:, None] * 40.0 + torch.tensor(BOX)
     regions = dataclasses.replace(regions, boxes=places.expand_as(regions.boxes))
     if own is PHRASES:
         own = PhraseBoxes(((0, 3),), (np.array([BOX]),))
     rows = {"mixed": [own, others[0], own], "own": [own, own, own], "others": [others[0], others[-1], others[0]]}
-    states = torch.randn(3, 4, SIZE), torch.randn(3, regions.attend.shape[1], SIZE), torch.randn(3, SIZE)
+    states = torch.randn(3, 4, SIZE), torch.randn(3, regions.attention_mask.shape[1], SIZE), torch.randn(3, SIZE)
     found, reached = {}, {}
     for kind, truths in rows.items():
         targets = [text.targets for text in texts_of(task, tmp_path, *truths)]
@@ -119,7 +119,7 @@ def fake_batch(targets: Any) -> Batch:
     class Three(Batch):
         def __init__(self) -> None:
             self.targets = targets
-            self.looks_at = torch.zeros(3, 1, dtype=torch.int64)
+            self.image_index = torch.zeros(3, 1, dtype=torch.int64)
 
         def __len__(self) -> int:
             return 3
@@ -131,7 +131,7 @@ def fake_batch(targets: Any) -> Batch:
 def test_who_lacks_a_target(tmp_path, name):
     make, own, _ = CASES[name]
     task = make()
-    others = other_truths(wording_of(task, tmp_path))
+    others = other_truths(preprocessor_of(task, tmp_path))
     first, *rest = texts_of(task, tmp_path, own, *others)
     assert first.targets.known is None and "only_phrases" not in first.record
     assert all(one.targets.known is False and one.record["only_phrases"] is True for one in rest)
@@ -146,17 +146,17 @@ def test_a_truth_that_is_missing_by_mistake_is_an_error(tmp_path, name):
     make, own, _ = CASES[name]
     task = make()
     for options in ({"may_lack": False}, {"marks_phrases": False}):
-        for other in other_truths(wording_of(task, tmp_path)):
+        for other in other_truths(preprocessor_of(task, tmp_path)):
             targets = [text.targets for text in texts_of(task, tmp_path, own, other, **options)]
             with pytest.raises(ValueError, match="is known for some texts of a batch and unknown for others"):
                 type(targets[0]).join(targets)
 
 
 def test_a_task_whose_texts_have_choices(tmp_path):
-    wording = wording_of(VCRTask(SIZE), tmp_path)
+    preprocessor = preprocessor_of(VCRTask(SIZE), tmp_path)
     stated = SampleText(0, "red square", {}, PHRASES, phrases=PHRASES, may_lack_target=True)
     photo_of_it = SampleImage("7", Path("photo.jpg"))
-    [text] = word(wording, sample_of(stated, image=photo_of_it), photo())
+    [text] = word(preprocessor, sample_of(stated, image=photo_of_it), photo())
     assert text.targets.known is False and text.targets.is_right.dtype == np.float32
     assert text.record["only_phrases"] is True and text.phrases.spans.tolist() == [[1, 2]]
     for other in (
@@ -164,7 +164,7 @@ def test_a_task_whose_texts_have_choices(tmp_path):
         dataclasses.replace(stated, may_lack_target=False),
     ):
         with pytest.raises(ValueError, match="'red square' has no four choices, so VCR has nothing to learn from it"):
-            word(wording, sample_of(other, image=photo_of_it), photo())
+            word(preprocessor, sample_of(other, image=photo_of_it), photo())
 
 
 def test_predictions_and_metrics_leave_them_out(tmp_path):

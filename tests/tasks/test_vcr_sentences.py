@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.tasks.preprocessors import make_tokenizer
 
 from e2e_vl.tasks.vcr import (
     NEUTRAL_NAMES,
@@ -14,7 +15,6 @@ from e2e_vl.tasks.vcr import (
     plain_text,
     read_sentence,
 )
-from tests.tasks.wordings import make_tokenizer
 
 
 def test_people_are_named_in_turn():

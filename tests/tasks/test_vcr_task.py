@@ -34,8 +34,8 @@ def make_regions(whole_image: bool = True) -> TextRegions:
         features=[torch.rand(count, 5) for count in counts],
         class_logits=[torch.zeros(count, 3) for count in counts],
     )
-    looks_at = torch.tensor([0] * 4 + [1] * 4)[:, None]
-    return gather_regions(regions, torch.tensor([[10, 10], [10, 10]]), looks_at, whole_image=whole_image)
+    image_index = torch.tensor([0] * 4 + [1] * 4)[:, None]
+    return gather_regions(regions, torch.tensor([[10, 10], [10, 10]]), image_index, whole_image=whole_image)
 
 
 def make_batch(labels: list[int] | None = None) -> Batch:
@@ -48,7 +48,7 @@ def make_batch(labels: list[int] | None = None) -> Batch:
         ),
         boxes=None,
         texts=TextBatch(ids, ids, torch.ones(8, 3, dtype=torch.bool)),
-        looks_at=torch.tensor([0] * 4 + [1] * 4)[:, None],
+        image_index=torch.tensor([0] * 4 + [1] * 4)[:, None],
         targets=targets,
         region_labels=RegionLabels(classes=CLASSES),
         records=[{"text_index": row // 4, "annot_id": f"val-{row // 4}", "label": shown[row // 4]} for row in range(8)],
@@ -58,7 +58,7 @@ def make_batch(labels: list[int] | None = None) -> Batch:
 def run(task: VCRTask, batch: Batch, whole_image: bool = True) -> tuple[TaskOutput, TextRegions, EncoderOutput]:
     torch.manual_seed(0)
     regions = make_regions(whole_image)
-    states = torch.randn(8, regions.attend.shape[1], H, requires_grad=True)
+    states = torch.randn(8, regions.attention_mask.shape[1], H, requires_grad=True)
     encoded = EncoderOutput(torch.randn(8, 3, H), states, summary=torch.randn(8, H, requires_grad=True))
     return task(batch, regions, encoded), regions, encoded
 
@@ -87,11 +87,11 @@ def test_every_region_of_every_choice_is_classified(whole_image):
     output, regions, encoded = run(task, make_batch([2, 0]), whole_image)
     first = [0] if whole_image else []  # the whole image is a class of its own, before those of objects
     classes = [torch.tensor(first + (rows + 1).tolist()) for rows in CLASSES]
-    states = [encoded.regions[row, regions.attend[row]] for row in range(8)]
+    states = [encoded.regions[row, regions.attention_mask[row]] for row in range(8)]
     scores = task.region_classifier(torch.cat(states))
     expected = F.cross_entropy(scores, torch.cat([classes[row // 4] for row in range(8)]))
     torch.testing.assert_close(output.losses["region_class"].mean, expected)
-    assert output.losses["region_class"].count == regions.attend.sum() == 4 * sum(map(len, classes))
+    assert output.losses["region_class"].count == regions.attention_mask.sum() == 4 * sum(map(len, classes))
 
 
 def test_weight_of_the_region_loss():
@@ -112,9 +112,9 @@ def test_no_loss_without_labels():
 def test_padding_gets_no_gradient():
     output, regions, encoded = run(VCRTask(H, VCRConfig(num_classes=5)), make_batch([2, 0]))
     output.losses["region_class"].mean.backward()
-    assert not regions.attend.all()
-    assert not encoded.regions.grad[~regions.attend].any()
-    assert encoded.regions.grad[regions.attend].any(dim=1).all()
+    assert not regions.attention_mask.all()
+    assert not encoded.regions.grad[~regions.attention_mask].any()
+    assert encoded.regions.grad[regions.attention_mask].any(dim=1).all()
 
 
 def test_one_prediction_per_question():
@@ -149,7 +149,7 @@ def test_inputs_that_do_not_fit():
     regions = make_regions()
     encoded = EncoderOutput(torch.randn(8, 3, H), torch.randn(8, 3, H), summary=torch.randn(8, H))
     batch = make_batch()
-    batch.texts = TextBatch(*(tensor[:6] for tensor in (batch.texts.input_ids,) * 2), batch.texts.attend[:6])
+    batch.texts = TextBatch(*(tensor[:6] for tensor in (batch.texts.input_ids,) * 2), batch.texts.attention_mask[:6])
     with pytest.raises(ValueError, match="fours, one per choice; this batch has 6"):
         task(batch, regions, encoded)
 

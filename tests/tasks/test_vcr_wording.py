@@ -6,14 +6,14 @@ import json
 
 import numpy as np
 import pytest
+from tests.tasks.preprocessors import photo, tokens, word
+from tests.tasks.preprocessors import spoken as spoken_by
 
 from e2e_vl.converter import from_dict
 from e2e_vl.data.vcr import VCROptions
 from e2e_vl.tasks.vcr import NEUTRAL_NAMES, VCRConfig, VCRTask
 from e2e_vl.text import TextWriter
 from tests.data.tiny_vcr import TinyVCR
-from tests.tasks.wordings import photo, tokens, word
-from tests.tasks.wordings import spoken as spoken_by
 
 READER = set(VCROptions.__dataclass_fields__)
 
@@ -27,8 +27,8 @@ def texts_of(tiny, texts=(0,), *, blank=False, training=False, flipped=False, ep
     """Text examples of some questions; `options` are the reader's and the task's."""
     reader = {name: value for name, value in options.items() if name in READER}
     config = VCRConfig(**{name: value for name, value in options.items() if name not in READER})
-    wording = VCRTask(8, config).wording(TextWriter(tiny.tokenizer, is_blank=blank, training=training))
-    return word(wording, tiny.dataset(**reader).sample(texts), photo(flipped=flipped), epoch=epoch)
+    preprocessor = VCRTask(8, config).preprocessor(TextWriter(tiny.tokenizer, is_blank=blank, training=training))
+    return word(preprocessor, tiny.dataset(**reader).sample(texts), photo(flipped=flipped), epoch=epoch)
 
 
 def spoken(tiny, text) -> str:
@@ -40,13 +40,13 @@ def test_four_texts_of_a_question(tiny):
     assert len(texts) == 4
     first = texts[0]
     assert spoken(tiny, first) == "[CLS] why is riley and chair there ? [SEP] no casey . [SEP]"
-    assert first.laid.segment_ids.tolist() == [0] * 9 + [1] * 4
-    assert first.laid.summary is None
+    assert first.encoding.token_type_ids.tolist() == [0] * 9 + [1] * 4
+    assert first.encoding.summary is None
     assert first.region_of_token.tolist() == [-1, -1, -1, 1, -1, 2, -1, -1, -1, -1, 0, -1, -1]
     assert tokens(texts[2], tiny.tokenizer)[9:] == ["riley", "'", "s", "chair", ".", "[SEP]"]
     assert texts[2].region_of_token[9:].tolist() == [1, -1, -1, -1, -1, -1]
     assert [float(text.targets.is_right) for text in texts] == [0, 0, 1, 0]
-    assert {text.looks_at for text in texts} == {(0,)}
+    assert {text.image_index for text in texts} == {(0,)}
 
 
 def test_words_may_name_no_region(tiny):
@@ -57,7 +57,7 @@ def test_question_and_right_answer_stand_before_a_rationale(tiny):
     texts = texts_of(tiny, question="rationale")
     said = spoken(tiny, texts[1])
     assert said == "[CLS] why is riley and chair there ? riley ' s chair . [SEP] jessie is . [SEP]"
-    assert texts[1].laid.segment_ids.tolist() == [0] * 14 + [1] * 4
+    assert texts[1].encoding.token_type_ids.tolist() == [0] * 14 + [1] * 4
     assert [float(text.targets.is_right) for text in texts] == [0, 1, 0, 0]
     assert (texts[0].record["label"], texts[0].record["conditioned_on"]) == (1, 2)
 
@@ -74,7 +74,7 @@ def test_rationales_given_each_answer(tiny):
 def test_a_mirrored_image_changes_no_words(tiny):
     tiny.lines[0]["question"][3] = "left"
     for one, other in zip(texts_of(tiny), texts_of(tiny, flipped=True), strict=True):
-        np.testing.assert_array_equal(one.laid.input_ids, other.laid.input_ids)
+        np.testing.assert_array_equal(one.encoding.input_ids, other.encoding.input_ids)
         assert other.record["flipped"] is True
 
 
@@ -99,13 +99,13 @@ def test_people_are_named_in_turn_and_in_training_from_anywhere(tiny):
 def test_a_name_does_not_depend_on_the_other_questions(tiny):
     alone, together = (texts_of(tiny, texts, training=True, epoch=1) for texts in ((2,), (0, 2)))
     for one, other in zip(alone, together[4:], strict=True):
-        np.testing.assert_array_equal(one.laid.input_ids, other.laid.input_ids)
+        np.testing.assert_array_equal(one.encoding.input_ids, other.encoding.input_ids)
 
 
 def test_texts_are_cut_without_special_tokens(tiny):
-    assert max(len(text.laid.input_ids) for text in texts_of(tiny, max_pieces=6)) == 6 + 3
+    assert max(len(text.encoding.input_ids) for text in texts_of(tiny, max_pieces=6)) == 6 + 3
     with pytest.raises(ValueError, match=r"set task\.config\.max_pieces instead"):
-        VCRTask(8).wording(TextWriter(tiny.write().tokenizer, max_length=20))
+        VCRTask(8).preprocessor(TextWriter(tiny.write().tokenizer, max_length=20))
 
 
 def test_controls_without_words(tiny):

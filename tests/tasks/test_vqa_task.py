@@ -49,7 +49,7 @@ def make_batch(*answers: list[str] | None, targets: VQATargets | None = None) ->
         texts=TextBatch(
             *(torch.ones(2, LENGTH, dtype=kind) for kind in (torch.long, torch.long, torch.bool)), summary=MASK
         ),
-        looks_at=torch.zeros(2, 1, dtype=torch.long),
+        image_index=torch.zeros(2, 1, dtype=torch.long),
         targets=targets_of(*answers) if targets is None else targets,
         records=records,
     )
@@ -57,7 +57,7 @@ def make_batch(*answers: list[str] | None, targets: VQATargets | None = None) ->
 
 def run(task: VQATask, batch: Batch, seed: int = 0) -> tuple[ModelOutput, torch.Tensor]:
     regions = Regions([torch.zeros(0, 4)], [torch.zeros(0, 3)], [torch.zeros(0, 2)])
-    text_regions = gather_regions(regions, batch.images.sizes, batch.looks_at, whole_image=False)
+    text_regions = gather_regions(regions, batch.images.sizes, batch.image_index, whole_image=False)
     states = torch.randn(2, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(seed)).requires_grad_()
     summary = read_summary(states, None, batch.texts.summary)
     encoded = EncoderOutput(text=states, regions=torch.zeros(2, 1, HIDDEN), summary=summary)

@@ -102,8 +102,8 @@ def make_batch(seed: int = 0, masks: bool = True, boxes: bool = True) -> Batch:
     """Two captions about image 0, one about image 1, and one text of the corpus."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([7, 4, 5, 6])
-    attend = torch.arange(7) < lengths[:, None]
-    ids = torch.randint(4, VOCABULARY, (4, 7), generator=generator) * attend
+    attention_mask = torch.arange(7) < lengths[:, None]
+    ids = torch.randint(4, VOCABULARY, (4, 7), generator=generator) * attention_mask
     ids[torch.arange(4), lengths - 1] = SEP
     words, corpus = torch.full((4, 7), -1), torch.full((4, 7), -1)
     if masks:
@@ -116,8 +116,8 @@ def make_batch(seed: int = 0, masks: bool = True, boxes: bool = True) -> Batch:
             ["first.jpg", "second.jpg"],
         ),
         boxes=[torch.tensor(rows, dtype=torch.float32) for rows in BOXES] if boxes else None,
-        texts=TextBatch(ids, torch.zeros_like(ids), attend),
-        looks_at=torch.tensor([[0], [0], [1], [-1]]),
+        texts=TextBatch(ids, torch.zeros_like(ids), attention_mask),
+        image_index=torch.tensor([[0], [0], [1], [-1]]),
         targets=PretrainingTargets(
             {
                 "masked_words": WordLabels(words),
@@ -133,7 +133,7 @@ def make_batch(seed: int = 0, masks: bool = True, boxes: bool = True) -> Batch:
 
 def make_pairs(**changes: Any) -> Batch:
     """The same texts; the first two look at both images, in either order."""
-    return dataclasses.replace(make_batch(**changes), looks_at=PAIRS)
+    return dataclasses.replace(make_batch(**changes), image_index=PAIRS)
 
 
 def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from e2e_vl.data.batching import random_generator
-from e2e_vl.examples import ImageExample, Placement, TextExample, Wording
+from e2e_vl.examples import ImageExample, Placement, Preprocessor, TextExample
 from e2e_vl.samples import Sample, SampleImage, SampleText
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
@@ -34,16 +34,16 @@ def sample_of(*texts: SampleText | str, image: SampleImage | None = None, **fiel
 
 
 def word(
-    wording: Wording, sample: Sample, image: ImageExample | None = None, *, seed: int = 0, epoch: int = 0
+    preprocessor: Preprocessor, sample: Sample, image: ImageExample | None = None, *, seed: int = 0, epoch: int = 0
 ) -> list[TextExample]:
     """The texts of a sample as wordpieces."""
     draw = functools.partial(random_generator, seed, epoch)
-    return list(wording(sample, [image or photo()], draw))
+    return list(preprocessor(sample, [image or photo()], draw))
 
 
 def tokens(text: TextExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The wordpieces of a text."""
-    return tokenizer.convert_ids_to_tokens(text.laid.input_ids.tolist())
+    return tokenizer.convert_ids_to_tokens(text.encoding.input_ids.tolist())
 
 
 def spoken(text: TextExample, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -52,11 +52,11 @@ def load_strictly(architecture: type, folder: Path) -> nn.Module:
 def their_inputs(texts: TextBatch, regions: TextRegions) -> dict[str, Tensor]:
     return {
         "input_ids": texts.input_ids,
-        "token_type_ids": texts.segment_ids,
-        "attention_mask": texts.attend.float(),
+        "token_type_ids": texts.token_type_ids,
+        "attention_mask": texts.attention_mask.float(),
         "visual_feats": regions.features,
         "visual_pos": regions.boxes / regions.image_sizes.flip(-1).repeat(1, 1, 2),
-        "visual_attention_mask": regions.attend.float(),
+        "visual_attention_mask": regions.attention_mask.float(),
     }
 
 
@@ -66,7 +66,10 @@ def assert_trunks_agree(model: VisionLanguageModel, theirs: nn.Module) -> None:
     with torch.no_grad():
         ours, found = model.encoder(texts, regions), theirs(**their_inputs(texts, regions))
     torch.testing.assert_close(ours.summary, found.pooled_output, rtol=1e-5, atol=1e-5)
-    text, seen = found.language_output * texts.attend[..., None], found.vision_output * regions.attend[..., None]
+    text, seen = (
+        found.language_output * texts.attention_mask[..., None],
+        found.vision_output * regions.attention_mask[..., None],
+    )
     torch.testing.assert_close(ours.text, text, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.regions, seen, rtol=1e-5, atol=1e-5)
     assert ours.text.std() > 0.05 and ours.summary.std() > 0.05
@@ -118,8 +121,8 @@ def test_a_model_of_pre_training_there_and_back(tmp_path: Path):
         answers = model.task.image_qa.head(ours.summary)
         seen = model.task.region_transform(ours.regions)
         objects = theirs.obj_predict_head(ours.regions)
-    attend = texts.attend
-    torch.testing.assert_close(words[attend], found.prediction_logits[attend], rtol=1e-5, atol=1e-5)
+    attention_mask = texts.attention_mask
+    torch.testing.assert_close(words[attention_mask], found.prediction_logits[attention_mask], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(match, found.cross_relationship_score, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(answers, found.question_answering_score, rtol=1e-5, atol=1e-5)
     assert ours.regions.any()

@@ -216,7 +216,7 @@ def test_img_stands_in_both_places_of_a_file(tmp_path):
         features=torch.rand(1, 3, paper.encoder.config.feature_dim),
         boxes=torch.tensor([[[0.0, 0, 9, 9], [1, 1, 4, 4], [2, 2, 7, 8]]]),
         image_sizes=torch.full((1, 3, 2), 10.0),
-        attend=torch.ones(1, 3).bool(),
+        attention_mask=torch.ones(1, 3).bool(),
         image_slot=torch.zeros(1, 3).long(),
     )
     regions.is_hidden[0, 1] = True

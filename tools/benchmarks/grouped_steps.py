@@ -40,8 +40,8 @@ def benchmark_training(
     Args:
         config: a run; I = `train.images_per_batch` / `train.accumulate`, k = `data.texts_per_image`. If it draws its
             data (`data.synthetic`), a few scenes are drawn into a temporary folder. No file of the run is written.
-        rois: boxes per image, one measurement each: the run's own boxes, cut off or filled up with random ones. None =
-            the run's own boxes as they are.
+        rois: boxes per image, one measurement each: the run's predicted boxes, cut off or filled up with random ones. None =
+            the run's predicted boxes as they are.
         image_size: pad images to this (height, width), pixels; None = to the largest of the batch.
         repetitions, warm_up: measured steps of each way, and steps of each way before the measured ones.
 
@@ -85,7 +85,9 @@ def _check(config: RunConfig, rois: Sequence[int | None], repetitions: int, warm
     if repetitions < 1 or warm_up < 0:
         raise UserError(f"{repetitions} repetitions and {warm_up} warm-up steps cannot be measured.")
     if config.data.boxes.train == "online" and any(number is not None for number in rois):
-        raise UserError("The detector finds its own boxes (data.boxes.train=online), so their number cannot be set.")
+        raise UserError(
+            "The detector finds its predicted boxes (data.boxes.train=online), so their number cannot be set."
+        )
 
 
 def build_batches(config: RunConfig, image_size: tuple[int, int] | None) -> tuple[RunConfig, Run, Batch, list[Batch]]:

@@ -24,7 +24,7 @@ from e2e_vl.hiding import HidingRule
 from e2e_vl.samples import DataFacts, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions
 from e2e_vl.tasks.base import Sizes, Transform, start_head
-from e2e_vl.text import LaidText, TextWriter
+from e2e_vl.text import TextEncoding, TextWriter
 
 MASK = "[MASK]"  # a hidden wordpiece in a text
 NO_LABEL = -1
@@ -69,7 +69,7 @@ class Draft:
 
 
 @dataclasses.dataclass(frozen=True)
-class ObjectiveWording:
+class ObjectivePreprocessor:
     """What an objective does to a text in a data worker; nothing by default. Texts are changed in three steps."""
 
     writer: TextWriter
@@ -83,11 +83,11 @@ class ObjectiveWording:
     def mask(self, draft: Draft, generator: np.random.Generator) -> None:
         """Then: perhaps hide wordpieces."""
 
-    def targets(self, draft: Draft, laid: LaidText) -> Targets:
+    def targets(self, draft: Draft, encoding: TextEncoding) -> Targets:
         """Last: what is to be learned from the text; the same kind for every text."""
         return Targets()
 
-    def beside(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, LaidText]]:
+    def beside(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, TextEncoding]]:
         """Further texts beside each text of the data; those with an image look at the images of that text.
 
         They have no record, so predictions and metrics leave them out.
@@ -143,9 +143,9 @@ class Objective(nn.Module, abc.ABC):
         super().__init__()
         self.config = config
 
-    def wording(self, writer: TextWriter) -> ObjectiveWording:
+    def preprocessor(self, writer: TextWriter) -> ObjectivePreprocessor:
         """What it does to texts in data workers."""
-        return ObjectiveWording(writer)
+        return ObjectivePreprocessor(writer)
 
     def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
         """Raises ValueError if data (where they are known), detector or rule do not fit; nothing by default."""

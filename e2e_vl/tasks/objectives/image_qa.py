@@ -29,11 +29,11 @@ from e2e_vl.tasks.objectives.base import (
     Objective,
     ObjectiveConfig,
     ObjectiveOutput,
-    ObjectiveWording,
+    ObjectivePreprocessor,
     Sizes,
     WordHead,
 )
-from e2e_vl.text import LaidText, TextWriter, plain_answer
+from e2e_vl.text import TextEncoding, TextWriter, plain_answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class DrawnAnswer(Targets):
 
 
 @dataclasses.dataclass(frozen=True)
-class AnswerDraw(ObjectiveWording):
+class AnswerDraw(ObjectivePreprocessor):
     """Chooses one of the answers to a question: draws it anew in each epoch, or takes the best one."""
 
     class_of: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -87,7 +87,7 @@ class AnswerDraw(ObjectiveWording):
             if answer is not None:
                 draft.record["drawn_answer"] = answer
 
-    def targets(self, draft: Draft, laid: LaidText) -> DrawnAnswer:
+    def targets(self, draft: Draft, encoding: TextEncoding) -> DrawnAnswer:
         return DrawnAnswer(np.int64(self.class_of.get(draft.record.get("drawn_answer"), NO_LABEL)))
 
 
@@ -145,7 +145,7 @@ class ImageQA(Objective):
         transform = Transform(sizes.summary_size, norm=True, width=width)
         self.head = Head(width, len(self.answers), 0.0, "normal", transform=transform)
 
-    def wording(self, writer: TextWriter) -> AnswerDraw:
+    def preprocessor(self, writer: TextWriter) -> AnswerDraw:
         class_of = {answer: number for number, answer in enumerate(self.answers)}
         return AnswerDraw(writer, class_of, takes_best=self.config.label == "best")
 

@@ -29,11 +29,11 @@ from e2e_vl.tasks.objectives.base import (
     Objective,
     ObjectiveConfig,
     ObjectiveOutput,
-    ObjectiveWording,
+    ObjectivePreprocessor,
     Sizes,
     WordHead,
 )
-from e2e_vl.text import LaidText, TextWriter
+from e2e_vl.text import TextEncoding, TextWriter
 
 FEW_IMAGES = "Captions of other images need at least two images."
 FEW_CAPTIONS = (
@@ -68,7 +68,7 @@ class MatchTargets(Targets):
 
 
 @dataclasses.dataclass(frozen=True)
-class CaptionExchange(ObjectiveWording):
+class CaptionExchange(ObjectivePreprocessor):
     """Puts captions of other images in the place of some, or a second caption behind each."""
 
     config: RelationshipConfig = dataclasses.field(default_factory=RelationshipConfig)
@@ -103,7 +103,7 @@ class CaptionExchange(ObjectiveWording):
             raise UserError(FEW_CAPTIONS)
         return draft.sample.pool[others[int(generator.integers(len(others)))]]
 
-    def targets(self, draft: Draft, laid: LaidText) -> MatchTargets:
+    def targets(self, draft: Draft, encoding: TextEncoding) -> MatchTargets:
         """Raises ValueError for a question with choices unless the data state which are right."""
         if self.config.texts == "stated":
             truth = None if draft.text is None else draft.text.truth
@@ -129,7 +129,7 @@ class Relationship(Objective):
         self.head = nn.Linear(sizes.summary_size, 2)
         start_head([self.head], "normal")
 
-    def wording(self, writer: TextWriter) -> CaptionExchange:
+    def preprocessor(self, writer: TextWriter) -> CaptionExchange:
         return CaptionExchange(writer, self.config)
 
     def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:

@@ -29,12 +29,12 @@ from e2e_vl.tasks.objectives.base import (
     Objective,
     ObjectiveConfig,
     ObjectiveOutput,
-    ObjectiveWording,
+    ObjectivePreprocessor,
     WordHead,
     best_columns,
     listed,
 )
-from e2e_vl.text import LaidText, TextWriter, word_pieces
+from e2e_vl.text import TextEncoding, TextWriter, word_pieces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class WordLabels(Targets):
 
 
 @dataclasses.dataclass(frozen=True)
-class WordMasking(ObjectiveWording):
+class WordMasking(ObjectivePreprocessor):
     """Masks words of captions; of a user's text every [MASK] is to be predicted, and nothing is drawn."""
 
     of_images: ClassVar[bool] = True  # it masks texts that have an image; False: texts that have none
@@ -106,14 +106,14 @@ class WordMasking(ObjectiveWording):
             always_mask=self.config.always_mask,
         )
 
-    def targets(self, draft: Draft, laid: LaidText) -> WordLabels:
+    def targets(self, draft: Draft, encoding: TextEncoding) -> WordLabels:
         """Raises ValueError if a user's [MASK] is cut off."""
         if draft.has_image != self.of_images or draft.labels is None:  # `beside` texts of others may have no labels
-            return WordLabels(np.full_like(laid.source, NO_LABEL))
-        labels = laid.place(draft.labels, fill=NO_LABEL)
+            return WordLabels(np.full_like(encoding.source, NO_LABEL))
+        labels = encoding.place(draft.labels, fill=NO_LABEL)
         if draft.sample.is_asked and (labels >= 0).sum() < (draft.labels >= 0).sum():
             raise UserError(
-                f"The text has {len(draft.ids)} wordpieces, and the run reads {len(draft.ids) - laid.num_cut}, so a "
+                f"The text has {len(draft.ids)} wordpieces, and the run reads {len(draft.ids) - encoding.num_cut}, so a "
                 "[MASK] is lost; shorten the text."
             )
         return WordLabels(labels)
@@ -162,7 +162,7 @@ class MaskedWords(Objective):
     reads_words = True
     config: MaskedWordsConfig
 
-    def wording(self, writer: TextWriter) -> WordMasking:
+    def preprocessor(self, writer: TextWriter) -> WordMasking:
         return WordMasking(writer, self.config)
 
     def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
@@ -249,15 +249,15 @@ class CorpusMasking(WordMasking):
     of_images = False
     config: MaskedTextConfig = dataclasses.field(default_factory=MaskedTextConfig)
 
-    def beside(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, LaidText]]:
+    def beside(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, TextEncoding]]:
         if sample.corpus is None:
             return
         words = self.words(sample.corpus, int(generator.integers(len(sample.corpus))))
         ids, labels = self.hide(words, generator)
         kept = self.config.max_length - (self.writer.layout.single.extra if self.config.special_tokens else 0)
         writer = dataclasses.replace(self.writer, max_length=None)
-        laid = (writer.single if self.config.special_tokens else writer.bare)(ids[:kept])
-        yield Draft("", sample, has_image=False, ids=ids, labels=labels), laid
+        encoding = (writer.single if self.config.special_tokens else writer.bare)(ids[:kept])
+        yield Draft("", sample, has_image=False, ids=ids, labels=labels), encoding
 
     def words(self, corpus: Sequence[str], number: int) -> list[list[int]]:
         """Wordpieces of the words of the text that begins with a line; after the last line the first one follows.
@@ -280,7 +280,7 @@ class MaskedText(MaskedWords):
 
     config: MaskedTextConfig
 
-    def wording(self, writer: TextWriter) -> CorpusMasking:
+    def preprocessor(self, writer: TextWriter) -> CorpusMasking:
         return CorpusMasking(writer, self.config)
 
     def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:

@@ -18,8 +18,8 @@ from e2e_vl.examples import (
     stacked,
 )
 from e2e_vl.structures import RegionLabels
-from e2e_vl.tasks.refcoco import ReferringWording
-from e2e_vl.text import LaidText, TextWriter
+from e2e_vl.tasks.refcoco import ReferringPreprocessor
+from e2e_vl.text import TextEncoding, TextWriter
 from tests.data.roads import examples
 from tests.data.tiny_readers import refcoco
 
@@ -42,16 +42,16 @@ def image(height=4, width=6, boxes=2, value=50, **fields) -> ImageExample:
     )
 
 
-def laid(ids, segments=None, summary=None) -> LaidText:
+def encoding(ids, segments=None, summary=None) -> TextEncoding:
     ids = np.array(ids, dtype=np.int64)
     segments = np.zeros_like(ids) if segments is None else np.array(segments, dtype=np.int64)
-    return LaidText(ids, segments, np.arange(len(ids)), summary)
+    return TextEncoding(ids, segments, np.arange(len(ids)), summary)
 
 
-def text(length=3, looks_at=(0,), **changes) -> TextExample:
+def text(length=3, image_index=(0,), **changes) -> TextExample:
     fields = {
-        "laid": laid(range(5, 5 + length)),
-        "looks_at": looks_at,
+        "encoding": encoding(range(5, 5 + length)),
+        "image_index": image_index,
         "targets": BoxTargets(np.full(4, length, dtype=np.float32)),
         "record": {"length": length},
     }
@@ -73,8 +73,8 @@ def test_images_are_padded_and_texts_point_at_their_rows():
     assert batch.images.names == ["photo_4x6", "photo_5x3", "photo_2x2"]
     np.testing.assert_array_equal(batch.images.pixels[0, :, 0, 0], [40, 15, 5])
     assert batch.images.pixels[0, :, 4].abs().sum() == 0
-    assert batch.looks_at.tolist() == [[0, -1], [0, -1], [1, 2], [2, -1], [-1, -1]]
-    assert batch.texts.attend.sum(1).tolist() == [3, 2, 4, 1, 1]
+    assert batch.image_index.tolist() == [[0, -1], [0, -1], [1, 2], [2, -1], [-1, -1]]
+    assert batch.texts.attention_mask.sum(1).tolist() == [3, 2, 4, 1, 1]
     assert batch.targets.box[:, 0].tolist() == [3, 2, 4, 1, 1]
     assert batch.targets.box.dtype == torch.float32
     assert [record["length"] for record in batch.records] == [3, 2, 4, 1, 1]
@@ -217,9 +217,13 @@ WITH_ATTRIBUTES = DetectionObjects(np.ones((1, 4), np.float32), np.array([3]), n
             Example([image()], [text(targets=BoxTargets(np.zeros(3, np.float32)))]),
             r"BoxTargets\.box has different shapes in one batch: \[\(3,\), \(4,\)\]",
         ),
-        (Example([image()], [text()]), Example([image()], [text(looks_at=(1,))]), "looks at image 1 of an example"),
-        (Example([image()], [text()]), Example([image()], [text(laid=laid([5], summary=0))]), "a place for an ans"),
-        (Example([], [text(looks_at=())]), Example([], []), "0 images and 1 texts"),
+        (Example([image()], [text()]), Example([image()], [text(image_index=(1,))]), "looks at image 1 of an example"),
+        (
+            Example([image()], [text()]),
+            Example([image()], [text(encoding=encoding([5], summary=0))]),
+            "a place for an ans",
+        ),
+        (Example([], [text(image_index=())]), Example([], []), "0 images and 1 texts"),
     ],
 )
 def test_examples_that_do_not_go_together(first, second, message):
@@ -228,15 +232,15 @@ def test_examples_that_do_not_go_together(first, second, message):
 
 
 def test_a_dataset_in_groups_gives_the_rows_of_single_texts(tiny):
-    dataset = examples(refcoco(tiny), ReferringWording(TextWriter(tiny.tokenizer)), with_objects=True)
+    dataset = examples(refcoco(tiny), ReferringPreprocessor(TextWriter(tiny.tokenizer)), with_objects=True)
     grouped = join(dataset[Request(0, (0, 1, 2))], dataset[Request(1, (5, 6))])
     single = join(*(dataset[Request(int(text > 4), (text,))] for text in (0, 1, 2, 5, 6)))
-    assert grouped.looks_at.flatten().tolist() == [0, 0, 0, 1, 1]
-    assert single.looks_at.flatten().tolist() == [0, 1, 2, 3, 4]
+    assert grouped.image_index.flatten().tolist() == [0, 0, 0, 1, 1]
+    assert single.image_index.flatten().tolist() == [0, 1, 2, 3, 4]
     assert torch.equal(grouped.texts.input_ids, single.texts.input_ids)
     assert torch.equal(grouped.targets.box, single.targets.box)
     assert grouped.records == single.records
-    for row, image_row in enumerate(grouped.looks_at.flatten()):
+    for row, image_row in enumerate(grouped.image_index.flatten()):
         assert torch.equal(grouped.images.pixels[image_row], single.images.pixels[row])
         assert torch.equal(grouped.boxes[image_row], single.boxes[row])
         assert torch.equal(
@@ -252,22 +256,22 @@ def test_labels_are_padded_like_the_wordpieces():
 
 
 def test_texts_are_padded_at_the_end():
-    one, other = text(laid=laid([2, 9, 3], [0, 1, 1])), text(laid=laid([2, 3]))
+    one, other = text(encoding=encoding([2, 9, 3], [0, 1, 1])), text(encoding=encoding([2, 3]))
     batch = pad_texts([one, other], pad_id=7)
     assert batch.input_ids.tolist() == [[2, 9, 3], [2, 3, 7]]
-    assert batch.segment_ids.tolist() == [[0, 1, 1], [0, 0, 0]]
-    assert batch.attend.tolist() == [[True] * 3, [True, True, False]]
+    assert batch.token_type_ids.tolist() == [[0, 1, 1], [0, 0, 0]]
+    assert batch.attention_mask.tolist() == [[True] * 3, [True, True, False]]
     assert batch.summary is None
     assert batch.region_of_token is None
     assert len(batch) == 2
-    empty = pad_texts([text(laid=laid([]))])
-    assert empty.input_ids.shape == (1, 1) and not empty.attend.any()
+    empty = pad_texts([text(encoding=encoding([]))])
+    assert empty.input_ids.shape == (1, 1) and not empty.attention_mask.any()
     assert join(Example([image()], [one, other]), pad_id=7).texts.input_ids[1, 2] == 7
 
 
 def test_places_of_answers_and_regions_of_tokens():
-    one = text(laid=laid([2, 9, 3], summary=1))
-    other = text(laid=laid([4, 3], summary=0), region_of_token=np.array([1, -1]))
+    one = text(encoding=encoding([2, 9, 3], summary=1))
+    other = text(encoding=encoding([4, 3], summary=0), region_of_token=np.array([1, -1]))
     batch = pad_texts([one, other])
     assert batch.summary.tolist() == [1, 0] and batch.summary.dtype == torch.int64
     assert batch.region_of_token.tolist() == [[-1, -1, -1], [1, -1, -1]]
@@ -276,13 +280,13 @@ def test_places_of_answers_and_regions_of_tokens():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (text(laid=laid([2, 3], summary=0)), "texts with a place for an answer and texts without one"),
+        (text(encoding=encoding([2, 3], summary=0)), "texts with a place for an answer and texts without one"),
         (
-            text(laid=laid([2, 3]), region_of_token=np.array([0])),
+            text(encoding=encoding([2, 3]), region_of_token=np.array([0])),
             "text 1 of the batch has 2 wordpieces but 1 region indices",
         ),
     ],
 )
 def test_texts_that_do_not_fit(wrong, message):
     with pytest.raises(ValueError, match=message):
-        pad_texts([text(laid=laid([2, 3])), wrong])
+        pad_texts([text(encoding=encoding([2, 3])), wrong])

@@ -17,7 +17,7 @@ from e2e_vl.data.base import VLDataset
 from e2e_vl.data.batching import ConsecutiveGroups, ExampleDataset, Request, collate, random_generator
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.image_loader import open_boxes
-from e2e_vl.examples import Draw, ImageExample, TextExample, Wording
+from e2e_vl.examples import Draw, ImageExample, Preprocessor, TextExample
 from e2e_vl.samples import Sample, SampleText
 from e2e_vl.text import TextWriter
 from tests.data.roads import DOUBLE, SAME, examples, words_of
@@ -48,7 +48,7 @@ def test_one_image_with_all_its_texts(dataset, tiny):
     assert image.objects.boxes.shape[1] == 4
     assert [text.record["text_index"] for text in example.texts] == list(dataset.groups[0])
     for text in example.texts:
-        assert text.looks_at == (0,)
+        assert text.image_index == (0,)
         assert text.record == json.loads(json.dumps(text.record))
         assert text.record["file_name"] == image.name
         assert text.record["image_size"] == [60, 100]
@@ -225,20 +225,20 @@ def test_a_wording_draws_from_the_generator_of_its_text(tiny):
     assert [text.seed for text in example.texts] == [int(random_generator(5, 4, n).integers(99)) for n in (3, 2)]
 
 
-class Sure(Wording):
+class Sure(Preprocessor):
     """Two texts of each, the second about no image."""
 
     def word(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
     ) -> Iterable[TextExample]:
-        yield TextExample(self.writer.single([]), text.looks_at, self.record(text, images))
+        yield TextExample(self.writer.single([]), text.image_index, self.record(text, images))
         yield TextExample(self.writer.single([]), (), {})
 
 
 def test_a_wording_may_give_several_examples_of_a_text(tiny):
     data = examples(captions(tiny), Sure(TextWriter(tiny.tokenizer)))
     example = data[Request(1, (2, 3))]
-    assert [text.looks_at for text in example.texts] == [(0,), (), (0,), ()]
+    assert [text.image_index for text in example.texts] == [(0,), (), (0,), ()]
     assert words_of(example.texts[1], tiny.tokenizer) == ["[CLS]", "[SEP]"]
     batch = collate([example], (0, 0, 0), (1, 1, 1))
-    assert torch.equal(batch.looks_at, torch.tensor([[0], [-1], [0], [-1]]))
+    assert torch.equal(batch.image_index, torch.tensor([[0], [-1], [0], [-1]]))

@@ -17,7 +17,7 @@ import torch
 
 from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler, collate, pack, unpack
 from e2e_vl.examples import DetectionObjects, Example, ImageExample, Placement, TextExample
-from e2e_vl.text import LaidText
+from e2e_vl.text import TextEncoding
 
 IMAGES = 256  # of a batch, each with boxes, features and labels of other numbers
 
@@ -32,7 +32,7 @@ def example(number: int, *, saved: bool = True) -> Example:
     if saved:
         image.features, image.image_feature = rows((count, 3)), rows(3)
     ids = np.full(2 + count, number)
-    return Example([image], [TextExample(LaidText(ids, ids, ids), (0,), {"number": number}, seed=number)])
+    return Example([image], [TextExample(TextEncoding(ids, ids, ids), (0,), {"number": number}, seed=number)])
 
 
 @dataclasses.dataclass

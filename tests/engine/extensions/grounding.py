@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from detector.boxes import pairwise_iou
 from detector.structures import Loss
-from e2e_vl.examples import Draw, ImageExample, Ragged, Targets, TextExample, Wording, nested, ragged
+from e2e_vl.examples import Draw, ImageExample, Preprocessor, Ragged, Targets, TextExample, nested, ragged
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Task
@@ -39,7 +39,7 @@ class GroundingTargets(Targets):
     boxes: Ragged | None = nested()  # float32 [all boxes, 4], in pixels of the resized image; a list per phrase
 
 
-class GroundingWording(Wording):
+class GroundingPreprocessor(Preprocessor):
     def word(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
     ) -> Iterable[TextExample]:
@@ -55,16 +55,16 @@ class GroundingWording(Wording):
                 pieces += own
                 owners += [owner] * len(own)
             last = end
-        laid = self.writer.single(pieces)
-        placed = laid.place(owners)
+        encoding = self.writer.single(pieces)
+        placed = encoding.place(owners)
         rows = [np.flatnonzero(placed == number) for number in range(len(spans))]
         targets = GroundingTargets(
             spans=np.array([(own[0], own[-1] + 1) if len(own) else (0, 1) for own in rows], dtype=np.int64)
         )
         if truth is not None:
             targets.boxes = [image.placement.move_boxes(boxes).astype(np.float32) for boxes in truth.boxes]
-        record = self.record(text, images, laid) | {"phrases": [text.words[first:end] for first, end in spans]}
-        yield TextExample(laid, text.looks_at, record, targets)
+        record = self.record(text, images, encoding) | {"phrases": [text.words[first:end] for first, end in spans]}
+        yield TextExample(encoding, text.image_index, record, targets)
 
 
 class GroundingTask(Task):
@@ -75,8 +75,8 @@ class GroundingTask(Task):
         self.config = config
         self.phrase, self.region = (nn.Linear(hidden_size, hidden_size) for _ in range(2))
 
-    def wording(self, writer: TextWriter) -> GroundingWording:
-        return GroundingWording(writer)
+    def preprocessor(self, writer: TextWriter) -> GroundingPreprocessor:
+        return GroundingPreprocessor(writer)
 
     def question(self, question: Question) -> Sample:
         return question.plain_sample("A phrase")
@@ -87,7 +87,7 @@ class GroundingTask(Task):
         inside = ((position >= spans[:, :1]) & (position < spans[:, 1:])).to(encoded.text.dtype)  # [P, L]
         states = (inside[:, None] @ encoded.text[text])[:, 0] / inside.sum(dim=1, keepdim=True)
         scores = at_least_float32(self.region(encoded.regions)[text] @ self.phrase(states)[..., None])[..., 0]
-        logits = scores.masked_fill(~regions.attend[text], torch.finfo(scores.dtype).min)
+        logits = scores.masked_fill(~regions.attention_mask[text], torch.finfo(scores.dtype).min)
         losses = {}
         if batch.targets.boxes is not None:
             losses["grounding"] = self._loss(logits, regions.boxes[text], batch.targets.boxes.split())
@@ -105,7 +105,7 @@ class GroundingTask(Task):
     def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
         regions, counts = output.text_regions, batch.targets.spans.counts.tolist()
         best = output.task.logits.argmax(dim=1).split(counts)
-        scales = batch.images.scales[batch.looks_at[:, 0]]
+        scales = batch.images.scales[batch.image_index[:, 0]]
         found = []
         for row, (record, own) in enumerate(zip(batch.records, best, strict=True)):
             boxes = regions.boxes[row, own] / torch.cat([scales[row], scales[row]])

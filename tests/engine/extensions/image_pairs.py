@@ -36,7 +36,7 @@ class PairDataset(SceneDataset):
         shape = SHAPES[index % len(SHAPES)]
         holds = all(shape in self.instances.objects(image_id).names for image_id in pair)
         facts = {"image_ids": list(pair), "sent": _statement(shape), "label": int(holds)}
-        return SampleText(index, _statement(shape), facts, RightChoice(int(holds)), looks_at=(0, 1))
+        return SampleText(index, _statement(shape), facts, RightChoice(int(holds)), image_index=(0, 1))
 
 
 def _statement(shape: str) -> str:

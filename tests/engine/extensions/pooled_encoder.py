@@ -44,20 +44,23 @@ class PooledEncoder(Encoder):
         places = regions.boxes / regions.image_sizes.flip(-1).repeat(1, 1, 2)
         objects = self.projection(torch.cat([regions.features, places], dim=-1))
         objects = torch.where(regions.is_hidden[..., None], objects + self.hidden_region.weight, objects)
-        objects = objects * regions.attend[..., None]
-        words = self.words(texts.input_ids) + self.segments(texts.segment_ids)
+        objects = objects * regions.attention_mask[..., None]
+        words = self.words(texts.input_ids) + self.segments(texts.token_type_ids)
         if texts.region_of_token is not None:
-            is_named = (texts.region_of_token[..., None] == regions.row[:, None]) & regions.attend[:, None]
+            is_named = (texts.region_of_token[..., None] == regions.row[:, None]) & regions.attention_mask[:, None]
             words = words + is_named.to(words.dtype) @ objects
-        words = words * texts.attend[..., None]
-        slots, attend = torch.cat([words, objects], dim=1), torch.cat([texts.attend, regions.attend], dim=1)
-        maps = (slots @ slots.mT).masked_fill(~attend[:, None], -torch.inf).softmax(dim=-1)[:, None]
+        words = words * texts.attention_mask[..., None]
+        slots, attention_mask = (
+            torch.cat([words, objects], dim=1),
+            torch.cat([texts.attention_mask, regions.attention_mask], dim=1),
+        )
+        maps = (slots @ slots.mT).masked_fill(~attention_mask[:, None], -torch.inf).softmax(dim=-1)[:, None]
         is_word = torch.arange(slots.shape[1]) < words.shape[1]
         apart = maps * (is_word[:, None] == is_word)  # a second step, in which words see no region
-        pooled = torch.tanh(self.pooler(_mean(words, texts.attend) + _mean(objects, regions.attend)))
+        pooled = torch.tanh(self.pooler(_mean(words, texts.attention_mask) + _mean(objects, regions.attention_mask)))
         return EncoderOutput(
-            text=(words + pooled[:, None]) * texts.attend[..., None],
-            regions=(objects + pooled[:, None]) * regions.attend[..., None],
+            text=(words + pooled[:, None]) * texts.attention_mask[..., None],
+            regions=(objects + pooled[:, None]) * regions.attention_mask[..., None],
             summary=read_summary(words, pooled, texts.summary),
             attentions=(maps, apart) if output_attentions else None,
             word_table=self.words.weight,
@@ -76,10 +79,10 @@ class PairedEncoder(PooledEncoder):
     def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
         both, pooled = super().forward(texts, regions, output_attentions), []
         for slot in range(2):
-            own = dataclasses.replace(regions, attend=regions.attend & (regions.image_slot == slot))
+            own = dataclasses.replace(regions, attention_mask=regions.attention_mask & (regions.image_slot == slot))
             pooled.append(super().forward(texts, own).summary)
         return dataclasses.replace(both, summary=torch.cat(pooled, dim=1))
 
 
-def _mean(vectors: Tensor, attend: Tensor) -> Tensor:
-    return vectors.sum(dim=1) / attend.sum(dim=1, keepdim=True).clamp(min=1)
+def _mean(vectors: Tensor, attention_mask: Tensor) -> Tensor:
+    return vectors.sum(dim=1) / attention_mask.sum(dim=1, keepdim=True).clamp(min=1)

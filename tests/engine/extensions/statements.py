@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detector.structures import Loss
-from e2e_vl.examples import Draw, ImageExample, Targets, TextExample, Wording, stacked
+from e2e_vl.examples import Draw, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.samples import Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Sizes, Task
@@ -28,14 +28,14 @@ class StatementTargets(Targets):
     label: Tensor | None = stacked()  # int64 [M], 1 = true
 
 
-class StatementWording(Wording):
+class StatementPreprocessor(Preprocessor):
     def word(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
     ) -> Iterable[TextExample]:
-        laid = self.writer.single(self.writer.pieces(text.words, mirrored=images[0].placement.flipped))
-        record = self.record(text, images, laid) | {"file_names": [image.name for image in images]}
+        encoding = self.writer.single(self.writer.pieces(text.words, mirrored=images[0].placement.flipped))
+        record = self.record(text, images, encoding) | {"file_names": [image.name for image in images]}
         targets = StatementTargets(None if text.truth is None else np.int64(text.truth.number))
-        yield TextExample(laid, text.looks_at, record, targets)
+        yield TextExample(encoding, text.image_index, record, targets)
 
 
 class StatementTask(Task):
@@ -52,13 +52,13 @@ class StatementTask(Task):
     def build(cls, sizes: Sizes, config: StatementConfig) -> Self:
         return cls(sizes.summary_size, config)
 
-    def wording(self, writer: TextWriter) -> StatementWording:
-        return StatementWording(writer)
+    def preprocessor(self, writer: TextWriter) -> StatementPreprocessor:
+        return StatementPreprocessor(writer)
 
     def question(self, question: Question) -> Sample:
         question.refuse_choices("A statement")
         question.refuse_hidden()
-        return question.sample(SampleText(0, question.text, {"sent": question.text}, looks_at=(0, 1)))
+        return question.sample(SampleText(0, question.text, {"sent": question.text}, image_index=(0, 1)))
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         logits = at_least_float32(self.output(self.dropout(encoded.summary)))

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.tasks.preprocessors import make_tokenizer, sample_of, tokens, word
 
 from e2e_vl.converter import from_dict
 from e2e_vl.samples import HumanAnswers, ReferredBox, RightAnswer, ScoredAnswers
 from e2e_vl.tasks.objectives.image_qa import DrawnAnswer, ImageQA, ImageQAConfig, draw_answer, scores_of
 from tests.tasks.objectives.tiny_objectives import SIZES, make_inputs
-from tests.tasks.objectives.worded import make_task, make_wording
-from tests.tasks.wordings import make_tokenizer, sample_of, tokens, word
+from tests.tasks.objectives.worded import make_preprocessor, make_task
 
 ANSWERS = ("2", "cat", "dog", "gray")
 CLASS_OF = {answer: number for number, answer in enumerate(ANSWERS)}
@@ -77,7 +77,7 @@ def questions(*truths: object, **more):
 
 def worded(tokenizer, sample, **objectives):
     settings = {"masked_words": 0.0, "image_qa": {"weight": 1.0, "answers": ANSWERS}}
-    return word(make_wording(tokenizer, **settings | objectives), sample)
+    return word(make_preprocessor(tokenizer, **settings | objectives), sample)
 
 
 def test_only_questions_with_a_known_answer_are_learned_from(tokenizer):
@@ -114,10 +114,10 @@ def test_the_answer_to_a_question_about_another_image_is_not_learned(tokenizer):
     seen = set()
     for index in range(30):
         sample = questions(ScoredAnswers({"cat": 1.0}), pool=pool, own=[0])
-        wording = make_wording(
+        preprocessor = make_preprocessor(
             tokenizer, masked_words=0.0, relationship=relationship, image_qa={"weight": 1.0, "answers": ANSWERS}
         )
-        [text] = word(wording, sample, epoch=index)
+        [text] = word(preprocessor, sample, epoch=index)
         is_match = int(text.targets.parts["relationship"].is_match)
         assert int(text.targets.parts["image_qa"].answer) == (1 if is_match else -1)
         seen.add(is_match)

@@ -95,7 +95,7 @@ def make_batch(*, hides: bool = True, donors: bool = False) -> Batch:
         images=ImageBatch(torch.zeros(IMAGES, 3, 0, 0), size, size, ["a", "b"], PrecomputedFeatures(features)),
         boxes=list(torch.cat([corners, corners + 5], dim=2)),
         texts=TextBatch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)),
-        looks_at=torch.arange(IMAGES)[:, None],
+        image_index=torch.arange(IMAGES)[:, None],
         targets=PretrainingTargets(parts),
         hidden=HiddenRegions(labelled, hidden, given if donors else None),
         region_labels=RegionLabels(

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
 
 from e2e_vl.samples import HumanAnswers, Question, SampleText
 from e2e_vl.tasks.objectives.base import Draft
 from e2e_vl.tasks.objectives.words import MaskedWordsConfig, mask_words
-from tests.tasks.objectives.worded import make_task, make_wording, word_labels
-from tests.tasks.wordings import make_tokenizer, photo, sample_of, tokens, word
+from tests.tasks.objectives.worded import make_preprocessor, make_task, word_labels
 
 MASK, SIZE = 4, 1000
 RULE = partial(mask_words, mask_id=MASK, vocab_size=SIZE)
@@ -93,30 +93,30 @@ def tokenizer(tmp_path):
 
 def restored(text, tokenizer) -> str:
     labels = word_labels(text)
-    return tokenizer.decode(np.where(labels >= 0, labels, text.laid.input_ids))
+    return tokenizer.decode(np.where(labels >= 0, labels, text.encoding.input_ids))
 
 
 def test_a_caption_is_masked_and_can_be_restored(tokenizer):
-    wording = make_wording(tokenizer, masked_words={"probability": 0.5})
+    preprocessor = make_preprocessor(tokenizer, masked_words={"probability": 0.5})
     chosen = 0
     for epoch in range(20):
-        [text] = word(wording, sample_of(CAPTION), epoch=epoch)
-        assert text.looks_at == (0,) and text.record["sent"] == CAPTION
+        [text] = word(preprocessor, sample_of(CAPTION), epoch=epoch)
+        assert text.image_index == (0,) and text.record["sent"] == CAPTION
         spelled = f"[CLS]{CAPTION}[SEP]".replace("ï", "i").replace(" ", "").lower()
         assert restored(text, tokenizer).replace(" ", "").replace("##", "").lower() == spelled
         labels = word_labels(text)
-        assert labels.shape == text.laid.input_ids.shape and labels[[0, -1]].tolist() == [-1, -1]
-        np.testing.assert_array_equal(text.laid.segment_ids, 0)
+        assert labels.shape == text.encoding.input_ids.shape and labels[[0, -1]].tolist() == [-1, -1]
+        np.testing.assert_array_equal(text.encoding.token_type_ids, 0)
         chosen += int((labels >= 0).sum())
     assert chosen > 50
 
 
 def test_masks_depend_on_seed_epoch_and_text_only(tokenizer):
-    wording = make_wording(tokenizer, masked_words={"probability": 0.5})
+    preprocessor = make_preprocessor(tokenizer, masked_words={"probability": 0.5})
     captions = sample_of(*[CAPTION] * 8)
 
     def made(sample, **draws) -> list[tuple[list[int], int]]:
-        return [(text.laid.input_ids.tolist(), text.seed) for text in word(wording, sample, **draws)]
+        return [(text.encoding.input_ids.tolist(), text.seed) for text in word(preprocessor, sample, **draws)]
 
     first = made(captions)
     assert first == made(captions)
@@ -129,46 +129,46 @@ def test_masks_depend_on_seed_epoch_and_text_only(tokenizer):
 
 
 def test_mirroring_changes_no_word_and_no_mask(tokenizer):
-    wording = make_wording(tokenizer)
+    preprocessor = make_preprocessor(tokenizer)
     for epoch in range(5):
-        [one], [other] = (word(wording, sample_of(CAPTION), photo(flipped=f), epoch=epoch) for f in (False, True))
-        np.testing.assert_array_equal(one.laid.input_ids, other.laid.input_ids)
+        [one], [other] = (word(preprocessor, sample_of(CAPTION), photo(flipped=f), epoch=epoch) for f in (False, True))
+        np.testing.assert_array_equal(one.encoding.input_ids, other.encoding.input_ids)
         np.testing.assert_array_equal(word_labels(one), word_labels(other))
         assert (one.record["flipped"], other.record["flipped"]) == (False, True)
 
 
 def test_a_further_text_of_another_objective_has_nothing_masked(tokenizer):
-    wording = make_wording(tokenizer).parts["masked_words"]
-    laid = wording.writer.single([7, 8])
-    assert wording.targets(Draft("", sample_of(CAPTION)), laid).labels.tolist() == [-1] * 4
+    preprocessor = make_preprocessor(tokenizer).parts["masked_words"]
+    encoding = preprocessor.writer.single([7, 8])
+    assert preprocessor.targets(Draft("", sample_of(CAPTION)), encoding).labels.tolist() == [-1] * 4
 
 
 def test_blank_and_cut_captions(tokenizer):
-    [blank] = word(make_wording(tokenizer, is_blank=True), sample_of(CAPTION))
+    [blank] = word(make_preprocessor(tokenizer, is_blank=True), sample_of(CAPTION))
     assert tokens(blank, tokenizer) == ["[CLS]", "[SEP]"] and word_labels(blank).tolist() == [-1, -1]
-    [cut] = word(make_wording(tokenizer, masked_words={"probability": 1.0}, max_length=5), sample_of(CAPTION))
-    assert len(cut.laid.input_ids) == len(word_labels(cut)) == 5
-    assert cut.laid.input_ids[-1] == tokenizer.sep_token_id
+    [cut] = word(make_preprocessor(tokenizer, masked_words={"probability": 1.0}, max_length=5), sample_of(CAPTION))
+    assert len(cut.encoding.input_ids) == len(word_labels(cut)) == 5
+    assert cut.encoding.input_ids[-1] == tokenizer.sep_token_id
     assert (word_labels(cut) >= 0).tolist() == [False, True, True, True, False]
     assert cut.record["cut_wordpieces"] > 0
 
 
 def test_of_a_users_text_every_mask_is_predicted_and_no_other_word(tokenizer, tmp_path):
-    wording = make_wording(tokenizer, masked_words={"probability": 1.0})
+    preprocessor = make_preprocessor(tokenizer, masked_words={"probability": 1.0})
     question = Question(tmp_path / "photo.jpg", "a [MASK] square left of [MASK]")
     sample = make_task(tokenizer).question(question)
-    [text] = word(wording, sample)
+    [text] = word(preprocessor, sample)
     assert tokens(text, tokenizer) == ["[CLS]", "a", "[MASK]", "square", "left", "of", "[MASK]", "[SEP]"]
     assert (word_labels(text) >= 0).nonzero()[0].tolist() == [2, 6]
     with pytest.raises(ValueError, match=r"has 6 wordpieces, and the run reads 4, so a \[MASK\] is lost; shorten"):
-        word(make_wording(tokenizer, max_length=6), sample)
+        word(make_preprocessor(tokenizer, max_length=6), sample)
 
 
 def test_without_the_objective_no_word_is_masked(tokenizer):
-    wording = make_wording(tokenizer, masked_words=0.0, relationship=1.0)
+    preprocessor = make_preprocessor(tokenizer, masked_words=0.0, relationship=1.0)
     for epoch in range(5):
-        [text] = word(wording, sample_of(CAPTION, own=range(1), pool=[CAPTION] * 9), epoch=epoch)
-        assert tokenizer.mask_token_id not in text.laid.input_ids
+        [text] = word(preprocessor, sample_of(CAPTION, own=range(1), pool=[CAPTION] * 9), epoch=epoch)
+        assert tokenizer.mask_token_id not in text.encoding.input_ids
         assert list(text.targets.parts) == ["relationship"]
 
 
@@ -182,14 +182,14 @@ def test_without_the_objective_no_word_is_masked(tokenizer):
 @pytest.mark.parametrize("question", ["what is it", "what is it?", "what is it ?"])
 def test_one_of_the_answers_stands_behind_a_question(tmp_path, form, expected, question):
     tokenizer = make_tokenizer(tmp_path, "what is it ? red box blue", " ".join("redboxblue"))
-    wording = make_wording(tokenizer, masked_words={"answer": form, "probability": 0.0})
+    preprocessor = make_preprocessor(tokenizer, masked_words={"answer": form, "probability": 0.0})
     asked = SampleText(0, question, {}, HumanAnswers(("red box", "blue", "blue")))
     shown = set()
     for epoch in range(20):
-        [text] = word(wording, sample_of(asked), epoch=epoch)
+        [text] = word(preprocessor, sample_of(asked), epoch=epoch)
         line = " ".join(tokens(text, tokenizer)[1:-1])
         start = "what is it ?" if form != "left_out" or "?" in question else "what is it"
-        assert line.startswith(start) and not text.laid.segment_ids.any()
+        assert line.startswith(start) and not text.encoding.token_type_ids.any()
         shown.add(line.removeprefix(start).strip())
     assert shown == expected
 

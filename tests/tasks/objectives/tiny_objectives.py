@@ -29,30 +29,30 @@ class Inputs:
         return objective(targets, self.batch, self.regions, self.encoded, self.word_head)
 
 
-def make_inputs(looks_at: list[list[int]] | None = None) -> Inputs:
+def make_inputs(image_index: list[list[int]] | None = None) -> Inputs:
     """Text 0 looks at image 0, text 1 at image 1 and text 2 at none, or as asked for."""
     generator = torch.Generator().manual_seed(0)
-    looks_at = torch.tensor(looks_at or [[0], [1], [-1]])
+    image_index = torch.tensor(image_index or [[0], [1], [-1]])
     regions = Regions(
         [torch.rand(count, 4, generator=generator) for count in COUNTS],
         [torch.rand(count, 3, generator=generator) for count in COUNTS],
         [torch.zeros(count, CLASSES) for count in COUNTS],
     )
     sizes = torch.tensor([[10, 10], [10, 10]])
-    gathered = gather_regions(regions, sizes, looks_at, whole_image=True)
+    gathered = gather_regions(regions, sizes, image_index, whole_image=True)
     ids = torch.ones(3, LENGTH, dtype=torch.int64)
     batch = Batch(
         images=ImageBatch(torch.zeros(2, 3, 10, 10), sizes, sizes, ["a", "b"]),
         boxes=[rows[1:] for rows in regions.boxes],
         texts=TextBatch(ids, ids, ids.bool()),
-        looks_at=looks_at,
+        image_index=image_index,
         hidden=HiddenRegions(
             [torch.tensor([True, False]), torch.tensor([True])], [torch.zeros(n, dtype=torch.bool) for n in (2, 1)]
         ),
     )
     encoded = EncoderOutput(
         text=torch.randn(3, LENGTH, HIDDEN, generator=generator).requires_grad_(),
-        regions=torch.randn(*gathered.attend.shape, HIDDEN, generator=generator).requires_grad_(),
+        regions=torch.randn(*gathered.attention_mask.shape, HIDDEN, generator=generator).requires_grad_(),
         summary=torch.randn(3, HIDDEN, generator=generator).requires_grad_(),
         word_table=torch.randn(VOCABULARY, HIDDEN, generator=generator).requires_grad_(),
     )

@@ -1,4 +1,4 @@
-"""Wordings of pre-training with some of its objectives."""
+"""Preprocessors of pre-training with some of its objectives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from e2e_vl.examples import TextExample
 from e2e_vl.run.build import build_objectives
 from e2e_vl.tasks.objectives.base import Objective, Sizes
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask, PretrainingWording
+from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingPreprocessor, PretrainingTask
 from e2e_vl.text import TextWriter
 
 ONLY_WORDS = {"masked_text": 0.0, "masked_regions": 0.0, "relationship": 0.0}
@@ -21,11 +21,13 @@ def make_task(tokenizer: PreTrainedTokenizerBase, **objectives) -> PretrainingTa
     return PretrainingTask(4, PretrainingConfig(vocab_size=len(tokenizer)), made)
 
 
-def make_wording(
+def make_preprocessor(
     tokenizer: PreTrainedTokenizerBase, *, is_blank: bool = False, max_length: int | None = None, **objectives
-) -> PretrainingWording:
+) -> PretrainingPreprocessor:
     """The wording of `make_task`."""
-    return make_task(tokenizer, **objectives).wording(TextWriter(tokenizer, is_blank=is_blank, max_length=max_length))
+    return make_task(tokenizer, **objectives).preprocessor(
+        TextWriter(tokenizer, is_blank=is_blank, max_length=max_length)
+    )
 
 
 def word_labels(text: TextExample, objective: str = "masked_words") -> np.ndarray:

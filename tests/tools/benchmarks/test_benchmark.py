@@ -107,7 +107,7 @@ def test_both_ways_hold_the_same_texts_and_pixels(batches):
     assert set(found) == wanted
     for batch in singles:
         assert torch.equal(batch.images.pixels, grouped.images.pixels)
-        assert batch.looks_at.tolist() == [[0], [1]]
+        assert batch.image_index.tolist() == [[0], [1]]
 
 
 def test_the_check_sees_a_missing_text(batches):
@@ -192,7 +192,7 @@ def test_random_boxes_fill_up_and_are_the_same_in_every_batch(batches):
         (["data.texts_per_image=60"], "images have 60 texts"),
         (["--repetitions", "0"], "0 repetitions"),
         (["--rois", "0"], "0 boxes per image"),
-        (["--rois", "5", "data.boxes.train=online", "detector.loss_weight=1"], "finds its own boxes"),
+        (["--rois", "5", "data.boxes.train=online", "detector.loss_weight=1"], "finds its predicted boxes"),
     ],
 )
 def test_bad_settings_are_one_sentence(config_file, capsys, words, message):
