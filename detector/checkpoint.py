@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from detector.config import BACKENDS, DetectorConfig
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN, TwoStageDetector
-from detector.io import atomic_file, read_plain_json, write_text
+from detector.io import atomic_file, read_json, write_text
 from detector.rpn import configured_cell_anchors
 from detector.structures import Detector
 from detector.weight_files import WEIGHTS_NAME, find_weights, read_tensors, read_weights
@@ -316,9 +316,7 @@ def load_class_names(detector: Detector, directory: str | Path) -> None:
     path = Path(directory, CLASS_NAMES)
     if not path.is_file():
         return
-    names = read_plain_json(path, kind=None)
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{path} must hold a list of names; remove it or write it anew.")
+    names = read_json(path, list[str])
     if len(names) != detector.num_classes:
         raise UserError(
             f"{path} names {len(names)} classes, but the detector has {detector.num_classes}; remove it or correct it."

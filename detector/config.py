@@ -26,12 +26,12 @@ import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from detector.errors import MissingFileError, UserError, user_path
-from detector.io import SUFFIX, PlainLoader, read_yaml
+from detector.io import read_yaml
 
 # Reading Detectron2 YAML: `_BASE_` files, dotted keys, Python literals as values, keys that are not supported.
 
@@ -108,19 +108,6 @@ IGNORED: tuple[str, ...] = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class UnreadTag:
-    """In the place of a YAML value whose tag is not read, such as `!!python/object/apply:eval` of zoo files."""
-
-    tag: str
-
-
-class _TagLoader(PlainLoader):
-    """Runs nothing; values with other tags become an `UnreadTag`, which `DetectorConfig.from_flat` refuses."""
-
-    yaml_multi_constructors: ClassVar[dict[str, Any]] = {"": lambda loader, tag, node: UnreadTag(tag)}
-
-
 def load_tree(path: Path, chain: tuple[Path, ...] = (), loaded: list[Path] | None = None) -> dict[str, Any]:
     """A YAML file with its `_BASE_` files merged below it.
 
@@ -141,7 +128,7 @@ def load_tree(path: Path, chain: tuple[Path, ...] = (), loaded: list[Path] | Non
     loaded.append(path)
     if len(loaded) > MAX_FILES:
         raise UserError(f"{chain[0]}: its _BASE_ files are more than {MAX_FILES} in all; write fewer files.")
-    tree = read_yaml(path, _TagLoader)
+    tree = read_yaml(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected a mapping of keys, found {type(tree).__name__}.")
     return merge_bases(tree, path.parent, (*chain, path.resolve()), loaded)
@@ -159,9 +146,9 @@ def merge_bases(
     merged: dict[str, Any] = {}
     loaded = [] if loaded is None else loaded
     for base in bases:
-        if not base.endswith(SUFFIX) or "\0" in base or len(base) > LONGEST_PATH:
+        if not base.endswith(".yaml") or "\0" in base or len(base) > LONGEST_PATH:
             raise UserError(
-                f"{folder}: _BASE_ is {base[:80]!r}; it must be the path of a YAML file, whose name ends in {SUFFIX}."
+                f"{folder}: _BASE_ is {base[:80]!r}; it must be the path of a YAML file, whose name ends in .yaml."
             )
         merged = _merge(merged, load_tree(folder / user_path(base), chain, loaded))
     return _merge(merged, tree)
@@ -722,9 +709,6 @@ class DetectorConfig(SettingsGroup):
                 if key in PORT_KEYS:
                     hint = f" It belongs to a port of bottom-up attention; here it is {PORT_KEYS[key]}."
                 raise UserError(f"{name}: {key} is neither a key of Detectron2 nor one of this project.{hint}")
-        for key, value in flat.items():  # last: the zoo's RetinaNet files have such values, and are refused above
-            if isinstance(value, UnreadTag):
-                raise UserError(f"{name}: {key} has the tag {value.tag}, which is not read; write a plain value.")
         unused = _unused_groups(flat.get("MODEL.BACKBONE.NAME"), flat.get("MODEL.ROI_HEADS.NAME"))
         groups: dict[str, dict[str, Any]] = {}
         for group, field, key, hint in _fields(cls):

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from detector.config import NORM_EPS
 from detector.errors import MissingFileError, UserError, in_one_line
-from detector.io import has_half_characters
 from detector.pickle_scan import DamagedPickleError, check_pickle_file
 from detector.torch_files import MOST_DIMENSIONS, DamagedTorchFileError, ForbiddenGlobalError, check_torch_file
 from detector.zoo import NamedWeights, cached_weights, known_weights, remedy, resolve_weights, similar_names
@@ -276,8 +275,6 @@ def _checked(tensors: dict[Any, Any], path: Path) -> dict[str, Tensor]:
                 f"{path}: expected a state dict of tensors, bare or under the key `model`; {name!r} is not a tensor: "
                 f"{remedy(path)}."
             )
-        if has_half_characters(name, name):
-            raise UserError(f"{path}: the name {name!r} of a tensor holds half of a character: {remedy(path)}.")
     return tensors
 
 

@@ -23,9 +23,9 @@ from yaml import YAMLError
 
 from detector.config import EXPECTED_PARTS, SelectionRule
 from detector.errors import MissingFileError, UserError, in_one_line, user_path
-from detector.io import SUFFIX, parse_yaml, read_yaml
+from detector.io import decode_yaml, read_yaml, write_text
 from e2e_vl.converter import check_choice, check_numbers, nearest
-from e2e_vl.io import shown, write_text
+from e2e_vl.io import shown
 from e2e_vl.setting_kinds import check_kinds
 from e2e_vl.setting_references import check_references, check_resolved, check_targets, misplaced, refused_setting
 
@@ -505,9 +505,9 @@ def _layers(path: Path, seen: list[Path]) -> list[tuple[Path, DictConfig]]:
         del own["base"]
     if base is None:
         return [(path, own)]
-    if not isinstance(base, str) or not base.endswith(SUFFIX) or "\0" in base or "${" in base:
+    if not isinstance(base, str) or not base.endswith(".yaml") or "\0" in base or "${" in base:
         raise UserError(
-            f"{path}: `base:` is {shown(base)}; it must be the name of a file ({SUFFIX}), relative to this one."
+            f"{path}: `base:` is {shown(base)}; it must be the name of a file (.yaml), relative to this one."
         )
     if len(seen) >= MAX_BASES:
         raise UserError(f"{path}: it is the base of {MAX_BASES} files above each other; write fewer files.")
@@ -568,7 +568,7 @@ def _with_overrides(config: DictConfig, words: list[str]) -> DictConfig:
         if "=" not in word or word.startswith("="):
             raise UserError(f"Command line: '{name}' is not of the form key=value, such as train.lr=1e-5.")
         key, _, value = word.partition("=")
-        content = parse_yaml(value, f"Command line: the value in '{name}'")
+        content = decode_yaml(value, f"Command line: the value in '{name}'")
         check_references({key: content}, "Command line")
         try:
             layer = OmegaConf.from_dotlist([word])

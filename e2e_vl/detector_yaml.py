@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from detector.config import DetectorConfig
 from detector.errors import MissingFileError, UserError
-from detector.io import SUFFIX
 from detector.zoo import NamedWeights, resolve_weights, similar_names
 from e2e_vl.config import DetectorSettings
 
@@ -24,8 +23,8 @@ def read_detector_config(settings: DetectorSettings) -> DetectorConfig:
             f"Detector config {path} does not exist; set detector.config to a Detectron2 YAML file, or to the name of "
             f"published weights.{hint}"
         )
-    if path.suffix != SUFFIX:
-        raise UserError(f"detector.config is {path}; it must be a Detectron2 YAML file, whose name ends in {SUFFIX}.")
+    if path.suffix != ".yaml":
+        raise UserError(f"detector.config is {path}; it must be a Detectron2 YAML file, whose name ends in .yaml.")
     if not settings.overrides:
         return DetectorConfig.from_yaml(path)
     # not `resolve`: the cache of the Hugging Face hub links to files without an ending

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 import re
@@ -18,16 +17,7 @@ from urllib.parse import unquote_to_bytes
 from msgspec import UNSET, Meta, UnsetType
 
 from detector.errors import MissingFileError, UserError, reading, user_path
-from detector.io import MAX_BYTES, parse_plain_json, read_plain_json
-from detector.io import atomic_file as atomic_file
-from detector.io import atomic_files as atomic_files
-from detector.io import atomic_folder as atomic_folder
-from detector.io import begin_folder as begin_folder  # modules of this package find them here
-from detector.io import finish_folder as finish_folder
-from detector.io import part_of as part_of
-from detector.io import remove_leftovers as remove_leftovers
-from detector.io import take_place as take_place
-from detector.io import write_text as write_text
+from detector.io import atomic_file, decode_json, json_text, read_json, write_json, write_text
 from e2e_vl.records import Count, Record, checked
 
 # Names that stand in files from outside, such as ids of images, as names of files and as paths inside a folder.
@@ -240,52 +230,10 @@ if TYPE_CHECKING:
 CHECKSUMS = "checksums.json"
 
 
-def json_text(value: Any, name: str, *, indent: int | None = None) -> str:
-    """JSON as the standard has it, so without NaN and infinities.
-
-    Args:
-        name: of the file, for the error.
-
-    Raises:
-        ValueError: a number is NaN or infinite; its place in the value is named.
-    """
-    try:
-        return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
-    except ValueError as error:
-        places = list(_not_finite(value))
-        if not places:
-            raise
-        more = f" (and {len(places) - 1} more)" if len(places) > 1 else ""
-        raise UserError(
-            f"{name}: {places[0]}{more} is NaN or infinite, so the model has diverged; lower train.lr, or use an "
-            "earlier checkpoint."
-        ) from error
-
-
-def _not_finite(value: Any, place: str = "") -> Iterator[str]:
-    if isinstance(value, float) and not math.isfinite(value):
-        yield place or "the value"
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _not_finite(one, f"{place}.{key}" if place else str(key))
-    elif isinstance(value, list | tuple):
-        for number, one in enumerate(value):
-            yield from _not_finite(one, f"{place}[{number}]")
-
-
 def without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values with None in place of NaN and infinities, whose names stand under `not_finite` if there are any."""
     lost = [name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
     return {**values, **dict.fromkeys(lost), **({"not_finite": lost} if lost else {})}
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file in one step.
-
-    Raises:
-        ValueError: a number is NaN or infinite.
-    """
-    write_text(path, json_text(value, str(path), indent=1) + "\n")
 
 
 def write_png(path: Path, picture: Image.Image) -> None:
@@ -310,8 +258,8 @@ def find_damage(folder: Path) -> str | None:
         What is wrong with the first wrong file, in a few words; None if nothing is.
     """
     try:
-        sums = read_plain_json(folder / CHECKSUMS)
-        items = {name: (inside(folder, name, follows_links=True), str(value)) for name, value in sums.items()}
+        sums = read_json(folder / CHECKSUMS, dict[str, str])
+        items = {name: (inside(folder, name, follows_links=True), value) for name, value in sums.items()}
     except (OSError, ValueError):  # a name may not lead out of the folder, either
         return f"its {CHECKSUMS} is missing or damaged"
     for name, (path, expected) in items.items():
@@ -386,8 +334,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def _log_line(line: str, where: str) -> dict[str, Any]:
-    found = parse_plain_json(line, where)
-    if not isinstance(found, dict) or not isinstance(found.get("step"), int) or not isinstance(found.get("kind"), str):
+    found = decode_json(line, where, dict[str, Any])
+    if not isinstance(found.get("step"), int) or not isinstance(found.get("kind"), str):
         raise UserError(f"{where} is not an object with a step and a kind; get the file again, or remove the line.")
     remedy = "get the file again, or remove the line."
     checked(_LogLine, found, where, remedy=remedy)
@@ -396,15 +344,12 @@ def _log_line(line: str, where: str) -> dict[str, Any]:
 
 
 def read_settings_text(path: Path) -> str:
-    """The text of a run's settings; raises UserError if it is no file, is too large for settings, or is not UTF-8."""
-    if not path.is_file():  # a pipe would be waited for without end
+    """The text of a run's settings; raises UserError if there is no such file, or it is not UTF-8."""
+    if not path.is_file():
         raise MissingFileError(f"{path}: no such settings file; get the whole run again.")
-    with reading(path), path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise UserError(f"{path} is not a settings file: it has more than {MAX_BYTES} bytes; get the file again.")
     try:
-        return content.decode("utf-8")
+        with reading(path):
+            return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start}); get the file again.") from error
 
@@ -456,7 +401,7 @@ def read_metrics(path: Path) -> dict[str, Any]:
         MissingFileError: there is no such file.
         UserError: it is no JSON, holds a value of another kind, or lacks what it says of the best model.
     """
-    found = read_plain_json(path)
+    found = read_json(path, dict[str, Any])
     remedy = "get the file again, or evaluate the run again"
     metrics = checked(_Metrics, found, f"{path}", remedy=remedy)
     if metrics.best is not None and metrics.steps is None:

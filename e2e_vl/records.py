@@ -18,7 +18,6 @@ import msgspec
 from msgspec import Meta
 
 from detector.errors import UserError
-from detector.io import has_half_characters
 from e2e_vl.json_keys import has_each_key_once, repeated_key
 
 Found = TypeVar("Found")
@@ -116,8 +115,6 @@ def parsed_json(data: bytes | str, subject: str, remedy: str = "copy or download
         raise UserError(f"{subject} not valid JSON (lists within lists, too many to read); {remedy}") from error
     except ValueError as error:
         raise UserError(f"{subject} not valid JSON ({error}); {remedy}") from error
-    if has_half_characters(data, value):
-        raise UserError(f"{subject} not valid JSON (a text has half of a character, a lone surrogate); {remedy}")
     if not has_each_key_once(data, value) and (double := repeated_key(data)):
         raise UserError(f"{subject} not clear: {double}; {remedy}")
     return value

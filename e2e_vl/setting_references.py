@@ -14,7 +14,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from detector.errors import UserError, user_path
-from detector.io import has_half_characters
 
 LONGEST = 1000  # characters of a text that is referred to
 MOST = 1000  # references in all settings of a run
@@ -65,8 +64,8 @@ def check_resolved(content: Any) -> None:
         UserError: some text does, or holds half of a character, or begins with the `~` of nobody.
     """
     for key, value in _texts(content):
-        if "\0" in value or has_half_characters(value, value):  # the latter in a path of bytes that are not UTF-8
-            raise UserError(f"{key} holds a zero byte or bytes that are not UTF-8; rename the file.")
+        if "\0" in value:
+            raise UserError(f"{key} holds a zero byte; rename the file.")
         if value.startswith("~"):
             user_path(value, key)
         if "${" in value:

@@ -10,7 +10,7 @@ import operator
 import string
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from huggingface_hub import snapshot_download
@@ -20,14 +20,13 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 
 from detector.errors import MissingFileError, UserError, first_line, reading, user_path
-from detector.io import read_plain_json
-from e2e_vl.io import looks_like_hub_name, write_text
+from detector.io import read_json, write_text
+from e2e_vl.io import looks_like_hub_name
 from e2e_vl.tokenizer_files import SPECIAL_NAMES, check_special_tokens, check_tokenizer, require_each_number
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 SPELLINGS = {f"{article} {who}": who for article in ("a", "the") for who in ("man", "woman")}
 SPELLINGS |= {"grey": "gray", **{word: str(number) for number, word in enumerate(NUMBERS, start=1)}}
-MAX_BYTES = 1 << 27  # of a file of a tokenizer
 # of a model on the hub, what a tokenizer is made of; transformers looks into config.json for its kind
 HUB_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -100,7 +99,7 @@ def _saved_tokenizer(folder: Path, names: Collection[str] | None = None) -> PreT
     for file in sorted(folder.glob("*.json")):
         if names is not None and file.name not in names:
             continue
-        content = read_plain_json(file, max_bytes=MAX_BYTES)  # transformers reads them without any bounds
+        content = read_json(file, dict[str, Any])
         if file.name == "tokenizer.json":
             check_tokenizer(content, str(file))
     try:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from detector.io import write_json
 from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, MeasureKey
 from e2e_vl.analysis.figures import Overlay, draw_entity_figure, draw_relation_figure
 from e2e_vl.analysis.measures import HeadSums
@@ -17,7 +18,7 @@ from e2e_vl.analysis.options import AttentionChoices
 from e2e_vl.analysis.run import write_page
 from e2e_vl.analysis.tables import AttentionResults
 from e2e_vl.config import RunConfig, save_config
-from e2e_vl.io import RunLog, write_json
+from e2e_vl.io import RunLog
 from e2e_vl.run.report import write_report
 from e2e_vl.structures import AttentionGraph
 from e2e_vl.tasks.refcoco import ReferringTask

@@ -17,6 +17,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
+from detector.io import atomic_folder, write_json, write_text
 from e2e_vl.analysis.captions import CaptionPreprocessor, Parses, parse_with_spacy, read_parses
 from e2e_vl.analysis.collect import ENTITIES, RELATIONS, Collected, collect_attention, texts_to_show
 from e2e_vl.analysis.figures import (
@@ -33,7 +34,7 @@ from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.base import open_options
 from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.data.image_loader import DetectedBoxes
-from e2e_vl.io import atomic_folder, name_of, write_json, write_text
+from e2e_vl.io import name_of
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import build_collate, build_loader, build_writer, named_parts, open_split, warn_of_random_boxes
 from e2e_vl.run.checkpoint import load_model, saved_settings

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from detector.config import SelectionRule
 from detector.errors import MissingFileError, UserError, first_line, user_path
 from detector.images import ResizeRule
+from detector.io import atomic_files, write_json
 from e2e_vl.api.detector import TrainedDetector, chosen_device
 from e2e_vl.api.inputs import (
     ImageFile,
@@ -34,15 +35,7 @@ from e2e_vl.config import INPUTS, RunConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector
 from e2e_vl.extraction.settings import SHOWN
-from e2e_vl.io import (
-    atomic_files,
-    errors_naming,
-    is_shared_model,
-    looks_like_hub_name,
-    model_folder,
-    read_metrics,
-    write_json,
-)
+from e2e_vl.io import errors_naming, is_shared_model, looks_like_hub_name, model_folder, read_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import named_parts
 from e2e_vl.run.checkpoint import load_model, save_model, saved_settings

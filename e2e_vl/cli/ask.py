@@ -31,10 +31,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from detector.errors import UserError
+from detector.io import write_json
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.data.storage.files import read_json
 from e2e_vl.data.user_inputs import read_boxes
-from e2e_vl.io import is_shared_model, write_json, write_png
+from e2e_vl.io import is_shared_model, write_png
 from e2e_vl.records import Name, Record, checked
 from e2e_vl.samples import Question
 

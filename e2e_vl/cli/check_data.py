@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from detector.errors import UserError
+from detector.io import write_text
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.cli.early_check import check_part_names
 from e2e_vl.config import load_config
-from e2e_vl.io import write_text
 
 if TYPE_CHECKING:
     from e2e_vl.run.data_check import DataReport

@@ -40,9 +40,9 @@ from pathlib import Path
 
 from detector.config import EXPECTED_PARTS
 from detector.errors import MissingFileError, UserError
+from detector.io import atomic_files, write_text
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.config import load_config
-from e2e_vl.io import atomic_files, write_text
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:

@@ -22,9 +22,10 @@ import numpy as np
 
 from detector.config import BACKENDS, SelectionRule
 from detector.errors import MissingFileError, UserError
+from detector.io import atomic_file, write_json
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.extraction.settings import SHOWN
-from e2e_vl.io import atomic_file, write_json, write_png
+from e2e_vl.io import write_png
 from e2e_vl.samples import Question
 
 # The detector that the options of a command name.

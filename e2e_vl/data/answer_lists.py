@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from detector.errors import UserError, user_path
+from detector.io import write_text
 from e2e_vl.data.storage.files import read_json, read_text
-from e2e_vl.io import write_text
 from e2e_vl.records import Number, Record, checked, cut_text
 
 

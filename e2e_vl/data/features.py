@@ -39,11 +39,12 @@ from msgspec import Meta
 from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError, reading, user_path
+from detector.io import atomic_file, json_text, write_text
 from e2e_vl.data.storage.array_files import read_npz
 from e2e_vl.data.storage.files import read_json
 from e2e_vl.data.storage.index_files import OpenFiles, one_process
 from e2e_vl.data.storage.lmdb_pages import DamagedLmdbError, find_values
-from e2e_vl.io import atomic_file, id_of, inside, json_text, name_of, write_text
+from e2e_vl.io import id_of, inside, name_of
 from e2e_vl.records import Record, checked, parsed_json, whole_number
 
 # The regions of one image as they are kept on disk, and the `.npz` file that holds them.

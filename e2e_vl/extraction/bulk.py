@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 
 from detector.errors import UserError
 from detector.images import ResizeRule
-from detector.io import read_plain_json
+from detector.io import atomic_file, read_json, write_json
 from e2e_vl.data.batching import unchanged
 from e2e_vl.data.features import (
     STAMP_NAME,
@@ -44,7 +44,7 @@ from e2e_vl.data.storage.array_files import read_npz
 from e2e_vl.data.user_inputs import GivenBoxes, ListedImage
 from e2e_vl.extraction.regions import InputImage, LoadedDetector, RegionExtractor, load_input
 from e2e_vl.extraction.settings import ExtractionSettings
-from e2e_vl.io import atomic_file, id_of, inside, name_of, shown, write_json
+from e2e_vl.io import id_of, inside, name_of, shown
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ def _check_begun(folder: Path, stamp: dict[str, Any]) -> None:
     """Raise a ValueError if the folder holds files of another extraction or other files."""
     written = folder / STAMP_NAME
     if written.is_file():
-        before = read_plain_json(written)
+        before = read_json(written, dict[str, Any])
         changed = sorted(key for key in {*before, *stamp} if before.get(key) != stamp.get(key))
         if changed:
             raise UserError(

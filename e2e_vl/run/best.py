@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from detector.errors import UserError
-from detector.io import read_plain_json
+from detector.io import atomic_folder, read_json, write_json
 from e2e_vl.config import BoxSource
 from e2e_vl.data.batching import ExampleDataset
-from e2e_vl.io import atomic_folder, write_json
 from e2e_vl.metrics.names import MetricName
-from e2e_vl.records import Count, Record, checked
+from e2e_vl.records import Count, Record
 from e2e_vl.run.optim import LOSS
 
 logger = logging.getLogger(__name__)
@@ -190,6 +189,6 @@ class BestModel:
 def _step_in(folder: Path) -> int | None:
     """The step of the best model in a folder; None: there is none."""
     try:
-        return checked(_Best, read_plain_json(folder / FILE), str(folder / FILE)).step
+        return read_json(folder / FILE, _Best).step
     except (OSError, ValueError):
         return None

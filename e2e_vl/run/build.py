@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from detector.checkpoint import BACKENDS, LoadReport, detector_class, load_checkpoint
 from detector.errors import UserError, user_path
 from detector.images import ResizeRule
-from detector.io import read_plain_json
+from detector.io import read_json
 from detector.precomputed import PrecomputedDetector
 from detector.r2c import R2CNetwork
 from detector.structures import Detector
@@ -544,7 +544,7 @@ def is_drawn(config: RunConfig) -> bool:
     if not stamp.is_file():
         return False
     formats = config.data.synthetic.formats
-    present = read_plain_json(stamp).get("formats", FORMATS)
+    present = read_json(stamp, dict[str, Any]).get("formats", FORMATS)
     if not isinstance(present, list | tuple) or not all(isinstance(name, str) for name in present):
         raise UserError(f"{stamp}: formats is not a list of names; remove the folder and draw the data again.")
     return set(FORMATS if formats is None else formats) <= set(present)

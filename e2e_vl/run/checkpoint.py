@@ -32,22 +32,12 @@ from transformers.utils import logging as transformers_logging
 
 from detector.checkpoint import load_class_names, load_strictly, load_weights, save_settings
 from detector.errors import DiskError, MissingFileError, UserError
-from detector.io import parse_yaml, read_plain_json, read_yaml
+from detector.io import begin_folder, decode_yaml, finish_folder, part_of, read_json, read_yaml, write_json
 from detector.weight_files import read_tensors
 from e2e_vl.config import VERSION, RunConfig, differences, load_config, load_overrides, save_config, saved_version
 from e2e_vl.data.answer_lists import ANSWERS_FILE, write_answers
 from e2e_vl.detector_yaml import read_detector_config
-from e2e_vl.io import (
-    CHECKSUMS,
-    begin_folder,
-    errors_naming,
-    find_damage,
-    finish_folder,
-    model_folder,
-    part_of,
-    write_checksums,
-    write_json,
-)
+from e2e_vl.io import CHECKSUMS, errors_naming, find_damage, model_folder, write_checksums
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.plain_yaml import check_plain
 from e2e_vl.run.build import build_model, task_class
@@ -405,7 +395,7 @@ def read_position(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: it is damaged.
     """
-    return checked_position(read_plain_json(folder / POSITION_FILE, keys=("processes",)), folder / POSITION_FILE)
+    return checked_position(read_json(folder / POSITION_FILE, dict[str, Any]), folder / POSITION_FILE)
 
 
 def newest_whole(output: Path) -> Path | None:
@@ -512,7 +502,7 @@ def is_run(folder: Path) -> bool:
 def _architecture(config: RunConfig) -> dict[str, Any]:
     """The settings that decide which parameters exist and what they mean."""
     return {
-        "detector": parse_yaml(read_detector_config(config.detector).to_yaml(), config.detector.config),
+        "detector": decode_yaml(read_detector_config(config.detector).to_yaml(), config.detector.config),
         "encoder": {"name": config.encoder.name, **config.encoder.config},
         "task": {"name": config.task.name, **config.task.config},
         "phrases": {"layer": config.phrases.layer, "size": config.phrases.size} if config.phrases.weight else None,
@@ -532,7 +522,7 @@ def finished_metrics(run_dir: Path, step: int, *, is_over: bool, patience: int |
         patience: of the settings; a run that stopped early for as many evaluations has ended, too.
     """
     try:
-        metrics = read_plain_json(run_dir / "metrics.json")
+        metrics = read_json(run_dir / "metrics.json", dict[str, Any])
     except (FileNotFoundError, ValueError):
         return None
     has_waited = patience is not None and metrics.get("stopped_early", 0) >= patience

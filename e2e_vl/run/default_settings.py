@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from detector.config import DetectorConfig
-from detector.io import parse_yaml
+from detector.io import decode_yaml
 from e2e_vl.config import RunConfig
 from e2e_vl.run.build import OBJECTIVES, named_parts
 from e2e_vl.synthetic import LanguageConfig, SceneConfig
@@ -27,7 +27,7 @@ def part_defaults(config: RunConfig) -> dict[str, Any]:
             name: own[name]["weight"] if isinstance(given.get(name), int | float) else own[name] for name in own
         }
     return {
-        "detector": {"overrides": parse_yaml(DetectorConfig.from_yaml({}).to_yaml(), "detector")},
+        "detector": {"overrides": decode_yaml(DetectorConfig.from_yaml({}).to_yaml(), "detector")},
         "encoder": {"config": _defaults(parts.encoder[0])},
         "task": {"config": task},
         "data": {

@@ -15,10 +15,11 @@ from accelerate.utils import broadcast, gather_object
 from tqdm.auto import tqdm
 
 from detector.errors import UserError
+from detector.io import json_text, write_json, write_text
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Unreadable
 from e2e_vl.examples import ONLY_PHRASES
-from e2e_vl.io import check_output, inside, json_text, name_of, without_nan, write_json, write_text
+from e2e_vl.io import check_output, inside, name_of, without_nan
 from e2e_vl.metrics.names import MetricName, named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import Run, build_collate, build_examples, warn_of_random_boxes

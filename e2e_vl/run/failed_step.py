@@ -26,7 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from detector.errors import UserError, first_line
-from e2e_vl.io import atomic_file, without_nan, write_json
+from detector.io import atomic_file, write_json
+from e2e_vl.io import without_nan
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.optim import NORM
 from e2e_vl.structures import Batch

@@ -20,18 +20,10 @@ from matplotlib.ticker import MaxNLocator
 from omegaconf import MISSING
 from PIL import Image
 
+from detector.io import read_json, write_text
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.examples import ONLY_PHRASES
-from e2e_vl.io import (
-    errors_naming,
-    id_of,
-    name_of,
-    read_log,
-    read_metrics,
-    read_plain_json,
-    read_settings_text,
-    write_text,
-)
+from e2e_vl.io import errors_naming, id_of, name_of, read_log, read_metrics, read_settings_text
 from e2e_vl.metrics.names import MetricName
 from e2e_vl.records import checked
 from e2e_vl.tasks.base import PredictionRecord, PredictionWords, Records, Task, box_in_words, with_target
@@ -378,7 +370,6 @@ def _mistakes(predictions: Sequence[Prediction]) -> list[tuple[str, str, int]]:
     return [(*pair, count) for pair, count in pairs.most_common(MOST_MISTAKES) if count > 1]
 
 
-MAX_PREDICTIONS = 1 << 31  # bytes
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 PICTURE_AREA = 640 * 480  # most pixels of a picture in the page, so that labels of thin ones stay legible
 WIDE = 2.0  # width by height from which a picture has a row of its own
@@ -472,7 +463,7 @@ def _prediction_files(run_dir: Path, config: RunConfig) -> list[Path]:
 def _section(path: Path, config: RunConfig, task: Task) -> Section:
     split, _, boxes = path.stem.removeprefix("predictions_").rpartition("_")
     known = {source.value: source.metric_suffix.replace("_", " ") for source in BoxSource.for_evaluation()}
-    records = read_plain_json(path, list, max_bytes=MAX_PREDICTIONS)
+    records = read_json(path, list[Any])
     check_predictions(records, task, path)
     with errors_naming(path):
         lists = list_predictions(records, task, config.eval.report_pictures, config.seed)

@@ -23,10 +23,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from detector.errors import UserError
+from detector.io import atomic_files, atomic_folder, remove_leftovers, write_json
 from e2e_vl.cli.common import StoppedRunError
 from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler
-from e2e_vl.io import RunLog, atomic_files, atomic_folder, remove_leftovers, without_nan, write_json
+from e2e_vl.io import RunLog, without_nan
 from e2e_vl.run import checkpoint as checkpoints
 from e2e_vl.run import checkpoint as saving
 from e2e_vl.run import failed_step

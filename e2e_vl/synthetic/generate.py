@@ -32,7 +32,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from detector.errors import DiskError, UserError
-from detector.io import read_plain_json
+from detector.io import read_json
 from e2e_vl.synthetic.base import (
     IMAGE_FORMATS,
     FormatWriter,
@@ -190,7 +190,7 @@ def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | Non
     if path is None:
         raise UserError(f"{output} is not empty and was not written by this tool: choose another output folder")
     try:
-        stamp = read_plain_json(path, keys=("version", "settings"))
+        stamp = read_json(path, dict[str, Any])
         found = {"version": stamp["version"], **_with_newer_settings(stamp["settings"])}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}): remove the folder {output} and start again") from error

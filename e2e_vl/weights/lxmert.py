@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from transformers.models.lxmert.configuration_lxmert import LxmertConfig
 
 from detector.errors import UserError
+from detector.io import atomic_file, atomic_files
 from e2e_vl.encoders.lxmert import LxmertEncoder
-from e2e_vl.io import atomic_file, atomic_files
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module, require_transformers_name
 from e2e_vl.weights.bert import ENCODER as BERT_IN_SEQUENCE

@@ -23,7 +23,7 @@ from transformers.utils import cached_file
 
 from detector.checkpoint import LoadReport, load_weights
 from detector.errors import MissingFileError, UserError, first_line, in_one_line, user_path
-from detector.io import read_plain_json, read_yaml
+from detector.io import read_json, read_yaml
 from detector.weight_files import read_tensors, split_weights
 from e2e_vl.config import VERSION
 from e2e_vl.converter import from_dict
@@ -287,7 +287,7 @@ def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None
     path = file.parent / "config.json"
     if not path.is_file():
         return
-    theirs: dict[str, Any] = read_plain_json(path)
+    theirs = read_json(path, dict[str, Any])
     own = encoder.config.to_dict()
     for name in fields:
         if name in theirs and name in own and theirs[name] != own[name]:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from detector.config import DetectorConfig
 from detector.errors import UserError
+from detector.io import atomic_file
 from detector.precomputed import PrecomputedDetector
 from detector.structures import Detector
 from detector.weight_names import VL_BERT, from_vl_bert, to_vl_bert
 from e2e_vl.encoders.vl_bert import VLBertModel
-from e2e_vl.io import atomic_file
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
 

@@ -47,7 +47,7 @@ SETTINGS = (
     "eval.boxes=[gt]",
     "eval.report_pictures=0",
 )
-FILE_MOMENTS = ((whole_writer, "_reach_disk"), (Path, "rename"), (Path, "replace"), (shutil, "rmtree"))
+FILE_MOMENTS = ((whole_writer, "_sync"), (Path, "rename"), (Path, "replace"), (shutil, "rmtree"))
 TRAINING_MOMENTS = (*FILE_MOMENTS, (training._Training, "_update"), (RunLog, "write"))
 SECONDS = 600  # after which a process hangs
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from detector.errors import UserError, reading
-from detector.io import read_plain_json, read_yaml
+from detector.io import read_json as read_any_json
+from detector.io import read_yaml
 from detector.weight_files import load_arrays
 from e2e_vl.analysis.captions import read_conllu
 from e2e_vl.data.answer_lists import read_answers
@@ -44,7 +45,7 @@ READERS: dict[str, tuple[str, bytes, Callable[[Path], Any]]] = {  # name -> file
     "text": ("words.txt", b"one\ntwo\n", lambda path: read_text(path, "words").split()),
     "json": ("facts.json", JSON, lambda path: read_json(path, "facts")),
     "rows of json": ("rows.json", JSON, lambda path: list(read_json_rows(path, "facts", _Rows, "a").a)),
-    "json of a run": ("metrics.json", JSON, read_plain_json),
+    "json of a run": ("metrics.json", JSON, read_any_json),
     "settings": ("config.yaml", b"a: 1\nb: [x]\n", read_yaml),
     "answers": ("answers.txt", b"yes\nno\n", read_answers),
     "parses": ("parses.conllu", PARSES, lambda path: list(read_conllu(path))),

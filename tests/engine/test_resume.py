@@ -22,9 +22,10 @@ import torch
 from safetensors.torch import load_file
 
 from detector import io as whole_writer
+from detector.io import write_json
 from e2e_vl.cli.common import StoppedRunError
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.io import CHECKSUMS, RunLog, find_damage, read_log, write_checksums, write_json
+from e2e_vl.io import CHECKSUMS, RunLog, find_damage, read_log, write_checksums
 from e2e_vl.run import evaluate as evaluation
 from e2e_vl.run import train as training
 from e2e_vl.run.train import train
@@ -327,7 +328,7 @@ def test_a_signal_ends_a_run_after_its_step_and_nothing_is_lost(uninterrupted, t
 
 def test_a_full_disk_and_a_dead_worker_lose_nothing(uninterrupted, tiny_config, monkeypatch):
     config = tiny_config(*SETTINGS)
-    update, reach = training._Training._update, whole_writer._reach_disk
+    update, reach = training._Training._update, whole_writer._sync
 
     def full(path):
         if path.name == "optimizer.bin":
@@ -349,13 +350,13 @@ def test_a_full_disk_and_a_dead_worker_lose_nothing(uninterrupted, tiny_config, 
     saved = [path.name for path in checkpoints.iterdir()]
     assert len(saved) == 1 and saved[0] >= "step_00000003", "a process alone saves what it has"
     monkeypatch.setattr(training._Training, "_update", update)
-    monkeypatch.setattr(whole_writer, "_reach_disk", full)
+    monkeypatch.setattr(whole_writer, "_sync", full)
     with pytest.raises(
         OSError, match=r"cannot be written \(the disk or a quota is full\).*continues from .*"
     ) as caught:
         train(config, resume=True)
     assert saved[0] in str(caught.value) and [path.name for path in checkpoints.iterdir()] == saved
-    monkeypatch.setattr(whole_writer, "_reach_disk", reach)
+    monkeypatch.setattr(whole_writer, "_sync", reach)
     train(config, resume=True)
     assert_same_run(uninterrupted, config.output)
 

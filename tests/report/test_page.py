@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from detector.errors import UserError
+from detector.io import write_json
 from e2e_vl.config import EvalSettings, RunConfig, save_config
-from e2e_vl.io import RunLog, write_json
+from e2e_vl.io import RunLog
 from e2e_vl.run.report import PICTURE_AREA, TEMPLATE, write_report
 from e2e_vl.tasks.base import PredictionRecord, PredictionWords
 

@@ -65,9 +65,9 @@ import single_steps
 import start_memory
 from check_files import WRITERS
 from detector.errors import UserError
+from detector.io import write_json
 from e2e_vl.cli.common import says_errors
 from e2e_vl.config import load_config
-from e2e_vl.io import write_json
 from measuring import CONFIGS, ROOT
 
 SHAPE: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}

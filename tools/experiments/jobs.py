@@ -16,9 +16,8 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from detector.errors import UserError
-from detector.io import read_plain_json
+from detector.io import read_json, write_json, write_text
 from e2e_vl.config import differences, load_config
-from e2e_vl.io import write_json, write_text
 from e2e_vl.run.build import resolve
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -49,7 +48,7 @@ class Job:
     def metrics(self) -> dict[str, Any] | None:
         """The numbers of the finished run; None before it is finished."""
         path = self.run / "metrics.json"
-        return read_plain_json(path) if path.is_file() else None
+        return read_json(path, dict[str, Any]) if path.is_file() else None
 
     def command(self, launch: str) -> list[str]:
         """The command of the run; an interrupted run goes on.

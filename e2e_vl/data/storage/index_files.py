@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from detector.errors import DiskError, MissingFileError, UserError, reading
-from e2e_vl.io import take_place
+from detector.io import take_place
 
 logger = logging.getLogger(__name__)
 

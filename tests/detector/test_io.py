@@ -1,0 +1,274 @@
+"""JSON, YAML, pickles and atomic writes."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import struct
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from detector import io
+from detector.errors import MissingFileError, UserError
+from detector.io import (
+    atomic_file,
+    atomic_files,
+    atomic_folder,
+    json_text,
+    read_json,
+    read_pickle,
+    read_yaml,
+    remove_leftovers,
+    write_json,
+    write_text,
+)
+
+
+class Point(msgspec.Struct):
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b'{"x": 1', "not valid JSON"),
+        (b"", "not valid JSON"),
+        (b'{"x": NaN}', "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b'{"x": "1"}', r"\$\.x"),
+        (b"{}", "`x`"),
+    ],
+)
+def test_faults_of_json_name_file_and_place(content: bytes, named: str, tmp_path: Path):
+    path = tmp_path / "a.json"
+    with pytest.raises(MissingFileError, match=r"a\.json: no such file"):
+        read_json(path)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"a\.json: .*{named}"):
+        read_json(path, Point)
+
+
+def test_json_has_no_nan_and_the_place_is_named(tmp_path: Path):
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(UserError, match=r"x.json: boxes\[1\]\.score is NaN or infinite"):
+            write_json(tmp_path / "x.json", {"boxes": [{"score": 0.5}, {"score": value}]})
+    assert not list(tmp_path.iterdir())
+    assert json_text({"a": [1, None, "ä"]}, "x") == '{"a": [1, null, "ä"]}'
+    write_json(tmp_path / "x.json", [{"x": 3}])
+    assert read_json(tmp_path / "x.json", list[Point]) == [Point(3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: !!python/object/apply:os.system [x]", "could not determine a constructor"),
+        ("a: 1\nb: 2\na: 3", r"duplicate key 'a' \(line 3, column 1\)"),
+        ("a: b: c", "mapping values are not allowed here"),
+        ("a: [b", "expected ',' or ']'"),
+        ("a: 1\n---\nb: 2", "expected a single document"),
+        ("a: !!int x", "invalid literal"),
+        ("a: \xff", "unacceptable character"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_faults_of_yaml_name_file_and_place(text: str, problem: str, tmp_path: Path):
+    path = tmp_path / "a.yaml"
+    with pytest.raises(MissingFileError, match=r"a\.yaml: no such file"):
+        read_yaml(path)
+    path.write_bytes(text.encode("latin1"))
+    with pytest.raises(UserError, match=rf"a\.yaml is not valid YAML: .*({problem})"):
+        read_yaml(path)
+
+
+def test_yaml(tmp_path: Path):
+    path = tmp_path / "a.yaml"
+    write_text(path, "a: 1e-5\nb: 1E5\nc: [.5e1, 1.0e-05, e5, 1e]\nd: {<<: {y: 1, z: 2}, z: 3}\ne: &n [1, x]\nf: *n\n")
+    assert read_yaml(path) == {
+        "a": 1e-5,
+        "b": 1e5,
+        "c": [5.0, 1e-5, "e5", "1e"],
+        "d": {"y": 1, "z": 3},
+        "e": [1, "x"],
+        "f": [1, "x"],
+    }
+    path.write_bytes(b"")
+    assert read_yaml(path) is None
+
+
+ARRAYS = {
+    "floats": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "fortran": np.asfortranarray(np.arange(6, dtype=np.float64).reshape(2, 3)),
+    "flags": np.array([True, False]),
+    "empty": np.zeros((0, 4), dtype=np.float32),
+}
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_arrays_of_every_protocol(tmp_path: Path, protocol: int):
+    content = {"model": OrderedDict(ARRAYS), "__author__": "someone", "scalar": np.float32(2.5), "more": [1, (2, None)]}
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(content, protocol))
+    read = read_pickle(tmp_path / "a.pkl")
+    assert (read["__author__"], read["scalar"], read["more"]) == ("someone", 2.5, [1, (2, None)])
+    for name, array in ARRAYS.items():
+        assert np.array_equal(read["model"][name], array) and read["model"][name].dtype == array.dtype
+
+
+def python2_pickle(name: str, array: np.ndarray) -> bytes:
+    """What Python 2's cPickle writes with protocol 2: the name and the bytes of the array are strings of no encoding."""
+
+    def text(value: bytes) -> bytes:
+        return b"T" + struct.pack("<i", len(value)) + value
+
+    def number(value: int) -> bytes:
+        return b"J" + struct.pack("<i", value)
+
+    out = b"\x80\x02}(" + text(name.encode("latin1"))
+    out += b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n" + number(0) + b"\x85" + text(b"b") + b"\x87R"
+    out += b"(" + number(1) + b"(" + b"".join(map(number, array.shape)) + b"t"
+    out += b"cnumpy\ndtype\n" + text(array.dtype.str[1:].encode()) + number(0) + number(1) + b"\x87R"
+    out += b"(" + number(3) + text(b"<") + b"NNN" + number(-1) + number(-1) + number(0) + b"tb"
+    return out + b"\x89" + text(array.tobytes()) + b"tbu."
+
+
+def test_arrays_of_python_2(tmp_path: Path):
+    array = np.arange(-3, 3, dtype=np.float32).reshape(2, 3)
+    (tmp_path / "a.pkl").write_bytes(python2_pickle("caf\xe9", array))
+    assert np.array_equal(read_pickle(tmp_path / "a.pkl")["caf\xe9"], array)
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("bomb-went-off",)
+
+
+@pytest.mark.parametrize("content", [{"model": Bomb()}, {"w": np.array([Bomb()], dtype=object)}, np.load, eval, {1, 2}])
+def test_other_classes_are_refused_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: object):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(content, 2))
+    with pytest.raises(UserError, match=r"a\.pkl: not a plain pickle .* is not allowed\); nothing in it was executed"):
+        read_pickle(tmp_path / "a.pkl")
+    assert not (tmp_path / "bomb-went-off").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps(ARRAYS)[:-20]])
+def test_damaged_pickles(tmp_path: Path, content: bytes):
+    with pytest.raises(MissingFileError, match=r"a\.pkl: no such file"):
+        read_pickle(tmp_path / "a.pkl")
+    (tmp_path / "a.pkl").write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.pkl: not a plain pickle"):
+        read_pickle(tmp_path / "a.pkl")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    (folder / "encoder").mkdir(parents=True)
+    for name in ("config.yaml", "encoder/weights", "notes.txt"):
+        (folder / name).write_text(f"earlier {name}")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def write_parts(folder: Path) -> None:
+    with atomic_files(folder, "config.yaml") as part:
+        (part / "encoder").mkdir()
+        (part / "encoder" / "more").write_text("new")
+        (part / "config.yaml").write_text("new")
+
+
+def test_an_error_leaves_the_earlier_file_and_folder(folder: Path):
+    path, before = folder.parent / "a.txt", contents(folder)
+    write_text(path, "earlier")
+    with pytest.raises(OSError, match="full"), atomic_file(path) as part:
+        part.write_text("hal")
+        raise OSError("full")
+    with pytest.raises(KeyboardInterrupt), atomic_folder(folder) as part:
+        (part / "config.yaml").write_text("other")
+        raise KeyboardInterrupt
+    with pytest.raises(OSError, match="full"), atomic_files(folder, "config.yaml") as part:
+        (part / "config.yaml").write_text("hal")
+        raise OSError("full")
+    assert path.read_text() == "earlier" and contents(folder) == before
+    assert sorted(one.name for one in folder.parent.iterdir()) == ["a.txt", "model"]
+
+
+def test_new_files_replace_earlier_ones(folder: Path, tmp_path: Path):
+    write_parts(folder)
+    assert contents(folder) == {"config.yaml": "new", "encoder/more": "new", "notes.txt": "earlier notes.txt"}
+    write_parts(tmp_path / "new" / "deep")
+    assert contents(tmp_path / "new" / "deep") == {"config.yaml": "new", "encoder/more": "new"}
+    with atomic_folder(folder) as part:
+        (part / "c.txt").write_text("c")
+    assert contents(folder) == {"c.txt": "c"}
+    assert sorted(one.name for one in folder.parent.iterdir()) == ["model", "new"]
+
+
+class KilledError(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("moves", [0, 1])
+def test_a_mixture_of_new_and_earlier_files_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch, moves: int):
+    replace, done = Path.replace, []
+
+    def dying(path, target):
+        if len(done) == moves:
+            raise KilledError
+        done.append(target)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", dying)
+    with pytest.raises(KilledError):
+        write_parts(folder)
+    assert not (folder / "config.yaml").exists()
+    assert [path.name for path in done] == ["encoder"][:moves]
+
+
+@pytest.mark.parametrize("moment", ["before", "between", "after"])
+def test_leftovers_of_a_killed_process_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str):
+    """Killed before, between and after the two renames that replace a folder."""
+    before, rename, calls = contents(folder), Path.rename, []
+
+    def dying(path, target):
+        calls.append(path)
+        if len(calls) == {"before": 1, "between": 2, "after": 9}[moment]:
+            raise KilledError
+        rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", dying)
+    monkeypatch.setattr(io.shutil, "rmtree", lambda *a, **k: None)  # a killed process deletes nothing
+    try:
+        with atomic_folder(folder) as part:
+            (part / "c.txt").write_text("c")
+    except KilledError:
+        pass
+    monkeypatch.undo()
+    remove_leftovers(folder.parent)
+    assert [one.name for one in folder.parent.iterdir()] == ["model"]
+    assert contents(folder) == ({"c.txt": "c"} if moment == "after" else before)
+
+
+def test_a_file_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, seen = tmp_path / "a.txt", []
+    monkeypatch.setattr(io, "_sync", lambda one: seen.append((one == tmp_path, path.exists())))
+    write_text(path, "a")
+    assert seen == [(False, False), (True, True)]
+
+
+def test_a_pipe_is_written_directly(tmp_path: Path):
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    write_text(pipe, "a\n")
+    reader.join(10)
+    assert read == ["a\n"] and pipe.is_fifo()
