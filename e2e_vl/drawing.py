@@ -113,7 +113,7 @@ def draw_boxes(
     return np.array(_with_title(picture, title, height) if title else picture)
 
 
-def mark_colours(answers: int, phrases: int) -> list[Colour]:
+def box_colours(answers: int, phrases: int) -> list[Colour]:
     """Colours of the boxes that an answer points at, then of the boxes that its phrases name.
 
     They are those of `PALETTE` in turn, but no phrase ever has the first one, which an answer has.

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from detector.errors import UserError
 from detector.structures import Movable
-from e2e_vl.samples import FOUND, Sample, SampleText
-from e2e_vl.text import TextEncoding, TextWriter
+from e2e_vl.samples import DETECTED, Sample, SampleText
+from e2e_vl.text import TextEncoding, TextTokenizer
 
 # What a task learns from: typed values of one text, and how the values of a batch are joined.
 
@@ -49,11 +49,11 @@ class Targets(Movable):
     """Base class of a task's targets; subclasses are dataclasses with fields made by the functions below.
 
     Attributes:
-        known: of a text False where it has no target of the task; of a batch False for these texts. None: no text
+        has_target: of a text False where it has no target of the task; of a batch False for these texts. None: no text
             lacks one.
     """
 
-    known: bool | Bool[Tensor, " M"] | None = dataclasses.field(default=None, kw_only=True)
+    has_target: bool | Bool[Tensor, " M"] | None = dataclasses.field(default=None, kw_only=True)
 
     @classmethod
     def join(cls, texts: Sequence[Targets]) -> Targets:
@@ -62,9 +62,9 @@ class Targets(Movable):
         Raises:
             UserError: a value that some texts have and others lack, or values of different shapes.
         """
-        joined = {"known": _join_known([text.known for text in texts])}
+        joined = {"has_target": _join_has_target([text.has_target for text in texts])}
         for field in dataclasses.fields(cls):
-            if field.name == "known":
+            if field.name == "has_target":
                 continue
             values = [getattr(text, field.name) for text in texts]
             missing = [value is None for value in values]
@@ -80,15 +80,15 @@ class Targets(Movable):
 
     def with_target(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "known ..."]:
         """Of values per text of a batch those of the texts that have a target; without others the same tensor."""
-        return values if self.known is None else values[self.known]
+        return values if self.has_target is None else values[self.has_target]
 
-    def cut(self, index: Int64[Tensor, "M L"], attention_mask: Bool[Tensor, "M L"]) -> Targets:
+    def truncate(self, index: Int64[Tensor, "M L"], attention_mask: Bool[Tensor, "M L"]) -> Targets:
         """A copy for shortened texts; `index` holds the old position of each wordpiece that stays."""
         changes = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, dict):
-                changes[field.name] = {name: one.cut(index, attention_mask) for name, one in value.items()}
+                changes[field.name] = {name: one.truncate(index, attention_mask) for name, one in value.items()}
             elif value is not None and "fill" in field.metadata:
                 changes[field.name] = value.gather(1, index).masked_fill(~attention_mask, field.metadata["fill"])
         return dataclasses.replace(self, **changes)
@@ -105,7 +105,7 @@ class Targets(Movable):
         return sorted(found)
 
 
-def _join_known(known: Sequence[bool | None]) -> Bool[Tensor, " M"] | None:
+def _join_has_target(known: Sequence[bool | None]) -> Bool[Tensor, " M"] | None:
     return torch.tensor([one is not False for one in known]) if False in known else None
 
 
@@ -166,7 +166,7 @@ def _require_one_shape(shapes: set[tuple[int, ...]], name: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class ImageTransform:
     """How pixels of a stored image became pixels of the resized one.
 
     Boxes are given as float [R, 4] xyxy in pixels of the stored image, and come back in pixels of the resized image.
@@ -176,7 +176,7 @@ class Placement:
     size: tuple[int, int]  # (height, width) after the resize
     flipped: bool = False
 
-    def move_boxes(self, boxes: np.ndarray) -> np.ndarray:
+    def transform_boxes(self, boxes: np.ndarray) -> np.ndarray:
         """Scale boxes and flip them, without clamping.
 
         A flip is x' = width - 1 - x on both corners as they are stored (official VL-BERT code), with the width
@@ -191,10 +191,10 @@ class Placement:
             moved[:, [0, 2]] = width - 1 - moved[:, [2, 0]]
         return moved
 
-    def move_objects(self, boxes: np.ndarray) -> np.ndarray:
+    def transform_objects(self, boxes: np.ndarray) -> np.ndarray:
         """Scale, mirror and clip as Detectron2 does: x' = width - x, clipped to [0, width] x [0, height].
 
-        For the targets of detection losses. (`move_and_clamp_boxes` follows the official VL-BERT code.)
+        For the targets of detection losses. (`transform_and_clamp_boxes` follows the official VL-BERT code.)
 
         Returns:
             float32 [G, 4].
@@ -205,7 +205,7 @@ class Placement:
             moved[:, [0, 2]] = width - moved[:, [2, 0]]
         return moved.clip(0, [width, height, width, height]).astype(np.float32)
 
-    def move_and_clamp_boxes(self, boxes: np.ndarray, name: str) -> np.ndarray:
+    def transform_and_clamp_boxes(self, boxes: np.ndarray, name: str) -> np.ndarray:
         """Scale, flip and clamp boxes to [0, width - 1] x [0, height - 1] (official VL-BERT code).
 
         A box that lies in the image but loses its whole width or height to the clamp, because it only covers the last
@@ -230,7 +230,7 @@ class Placement:
                 f"{original_width} x {original_height} image; correct or remove it"
             )
         height, width = self.size
-        moved = self.move_boxes(boxes)
+        moved = self.transform_boxes(boxes)
         moved = np.clip(moved, 0, np.array([width - 1, height - 1, width - 1, height - 1])).astype(np.float32)
         for low, high in ((0, 2), (1, 3)):
             lost = moved[:, high] <= moved[:, low]
@@ -257,19 +257,19 @@ class ImageExample:
     """One resized image."""
 
     pixels: UInt8[np.ndarray, "height width 3"]  # of precomputed features only its shape counts
-    placement: Placement
+    image_transform: ImageTransform
     name: str  # for error messages, usually the path
     boxes: Float[np.ndarray, "R 4"] | None = None  # candidates; None: the detector proposes them
     box_ids: tuple[int, ...] | None = None  # annotation ids of the candidates, where all of them are annotated
     box_classes: Int64[np.ndarray, " R"] | None = None  # annotated classes, where all candidates are annotated
     class_probs: Float[np.ndarray, "R C"] | None = None  # class distributions of the candidates, from a file
-    found_classes: Int64[np.ndarray, " R"] | None = None  # what a detector found in the candidates, see `FOUND`
-    found_scores: Float[np.ndarray, " R"] | None = None
-    found_attributes: Int64[np.ndarray, " R"] | None = None
-    found_attribute_scores: Float[np.ndarray, " R"] | None = None
+    detected_classes: Int64[np.ndarray, " R"] | None = None  # what a detector found in the candidates, see `DETECTED`
+    detected_scores: Float[np.ndarray, " R"] | None = None
+    detected_attributes: Int64[np.ndarray, " R"] | None = None
+    detected_attribute_scores: Float[np.ndarray, " R"] | None = None
     objects: DetectionObjects | None = None
     roi_masks: Float[np.ndarray, "R S S"] | None = None  # instance masks in 0..1 on the RoI maps
-    hide: Float[np.ndarray, "Q 4"] | None = None  # exactly these boxes are to be hidden; None: drawn at random
+    boxes_to_mask: Float[np.ndarray, "Q 4"] | None = None  # exactly these boxes are to be hidden; None: drawn at random
     features: Float[np.ndarray, "R D"] | None = None  # precomputed
     image_feature: Float[np.ndarray, " D"] | None = None  # precomputed feature of the whole image
 
@@ -277,7 +277,7 @@ class ImageExample:
         """A copy without candidate boxes: their number and places tell about the image."""
         if self.boxes is None:
             return self
-        columns = ("boxes", "box_classes", "class_probs", "roi_masks", "features", *FOUND)
+        columns = ("boxes", "box_classes", "class_probs", "roi_masks", "features", *DETECTED)
         rows = {name: getattr(self, name) for name in columns}
         emptied = {name: None if values is None else values[:0] for name, values in rows.items()}
         return dataclasses.replace(self, **emptied, box_ids=None)
@@ -348,7 +348,7 @@ class PhraseBatch(Movable):
         ]
         return torch.tensor(found, device=self.places.device).reshape(self.places.shape[:2])
 
-    def cut(self, index: Int64[Tensor, "M L"], attention_mask: Bool[Tensor, "M L"]) -> PhraseBatch:
+    def truncate(self, index: Int64[Tensor, "M L"], attention_mask: Bool[Tensor, "M L"]) -> PhraseBatch:
         """A copy for shortened texts; `index` holds the old position of each wordpiece that stays.
 
         A phrase that was cut off altogether becomes the last wordpiece before it.
@@ -401,14 +401,14 @@ def join_phrases(texts: Sequence[TextPhrases]) -> PhraseBatch:
 
 
 def phrases_of(
-    text: SampleText, example: TextExample, images: Sequence[ImageExample], writer: TextWriter
+    text: SampleText, example: TextExample, images: Sequence[ImageExample], text_tokenizer: TextTokenizer
 ) -> TextPhrases:
     """The phrases that the data state of a text, in its wordpieces; none where they state none.
 
     The text must stand first among the texts of its example, whole or cut, as all tasks word it.
     """
-    flipped = bool(text.image_index) and images[text.image_index[0]].placement.flipped
-    _, found = writer.located_pieces(text.words, mirrored=flipped)
+    flipped = bool(text.image_index) and images[text.image_index[0]].image_transform.flipped
+    _, found = text_tokenizer.pieces_with_offsets(text.words, mirrored=flipped)
     source = example.encoding.source
     own = (source >= 0) & (source < len(found))
     places = np.zeros((len(source), 2), dtype=np.int64)
@@ -416,7 +416,7 @@ def phrases_of(
     stated = text.phrases
     if stated is None or not text.image_index or not own.any():
         return TextPhrases(text.words, places, np.zeros((0, 2), dtype=np.int64), [], False)
-    move = images[text.image_index[0]].placement.move_boxes
+    move = images[text.image_index[0]].image_transform.transform_boxes
     unknown = [np.zeros((0, 4))] * len(stated.spans)
     return TextPhrases(
         words=text.words,
@@ -459,34 +459,36 @@ def characters_of(places: Int64[Tensor, "L 2"], span: tuple[int, int]) -> tuple[
 
 
 ONLY_PHRASES = "only_phrases"  # key of the record of a text that has phrases and no target of the task
-Draw = Callable[[int], np.random.Generator]  # text index -> its random generator in this epoch
+GeneratorFactory = Callable[[int], np.random.Generator]  # text index -> its random generator in this epoch
 
 
 @dataclasses.dataclass(frozen=True)
 class Preprocessor(abc.ABC):
     """Puts the texts of a sample into wordpieces, with their targets and records. It is sent to data workers."""
 
-    writer: TextWriter
+    text_tokenizer: TextTokenizer
     # kinds of truth that the task learns from. Where data sets are joined, texts with phrases and with another truth
     # have no target, see `no_target`. (): the task cannot take such texts. (object,): it learns from any text.
     learns_from: ClassVar[tuple[type, ...]] = ()
 
-    def __call__(self, sample: Sample, images: Sequence[ImageExample], draw: Draw) -> Iterable[TextExample]:
+    def __call__(
+        self, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
+    ) -> Iterable[TextExample]:
         """All texts of the sample, in order; the loaded images say where boxes are now, and which are candidates."""
         for text in sample.texts:
-            for example in self.word(text, sample, images, draw):
+            for example in self.encode_text(text, sample, images, make_generator):
                 if self.lacks_target(text):
-                    example.targets = dataclasses.replace(self.no_target(), known=False)
+                    example.targets = dataclasses.replace(self.no_target(), has_target=False)
                     example.record = example.record | {ONLY_PHRASES: True}
-                if self.writer.marks_phrases and example.phrases is None:
+                if self.text_tokenizer.with_phrase_spans and example.phrases is None:
                     other = example.other_words
                     said = text if other is None else dataclasses.replace(text, words=other, phrases=None)
-                    example.phrases = phrases_of(said, example, images, self.writer)
+                    example.phrases = phrases_of(said, example, images, self.text_tokenizer)
                 yield example
 
     def lacks_target(self, text: SampleText) -> bool:
         """Phrases are asked for, and the text has nothing else to learn from."""
-        could = bool(self.learns_from) and self.writer.marks_phrases and text.may_lack_target
+        could = bool(self.learns_from) and self.text_tokenizer.with_phrase_spans and text.may_lack_target
         return could and not isinstance(text.truth, self.learns_from)
 
     def no_target(self) -> Targets:
@@ -494,8 +496,8 @@ class Preprocessor(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has targets for every text.")
 
     @abc.abstractmethod
-    def word(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    def encode_text(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
         """One text of the sample: usually one example, several where it has several choices."""
 
@@ -503,11 +505,11 @@ class Preprocessor(abc.ABC):
         self, text: SampleText, images: Sequence[ImageExample], encoding: TextEncoding | None = None
     ) -> dict[str, Any]:
         """What goes into the prediction beside the answer; sizes are (height, width) of the stored (first) image."""
-        record = {"text_index": text.index, **text.facts}
+        record = {"text_index": text.index, **text.metadata}
         if text.image_index:
             image = images[text.image_index[0]]
-            size = list(image.placement.original_size)
-            record |= {"file_name": image.name, "image_size": size, "flipped": image.placement.flipped}
-        if encoding is not None and encoding.num_cut:
-            record["cut_wordpieces"] = encoding.num_cut
+            size = list(image.image_transform.original_size)
+            record |= {"file_name": image.name, "image_size": size, "flipped": image.image_transform.flipped}
+        if encoding is not None and encoding.num_truncated:
+            record["cut_wordpieces"] = encoding.num_truncated
         return record

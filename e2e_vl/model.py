@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from detector.errors import UserError
 from detector.structures import Detector, Regions
 from e2e_vl.encoders.base import Encoder
-from e2e_vl.hiding import cut_to_length, hide_regions, label_regions, swap_features
+from e2e_vl.region_masking import label_regions, mask_regions, replace_features, truncate_batch
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, gather_regions
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.phrase_head import PhraseHead
@@ -89,17 +89,17 @@ class VisionLanguageModel(nn.Module):
             ValueError: a text looks at several images, and the encoder cannot tell them apart, or has room for fewer.
         """
         self.check_images(batch.image_index.shape[1])
-        batch = self.hide(batch)
+        batch = self.mask_regions(batch)
         points = self.phrase_head is not None and batch.phrases is not None
-        inner_layer = self.phrase_head.layer if points else None
-        regions, text_regions, encoded = self.encode(batch, output_attentions, inner_layer)
+        intermediate_layer = self.phrase_head.layer if points else None
+        regions, text_regions, encoded = self.encode(batch, output_attentions, intermediate_layer)
         task = self.task(batch, text_regions, encoded)
-        phrases = self.phrase_head(batch, text_regions, encoded.inner) if points else None
+        phrases = self.phrase_head(batch, text_regions, encoded.intermediate) if points else None
         names = self.detector.class_names
         return ModelOutput(task, regions, text_regions, encoded, batch, names, phrases)
 
     def encode(
-        self, batch: Batch, output_attentions: bool = False, inner_layer: int | None = None
+        self, batch: Batch, output_attentions: bool = False, intermediate_layer: int | None = None
     ) -> tuple[Regions, TextRegions, EncoderOutput]:
         """What `forward` does before the task: the regions per image and per text, and the encoder's output."""
         classes = {"box_classes": batch.region_labels.classes} if self.detector.reads_classes else {}
@@ -112,16 +112,16 @@ class VisionLanguageModel(nn.Module):
             whole_image=self.encoder.uses_whole_image,
             **classes,
         )
-        regions = swap_features(regions, batch.hidden, whole_image=self.encoder.uses_whole_image)
+        regions = replace_features(regions, batch.masked_regions, whole_image=self.encoder.uses_whole_image)
         text_regions = gather_regions(
             regions,
             batch.images.sizes,
             batch.image_index,
             whole_image=self.encoder.uses_whole_image,
-            hidden=batch.hidden,
+            masks=batch.masked_regions,
             limit=batch.region_limit,
         )
-        inner = {} if inner_layer is None else {"inner_layer": inner_layer}
+        inner = {} if intermediate_layer is None else {"intermediate_layer": intermediate_layer}
         encoded = self.encoder(batch.texts, text_regions, output_attentions=output_attentions, **inner)
         if self.encoder.uses_whole_image and not self.encoder.whole_image_is_region:
             text_regions = text_regions.without_whole_image()
@@ -138,15 +138,15 @@ class VisionLanguageModel(nn.Module):
                 f"A text looks at {count} images, but encoder.config.{setting} has room for {room}; make them agree."
             )
 
-    def hide(self, batch: Batch) -> Batch:
+    def mask_regions(self, batch: Batch) -> Batch:
         """The batch as the detector may see it; unchanged for a task that hides nothing."""
-        rule = self.task.hiding
-        if rule is None or batch.hidden is not None:  # hidden before: recorded batches come so
+        rule = self.task.region_masking
+        if rule is None or batch.masked_regions is not None:  # hidden before: recorded batches come so
             return batch
-        if rule.hides or batch.boxes is None:  # a detector pass of its own, without gradients, over the whole images
+        if rule.enabled or batch.boxes is None:  # a detector pass of its own, without gradients, over the whole images
             batch = label_regions(batch, self.detector, self.teacher or self.detector, rule)
-        if rule.hides:
-            batch = hide_regions(batch, self.detector, rule)
+        if rule.enabled:
+            batch = mask_regions(batch, self.detector, rule)
         if rule.max_length is not None:
-            batch = cut_to_length(batch, rule.max_length, whole_image=self.encoder.whole_image_is_region)
+            batch = truncate_batch(batch, rule.max_length, whole_image=self.encoder.whole_image_is_region)
         return batch

@@ -19,7 +19,7 @@ from detector.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class EncodedImage:
+class ImageBytes:
     """The content of an image file that lies in an archive or in memory."""
 
     content: bytes
@@ -50,7 +50,7 @@ class AnnotatedObjects:
 
 # What a detector found in candidate boxes, R rows: the best class but the background, int64, with its probability,
 # float32, and the same of the best attribute. Fields of these names hold them all the way to the model.
-FOUND = ("found_classes", "found_scores", "found_attributes", "found_attribute_scores")
+DETECTED = ("detected_classes", "detected_scores", "detected_attributes", "detected_attribute_scores")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +63,16 @@ class CandidateBoxes:
     image_size: tuple[int, int] | None = None  # (height, width) of the stored image, where the file says it
     features: np.ndarray | None = None  # float32 [R, D]
     image_feature: np.ndarray | None = None  # float32 [D], feature of the whole image
-    # what a detector found in each box, see `FOUND`
-    found_classes: np.ndarray | None = None
-    found_scores: np.ndarray | None = None
-    found_attributes: np.ndarray | None = None
-    found_attribute_scores: np.ndarray | None = None
+    # what a detector found in each box, see `DETECTED`
+    detected_classes: np.ndarray | None = None
+    detected_scores: np.ndarray | None = None
+    detected_attributes: np.ndarray | None = None
+    detected_attribute_scores: np.ndarray | None = None
 
     @property
     def found(self) -> dict[str, np.ndarray | None]:
-        """The columns of `FOUND`."""
-        return {name: getattr(self, name) for name in FOUND}
+        """The columns of `DETECTED`."""
+        return {name: getattr(self, name) for name in DETECTED}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +80,18 @@ class SampleImage:
     """One image: what it is called, where its bytes are, and what is annotated in it."""
 
     id: str  # names it in files of boxes and features
-    file: Path | EncodedImage | Callable[[], Path | EncodedImage]  # or a function that finds it when it is needed
+    file: Path | ImageBytes | Callable[[], Path | ImageBytes]  # or a function that finds it when it is needed
     size: tuple[int, int] | None = None  # (height, width) that the annotations state
     objects: AnnotatedObjects | None = None
     candidates: tuple[int, ...] | None = None  # rows of `objects` that are candidate boxes; None: all of them
     boxes: CandidateBoxes | None = None  # candidates that come with the sample; they go before every other source
-    hide: np.ndarray | None = None  # float64 [Q, 4], exactly these boxes are to be hidden; None: as the task draws
+    boxes_to_mask: np.ndarray | None = (
+        None  # float64 [Q, 4], exactly these boxes are to be hidden; None: as the task draws
+    )
     # (whose id, id) of the photo, as `VLDataset.id_space` has them, where an image's own data set says it
-    known_as: tuple[tuple[str, str], ...] = ()
+    photo_aliases: tuple[tuple[str, str], ...] = ()
 
-    def locate(self) -> Path | EncodedImage:
+    def locate(self) -> Path | ImageBytes:
         """The image file or its content."""
         return self.file() if callable(self.file) else self.file
 
@@ -104,7 +106,7 @@ class SampleText:
     index: int  # its number in the data set
     words: str  # as written
     # plain JSON-able values that go into the predictions: ids, truth in pixels of the stored image
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     truth: Any = None  # one of the records below, or one of a task's own; None where it is unknown
     image_index: tuple[int, ...] = (0,)  # rows of `Sample.images`; empty for a text without an image
     phrases: PhraseBoxes | None = None  # what it names in its first image, whatever the task; None: unknown
@@ -140,13 +142,13 @@ class Sample:
     texts: tuple[SampleText, ...]  # the texts that look at them
     # all texts of the data set, also of other images, by their index; None: there are no others
     pool: TextPool | None = None
-    own: Sequence[int] = ()  # indices in `pool` of all texts about this image
+    own_texts: Sequence[int] = ()  # indices in `pool` of all texts about this image
     corpus: TextPool | None = None  # texts without images
-    is_asked: bool = False  # a user made this sample: nothing is drawn at random
+    from_user: bool = False  # a user made this sample: nothing is drawn at random
 
 
 @runtime_checkable
-class DataFacts(Protocol):
+class DatasetInfo(Protocol):
     """What a task may ask about the training data as a whole; every data set offers it."""
 
     groups: Sequence[Sequence[int]]  # text indices of each image
@@ -185,7 +187,7 @@ class HumanAnswers:
 
 
 @dataclasses.dataclass(frozen=True)
-class RightAnswer:
+class CorrectAnswer:
     """The one right answer to a question, as written."""
 
     answer: str
@@ -199,7 +201,7 @@ class ScoredAnswers:
 
 
 @dataclasses.dataclass(frozen=True)
-class RightChoice:
+class CorrectChoice:
     """Which of the choices, or of the labels of a task, is right, from 0."""
 
     number: int
@@ -219,31 +221,33 @@ class Categories:
 class Question:
     """One image and one text from a user; `choices` and `answer` are for tasks that choose among texts.
 
-    `hidden` are boxes that a pre-trained model is to recognise without seeing their pixels, `others` the further images
+    `boxes_to_mask` are boxes that a pre-trained model is to recognise without seeing their pixels, `others` the further images
     that the text is about.
     """
 
-    image: Path | EncodedImage
+    image: Path | ImageBytes
     text: str
     boxes: AnnotatedObjects | None = None  # None: the model's own
     choices: Sequence[str] = ()
     answer: str | None = None  # the answer that a rationale is asked for
-    hidden: AnnotatedObjects | None = None
+    boxes_to_mask: AnnotatedObjects | None = None
     class_names: Sequence[str] | None = None  # that `boxes` may have, where the text names boxes by their classes
-    wants_answer: bool = False  # the run reads an answer that is given
-    others: tuple[Path | EncodedImage, ...] = ()
+    accepts_answer: bool = False  # the run reads an answer that is given
+    others: tuple[Path | ImageBytes, ...] = ()
 
     @property
-    def images(self) -> tuple[Path | EncodedImage, ...]:
+    def images(self) -> tuple[Path | ImageBytes, ...]:
         return (self.image, *self.others)
 
-    def sample(self, text: SampleText, *, objects: AnnotatedObjects | None = None, hides: bool = False) -> Sample:
+    def sample(
+        self, text: SampleText, *, objects: AnnotatedObjects | None = None, masks_regions: bool = False
+    ) -> Sample:
         """The sample of one text about the images, with the given boxes as candidates.
 
         Args:
             text: the question in the form that the task words.
             objects: the given boxes as annotated objects, for tasks whose texts name them; they are the candidates.
-            hides: the task answers for hidden boxes; then none but the given ones is hidden.
+            masks_regions: the task answers for hidden boxes; then none but the given ones is hidden.
 
         Raises:
             ValueError: more or fewer images than the text looks at, or boxes of several images.
@@ -254,25 +258,29 @@ class Question:
                 f"Texts of this run are about {wanted} image{'s' if wanted > 1 else ''}, and {len(self.images)} "
                 f"{'are' if len(self.images) > 1 else 'is'} given; give {wanted} per text."
             )
-        if self.others and (self.boxes is not None or self.hidden is not None):
+        if self.others and (self.boxes is not None or self.boxes_to_mask is not None):
             raise UserError("Boxes of several images cannot be told apart; leave all boxes out.")
-        boxes = hide = None
+        boxes = boxes_to_mask = None
         if objects is None and self.boxes is not None:
             boxes = CandidateBoxes(self.boxes.boxes, self.boxes.origin)
-        if hides:
-            hide = np.zeros((0, 4)) if self.hidden is None else self.hidden.boxes
+        if masks_regions:
+            boxes_to_mask = np.zeros((0, 4)) if self.boxes_to_mask is None else self.boxes_to_mask.boxes
         images = [
             SampleImage(
-                str(file) if isinstance(file, Path) else file.name, file, objects=objects, boxes=boxes, hide=hide
+                str(file) if isinstance(file, Path) else file.name,
+                file,
+                objects=objects,
+                boxes=boxes,
+                boxes_to_mask=boxes_to_mask,
             )
             for file in self.images
         ]
-        return Sample(tuple(images), (text,), is_asked=True)
+        return Sample(tuple(images), (text,), from_user=True)
 
     def plain_sample(self, what: str) -> Sample:
         """The sample of a text alone. Raises ValueError for choices, an answer or boxes to hide."""
         self.refuse_choices(what)
-        self.refuse_hidden()
+        self.refuse_masked_boxes()
         return self.sample(SampleText(0, self.text, {"sent": self.text}))
 
     def refuse_choices(self, what: str) -> None:
@@ -280,7 +288,7 @@ class Question:
         if self.choices or self.answer is not None:
             raise UserError(f"{what} takes neither choices nor an answer; leave them out.")
 
-    def refuse_hidden(self) -> None:
+    def refuse_masked_boxes(self) -> None:
         """Raises ValueError if boxes are to be hidden although the task cannot answer for them."""
-        if self.hidden is not None:
+        if self.boxes_to_mask is not None:
             raise UserError("Only a pre-training run says what a hidden region is; hide no boxes.")

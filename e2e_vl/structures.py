@@ -42,12 +42,12 @@ class Ability(enum.Enum):
     SUMMARY_OF_SINGLE = "a summary of a text and its regions"
     SUMMARY_OF_QUESTION = "a summary at the place of an answer"
     SUMMARY_OF_PAIR = "a summary of two texts and their regions"
-    WORD_TABLE = "a table of wordpieces"
-    HIDDEN_REGIONS = "a way to tell hidden regions from others"
-    HIDDEN_FEATURES = "a feature for hidden regions whose pixels stay visible"
+    WORD_EMBEDDINGS = "a table of wordpieces"
+    MASKED_REGIONS = "a way to tell hidden regions from others"
+    MASKED_FEATURES = "a feature for hidden regions whose pixels stay visible"
     NAMED_REGIONS = "words that carry the region they name"
     IMAGE_PAIRS = "a way to tell the images of one text apart"
-    INNER_STATES = "states between its layers"
+    INTERMEDIATE_STATES = "states between its layers"
 
 
 class AttentionBlock(enum.StrEnum):
@@ -91,20 +91,20 @@ class RegionLabels(Movable):
     class_probs: list[Float[Tensor, "_R C"]] | None = None  # distributions over region classes
     features: list[Float[Tensor, "_R D"]] | None = None  # from a detector that sees the whole image
     # what a detector found: the best class but the background, 0 .. K-1, with its probability; the best attribute
-    found_classes: list[Int64[Tensor, " _R"]] | None = None
-    found_scores: list[Float[Tensor, " _R"]] | None = None
-    found_attributes: list[Int64[Tensor, " _R"]] | None = None
-    found_attribute_scores: list[Float[Tensor, " _R"]] | None = None
+    detected_classes: list[Int64[Tensor, " _R"]] | None = None
+    detected_scores: list[Float[Tensor, " _R"]] | None = None
+    detected_attributes: list[Int64[Tensor, " _R"]] | None = None
+    detected_attribute_scores: list[Float[Tensor, " _R"]] | None = None
 
 
 @dataclasses.dataclass
-class HiddenRegions(Movable):
+class RegionMasks(Movable):
     """Which candidate boxes of N images are to be predicted, and which of them the model must not see."""
 
     is_labelled: list[Bool[Tensor, " _R"]]
-    is_hidden: list[Bool[Tensor, " _R"]]
+    is_masked: list[Bool[Tensor, " _R"]]
     # whose feature a region gets: the row among the candidate boxes of all N images, one after the other; -1 = its own
-    donors: list[Int64[Tensor, " _R"]] | None = None
+    replacement_index: list[Int64[Tensor, " _R"]] | None = None
 
 
 @dataclasses.dataclass
@@ -120,8 +120,10 @@ class Batch(Movable):
     region_labels: RegionLabels = dataclasses.field(default_factory=RegionLabels)
     roi_masks: list[Float[Tensor, "_R S S"]] | None = None  # instance masks of the candidate boxes
     seeds: Int64[Tensor, " M"] | None = None  # from which the model draws what is random about a text
-    hide: list[Float[Tensor, "_Q 4"]] | None = None  # exactly these boxes are to be hidden; None: drawn at random
-    hidden: HiddenRegions | None = None  # candidate boxes that are predicted without being seen
+    boxes_to_mask: list[Float[Tensor, "_Q 4"]] | None = (
+        None  # exactly these boxes are to be hidden; None: drawn at random
+    )
+    masked_regions: RegionMasks | None = None  # candidate boxes that are predicted without being seen
     pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None  # boxes whose pixels are hidden from the detector
     region_limit: Int64[Tensor, "M I"] | None = None  # a text reads only the first candidate boxes of each image
     phrases: PhraseBatch | None = None  # None: nobody asks for them
@@ -146,7 +148,7 @@ class TextRegions(Movable):
     image_slot: Int64[Tensor, "M R"]  # which of the text's images a region comes from; 0 at padding
     image: Int64[Tensor, "M R"]  # row of that image in the batch; -1 at padding
     row: Int64[Tensor, "M R"]  # row of the region among its image's candidate boxes; -1 = whole image, or padding
-    is_hidden: Bool[Tensor, "M R"]  # see `HiddenRegions`
+    is_masked: Bool[Tensor, "M R"]  # see `RegionMasks`
     classes: Int64[Tensor, "M R"]  # what the detector found, 0 .. K-1; -1 where the boxes were given, and elsewhere
 
     @property
@@ -177,7 +179,7 @@ class TextRegions(Movable):
 
 
 @dataclasses.dataclass
-class InnerStates:
+class IntermediateStates:
     """Vectors between the layers of an encoder; zero at padding."""
 
     text: Float[Tensor, "M L E"]
@@ -195,8 +197,10 @@ class EncoderOutput:
     # for. Slots: L + R, words first, and one more where a sequence has an end. Blocks that a step does not have are
     # zero, such as regions for words that attend to words alone.
     attentions: tuple[Float[Tensor, "M heads slots slots"], ...] | None = None
-    word_table: Float[Tensor, "V E"] | None = None  # the embedding of every wordpiece; heads that name words share it
-    inner: InnerStates | None = None  # after the number of layers that was asked for
+    word_embeddings: Float[Tensor, "V E"] | None = (
+        None  # the embedding of every wordpiece; heads that name words share it
+    )
+    intermediate: IntermediateStates | None = None  # after the number of layers that was asked for
 
 
 @dataclasses.dataclass
@@ -216,7 +220,7 @@ class PhraseOutput:
     spans: (
         Ragged  # [phrases, 2]: first wordpiece of each phrase and the last plus one, stated or found; a list per text
     )
-    log_shares: Float[
+    log_attention: Float[
         Tensor, "phrases R"
     ]  # logarithm of the attention on each region of the text; -inf where none may win
     is_right: Bool[Tensor, "stated R"]  # regions that the stated ones name, as far as the data know
@@ -266,7 +270,7 @@ def gather_regions(
     image_index: Int64[Tensor, "M I"],
     *,
     whole_image: bool = False,
-    hidden: HiddenRegions | None = None,
+    masks: RegionMasks | None = None,
     limit: Int64[Tensor, "M I"] | None = None,
 ) -> TextRegions:
     """Copy each text's regions out of the images it looks at; gradients of all texts add up in the shared regions.
@@ -308,13 +312,13 @@ def gather_regions(
         image_slot=slot.masked_fill(~attention_mask, 0),
         image=image_row.masked_fill(~attention_mask, -1),
         row=candidate.masked_fill(~attention_mask, -1),
-        is_hidden=torch.zeros_like(attention_mask),
+        is_masked=torch.zeros_like(attention_mask),
         classes=torch.full_like(candidate, -1),
     )
     if regions.classes is not None:
         result.classes = F.pad(torch.cat(regions.classes), (0, 1))[rows].masked_fill(result.row < 0, -1)
-    if hidden is not None:
-        result.is_hidden = result.gather(hidden.is_hidden, fill=False)
+    if masks is not None:
+        result.is_masked = result.gather(masks.is_masked, fill=False)
     return result
 
 
@@ -326,7 +330,7 @@ def _without_gaps(columns: list[Shaped[Tensor, "M entries"]]) -> list[Shaped[Ten
     return [column.gather(1, order[:, :longest]) for column in columns]
 
 
-def take_along(values: Tensor, index: Tensor, dim: int) -> Tensor:
+def take_along_dim(values: Tensor, index: Tensor, dim: int) -> Tensor:
     """`values.take_along_dim(index, dim)` of places that are not negative; both broadcast in all other dimensions.
 
     torch's own first wraps negative places, by a remainder of the broadcast index, which takes several times as long as

@@ -152,18 +152,18 @@ def _read_vocabulary(path: Path) -> BertTokenizer:
     return BertTokenizer(vocab=vocabulary)
 
 
-def split_words(sentence: str) -> list[str]:
+def basic_tokenize(sentence: str) -> list[str]:
     """Lower-case, strip accents, split at white space and punctuation: BERT's steps before wordpieces."""
     normal = BertNormalizer(lowercase=True).normalize_str(sentence)
     return [word for word, _ in BertPreTokenizer().pre_tokenize_str(normal)]
 
 
-def mirror_words(words: Iterable[str]) -> list[str]:
+def swap_left_right(words: Iterable[str]) -> list[str]:
     """The words "left" and "right" swapped, as the text of a mirrored image has them (official VL-BERT code)."""
     return [{"left": "right", "right": "left"}.get(word, word) for word in words]
 
 
-def plain_answer(answer: str) -> str:
+def simplify_answer(answer: str) -> str:
     """An answer as the list of LXMERT's pre-training spells it (official code).
 
     In lower case; without one final full stop; without leading "a ", then "an ", then "the ", each once, and without
@@ -195,7 +195,7 @@ def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:
     Raises:
         ValueError: there is no word in the sentences.
     """
-    counts = collections.Counter(word for sentence in sentences for word in split_words(sentence))
+    counts = collections.Counter(word for sentence in sentences for word in basic_tokenize(sentence))
     if not counts:
         raise UserError(f"{path}: no vocabulary can be built, there is no word in the sentences")
     words = sorted(counts, key=lambda word: (-counts[word], word))
@@ -238,7 +238,7 @@ def unknown_words(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def has_half_character(text: str) -> bool:
+def has_lone_surrogate(text: str) -> bool:
     """Whether a text has a lone surrogate, which no tokenizer reads and no file in UTF-8 holds."""
     return any("\ud800" <= one <= "\udfff" for one in text)
 
@@ -253,9 +253,9 @@ def shortened(word: str, longest: int = 40) -> str:
 
 
 Pieces = Sequence[int] | np.ndarray  # wordpiece ids, or values of wordpieces
-Cut = Literal[
+Truncation = Literal[
     "ends", "fronts", "fronts_too_much"
-]  # how two texts that are too long together become shorter, see `TextWriter.pair`
+]  # how two texts that are too long together become shorter, see `TextTokenizer.pair`
 FIRST_KEPT = 32  # wordpieces of a first text that is not cut at its front
 CLS, SEP, MASK = "cls_token_id", "sep_token_id", "mask_token_id"  # attributes of a tokenizer
 
@@ -297,7 +297,7 @@ class TextEncoding:
     token_type_ids: Int64[np.ndarray, " L"]
     source: Int64[np.ndarray, " L"]  # which given piece stands here, all texts counted through; -1: a special one
     summary: int | None = None  # position of the summary; None: the encoder's pooled vector
-    num_cut: int = 0  # pieces that were cut off
+    num_truncated: int = 0  # pieces that were cut off
 
     def place(self, values: Pieces, fill: int = -1) -> Int64[np.ndarray, " L"]:
         """A value of each given piece at its position, `fill` at special wordpieces."""
@@ -306,7 +306,7 @@ class TextEncoding:
 
 
 @dataclasses.dataclass(frozen=True)
-class TextWriter:
+class TextTokenizer:
     """Puts texts into wordpieces, in the layout that the encoder declares."""
 
     tokenizer: PreTrainedTokenizerBase  # of the encoder
@@ -314,21 +314,21 @@ class TextWriter:
     max_length: int | None = None  # longest sequence in wordpieces, special ones included; None: no limit
     is_blank: bool = False  # drop all words: the control that sees no text
     training: bool = False  # random choices are made that only training makes
-    marks_phrases: bool = False  # say which wordpieces are phrases
+    with_phrase_spans: bool = False  # say which wordpieces are phrases
 
     def pieces(self, text: str, *, mirrored: bool = False) -> list[int]:
         """Wordpiece ids of a text; of a mirrored image "left" and "right" change places (official VL-BERT code)."""
         if self.is_blank:
             return []
         tokens = self.tokenizer.tokenize(text)
-        return self.tokenizer.convert_tokens_to_ids(mirror_words(tokens) if mirrored else tokens)
+        return self.tokenizer.convert_tokens_to_ids(swap_left_right(tokens) if mirrored else tokens)
 
-    def located_pieces(self, text: str, *, mirrored: bool = False) -> tuple[list[int], Int64[np.ndarray, "L 2"]]:
+    def pieces_with_offsets(self, text: str, *, mirrored: bool = False) -> tuple[list[int], Int64[np.ndarray, "L 2"]]:
         """`pieces`, and of each of them the first character and the last plus one in the text."""
         if self.is_blank:
             return [], np.zeros((0, 2), dtype=np.int64)
         encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-        tokens = mirror_words(encoding.tokens) if mirrored else encoding.tokens
+        tokens = swap_left_right(encoding.tokens) if mirrored else encoding.tokens
         return self.tokenizer.convert_tokens_to_ids(tokens), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     def single(self, pieces: Pieces) -> TextEncoding:
@@ -339,24 +339,24 @@ class TextWriter:
         """One text with a place for its answer; what is too long loses its last pieces."""
         return self._cut(self.layout.question, pieces)
 
-    def pair(self, first: Pieces, second: Pieces, cut: Cut = "ends") -> TextEncoding:
+    def pair(self, first: Pieces, second: Pieces, cut: Truncation = "ends") -> TextEncoding:
         """Two texts, shortened where they are too long together.
 
         With "ends" the longer loses its last piece until they fit, of equally long ones the second. With "fronts" and
-        "fronts_too_much" both lose their first pieces, see `cut_fronts`; a second text of which nothing is left leaves
+        "fronts_too_much" both lose their first pieces, see `truncate_fronts`; a second text of which nothing is left leaves
         a single one.
         """
         if cut == "ends" or self.max_length is None:
             return self._cut(self.layout.pair, first, second)
-        lost = cut_fronts(
+        lost = truncate_fronts(
             len(first), len(second), self.max_length - self.layout.pair.extra, too_much=cut == "fronts_too_much"
         )
         template = self.layout.single if len(second) and lost[1] == len(second) else self.layout.pair
-        return lay(template, (first, second), self.tokenizer, [slice(number, None) for number in lost])
+        return fill_template(template, (first, second), self.tokenizer, [slice(number, None) for number in lost])
 
     def bare(self, pieces: Pieces) -> TextEncoding:
         """Wordpieces without special ones; cutting them is the caller's business."""
-        return lay(BARE, (pieces,), self.tokenizer)
+        return fill_template(BARE, (pieces,), self.tokenizer)
 
     def require_room(self, template: Template) -> None:
         """Raises ValueError unless `max_length` leaves room for the special wordpieces of a form."""
@@ -370,10 +370,10 @@ class TextWriter:
         while self.max_length is not None and sum(kept) > max(self.max_length - template.extra, 0):
             longest = max(range(len(kept)), key=lambda number: (kept[number], number))
             kept[longest] -= 1
-        return lay(template, texts, self.tokenizer, [slice(number) for number in kept])
+        return fill_template(template, texts, self.tokenizer, [slice(number) for number in kept])
 
 
-def cut_fronts(first: int, second: int, room: int, *, too_much: bool = False) -> tuple[int, int]:
+def truncate_fronts(first: int, second: int, room: int, *, too_much: bool = False) -> tuple[int, int]:
     """How many pieces two texts lose at their fronts, from their lengths and the room for both (VisualBERT).
 
     Of the surplus the first text loses half, rounded up, but not from its last `FIRST_KEPT` pieces. The second loses
@@ -388,7 +388,7 @@ def cut_fronts(first: int, second: int, room: int, *, too_much: bool = False) ->
     return over - from_second, from_second
 
 
-def lay(
+def fill_template(
     template: Template, texts: Sequence[Pieces], tokenizer: PreTrainedTokenizerBase, kept: Sequence[slice] | None = None
 ) -> TextEncoding:
     """Fill a template with the pieces of its texts, or with the pieces that `kept` selects of each.
@@ -410,4 +410,4 @@ def lay(
         source.extend([-1] if is_special else (starts[part] + number for number in numbers[part][kept[part]]))
         segments += [segment] * (len(ids) - len(segments))
     arrays = (np.array(values, dtype=np.int64) for values in (ids, segments, source))
-    return TextEncoding(*arrays, summary=summary, num_cut=sum(lengths) - sum(place >= 0 for place in source))
+    return TextEncoding(*arrays, summary=summary, num_truncated=sum(lengths) - sum(place >= 0 for place in source))

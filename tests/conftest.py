@@ -31,7 +31,17 @@ CHECKED = (
     "detector",
     *(
         f"e2e_vl.{name}"
-        for name in ("analysis", "encoders", "examples", "hiding", "layout", "model", "structures", "targets", "tasks")
+        for name in (
+            "analysis",
+            "encoders",
+            "examples",
+            "region_masking",
+            "layout",
+            "model",
+            "structures",
+            "targets",
+            "tasks",
+        )
     ),
 )
 PreTrainedConfig.__no_type_check__ = True  # its constructors take more keys than their signatures say

@@ -21,7 +21,7 @@ def regions_of_own_images(
         image_slot,
         image=number[:, None].expand_as(attention_mask).masked_fill(~attention_mask, -1),
         row=position.expand_as(attention_mask).masked_fill(~attention_mask, -1),
-        is_hidden=torch.zeros_like(attention_mask),
+        is_masked=torch.zeros_like(attention_mask),
         classes=torch.full_like(image_slot, -1),
     )
 

@@ -209,7 +209,7 @@ def test_more_categories_than_the_detector_has_classes(data, fails):
         ("encoder.config.num_attention_heads=5", "num_attention_heads 5"),
         ("task.config.lose=1", "task.config has the unknown key 'lose'"),
         ("task.config.loss=hinge", "task.config.loss is 'hinge'; it must be one of binary, softmax."),
-        ("encoder.config.image_slots=0", "image_slots is 0; every text needs room for one image"),
+        ("encoder.config.max_images=0", "max_images is 0; every text needs room for one image"),
         ("encoder.name=nosuch", "encoder.name is 'nosuch'; it must be one of vl_bert, visual_bert, lxmert, none."),
         ("data.synthetic.config={scene: {colour: 1}}", "data.synthetic.config.scene has the unknown key 'colour'"),
         ("data.config.image_name=x", "data.config has the unknown key 'image_name'; it takes nothing"),

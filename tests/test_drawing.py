@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from e2e_vl.drawing import LONGEST, MOST_CHARACTERS, PALETTE, SHORTEST, draw_boxes, mark_colours
+from e2e_vl.drawing import LONGEST, MOST_CHARACTERS, PALETTE, SHORTEST, box_colours, draw_boxes
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
@@ -159,11 +159,11 @@ def test_a_dashed_box_has_the_same_corners_and_about_half_of_the_outline():
 def test_no_phrase_has_the_colour_of_the_answer():
     count = 2 * len(PALETTE) + 3
     for answers in (0, 1, 3):
-        colours = mark_colours(answers, count)
+        colours = box_colours(answers, count)
         assert len(colours) == answers + count and PALETTE[0] not in colours[answers:]
         assert colours[:answers] == list(PALETTE[:answers])
         assert all(one != other for one, other in itertools.pairwise(colours))
-    assert mark_colours(1, 7) == list(PALETTE), "as without phrases"
+    assert box_colours(1, 7) == list(PALETTE), "as without phrases"
 
 
 @pytest.mark.parametrize("text", ["x" * 30_000, "long " * 6000, "é" * 30_000, "\u0301" * 30_000])

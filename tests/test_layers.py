@@ -53,7 +53,7 @@ BASE = (
         "examples",
         "file_names",
         "phrases",
-        "hiding",
+        "region_masking",
         "layout",
         "metric_names",
         "plain_yaml",

@@ -16,11 +16,10 @@ from e2e_vl.text import (
     Template,
     TextEncoding,
     TextLayout,
-    TextWriter,
+    TextTokenizer,
     build_vocabulary,
-    cut_fronts,
-    lay,
     load_tokenizer,
+    truncate_fronts,
 )
 
 SLOT = Template((CLS, 0, SEP, MASK, SEP), (0, 0, 0, 1, 1), summary=3)  # an answer behind the text
@@ -40,7 +39,7 @@ def words(encoding: TextEncoding, tokenizer) -> list[str]:
 
 
 def pieces(tokenizer, text: str) -> list[int]:
-    return TextWriter(tokenizer).pieces(text)
+    return TextTokenizer(tokenizer).pieces(text)
 
 
 # Templates
@@ -48,18 +47,18 @@ def pieces(tokenizer, text: str) -> list[int]:
 
 def test_a_template_is_filled_with_its_texts(tokenizer):
     first, second = pieces(tokenizer, "the red box"), pieces(tokenizer, "left")
-    encoding = lay(TextLayout().pair, (first, second), tokenizer)
+    encoding = fill_template(TextLayout().pair, (first, second), tokenizer)
     assert words(encoding, tokenizer) == ["[CLS]", "the", "red", "box", "[SEP]", "left", "[SEP]"]
     assert encoding.token_type_ids.tolist() == [0, 0, 0, 0, 0, 1, 1]
     assert encoding.source.tolist() == [-1, 0, 1, 2, -1, 3, -1], "pieces of both texts counted through"
-    assert encoding.summary is None and encoding.num_cut == 0
+    assert encoding.summary is None and encoding.num_truncated == 0
     for column in (encoding.input_ids, encoding.token_type_ids, encoding.source):
         assert column.dtype == np.int64
 
 
 def test_texts_may_stand_in_any_order(tokenizer):
     first, second = pieces(tokenizer, "the red"), pieces(tokenizer, "left right box")
-    encoding = lay(SWAPPED, (first, second), tokenizer)
+    encoding = fill_template(SWAPPED, (first, second), tokenizer)
     assert words(encoding, tokenizer) == ["[CLS]", "left", "right", "box", "[SEP]", "the", "red", "[SEP]"]
     assert encoding.token_type_ids.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
     assert encoding.source.tolist() == [-1, 2, 3, 4, -1, 0, 1, -1]
@@ -68,26 +67,26 @@ def test_texts_may_stand_in_any_order(tokenizer):
 
 @pytest.mark.parametrize(("template", "text", "summary"), [(SLOT, "the red box", 5), (EARLY, "the red box", 4)])
 def test_the_summary_is_where_the_template_says(tokenizer, template, text, summary):
-    encoding = lay(template, (pieces(tokenizer, text),), tokenizer)
+    encoding = fill_template(template, (pieces(tokenizer, text),), tokenizer)
     assert encoding.summary == summary
     assert words(encoding, tokenizer)[summary] == "[MASK]"
-    shorter = lay(template, (pieces(tokenizer, "the"),), tokenizer)
+    shorter = fill_template(template, (pieces(tokenizer, "the"),), tokenizer)
     assert shorter.summary == summary - 2
 
 
 @pytest.mark.parametrize("empty", [[], (), np.zeros(0, dtype=np.int64)])
 def test_an_empty_text_leaves_the_special_wordpieces(tokenizer, empty):
-    encoding = lay(SLOT, (empty,), tokenizer)
+    encoding = fill_template(SLOT, (empty,), tokenizer)
     assert words(encoding, tokenizer) == ["[CLS]", "[SEP]", "[MASK]", "[SEP]"]
     assert encoding.source.tolist() == [-1] * 4 and encoding.summary == 2
-    nothing = lay(BARE, (empty,), tokenizer)
+    nothing = fill_template(BARE, (empty,), tokenizer)
     assert nothing.input_ids.shape == nothing.token_type_ids.shape == nothing.source.shape == (0,)
     assert nothing.input_ids.dtype == np.int64
 
 
 def test_arrays_are_taken_as_lists_are(tokenizer):
     ids = pieces(tokenizer, "the red box")
-    one, other = lay(SLOT, (ids,), tokenizer), lay(SLOT, (np.array(ids),), tokenizer)
+    one, other = fill_template(SLOT, (ids,), tokenizer), fill_template(SLOT, (np.array(ids),), tokenizer)
     np.testing.assert_array_equal(one.input_ids, other.input_ids)
     np.testing.assert_array_equal(one.source, other.source)
 
@@ -99,11 +98,11 @@ def test_wordpieces_beside_those_of_the_texts():
 
 
 def test_the_forms_of_bert_need_no_declaration(tokenizer):
-    writer, ids = TextWriter(tokenizer), pieces(tokenizer, "the red box")
+    text_tokenizer, ids = TextTokenizer(tokenizer), pieces(tokenizer, "the red box")
     expected = tokenizer("the red box", "left")
-    assert writer.single(ids).input_ids.tolist() == tokenizer("the red box")["input_ids"]
-    np.testing.assert_array_equal(writer.question(ids).input_ids, writer.single(ids).input_ids)
-    pair = writer.pair(ids, pieces(tokenizer, "left"))
+    assert text_tokenizer.single(ids).input_ids.tolist() == tokenizer("the red box")["input_ids"]
+    np.testing.assert_array_equal(text_tokenizer.question(ids).input_ids, text_tokenizer.single(ids).input_ids)
+    pair = text_tokenizer.pair(ids, pieces(tokenizer, "left"))
     assert pair.input_ids.tolist() == expected["input_ids"]
     assert pair.token_type_ids.tolist() == expected["token_type_ids"]
 
@@ -113,43 +112,49 @@ def test_the_forms_of_bert_need_no_declaration(tokenizer):
 
 def test_values_stand_at_their_pieces(tokenizer):
     first, second = pieces(tokenizer, "the red box"), pieces(tokenizer, "left")
-    writer = TextWriter(tokenizer)
-    assert writer.pair(first, second).place([5, 6, 7, 8]).tolist() == [-1, 5, 6, 7, -1, 8, -1]
-    assert writer.pair(first, second).place(np.array([5, 6, 7, 8]), fill=0).tolist() == [0, 5, 6, 7, 0, 8, 0]
-    assert lay(SWAPPED, (first, second), tokenizer).place([5, 6, 7, 8]).tolist() == [-1, 8, -1, 5, 6, 7, -1]
-    assert writer.bare(first).place([5, 6, 7]).tolist() == [5, 6, 7]
-    assert writer.single([]).place([]).tolist() == [-1, -1]
-    assert writer.pair(first, second).place([5, 6, 7, 8]).dtype == np.int64
+    text_tokenizer = TextTokenizer(tokenizer)
+    assert text_tokenizer.pair(first, second).place([5, 6, 7, 8]).tolist() == [-1, 5, 6, 7, -1, 8, -1]
+    assert text_tokenizer.pair(first, second).place(np.array([5, 6, 7, 8]), fill=0).tolist() == [0, 5, 6, 7, 0, 8, 0]
+    assert fill_template(SWAPPED, (first, second), tokenizer).place([5, 6, 7, 8]).tolist() == [-1, 8, -1, 5, 6, 7, -1]
+    assert text_tokenizer.bare(first).place([5, 6, 7]).tolist() == [5, 6, 7]
+    assert text_tokenizer.single([]).place([]).tolist() == [-1, -1]
+    assert text_tokenizer.pair(first, second).place([5, 6, 7, 8]).dtype == np.int64
 
 
 def test_values_of_pieces_that_were_cut_off_are_left_out(tokenizer):
-    encoding = TextWriter(tokenizer, max_length=4).single(pieces(tokenizer, "the red box left"))
+    encoding = TextTokenizer(tokenizer, max_length=4).single(pieces(tokenizer, "the red box left"))
     assert encoding.place([5, 6, 7, 8]).tolist() == [-1, 5, 6, -1]
-    assert encoding.num_cut == 2
+    assert encoding.num_truncated == 2
 
 
-# The writer
+# The text_tokenizer
 
 
 def test_pieces_of_a_text(tokenizer):
-    writer = TextWriter(tokenizer)
-    assert tokenizer.convert_ids_to_tokens(writer.pieces("The RED boxes")) == ["the", "red", "box", "##e", "##s"]
-    mirrored = tokenizer.convert_ids_to_tokens(writer.pieces("left or right of lefts", mirrored=True))
+    text_tokenizer = TextTokenizer(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(text_tokenizer.pieces("The RED boxes")) == [
+        "the",
+        "red",
+        "box",
+        "##e",
+        "##s",
+    ]
+    mirrored = tokenizer.convert_ids_to_tokens(text_tokenizer.pieces("left or right of lefts", mirrored=True))
     assert mirrored == ["right", "or", "left", "of", "right", "##s"], "wordpieces are swapped, as in the official code"
-    assert writer.pieces("") == []
-    blank = TextWriter(tokenizer, is_blank=True)
+    assert text_tokenizer.pieces("") == []
+    blank = TextTokenizer(tokenizer, is_blank=True)
     assert blank.pieces("the red box") == blank.pieces("left", mirrored=True) == []
 
 
 @pytest.mark.parametrize(("form", "extra"), [("single", 2), ("question", 4)])
 @pytest.mark.parametrize("max_length", [None, 4, 5, 7, 8, 20])
 def test_what_is_too_long_loses_its_last_pieces(tokenizer, form, extra, max_length):
-    writer = TextWriter(tokenizer, TextLayout(question=SLOT), max_length)
+    text_tokenizer = TextTokenizer(tokenizer, TextLayout(question=SLOT), max_length)
     ids = pieces(tokenizer, "is the red box left")
-    encoding = getattr(writer, form)(ids)
+    encoding = getattr(text_tokenizer, form)(ids)
     kept = 5 if max_length is None else min(max_length - extra, 5)
     assert len(encoding.input_ids) == kept + extra
-    assert encoding.num_cut == 5 - kept
+    assert encoding.num_truncated == 5 - kept
     assert encoding.source[encoding.source >= 0].tolist() == list(range(kept))
     assert encoding.input_ids[encoding.source >= 0].tolist() == ids[:kept]
     assert encoding.input_ids[-1] == tokenizer.sep_token_id
@@ -161,30 +166,30 @@ def test_what_is_too_long_loses_its_last_pieces(tokenizer, form, extra, max_leng
 def test_of_a_pair_the_longer_text_is_cut(tokenizer):
     first, second = pieces(tokenizer, "is the red box left"), pieces(tokenizer, "the box")
     for length, kept in ((20, (5, 2)), (9, (4, 2)), (7, (2, 2)), (6, (2, 1)), (5, (1, 1)), (3, (0, 0))):
-        encoding = TextWriter(tokenizer, max_length=length).pair(first, second)
+        encoding = TextTokenizer(tokenizer, max_length=length).pair(first, second)
         assert encoding.input_ids[encoding.source >= 0].tolist() == first[: kept[0]] + second[: kept[1]]
         assert encoding.source[encoding.source >= 0].tolist() == [*range(kept[0]), *range(5, 5 + kept[1])]
-        assert encoding.num_cut == 7 - sum(kept) and len(encoding.input_ids) == sum(kept) + 3
+        assert encoding.num_truncated == 7 - sum(kept) and len(encoding.input_ids) == sum(kept) + 3
 
 
 def test_bare_texts_are_cut_by_the_caller(tokenizer):
-    writer, ids = TextWriter(tokenizer, max_length=3), pieces(tokenizer, "is the red box left")
-    assert writer.bare(ids).input_ids.tolist() == ids
+    text_tokenizer, ids = TextTokenizer(tokenizer, max_length=3), pieces(tokenizer, "is the red box left")
+    assert text_tokenizer.bare(ids).input_ids.tolist() == ids
 
 
 def test_a_limit_must_leave_room_for_the_special_wordpieces(tokenizer):
-    TextWriter(tokenizer).require_room(SLOT)
-    TextWriter(tokenizer, max_length=4).require_room(SLOT)
+    TextTokenizer(tokenizer).require_room(SLOT)
+    TextTokenizer(tokenizer, max_length=4).require_room(SLOT)
     with pytest.raises(ValueError, match=r"data\.max_text_length is 3, but the special wordpieces alone need 4"):
-        TextWriter(tokenizer, max_length=3).require_room(SLOT)
+        TextTokenizer(tokenizer, max_length=3).require_room(SLOT)
 
 
 def test_a_writer_is_sent_to_workers(tokenizer):
-    writer = TextWriter(tokenizer, TextLayout(question=SLOT), 6)
-    copy = pickle.loads(pickle.dumps(writer))
+    text_tokenizer = TextTokenizer(tokenizer, TextLayout(question=SLOT), 6)
+    copy = pickle.loads(pickle.dumps(text_tokenizer))
     ids = pieces(tokenizer, "is the red box left")
-    np.testing.assert_array_equal(copy.question(ids).input_ids, writer.question(ids).input_ids)
-    assert dataclasses.replace(writer, max_length=None).question(ids).num_cut == 0
+    np.testing.assert_array_equal(copy.question(ids).input_ids, text_tokenizer.question(ids).input_ids)
+    assert dataclasses.replace(text_tokenizer, max_length=None).question(ids).num_truncated == 0
 
 
 # Places of wordpieces in their text
@@ -192,13 +197,13 @@ def test_a_writer_is_sent_to_workers(tokenizer):
 
 def test_wordpieces_know_their_characters(tokenizer):
     text = "The  red box, zzq"
-    ids, places = TextWriter(tokenizer).located_pieces(text)
-    assert ids == TextWriter(tokenizer).pieces(text)
+    ids, places = TextTokenizer(tokenizer).pieces_with_offsets(text)
+    assert ids == TextTokenizer(tokenizer).pieces(text)
     assert [text[first:end].lower() for first, end in places[:4]] == ["the", "red", "box", ","]
     assert "".join(text[first:end] for first, end in places[4:]) == "zzq"
-    swapped, same = TextWriter(tokenizer).located_pieces("left box", mirrored=True)
+    swapped, same = TextTokenizer(tokenizer).pieces_with_offsets("left box", mirrored=True)
     assert swapped == pieces(tokenizer, "right box") and same.tolist() == [[0, 4], [5, 8]]
-    assert TextWriter(tokenizer, is_blank=True).located_pieces(text)[1].shape == (0, 2)
+    assert TextTokenizer(tokenizer, is_blank=True).pieces_with_offsets(text)[1].shape == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +211,7 @@ def test_wordpieces_know_their_characters(tokenizer):
     [(10, 10, 20, (0, 0)), (100, 60, 125, (18, 53)), (20, 120, 125, (0, 15)), (126, 2, 125, (2, 2))],
 )
 def test_fronts_lose_too_much(first, second, room, lost):
-    assert cut_fronts(first, second, room, too_much=True) == lost
+    assert truncate_fronts(first, second, room, too_much=True) == lost
 
 
 @pytest.mark.parametrize(
@@ -221,17 +226,20 @@ def test_fronts_lose_too_much(first, second, room, lost):
     ],
 )
 def test_fronts_lose_what_does_not_fit(first, second, room, lost):
-    assert cut_fronts(first, second, room) == lost
+    assert truncate_fronts(first, second, room) == lost
     assert first + second - sum(lost) == min(first + second, room)
 
 
 def test_a_pair_that_is_cut_at_its_fronts(tokenizer):
     first, second = pieces(tokenizer, "red " * 33), pieces(tokenizer, "left or right of a box")
-    encoding = TextWriter(tokenizer, max_length=41).pair(first, second, "fronts_too_much")
+    encoding = TextTokenizer(tokenizer, max_length=41).pair(first, second, "fronts_too_much")
     assert words(encoding, tokenizer) == ["[CLS]", *["red"] * 32, "[SEP]", "right", "of", "a", "box", "[SEP]"]
-    assert encoding.place(range(39)).tolist() == [-1, *range(1, 33), -1, 35, 36, 37, 38, -1] and encoding.num_cut == 3
-    assert TextWriter(tokenizer).pair(first, second, "fronts").num_cut == 0
-    clean = TextWriter(tokenizer, max_length=40).pair(first, second, "fronts")
+    assert (
+        encoding.place(range(39)).tolist() == [-1, *range(1, 33), -1, 35, 36, 37, 38, -1]
+        and encoding.num_truncated == 3
+    )
+    assert TextTokenizer(tokenizer).pair(first, second, "fronts").num_truncated == 0
+    clean = TextTokenizer(tokenizer, max_length=40).pair(first, second, "fronts")
     assert words(clean, tokenizer) == ["[CLS]", *["red"] * 32, "[SEP]", "or", "right", "of", "a", "box", "[SEP]"]
-    gone = TextWriter(tokenizer, max_length=37).pair(first, second[:2], "fronts_too_much")
+    gone = TextTokenizer(tokenizer, max_length=37).pair(first, second[:2], "fronts_too_much")
     assert words(gone, tokenizer) == ["[CLS]", *["red"] * 32, "[SEP]"] and not gone.token_type_ids.any()

@@ -246,17 +246,17 @@ def test_two_images_need_an_encoder_that_tells_them_apart(tiny_config):
     batch = look_at_both(built.first_texts(images=2, texts=1))
     sentence = (
         "A text that looks at several images needs an encoder with a way to tell the images of one text apart; set "
-        "encoder.config.image_slots to 2."
+        "encoder.config.max_images to 2."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         built.model(batch)
 
 
 def test_more_images_than_there_is_room_for_are_refused_before_anything_runs(tiny_config):
-    built = build(tiny_config("encoder.config.image_slots=2"))
+    built = build(tiny_config("encoder.config.max_images=2"))
     batch = look_at_both(built.first_texts(images=2, texts=1))
     three = dataclasses.replace(batch, image_index=torch.tensor([[0, 1, 0], [1, 0, -1]]))
-    sentence = r"A text looks at 3 images, but encoder\.config\.image_slots has room for 2; make them agree\."
+    sentence = r"A text looks at 3 images, but encoder\.config\.max_images has room for 2; make them agree\."
     with pytest.raises(ValueError, match=f"^{sentence}$"):
         built.model(three)
 
@@ -268,7 +268,7 @@ def test_swapped_images_give_other_scores(tiny_config, in_sequence, relative):
         tiny_config(
             *NO_DROPOUT,
             *TASK_ONLY,
-            "encoder.config.image_slots=2",
+            "encoder.config.max_images=2",
             "encoder.config.uses_whole_image=true",
             "encoder.config.image_feature_on_words=true",
             f"encoder.config.whole_image_in_sequence={in_sequence}",
@@ -294,7 +294,7 @@ def test_swapped_images_give_other_scores(tiny_config, in_sequence, relative):
 
 def test_a_second_image_that_is_not_there_changes_nothing(tiny_config):
     """As of texts about one image in a batch with texts about two."""
-    built = build(tiny_config(*NO_DROPOUT, *TASK_ONLY, "encoder.config.image_slots=2"))
+    built = build(tiny_config(*NO_DROPOUT, *TASK_ONLY, "encoder.config.max_images=2"))
     plain = build(tiny_config(*NO_DROPOUT, *TASK_ONLY))
     missing, unexpected = built.model.load_state_dict(plain.model.state_dict(), strict=False)
     assert missing == ["encoder.embeddings.image_slot_embeddings.weight"] and not unexpected

@@ -13,7 +13,7 @@ from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, word
 from e2e_vl.examples import ImageExample, TextExample, join_phrases
 from e2e_vl.samples import PhraseBoxes, SampleText
 from e2e_vl.tasks.refcoco import ReferringPreprocessor
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 
 WORDS = "The big star next to a red circle"
 SPANS = ((0, 12), (21, 33))
@@ -32,7 +32,7 @@ def mark(tokenizer):
 
 def marked(tokenizer, text: SampleText, **changes) -> tuple[TextExample, ImageExample]:
     """The text as a wording marks it, and the image that it is about."""
-    preprocessor = ReferringPreprocessor(TextWriter(tokenizer, **{"marks_phrases": True} | changes))
+    preprocessor = ReferringPreprocessor(TextTokenizer(tokenizer, **{"with_phrase_spans": True} | changes))
     image = photo()
     [example] = word(preprocessor, sample_of(text), image)
     return example, image
@@ -48,7 +48,7 @@ def test_phrases_are_wordpieces_and_boxes_of_the_resized_image(mark, tokenizer):
     assert own.is_complete and own.words == WORDS
     assert own.places[0].tolist() == [0, 0] and own.places[1].tolist() == [0, 3]
     for found, stated in zip(own.boxes, BOXES, strict=True):
-        np.testing.assert_allclose(found, image.placement.move_boxes(stated).astype(np.float32))
+        np.testing.assert_allclose(found, image.image_transform.transform_boxes(stated).astype(np.float32))
 
 
 def test_a_mark_right_behind_a_phrase_is_no_part_of_it(mark):
@@ -62,7 +62,7 @@ def test_a_text_without_stated_phrases_has_none_and_nobody_asks_costs_nothing(ma
     example, _ = mark(SampleText(0, WORDS, {}))
     assert len(example.phrases.spans) == 0 and not example.phrases.is_complete
     text = SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES))
-    example, _ = mark(text, marks_phrases=False)
+    example, _ = mark(text, with_phrase_spans=False)
     assert example.phrases is None
 
 
@@ -95,10 +95,10 @@ def test_cutting_moves_spans_with_their_wordpieces(mark):
     batch = join_phrases([one.phrases])
     length = len(one.phrases.places)
     index = torch.tensor([[0, 1, 2, 3, 4, length - 1]])  # [CLS] the big star next [SEP]
-    cut = batch.cut(index, torch.ones_like(index, dtype=torch.bool))
+    cut = batch.truncate(index, torch.ones_like(index, dtype=torch.bool))
     assert cut.spans.values.tolist() == [[1, 4], [4, 5]]  # "a red circle" is gone; "next" stands before it
     assert cut.places[0, 1:4].tolist() == batch.places[0, 1:4].tolist()
-    all_kept = batch.cut(torch.arange(length)[None], torch.ones(1, length, dtype=torch.bool))
+    all_kept = batch.truncate(torch.arange(length)[None], torch.ones(1, length, dtype=torch.bool))
     assert torch.equal(all_kept.spans.values, batch.spans.values)
 
 

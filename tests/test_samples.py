@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.samples import AnnotatedObjects, EncodedImage, Question, SampleImage, SampleText
+from e2e_vl.samples import AnnotatedObjects, ImageBytes, Question, SampleImage, SampleText
 
 BOXES = AnnotatedObjects(np.array([[1.0, 2, 30, 40]]), "boxes.json", names=("cat",))
 TEXT = SampleText(0, "the cat", {})
@@ -19,10 +19,10 @@ def question(**fields) -> Question:
 
 def test_a_question_is_a_sample_of_one_image_and_one_text():
     sample = question().sample(TEXT)
-    assert sample.is_asked and sample.texts == (TEXT,)
+    assert sample.from_user and sample.texts == (TEXT,)
     [image] = sample.images
     assert (image.id, image.locate()) == ("photo.jpg", Path("photo.jpg"))
-    assert image.boxes is image.objects is image.size is image.hide is None
+    assert image.boxes is image.objects is image.size is image.boxes_to_mask is None
 
 
 def test_given_boxes_are_the_candidates_or_the_objects():
@@ -34,23 +34,23 @@ def test_given_boxes_are_the_candidates_or_the_objects():
 
 
 def test_none_but_the_given_boxes_are_hidden():
-    [image] = question(hidden=BOXES).sample(TEXT, hides=True).images
-    assert image.hide is BOXES.boxes
-    [image] = question().sample(TEXT, hides=True).images
-    assert image.hide.shape == (0, 4)
-    assert question(hidden=BOXES).sample(TEXT).images[0].hide is None
+    [image] = question(boxes_to_mask=BOXES).sample(TEXT, masks_regions=True).images
+    assert image.boxes_to_mask is BOXES.boxes
+    [image] = question().sample(TEXT, masks_regions=True).images
+    assert image.boxes_to_mask.shape == (0, 4)
+    assert question(boxes_to_mask=BOXES).sample(TEXT).images[0].boxes_to_mask is None
 
 
 def test_what_a_task_does_not_take_is_refused():
     question().refuse_choices("A caption")
-    question().refuse_hidden()
+    question().refuse_masked_boxes()
     for fields in ({"choices": ["a"]}, {"answer": "b"}):
         with pytest.raises(ValueError, match="A caption takes neither choices nor an answer"):
             question(**fields).refuse_choices("A caption")
     with pytest.raises(ValueError, match="hide no boxes"):
-        question(hidden=BOXES).refuse_hidden()
+        question(boxes_to_mask=BOXES).refuse_masked_boxes()
 
 
 def test_an_image_may_be_found_when_it_is_needed():
-    encoded = EncodedImage(b"", "a.tar: b.png")
+    encoded = ImageBytes(b"", "a.tar: b.png")
     assert SampleImage("b", lambda: encoded).locate() is encoded

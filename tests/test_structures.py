@@ -8,12 +8,12 @@ import torch
 from detector.structures import ImageBatch, Regions
 from e2e_vl.structures import (
     Batch,
-    HiddenRegions,
     RegionLabels,
+    RegionMasks,
     TextBatch,
     TextRegions,
     gather_regions,
-    take_along,
+    take_along_dim,
 )
 
 COUNTS = (2, 0, 3)
@@ -99,13 +99,13 @@ def test_rows_of_candidate_boxes_behind_the_whole_image(regions):
     known = [torch.tensor([10.0]), torch.zeros(0), torch.tensor([30.0, 31.0])]
     copied = gathered.gather(known, fill=-7)
     assert copied.tolist() == [[-7, 10, -7, 30, 31], [-7, 30, 31, -7, -7], [-7] * 5]
-    assert not gathered.is_hidden.any()
+    assert not gathered.is_masked.any()
 
 
-def hidden_regions() -> HiddenRegions:
+def hidden_regions() -> RegionMasks:
     """Of the candidate boxes behind the whole images."""
-    is_hidden = [torch.tensor([True]), torch.zeros(0, dtype=torch.bool), torch.tensor([False, True])]
-    return HiddenRegions([rows.clone() for rows in is_hidden], is_hidden)
+    is_masked = [torch.tensor([True]), torch.zeros(0, dtype=torch.bool), torch.tensor([False, True])]
+    return RegionMasks([rows.clone() for rows in is_masked], is_masked)
 
 
 def test_hidden_and_cut_regions(regions):
@@ -114,11 +114,11 @@ def test_hidden_and_cut_regions(regions):
         SIZES,
         torch.tensor([[2], [2], [2]]),
         whole_image=True,
-        hidden=hidden_regions(),
+        masks=hidden_regions(),
         limit=torch.tensor([[1], [2], [0]]),
     )
     assert gathered.attention_mask.tolist() == [[True, True, False], [True] * 3, [True, False, False]]
-    assert gathered.is_hidden.tolist() == [[False] * 3, [False, False, True], [False] * 3]
+    assert gathered.is_masked.tolist() == [[False] * 3, [False, False, True], [False] * 3]
 
 
 def test_every_image_of_a_text_is_cut_on_its_own(regions):
@@ -128,7 +128,7 @@ def test_every_image_of_a_text_is_cut_on_its_own(regions):
         SIZES,
         torch.tensor([[2, 0], [0, 2], [2, 0]]),
         whole_image=True,
-        hidden=hidden_regions(),
+        masks=hidden_regions(),
         limit=torch.tensor([[1, 1], [0, 2], [0, 0]]),
     )
     assert gathered_rows(gathered, 0) == [[2, 0], [2, 1], [0, 0], [0, 1]]
@@ -140,7 +140,7 @@ def test_every_image_of_a_text_is_cut_on_its_own(regions):
         [True, True, False, False],
         [True, True, False, False],
     ]
-    assert gathered.is_hidden.tolist() == [[False, False, False, True], [False, False, False, True], [False] * 4]
+    assert gathered.is_masked.tolist() == [[False, False, False, True], [False, False, False, True], [False] * 4]
     without = gathered.without_whole_image()
     assert without.attention_mask.sum(dim=1).tolist() == [2, 2, 0]
     assert torch.equal(without.features, gathered.features) and gathered.attention_mask.sum() == 10
@@ -201,8 +201,8 @@ def test_all_parts_of_a_batch_move_together():
         texts=TextBatch(ids, ids, ids.bool(), summary=torch.zeros(1, dtype=torch.int64)),
         image_index=torch.zeros(1, 1, dtype=torch.int64),
         region_labels=RegionLabels(classes=[torch.zeros(1, dtype=torch.int64)], class_probs=[torch.zeros(1, 3)]),
-        hidden=HiddenRegions([torch.ones(1, dtype=torch.bool)], [torch.ones(1, dtype=torch.bool)]),
-        hide=[torch.zeros(0, 4)],
+        masked_regions=RegionMasks([torch.ones(1, dtype=torch.bool)], [torch.ones(1, dtype=torch.bool)]),
+        boxes_to_mask=[torch.zeros(0, 4)],
         records=[{"text": "x"}],
     )
     moved = batch.to("meta")
@@ -213,9 +213,9 @@ def test_all_parts_of_a_batch_move_together():
         moved.image_index,
         *moved.region_labels.classes,
         *moved.region_labels.class_probs,
-        *moved.hidden.is_labelled,
-        *moved.hidden.is_hidden,
-        *moved.hide,
+        *moved.masked_regions.is_labelled,
+        *moved.masked_regions.is_masked,
+        *moved.boxes_to_mask,
     ]
     assert all(tensor.device.type == "meta" for tensor in tensors)
     assert moved.region_labels.features is None and moved.records == [{"text": "x"}]
@@ -229,7 +229,7 @@ def test_all_parts_of_a_batch_move_together():
 def test_take_along_is_torchs_with_its_gradient(values, index, dim):
     values = torch.randn(values, requires_grad=True)
     index = torch.randint(0, values.shape[dim], index)
-    found, expected = take_along(values, index, dim), values.take_along_dim(index, dim)
+    found, expected = take_along_dim(values, index, dim), values.take_along_dim(index, dim)
     assert torch.equal(found, expected) and found.shape == expected.shape
     weight = torch.randn_like(found)
     assert torch.equal(*(torch.autograd.grad((one * weight).sum(), values)[0] for one in (found, expected)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from e2e_vl.examples import Ragged, Targets, by_name, nested, per_wordpiece, ragged, stacked
-from e2e_vl.hiding import cut_texts
+from e2e_vl.region_masking import truncate_texts
 from e2e_vl.structures import TextBatch
 
 
@@ -112,7 +112,7 @@ def test_positions_with_a_label():
 
 
 def test_targets_are_cut_with_their_texts():
-    """The first wordpieces and the very last stay, as in `cut_texts`."""
+    """The first wordpieces and the very last stay, as in `truncate_texts`."""
     joined = Words.join(
         [
             Words(np.array([5, -1, 6, 7, 8]), np.array([1, 2, 3, 4, 5]), 10),
@@ -124,16 +124,18 @@ def test_targets_are_cut_with_their_texts():
     texts = TextBatch(
         torch.arange(15).view(3, 5) * attention_mask, torch.zeros(3, 5, dtype=torch.int64), attention_mask
     )
-    shortened, index = cut_texts(texts, torch.tensor([3, 2, 2]))
-    cut = joined.cut(index, shortened.attention_mask)
+    shortened, index = truncate_texts(texts, torch.tensor([3, 2, 2]))
+    cut = joined.truncate(index, shortened.attention_mask)
     assert cut.labels.tolist() == [[5, -1, 8], [9, 3, -1], [1, 3, -1]]
     assert cut.kinds.tolist() == [[1, 2, 5], [6, 7, 0], [8, 1, 0]]
     assert cut.number.tolist() == [10, 11, 12]
     assert joined.labels.shape == (3, 5), "a copy"
-    parts = Parts({"words": joined, "some": Some(number=torch.tensor([1, 2, 3]))}).cut(index, shortened.attention_mask)
+    parts = Parts({"words": joined, "some": Some(number=torch.tensor([1, 2, 3]))}).truncate(
+        index, shortened.attention_mask
+    )
     assert parts.parts["words"].labels.tolist() == cut.labels.tolist()
     assert parts.parts["some"].number.tolist() == [1, 2, 3]
-    assert Words().cut(index, shortened.attention_mask) == Words()
+    assert Words().truncate(index, shortened.attention_mask) == Words()
 
 
 # Lists of different lengths
@@ -184,7 +186,7 @@ def test_other_shapes_in_lists_are_named():
 
 def test_lists_are_left_as_they_are_when_texts_are_cut():
     joined = Phrases.join([Phrases(spans((0, 3)), [boxes(1)])])
-    assert joined.cut(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)) == joined
+    assert joined.truncate(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)) == joined
     assert joined.labelled_wordpieces(0) == []
 
 
@@ -222,21 +224,21 @@ def test_a_batch_without_any_array_keeps_the_shape_of_its_rows():
 
 
 def test_texts_without_a_target_are_told_apart():
-    joined = Some.join([Some(np.ones(4), 3), Some(np.zeros(4), -1, known=False), Some(np.ones(4), 5)])
-    assert joined.known.tolist() == [True, False, True] and joined.number.tolist() == [3, -1, 5]
+    joined = Some.join([Some(np.ones(4), 3), Some(np.zeros(4), -1, has_target=False), Some(np.ones(4), 5)])
+    assert joined.has_target.tolist() == [True, False, True] and joined.number.tolist() == [3, -1, 5]
     assert joined.with_target(joined.number).tolist() == [3, 5]
     assert joined.to("meta").known.is_meta
-    cut = joined.cut(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1, dtype=torch.bool))
-    assert cut.known.tolist() == [True, False, True]
-    none = Some.join([Some(number=0, known=False)] * 2)
-    assert none.known.tolist() == [False, False] and none.with_target(none.number).shape == (0,)
+    cut = joined.truncate(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1, dtype=torch.bool))
+    assert cut.has_target.tolist() == [True, False, True]
+    none = Some.join([Some(number=0, has_target=False)] * 2)
+    assert none.has_target.tolist() == [False, False] and none.with_target(none.number).shape == (0,)
 
 
 def test_where_no_text_lacks_a_target_nothing_is_selected():
     joined = Some.join([Some(number=3), Some(number=4)])
-    assert joined.known is None and joined.with_target(joined.number) is joined.number
+    assert joined.has_target is None and joined.with_target(joined.number) is joined.number
 
 
 def test_a_text_without_a_target_needs_the_values_of_the_others():
     with pytest.raises(ValueError, match=r"Some: number is known for some texts"):
-        Some.join([Some(number=3), Some(known=False)])
+        Some.join([Some(number=3), Some(has_target=False)])

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from detector.errors import UserError
 from e2e_vl import text
-from e2e_vl.text import build_vocabulary, load_tokenizer, mirror_words, split_words, word_pieces
+from e2e_vl.text import basic_tokenize, build_vocabulary, load_tokenizer, swap_left_right, word_pieces
 from tests.campaign.hostile_tokenizers import good_tokenizer, write_tokenizer
 
 SENTENCES = ["the red, red circle!", "The RED café", "the 2 circles"]
@@ -65,7 +65,7 @@ def test_several_processes_may_build_a_vocabulary_while_others_read_it(vocabular
 
 def test_splitting_follows_the_tokenizer(vocabulary_file):
     tokenizer = load_tokenizer(vocabulary_file)
-    assert split_words("The red, CAFÉ!") == tokenizer.tokenize("The red, CAFÉ!") == ["the", "red", ",", "cafe", "!"]
+    assert basic_tokenize("The red, CAFÉ!") == tokenizer.tokenize("The red, CAFÉ!") == ["the", "red", ",", "cafe", "!"]
 
 
 def test_loading_a_file_and_a_saved_folder_give_the_same_ids(vocabulary_file, tmp_path):
@@ -189,8 +189,8 @@ def test_pieces_of_words_as_bert_splits_them(tmp_path):
 
 
 def test_the_words_of_a_mirrored_image():
-    assert mirror_words(["left", "of", "right", "leftmost"]) == ["right", "of", "left", "leftmost"]
-    assert mirror_words(iter(())) == []
+    assert swap_left_right(["left", "of", "right", "leftmost"]) == ["right", "of", "left", "leftmost"]
+    assert swap_left_right(iter(())) == []
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int64
 
 from detector.errors import UserError, reading
 from e2e_vl.data.storage.files import require_file
-from e2e_vl.examples import Draw, ImageExample, Preprocessor, TextExample
+from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, TextExample
 from e2e_vl.samples import Sample, SampleText
 
 # Reader of CoNLL-U: sentences as words with a governor and a relation each.
@@ -311,11 +311,11 @@ class CaptionPreprocessor(Preprocessor):
     parses: Parses | None = None
     needs_parses: bool = True
 
-    def word(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    def encode_text(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
-        pieces, places = self.writer.located_pieces(text.words)
-        encoding = self.writer.single(pieces)
+        pieces, places = self.text_tokenizer.pieces_with_offsets(text.words)
+        encoding = self.text_tokenizer.single(pieces)
         own = encoding.source >= 0
         at = np.where(own[:, None], places[encoding.source], 0) if len(places) else np.zeros((len(own), 2), np.int64)
         record = {**self.record(text, images, encoding), RECORD: self.facts(text, at, own, places)}

@@ -36,7 +36,14 @@ from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.data.image_loader import DetectedBoxes
 from e2e_vl.io import name_of
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import build_collate, build_loader, build_writer, named_parts, open_split, warn_of_random_boxes
+from e2e_vl.run.build import (
+    build_collate,
+    build_loader,
+    build_text_tokenizer,
+    named_parts,
+    open_split,
+    warn_of_random_boxes,
+)
 from e2e_vl.run.checkpoint import load_model, saved_settings
 from e2e_vl.run.launch import make_accelerator
 
@@ -290,6 +297,6 @@ def caption_examples(
     dataset = open_split(wanting, request.split, request.boxes, training=False)
     loader = build_loader(config, model, dataset, request.boxes)
     loader.require_images(dataset.image_ids(), request.split)
-    writer = dataclasses.replace(build_writer(config, model, tokenizer), marks_phrases=False)
+    writer = dataclasses.replace(build_text_tokenizer(config, model, tokenizer), with_phrase_spans=False)
     preprocessor = CaptionPreprocessor(writer, parses, request.choices.missing_parse == "error")
     return ExampleDataset(dataset, loader, preprocessor, seed=config.seed)

@@ -18,10 +18,10 @@ from detector.boxes import check_boxes
 from detector.errors import UserError, user_path
 from detector.images import FORMATS, MAX_PIXELS
 from e2e_vl.data.user_inputs import read_boxes
-from e2e_vl.samples import AnnotatedObjects, EncodedImage
+from e2e_vl.samples import AnnotatedObjects, ImageBytes
 
 ImageInput = str | Path | bytes | np.ndarray | Image.Image
-ImageFile = Path | EncodedImage
+ImageFile = Path | ImageBytes
 
 _IN_MEMORY = "(the image given)"
 _ORIENTATION = 0x0112  # the EXIF tag
@@ -46,7 +46,7 @@ def image_file(image: ImageInput) -> ImageFile:
     if isinstance(image, str | Path):
         return user_path(image, "Image")
     if isinstance(image, bytes):
-        return EncodedImage(image, "(the bytes given)")
+        return ImageBytes(image, "(the bytes given)")
     if isinstance(image, np.ndarray):
         is_picture = image.ndim == 2 or (image.ndim == 3 and image.shape[2] in (3, 4))
         if image.dtype != np.uint8 or not is_picture or image.size == 0:
@@ -73,7 +73,7 @@ def image_file(image: ImageInput) -> ImageFile:
     stored = _storable(image)
     stored.info = {}  # what the image was read with, such as the colour that is transparent, may not fit into a PNG
     stored.save(stream, "PNG", compress_level=1, exif=upright)
-    return EncodedImage(stream.getvalue(), _IN_MEMORY)
+    return ImageBytes(stream.getvalue(), _IN_MEMORY)
 
 
 def _check_unread(image: Image.Image) -> None:
@@ -122,7 +122,7 @@ def _storable(image: Image.Image) -> Image.Image:
 
 def stamp_of(image: ImageFile) -> tuple[int, int] | None:
     """Size in bytes and time of the last change (ns) of a file; None for an image in memory, or where no file is."""
-    if isinstance(image, EncodedImage) or not image.is_file():
+    if isinstance(image, ImageBytes) or not image.is_file():
         return None
     facts = image.stat()
     return facts.st_size, facts.st_mtime_ns

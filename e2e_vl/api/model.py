@@ -43,7 +43,7 @@ from e2e_vl.run.inference import Reply, look_at, reply_to
 from e2e_vl.samples import Question, Sample
 from e2e_vl.structures import Batch, ModelOutput
 from e2e_vl.tasks.base import Task
-from e2e_vl.text import has_half_character, shortened, unknown_words
+from e2e_vl.text import has_lone_surrogate, shortened, unknown_words
 
 # What a saved model tells others: a model card, and settings without the paths of the machine it was trained on.
 
@@ -77,7 +77,7 @@ def make_card(
     task: Task,
     metrics: Mapping[str, Any],
     *,
-    wants_answer: bool = False,
+    accepts_answer: bool = False,
     license: str | None = None,
     **more: Any,
 ) -> ModelCard:
@@ -85,7 +85,7 @@ def make_card(
 
     Args:
         metrics: by name, such as "val/accuracy_predicted_boxes".
-        wants_answer: a given answer belongs to the questions.
+        accepts_answer: a given answer belongs to the questions.
         license: of the weights, which only their owner can name; None: the card names none.
         more: further values of the template.
     """
@@ -101,19 +101,19 @@ def make_card(
         encoder=settings.encoder.name,
         task=settings.task.name,
         data=settings.data.name,
-        example=_example(settings, task, wants_answer),
+        example=_example(settings, task, accepts_answer),
         metrics={key: value for key, value in shown.items() if not key.partition("/")[2].startswith(NOT_SHOWN)},
         **more,
     )
 
 
-def _example(settings: RunConfig, task: Task, wants_answer: bool) -> str:
+def _example(settings: RunConfig, task: Task, accepts_answer: bool) -> str:
     """A call that the model answers."""
     if settings.detector.backend == "precomputed":
         return "# it reads saved region features, so `tools/evaluate.py` and `tools/predict.py split` run it"
     if not task.answers_questions:
         return 'found = model.regions("photo.jpg")'
-    words = f'{task.example_call}, answer="because [1] is happy"' if wants_answer else task.example_call
+    words = f'{task.example_call}, answer="because [1] is happy"' if accepts_answer else task.example_call
     return f"answer = model.ask({words})"
 
 
@@ -253,7 +253,7 @@ class TrainedModel(
             boxes: [Q, 4], or words or a file as in `ask`.
             text: a caption, maybe with [MASK].
         """
-        questions = [Question(image_file(image), text, hidden=given_boxes(boxes, "boxes"))]
+        questions = [Question(image_file(image), text, boxes_to_mask=given_boxes(boxes, "boxes"))]
         answers, _ = self.replies(questions)
         self._warn(questions, answers)
         return answers[0]
@@ -386,7 +386,7 @@ class TrainedModel(
             known = dataclasses.replace(
                 question,
                 class_names=self._given_names,
-                wants_answer=self._dataset.wants_given_answer(self._options),
+                accepts_answer=self._dataset.wants_given_answer(self._options),
             )
             samples.append(self._dataset.narrowed(self.network.task.question(known), self._options))
         texts = [dataclasses.replace(sample.texts[0], index=row) for row, sample in enumerate(samples)]
@@ -437,11 +437,11 @@ class TrainedModel(
             raise UserError(
                 f"{self.source} is a control that was trained without seeing any {missing}; give another run."
             )
-        if not all(question.text.strip() or question.hidden is not None for question in questions):
+        if not all(question.text.strip() or question.boxes_to_mask is not None for question in questions):
             raise UserError("The text is empty; write what to ask or to look for.")
         for question in questions:
             for text in (question.text, *question.choices, question.answer or ""):
-                if has_half_character(text):
+                if has_lone_surrogate(text):
                     raise UserError(f"The text {text!r:.200} has half of a character; write the whole one.")
 
     @classmethod
@@ -491,8 +491,8 @@ class TrainedModel(
     def generate_model_card(self, **more: Any) -> ModelCard:
         """What the model is made of, how to load it, and its metrics where the run has them; see `make_card`."""
         name = more.pop("repo_id", None) or self.source.name
-        wants_answer = self._dataset.wants_given_answer(self._options)
-        return make_card(name, self.settings, self.network.task, self._metrics, wants_answer=wants_answer, **more)
+        accepts_answer = self._dataset.wants_given_answer(self._options)
+        return make_card(name, self.settings, self.network.task, self._metrics, accepts_answer=accepts_answer, **more)
 
 
 def load(source: str | Path, device: str | torch.device | None = None) -> TrainedModel:
@@ -522,4 +522,4 @@ def _image_files(images: list[Any]) -> list[tuple[ImageFile, ...]]:
 
 def _sharing_key(question: Question) -> Any:
     """Equal for questions whose images and boxes are the same."""
-    return tuple(content_key(file) for file in question.images), id(question.boxes), id(question.hidden)
+    return tuple(content_key(file) for file in question.images), id(question.boxes), id(question.boxes_to_mask)

@@ -16,8 +16,8 @@ from PIL import Image
 from detector.errors import UserError
 from detector.images import ResizeRule, decode_resized, load_resized, resize_boxes
 from e2e_vl.api.inputs import ImageFile, stamp_of
-from e2e_vl.drawing import draw_boxes, mark_colours
-from e2e_vl.samples import EncodedImage
+from e2e_vl.drawing import box_colours, draw_boxes
+from e2e_vl.samples import ImageBytes
 from e2e_vl.tasks.base import CLEARLY_NAMED, box_in_words
 
 SHOWN_SIZE = ResizeRule(600, 1000)  # of pictures; large photos are shrunk
@@ -178,7 +178,7 @@ def _picture(
     found = stamp_of(image)
     if found is not None and found != stamp:
         raise UserError(f"{image} was changed after the model looked at it, so the boxes do not fit; ask again.")
-    if isinstance(image, EncodedImage):
+    if isinstance(image, ImageBytes):
         pixels, size = decode_resized(image.content, image.name, SHOWN_SIZE, "RGB")
     else:
         pixels, size = load_resized(image, SHOWN_SIZE, "RGB")
@@ -194,7 +194,7 @@ def marks_of(labels: Sequence[str], phrases: Sequence[GroundedPhrase]) -> dict[s
     """`labels`, `colours` and `dashed` of `draw_boxes` for boxes with these labels, then boxes of phrases."""
     return {
         "labels": [*labels, *(phrase.label for phrase in phrases)],
-        "colours": mark_colours(len(labels), len(phrases)),
+        "colours": box_colours(len(labels), len(phrases)),
         "dashed": [*[False] * len(labels), *(not phrase.is_clear for phrase in phrases)],
     }
 

@@ -168,7 +168,7 @@ def questions_of(arguments: argparse.Namespace) -> list[Question]:
     boxes = None if arguments.boxes is None else read_boxes(arguments.boxes)
     if boxes is not None and not len(boxes):
         raise UserError(f"{boxes.origin}: there is no box; give at least one, or leave --boxes out.")
-    hidden = None if arguments.hide is None else read_boxes(arguments.hide, "--hide")
+    boxes_to_mask = None if arguments.hide is None else read_boxes(arguments.hide, "--hide")
     return [
         Question(
             images[0],
@@ -176,7 +176,7 @@ def questions_of(arguments: argparse.Namespace) -> list[Question]:
             boxes=boxes,
             choices=tuple(arguments.choices),
             answer=arguments.answer,
-            hidden=hidden,
+            boxes_to_mask=boxes_to_mask,
             others=images[1:],
         )
         for images, text in asked

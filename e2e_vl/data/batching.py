@@ -24,15 +24,15 @@ from e2e_vl.data.base import VLDataset
 from e2e_vl.data.image_loader import ImageLoader
 from e2e_vl.examples import (
     DetectionObjects,
-    Draw,
     Example,
+    GeneratorFactory,
     ImageExample,
     Preprocessor,
     Targets,
     TextExample,
     join_phrases,
 )
-from e2e_vl.samples import FOUND, BrokenImageError
+from e2e_vl.samples import DETECTED, BrokenImageError
 from e2e_vl.structures import Batch, RegionLabels, TextBatch
 
 # Asking for an image with some of its texts, and the randomness that belongs to a text.
@@ -421,7 +421,7 @@ def collate(
     if not images or not texts:
         raise UserError(f"a batch needs images and texts, this one has {len(images)} images and {len(texts)} texts")
     if pad_to is None and canvas is not None:
-        pad_to = canvas_size([image.placement.size for image in images], canvas)
+        pad_to = canvas_size([image.image_transform.size for image in images], canvas)
     return Batch(
         images=_image_batch(images, pixel_mean, pixel_std, pad_to),
         boxes=_column(images, "boxes", "candidate boxes"),
@@ -432,11 +432,11 @@ def collate(
         region_labels=RegionLabels(
             classes=_column(images, "box_classes", "classes of the candidate boxes"),
             class_probs=_column(images, "class_probs", "class distributions"),
-            **{name: _column(images, name, name.replace("_", " ")) for name in FOUND},
+            **{name: _column(images, name, name.replace("_", " ")) for name in DETECTED},
         ),
         roi_masks=_column(images, "roi_masks", "instance masks"),
         seeds=None if any(text.seed is None for text in texts) else torch.tensor([text.seed for text in texts]),
-        hide=_column(images, "hide", "boxes to hide"),
+        boxes_to_mask=_column(images, "boxes_to_mask", "boxes to hide"),
         phrases=None if any(text.phrases is None for text in texts) else join_phrases([text.phrases for text in texts]),
         records=[text.record for text in texts],
     )
@@ -497,7 +497,7 @@ def _image_batch(
     pad_to: tuple[int, int] | None,
 ) -> ImageBatch:
     """Pixels; or with precomputed features these and the sizes, without pixels."""
-    names, original_sizes = [image.name for image in images], [image.placement.original_size for image in images]
+    names, original_sizes = [image.name for image in images], [image.image_transform.original_size for image in images]
     features = _column(images, "features", "precomputed features")
     if features is None:
         pixels = [image.pixels for image in images]
@@ -505,7 +505,7 @@ def _image_batch(
     whole = _column(images, "image_feature", "a feature of the whole image")
     return ImageBatch(
         pixels=torch.zeros(len(images), 3, 0, 0),
-        sizes=torch.tensor([image.placement.size for image in images]),
+        sizes=torch.tensor([image.image_transform.size for image in images]),
         original_sizes=torch.tensor(original_sizes),
         names=names,
         precomputed=PrecomputedFeatures(features, None if whole is None else torch.stack(whole)),
@@ -648,11 +648,11 @@ class ExampleDataset(Dataset):
             BrokenImageError: the image is missing or cannot be read; its cause says which and why.
             ValueError: files that contradict each other, or a box outside its image.
         """
-        draw: Draw = functools.partial(random_generator, self.seed, request.epoch)
-        augmentation = self.loader.draw_augmentation(draw(request.texts[0]))
+        make_generator: GeneratorFactory = functools.partial(random_generator, self.seed, request.epoch)
+        augmentation = self.loader.draw_augmentation(make_generator(request.texts[0]))
         sample = self.dataset.sample(request.texts if texts is None else texts)
         images = [self.loader.load(image, augmentation) for image in sample.images]
-        return Example(images, list(self.preprocessor(sample, images, draw)))
+        return Example(images, list(self.preprocessor(sample, images, make_generator)))
 
     def image_ids_of(self, texts: tuple[int, ...]) -> tuple[str, ...]:
         """Ids of the images that some texts of one group are about."""

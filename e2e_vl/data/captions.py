@@ -44,7 +44,7 @@ from e2e_vl.data.storage.tar_headers import DamagedTarError, TarMember, member_a
 from e2e_vl.data.vcr import CLASS_NAMES, read_detected_objects
 from e2e_vl.io import inside
 from e2e_vl.records import Count, Id, Name, Record, Side, decoded
-from e2e_vl.samples import AnnotatedObjects, CandidateBoxes, EncodedImage, Sample, SampleImage, SampleText, TextPool
+from e2e_vl.samples import AnnotatedObjects, CandidateBoxes, ImageBytes, Sample, SampleImage, SampleText, TextPool
 
 # Where captions, their images and candidate boxes come from: one small interface, and COCO's captions.
 
@@ -89,7 +89,7 @@ class CaptionSource(abc.ABC):
         """Id of an image, under which a file of boxes has it."""
 
     @abc.abstractmethod
-    def image(self, group: int) -> Path | EncodedImage:
+    def image(self, group: int) -> Path | ImageBytes:
         """The image file, or its content.
 
         Raises:
@@ -371,10 +371,10 @@ class VLBertCaptions(CaptionSource):
     def name(self, group: int) -> str:
         return self._record(group).image
 
-    def image(self, group: int) -> Path | EncodedImage:
+    def image(self, group: int) -> Path | ImageBytes:
         name = self._record(group).image
         found = self._archives.find(name)
-        return found if isinstance(found, Path) else EncodedImage(self._archives.read(name), f"{found[0]}: {found[1]}")
+        return found if isinstance(found, Path) else ImageBytes(self._archives.read(name), f"{found[0]}: {found[1]}")
 
     def boxes(self, group: int) -> CandidateBoxes | None:
         if not self.with_boxes:
@@ -507,9 +507,9 @@ class ShardCaptions(CaptionSource):
         folder, slash, file = self._member(group).rpartition("/")
         return folder + slash + file.partition(".")[0]
 
-    def image(self, group: int) -> EncodedImage:
+    def image(self, group: int) -> ImageBytes:
         shard, row = self._find(group)
-        return EncodedImage(self._content(shard, row[1:4], "image", group), f"{shard}: {self._member(group)}")
+        return ImageBytes(self._content(shard, row[1:4], "image", group), f"{shard}: {self._member(group)}")
 
     def _content(self, shard: Path, place: np.ndarray, what: str, record: int) -> bytes:
         """What lies at a place of offset, size and CRC-32."""
@@ -775,7 +775,7 @@ class CaptionDataset(VLDataset):
             SampleText(text, caption, {"image_id": name, "sent": caption}, image_index=self.image_index)
             for text, caption in ((text, self.source.caption(text)) for text in texts)
         )
-        return Sample((image,), stated, pool=self, own=self.groups[group], corpus=self.corpus)
+        return Sample((image,), stated, pool=self, own_texts=self.groups[group], corpus=self.corpus)
 
     def _objects(self, group: int) -> AnnotatedObjects | None:
         """The annotated or detected objects of an image; None if no file has any."""

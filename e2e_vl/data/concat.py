@@ -243,7 +243,7 @@ class JoinedDataset(VLDataset):
         groups = self._same_image.get(_key(member, sample.images), [self._group_of[texts[0]]])
         own = [text for group in groups for text in self.groups[group]]
         images = tuple(self._with_boxes(image, member) for image in sample.images)
-        return dataclasses.replace(sample, images=images, texts=stated, pool=self, own=own, corpus=self.corpus)
+        return dataclasses.replace(sample, images=images, texts=stated, pool=self, own_texts=own, corpus=self.corpus)
 
     def _with_boxes(self, image: SampleImage, member: JoinedPart) -> SampleImage:
         boxes, objects = image.boxes, image.objects
@@ -251,11 +251,11 @@ class JoinedDataset(VLDataset):
             objects = dataclasses.replace(objects, classes=np.full(len(objects), -1, dtype=np.int64))
         if boxes is None and member.boxes is not None:
             boxes = member.boxes.read(image.id)
-        space, known_as = member.dataset.id_space, image.known_as
-        if space is not None and not known_as:
-            known_as = ((space, image.id),)
+        space, photo_aliases = member.dataset.id_space, image.photo_aliases
+        if space is not None and not photo_aliases:
+            photo_aliases = ((space, image.id),)
         return dataclasses.replace(
-            image, id=f"{member.images}/{image.id}", boxes=boxes, objects=objects, known_as=known_as
+            image, id=f"{member.images}/{image.id}", boxes=boxes, objects=objects, photo_aliases=photo_aliases
         )
 
     def _find(self, text: int) -> tuple[JoinedPart, int]:

@@ -329,7 +329,7 @@ class Flickr30KDataset(VLDataset):
         group = self.groups.of_text(texts[0])
         own, image = self.groups[group], self.images[group]
         stated = tuple(self._text(index, image, image.captions[index - own[0]]) for index in texts)
-        return Sample((self._image(image),), stated, pool=self, own=own)
+        return Sample((self._image(image),), stated, pool=self, own_texts=own)
 
     def _image(self, image: EntityImage) -> SampleImage:
         image_id, annotated = image.image_id, image.annotated

@@ -33,7 +33,7 @@ from e2e_vl.data.storage.index_files import OpenFiles
 from e2e_vl.data.storage.json_entries import json_entries, read_entry
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.records import MISFITS, Pixel, Record, Side, Words, checked
-from e2e_vl.samples import AnnotatedObjects, RightAnswer, Sample, SampleImage, SampleText
+from e2e_vl.samples import AnnotatedObjects, CorrectAnswer, Sample, SampleImage, SampleText
 
 # Reader of the official GQA files: questions (also in pieces), choices and scene graphs; of any size.
 
@@ -511,8 +511,8 @@ class GQADataset(VLDataset):
     def image_ids(self) -> Iterable[str]:
         return self.questions.image_ids
 
-    def truths(self) -> Iterable[RightAnswer | None]:
-        return (None if answer is None else RightAnswer(answer) for answer in self.questions.answers())
+    def truths(self) -> Iterable[CorrectAnswer | None]:
+        return (None if answer is None else CorrectAnswer(answer) for answer in self.questions.answers())
 
     def sample(self, texts: Sequence[int]) -> Sample:
         """Some questions about one image."""
@@ -536,7 +536,7 @@ class GQADataset(VLDataset):
         if self.grounds and answer is not None and facts["isBalanced"]:
             where = self.questions.place(index)
             facts["named_boxes"] = named_boxes(record, find_entry(self.grounds, record["imageId"]), where)
-        return SampleText(index, facts["question"], facts, None if answer is None else RightAnswer(answer))
+        return SampleText(index, facts["question"], facts, None if answer is None else CorrectAnswer(answer))
 
 
 def _question_files(files: DataFiles, split: str) -> list[Path]:

@@ -27,9 +27,9 @@ from e2e_vl.data.features import FeatureStore, RegionFeatures, open_features
 from e2e_vl.data.storage.files import checked_records, corners_of, read_json
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.shared_reads import SharedReads
-from e2e_vl.examples import DetectionObjects, ImageExample, Placement
+from e2e_vl.examples import DetectionObjects, ImageExample, ImageTransform
 from e2e_vl.records import Box, Id, Record, Score
-from e2e_vl.samples import FOUND, AnnotatedObjects, BrokenImageError, CandidateBoxes, EncodedImage, SampleImage
+from e2e_vl.samples import DETECTED, AnnotatedObjects, BrokenImageError, CandidateBoxes, ImageBytes, SampleImage
 
 # From an image file to pixels of the network's size.
 
@@ -39,14 +39,14 @@ class ImageSizeError(UserError):
 
 
 def read_image(
-    source: Path | EncodedImage,
+    source: Path | ImageBytes,
     expected_size: tuple[int, int] | None,
     resize: ResizeRule,
     *,
     flip: bool,
     channel_order: str,
     name: str,
-) -> tuple[np.ndarray, Placement]:
+) -> tuple[np.ndarray, ImageTransform]:
     """Load, resize and maybe mirror one image.
 
     Args:
@@ -57,14 +57,14 @@ def read_image(
         name: which record asks for the file, for error messages, such as "image 42".
 
     Returns:
-        Pixels uint8 [height, width, 3] and the placement.
+        Pixels uint8 [height, width, 3] and the image_transform.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: the file is no readable image.
         ImageSizeError: it has another size than expected.
     """
-    if isinstance(source, EncodedImage):
+    if isinstance(source, ImageBytes):
         where = source.name
         pixels, original_size = decode_resized(source.content, source.name, resize, channel_order)
     else:
@@ -80,7 +80,7 @@ def read_image(
         )
     if flip:
         pixels = np.ascontiguousarray(pixels[:, ::-1])
-    return pixels, Placement(original_size, (pixels.shape[0], pixels.shape[1]), flip)
+    return pixels, ImageTransform(original_size, (pixels.shape[0], pixels.shape[1]), flip)
 
 
 # Reader of detection files in MAttNet's format: one flat list of boxes for all images.
@@ -288,9 +288,9 @@ def open_boxes_of(
 
 
 def _found(regions: RegionFeatures, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
-    """What the detector found in these boxes, as far as the file has it; `FOUND` has its names."""
+    """What the detector found in these boxes, as far as the file has it; `DETECTED` has its names."""
     columns = (regions.classes, regions.scores, regions.attributes, regions.attribute_scores)
-    return {name: values[rows] for name, values in zip(FOUND, columns, strict=True) if values is not None}
+    return {name: values[rows] for name, values in zip(DETECTED, columns, strict=True) if values is not None}
 
 
 def _names(files: Sequence[DetectionsFile | FeatureStore]) -> str:
@@ -471,7 +471,7 @@ class ImageLoader:
         size = image.size if found is None or found.image_size is None else found.image_size
         try:
             file = image.locate()
-            pixels, placement = read_image(
+            pixels, image_transform = read_image(
                 file,
                 size,
                 augmentation.resize,
@@ -485,12 +485,12 @@ class ImageLoader:
             raise BrokenImageError from error
         if self.rules.is_blank:
             pixels = np.broadcast_to(np.array(MEAN_COLOUR[self.rules.channel_order], dtype=np.uint8), pixels.shape)
-        example = ImageExample(pixels, placement, str(file) if isinstance(file, Path) else file.name)
+        example = ImageExample(pixels, image_transform, str(file) if isinstance(file, Path) else file.name)
         self._add_candidates(example, image, found)
-        if image.hide is not None:
-            example.hide = placement.move_and_clamp_boxes(image.hide, "boxes to hide")
+        if image.boxes_to_mask is not None:
+            example.boxes_to_mask = image_transform.transform_and_clamp_boxes(image.boxes_to_mask, "boxes to hide")
         if self.rules.with_objects:
-            example.objects = self._objects(image.objects, placement)
+            example.objects = self._objects(image.objects, image_transform)
         return example.without_boxes() if self.rules.is_blank and self.rules.blank_boxes else example
 
     def _check(self, image: SampleImage, found: CandidateBoxes | None) -> None:
@@ -513,17 +513,17 @@ class ImageLoader:
     def _precomputed(self, image: SampleImage, found: CandidateBoxes, augmentation: Augmentation) -> ImageExample:
         """Boxes and features from a file; of the image only the sizes."""
         size = found.image_size
-        placement = Placement(size, augmentation.resize.target_size(*size), augmentation.flip)
+        image_transform = ImageTransform(size, augmentation.resize.target_size(*size), augmentation.flip)
         features, whole = found.features, found.image_feature
         if whole is None and self.rules.mean_image_feature:
             whole = features.mean(axis=0) if len(features) else np.zeros(features.shape[1], dtype=np.float32)
         if self.rules.is_blank:
             features, whole = np.zeros_like(features), None if whole is None else np.zeros_like(whole)
         example = ImageExample(
-            pixels=np.broadcast_to(np.uint8(0), (*placement.size, 3)),  # a shape without memory
-            placement=placement,
+            pixels=np.broadcast_to(np.uint8(0), (*image_transform.size, 3)),  # a shape without memory
+            image_transform=image_transform,
             name=str(image.file) if isinstance(image.file, Path) else found.origin,
-            boxes=placement.move_and_clamp_boxes(found.boxes, found.origin),
+            boxes=image_transform.transform_and_clamp_boxes(found.boxes, found.origin),
             class_probs=found.class_probs,
             features=features,
             image_feature=whole,
@@ -535,7 +535,7 @@ class ImageLoader:
         """Boxes of a file or of the sample, then annotated boxes, as the source says; clamped."""
         parts = []
         if found is not None:
-            parts.append(example.placement.move_and_clamp_boxes(found.boxes, found.origin))
+            parts.append(example.image_transform.transform_and_clamp_boxes(found.boxes, found.origin))
             example.class_probs = found.class_probs
         if image.boxes is None and self.source.reads_annotations:
             rows = range(len(image.objects)) if image.candidates is None else image.candidates
@@ -548,15 +548,15 @@ class ImageLoader:
 
     def _annotated(self, example: ImageExample, image: SampleImage, rows: Sequence[int], *, alone: bool) -> np.ndarray:
         """The candidate boxes among the annotated objects; if they are the only ones, also what is known about them."""
-        objects, placement = image.objects, example.placement
+        objects, image_transform = image.objects, example.image_transform
         if alone:
             example.box_ids = None if objects.ids is None else tuple(objects.ids[row] for row in rows)
             example.box_classes = None if objects.classes is None else objects.classes[rows]
             if self.rules.mask_size is not None and (objects.outlines is not None or self.rules.fill_masks):
-                example.roi_masks = self._masks(image, rows, placement)
-        return placement.move_and_clamp_boxes(objects.boxes[rows], objects.origin)
+                example.roi_masks = self._masks(image, rows, image_transform)
+        return image_transform.transform_and_clamp_boxes(objects.boxes[rows], objects.origin)
 
-    def _masks(self, image: SampleImage, rows: Sequence[int], placement: Placement) -> np.ndarray:
+    def _masks(self, image: SampleImage, rows: Sequence[int], image_transform: ImageTransform) -> np.ndarray:
         """float32 [R, S, S]; objects without outlines are their whole boxes."""
         side, objects = self.rules.mask_size, image.objects
         if objects.outlines is None or self.rules.is_blank:  # outlines tell shapes
@@ -565,7 +565,7 @@ class ImageLoader:
         masks = [instance_mask(objects.outlines[row], objects.boxes[row], side, at) for row in rows]
         self._count_empty(image, [row for row, mask in zip(rows, masks, strict=True) if not mask.any()])
         joined = np.array(masks, dtype=np.float32).reshape(-1, side, side)
-        return np.ascontiguousarray(joined[:, :, ::-1]) if placement.flipped else joined
+        return np.ascontiguousarray(joined[:, :, ::-1]) if image_transform.flipped else joined
 
     def _count_empty(self, image: SampleImage, rows: Sequence[int]) -> None:
         """Warn of objects that the model cannot see: of the first, and whenever their number has doubled."""
@@ -581,10 +581,10 @@ class ImageLoader:
                     *(image.objects.origin, row, name, number),
                 )
 
-    def _objects(self, objects: AnnotatedObjects, placement: Placement) -> DetectionObjects:
+    def _objects(self, objects: AnnotatedObjects, image_transform: ImageTransform) -> DetectionObjects:
         """Targets of the detection losses."""
         kept = np.arange(len(objects)) if objects.is_crowd is None else np.flatnonzero(~objects.is_crowd)
-        moved = placement.move_objects(objects.boxes[kept])
+        moved = image_transform.transform_objects(objects.boxes[kept])
         check_boxes(moved, objects.origin, "object")
         attributes = None if objects.attributes is None else objects.attributes[kept]
         return DetectionObjects(moved, objects.classes[kept], attributes)

@@ -31,7 +31,7 @@ from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import RecordTable, text_column
 from e2e_vl.io import require_name
 from e2e_vl.records import Id, Name, Record, Score
-from e2e_vl.samples import RightChoice, Sample, SampleImage, SampleText, ScoredAnswers
+from e2e_vl.samples import CorrectChoice, Sample, SampleImage, SampleText, ScoredAnswers
 
 Scores = Mapping[str, float]  # of the answers to a question
 _Row = TypeVar("_Row", bound="_ImageRow | _PairRow")
@@ -388,8 +388,10 @@ class ImageSentenceDataset(VLDataset):
         group = self.groups.of_text(texts[0])
         name = self.images[group]
         folder = self.folders.get(name, Path())
-        image = SampleImage(name, self.settings.file(folder, name), known_as=known_by_number(name))
-        return Sample((image,), tuple(self._text(index, name) for index in texts), pool=self, own=self.groups[group])
+        image = SampleImage(name, self.settings.file(folder, name), photo_aliases=known_by_number(name))
+        return Sample(
+            (image,), tuple(self._text(index, name) for index in texts), pool=self, own_texts=self.groups[group]
+        )
 
     def _text(self, index: int, image_id: str) -> SampleText:
         sentence = self.sentences[index]
@@ -491,7 +493,7 @@ class ScoredQuestionDataset(VLDataset):
         """Some questions about one image."""
         name = self.questions[texts[0]].image_id
         file = self.settings.file(self.folders[texts[0]], name)
-        image = SampleImage(name, file, known_as=known_by_number(name))
+        image = SampleImage(name, file, photo_aliases=known_by_number(name))
         return Sample((image,), tuple(self._text(index) for index in texts))
 
     def _text(self, index: int) -> SampleText:
@@ -587,7 +589,7 @@ class ListedPairDataset(VLDataset):
     def image_ids(self) -> Iterable[str]:
         return (name for texts in self.groups for name in self.pairs[texts[0]].images)
 
-    def truths(self) -> Iterable[RightChoice | None]:
+    def truths(self) -> Iterable[CorrectChoice | None]:
         return map(_truth_listed_pairs, self.pairs)
 
     def sample(self, texts: Sequence[int]) -> Sample:
@@ -604,5 +606,5 @@ class ListedPairDataset(VLDataset):
         return SampleText(index, pair.words, facts, _truth_listed_pairs(pair), image_index=(0, 1))
 
 
-def _truth_listed_pairs(pair: ListedPair) -> RightChoice | None:
-    return None if pair.label is None else RightChoice(pair.label)
+def _truth_listed_pairs(pair: ListedPair) -> CorrectChoice | None:
+    return None if pair.label is None else CorrectChoice(pair.label)

@@ -26,7 +26,7 @@ from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import JoinedRecords, RecordTable
 from e2e_vl.io import inside
 from e2e_vl.records import Number, Record, Words, decoded
-from e2e_vl.samples import RightChoice, Sample, SampleImage, SampleText
+from e2e_vl.samples import CorrectChoice, Sample, SampleImage, SampleText
 
 # Reader of the official NLVR2 files: one JSON object per line, although they end in .json.
 
@@ -214,7 +214,7 @@ class NLVR2Dataset(VLDataset):
     def image_ids(self) -> Iterable[str]:
         return (name for texts in self.groups for name in self.examples[texts[0]].images)
 
-    def truths(self) -> Iterable[RightChoice | None]:
+    def truths(self) -> Iterable[CorrectChoice | None]:
         return (_truth(example) for example in self.examples)
 
     def sample(self, texts: Sequence[int]) -> Sample:
@@ -246,5 +246,5 @@ class NLVR2Dataset(VLDataset):
         return SampleText(index, example.sentence, facts, _truth(example), image_index=(0, 1))
 
 
-def _truth(example: PairStatement) -> RightChoice | None:
-    return None if example.label is None else RightChoice(LABELS.index(example.label))
+def _truth(example: PairStatement) -> CorrectChoice | None:
+    return None if example.label is None else CorrectChoice(LABELS.index(example.label))

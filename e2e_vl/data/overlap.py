@@ -60,7 +60,7 @@ class PhotoIds:
         self._also = also or {}
 
     def of_image(
-        self, image_id: str, file: Path | None, space: str | None, known_as: Iterable[tuple[str, str]] = ()
+        self, image_id: str, file: Path | None, space: str | None, photo_aliases: Iterable[tuple[str, str]] = ()
     ) -> tuple[PhotoId, ...]:
         """The ids of an image of a data set.
 
@@ -68,12 +68,12 @@ class PhotoIds:
             image_id: as the data set calls it.
             file: None if it lies in an archive.
             space: see `VLDataset.id_space`.
-            known_as: (whose id, id) of the photo, where the data set says it; this goes before the space.
+            photo_aliases: (whose id, id) of the photo, where the data set says it; this goes before the space.
         """
         found = None if file is None else _COCO_NAME.fullmatch(file.stem)
         if found:
             return (PhotoId(COCO, str(int(found[1]))),)
-        stated = list(known_as) or ([] if space is None else [(space, image_id)])
+        stated = list(photo_aliases) or ([] if space is None else [(space, image_id)])
         if stated:
             return tuple(dict.fromkeys(one for pair in stated for one in self.in_space(*pair)))
         return (PhotoId("file", image_id if file is None else str(file.absolute())),)
@@ -131,7 +131,7 @@ class PhotoIds:
 
 
 def known_by_number(image_id: str) -> tuple[tuple[str, str], ...]:
-    """`SampleImage.known_as` of an image in files that name photos of COCO by their file names and photos of Visual
+    """`SampleImage.photo_aliases` of an image in files that name photos of COCO by their file names and photos of Visual
     Genome by their numbers; empty: the id is no such number.
     """
     return ((VISUAL_GENOME, image_id),) if _VISUAL_GENOME_NAME.fullmatch(image_id) else ()

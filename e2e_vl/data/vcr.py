@@ -22,7 +22,7 @@ from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import text_column
 from e2e_vl.io import inside, shown
 from e2e_vl.records import Count, Name, Pixel, Record, Side, as_written, checked, decoded
-from e2e_vl.samples import AnnotatedObjects, ChoiceText, RightChoice, Sample, SampleImage, Sentence
+from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage, Sentence
 
 # Reader of VCR's files: `train.jsonl`, `val.jsonl`, `test.jsonl` (a question per line) and a metadata file per image.
 
@@ -462,7 +462,7 @@ class VCRDataset(VLDataset):
         """Number of text indices."""
         return len(self.questions) * self.per_question
 
-    def truths(self) -> Iterable[RightChoice | None]:
+    def truths(self) -> Iterable[CorrectChoice | None]:
         for index in range(len(self)):
             yield self._truth(self.questions[index // self.per_question], index)
 
@@ -507,10 +507,10 @@ class VCRDataset(VLDataset):
     def _given_answer(self, question: VCRQuestion, index: int) -> int:
         return question.answer_label if self._needs_right_answer else index % self.per_question
 
-    def _truth(self, question: VCRQuestion, index: int) -> RightChoice | None:
+    def _truth(self, question: VCRQuestion, index: int) -> CorrectChoice | None:
         if not self.questions.has_labels or self.settings.condition_on != "right":
             return None
-        return RightChoice(question.answer_label if self._is_answer(index) else question.rationale_label)
+        return CorrectChoice(question.answer_label if self._is_answer(index) else question.rationale_label)
 
     def _text(self, index: int, first: VCRQuestion) -> ChoiceText:
         """One text index; `first` is the question that the image was read for."""

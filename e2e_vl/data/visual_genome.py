@@ -39,7 +39,7 @@ from e2e_vl.data.storage.json_entries import json_items
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.io import inside, shown
 from e2e_vl.records import Number, Pixel, Record, Side
-from e2e_vl.samples import PhraseBoxes, RightAnswer, Sample, SampleImage, SampleText
+from e2e_vl.samples import CorrectAnswer, PhraseBoxes, Sample, SampleImage, SampleText
 
 # Readers of the official Visual Genome files: images, region descriptions, and questions with answers.
 
@@ -505,7 +505,7 @@ class VisualGenomeDataset(VLDataset):
     def image_ids(self) -> Iterable[str]:
         return (str(image.image_id) for image in self.images)
 
-    def truths(self) -> Iterable[RightAnswer | None]:
+    def truths(self) -> Iterable[CorrectAnswer | None]:
         return map(_truth, self.texts)
 
     def sample(self, texts: Sequence[int]) -> Sample:
@@ -516,8 +516,8 @@ class VisualGenomeDataset(VLDataset):
         name = str(image.image_id)
         place = f"{image.folder}/{name}.jpg" if image.folder and self.settings.use_folders else f"{name}.jpg"
         file = inside(self.folder, place, f"image {shown(name)}", follows_links=True)
-        stated = SampleImage(name, file, image.size, known_as=((VISUAL_GENOME, name), *in_coco))
-        return Sample((stated,), tuple(self._text(index) for index in texts), pool=self, own=self.groups[group])
+        stated = SampleImage(name, file, image.size, photo_aliases=((VISUAL_GENOME, name), *in_coco))
+        return Sample((stated,), tuple(self._text(index) for index in texts), pool=self, own_texts=self.groups[group])
 
     def _text(self, index: int) -> SampleText:
         text = self.texts[index]
@@ -532,5 +532,5 @@ def _texts(files: DataFiles, options: GenomeOptions, split: str) -> Mapping[int,
     return files.read(READ[options.texts], files.path(options.texts, split=split))
 
 
-def _truth(text: GenomeText) -> RightAnswer | None:
-    return None if text.answer is None else RightAnswer(text.answer)
+def _truth(text: GenomeText) -> CorrectAnswer | None:
+    return None if text.answer is None else CorrectAnswer(text.answer)

@@ -145,13 +145,13 @@ def read_questions(
         with errors.about(str(annotations_file)):
             annotated = _read_annotations(user_path(annotations_file), errors)
             row_of = {number: row for row, number in enumerate(annotated.column("question_id"))}
-    is_asked = bytearray(len(row_of))
+    from_user = bytearray(len(row_of))
     rows = array("q")
     head: dict[str, Any] = {}
 
     def asked() -> Iterator[_AskedRow]:
         what, unique = f"{path}: question", "question ids"
-        found = _rows_of(path, "questions", head, lambda row: _mark(is_asked, row_of, row))
+        found = _rows_of(path, "questions", head, lambda row: _mark(from_user, row_of, row))
         for where, row in checked_records(_AskedRow, found, what, "question_id", unique=unique, errors=errors):
             one = None
             with errors:
@@ -167,7 +167,7 @@ def read_questions(
         questions = RecordTable(_AskedRow, asked())
     if not questions:
         raise UserError(f"{path} has no questions")
-    extra = [number for number, row in row_of.items() if not is_asked[row]]
+    extra = [number for number, row in row_of.items() if not from_user[row]]
     if extra:
         with errors.about(str(annotations_file)):
             raise UserError(
@@ -196,10 +196,10 @@ def _rows_of(
         raise UserError(f"{path} has no '{key}'")
 
 
-def _mark(is_asked: bytearray, row_of: dict[Any, int], row: Any) -> None:
+def _mark(from_user: bytearray, row_of: dict[Any, int], row: Any) -> None:
     number = row.get("question_id") if isinstance(row, dict) else None
     if isinstance(number, int | str) and number in row_of:
-        is_asked[row_of[number]] = True
+        from_user[row_of[number]] = True
 
 
 def _annotated_row(

@@ -35,7 +35,7 @@ class Encoder(PreTrainedModel):
     abilities: ClassVar[frozenset[Ability]] = frozenset()  # what it can do with every config
     # where transformers finds the word table [vocabulary, E], a part of `embeddings`; `get_input_embeddings` returns it
     _input_embed_layer = "word_embeddings"
-    images_setting: ClassVar[str] = "image_slots"  # field of its config that decides `max_images`
+    images_setting: ClassVar[str] = "max_images"  # field of its config that decides `max_images`
 
     @property
     def hidden_size(self) -> int:
@@ -101,11 +101,11 @@ class Encoder(PreTrainedModel):
         texts: TextBatch,
         regions: TextRegions,
         output_attentions: bool = False,
-        inner_layer: int | None = None,
+        intermediate_layer: int | None = None,
     ) -> EncoderOutput:
         """Encode M texts together with the regions they look at; vectors are zero at padding.
 
-        With `output_attentions` the output has the attention maps too, and with `inner_layer` the states after so many
+        With `output_attentions` the output has the attention maps too, and with `intermediate_layer` the states after so many
         of the `num_joint_layers` (0: before the first).
         """
         raise NotImplementedError

@@ -23,7 +23,7 @@ _SIZES: Mapping[str, tuple[int, int]] = {
     "num_attention_heads": (1, 1 << 10),
     "vocab_size": (1, 1 << 24),
     "max_position_embeddings": (1, 1 << 20),
-    "image_slots": (0, 1 << 10),
+    "max_images": (0, 1 << 10),
 }
 # numbers of any kind; beyond these, float32 makes infinite or NaN of them
 _NUMBERS: Mapping[str, tuple[float, float]] = {

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertAttention, BertIntermediate, BertOutput, BertSelfAttention
 
-from e2e_vl.structures import TextBatch, TextRegions, take_along
+from e2e_vl.structures import TextBatch, TextRegions, take_along_dim
 
 
 class BertLayerWithMaps(GradientCheckpointingLayer):
@@ -47,7 +47,7 @@ class LayersRun(NamedTuple):
 
     output: Float[Tensor, "M Z E"]
     attentions: list[Float[Tensor, "M heads Z Z"]]  # a map per layer if asked for, otherwise none
-    inner: Float[Tensor, "M Z E"]  # the states after the number of layers that was asked for, or else the output
+    intermediate: Float[Tensor, "M Z E"]  # the states after the number of layers that was asked for, or else the output
 
 
 def run_layers(
@@ -56,18 +56,18 @@ def run_layers(
     attention_mask: Bool[Tensor, "M Z"],
     output_attentions: bool = False,
     biases: Sequence[Float[Tensor, "M heads Z Z"]] = (),
-    inner: int | None = None,
+    intermediate: int | None = None,
 ) -> LayersRun:
     """One layer after the other, each of which attends to the real positions alone.
 
     Args:
         biases: added to the attention logits, one per layer; or none.
-        inner: number of layers after which the states are wanted too; 0: the input.
+        intermediate: number of layers after which the states are wanted too; 0: the input.
     """
     mask = additive_mask(attention_mask, hidden.dtype)
     attentions, kept = [], None
     for number, layer in enumerate(layers):
-        if number == inner:
+        if number == intermediate:
             kept = hidden
         layer_mask = mask + biases[number].to(mask.dtype) if biases else mask
         hidden, attention = layer(hidden, layer_mask, output_attentions)
@@ -114,11 +114,11 @@ class SequenceLayout:
 
     @classmethod
     def from_masks(
-        cls, text_attend: Bool[Tensor, "M L"], region_attend: Bool[Tensor, "M R"], *, has_end: bool = True
+        cls, text_mask: Bool[Tensor, "M L"], region_mask: Bool[Tensor, "M R"], *, has_end: bool = True
     ) -> SequenceLayout:
         """Args: True at real words and regions. With `has_end` there is one more slot ([END]), which is always real."""
-        end = text_attend.new_ones(len(text_attend), int(has_end))
-        is_real = torch.cat([text_attend, region_attend, end], dim=1)
+        end = text_mask.new_ones(len(text_mask), int(has_end))
+        is_real = torch.cat([text_mask, region_mask, end], dim=1)
         longest = max(int(is_real.sum(dim=1).max()) if len(is_real) else 1, 1)
         slot = (~is_real).to(torch.uint8).argsort(dim=1, stable=True)[:, :longest]
         position = (is_real.cumsum(dim=1) - 1).clamp(min=0)
@@ -128,11 +128,11 @@ class SequenceLayout:
 
     def pack(self, slots: Shaped[Tensor, "M slots E"]) -> Shaped[Tensor, "M Z E"]:
         """Slots -> positions."""
-        return take_along(slots, self.slot[..., None], dim=1)
+        return take_along_dim(slots, self.slot[..., None], dim=1)
 
     def unpack(self, packed: Shaped[Tensor, "M Z E"]) -> Shaped[Tensor, "M slots E"]:
         """Positions -> slots, zero at padding."""
-        return take_along(packed, self.position[..., None], dim=1) * self.is_real[..., None]
+        return take_along_dim(packed, self.position[..., None], dim=1) * self.is_real[..., None]
 
     def pack_pairs(self, slots: Shaped[Tensor, "M heads slots slots"]) -> Shaped[Tensor, "M heads Z Z"]:
         """Pairs of slots -> pairs of positions."""
@@ -148,11 +148,11 @@ def _gather_pairs(
     values: Shaped[Tensor, "M heads old old"], index: Int64[Tensor, "M new"]
 ) -> Shaped[Tensor, "M heads new new"]:
     """Select rows and columns by an index."""
-    rows = take_along(values, index[:, None, :, None], dim=2)
-    return take_along(rows, index[:, None, None, :], dim=3)
+    rows = take_along_dim(values, index[:, None, :, None], dim=2)
+    return take_along_dim(rows, index[:, None, None, :], dim=3)
 
 
-def naming_words(texts: TextBatch, regions: TextRegions, dtype: torch.dtype) -> Float[Tensor, "M R L"] | None:
+def region_word_alignment(texts: TextBatch, regions: TextRegions, dtype: torch.dtype) -> Float[Tensor, "M R L"] | None:
     """1 where a word names a region, which is a candidate box of the text's first image; None: no word names any."""
     if texts.region_of_token is None:
         return None

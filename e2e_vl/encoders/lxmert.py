@@ -25,16 +25,16 @@ from transformers.models.bert.modeling_bert import BertIntermediate, BertOutput,
 from detector.errors import UserError
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.field_limits import check_fields
-from e2e_vl.encoders.layers import GEOMETRY_LAYERS, RelativeGeometryBias, naming_words
+from e2e_vl.encoders.layers import GEOMETRY_LAYERS, RelativeGeometryBias, region_word_alignment
 from e2e_vl.structures import (
     Ability,
     AttentionBlock,
     AttentionGraph,
     EncoderOutput,
-    InnerStates,
+    IntermediateStates,
     TextBatch,
     TextRegions,
-    take_along,
+    take_along_dim,
 )
 
 # The layers of LXMERT, with the parameter names of transformers' `LxmertModel`; attention is fused.
@@ -201,8 +201,8 @@ class CrossModalityLayer(GradientCheckpointingLayer):
         self,
         words: Float[Tensor, "M L E"],
         regions: Float[Tensor, "M R E"],
-        word_attend: Bool[Tensor, "M L"],
-        region_attend: Bool[Tensor, "M R"],
+        word_mask: Bool[Tensor, "M L"],
+        region_mask: Bool[Tensor, "M R"],
         output_attentions: bool = False,
         bias: Float[Tensor, "M heads R R"] | None = None,
     ) -> tuple[Float[Tensor, "M L E"], Float[Tensor, "M R E"], tuple[Map | None, ...]]:
@@ -212,11 +212,11 @@ class CrossModalityLayer(GradientCheckpointingLayer):
         """
         to_text = self.visual_attention if self.text_attention is None else self.text_attention
         (words, to_regions), (regions, to_words) = (
-            self.visual_attention(words, regions, region_attend, output_attentions),
-            to_text(regions, words, word_attend, output_attentions),
+            self.visual_attention(words, regions, region_mask, output_attentions),
+            to_text(regions, words, word_mask, output_attentions),
         )
-        words, among_words = self.lang_self_att(words, words, word_attend, output_attentions)
-        regions, among_regions = self.visn_self_att(regions, regions, region_attend, output_attentions, bias)
+        words, among_words = self.lang_self_att(words, words, word_mask, output_attentions)
+        regions, among_regions = self.visn_self_att(regions, regions, region_mask, output_attentions, bias)
         words = self.lang_output(self.lang_inter(words), words)
         regions = self.visn_output(self.visn_inter(regions), regions)
         return words, regions, (to_regions, to_words, among_words, among_regions)
@@ -254,7 +254,7 @@ class ImagePasses:
             return cls(row[:, None], attention_mask[:, None], slot, row)
         if int(regions.image_slot.max()) >= count:
             raise UserError(
-                f"A text looks at {int(regions.image_slot.max()) + 1} images, but encoder.config.image_slots is "
+                f"A text looks at {int(regions.image_slot.max()) + 1} images, but encoder.config.max_images is "
                 f"{count}; make them agree."
             )
         is_own = slot[:, None] == torch.arange(count, device=slot.device)[:, None]  # [M, I, R]
@@ -266,14 +266,14 @@ class ImagePasses:
     def split(self, values: Shaped[Tensor, "M R width"]) -> Shaped[Tensor, "passes own width"]:
         """Regions of texts -> regions of passes; meaningless at padding."""
         rows = self.row.flatten(1)[..., None]
-        return take_along(values, rows, dim=1).unflatten(1, self.row.shape[1:]).flatten(0, 1)
+        return take_along_dim(values, rows, dim=1).unflatten(1, self.row.shape[1:]).flatten(0, 1)
 
     def join(self, states: Float[Tensor, "passes own E"]) -> Float[Tensor, "M R E"]:
         """Regions of passes -> regions of texts, zero at padding."""
         count, own = self.row.shape[1:]
         places = self.slot.clamp(max=count - 1) * own + self.place
         states = states.unflatten(0, (-1, count)).flatten(1, 2)
-        return take_along(states, places[..., None], dim=1) * (self.slot < count)[..., None]
+        return take_along_dim(states, places[..., None], dim=1) * (self.slot < count)[..., None]
 
     def repeat(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "passes ..."]:
         """Values of texts, once per pass."""
@@ -320,7 +320,9 @@ class AttentionMaps:
         places = torch.cat([words, attention_mask.shape[1] + self.passes.place], dim=1)
         found = []
         for image, rows in enumerate(maps.unflatten(0, (-1, count)).unbind(dim=1)):
-            rows = take_along(take_along(rows, places[:, None, :, None], dim=2), places[:, None, None, :], dim=3)
+            rows = take_along_dim(
+                take_along_dim(rows, places[:, None, :, None], dim=2), places[:, None, None, :], dim=3
+            )
             is_real = torch.cat([attention_mask, self.passes.slot == image], dim=1)
             found.append(rows * (is_real[:, None, :, None] & is_real[:, None, None, :]))
         return found
@@ -377,13 +379,13 @@ class LxmertEncoderConfig(PreTrainedConfig):
     bert_layers: str = "first"
     # zeros replace the feature of a hidden region (pre-training on saved features; official code). False: it is what
     # the detector makes of hidden pixels.
-    hidden_region_feature: bool = False
+    masked_region_feature: bool = False
     # a region also carries the mean of the position vectors of the words that name it, as VisualBERT's do (for VCR);
     # official code has no such link
     named_regions: bool = False
     # most images that one text looks at. Each is read in a pass of its own, and the summaries of the passes stand side
     # by side.
-    image_slots: int = 1
+    max_images: int = 1
     # a learned bias among regions from where they lie relative to each other, see `RelativeGeometryBias`; official
     # checkpoints do not have it
     relative_geometry: bool = False
@@ -395,8 +397,8 @@ class LxmertEncoderConfig(PreTrainedConfig):
         for name, (one, other) in CHOICES.items():
             if getattr(self, name) not in (one, other):
                 raise UserError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
-        if self.image_slots < 1:
-            raise UserError(f"image_slots is {self.image_slots}; every text needs room for one image.")
+        if self.max_images < 1:
+            raise UserError(f"max_images is {self.max_images}; every text needs room for one image.")
 
 
 class LxmertEncoder(Encoder):
@@ -404,7 +406,7 @@ class LxmertEncoder(Encoder):
 
     Each image of a text is read in a pass of its own, as the official code reads NLVR2's two. Then a wordpiece has the
     mean of its states over the passes with an image, a region has the state of its image's pass, and the
-    summary is [first image's summary; second image's summary], X = I x E with I = `image_slots`. A pass without an
+    summary is [first image's summary; second image's summary], X = I x E with I = `max_images`. A pass without an
     image reads zeros where others read regions.
 
     Attention maps come back over the L + R slots [words | regions] in this order: a map per layer over words; a map per
@@ -423,8 +425,8 @@ class LxmertEncoder(Encoder):
             Ability.SUMMARY_OF_SINGLE,
             Ability.SUMMARY_OF_QUESTION,
             Ability.SUMMARY_OF_PAIR,
-            Ability.WORD_TABLE,
-            Ability.INNER_STATES,
+            Ability.WORD_EMBEDDINGS,
+            Ability.INTERMEDIATE_STATES,
         }
     )
 
@@ -442,7 +444,7 @@ class LxmertEncoder(Encoder):
     @property
     def summary_size(self) -> int:
         """X; a vector for each image that a text may look at."""
-        return self.config.hidden_size * self.config.image_slots
+        return self.config.hidden_size * self.config.max_images
 
     @property
     def num_joint_layers(self) -> int:
@@ -451,8 +453,8 @@ class LxmertEncoder(Encoder):
 
     @property
     def max_images(self) -> int:
-        """See `Encoder`; `config.image_slots`."""
-        return self.config.image_slots
+        """See `Encoder`; `config.max_images`."""
+        return self.config.max_images
 
     @property
     def attention_graphs(self) -> dict[str, AttentionGraph]:
@@ -460,7 +462,7 @@ class LxmertEncoder(Encoder):
         with cross attention behind them; and the cross attention.
         """
         config = self.config
-        before, each = config.l_layers + config.r_layers, 2 * config.image_slots
+        before, each = config.l_layers + config.r_layers, 2 * config.max_images
         across = tuple(before + each * layer for layer in range(config.x_layers))
         among = tuple(step + 1 for step in across)
         return {
@@ -478,10 +480,10 @@ class LxmertEncoder(Encoder):
         """See `Encoder`."""
         config = self.config
         return {
-            Ability.HIDDEN_REGIONS: (config.hidden_region_feature, "hidden_region_feature to true"),
-            Ability.HIDDEN_FEATURES: (config.hidden_region_feature, "hidden_region_feature to true"),
+            Ability.MASKED_REGIONS: (config.masked_region_feature, "masked_region_feature to true"),
+            Ability.MASKED_FEATURES: (config.masked_region_feature, "masked_region_feature to true"),
             Ability.NAMED_REGIONS: (config.named_regions, "named_regions to true"),
-            Ability.IMAGE_PAIRS: (config.image_slots > 1, "image_slots to 2"),
+            Ability.IMAGE_PAIRS: (config.max_images > 1, "max_images to 2"),
         }
 
     def forward(
@@ -489,19 +491,19 @@ class LxmertEncoder(Encoder):
         texts: TextBatch,
         regions: TextRegions,
         output_attentions: bool = False,
-        inner_layer: int | None = None,
+        intermediate_layer: int | None = None,
     ) -> EncoderOutput:
         """See `Encoder.forward`, and above.
 
         Raises:
-            ValueError: texts longer than the position table, or with more images than `image_slots`.
+            ValueError: texts longer than the position table, or with more images than `max_images`.
         """
-        passes = ImagePasses.of(regions, self.config.image_slots)
+        passes = ImagePasses.of(regions, self.config.max_images)
         maps = AttentionMaps(texts, passes) if output_attentions else None
         words = self.encode_words(texts, maps)
         biases = self.biases(regions, passes)
         objects = self.encode_regions(texts, regions, passes, maps, biases)
-        words, objects, between = self.encode_together(words, objects, texts, passes, maps, biases, inner_layer)
+        words, objects, between = self.encode_together(words, objects, texts, passes, maps, biases, intermediate_layer)
         pooled = words[:, 0] if self.pooler is None else self.pooler(words)
         states = self.of_texts(words, objects, texts, passes)
         return EncoderOutput(
@@ -509,8 +511,8 @@ class LxmertEncoder(Encoder):
             regions=states.regions,
             summary=pooled.unflatten(0, (len(texts), -1)).flatten(1),
             attentions=tuple(maps.found) if output_attentions else None,
-            word_table=self.get_input_embeddings().weight,
-            inner=None if inner_layer is None else self.of_texts(*between, texts, passes),
+            word_embeddings=self.get_input_embeddings().weight,
+            intermediate=None if intermediate_layer is None else self.of_texts(*between, texts, passes),
         )
 
     def biases(self, regions: TextRegions, passes: ImagePasses) -> list[Float[Tensor, "passes heads own own"] | None]:
@@ -540,12 +542,12 @@ class LxmertEncoder(Encoder):
     ) -> Float[Tensor, "passes own E"]:
         """Through the layers over regions, image by image."""
         features = regions.features
-        if self.config.hidden_region_feature:
-            features = features.masked_fill(regions.is_hidden[..., None], 0.0)
+        if self.config.masked_region_feature:
+            features = features.masked_fill(regions.is_masked[..., None], 0.0)
         shares = regions.boxes / regions.image_sizes.flip(-1).repeat(1, 1, 2)  # x by the width, y by the height
         objects = self.encoder.visn_fc(passes.split(features), passes.split(shares))
         places = self.embeddings.position_embeddings.weight[: texts.input_ids.shape[1]]
-        named = naming_words(texts, regions, places.dtype) if self.config.named_regions else None
+        named = region_word_alignment(texts, regions, places.dtype) if self.config.named_regions else None
         if named is not None:
             objects = objects + passes.split(named / named.sum(dim=2, keepdim=True).clamp(min=1) @ places)
         attention_mask = passes.attention_mask.flatten(0, 1)
@@ -563,7 +565,7 @@ class LxmertEncoder(Encoder):
         passes: ImagePasses,
         maps: AttentionMaps | None,
         biases: list[Float[Tensor, "passes heads own own"] | None],
-        inner_layer: int | None,
+        intermediate_layer: int | None,
     ) -> tuple[
         Float[Tensor, "passes L E"],
         Float[Tensor, "passes own E"],
@@ -572,18 +574,18 @@ class LxmertEncoder(Encoder):
         """Through the layers with cross attention; from here on each image of a text has words of its own.
 
         Returns:
-            Words, regions, and both after `inner_layer` of these layers (None: after all).
+            Words, regions, and both after `intermediate_layer` of these layers (None: after all).
         """
-        words, text_attend, attention_mask = (
+        words, text_mask, attention_mask = (
             passes.repeat(words),
             passes.repeat(texts.attention_mask),
             passes.attention_mask.flatten(0, 1),
         )
         between = None
         for number, (layer, bias) in enumerate(zip(self.encoder.x_layers, biases[self.config.r_layers :], strict=True)):
-            if number == inner_layer:
+            if number == intermediate_layer:
                 between = words, objects
-            words, objects, found = layer(words, objects, text_attend, attention_mask, maps is not None, bias)
+            words, objects, found = layer(words, objects, text_mask, attention_mask, maps is not None, bias)
             if maps is not None:
                 maps.add_cross(*found)
         return words, objects, between or (words, objects)
@@ -594,9 +596,11 @@ class LxmertEncoder(Encoder):
         objects: Float[Tensor, "passes own E"],
         texts: TextBatch,
         passes: ImagePasses,
-    ) -> InnerStates:
+    ) -> IntermediateStates:
         """Words and regions of passes -> of texts, zero at padding."""
-        return InnerStates(self.mean_of_images(words, passes) * texts.attention_mask[..., None], passes.join(objects))
+        return IntermediateStates(
+            self.mean_of_images(words, passes) * texts.attention_mask[..., None], passes.join(objects)
+        )
 
     def mean_of_images(self, words: Float[Tensor, "passes L E"], passes: ImagePasses) -> Float[Tensor, "M L E"]:
         """The mean over the passes with an image, or over all where a text has none."""

@@ -29,8 +29,8 @@ from e2e_vl.encoders.layers import (
     LayersRun,
     RelativeGeometryBias,
     SequenceLayout,
-    naming_words,
     packed_biases,
+    region_word_alignment,
     run_layers,
 )
 from e2e_vl.structures import (
@@ -38,7 +38,7 @@ from e2e_vl.structures import (
     AttentionBlock,
     AttentionGraph,
     EncoderOutput,
-    InnerStates,
+    IntermediateStates,
     TextBatch,
     TextRegions,
 )
@@ -60,7 +60,7 @@ def box_numbers(boxes: Float[Tensor, "*shape 4"], image_sizes: Num[Tensor, "*sha
     return torch.cat([corners, corners[..., 2:] - corners[..., :2]], dim=-1)
 
 
-class VisualBertTables(nn.Module):
+class VisualBertEmbeddings(nn.Module):
     """Texts and their regions -> the packed input sequence `words, regions`.
 
     Facts of the official code that the paper does not state: no [SEP] follows the regions, one LayerNorm serves words
@@ -101,7 +101,7 @@ class VisualBertTables(nn.Module):
 
         The official code lists the words of each region (`image_text_alignment`).
         """
-        return naming_words(texts, regions, self.position_embeddings.weight.dtype)
+        return region_word_alignment(texts, regions, self.position_embeddings.weight.dtype)
 
     def join(
         self, texts: TextBatch, regions: TextRegions, alignment: Float[Tensor, "M R L"] | None
@@ -208,7 +208,7 @@ class VisualBertEncoderConfig(BertConfig):
 class VisualBertEncoder(Encoder):
     """Words and regions in one sequence through BERT layers; parameter names are those of transformers' VisualBERT.
 
-    The sequence of a text is `words, regions`; see `VisualBertTables` for what each position is made of. Attention maps
+    The sequence of a text is `words, regions`; see `VisualBertEmbeddings` for what each position is made of. Attention maps
     come back over the L + R slots [words | regions] of the padded batch.
     """
 
@@ -224,16 +224,16 @@ class VisualBertEncoder(Encoder):
             Ability.SUMMARY_OF_SINGLE,
             Ability.SUMMARY_OF_QUESTION,
             Ability.SUMMARY_OF_PAIR,
-            Ability.WORD_TABLE,
+            Ability.WORD_EMBEDDINGS,
             Ability.NAMED_REGIONS,
-            Ability.INNER_STATES,
+            Ability.INTERMEDIATE_STATES,
         }
     )
 
     def __init__(self, config: VisualBertEncoderConfig):
         super().__init__(config)
         count = config.num_hidden_layers
-        self.embeddings = VisualBertTables(config)
+        self.embeddings = VisualBertEmbeddings(config)
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(BertLayerWithMaps(config, i) for i in range(count))})
         self.additional_layer = BertLayerWithMaps(config, count) if config.bypass_transformer else None
         self.pooler = BertPooler(config)
@@ -285,7 +285,7 @@ class VisualBertEncoder(Encoder):
         texts: TextBatch,
         regions: TextRegions,
         output_attentions: bool = False,
-        inner_layer: int | None = None,
+        intermediate_layer: int | None = None,
     ) -> EncoderOutput:
         """See `Encoder.forward`.
 
@@ -294,11 +294,11 @@ class VisualBertEncoder(Encoder):
             of [CLS]; maps (query, key).
 
         Raises:
-            ValueError: see `VisualBertTables.forward`.
+            ValueError: see `VisualBertEmbeddings.forward`.
         """
         hidden, layout = self.embeddings(texts, regions)
         biases = [] if self.relative_geometry is None else packed_biases(self.relative_geometry, regions, layout)
-        return self.encode(texts, hidden, layout, output_attentions, biases, inner_layer)
+        return self.encode(texts, hidden, layout, output_attentions, biases, intermediate_layer)
 
     def encode(
         self,
@@ -307,32 +307,32 @@ class VisualBertEncoder(Encoder):
         layout: SequenceLayout,
         output_attentions: bool = False,
         biases: Sequence[Float[Tensor, "M heads Z Z"]] = (),
-        inner_layer: int | None = None,
+        intermediate_layer: int | None = None,
     ) -> EncoderOutput:
         """What `forward` returns, from the packed input of the layers and what is added to their attention logits."""
         length = texts.attention_mask.shape[1]
         if self.additional_layer is None:
             run = run_layers(
-                self.encoder["layer"], hidden, layout.attention_mask, output_attentions, biases, inner_layer
+                self.encoder["layer"], hidden, layout.attention_mask, output_attentions, biases, intermediate_layer
             )
             maps = [layout.unpack_pairs(one) for one in run.attentions]
         else:
-            run = self._fuse_late(hidden, layout, length, output_attentions, biases, inner_layer)
+            run = self._fuse_late(hidden, layout, length, output_attentions, biases, intermediate_layer)
             maps = run.attentions
         slots = layout.unpack(run.output)
         words = slots[:, :length]
         pooled = self.pooler(run.output) if texts.summary is None else None
         inner = None
-        if inner_layer is not None:
-            states = layout.unpack(run.inner)
-            inner = InnerStates(states[:, :length], states[:, length:])
+        if intermediate_layer is not None:
+            states = layout.unpack(run.intermediate)
+            inner = IntermediateStates(states[:, :length], states[:, length:])
         return EncoderOutput(
             text=words,
             regions=slots[:, length:],
             summary=read_summary(words, pooled, texts.summary),
             attentions=tuple(maps) if output_attentions else None,
-            word_table=self.get_input_embeddings().weight,
-            inner=inner,
+            word_embeddings=self.get_input_embeddings().weight,
+            intermediate=inner,
         )
 
     def _fuse_late(
@@ -342,7 +342,7 @@ class VisualBertEncoder(Encoder):
         length: int,
         output_attentions: bool,
         biases: Sequence[Float[Tensor, "M heads Z Z"]],
-        inner_layer: int | None,
+        intermediate_layer: int | None,
     ) -> LayersRun:
         """Words through all layers, then words and embedded regions through the additional one.
 
@@ -357,10 +357,14 @@ class VisualBertEncoder(Encoder):
         count = is_region.shape[1]
         maps = [F.pad(one * is_pair, (0, count, 0, count)) for one in maps]
         joint = layout.pack(torch.cat([words, slots[:, length:]], dim=1))
-        run = run_layers([self.additional_layer], joint, layout.attention_mask, output_attentions, biases, inner_layer)
+        run = run_layers(
+            [self.additional_layer], joint, layout.attention_mask, output_attentions, biases, intermediate_layer
+        )
         has_regions = is_region.any(dim=1)[:, None, None]
         maps += [layout.unpack_pairs(one) * has_regions[..., None] for one in run.attentions]
-        return LayersRun(torch.where(has_regions, run.output, joint), maps, torch.where(has_regions, run.inner, joint))
+        return LayersRun(
+            torch.where(has_regions, run.output, joint), maps, torch.where(has_regions, run.intermediate, joint)
+        )
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

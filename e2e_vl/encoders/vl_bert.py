@@ -32,7 +32,15 @@ from e2e_vl.encoders.layers import (
     packed_biases,
     run_layers,
 )
-from e2e_vl.structures import Ability, AttentionGraph, EncoderOutput, InnerStates, TextBatch, TextRegions, take_along
+from e2e_vl.structures import (
+    Ability,
+    AttentionGraph,
+    EncoderOutput,
+    IntermediateStates,
+    TextBatch,
+    TextRegions,
+    take_along_dim,
+)
 from e2e_vl.text import CLS, MASK, SEP, Template, TextLayout
 
 # What goes into VL-BERT's first layer: word + visual + position + segment embeddings (paper, section 3.2).
@@ -99,7 +107,7 @@ class VisualPart(nn.Module):
         return self.norm(self.projection(vectors))
 
 
-class HiddenRegionFeature(nn.Module):
+class MaskedRegionFeature(nn.Module):
     """One learned feature, zero at the start, in place of the features of hidden regions."""
 
     def __init__(self, feature_dim: int):
@@ -110,8 +118,8 @@ class HiddenRegionFeature(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
-    def forward(self, features: Float[Tensor, "M R D"], is_hidden: Bool[Tensor, "M R"]) -> Float[Tensor, "M R D"]:
-        return torch.where(is_hidden[..., None], self.weight.to(features.dtype), features)
+    def forward(self, features: Float[Tensor, "M R D"], is_masked: Bool[Tensor, "M R"]) -> Float[Tensor, "M R D"]:
+        return torch.where(is_masked[..., None], self.weight.to(features.dtype), features)
 
 
 class ImageSlotEmbedding(nn.Embedding):
@@ -138,9 +146,9 @@ class VLBertEmbeddings(nn.Module):
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, hidden)
         self.segment_embeddings = nn.Embedding(config.type_vocab_size, hidden)
         self.region_word_embedding = nn.Embedding(1, hidden)
-        self.hidden_region_word_embedding = nn.Embedding(1, hidden) if config.hidden_region_embedding else None
-        self.hidden_region_feature = HiddenRegionFeature(config.feature_dim) if config.hidden_region_feature else None
-        slots = config.image_slots
+        self.masked_region_word_embedding = nn.Embedding(1, hidden) if config.masked_region_embedding else None
+        self.masked_region_feature = MaskedRegionFeature(config.feature_dim) if config.masked_region_feature else None
+        slots = config.max_images
         self.image_slot_embeddings = ImageSlotEmbedding(slots, hidden) if slots > 1 else None
         self.end_embedding = nn.Embedding(1, hidden)
         self.text_only_embedding = nn.Embedding(1, visual) if config.text_only_embedding else None
@@ -165,9 +173,9 @@ class VLBertEmbeddings(nn.Module):
         vectors = self.region_vectors(regions)
         word_vectors = self.word_vectors(texts, vectors, regions)
         region_words = self.region_word_embedding.weight.expand(*regions.attention_mask.shape, -1)
-        if self.hidden_region_word_embedding is not None:
-            hidden = self.hidden_region_word_embedding.weight
-            region_words = torch.where(regions.is_hidden[..., None], hidden, region_words)
+        if self.masked_region_word_embedding is not None:
+            hidden = self.masked_region_word_embedding.weight
+            region_words = torch.where(regions.is_masked[..., None], hidden, region_words)
         if self.image_slot_embeddings is not None:
             region_words = region_words + self.image_slot_embeddings(regions.image_slot)
         in_sequence = regions.attention_mask
@@ -181,8 +189,8 @@ class VLBertEmbeddings(nn.Module):
             regions.boxes, regions.image_sizes, self.config.geometry_dim, self.config.geometry
         )
         features = regions.features
-        if self.hidden_region_feature is not None:
-            features = self.hidden_region_feature(features, regions.is_hidden)
+        if self.masked_region_feature is not None:
+            features = self.masked_region_feature(features, regions.is_masked)
         return self.region_projection(geometry, features)
 
     def word_vectors(
@@ -212,7 +220,7 @@ class VLBertEmbeddings(nn.Module):
             word_vectors = vectors[:, :1]
         else:
             rows = texts.region_of_token + 1  # row 0 is the whole image, which words that name nothing carry
-            word_vectors = take_along(vectors, rows[..., None], dim=1)
+            word_vectors = take_along_dim(vectors, rows[..., None], dim=1)
         has_region = regions.attention_mask.any(dim=1)[:, None, None]
         if self.text_only_embedding is None:
             return word_vectors * has_region
@@ -224,7 +232,7 @@ class VLBertEmbeddings(nn.Module):
         word_vectors: Float[Tensor, "M _ F"] | None,
         region_words: Float[Tensor, "M R E"],
         vectors: Float[Tensor, "M R F"],
-        region_attend: Bool[Tensor, "M R"],
+        region_mask: Bool[Tensor, "M R"],
         image_slot: Int64[Tensor, "M R"],
     ) -> tuple[Float[Tensor, "M Z E"], SequenceLayout]:
         """Add up the embeddings and pack them.
@@ -247,34 +255,34 @@ class VLBertEmbeddings(nn.Module):
         slots = torch.cat([words, objects.to(words.dtype), end], dim=1)
 
         positions = self.position_ids(texts.attention_mask, image_slot)
-        segments = self.token_type_ids(texts.token_type_ids, region_attend)
+        segments = self.token_type_ids(texts.token_type_ids, region_mask)
         slots = slots + self.position_embeddings(positions) + self.segment_embeddings(segments)
-        layout = SequenceLayout.from_masks(texts.attention_mask, region_attend)
+        layout = SequenceLayout.from_masks(texts.attention_mask, region_mask)
         return self.dropout(self.norm(layout.pack(slots))), layout
 
     def position_ids(
-        self, text_attend: Bool[Tensor, "M L"], image_slot: Int64[Tensor, "M R"]
+        self, text_mask: Bool[Tensor, "M L"], image_slot: Int64[Tensor, "M R"]
     ) -> Int64[Tensor, "M L+R+1"]:
         """Of a text of n wordpieces the words have 0 .. n - 1, every region has n, [END] has n + 1.
 
         Regions of the text's second image have n + 1, and so on: each image has a position of its own.
         """
-        longest, limit = text_attend.shape[1] + self.config.image_slots + 1, self.config.max_position_embeddings
+        longest, limit = text_mask.shape[1] + self.config.max_images + 1, self.config.max_position_embeddings
         if longest > limit:
             raise UserError(
-                f"A text of {text_attend.shape[1]} wordpieces (with the regions' and [END]'s positions {longest}) does "
+                f"A text of {text_mask.shape[1]} wordpieces (with the regions' and [END]'s positions {longest}) does "
                 f"not fit into max_position_embeddings = {limit}; cut the texts or raise the encoder's limit."
             )
-        length = text_attend.sum(dim=1, keepdim=True)
-        words = (text_attend.cumsum(dim=1) - 1).clamp(min=0)
+        length = text_mask.sum(dim=1, keepdim=True)
+        words = (text_mask.cumsum(dim=1) - 1).clamp(min=0)
         regions = length + image_slot
         return torch.cat([words, regions, regions.amax(dim=1, keepdim=True) + 1], dim=1)
 
     def token_type_ids(
-        self, text_segments: Int64[Tensor, "M L"], region_attend: Bool[Tensor, "M R"]
+        self, text_segments: Int64[Tensor, "M L"], region_mask: Bool[Tensor, "M R"]
     ) -> Int64[Tensor, "M L+R+1"]:
         """The words' own segments, then 2 for regions and [END]."""
-        rest = (len(text_segments), region_attend.shape[1] + 1)
+        rest = (len(text_segments), region_mask.shape[1] + 1)
         return torch.cat([text_segments, text_segments.new_full(rest, REGION_SEGMENT)], dim=1)
 
 
@@ -286,7 +294,7 @@ CHOICES = {
 ANSWER_SLOT = Template((CLS, 0, SEP, MASK, SEP), (0, 0, 0, 1, 1), summary=3)
 # not initialised as in BERT
 OWN_START = (
-    HiddenRegionFeature,
+    MaskedRegionFeature,
     ImageSlotEmbedding,
     RegionProjection,
     ScaledLayerNorm,
@@ -322,14 +330,14 @@ class VLBertConfig(BertConfig):
     visual_part_on_end: bool = False
     text_only_embedding: bool = False  # a learned vector that words of texts without a region carry (pre-training)
     # what stands in a region's place of a word. "learned": a learned vector, and another one for hidden regions with
-    # `hidden_region_embedding` (official code). "img": the one vector of the token [IMG], hidden or not (paper, section
+    # `masked_region_embedding` (official code). "img": the one vector of the token [IMG], hidden or not (paper, section
     # 3.2). It lies beside the word table, so that the vocabulary stays BERT's.
     region_word: str = "learned"
     # another learned vector stands in a hidden region's place of a word (pre-training)
-    hidden_region_embedding: bool = False
+    masked_region_embedding: bool = False
     # a learned vector replaces the feature of a hidden region (pre-training on precomputed features, or without hiding
     # pixels)
-    hidden_region_feature: bool = False
+    masked_region_feature: bool = False
     # start of the Linear that makes region vectors. "official": PyTorch's default. "normal": N(0, `initializer_range`)
     # and zero biases, as all other new layers (paper, section 4.1). The weight of the visual LayerNorms is
     # `visual_scale_*_init` in both.
@@ -337,7 +345,7 @@ class VLBertConfig(BertConfig):
     with_pooler: bool = False  # tanh pooler on the first position
     # most images that one text looks at. Above 1, regions of each image carry a learned vector of their slot, which
     # starts at zero and which official checkpoints do not have.
-    image_slots: int = 1
+    max_images: int = 1
     # standard deviation of the embedding tables at the start (scratch); None = `initializer_range`
     embedding_init_std: float | None = None
     norm_first: bool = False  # LayerNorm before attention and feed-forward instead of after ("pre-LN", scratch)
@@ -356,8 +364,8 @@ class VLBertConfig(BertConfig):
                 raise UserError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
         if self.geometry_dim % 8:
             raise UserError(f"geometry_dim is {self.geometry_dim}; it must be a positive multiple of 8.")
-        if self.image_slots < 1:
-            raise UserError(f"image_slots is {self.image_slots}; every text needs room for one image.")
+        if self.max_images < 1:
+            raise UserError(f"max_images is {self.max_images}; every text needs room for one image.")
         if self.type_vocab_size < 3:
             raise UserError(f"type_vocab_size is {self.type_vocab_size}; VL-BERT needs 3: two of text, regions.")
         if self.image_feature_on_words and not self.uses_whole_image:
@@ -367,9 +375,9 @@ class VLBertConfig(BertConfig):
             )
         if self.visual_part_on_end and not self.image_feature_on_words:
             raise UserError("visual_part_on_end needs image_feature_on_words; set it to true, or both to false.")
-        if self.region_word == "img" and self.hidden_region_embedding:
+        if self.region_word == "img" and self.masked_region_embedding:
             raise UserError(
-                "region_word: img leaves hidden regions no vector of their own; set hidden_region_embedding to false."
+                "region_word: img leaves hidden regions no vector of their own; set masked_region_embedding to false."
             )
 
 
@@ -408,7 +416,7 @@ class VLBertModel(Encoder):
     _supports_sdpa = True
     _no_split_modules = ("VLBertLayer",)
     layout = TextLayout(question=ANSWER_SLOT)
-    abilities = frozenset({Ability.SUMMARY_OF_QUESTION, Ability.WORD_TABLE, Ability.INNER_STATES})
+    abilities = frozenset({Ability.SUMMARY_OF_QUESTION, Ability.WORD_EMBEDDINGS, Ability.INTERMEDIATE_STATES})
 
     def __init__(self, config: VLBertConfig):
         super().__init__(config)
@@ -430,8 +438,8 @@ class VLBertModel(Encoder):
 
     @property
     def max_images(self) -> int:
-        """See `Encoder`; `config.image_slots`."""
-        return self.config.image_slots
+        """See `Encoder`; `config.max_images`."""
+        return self.config.max_images
 
     @property
     def attention_graphs(self) -> dict[str, AttentionGraph]:
@@ -445,13 +453,13 @@ class VLBertModel(Encoder):
         return {
             Ability.SUMMARY_OF_SINGLE: (config.with_pooler, "with_pooler to true"),
             Ability.SUMMARY_OF_PAIR: (config.with_pooler, "with_pooler to true"),
-            Ability.HIDDEN_REGIONS: (
-                config.hidden_region_embedding or config.region_word == "img",
-                "hidden_region_embedding to true, or region_word to img",
+            Ability.MASKED_REGIONS: (
+                config.masked_region_embedding or config.region_word == "img",
+                "masked_region_embedding to true, or region_word to img",
             ),
-            Ability.HIDDEN_FEATURES: (config.hidden_region_feature, "hidden_region_feature to true"),
+            Ability.MASKED_FEATURES: (config.masked_region_feature, "masked_region_feature to true"),
             Ability.NAMED_REGIONS: (config.image_feature_on_words, "image_feature_on_words to true"),
-            Ability.IMAGE_PAIRS: (config.image_slots > 1, "image_slots to 2"),
+            Ability.IMAGE_PAIRS: (config.max_images > 1, "max_images to 2"),
         }
 
     def forward(
@@ -459,7 +467,7 @@ class VLBertModel(Encoder):
         texts: TextBatch,
         regions: TextRegions,
         output_attentions: bool = False,
-        inner_layer: int | None = None,
+        intermediate_layer: int | None = None,
     ) -> EncoderOutput:
         """See `Encoder.forward`; with `config.uses_whole_image`, row 0 of the regions is the whole image.
 
@@ -471,20 +479,20 @@ class VLBertModel(Encoder):
             ValueError: see `VLBertEmbeddings.forward`.
         """
         hidden, layout = self.embeddings(texts, regions)
-        run = self.encode(hidden, layout, regions, output_attentions, inner_layer)
+        run = self.encode(hidden, layout, regions, output_attentions, intermediate_layer)
         sizes = [texts.attention_mask.shape[1], regions.attention_mask.shape[1], 1]
         words, objects, _ = layout.unpack(run.output).split(sizes, dim=1)
         pooled = None if self.pooler is None else self.pooler(run.output)
         inner = None
-        if inner_layer is not None:
-            inner = InnerStates(*layout.unpack(run.inner).split(sizes, dim=1)[:2])
+        if intermediate_layer is not None:
+            inner = IntermediateStates(*layout.unpack(run.intermediate).split(sizes, dim=1)[:2])
         return EncoderOutput(
             text=words,
             regions=objects,
             summary=read_summary(words, pooled, texts.summary),
             attentions=tuple(layout.unpack_pairs(maps) for maps in run.attentions) if output_attentions else None,
-            word_table=self.get_input_embeddings().weight,
-            inner=inner,
+            word_embeddings=self.get_input_embeddings().weight,
+            intermediate=inner,
         )
 
     def encode(
@@ -493,14 +501,14 @@ class VLBertModel(Encoder):
         layout: SequenceLayout,
         regions: TextRegions | None,
         output_attentions: bool = False,
-        inner_layer: int | None = None,
+        intermediate_layer: int | None = None,
     ) -> LayersRun:
         """Run the layers over the packed sequence; `regions` are for the relative geometry, and not used without it."""
         biases = [] if self.relative_geometry is None else packed_biases(self.relative_geometry, regions, layout)
-        run = run_layers(self.layers, hidden, layout.attention_mask, output_attentions, biases, inner_layer)
+        run = run_layers(self.layers, hidden, layout.attention_mask, output_attentions, biases, intermediate_layer)
         if self.final_norm is None:
             return run
-        return run._replace(output=self.final_norm(run.output), inner=self.final_norm(run.inner))
+        return run._replace(output=self.final_norm(run.output), intermediate=self.final_norm(run.intermediate))
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

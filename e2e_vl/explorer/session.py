@@ -22,7 +22,7 @@ from e2e_vl.api.results import Answer, marks_of
 from e2e_vl.drawing import BLUE, RED, Colour, draw_boxes
 from e2e_vl.explorer.limits import Limits
 from e2e_vl.io import shown
-from e2e_vl.samples import EncodedImage, Question
+from e2e_vl.samples import ImageBytes, Question
 from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, ModelOutput
 
 # Photos that visitors give: which are accepted, and what is kept of them.
@@ -38,7 +38,7 @@ _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # first bytes of JPEG and
 class Photo:
     """A photo that was accepted."""
 
-    file: EncodedImage
+    file: ImageBytes
     size: tuple[int, int]  # (height, width) of the upright photo
     pixels: np.ndarray  # uint8 [height, width, 3] RGB, at the size at which it is shown
 
@@ -67,7 +67,7 @@ def read_photo(path: Path, limits: Limits) -> Photo:
     if not content.startswith(_SIGNATURES):
         raise UserError(f"{name} is neither a JPEG nor a PNG file; convert it first.")
     pixels, original = decode_resized(content, name, SHOWN_SIZE, "RGB", limits.pixels)
-    return Photo(EncodedImage(content, name), original, pixels)
+    return Photo(ImageBytes(content, name), original, pixels)
 
 
 LONGEST_TEXT = 500  # characters
@@ -194,7 +194,7 @@ class Explorer:
 
     def __init__(self, model: TrainedModel):
         # pre-training answers only texts with a masked word, and other tasks read it as any word
-        question = Question(EncodedImage(b"", "(a photo)"), f"a {model.tokenizer.mask_token}")
+        question = Question(ImageBytes(b"", "(a photo)"), f"a {model.tokenizer.mask_token}")
         model.check_question(question)
         if not model.network.encoder.attention_graphs:
             raise UserError(

@@ -31,10 +31,10 @@ from detector.zoo import NamedWeights, known_weights, read_vocabulary, resolve_w
 from e2e_vl.config import load_config
 from e2e_vl.data.features import RegionFeatures
 from e2e_vl.data.user_inputs import GivenBoxes, ListedImage, require_inside
-from e2e_vl.examples import Placement
+from e2e_vl.examples import ImageTransform
 from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.plain_yaml import check_plain
-from e2e_vl.samples import AnnotatedObjects, EncodedImage
+from e2e_vl.samples import AnnotatedObjects, ImageBytes
 
 SAME_PLACE = 0.7  # IoU above which the rule "score" counts two detections as one region
 MAX_CANDIDATES = 5000  # best (proposal, class) pairs that the rule "score" looks at, besides each proposal's best class
@@ -146,8 +146,8 @@ class RegionExtractor:
 
     def _given(self, batch: ImageBatch, row: int, given: GivenBoxes) -> _Chosen:
         """Boxes moved and clamped as training on the same boxes does it."""
-        placement = Placement(tuple(batch.original_sizes[row].tolist()), tuple(batch.sizes[row].tolist()))
-        boxes = placement.move_and_clamp_boxes(given.boxes, batch.names[row])
+        image_transform = ImageTransform(tuple(batch.original_sizes[row].tolist()), tuple(batch.sizes[row].tolist()))
+        boxes = image_transform.transform_and_clamp_boxes(given.boxes, batch.names[row])
         return _Chosen(torch.from_numpy(boxes).to(batch.pixels.device))
 
     def _propose(self, maps: FeatureMaps, batch: ImageBatch) -> list[_Proposals]:
@@ -462,7 +462,7 @@ class ImageRegions:
 
 
 def extract_image(
-    image: str | Path | EncodedImage,
+    image: str | Path | ImageBytes,
     source: LoadedDetector,
     rule: SelectionRule,
     given: AnnotatedObjects | None = None,
@@ -481,7 +481,7 @@ def extract_image(
     """
     config = source.detector.config
     order = config.input.format
-    if isinstance(image, EncodedImage):
+    if isinstance(image, ImageBytes):
         name, path = image.name, Path(image.name)
         pixels, size = decode_resized(image.content, name, source.resize, order)
     else:

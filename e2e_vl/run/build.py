@@ -79,7 +79,7 @@ from e2e_vl.tasks.pretraining import ChoiceTextsConfig, PretrainingConfig, Pretr
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
-from e2e_vl.text import TextWriter, build_vocabulary, load_tokenizer
+from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
 from e2e_vl.weights.base import WeightAdapter
 from e2e_vl.weights.bert import BertStart
 from e2e_vl.weights.lxmert import BertBelow, OfficialLxmert, TransformersLxmert
@@ -397,8 +397,8 @@ def build_model(
             knows_order = are_given(config) or not task.chooses_answers
             report = load_task(task, weights, start_rules(config), knows_class_order=knows_order)
             tell_start("task", weights, report)
-    rule = task.hiding
-    needs_copy = rule is not None and rule.hides and rule.teacher == "frozen"
+    rule = task.region_masking
+    needs_copy = rule is not None and rule.enabled and rule.teacher == "frozen"
     teacher = copy.deepcopy(detector) if needs_copy else None
     phrase_head = build_phrase_head(config, encoder, tell_start)
     freeze = config.detector.freeze
@@ -416,7 +416,7 @@ def build_phrase_head(config: RunConfig, encoder: Encoder, tell_start: TellStart
     settings = config.phrases
     if not settings.weight:
         return None
-    encoder.require(Ability.INNER_STATES, "phrases.weight")
+    encoder.require(Ability.INTERMEDIATE_STATES, "phrases.weight")
     if settings.layer > encoder.num_joint_layers:
         raise UserError(
             f"phrases.layer is {settings.layer}, but the encoder has {encoder.num_joint_layers} layers in which words "
@@ -600,7 +600,7 @@ def build_examples(
         dataset = open_split(config, split, boxes, training=training, shared=shared)
     if model.task.predicts_classes and not training:
         dataset.check_classes(model.detector.num_classes, model.detector.class_names)
-    preprocessor = model.task.preprocessor(build_writer(config, model, tokenizer, training=training))
+    preprocessor = model.task.preprocessor(build_text_tokenizer(config, model, tokenizer, training=training))
     loader = build_loader(config, model, dataset, boxes, training=training, shared=shared)
     loader.require_images(dataset.image_ids(), split)
     return ExampleDataset(
@@ -652,13 +652,13 @@ def open_split(
     return kind.open(files, options, split, wants)
 
 
-def build_writer(
+def build_text_tokenizer(
     config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, *, training: bool = False
-) -> TextWriter:
+) -> TextTokenizer:
     """What puts texts into the layout of the model's encoder."""
     data = config.data
     marks = model.phrase_head is not None
-    return TextWriter(tokenizer, model.encoder.layout, data.max_text_length, data.blank_text, training, marks)
+    return TextTokenizer(tokenizer, model.encoder.layout, data.max_text_length, data.blank_text, training, marks)
 
 
 def build_loader(

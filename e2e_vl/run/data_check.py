@@ -193,7 +193,7 @@ class _Check:
         if config.data.synthetic.scenes:  # drawn scenes have names of COCO, but are no photos
             return (PhotoId(f"drawn in {config.data.root}", image.id),)
         file = image.file if isinstance(image.file, Path) else None
-        return self.photo_ids.of_image(image.id, file, dataset.id_space, image.known_as)
+        return self.photo_ids.of_image(image.id, file, dataset.id_space, image.photo_aliases)
 
     def _photos_of(self, name: str, config: RunConfig) -> set[PhotoId]:
         """The photos that another run is trained on."""

@@ -21,7 +21,7 @@ from e2e_vl.data.image_loader import Augmentation, ImageLoader
 from e2e_vl.data.user_inputs import require_inside
 from e2e_vl.examples import Example, ImageExample
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import build_collate, build_loader, build_writer
+from e2e_vl.run.build import build_collate, build_loader, build_text_tokenizer
 from e2e_vl.samples import BrokenImageError, Sample, SampleImage
 from e2e_vl.structures import Batch, ModelOutput, class_names_of
 from e2e_vl.tasks.base import Task
@@ -65,7 +65,7 @@ def reply_to(
     so that no answer depends on what else is asked: where images are padded, a detector sees other edges.
 
     Args:
-        samples: each a user's (`Sample.is_asked`); those with and without annotated objects are not mixed.
+        samples: each a user's (`Sample.from_user`); those with and without annotated objects are not mixed.
         keep_going: a sample with such an image has its error in place of replies, and the others are answered.
 
     Returns:
@@ -144,12 +144,12 @@ def _reader(
     """What loads and words samples; whether boxes are given is decided by the first one."""
     boxes = BoxSource.ONLINE if first.images[0].objects is None else BoxSource.GT
     loader = build_loader(config, model, None, boxes)
-    preprocessor = model.task.preprocessor(build_writer(config, model, tokenizer))
-    draw = functools.partial(random_generator, config.seed, 0)
+    preprocessor = model.task.preprocessor(build_text_tokenizer(config, model, tokenizer))
+    make_generator = functools.partial(random_generator, config.seed, 0)
 
     def read(sample: Sample) -> Example:
-        images = [_load(loader, image, loader.draw_augmentation(draw(0))) for image in sample.images]
-        return Example(images, list(preprocessor(sample, images, draw)))
+        images = [_load(loader, image, loader.draw_augmentation(make_generator(0))) for image in sample.images]
+        return Example(images, list(preprocessor(sample, images, make_generator)))
 
     return read
 
@@ -160,12 +160,12 @@ def _load(loader: ImageLoader, image: SampleImage, augmentation: Augmentation) -
         example = loader.load(image, augmentation)
     except BrokenImageError as error:
         raise error.__cause__ from None
-    size = example.placement.original_size
+    size = example.image_transform.original_size
     for own in (image.boxes, image.objects):
         if own is not None:
             require_inside(own.boxes, size, own.origin, example.name)
-    if image.hide is not None:
-        require_inside(image.hide, size, "boxes to hide", example.name)
+    if image.boxes_to_mask is not None:
+        require_inside(image.boxes_to_mask, size, "boxes to hide", example.name)
     return example
 
 
@@ -204,5 +204,5 @@ def _asking_position(batch: Batch, output: ModelOutput, text: int) -> int:
     asked = [] if batch.targets is None else batch.targets.labelled_wordpieces(text)
     if asked:
         return asked[0]
-    is_hidden = output.text_regions.is_hidden[text]
-    return batch.texts.input_ids.shape[1] + int(is_hidden.int().argmax()) if is_hidden.any() else 0
+    is_masked = output.text_regions.is_masked[text]
+    return batch.texts.input_ids.shape[1] + int(is_masked.int().argmax()) if is_masked.any() else 0

@@ -25,14 +25,14 @@ from e2e_vl.samples import (
     AnnotatedObjects,
     Categories,
     ChoiceText,
+    CorrectAnswer,
     HumanAnswers,
-    RightAnswer,
     SampleImage,
     SampleText,
     ScoredAnswers,
     Sentence,
 )
-from e2e_vl.text import split_words
+from e2e_vl.text import basic_tokenize
 
 MARGIN = 1.0  # pixels by which a box may leave its image without being counted: corners are often rounded
 CHUNK = 200  # groups that a process looks at before it hands over what it found
@@ -140,7 +140,7 @@ class TextLengths:
         """Put the lengths of all texts that were added into the facts about their groups."""
         waiting, self._waiting = self._waiting, []
         if self._tokenizer is None:
-            lengths = [len(split_words(words)) for _, words, _, _ in waiting]
+            lengths = [len(basic_tokenize(words)) for _, words, _, _ in waiting]
         else:
             words_of = [words.split(" ") for _, words, _, _ in waiting]
             for word in set().union(*words_of).difference(self._pieces):
@@ -297,7 +297,7 @@ class SplitWalk:
             if not isinstance(text.words, str):
                 raise UserError(f"text {text.index} of the split {split} is {text.words!r}; it must be a text")
             if not text.words.strip() and not isinstance(text.truth, Categories):  # detection has no texts
-                ids = ", ".join(f"{key} {text.facts[key]}" for key in text.facts if key.endswith(("_id", "Id")))
+                ids = ", ".join(f"{key} {text.metadata[key]}" for key in text.metadata if key.endswith(("_id", "Id")))
                 self.errors.note(f"the split {split}: text {text.index} is empty ({ids or 'no ids'})")
             lengths.add(group, text.words, extra, text.index)
         if self.rules.answers is not None and text.truth is not None:
@@ -374,6 +374,6 @@ def _plain(sentence: Sentence, names: Sequence[str] | None) -> str:
 def _annotated_answers(truth: Any) -> Sequence[str]:
     if isinstance(truth, HumanAnswers):
         return truth.answers
-    if isinstance(truth, RightAnswer):
+    if isinstance(truth, CorrectAnswer):
         return (truth.answer,)
     return list(truth.scores) if isinstance(truth, ScoredAnswers) else ()

@@ -22,11 +22,11 @@ from detector.images import load_image
 from detector.structures import Detector
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.examples import ONLY_PHRASES, Preprocessor
-from e2e_vl.hiding import HidingRule
 from e2e_vl.records import Count, FourNumbers, Record, Score
-from e2e_vl.samples import DataFacts, Question, Sample
+from e2e_vl.region_masking import RegionMasking
+from e2e_vl.samples import DatasetInfo, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 
 # The layers that heads on an encoder's states are made of, and their start values.
 
@@ -302,7 +302,7 @@ class Task(nn.Module, abc.ABC):
     sums_objectives: ClassVar[bool] = False  # its config has `objectives`, which are built for it
     blind_without_boxes: ClassVar[bool] = False  # the control without image sees no candidate boxes either
     starts_from: ClassVar[HeadStart | None] = None  # how its head starts from another task's; None: not at all
-    lends: ClassVar[tuple[str, ...]] = ()  # prefixes of its parameters from which heads of other tasks may start
+    transferable: ClassVar[tuple[str, ...]] = ()  # prefixes of its parameters from which heads of other tasks may start
     # a second text segment starts as a copy of the first, which alone was trained before (official VL-BERT code)
     copies_first_segment: ClassVar[bool] = False
     renamed: ClassVar[Mapping[str, str]] = {}  # prefixes of parameter names in models that were saved before -> now
@@ -310,7 +310,7 @@ class Task(nn.Module, abc.ABC):
     # properties where they follow from the config
     needs: tuple[Ability, ...] = ()  # what the encoder must be able to do
     answers: Sequence[str] = ()  # the list that a part of it chooses from; it is saved with the model
-    hiding: HidingRule | None = None  # how regions are hidden from the model; None: nothing is hidden
+    region_masking: RegionMasking | None = None  # how regions are hidden from the model; None: nothing is hidden
     reads_attention: bool = False  # its predictions of a split need the encoder's attention maps
     mask_size: int | None = None  # side of the instance masks on the RoI maps; None: the task uses none
     mask_at: str = "corners"  # which points of the masks' cells are looked at: "corners" or "centres"
@@ -352,7 +352,7 @@ class Task(nn.Module, abc.ABC):
         return line
 
     @abc.abstractmethod
-    def preprocessor(self, writer: TextWriter) -> Preprocessor:
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> Preprocessor:
         """What puts the data's texts into wordpieces."""
 
     def question(self, question: Question) -> Sample:
@@ -372,7 +372,7 @@ class Task(nn.Module, abc.ABC):
             ValueError: the parts do not fit.
         """
 
-    def check_data(self, facts: DataFacts, detector: Detector) -> None:
+    def check_data(self, facts: DatasetInfo, detector: Detector) -> None:
         """Check once, before training, that the data have what the task learns from; nothing by default.
 
         Raises:

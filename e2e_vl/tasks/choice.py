@@ -23,12 +23,12 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
 from detector.structures import Detector, Loss
-from e2e_vl.examples import Draw, ImageExample, Preprocessor, Targets, TextExample, stacked
+from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.metrics.vqa import UNKNOWN
-from e2e_vl.samples import DataFacts, Question, Sample, SampleText
+from e2e_vl.samples import DatasetInfo, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Head, HeadStart, NewLayers, Records, Sizes, Task, Transform, check_choices, check_dropout
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 
 MANY_UNKNOWN = 0.5  # share of questions that is worth a warning
 logger = logging.getLogger(__name__)
@@ -126,12 +126,12 @@ class AnswerPreprocessor(Preprocessor):
     def no_target(self) -> AnswerTargets:
         return self.targets(self.answers.targets_of({}), np.int64(-1))
 
-    def word(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    def encode_text(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
         [image] = images
-        mirrored = image.placement.flipped
-        encoding = self.writer.question(self.writer.pieces(text.words, mirrored=mirrored))
+        mirrored = image.image_transform.flipped
+        encoding = self.text_tokenizer.question(self.text_tokenizer.pieces(text.words, mirrored=mirrored))
         targets, said = self.judged(text.truth, mirrored=mirrored)
         yield TextExample(encoding, text.image_index, self.record(text, images, encoding) | said, targets)
 
@@ -188,16 +188,16 @@ class AnswerTask(Task):
 
     @property
     def needs(self) -> tuple[Ability, ...]:
-        words = (Ability.WORD_TABLE,) if self.config.initialise_from_words else ()
+        words = (Ability.WORD_EMBEDDINGS,) if self.config.initialise_from_words else ()
         return (Ability.SUMMARY_OF_QUESTION, *words)
 
     @abc.abstractmethod
-    def make_preprocessor(self, writer: TextWriter) -> AnswerPreprocessor:
+    def make_preprocessor(self, text_tokenizer: TextTokenizer) -> AnswerPreprocessor:
         """What puts the data's questions into wordpieces."""
 
-    def preprocessor(self, writer: TextWriter) -> AnswerPreprocessor:
-        writer.require_room(writer.layout.question)
-        return self.make_preprocessor(writer)
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> AnswerPreprocessor:
+        text_tokenizer.require_room(text_tokenizer.layout.question)
+        return self.make_preprocessor(text_tokenizer)
 
     def question(self, question: Question) -> Sample:
         """A user's question about an image; without boxes the detector proposes them."""
@@ -229,7 +229,7 @@ class AnswerTask(Task):
     def best_class(self, truth: Any) -> int | None:
         """Class of the best answer that a truth names, -1 if it is not in the list; None where the truth is unknown."""
 
-    def check_data(self, facts: DataFacts, detector: Detector) -> None:
+    def check_data(self, facts: DatasetInfo, detector: Detector) -> None:
         """Log how many questions have no answer that is in the list.
 
         They do not contribute to the softmax loss, and mean "none of these" to the binary one.

@@ -22,12 +22,12 @@ from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Detector
 from e2e_vl.drawing import BLUE, GREEN, RED, Colour, draw_boxes
-from e2e_vl.examples import Draw, ImageExample, Preprocessor, Targets, TextExample, stacked
+from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.records import FourNumbers, Id, Number, Record, Score
-from e2e_vl.samples import Categories, DataFacts, Sample, SampleText
+from e2e_vl.samples import Categories, DatasetInfo, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.base import PredictionRecord, PredictionWords, Records, Task, check_lengths
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +53,11 @@ class CategoryTargets(Targets):
 class DetectionPreprocessor(Preprocessor):
     """An empty text per image."""
 
-    def word(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    def encode_text(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
         targets = CategoryTargets(np.array(text.truth.ids, dtype=np.int64))
-        yield TextExample(self.writer.single(()), text.image_index, self.record(text, images), targets)
+        yield TextExample(self.text_tokenizer.single(()), text.image_index, self.record(text, images), targets)
 
 
 class TrueObject(Record):
@@ -96,10 +96,10 @@ class DetectionTask(Task):
         # id -> name, for pictures; known after `check_data`. Without it, categories that an image lacks are numbers.
         self.category_names: dict[int, str] = {}
 
-    def preprocessor(self, writer: TextWriter) -> DetectionPreprocessor:
-        return DetectionPreprocessor(writer)
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> DetectionPreprocessor:
+        return DetectionPreprocessor(text_tokenizer)
 
-    def check_data(self, facts: DataFacts, detector: Detector) -> None:
+    def check_data(self, facts: DatasetInfo, detector: Detector) -> None:
         """Remember what the categories are called."""
         truth = next(iter(facts.truths()), None)
         if isinstance(truth, Categories) and facts.class_names is not None:

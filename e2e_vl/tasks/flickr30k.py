@@ -25,7 +25,7 @@ from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import PALETTE, draw_boxes
 from e2e_vl.examples import (
-    Draw,
+    GeneratorFactory,
     ImageExample,
     Preprocessor,
     Ragged,
@@ -51,7 +51,7 @@ from e2e_vl.tasks.base import (
     start_head,
 )
 from e2e_vl.tasks.phrase_head import overlapping, pointing_loss
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 
 _BRACKETS = re.compile(r"\[([^\[\]]+)\]")  # phrases in a user's text
 
@@ -101,12 +101,12 @@ class Flickr30KPreprocessor(Preprocessor):
     def no_target(self) -> Flickr30KTargets:
         return Flickr30KTargets(np.zeros((0, 2), dtype=np.int64), [])
 
-    def word(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    def encode_text(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
         [image] = images
-        pieces, places = self.writer.located_pieces(text.words, mirrored=image.placement.flipped)
-        encoding = self.writer.single(pieces)
+        pieces, places = self.text_tokenizer.pieces_with_offsets(text.words, mirrored=image.image_transform.flipped)
+        encoding = self.text_tokenizer.single(pieces)
         stated = text.truth if isinstance(text.truth, PhraseBoxes) else PhraseBoxes((), None)
         spans = stated.spans
         if self.config.occurrence == "first":
@@ -120,7 +120,7 @@ class Flickr30KPreprocessor(Preprocessor):
         found = [wordpieces_of(at, own, span) if own.any() else (0, 1) for span in spans]
         targets = Flickr30KTargets(spans=np.array(found, dtype=np.int64).reshape(-1, 2))
         if stated.boxes is not None:
-            targets.boxes = [image.placement.move_boxes(boxes).astype(np.float32) for boxes in stated.boxes]
+            targets.boxes = [image.image_transform.transform_boxes(boxes).astype(np.float32) for boxes in stated.boxes]
         yield TextExample(encoding, text.image_index, self.record(text, images, encoding), targets)
 
 
@@ -168,9 +168,9 @@ class Flickr30KTask(Task):
         self.query, self.key = (nn.Linear(hidden_size, width) for _ in range(2))
         start_head([self.query, self.key], self.config.new_layers)
 
-    def preprocessor(self, writer: TextWriter) -> Flickr30KPreprocessor:
-        writer.require_room(writer.layout.single)
-        return Flickr30KPreprocessor(writer, self.config)
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> Flickr30KPreprocessor:
+        text_tokenizer.require_room(text_tokenizer.layout.single)
+        return Flickr30KPreprocessor(text_tokenizer, self.config)
 
     def question(self, question: Question) -> Sample:
         """A user's sentence: phrases stand in brackets; without any, all of it is one phrase.
@@ -179,7 +179,7 @@ class Flickr30KTask(Task):
             ValueError: choices, an answer or boxes to hide; or a sentence without words.
         """
         question.refuse_choices("A sentence with phrases")
-        question.refuse_hidden()
+        question.refuse_masked_boxes()
         words, spans = "", []
         for number, part in enumerate(_BRACKETS.split(question.text)):
             if number % 2:
@@ -199,7 +199,7 @@ class Flickr30KTask(Task):
         """
         owner = batch.targets.spans.owner
         candidates = self.candidates(regions)[owner]
-        shares = self.log_shares(
+        shares = self.log_attention(
             self._phrase_states(encoded.text, batch.targets.spans), encoded.regions, owner, candidates
         )
         losses = {}
@@ -216,7 +216,7 @@ class Flickr30KTask(Task):
             return torch.einsum("pl,ple->pe", inside / inside.sum(dim=1, keepdim=True), text[owner])
         return text[owner, first if self.config.phrase_state == "first" else end - 1]
 
-    def log_shares(
+    def log_attention(
         self,
         phrases: Float[Tensor, "P E"],
         regions: Float[Tensor, "M R E"],

@@ -20,11 +20,11 @@ from detector.errors import UserError
 from detector.structures import Loss
 from e2e_vl.metrics.gqa import belongs, gqa_metrics, grounding, is_hit, write_submission
 from e2e_vl.records import Score
-from e2e_vl.samples import RightAnswer, ScoredAnswers
+from e2e_vl.samples import CorrectAnswer, ScoredAnswers
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch
 from e2e_vl.tasks.base import NewLayers, PredictionRecord, PredictionWords, Records
 from e2e_vl.tasks.choice import AnswerConfig, AnswerPreprocessor, AnswerTargets, AnswerTask
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 
 # Attention of an answer over regions, read from the maps that an encoder gives.
 
@@ -89,7 +89,7 @@ class GQATargets(AnswerTargets):
 class GQAPreprocessor(AnswerPreprocessor):
     """In a mirrored image an answer "left" becomes "right" as the words of the question do."""
 
-    learns_from = (RightAnswer, ScoredAnswers)
+    learns_from = (CorrectAnswer, ScoredAnswers)
     targets = GQATargets
 
     def judged(self, truth: Any, *, mirrored: bool) -> tuple[GQATargets, dict[str, Any]]:
@@ -106,7 +106,7 @@ def right_answer(truth: Any) -> str | None:
     """The one right answer: the given one, or the one with the best score; None where it is unknown."""
     if isinstance(truth, ScoredAnswers):
         return max(truth.scores, key=truth.scores.get, default=None)
-    return truth.answer if isinstance(truth, RightAnswer) else None
+    return truth.answer if isinstance(truth, CorrectAnswer) else None
 
 
 class GQAPrediction(PredictionRecord, kw_only=True):
@@ -131,8 +131,8 @@ class GQATask(AnswerTask):
     def reads_attention(self) -> bool:
         return self.config.grounding
 
-    def make_preprocessor(self, writer: TextWriter) -> GQAPreprocessor:
-        return GQAPreprocessor(writer, self.answer_list)
+    def make_preprocessor(self, text_tokenizer: TextTokenizer) -> GQAPreprocessor:
+        return GQAPreprocessor(text_tokenizer, self.answer_list)
 
     def best_class(self, truth: Any) -> int | None:
         answer = right_answer(truth)

@@ -22,10 +22,10 @@ from torch import Tensor
 from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import draw_side_by_side
-from e2e_vl.examples import Draw, ImageExample, Preprocessor, Targets, TextExample, stacked
+from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.metrics.nlvr2 import truth_metrics, write_submission
 from e2e_vl.records import Score
-from e2e_vl.samples import Question, RightChoice, Sample, SampleText
+from e2e_vl.samples import CorrectChoice, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import (
     Head,
@@ -39,7 +39,7 @@ from e2e_vl.tasks.base import (
     check_choices,
     check_dropout,
 )
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 
 LABELS = ("False", "True")  # as the official files write the classes
 IMAGES = (0, 1)  # the left and the right one
@@ -72,17 +72,17 @@ class NLVR2Targets(Targets):
 class NLVR2Preprocessor(Preprocessor):
     """A sentence as one text. Words stay as they are in mirrored images: "left" is mostly the left image."""
 
-    learns_from = (RightChoice,)
+    learns_from = (CorrectChoice,)
 
     def no_target(self) -> NLVR2Targets:
         return NLVR2Targets(np.int64(0))
 
-    def word(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    def encode_text(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
-        encoding = self.writer.single(self.writer.pieces(text.words))
+        encoding = self.text_tokenizer.single(self.text_tokenizer.pieces(text.words))
         names = [images[row].name for row in text.image_index]
-        targets = NLVR2Targets(np.int64(text.truth.number) if isinstance(text.truth, RightChoice) else None)
+        targets = NLVR2Targets(np.int64(text.truth.number) if isinstance(text.truth, CorrectChoice) else None)
         yield TextExample(
             encoding, text.image_index, self.record(text, images, encoding) | {"file_names": names}, targets
         )
@@ -119,14 +119,14 @@ class NLVR2Task(Task):
         """The head reads the summary."""
         return cls(sizes.summary_size, config)
 
-    def preprocessor(self, writer: TextWriter) -> NLVR2Preprocessor:
-        writer.require_room(writer.layout.single)
-        return NLVR2Preprocessor(writer)
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> NLVR2Preprocessor:
+        text_tokenizer.require_room(text_tokenizer.layout.single)
+        return NLVR2Preprocessor(text_tokenizer)
 
     def question(self, question: Question) -> Sample:
         """A user's sentence about two images; without boxes the detector proposes them."""
         question.refuse_choices("A sentence about two images")
-        question.refuse_hidden()
+        question.refuse_masked_boxes()
         return question.sample(SampleText(0, question.text, {"sent": question.text}, image_index=IMAGES))
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:

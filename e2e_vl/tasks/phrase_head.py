@@ -26,7 +26,7 @@ from detector.checkpoint import LoadReport, load_weights
 from detector.structures import Loss
 from detector.weight_files import read_tensors
 from e2e_vl.examples import PhraseBatch, Ragged, characters_of
-from e2e_vl.structures import Batch, InnerStates, ModelOutput, PhraseOutput, TextRegions, at_least_float32
+from e2e_vl.structures import Batch, IntermediateStates, ModelOutput, PhraseOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Records, start_head
 
 MIN_IOU = 0.5
@@ -55,7 +55,7 @@ class PhraseHead(nn.Module):
         self.register_buffer("finds_phrases", torch.zeros(()))
         self.register_load_state_dict_pre_hook(_add_flag)
 
-    def forward(self, batch: Batch, regions: TextRegions, states: InnerStates) -> PhraseOutput:
+    def forward(self, batch: Batch, regions: TextRegions, states: IntermediateStates) -> PhraseOutput:
         """Find the phrases of M texts where they are not stated, and point at regions.
 
         Returns:
@@ -70,10 +70,10 @@ class PhraseHead(nn.Module):
             found = found_spans(tags, stated) if self.finds_phrases else whole_spans(is_word(stated))
             spans = with_found(stated, found)
             is_stated = stated.spans.counts[spans.owner] > 0
-        log_shares = self.point(spans, regions, states)
+        log_attention = self.point(spans, regions, states)
         is_right = right_regions(regions, stated)
-        losses = {"phrases": pointing_loss(log_shares[is_stated], is_right), TAGS: tagging_loss(tags, stated)}
-        return PhraseOutput(spans, log_shares, is_right, losses)
+        losses = {"phrases": pointing_loss(log_attention[is_stated], is_right), TAGS: tagging_loss(tags, stated)}
+        return PhraseOutput(spans, log_attention, is_right, losses)
 
     def learned_from(self, counts: Mapping[str, Tensor]) -> None:
         """To be called in each training step, on all processes, with the same numbers of items behind the losses.
@@ -87,7 +87,7 @@ class PhraseHead(nn.Module):
         seen = (counts[TAGS] > 0).to(self.finds_phrases)
         self.finds_phrases.copy_(torch.maximum(self.finds_phrases, seen))
 
-    def point(self, spans: Ragged, regions: TextRegions, states: InnerStates) -> Float[Tensor, "P R"]:
+    def point(self, spans: Ragged, regions: TextRegions, states: IntermediateStates) -> Float[Tensor, "P R"]:
         """Logarithm of each phrase's attention on the regions of its text."""
         owner = spans.owner
         query = self.query(states.text[owner, spans.values[:, 1] - 1])
@@ -148,7 +148,7 @@ def overlapping(regions: TextRegions, text: Int64[Tensor, " P"], boxes: Ragged) 
     return found.index_add(0, phrase, hits.long()) > 0
 
 
-def pointing_loss(log_shares: Float[Tensor, "P R"], is_right: Bool[Tensor, "P R"]) -> Loss:
+def pointing_loss(log_attention: Float[Tensor, "P R"], is_right: Bool[Tensor, "P R"]) -> Loss:
     """Divergence (Kullback-Leibler) of the attention from equal shares for all right regions.
 
     Its count is the number of phrases that have a right region; the others add nothing.
@@ -156,8 +156,8 @@ def pointing_loss(log_shares: Float[Tensor, "P R"], is_right: Bool[Tensor, "P R"
     number = is_right.sum(dim=1)
     known = number > 0
     number = number.clamp(min=1)
-    each = -(log_shares.masked_fill(~is_right, 0).sum(dim=1) / number) - number.log()
-    return Loss(total=each.masked_fill(~known, 0).sum(), count=known.sum().to(log_shares.dtype))
+    each = -(log_attention.masked_fill(~is_right, 0).sum(dim=1) / number) - number.log()
+    return Loss(total=each.masked_fill(~known, 0).sum(), count=known.sum().to(log_attention.dtype))
 
 
 def tagging_loss(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> Loss:
@@ -295,7 +295,7 @@ def phrase_records(output: PhraseOutput, batch: Batch, regions: TextRegions) -> 
     for number, (text, span) in enumerate(zip(output.spans.owner.tolist(), output.spans.values.tolist(), strict=True)):
         first, end = characters_of(phrases.places[text], tuple(span))
         record: dict[str, Any] = {"text": phrases.words[text][first:end], "characters": [first, end]}
-        shares = output.log_shares[number].detach()
+        shares = output.log_attention[number].detach()
         best = int(shares.argmax())
         has_region = bool(shares[best] > -torch.inf)
         record["box"] = boxes[text, best].double().tolist() if has_region else None

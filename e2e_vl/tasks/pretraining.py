@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from detector.errors import UserError
 from detector.structures import Detector
 from e2e_vl.converter import check_numbers
-from e2e_vl.examples import Draw, ImageExample, Preprocessor, Targets, TextExample, by_name
-from e2e_vl.hiding import HidingRule
-from e2e_vl.samples import ChoiceText, DataFacts, Question, RightChoice, Sample, SampleText
+from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, by_name
+from e2e_vl.region_masking import RegionMasking
+from e2e_vl.samples import ChoiceText, CorrectChoice, DatasetInfo, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.base import (
     HeadStart,
@@ -37,7 +37,7 @@ from e2e_vl.tasks.base import (
     start_head,
 )
 from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectivePreprocessor, WordHead
-from e2e_vl.text import Cut, TextEncoding, TextWriter, word_pieces
+from e2e_vl.text import TextEncoding, TextTokenizer, Truncation, word_pieces
 
 # Pre-training on questions with several choices: one choice of each is drawn, worded as by the task that judges it.
 
@@ -65,14 +65,14 @@ class ChoiceDraw:
         text: ChoiceText,
         sample: Sample,
         images: Sequence[ImageExample],
-        draw: Draw,
+        make_generator: GeneratorFactory,
         generator: np.random.Generator,
     ) -> tuple[TextExample, bool | None]:
         """The text of one choice, and whether it is the right one; None where nobody says."""
-        examples = list(self.preprocessor.word(text, sample, images, draw))
+        examples = list(self.preprocessor.encode_text(text, sample, images, make_generator))
         is_random = self.drawn == "random"
         number = int(generator.integers(len(examples))) if is_random else text.index % len(examples)
-        return examples[number], text.truth.number == number if isinstance(text.truth, RightChoice) else None
+        return examples[number], text.truth.number == number if isinstance(text.truth, CorrectChoice) else None
 
 
 def given_pieces(encoding: TextEncoding) -> Int64[np.ndarray, " pieces"]:
@@ -103,28 +103,28 @@ class PretrainingConfig:
     vocab_size: int | None = None  # V, the encoder's; filled in when the model is built
     region_probability: float = 0.15  # chance of a region to be predicted
     # chance of a region that is to be predicted to be hidden; the paper always hides it (1.0)
-    hide_probability: float = 0.9
+    mask_probability: float = 0.9
     # chance of a region that is to be predicted to get the feature of another region instead (LXMERT's official code:
-    # hide_probability 0.8, swap_probability 0.1)
-    swap_probability: float = 0.0
+    # mask_probability 0.8, replace_probability 0.1)
+    replace_probability: float = 0.0
     # who says what the regions are: "frozen" = a copy of the detector as it was when training began; "current" = the
     # detector in training; "file" = class distributions of the data
     teacher: Literal["frozen", "current", "file"] = "frozen"
     # hide a region in the image, before the detector. False: only its feature, which a learned vector replaces,
     # although neighbours and the whole image still show it.
-    hide_pixels: bool = True
+    mask_pixels: bool = True
     # what hidden pixels become. "mean": zero in the network's input, which is the mean colour (official code). "black":
     # zero in the image, before the mean is subtracted (paper, section 3.3).
-    hidden_pixels: Literal["mean", "black"] = "mean"
+    masked_pixels: Literal["mean", "black"] = "mean"
     # place of the background among the region classes, with a detector as teacher. "last": behind the detector's
     # classes, as in Detectron2. "first": as in the files that the official code learns from, and so in the region
     # classifier of its checkpoints. Class distributions from a file stay as they are in it.
     background: Literal["last", "first"] = "last"
     max_detected_regions: int | None = 100  # most boxes when the detector finds them itself; None = all its detections
     max_length: int | None = 64  # wordpieces and regions of a text together; None = no cut
-    # which wordpieces pairs of texts lose that are longer than data.max_text_length, see `TextWriter.pair`;
+    # which wordpieces pairs of texts lose that are longer than data.max_text_length, see `TextTokenizer.pair`;
     # "fronts_too_much" is VisualBERT's code, and "fronts" the same without its wrong sign
-    cut_pairs: Cut = "ends"
+    cut_pairs: Truncation = "ends"
     # what of the head that names masked words starts from a BERT in task.weights. "head": all that BERT has. "bias":
     # the output bias alone (official LXMERT code, whose pre-training from scratch leaves BERT's bias there).
     word_start: Literal["head", "bias"] = "head"
@@ -143,11 +143,11 @@ class PretrainingConfig:
                 f"task.config.mask_size is {self.mask_size}; give the side of the detector's RoI maps, and with "
                 "task.config.choices give it there (task.config.choices.config.mask_size)."
             )
-        for name in ("region_probability", "hide_probability", "swap_probability"):
+        for name in ("region_probability", "mask_probability", "replace_probability"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"task.config.{name} is {getattr(self, name)}; it must be from 0 to 1.")
-        if self.hide_probability + self.swap_probability > 1 + 1e-9:
-            raise UserError("task.config.hide_probability and swap_probability together must not be above 1.")
+        if self.mask_probability + self.replace_probability > 1 + 1e-9:
+            raise UserError("task.config.mask_probability and replace_probability together must not be above 1.")
         if self.max_length is not None and self.max_length < 3:
             raise UserError(f"task.config.max_length is {self.max_length}; two wordpieces and a region need 3.")
 
@@ -173,23 +173,23 @@ class PretrainingPreprocessor(Preprocessor):
 
     learns_from = (object,)
     parts: Mapping[str, ObjectivePreprocessor] = dataclasses.field(default_factory=dict)
-    cut_pairs: Cut = "ends"
+    cut_pairs: Truncation = "ends"
     choices: ChoiceDraw | None = None
 
-    def word(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    def encode_text(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
-        own, other = draw(text.index).spawn(2)
-        draft = Draft("" if self.writer.is_blank else text.words, sample, text=text)
+        own, other = make_generator(text.index).spawn(2)
+        draft = Draft("" if self.text_tokenizer.is_blank else text.words, sample, text=text)
         region_of_token = None
         if isinstance(text, ChoiceText):
-            encoding, region_of_token = self._choice(draft, images, draw, own)
+            encoding, region_of_token = self._choice(draft, images, make_generator, own)
         else:
             encoding = self._written(draft, own)
         targets = self._targets(draft, encoding)
         seed = int(own.integers(2**62))
         sent = {"sent": draft.words} | ({} if draft.second is None else {"second": draft.second})
-        if self.writer.is_blank:
+        if self.text_tokenizer.is_blank:
             sent = dict.fromkeys(sent, "")
         record = self.record(text, images, encoding) | sent | draft.record
         is_other = not isinstance(text, ChoiceText) and draft.words != text.words
@@ -213,7 +213,9 @@ class PretrainingPreprocessor(Preprocessor):
         for part in self.parts.values():
             part.exchange(draft, draft.text.index, generator)
         texts = [draft.words] if draft.second is None else [draft.words, draft.second]
-        words = [word_pieces("" if self.writer.is_blank else one, self.writer.tokenizer) for one in texts]
+        words = [
+            word_pieces("" if self.text_tokenizer.is_blank else one, self.text_tokenizer.tokenizer) for one in texts
+        ]
         draft.pieces = list(itertools.chain(*words))
         draft.ids = np.array([piece for word in draft.pieces for piece in word], dtype=np.int64)
         for part in self.parts.values():
@@ -221,7 +223,11 @@ class PretrainingPreprocessor(Preprocessor):
         return self._lay(draft, sum(map(len, words[0])))
 
     def _choice(
-        self, draft: Draft, images: Sequence[ImageExample], draw: Draw, generator: np.random.Generator
+        self,
+        draft: Draft,
+        images: Sequence[ImageExample],
+        make_generator: GeneratorFactory,
+        generator: np.random.Generator,
     ) -> tuple[TextEncoding, Int64[np.ndarray, " L"] | None]:
         """A question with one of its choices, each wordpiece a word of its own, and the regions that they name.
 
@@ -230,10 +236,10 @@ class PretrainingPreprocessor(Preprocessor):
         """
         if self.choices is None:
             raise UserError("The data have questions with choices; set task.config.choices.task, which words them.")
-        example, draft.is_choice = self.choices(draft.text, draft.sample, images, draw, generator)
+        example, draft.is_choice = self.choices(draft.text, draft.sample, images, make_generator, generator)
         draft.ids = given_pieces(example.encoding)
         draft.pieces = [[int(piece)] for piece in draft.ids]
-        draft.words = self.writer.tokenizer.decode(draft.ids)
+        draft.words = self.text_tokenizer.tokenizer.decode(draft.ids)
         for part in self.parts.values():
             part.mask(draft, generator)
         return with_pieces(example.encoding, draft.ids), example.region_of_token
@@ -241,9 +247,9 @@ class PretrainingPreprocessor(Preprocessor):
     def _lay(self, draft: Draft, first: int) -> TextEncoding:
         """One text, or a pair whose first text has so many wordpieces."""
         if draft.second is None:
-            return self.writer.single(draft.ids)
-        self.writer.require_room(self.writer.layout.pair)
-        return self.writer.pair(draft.ids[:first], draft.ids[first:], self.cut_pairs)
+            return self.text_tokenizer.single(draft.ids)
+        self.text_tokenizer.require_room(self.text_tokenizer.layout.pair)
+        return self.text_tokenizer.pair(draft.ids[:first], draft.ids[first:], self.cut_pairs)
 
     def _targets(self, draft: Draft, encoding: TextEncoding) -> PretrainingTargets:
         return PretrainingTargets({name: part.targets(draft, encoding) for name, part in self.parts.items()})
@@ -255,7 +261,7 @@ class PretrainingTask(Task):
     example_call = '"photo.jpg", "a [MASK] on a table"'
     answers_together = False  # [MASK] and hidden regions are read for one text at a time
     sums_objectives = True
-    lends = ("",)
+    transferable = ("",)
     starts_from = HeadStart(
         copies={"word_head.": "word_head.", "relationship.": "relationship."},
         random=("",),
@@ -280,7 +286,7 @@ class PretrainingTask(Task):
         self.mask_size, self.mask_at = config.mask_size, config.mask_at
         self.objectives = dict(objectives)  # registered below under their own names
         # how questions with choices are worded; set when the task is built
-        self.choice_preprocessor: Callable[[TextWriter], Preprocessor] | None = None
+        self.choice_preprocessor: Callable[[TextTokenizer], Preprocessor] | None = None
         self.wordpieces = [f"wordpiece {number}" for number in range(config.vocab_size)]  # until there is a tokenizer
         self.word_head = None
         if any(objective.reads_words for objective in objectives.values()):
@@ -305,15 +311,15 @@ class PretrainingTask(Task):
         return next((objective.answers for objective in self.objectives.values() if objective.answers), ())
 
     @property
-    def hiding(self) -> HidingRule:
+    def region_masking(self) -> RegionMasking:
         config = self.config
-        return HidingRule(
-            hides=any(objective.predicts_regions for objective in self.objectives.values()),
+        return RegionMasking(
+            enabled=any(objective.predicts_regions for objective in self.objectives.values()),
             probability=config.region_probability,
-            hide_probability=config.hide_probability,
-            swap_probability=config.swap_probability,
-            pixels=config.hide_pixels,
-            colour=config.hidden_pixels,
+            mask_probability=config.mask_probability,
+            replace_probability=config.replace_probability,
+            pixels=config.mask_pixels,
+            colour=config.masked_pixels,
             teacher=config.teacher,
             background_first=not config.has_background_last,
             max_detected_regions=config.max_detected_regions,
@@ -323,8 +329,8 @@ class PretrainingTask(Task):
     @property
     def needs(self) -> tuple[Ability, ...]:
         needs = [ability for objective in self.objectives.values() for ability in objective.needs]
-        if self.hiding.hides and not self.config.hide_pixels:
-            needs.append(Ability.HIDDEN_FEATURES)
+        if self.region_masking.enabled and not self.config.mask_pixels:
+            needs.append(Ability.MASKED_FEATURES)
         return tuple(dict.fromkeys(needs))
 
     @classmethod
@@ -367,13 +373,13 @@ class PretrainingTask(Task):
     def prediction_record(self) -> type[PredictionRecord]:
         return found_items(self.objectives)
 
-    def preprocessor(self, writer: TextWriter) -> PretrainingPreprocessor:
-        writer.require_room(writer.layout.single)
-        parts = {name: objective.preprocessor(writer) for name, objective in self.objectives.items()}
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> PretrainingPreprocessor:
+        text_tokenizer.require_room(text_tokenizer.layout.single)
+        parts = {name: objective.preprocessor(text_tokenizer) for name, objective in self.objectives.items()}
         choices = None
         if self.choice_preprocessor is not None:
-            choices = ChoiceDraw(self.choice_preprocessor(writer), self.config.choices.drawn)
-        return PretrainingPreprocessor(writer, parts, self.config.cut_pairs, choices)
+            choices = ChoiceDraw(self.choice_preprocessor(text_tokenizer), self.config.choices.drawn)
+        return PretrainingPreprocessor(text_tokenizer, parts, self.config.cut_pairs, choices)
 
     def question(self, question: Question) -> Sample:
         """A user's text: words at [MASK] and hidden regions are to be named.
@@ -382,24 +388,24 @@ class PretrainingTask(Task):
             ValueError: nothing is to be predicted, or boxes are to be hidden although no objective predicts regions.
         """
         question.refuse_choices("A pre-training run")
-        if question.hidden is not None and not self.hiding.hides:
+        if question.boxes_to_mask is not None and not self.region_masking.enabled:
             raise UserError("The run was pre-trained without masked regions; hide no boxes.")
-        if MASK not in question.text and not question.hidden:  # a file may hold no box
+        if MASK not in question.text and not question.boxes_to_mask:  # a file may hold no box
             raise UserError("A pre-training run fills in what is missing: write [MASK] in the text, or hide boxes.")
-        return question.sample(SampleText(0, question.text, {"sent": question.text}), hides=True)
+        return question.sample(SampleText(0, question.text, {"sent": question.text}), masks_regions=True)
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
         """Keep the names of the wordpieces. Raises ValueError if an objective does not fit the detector."""
         if tokenizer is not None:
             self.wordpieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         for objective in self.objectives.values():
-            objective.check(None, detector, self.hiding)
+            objective.check(None, detector, self.region_masking)
 
-    def check_data(self, facts: DataFacts, detector: Detector) -> None:
+    def check_data(self, facts: DatasetInfo, detector: Detector) -> None:
         """Raises ValueError if an objective lacks its data, or if the masks do not fit the detector's maps."""
         check_masks(self.mask_size, detector)
         for objective in self.objectives.values():
-            objective.check(facts, detector, self.hiding)
+            objective.check(facts, detector, self.region_masking)
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """The weighted losses of all objectives.
@@ -429,7 +435,7 @@ class PretrainingTask(Task):
         choices: list[dict[str, list[dict[str, Any]]]] = [{} for _ in batch.records]
         for name, objective in self.objectives.items():
             items = objective.choices(
-                batch.targets.parts[name], output, output.task.parts[name], self.wordpieces, self.hiding
+                batch.targets.parts[name], output, output.task.parts[name], self.wordpieces, self.region_masking
             )
             for row, choice in items:
                 choices[row].setdefault(f"{name}_choices", []).append(dataclasses.asdict(choice))
@@ -446,7 +452,7 @@ class PretrainingTask(Task):
         """
         record = dict(output.batch.records[0])
         for name, objective in self.objectives.items():
-            said = objective.answer(output, output.task.parts[name], tokenizer, self.hiding)
+            said = objective.answer(output, output.task.parts[name], tokenizer, self.region_masking)
             if twice := sorted(record.keys() & said.keys()):
                 raise UserError(
                     f"The objective {name} answers with '{twice[0]}', which the record holds already; rename its entry."

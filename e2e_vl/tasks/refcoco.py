@@ -24,7 +24,7 @@ from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import BLUE, GREEN, PALETTE, RED, draw_boxes
-from e2e_vl.examples import Draw, ImageExample, Preprocessor, Targets, TextExample, stacked
+from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.metrics.refcoco import CONVENTIONS, referring_metrics, write_submission
 from e2e_vl.records import FourNumbers, Score, Side
 from e2e_vl.samples import Question, ReferredBox, Sample, SampleText
@@ -51,7 +51,7 @@ from e2e_vl.tasks.base import (
     check_dropout,
     phrase_marks,
 )
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 
 OTHER_COLOURS = PALETTE[3:]  # of phrases: no green, blue or red
 
@@ -103,17 +103,19 @@ class ReferringPreprocessor(Preprocessor):
     def no_target(self) -> ReferringTargets:
         return ReferringTargets(np.zeros(4, dtype=np.float32))
 
-    def word(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    def encode_text(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
         [image] = images
-        encoding = self.writer.single(self.writer.pieces(text.words, mirrored=image.placement.flipped))
+        encoding = self.text_tokenizer.single(
+            self.text_tokenizer.pieces(text.words, mirrored=image.image_transform.flipped)
+        )
         record = self.record(text, images, encoding)
         if image.box_ids is not None:
             record["candidate_ann_ids"] = list(image.box_ids)
         targets = ReferringTargets()
         if isinstance(text.truth, ReferredBox):
-            targets.box = image.placement.move_boxes(np.array(text.truth.box))[0].astype(np.float32)
+            targets.box = image.image_transform.transform_boxes(np.array(text.truth.box))[0].astype(np.float32)
         yield TextExample(encoding, text.image_index, record, targets)
 
 
@@ -150,9 +152,9 @@ class ReferringTask(Task):
             hidden_size, None, self.config.dropout, self.config.new_layers, transform=Transform(hidden_size)
         )
 
-    def preprocessor(self, writer: TextWriter) -> ReferringPreprocessor:
-        writer.require_room(writer.layout.single)
-        return ReferringPreprocessor(writer)
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> ReferringPreprocessor:
+        text_tokenizer.require_room(text_tokenizer.layout.single)
+        return ReferringPreprocessor(text_tokenizer)
 
     def question(self, question: Question) -> Sample:
         """A user's expression about an image; without boxes the detector proposes them."""

@@ -26,10 +26,28 @@ from detector.images import load_image
 from detector.structures import Detector, Loss
 from e2e_vl.converter import check_numbers
 from e2e_vl.drawing import draw_boxes
-from e2e_vl.examples import ONLY_PHRASES, Draw, ImageExample, Preprocessor, Targets, TextExample, TextPhrases, stacked
+from e2e_vl.examples import (
+    ONLY_PHRASES,
+    GeneratorFactory,
+    ImageExample,
+    Preprocessor,
+    Targets,
+    TextExample,
+    TextPhrases,
+    stacked,
+)
 from e2e_vl.metrics.vcr import CHOICES, join_predictions, joint_metrics, write_submission
 from e2e_vl.records import Count, FourNumbers, Score
-from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, RightChoice, Sample, SampleText, Sentence
+from e2e_vl.samples import (
+    AnnotatedObjects,
+    ChoiceText,
+    CorrectChoice,
+    DatasetInfo,
+    Question,
+    Sample,
+    SampleText,
+    Sentence,
+)
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import (
     Head,
@@ -46,7 +64,7 @@ from e2e_vl.tasks.base import (
     check_lengths,
     check_masks,
 )
-from e2e_vl.text import TextEncoding, TextWriter, cut_fronts
+from e2e_vl.text import TextEncoding, TextTokenizer, truncate_fronts
 
 # VCR's sentences as wordpieces that know which object they name, as the official codes of VL-BERT and VisualBERT do.
 
@@ -167,7 +185,7 @@ def rows_by_word_number(encoding: TextEncoding, *texts: Sequence[Piece]) -> Int6
 def cut_choices(front: Sequence[Piece], choices: list[list[Piece]], limit: int) -> None:
     """Cut what stands in front + choice to `limit` wordpieces, in place: the choice loses its first pieces.
 
-    (A mistake of the official VisualBERT code, which means to cut the front too, as `e2e_vl.text.cut_fronts` does,
+    (A mistake of the official VisualBERT code, which means to cut the front too, as `e2e_vl.text.truncate_fronts` does,
     but takes the length of a pair for its length.)
 
     Raises:
@@ -299,7 +317,7 @@ class VCRConfig:
     # question and choice are cut to this number of wordpieces together, [CLS] and [SEP] not counted
     max_pieces: int = 64
     # how: "longer" takes the last pieces of the longer text, see `cut_answers` and `cut_rationales`. "fronts" takes the
-    # first pieces of both, of the choice and of what stands in front, see `cut_fronts`.
+    # first pieces of both, of the choice and of what stands in front, see `truncate_fronts`.
     cut: Literal["longer", "fronts"] = "longer"
     # with "fronts": the choice alone is cut, and what stands in front must fit (a mistake of the official VisualBERT
     # code, which takes the length of a pair for the length of what stands in front)
@@ -352,17 +370,17 @@ class VCRTargets(Targets):
 class VCRPreprocessor(Preprocessor):
     """Four texts per question, one per choice; words that name objects know the row of the object's box."""
 
-    learns_from = (RightChoice,)
+    learns_from = (CorrectChoice,)
     config: VCRConfig = dataclasses.field(default_factory=VCRConfig)
 
     def no_target(self) -> VCRTargets:
         return VCRTargets(np.float32(0))
 
-    def word(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    def encode_text(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
         if isinstance(text, ChoiceText):
-            yield from self._choices(text, sample, images, draw)
+            yield from self._choices(text, sample, images, make_generator)
         else:
             yield self._other(text, images)
 
@@ -373,17 +391,17 @@ class VCRPreprocessor(Preprocessor):
                 f"'{text.words}' has no four choices, so VCR has nothing to learn from it; leave its data out, or set "
                 "phrases.weight if they state what their phrases name."
             )
-        mirrored = bool(text.image_index) and images[text.image_index[0]].placement.flipped
-        pieces = self.writer.pieces(text.words, mirrored=mirrored)
-        encoding = self.writer.single(pieces[: self.config.max_pieces])
+        mirrored = bool(text.image_index) and images[text.image_index[0]].image_transform.flipped
+        pieces = self.text_tokenizer.pieces(text.words, mirrored=mirrored)
+        encoding = self.text_tokenizer.single(pieces[: self.config.max_pieces])
         record = self.record(text, images, encoding) | {"sent": text.words}
         return TextExample(encoding, text.image_index, record, self.no_target())
 
     def _choices(
-        self, text: ChoiceText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+        self, text: ChoiceText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
         [stated] = sample.images
-        names, rows = self._names(text, stated.objects, stated.candidates, draw)
+        names, rows = self._names(text, stated.objects, stated.candidates, make_generator)
         in_choices = self._names_in_choices(text, stated.objects, names)
         fronts, choices = self._pieces(text, names, in_choices, rows)
         join_word = self.config.join_word
@@ -396,12 +414,12 @@ class VCRPreprocessor(Preprocessor):
                 if row >= 0
             ],
         }
-        if sample.is_asked:
+        if sample.from_user:
             record["question"] = record["sent"]
             record["objects"] = [name for name, row in zip(names, rows, strict=True) if row >= 0]
         boxes = self._phrase_boxes(text, images[text.image_index[0]])
         for number, (query, choice) in enumerate(zip(fronts, choices, strict=True)):
-            encoding = self.writer.pair([piece.id for piece in query], [piece.id for piece in choice])
+            encoding = self.text_tokenizer.pair([piece.id for piece in query], [piece.id for piece in choice])
             yield TextExample(
                 encoding,
                 text.image_index,
@@ -421,7 +439,7 @@ class VCRPreprocessor(Preprocessor):
         boxes: np.ndarray | None,
     ) -> TextPhrases | None:
         """The phrases of one of the texts; pieces and names are of what stands in front and of the choice."""
-        if not self.writer.marks_phrases:
+        if not self.text_tokenizer.with_phrase_spans:
             return None
         sentences = [*((one, names[0]) for one in text.query), (text.choices[choice], names[1])]
         *front, last = ([word for word, _ in said_words(*one, self.config.join_word)] for one in sentences)
@@ -433,7 +451,7 @@ class VCRPreprocessor(Preprocessor):
         Raises:
             UserError: a name would carry the region that it is to point at.
         """
-        if not (text.names_are_phrases and self.writer.marks_phrases):
+        if not (text.names_are_phrases and self.text_tokenizer.with_phrase_spans):
             return None
         if self.config.ground_words:
             raise UserError(
@@ -451,13 +469,17 @@ class VCRPreprocessor(Preprocessor):
         return encoding.place([piece.row for piece in (*query, *choice)])
 
     def _names(
-        self, text: ChoiceText, objects: AnnotatedObjects, candidates: Sequence[int] | None, draw: Draw
+        self,
+        text: ChoiceText,
+        objects: AnnotatedObjects,
+        candidates: Sequence[int] | None,
+        make_generator: GeneratorFactory,
     ) -> tuple[list[str], list[int]]:
         """What each object of the question is called in front, and the row of its box (-1 = it has none)."""
         people, start = self.config.people_names, 0
-        if self.writer.training and self.config.turn_names:
+        if self.text_tokenizer.training and self.config.turn_names:
             # the third draw: the first two decide about the image
-            start = int(draw(text.index).random(3)[2] * len(people))
+            start = int(make_generator(text.index).random(3)[2] * len(people))
         kept = range(len(objects)) if candidates is None else candidates
         names, rows = list(objects.names), [-1] * len(objects)
         called = names_of([objects.names[number] for number in kept], people, start)
@@ -486,9 +508,9 @@ class VCRPreprocessor(Preprocessor):
         join_word, limit = self.config.join_word, self.config.max_pieces
 
         def encode(sentence: Sentence, names: list[str], first_word: int = 0) -> list[Piece]:
-            if self.writer.is_blank:
+            if self.text_tokenizer.is_blank:
                 return []
-            return encode_sentence(sentence, names, rows, self.writer.tokenizer, join_word, first_word)
+            return encode_sentence(sentence, names, rows, self.text_tokenizer.tokenizer, join_word, first_word)
 
         front, words = [], 0
         for sentence in text.query:
@@ -504,7 +526,7 @@ class VCRPreprocessor(Preprocessor):
         if self.config.cut_choices_only:
             cut_choices(query, choices, limit)
             return [query] * len(choices), choices
-        lost = [cut_fronts(len(query), len(choice), limit) for choice in choices]
+        lost = [truncate_fronts(len(query), len(choice), limit) for choice in choices]
         return (
             [query[number:] for number, _ in lost],
             [choice[number:] for choice, (_, number) in zip(choices, lost, strict=True)],
@@ -604,11 +626,11 @@ class VCRTask(Task):
         """What people are called."""
         return (*config.people_names, config.join_word or "")
 
-    def preprocessor(self, writer: TextWriter) -> VCRPreprocessor:
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> VCRPreprocessor:
         """Raises ValueError for a length limit that is not this task's own."""
-        if writer.max_length is not None:
+        if text_tokenizer.max_length is not None:
             raise UserError("VCR cuts question and choice by a rule of its own; set task.config.max_pieces instead.")
-        return VCRPreprocessor(writer, self.config)
+        return VCRPreprocessor(text_tokenizer, self.config)
 
     def question(self, question: Question) -> Sample:
         """A user's question with four choices; texts name the given boxes as [0] or [1,2].
@@ -618,15 +640,15 @@ class VCRTask(Task):
         Raises:
             ValueError: no boxes, a class that the data do not have, or other than four choices.
         """
-        question.refuse_hidden()
+        question.refuse_masked_boxes()
         given = question.boxes
         if given is None:
             raise UserError("VCR's boxes are given, not found: give boxes, such as person:10,20,80,200.")
         if len(question.choices) != CHOICES:
             raise UserError(f"VCR chooses one of four texts, here are {len(question.choices)}; give four choices.")
-        if not question.wants_answer and question.answer is not None:
+        if not question.accepts_answer and question.answer is not None:
             raise UserError("This run chooses answers, so it takes none; leave the answer out.")
-        if question.wants_answer and question.answer is None:
+        if question.accepts_answer and question.answer is None:
             raise UserError(
                 "This run chooses rationales, so it needs the answer that they are for; give the answer too."
             )
@@ -655,7 +677,7 @@ class VCRTask(Task):
         )
         return question.sample(text, objects=objects)
 
-    def check_data(self, facts: DataFacts, detector: Detector) -> None:
+    def check_data(self, facts: DatasetInfo, detector: Detector) -> None:
         """The data's classes and the size of the masks must fit the region classifier and the detector's maps."""
         names = facts.class_names
         if self.region_classifier is not None and names is not None and len(names) >= self.config.num_classes:
@@ -676,7 +698,7 @@ class VCRTask(Task):
             ValueError: texts with a target that do not come in fours, or a class beyond `num_classes`.
         """
         targets = batch.targets or VCRTargets()
-        number = len(batch) if targets.known is None else int(targets.known.sum())
+        number = len(batch) if targets.has_target is None else int(targets.has_target.sum())
         if number % CHOICES:
             raise UserError(f"VCR's texts come in fours, one per choice; this batch has {number} texts.")
         scores = at_least_float32(self.head(targets.with_target(encoded.summary)))
@@ -698,8 +720,8 @@ class VCRTask(Task):
     def _region_loss(self, batch: Batch, regions: TextRegions, states: Float[Tensor, "M R E"]) -> Loss:
         """Every region of every choice counts, the whole image as class 0."""
         kept = regions.attention_mask
-        if batch.targets.known is not None:
-            kept = kept & batch.targets.known[:, None]
+        if batch.targets.has_target is not None:
+            kept = kept & batch.targets.has_target[:, None]
         classes = regions.gather(batch.region_labels.classes, fill=-1)[kept] + 1
         if len(classes) and int(classes.max()) >= self.config.num_classes:
             raise UserError(

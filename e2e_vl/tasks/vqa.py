@@ -28,7 +28,7 @@ from e2e_vl.records import Score
 from e2e_vl.samples import HumanAnswers, ScoredAnswers
 from e2e_vl.tasks.base import PredictionRecord, PredictionWords, Records
 from e2e_vl.tasks.choice import AnswerConfig, AnswerPreprocessor, AnswerTargets, AnswerTask, PossibleAnswers
-from e2e_vl.text import TextWriter, mirror_words
+from e2e_vl.text import TextTokenizer, swap_left_right
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +57,14 @@ class VQAPreprocessor(AnswerPreprocessor):
         if isinstance(truth, ScoredAnswers):
             scores = dict(truth.scores)
             if mirrored:
-                scores = {" ".join(mirror_words(answer.split(" "))): score for answer, score in scores.items()}
+                scores = {" ".join(swap_left_right(answer.split(" "))): score for answer, score in scores.items()}
             best = np.int64(self.answers.best_scored(scores))
             return VQATargets(self.answers.targets_of(scores), best), {"answer_scores": scores}
         if not isinstance(truth, HumanAnswers):
             return VQATargets(), {}
         given = truth.answers
         if mirrored:
-            given = [" ".join(mirror_words(answer.split(" "))) for answer in given]
+            given = [" ".join(swap_left_right(answer.split(" "))) for answer in given]
         targets = VQATargets(self.answers.soft_targets(given), np.int64(self.answers.most_frequent(given)))
         return targets, {"answers": list(given)}
 
@@ -129,8 +129,8 @@ class VQATask(AnswerTask):
         """Through the punctuation step of the official evaluation (official VL-BERT code)."""
         return line if line == UNKNOWN else strip_punctuation(line)
 
-    def make_preprocessor(self, writer: TextWriter) -> VQAPreprocessor:
-        return VQAPreprocessor(writer, self.answer_list)
+    def make_preprocessor(self, text_tokenizer: TextTokenizer) -> VQAPreprocessor:
+        return VQAPreprocessor(text_tokenizer, self.answer_list)
 
     def best_class(self, truth: Any) -> int | None:
         if isinstance(truth, ScoredAnswers):

@@ -27,9 +27,11 @@ class ModelWeights:
     encoder: dict[str, Tensor]
     task: dict[str, Tensor]
     task_name: str | None = None  # of our task that has such a head; None: there is none, or the file has no head
-    lends: tuple[str, ...] = ()  # see `Task.lends`
+    transferable: tuple[str, ...] = ()  # see `Task.transferable`
     background_last: bool | None = None  # place of the background among region classes of the head; None: unknown
-    also_of: tuple[str, ...] = ()  # further tasks of ours that have the same head, where the file does not tell them
+    compatible_tasks: tuple[
+        str, ...
+    ] = ()  # further tasks of ours that have the same head, where the file does not tell them
 
 
 class WeightAdapter(abc.ABC):
@@ -42,7 +44,7 @@ class WeightAdapter(abc.ABC):
     # What holds for the encoder whoever trained it, runs of this project too:
     same_config: ClassVar[tuple[str, ...]] = ()  # fields of its config, not prefixes, that no shape of a weight shows
     optional: ClassVar[tuple[str, ...]] = ()  # only some tasks train them: the weights of another task may lack them
-    of_pretraining: ClassVar[tuple[str, ...]] = ()  # only pre-training trains them: fine-tuned weights may lack them
+    pretraining_only: ClassVar[tuple[str, ...]] = ()  # only pre-training trains them: fine-tuned weights may lack them
     segment_tables: ClassVar[tuple[str, ...]] = ()  # whole names: a row per text segment
 
     @abc.abstractmethod

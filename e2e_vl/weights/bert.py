@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from detector.errors import UserError
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
-from e2e_vl.weights.vl_bert import SEGMENTS, WORD_TABLE
+from e2e_vl.weights.vl_bert import SEGMENTS, WORD_EMBEDDINGS
 
 ENCODER = {
     "embeddings.word_embeddings": "embeddings.word_embeddings",
@@ -46,7 +46,7 @@ class BertStart(WeightAdapter):
     brings = tuple(f"{module}." for module in ENCODER.values() if module != "pooler")
     names: ClassVar[Mapping[str, str]] = ENCODER  # BERT's -> ours
     head_names: ClassVar[Mapping[str, str]] = WORD_HEAD  # of its heads
-    lends: ClassVar[tuple[str, ...]] = ("word_head.",)  # see `Task.lends`
+    transferable: ClassVar[tuple[str, ...]] = ("word_head.",)  # see `Task.transferable`
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
         return any(name.removeprefix("bert.") == "embeddings.token_type_embeddings.weight" for name in tensors)
@@ -67,10 +67,10 @@ class BertStart(WeightAdapter):
                 head[ours] = value
             elif new != DECODER and not new.startswith(UNUSED):
                 raise UserError(f"{source}: {name} is no name of a BERT model.")
-        words = encoder.get(WORD_TABLE)
+        words = encoder.get(WORD_EMBEDDINGS)
         if DECODER in tensors and (words is None or not torch.equal(tensors[DECODER].float(), words)):
             raise UserError(f"{source}: {DECODER} is not the word table; only BERTs that share the two can be loaded.")
-        return ModelWeights({}, encoder, head, lends=self.lends)
+        return ModelWeights({}, encoder, head, transferable=self.transferable)
 
     def fit(
         self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
@@ -91,8 +91,8 @@ class BertStart(WeightAdapter):
             ValueError: another vocabulary or another number of positions; the message says which setting to change.
         """
         own = encoder.state_dict()
-        rows = {name: (len(tensors.get(name, own[name])), len(own[name])) for name in (WORD_TABLE, POSITIONS)}
-        words, positions = rows[WORD_TABLE], rows[POSITIONS]
+        rows = {name: (len(tensors.get(name, own[name])), len(own[name])) for name in (WORD_EMBEDDINGS, POSITIONS)}
+        words, positions = rows[WORD_EMBEDDINGS], rows[POSITIONS]
         if words[0] != words[1]:
             raise UserError(
                 f"{source}: its word table has {words[0]} wordpieces, but the run's vocabulary has {words[1]}; set "

@@ -61,7 +61,7 @@ FINE_TUNED_HEAD = {
     "logit_fc.3": "head.output",
 }
 QUESTION_ANSWERING_HEAD = {f"answer_head.{name}": ours for name, ours in FINE_TUNED_HEAD.items()}  # transformers
-WORD_TABLE = "embeddings.word_embeddings.weight"
+WORD_EMBEDDINGS = "embeddings.word_embeddings.weight"
 SEGMENTS = "embeddings.token_type_embeddings.weight"
 DECODER = "cls.predictions.decoder.weight"  # the word table again
 CROSS, OTHER_CROSS = ".visual_attention.", ".text_attention."
@@ -104,12 +104,12 @@ class OfficialLxmert(WeightAdapter):
                 head[ours] = value
             elif name != DECODER:
                 raise UserError(f"{source}: {name} is no name of an LXMERT model.")
-        words = encoder.get(WORD_TABLE)
+        words = encoder.get(WORD_EMBEDDINGS)
         if DECODER in plain and (words is None or not torch.equal(plain[DECODER], words)):
             raise UserError(f"{source}: {DECODER} differs from the word table; the file is damaged.")
-        lends = ("",) if task_name == PRETRAINING else ()
+        transferable = ("",) if task_name == PRETRAINING else ()
         also = ANSWERING if task_name in ANSWERING else ()
-        return ModelWeights({}, encoder, head, task_name, lends, also_of=also)
+        return ModelWeights({}, encoder, head, task_name, transferable, compatible_tasks=also)
 
     def fit(
         self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
@@ -163,7 +163,7 @@ def official_lxmert_state(parts: ModelWeights) -> dict[str, Tensor]:
             raise UserError(f"task.{name} has no place in an official LXMERT model for {parts.task_name}.")
         official[theirs] = value
     if "word_head.bias" in parts.task:
-        official[DECODER] = parts.encoder[WORD_TABLE]
+        official[DECODER] = parts.encoder[WORD_EMBEDDINGS]
     return official
 
 
@@ -232,7 +232,7 @@ ACTIVATION, NORM_EPS = "gelu", 1e-12  # of transformers' heads and of all its La
 LOSS_NORMALISER = 1 / 0.15  # the official code's; transformers' default is 6.67
 # Fields of the encoder's config that transformers' model does not have, with the value that it computes, and why.
 LIMITS: dict[str, tuple[Any, str]] = {
-    "image_slots": (1, "reads one image per text"),
+    "max_images": (1, "reads one image per text"),
     "named_regions": (False, "does not link words to regions"),
     "cross_attention": ("shared", "has one shared module for both directions of the cross attention"),
     "relative_geometry": (False, "does not have a bias from the relative places of regions"),

@@ -30,7 +30,7 @@ from e2e_vl.converter import from_dict
 from e2e_vl.data.answer_lists import ANSWERS_FILE, read_answers
 from e2e_vl.tasks.base import HeadStart, Task
 from e2e_vl.tasks.phrase_head import PhraseHead, load_head
-from e2e_vl.text import load_tokenizer, looks_like_hub_name, plain_answer
+from e2e_vl.text import load_tokenizer, looks_like_hub_name, simplify_answer
 from e2e_vl.weights.base import WeightAdapter
 
 FILES = ("model.safetensors", "pytorch_model.bin")
@@ -60,7 +60,7 @@ class Source:
     tensors: dict[str, Tensor]  # of the part that was asked for
     adapter: WeightAdapter | None  # what read the file; None: this project's own
     task_name: str | None  # what they were trained for; None: unknown, or none of our tasks
-    lends: tuple[str, ...]  # see `Task.lends`
+    transferable: tuple[str, ...]  # see `Task.transferable`
     background_last: bool | None  # order of the region classes; None: unknown
 
     @property
@@ -80,8 +80,8 @@ def read_source(path: str | Path, part: Literal["encoder", "task"], rules: Start
     for adapter in rules.adapters:
         if adapter.recognise(tensors):
             found = adapter.convert(tensors, file)
-            task_name = rules.task_name if rules.task_name in found.also_of else found.task_name
-            return Source(file, getattr(found, part), adapter, task_name, found.lends, found.background_last)
+            task_name = rules.task_name if rules.task_name in found.compatible_tasks else found.task_name
+            return Source(file, getattr(found, part), adapter, task_name, found.transferable, found.background_last)
     settings = _task_of_run(file.parent, part, rules)
     name = settings.get("name")
     config_class, task_class = rules.tasks.get(name or rules.task_name, (object, Task))
@@ -91,7 +91,7 @@ def read_source(path: str | Path, part: Literal["encoder", "task"], rules: Start
         if settings and hasattr(config_class, "has_background_last"):
             where = f"{file.parent.parent / 'config.yaml'}: task.config"
             background_last = from_dict(config_class, settings.get("config") or {}, where).has_background_last
-    return Source(file, tensors, None, name, task_class.lends, background_last)
+    return Source(file, tensors, None, name, task_class.transferable, background_last)
 
 
 def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> LoadReport:
@@ -112,15 +112,15 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> Loa
     if source.adapter is not None:
         tensors, copied = source.adapter.fit(tensors, encoder, source.path)
         may_miss = [name for name in encoder.state_dict() if not name.startswith(source.adapter.brings)]
-    optional, of_pretraining = rules.stated("optional"), rules.stated("of_pretraining")
+    optional, pretraining_only = rules.stated("optional"), rules.stated("pretraining_only")
     if source.task_name not in (None, rules.task_name):
-        may_miss += optional if source.lends else (*optional, *of_pretraining)
-        if source.lends and rules.tasks[rules.task_name][1].copies_first_segment:
+        may_miss += optional if source.transferable else (*optional, *pretraining_only)
+        if source.transferable and rules.tasks[rules.task_name][1].copies_first_segment:
             for name in tensors.keys() & rules.stated("segment_tables"):
                 tensors = {**tensors, name: tensors[name][[0, 0, *range(2, len(tensors[name]))]]}
                 copied.append(f"{name} row 0 -> row 1")
     is_known = source.adapter is not None or source.task_name is not None
-    may_exceed = (*optional, *of_pretraining) if is_known else ()
+    may_exceed = (*optional, *pretraining_only) if is_known else ()
     zero = parts_at_zero(encoder, tensors)
     may_miss = [*may_miss, *(f"{part}." for part in zero)]
     report = load_weights(encoder, tensors, source.path, may_miss=may_miss, may_exceed=may_exceed, layout=source.layout)
@@ -157,7 +157,7 @@ def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_or
             )
         return _go_on(task, source)
     rule = (task.starts_from or HeadStart()).for_weights(source.tensors)
-    if not any(prefix.startswith(source.lends) for prefix in rule.takes):
+    if not any(prefix.startswith(source.transferable) for prefix in rule.takes):
         theirs = f"a {source.layout}" if source.task_name is None else f"the head of {source.task_name}"
         raise UserError(
             f"{source.path}: holds {theirs}, and no rule says how the head of {rules.task_name} starts from it; leave "
@@ -208,7 +208,9 @@ def _start_from_other(task: Task, source: Source, rule: HeadStart) -> LoadReport
     own = task.state_dict()
     modules = _modules(own)
     copies = {
-        start: to for start, to in rule.copies.items() if to.split(".")[0] in modules and start.startswith(source.lends)
+        start: to
+        for start, to in rule.copies.items()
+        if to.split(".")[0] in modules and start.startswith(source.transferable)
     }
     tensors: dict[str, Tensor] = {}
     copied = []
@@ -226,7 +228,7 @@ def _start_from_other(task: Task, source: Source, rule: HeadStart) -> LoadReport
         if found := _moved(source.tensors, start, to):
             theirs = answers_beside(source.path)
             tensors |= {name: rows_of_answers(value, theirs, task.answers, name) for name, value in found.items()}
-            count = sum(plain_answer(answer) in theirs for answer in task.answers)
+            count = sum(simplify_answer(answer) in theirs for answer in task.answers)
             copied.append(f"{start[:-1]} rows of {count} of {len(task.answers)} answers -> {to[:-1]}")
     random = [name for name in own if name.startswith(rule.random) and not name.startswith(tuple(copies.values()))]
     report = load_weights(task, tensors, source.path, may_miss=random, layout=source.layout)
@@ -253,7 +255,7 @@ def answers_beside(path: Path) -> list[str]:
 def rows_of_answers(rows: Tensor, theirs: Sequence[str], ours: Sequence[str], name: str) -> Tensor:
     """A weight or bias with a row per answer, of another list of answers; rows of answers that it lacks are zero.
 
-    Our answers are spelled as in the other list first, see `plain_answer` (official LXMERT code).
+    Our answers are spelled as in the other list first, see `simplify_answer` (official LXMERT code).
 
     Raises:
         ValueError: the other list is not the one of the rows.
@@ -261,7 +263,7 @@ def rows_of_answers(rows: Tensor, theirs: Sequence[str], ours: Sequence[str], na
     if len(rows) != len(theirs):
         raise UserError(f"{name}: the head has {len(rows)} answers, and the list beside it {len(theirs)}.")
     class_of = {answer: number for number, answer in enumerate(theirs)}
-    found = torch.tensor([class_of.get(plain_answer(answer), -1) for answer in ours])
+    found = torch.tensor([class_of.get(simplify_answer(answer), -1) for answer in ours])
     return rows[found.clamp(min=0)] * (found >= 0).view(-1, *[1] * (rows.ndim - 1))
 
 

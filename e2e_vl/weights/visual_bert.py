@@ -55,7 +55,7 @@ ENCODER = {  # official -> ours; a name is the module that holds the parameters
     "embeddings.projection": "embeddings.visual_projection",
 }
 PROJECTION = "embeddings.visual_projection.weight"
-WORD_TABLE = "embeddings.word_embeddings.weight"
+WORD_EMBEDDINGS = "embeddings.word_embeddings.weight"
 COPIED_TABLES = {  # text -> visual, see `special_visual_initialize`
     "embeddings.token_type_embeddings.weight": "embeddings.visual_token_type_embeddings.weight",
     "embeddings.position_embeddings.weight": "embeddings.visual_position_embeddings.weight",
@@ -164,7 +164,7 @@ class VisualBertFromBert(BertStart):
 
     names = {name: name for name in BERT_MODULES}  # noqa: RUF012
     head_names = WORD_HEAD | {"cls.seq_relationship": "relationship.head"}
-    lends = ("word_head.", "relationship.")
+    transferable = ("word_head.", "relationship.")
     brings = tuple(f"{name}." for name in BERT_MODULES if name != "pooler")
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
@@ -229,16 +229,16 @@ def converted(
         elif name != DECODER and replace_module(name, {module: module for module in rule.unused}) is None:
             for_task = f" for {task_name}" if task_name else ""
             raise UserError(f"{source}: {name} is no name of a VisualBERT model{for_task}.")
-    words = encoder.get(WORD_TABLE)
+    words = encoder.get(WORD_EMBEDDINGS)
     if DECODER in head and (words is None or not torch.equal(_float(head[DECODER]), words)):
-        raise UserError(f"{source}: {DECODER} differs from {WORD_TABLE}; the file is damaged.")
+        raise UserError(f"{source}: {DECODER} differs from {WORD_EMBEDDINGS}; the file is damaged.")
     return ModelWeights(
         {},
         encoder,
         task,
         task_name,
-        lends=("",) if task_name == PRETRAINING else (),
-        also_of=(ANSWERS,) if task_name in CLASSIFIER_ROWS.values() else (),
+        transferable=("",) if task_name == PRETRAINING else (),
+        compatible_tasks=(ANSWERS,) if task_name in CLASSIFIER_ROWS.values() else (),
     )
 
 
@@ -295,7 +295,7 @@ def official_state(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
     state = {f"{TRUNK}{replace_module(name, back)}": value for name, value in parts.encoder.items()}
     state |= {f"{HEAD}{name}": value for name, value in head.items()}
     if any(name.startswith("cls.predictions.") for name in head):
-        state[f"{HEAD}{DECODER}"] = parts.encoder[WORD_TABLE]
+        state[f"{HEAD}{DECODER}"] = parts.encoder[WORD_EMBEDDINGS]
     if MASK_FILTER in parts.detector:
         state |= _official_network(parts.detector)
         left_out = [name for name in left_out if not name.startswith("detector.")]

@@ -31,8 +31,8 @@ PRETRAINING = "pretraining"  # our name of the task
 ENCODER = {
     "image_feature_extractor.obj_downsample.1": "embeddings.region_projection",
     "object_linguistic_embeddings": "embeddings.region_word_embedding",
-    "object_mask_word_embedding": "embeddings.hidden_region_word_embedding",
-    "object_mask_visual_embedding": "embeddings.hidden_region_feature",
+    "object_mask_word_embedding": "embeddings.masked_region_word_embedding",
+    "object_mask_visual_embedding": "embeddings.masked_region_feature",
     "aux_text_visual_embedding": "embeddings.text_only_embedding",
     "vlbert.word_embeddings": "embeddings.word_embeddings",
     "vlbert.position_embeddings": "embeddings.position_embeddings",
@@ -77,13 +77,13 @@ MARKS = {  # task -> names that only its files have; looked up in this order
     "vqa": ("final_mlp.0.LayerNorm.",),
     "refcoco": ("final_mlp.",),
 }
-WORD_TABLE = "embeddings.word_embeddings.weight"
+WORD_EMBEDDINGS = "embeddings.word_embeddings.weight"
 SEGMENTS = "embeddings.segment_embeddings.weight"
 DECODER = "vlbert.mlm_head.predictions.decoder.weight"
 # Ours of what only the official pre-training model has.
 PRETRAINING_EMBEDDINGS = (
-    "embeddings.hidden_region_word_embedding.",
-    "embeddings.hidden_region_feature.",
+    "embeddings.masked_region_word_embedding.",
+    "embeddings.masked_region_feature.",
     "embeddings.text_only_embedding.",
 )
 ENCODER_CONFIG = {
@@ -106,7 +106,7 @@ OFFICIAL_DETECTOR: dict[str, Any] = {  # no weight shows it; keys of configs/det
     "MODEL.ROI_BOX_HEAD.POOLER_SAMPLING_RATIO": 1,
 }
 REGION_WORD = "embeddings.region_word_embedding.weight"
-HIDDEN_REGION_WORD = "embeddings.hidden_region_word_embedding.weight"
+MASKED_REGION_WORD = "embeddings.masked_region_word_embedding.weight"
 REGION_CLASSES = ("masked_regions.output.weight", "masked_regions.output.bias")  # a row per class
 
 
@@ -124,7 +124,7 @@ class OfficialVLBert(WeightAdapter):
         "whole_image_in_sequence",
     )
     optional = ("pooler.", "embeddings.image_slot_embeddings.")
-    of_pretraining = PRETRAINING_EMBEDDINGS
+    pretraining_only = PRETRAINING_EMBEDDINGS
     segment_tables = (SEGMENTS,)
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
@@ -153,12 +153,12 @@ class OfficialVLBert(WeightAdapter):
                 head[ours] = value
             elif name != DECODER:
                 raise UserError(f"{source}: {name} is no name of an official VL-BERT model{_for(task_name)}.")
-        words = encoder.get(WORD_TABLE)
+        words = encoder.get(WORD_EMBEDDINGS)
         if DECODER in tensors and (words is None or not torch.equal(tensors[DECODER].float(), words)):
             raise UserError(f"{source}: {DECODER} differs from vlbert.word_embeddings.weight; the file is damaged.")
         detector = from_vl_bert(tensors, source) if has_detector else {}
-        lends = ("",) if task_name == PRETRAINING else ()
-        return ModelWeights(detector, encoder, head, task_name, lends, background_last=False)
+        transferable = ("",) if task_name == PRETRAINING else ()
+        return ModelWeights(detector, encoder, head, task_name, transferable, background_last=False)
 
     def export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
         """Write a `.model` file; returns what was left out, see `to_official`.
@@ -183,7 +183,7 @@ class OfficialVLBert(WeightAdapter):
         _check_detector(model.detector, path)
         detector, encoder, task = (dict(part.state_dict()) for part in (model.detector, model.encoder, model.task))
         if settings.region_word == "img" and task_name == PRETRAINING:
-            encoder[HIDDEN_REGION_WORD] = encoder[REGION_WORD]
+            encoder[MASKED_REGION_WORD] = encoder[REGION_WORD]
         if REGION_CLASSES[0] in task and model.task.config.has_background_last:
             task |= {name: task[name].roll(1, dims=0) for name in REGION_CLASSES}
         official, left_out = to_official(ModelWeights(detector, encoder, task, task_name))
@@ -234,7 +234,7 @@ def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
             raise UserError(f"task.{name} has no place in an official VL-BERT model{_for(task)}.")
         official[theirs] = value
     if "word_head.bias" in parts.task:
-        official[DECODER] = parts.encoder[WORD_TABLE]
+        official[DECODER] = parts.encoder[WORD_EMBEDDINGS]
     if task == "vcr":
         official = {name.replace("vlbert.", "vlbert._module.", 1): value for name, value in official.items()}
     return {f"module.{name}": value for name, value in official.items()}, left_out

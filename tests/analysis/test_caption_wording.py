@@ -10,7 +10,7 @@ from tests.tasks.preprocessors import make_tokenizer, photo, sample_of
 
 from e2e_vl.analysis.captions import RECORD, CaptionFacts, CaptionPreprocessor, ParsedWord, Parses
 from e2e_vl.samples import PhraseBoxes, SampleText
-from e2e_vl.text import TextWriter, load_tokenizer
+from e2e_vl.text import TextTokenizer, load_tokenizer
 
 TEXT = "The red star and it ."
 SPANS = ((0, 12), (17, 19))
@@ -33,7 +33,7 @@ def facts_of(
     (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces))
     tokenizer = load_tokenizer(tmp_path / "vocab.txt")
     parses = None if parse is None else Parses.of([parse], "here")
-    preprocessor = CaptionPreprocessor(TextWriter(tokenizer, max_length=max_length), parses, **options)
+    preprocessor = CaptionPreprocessor(TextTokenizer(tokenizer, max_length=max_length), parses, **options)
     text = SampleText(0, TEXT, {}, phrases=PhraseBoxes(SPANS, BOXES))
     [example] = preprocessor(sample_of(text), [photo()], None)
     return example.record[RECORD]
@@ -78,6 +78,6 @@ def test_without_a_parse_there_are_words_without_relations(tmp_path):
 
 
 def test_a_text_without_phrases_is_refused(tmp_path):
-    preprocessor = CaptionPreprocessor(TextWriter(make_tokenizer(tmp_path, "the")))
+    preprocessor = CaptionPreprocessor(TextTokenizer(make_tokenizer(tmp_path, "the")))
     with pytest.raises(ValueError, match=r"text 3 \('the'\) has no phrases with boxes"):
         list(preprocessor(sample_of(SampleText(3, "the", {})), [photo()], None))

@@ -10,7 +10,7 @@ from PIL import Image
 
 from e2e_vl.api.results import Answer, GroundedPhrase
 from e2e_vl.drawing import PALETTE
-from e2e_vl.samples import EncodedImage
+from e2e_vl.samples import ImageBytes
 
 SIZE = (600, 800)  # height and width: the picture is as large, below its title
 BOX = [20.0, 100.0, 120.0, 200.0]
@@ -38,7 +38,7 @@ def answer(*phrases: GroundedPhrase, pointed: list[tuple[str, list[float]]] | No
         "unknown_words": (),
         "record": {},
         "stamps": (None,),
-        "images": (EncodedImage(stream.getvalue(), "grey.png"),),
+        "images": (ImageBytes(stream.getvalue(), "grey.png"),),
         "pointed": [("circle 0.90", BOX)] if pointed is None else pointed,
         "phrases": list(phrases),
     }

@@ -256,10 +256,12 @@ def test_saved_and_loaded_again(model, records, tmp_path):
 def test_cards_name_a_license_only_if_it_is_given_and_a_call_that_fits(pretraining_run, vcr_runs):
     card = str(e2e_vl.load(pretraining_run).generate_model_card(license="mit", repo_id="me/mine"))
     assert "license: mit" in card and 'e2e_vl.load("me/mine")' in card and "a [MASK] on a table" in card
-    for run, wants_answer in zip(vcr_runs, (False, True), strict=True):
+    for run, accepts_answer in zip(vcr_runs, (False, True), strict=True):
         card = str(e2e_vl.load(run).generate_model_card())
         assert (
-            "boxes=[" in card and "choices=[" in card and ("answer=" in card.partition("model.ask")[2]) == wants_answer
+            "boxes=[" in card
+            and "choices=[" in card
+            and ("answer=" in card.partition("model.ask")[2]) == accepts_answer
         )
 
 

@@ -321,7 +321,7 @@ def check_objects(objects: AnnotatedObjects) -> None:
 def check_candidates(found: CandidateBoxes) -> None:
     check_boxes(found.boxes, points=True)  # a detector's boxes are cut off at the borders of the image
     check_size(found.image_size)
-    for values in (found.class_probs, found.found_scores, found.found_attribute_scores):
+    for values in (found.class_probs, found.detected_scores, found.detected_attribute_scores):
         if values is not None:
             require(((values >= 0) & (values <= 1.001)).all(), "a probability is not one")
     for values in (found.features, found.image_feature):
@@ -344,7 +344,7 @@ def check_sample(sample: Sample) -> None:
         if isinstance(text.truth, ScoredAnswers):
             require(all(0 <= score <= 1.001 for score in text.truth.scores.values()), "a score is not one")
         for name in ("answer", "family", "question", "sent"):
-            value = text.facts.get(name)
+            value = text.metadata.get(name)
             require(value is None or isinstance(value, str), f"{name} is {value!r}")
         if text.phrases is not None:
             require(all(0 <= a < b <= len(text.words) for a, b in text.phrases.spans), "a phrase is not in its text")

@@ -25,7 +25,7 @@ ENCODERS = {
     "visual_bert": {"name": "visual_bert", "config": SMALL | {"num_hidden_layers": 2}},
     "lxmert": {"name": "lxmert", "config": SMALL | {"l_layers": 1, "r_layers": 1, "x_layers": 1}},
 }
-PAIR = {"lxmert": {"image_slots": 2}}  # what the encoder needs for two images
+PAIR = {"lxmert": {"max_images": 2}}  # what the encoder needs for two images
 EVAL_SPLIT = {"gqa": "val_all", "nlvr2": "val", "flickr30k": "val"}
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

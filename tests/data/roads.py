@@ -12,9 +12,9 @@ from e2e_vl.data.base import VLDataset, Wants, open_options
 from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.data.image_loader import BoxReader, ImageLoader, ImageRules
 from e2e_vl.data.storage.shared_reads import SharedReads
-from e2e_vl.examples import Draw, ImageExample, Preprocessor, TextExample
+from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, TextExample
 from e2e_vl.samples import Sample, SampleText
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 
 SAME = ResizeRule(short_edge=60, long_edge=1000)  # a photo of 100 x 60 pixels keeps its size
 DOUBLE = ResizeRule(short_edge=120, long_edge=1000)
@@ -23,12 +23,15 @@ DOUBLE = ResizeRule(short_edge=120, long_edge=1000)
 class PlainPreprocessor(Preprocessor):
     """Every text as it is, without targets."""
 
-    def word(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    def encode_text(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
-        encoding = self.writer.single(self.writer.pieces(text.words))
+        encoding = self.text_tokenizer.single(self.text_tokenizer.pieces(text.words))
         yield TextExample(
-            encoding, text.image_index, self.record(text, images, encoding), seed=int(draw(text.index).integers(99))
+            encoding,
+            text.image_index,
+            self.record(text, images, encoding),
+            seed=int(make_generator(text.index).integers(99)),
         )
 
 
@@ -56,7 +59,7 @@ def examples(
 ) -> ExampleDataset:
     """The examples of a data set: in a task's wording, or (given a tokenizer) every text as it is."""
     if not isinstance(preprocessor, Preprocessor):
-        preprocessor = PlainPreprocessor(TextWriter(preprocessor))
+        preprocessor = PlainPreprocessor(TextTokenizer(preprocessor))
     return ExampleDataset(
         dataset, make_loader(boxes, reader, **rules), preprocessor, seed=seed, skip_broken=skip_broken
     )

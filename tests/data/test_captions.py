@@ -170,10 +170,10 @@ def test_half_of_the_captions_belong_to_other_images(root, tokenizer, files, sou
 def test_all_captions_are_a_pool_of_texts(root):
     dataset = read(root, SHARDS, "shards")
     sample = dataset.sample(dataset.groups[2])
-    assert sample.pool is dataset and list(sample.own) == list(dataset.groups[2])
+    assert sample.pool is dataset and list(sample.own_texts) == list(dataset.groups[2])
     assert [dataset[text.index] for text in sample.texts] == [text.words for text in sample.texts]
-    assert [text.facts["sent"] for text in sample.texts] == [text.words for text in sample.texts]
-    assert {text.facts["image_id"] for text in sample.texts} == {sample.images[0].id}
+    assert [text.metadata["sent"] for text in sample.texts] == [text.words for text in sample.texts]
+    assert {text.metadata["image_id"] for text in sample.texts} == {sample.images[0].id}
     assert len(dataset) == len([dataset[text] for text in range(len(dataset))])
 
 
@@ -294,7 +294,7 @@ def test_joined_splits_are_read_one_after_the_other(root):
     sample, own = joined.sample((text,)), parts[1].sample((1,))
     assert (sample.images[0].id, sample.images[0].locate()) == (own.images[0].id, own.images[0].locate())
     assert sample.images[0].size == own.images[0].size and sample.texts[0].words == own.texts[0].words
-    assert text in sample.own and joined.sample((0,)).own == parts[0].sample((0,)).own
+    assert text in sample.own_texts and joined.sample((0,)).own_texts == parts[0].sample((0,)).own_texts
     with pytest.raises(ValueError, match=r"image \d+ is in two of the files"):
         read(root, split="train+train")
     with pytest.raises(ValueError, match=r"annotated objects need a single split, not train\+val"):

@@ -31,16 +31,16 @@ def test_every_image_has_one_empty_text(tiny):
         [image], [text] = sample.images, sample.texts
         assert image.id == str(image_id) and image.boxes is None
         assert (text.words, text.image_index, text.index) == ("", (0,), index)
-        assert text.facts["image_id"] == image_id
+        assert text.metadata["image_id"] == image_id
         row = tiny.instances["images"][index]
         assert image.size == (row["height"], row["width"])
-    assert dataset.sample((3,)).texts[0].facts["objects"] == []
+    assert dataset.sample((3,)).texts[0].metadata["objects"] == []
     assert list(dataset.truths()) == [dataset.sample((index,)).texts[0].truth for index in range(4)]
 
 
 def test_crowds_are_part_of_the_truth(tiny):
     sample = dataset_of(tiny).sample((0,))
-    assert [entry["is_crowd"] for entry in sample.texts[0].facts["objects"]] == [False, False, True]
+    assert [entry["is_crowd"] for entry in sample.texts[0].metadata["objects"]] == [False, False, True]
     assert sample.images[0].objects.is_crowd.tolist() == [False, False, True]
 
 
@@ -64,7 +64,7 @@ def test_classes_lead_to_category_ids_and_back(tiny):
         sample = dataset.sample((index,))
         [text], objects = sample.texts, sample.images[0].objects
         assert text.truth == Categories((2, 90))
-        truth = text.facts["objects"]
+        truth = text.metadata["objects"]
         assert np.array(text.truth.ids)[objects.classes].tolist() == [entry["category_id"] for entry in truth]
         seen |= {(entry["category_id"], entry["category"]) for entry in truth}
     assert seen == {(2, "square"), (90, "box")}
@@ -72,7 +72,7 @@ def test_classes_lead_to_category_ids_and_back(tiny):
 
 def test_the_facts_hold_boxes_and_areas_of_the_file(tiny):
     tiny.instances["annotations"][0]["area"] = 123.5
-    facts = dataset_of(tiny.write()).sample((0,)).texts[0].facts
+    facts = dataset_of(tiny.write()).sample((0,)).texts[0].metadata
     assert facts["objects"][0] == {
         "box": [10, 20, 30, 40],
         "category_id": 2,

@@ -61,21 +61,21 @@ def test_captions_without_a_boxed_phrase_are_left_out(settings, tmp_path, caplog
     assert image.objects.boxes.tolist() == [[1, 2, 11, 32], [5, 6, 10, 20], [20, 2, 40, 32]]
     first, second = sample.texts
     assert first.words == "A man in a red shirt near the street ."
-    assert first.facts["phrases"] == ["A man", "a red shirt"] and first.facts["phrase_types"][1] == [
+    assert first.metadata["phrases"] == ["A man", "a red shirt"] and first.metadata["phrase_types"][1] == [
         "clothing",
         "other",
     ]
-    assert [first.words[slice(*span)] for span in first.truth.spans] == first.facts["phrases"]
-    assert (second.facts["sentence"], second.facts["phrase_ids"]) == (3, ["1", "4"])
-    assert [boxes.tolist() for boxes in second.truth.boxes] == second.facts["gt_boxes"]
-    assert second.facts["gt_boxes"] == [[[1, 2, 11, 32]], [[1, 2, 11, 32], [20, 2, 40, 32]]]
-    assert second.facts == json.loads(json.dumps(second.facts))
+    assert [first.words[slice(*span)] for span in first.truth.spans] == first.metadata["phrases"]
+    assert (second.metadata["sentence"], second.metadata["phrase_ids"]) == (3, ["1", "4"])
+    assert [boxes.tolist() for boxes in second.truth.boxes] == second.metadata["gt_boxes"]
+    assert second.metadata["gt_boxes"] == [[[1, 2, 11, 32]], [[1, 2, 11, 32], [20, 2, 40, 32]]]
+    assert second.metadata == json.loads(json.dumps(second.metadata))
 
 
 def test_coordinates_may_begin_at_zero(settings):
     shifted = dataclasses.replace(settings, config={"coordinates": "zero_based"})
     sample = make(shifted).sample((0,))
-    assert sample.texts[0].facts["gt_boxes"][0] == [[0, 1, 10, 31]]
+    assert sample.texts[0].metadata["gt_boxes"][0] == [[0, 1, 10, 31]]
     assert sample.images[0].objects.boxes[0].tolist() == [0, 1, 10, 31]
     with pytest.raises(ValueError, match=r"data\.config\.coordinates is"):
         make(dataclasses.replace(settings, config={"coordinates": "one"}))

@@ -11,7 +11,7 @@ from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.batching import Request
 from e2e_vl.data.gqa import GQADataset
-from e2e_vl.samples import RightAnswer
+from e2e_vl.samples import CorrectAnswer
 from tests.data.roads import examples, open_dataset
 from tests.data.tiny_gqa import CHOICES, QUESTIONS, put, question, write_gqa
 
@@ -39,20 +39,20 @@ def test_questions_and_answers(settings):
     assert image.id == "7" and image.size == (60, 100) and len(image.objects) == 3
     assert image.locate().name == "7.jpg" and image.locate().is_file()
     first, second = sample.texts
-    assert (first.words, first.truth) == ("What color is it?", RightAnswer("red"))
-    assert (first.facts["questionId"], second.facts["entailed"]) == ("05", ["2", "3"])
-    assert "choices" not in first.facts  # only evaluation reads them
-    assert list(dataset.truths()) == [RightAnswer("red"), RightAnswer("yes"), RightAnswer("yes")]
+    assert (first.words, first.truth) == ("What color is it?", CorrectAnswer("red"))
+    assert (first.metadata["questionId"], second.metadata["entailed"]) == ("05", ["2", "3"])
+    assert "choices" not in first.metadata  # only evaluation reads them
+    assert list(dataset.truths()) == [CorrectAnswer("red"), CorrectAnswer("yes"), CorrectAnswer("yes")]
 
 
 def test_choices_of_balanced_questions_are_read_for_scores(settings, caplog):
     first, second = make(settings, "val_all", training=False).sample((0, 1)).texts
-    assert first.facts["choices"] == CHOICES and "choices" not in second.facts
+    assert first.metadata["choices"] == CHOICES and "choices" not in second.metadata
     assert second.words == "é?"
     dataset = make(settings, "test_balanced", "online", training=False)
     assert "test_choices.json: there is no such file of choices" in caplog.text
     [text] = dataset.sample((0,)).texts
-    assert text.truth is None and "answer" not in text.facts and list(dataset.truths()) == [None]
+    assert text.truth is None and "answer" not in text.metadata and list(dataset.truths()) == [None]
 
 
 def test_boxes_that_a_question_names_are_stated_for_the_grounding_score(settings, tiny, caplog):
@@ -64,9 +64,9 @@ def test_boxes_that_a_question_names_are_stated_for_the_grounding_score(settings
     settings = dataclasses.replace(changed(settings, choices=None), config={"grounding": True})
     first, second = make(settings, "named", "online", training=False).sample((0, 1)).texts
     left = [0.1, 20 / 60, 0.3, 40 / 60]
-    np.testing.assert_allclose(first.facts["named_boxes"], [left, [0.6, 1 / 6, 0.9, 4 / 6], left])
-    assert "named_boxes" not in second.facts
-    assert "named_boxes" not in make(settings, "named", "online").sample((0,)).texts[0].facts
+    np.testing.assert_allclose(first.metadata["named_boxes"], [left, [0.6, 1 / 6, 0.9, 4 / 6], left])
+    assert "named_boxes" not in second.metadata
+    assert "named_boxes" not in make(settings, "named", "online").sample((0,)).texts[0].metadata
     put(path, {"8": question(7, "Is it?", annotations={"question": {"0": "77"}})})
     with pytest.raises(ValueError, match="question 8 names the object 77, which the scene graph of image 7 lacks"):
         make(settings, "named", "online", training=False).sample((0,))

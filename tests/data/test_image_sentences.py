@@ -12,7 +12,7 @@ from e2e_vl.config import DataSettings
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.features import RegionFeatures, save_npz, write_tsv
 from e2e_vl.data.lxmert import ImageSentenceDataset, ListedPairDataset, ScoredQuestionDataset
-from e2e_vl.samples import RightChoice, ScoredAnswers
+from e2e_vl.samples import CorrectChoice, ScoredAnswers
 from tests.data.roads import open_dataset
 
 SPLITS = {"train": ("a", "b"), "val": ("c",), "test": ("a",)}
@@ -112,10 +112,10 @@ def test_truths(root):
     sentences = opened(root, "sentences", "train")
     assert list(sentences.truths()) == [None] * 4 and sentences[3] == "b 1"
     sample = sentences.sample([2])
-    assert sample.pool is sentences and list(sample.own) == [2, 3]
+    assert sample.pool is sentences and list(sample.own_texts) == [2, 3]
     assert list(opened(root, "questions", "train").truths()) == [ScoredAnswers({"yes": 1.0})] * 2
     [text] = opened(root, "pairs", "val").sample([0]).texts
-    assert text.truth == RightChoice(1) and text.image_index == (0, 1) and text.facts["label"] == "True"
+    assert text.truth == CorrectChoice(1) and text.image_index == (0, 1) and text.metadata["label"] == "True"
     for name in ("questions", "pairs"):
         assert list(opened(root, name, "test").truths()) == [None]
         with pytest.raises(ValueError, match="the split test has no labels to learn from"):

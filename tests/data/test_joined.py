@@ -82,10 +82,10 @@ def test_all_texts_about_an_image_are_its_own(settings):
     assert len(by_image["photos/9"]) == 2 < len(by_image["photos/7"])
     for group in dataset.groups:
         sample = dataset.sample(group[:1])
-        assert sample.pool is dataset and set(sample.own) == by_image[sample.images[0].id]
+        assert sample.pool is dataset and set(sample.own_texts) == by_image[sample.images[0].id]
     apart = opened(changed(settings, "asked", images=None))
     sample = apart.sample(apart.groups[-1])
-    assert set(sample.own) == set(apart.groups[-1]) and sample.images[0].id.startswith("of asked/")
+    assert set(sample.own_texts) == set(apart.groups[-1]) and sample.images[0].id.startswith("of asked/")
 
 
 def test_images_may_be_left_out(settings):
@@ -163,8 +163,8 @@ def test_a_photo_of_coco_that_visual_genome_has_too_is_one_photo(settings):
     found = {}
     for texts in dataset.groups:
         [image] = dataset.sample(texts).images
-        file = Path(f"COCO_train2014_{int(image.id.split('/')[1]):012d}.jpg") if not image.known_as else image.file
-        found[image.id] = PhotoIds().of_image(image.id, file, None, image.known_as)
+        file = Path(f"COCO_train2014_{int(image.id.split('/')[1]):012d}.jpg") if not image.photo_aliases else image.file
+        found[image.id] = PhotoIds().of_image(image.id, file, None, image.photo_aliases)
     assert len(found) == 5 and number_of_photos(found.values()) == 4
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.nlvr2 import NLVR2Dataset, read_examples
-from e2e_vl.samples import RightChoice
+from e2e_vl.samples import CorrectChoice
 from tests.data.roads import open_dataset
 
 
@@ -72,10 +72,10 @@ def test_sentences_about_the_same_pair_are_one_group(settings, tmp_path):
     assert sample.images[0].locate() == tmp_path / "images" / "train" / "17" / "train-3-0-img0.png"
     first, second = sample.texts
     assert first.image_index == second.image_index == (0, 1)
-    assert (first.words, first.truth) == ("Is it train-3-0-0?", RightChoice(1))
-    assert dataset.sample((1,)).texts[0].truth == RightChoice(0)
-    assert first.facts == {"identifier": "train-3-0-0", "sent": first.words, "label": "True", "synset": "cup"}
-    assert list(dataset.truths()) == [RightChoice(1), RightChoice(0), RightChoice(1)]
+    assert (first.words, first.truth) == ("Is it train-3-0-0?", CorrectChoice(1))
+    assert dataset.sample((1,)).texts[0].truth == CorrectChoice(0)
+    assert first.metadata == {"identifier": "train-3-0-0", "sent": first.words, "label": "True", "synset": "cup"}
+    assert list(dataset.truths()) == [CorrectChoice(1), CorrectChoice(0), CorrectChoice(1)]
     assert list(dataset.image_ids()) == [f"train-3-{pair}-img{side}" for pair in (0, 1) for side in (0, 1)]
 
 
@@ -109,7 +109,7 @@ def test_splits_are_joined(settings):
 
 def test_a_split_without_labels_can_be_predicted_but_not_learned(settings):
     [text] = make(settings, "test2").sample((0,)).texts
-    assert text.truth is None and "label" not in text.facts
+    assert text.truth is None and "label" not in text.metadata
     with pytest.raises(ValueError, match="test2 has no labels to learn from"):
         make(settings, "test2", training=True)
 

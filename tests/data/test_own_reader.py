@@ -123,7 +123,7 @@ def test_a_text_may_look_at_two_images(album, tiny):
     for epoch in range(6):
         example = data[Request(1, (1, 2), epoch)]
         one, other = example.images
-        assert one.placement.flipped == other.placement.flipped, "both images of a pair look alike"
+        assert one.image_transform.flipped == other.image_transform.flipped, "both images of a pair look alike"
         assert one.pixels.shape[0] == other.pixels.shape[0]
         assert (one.box_classes.tolist(), other.box_classes.tolist()) == ([1], [2])
     batch = batches(data)[0]

@@ -67,8 +67,8 @@ def test_images_with_an_id_in_common_are_one_photo():
 
 def test_what_a_data_set_says_of_its_photos_goes_before_its_own_ids():
     ids = PhotoIds({"5": (PhotoId("flickr", "9"),)})
-    known_as = (("vg", "5"), ("coco", "33"))
-    found = ids.of_image("of genome/5", Path("VG_100K/5.jpg"), None, known_as)
+    photo_aliases = (("vg", "5"), ("coco", "33"))
+    found = ids.of_image("of genome/5", Path("VG_100K/5.jpg"), None, photo_aliases)
     assert set(found) == {PhotoId("vg", "5"), PhotoId("flickr", "9"), PhotoId("coco", "33")}
 
 

@@ -36,16 +36,16 @@ def test_a_sample_states_the_facts(dataset):
         assert isinstance(image.id, str)
         assert image.size == SIZES[image_id]
         assert image.locate().is_file()
-        assert image.boxes is None and image.hide is None and image.candidates is None
+        assert image.boxes is None and image.boxes_to_mask is None and image.candidates is None
         np.testing.assert_array_equal(image.objects.boxes, BOXES[image_id])
         assert image.objects.boxes.dtype == np.float64
         assert len(image.objects.classes) == len(image.objects) == len(BOXES[image_id])
-        assert not sample.is_asked
+        assert not sample.from_user
         assert [text.index for text in sample.texts] == list(group)
         for text in sample.texts:
             assert text.image_index == (0,)
             assert isinstance(text.words, str)
-            assert text.facts == json.loads(json.dumps(text.facts))
+            assert text.metadata == json.loads(json.dumps(text.metadata))
 
 
 def test_some_texts_of_a_group(dataset):
@@ -54,7 +54,11 @@ def test_some_texts_of_a_group(dataset):
         sample = dataset.sample([index])
         assert sample.images[0].id == whole.images[0].id
         [text] = sample.texts
-        assert (text.index, text.words, text.facts) == (index, whole.texts[number].words, whole.texts[number].facts)
+        assert (text.index, text.words, text.metadata) == (
+            index,
+            whole.texts[number].words,
+            whole.texts[number].metadata,
+        )
 
 
 def test_ids_of_images_are_those_of_the_samples(dataset):
@@ -81,7 +85,9 @@ def test_a_copy_in_another_process_states_the_same(dataset):
     copy = pickle.loads(pickle.dumps(dataset))
     group = dataset.groups[0]
     assert copy.sample(group).images[0].id == dataset.sample(group).images[0].id
-    assert [text.facts for text in copy.sample(group).texts] == [text.facts for text in dataset.sample(group).texts]
+    assert [text.metadata for text in copy.sample(group).texts] == [
+        text.metadata for text in dataset.sample(group).texts
+    ]
 
 
 def test_a_missing_image_is_found_out_when_it_is_loaded(dataset, tiny):

@@ -27,7 +27,7 @@ from e2e_vl.metrics.refcoco import box_iou
 from e2e_vl.metrics.vqa import answer_accuracy
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
-from e2e_vl.text import TextWriter, build_vocabulary, load_tokenizer
+from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
 from tests.data.roads import examples, open_dataset
 from tests.tasks.objectives.worded import make_preprocessor
 
@@ -63,7 +63,7 @@ def tokenizer(refer, tmp_path_factory):
 
 def make(root, refer, tokenizer, split, boxes="gt", reader=None, *, resize=VL_BERT, **rules) -> ExampleDataset:
     dataset = RefCOCODataset(root / "images" / "train2014", refer, split)
-    preprocessor = ReferringTask(8).preprocessor(TextWriter(tokenizer))
+    preprocessor = ReferringTask(8).preprocessor(TextTokenizer(tokenizer))
     return examples(dataset, preprocessor, boxes, reader, resize=resize, **rules)
 
 
@@ -177,7 +177,7 @@ def test_30_questions_and_their_photos(root, tmp_path):
     answers = sorted(set(VQADataset.answers_of(*options, "train2014").values()))
     task = VQATask(8, VQAConfig(answers=answers))
     questions = open_dataset(VQADataset, settings, "train2014", "gt")
-    preprocessor = task.preprocessor(TextWriter(tokenizer, VLBertModel.layout))
+    preprocessor = task.preprocessor(TextTokenizer(tokenizer, VLBertModel.layout))
     dataset = examples(questions, preprocessor, resize=ResizeRule(100, 200))
     assert len(dataset) == 30 and len(dataset.groups) == 10
     for group, texts in enumerate(dataset.groups):

@@ -33,7 +33,7 @@ def test_facts_and_truth_in_pixels_of_the_stored_image(tiny):
     np.testing.assert_array_equal(image.objects.attributes, [[1, -1], [0, 2], [-1, -1]])
     first, second = sample.texts
     assert first.words == "red square on the left"
-    assert first.facts == {
+    assert first.metadata == {
         "ref_id": 1,
         "sent_id": 10,
         "image_id": 7,
@@ -44,7 +44,7 @@ def test_facts_and_truth_in_pixels_of_the_stored_image(tiny):
         "family": "relation",
     }
     assert first.truth == ReferredBox((10, 20, 30, 40)) and second.truth == ReferredBox((60, 10, 90, 40))
-    assert "family" not in second.facts
+    assert "family" not in second.metadata
 
 
 def test_boxes_outside_the_image_are_stated_as_they_are(tiny):

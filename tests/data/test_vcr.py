@@ -11,7 +11,7 @@ import pytest
 from e2e_vl.converter import from_dict
 from e2e_vl.data.base import open_options
 from e2e_vl.data.vcr import CLASS_NAMES, VCRDataset, VCROptions, mentioned_objects, relevant_objects
-from e2e_vl.samples import AnnotatedObjects, ChoiceText, RightChoice, Sample, SampleImage
+from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage
 from tests.data.roads import examples, open_dataset
 from tests.data.tiny_vcr import BOXES, OBJECTS, TinyVCR
 
@@ -37,16 +37,16 @@ def test_a_question_and_its_choices(tiny):
     assert first.query == (["Why", "is", [1, 2], "there", "?"],)
     assert first.choices[0] == ["No", [0], "."] and len(first.choices) == 4
     assert first.words == "Why is [1, 2] there ?"
-    assert first.truth == RightChoice(2)
-    assert first.facts == {"annot_id": "val-0", "kind": "answer", "conditioned_on": None, "label": 2}
+    assert first.truth == CorrectChoice(2)
+    assert first.metadata == {"annot_id": "val-0", "kind": "answer", "conditioned_on": None, "label": 2}
 
 
 def test_question_and_right_answer_stand_before_a_rationale(tiny):
     [text] = tiny.dataset(question="rationale").sample((0,)).texts
     assert text.query == (tiny.lines[0]["question"], tiny.lines[0]["answer_choices"][2])
     assert text.choices == tuple(tiny.lines[0]["rationale_choices"])
-    assert text.truth == RightChoice(1)
-    assert (text.facts["kind"], text.facts["label"], text.facts["conditioned_on"]) == ("rationale", 1, 2)
+    assert text.truth == CorrectChoice(1)
+    assert (text.metadata["kind"], text.metadata["label"], text.metadata["conditioned_on"]) == ("rationale", 1, 2)
 
 
 def test_rationales_given_each_answer(tiny):
@@ -56,7 +56,7 @@ def test_rationales_given_each_answer(tiny):
     assert len(dataset) == 12
     assert dataset.groups == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7]]
     texts = dataset.sample((1, 8)).texts
-    assert [(text.index, text.facts["annot_id"], text.facts["conditioned_on"]) for text in texts] == [
+    assert [(text.index, text.metadata["annot_id"], text.metadata["conditioned_on"]) for text in texts] == [
         (1, "val-0", 1),
         (8, "val-2", 0),
     ]
@@ -68,7 +68,7 @@ def test_rationales_given_each_answer(tiny):
 
 def test_only_rationales_given_the_right_answer_have_a_label(tiny):
     texts = tiny.dataset(question="rationale", condition_on="each").sample((0, 1, 2, 3)).texts
-    assert [text.facts["label"] for text in texts] == [None, None, 1, None]
+    assert [text.metadata["label"] for text in texts] == [None, None, 1, None]
     assert [text.truth for text in texts] == [None] * 4, "there is nothing to learn"
 
 
@@ -76,7 +76,7 @@ def test_a_test_split_has_no_truth(tiny):
     for line in tiny.lines:
         del line["answer_label"], line["rationale_label"]
     [text] = tiny.dataset().sample((0,)).texts
-    assert text.truth is None and text.facts["label"] is None
+    assert text.truth is None and text.metadata["label"] is None
 
 
 def test_image_boxes_classes_and_outlines(tiny):
@@ -140,7 +140,7 @@ def test_rules_about_mentions():
 
 def test_facts_are_plain_and_may_have_a_family(tiny):
     tiny.lines[0]["family"] = "colour"
-    facts = [text.facts for text in tiny.dataset().sample((0, 2)).texts]
+    facts = [text.metadata for text in tiny.dataset().sample((0, 2)).texts]
     assert facts == json.loads(json.dumps(facts))
     assert facts[0]["family"] == "colour" and "family" not in facts[1]
 
@@ -232,7 +232,7 @@ def test_what_is_known_without_opening_a_split(tiny):
 def test_a_users_boxes_are_narrowed_as_the_options_say(which: str, kept: tuple[int, ...] | None) -> None:
     objects = AnnotatedObjects(np.eye(3, 4), "--boxes", names=("person", "dog", "cat"))
     text = ChoiceText(0, "Why ?", {}, query=(["Why", [2], "?"],), choices=(["Because", [1]],))
-    sample = Sample((SampleImage("a", Path("a.jpg"), objects=objects),), (text,), is_asked=True)
+    sample = Sample((SampleImage("a", Path("a.jpg"), objects=objects),), (text,), from_user=True)
     narrowed = VCRDataset.narrowed(sample, VCROptions(objects=which))
     assert narrowed.images[0].candidates == kept
     assert narrowed.texts == sample.texts
@@ -248,7 +248,7 @@ def test_both_questions_for_pretraining(tiny):
         assert sample.images[0].candidates == own.images[0].candidates
         [text], [expected] = sample.texts, own.texts
         assert (text.query, text.choices, text.truth) == (expected.query, expected.choices, expected.truth)
-        assert text.facts == expected.facts and text.facts["kind"] == kind
+        assert text.metadata == expected.metadata and text.metadata["kind"] == kind
     assert [truth.number for truth in dataset.truths()] == [2, 1] * 3
 
 
@@ -256,6 +256,6 @@ def test_questions_in_turn(tiny):
     """Four for their answers, four for their rationales."""
     tiny.lines = [{**tiny.lines[0], "annot_id": f"val-{number}"} for number in range(9)]
     dataset = tiny.dataset(question="in_turn", training=True)
-    kinds = [dataset.sample((index,)).texts[0].facts["kind"] for index in range(len(dataset))]
+    kinds = [dataset.sample((index,)).texts[0].metadata["kind"] for index in range(len(dataset))]
     assert kinds == ["answer"] * 4 + ["rationale"] * 4 + ["answer"]
     assert [truth.number for truth in dataset.truths()] == [2] * 4 + [1] * 4 + [2]

@@ -11,7 +11,7 @@ import pytest
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.visual_genome import VisualGenomeDataset
-from e2e_vl.samples import RightAnswer
+from e2e_vl.samples import CorrectAnswer
 from tests.data.roads import open_dataset
 
 IMAGES = [
@@ -56,8 +56,8 @@ def test_regions_are_captions(settings, tmp_path):
     [image] = sample.images
     assert (image.id, image.size) == ("1", (20, 30))
     assert image.locate() == tmp_path / "images" / "VG_100K_2" / "1.jpg"
-    assert sample.texts[1].facts == {"region_id": 12, "sent": "phrase 12"}
-    assert sample.pool is dataset and list(sample.own) == [0, 1]
+    assert sample.texts[1].metadata == {"region_id": 12, "sent": "phrase 12"}
+    assert sample.pool is dataset and list(sample.own_texts) == [0, 1]
     [image] = opened(settings, use_folders=False).sample([2]).images
     assert image.locate() == tmp_path / "images" / "5.jpg"
 
@@ -65,8 +65,8 @@ def test_regions_are_captions(settings, tmp_path):
 def test_questions_have_one_answer(settings):
     dataset = opened(settings, texts="questions")
     assert [dataset[0], dataset[1]] == ["What color?", "Who?"]
-    assert list(dataset.truths()) == [RightAnswer("Red."), RightAnswer("A man.")]
-    assert dataset.sample([1]).texts[0].facts == {"qa_id": 101, "sent": "Who?"}
+    assert list(dataset.truths()) == [CorrectAnswer("Red."), CorrectAnswer("A man.")]
+    assert dataset.sample([1]).texts[0].metadata == {"qa_id": 101, "sent": "Who?"}
     own = dataclasses.replace(settings, config={"texts": "questions"})
     found = VisualGenomeDataset.answers_of(*open_options(VisualGenomeDataset, own), "all")
     assert found == {501: "Red.", 101: "A man."}
@@ -113,5 +113,5 @@ def test_damaged_files(settings):
 
 def test_an_image_says_what_its_photo_is_called(settings):
     dataset = opened(settings)
-    names = [dataset.sample(texts).images[0].known_as for texts in dataset.groups]
+    names = [dataset.sample(texts).images[0].photo_aliases for texts in dataset.groups]
     assert names == [(("vg", "1"),), (("vg", "5"), ("coco", "99"))]

@@ -39,8 +39,8 @@ def test_questions_and_answers(settings):
     first, second = sample.texts
     assert (first.index, second.index) == (0, 2)
     assert first.words == "red square left" and first.truth == HumanAnswers(tuple(ANSWERS))
-    assert first.facts["question_id"] == 7000 and first.facts["question"] == "red square left"
-    assert first.facts["answers"] == ANSWERS and first.facts["answer_type"] == "other"
+    assert first.metadata["question_id"] == 7000 and first.metadata["question"] == "red square left"
+    assert first.metadata["answers"] == ANSWERS and first.metadata["answer_type"] == "other"
     assert list(dataset.truths()) == [HumanAnswers(tuple(ANSWERS))] * 3
 
 
@@ -85,7 +85,7 @@ def test_one_image_in_two_splits_is_two_images(settings, tiny):
 def test_a_test_split_has_no_answers(settings):
     dataset = make(settings, "test2015", training=False)
     [text] = dataset.sample((0,)).texts
-    assert "answers" not in text.facts and text.truth is None
+    assert "answers" not in text.metadata and text.truth is None
     assert list(dataset.truths()) == [None]
     with pytest.raises(FileNotFoundError, match=r"test2015_annotations\.json"):
         make(settings, "test2015", training=True)

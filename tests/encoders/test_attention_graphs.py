@@ -16,7 +16,7 @@ ENCODERS = {
     "one stack": (make_visual_bert, {"joint": 2}),
     "late fusion": (lambda: make_visual_bert(bypass_transformer=True), {"language": 2, "joint": 1}),
     "three stacks": (make_lxmert, {"language": 4, "vision": 3, "cross": 2}),
-    "three stacks, two images": (lambda: make_lxmert(image_slots=2), {"language": 4, "vision": 3, "cross": 2}),
+    "three stacks, two images": (lambda: make_lxmert(max_images=2), {"language": 4, "vision": 3, "cross": 2}),
 }
 
 

@@ -16,18 +16,18 @@ from tests.encoders.test_vl_bert import make_inputs, make_model
 # setting that the remedy names -> abilities that an encoder without it lacks
 REMEDIES = {
     "with_pooler": {Ability.SUMMARY_OF_SINGLE, Ability.SUMMARY_OF_PAIR},
-    "hidden_region_embedding": {Ability.HIDDEN_REGIONS},
-    "hidden_region_feature": {Ability.HIDDEN_FEATURES},
+    "masked_region_embedding": {Ability.MASKED_REGIONS},
+    "masked_region_feature": {Ability.MASKED_FEATURES},
     "image_feature_on_words": {Ability.NAMED_REGIONS},
-    "image_slots": {Ability.IMAGE_PAIRS},
+    "max_images": {Ability.IMAGE_PAIRS},
 }
-ALWAYS = {Ability.SUMMARY_OF_QUESTION, Ability.WORD_TABLE, Ability.INNER_STATES}
+ALWAYS = {Ability.SUMMARY_OF_QUESTION, Ability.WORD_EMBEDDINGS, Ability.INTERMEDIATE_STATES}
 ABLE = {
     "with_pooler": True,
-    "hidden_region_embedding": True,
-    "hidden_region_feature": True,
+    "masked_region_embedding": True,
+    "masked_region_feature": True,
     "image_feature_on_words": True,
-    "image_slots": 2,
+    "max_images": 2,
 }
 UNABLE = {"image_feature_on_words": False, "uses_whole_image": False}
 
@@ -74,7 +74,7 @@ def test_every_remedy_of_vl_bert_helps(setting):
 
 
 def test_the_papers_word_of_regions_hides_them_too():
-    make_model(region_word="img").require(Ability.HIDDEN_REGIONS, "The task x")
+    make_model(region_word="img").require(Ability.MASKED_REGIONS, "The task x")
 
 
 # Layout and summary

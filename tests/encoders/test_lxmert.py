@@ -31,8 +31,8 @@ SMALL = {
 VARIANTS = {
     "official": {},
     "paper": {"cross_attention": "separate", "with_segments": False, "pooled": "state"},
-    "two images": {"image_slots": 2},
-    "hidden features": {"hidden_region_feature": True},
+    "two images": {"max_images": 2},
+    "hidden features": {"masked_region_feature": True},
 }
 TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
 
@@ -61,7 +61,7 @@ def test_results_do_not_depend_on_the_batch(variant):
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_attention_maps_add_up_to_one_where_there_is_something_to_read(slots):
-    model, (texts, regions) = make_model(image_slots=slots), make_inputs()
+    model, (texts, regions) = make_model(max_images=slots), make_inputs()
     output, plain = model(texts, regions, output_attentions=True), model(texts, regions)
     assert plain.attentions is None
     torch.testing.assert_close(output.summary, plain.summary)
@@ -118,7 +118,7 @@ def look(*image_index: tuple[int, ...]) -> TextRegions:
 
 
 def test_swapped_images_swap_the_halves_of_the_summary():
-    model = make_model(image_slots=2)
+    model = make_model(max_images=2)
     assert model.summary_size == 64
     output = model(one_text(2), look((0, 1), (1, 0)))
     assert output.summary.shape == (2, 64)
@@ -130,7 +130,7 @@ def test_swapped_images_swap_the_halves_of_the_summary():
 
 
 def test_two_images_are_two_passes():
-    pair, single = make_model(image_slots=2), make_model()
+    pair, single = make_model(max_images=2), make_model()
     single.load_state_dict(pair.state_dict())
     both = pair(one_text(), look((0, 1)), output_attentions=True)
     passes = [single(one_text(), look((image,)), output_attentions=True) for image in (0, 1)]
@@ -150,7 +150,7 @@ def test_two_images_are_two_passes():
 
 
 def test_images_may_be_missing():
-    model = make_model(image_slots=2)
+    model = make_model(max_images=2)
     output = model(one_text(3), look((0, 1), (1, -1), (-1, -1)))
     alone = model(one_text(), look((1, -1)))
     torch.testing.assert_close(output.summary[1], alone.summary[0], rtol=1e-4, atol=1e-5)
@@ -160,8 +160,8 @@ def test_images_may_be_missing():
 
 
 def test_too_many_images_and_too_long_texts_are_refused():
-    with pytest.raises(ValueError, match=r"looks at 3 images, but encoder\.config\.image_slots is 2"):
-        make_model(image_slots=2)(one_text(), look((0, 1, 0)))
+    with pytest.raises(ValueError, match=r"looks at 3 images, but encoder\.config\.max_images is 2"):
+        make_model(max_images=2)(one_text(), look((0, 1, 0)))
     model = make_model(max_position_embeddings=4)
     with pytest.raises(ValueError, match="5 wordpieces does not fit into max_position_embeddings = 4"):
         model(one_text(), look((0,)))
@@ -179,18 +179,18 @@ def test_padding_rows_start_like_others_and_get_no_gradient_through_the_lookup()
         assert not table.grad[0].any()
         assert table.grad[1].any()
     output = model(texts, regions)
-    (output.word_table[0] * output.text[0, 0]).sum().backward()  # as a tied output layer reads it
+    (output.word_embeddings[0] * output.text[0, 0]).sum().backward()  # as a tied output layer reads it
     assert model.embeddings.word_embeddings.weight.grad[0].any()
 
 
 def test_hidden_features_are_zeros_and_hidden_boxes_stay():
     texts, regions = make_inputs()
-    regions.is_hidden[0, 0] = True
-    model = make_model(hidden_region_feature=True)
-    other = dataclasses.replace(regions, features=regions.features + 5 * regions.is_hidden[..., None])
+    regions.is_masked[0, 0] = True
+    model = make_model(masked_region_feature=True)
+    other = dataclasses.replace(regions, features=regions.features + 5 * regions.is_masked[..., None])
     torch.testing.assert_close(model(texts, regions).text, model(texts, other).text)
     zeros = dataclasses.replace(
-        regions, features=regions.features * ~regions.is_hidden[..., None], is_hidden=regions.is_hidden & False
+        regions, features=regions.features * ~regions.is_masked[..., None], is_masked=regions.is_masked & False
     )
     torch.testing.assert_close(model(texts, regions).regions, model(texts, zeros).regions)
     moved = dataclasses.replace(regions, boxes=regions.boxes.flip(-1))
@@ -222,7 +222,7 @@ def test_the_papers_side():
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_named_region_carries_the_mean_position_of_its_words(slots):
-    model, (texts, regions) = make_model(named_regions=True, image_slots=slots), make_inputs()
+    model, (texts, regions) = make_model(named_regions=True, max_images=slots), make_inputs()
     seen = []
     model.encoder.r_layers[0].register_forward_pre_hook(lambda _layer, given: seen.append(given[0].detach()))
     region_of_token = torch.full_like(texts.input_ids, -1)
@@ -238,7 +238,7 @@ def test_a_named_region_carries_the_mean_position_of_its_words(slots):
     assert not added[0, 2:].any() and not added[slots:].any()  # (regions of the first text's second pass are padding)
     assert (named.text[0] - plain.text[0]).abs().max() > 1e-3
     torch.testing.assert_close(named.text[1:], plain.text[1:])
-    official = make_model(image_slots=slots)
+    official = make_model(max_images=slots)
     torch.testing.assert_close(
         official(dataclasses.replace(texts, region_of_token=region_of_token), regions).text, plain.text
     )
@@ -248,11 +248,11 @@ def test_abilities():
     model = make_model()
     for ability in (Ability.SUMMARY_OF_SINGLE, Ability.SUMMARY_OF_QUESTION, Ability.SUMMARY_OF_PAIR):
         assert model.lacks(ability) is None
-    assert model.lacks(Ability.IMAGE_PAIRS) == "set encoder.config.image_slots to 2"
-    assert model.lacks(Ability.HIDDEN_FEATURES) == "set encoder.config.hidden_region_feature to true"
+    assert model.lacks(Ability.IMAGE_PAIRS) == "set encoder.config.max_images to 2"
+    assert model.lacks(Ability.MASKED_FEATURES) == "set encoder.config.masked_region_feature to true"
     assert model.lacks(Ability.NAMED_REGIONS) == "set encoder.config.named_regions to true"
     assert make_model(named_regions=True).lacks(Ability.NAMED_REGIONS) is None
-    assert make_model(image_slots=2).lacks(Ability.IMAGE_PAIRS) is None
+    assert make_model(max_images=2).lacks(Ability.IMAGE_PAIRS) is None
     assert all(template.summary is None for template in vars(model.layout).values())
 
 
@@ -264,7 +264,7 @@ def test_abilities():
         ({"x_layers": -1}, "x_layers is -1; it must be a whole number from 0 to 500"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be a whole number from 1 to 1024"),
         ({"num_attention_heads": 5}, "not a multiple of num_attention_heads 5"),
-        ({"image_slots": 0}, "room for one image"),
+        ({"max_images": 0}, "room for one image"),
     ],
 )
 def test_wrong_settings(changes, message):

@@ -186,7 +186,7 @@ def test_the_answer_of_a_question_is_read_before_the_last_wordpiece():
 
 def test_abilities():
     able = make_encoder()
-    no_way = {Ability.HIDDEN_REGIONS, Ability.HIDDEN_FEATURES}  # the official code never hides regions
+    no_way = {Ability.MASKED_REGIONS, Ability.MASKED_FEATURES}  # the official code never hides regions
     assert {ability for ability in Ability if able.lacks(ability) is not None} == no_way
     able.require(Ability.IMAGE_PAIRS, "The task x")
     message = "set encoder.config.region_types to [0, 1]."

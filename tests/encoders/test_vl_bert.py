@@ -38,7 +38,7 @@ VARIANTS = {
     "no_image_on_words": {"image_feature_on_words": False, "uses_whole_image": False},
     "paper": {"region_word": "img", "new_layers": "normal", "whole_image_in_sequence": False},
     "pooler_and_text_only": {"with_pooler": True, "text_only_embedding": True, "geometry": "corners"},
-    "two_images": {"image_slots": 2},
+    "two_images": {"max_images": 2},
 }
 
 
@@ -309,11 +309,11 @@ def test_pre_ln_learns_to_find_the_named_region():
         ({"visual_size": 0}, "visual_size is 0; it must be a whole number from 1 to 65536"),
         ({"num_attention_heads": 5}, "hidden_size 32 is not a multiple of num_attention_heads 5"),
         ({"type_vocab_size": 2}, "type_vocab_size is 2"),
-        ({"image_slots": 0}, "image_slots is 0; every text needs room for one image"),
+        ({"max_images": 0}, "max_images is 0; every text needs room for one image"),
         ({"uses_whole_image": False}, "image_feature_on_words needs the whole image"),
         ({"region_word": "word"}, 'region_word is "word"; it must be "learned" or "img"'),
         ({"new_layers": "xavier"}, 'new_layers is "xavier"; it must be "official" or "normal"'),
-        ({"region_word": "img", "hidden_region_embedding": True}, "set hidden_region_embedding to false"),
+        ({"region_word": "img", "masked_region_embedding": True}, "set masked_region_embedding to false"),
         (
             {"image_feature_on_words": False, "visual_part_on_end": True},
             "visual_part_on_end needs image_feature_on_words",

@@ -43,7 +43,7 @@ def look(*image_index: tuple[int, ...], whole_image: bool = True, regions: Regio
 
 
 def make_slots(**changes) -> VLBertModel:
-    model = make_model(**{"image_slots": 2} | changes)
+    model = make_model(**{"max_images": 2} | changes)
     if model.relative_geometry is not None:
         learn_geometry(model)
     return model
@@ -113,7 +113,7 @@ def test_swapped_images_give_the_vectors_of_the_slots_other_gradients():
 def test_one_image_is_as_if_there_were_no_slots(variant):
     changes = VARIANTS[variant]
     whole_image = changes.get("uses_whole_image", True)
-    plain, slots = make_slots(**changes, image_slots=1), make_slots(**changes)
+    plain, slots = make_slots(**changes, max_images=1), make_slots(**changes)
     missing, unexpected = slots.load_state_dict(plain.state_dict(), strict=False)
     assert (missing, unexpected) == ([SLOTS], [])
     expected = plain(one_text(3), look((0,), (1,), (-1,), whole_image=whole_image))
@@ -179,7 +179,7 @@ def test_slots_are_saved_and_loaded(tmp_path):
         model.embeddings.image_slot_embeddings.weight.normal_()
     model.save_pretrained(tmp_path)
     loaded = VLBertModel.from_pretrained(tmp_path)
-    assert loaded.config.image_slots == 2
+    assert loaded.config.max_images == 2
     assert torch.equal(loaded.state_dict()[SLOTS], model.state_dict()[SLOTS])
 
 

@@ -51,9 +51,9 @@ def test_all_choices_of_the_paper_survive_saving(tmp_path):
 
 @pytest.mark.parametrize("word", ["learned", "img"])
 def test_hidden_regions_have_a_word_of_their_own_only_in_the_official_code(word):
-    model = make_model(region_word=word, hidden_region_embedding=word == "learned")
+    model = make_model(region_word=word, masked_region_embedding=word == "learned")
     texts, regions = make_inputs()
-    hidden = dataclasses.replace(regions, is_hidden=regions.attention_mask.clone())
+    hidden = dataclasses.replace(regions, is_masked=regions.attention_mask.clone())
     differs = changed(model(texts, hidden).regions, model(texts, regions).regions)
     assert differs.any() == (word == "learned")
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_img_is_no_wordpiece():
     assert len(model.get_input_embeddings().weight) == SMALL["vocab_size"]
     assert model.embeddings.region_word_embedding.weight.shape == (1, 512)
     assert model.embeddings.region_word_embedding.weight.std() == pytest.approx(0.3, rel=0.15)
-    assert model.embeddings.hidden_region_word_embedding is None
+    assert model.embeddings.masked_region_word_embedding is None
 
 
 # The whole image

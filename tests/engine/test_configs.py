@@ -15,7 +15,7 @@ from detector.config import DetectorConfig
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.base import open_options
 from e2e_vl.run.build import build_examples, build_model, build_objectives, named_parts, resolve, task_config
-from e2e_vl.samples import HumanAnswers, RightAnswer, RightChoice
+from e2e_vl.samples import CorrectAnswer, CorrectChoice, HumanAnswers
 from e2e_vl.tasks.objectives.base import Objective, Sizes
 from e2e_vl.text import load_tokenizer
 
@@ -103,11 +103,13 @@ def test_the_model_of_a_run_can_be_built(run):
             groups=[[0, 1], [2, 3]],
             class_names=getattr(options, "class_names", None),
             corpus="corpus" if has_corpus else None,
-            truths=lambda: [RightAnswer("yes"), RightChoice(1), HumanAnswers(("yes",))],
+            truths=lambda: [CorrectAnswer("yes"), CorrectChoice(1), HumanAnswers(("yes",))],
         )
         model.task.check_data(facts, model.detector)
     frozen_copy = (
-        config.task.name == "pretraining" and model.task.config.teacher == "frozen" and model.task.hiding.hides
+        config.task.name == "pretraining"
+        and model.task.config.teacher == "frozen"
+        and model.task.region_masking.enabled
     )
     assert (model.teacher is not None) == frozen_copy
 

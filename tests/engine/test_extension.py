@@ -29,7 +29,7 @@ from e2e_vl.run.inference import reply_to
 from e2e_vl.run.train import train
 from e2e_vl.samples import Sample
 from e2e_vl.tasks.objectives.base import Sizes
-from e2e_vl.text import mirror_words
+from e2e_vl.text import swap_left_right
 from tests.commands.calls import ask, first_image, is_picture, refused, saved, told
 from tests.engine.extensions import (
     grounding,
@@ -122,7 +122,7 @@ def test_an_encoder_that_lacks_an_ability_is_refused(settings, monkeypatch):
     message = r"The task statements needs an encoder with a way to tell the images of one text apart; choose another"
     with pytest.raises(ValueError, match=message):
         build_run(settings("data.name=pairs", "task.name=statements", encoder=POOLED))
-    with pytest.raises(ValueError, match=r"image_slots to 2"):
+    with pytest.raises(ValueError, match=r"max_images to 2"):
         build_run(settings("data.name=pairs", "task.name=statements"))
 
 
@@ -132,7 +132,7 @@ def test_an_encoder_that_lacks_an_ability_is_refused(settings, monkeypatch):
 def test_a_task_about_two_images(settings, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(build.DATASETS, "pairs", image_pairs.PairDataset)
     monkeypatch.setitem(build.TASKS, "statements", (statements.StatementConfig, statements.StatementTask))
-    words = "data.name=pairs", "task.name=statements", "encoder.config.image_slots=2", "train.lr=0.02"
+    words = "data.name=pairs", "task.name=statements", "encoder.config.max_images=2", "train.lr=0.02"
     run = live(settings(*words, "eval.boxes=[gt,online]", task=TaskSettings("statements", {"dropout": 0.0})))
     records = saved(run)
     assert len(records) == 8 and all(len(set(record["file_names"])) == 2 for record in records)
@@ -149,14 +149,14 @@ def test_a_task_about_two_images(settings, monkeypatch, tmp_path, capsys):
     assert (output.task.logits - swapped.task.logits).abs().min() > 1e-4
 
     sample = data.dataset.sample(data.groups[0][:1])
-    [[told]] = reply_to(config, model, tokenizer, [dataclasses.replace(sample, is_asked=True)])
+    [[told]] = reply_to(config, model, tokenizer, [dataclasses.replace(sample, from_user=True)])
     assert told.record["true"] == pytest.approx(records[0]["true"], abs=1e-3)  # without the padding of a batch
     boxes = [image.objects.boxes for image in sample.images]
     np.testing.assert_allclose(told.boxes, np.concatenate(boxes), atol=1.5)  # clamped to the last pixel
     assert told.images.tolist() == [0] * len(boxes[0]) + [1] * len(boxes[1])
     assert len(told.attention) == len(told.boxes) and 0 < told.attention.sum() < 1
     bare = [dataclasses.replace(image, objects=None) for image in sample.images]
-    [[own]] = reply_to(config, model, tokenizer, [dataclasses.replace(sample, images=tuple(bare), is_asked=True)])
+    [[own]] = reply_to(config, model, tokenizer, [dataclasses.replace(sample, images=tuple(bare), from_user=True)])
     assert own.lines[0].endswith("true") and set(own.images) == {0, 1}
 
     pair = tuple(image.file for image in sample.images)
@@ -199,7 +199,7 @@ class DataWithFacts(image_pairs.PairDataset):
 def test_texts_without_an_image_beside_texts_about_two(settings, monkeypatch):
     monkeypatch.setitem(build.DATASETS, "facts", DataWithFacts)
     monkeypatch.setitem(build.TASKS, "statements", (statements.StatementConfig, statements.StatementTask))
-    words = "data.name=facts", "encoder.config.image_slots=2", "encoder.config.text_only_embedding=true"
+    words = "data.name=facts", "encoder.config.max_images=2", "encoder.config.text_only_embedding=true"
     records = saved(live(settings(*words, task=TaskSettings("statements", {}))))
     assert ["file_name" in record for record in records] == [True, False] * 4
 
@@ -227,7 +227,7 @@ def test_a_task_with_several_boxes_for_each_of_several_phrases(settings, monkeyp
     for number, spans in enumerate(targets.spans.split()):
         words = [tokenizer.decode(batch.texts.input_ids[number, first:last]) for first, last in spans.tolist()]
         record = batch.records[number]
-        mirrored = [" ".join(mirror_words(one.split())) for one in record["phrases"]]
+        mirrored = [" ".join(swap_left_right(one.split())) for one in record["phrases"]]
         assert words == (mirrored if record["flipped"] else record["phrases"])
         truth = [len(boxes) for boxes in record["gt_boxes"]]
         assert [len(next(phrase)) for _ in words] == truth
@@ -329,7 +329,7 @@ def test_an_objective_on_saved_features(settings, monkeypatch, tmp_path):
         f"data.files={{captions: 'conceptual/{{split}}.json', features: '{frcnn}'}}",
         *("detector.backend=precomputed", "data.boxes.train=precomputed", "eval.boxes=[precomputed]", "data.flip=0"),
         "detector.overrides.MODEL.RESNETS={RES2_OUT_CHANNELS: 4, WIDTH_PER_GROUP: 4}",  # features are 32 wide
-        *("task.config.teacher=file", "task.config.hide_pixels=false", "encoder.config.hidden_region_feature=true"),
+        *("task.config.teacher=file", "task.config.mask_pixels=false", "encoder.config.masked_region_feature=true"),
         *("task.config.region_probability=0.5", "task.config.objectives.region_features=1", "eval.report_pictures=0"),
         config=ROOT / "configs" / "tiny" / "pretraining.yaml",
     )

@@ -70,7 +70,7 @@ def test_heads_are_the_official_ones():
         assert not head.initialise_from_words
     pairs = task_config(load("nlvr2/lxmert"))
     assert (pairs.loss, pairs.dropout, pairs.hidden_layer) == ("softmax", 0.0, True)
-    assert load("nlvr2/lxmert").encoder.config == {"image_slots": 2}
+    assert load("nlvr2/lxmert").encoder.config == {"max_images": 2}
 
 
 def test_pre_training_sums_five_objectives():
@@ -85,7 +85,7 @@ def test_pre_training_sums_five_objectives():
         "masked_regions": 0.0,
     }
     assert config.objectives["masked_words"]["whole_words"] is False
-    assert (config.hide_probability, config.swap_probability, config.hide_pixels) == (0.8, 0.1, False)
+    assert (config.mask_probability, config.replace_probability, config.mask_pixels) == (0.8, 0.1, False)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

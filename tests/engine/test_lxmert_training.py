@@ -74,7 +74,11 @@ def test_a_step_of_vqa_with_the_official_head(config_of, tmp_path):
 
 
 def test_a_step_of_pretraining_from_pixels(config_of, tmp_path):
-    settings = ("task.config.hide_probability=0.8", "task.config.swap_probability=0.1", "data.config.use_corpus=false")
+    settings = (
+        "task.config.mask_probability=0.8",
+        "task.config.replace_probability=0.1",
+        "data.config.use_corpus=false",
+    )
     config = config_of("pretraining", *settings)
     task = config.task.config | {"objectives": OBJECTIVES, "region_probability": 0.5, "max_length": None}
     train(replaced(config, task={"config": task}))

@@ -130,7 +130,7 @@ def of_regions(field: str) -> Callable[[ModelOutput], Tensor]:
 
     def labels(output: ModelOutput) -> Tensor:
         regions = output.text_regions
-        is_predicted = regions.gather(output.batch.hidden.is_labelled, fill=False)
+        is_predicted = regions.gather(output.batch.masked_regions.is_labelled, fill=False)
         found = regions.gather(getattr(output.batch.region_labels, field), fill=0)[is_predicted]
         return found.argmax(dim=1) if field == "class_probs" else found
 
@@ -141,8 +141,8 @@ TRUTHS = {
     "masked_regions": of_regions("class_probs"),
     "relationship": of_texts("relationship", "is_match"),
     "image_qa": of_texts("image_qa", "answer"),
-    "object_labels": of_regions("found_classes"),
-    "attribute_labels": of_regions("found_attributes"),
+    "object_labels": of_regions("detected_classes"),
+    "attribute_labels": of_regions("detected_attributes"),
     "region_features": of_regions("features"),
 }
 
@@ -156,7 +156,7 @@ def on_saved_features(data: Path, output: Path, objectives: str, *words: str) ->
             f"data.root={data}",
             f"output={output}",
             *(OFF, f"task.config.objectives={{{objectives}}}"),
-            "task.config={hide_probability: 1.0, swap_probability: 0.0}",
+            "task.config={mask_probability: 1.0, replace_probability: 0.0}",
             f"encoder.config={{{NARROW}, x_layers: 2, initializer_range: 0.2}}",
             "eval={boxes: [precomputed], every_epochs: 0, images_per_batch: 50}",
             TRAIN,
@@ -272,7 +272,7 @@ def test_hidden_regions(one_thing, tmp_path):
     config = with_vl_bert(
         *(one_thing, tmp_path / "run"),
         "task.config.objectives={masked_regions: {weight: 1.0}}",
-        "task.config={region_probability: 1.0, hide_probability: 1.0}",
+        "task.config={region_probability: 1.0, mask_probability: 1.0}",
         "data.resize={short_edge: [64], long_edge: 64}",
         "data.boxes.train=detections",
         "eval.boxes=[detections]",

@@ -156,7 +156,7 @@ def test_encoder(name):
     assert encoder.uses_whole_image  # ADD_IMAGE_AS_A_BOX
     assert encoder.with_pooler == name.startswith("vcr/")
     pretraining, precomputed = name.startswith("pretraining/"), "prec" in name
-    learned = (encoder.text_only_embedding, encoder.hidden_region_embedding, encoder.hidden_region_feature)
+    learned = (encoder.text_only_embedding, encoder.masked_region_embedding, encoder.masked_region_feature)
     assert learned == (pretraining, pretraining, pretraining and precomputed)
 
 
@@ -198,7 +198,7 @@ def test_pretraining(name):
     ]
     assert set(masking) == {(0.15, False)}
     assert task.max_length == 64
-    assert task.hide_pixels == ("prec" not in name)  # MASK_RAW_PIXELS cannot hide what is precomputed
+    assert task.mask_pixels == ("prec" not in name)  # MASK_RAW_PIXELS cannot hide what is precomputed
 
 
 @pytest.mark.parametrize("name", [name for name in OFFICIAL if not name.startswith("pretraining/")])

@@ -18,8 +18,8 @@ from tests.weights.starts import replaced
 ROOT = Path(__file__).parents[2]
 # fields of the encoder that one task needs
 NEEDED = {
-    ("vl_bert", "nlvr2"): {"image_slots": 2},
-    ("lxmert", "nlvr2"): {"image_slots": 2},
+    ("vl_bert", "nlvr2"): {"max_images": 2},
+    ("lxmert", "nlvr2"): {"max_images": 2},
     ("lxmert", "vcr"): {"named_regions": True},
 }
 LOSSES = {"refcoco": "referring", "vcr": "choice"}
@@ -67,4 +67,4 @@ def test_phrases_beside_each_task_train_the_backbone_of_each_encoder(folder, tas
         assert gradients and any(one.abs().sum() > 0 for one in gradients), part
     with torch.no_grad():
         asked = model.eval()(batch)
-    assert asked.phrases.log_shares.shape[0] == asked.phrases.spans.counts.sum() > 0
+    assert asked.phrases.log_attention.shape[0] == asked.phrases.spans.counts.sum() > 0

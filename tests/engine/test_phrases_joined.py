@@ -112,14 +112,14 @@ def test_captions_add_nothing_to_the_loss_of_questions(tmp_path):
     examples = [data[Request(group, tuple(data.groups[group][:2]))] for group in range(len(data.groups))]
     is_known = [record["text_index"] < number for one in examples for record in (text.record for text in one.texts)]
     batch = built.collate(examples)
-    assert batch.targets.known.tolist() == is_known and {*is_known} == {True, False}
-    assert not batch.targets.scores[~batch.targets.known].any()
+    assert batch.targets.has_target.tolist() == is_known and {*is_known} == {True, False}
+    assert not batch.targets.scores[~batch.targets.has_target].any()
     with torch.no_grad():
         output = model(batch)
     encoded = output.encoded
     encoded.summary = encoded.summary.clone().requires_grad_()
     task = model.task(batch, output.text_regions, encoded)
-    loss, known = task.losses["vqa"], batch.targets.known
+    loss, known = task.losses["vqa"], batch.targets.has_target
     expected = F.binary_cross_entropy_with_logits(task.logits[known], batch.targets.scores[known], reduction="sum")
     assert loss.total.item() == expected.item() > 0 and float(loss.count) == sum(is_known)
     loss.total.backward()
@@ -134,7 +134,7 @@ def test_captions_add_nothing_to_the_loss_of_questions(tmp_path):
     alone["vqa"].total.backward()
     assert all(one.grad is None or not one.grad.any() for one in model.parameters())
     questions = built.collate([one for one in examples if one.texts[0].record["text_index"] < number])
-    assert questions.targets.known is None
+    assert questions.targets.has_target is None
 
 
 def test_questions_beside_descriptions_of_regions(tmp_path):

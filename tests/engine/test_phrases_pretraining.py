@@ -21,13 +21,13 @@ LAYERS = {
         "num_hidden_layers": 2,
         "geometry_dim": 16,
         "with_pooler": True,
-        "hidden_region_embedding": True,
+        "masked_region_embedding": True,
         # the official start of 0 lets no gradient through
         "visual_scale_text_init": 1.0,
         "visual_scale_object_init": 1.0,
     },
     "visual_bert": {"num_hidden_layers": 2, "train_pooler": True},
-    "lxmert": {"l_layers": 1, "r_layers": 1, "x_layers": 1, "hidden_region_feature": True},
+    "lxmert": {"l_layers": 1, "r_layers": 1, "x_layers": 1, "masked_region_feature": True},
 }
 NO_HIDDEN_REGIONS = {"visual_bert"}  # it cannot tell hidden regions from others
 DETECTIONS = "detections/refcoco+_unc/res101_coco_minus_refer_notime_dets.json"

@@ -82,7 +82,7 @@ def test_captions_add_nothing_to_the_losses_of_questions(tmp_path):
     examples = [data[Request(group, tuple(data.groups[group][:1]))] for group in range(len(data.groups))]
     is_question = [example.texts[0].record["text_index"] < number for example in examples]
     mixed = built.collate(examples)
-    assert mixed.targets.known.tolist() == [known for known in is_question for _ in range(4 if known else 1)]
+    assert mixed.targets.has_target.tolist() == [known for known in is_question for _ in range(4 if known else 1)]
     classes = [set(one.tolist()) for one in mixed.region_labels.classes]
     assert all((one == {-1}) != known for one, known in zip(classes, is_question, strict=True))
     masks = [bool((one == 1).all()) for one in mixed.roi_masks]
@@ -90,7 +90,7 @@ def test_captions_add_nothing_to_the_losses_of_questions(tmp_path):
 
     output = model(mixed)
     task = model.task(mixed, output.text_regions, output.encoded)
-    known = mixed.targets.known
+    known = mixed.targets.has_target
     assert task.logits.shape == (sum(is_question), 4)
     assert float(task.losses["choice"].count) in (sum(is_question), 4 * sum(is_question))
     assert float(task.losses["region_class"].count) == float(output.text_regions.attention_mask[known].sum())
@@ -141,12 +141,12 @@ def test_the_phrases_of_a_batch_are_the_named_boxes(tmp_path):
     data = build_run(config).train_data
     example = data[Request(0, tuple(data.groups[0][:1]))]
     [image] = example.images
-    assert image.placement.flipped and len(example.texts) == 4
+    assert image.image_transform.flipped and len(example.texts) == 4
     for text in example.texts:
         stated = dict(map(tuple, ((name, tuple(box)) for name, box in text.record["named_boxes"])))
         assert len(text.phrases.spans) == len(text.phrases.boxes) > 0
         for (first, end), box in zip(text.phrases.spans, text.phrases.boxes, strict=True):
             start, stop = text.phrases.places[first][0], text.phrases.places[end - 1][1]
             name = text.phrases.words[start:stop]
-            ours = image.placement.move_boxes(np.array([stated[name]]))
+            ours = image.image_transform.transform_boxes(np.array([stated[name]]))
             torch.testing.assert_close(torch.tensor(box), torch.tensor(ours, dtype=torch.float32), atol=1.5, rtol=0)

@@ -171,14 +171,14 @@ def test_masked_words_are_learned_from_the_image(words, tmp_path):
 def test_the_backbone_learns_from_regions_that_are_hidden(settings):
     """The loss of a region whose pixels are gone still reaches the backbone: through what is around it."""
     only = "task.config.objectives={masked_words: 0, masked_text: 0, relationship: 0}"
-    always = "task.config.region_probability=1.0", "task.config.hide_probability=1.0"
+    always = "task.config.region_probability=1.0", "task.config.mask_probability=1.0"
     config = settings(only, *always, "data.config.use_corpus=false")
     run = build_run(config)
     run.model.train()
     output = run.model(first_batch(run))
     loss = output.task.losses["masked_regions"]
     assert loss.count > 0
-    assert all(bool(is_hidden.all()) for is_hidden in output.batch.hidden.is_hidden)
+    assert all(bool(is_masked.all()) for is_masked in output.batch.masked_regions.is_masked)
     loss.total.backward()
     gradient = run.model.detector.get_parameter("backbone.res4.0.conv1.weight").grad
     assert gradient is not None and gradient.abs().max() > 0
@@ -219,8 +219,8 @@ SOURCES = {
         "data.boxes.train=precomputed",
         "eval={boxes: [precomputed], report_pictures: 0}",
         "data.flip=0",
-        "task.config={teacher: file, hide_pixels: false}",
-        "encoder.config.hidden_region_feature=true",
+        "task.config={teacher: file, mask_pixels: false}",
+        "encoder.config.masked_region_feature=true",
     ),
 }
 

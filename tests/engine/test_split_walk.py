@@ -13,7 +13,7 @@ from e2e_vl.data.overlap import PhotoId
 from e2e_vl.data.storage.record_errors import NotedErrors
 from e2e_vl.run import forked_work, split_walk
 from e2e_vl.run.split_walk import FolderLists, GroupFacts, SplitFacts, SplitWalk, TextLengths, WalkRules
-from e2e_vl.samples import AnnotatedObjects, ChoiceText, RightAnswer, Sample, SampleImage, SampleText
+from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectAnswer, Sample, SampleImage, SampleText
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 
@@ -24,7 +24,7 @@ def image(name: str, *boxes: Sequence[float], size: object = (10, 20), classes: 
 
 
 def text(words: object, answer: str | None = None) -> SampleText:
-    return SampleText(7, words, {"question_id": 3}, None if answer is None else RightAnswer(answer))
+    return SampleText(7, words, {"question_id": 3}, None if answer is None else CorrectAnswer(answer))
 
 
 IN, OUT, EMPTY = (1, 1, 4, 4), (1, 1, 40, 4), (5, 5, 5, 9)

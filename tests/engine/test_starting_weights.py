@@ -28,7 +28,7 @@ from tests.weights.starts import replaced
 ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 ENCODER |= {"max_position_embeddings": 64, "geometry_dim": 64}
 save_official = OfficialVLBert().export
-LEARNED_VECTORS = {"text_only_embedding": True, "hidden_region_embedding": True}
+LEARNED_VECTORS = {"text_only_embedding": True, "masked_region_embedding": True}
 
 
 @pytest.fixture

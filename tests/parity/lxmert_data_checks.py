@@ -20,14 +20,14 @@ from detector.structures import Regions
 from e2e_vl.data.answer_lists import read_answers
 from e2e_vl.data.features import RegionFeatures, TsvStore
 from e2e_vl.data.image_loader import StoredBoxes
-from e2e_vl.hiding import choose_donors, choose_regions, swap_features
+from e2e_vl.region_masking import replace_features, sample_masked_regions, sample_replacements
 from e2e_vl.run.build import ADAPTERS, TASKS, build_objectives
-from e2e_vl.samples import FOUND, Sample, SampleText, ScoredAnswers
-from e2e_vl.structures import HiddenRegions
+from e2e_vl.samples import DETECTED, Sample, SampleText, ScoredAnswers
+from e2e_vl.structures import RegionMasks
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.objectives.words import mask_words
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingPreprocessor, PretrainingTask
-from e2e_vl.text import TextWriter, load_tokenizer, plain_answer
+from e2e_vl.text import TextTokenizer, load_tokenizer, simplify_answer
 from e2e_vl.weights.start import StartRules, load_task
 from tests.parity import lxmert_common as common
 from tests.parity.lxmert_common import assert_near
@@ -82,14 +82,14 @@ def check_candidates(store: TsvStore, found: RegionFeatures) -> None:
     boxes = StoredBoxes([store], None, with_features=True).read(found.image_id)
     order = np.argsort(-found.scores, kind="stable")
     columns = (found.classes, found.scores, found.attributes, found.attribute_scores)
-    for name, values in zip(FOUND, columns, strict=True):
+    for name, values in zip(DETECTED, columns, strict=True):
         np.testing.assert_array_equal(boxes.found[name], values[order], name)
     np.testing.assert_array_equal(boxes.features, found.features[order])
 
 
 def test_spelling_of_answers(rules):
     for answer, spelled in rules["convert_answer"]:
-        assert plain_answer(answer) == spelled, answer
+        assert simplify_answer(answer) == spelled, answer
 
 
 def test_list_of_answers(golden, rules):
@@ -98,10 +98,10 @@ def test_list_of_answers(golden, rules):
 
 def test_texts_and_their_cutting(rules, tokenizer):
     for one in rules["texts"]:
-        writer = TextWriter(tokenizer, max_length=one["max_length"])
-        pieces = writer.pieces(one["sentence"])
+        text_tokenizer = TextTokenizer(tokenizer, max_length=one["max_length"])
+        pieces = text_tokenizer.pieces(one["sentence"])
         assert tokenizer.convert_ids_to_tokens(pieces)[: len(one["tokens"])] == one["tokens"]
-        encoding, real = writer.single(pieces), np.array(one["input_mask"], dtype=bool)
+        encoding, real = text_tokenizer.single(pieces), np.array(one["input_mask"], dtype=bool)
         np.testing.assert_array_equal(encoding.input_ids, np.array(one["input_ids"])[real])
         assert not encoding.token_type_ids.any()
     for texts in rules.get("finetune_texts", {}).values():
@@ -124,7 +124,7 @@ class RecordedDraws:
         self.sentence = iter([one[-1] for one in sentence])
         self.words, self.regions = uniform[:words], uniform[words:]
         self.put_in: Iterator[int] = iter([one[2] for one in rest if one[0] == "choice"])
-        self.donors: Iterator[int] = iter([one[-1] for one in rest if one[0] == "randint"])
+        self.replacement_index: Iterator[int] = iter([one[-1] for one in rest if one[0] == "randint"])
         self.answers = [one for one in rest if one[0] == "multinomial"]
         self.pool = pool
 
@@ -184,7 +184,7 @@ def make_preprocessor(golden, rules, tokenizer) -> PretrainingPreprocessor:
     }
     objectives = build_objectives(settings, Sizes(8, len(tokenizer)))
     task = PretrainingTask(8, PretrainingConfig(vocab_size=len(tokenizer)), objectives)
-    return task.preprocessor(TextWriter(tokenizer, max_length=rules["config"]["max_length"], training=True))
+    return task.preprocessor(TextTokenizer(tokenizer, max_length=rules["config"]["max_length"], training=True))
 
 
 def draws_of(one: dict[str, Any], objects: int, pool: int) -> RecordedDraws:
@@ -202,7 +202,7 @@ def test_sentences_words_and_answers_of_pretraining(golden, rules, tokenizer):
         own = [number for number, other in enumerate(items) if other["img_id"] == item["img_id"]]
         text = SampleText(one["item"], item["sent"], {}, truth=known[item["uid"]], image_index=())
         draws = draws_of(one, rules["config"]["objects"], len(items))
-        [made] = preprocessor(Sample((), (text,), pool=pool, own=own), (), lambda _, draws=draws: draws)
+        [made] = preprocessor(Sample((), (text,), pool=pool, own_texts=own), (), lambda _, draws=draws: draws)
         draws.assert_used_up()
         real = arrays["pretrain.input_mask"][row].bool()
         name = f"item {row}, {one['uid']}"
@@ -238,12 +238,14 @@ def test_masked_regions_of_pretraining(golden, rules):
     for row, one in enumerate(rules["pretrain_items"]):
         draws = draws_of(one, config["objects"], len(items))
         draws.words = draws.regions
-        chosen, hidden, swapped = choose_regions(counts[one["item"]], draws, config["obj_mask_rate"], *SHARES)
-        donors = [torch.full((count,), -1) for count in counts]
-        donors[one["item"]] = torch.from_numpy(choose_donors(swapped, counts, DonorDraws(draws.donors)))
-        assert not list(draws.donors)
+        chosen, hidden, swapped = sample_masked_regions(counts[one["item"]], draws, config["obj_mask_rate"], *SHARES)
+        replacement_index = [torch.full((count,), -1) for count in counts]
+        replacement_index[one["item"]] = torch.from_numpy(
+            sample_replacements(swapped, counts, DonorDraws(draws.replacement_index))
+        )
+        assert not list(draws.replacement_index)
         nothing = [torch.zeros(count, dtype=torch.bool) for count in counts]
-        found = swap_features(regions, HiddenRegions(nothing, nothing, donors), whole_image=False)
+        found = replace_features(regions, RegionMasks(nothing, nothing, replacement_index), whole_image=False)
         features = found.features[one["item"]].masked_fill(torch.from_numpy(hidden)[:, None], 0.0)
         check_item(arrays, row, images[one["item"]], features, chosen)
 
@@ -284,7 +286,7 @@ def test_how_often_words_and_regions_are_masked(rules, tokenizer):
     assert_share((ids[chosen] == mask_id).mean() - 0.1 * random, words["mask"], words["labelled"], number)
     assert_share((ids[chosen] == unused).mean(), words["same"], words["labelled"], number)
     regions = recorded["region"]
-    chosen, hidden, swapped = choose_regions(count, np.random.default_rng(1), recorded["obj_mask_rate"], *SHARES)
+    chosen, hidden, swapped = sample_masked_regions(count, np.random.default_rng(1), recorded["obj_mask_rate"], *SHARES)
     number = int(chosen.sum())
     assert_share(chosen.mean(), regions["labelled"], regions["regions"], count)
     assert_share(hidden[chosen].mean(), regions["zero"], regions["labelled"], number)

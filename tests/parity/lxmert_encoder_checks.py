@@ -147,7 +147,7 @@ def test_masked_regions_and_segments(golden):
 def test_two_slots_with_one_image_each_begin_with_the_summary_of_that_image(golden):
     arrays, regions = masked_inputs(golden)
     with torch.no_grad():
-        output = make_encoder(golden, image_slots=2)(texts_of(arrays), regions)
+        output = make_encoder(golden, max_images=2)(texts_of(arrays), regions)
     summary = golden.part("encoder", "masked.out.")["pooled"]
     assert_near(output.summary[:, : summary.shape[1]], summary, "masked pooled")
 

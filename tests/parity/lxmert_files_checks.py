@@ -22,7 +22,7 @@ from e2e_vl.samples import ScoredAnswers
 from e2e_vl.tasks.choice import AnswerTask
 from e2e_vl.tasks.gqa import GQAConfig, GQATask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
-from e2e_vl.text import plain_answer
+from e2e_vl.text import simplify_answer
 from tests.parity import lxmert_common as common
 from tests.parity import lxmert_data_checks as data_checks
 from tests.parity.lxmert_common import assert_near
@@ -75,18 +75,18 @@ def test_items_of_pretraining(golden, rules):
         if not (golden.folder / "data" / "lxmert" / f"{split}.json").is_file():
             continue
         dataset = opened(golden, ImageSentenceDataset, files, IMAGE_SETS, split)
-        own = {text.facts["uid"]: text for group in dataset.groups for text in dataset.sample(group).texts}
-        own = {uid: text for uid, text in own.items() if text.facts["image_id"] in listed}
+        own = {text.metadata["uid"]: text for group in dataset.groups for text in dataset.sample(group).texts}
+        own = {uid: text for uid, text in own.items() if text.metadata["image_id"] in listed}
         assert [uid for uid in order if uid in own] == list(own), split
         ours |= own
     assert set(ours) == set(order)
     answers = set(rules["answer_table"]["answers_in_order"])
     for item in rules["flattened"]:
         text = ours[item["uid"]]
-        assert (text.words, text.facts["image_id"]) == (item["sent"], item["img_id"])
+        assert (text.words, text.metadata["image_id"]) == (item["sent"], item["img_id"])
         assert isinstance(text.truth, ScoredAnswers) == ("label" in item)
         if "label" in item:
-            plain = {plain_answer(answer) for answer in text.truth.scores}
+            plain = {simplify_answer(answer) for answer in text.truth.scores}
             assert plain & answers == set(item["label"]), item["uid"]
 
 
@@ -117,7 +117,7 @@ def test_items_of_fine_tuning(golden, rules):
         texts = [dataset.sample([number]).texts[0] for number in range(len(dataset))]
         assert [text.words for text in texts] == [one["sentence"] for one in recorded]
         if name != "nlvr2":
-            assert [text.facts["question_id"] for text in texts] == [one["id"] for one in recorded]
+            assert [text.metadata["question_id"] for text in texts] == [one["id"] for one in recorded]
         else:
             assert [text.truth.number for text in texts] == [one["label"] for one in recorded]
             assert [pair.uid for pair in dataset.pairs] == [one["id"] for one in recorded]

@@ -142,7 +142,7 @@ def test_gradients_of_answers(golden, name):
 def run_pairs(golden, dtype: torch.dtype = torch.float32):
     """The parts, the inputs, the encoder's output, logits and loss."""
     golden.require("nlvr2.safetensors")
-    config = common.encoder_config(golden, image_slots=2)
+    config = common.encoder_config(golden, max_images=2)
     encoder, head = LxmertEncoder(config), pair_head(config.hidden_size)
     assert encoder.summary_size == 2 * config.hidden_size
     load(golden, "nlvr2", encoder, head)

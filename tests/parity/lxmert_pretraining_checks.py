@@ -16,7 +16,7 @@ from e2e_vl.encoders.lxmert import LxmertEncoder
 from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import build_objectives
-from e2e_vl.structures import Batch, HiddenRegions, ModelOutput, RegionLabels
+from e2e_vl.structures import Batch, ModelOutput, RegionLabels, RegionMasks
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.objectives.image_qa import DrawnAnswer
 from e2e_vl.tasks.objectives.relationship import MatchTargets
@@ -38,11 +38,11 @@ LOSSES = {  # recorded -> ours
     "qa": "image_qa",
 }
 LOGITS = {"matched": "relationship", "obj": "object_labels", "attr": "attribute_labels"}
-FOUND = {  # recorded -> field of `RegionLabels`
-    "obj_labels": "found_classes",
-    "obj_confs": "found_scores",
-    "attr_labels": "found_attributes",
-    "attr_confs": "found_attribute_scores",
+DETECTED = {  # recorded -> field of `RegionLabels`
+    "obj_labels": "detected_classes",
+    "obj_confs": "detected_scores",
+    "attr_labels": "detected_attributes",
+    "attr_confs": "detected_attribute_scores",
 }
 
 
@@ -110,7 +110,7 @@ def make_batch(golden, dtype: torch.dtype = torch.float32) -> Batch:
         "image_qa": DrawnAnswer(arrays.get("ans", torch.full((count,), -1))),
         **{name: Targets() for name in ("object_labels", "attribute_labels", "region_features")},
     }
-    labels = {ours: list(arrays[theirs]) for theirs, ours in FOUND.items() if theirs in arrays}
+    labels = {ours: list(arrays[theirs]) for theirs, ours in DETECTED.items() if theirs in arrays}
     return Batch(
         images=ImageBatch(
             torch.zeros(count, 3, 0, 0),
@@ -123,7 +123,7 @@ def make_batch(golden, dtype: torch.dtype = torch.float32) -> Batch:
         texts=common.texts_of(arrays),
         image_index=torch.arange(count)[:, None],
         targets=PretrainingTargets(parts),
-        hidden=HiddenRegions(list(arrays["feat_mask"] > 0), [torch.zeros(regions, dtype=torch.bool)] * count),
+        masked_regions=RegionMasks(list(arrays["feat_mask"] > 0), [torch.zeros(regions, dtype=torch.bool)] * count),
         region_labels=RegionLabels(features=list(arrays["target_feats"]), **labels),
     )
 
@@ -138,14 +138,14 @@ def test_pretraining_logits_and_losses(golden):
         output = model(batch)
     names, real = recorded_losses(golden), batch.texts.attention_mask
     if "mask_lm" in names:
-        words = model.task.word_head(output.encoded.text, output.encoded.word_table).detach()
+        words = model.task.word_head(output.encoded.text, output.encoded.word_embeddings).detach()
         assert_near(words[real], recorded["out.lm_logits"][real], "lm_logits")
     for theirs, ours in LOGITS.items():
         if theirs in names:
             logits = output.task.parts[ours]
             assert_near(logits, recorded[f"out.{theirs}_logits"].reshape(logits.shape), f"{theirs}_logits")
     if "feat" in names:
-        kept = batch.hidden.is_labelled
+        kept = batch.masked_regions.is_labelled
         predicted = recorded["out.feat_logits"][torch.stack(kept)]
         assert_near(output.task.parts["region_features"], predicted, "feat_logits")
     if "qa" in names:
@@ -194,7 +194,7 @@ def edge_case(batch: Batch, name: str) -> Batch:
     elif name == "no_answer":
         parts["image_qa"] = DrawnAnswer(nothing)
     elif name == "no_region_chosen":
-        batch.hidden.is_labelled = [rows & False for rows in batch.hidden.is_labelled]
+        batch.masked_regions.is_labelled = [rows & False for rows in batch.masked_regions.is_labelled]
     elif name == "all_unmatched":
         parts |= {"image_qa": DrawnAnswer(nothing), "relationship": MatchTargets(nothing + 1)}
     else:

@@ -215,7 +215,7 @@ def pretraining_losses(golden: Golden, model: PretrainingModel, features: Tensor
     """The losses on the recorded texts and these features, and the scores of the sentences, by their recorded names."""
     arrays = golden["pretrain"]
     output = model.encoder(recorded_texts(arrays), recorded_regions(arrays | {"in.features": features}))
-    words = model.task.word_head(output.text, output.word_table).flatten(0, 1)
+    words = model.task.word_head(output.text, output.word_embeddings).flatten(0, 1)
     sentence = model.task.relationship["head"](output.summary)
     losses = {
         "masked_lm_loss": F.cross_entropy(words, arrays["in.masked_lm_labels"].flatten(), ignore_index=-1),

@@ -18,11 +18,11 @@ from e2e_vl.data.vcr import VCRDataset, VCROptions
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from e2e_vl.examples import TextExample
 from e2e_vl.run.build import build_objectives
-from e2e_vl.samples import HumanAnswers, RightChoice, Sample, SampleText
+from e2e_vl.samples import CorrectChoice, HumanAnswers, Sample, SampleText
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.objectives.words import mask_words
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of
 
@@ -64,7 +64,7 @@ def worded(
     settings["masked_words"] = {"weight": 1.0, "whole_words": False} | settings.get("masked_words", {})
     made = build_objectives(settings, Sizes(8, len(rules_tokenizer)))
     task = PretrainingTask(8, PretrainingConfig(vocab_size=len(rules_tokenizer), cut_pairs="fronts_too_much"), made)
-    preprocessor = task.preprocessor(TextWriter(rules_tokenizer, VisualBertEncoder.layout, training=True))
+    preprocessor = task.preprocessor(TextTokenizer(rules_tokenizer, VisualBertEncoder.layout, training=True))
     sample = Sample((), (dataclasses.replace(text, image_index=()),), pool=pool, own=list(own))
     [example] = preprocessor(sample, (), lambda _: draws)
     assert not getattr(draws, "numbers", None), "not all recorded draws were made"
@@ -81,8 +81,8 @@ def assert_text(example: TextExample, recorded: dict[str, Any], rules_tokenizer:
 
 def test_pretraining_cutting_of_pairs(data_rules, rules_tokenizer):
     for one in part_of(data_rules, "truncate_pair"):
-        writer = TextWriter(rules_tokenizer, VisualBertEncoder.layout, max_length=one["max_seq_length"])
-        encoding = writer.pair([5] * one["len_a"], [6] * one["len_b"], "fronts_too_much")
+        text_tokenizer = TextTokenizer(rules_tokenizer, VisualBertEncoder.layout, max_length=one["max_seq_length"])
+        encoding = text_tokenizer.pair([5] * one["len_a"], [6] * one["len_b"], "fronts_too_much")
         first, second = (
             encoding.source[encoding.source >= 0][encoding.token_type_ids[encoding.source >= 0] == part]
             for part in (0, 1)
@@ -97,12 +97,12 @@ def test_pretraining_cutting_of_pairs(data_rules, rules_tokenizer):
                 and encoding.input_ids.tolist().count(rules_tokenizer.sep_token_id) == 1
             )
         assert len(encoding.input_ids) <= one["max_seq_length"]
-        assert encoding.num_cut == one["len_a"] + one["len_b"] - one["kept_a"] - one["kept_b"]
+        assert encoding.num_truncated == one["len_a"] + one["len_b"] - one["kept_a"] - one["kept_b"]
 
 
 def test_pretraining_cutting_of_single_texts(data_rules, rules_tokenizer):
     one = part_of(data_rules, "truncate_single")
-    encoding = TextWriter(rules_tokenizer, VisualBertEncoder.layout, max_length=one["max_seq_length"]).single(
+    encoding = TextTokenizer(rules_tokenizer, VisualBertEncoder.layout, max_length=one["max_seq_length"]).single(
         [5] * one["len_a"]
     )
     kept = encoding.source[encoding.source >= 0].tolist()
@@ -236,7 +236,7 @@ def test_pretraining_sentences_about_two_images(data_rules, rules_tokenizer):
     if not found:
         pytest.skip("the set has no NLVR2 text of pre-training; it is optional")
     for one in found:
-        text = SampleText(0, one["item"]["sentence"], {}, RightChoice(one["label"]), image_index=())
+        text = SampleText(0, one["item"]["sentence"], {}, CorrectChoice(one["label"]), image_index=())
         settings = {"relationship": {"weight": 1.0, "texts": "stated"}}
         example = worded(rules_tokenizer, text, Draws(), settings)
         assert_text(example, one, rules_tokenizer)

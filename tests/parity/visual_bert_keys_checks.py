@@ -153,7 +153,7 @@ def test_a_published_layout_is_our_encoder_and_head(visual_golden, published, la
     kind = {"flickr": "flickr30k"}.get(task, task)
     wanted = kind if is_fine_tuned else "pretraining"
     assert parts.task_name == wanted
-    assert parts.lends == (() if is_fine_tuned else ("",))
+    assert parts.transferable == (() if is_fine_tuned else ("",))
     rule = HEADS[wanted]
     assert all(any(replace_module(name, {ours: ours}) for name in parts.task) for ours in rule.names.values())
     ours = task_of(wanted, parts.task, encoder) if is_fine_tuned else pretraining_task(kind, encoder)

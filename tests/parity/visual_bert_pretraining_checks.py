@@ -96,7 +96,7 @@ def test_scores_of_words(visual_golden):
     task, encoder = official_task(visual_golden), recorded_encoder(visual_golden)
     with torch.no_grad():
         _, encoded = run(visual_golden, task, official_batch(visual_golden), encoder)
-        ours = task.word_head(encoded.text, encoded.word_table)
+        ours = task.word_head(encoded.text, encoded.word_embeddings)
     attention_mask = recorded_texts(visual_golden["pretrain"]).attention_mask
     assert_near(
         ours[attention_mask], recorded[:, : attention_mask.shape[1]][attention_mask], "prediction_logits of words"

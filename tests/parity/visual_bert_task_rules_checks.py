@@ -24,13 +24,13 @@ from e2e_vl.data.nlvr2 import read_examples
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, box_numbers
 from e2e_vl.examples import TextExample
 from e2e_vl.metrics.flickr30k import right_candidates
-from e2e_vl.samples import HumanAnswers, PhraseBoxes, RightChoice, SampleText
+from e2e_vl.samples import CorrectChoice, HumanAnswers, PhraseBoxes, SampleText
 from e2e_vl.structures import Batch, ModelOutput, TaskOutput, TextBatch
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTask
 from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
 from e2e_vl.tasks.vqa import VQAConfig, VQATargets, VQATask
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of
 
@@ -41,7 +41,7 @@ ROUNDED = 1e-6  # recorded with six decimals
 
 
 def preprocessor_of(task: Task, rules_tokenizer: PreTrainedTokenizerBase) -> Any:
-    return task.preprocessor(TextWriter(rules_tokenizer, VisualBertEncoder.layout, training=True))
+    return task.preprocessor(TextTokenizer(rules_tokenizer, VisualBertEncoder.layout, training=True))
 
 
 # VQA
@@ -106,7 +106,7 @@ def test_texts_and_images_of_pairs(data_rules, rules_tokenizer, tmp_path):
         file.write_text(json.dumps(one["item"]) + "\n", encoding="utf-8")
         [example] = read_examples(file)
         assert [f"{name}.png.npz" for name in example.images] == one["features_file_keys"]
-        text = SampleText(0, example.sentence, {"identifier": example.identifier}, RightChoice(one["label"]))
+        text = SampleText(0, example.sentence, {"identifier": example.identifier}, CorrectChoice(one["label"]))
         sample = sample_of(dataclasses.replace(text, image_index=(0,)))
         [worded] = word(preprocessor, sample, photo())
         assert tokens(worded, rules_tokenizer) == one["tokens"]

@@ -24,9 +24,9 @@ from e2e_vl.data.image_loader import instance_mask
 from e2e_vl.data.vcr import VCRDataset, VCRFile, VCROptions, relevant_objects
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from e2e_vl.examples import TextExample
-from e2e_vl.samples import AnnotatedObjects, ChoiceText, RightChoice, SampleImage
+from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, SampleImage
 from e2e_vl.tasks.vcr import Piece, VCRConfig, VCRTask, cut_choices, plain_text
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of
 
@@ -47,13 +47,15 @@ def texts_of(data_rules, rules_tokenizer, settings, kind: str) -> list[TextExamp
     query = [item["question"]] if is_answer else [item["question"], item["answer_choices"][item["answer_label"]]]
     label = item["answer_label" if is_answer else "rationale_label"]
     choices = item["answer_choices" if is_answer else "rationale_choices"]
-    text = ChoiceText(0, "", {"label": label}, RightChoice(label), query=tuple(query), choices=tuple(choices))
+    text = ChoiceText(0, "", {"label": label}, CorrectChoice(label), query=tuple(query), choices=tuple(choices))
     number = len(item["objects"])
     corners = np.tile([0.0, 0.0, 9.0, 9.0], (number, 1))
     objects = AnnotatedObjects(corners, "recorded", names=tuple(item["objects"]))
     image = SampleImage("7", Path("photo.jpg"), objects=objects, candidates=tuple(boxes))
     config = from_dict(VCRConfig, dict(settings.task.config), "task.config")
-    preprocessor = VCRTask(8, config).preprocessor(TextWriter(rules_tokenizer, VisualBertEncoder.layout, training=True))
+    preprocessor = VCRTask(8, config).preprocessor(
+        TextTokenizer(rules_tokenizer, VisualBertEncoder.layout, training=True)
+    )
     return word(preprocessor, sample_of(text, image=image), epoch=3)
 
 

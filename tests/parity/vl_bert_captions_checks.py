@@ -21,7 +21,7 @@ from e2e_vl.data.image_loader import ImageLoader, ImageRules
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.tasks.objectives.words import WordMasking
 from e2e_vl.tasks.pretraining import PretrainingPreprocessor
-from e2e_vl.text import TextWriter, load_tokenizer
+from e2e_vl.text import TextTokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +74,8 @@ def test_captions_sizes_of_resized_images(golden_root):
 def test_captions_image_boxes_classes_and_words_are_those_of_the_official_code(facts, arrays, source):
     short, long = facts["scales"]
     captions = CaptionDataset(source, boxes_come_along=True)
-    writer = TextWriter(load_tokenizer(source.path.parent / "vocab.txt"), VLBertModel.layout)
-    preprocessor = PretrainingPreprocessor(writer, {"masked_words": WordMasking(writer)})
+    text_tokenizer = TextTokenizer(load_tokenizer(source.path.parent / "vocab.txt"), VLBertModel.layout)
+    preprocessor = PretrainingPreprocessor(text_tokenizer, {"masked_words": WordMasking(text_tokenizer)})
     for number, case in enumerate(facts["cases"]):
         rules = ImageRules((ResizeRule(short, long, "truncate"),), flip_probability=float(case["flip"]))
         dataset = ExampleDataset(captions, ImageLoader(rules, BoxSource.DETECTIONS), preprocessor)

@@ -25,7 +25,7 @@ from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import TextBatch
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
-from e2e_vl.text import Template, TextEncoding, lay
+from e2e_vl.text import Template, TextEncoding, fill_template
 
 RELATIVE = 1e-4  # of the largest value
 RELATIVE_CNN_FLOAT32 = 0.1  # single ReLU signs decide gradients of the CNN in float32; those in float64 tell
@@ -201,9 +201,9 @@ class SpecialTokens:
         ids = texts.input_ids[0][texts.attention_mask[0]].tolist()
         return cls(ids[0], ids[-1], ids[-2] if with_mask else None)
 
-    def lay(self, template: Template, *texts: Sequence[int]) -> TextEncoding:
+    def fill_template(self, template: Template, *texts: Sequence[int]) -> TextEncoding:
         """The pieces of texts in a form of VL-BERT's layout."""
-        return lay(template, texts, self)
+        return fill_template(template, texts, self)
 
 
 def assert_laid_out(encoding: Sequence[TextEncoding], texts: TextBatch) -> None:

@@ -14,7 +14,7 @@ from detector.structures import ImageBatch, PrecomputedFeatures
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.structures import Batch, HiddenRegions, ModelOutput, RegionLabels
+from e2e_vl.structures import Batch, ModelOutput, RegionLabels, RegionMasks
 from e2e_vl.tasks.objectives.base import NO_LABEL, Objective, Sizes
 from e2e_vl.tasks.objectives.regions import MaskedRegions, MaskedRegionsConfig
 from e2e_vl.tasks.objectives.relationship import MatchTargets, Relationship, RelationshipConfig
@@ -50,8 +50,8 @@ def make_model(golden, keys, name: str) -> VisionLanguageModel:
         golden,
         name,
         text_only_embedding=True,
-        hidden_region_embedding=True,
-        hidden_region_feature=precomputed or not network["MASK_RAW_PIXELS"],
+        masked_region_embedding=True,
+        masked_region_feature=precomputed or not network["MASK_RAW_PIXELS"],
     )
     task = PretrainingTask(
         config.hidden_size, PretrainingConfig(vocab_size=config.vocab_size), make_objectives(network, config)
@@ -104,9 +104,9 @@ def make_batch(golden, name: str, dtype: torch.dtype = torch.float32) -> Batch:
         texts=texts,
         image_index=torch.cat([torch.arange(captions), no_image])[:, None],
         targets=PretrainingTargets(parts),
-        hidden=HiddenRegions(
+        masked_regions=RegionMasks(
             is_labelled=[rows.sum(dim=1) > 0 for rows in of_boxes(data["mvrc_labels"])],
-            is_hidden=[rows == 1 for rows in of_boxes(data["mvrc_ops"])],
+            is_masked=[rows == 1 for rows in of_boxes(data["mvrc_ops"])],
         ),
         region_labels=RegionLabels(class_probs=of_boxes(data["mvrc_labels"].to(dtype))),
     )
@@ -123,7 +123,7 @@ def test_pretraining_logits_and_losses(golden, vl_bert_keys, name):
     model, batch, output = run(golden, vl_bert_keys, name)
     recorded = golden.part(name, "out.")
     captions = len(batch.images.names)
-    words = model.task.word_head(output.encoded.text, output.encoded.word_table).detach()
+    words = model.task.word_head(output.encoded.text, output.encoded.word_embeddings).detach()
     for ours, logits, real in (
         (words[:captions], recorded["mlm_logits_wvc"], batch.texts.attention_mask[:captions]),
         (words[captions:], recorded["mlm_logits_aux"], batch.texts.attention_mask[captions:]),
@@ -179,8 +179,9 @@ def test_pretraining_losses_of_each_text_alone(golden, vl_bert_keys):
         alone = make_batch(golden, "pretrain")
         for name in ("masked_words", "masked_text"):
             alone.targets.parts[name].labels[torch.arange(len(batch)) != text] = NO_LABEL
-        alone.hidden.is_labelled = [
-            rows & (image == int(batch.image_index[text, 0])) for image, rows in enumerate(batch.hidden.is_labelled)
+        alone.masked_regions.is_labelled = [
+            rows & (image == int(batch.image_index[text, 0]))
+            for image, rows in enumerate(batch.masked_regions.is_labelled)
         ]
         with torch.no_grad():
             losses = model.task(alone, output.text_regions, output.encoded).losses

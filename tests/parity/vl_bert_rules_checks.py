@@ -12,13 +12,13 @@ from torch import Tensor
 
 from detector.structures import ImageBatch
 from e2e_vl.examples import Targets
-from e2e_vl.hiding import cut_to_length
-from e2e_vl.structures import Batch, EncoderOutput, HiddenRegions, RegionLabels, TextBatch
+from e2e_vl.region_masking import truncate_batch
+from e2e_vl.structures import Batch, EncoderOutput, RegionLabels, RegionMasks, TextBatch
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.objectives.regions import MaskedRegions, MaskedRegionsConfig
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
-from e2e_vl.text import SPECIAL_TOKENS, load_tokenizer, split_words
+from e2e_vl.text import SPECIAL_TOKENS, basic_tokenize, load_tokenizer
 from tests.parity import vl_bert_common as common
 from tests.regions import regions_of_own_images
 
@@ -42,7 +42,7 @@ def region_loss(logits: Tensor, truth: Tensor) -> Tensor:
         texts=TextBatch(torch.zeros(1, 1).long(), torch.zeros(1, 1).long(), torch.ones(1, 1).bool()),
         image_index=torch.zeros(1, 1).long(),
         targets=PretrainingTargets({"masked_regions": Targets()}),
-        hidden=HiddenRegions([torch.ones(count).bool()], [torch.zeros(count).bool()]),
+        masked_regions=RegionMasks([torch.ones(count).bool()], [torch.zeros(count).bool()]),
         region_labels=RegionLabels(class_probs=[truth]),
     )
     attention_mask = torch.ones(1, count).bool()
@@ -54,7 +54,7 @@ def region_loss(logits: Tensor, truth: Tensor) -> Tensor:
         torch.zeros(1, count).long(),
     )
     words, table = torch.zeros(1, 1, classes), torch.zeros(2, classes)
-    return task(batch, regions, EncoderOutput(words, logits[None], word_table=table)).losses["masked_regions"].mean
+    return task(batch, regions, EncoderOutput(words, logits[None], word_embeddings=table)).losses["masked_regions"].mean
 
 
 def test_soft_cross_entropy_of_regions(golden):
@@ -77,7 +77,7 @@ def test_words_and_wordpieces(rules, tmp_path):
     (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
     tokenizer = load_tokenizer(tmp_path / "vocab.txt")
     for one in recorded:
-        assert split_words(one["text"]) == one["basic"]
+        assert basic_tokenize(one["text"]) == one["basic"]
         assert tokenizer.tokenize(one["text"]) == one["pieces"]
         assert tokenizer.convert_tokens_to_ids(one["pieces"]) == one["ids"]
 
@@ -99,7 +99,7 @@ def test_cutting_of_words_and_regions(golden, rules):
             image_index=torch.zeros(1, 1).long(),
             targets=PretrainingTargets({"masked_words": WordLabels(before)}),
         )
-        cut = cut_to_length(batch, case["seq_len"], whole_image=True)
+        cut = truncate_batch(batch, case["seq_len"], whole_image=True)
         assert cut.texts.attention_mask.all()
         np.testing.assert_array_equal(cut.texts.input_ids[0], text)
         np.testing.assert_array_equal(cut.targets.parts["masked_words"].labels[0], labels)

@@ -17,7 +17,7 @@ from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
 from e2e_vl.tasks.vqa import VQAConfig, VQATargets, VQATask
-from e2e_vl.text import mirror_words
+from e2e_vl.text import swap_left_right
 from tests.parity import vl_bert_common as common
 
 assert_near = common.assert_near
@@ -84,7 +84,7 @@ def test_vqa_the_text_ends_with_the_answer_s_mask(golden):
     assert torch.equal(batch.texts.token_type_ids, segments.long())
 
     special = common.SpecialTokens.of(batch.texts, with_mask=True)
-    encoding = [special.lay(VLBertModel.layout.question, row[row > 0].tolist()) for row in question]
+    encoding = [special.fill_template(VLBertModel.layout.question, row[row > 0].tolist()) for row in question]
     common.assert_laid_out(encoding, batch.texts)
     assert [text.summary for text in encoding] == mask.tolist()
 
@@ -126,4 +126,4 @@ def test_vqa_soft_target_and_swapped_words(golden):
     task = VQATask(4, VQAConfig(answers=target["vocab"]))
     ours = task.answer_list.soft_targets(target["answers"])
     assert ours.tolist() == pytest.approx(target["target"], abs=1e-7)
-    assert mirror_words(words["tokens"]) == words["out"]
+    assert swap_left_right(words["tokens"]) == words["out"]

@@ -54,14 +54,14 @@ def test_the_reader_states_the_phrases_of_every_expression(dataset):
         for text in dataset.sample(texts).texts:
             phrases, meant = text.phrases, np.array(text.truth.box)
             assert phrases.is_complete
-            numbers[text.facts["family"]].add(len(phrases.spans))
+            numbers[text.metadata["family"]].add(len(phrases.spans))
             named = [text.words[slice(*span)] for span in phrases.spans]
             assert text.words.startswith(named[0]) and text.words.endswith(named[-1])
             assert all(len(boxes) for boxes in phrases.boxes)
             assert (phrases.boxes[0] == meant).all(axis=1).any(), text.words
             for boxes in phrases.boxes[1:]:
                 assert not (boxes == meant).all(axis=1).any(), text.words
-            if text.facts["family"] == "relation":
+            if text.metadata["family"] == "relation":
                 assert len(phrases.boxes[1]) == 1  # one landmark
     assert numbers == {"attribute": {1}, "superlative": {1}, "comparison": {2}, "relation": {2}}
 

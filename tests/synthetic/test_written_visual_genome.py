@@ -73,7 +73,7 @@ def test_the_reader_states_the_nouns(folder):
         sample = dataset.sample(texts)
         assert sample.images[0].locate().is_file()
         for text, whole in zip(sample.texts, plain.sample(texts).texts, strict=True):
-            graph = graphs[text.facts["region_id"]]
+            graph = graphs[text.metadata["region_id"]]
             thing = graph["objects"][0]
             meant = [thing["x"], thing["y"], thing["x"] + thing["w"], thing["y"] + thing["h"]]
             assert meant in text.phrases.boxes[0].tolist()

@@ -14,7 +14,7 @@ from e2e_vl.run.build import build_objectives, build_task
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRPreprocessor
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 from tests.data.tiny_vcr import TinyVCR
 from tests.weights.starts import replaced
 
@@ -44,8 +44,8 @@ def task_of(
 
 
 def texts_of(task, dataset, tokenizer, index: int, epoch: int = 0, config: VCRConfig | None = None) -> list:
-    writer = TextWriter(tokenizer, training=True)
-    preprocessor = task.preprocessor(writer) if config is None else VCRPreprocessor(writer, config)
+    text_tokenizer = TextTokenizer(tokenizer, training=True)
+    preprocessor = task.preprocessor(text_tokenizer) if config is None else VCRPreprocessor(text_tokenizer, config)
     draw = functools.partial(random_generator, 0, epoch)
     return list(preprocessor(dataset.sample((index,)), [photo()], draw))
 

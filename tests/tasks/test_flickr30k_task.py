@@ -16,7 +16,7 @@ from e2e_vl.drawing import PALETTE
 from e2e_vl.samples import PhraseBoxes, Question, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch, gather_regions
 from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTargets, Flickr30KTask, first_occurrence
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 
 HIDDEN, LENGTH = 6, 5
 BOXES = torch.tensor([[0.0, 0, 10, 10], [5.0, 0, 15, 10], [20.0, 20, 30, 40], [0.0, 5, 10, 15]])
@@ -192,11 +192,11 @@ def tokenizer(tmp_path):
     return make_tokenizer(tmp_path, "the man and a red shirt left right of .")
 
 
-def worded(tokenizer, text: str, *spans: tuple[int, int], image=None, config=None, **writer):
+def worded(tokenizer, text: str, *spans: tuple[int, int], image=None, config=None, **text_tokenizer):
     boxes = tuple(np.array([[10.0, 20, 30, 40]]) for _ in spans)
     task = make_task(**config or {})
     stated = SampleText(0, text, {}, PhraseBoxes(spans, boxes))
-    [found] = word(task.preprocessor(TextWriter(tokenizer, **writer)), sample_of(stated), image)
+    [found] = word(task.preprocessor(TextTokenizer(tokenizer, **text_tokenizer)), sample_of(stated), image)
     return found
 
 
@@ -232,10 +232,10 @@ def test_a_user_puts_phrases_in_brackets(tokenizer, tmp_path):
     task = make_task()
     sample = task.question(Question(tmp_path / "a.jpg", "[the man] and [a red shirt]"))
     [text] = sample.texts
-    assert text.words == "the man and a red shirt" and text.facts["phrases"] == ["the man", "a red shirt"]
-    [found] = word(task.preprocessor(TextWriter(tokenizer)), sample)
+    assert text.words == "the man and a red shirt" and text.metadata["phrases"] == ["the man", "a red shirt"]
+    [found] = word(task.preprocessor(TextTokenizer(tokenizer)), sample)
     assert found.targets.spans.tolist() == [[1, 3], [4, 7]] and found.targets.boxes is None
-    assert task.question(Question(tmp_path / "a.jpg", "a shirt")).texts[0].facts["phrases"] == ["a shirt"]
+    assert task.question(Question(tmp_path / "a.jpg", "a shirt")).texts[0].metadata["phrases"] == ["a shirt"]
     with pytest.raises(ValueError, match="takes neither choices"):
         task.question(Question(tmp_path / "a.jpg", "a", choices=("b",)))
 

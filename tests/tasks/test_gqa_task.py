@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, spoken, word
 
 from detector.structures import ImageBatch, Loss
-from e2e_vl.samples import Question, RightAnswer, SampleText, ScoredAnswers
+from e2e_vl.samples import CorrectAnswer, Question, SampleText, ScoredAnswers
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, TextRegions
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.gqa import GQAConfig, GQATargets, GQATask
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 from tests.regions import regions_of_own_images
 
 ANSWERS = ["yes", "no", "left", "right", "red"]
@@ -181,15 +181,15 @@ def test_metrics_and_the_file_of_the_server(tmp_path):
 
 def test_wording(tmp_path):
     tokenizer = make_tokenizer(tmp_path, "is it left or right?")
-    preprocessor = make_task().preprocessor(TextWriter(tokenizer))
-    stated = SampleText(3, "Is it left?", {"questionId": "07", "answer": "left"}, RightAnswer("left"))
+    preprocessor = make_task().preprocessor(TextTokenizer(tokenizer))
+    stated = SampleText(3, "Is it left?", {"questionId": "07", "answer": "left"}, CorrectAnswer("left"))
     [text] = word(preprocessor, sample_of(stated))
     assert spoken(text, tokenizer) == "[CLS] is it left ? [SEP]"
     assert text.targets.scores.tolist() == [0, 0, 1, 0, 0] and text.targets.best == 2
     [mirrored] = word(preprocessor, sample_of(stated), photo(flipped=True))
     assert spoken(mirrored, tokenizer) == "[CLS] is it right ? [SEP]"
     assert mirrored.targets.best == 3 and mirrored.record["answer"] == "right"
-    [unknown] = word(preprocessor, sample_of(SampleText(0, "it", {}, RightAnswer("blue"))))
+    [unknown] = word(preprocessor, sample_of(SampleText(0, "it", {}, CorrectAnswer("blue"))))
     assert unknown.targets.best == -1 and not unknown.targets.scores.any()
     [asked] = word(preprocessor, make_task().question(Question(tmp_path / "a.jpg", "it?")))
     assert asked.targets.scores is None

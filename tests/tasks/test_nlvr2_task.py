@@ -14,11 +14,11 @@ from tests.tasks.preprocessors import make_tokenizer, photo, spoken
 
 from detector.structures import ImageBatch
 from e2e_vl.data.batching import random_generator
-from e2e_vl.samples import Question, RightChoice, Sample, SampleImage, SampleText
+from e2e_vl.samples import CorrectChoice, Question, Sample, SampleImage, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Targets, NLVR2Task
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 
 
 def make_task(**config) -> NLVR2Task:
@@ -90,8 +90,8 @@ def test_predictions_metrics_and_file(tmp_path):
 
 def test_wording_of_a_sentence_about_two_images(tmp_path):
     tokenizer = make_tokenizer(tmp_path, "the left image")
-    preprocessor = make_task().preprocessor(TextWriter(tokenizer))
-    stated = SampleText(0, "The left image", {"identifier": "dev-1-0-0"}, RightChoice(1), image_index=(0, 1))
+    preprocessor = make_task().preprocessor(TextTokenizer(tokenizer))
+    stated = SampleText(0, "The left image", {"identifier": "dev-1-0-0"}, CorrectChoice(1), image_index=(0, 1))
     sample = Sample((SampleImage("l", tmp_path / "l"), SampleImage("r", tmp_path / "r")), (stated,))
     draw = functools.partial(random_generator, 0, 0)
     for flipped in (False, True):

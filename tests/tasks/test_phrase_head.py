@@ -14,7 +14,7 @@ from e2e_vl.examples import PhraseBatch, Ragged
 from e2e_vl.structures import (
     Batch,
     EncoderOutput,
-    InnerStates,
+    IntermediateStates,
     ModelOutput,
     TaskOutput,
     TextBatch,
@@ -73,11 +73,11 @@ def run(head: PhraseHead, phrases: PhraseBatch, boxes: torch.Tensor = REGIONS) -
     batch = make_batch(phrases)
     regions = Regions([boxes], [torch.randn(len(boxes), 3)], [torch.zeros(len(boxes), 2)])
     gathered = gather_regions(regions, batch.images.sizes, batch.image_index, whole_image=True)
-    states = InnerStates(
+    states = IntermediateStates(
         torch.randn(len(batch), LENGTH, HIDDEN, requires_grad=True),
         torch.randn(*gathered.attention_mask.shape, HIDDEN, requires_grad=True),
     )
-    encoded = EncoderOutput(states.text, states.regions, inner=states)
+    encoded = EncoderOutput(states.text, states.regions, intermediate=states)
     task = TaskOutput({}, torch.zeros(1))
     return ModelOutput(task, regions, gathered, encoded, batch, None, head(batch, gathered, states))
 
@@ -90,14 +90,14 @@ def make_head(*, training: bool = True) -> PhraseHead:
 def test_the_loss_is_the_divergence_from_equal_shares_of_the_named_regions():
     """The first phrase names two regions; the second one none that is there, and does not contribute to the loss."""
     output = run(make_head(), make_phrases(boxes=(((0, 0, 10, 10), (20, 20, 30, 39)), ((50, 50, 55, 55),))))
-    log, loss = output.phrases.log_shares, output.phrases.losses["phrases"]
+    log, loss = output.phrases.log_attention, output.phrases.losses["phrases"]
     assert log.shape == (2, 5) and (log[:, 0] == -torch.inf).all()  # the whole image is no answer
     torch.testing.assert_close(log.exp().sum(dim=1), torch.ones(2))
     assert loss.count == 1
     torch.testing.assert_close(loss.total, (math.log(0.5) - log[0, 1] + math.log(0.5) - log[0, 3]) / 2)
     assert {"phrases", "phrase_tags"} == set(output.losses) == set(output.task_losses)
     loss.mean.backward()
-    text, regions = output.encoded.inner.text.grad, output.encoded.inner.regions.grad
+    text, regions = output.encoded.intermediate.text.grad, output.encoded.intermediate.regions.grad
     assert [bool(row.any()) for row in text[0]] == [False, False, True, False, False]  # its last wordpiece asks
     assert regions[0, 1:].any() and not regions[0, 0].any() and not regions[1].any() and not text[1].any()
 
@@ -106,7 +106,7 @@ def test_tags_are_learned_only_where_all_phrases_are_known():
     head = make_head()
     output = run(head, make_phrases())
     loss = output.phrases.losses["phrase_tags"]
-    tags = head.tags(output.encoded.inner.text)[0, 1:4].log_softmax(dim=1)
+    tags = head.tags(output.encoded.intermediate.text)[0, 1:4].log_softmax(dim=1)
     assert loss.count == 3  # words of the first text
     torch.testing.assert_close(loss.total, -(tags[0, FIRST] + tags[1, INSIDE] + tags[2, FIRST]))
     assert run(head, make_phrases(complete=(False, False))).phrases.losses["phrase_tags"].count == 0
@@ -117,7 +117,7 @@ def test_without_regions_or_phrases_there_is_no_nan():
         output = run(make_head(), phrases, REGIONS[:1])
         total = sum(loss.mean for loss in output.losses.values())
         total.backward()
-        assert torch.isfinite(total) and torch.isfinite(output.encoded.inner.text.grad).all()
+        assert torch.isfinite(total) and torch.isfinite(output.encoded.intermediate.text.grad).all()
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_phrases_are_found_where_none_is_stated_and_only_outside_training():
     output = run(head, make_phrases())
     assert output.phrases.spans.counts.tolist() == [2, 1]
     assert output.phrases.spans.values[2].tolist() == [1, 4]
-    assert output.phrases.log_shares.shape[0] == 3 and output.phrases.is_right.shape[0] == 2
+    assert output.phrases.log_attention.shape[0] == 3 and output.phrases.is_right.shape[0] == 2
     stated = run(head, make_phrases(complete=(True, True)))
     assert stated.phrases.spans.counts.tolist() == [2, 0]  # the second text has no phrase, as the data say
     assert run(head.train(), make_phrases()).phrases.spans.counts.tolist() == [2, 0]
@@ -200,7 +200,7 @@ def test_records_hold_phrases_in_pixels_of_the_original_image():
     first, second = with_phrases(output).batch.records
     assert "grounded" not in output.batch.records[0]
     assert first["a"] == 1 and [phrase["text"] for phrase in first["grounded"]] == ["the star", "here"]
-    best = output.phrases.log_shares.argmax(dim=1)
+    best = output.phrases.log_attention.argmax(dim=1)
     for phrase, row in zip(first["grounded"], best[:2], strict=True):
         assert phrase["box"] == (REGIONS[row] * 2).tolist()  # the image is twice as large
     right = output.phrases.is_right

@@ -49,7 +49,7 @@ def question_batch(hidden: list[list[float]] | None = None, mask_at: int = 1) ->
         image_index=batch.image_index[:1],
         targets=PretrainingTargets(parts),
         seeds=batch.seeds[:1],
-        hide=[torch.tensor(hidden or [], dtype=torch.float32).reshape(-1, 4)],
+        boxes_to_mask=[torch.tensor(hidden or [], dtype=torch.float32).reshape(-1, 4)],
         records=[{"text_index": 0, "sent": "[MASK] b"}],
     )
 
@@ -73,7 +73,7 @@ def test_every_hidden_box_is_named():
 
 
 def test_answers_are_those_of_the_colour_that_training_hides_with():
-    black, mean = (make_model(hidden_pixels=colour).eval() for colour in ("black", "mean"))
+    black, mean = (make_model(masked_pixels=colour).eval() for colour in ("black", "mean"))
     answers = [answer(model, question_batch(CORNER))["hidden"][0] for model in (black, mean)]
     assert answers[0]["seen"] == [answers[1]["seen"][0], pytest.approx(answers[1]["seen"][1])]  # the teacher sees it
     one, other = (dict(region["classes"]) for region in answers)
@@ -100,7 +100,7 @@ def test_classes_of_a_file_have_numbers_and_nobody_sees_the_hidden_region():
     with torch.no_grad():
         output = model(question_batch([[0.0, 0.0, 9.0, 9.0]]))
         [region] = model.task.replies(output, Vocabulary())[0]["hidden"]
-        states = output.encoded.regions[output.text_regions.is_hidden]
+        states = output.encoded.regions[output.text_regions.is_masked]
         shares = model.task.masked_regions.classify(states)[0].softmax(dim=0)
     assert region["seen"] is None
     names = ["background", "class 0", "class 1", "class 2", "class 3"]
@@ -130,7 +130,7 @@ def test_an_objective_names_its_own_classes_and_overwrites_no_entry(monkeypatch)
     with torch.no_grad():
         output = model(question_batch(CORNER))
         regions = model.task.masked_regions
-        said = regions.answer(output, output.task.parts["masked_regions"], Vocabulary(), model.task.hiding)
+        said = regions.answer(output, output.task.parts["masked_regions"], Vocabulary(), model.task.region_masking)
     assert {name for name, _ in said["hidden"][0]["classes"]} == {*"abcd", "background"}
     monkeypatch.setattr(model.task.objectives["masked_text"], "answer", lambda *_: said)
     message = "objective masked_regions answers with 'hidden', which the record holds already; rename its entry"
@@ -147,13 +147,13 @@ def test_nothing_to_hide_hides_nothing():
     with torch.no_grad():
         output = model(batch)
         record = model.task.replies(output, Vocabulary())[0]
-    assert output.batch.boxes[0].tolist() == BOXES[0] and not output.batch.hidden.is_hidden[0].any()
+    assert output.batch.boxes[0].tolist() == BOXES[0] and not output.batch.masked_regions.is_masked[0].any()
     plain = make_model(objectives={"masked_regions": 0.0}).eval()
     missing, unexpected = plain.load_state_dict(model.state_dict(), strict=False)
     of_regions = ("teacher.", "task.masked_regions.")
     assert not missing and unexpected and all(name.startswith(of_regions) for name in unexpected)
     with torch.no_grad():
-        expected = plain(dataclasses.replace(batch, hide=None)).task.parts["masked_words"]
+        expected = plain(dataclasses.replace(batch, boxes_to_mask=None)).task.parts["masked_words"]
     assert_same(output.task.parts["masked_words"], expected)
     best = int(expected[0].argmax())
     assert record["filled"] == f"word{best} b" and record["hidden"] == []
@@ -190,20 +190,20 @@ def boxes(*rows: list[float]) -> AnnotatedObjects:
 
 def test_a_question_is_a_sample_with_the_given_boxes():
     task = make_model().task
-    sample = task.question(ask(boxes=boxes([1, 2, 3, 4]), hidden=boxes([5, 6, 7, 8])))
+    sample = task.question(ask(boxes=boxes([1, 2, 3, 4]), boxes_to_mask=boxes([5, 6, 7, 8])))
     [image], [text] = sample.images, sample.texts
-    assert sample.is_asked and image.file == Path("photo.jpg")
-    assert image.boxes.boxes.tolist() == [[1, 2, 3, 4]] and image.hide.tolist() == [[5, 6, 7, 8]]
-    assert text.facts == {"sent": "a [MASK] dog"}
-    assert task.question(ask()).images[0].hide.shape == (0, 4)  # none but the given ones: here none
-    assert task.question(ask("a dog", hidden=boxes([5, 6, 7, 8]))).images[0].boxes is None
+    assert sample.from_user and image.file == Path("photo.jpg")
+    assert image.boxes.boxes.tolist() == [[1, 2, 3, 4]] and image.boxes_to_mask.tolist() == [[5, 6, 7, 8]]
+    assert text.metadata == {"sent": "a [MASK] dog"}
+    assert task.question(ask()).images[0].boxes_to_mask.shape == (0, 4)  # none but the given ones: here none
+    assert task.question(ask("a dog", boxes_to_mask=boxes([5, 6, 7, 8]))).images[0].boxes is None
 
 
 @pytest.mark.parametrize(
     ("question", "message"),
     [
         (ask("a dog"), r"write \[MASK\] in the text, or hide boxes"),
-        (ask("a dog", hidden=boxes()), r"write \[MASK\] in the text"),
+        (ask("a dog", boxes_to_mask=boxes()), r"write \[MASK\] in the text"),
         (ask(choices=["yes"]), "takes neither choices nor an answer"),
         (ask(answer="yes"), "takes neither choices nor an answer"),
     ],
@@ -215,4 +215,4 @@ def test_questions_that_cannot_be_answered(question, message):
 
 def test_a_model_that_never_saw_hidden_regions_names_none():
     with pytest.raises(ValueError, match="without masked regions"):
-        make_model(objectives={"masked_regions": 0.0}).task.question(ask(hidden=boxes([0, 0, 9, 9])))
+        make_model(objectives={"masked_regions": 0.0}).task.question(ask(boxes_to_mask=boxes([0, 0, 9, 9])))

@@ -8,9 +8,9 @@ import types
 import pytest
 import torch
 
-from e2e_vl.hiding import HidingRule
+from e2e_vl.region_masking import RegionMasking
 from e2e_vl.run.build import OBJECTIVES as BUILDABLE
-from e2e_vl.structures import Ability, HiddenRegions, RegionLabels
+from e2e_vl.structures import Ability, RegionLabels, RegionMasks
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.objectives.regions import MaskedRegions, MaskedRegionsConfig
 from e2e_vl.tasks.objectives.relationship import Relationship, RelationshipConfig
@@ -42,12 +42,12 @@ def test_losses_are_means_over_labelled_items():
     probabilities[0][0] *= 0.5  # does not add up to 1: ignored
     batch.region_labels = RegionLabels(class_probs=probabilities)
     labelled = [torch.tensor([True, True, False]), torch.tensor([False, True])]
-    batch.hidden = HiddenRegions(labelled, [torch.zeros(len(rows), dtype=torch.bool) for rows in BOXES])
+    batch.masked_regions = RegionMasks(labelled, [torch.zeros(len(rows), dtype=torch.bool) for rows in BOXES])
     output = model(batch)
     counts = {name: float(loss.count) for name, loss in output.losses.items()}
     assert counts == {"masked_words": 2, "masked_text": 1, "masked_regions": 3, "relationship": 3}
 
-    words = model.task.word_head(output.encoded.text, output.encoded.word_table).log_softmax(dim=2)
+    words = model.task.word_head(output.encoded.text, output.encoded.word_embeddings).log_softmax(dim=2)
     expected = -0.5 * (words[0, 1, 9] + words[1, 2, 8]) / 2
     torch.testing.assert_close(output.losses["masked_words"].mean, expected)
     torch.testing.assert_close(output.losses["masked_text"].mean, -words[3, 0, 7])
@@ -72,7 +72,7 @@ def test_nothing_masked_is_loss_zero_with_gradients():
 
 def test_texts_of_two_images_share_all_objectives():
     """A region counts once for every text that reads it, whichever of the text's images it is in."""
-    model = make_model(encoder={"image_slots": 2}, objectives={"relationship": 1.0}, region_probability=1.0).eval()
+    model = make_model(encoder={"max_images": 2}, objectives={"relationship": 1.0}, region_probability=1.0).eval()
     output = model(make_pairs())
     counts = {name: float(loss.count) for name, loss in output.losses.items()}
     assert counts == {"masked_words": 2, "masked_text": 1, "masked_regions": 5 + 5 + 2, "relationship": 3}
@@ -88,7 +88,7 @@ def test_texts_of_two_images_share_all_objectives():
 def test_only_objectives_of_the_run_have_parameters_and_losses():
     task = make_task("relationship")
     assert {name.partition(".")[0] for name, _ in task.named_parameters()} == {"relationship"}
-    assert not task.hiding.hides and list(task.objectives) == ["relationship"]
+    assert not task.region_masking.enabled and list(task.objectives) == ["relationship"]
     task = make_task("masked_text", "masked_regions")
     assert {name.partition(".")[0] for name, _ in task.named_parameters()} == {"word_head", "masked_regions"}
     with pytest.raises(ValueError, match="nothing to learn"):
@@ -166,26 +166,26 @@ def test_what_is_right_is_counted_per_text_and_objective():
 
 
 def test_an_encoder_needs_what_the_objectives_read():
-    assert make_task("masked_words", "masked_text").needs == (Ability.WORD_TABLE,)
-    assert make_task("relationship", hide_pixels=False).needs == (Ability.SUMMARY_OF_SINGLE,)
-    assert make_task("masked_regions").needs == (Ability.HIDDEN_REGIONS,)
-    hidden = make_task("masked_words", "masked_regions", hide_pixels=False).needs
-    assert hidden == (Ability.WORD_TABLE, Ability.HIDDEN_REGIONS, Ability.HIDDEN_FEATURES)
+    assert make_task("masked_words", "masked_text").needs == (Ability.WORD_EMBEDDINGS,)
+    assert make_task("relationship", mask_pixels=False).needs == (Ability.SUMMARY_OF_SINGLE,)
+    assert make_task("masked_regions").needs == (Ability.MASKED_REGIONS,)
+    hidden = make_task("masked_words", "masked_regions", mask_pixels=False).needs
+    assert hidden == (Ability.WORD_EMBEDDINGS, Ability.MASKED_REGIONS, Ability.MASKED_FEATURES)
 
 
 def test_the_rule_of_hiding_follows_the_settings():
-    assert make_task("masked_regions").hiding == HidingRule()  # both have the official defaults
-    changed = make_task("masked_regions", teacher="file", hidden_pixels="black", max_length=None).hiding
-    assert changed == HidingRule(teacher="file", colour="black", max_length=None, background_first=True)
-    changed = make_task("masked_words", hide_pixels=False, background="first", max_detected_regions=None).hiding
-    assert changed == HidingRule(hides=False, pixels=False, background_first=True, max_detected_regions=None)
+    assert make_task("masked_regions").region_masking == RegionMasking()  # both have the official defaults
+    changed = make_task("masked_regions", teacher="file", masked_pixels="black", max_length=None).region_masking
+    assert changed == RegionMasking(teacher="file", colour="black", max_length=None, background_first=True)
+    changed = make_task("masked_words", mask_pixels=False, background="first", max_detected_regions=None).region_masking
+    assert changed == RegionMasking(enabled=False, pixels=False, background_first=True, max_detected_regions=None)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"objectives": {"masked_regions": {"classes": 7}}}, "classes is 7, but the detector has 4 classes"),
-        ({"hide_pixels": False}, "encoder.config.hidden_region_feature to true"),
+        ({"mask_pixels": False}, "encoder.config.masked_region_feature to true"),
         ({"objectives": {"masked_words": -1}}, "objectives.masked_words.weight is -1.0; it must not be negative"),
         ({"objectives": {"masked_verbs": 1}}, "task.config.objectives has the unknown key 'masked_verbs'"),
         (
@@ -193,8 +193,8 @@ def test_the_rule_of_hiding_follows_the_settings():
             "masked_words has the unknown key 'rate'",
         ),
         (
-            {"encoder": {"hidden_region_embedding": False}},
-            "encoder.config.hidden_region_embedding to true, or region_word to img",
+            {"encoder": {"masked_region_embedding": False}},
+            "encoder.config.masked_region_embedding to true, or region_word to img",
         ),
         (
             {"encoder": {"with_pooler": False}, "objectives": {"relationship": 1.0}},

@@ -14,7 +14,7 @@ from e2e_vl.samples import HumanAnswers, PhraseBoxes, Sample, SampleText
 from e2e_vl.tasks.objectives.base import Draft, ObjectivePreprocessor
 from e2e_vl.tasks.objectives.words import MaskedWordsConfig, WordMasking
 from e2e_vl.tasks.pretraining import PretrainingPreprocessor
-from e2e_vl.text import TextEncoding, TextWriter
+from e2e_vl.text import TextEncoding, TextTokenizer
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def tokenizer(tmp_path):
 
 
 def preprocessor_of(tokenizer, part: type[ObjectivePreprocessor], **options) -> PretrainingPreprocessor:
-    writer = TextWriter(tokenizer, **options)
-    return PretrainingPreprocessor(writer, {"part": part(writer)})
+    text_tokenizer = TextTokenizer(tokenizer, **options)
+    return PretrainingPreprocessor(text_tokenizer, {"part": part(text_tokenizer)})
 
 
 # Texts of the data, and texts beside them
@@ -43,7 +43,7 @@ class AnswerOfText(ObjectivePreprocessor):
 
     def beside(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, TextEncoding]]:
         for has_image in (True, False):
-            yield Draft("", sample, has_image=has_image), self.writer.single([])
+            yield Draft("", sample, has_image=has_image), self.text_tokenizer.single([])
 
 
 def test_an_objective_reads_the_truth_of_a_text(tokenizer):
@@ -70,9 +70,11 @@ class TwoCaptions(ObjectivePreprocessor):
 
 
 def pair_of(tokenizer, probability: float = 0.0, **options) -> TextExample:
-    writer = TextWriter(tokenizer, **options)
-    masking = WordMasking(writer, MaskedWordsConfig(probability=probability, always_mask=True))
-    preprocessor = PretrainingPreprocessor(writer, {"pair": TwoCaptions(writer), "masked_words": masking})
+    text_tokenizer = TextTokenizer(tokenizer, **options)
+    masking = WordMasking(text_tokenizer, MaskedWordsConfig(probability=probability, always_mask=True))
+    preprocessor = PretrainingPreprocessor(
+        text_tokenizer, {"pair": TwoCaptions(text_tokenizer), "masked_words": masking}
+    )
     [text] = word(preprocessor, sample_of("the red box", pool=["the red box", "a dog and a cat"]))
     return text
 
@@ -120,9 +122,9 @@ class OtherCaption(ObjectivePreprocessor):
 def test_phrases_belong_to_the_text_of_the_data(tokenizer, part, spans):
     """They stay with a first text of two, and are not those of another caption in its place."""
     text = SampleText(0, "the red box", {}, phrases=PhraseBoxes(((0, 11),), (np.zeros((1, 4)),), is_complete=True))
-    writer = TextWriter(tokenizer, marks_phrases=True)
-    masking = WordMasking(writer, MaskedWordsConfig(probability=0.9, always_mask=True))
-    preprocessor = PretrainingPreprocessor(writer, {"part": part(writer), "masked_words": masking})
+    text_tokenizer = TextTokenizer(tokenizer, with_phrase_spans=True)
+    masking = WordMasking(text_tokenizer, MaskedWordsConfig(probability=0.9, always_mask=True))
+    preprocessor = PretrainingPreprocessor(text_tokenizer, {"part": part(text_tokenizer), "masked_words": masking})
     [example] = word(preprocessor, sample_of(text, pool=["the red box", "a dog and a cat"]))
     assert example.phrases.spans.tolist() == spans and example.phrases.is_complete == bool(spans)
     is_other = part is OtherCaption
@@ -133,5 +135,5 @@ def test_phrases_belong_to_the_text_of_the_data(tokenizer, part, spans):
 
 def test_a_text_beside_has_no_phrases_of_the_text_of_the_data(tokenizer):
     text = SampleText(0, "the red box", {}, HumanAnswers(()), phrases=PhraseBoxes(((0, 3),), (np.zeros((1, 4)),)))
-    own, *beside = word(preprocessor_of(tokenizer, AnswerOfText, marks_phrases=True), sample_of(text))
+    own, *beside = word(preprocessor_of(tokenizer, AnswerOfText, with_phrase_spans=True), sample_of(text))
     assert [len(one.phrases.spans) for one in (own, *beside)] == [1, 0, 0]

@@ -10,7 +10,7 @@ from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, 
 
 from e2e_vl.samples import Question, ReferredBox, SampleText
 from e2e_vl.tasks.refcoco import ReferringTask
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 
 TRUTH = ReferredBox((10, 20, 30, 40))
 
@@ -21,7 +21,7 @@ def tokenizer(tmp_path):
 
 
 def preprocessor(tokenizer, **options):
-    return ReferringTask(8).preprocessor(TextWriter(tokenizer, **options))
+    return ReferringTask(8).preprocessor(TextTokenizer(tokenizer, **options))
 
 
 def expressions(*words: str, truth: ReferredBox | None = TRUTH):

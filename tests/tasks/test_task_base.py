@@ -67,7 +67,7 @@ def test_answers_start_from_words_of_their_width_only():
         ("refcoco", "loss", "binary, softmax"),
         ("vqa", "loss", "binary, softmax"),
         ("pretraining", "teacher", "frozen, current, file"),
-        ("pretraining", "hidden_pixels", "mean, black"),
+        ("pretraining", "masked_pixels", "mean, black"),
         ("pretraining", "background", "last, first"),
     ],
 )

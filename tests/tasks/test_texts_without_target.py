@@ -14,7 +14,7 @@ from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, word
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.examples import Preprocessor
 from e2e_vl.run.evaluate import metrics_of, with_correct
-from e2e_vl.samples import HumanAnswers, PhraseBoxes, ReferredBox, RightAnswer, RightChoice, SampleImage, SampleText
+from e2e_vl.samples import CorrectAnswer, CorrectChoice, HumanAnswers, PhraseBoxes, ReferredBox, SampleImage, SampleText
 from e2e_vl.structures import Batch, EncoderOutput
 from e2e_vl.tasks.base import Task, with_target, without_answers
 from e2e_vl.tasks.flickr30k import Flickr30KTask
@@ -23,7 +23,7 @@ from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.tasks.vcr import VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 from tests.encoders.test_vl_bert import make_inputs
 
 SIZE = 32  # of `make_inputs` there are three texts
@@ -42,11 +42,11 @@ CASES: dict[str, tuple[Any, Any, str]] = {
         f"vqa {loss}": (lambda loss=loss: answering(VQATask, VQAConfig, loss), HumanAnswers(("red",) * 10), "vqa")
         for loss in ("binary", "softmax", "divergence")
     },
-    "gqa": (lambda: answering(GQATask, GQAConfig, "binary"), RightAnswer("blue"), "gqa"),
-    "nlvr2": (lambda: NLVR2Task(SIZE, NLVR2Config(dropout=0.0)), RightChoice(1), "nlvr2"),
+    "gqa": (lambda: answering(GQATask, GQAConfig, "binary"), CorrectAnswer("blue"), "gqa"),
+    "nlvr2": (lambda: NLVR2Task(SIZE, NLVR2Config(dropout=0.0)), CorrectChoice(1), "nlvr2"),
     "nlvr2 sigmoid": (
         lambda: NLVR2Task(SIZE, NLVR2Config(dropout=0.0, loss="sigmoid")),
-        RightChoice(1),
+        CorrectChoice(1),
         "nlvr2",
     ),
     **{
@@ -62,14 +62,14 @@ CASES: dict[str, tuple[Any, Any, str]] = {
 OTHER_TRUTHS = (None, PHRASES, ReferredBox(BOX))
 
 
-def preprocessor_of(task: Task, folder: Path, *, marks_phrases: bool = True) -> Preprocessor:
+def preprocessor_of(task: Task, folder: Path, *, with_phrase_spans: bool = True) -> Preprocessor:
     tokenizer = make_tokenizer(folder, "red blue square")
-    return task.preprocessor(TextWriter(tokenizer, VLBertModel.layout, marks_phrases=marks_phrases))
+    return task.preprocessor(TextTokenizer(tokenizer, VLBertModel.layout, with_phrase_spans=with_phrase_spans))
 
 
-def texts_of(task: Task, folder: Path, *truths: Any, may_lack: bool = True, marks_phrases: bool = True) -> list:
+def texts_of(task: Task, folder: Path, *truths: Any, may_lack: bool = True, with_phrase_spans: bool = True) -> list:
     """One wordpiece text per truth; those of another kind may lack a target."""
-    preprocessor = preprocessor_of(task, folder, marks_phrases=marks_phrases)
+    preprocessor = preprocessor_of(task, folder, with_phrase_spans=with_phrase_spans)
     stated = [
         SampleText(n, "red square", {}, truth, phrases=PHRASES, may_lack_target=may_lack)
         for n, truth in enumerate(truths)
@@ -133,11 +133,11 @@ def test_who_lacks_a_target(tmp_path, name):
     task = make()
     others = other_truths(preprocessor_of(task, tmp_path))
     first, *rest = texts_of(task, tmp_path, own, *others)
-    assert first.targets.known is None and "only_phrases" not in first.record
-    assert all(one.targets.known is False and one.record["only_phrases"] is True for one in rest)
+    assert first.targets.has_target is None and "only_phrases" not in first.record
+    assert all(one.targets.has_target is False and one.record["only_phrases"] is True for one in rest)
     assert all(type(one.targets) is type(first.targets) and one.phrases is not None for one in rest)
     joined = type(first.targets).join([first.targets, *(one.targets for one in rest)])
-    assert joined.known.tolist() == [True, *[False] * len(rest)]
+    assert joined.has_target.tolist() == [True, *[False] * len(rest)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -145,7 +145,7 @@ def test_a_truth_that_is_missing_by_mistake_is_an_error(tmp_path, name):
     """In one data set alone, in data that state no phrases, and in a run without phrases."""
     make, own, _ = CASES[name]
     task = make()
-    for options in ({"may_lack": False}, {"marks_phrases": False}):
+    for options in ({"may_lack": False}, {"with_phrase_spans": False}):
         for other in other_truths(preprocessor_of(task, tmp_path)):
             targets = [text.targets for text in texts_of(task, tmp_path, own, other, **options)]
             with pytest.raises(ValueError, match="is known for some texts of a batch and unknown for others"):
@@ -157,10 +157,10 @@ def test_a_task_whose_texts_have_choices(tmp_path):
     stated = SampleText(0, "red square", {}, PHRASES, phrases=PHRASES, may_lack_target=True)
     photo_of_it = SampleImage("7", Path("photo.jpg"))
     [text] = word(preprocessor, sample_of(stated, image=photo_of_it), photo())
-    assert text.targets.known is False and text.targets.is_right.dtype == np.float32
+    assert text.targets.has_target is False and text.targets.is_right.dtype == np.float32
     assert text.record["only_phrases"] is True and text.phrases.spans.tolist() == [[1, 2]]
     for other in (
-        dataclasses.replace(stated, truth=RightChoice(0)),
+        dataclasses.replace(stated, truth=CorrectChoice(0)),
         dataclasses.replace(stated, may_lack_target=False),
     ):
         with pytest.raises(ValueError, match="'red square' has no four choices, so VCR has nothing to learn from it"):

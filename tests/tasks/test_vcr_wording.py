@@ -12,7 +12,7 @@ from tests.tasks.preprocessors import spoken as spoken_by
 from e2e_vl.converter import from_dict
 from e2e_vl.data.vcr import VCROptions
 from e2e_vl.tasks.vcr import NEUTRAL_NAMES, VCRConfig, VCRTask
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 from tests.data.tiny_vcr import TinyVCR
 
 READER = set(VCROptions.__dataclass_fields__)
@@ -27,7 +27,7 @@ def texts_of(tiny, texts=(0,), *, blank=False, training=False, flipped=False, ep
     """Text examples of some questions; `options` are the reader's and the task's."""
     reader = {name: value for name, value in options.items() if name in READER}
     config = VCRConfig(**{name: value for name, value in options.items() if name not in READER})
-    preprocessor = VCRTask(8, config).preprocessor(TextWriter(tiny.tokenizer, is_blank=blank, training=training))
+    preprocessor = VCRTask(8, config).preprocessor(TextTokenizer(tiny.tokenizer, is_blank=blank, training=training))
     return word(preprocessor, tiny.dataset(**reader).sample(texts), photo(flipped=flipped), epoch=epoch)
 
 
@@ -105,7 +105,7 @@ def test_a_name_does_not_depend_on_the_other_questions(tiny):
 def test_texts_are_cut_without_special_tokens(tiny):
     assert max(len(text.encoding.input_ids) for text in texts_of(tiny, max_pieces=6)) == 6 + 3
     with pytest.raises(ValueError, match=r"set task\.config\.max_pieces instead"):
-        VCRTask(8).preprocessor(TextWriter(tiny.write().tokenizer, max_length=20))
+        VCRTask(8).preprocessor(TextTokenizer(tiny.write().tokenizer, max_length=20))
 
 
 def test_controls_without_words(tiny):

@@ -202,7 +202,7 @@ def test_settings_that_do_not_fit(config, message):
 
 def test_what_the_encoder_must_be_able_to_do():
     assert make_task(initialise_from_words=False).needs == (Ability.SUMMARY_OF_QUESTION,)
-    assert make_task().needs == (Ability.SUMMARY_OF_QUESTION, Ability.WORD_TABLE)
+    assert make_task().needs == (Ability.SUMMARY_OF_QUESTION, Ability.WORD_EMBEDDINGS)
 
 
 def test_the_divergence_of_scores_that_need_not_sum_to_one():

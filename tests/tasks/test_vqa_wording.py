@@ -12,7 +12,7 @@ from e2e_vl.data.batching import pad_texts
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.samples import HumanAnswers, Question, SampleText
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 
 GIVEN = HumanAnswers(("left side",) * 6 + ("left",) * 4)
 ANSWERS = ["<unk>", "left", "right", "left side", "right side"]
@@ -25,7 +25,7 @@ def tokenizer(tmp_path):
 
 def preprocessor(tokenizer, **options):
     task = VQATask(8, VQAConfig(answers=ANSWERS))
-    return task.preprocessor(TextWriter(tokenizer, **({"layout": VLBertModel.layout} | options)))
+    return task.preprocessor(TextTokenizer(tokenizer, **({"layout": VLBertModel.layout} | options)))
 
 
 def questions(*words: str, truth: HumanAnswers | None = GIVEN):

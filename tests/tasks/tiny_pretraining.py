@@ -23,7 +23,7 @@ from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
 
 SEP, CLASSES, VOCABULARY = 3, 5, 40
-PAPER = {"region_word": "img", "hidden_region_embedding": False, "whole_image_in_sequence": False}
+PAPER = {"region_word": "img", "masked_region_embedding": False, "whole_image_in_sequence": False}
 BOXES = [[[5, 5, 40, 40], [30, 30, 80, 60], [2, 50, 30, 62]], [[10, 0, 50, 30], [0, 0, 20, 20]]]
 PAIRS = torch.tensor([[0, 1], [1, 0], [1, -1], [-1, -1]])  # what the texts of `make_pairs` look at
 
@@ -52,7 +52,7 @@ def make_model(
         "visual_scale_text_init": 1.0,
         "visual_scale_object_init": 1.0,
         "text_only_embedding": True,
-        "hidden_region_embedding": True,
+        "masked_region_embedding": True,
         "with_pooler": True,
     }
     encoder = VLBertModel(VLBertConfig(**settings | (encoder or {})))
@@ -94,7 +94,7 @@ def put_together(
     for ability in task.needs:
         encoder.require(ability, "The task")
     task.initialise(None, encoder, detector)
-    has_copy = task.hiding.hides and task.hiding.teacher == "frozen"
+    has_copy = task.region_masking.enabled and task.region_masking.teacher == "frozen"
     return VisionLanguageModel(detector, encoder, task, teacher=copy.deepcopy(detector) if has_copy else None)
 
 

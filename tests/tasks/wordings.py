@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from e2e_vl.data.batching import random_generator
-from e2e_vl.examples import ImageExample, Placement, Preprocessor, TextExample
+from e2e_vl.examples import ImageExample, ImageTransform, Preprocessor, TextExample
 from e2e_vl.samples import Sample, SampleImage, SampleText
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
@@ -22,8 +22,8 @@ def make_tokenizer(folder: Path, *sentences: str) -> PreTrainedTokenizerBase:
 
 def photo(*, flipped: bool = False, scale: int = 1, **fields) -> ImageExample:
     """A loaded photo of 100 x 60 stored pixels."""
-    placement = Placement((60, 100), (60 * scale, 100 * scale), flipped)
-    return ImageExample(np.zeros((60 * scale, 100 * scale, 3), dtype=np.uint8), placement, "photo.jpg", **fields)
+    image_transform = ImageTransform((60, 100), (60 * scale, 100 * scale), flipped)
+    return ImageExample(np.zeros((60 * scale, 100 * scale, 3), dtype=np.uint8), image_transform, "photo.jpg", **fields)
 
 
 def sample_of(*texts: SampleText | str, image: SampleImage | None = None, **fields) -> Sample:

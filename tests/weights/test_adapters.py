@@ -67,7 +67,7 @@ class AverageFiles(WeightAdapter):
     suffix = ".average"
     same_config = ("power",)
     optional = ("summary.",)
-    of_pretraining = ("noise.",)
+    pretraining_only = ("noise.",)
     segment_tables = ("segments.weight",)
     names = {"w": "words", "s": "segments", "r": "regions", "u": "summary", "n": "noise"}  # noqa: RUF012
     heads = {  # noqa: RUF012
@@ -84,8 +84,8 @@ class AverageFiles(WeightAdapter):
         for part, names in (("encoder", self.names), ("task", self.heads[task_name])):
             moved = {replace_module(name, names): value.float() for name, value in tensors.items()}
             parts[part] = {name: value for name, value in moved.items() if name is not None}
-        lends = ("masked_regions.",) if task_name == "pretraining" else ()
-        return ModelWeights({}, **parts, task_name=task_name, lends=lends, background_last=False)
+        transferable = ("masked_regions.",) if task_name == "pretraining" else ()
+        return ModelWeights({}, **parts, task_name=task_name, transferable=transferable, background_last=False)
 
     def export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
         back = {ours: theirs for theirs, ours in {**self.names, **self.heads[task_name]}.items()}

@@ -116,7 +116,7 @@ def test_a_model_of_pre_training_there_and_back(tmp_path: Path):
     texts, regions = make_inputs(counts=(2, 4, 1))
     with torch.no_grad():
         ours, found = model.encoder(texts, regions), theirs(**their_inputs(texts, regions))
-        words = model.task.word_head(ours.text, ours.word_table)
+        words = model.task.word_head(ours.text, ours.word_embeddings)
         match = model.task.relationship.head(ours.summary)
         answers = model.task.image_qa.head(ours.summary)
         seen = model.task.region_transform(ours.regions)
@@ -167,7 +167,7 @@ def test_a_trunk_alone_has_our_names(tmp_path: Path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"image_slots": 2}, r"reads one image per text, and encoder\.config\.image_slots of this model is 2"),
+        ({"max_images": 2}, r"reads one image per text, and encoder\.config\.max_images of this model is 2"),
         ({"named_regions": True}, r"does not link words to regions, and encoder\.config\.named_regions"),
         ({"cross_attention": "separate"}, r"one shared module .* encoder\.config\.cross_attention of this model is se"),
         ({"relative_geometry": True}, r"bias from the relative places of regions, and encoder\.config\.relative_geom"),

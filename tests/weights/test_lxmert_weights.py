@@ -107,13 +107,13 @@ def test_official_files_there_and_back(tmp_path: Path, name, module):
 @pytest.mark.parametrize("name", ["vqa", "gqa"])
 def test_a_fine_tuned_head_fits_every_task_with_a_list_of_answers(name):
     found = OfficialLxmert().convert({"logit_fc.0.weight": torch.zeros(4, 2), "logit_fc.3.bias": torch.zeros(9)}, "f")
-    assert name in {found.task_name, *found.also_of}
+    assert name in {found.task_name, *found.compatible_tasks}
     assert set(found.task) == {"head.transform.dense.weight", "head.output.bias"}
 
 
 def test_a_head_of_image_pairs_is_told_by_its_width():
     found = OfficialLxmert().convert({"logit_fc.0.weight": torch.zeros(4, 4)}, "f")
-    assert (found.task_name, found.also_of) == ("nlvr2", ())
+    assert (found.task_name, found.compatible_tasks) == ("nlvr2", ())
 
 
 def test_transformers_pretraining_model(tmp_path: Path):
@@ -287,7 +287,7 @@ def test_models_that_the_official_code_does_not_have(tmp_path: Path):
 
 
 def test_sizes_of_heads_follow_from_the_encoder():
-    encoder = make_encoder(image_slots=2)
+    encoder = make_encoder(max_images=2)
     sizes = Sizes(encoder.hidden_size, 40, summary_size=encoder.summary_size)
     assert VQATask.build(sizes, VQAConfig(answers=ANSWERS, head_width=2)).head.transform["dense"].weight.shape == (
         128,

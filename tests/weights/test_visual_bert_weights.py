@@ -395,7 +395,7 @@ def test_heads_of_bert(tmp_path, bert):
     assert torch.equal(task.word_head.bias, bert.cls.predictions.bias)
     parts = VisualBertFromBert().convert(dict(bert.state_dict()), "bert")
     assert torch.equal(parts.task["relationship.head.weight"], bert.cls.seq_relationship.weight)
-    assert parts.lends == ("word_head.", "relationship.")
+    assert parts.transferable == ("word_head.", "relationship.")
     assert report.copied == ["word_head -> word_head", "relationship -> relationship"] and not report.missing
     assert torch.equal(task.relationship.head.weight, bert.cls.seq_relationship.weight)  # as it is, although 1 = fits
     assert torch.equal(task.relationship.head.bias, bert.cls.seq_relationship.bias)

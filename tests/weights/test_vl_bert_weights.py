@@ -34,7 +34,7 @@ TINY_DETECTOR = {"MODEL.RESNETS.DEPTH": 50, "MODEL.RESNETS.STEM_OUT_CHANNELS": 4
 TINY_DETECTOR |= {"MODEL.RESNETS.RES2_OUT_CHANNELS": 8, "MODEL.RESNETS.NORM": "BN", "MODEL.ROI_HEADS.NUM_CLASSES": 4}
 TINY_ENCODER = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY_ENCODER |= {"intermediate_size": 24, "max_position_embeddings": 20, "geometry_dim": 16}
-PRETRAINING = {"text_only_embedding": True, "hidden_region_embedding": True}
+PRETRAINING = {"text_only_embedding": True, "masked_region_embedding": True}
 DEPTHS = {6: 50, 23: 101, 36: 152}  # blocks of layer3 -> depth
 save_official = OfficialVLBert().export
 KINDS = ("pretraining", "pretraining_rel", "pretraining_prec", "refcoco", "vqa", "vcr")
@@ -47,7 +47,7 @@ def make_parts(kind: str, detector: DetectorConfig, encoder: dict, classes: int,
     config = VLBertConfig(
         **encoder,
         **more,
-        hidden_region_feature=kind == "pretraining_prec",
+        masked_region_feature=kind == "pretraining_prec",
         with_pooler=kind in ("pretraining_rel", "vcr"),
     )
     hidden = config.hidden_size
@@ -207,7 +207,7 @@ def test_img_stands_in_both_places_of_a_file(tmp_path):
     """So the official model computes the same, hidden regions included; read again, one of the two is left over."""
     official, paper = tiny_model("pretraining", 2), tiny_model("pretraining", 1)
     paper.encoder = VLBertModel(
-        VLBertConfig(**paper.encoder.config.to_dict() | {"region_word": "img", "hidden_region_embedding": False})
+        VLBertConfig(**paper.encoder.config.to_dict() | {"region_word": "img", "masked_region_embedding": False})
     ).eval()
     save_official(paper, "pretraining", tmp_path / "x.model")
     load_all(official, tmp_path / "x.model", "pretraining")
@@ -219,13 +219,13 @@ def test_img_stands_in_both_places_of_a_file(tmp_path):
         attention_mask=torch.ones(1, 3).bool(),
         image_slot=torch.zeros(1, 3).long(),
     )
-    regions.is_hidden[0, 1] = True
+    regions.is_masked[0, 1] = True
     with torch.no_grad():
         one, other = paper.encoder(texts, regions), official.encoder.eval()(texts, regions)
     assert torch.equal(one.regions, other.regions) and torch.equal(one.text, other.text)
     again = VLBertModel(paper.encoder.config)
     report = load_encoder(again, tmp_path / "x.model", rules("pretraining"))
-    assert report.unexpected == ["embeddings.hidden_region_word_embedding.weight"] and not report.missing
+    assert report.unexpected == ["embeddings.masked_region_word_embedding.weight"] and not report.missing
     assert all(torch.equal(value, paper.encoder.state_dict()[name]) for name, value in again.state_dict().items())
 
 
@@ -252,7 +252,7 @@ def test_pre_training_starts_refcoco(tmp_path):
     save_official(source, "pretraining", path)
     report = load_encoder(target.encoder, path, rules("refcoco"))
     assert report.unexpected == [
-        "embeddings.hidden_region_word_embedding.weight",
+        "embeddings.masked_region_word_embedding.weight",
         "embeddings.text_only_embedding.weight",
     ]
     report = load_task(target.task, path, rules("refcoco"))
@@ -304,11 +304,11 @@ def test_what_only_pre_training_trains_may_be_missing_from_a_fine_tuned_model(tm
     fine_tuned, pretrained = tiny_model("refcoco", 1), tiny_model("pretraining", 2)
     save_official(fine_tuned, "refcoco", tmp_path / "x.model")
     report = load_encoder(pretrained.encoder, tmp_path / "x.model", rules("pretraining"))
-    names = ["hidden_region_word_embedding", "text_only_embedding"]
+    names = ["masked_region_word_embedding", "text_only_embedding"]
     assert report.missing == [f"embeddings.{name}.weight" for name in names]
     save_official(tiny_model("pretraining_prec", 1), "pretraining", tmp_path / "y.model")
     fields = {**TINY_ENCODER, "feature_dim": pretrained.encoder.config.feature_dim, "with_pooler": True}
-    vcr = VLBertModel(VLBertConfig(**fields, image_slots=2))
+    vcr = VLBertModel(VLBertConfig(**fields, max_images=2))
     assert all(
         name.startswith(("pooler", "embeddings.image_slot"))
         for name in load_encoder(vcr, tmp_path / "y.model", rules("vcr")).missing

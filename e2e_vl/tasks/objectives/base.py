@@ -20,11 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from detector.structures import Detector, Loss
 from e2e_vl.converter import check_numbers
 from e2e_vl.examples import Targets
-from e2e_vl.hiding import HidingRule
-from e2e_vl.samples import DataFacts, Sample, SampleText
+from e2e_vl.region_masking import RegionMasking
+from e2e_vl.samples import DatasetInfo, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions
 from e2e_vl.tasks.base import Sizes, Transform, start_head
-from e2e_vl.text import TextEncoding, TextWriter
+from e2e_vl.text import TextEncoding, TextTokenizer
 
 MASK = "[MASK]"  # a hidden wordpiece in a text
 NO_LABEL = -1
@@ -72,7 +72,7 @@ class Draft:
 class ObjectivePreprocessor:
     """What an objective does to a text in a data worker; nothing by default. Texts are changed in three steps."""
 
-    writer: TextWriter
+    text_tokenizer: TextTokenizer
 
     def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
         """First: perhaps put other words in the place of the text of this index, or a second text behind it.
@@ -123,9 +123,11 @@ class WordHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocab_size))
         start_head([self.transform["dense"]], "normal")
 
-    def forward(self, states: Float[Tensor, "*shape E"], word_table: Float[Tensor, "V E"]) -> Float[Tensor, "*shape V"]:
+    def forward(
+        self, states: Float[Tensor, "*shape E"], word_embeddings: Float[Tensor, "V E"]
+    ) -> Float[Tensor, "*shape V"]:
         """States and the encoder's word table -> logits."""
-        return F.linear(self.transform(states), word_table, self.bias)
+        return F.linear(self.transform(states), word_embeddings, self.bias)
 
 
 class Objective(nn.Module, abc.ABC):
@@ -143,11 +145,11 @@ class Objective(nn.Module, abc.ABC):
         super().__init__()
         self.config = config
 
-    def preprocessor(self, writer: TextWriter) -> ObjectivePreprocessor:
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> ObjectivePreprocessor:
         """What it does to texts in data workers."""
-        return ObjectivePreprocessor(writer)
+        return ObjectivePreprocessor(text_tokenizer)
 
-    def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
+    def check(self, facts: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
         """Raises ValueError if data (where they are known), detector or rule do not fit; nothing by default."""
 
     @abc.abstractmethod
@@ -157,7 +159,7 @@ class Objective(nn.Module, abc.ABC):
         """The weighted loss over all labelled items of the batch, and which of them were found."""
 
     def choices(
-        self, targets: Targets, output: ModelOutput, logits: Tensor, wordpieces: Sequence[str], rule: HidingRule
+        self, targets: Targets, output: ModelOutput, logits: Tensor, wordpieces: Sequence[str], rule: RegionMasking
     ) -> list[tuple[int, Choice]]:
         """The number of a text and the choice for an item of it, for each row of the objective's logits.
 
@@ -169,7 +171,7 @@ class Objective(nn.Module, abc.ABC):
         return []
 
     def answer(
-        self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: HidingRule
+        self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: RegionMasking
     ) -> dict[str, Any]:
         """What it says to a user's question, from its own logits; entries of the prediction, under keys of its own.
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from detector.errors import UserError
 from detector.structures import Detector, Loss
 from e2e_vl.examples import Targets, stacked
-from e2e_vl.hiding import HidingRule
 from e2e_vl.metrics.vqa import soft_scores
-from e2e_vl.samples import DataFacts, HumanAnswers, RightAnswer, ScoredAnswers
+from e2e_vl.region_masking import RegionMasking
+from e2e_vl.samples import CorrectAnswer, DatasetInfo, HumanAnswers, ScoredAnswers
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Head, Transform
 from e2e_vl.tasks.objectives.base import (
@@ -33,7 +33,7 @@ from e2e_vl.tasks.objectives.base import (
     Sizes,
     WordHead,
 )
-from e2e_vl.text import TextEncoding, TextWriter, plain_answer
+from e2e_vl.text import TextEncoding, TextTokenizer, simplify_answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class AnswerDraw(ObjectivePreprocessor):
 
     def mask(self, draft: Draft, generator: np.random.Generator) -> None:
         """The text itself stays as it is: its answer is not in it."""
-        if draft.sample.is_asked or not draft.is_match or draft.text is None:
+        if draft.sample.from_user or not draft.is_match or draft.text is None:
             return
         scores = scores_of(draft.text.truth)
         if scores is not None:
@@ -102,7 +102,7 @@ def scores_of(truth: Any) -> Mapping[str, float] | None:
             return scores
         case HumanAnswers(answers=answers):
             return soft_scores(answers, normalised=True)
-        case RightAnswer(answer=answer):
+        case CorrectAnswer(answer=answer):
             return {answer: 1.0}
     return None
 
@@ -110,11 +110,11 @@ def scores_of(truth: Any) -> Mapping[str, float] | None:
 def known_answers(scores: Mapping[str, float], class_of: Mapping[str, int]) -> dict[str, float]:
     """Of some answers with their scores those that are in the list.
 
-    Answers are spelled as in the list first (`plain_answer`). If two become the same, the score of the one that was
+    Answers are spelled as in the list first (`simplify_answer`). If two become the same, the score of the one that was
     spelled otherwise counts alone, as in the official code.
     """
-    spelled = {answer: score for answer, score in scores.items() if answer == plain_answer(answer)}
-    spelled |= {plain_answer(answer): score for answer, score in scores.items() if answer != plain_answer(answer)}
+    spelled = {answer: score for answer, score in scores.items() if answer == simplify_answer(answer)}
+    spelled |= {simplify_answer(answer): score for answer, score in scores.items() if answer != simplify_answer(answer)}
     return {answer: score for answer, score in spelled.items() if answer in class_of}
 
 
@@ -145,16 +145,16 @@ class ImageQA(Objective):
         transform = Transform(sizes.summary_size, norm=True, width=width)
         self.head = Head(width, len(self.answers), 0.0, "normal", transform=transform)
 
-    def preprocessor(self, writer: TextWriter) -> AnswerDraw:
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> AnswerDraw:
         class_of = {answer: number for number, answer in enumerate(self.answers)}
-        return AnswerDraw(writer, class_of, takes_best=self.config.label == "best")
+        return AnswerDraw(text_tokenizer, class_of, takes_best=self.config.label == "best")
 
-    def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
+    def check(self, facts: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
         """Raises ValueError if no text of the data has an answer that is in the list."""
         if facts is None:
             return
         known = set(self.answers)
-        if not any(plain_answer(answer) in known for truth in facts.truths() for answer in scores_of(truth) or ()):
+        if not any(simplify_answer(answer) in known for truth in facts.truths() for answer in scores_of(truth) or ()):
             raise UserError(
                 f"No text of the data has an answer that is in {self.config.key('answers')}; use data with questions, "
                 f"or set {self.config.key('weight')} to 0."
@@ -172,7 +172,7 @@ class ImageQA(Objective):
         return ObjectiveOutput(loss, is_known.nonzero()[:, 0], logits.argmax(dim=1) == truth, logits)
 
     def choices(
-        self, targets: DrawnAnswer, output: ModelOutput, logits: Tensor, wordpieces: Sequence[str], rule: HidingRule
+        self, targets: DrawnAnswer, output: ModelOutput, logits: Tensor, wordpieces: Sequence[str], rule: RegionMasking
     ) -> list[tuple[int, Choice]]:
         texts = (targets.answer >= 0).nonzero()[:, 0]
         rows: Any = zip(texts.tolist(), logits.argmax(dim=1).tolist(), targets.answer[texts].tolist(), strict=True)

@@ -19,8 +19,8 @@ from detector.errors import UserError
 from detector.structures import Detector, Loss
 from e2e_vl.converter import check_choice
 from e2e_vl.examples import Targets
-from e2e_vl.hiding import HidingRule
-from e2e_vl.samples import DataFacts
+from e2e_vl.region_masking import RegionMasking
+from e2e_vl.samples import DatasetInfo
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, RegionLabels, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Transform, start_head
 from e2e_vl.tasks.objectives.base import (
@@ -52,7 +52,7 @@ class MaskedRegions(Objective):
     Rows of class distributions that do not add up to 1 (by 0.1 or more) are ignored, as in the official code.
     """
 
-    needs = (Ability.HIDDEN_REGIONS,)
+    needs = (Ability.MASKED_REGIONS,)
     predicts_regions = True
     config: MaskedRegionsConfig
 
@@ -62,7 +62,7 @@ class MaskedRegions(Objective):
         self.output = nn.Linear(sizes.hidden_size, config.classes)
         start_head((self.transform["dense"], self.output), "normal")
 
-    def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
+    def check(self, facts: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
         """Raises ValueError unless a detector that labels regions has the objective's classes."""
         if rule.teacher != "file" and detector.num_classes + 1 != self.config.classes:
             raise UserError(
@@ -100,7 +100,7 @@ class MaskedRegions(Objective):
         Raises:
             ValueError: class distributions of another width.
         """
-        chosen = regions.gather(batch.hidden.is_labelled, fill=False)
+        chosen = regions.gather(batch.masked_regions.is_labelled, fill=False)
         known = batch.region_labels.class_probs
         if known is None:
             known = [rows.new_zeros(len(rows), self.config.classes) for rows in batch.boxes]
@@ -114,7 +114,7 @@ class MaskedRegions(Objective):
         return chosen.masked_scatter(chosen, usable), probabilities[usable]
 
     def choices(
-        self, targets: Targets, output: ModelOutput, logits: Tensor, wordpieces: Sequence[str], rule: HidingRule
+        self, targets: Targets, output: ModelOutput, logits: Tensor, wordpieces: Sequence[str], rule: RegionMasking
     ) -> list[tuple[int, Choice]]:
         is_usable, probabilities = self._labels(output.batch, output.text_regions)
         names = self._class_names(output.class_names, rule)
@@ -127,7 +127,7 @@ class MaskedRegions(Objective):
         return [(text, Choice(place, names[best], names[truth])) for (text, place), best, truth in rows]
 
     def answer(
-        self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: HidingRule
+        self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: RegionMasking
     ) -> dict[str, Any]:
         """`hidden`: a dict per hidden region with its `box` (xyxy, pixels of the original image), `classes`
         [[name, probability], ...], best first, and `seen`, the same pair from the detector that sees it (None: no
@@ -137,22 +137,22 @@ class MaskedRegions(Objective):
             ValueError: the sequence was cut before a hidden region.
         """
         batch, regions = output.batch, output.text_regions
-        is_hidden = batch.hidden.is_hidden[0]
-        if int(regions.is_hidden[0].sum()) < int(is_hidden.sum()):
+        is_masked = batch.masked_regions.is_masked[0]
+        if int(regions.is_masked[0].sum()) < int(is_masked.sum()):
             raise UserError(
                 "Text and regions together are longer than task.config.max_length, and a hidden region is cut off; "
                 "shorten the text, or hide fewer regions."
             )
-        shares = self.classify(output.encoded.regions[0, regions.is_hidden[0]]).softmax(dim=1)
+        shares = self.classify(output.encoded.regions[0, regions.is_masked[0]]).softmax(dim=1)
         scales = batch.images.scales[0]
-        boxes = (batch.boxes[0] / torch.cat([scales, scales]))[is_hidden].tolist()
+        boxes = (batch.boxes[0] / torch.cat([scales, scales]))[is_masked].tolist()
         known = batch.region_labels.class_probs
         names = self._class_names(output.class_names, rule)
 
         def best_classes(rows: Tensor) -> list[list[list[Any]]]:
             return [[[names[number], share] for number, share in row] for row in best_columns(rows)]
 
-        seen = [None] * len(boxes) if known is None else [best for best, *_ in best_classes(known[0][is_hidden])]
+        seen = [None] * len(boxes) if known is None else [best for best, *_ in best_classes(known[0][is_masked])]
         return {
             "hidden": [
                 {"box": box, "classes": classes, "seen": whole}
@@ -160,7 +160,7 @@ class MaskedRegions(Objective):
             ]
         }
 
-    def _class_names(self, names: Sequence[str] | None, rule: HidingRule) -> list[str]:
+    def _class_names(self, names: Sequence[str] | None, rule: RegionMasking) -> list[str]:
         """C names; the detector's classes are numbered from 0 where their names are unknown."""
         count = self.config.classes - 1
         if names is None or len(names) != count or rule.teacher == "file":
@@ -212,7 +212,7 @@ class ObjectLabels(Objective):
         self.output = nn.Linear(sizes.hidden_size, config.classes)
         start_head([self.output], "normal")
 
-    def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
+    def check(self, facts: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
         """Raises ValueError unless a detector that labels regions has the objective's classes."""
         if rule.teacher != "file" and detector.num_classes != self.config.classes:
             raise UserError(
@@ -222,7 +222,7 @@ class ObjectLabels(Objective):
 
     def found(self, labels: RegionLabels) -> tuple[list[Tensor] | None, list[Tensor] | None]:
         """Labels of the candidate boxes, and how sure the detector was."""
-        return labels.found_classes, labels.found_scores
+        return labels.detected_classes, labels.detected_scores
 
     def forward(
         self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
@@ -245,9 +245,9 @@ class ObjectLabels(Objective):
     ) -> tuple[Bool[Tensor, "M R"], Int64[Tensor, " labelled_regions"], Float[Tensor, " labelled_regions"] | None]:
         is_used = regions.row >= 0
         if self.config.regions == "masked":
-            is_used = is_used & regions.gather(batch.hidden.is_labelled, fill=False)
+            is_used = is_used & regions.gather(batch.masked_regions.is_labelled, fill=False)
         classes, scores = self.found(batch.region_labels)
-        if classes is None and batch.hide is not None:
+        if classes is None and batch.boxes_to_mask is not None:
             is_used = torch.zeros_like(is_used)
             return is_used, is_used.new_zeros(0, dtype=torch.int64), None
         if classes is None or (self.config.confidence and scores is None):
@@ -286,12 +286,12 @@ class AttributeLabels(ObjectLabels):
     kind: ClassVar[str] = "attributes"
     config: AttributeLabelsConfig
 
-    def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
+    def check(self, facts: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
         """What a detector's attribute head has shows in the first batch."""
 
     def found(self, labels: RegionLabels) -> tuple[list[Tensor] | None, list[Tensor] | None]:
         """See `ObjectLabels.found`."""
-        return labels.found_attributes, labels.found_attribute_scores
+        return labels.detected_attributes, labels.detected_attribute_scores
 
 
 # Regression of the features of masked regions (LXMERT, section 3.1.2): what would the detector say of a region?
@@ -337,7 +337,7 @@ class RegressedFeatures(Objective):
         Raises:
             ValueError: neither saved features nor a detector gives the target.
         """
-        is_masked = regions.gather(batch.hidden.is_labelled, fill=False)
+        is_masked = regions.gather(batch.masked_regions.is_labelled, fill=False)
         logits = at_least_float32(self.output(encoded.regions[is_masked]))
         known = batch.region_labels.features
         if known is None:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from detector.errors import UserError
 from detector.structures import Detector, Loss
 from e2e_vl.examples import Targets, stacked
-from e2e_vl.hiding import HidingRule
-from e2e_vl.samples import ChoiceText, DataFacts, RightChoice
+from e2e_vl.region_masking import RegionMasking
+from e2e_vl.samples import ChoiceText, CorrectChoice, DatasetInfo
 from e2e_vl.structures import Ability, Batch, EncoderOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import start_head
 from e2e_vl.tasks.objectives.base import (
@@ -33,7 +33,7 @@ from e2e_vl.tasks.objectives.base import (
     Sizes,
     WordHead,
 )
-from e2e_vl.text import TextEncoding, TextWriter
+from e2e_vl.text import TextEncoding, TextTokenizer
 
 FEW_IMAGES = "Captions of other images need at least two images."
 FEW_CAPTIONS = (
@@ -74,7 +74,7 @@ class CaptionExchange(ObjectivePreprocessor):
     config: RelationshipConfig = dataclasses.field(default_factory=RelationshipConfig)
 
     def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
-        if draft.sample.is_asked or self.config.texts == "stated":
+        if draft.sample.from_user or self.config.texts == "stated":
             return
         if generator.random() < self.config.probability:
             found, draft.is_match = self._other_image(draft, index, generator), False
@@ -89,7 +89,7 @@ class CaptionExchange(ObjectivePreprocessor):
 
     def _other_image(self, draft: Draft, index: int, generator: np.random.Generator) -> str:
         """A caption of another image, drawn from all captions."""
-        own, pool = draft.sample.own, draft.sample.pool
+        own, pool = draft.sample.own_texts, draft.sample.pool
         if len(own) >= len(pool):
             raise UserError(FEW_IMAGES)
         while index in own:
@@ -98,7 +98,7 @@ class CaptionExchange(ObjectivePreprocessor):
 
     def _same_image(self, draft: Draft, index: int, generator: np.random.Generator) -> str:
         """Another caption of the same image."""
-        others = [number for number in draft.sample.own if number != index]
+        others = [number for number in draft.sample.own_texts if number != index]
         if not others:
             raise UserError(FEW_CAPTIONS)
         return draft.sample.pool[others[int(generator.integers(len(others)))]]
@@ -107,7 +107,7 @@ class CaptionExchange(ObjectivePreprocessor):
         """Raises ValueError for a question with choices unless the data state which are right."""
         if self.config.texts == "stated":
             truth = None if draft.text is None else draft.text.truth
-            is_stated = draft.is_choice is None and isinstance(truth, RightChoice)
+            is_stated = draft.is_choice is None and isinstance(truth, CorrectChoice)
             draft.is_match = bool(truth.number) if is_stated else draft.is_choice
         elif isinstance(draft.text, ChoiceText):
             raise UserError(
@@ -129,15 +129,15 @@ class Relationship(Objective):
         self.head = nn.Linear(sizes.summary_size, 2)
         start_head([self.head], "normal")
 
-    def preprocessor(self, writer: TextWriter) -> CaptionExchange:
-        return CaptionExchange(writer, self.config)
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> CaptionExchange:
+        return CaptionExchange(text_tokenizer, self.config)
 
-    def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
+    def check(self, facts: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
         """Raises ValueError if there are no other images, no second captions, or no stated truths."""
         if facts is None:
             return
         if self.config.texts == "stated":
-            if not any(isinstance(truth, RightChoice) for truth in facts.truths()):
+            if not any(isinstance(truth, CorrectChoice) for truth in facts.truths()):
                 raise UserError(
                     f"{self.config.key('texts')} is stated, but the data do not say which texts are true; use other "
                     f"data, or set {self.config.key('weight')} to 0."

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from detector.errors import UserError
 from detector.structures import Detector, Loss
 from e2e_vl.examples import Targets, per_wordpiece
-from e2e_vl.hiding import HidingRule
-from e2e_vl.samples import DataFacts, HumanAnswers, Sample
+from e2e_vl.region_masking import RegionMasking
+from e2e_vl.samples import DatasetInfo, HumanAnswers, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.objectives.base import (
     MASK,
@@ -34,7 +34,7 @@ from e2e_vl.tasks.objectives.base import (
     best_columns,
     listed,
 )
-from e2e_vl.text import TextEncoding, TextWriter, word_pieces
+from e2e_vl.text import TextEncoding, TextTokenizer, word_pieces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class WordMasking(ObjectivePreprocessor):
 
     def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
         """Put the answer behind a question, with one question mark between them."""
-        if self.config.answer == "left_out" or draft.sample.is_asked or draft.has_image != self.of_images:
+        if self.config.answer == "left_out" or draft.sample.from_user or draft.has_image != self.of_images:
             return
         if isinstance(draft.text.truth, HumanAnswers):
             given = draft.text.truth.answers
@@ -86,15 +86,15 @@ class WordMasking(ObjectivePreprocessor):
     def mask(self, draft: Draft, generator: np.random.Generator) -> None:
         if draft.has_image != self.of_images:
             return
-        if draft.sample.is_asked:
-            mask_id = self.writer.tokenizer.mask_token_id
+        if draft.sample.from_user:
+            mask_id = self.text_tokenizer.tokenizer.mask_token_id
             draft.labels = np.where(draft.ids == mask_id, draft.ids, NO_LABEL)
         else:
             draft.ids, draft.labels = self.hide(draft.pieces, generator)
 
     def hide(self, words: Sequence[Sequence[int]], generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Ids and labels after the rule of this objective, see `mask_words`."""
-        tokenizer = self.writer.tokenizer
+        tokenizer = self.text_tokenizer.tokenizer
         if not self.config.whole_words:
             words = [[piece] for word in words for piece in word]
         return mask_words(
@@ -111,9 +111,9 @@ class WordMasking(ObjectivePreprocessor):
         if draft.has_image != self.of_images or draft.labels is None:  # `beside` texts of others may have no labels
             return WordLabels(np.full_like(encoding.source, NO_LABEL))
         labels = encoding.place(draft.labels, fill=NO_LABEL)
-        if draft.sample.is_asked and (labels >= 0).sum() < (draft.labels >= 0).sum():
+        if draft.sample.from_user and (labels >= 0).sum() < (draft.labels >= 0).sum():
             raise UserError(
-                f"The text has {len(draft.ids)} wordpieces, and the run reads {len(draft.ids) - encoding.num_cut}, so a "
+                f"The text has {len(draft.ids)} wordpieces, and the run reads {len(draft.ids) - encoding.num_truncated}, so a "
                 "[MASK] is lost; shorten the text."
             )
         return WordLabels(labels)
@@ -158,14 +158,14 @@ def mask_words(
 class MaskedWords(Objective):
     """A cross entropy over the vocabulary at every masked wordpiece, mean over all of the batch."""
 
-    needs = (Ability.WORD_TABLE,)
+    needs = (Ability.WORD_EMBEDDINGS,)
     reads_words = True
     config: MaskedWordsConfig
 
-    def preprocessor(self, writer: TextWriter) -> WordMasking:
-        return WordMasking(writer, self.config)
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> WordMasking:
+        return WordMasking(text_tokenizer, self.config)
 
-    def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
+    def check(self, facts: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
         """Raises ValueError if answers are to be masked, and the data have none."""
         if facts is None or self.config.answer == "left_out":
             return
@@ -181,13 +181,13 @@ class MaskedWords(Objective):
         """Its logits are float32 [masked wordpieces, V]."""
         is_labelled = targets.labels >= 0
         truth = targets.labels[is_labelled]
-        logits = at_least_float32(word_head(encoded.text[is_labelled], encoded.word_table))
+        logits = at_least_float32(word_head(encoded.text[is_labelled], encoded.word_embeddings))
         total = F.cross_entropy(logits, truth, reduction="sum")
         loss = Loss(self.config.weight * total, is_labelled.sum().to(logits.dtype))
         return ObjectiveOutput(loss, is_labelled.nonzero()[:, 0], logits.argmax(dim=1) == truth, logits)
 
     def choices(
-        self, targets: WordLabels, output: ModelOutput, logits: Tensor, wordpieces: Sequence[str], rule: HidingRule
+        self, targets: WordLabels, output: ModelOutput, logits: Tensor, wordpieces: Sequence[str], rule: RegionMasking
     ) -> list[tuple[int, Choice]]:
         is_labelled = targets.labels >= 0
         places, truths = is_labelled.nonzero().tolist(), targets.labels[is_labelled].tolist()
@@ -195,7 +195,7 @@ class MaskedWords(Objective):
         return [(text, Choice(place, wordpieces[best], wordpieces[truth])) for (text, place), best, truth in rows]
 
     def answer(
-        self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: HidingRule
+        self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: RegionMasking
     ) -> dict[str, Any]:
         """`filled`, the text with the best word at each [MASK]; `masks`, a list per [MASK] of [word, probability].
 
@@ -254,9 +254,9 @@ class CorpusMasking(WordMasking):
             return
         words = self.words(sample.corpus, int(generator.integers(len(sample.corpus))))
         ids, labels = self.hide(words, generator)
-        kept = self.config.max_length - (self.writer.layout.single.extra if self.config.special_tokens else 0)
-        writer = dataclasses.replace(self.writer, max_length=None)
-        encoding = (writer.single if self.config.special_tokens else writer.bare)(ids[:kept])
+        kept = self.config.max_length - (self.text_tokenizer.layout.single.extra if self.config.special_tokens else 0)
+        text_tokenizer = dataclasses.replace(self.text_tokenizer, max_length=None)
+        encoding = (text_tokenizer.single if self.config.special_tokens else text_tokenizer.bare)(ids[:kept])
         yield Draft("", sample, has_image=False, ids=ids, labels=labels), encoding
 
     def words(self, corpus: Sequence[str], number: int) -> list[list[int]]:
@@ -267,7 +267,7 @@ class CorpusMasking(WordMasking):
         """
         words: list[list[int]] = []
         for step in range(len(corpus) * self.config.min_words):
-            words += word_pieces(corpus[(number + step) % len(corpus)], self.writer.tokenizer)
+            words += word_pieces(corpus[(number + step) % len(corpus)], self.text_tokenizer.tokenizer)
             if len(words) >= self.config.min_words:
                 break
             if step + 1 == len(corpus) and not words:
@@ -280,10 +280,10 @@ class MaskedText(MaskedWords):
 
     config: MaskedTextConfig
 
-    def preprocessor(self, writer: TextWriter) -> CorpusMasking:
-        return CorpusMasking(writer, self.config)
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> CorpusMasking:
+        return CorpusMasking(text_tokenizer, self.config)
 
-    def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
+    def check(self, facts: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
         """Raises ValueError if the data have no corpus."""
         if facts is not None and facts.corpus is None:
             raise UserError(

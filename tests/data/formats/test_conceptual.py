@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.data.captions import VLBertCaptions
-from e2e_vl.samples import EncodedImage
+from e2e_vl.samples import ImageBytes
 
 BOXES = np.array([[0, 0, 10, 10], [5, 5, 20, 15], [1, 2, 3, 4]], dtype=np.float32)
 CLASSES = np.array([[0.1, 0.6, 0.3], [0.8, 0.1, 0.1], [0.0, 0.3, 0.7]], dtype=np.float32)
@@ -74,7 +74,7 @@ def test_images_and_boxes_in_archives(official, compression):
     source = official.write(zipped=True, compression=compression)
     assert [source.caption(i) for i in range(4)] == [f"word w{i} ." for i in range(4)]
     image = source.image(2)
-    assert isinstance(image, EncodedImage)
+    assert isinstance(image, ImageBytes)
     assert image.content == b"jpeg 2"
     assert image.name.endswith("train_image.zip: 00000002.jpg")
     assert source.boxes(0) is None, "not asked for"

@@ -73,10 +73,12 @@ def test_records_of_all_shards_in_order(folder, tmp_path):
     image = source.image(1)
     assert image.content == jpeg(20, (30, 30))
     assert image.name == f"{folder / '00000.tar'}: 000000002.jpg"
-    pixels, placement = read_image(image, (30, 30), ResizeRule(15, 30), flip=False, channel_order="BGR", name="image 1")
+    pixels, image_transform = read_image(
+        image, (30, 30), ResizeRule(15, 30), flip=False, channel_order="BGR", name="image 1"
+    )
     assert pixels.shape == (15, 15, 3)
     assert (abs(pixels.astype(int) - 20) < 3).all()
-    assert placement.original_size == (30, 30)
+    assert image_transform.original_size == (30, 30)
     assert source.image_size(0) is source.boxes(0) is None
 
 

@@ -14,7 +14,7 @@ from e2e_vl.data.coco import read_instances
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.image_loader import Augmentation, BoxReader, open_boxes
 from e2e_vl.examples import ImageExample
-from e2e_vl.samples import AnnotatedObjects, BrokenImageError, CandidateBoxes, EncodedImage, SampleImage
+from e2e_vl.samples import AnnotatedObjects, BrokenImageError, CandidateBoxes, ImageBytes, SampleImage
 from tests.data.roads import DOUBLE, SAME, make_loader
 from tests.data.tiny_refcoco import DETECTIONS_7, GT_7
 
@@ -47,7 +47,7 @@ def test_pixels_boxes_and_names(photo):
     image = load(photo, resize=DOUBLE)
     assert image.pixels.shape == (120, 200, 3)
     assert image.pixels.dtype == np.uint8
-    assert (image.placement.original_size, image.placement.size, image.placement.flipped) == (
+    assert (image.image_transform.original_size, image.image_transform.size, image.image_transform.flipped) == (
         (60, 100),
         (120, 200),
         False,
@@ -56,16 +56,16 @@ def test_pixels_boxes_and_names(photo):
     np.testing.assert_array_equal(image.boxes, [[20, 40, 60, 80], [120, 20, 180, 80], [0, 0, 199, 119]])
     assert image.box_ids == (100, 101, 102)
     assert image.box_classes.tolist() == [0, 0, 1]
-    assert image.objects is None and image.roi_masks is None and image.hide is None
+    assert image.objects is None and image.roi_masks is None and image.boxes_to_mask is None
 
 
 def test_without_annotations_images_have_the_size_that_they_have(photo):
     image = load(SampleImage("7", photo.file), "online")
-    assert image.placement.original_size == (60, 100) and image.boxes is None
+    assert image.image_transform.original_size == (60, 100) and image.boxes is None
 
 
 def test_the_content_of_an_archive_and_a_file_that_is_looked_up_late(photo):
-    encoded = EncodedImage(photo.file.read_bytes(), "a.tar: seven.png")
+    encoded = ImageBytes(photo.file.read_bytes(), "a.tar: seven.png")
     image = load(dataclasses.replace(photo, file=lambda: encoded))
     np.testing.assert_array_equal(image.pixels, load(photo).pixels)
     assert image.name == "a.tar: seven.png"
@@ -91,7 +91,7 @@ def test_a_blank_image_may_lose_its_boxes(photo):
 
 def test_a_flip_moves_pixels_boxes_and_objects(photo):
     plain, mirrored = load(photo, with_objects=True), load(photo, with_objects=True, flip=True)
-    assert mirrored.placement.flipped
+    assert mirrored.image_transform.flipped
     np.testing.assert_array_equal(mirrored.pixels, plain.pixels[:, ::-1])
     np.testing.assert_array_equal(mirrored.boxes, [[69, 20, 89, 40], [9, 10, 39, 40], [0, 0, 99, 59]])
     # x' = width - 1 - x for candidates (official VL-BERT code), width - x for the detector's targets (Detectron2)
@@ -163,10 +163,10 @@ def test_a_box_outside_its_image_is_named(tiny, photo):
 
 def test_boxes_to_hide_move_with_the_image(photo):
     hide = np.array([[10.0, 0, 20, 60]])
-    image = load(dataclasses.replace(photo, hide=hide), "online", resize=DOUBLE, flip=True)
-    np.testing.assert_array_equal(image.hide, [[159, 0, 179, 119]])
-    nothing = load(dataclasses.replace(photo, hide=np.zeros((0, 4))), "online")
-    assert nothing.hide.shape == (0, 4), "exactly nothing is to be hidden"
+    image = load(dataclasses.replace(photo, boxes_to_mask=hide), "online", resize=DOUBLE, flip=True)
+    np.testing.assert_array_equal(image.boxes_to_mask, [[159, 0, 179, 119]])
+    nothing = load(dataclasses.replace(photo, boxes_to_mask=np.zeros((0, 4))), "online")
+    assert nothing.boxes_to_mask.shape == (0, 4), "exactly nothing is to be hidden"
 
 
 # Targets of the detection losses
@@ -276,7 +276,7 @@ def test_precomputed_features_need_no_pixels(photo, features):
     assert image.features.shape == (2, 4) and image.image_feature is None
     np.testing.assert_array_equal(image.boxes, FEATURE_BOXES * 2)
     assert image.pixels.shape == (120, 200, 3) and image.pixels.strides[:2] == (0, 0), "a shape without memory"
-    assert image.placement.original_size == (60, 100) and image.name == str(photo.file)
+    assert image.image_transform.original_size == (60, 100) and image.name == str(photo.file)
 
 
 def test_the_mean_of_the_regions_may_stand_for_the_whole_image(photo, features):
@@ -296,7 +296,7 @@ def test_mirrored_precomputed_features(photo, features):
         make_loader("precomputed", features, flip_probability=0.5)
     image = load(photo, "precomputed", features, flip=True, mirror_precomputed=True, flip_probability=1.0)
     np.testing.assert_array_equal(image.boxes[0], [89, 0, 99, 10])
-    assert image.features[0, 0] == 0 and image.placement.flipped
+    assert image.features[0, 0] == 0 and image.image_transform.flipped
 
 
 def test_blank_features(photo, features):
@@ -308,7 +308,7 @@ def test_blank_features(photo, features):
 
 
 def test_features_of_an_archive_name_their_own_file(photo, features):
-    archived = dataclasses.replace(photo, file=lambda: EncodedImage(b"", "x"), size=None)
+    archived = dataclasses.replace(photo, file=lambda: ImageBytes(b"", "x"), size=None)
     assert load(archived, "precomputed", features).name.endswith("features: image 7")
 
 

@@ -11,7 +11,7 @@ from e2e_vl.examples import (
     DetectionObjects,
     Example,
     ImageExample,
-    Placement,
+    ImageTransform,
     Targets,
     TextExample,
     per_wordpiece,
@@ -19,7 +19,7 @@ from e2e_vl.examples import (
 )
 from e2e_vl.structures import RegionLabels
 from e2e_vl.tasks.refcoco import ReferringPreprocessor
-from e2e_vl.text import TextEncoding, TextWriter
+from e2e_vl.text import TextEncoding, TextTokenizer
 from tests.data.roads import examples
 from tests.data.tiny_readers import refcoco
 
@@ -35,7 +35,7 @@ class BoxTargets(Targets):
 def image(height=4, width=6, boxes=2, value=50, **fields) -> ImageExample:
     return ImageExample(
         pixels=np.full((height, width, 3), value, dtype=np.uint8),
-        placement=Placement((2 * height, 2 * width), (height, width)),
+        image_transform=ImageTransform((2 * height, 2 * width), (height, width)),
         name=f"photo_{height}x{width}",
         boxes=None if boxes is None else np.arange(4 * boxes, dtype=np.float32).reshape(boxes, 4),
         **fields,
@@ -81,7 +81,7 @@ def test_images_are_padded_and_texts_point_at_their_rows():
     assert [len(boxes) for boxes in batch.boxes] == [2, 2, 2]
     assert batch.detection_targets is None
     assert batch.targets.labels is None
-    assert batch.pixel_masks is batch.hide is batch.hidden is batch.seeds is batch.roi_masks is None
+    assert batch.pixel_masks is batch.boxes_to_mask is batch.masked_regions is batch.seeds is batch.roi_masks is None
     assert batch.region_labels == RegionLabels()
     assert len(batch) == 5
 
@@ -155,14 +155,14 @@ def test_what_is_known_about_boxes_stays_with_their_image():
     def example(boxes: int) -> Example:
         classes, probabilities = np.arange(boxes), np.full((boxes, 3), boxes, dtype=np.float32)
         masks, hide = np.ones((boxes, 7, 7), dtype=np.float32), np.ones((boxes, 4), dtype=np.float32)
-        shown = image(boxes=boxes, box_classes=classes, class_probs=probabilities, roi_masks=masks, hide=hide)
+        shown = image(boxes=boxes, box_classes=classes, class_probs=probabilities, roi_masks=masks, boxes_to_mask=hide)
         return Example([shown], [text(seed=boxes + 5)])
 
     batch = join(example(2), example(0))
     assert [rows.tolist() for rows in batch.region_labels.classes] == [[0, 1], []]
     assert [rows.tolist() for rows in batch.region_labels.class_probs] == [[[2, 2, 2], [2, 2, 2]], []]
     assert [tuple(masks.shape) for masks in batch.roi_masks] == [(2, 7, 7), (0, 7, 7)]
-    assert [tuple(boxes.shape) for boxes in batch.hide] == [(2, 4), (0, 4)]
+    assert [tuple(boxes.shape) for boxes in batch.boxes_to_mask] == [(2, 4), (0, 4)]
     assert batch.seeds.tolist() == [7, 5]
     other = example(2)
     for field, what in (("box_classes", "classes of the"), ("class_probs", "class dist"), ("roi_masks", "instance")):
@@ -232,7 +232,7 @@ def test_examples_that_do_not_go_together(first, second, message):
 
 
 def test_a_dataset_in_groups_gives_the_rows_of_single_texts(tiny):
-    dataset = examples(refcoco(tiny), ReferringPreprocessor(TextWriter(tiny.tokenizer)), with_objects=True)
+    dataset = examples(refcoco(tiny), ReferringPreprocessor(TextTokenizer(tiny.tokenizer)), with_objects=True)
     grouped = join(dataset[Request(0, (0, 1, 2))], dataset[Request(1, (5, 6))])
     single = join(*(dataset[Request(int(text > 4), (text,))] for text in (0, 1, 2, 5, 6)))
     assert grouped.image_index.flatten().tolist() == [0, 0, 0, 1, 1]

@@ -17,9 +17,9 @@ from e2e_vl.data.base import VLDataset
 from e2e_vl.data.batching import ConsecutiveGroups, ExampleDataset, Request, collate, random_generator
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.image_loader import open_boxes
-from e2e_vl.examples import Draw, ImageExample, Preprocessor, TextExample
+from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, TextExample
 from e2e_vl.samples import Sample, SampleText
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 from tests.data.roads import DOUBLE, SAME, examples, words_of
 from tests.data.tiny_readers import READERS, captions
 from tests.data.tiny_refcoco import GT_7
@@ -68,7 +68,7 @@ def test_a_flip_moves_pixels_boxes_and_objects(dataset, tiny):
         np.testing.assert_array_equal(other.roi_masks, one.roi_masks[:, :, ::-1])
     assert {text.record["flipped"] for text in mirrored.texts} == {True}
     for first, second in zip(plain.texts, mirrored.texts, strict=True):
-        facts = dataset.sample([first.record["text_index"]]).texts[0].facts
+        facts = dataset.sample([first.record["text_index"]]).texts[0].metadata
         assert facts.items() <= second.record.items(), "facts are about the stored image"
 
 
@@ -187,8 +187,8 @@ def test_the_replacement_looks_as_the_broken_image_would_have(tiny):
 
 
 def data_look(example) -> tuple[bool, float]:
-    placement = example.images[0].placement
-    return placement.flipped, round(min(placement.size) / 60)
+    image_transform = example.images[0].image_transform
+    return image_transform.flipped, round(min(image_transform.size) / 60)
 
 
 def test_nothing_but_broken_images_is_an_error(tiny):
@@ -228,15 +228,15 @@ def test_a_wording_draws_from_the_generator_of_its_text(tiny):
 class Sure(Preprocessor):
     """Two texts of each, the second about no image."""
 
-    def word(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    def encode_text(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
-        yield TextExample(self.writer.single([]), text.image_index, self.record(text, images))
-        yield TextExample(self.writer.single([]), (), {})
+        yield TextExample(self.text_tokenizer.single([]), text.image_index, self.record(text, images))
+        yield TextExample(self.text_tokenizer.single([]), (), {})
 
 
 def test_a_wording_may_give_several_examples_of_a_text(tiny):
-    data = examples(captions(tiny), Sure(TextWriter(tiny.tokenizer)))
+    data = examples(captions(tiny), Sure(TextTokenizer(tiny.tokenizer)))
     example = data[Request(1, (2, 3))]
     assert [text.image_index for text in example.texts] == [(0,), (), (0,), ()]
     assert words_of(example.texts[1], tiny.tokenizer) == ["[CLS]", "[SEP]"]

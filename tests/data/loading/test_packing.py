@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler, collate, pack, unpack
-from e2e_vl.examples import DetectionObjects, Example, ImageExample, Placement, TextExample
+from e2e_vl.examples import DetectionObjects, Example, ImageExample, ImageTransform, TextExample
 from e2e_vl.text import TextEncoding
 
 IMAGES = 256  # of a batch, each with boxes, features and labels of other numbers
@@ -26,8 +26,8 @@ def example(number: int, *, saved: bool = True) -> Example:
     count = number % 4
     rows = functools.partial(np.full, fill_value=number, dtype=np.float32)
     pixels = np.full((4, 6, 3), number % 250, dtype=np.uint8)
-    image = ImageExample(pixels, Placement((8, 12), (4, 6)), f"photo_{number}", boxes=rows((count, 4)))
-    image.class_probs, image.found_classes = rows((count, 5)), np.full(count, number)
+    image = ImageExample(pixels, ImageTransform((8, 12), (4, 6)), f"photo_{number}", boxes=rows((count, 4)))
+    image.class_probs, image.detected_classes = rows((count, 5)), np.full(count, number)
     image.objects = DetectionObjects(rows((count + 1, 4)), np.full(count + 1, number))
     if saved:
         image.features, image.image_feature = rows((count, 3)), rows(3)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from detector.boxes import pairwise_iou
 from detector.structures import Loss
-from e2e_vl.examples import Draw, ImageExample, Preprocessor, Ragged, Targets, TextExample, nested, ragged
+from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Ragged, Targets, TextExample, nested, ragged
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Task
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,8 @@ class GroundingTargets(Targets):
 
 
 class GroundingPreprocessor(Preprocessor):
-    def word(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    def encode_text(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
         [image] = images
         truth = text.truth if isinstance(text.truth, PhraseBoxes) else None
@@ -51,18 +51,18 @@ class GroundingPreprocessor(Preprocessor):
         last = 0
         for number, (first, end) in enumerate(spans):
             for words, owner in ((text.words[last:first], -1), (text.words[first:end], number)):
-                own = self.writer.pieces(words, mirrored=image.placement.flipped)
+                own = self.text_tokenizer.pieces(words, mirrored=image.image_transform.flipped)
                 pieces += own
                 owners += [owner] * len(own)
             last = end
-        encoding = self.writer.single(pieces)
+        encoding = self.text_tokenizer.single(pieces)
         placed = encoding.place(owners)
         rows = [np.flatnonzero(placed == number) for number in range(len(spans))]
         targets = GroundingTargets(
             spans=np.array([(own[0], own[-1] + 1) if len(own) else (0, 1) for own in rows], dtype=np.int64)
         )
         if truth is not None:
-            targets.boxes = [image.placement.move_boxes(boxes).astype(np.float32) for boxes in truth.boxes]
+            targets.boxes = [image.image_transform.transform_boxes(boxes).astype(np.float32) for boxes in truth.boxes]
         record = self.record(text, images, encoding) | {"phrases": [text.words[first:end] for first, end in spans]}
         yield TextExample(encoding, text.image_index, record, targets)
 
@@ -75,8 +75,8 @@ class GroundingTask(Task):
         self.config = config
         self.phrase, self.region = (nn.Linear(hidden_size, hidden_size) for _ in range(2))
 
-    def preprocessor(self, writer: TextWriter) -> GroundingPreprocessor:
-        return GroundingPreprocessor(writer)
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> GroundingPreprocessor:
+        return GroundingPreprocessor(text_tokenizer)
 
     def question(self, question: Question) -> Sample:
         return question.plain_sample("A phrase")

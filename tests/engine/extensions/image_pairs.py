@@ -7,7 +7,7 @@ from pathlib import Path
 
 from e2e_vl.data.base import DataFiles, NoOptions
 from e2e_vl.data.coco import CocoInstances
-from e2e_vl.samples import RightChoice, Sample, SampleText
+from e2e_vl.samples import CorrectChoice, Sample, SampleText
 from tests.engine.extensions.scenes import SceneDataset
 
 SHAPES = ("circle", "star")  # two statements about each pair
@@ -36,7 +36,7 @@ class PairDataset(SceneDataset):
         shape = SHAPES[index % len(SHAPES)]
         holds = all(shape in self.instances.objects(image_id).names for image_id in pair)
         facts = {"image_ids": list(pair), "sent": _statement(shape), "label": int(holds)}
-        return SampleText(index, _statement(shape), facts, RightChoice(int(holds)), image_index=(0, 1))
+        return SampleText(index, _statement(shape), facts, CorrectChoice(int(holds)), image_index=(0, 1))
 
 
 def _statement(shape: str) -> str:

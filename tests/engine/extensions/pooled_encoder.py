@@ -25,7 +25,7 @@ class PooledEncoder(Encoder):
     """Words and regions are added up, and each of them sees the mean of all. BERT's layout of texts is the default."""
 
     config_class = PooledConfig
-    abilities = frozenset(Ability) - {Ability.HIDDEN_FEATURES, Ability.IMAGE_PAIRS}
+    abilities = frozenset(Ability) - {Ability.MASKED_FEATURES, Ability.IMAGE_PAIRS}
 
     def __init__(self, config: PooledConfig):
         super().__init__(config)
@@ -43,7 +43,7 @@ class PooledEncoder(Encoder):
     def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
         places = regions.boxes / regions.image_sizes.flip(-1).repeat(1, 1, 2)
         objects = self.projection(torch.cat([regions.features, places], dim=-1))
-        objects = torch.where(regions.is_hidden[..., None], objects + self.hidden_region.weight, objects)
+        objects = torch.where(regions.is_masked[..., None], objects + self.hidden_region.weight, objects)
         objects = objects * regions.attention_mask[..., None]
         words = self.words(texts.input_ids) + self.segments(texts.token_type_ids)
         if texts.region_of_token is not None:
@@ -63,14 +63,14 @@ class PooledEncoder(Encoder):
             regions=(objects + pooled[:, None]) * regions.attention_mask[..., None],
             summary=read_summary(words, pooled, texts.summary),
             attentions=(maps, apart) if output_attentions else None,
-            word_table=self.words.weight,
+            word_embeddings=self.words.weight,
         )
 
 
 class PairedEncoder(PooledEncoder):
     """Pools a text with each of two images; the two vectors side by side are its summary."""
 
-    abilities = frozenset(Ability) - {Ability.HIDDEN_FEATURES}
+    abilities = frozenset(Ability) - {Ability.MASKED_FEATURES}
 
     @property
     def summary_size(self) -> int:

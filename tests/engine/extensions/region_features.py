@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.structures import Loss
 from e2e_vl.examples import Targets
-from e2e_vl.hiding import HidingRule
+from e2e_vl.region_masking import RegionMasking
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import start_head
 from e2e_vl.tasks.objectives.base import Objective, ObjectiveConfig, ObjectiveOutput, Sizes, WordHead
@@ -36,7 +36,7 @@ class RegionFeaturesConfig(ObjectiveConfig):
 class RegionFeatures(Objective):
     """A Linear to D and the squared distance, mean over the labelled regions."""
 
-    needs = (Ability.HIDDEN_REGIONS,)
+    needs = (Ability.MASKED_REGIONS,)
     predicts_regions = True
     config: RegionFeaturesConfig
 
@@ -49,7 +49,7 @@ class RegionFeatures(Objective):
         self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
     ) -> ObjectiveOutput:
         """Its logits are the features, float32 [labelled regions, D]."""
-        chosen = regions.gather(batch.hidden.is_labelled, fill=False)
+        chosen = regions.gather(batch.masked_regions.is_labelled, fill=False)
         truth = regions.gather(batch.region_labels.features, fill=0.0)[chosen]
         found = at_least_float32(self.output(encoded.regions[chosen]))
         each = (found - truth).square().mean(dim=1)
@@ -57,7 +57,7 @@ class RegionFeatures(Objective):
         return ObjectiveOutput(loss, chosen.nonzero()[:, 0], each < self.config.near, found)
 
     def answer(
-        self, output: ModelOutput, logits: Any, tokenizer: PreTrainedTokenizerBase, rule: HidingRule
+        self, output: ModelOutput, logits: Any, tokenizer: PreTrainedTokenizerBase, rule: RegionMasking
     ) -> dict[str, Any]:
         return {"feature_norms": logits.norm(dim=1).tolist()}
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detector.structures import Loss
-from e2e_vl.examples import Draw, ImageExample, Preprocessor, Targets, TextExample, stacked
+from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.samples import Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Sizes, Task
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +29,12 @@ class StatementTargets(Targets):
 
 
 class StatementPreprocessor(Preprocessor):
-    def word(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    def encode_text(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
-        encoding = self.writer.single(self.writer.pieces(text.words, mirrored=images[0].placement.flipped))
+        encoding = self.text_tokenizer.single(
+            self.text_tokenizer.pieces(text.words, mirrored=images[0].image_transform.flipped)
+        )
         record = self.record(text, images, encoding) | {"file_names": [image.name for image in images]}
         targets = StatementTargets(None if text.truth is None else np.int64(text.truth.number))
         yield TextExample(encoding, text.image_index, record, targets)
@@ -52,12 +54,12 @@ class StatementTask(Task):
     def build(cls, sizes: Sizes, config: StatementConfig) -> Self:
         return cls(sizes.summary_size, config)
 
-    def preprocessor(self, writer: TextWriter) -> StatementPreprocessor:
-        return StatementPreprocessor(writer)
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> StatementPreprocessor:
+        return StatementPreprocessor(text_tokenizer)
 
     def question(self, question: Question) -> Sample:
         question.refuse_choices("A statement")
-        question.refuse_hidden()
+        question.refuse_masked_boxes()
         return question.sample(SampleText(0, question.text, {"sent": question.text}, image_index=(0, 1)))
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:

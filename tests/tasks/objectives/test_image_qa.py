@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tests.tasks.preprocessors import make_tokenizer, sample_of, tokens, word
 
 from e2e_vl.converter import from_dict
-from e2e_vl.samples import HumanAnswers, ReferredBox, RightAnswer, ScoredAnswers
+from e2e_vl.samples import CorrectAnswer, HumanAnswers, ReferredBox, ScoredAnswers
 from e2e_vl.tasks.objectives.image_qa import DrawnAnswer, ImageQA, ImageQAConfig, draw_answer, scores_of
 from tests.tasks.objectives.tiny_objectives import SIZES, make_inputs
 from tests.tasks.objectives.worded import make_preprocessor, make_task
@@ -97,8 +97,8 @@ def test_answers_of_other_kinds_score_as_in_the_official_files(tokenizer):
     """Visual question answering scores what ten people said, GQA has one right answer."""
     people = HumanAnswers(("Cat",) * 3 + ("the dog",) + ("horse",) * 6)
     assert scores_of(people) == pytest.approx({"cat": 0.9, "dog": 0.3, "horse": 1.0})
-    assert scores_of(RightAnswer("dog")) == {"dog": 1.0} and scores_of(None) is None
-    texts = worded(tokenizer, questions(RightAnswer("dog"), HumanAnswers(("gray",) * 10)))
+    assert scores_of(CorrectAnswer("dog")) == {"dog": 1.0} and scores_of(None) is None
+    texts = worded(tokenizer, questions(CorrectAnswer("dog"), HumanAnswers(("gray",) * 10)))
     assert [int(text.targets.parts["image_qa"].answer) for text in texts] == [2, 3]
 
 
@@ -113,7 +113,7 @@ def test_the_answer_to_a_question_about_another_image_is_not_learned(tokenizer):
     relationship = {"weight": 1.0, "probability": 0.5}
     seen = set()
     for index in range(30):
-        sample = questions(ScoredAnswers({"cat": 1.0}), pool=pool, own=[0])
+        sample = questions(ScoredAnswers({"cat": 1.0}), pool=pool, own_texts=[0])
         preprocessor = make_preprocessor(
             tokenizer, masked_words=0.0, relationship=relationship, image_qa={"weight": 1.0, "answers": ANSWERS}
         )

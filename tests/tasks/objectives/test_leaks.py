@@ -19,10 +19,10 @@ from detector.precomputed import PrecomputedDetector
 from detector.structures import ImageBatch, PrecomputedFeatures
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.examples import Targets
-from e2e_vl.hiding import choose_regions
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.region_masking import sample_masked_regions
 from e2e_vl.run.build import build_objectives
-from e2e_vl.structures import Batch, HiddenRegions, RegionLabels, TextBatch
+from e2e_vl.structures import Batch, RegionLabels, RegionMasks, TextBatch
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.objectives.image_qa import DrawnAnswer
 from e2e_vl.tasks.objectives.relationship import MatchTargets
@@ -60,27 +60,27 @@ def model() -> VisionLanguageModel:
         intermediate_size=2 * WIDTH,
         max_position_embeddings=LENGTH,
         initializer_range=0.3,
-        hidden_region_feature=True,
+        masked_region_feature=True,
     )
     detector = PrecomputedDetector(DetectorConfig())
     detector.feature_dim = FEATURE
     objectives = build_objectives(SETTINGS, Sizes(WIDTH, VOCABULARY, FEATURE, CLASSES))
     task = PretrainingTask(
-        WIDTH, PretrainingConfig(vocab_size=VOCABULARY, teacher="file", hide_pixels=False, max_length=None), objectives
+        WIDTH, PretrainingConfig(vocab_size=VOCABULARY, teacher="file", mask_pixels=False, max_length=None), objectives
     )
     return VisionLanguageModel(detector, LxmertEncoder(config), task).eval()
 
 
-def make_batch(*, hides: bool = True, donors: bool = False) -> Batch:
-    """Two texts about an image each. `donors`: the chosen region has the feature of another one instead of none."""
+def make_batch(*, hides: bool = True, replacement_index: bool = False) -> Batch:
+    """Two texts about an image each. `replacement_index`: the chosen region has the feature of another one instead of none."""
     generator = torch.Generator().manual_seed(1)
     corners = torch.rand(IMAGES, REGIONS, 2, generator=generator) * 4
     labelled = [torch.zeros(REGIONS, dtype=torch.bool) for _ in range(IMAGES)]
     hidden = copy.deepcopy(labelled)
     labelled[HIDDEN[0]][HIDDEN[1]] = True
-    hidden[HIDDEN[0]][HIDDEN[1]] = hides and not donors
+    hidden[HIDDEN[0]][HIDDEN[1]] = hides and not replacement_index
     given = [torch.full((REGIONS,), -1) for _ in range(IMAGES)]
-    if donors and hides:
+    if replacement_index and hides:
         given[HIDDEN[0]][HIDDEN[1]] = OTHER[0] * REGIONS + OTHER[1]
     features = [torch.randn(REGIONS, FEATURE, generator=generator) for _ in range(IMAGES)]
     ids = torch.randint(5, VOCABULARY, (IMAGES, LENGTH), generator=generator)
@@ -97,13 +97,13 @@ def make_batch(*, hides: bool = True, donors: bool = False) -> Batch:
         texts=TextBatch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)),
         image_index=torch.arange(IMAGES)[:, None],
         targets=PretrainingTargets(parts),
-        hidden=HiddenRegions(labelled, hidden, given if donors else None),
+        masked_regions=RegionMasks(labelled, hidden, given if replacement_index else None),
         region_labels=RegionLabels(
             features=[rows.clone() for rows in features],
-            found_classes=[torch.tensor([0, 1, 2, 3])] * IMAGES,
-            found_scores=[torch.full((REGIONS,), 0.9)] * IMAGES,
-            found_attributes=[torch.tensor([3, 2, 1, 0])] * IMAGES,
-            found_attribute_scores=[torch.full((REGIONS,), 0.8)] * IMAGES,
+            detected_classes=[torch.tensor([0, 1, 2, 3])] * IMAGES,
+            detected_scores=[torch.full((REGIONS,), 0.9)] * IMAGES,
+            detected_attributes=[torch.tensor([3, 2, 1, 0])] * IMAGES,
+            detected_attribute_scores=[torch.full((REGIONS,), 0.8)] * IMAGES,
         ),
     )
 
@@ -131,10 +131,10 @@ def with_other_labels(batch: Batch) -> Batch:
         region_labels=dataclasses.replace(
             labels,
             features=[rows * -2 + 1 for rows in labels.features],
-            found_classes=[(rows + 1) % CLASSES for rows in labels.found_classes],
-            found_scores=[rows / 3 for rows in labels.found_scores],
-            found_attributes=[(rows + 1) % ATTRIBUTES for rows in labels.found_attributes],
-            found_attribute_scores=[rows / 3 for rows in labels.found_attribute_scores],
+            detected_classes=[(rows + 1) % CLASSES for rows in labels.detected_classes],
+            detected_scores=[rows / 3 for rows in labels.detected_scores],
+            detected_attributes=[(rows + 1) % ATTRIBUTES for rows in labels.detected_attributes],
+            detected_attribute_scores=[rows / 3 for rows in labels.detected_attribute_scores],
         ),
         targets=PretrainingTargets(
             {
@@ -159,7 +159,7 @@ def test_the_feature_of_a_hidden_region_reaches_no_logits(model):
 
 
 def test_a_swapped_region_shows_its_donor_and_not_itself(model):
-    batch = make_batch(donors=True)
+    batch = make_batch(replacement_index=True)
     before = logits_of(model, batch)
     assert not differ(before, logits_of(model, with_other_feature(batch, HIDDEN)))
     after = logits_of(model, with_other_feature(batch, OTHER))
@@ -194,7 +194,7 @@ def test_every_objective_is_learned(model):
 
 
 def test_chosen_regions_are_hidden_or_swapped_never_both():
-    chosen, hidden, swapped = choose_regions(4000, np.random.default_rng(0), 0.5, 0.8, 0.1)
+    chosen, hidden, swapped = sample_masked_regions(4000, np.random.default_rng(0), 0.5, 0.8, 0.1)
     assert not (hidden & swapped).any() and not ((hidden | swapped) & ~chosen).any()
     assert hidden[chosen].mean() == pytest.approx(0.8, abs=0.03)
     assert swapped[chosen].mean() == pytest.approx(0.1, abs=0.03)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from e2e_vl.examples import Targets
-from e2e_vl.hiding import HidingRule
-from e2e_vl.structures import HiddenRegions, RegionLabels
+from e2e_vl.region_masking import RegionMasking
+from e2e_vl.structures import RegionLabels, RegionMasks
 from e2e_vl.tasks.objectives.regions import MaskedRegions, MaskedRegionsConfig
 from tests.tasks.objectives.tiny_objectives import CLASSES, SIZES, Inputs, make_inputs
 
@@ -89,7 +89,7 @@ def test_no_labelled_region_is_loss_zero_with_gradients():
     inputs, objective = make_inputs(), make_objective()
     with_labels(inputs)
     none = [torch.zeros(len(rows), dtype=torch.bool) for rows in inputs.batch.boxes]
-    inputs.batch.hidden = HiddenRegions(none, none)
+    inputs.batch.masked_regions = RegionMasks(none, none)
     output = inputs.run(objective, Targets())
     assert output.loss.mean == 0
     output.loss.mean.backward()
@@ -114,10 +114,10 @@ def test_distributions_of_another_width_are_an_error():
 
 def test_a_detector_that_labels_must_have_the_classes():
     detector = SimpleNamespace(num_classes=CLASSES - 1)
-    make_objective().check(None, detector, HidingRule())
-    make_objective(classes=7).check(None, detector, HidingRule(teacher="file"))
+    make_objective().check(None, detector, RegionMasking())
+    make_objective(classes=7).check(None, detector, RegionMasking(teacher="file"))
     with pytest.raises(ValueError, match="classes is 7, but the detector has 3 classes and the background"):
-        make_objective(classes=7).check(None, detector, HidingRule())
+        make_objective(classes=7).check(None, detector, RegionMasking())
 
 
 def test_it_is_what_regions_are_hidden_for():

@@ -9,7 +9,7 @@ import pytest
 from tests.tasks.preprocessors import make_tokenizer, sample_of, tokens, word
 
 from e2e_vl.tasks.objectives.words import CorpusMasking, MaskedTextConfig
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 from tests.tasks.objectives.worded import make_preprocessor, word_labels
 
 LINES = ["The first line.", "zweite Zeile: naïve", "x", "the last line has a few more words"]
@@ -22,13 +22,13 @@ def tokenizer(tmp_path):
 
 def draw(tokenizer, corpus=LINES, number: int = 0, **options):
     """The text that is drawn with one generator, and the labels of its wordpieces."""
-    preprocessor = CorpusMasking(TextWriter(tokenizer, max_length=20), MaskedTextConfig(weight=1.0, **options))
+    preprocessor = CorpusMasking(TextTokenizer(tokenizer, max_length=20), MaskedTextConfig(weight=1.0, **options))
     [(draft, encoding)] = preprocessor.beside(sample_of("x", corpus=corpus), np.random.default_rng(number))
     return encoding, preprocessor.targets(draft, encoding).labels
 
 
 def test_a_text_joins_lines_and_wraps(tokenizer):
-    masking = CorpusMasking(TextWriter(tokenizer), MaskedTextConfig(min_words=12))
+    masking = CorpusMasking(TextTokenizer(tokenizer), MaskedTextConfig(min_words=12))
     words = masking.words(LINES, 2)
     assert len(words) == 13
     expected = tokenizer.encode(" ".join([LINES[2], LINES[3], LINES[0]]), add_special_tokens=False)
@@ -36,7 +36,7 @@ def test_a_text_joins_lines_and_wraps(tokenizer):
 
 
 def test_a_small_corpus_repeats_itself_and_texts_are_cut(tokenizer):
-    masking = CorpusMasking(TextWriter(tokenizer), MaskedTextConfig(min_words=64))
+    masking = CorpusMasking(TextTokenizer(tokenizer), MaskedTextConfig(min_words=64))
     assert len(masking.words(["x"], 0)) == 64
     encoding, labels = draw(tokenizer, ["x"], max_length=10, probability=0.0)
     np.testing.assert_array_equal(encoding.input_ids, [tokenizer.vocab["x"]] * 10)
@@ -102,4 +102,4 @@ def test_texts_that_make_no_sense(tokenizer):
     with pytest.raises(ValueError, match=r"masked_text\.min_words is 0; it must be at least 1"):
         MaskedTextConfig(min_words=0)
     with pytest.raises(ValueError, match=r"no word in the text corpus; check data\.files\.corpus"):
-        CorpusMasking(TextWriter(tokenizer)).words(["\u00ad"], 0)
+        CorpusMasking(TextTokenizer(tokenizer)).words(["\u00ad"], 0)

@@ -139,7 +139,7 @@ def test_mirroring_changes_no_word_and_no_mask(tokenizer):
 
 def test_a_further_text_of_another_objective_has_nothing_masked(tokenizer):
     preprocessor = make_preprocessor(tokenizer).parts["masked_words"]
-    encoding = preprocessor.writer.single([7, 8])
+    encoding = preprocessor.text_tokenizer.single([7, 8])
     assert preprocessor.targets(Draft("", sample_of(CAPTION)), encoding).labels.tolist() == [-1] * 4
 
 
@@ -167,7 +167,7 @@ def test_of_a_users_text_every_mask_is_predicted_and_no_other_word(tokenizer, tm
 def test_without_the_objective_no_word_is_masked(tokenizer):
     preprocessor = make_preprocessor(tokenizer, masked_words=0.0, relationship=1.0)
     for epoch in range(5):
-        [text] = word(preprocessor, sample_of(CAPTION, own=range(1), pool=[CAPTION] * 9), epoch=epoch)
+        [text] = word(preprocessor, sample_of(CAPTION, own_texts=range(1), pool=[CAPTION] * 9), epoch=epoch)
         assert tokenizer.mask_token_id not in text.encoding.input_ids
         assert list(text.targets.parts) == ["relationship"]
 

@@ -25,7 +25,7 @@ def test_loss_is_a_cross_entropy_over_the_vocabulary(weight):
         MaskedWords(SIZES, MaskedWordsConfig(weight=weight)), labels_of((0, 1, 3), (2, 3, 8), (0, 2, 0))
     )
     states = inputs.encoded.text[[0, 0, 2], [1, 2, 3]]
-    logits = inputs.word_head(states, inputs.encoded.word_table)
+    logits = inputs.word_head(states, inputs.encoded.word_embeddings)
     torch.testing.assert_close(output.logits, logits)
     torch.testing.assert_close(output.loss.mean, weight * F.cross_entropy(logits, torch.tensor([3, 0, 8])))
     assert output.loss.count == 3 and output.logits.shape == (3, VOCABULARY)
@@ -37,7 +37,7 @@ def test_only_masked_wordpieces_get_gradients_and_the_word_table_does():
     inputs = make_inputs()
     inputs.run(MaskedWords(SIZES, MaskedWordsConfig()), labels_of((0, 1, 3), (2, 3, 8))).loss.mean.backward()
     assert (inputs.encoded.text.grad.abs().sum(dim=2) > 0).nonzero().tolist() == [[0, 1], [2, 3]]
-    assert (inputs.encoded.word_table.grad.abs().sum(dim=1) > 0).all()
+    assert (inputs.encoded.word_embeddings.grad.abs().sum(dim=1) > 0).all()
     assert inputs.encoded.regions.grad is None and inputs.encoded.summary.grad is None
 
 

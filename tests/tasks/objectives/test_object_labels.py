@@ -24,10 +24,10 @@ def make_objective(**settings) -> ObjectLabels:
 def with_labels(inputs: Inputs) -> None:
     """Image a has two candidate boxes and image b one."""
     inputs.batch.region_labels = RegionLabels(
-        found_classes=[torch.tensor([2, 0]), torch.tensor([1])],
-        found_scores=[torch.tensor([0.5, 0.25]), torch.tensor([1.0])],
-        found_attributes=[torch.tensor([4, 3]), torch.tensor([0])],
-        found_attribute_scores=[torch.tensor([0.1, 0.2]), torch.tensor([0.4])],
+        detected_classes=[torch.tensor([2, 0]), torch.tensor([1])],
+        detected_scores=[torch.tensor([0.5, 0.25]), torch.tensor([1.0])],
+        detected_attributes=[torch.tensor([4, 3]), torch.tensor([0])],
+        detected_attribute_scores=[torch.tensor([0.1, 0.2]), torch.tensor([0.4])],
     )
 
 
@@ -66,7 +66,7 @@ def test_labels_that_are_missing_or_do_not_fit():
     with pytest.raises(ValueError, match=r"without the classes that a detector found.*object_labels\.weight to 0"):
         inputs.run(objective, Targets())
     with_labels(inputs)
-    inputs.batch.region_labels.found_scores = None
+    inputs.batch.region_labels.detected_scores = None
     with pytest.raises(ValueError, match="or without their scores"):
         inputs.run(objective, Targets())
     with_labels(inputs)
@@ -78,7 +78,7 @@ def test_labels_that_are_missing_or_do_not_fit():
 
 def test_nothing_is_learned_where_a_user_hides_regions():
     inputs = make_inputs()
-    inputs.batch.hide = [torch.zeros(0, 4)] * 2
+    inputs.batch.boxes_to_mask = [torch.zeros(0, 4)] * 2
     output = inputs.run(make_objective(), Targets())
     assert len(output.logits) == 0 and output.loss.mean == 0
 
@@ -89,7 +89,7 @@ def test_it_is_learned_from_the_states_alone():
     with_labels(inputs)
     before = inputs.run(objective, Targets())
     other = dataclasses.replace(inputs, batch=dataclasses.replace(inputs.batch))
-    other.batch.region_labels = RegionLabels(found_classes=[torch.tensor([0, 1]), torch.tensor([2])])
+    other.batch.region_labels = RegionLabels(detected_classes=[torch.tensor([0, 1]), torch.tensor([2])])
     assert torch.equal(other.run(objective, Targets()).logits, before.logits)
     optimiser = torch.optim.Adam(objective.parameters(), lr=0.1)
     for _ in range(60):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from e2e_vl.examples import Targets
-from e2e_vl.structures import HiddenRegions, RegionLabels
+from e2e_vl.structures import RegionLabels, RegionMasks
 from e2e_vl.tasks.objectives.regions import RegionFeaturesConfig, RegressedFeatures
 from tests.tasks.objectives.tiny_objectives import SIZES, Inputs, make_inputs
 
@@ -46,8 +46,8 @@ def test_the_masked_regions_count(settings, divisor, error):
 def test_no_masked_region_gives_a_loss_of_zero():
     inputs = make_inputs()
     with_features(inputs)
-    none = [rows & False for rows in inputs.batch.hidden.is_labelled]
-    inputs.batch.hidden = HiddenRegions(none, none)
+    none = [rows & False for rows in inputs.batch.masked_regions.is_labelled]
+    inputs.batch.masked_regions = RegionMasks(none, none)
     for average in ("all", "masked"):
         assert inputs.run(make_objective(average=average), Targets()).loss.mean == 0
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.tasks.preprocessors import make_tokenizer, sample_of, tokens, word
 
-from e2e_vl.samples import Question, RightChoice, SampleText
+from e2e_vl.samples import CorrectChoice, Question, SampleText
 from e2e_vl.tasks.objectives.relationship import RelationshipConfig
 from tests.tasks.objectives.worded import make_preprocessor, make_task
 
@@ -29,7 +29,7 @@ def test_half_of_the_captions_belong_to_other_images(tokenizer):
     preprocessor = exchanging(tokenizer)
     matches, shown = [], set()
     for epoch in range(60):
-        sample = sample_of(*POOL[:3], pool=POOL, own=range(3))
+        sample = sample_of(*POOL[:3], pool=POOL, own_texts=range(3))
         for number, text in enumerate(word(preprocessor, sample, epoch=epoch)):
             is_match = int(text.targets.parts["relationship"].is_match)
             assert text.record["is_match"] == bool(is_match)
@@ -47,7 +47,7 @@ def test_half_of_the_captions_belong_to_other_images(tokenizer):
 
 def test_the_exchange_is_part_of_the_texts_own_randomness(tokenizer):
     preprocessor = exchanging(tokenizer)
-    sample = sample_of(*POOL[:3], pool=POOL, own=range(3))
+    sample = sample_of(*POOL[:3], pool=POOL, own_texts=range(3))
     one, other = (word(preprocessor, sample, epoch=epoch) for epoch in (4, 4))
     assert [text.record for text in one] == [text.record for text in other]
     assert one[0].record == json.loads(json.dumps(one[0].record))
@@ -58,7 +58,7 @@ def test_the_exchange_is_part_of_the_texts_own_randomness(tokenizer):
 def test_without_the_objective_every_caption_is_its_own(tokenizer):
     preprocessor = make_preprocessor(tokenizer, masked_words=1.0)
     for epoch in range(10):
-        [text] = word(preprocessor, sample_of(POOL[0], pool=POOL, own=range(1)), epoch=epoch)
+        [text] = word(preprocessor, sample_of(POOL[0], pool=POOL, own_texts=range(1)), epoch=epoch)
         assert text.record["sent"] == POOL[0] and "is_match" not in text.record
 
 
@@ -66,7 +66,7 @@ def test_texts_of_a_corpus_have_no_match(tokenizer):
     relationship, corpus = {"weight": 1.0, "probability": 0.9}, ["a b"]
     preprocessor = make_preprocessor(tokenizer, masked_text=1.0, relationship=relationship)
     for epoch in range(5):
-        _, text = word(preprocessor, sample_of(POOL[0], pool=POOL, own=range(1), corpus=corpus), epoch=epoch)
+        _, text = word(preprocessor, sample_of(POOL[0], pool=POOL, own_texts=range(1), corpus=corpus), epoch=epoch)
         assert text.targets.parts["relationship"].is_match == -1 and text.record == {}
 
 
@@ -92,7 +92,9 @@ def test_a_second_caption_is_judged(tokenizer):
     preprocessor = exchanging(tokenizer, texts="pair")
     matches, shown = [], set()
     for epoch in range(60):
-        for number, text in enumerate(word(preprocessor, sample_of(*POOL[:3], pool=POOL, own=range(3)), epoch=epoch)):
+        for number, text in enumerate(
+            word(preprocessor, sample_of(*POOL[:3], pool=POOL, own_texts=range(3)), epoch=epoch)
+        ):
             is_match, second = int(text.targets.parts["relationship"].is_match), text.record["second"]
             assert text.record["sent"] == POOL[number] and second != POOL[number]
             assert (second in POOL[:3]) == bool(is_match) == text.record["is_match"]
@@ -107,7 +109,7 @@ def test_a_second_caption_is_judged(tokenizer):
 def test_wordpieces_of_both_captions_are_masked(tokenizer):
     relationship = {"weight": 1.0, "texts": "pair"}
     preprocessor = make_preprocessor(tokenizer, masked_words={"probability": 1.0}, relationship=relationship)
-    [text] = word(preprocessor, sample_of(POOL[0], pool=POOL, own=range(2)))
+    [text] = word(preprocessor, sample_of(POOL[0], pool=POOL, own_texts=range(2)))
     labels = text.targets.parts["masked_words"].labels
     assert (labels >= 0).tolist() == [False, True, True, False, True, True, False]
 
@@ -117,7 +119,7 @@ def test_a_label_cannot_be_read_from_the_text(tokenizer):
     pool, preprocessor = ["caption a", "caption b", "caption a", "caption 0"], exchanging(tokenizer, texts="pair")
     labels = {}
     for own in ((0, 1), (2, 3)):
-        sample = sample_of(SampleText(own[0], pool[own[0]], {}), pool=pool, own=own)
+        sample = sample_of(SampleText(own[0], pool[own[0]], {}), pool=pool, own_texts=own)
         for epoch in range(60):
             [text] = word(preprocessor, sample, epoch=epoch)
             if text.record["second"] == "caption b":
@@ -131,7 +133,7 @@ def test_a_label_cannot_be_read_from_the_text(tokenizer):
 def test_an_only_caption_has_no_second_one(tokenizer):
     preprocessor = exchanging(tokenizer, 0.01, texts="pair")
     with pytest.raises(ValueError, match="texts is pair, but an image has one caption only"):
-        word(preprocessor, sample_of(POOL[0], pool=POOL, own=[0]))
+        word(preprocessor, sample_of(POOL[0], pool=POOL, own_texts=[0]))
 
 
 def test_a_users_text_is_alone(tokenizer, tmp_path):
@@ -146,9 +148,9 @@ def test_a_users_text_is_alone(tokenizer, tmp_path):
 # Stated truths
 
 
-@pytest.mark.parametrize(("truth", "label"), [(RightChoice(1), 1), (RightChoice(0), 0), (None, -1)])
+@pytest.mark.parametrize(("truth", "label"), [(CorrectChoice(1), 1), (CorrectChoice(0), 0), (None, -1)])
 def test_stated_truths_are_the_labels(tokenizer, truth, label):
     preprocessor = make_preprocessor(tokenizer, relationship={"weight": 1.0, "texts": "stated"})
     for epoch in range(5):
-        [text] = word(preprocessor, sample_of(SampleText(0, POOL[0], {}, truth), pool=POOL, own=[0]), epoch=epoch)
+        [text] = word(preprocessor, sample_of(SampleText(0, POOL[0], {}, truth), pool=POOL, own_texts=[0]), epoch=epoch)
         assert text.record["sent"] == POOL[0] and int(text.targets.parts["relationship"].is_match) == label

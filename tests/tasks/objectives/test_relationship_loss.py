@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from e2e_vl.samples import RightChoice
+from e2e_vl.samples import CorrectChoice
 from e2e_vl.structures import Ability
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.objectives.relationship import MatchTargets, Relationship, RelationshipConfig
@@ -73,12 +73,12 @@ def test_some_texts_must_match_and_some_not(probability):
 
 
 def test_each_kind_of_text_needs_its_data():
-    def check(texts: str, groups: list[list[int]], *truths: RightChoice | None) -> None:
+    def check(texts: str, groups: list[list[int]], *truths: CorrectChoice | None) -> None:
         objective = Relationship(SIZES, RelationshipConfig(weight=1.0, texts=texts))
         objective.check(SimpleNamespace(groups=groups, truths=lambda: truths), None, None)
 
     check("pair", [[0, 1], [2, 3]])
-    check("stated", [[0]], None, RightChoice(0))
+    check("stated", [[0]], None, CorrectChoice(0))
     with pytest.raises(ValueError, match="texts is pair, but an image has one caption only"):
         check("pair", [[0, 1], [2]])
     with pytest.raises(ValueError, match=r"relationship\.texts is stated, but the data do not say"):

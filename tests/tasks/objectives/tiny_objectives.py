@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from detector.structures import ImageBatch, Regions
-from e2e_vl.structures import Batch, EncoderOutput, HiddenRegions, TextBatch, TextRegions, gather_regions
+from e2e_vl.structures import Batch, EncoderOutput, RegionMasks, TextBatch, TextRegions, gather_regions
 from e2e_vl.tasks.objectives.base import Objective, ObjectiveOutput, Sizes, WordHead
 
 HIDDEN, VOCABULARY, CLASSES = 6, 9, 4
@@ -46,7 +46,7 @@ def make_inputs(image_index: list[list[int]] | None = None) -> Inputs:
         boxes=[rows[1:] for rows in regions.boxes],
         texts=TextBatch(ids, ids, ids.bool()),
         image_index=image_index,
-        hidden=HiddenRegions(
+        masked_regions=RegionMasks(
             [torch.tensor([True, False]), torch.tensor([True])], [torch.zeros(n, dtype=torch.bool) for n in (2, 1)]
         ),
     )
@@ -54,7 +54,7 @@ def make_inputs(image_index: list[list[int]] | None = None) -> Inputs:
         text=torch.randn(3, LENGTH, HIDDEN, generator=generator).requires_grad_(),
         regions=torch.randn(*gathered.attention_mask.shape, HIDDEN, generator=generator).requires_grad_(),
         summary=torch.randn(3, HIDDEN, generator=generator).requires_grad_(),
-        word_table=torch.randn(VOCABULARY, HIDDEN, generator=generator).requires_grad_(),
+        word_embeddings=torch.randn(VOCABULARY, HIDDEN, generator=generator).requires_grad_(),
     )
     torch.manual_seed(1)
     return Inputs(batch, gathered, encoded, WordHead(HIDDEN, VOCABULARY))

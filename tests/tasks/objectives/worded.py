@@ -9,7 +9,7 @@ from e2e_vl.examples import TextExample
 from e2e_vl.run.build import build_objectives
 from e2e_vl.tasks.objectives.base import Objective, Sizes
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingPreprocessor, PretrainingTask
-from e2e_vl.text import TextWriter
+from e2e_vl.text import TextTokenizer
 
 ONLY_WORDS = {"masked_text": 0.0, "masked_regions": 0.0, "relationship": 0.0}
 
@@ -26,7 +26,7 @@ def make_preprocessor(
 ) -> PretrainingPreprocessor:
     """The wording of `make_task`."""
     return make_task(tokenizer, **objectives).preprocessor(
-        TextWriter(tokenizer, is_blank=is_blank, max_length=max_length)
+        TextTokenizer(tokenizer, is_blank=is_blank, max_length=max_length)
     )
 
 

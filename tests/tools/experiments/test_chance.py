@@ -11,7 +11,7 @@ import pytest
 
 from chance import chance_of
 from e2e_vl.config import load_config
-from e2e_vl.text import split_words
+from e2e_vl.text import basic_tokenize
 
 ROOT = Path(__file__).parents[3]
 TASKS = ROOT / "configs" / "tiny"
@@ -66,7 +66,7 @@ def test_the_usual_answer(guess):
 def test_the_usual_word(guess):
     def words(name: str) -> list[str]:
         content = json.loads((guess.root / "captions" / f"captions_{name}.json").read_text())["annotations"]
-        return [word for one in content for word in split_words(one["caption"])]
+        return [word for one in content for word in basic_tokenize(one["caption"])]
 
     val = words("val")
     assert guess("pretraining") == pytest.approx(val.count(usual(words("train"))) / len(val))

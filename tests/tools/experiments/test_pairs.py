@@ -92,7 +92,7 @@ def test_encoders_have_the_sizes_of_the_task():
     assert {one.encoder.config["hidden_size"] for one in settings.values()} == {96}
     assert settings["vl_bert"].encoder == own.encoder
     assert settings["visual_bert"].encoder.config["num_hidden_layers"] == 3
-    assert settings["lxmert"].encoder.config["image_slots"] == 2
+    assert settings["lxmert"].encoder.config["max_images"] == 2
     assert "geometry_dim" not in settings["lxmert"].encoder.config
 
 

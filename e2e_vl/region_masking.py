@@ -2,7 +2,7 @@
 
 Masked RoI classification (VL-BERT, section 3.3) hides regions in the pixels; on saved features only the feature is
 replaced. `e2e_vl/model.py` calls the steps in the order in which they stand here; the detector runs before
-`swap_features`.
+`replace_features`.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -22,19 +22,21 @@ from detector.boxes import pairwise_iou
 from detector.errors import UserError
 from detector.pixel_masking import mask_pixels, mask_rectangles
 from detector.structures import Detector, ImageBatch, Regions, evaluation_mode
-from e2e_vl.structures import Batch, HiddenRegions, RegionLabels, TextBatch
+from e2e_vl.structures import Batch, RegionLabels, RegionMasks, TextBatch
 
 SAME_IOU = 0.5  # a candidate that overlaps a hidden box this much is the same object
 
 
 @dataclasses.dataclass(frozen=True)
-class HidingRule:
+class RegionMasking:
     """What is hidden, how, and who says what it was."""
 
-    hides: bool = True  # regions are predicted and hidden at all; False: only max_detected_regions and max_length count
+    enabled: bool = (
+        True  # regions are predicted and hidden at all; False: only max_detected_regions and max_length count
+    )
     probability: float = 0.15  # chance of a region to be predicted; every region is chosen on its own, none is forced
-    hide_probability: float = 0.9  # chance of a region that is to be predicted to be hidden
-    swap_probability: float = 0.0  # chance of a region that is to be predicted to get another region's feature
+    mask_probability: float = 0.9  # chance of a region that is to be predicted to be hidden
+    replace_probability: float = 0.0  # chance of a region that is to be predicted to get another region's feature
     pixels: bool = True  # hide a region in the image, before the detector; False: only its feature, in the encoder
     colour: Literal["mean", "black"] = "mean"  # hidden pixels: the mean colour, or black before the mean is subtracted
     # who labels the regions: a copy of the detector from when training began, the detector in training, or the data
@@ -44,7 +46,7 @@ class HidingRule:
     max_length: int | None = 64  # wordpieces and regions of a text together; None = no cut
 
 
-def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: HidingRule) -> Batch:
+def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: RegionMasking) -> Batch:
     """A copy of the batch with candidate boxes, and with what the teacher says of them when nothing is hidden.
 
     A user's own boxes to hide (`Batch.hide`) become the first candidates; candidates that overlap one of them with an
@@ -59,16 +61,16 @@ def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: Hid
     """
     boxes, labels = batch.boxes, batch.region_labels
     uses_detector = rule.teacher != "file"
-    is_unknown = labels.class_probs is None and labels.found_classes is None
-    if not uses_detector and rule.hides and batch.hide is None and is_unknown:
+    is_unknown = labels.class_probs is None and labels.detected_classes is None
+    if not uses_detector and rule.enabled and batch.boxes_to_mask is None and is_unknown:
         raise UserError(
             "task.config.teacher is file, but the data come without class distributions of their boxes; set it to "
             "frozen or current."
         )
-    if boxes is None and (batch.hide is not None or not uses_detector):
+    if boxes is None and (batch.boxes_to_mask is not None or not uses_detector):
         boxes, labels = describe_regions(teacher if uses_detector else detector, batch.images, None, rule)
-    if batch.hide is not None:
-        boxes = [_with_hidden(rows, hide) for rows, hide in zip(boxes, batch.hide, strict=True)]
+    if batch.boxes_to_mask is not None:
+        boxes = [_with_hidden(rows, hide) for rows, hide in zip(boxes, batch.boxes_to_mask, strict=True)]
         labels = RegionLabels()
     if uses_detector:
         classes = labels.classes  # annotated, so they stay what they are
@@ -81,7 +83,7 @@ def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: Hid
 
 @torch.no_grad()
 def describe_regions(
-    teacher: Detector, images: ImageBatch, boxes: list[Float[Tensor, "_R 4"]] | None, rule: HidingRule
+    teacher: Detector, images: ImageBatch, boxes: list[Float[Tensor, "_R 4"]] | None, rule: RegionMasking
 ) -> tuple[list[Float[Tensor, "_R 4"]], RegionLabels]:
     """Boxes, their class distributions and features from a detector that sees the whole images.
 
@@ -95,10 +97,12 @@ def describe_regions(
     labels = RegionLabels(features=[rows[kept] for rows in regions.features])
     if all(rows.shape[1] > 1 for rows in probabilities):  # background last
         best = [rows[:, :-1].max(dim=1) for rows in probabilities]
-        labels.found_scores, labels.found_classes = (list(column) for column in zip(*best, strict=True))
+        labels.detected_scores, labels.detected_classes = (list(column) for column in zip(*best, strict=True))
     if regions.attribute_logits is not None:
         best = [logits[kept].float().softmax(dim=1).max(dim=1) for logits in regions.attribute_logits]
-        labels.found_attribute_scores, labels.found_attributes = (list(column) for column in zip(*best, strict=True))
+        labels.detected_attribute_scores, labels.detected_attributes = (
+            list(column) for column in zip(*best, strict=True)
+        )
     if rule.background_first:
         probabilities = [rows.roll(1, dims=1) for rows in probabilities]
     labels.class_probs = probabilities
@@ -111,7 +115,7 @@ def _with_hidden(candidates: Float[Tensor, "R 4"], hide: Float[Tensor, "Q 4"]) -
     return torch.cat([hide, candidates])
 
 
-def hide_regions(batch: Batch, detector: Detector, rule: HidingRule) -> Batch:
+def mask_regions(batch: Batch, detector: Detector, rule: RegionMasking) -> Batch:
     """A copy of the batch in which some regions are to be predicted, and most of these are not seen.
 
     Args:
@@ -125,30 +129,30 @@ def hide_regions(batch: Batch, detector: Detector, rule: HidingRule) -> Batch:
     if rule.pixels and batch.images.precomputed is not None:
         raise UserError(
             "Precomputed features have no pixels to hide, so hidden regions would stay visible; set "
-            "task.config.hide_pixels to false and encoder.config.hidden_region_feature to true."
+            "task.config.mask_pixels to false and encoder.config.masked_region_feature to true."
         )
     device = batch.image_index.device
-    if batch.hide is None:
+    if batch.boxes_to_mask is None:
         counts, drawn = [len(rows) for rows in batch.boxes], []
         for count, generator in zip(counts, _image_generators(batch), strict=True):
-            labelled, hidden, swapped = choose_regions(
-                count, generator, rule.probability, rule.hide_probability, rule.swap_probability
+            labelled, hidden, swapped = sample_masked_regions(
+                count, generator, rule.probability, rule.mask_probability, rule.replace_probability
             )
-            drawn.append((labelled, hidden, choose_donors(swapped, counts, generator)))
-        chosen = HiddenRegions(
+            drawn.append((labelled, hidden, sample_replacements(swapped, counts, generator)))
+        chosen = RegionMasks(
             *([torch.from_numpy(rows).to(device) for rows in column] for column in zip(*drawn, strict=True))
         )
-        if not rule.swap_probability:
-            chosen.donors = None
+        if not rule.replace_probability:
+            chosen.replacement_index = None
     else:
-        pairs = zip(batch.boxes, batch.hide, strict=True)
+        pairs = zip(batch.boxes, batch.boxes_to_mask, strict=True)
         first = [torch.arange(len(rows), device=device) < len(hide) for rows, hide in pairs]
-        chosen = HiddenRegions(first, first)
+        chosen = RegionMasks(first, first)
     images, masks = batch.images, batch.pixel_masks
     if rule.pixels:
         rectangles = [
-            mask_rectangles(rows[is_hidden], size, "truncate").to(rows.dtype)
-            for rows, is_hidden, size in zip(batch.boxes, chosen.is_hidden, images.sizes.tolist(), strict=True)
+            mask_rectangles(rows[is_masked], size, "truncate").to(rows.dtype)
+            for rows, is_masked, size in zip(batch.boxes, chosen.is_masked, images.sizes.tolist(), strict=True)
         ]
         if rule.colour == "mean":
             masks = rectangles
@@ -157,11 +161,11 @@ def hide_regions(batch: Batch, detector: Detector, rule: HidingRule) -> Batch:
             black = -torch.tensor(settings.pixel_mean) / torch.tensor(settings.pixel_std)
             pixels = mask_pixels(images.pixels, images.sizes, rectangles, fill=black)
             images = dataclasses.replace(images, pixels=pixels)
-    images = _without_hidden_features(images, chosen.is_hidden)
-    return dataclasses.replace(batch, images=images, hidden=chosen, pixel_masks=masks)
+    images = _without_hidden_features(images, chosen.is_masked)
+    return dataclasses.replace(batch, images=images, masked_regions=chosen, pixel_masks=masks)
 
 
-def choose_regions(
+def sample_masked_regions(
     count: int, generator: np.random.Generator, probability: float = 0.15, hide: float = 0.9, swap: float = 0.0
 ) -> tuple[Bool[np.ndarray, " R"], Bool[np.ndarray, " R"], Bool[np.ndarray, " R"]]:
     """Choose the regions that are to be predicted, and among them the ones that the model may not see.
@@ -178,7 +182,7 @@ def choose_regions(
     return drawn < probability, hidden, (drawn < probability * (hide + swap)) & ~hidden
 
 
-def choose_donors(
+def sample_replacements(
     swapped: Bool[np.ndarray, " R"], counts: Sequence[int], generator: np.random.Generator
 ) -> Int64[np.ndarray, " R"]:
     """Whose feature each of the swapped regions gets: of a random image of the batch, a random region.
@@ -190,12 +194,12 @@ def choose_donors(
         image without regions was drawn.
     """
     starts = np.concatenate([[0], np.cumsum(counts)])
-    donors = np.full(len(swapped), -1, dtype=np.int64)
+    replacement_index = np.full(len(swapped), -1, dtype=np.int64)
     for row in np.flatnonzero(swapped):
         image = int(generator.integers(len(counts)))
         if counts[image]:
-            donors[row] = starts[image] + int(generator.integers(counts[image]))
-    return donors
+            replacement_index[row] = starts[image] + int(generator.integers(counts[image]))
+    return replacement_index
 
 
 def _image_generators(batch: Batch) -> list[np.random.Generator]:
@@ -216,33 +220,33 @@ def _without_hidden_features(images: ImageBatch, hidden: list[Bool[Tensor, " _R"
     if images.precomputed is None or images.precomputed.image_features is None:
         return images
     means = []
-    for rows, is_hidden in zip(images.precomputed.features, hidden, strict=True):
-        shown = (~is_hidden).to(rows.dtype)
+    for rows, is_masked in zip(images.precomputed.features, hidden, strict=True):
+        shown = (~is_masked).to(rows.dtype)
         means.append((rows * shown[:, None]).sum(dim=0) / (shown.sum() + 1e-5))
     precomputed = dataclasses.replace(images.precomputed, image_features=torch.stack(means))
     return dataclasses.replace(images, precomputed=precomputed)
 
 
-def swap_features(regions: Regions, hidden: HiddenRegions | None, *, whole_image: bool) -> Regions:
-    """A copy in which regions have the features of their donors.
+def replace_features(regions: Regions, hidden: RegionMasks | None, *, whole_image: bool) -> Regions:
+    """A copy in which regions have the features of their replacement_index.
 
     Args:
         regions: of the N images, as the detector describes them.
         whole_image: row 0 of each image is the whole image, which keeps its feature.
     """
-    if hidden is None or hidden.donors is None:
+    if hidden is None or hidden.replacement_index is None:
         return regions
     given = torch.cat([rows[whole_image:] for rows in regions.features])
     features = []
-    for rows, donors in zip(regions.features, hidden.donors, strict=True):
+    for rows, replacement_index in zip(regions.features, hidden.replacement_index, strict=True):
         own = rows[whole_image:]
         if len(own):
-            own = torch.where((donors >= 0)[:, None], given[donors.clamp(min=0)], own)
+            own = torch.where((replacement_index >= 0)[:, None], given[replacement_index.clamp(min=0)], own)
         features.append(torch.cat([rows[:whole_image], own]))
     return dataclasses.replace(regions, features=features)
 
 
-def cut_to_length(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
+def truncate_batch(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
     """Cut each text and its regions to `limit` positions together, as the official code does after masking.
 
     Texts keep their last wordpiece ([SEP]); regions are lost from the end of each image, evenly over the images of a
@@ -257,18 +261,18 @@ def cut_to_length(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
     kept, limits = [], []
     for length, images in zip(lengths, batch.image_index.tolist(), strict=True):
         own = [counts[image] if image >= 0 else 0 for image in images]
-        text, regions = cut_lengths(length, sum(own), limit)
+        text, regions = truncated_lengths(length, sum(own), limit)
         kept.append(text)
         limits.append([max(number - whole_image, 0) for number in _shares(own, regions)])
     device = batch.image_index.device
-    texts, index = cut_texts(batch.texts, torch.tensor(kept, device=device))
-    targets = None if batch.targets is None else batch.targets.cut(index, texts.attention_mask)
-    phrases = None if batch.phrases is None else batch.phrases.cut(index, texts.attention_mask)
+    texts, index = truncate_texts(batch.texts, torch.tensor(kept, device=device))
+    targets = None if batch.targets is None else batch.targets.truncate(index, texts.attention_mask)
+    phrases = None if batch.phrases is None else batch.phrases.truncate(index, texts.attention_mask)
     limits = torch.tensor(limits, device=device)
     return dataclasses.replace(batch, texts=texts, targets=targets, phrases=phrases, region_limit=limits)
 
 
-def cut_lengths(text_length: int, region_count: int, limit: int) -> tuple[int, int]:
+def truncated_lengths(text_length: int, region_count: int, limit: int) -> tuple[int, int]:
     """How many wordpieces and regions of one text are kept, so that both together are no more than `limit`.
 
     One is dropped from the longer of the two again and again; of equally long ones the text is cut. At least two
@@ -300,7 +304,7 @@ def _shares(counts: list[int], total: int) -> list[int]:
     return kept
 
 
-def cut_texts(texts: TextBatch, kept: Int64[Tensor, " M"]) -> tuple[TextBatch, Int64[Tensor, "M L"]]:
+def truncate_texts(texts: TextBatch, kept: Int64[Tensor, " M"]) -> tuple[TextBatch, Int64[Tensor, "M L"]]:
     """Shorten texts to `kept` wordpieces: the first ones and the very last.
 
     Where the summary is read is kept too: if it would be lost, it takes the place before the last wordpiece.

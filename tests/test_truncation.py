@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from e2e_vl.hiding import cut_lengths, cut_texts, cut_to_length
+from e2e_vl.region_masking import truncate_batch, truncate_texts, truncated_lengths
 from e2e_vl.structures import Batch
 from tests.tasks.tiny_pretraining import SEP, make_batch, make_model, make_pairs
 
@@ -31,12 +31,12 @@ def test_cutting_drops_from_the_longer_one():
     for limit in (*range(1, 20), 63, 64):
         for text in range(2, 90, 1 if limit < 20 else 7):
             for regions in range(1, 90, 1 if limit < 20 else 5):
-                assert cut_lengths(text, regions, limit) == by_dropping_one_by_one(text, regions, limit)
+                assert truncated_lengths(text, regions, limit) == by_dropping_one_by_one(text, regions, limit)
 
 
 def test_a_text_without_regions_stays_as_it_is():
-    assert cut_lengths(70, 0, 64) == (70, 0)
-    assert cut_lengths(10, 0, 64) == (10, 0)
+    assert truncated_lengths(70, 0, 64) == (70, 0)
+    assert truncated_lengths(10, 0, 64) == (10, 0)
 
 
 def test_cutting_is_that_of_the_official_code(golden_root):
@@ -45,7 +45,7 @@ def test_cutting_is_that_of_the_official_code(golden_root):
     text = len(facts["caption_ids"]) + 2
     regions = len(arrays["cc.boxes"]) + 1  # and the whole image
     for number, case in enumerate(facts["cases"]):
-        kept_text, kept_regions = cut_lengths(text, regions, case["seq_len"])
+        kept_text, kept_regions = truncated_lengths(text, regions, case["seq_len"])
         assert (kept_text, kept_regions) == (case["kept_text"], case["kept_boxes"])
         assert len(arrays[f"cc.{number}.text"]) == kept_text
         assert len(arrays[f"cc.{number}.boxes"]) == kept_regions
@@ -57,7 +57,7 @@ def test_cutting_is_that_of_the_official_code(golden_root):
 def test_cutting_keeps_the_last_wordpiece_and_the_first_regions():
     batch = make_batch()
     batch.targets.parts["masked_words"].labels[0, 5] = 30
-    cut = cut_to_length(batch, 6, whole_image=True)
+    cut = truncate_batch(batch, 6, whole_image=True)
     assert cut.texts.attention_mask.sum(dim=1).tolist() == [3, 3, 3, 6]  # the corpus text stays
     assert cut.texts.input_ids[0, :3].tolist() == [*batch.texts.input_ids[0, :2].tolist(), SEP]
     labels = {name: cut.targets.parts[name].labels.tolist() for name in ("masked_words", "masked_text")}
@@ -72,7 +72,7 @@ def test_a_whole_image_that_is_no_region_takes_no_place_of_the_length():
     limits = []
     for in_sequence in (True, False):
         model = make_model(encoder={"whole_image_in_sequence": in_sequence}, max_length=5).eval()
-        limits.append(model.hide(make_batch()).region_limit.tolist())
+        limits.append(model.mask_regions(make_batch()).region_limit.tolist())
         with torch.no_grad():
             output = model(make_batch())
         assert (output.text_regions.row.ge(0) == output.text_regions.attention_mask).all() == (not in_sequence)
@@ -83,7 +83,7 @@ def test_places_in_a_text_follow_its_wordpieces():
     batch = make_batch()
     batch.texts.summary = torch.tensor([6, 0, 1, 5])  # the first text's last wordpiece
     batch.texts.region_of_token = torch.arange(28).reshape(4, 7)
-    texts, index = cut_texts(batch.texts, torch.tensor([3, 4, 3, 2]))
+    texts, index = truncate_texts(batch.texts, torch.tensor([3, 4, 3, 2]))
     assert index.tolist() == [[0, 1, 6, 3], [0, 1, 2, 3], [0, 1, 4, 3], [0, 5, 2, 3]]
     assert texts.attention_mask.sum(dim=1).tolist() == [3, 4, 3, 2]
     assert texts.summary.tolist() == [2, 0, 1, 1]
@@ -97,7 +97,7 @@ def test_the_place_of_a_summary_is_never_cut_away():
     batch.texts.summary = lengths - 2
     batch.texts.input_ids[torch.arange(4), lengths - 2] = 39
     for limit in range(3, 12):
-        texts = cut_to_length(batch, limit, whole_image=True).texts
+        texts = truncate_batch(batch, limit, whole_image=True).texts
         kept = texts.attention_mask.sum(dim=1)
         assert texts.summary.tolist() == (kept - 2).tolist()
         assert (texts.input_ids.gather(1, texts.summary[:, None]) == 39).all()
@@ -107,7 +107,7 @@ def test_the_place_of_a_summary_is_never_cut_away():
 
 def test_short_sequences_stay_as_they_are():
     batch = make_batch()
-    cut = cut_to_length(batch, 64, whole_image=True)
+    cut = truncate_batch(batch, 64, whole_image=True)
     assert torch.equal(cut.texts.input_ids, batch.texts.input_ids)
     assert cut.region_limit.tolist() == [[3], [3], [2], [0]]
 
@@ -146,7 +146,7 @@ def test_the_fuller_image_loses_first(whole_image, limit):
         for second in range(1, 9, 3):
             for length in (2, 4, 8):
                 batch = pairs_of((first, second), length)
-                cut = cut_to_length(batch, limit, whole_image=whole_image)
+                cut = truncate_batch(batch, limit, whole_image=whole_image)
                 counts = first + whole_image, second + whole_image
                 text, regions = by_dropping_one_by_one(length, sum(counts), limit)
                 kept = shares_one_by_one(*counts, regions)
@@ -156,16 +156,16 @@ def test_the_fuller_image_loses_first(whole_image, limit):
 
 def test_each_text_of_a_batch_has_limits_of_its_own():
     """Image 0 has 3 boxes and image 1 has 2; texts 0 and 1 look at both, in either order."""
-    cut = cut_to_length(make_pairs(), 8, whole_image=True)
+    cut = truncate_batch(make_pairs(), 8, whole_image=True)
     assert cut.region_limit.tolist() == [[1, 1], [1, 1], [2, 0], [0, 0]]
     assert cut.texts.attention_mask.sum(dim=1).tolist() == [4, 4, 5, 6]
-    cut = cut_to_length(make_pairs(), 8, whole_image=False)
+    cut = truncate_batch(make_pairs(), 8, whole_image=False)
     assert cut.region_limit.tolist() == [[2, 2], [2, 2], [2, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("in_sequence", [True, False])
 def test_the_model_reads_what_the_cut_leaves(in_sequence):
-    encoder = {"image_slots": 2, "whole_image_in_sequence": in_sequence}
+    encoder = {"max_images": 2, "whole_image_in_sequence": in_sequence}
     model = make_model(encoder=encoder, max_length=7, region_probability=1.0).eval()
     with torch.no_grad():
         output = model(make_pairs())

@@ -42,11 +42,11 @@ OBJECTIVES = {
     "region_features": 1.0,
 }
 LAYERS = {"lxmert": {"l_layers": 1, "r_layers": 1, "x_layers": 1}, "visual_bert": {"num_hidden_layers": 2}}
-OF_TWO_IMAGES = {"lxmert": {"image_slots": 2}, "visual_bert": {"region_types": [0, 1]}}
+OF_TWO_IMAGES = {"lxmert": {"max_images": 2}, "visual_bert": {"region_types": [0, 1]}}
 
 
 def make_model(
-    name: str, colour: str = "mean", hide_probability: float = 1.0, **encoder: object
+    name: str, colour: str = "mean", mask_probability: float = 1.0, **encoder: object
 ) -> VisionLanguageModel:
     """With the same random weights for every chance of a region to be hidden."""
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def make_model(
         made = LxmertEncoder(LxmertEncoderConfig(**settings))
     else:
         made = VisualBertEncoder(VisualBertEncoderConfig(**settings))
-    rule = {"region_probability": 0.6, "hide_probability": hide_probability, "hidden_pixels": colour}
+    rule = {"region_probability": 0.6, "mask_probability": mask_probability, "masked_pixels": colour}
     return put_together(detector, made, OBJECTIVES, max_length=None, **rule).eval()
 
 
@@ -84,10 +84,10 @@ def with_other_pixels(batch: Batch, hidden: list[Tensor]) -> Batch:
 @pytest.mark.parametrize("make", [make_batch, make_pairs])
 @pytest.mark.parametrize("encoder", LAYERS)
 def test_hidden_pixels_change_no_logit_of_a_region_objective(encoder, make, colour):
-    model, open_model = make_model(encoder, colour), make_model(encoder, colour, hide_probability=0.0)
+    model, open_model = make_model(encoder, colour), make_model(encoder, colour, mask_probability=0.0)
     batch = with_targets(make())
-    prepared = model.hide(batch)
-    hidden = [rows[mask] for rows, mask in zip(prepared.boxes, prepared.hidden.is_hidden, strict=True)]
+    prepared = model.mask_regions(batch)
+    hidden = [rows[mask] for rows, mask in zip(prepared.boxes, prepared.masked_regions.is_masked, strict=True)]
     assert sum(map(len, hidden)) in range(1, sum(map(len, prepared.boxes)))
     other = with_other_pixels(batch, hidden)
     with torch.no_grad():
@@ -99,13 +99,15 @@ def test_hidden_pixels_change_no_logit_of_a_region_objective(encoder, make, colo
         assert not is_same(*(output.task.parts[name] for output in seen)), name
     for name in ("regions", "text", "summary"):
         assert_same(getattr(first.encoded, name), getattr(second.encoded, name))
-    assert not any(rows.any() for rows in seen[0].batch.hidden.is_hidden)
-    for rows, wanted in zip(seen[0].batch.hidden.is_labelled, first.batch.hidden.is_labelled, strict=True):
+    assert not any(rows.any() for rows in seen[0].batch.masked_regions.is_masked)
+    for rows, wanted in zip(
+        seen[0].batch.masked_regions.is_labelled, first.batch.masked_regions.is_labelled, strict=True
+    ):
         assert torch.equal(rows, wanted)  # the same regions are predicted, and now they are seen
 
     # What is to be learned is another one, so the losses of the same logits differ.
     labels = [output.batch.region_labels for output in (first, second)]
-    for name in ("features", "found_scores", "found_attribute_scores"):
+    for name in ("features", "detected_scores", "detected_attribute_scores"):
         assert not is_same(*(torch.cat(getattr(one, name)) for one in labels)), name
     for name in REGION_OBJECTIVES:
         assert not is_same(*(output.losses[name].mean for output in (first, second))), name
@@ -115,17 +117,17 @@ def test_hidden_pixels_change_no_logit_of_a_region_objective(encoder, make, colo
 def test_a_region_that_gets_anothers_feature_does_not_show_its_own(encoder):
     """LXMERT swaps some of the chosen regions instead of hiding them: their pixels stay, their feature goes."""
     batch = with_targets(make_batch())
-    shown = make_model(encoder, hide_probability=0.0)
-    swapped = make_model(encoder, hide_probability=0.0)
-    swapped.task.config = dataclasses.replace(swapped.task.config, swap_probability=1.0)
-    prepared = swapped.hide(batch)
-    assert any((donors >= 0).any() for donors in prepared.hidden.donors)
+    shown = make_model(encoder, mask_probability=0.0)
+    swapped = make_model(encoder, mask_probability=0.0)
+    swapped.task.config = dataclasses.replace(swapped.task.config, replace_probability=1.0)
+    prepared = swapped.mask_regions(batch)
+    assert any((replacement_index >= 0).any() for replacement_index in prepared.masked_regions.replacement_index)
     with torch.no_grad():
         outputs = [model(batch) for model in (shown, swapped)]
         regions, _, _ = swapped.encode(prepared)
     own = torch.cat(outputs[0].regions.features)
-    donors = torch.cat(prepared.hidden.donors)
-    expected = torch.where((donors >= 0)[:, None], own[donors.clamp(min=0)], own)
+    replacement_index = torch.cat(prepared.masked_regions.replacement_index)
+    expected = torch.where((replacement_index >= 0)[:, None], own[replacement_index.clamp(min=0)], own)
     assert_same(torch.cat(regions.features), expected)
     for name in REGION_OBJECTIVES:
         assert not is_same(*(output.task.parts[name] for output in outputs)), name

@@ -23,9 +23,9 @@ MAKERS = {
     "lxmert": (test_lxmert.make_model, {}),
 }
 OF_PAIRS = {
-    "vl_bert": {"image_slots": 2, "image_feature_on_words": False, "uses_whole_image": False},
+    "vl_bert": {"max_images": 2, "image_feature_on_words": False, "uses_whole_image": False},
     "visual_bert": {},
-    "lxmert": {"image_slots": 2},
+    "lxmert": {"max_images": 2},
 }
 
 
@@ -48,18 +48,20 @@ def test_inner_states_are_those_after_so_many_layers(name):
     layers = joint_layers(encoder, name)
     assert encoder.num_joint_layers == len(layers)
     plain = encoder(*inputs)
-    assert plain.inner is None
-    last = encoder(*inputs, inner_layer=len(layers))
-    torch.testing.assert_close(last.inner.text, plain.text)
-    torch.testing.assert_close(last.inner.regions, plain.regions)
-    first = encoder(*inputs, inner_layer=len(layers) - 1).inner
+    assert plain.intermediate is None
+    last = encoder(*inputs, intermediate_layer=len(layers))
+    torch.testing.assert_close(last.intermediate.text, plain.text)
+    torch.testing.assert_close(last.intermediate.regions, plain.regions)
+    first = encoder(*inputs, intermediate_layer=len(layers) - 1).intermediate
     assert (first.text - plain.text).abs().max() > 1e-3 and (first.regions - plain.regions).abs().max() > 1e-3
     texts, regions = inputs
     assert not first.text[~texts.attention_mask].any() and not first.regions[~regions.attention_mask].any()
     for parameter in layers[-1].parameters():  # what comes later does not matter
         nn.init.normal_(parameter)
-    changed = encoder(*inputs, inner_layer=len(layers) - 1)
-    assert torch.equal(changed.inner.text, first.text) and torch.equal(changed.inner.regions, first.regions)
+    changed = encoder(*inputs, intermediate_layer=len(layers) - 1)
+    assert torch.equal(changed.intermediate.text, first.text) and torch.equal(
+        changed.intermediate.regions, first.regions
+    )
     assert not torch.allclose(changed.text, plain.text, atol=1e-2)
 
 
