@@ -18,6 +18,7 @@ from e2e_vl.text import (
     TextLayout,
     TextTokenizer,
     build_vocabulary,
+    fill_template,
     load_tokenizer,
     truncate_fronts,
 )

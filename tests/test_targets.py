@@ -227,7 +227,7 @@ def test_texts_without_a_target_are_told_apart():
     joined = Some.join([Some(np.ones(4), 3), Some(np.zeros(4), -1, has_target=False), Some(np.ones(4), 5)])
     assert joined.has_target.tolist() == [True, False, True] and joined.number.tolist() == [3, -1, 5]
     assert joined.with_target(joined.number).tolist() == [3, 5]
-    assert joined.to("meta").known.is_meta
+    assert joined.to("meta").has_target.is_meta
     cut = joined.truncate(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1, dtype=torch.bool))
     assert cut.has_target.tolist() == [True, False, True]
     none = Some.join([Some(number=0, has_target=False)] * 2)
