@@ -5,10 +5,9 @@ step_00001000/
                   no training code
   state/          weights, optimiser and random states of every process (Accelerate)
   step.json       position in the run
-  checksums.json  of all these files; a resumed run passes over checkpoints whose files are not as they were written
-  best/           perhaps: the best model when the checkpoint was saved, see `e2e_vl/run/best.py`
+  checksums.json  of all these files; a resumed run passes over checkpoints whose files are damaged
 
-A checkpoint is written beside its place and renamed when it is whole. No file of it can run code when it is loaded.
+A checkpoint is written beside its place and renamed when it is complete. No file of it can run code when it is loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,30 +22,27 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import load as load_without_code
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from detector.checkpoint import load_class_names, load_strictly, load_weights, save_settings
-from detector.errors import DiskError, MissingFileError, UserError
-from detector.io import begin_folder, decode_yaml, finish_folder, part_of, read_json, read_yaml, write_json
-from detector.weight_files import read_tensors
-from e2e_vl.config import VERSION, RunConfig, differences, load_config, load_overrides, save_config, saved_version
+from detector.checkpoint import load_class_names, load_strictly, save_settings
+from detector.errors import MissingFileError, UserError
+from detector.io import atomic_folder, decode_yaml, read_json, read_yaml, write_json
+from e2e_vl.config import RunConfig, differences, load_config, load_overrides, save_config
 from e2e_vl.data.answer_lists import ANSWERS_FILE, write_answers
 from e2e_vl.detector_yaml import read_detector_config
-from e2e_vl.io import CHECKSUMS, errors_naming, find_damage, model_folder, write_checksums
+from e2e_vl.io import find_damage, model_folder, write_checksums
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.plain_yaml import check_plain
 from e2e_vl.run.build import build_model, task_class
-from e2e_vl.run.checked_state import check_files, check_optimizer, checked_position, has_random_state
-from e2e_vl.run.earlier_rules import rules_of
-from e2e_vl.run.failed_step import not_finite
-from e2e_vl.run.stopping import all_or_none, is_disk_full, is_lost_process
+from e2e_vl.run.guards import disk_errors_named
+from e2e_vl.run.launch import on_main
 from e2e_vl.tasks.phrase_head import load_head
 from e2e_vl.text import load_tokenizer
-from e2e_vl.weights.start import TEACHER, check_answers, check_vocabulary, todays_names
+from e2e_vl.weights.start import check_answers, check_vocabulary
+
+logger = logging.getLogger(__name__)
 
 # A whole model in `save_pretrained` form, as it is saved in a run, in a checkpoint and by users.
 
@@ -107,9 +102,8 @@ def load_model(
             `detector.overrides.TEST.DETECTIONS_PER_IMAGE=50` on top of the saved detector settings.
 
     Raises:
-        FileNotFoundError: no model there, or a file of it is missing.
-        ValueError: weights that do not fit the settings beside them, or are too few for them; or settings that refer to
-            something outside of their file (see `check_plain`).
+        MissingFileError: no model there, or a file of it is missing.
+        UserError: weights that do not fit the settings beside them.
     """
     folder = model_folder(folder)
     for word in overrides or []:
@@ -119,77 +113,30 @@ def load_model(
     overrides = [*(overrides or []), "phrases.weights=null"]
     config = _without_start(saved_settings(folder, overrides), folder, overrides)
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
-    _check_size(config, tokenizer, folder)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
-    load_strictly(model.detector, folder / "detector" / "model.safetensors")
     load_class_names(model.detector, folder / "detector")
-    load_strictly(model.encoder, folder / "encoder" / "model.safetensors")
-    _load_task(model, folder)
+    for name, part in {"detector": model.detector, "encoder": model.encoder, "task": model.task}.items():
+        load_strictly(part, folder / name / "model.safetensors")
+    if model.teacher is not None:
+        load_strictly(model.teacher, folder / "teacher" / "model.safetensors")
     if model.phrase_head is not None:
         load_head(model.phrase_head, folder / "phrases" / "model.safetensors")
     return config, model.eval(), tokenizer
 
 
-def _check_size(config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Compare the number of parameters with the weights before memory is taken for them.
-
-    Raises:
-        UserError: the settings ask for more parameters than the weights have bytes.
-    """
-    with torch.random.fork_rng(devices=[]), torch.device("meta"), errors_naming(folder / "config.yaml"):
-        model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
-    number = sum(parameter.numel() for parameter in model.parameters())
-    held = sum(path.stat().st_size for path in folder.glob("*/*.safetensors"))
-    if number > held:
-        raise UserError(
-            f"{folder}: its settings ask for {number} parameters, and its weights have {held} bytes; get the whole "
-            "folder again."
-        )
-
-
 def saved_settings(run_dir: Path, overrides: list[str] | None = None) -> RunConfig:
-    """The settings that a model was saved with; settings of an earlier version come in today's form.
+    """The settings that a model was saved with.
 
     Raises:
-        FileNotFoundError: no model there.
-        ValueError: settings that refer to something outside of their file, or a value that may mean two rules.
+        MissingFileError: no model there.
     """
     path = model_folder(run_dir) / "config.yaml"
     check_plain(path)
-    in_todays_words = rules_of(path, overrides or [])
-    if saved_version(path) == VERSION:
-        return load_config(path, overrides, upgrade=in_todays_words)
-
-    def upgrade(content: dict[str, Any]) -> None:
-        with errors_naming(path):
-            _upgrade(content)
-        in_todays_words(content)
-
-    return load_config(path, overrides, upgrade=upgrade)
-
-
-def _upgrade(content: dict[str, Any]) -> None:
-    """The settings of an earlier version in today's form, in place. Sections that are no mappings are left as they are:
-    reading them says so."""
-    task, data = content.get("task"), content.get("data")
-    if not isinstance(task, dict) or not isinstance(data, dict):
-        return
-    resize = data.get("resize")
-    rounding = resize.get("rounding") if isinstance(resize, dict) else None
-    if isinstance(rounding, str) and rounding != "detectron2":  # the other one had another name
-        resize["rounding"] = "truncate"
-    options = [section.setdefault("config", {}) for section in (task, data)]
-    if isinstance(task.get("name"), str) and all(isinstance(one, dict) for one in options):
-        task_class(task["name"]).upgrade(task["config"], data)
+    return load_config(path, overrides)
 
 
 def _without_start(config: RunConfig, folder: Path, overrides: list[str]) -> RunConfig:
-    """The settings of a saved model: detector and answers are its own, and nothing else is loaded.
-
-    Raises:
-        FileNotFoundError: the detector's settings or the answers are missing.
-        ValueError: detector settings that refer to something outside of their file.
-    """
+    """The settings of a saved model: detector and answers are its own, and nothing else is loaded."""
     check_plain(folder / "detector" / "config.yaml")
     changes = [word for word in overrides if word.startswith("detector.overrides.")]
     detector = dataclasses.replace(
@@ -225,20 +172,7 @@ def _with_answers(settings: Any, path: Path) -> Any:
     return settings | {"answers": str(path), "answer_sources": None}
 
 
-def _load_task(model: VisionLanguageModel, folder: Path) -> None:
-    """Weights of the head and of the teacher; models of an earlier version hold both in one file, with other names."""
-    path = folder / "task" / "model.safetensors"
-    tensors = read_tensors(path)
-    teacher = {name.removeprefix(TEACHER): value for name, value in tensors.items() if name.startswith(TEACHER)}
-    own = todays_names(tensors, type(model.task))
-    own = {name: value for name, value in own.items() if name in model.task.state_dict() or name in tensors}
-    load_weights(model.task, own, path)
-    if model.teacher is not None:
-        path = path if teacher else folder / "teacher" / "model.safetensors"
-        load_weights(model.teacher, teacher or read_tensors(path), path)
-
-
-logger = logging.getLogger(__name__)
+# Checkpoints of a run
 
 POSITION_FILE = "step.json"
 
@@ -249,7 +183,6 @@ def save_state(
     config: RunConfig,
     model: VisionLanguageModel,
     tokenizer: PreTrainedTokenizerBase,
-    optimizer: torch.optim.Optimizer,
     *,
     position: dict[str, Any],
     keep: int,
@@ -262,121 +195,45 @@ def save_state(
         position: `step` and whatever else of the run's position JSON can hold; `load_state` returns it.
 
     Raises:
-        FloatingPointError: weights or moments of the optimiser are NaN or infinite; nothing is written.
-        OSError: it could not be written; nothing of it is left, and the earlier checkpoints are as they were.
+        FloatingPointError: weights are NaN or infinite; nothing is written.
+        DiskError: the disk is full; nothing of it is left, and the earlier checkpoints are as they were.
     """
-    run_dir, is_main = folder.parent.parent, accelerator.is_main_process
-    try:
-        with all_or_none(accelerator):
-            if is_main:
-                _refuse_nan(model, optimizer, run_dir)
-                with _writing(folder):
-                    begin_folder(folder)
-        with all_or_none(accelerator), _writing(folder):
-            accelerator.save_state(str(part_of(folder) / "state"))
-        with all_or_none(accelerator):
-            if is_main:
-                with _writing(folder):
-                    _finish(folder, config, model, tokenizer, {**position, "processes": accelerator.num_processes})
-                whole = [one for one in complete_checkpoints(run_dir) if one.name <= folder.name]
-                for old in set(complete_checkpoints(run_dir)).difference(whole[-keep:]):
-                    (old / POSITION_FILE).unlink()
-                    shutil.rmtree(old)
-    finally:
-        if is_main:
-            shutil.rmtree(part_of(folder), ignore_errors=True)
-
-
-def _finish(
-    folder: Path, config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, position: Any
-) -> None:
-    part = part_of(folder)
-    save_model(part / "model", config, model, tokenizer)
-    write_json(part / POSITION_FILE, {**position, "checksums": CHECKSUMS})
-    write_checksums(part)
-    finish_folder(folder)
-
-
-def _refuse_nan(model: VisionLanguageModel, optimizer: torch.optim.Optimizer, run_dir: Path) -> None:
-    moments = {
-        f"{name} of parameter {number} in the optimiser": value
-        for number, state in enumerate(optimizer.state.values())
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and value.dim()
-    }
-    bad = not_finite({**model.state_dict(), **moments})
+    bad = [name for name, value in model.named_parameters() if not value.isfinite().all()]
     if bad:
         raise FloatingPointError(
-            f"{bad[0]} became NaN or infinite, so nothing is saved; lower train.lr, or set train.clip_norm. "
-            f"{newest_in_words(run_dir)}"
+            f"{bad[0]} became NaN or infinite, so nothing is saved; lower train.lr, or set train.clip_norm. --resume "
+            "continues from the newest checkpoint."
         )
-
-
-def newest_in_words(run_dir: Path) -> str:
-    """Where a run can go on, as a sentence."""
-    complete = complete_checkpoints(run_dir)
-    return f"--resume continues from {complete[-1]}." if complete else "There is no checkpoint to go on from."
-
-
-@contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Whatever the libraries raise when they cannot write becomes a DiskError with one sentence."""
-    try:
-        yield
-    except Exception as error:  # tokenizers raise nothing more special
-        is_about_files = isinstance(error, OSError | RuntimeError | SafetensorError) and not is_lost_process(error)
-        if not is_about_files and not is_disk_full(error):
-            raise
-        reason = "the disk or a quota is full" if is_disk_full(error) else " ".join(str(error).split())[:200]
-        raise DiskError(
-            f"{folder} cannot be written ({reason}); nothing of it is left. Make room, or repair the disk. "
-            f"{newest_in_words(folder.parent.parent)}"
-        ) from error
-
-
-_UNUSABLE = (  # what libraries raise for a state that is damaged or of another model
-    *(ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError),
-    *(ValueError, SafetensorError),
-)
+    with disk_errors_named(folder), contextlib.ExitStack() as writing:
+        part = on_main(accelerator, lambda: writing.enter_context(atomic_folder(folder)))
+        accelerator.save_state(str(part / "state"))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            save_model(part / "model", config, model, tokenizer)
+            write_json(part / POSITION_FILE, {**position, "processes": accelerator.num_processes})
+            write_checksums(part)
+    if accelerator.is_main_process:
+        every = complete_checkpoints(folder.parent.parent)
+        kept = [one for one in every if one.name <= folder.name][-keep:]
+        for old in set(every).difference(kept):
+            (old / POSITION_FILE).unlink()  # from now on it is incomplete
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
 
 
 def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
     """Continue from a checkpoint folder; returns the position that was saved with it.
 
     The optimiser keeps the options (rates, decay, ...) of the current settings, which it was built with.
-
-    Raises:
-        UserError: a file of the checkpoint is damaged, does not fit the model or tries to run code; or weights or
-            moments are NaN or infinite.
     """
-    state = folder / "state"
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     try:
-        position = read_position(folder)
-        check_files(state)
-        # Accelerate silently goes on without random states that it cannot read
-        random_states = load_without_code(state / f"random_states_{accelerator.process_index}.pkl")
-        accelerator.load_state(str(state))
-        if not torch.equal(torch.get_rng_state(), random_states["torch_manual_seed"]):
-            raise UserError("the random states are damaged")
-        if not has_random_state(accelerator.device, random_states):
-            logger.warning(
-                "%s has no random state of %s, since other devices saved it; dropout and sampled regions will not be "
-                "the same as without the stop.",
-                *(folder, accelerator.device),
-            )
-        # gradients that overflowed in every step so far are a reason not to have moments
-        check_optimizer(optimizer, has_stepped=position["step"] > 0 and accelerator.scaler is None)
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{state}: optimizer.bin or a random_states file is damaged or tries to run code; use another checkpoint."
-        ) from error
-    except _UNUSABLE as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"Cannot continue from {folder} ({reason}); use another checkpoint.") from error
+        accelerator.load_state(str(folder / "state"))
+    except ValueError as error:  # of torch, about other parameter groups
+        raise UserError(f"Cannot continue from {folder} ({error}); resume with its own settings.") from error
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
-    return position
+    return read_json(folder / POSITION_FILE)
 
 
 def check_lists(folder: Path, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -389,16 +246,12 @@ def check_lists(folder: Path, model: VisionLanguageModel, tokenizer: PreTrainedT
     check_answers(folder / "model" / "task", model.task)
 
 
-def read_position(folder: Path) -> dict[str, Any]:
-    """Content of a checkpoint's step.json.
-
-    Raises:
-        UserError: it is damaged.
-    """
-    return checked_position(read_json(folder / POSITION_FILE, dict[str, Any]), folder / POSITION_FILE)
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Checkpoint folders of a run directory that were written to the end, oldest first."""
+    return sorted(path.parent for path in (run_dir / "checkpoints").glob(f"step_*/{POSITION_FILE}"))
 
 
-def newest_whole(output: Path) -> Path | None:
+def newest_checkpoint(output: Path) -> Path | None:
     """The newest checkpoint of a run directory whose files are as they were written, or None if there never was one.
 
     Damaged ones are passed over with a warning.
@@ -408,10 +261,10 @@ def newest_whole(output: Path) -> Path | None:
     """
     damaged: list[str] = []
     for folder in reversed(complete_checkpoints(output)):
-        damage = _damage(folder)
+        damage = find_damage(folder)
         if damage is None:
             if damaged:
-                logger.warning("%s; the run goes on from %s, the newest whole checkpoint.", "; ".join(damaged), folder)
+                logger.warning("%s; the run goes on from %s.", "; ".join(damaged), folder)
             return folder
         damaged.append(f"{folder} is damaged ({damage})")
     if damaged:
@@ -421,37 +274,22 @@ def newest_whole(output: Path) -> Path | None:
     return None
 
 
-def _damage(folder: Path) -> str | None:
-    try:
-        has_checksums = (folder / CHECKSUMS).exists() or "checksums" in read_position(folder)
-    except (OSError, ValueError):
-        return f"its {POSITION_FILE} cannot be read"
-    return find_damage(folder) if has_checksums else None  # earlier versions wrote none
-
-
 def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path | None:
-    """The newest whole checkpoint of a run directory, or None if the run never saved one.
+    """The newest undamaged checkpoint of a run directory, or None if the run never saved one.
 
     Settings may differ from the settings of the checkpoint where they leave the architecture; they are logged.
 
     Raises:
         UserError: the checkpoint was made by another architecture, or by another number of processes; or all
             checkpoints are damaged.
-        FileNotFoundError: the run directory does not exist.
+        MissingFileError: the run directory does not exist.
     """
     if not output.is_dir():
         raise MissingFileError(f"Cannot resume: run directory {output} does not exist; start without --resume.")
-    folder = newest_whole(output)
+    folder = newest_checkpoint(output)
     if folder is None:
         return None
-    if saved_version(folder / "model" / "config.yaml") != VERSION:
-        raise UserError(
-            f"Cannot resume from {folder}: it was saved by an earlier version of this project; evaluate it, start a "
-            f"new run from it with encoder.weights={output}, or choose another `output`."
-        )
-    check_plain(folder / "model" / "config.yaml")
-    path = folder / "model" / "config.yaml"
-    written = load_config(path, upgrade=rules_of(path))
+    written = saved_settings(folder / "model")
     as_saved = dataclasses.replace(written.detector, config=str(folder / "model/detector/config.yaml"), overrides={})
     saved = dataclasses.replace(written, detector=as_saved)
     changed = differences(_architecture(saved), _architecture(config))
@@ -460,7 +298,7 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
             f"Cannot resume from {folder}: its architecture differs from the settings ({'; '.join(changed[:3])}); "
             "resume with the settings in its model/config.yaml, or choose another `output`."
         )
-    processes = read_position(folder)["processes"]
+    processes = read_json(folder / POSITION_FILE)["processes"]
     if processes != num_processes:
         raise UserError(
             f"Cannot resume from {folder}: it was saved by {processes} processes, and this run has {num_processes}; "
@@ -470,33 +308,6 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     if changed:
         logger.warning("Resuming %s with other settings than before: %s", output, "; ".join(changed))
     return folder
-
-
-def refuse_to_overwrite(output: Path) -> None:
-    """Raises ValueError if the run directory already holds a run, or anything that is no run, or is no directory.
-
-    A run that was stopped before its first checkpoint may begin again.
-    """
-    if output.exists() and not output.is_dir():
-        raise UserError(f"{output} is a file; choose another `output`, a directory for the run.")
-    if complete_checkpoints(output) or (output / "metrics.json").exists():
-        raise UserError(f"{output} already holds a run; continue it with --resume, or choose another `output`.")
-    if output.exists() and not is_run(output) and any(not path.name.startswith(".") for path in output.iterdir()):
-        raise UserError(
-            f"{output} is not empty and holds no run; choose another `output`, so that nothing in it is overwritten."
-        )
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a folder has the complete settings that a run writes first; what people write has fewer keys."""
-    try:
-        content = read_yaml(folder / "config.yaml")
-    except (OSError, UserError):
-        return False
-    return (
-        isinstance(content, dict)
-        and {field.name for field in dataclasses.fields(RunConfig)} - {"revision"} <= content.keys()
-    )
 
 
 def _architecture(config: RunConfig) -> dict[str, Any]:
@@ -509,22 +320,23 @@ def _architecture(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoint folders of a run directory that were written to the end, oldest first."""
-    return sorted(path.parent for path in (run_dir / "checkpoints").glob(f"step_*/{POSITION_FILE}"))
+def refuse_to_overwrite(output: Path) -> None:
+    """Raises UserError if the run directory already holds a run, or anything that is no run, or is no directory.
 
-
-def finished_metrics(run_dir: Path, step: int, *, is_over: bool, patience: int | None) -> dict[str, Any] | None:
-    """`metrics.json` of a run that has ended after this step and written everything; None if something is left to do.
-
-    Args:
-        is_over: no step is left.
-        patience: of the settings; a run that stopped early for as many evaluations has ended, too.
+    A run that was stopped before its first checkpoint may begin again.
     """
-    try:
-        metrics = read_json(run_dir / "metrics.json", dict[str, Any])
-    except (FileNotFoundError, ValueError):
-        return None
-    has_waited = patience is not None and metrics.get("stopped_early", 0) >= patience
-    is_whole = metrics.get("steps") == step and (run_dir / "report.html").is_file()
-    return metrics if is_whole and (is_over or has_waited) else None
+    if output.exists() and not output.is_dir():
+        raise UserError(f"{output} is a file; choose another `output`, a directory for the run.")
+    if complete_checkpoints(output) or (output / "metrics.json").exists():
+        raise UserError(f"{output} already holds a run; continue it with --resume, or choose another `output`.")
+    if output.exists() and not _is_run(output) and any(not path.name.startswith(".") for path in output.iterdir()):
+        raise UserError(
+            f"{output} is not empty and holds no run; choose another `output`, so that nothing in it is overwritten."
+        )
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder has the complete settings that a run writes first; what people write has fewer keys."""
+    path = folder / "config.yaml"
+    content = read_yaml(path) if path.is_file() else None
+    return isinstance(content, dict) and {"output", "detector", "encoder", "task", "data", "train"} <= content.keys()

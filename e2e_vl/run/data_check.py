@@ -7,6 +7,7 @@ the other files and splits are read all the same. Nothing is written, no image i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
@@ -15,17 +16,26 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from detector.errors import UserError
-from e2e_vl.config import BoxSource, RunConfig
+from detector.errors import MissingFileError, UserError, user_path
+from e2e_vl.config import BoxSource, DataSettings, RunConfig
 from e2e_vl.data.base import VLDataset, Wants, check_boxes_source, open_options
 from e2e_vl.data.image_loader import open_boxes_of
 from e2e_vl.data.overlap import PhotoId, PhotoIds, number_of_photos
 from e2e_vl.data.storage.record_errors import NotedErrors
 from e2e_vl.data.storage.shared_reads import SharedReads, collection_paused
-from e2e_vl.run.build import is_drawn, named_parts, open_split, possible_answers, splits_of, task_config
-from e2e_vl.run.preflight import Findings, find_files
+from e2e_vl.run.build import (
+    answers_path,
+    is_drawn,
+    named_parts,
+    open_split,
+    possible_answers,
+    splits_of,
+    task_config,
+    wants_of,
+)
 from e2e_vl.run.split_walk import FolderLists, SplitFacts, SplitWalk, TextLengths, WalkRules
 from e2e_vl.samples import SampleImage
+from e2e_vl.synthetic import FORMATS
 from e2e_vl.text import load_tokenizer
 
 _VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\d[\d.]*(?:-\d+)*")
@@ -240,3 +250,43 @@ def _overlap(split: str, photos: dict[str, tuple[PhotoId, ...]], place: str, kno
         return None
     number, of = (number_of_photos(photos[name] for name in names) for names in (common, photos))
     return Overlap(split, place, number, of, tuple(common[:3]))
+
+
+class Findings(list[str]):
+    """Sentences about what stands in the way of a run."""
+
+    @contextlib.contextmanager
+    def noting(self, prefix: str = "") -> Iterator[None]:
+        """An error about settings, data or files becomes a finding, and the looking goes on."""
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            self.append(f"{prefix}{error}")
+
+
+def find_files(config: RunConfig, kind: type[VLDataset], found: Findings, will_be_drawn: bool) -> None:
+    """Look for the files of `data.files`; those that will be drawn need not be there yet."""
+    root = user_path(config.data.root, "data.root")
+    files, options = open_options(kind, config.data)
+    if not root.is_dir() and not will_be_drawn:
+        raise MissingFileError(f"data.root is {config.data.root}, and there is no such folder; set it to your data.")
+    answers = answers_path(config)
+    if answers is not None and not answers.is_file() and not will_be_drawn:
+        found.append(f"{answers}: cannot read the answers, there is no such file; check the path in the settings.")
+    for split, boxes, training in splits_of(config):
+        wants = wants_of(config, boxes, training=training)
+        for key in (key for key in kind.reads(options, split, wants) if key in files):
+            for part in split.split("+"):  # joined splits
+                name = files.name(key, split=part)
+                is_drawn_later = will_be_drawn and name.partition("/")[0] in ("images", *FORMATS)
+                # other placeholders are known only when the file that says them is read
+                if "{" not in name and not is_drawn_later and not (root / name).exists():
+                    found.append(_not_there(key, root / name, config.data))
+
+
+def _not_there(key: str, path: Path, settings: DataSettings) -> str:
+    kind = "file" if path.suffix else "file or folder"
+    return (
+        f"{path}: cannot read the {key}, there is no such {kind}; check data.root ({settings.root}) and "
+        f"data.files.{key} ({settings.files[key]})."
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from e2e_vl.run.build import Run, build_collate, build_examples, warn_of_random_
 from e2e_vl.run.checkpoint import load_model, saved_settings
 from e2e_vl.run.launch import gather_to_main, make_accelerator, on_main
 from e2e_vl.run.optim import LOSS, LossSums
-from e2e_vl.run.stopping import all_or_none
 from e2e_vl.tasks.base import Records, Task, with_target, without_answers
 from e2e_vl.tasks.phrase_head import grounding_metrics, with_phrases, with_short_phrases
 
@@ -43,8 +42,6 @@ def evaluate_splits(
     max_images: int | None = None,
     output: Path | None = None,
     show: Callable[[Records, str], None] | None = None,
-    should_stop: Callable[[], int | None] = lambda: None,
-    on_fault: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Evaluate all of `data.eval_splits` with all of `eval.boxes`, on `run.eval_data`.
 
@@ -55,11 +52,10 @@ def evaluate_splits(
         max_images: look only at the first `max_images` images of each split; None = all.
         output: folder for `predictions_<split>_<boxes>.json`; None writes none.
         show: given the predictions of each split and box source, and their name, on the main process.
-        should_stop, on_fault: see `evaluate`.
 
     Returns:
-        Metrics under names such as `val/accuracy_predicted_boxes` and `val/accuracy_predicted_boxes/relation`; with `val/loss_...`,
-        the sum of the mean losses, if `train.keep_best` judges by it.
+        Metrics under names such as `val/accuracy_predicted_boxes` and `val/accuracy_predicted_boxes/relation`; with
+        `val/loss_...`, the sum of the mean losses, if `train.keep_best` judges by it.
     """
     metrics: dict[str, Any] = {}
     best = MetricName.read(config.train.keep_best or "")
@@ -75,13 +71,10 @@ def evaluate_splits(
                 name=name,
                 losses=losses,
                 unreadable=unreadable,
-                should_stop=should_stop,
-                on_fault=on_fault,
             )
-            with all_or_none(accelerator, on_fault):
-                scores = on_main(accelerator, functools.partial(metrics_of, run.model.task, records))
-                if show is not None and accelerator.is_main_process:
-                    show(records, name)
+            scores = on_main(accelerator, functools.partial(metrics_of, run.model.task, records))
+            if show is not None and accelerator.is_main_process:
+                show(records, name)
             scores |= counted(unreadable)
             if losses is not None:
                 scores |= losses.score(config)
@@ -103,8 +96,6 @@ def evaluate(
     name: str = "evaluation",
     losses: LossSums | None = None,
     unreadable: list[Unreadable] | None = None,
-    should_stop: Callable[[], int | None] = lambda: None,
-    on_fault: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Predictions for every text of a split, as plain records, on the main process; the others return none.
 
@@ -117,13 +108,10 @@ def evaluate(
         losses: the losses of the task and of phrases are added to it.
         unreadable: images that are missing or cannot be read are left out, logged and added to it, the same on every
             process; None: such an image is an error.
-        should_stop: asked before every batch; where it gives a number on any process, `EvaluationStoppedError` is
-            raised on all of them.
-        on_fault: called on every process where a batch cannot be had or evaluated on any, before the error is raised.
 
     Raises:
         RuntimeError: a text was predicted twice or not at all.
-        FileNotFoundError, ValueError: an image is missing or cannot be read; or no image at all could be read.
+        MissingFileError, UserError: an image is missing or cannot be read; or no image at all could be read.
     """
     groups = examples.groups[:max_images] if max_images is not None else examples.groups
     sampler = GroupedBatchSampler(
@@ -139,48 +127,36 @@ def evaluate(
     )
     was_training = model.training
     model.eval()
-    _share_buffers(model, accelerator)
+    if accelerator.num_processes > 1:  # batch statistics of the main process count, as when the model is saved
+        for buffer in model.buffers():
+            broadcast(buffer, from_process=0)
     records: list[dict[str, Any]] = []
     bar = tqdm(loader, desc=name, unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process)
-    with all_or_none(accelerator, on_fault), torch.no_grad(), accelerator.autocast(), bar:
+    with torch.no_grad(), accelerator.autocast(), bar:
         for batch in bar:
-            if should_stop():
-                break
             batch = batch.to(accelerator.device)
             output = with_phrases(model(batch, output_attentions=model.task.reads_attention))
             records += without_answers(model.task.predict(output.batch, output), output.batch.records)
             if losses is not None:
                 losses.add(output.task_losses)
     model.train(was_training)
-    if stopped := max(gather_object([should_stop() or 0])):
-        raise EvaluationStoppedError(stopped)
     records = gather_to_main(accelerator, records)
     if unreadable is not None:
         unreadable += sorted(gather_object(own_unreadable), key=lambda one: one.texts)
-        _tell(unreadable, name, accelerator)
-    with all_or_none(accelerator, on_fault):
-        on_main(accelerator, lambda: _check_complete(records, groups, unreadable or [], name))
-    return records
-
-
-def _share_buffers(model: VisionLanguageModel, accelerator: Accelerator) -> None:
-    """Batch statistics of the main process count, as when the model is saved."""
-    if accelerator.num_processes > 1:
-        for buffer in model.buffers():
-            broadcast(buffer, from_process=0)
-
-
-def _check_complete(
-    records: Records, groups: Sequence[Sequence[int]], unreadable: Sequence[Unreadable], name: str
-) -> None:
-    """Sort the records; raises RuntimeError unless there is one for each text of a readable image."""
+        if unreadable and accelerator.is_main_process:
+            more = f" (and {len(unreadable) - 1} more)" if len(unreadable) > 1 else ""
+            texts = sum(len(one.texts) for one in unreadable)
+            logger.warning("%s: %s%s; %d texts have no prediction.", name, unreadable[0].reason, more, texts)
+    if not accelerator.is_main_process:
+        return records
     records.sort(key=lambda record: record["text_index"])
     if unreadable and not records:
         raise UserError(f"{name}: no image can be read; {unreadable[0].reason}")
-    lost = {index for one in unreadable for index in one.texts}
+    lost = {index for one in unreadable or () for index in one.texts}
     expected = sorted(index for group in groups for index in group if index not in lost)
     if [record["text_index"] for record in records] != expected:
         raise RuntimeError(f"{name}: {len(records)} predictions for {len(expected)} texts; some are missing or double.")
+    return records
 
 
 def metrics_of(task: Task, records: Records) -> dict[str, Any]:
@@ -195,20 +171,9 @@ def with_correct(task: Task, record: dict[str, Any]) -> dict[str, Any]:
     return record | {"correct": None if record.get(ONLY_PHRASES) else task.correct(record)}
 
 
-class EvaluationStoppedError(Exception):
-    """A signal asked to stop; its number is the argument."""
-
-
 def counted(unreadable: list[Unreadable]) -> dict[str, int]:
     """The number of images that could not be read, as a metric, if there are any."""
     return {"unreadable_images": len({image for one in unreadable for image in one.images})} if unreadable else {}
-
-
-def _tell(unreadable: list[Unreadable], name: str, accelerator: Accelerator) -> None:
-    if unreadable and accelerator.is_main_process:
-        more = f" (and {len(unreadable) - 1} more)" if len(unreadable) > 1 else ""
-        texts = sum(len(one.texts) for one in unreadable)
-        logger.warning("%s: %s%s; %d texts have no prediction.", name, unreadable[0].reason, more, texts)
 
 
 def write_unreadable(path: Path, unreadable: list[Unreadable]) -> None:

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    broadcast_object_list,
     get_cpu_distributed_information,
     get_int_from_env,
     parse_flag_from_env,
@@ -34,7 +35,6 @@ DIVIDED = {
 }
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 Found = TypeVar("Found")
-_ON_THE_CPU = "or use the CPU (`accelerate launch --cpu`, or ACCELERATE_USE_CPU=true)"
 
 
 def make_accelerator(mixed_precision: str, *, max_wait_minutes: float = 240.0, **options: Any) -> Accelerator:
@@ -47,11 +47,17 @@ def make_accelerator(mixed_precision: str, *, max_wait_minutes: float = 240.0, *
     minutes, in which large data cannot be read for the first time).
 
     Raises:
-        ValueError: GPUs were asked for that do not exist, or `accelerate launch` was asked for several processes and
-            started one; or the model was to be divided by FSDP, DeepSpeed or the like.
+        UserError: GPUs were asked for that do not exist, `accelerate launch` was asked for several processes and
+            started one, or the model was to be divided by FSDP, DeepSpeed or the like.
     """
     refuse_missing_gpus()
-    refuse_divided_models()
+    for variable, name in DIVIDED.items():
+        if parse_flag_from_env(variable):
+            raise UserError(
+                f"{name} was asked for ({variable}, of `accelerate launch` or `accelerate config`), which this project "
+                "does not support; every process has the whole model, so launch without it (for less memory: "
+                "train.activation_checkpointing=true, train.mixed_precision=bf16)."
+            )
     if os.environ.get(ACCUMULATION, "1") != "1":
         logger.warning(
             "%s is %s, which is ignored; train.accumulate says how many micro-batches a step has.",
@@ -59,7 +65,14 @@ def make_accelerator(mixed_precision: str, *, max_wait_minutes: float = 240.0, *
         )
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
-        _refuse_missing_processes()
+        # where there are not several GPUs, `accelerate launch --num_processes 2` leaves the second one to MPI: it
+        # starts one process without saying so, and tells it only where the others would meet it
+        if "MASTER_ADDR" in os.environ and not get_int_from_env(NUMBERS_OF_PROCESSES, 0):
+            raise UserError(
+                "`accelerate launch` was asked for several processes, but it starts only one where there are not "
+                "several GPUs; start N processes on the CPU with `torchrun --standalone --nproc_per_node N -- "
+                f"{sys.argv[0]} ...`, or leave out --num_processes (and unset MASTER_ADDR)."
+            )
         if on_cpu:
             processes = get_cpu_distributed_information().local_world_size
             torch.set_num_threads(max((os.cpu_count() or 1) // processes, torch.get_num_threads()))
@@ -75,17 +88,6 @@ def make_accelerator(mixed_precision: str, *, max_wait_minutes: float = 240.0, *
     )
 
 
-def refuse_divided_models() -> None:
-    """Raise a ValueError if `accelerate launch` was to divide the model over processes."""
-    for variable, name in DIVIDED.items():
-        if parse_flag_from_env(variable):
-            raise UserError(
-                f"{name} was asked for ({variable}, of `accelerate launch` or `accelerate config`), which this project "
-                "does not support; every process has the whole model, so launch without it (for less memory: "
-                "train.activation_checkpointing=true, train.mixed_precision=bf16)."
-            )
-
-
 def gather_to_main(accelerator: Accelerator, own: list[Found]) -> list[Found]:
     """The lists of all processes one after the other, on the main process; the others get an empty list.
 
@@ -99,43 +101,23 @@ def gather_to_main(accelerator: Accelerator, own: list[Found]) -> list[Found]:
 
 
 def on_main(accelerator: Accelerator, compute: Callable[[], Found]) -> Found:
-    """What the main process computes, on every process; an error of it is raised on every process."""
-    if accelerator.num_processes == 1:
-        return compute()
-    found: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        try:
-            found[0] = compute()
-        except Exception as error:  # the others would wait for ever
-            found[1] = error
-    torch.distributed.broadcast_object_list(found, src=0)
-    if found[1] is not None:
-        raise found[1]
-    return found[0]
+    """What the main process computes, on every process.
 
-
-def _refuse_missing_processes() -> None:
-    """Raise a ValueError if `accelerate launch` left several processes to MPI, which did not start them.
-
-    Where there are not several GPUs, `accelerate launch --num_processes 2` starts one process without saying so. It
-    tells that process only where the others would meet it.
+    An error ends the main process alone, and the launcher ends the others, which wait.
     """
-    if "MASTER_ADDR" in os.environ and not get_int_from_env(NUMBERS_OF_PROCESSES, 0):
-        raise UserError(
-            "`accelerate launch` was asked for several processes, but it starts only one where there are not several "
-            f"GPUs; start N processes on the CPU with `torchrun --standalone --nproc_per_node N -- {sys.argv[0]} ...`, "
-            "or leave out --num_processes (and unset MASTER_ADDR)."
-        )
+    found = [compute() if accelerator.is_main_process else None]
+    return broadcast_object_list(found)[0]
 
 
 def refuse_missing_gpus() -> None:
-    """Raise a ValueError if the run was to have GPUs that torch does not find; it would use fewer, or the CPU.
+    """Raises UserError if the run was to have GPUs that torch does not find; it would use fewer, or the CPU.
 
     GPUs are asked for by CUDA_VISIBLE_DEVICES (also through `accelerate launch --gpu_ids`), by
     `accelerate launch --multi_gpu`, and by more processes on a machine with GPUs than it has.
     """
     if parse_flag_from_env("ACCELERATE_USE_CPU"):
         return
+    on_the_cpu = "or use the CPU (`accelerate launch --cpu`, or ACCELERATE_USE_CPU=true)"
     found = torch.accelerator.device_count()
     there = f"{found or 'no'} GPU{'' if found == 1 else 's'}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -143,7 +125,7 @@ def refuse_missing_gpus() -> None:
     if len(asked) > found:
         raise UserError(
             f"CUDA_VISIBLE_DEVICES (or --gpu_ids) asks for the GPUs {visible}, but torch finds {there} among them; "
-            f"name GPUs that nvidia-smi lists, {_ON_THE_CPU}."
+            f"name GPUs that nvidia-smi lists, {on_the_cpu}."
         )
     processes = get_int_from_env(("LOCAL_WORLD_SIZE",), 1)
     # for one process, and for processes on the CPU, `accelerate launch` sets ACCELERATE_USE_CPU to true or false
@@ -151,5 +133,5 @@ def refuse_missing_gpus() -> None:
     if processes > found and (found or is_multi_gpu):
         raise UserError(
             f"{processes} processes were asked for, each with a GPU of its own, but torch finds {there} on this "
-            f"machine; start as many processes as there are GPUs, {_ON_THE_CPU}."
+            f"machine; start as many processes as there are GPUs, {on_the_cpu}."
         )

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -219,12 +218,10 @@ def _schedule(
     return build(optimizer, warmup, total_steps, last_epoch=last)
 
 
-# Where gradients come from, and whether a step may use them.
+# Losses of a run: what a training step gets, how losses are weighted, and their means over a whole split.
 
 
-NORM = "grad_norm"
-SKIPPED = "skipped_steps"  # share of the logged steps that fp16 could not make
-OVERFLOWS = 50  # in a row; the scale of fp16 is below any use then
+LOSS = "loss"  # metric of an evaluation that sums the losses, of which less is better
 
 
 class LossesOnly(nn.Module):
@@ -243,109 +240,24 @@ class LossesOnly(nn.Module):
         return output.task_losses, output.regions.losses
 
 
-def clip(accelerator: Accelerator, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
-    """Clip all gradients together, unless `limit` is None; returns their norm before it, float32, on their device."""
-    if limit is not None:
-        return torch.as_tensor(accelerator.clip_grad_norm_(parameters, limit), dtype=torch.float32)
-    accelerator.unscale_gradients()
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients).float()
-
-
-class NumberCheck:
-    """Judges the numbers of each step; gradients that overflow in fp16 are left to its scaler, for a while.
-
-    Args:
-        scaled: the gradients are those of a scaled loss.
-    """
-
-    def __init__(self, *, scaled: bool) -> None:
-        self.scaled = scaled
-        self.overflows = 0  # in a row
-
-    def bad(self, values: dict[str, float]) -> list[str]:
-        """Names of what is NaN or infinite and must not be; `values` gets `SKIPPED`, if the scaler skips steps."""
-        bad = [name for name, value in values.items() if not math.isfinite(value)]
-        if not self.scaled:
-            return bad
-        is_overflow = bad == [NORM]
-        self.overflows = self.overflows + 1 if is_overflow else 0
-        values[SKIPPED] = float(is_overflow)
-        if not is_overflow or self.overflows == OVERFLOWS:
-            return bad
-        values[NORM] = 0.0
-        return []
-
-
-def averages(sums: Mapping[str, float], steps: int) -> dict[str, float]:
-    """Means over some steps; of the gradient norm over those that the scaler did not skip."""
-    means = {name: value / steps for name, value in sums.items()}
-    made = 1 - means.get(SKIPPED, 0.0)
-    if made < 1:
-        norm = means.pop(NORM)
-        means |= {NORM: norm / made} if made else {}
-    return means
-
-
-# Losses of a run: how they are weighted, their sum in a step, and their means over a whole split.
-
-
-LOSS = "loss"  # metric of an evaluation that sums the losses, of which less is better
-
-
-def task_weights(config: RunConfig, names: Iterable[str]) -> dict[str, float]:
-    """The weights of losses of the task, which are 1, and of phrases."""
-    phrases = config.phrases
-    weights = {"phrases": phrases.weight, TAGS: phrases.weight * phrases.tag_weight}
-    return {name: weights.get(name, 1.0) for name in names}
-
-
-def detection_weights(config: RunConfig, names: Collection[str]) -> dict[str, float]:
-    """The weights of losses of the detector.
+def loss_weights(
+    config: RunConfig, task_losses: Iterable[str], detection_losses: Collection[str] = ()
+) -> dict[str, float]:
+    """The weights of losses of the task, which are 1, of phrases, and of the detector, by name.
 
     Raises:
-        ValueError: the settings weigh a loss that this detector lacks.
+        UserError: the settings weigh a loss that this detector lacks.
     """
-    settings = config.detector
-    unknown = sorted(set(settings.loss_weights) - set(names)) if names else []
+    phrases, detector = config.phrases, config.detector
+    unknown = sorted(set(detector.loss_weights) - set(detection_losses)) if detection_losses else []
     if unknown:
         raise UserError(
-            f"detector.loss_weights names '{unknown[0]}'; the losses of this detector are {', '.join(names)}."
+            f"detector.loss_weights names '{unknown[0]}'; the losses of this detector are "
+            f"{', '.join(detection_losses)}."
         )
-    return {name: settings.loss_weight * settings.loss_weights.get(name, 1.0) for name in names}
-
-
-def total_loss(
-    accelerator: Accelerator,
-    config: RunConfig,
-    model: VisionLanguageModel,
-    losses: tuple[dict[str, Loss], dict[str, Loss]],
-    logged: dict[str, Tensor],
-    micro_batches: int,
-) -> Tensor:
-    """Weighted sum of all losses, each divided by the number of its items on *all* processes.
-
-    Args:
-        losses: of the task and of the detector, for one micro-batch of this process.
-        logged: gets the losses, added up over the micro-batches of a step.
-        micro_batches: of each step.
-    """
-    task_losses, detection_losses = losses
-    every = {**task_losses, **detection_losses}
-    weights = task_weights(config, task_losses) | detection_weights(config, detection_losses)
-    names = sorted(every)
-    sums = torch.stack([torch.stack([every[name].total.detach().float(), every[name].count.float()]) for name in names])
-    everywhere = accelerator.reduce(sums, reduction="sum")
-    if model.phrase_head is not None:
-        model.phrase_head.learned_from(dict(zip(names, everywhere[:, 1], strict=True)))
-    total = torch.zeros((), device=sums.device)
-    for name, (loss_sum, count) in zip(names, everywhere, strict=True):
-        divisor = count.clamp(min=1) * micro_batches
-        # DDP averages gradients over processes, hence the factor
-        total = total + weights[name] * every[name].total * accelerator.num_processes / divisor
-        logged[name] = logged.get(name, 0) + loss_sum / divisor
-        logged["loss"] = logged.get("loss", 0) + weights[name] * loss_sum / divisor
-    return total
+    of_phrases = {"phrases": phrases.weight, TAGS: phrases.weight * phrases.tag_weight}
+    weights = {name: of_phrases.get(name, 1.0) for name in task_losses}
+    return weights | {name: detector.loss_weight * detector.loss_weights.get(name, 1.0) for name in detection_losses}
 
 
 class LossSums:
@@ -370,5 +282,5 @@ class LossSums:
     def score(self, config: RunConfig) -> dict[str, float]:
         """The weighted sum of all means as the metric `LOSS`; nothing where no loss has an item."""
         means = self.means()
-        weights = task_weights(config, means)
+        weights = loss_weights(config, means)
         return {LOSS: sum(weights[name] * mean for name, mean in sorted(means.items()))} if means else {}
