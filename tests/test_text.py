@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from detector.errors import UserError
 from e2e_vl import text
 from e2e_vl.text import basic_tokenize, build_vocabulary, load_tokenizer, swap_left_right, word_pieces
-from tests.campaign.hostile_tokenizers import good_tokenizer, write_tokenizer
+from tests.tokenizer_folder import good_tokenizer, write_tokenizer
 
 SENTENCES = ["the red, red circle!", "The RED café", "the 2 circles"]
 

@@ -6,7 +6,7 @@ import pytest
 
 from detector.errors import UserError
 from e2e_vl.tokenizer_files import SPECIAL_NAMES, check_special_tokens, check_tokenizer, require_each_number
-from tests.campaign.hostile_tokenizers import WORDS, good_tokenizer
+from tests.tokenizer_folder import WORDS, good_tokenizer
 
 
 def test_steps_of_bert_are_accepted():

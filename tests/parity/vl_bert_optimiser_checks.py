@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from e2e_vl.config import TrainSettings
 from e2e_vl.run.optim import build_optimizer, build_schedule
 
-TOLERANCE = 1e-6  # tests/engine/test_optim.py tells the AdamWs apart, whose epsilons hardly matter here
+TOLERANCE = 1e-6  # tests/run/test_optim.py tells the AdamWs apart, whose epsilons hardly matter here
 
 
 class Parts(nn.Module):

@@ -9,7 +9,6 @@ import pytest
 
 from detector.errors import MissingFileError, UserError
 from e2e_vl.data.storage.array_files import read_npz
-from tests.campaign.hostile_parts import rewritten
 
 ARRAYS = {
     "floats": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -88,3 +87,14 @@ def test_bombs_are_not_unpacked(tmp_path):
 def test_a_missing_file(tmp_path):
     with pytest.raises(MissingFileError, match=r"none\.npz: there is no such file"):
         read_npz(tmp_path / "none.npz")
+
+
+def rewritten(content: bytes, change: Callable[[str, bytes], bytes | None], method: int = zipfile.ZIP_STORED) -> bytes:
+    """A zip archive whose members went through `change`; None leaves one out."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(stream, "w", method) as new:
+        for name in old.namelist():
+            data = change(name, old.read(name))
+            if data is not None:
+                new.writestr(zipfile.ZipInfo(name), data, compress_type=method)
+    return stream.getvalue()

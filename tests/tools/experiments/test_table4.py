@@ -1,4 +1,4 @@
-"""The plan and the table of tools/experiments/table4.py; tests/engine trains such runs."""
+"""The plan and the table of tools/experiments/table4.py; tests/run trains such runs."""
 
 from __future__ import annotations
 

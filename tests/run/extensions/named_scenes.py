@@ -1,0 +1,37 @@
+"""A reader whose images are called by names, not by numbers: expressions that refer to shapes of scenes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from e2e_vl.config import BoxSource
+from e2e_vl.data.base import DataFiles, NoOptions
+from e2e_vl.data.coco import CocoInstances, read_instances
+from e2e_vl.samples import ReferredBox, Sample, SampleText
+from tests.run.extensions.scenes import SceneDataset
+
+
+class NamedSceneDataset(SceneDataset):
+    """One expression for the first object of each scene; scene 7 is called "scene-7.b"."""
+
+    known_files = ("images", "instances", "detections", "features")
+    box_sources = tuple(BoxSource)
+
+    def __init__(self, images_root: Path, instances: CocoInstances):
+        super().__init__(images_root, instances)
+        self.names = [f"scene-{number}.b" for number in self.ids]
+
+    @classmethod
+    def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
+        return [f"the first {name}" for name in read_instances(files.path("instances", split=split)).class_names]
+
+    def image_ids(self) -> Iterable[str]:
+        return self.names
+
+    def sample(self, texts: Sequence[int]) -> Sample:
+        [index] = texts
+        name, image = self.names[index], self.image(self.ids[index], self.names[index])
+        words, box = f"the first {image.objects.names[0]}", tuple(image.objects.boxes[0].tolist())
+        facts = {"image_id": name, "expression_id": f"{name}/0", "sent": words, "gt_box": list(box)}
+        return Sample((image,), (SampleText(index, words, facts, ReferredBox(box)),))

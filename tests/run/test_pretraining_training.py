@@ -1,0 +1,298 @@
+"""Pre-training from drawn scenes to a run directory, and what must hold on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from e2e_vl.config import BoxSource, RunConfig, load_config
+from e2e_vl.data.batching import Request
+from e2e_vl.io import read_log
+from e2e_vl.run import train as training
+from e2e_vl.run.build import build_collate, build_examples, build_run, make_synthetic_data
+from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.optim import build_optimizer
+from e2e_vl.run.train import train
+from tests.run.two_processes import start, wait
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "tiny" / "pretraining.yaml"
+OBJECTIVES = {"masked_words", "masked_text", "masked_regions", "relationship"}
+COLOURS = ("red", "blue", "yellow", "green")
+# Scenes of one circle: what colour it has is to be seen only.
+ONE_CIRCLE = (
+    "data.synthetic={scenes: {train: 300, val: 60}, config: {scene: {min_objects: 1, max_objects: 1, min_side: 64, "
+    "max_side: 64, small: [24, 28], shapes: [circle], textures: [plain], colours: [red, blue, yellow, green]}}}",
+    "data.resize={short_edge: [64], long_edge: 64}",
+    "data.config.use_corpus=false",
+    "data.texts_per_image=1",
+    "task.config.objectives={masked_words: {probability: 0.3, always_mask: true}, masked_text: {weight: 0}, "
+    "masked_regions: {weight: 0}, relationship: {weight: 0}}",
+    "encoder.config={geometry_dim: 16}",
+    "train={images_per_batch: 32, max_steps: 150, warmup_steps: 15, lr: 3.0e-3, betas: [0.9, 0.98], schedule: cosine, "
+    "log_every: 10}",
+    "eval={every_epochs: 0, images_per_batch: 32, report_pictures: 0}",
+)
+UNTRAINED = ("train.max_steps=1", "train.lr=0")
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> list[str]:
+    found = [
+        f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
+        f"data.root={tmp_path_factory.mktemp('pretraining') / 'data'}",
+    ]
+    make_synthetic_data(load_config(CONFIG, [*found, "output=unused"]))
+    return found
+
+
+@pytest.fixture
+def settings(words, tmp_path):
+    def make(*more: str, output: str = "run") -> RunConfig:
+        return load_config(CONFIG, [*words, f"output={tmp_path / output}", *more])
+
+    return make
+
+
+def first_batch(run):
+    """Two captions of each of the first four images, with what the corpus adds."""
+    groups = run.train_data.groups
+    return run.collate([run.train_data[Request(number, tuple(groups[number][:2]))] for number in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (
+            "data.config.use_corpus=false",
+            r"objectives\.masked_text has the weight 1\.0, but the data have no text-only",
+        ),
+        (
+            "task.config.objectives.masked_regions.classes=8",
+            r"masked_regions\.classes is 8, but the detector has 6 classes",
+        ),
+    ],
+)
+def test_an_objective_without_its_data_ends_the_run_before_it_begins(settings, word, message):
+    with pytest.raises(ValueError, match=message):
+        build_run(settings(word))
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    for part in ("detector", "encoder", "task"):
+        first, second = (load_file(run / "model" / part / "model.safetensors") for run in (one, other))
+        if set(first) != set(second) or not all(torch.equal(first[name], second[name]) for name in first):
+            return False
+    return True
+
+
+def test_the_tiny_run_trains_evaluates_and_keeps_its_teacher(settings):
+    config = settings()
+    metrics = train(config)
+    run = Path(config.output)
+    assert {f"val/{name}_gt_boxes" for name in OBJECTIVES - {"masked_text"}} <= set(metrics)
+    assert all(0 <= metrics[f"val/{name}_gt_boxes"] <= 1 for name in OBJECTIVES - {"masked_text"})
+    lines = [line for line in read_log(run / "log.jsonl") if line["kind"] == "train"]
+    assert len(lines) == 4 and all(set(line) >= OBJECTIVES for line in lines)
+    assert all(line[name] > 0 for line in lines for name in OBJECTIVES)
+    assert (run / "report.html").is_file()
+
+    fresh = build_run(settings(output="fresh")).model  # the same seed is not set here, so its detector is another
+    _, model, _ = load_model(run)
+    teacher = load_file(run / "model" / "teacher" / "model.safetensors")
+    assert set(teacher) == set(fresh.detector.state_dict())
+    for name, value in model.teacher.state_dict().items():
+        assert torch.equal(value, teacher[name]), name
+    backbone = "backbone.res4.0.conv1.weight"
+    trained = dict(model.detector.named_parameters())
+    assert backbone in trained
+    assert not torch.equal(trained[backbone], teacher[backbone])  # the detector learned, its copy did not
+
+
+def test_the_teacher_is_not_optimised(settings):
+    config = settings()
+    model = build_run(config).model
+    optimised = {id(p) for group in build_optimizer(model, config.train).param_groups for p in group["params"]}
+    assert not any(parameter.requires_grad for parameter in model.teacher.parameters())
+    assert not optimised & {id(parameter) for parameter in model.teacher.parameters()}
+    assert optimised == {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+
+def named_colours(run: Path) -> float:
+    """Share of captions with a colour, on the validation scenes, whose colour the model names when it alone is masked.
+
+    The model chooses among the colours: which kind of word is missing, a caption does not always tell.
+    """
+    config, model, tokenizer = load_model(run)
+    data = build_examples(config, model, tokenizer, "val", boxes="gt")
+    colours = torch.tensor(tokenizer.convert_tokens_to_ids(list(COLOURS)))
+    examples, truth = [], []
+    for number in range(len(data.groups)):
+        for text in data.groups[number]:
+            example = data[Request(number, (text,))]
+            [own] = example.texts
+            labels = own.targets.parts["masked_words"].labels
+            ids = np.where(labels >= 0, labels, own.encoding.input_ids)
+            is_colour = np.isin(ids, colours.numpy())
+            if is_colour.sum() == 1:
+                own.encoding.input_ids[:] = np.where(is_colour, tokenizer.mask_token_id, ids)
+                labels[:] = np.where(is_colour, ids, -1)
+                examples.append(example)
+                truth.append(int(ids[is_colour][0]))
+    assert len(examples) > 50
+    with torch.no_grad():
+        logits = model(build_collate(config, model)(examples)).task.parts["masked_words"]
+    return float((colours[logits[:, colours].argmax(dim=1)] == torch.tensor(truth)).float().mean())
+
+
+@pytest.mark.timeout(1200)  # three trainings of 150 steps, on a machine that may be busy
+def test_masked_words_are_learned_from_the_image(words, tmp_path):
+    """Against the model at its start, and against the same training on blank images."""
+    losses, colours = {}, {}
+    for name, more in (("image", ()), ("blind", ("data.blank_image=true",)), ("start", UNTRAINED)):
+        own = [f"output={tmp_path / name}", f"data.root={tmp_path / 'data'}"]
+        train(load_config(CONFIG, [*words, *ONE_CIRCLE, *own, *more]))
+        lines = [line for line in read_log(tmp_path / name / "log.jsonl") if line["kind"] == "train"]
+        losses[name] = [line["masked_words"] for line in lines]
+        colours[name] = named_colours(tmp_path / name)
+    assert losses["image"][-1] < 0.25 * losses["start"][0]
+    assert losses["image"][-1] < losses["blind"][-1] - 0.02
+    assert colours["image"] > 0.6
+    assert colours["image"] > max(colours["blind"], colours["start"]) + 0.25
+
+
+def test_the_backbone_learns_from_regions_that_are_hidden(settings):
+    """The loss of a region whose pixels are gone still reaches the backbone: through what is around it."""
+    only = "task.config.objectives={masked_words: 0, masked_text: 0, relationship: 0}"
+    always = "task.config.region_probability=1.0", "task.config.mask_probability=1.0"
+    config = settings(only, *always, "data.config.use_corpus=false")
+    run = build_run(config)
+    run.model.train()
+    output = run.model(first_batch(run))
+    loss = output.task.losses["masked_regions"]
+    assert loss.count > 0
+    assert all(bool(is_masked.all()) for is_masked in output.batch.masked_regions.is_masked)
+    loss.total.backward()
+    gradient = run.model.detector.get_parameter("backbone.res4.0.conv1.weight").grad
+    assert gradient is not None and gradient.abs().max() > 0
+    assert all(parameter.grad is None for parameter in run.model.teacher.parameters())
+
+
+def test_nothing_masked_is_no_nan(settings):
+    words = [f"task.config.objectives.{name}.probability=0" for name in ("masked_words", "masked_text")]
+    config = settings(*words, "task.config.region_probability=0")
+    train(config)
+    lines = [line for line in read_log(Path(config.output) / "log.jsonl") if line["kind"] == "train"]
+    for name in OBJECTIVES - {"relationship"}:
+        assert all(line[name] == 0 for line in lines), name
+    for part in ("detector", "encoder", "task"):
+        tensors = load_file(Path(config.output) / "model" / part / "model.safetensors")
+        assert all(bool(torch.isfinite(value).all()) for value in tensors.values())
+
+
+VL_BERT = (
+    "data.config.source=json_lines",
+    "data.files={captions: 'conceptual/{split}.json', detections: 'conceptual/{split}_frcnn.json', "
+    "features: 'conceptual/{split}_frcnn.json'}",
+)
+SOURCES = {
+    "coco_predicted_boxes": ("data.boxes.train=online", "eval.boxes=[online]", "detector.loss_weight=1"),
+    "shards": (
+        "data.config.source=shards",
+        "data.files.shards='shards/{split}'",
+        "data.boxes.train=online",
+        "eval.boxes=[online]",
+        "detector.weights=WEIGHTS",
+    ),
+    "vl_bert": (*VL_BERT, "data.boxes.train=detections", "eval.boxes=[detections]", "task.config.teacher=file"),
+    "vl_bert_precomputed": (
+        *VL_BERT,
+        "detector.backend=precomputed",
+        "detector.overrides.MODEL.RESNETS={RES2_OUT_CHANNELS: 4, WIDTH_PER_GROUP: 4}",  # features are 32 wide
+        "data.boxes.train=precomputed",
+        "eval={boxes: [precomputed], report_pictures: 0}",
+        "data.flip=0",
+        "task.config={teacher: file, mask_pixels: false}",
+        "encoder.config.masked_region_feature=true",
+    ),
+}
+
+
+def words_of(source: str, settings) -> list[str]:
+    """Settings of a source; a detector that it starts from is trained first."""
+    words = list(SOURCES[source])
+    if "detector.weights=WEIGHTS" in words:
+        config = settings("train.max_steps=1", "detector.loss_weight=1", output="detector")
+        train(config)
+        words[words.index("detector.weights=WEIGHTS")] = f"detector.weights={config.output}"
+    return words
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_step_on_every_source(source, settings):
+    chosen = words_of(source, settings)
+    config = settings("train.max_steps=1", "data.texts_per_image=1", *chosen)
+    metrics = train(config)
+    line = read_log(Path(config.output) / "log.jsonl")[0]
+    assert line["masked_words"] > 0 and line["masked_text"] > 0 and line["relationship"] > 0
+    assert f"val/masked_words_{BoxSource(config.eval.boxes[0]).metric_suffix}" in metrics
+
+
+@pytest.mark.parametrize(("source", "every"), [("coco", 0.2222), ("shards", 0.6667)])
+def test_interrupted_and_resumed_equals_uninterrupted(settings, monkeypatch, source, every):
+    """With dropout, mirroring, masks, hidden regions, a corpus; the checkpoint lies inside an epoch of 9 or 3 steps."""
+    more = ["data.flip=0.5", "train.max_steps=4", f"train.save_every_epochs={every}", "eval.every_epochs=0"]
+    if source != "coco":
+        more += [*words_of(source, settings), "data.workers=1"]
+    whole = settings(*more, output="whole")
+    train(whole)
+    config = settings(*more)
+    update = training._Training._update
+
+    def interrupt(self, micro_batches):
+        if self.step == 3:
+            raise KeyboardInterrupt
+        return update(self, micro_batches)
+
+    monkeypatch.setattr(training._Training, "_update", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    assert [path.name for path in (Path(config.output) / "checkpoints").iterdir()] == ["step_00000002"]
+    monkeypatch.setattr(training._Training, "_update", update)
+    train(config, resume=True)
+    assert read_log(Path(config.output) / "log.jsonl") == read_log(Path(whole.output) / "log.jsonl")
+    assert same_tensors(Path(config.output), Path(whole.output))
+
+
+@pytest.mark.timeout(1200)
+def test_two_processes_are_one(settings, tmp_path):
+    """The choice of words and regions belongs to the text, so it does not depend on who draws it."""
+    more = (
+        *(f"encoder.config.{name}=0" for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")),
+        "encoder.config.region_dropout_prob=0",
+        "detector.overrides.MODEL.RESNETS.NORM=FrozenBN",
+        "train.eps=1e-3",  # Adam would otherwise blow up the rounding of gradients near zero to whole steps
+        "train.max_steps=3",
+    )
+    one = settings(*more, output="one")
+    train(one)
+    two = settings(*more, output="two")
+    settings_words = [f"output={two.output}", f"detector.config={two.detector.config}", f"data.root={two.data.root}"]
+    wait(start([(CONFIG, [*settings_words, *more])], tmp_path))
+    lines = [read_log(Path(config.output) / "log.jsonl")[:3] for config in (one, two)]
+    for first, second in zip(*lines, strict=True):
+        for name in OBJECTIVES | {"loss", "grad_norm"}:
+            assert first[name] == pytest.approx(second[name], rel=1e-4), name
+    for part in ("detector", "encoder", "task"):
+        tensors = [load_file(Path(run.output) / "model" / part / "model.safetensors") for run in (one, two)]
+        for name, value in tensors[0].items():
+            torch.testing.assert_close(tensors[1][name], value, rtol=0, atol=1e-6, msg=name)
+    predicted = [json.loads((Path(run.output) / "predictions_val_gt.json").read_text()) for run in (one, two)]
+    assert [record["text_index"] for record in predicted[1]] == [record["text_index"] for record in predicted[0]]
