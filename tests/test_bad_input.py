@@ -312,7 +312,7 @@ def test_an_interrupted_run_says_how_to_go_on(tiny_words, tmp_path, monkeypatch,
     def interrupt(self, micro_batches):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("e2e_vl.run.train._Training._update", interrupt)
+    monkeypatch.setattr("e2e_vl.run.train.Trainer.train_step", interrupt)
     words = [*tiny_words, f"output={tmp_path / 'run'}"]
     assert training_tool.main(["--config", str(CONFIG), *words]) == 130
     err = capfd.readouterr().err

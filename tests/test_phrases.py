@@ -8,12 +8,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, word
 
 from e2e_vl.examples import ImageExample, TextExample, join_phrases
 from e2e_vl.samples import PhraseBoxes, SampleText
 from e2e_vl.tasks.refcoco import ReferringPreprocessor
 from e2e_vl.text import TextTokenizer
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, word
 
 WORDS = "The big star next to a red circle"
 SPANS = ((0, 12), (21, 33))

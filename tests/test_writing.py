@@ -28,7 +28,6 @@ EXCEPTIONS = {
     ("e2e_vl/data/storage/index_files.py", "cached_index"): "the same, where the folder may turn out to be read-only",
     ("e2e_vl/data/features.py", "save_npz"): "into a file that its caller opened",
     ("e2e_vl/io.py", "write"): "a line at the end of the log; half a line is left out when it is read",
-    ("e2e_vl/run/run_lock.py", "_open"): "a lock, whose content nobody needs",
     ("e2e_vl/run/checkpoint.py", "save_model"): "into a folder that its callers are making",
     ("e2e_vl/encoders/base.py", "save_pretrained"): "a part of `save_model`",
     ("e2e_vl/run/checkpoint.py", "_finish"): "into the folder of `begin_folder`",

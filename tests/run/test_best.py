@@ -37,21 +37,21 @@ def scores(monkeypatch) -> dict[int, float]:
     """What the evaluation of each step gives, in place of the true metrics."""
     values = {0: 0.0, 1: 0.1, 2: 0.3, 3: 0.2, 4: 0.3, 5: 0.5, 6: 0.4, 7: 0.5, 8: 0.45}
     step = 0
-    evaluate = training._Training._evaluate
+    evaluate = training.Trainer.evaluate
 
     def at_step(self, *arguments, **options):
         nonlocal step
         step = self.step
         return evaluate(self, *arguments, **options)
 
-    monkeypatch.setattr(training._Training, "_evaluate", at_step)
+    monkeypatch.setattr(training.Trainer, "evaluate", at_step)
     monkeypatch.setattr(training, "evaluate_splits", lambda *a, **k: {METRIC: values[step], "val/count_gt_boxes": 6.0})
     return values
 
 
 def stop_in(monkeypatch, config: RunConfig, step: int) -> None:
     """Train until the update after so many steps, which is interrupted."""
-    update = training._Training._update
+    update = training.Trainer.train_step
 
     def interrupt(self, micro_batches):
         if self.step == step:
@@ -59,7 +59,7 @@ def stop_in(monkeypatch, config: RunConfig, step: int) -> None:
         return update(self, micro_batches)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training._Training, "_update", interrupt)
+        patch.setattr(training.Trainer, "train_step", interrupt)
         with pytest.raises(KeyboardInterrupt):
             train(config)
 
@@ -170,7 +170,7 @@ def test_patience_survives_a_resume(scores, tiny_config, monkeypatch):
 
 
 def test_a_wrong_name_is_found_before_training_and_answered_with_the_metrics(tiny_config, monkeypatch):
-    monkeypatch.setattr(training._Training, "_update", lambda *a: pytest.fail("training has begun"))
+    monkeypatch.setattr(training.Trainer, "train_step", lambda *a: pytest.fail("training has begun"))
     config = tiny_config("train.keep_best=val/acuracy_predicted_boxes", "eval.boxes=[online]")
     message = r"train.keep_best is 'val/acuracy_predicted_boxes'; it must be one of .*val/accuracy_predicted_boxes, .*ceiling_predicted_boxes"
     with pytest.raises(ValueError, match=message):

@@ -254,18 +254,18 @@ def test_interrupted_and_resumed_equals_uninterrupted(settings, monkeypatch, sou
     whole = settings(*more, output="whole")
     train(whole)
     config = settings(*more)
-    update = training._Training._update
+    update = training.Trainer.train_step
 
     def interrupt(self, micro_batches):
         if self.step == 3:
             raise KeyboardInterrupt
         return update(self, micro_batches)
 
-    monkeypatch.setattr(training._Training, "_update", interrupt)
+    monkeypatch.setattr(training.Trainer, "train_step", interrupt)
     with pytest.raises(KeyboardInterrupt):
         train(config)
     assert [path.name for path in (Path(config.output) / "checkpoints").iterdir()] == ["step_00000002"]
-    monkeypatch.setattr(training._Training, "_update", update)
+    monkeypatch.setattr(training.Trainer, "train_step", update)
     train(config, resume=True)
     assert read_log(Path(config.output) / "log.jsonl") == read_log(Path(whole.output) / "log.jsonl")
     assert same_tensors(Path(config.output), Path(whole.output))

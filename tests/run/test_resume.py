@@ -99,19 +99,19 @@ def assert_same_run(one: str | Path, other: str | Path) -> None:
 
 def test_interrupted_and_resumed_equals_uninterrupted(uninterrupted, tiny_config, monkeypatch):
     config = tiny_config(*SETTINGS)
-    update = training._Training._update
+    update = training.Trainer.train_step
 
     def interrupt(self, micro_batches):
         if self.step == 5:
             raise KeyboardInterrupt
         return update(self, micro_batches)
 
-    monkeypatch.setattr(training._Training, "_update", interrupt)
+    monkeypatch.setattr(training.Trainer, "train_step", interrupt)
     with pytest.raises(KeyboardInterrupt):
         train(config)
     run = Path(config.output)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000004"]
-    monkeypatch.setattr(training._Training, "_update", update)
+    monkeypatch.setattr(training.Trainer, "train_step", update)
     train(config, resume=True)
     assert [line["step"] for line in read_log(run / "log.jsonl")] == [3, 4, 6, 8, 8]
     assert_same_run(uninterrupted, run)
@@ -124,17 +124,17 @@ def test_the_official_optimiser_goes_on_exactly_and_ends_with_rate_zero(tiny_con
     words += ["eval.boxes=[gt]", "eval.every_epochs=0", "train.save_every_epochs=1"]
     train(tiny_config(*words, f"output={tmp_path / 'whole'}"))
     config = tiny_config(*words)
-    update = training._Training._update
+    update = training.Trainer.train_step
 
     def interrupt(self, micro_batches):
         if self.step == 4:
             raise KeyboardInterrupt
         return update(self, micro_batches)
 
-    monkeypatch.setattr(training._Training, "_update", interrupt)
+    monkeypatch.setattr(training.Trainer, "train_step", interrupt)
     with pytest.raises(KeyboardInterrupt):
         train(config)
-    monkeypatch.setattr(training._Training, "_update", update)
+    monkeypatch.setattr(training.Trainer, "train_step", update)
     train(config, resume=True)
     assert_same_run(tmp_path / "whole", config.output)
     rates = [line["lr_encoder"] for line in read_log(Path(config.output) / "log.jsonl") if "lr_encoder" in line]
@@ -301,7 +301,7 @@ def test_a_signal_ends_a_run_after_its_step_and_nothing_is_lost(uninterrupted, t
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     config = tiny_config(*SETTINGS)
-    update, evaluate = training._Training._update, evaluation.evaluate
+    update, evaluate = training.Trainer.train_step, evaluation.evaluate
 
     def terminated(self, micro_batches):
         if self.step == 1:
@@ -312,10 +312,10 @@ def test_a_signal_ends_a_run_after_its_step_and_nothing_is_lost(uninterrupted, t
         os.kill(os.getpid(), signal.SIGINT)
         return evaluate(*arguments, **named)
 
-    monkeypatch.setattr(training._Training, "_update", terminated)
+    monkeypatch.setattr(training.Trainer, "train_step", terminated)
     with pytest.raises(StoppedRunError, match=r"stopped by SIGTERM after step 2. --resume continues from .*_00000002"):
         train(config)
-    monkeypatch.setattr(training._Training, "_update", update)
+    monkeypatch.setattr(training.Trainer, "train_step", update)
     monkeypatch.setattr(evaluation, "evaluate", interrupted)
     with pytest.raises(StoppedRunError, match="stopped by SIGINT after step 4") as caught:
         train(config, resume=True)
@@ -328,7 +328,7 @@ def test_a_signal_ends_a_run_after_its_step_and_nothing_is_lost(uninterrupted, t
 
 def test_a_full_disk_and_a_dead_worker_lose_nothing(uninterrupted, tiny_config, monkeypatch):
     config = tiny_config(*SETTINGS)
-    update, reach = training._Training._update, whole_writer._sync
+    update, reach = training.Trainer.train_step, whole_writer._sync
 
     def full(path):
         if path.name == "optimizer.bin":
@@ -341,7 +341,7 @@ def test_a_full_disk_and_a_dead_worker_lose_nothing(uninterrupted, tiny_config, 
                 child.kill()
         return update(self, micro_batches)
 
-    monkeypatch.setattr(training._Training, "_update", kill_worker)
+    monkeypatch.setattr(training.Trainer, "train_step", kill_worker)
     with pytest.raises(
         ChildProcessError, match=r"a data worker died \(.*lower data.workers. Nothing that was saved is"
     ):
@@ -349,7 +349,7 @@ def test_a_full_disk_and_a_dead_worker_lose_nothing(uninterrupted, tiny_config, 
     checkpoints = Path(config.output) / "checkpoints"
     saved = [path.name for path in checkpoints.iterdir()]
     assert len(saved) == 1 and saved[0] >= "step_00000003", "a process alone saves what it has"
-    monkeypatch.setattr(training._Training, "_update", update)
+    monkeypatch.setattr(training.Trainer, "train_step", update)
     monkeypatch.setattr(whole_writer, "_sync", full)
     with pytest.raises(
         OSError, match=r"cannot be written \(the disk or a quota is full\).*continues from .*"

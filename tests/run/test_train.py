@@ -192,13 +192,13 @@ def test_epochs_decide_the_number_of_steps(tiny_config):
 def test_a_frozen_detector_does_not_change(tiny_config, built, monkeypatch):
     config = tiny_config("detector.freeze=true", f"{RESNETS}.NORM=BN", "train.max_steps=3", "eval.boxes=[gt]")
     start = {}
-    prepare = training._Training.__init__
+    prepare = training.Trainer.__init__
 
     def remember(self, config, accelerator, run, resume_from):
         start.update({name: value.clone() for name, value in run.model.state_dict().items()})
         prepare(self, config, accelerator, run, resume_from)
 
-    monkeypatch.setattr(training._Training, "__init__", remember)
+    monkeypatch.setattr(training.Trainer, "__init__", remember)
     train(config)
     after = built[0].model.state_dict()
     changed = {name.split(".")[0] for name, value in after.items() if not torch.equal(value, start[name])}

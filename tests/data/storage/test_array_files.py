@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+from collections.abc import Callable
 
 import numpy as np
 import pytest
