@@ -1,4 +1,4 @@
-"""Train variants of a run one after the other and put their metrics into one table.
+"""Train variants of a run and put their metrics into one table.
 
     python tools/experiments/compare.py --config configs/demo/refcoco.yaml --variants configs/demo/variants.yaml \\
         --output runs/demo_compare
@@ -14,14 +14,12 @@ chosen metrics and the minutes of training.
 from __future__ import annotations
 
 import re
-import shlex
 import statistics
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from detector.errors import MissingFileError, UserError
+from detector.errors import UserError
 from detector.io import read_yaml
 from e2e_vl.cli.common import make_parser, says_errors
 from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, write_table
@@ -42,14 +40,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--metrics", nargs="+", help="keys of metrics.json to show (default: all accuracies)")
     parser.add_argument("--seeds", type=int, nargs="+", help="a run of each variant per seed (default: the config's)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, with logs beside the runs (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     add_common_options(parser)
     arguments = parser.parse_args(argv)
-    if arguments.jobs < 1:
-        raise UserError(f"--jobs is {arguments.jobs}; give a positive number.")
     variants = read_variants(arguments.variants, arguments.variant)
     jobs = make_jobs(arguments.config, arguments.output, variants, arguments.set, arguments.seeds)
-    train(jobs, arguments.launch, arguments.jobs)
+    every = [job for own in jobs.values() for job in own]
+    run_jobs(every, launch=arguments.launch, parallel=arguments.jobs)
     comparison = {"config": str(arguments.config), "common_overrides": arguments.set, "seeds": arguments.seeds}
     comparison |= compare(jobs, variants, arguments.metrics)
     write_table(arguments.output / "comparison", comparison, [*as_markdown(comparison), made_by(__file__, argv)])
@@ -57,61 +54,29 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_variants(path: Path | None, words: list[list[str]]) -> dict[str, list[str]]:
-    """Name -> overrides, of the file and then of the command line.
-
-    Raises:
-        FileNotFoundError, ValueError: the file does not exist, there is no variant, a name is given twice, or a name
-            cannot be the name of a folder.
-    """
-    variants = {} if path is None else _read_file(path)
-    for name, *overrides in words:
+    """Name -> overrides, of the file and then of the command line."""
+    variants = {}
+    for name, *overrides in [*((read_yaml(path) or {}).items() if path else ()), *words]:
+        overrides = overrides[0] if overrides and isinstance(overrides[0], list) else overrides
+        if "=" in str(name) or not re.fullmatch(r"\w[\w. -]*", str(name)):
+            raise UserError(
+                f"'{name}' cannot name a variant and its folder; use letters, digits, spaces, '_', '-' and '.'."
+            )
         if name in variants:
             raise UserError(f"Variant '{name}' is given twice.")
-        variants[name] = overrides
+        variants[str(name)] = overrides
     if not variants:
         raise UserError("There is nothing to compare; give --variants FILE or --variant NAME key=value ...")
-    folders: dict[str, str] = {}
-    for name in variants:
-        folder = folder_of(name)
-        if "=" in name or not folder.strip("_"):
-            raise UserError(f"'{name}' cannot name a variant; give --variant NAME key=value ..., a name of words.")
-        if folder in folders:
-            raise UserError(
-                f"The variants '{folders[folder]}' and '{name}' would share the folder {folder}; rename one."
-            )
-        folders[folder] = name
     return variants
-
-
-def _read_file(path: Path) -> dict[str, list[str]]:
-    if not path.is_file():
-        raise MissingFileError(f"Variants file {path} does not exist.")
-    content = read_yaml(path)
-    if not isinstance(content, dict) or not all(
-        isinstance(value, list) and all(isinstance(word, str) for word in value) for value in content.values()
-    ):
-        raise UserError(f"{path} must map names to lists of key=value words, such as `frozen: [detector.freeze=1]`.")
-    return {str(name): overrides for name, overrides in content.items()}
-
-
-def folder_of(name: str) -> str:
-    """The name, with underscores for all characters that are awkward in folder names."""
-    return re.sub(r"[^\w.-]+|^[.]+", "_", name)
 
 
 def make_jobs(
     config: Path, output: Path, variants: dict[str, list[str]], common: Sequence[str], seeds: Sequence[int] | None
 ) -> dict[str, list[Job]]:
-    """The runs of each variant: one, or one per seed.
-
-    Raises:
-        ValueError: a seed is given twice, settings do not load, or a folder holds another run.
-    """
-    if seeds is not None and len(set(seeds)) < len(seeds):
-        raise UserError(f"--seeds names a seed twice: {' '.join(map(str, seeds))}.")
+    """The runs of each variant: one, or one per seed."""
     jobs = {}
     for name, overrides in variants.items():
-        run = output / folder_of(name)
+        run = output / name.replace(" ", "_")
         if seeds is None:
             jobs[name] = [Job(config, (*common, *overrides), run)]
         else:
@@ -119,31 +84,7 @@ def make_jobs(
             jobs[name] = [
                 Job(config, own, run.with_name(f"{run.name}_{seed}")) for own, seed in zip(words, seeds, strict=True)
             ]
-    every = [job for own in jobs.values() for job in own]
-    if len({job.run for job in every}) < len(every):
-        raise UserError("Two variants would share a folder: a name ends as another one with a seed does; rename it.")
-    for job in every:  # all of them before the first hour is spent
-        job.check()
     return jobs
-
-
-def train(jobs: dict[str, list[Job]], launch: str, parallel: int) -> None:
-    """Train what is not finished, each run in a process of its own.
-
-    Raises:
-        ValueError: a run failed.
-    """
-    if parallel > 1:
-        run_jobs([job for own in jobs.values() for job in own], launch=launch, parallel=parallel)
-        return
-    for name, job in ((name, job) for name, own in jobs.items() for job in own if job.metrics is None):
-        command = job.command(launch)
-        print(f"{name}: {shlex.join(command)}", flush=True)
-        status = subprocess.run(command, check=False).returncode
-        if status != 0 or job.metrics is None:
-            raise UserError(
-                f"Variant '{name}' failed with exit status {status}, see above; give the same command again to go on."
-            )
 
 
 def compare(
@@ -153,9 +94,6 @@ def compare(
 
     Args:
         metrics: which; None: all accuracies over all kinds of texts.
-
-    Raises:
-        ValueError: an unknown metric.
     """
     results = {name: [job.metrics for job in own] for name, own in jobs.items()}
     first = next(iter(results.values()))[0]

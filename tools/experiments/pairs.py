@@ -13,7 +13,7 @@ first, on objects and attributes (configs/pairs/detector.yaml, OUTPUT/detector);
     image_blind  data.blank_image=true: every pixel is the mean colour; boxes that would tell the answer are left out
     text_blind   data.blank_text=true: every text is empty
 
-Chance is computed from the data, see tools/experiments/chance.py. Writes OUTPUT/pairs.json and pairs.md with what is
+Chance is computed from the data, see `chance_of`. Writes OUTPUT/pairs.json and pairs.md with what is
 finished, also after a failure. A finished cell is not run again and an interrupted one goes on, so the same command can
 be given until all are done; --table only writes the table.
 """
@@ -22,18 +22,28 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chance import chance_of
+import numpy as np
+import torch
+
+from detector.boxes import pairwise_iou
 from detector.errors import UserError
 from detector.io import read_yaml
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.config import BoxSource, EncoderSettings, RunConfig, load_config, save_config
+from e2e_vl.data.base import VLDataset
 from e2e_vl.metrics.names import MetricName
+from e2e_vl.metrics.vqa import answer_accuracy
+from e2e_vl.run.build import make_synthetic_data, named_parts, open_split
+from e2e_vl.samples import AnnotatedObjects, ChoiceText, HumanAnswers, PhraseBoxes, ReferredBox, RightAnswer, SampleText
+from e2e_vl.text import split_words
 from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, write_table
 
+RIGHT_IOU = 0.5
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "pairs"
 ENCODERS = CONFIGS / "encoders.yaml"
@@ -94,8 +104,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true", help="only write the table of finished cells")
     add_common_options(parser)
     arguments = parser.parse_args(argv)
-    if arguments.jobs < 1:
-        raise UserError(f"--jobs is {arguments.jobs}; give a positive number.")
     pairs = read_pairs(arguments.pairs, encoders) or [(e, t) for t in arguments.tasks for e in arguments.encoders]
     cells = plan(pairs, arguments.only, arguments.seeds, arguments.seeded)
     steps = read_steps(arguments.steps)
@@ -271,6 +279,83 @@ def _shown(entry: Mapping[str, Any] | None) -> str:
     if entry is None:
         return "–"
     return f"{entry['mean']:.3f}" + ("" if entry["spread"] is None else f" ± {entry['spread']:.3f}")
+
+
+# How often a guess is right that looks neither at the image nor at the text
+
+
+def chance_of(config: RunConfig, split: str) -> float:
+    """The accuracy of the best guess on a split, with annotated boxes as candidates.
+
+    Boxes: any candidate, each as likely. Answers and labels: the one that is most frequent in the training split.
+    Choices among texts: any, each as likely. Captions, for masked words: the most frequent word of the training split.
+    The data are drawn first if the settings ask for it.
+
+    Raises:
+        ValueError: the split has no truth that a guess could be compared with.
+    """
+    make_synthetic_data(config)
+    dataset = open_split(config, split, BoxSource.GT, training=False)
+    spell = named_parts(config).task[1].spell_answer
+    usual: list[str] = []
+
+    def guess(own: Callable[[SampleText], str | None]) -> str:
+        if not usual:
+            trained = open_split(config, config.data.train_split, BoxSource.GT, training=True)
+            counts = Counter(own(text) for text, _ in _texts(trained))
+            counts.pop(None, None)
+            usual.append(min(counts, key=lambda answer: (-counts[answer], answer)))
+        return usual[0]
+
+    scores: list[float] = []
+    for text, objects in _texts(dataset):
+        truth = text.truth
+        if isinstance(truth, ReferredBox):
+            scores.append(_share_right(objects, np.array([truth.box])))
+        elif isinstance(truth, PhraseBoxes):
+            scores += [_share_right(objects, boxes) for boxes in truth.boxes or () if len(boxes)]
+        elif isinstance(truth, HumanAnswers):
+            scores.append(answer_accuracy(guess(lambda one: _most_frequent(one, spell)), truth.answers))
+        elif isinstance(truth, RightAnswer):
+            if text.facts.get("isBalanced", True):  # only they are scored
+                scores.append(float(guess(lambda one: spell(one.truth.answer)) == spell(truth.answer)))
+        elif isinstance(text, ChoiceText):
+            scores.append(1 / len(text.choices))
+        elif truth is not None:
+            scores.append(float(guess(lambda one: str(one.truth.number)) == str(truth.number)))
+    if scores:
+        return float(np.mean(scores))
+    return _most_frequent_word(config, dataset)
+
+
+def _texts(dataset: VLDataset) -> Iterable[tuple[SampleText, AnnotatedObjects | None]]:
+    """All texts, and the annotated objects of their first image."""
+    for texts in dataset.groups:
+        sample = dataset.sample(texts)
+        for text in sample.texts:
+            yield text, sample.images[0].objects
+
+
+def _share_right(objects: AnnotatedObjects, boxes: np.ndarray) -> float:
+    candidates, wanted = (torch.as_tensor(np.asarray(one, dtype=np.float64)) for one in (objects.boxes, boxes))
+    return float((pairwise_iou(candidates, wanted).amax(dim=1) >= RIGHT_IOU).double().mean())
+
+
+def _most_frequent(text: SampleText, spell: Callable[[str], str]) -> str | None:
+    if text.truth is None:
+        return None
+    return Counter(map(spell, text.truth.answers)).most_common(1)[0][0]
+
+
+def _most_frequent_word(config: RunConfig, dataset: VLDataset) -> float:
+    trained = open_split(config, config.data.train_split, BoxSource.GT, training=True)
+    seen, asked = (
+        Counter(word for text, _ in _texts(one) for word in split_words(text.words)) for one in (trained, dataset)
+    )
+    if not asked:
+        raise UserError(f"{config.data.name}: there is nothing to guess in the data.")
+    word = min(seen, key=lambda one: (-seen[one], one))
+    return asked[word] / asked.total()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from detector.errors import UserError
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.config import load_config
 from e2e_vl.run.build import make_synthetic_data, training_texts
@@ -59,8 +58,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--configs", type=Path, default=CONFIGS, help="folder of the configs (default: configs/table4)")
     add_common_options(parser)
     arguments = parser.parse_args(argv)
-    if arguments.jobs < 1:
-        raise UserError(f"--jobs is {arguments.jobs}; give a positive number.")
     settings = [*arguments.set, f"data.root={arguments.data}"]
     jobs = plan(arguments.configs, arguments.output, settings, arguments.seeds, arguments.rows, arguments.tasks)
     prepare(arguments.configs, arguments.output, settings)
