@@ -59,9 +59,7 @@ def read_variants(path: Path | None, words: list[list[str]]) -> dict[str, list[s
     for name, *overrides in [*((read_yaml(path) or {}).items() if path else ()), *words]:
         overrides = overrides[0] if overrides and isinstance(overrides[0], list) else overrides
         if "=" in str(name) or not re.fullmatch(r"\w[\w. -]*", str(name)):
-            raise UserError(
-                f"'{name}' cannot name a variant and its folder; use letters, digits, spaces, '_', '-' and '.'."
-            )
+            raise UserError(f"'{name}' cannot name a variant and its folder; use words of letters and digits.")
         if name in variants:
             raise UserError(f"Variant '{name}' is given twice.")
         variants[str(name)] = overrides

@@ -39,8 +39,16 @@ from e2e_vl.data.base import VLDataset
 from e2e_vl.metrics.names import MetricName
 from e2e_vl.metrics.vqa import answer_accuracy
 from e2e_vl.run.build import make_synthetic_data, named_parts, open_split
-from e2e_vl.samples import AnnotatedObjects, ChoiceText, HumanAnswers, PhraseBoxes, ReferredBox, RightAnswer, SampleText
-from e2e_vl.text import split_words
+from e2e_vl.samples import (
+    AnnotatedObjects,
+    ChoiceText,
+    CorrectAnswer,
+    HumanAnswers,
+    PhraseBoxes,
+    ReferredBox,
+    SampleText,
+)
+from e2e_vl.text import basic_tokenize
 from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, write_table
 
 RIGHT_IOU = 0.5
@@ -316,8 +324,8 @@ def chance_of(config: RunConfig, split: str) -> float:
             scores += [_share_right(objects, boxes) for boxes in truth.boxes or () if len(boxes)]
         elif isinstance(truth, HumanAnswers):
             scores.append(answer_accuracy(guess(lambda one: _most_frequent(one, spell)), truth.answers))
-        elif isinstance(truth, RightAnswer):
-            if text.facts.get("isBalanced", True):  # only they are scored
+        elif isinstance(truth, CorrectAnswer):
+            if text.metadata.get("isBalanced", True):  # only they are scored
                 scores.append(float(guess(lambda one: spell(one.truth.answer)) == spell(truth.answer)))
         elif isinstance(text, ChoiceText):
             scores.append(1 / len(text.choices))
@@ -350,7 +358,7 @@ def _most_frequent(text: SampleText, spell: Callable[[str], str]) -> str | None:
 def _most_frequent_word(config: RunConfig, dataset: VLDataset) -> float:
     trained = open_split(config, config.data.train_split, BoxSource.GT, training=True)
     seen, asked = (
-        Counter(word for text, _ in _texts(one) for word in split_words(text.words)) for one in (trained, dataset)
+        Counter(word for text, _ in _texts(one) for word in basic_tokenize(text.words)) for one in (trained, dataset)
     )
     if not asked:
         raise UserError(f"{config.data.name}: there is nothing to guess in the data.")

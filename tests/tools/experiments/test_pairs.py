@@ -18,7 +18,7 @@ import pairs as tool
 from e2e_vl.cli import train as train_command
 from e2e_vl.config import differences, load_config
 from e2e_vl.run.build import named_parts, resolve, task_config
-from e2e_vl.text import split_words
+from e2e_vl.text import basic_tokenize
 from tests.conftest import cpu_with_one_thread
 
 ROOT = Path(__file__).parents[3]
@@ -246,7 +246,7 @@ def test_the_usual_answer(guess):
 def test_the_usual_word(guess):
     def words(name: str) -> list[str]:
         content = json.loads((guess.root / "captions" / f"captions_{name}.json").read_text())["annotations"]
-        return [word for one in content for word in split_words(one["caption"])]
+        return [word for one in content for word in basic_tokenize(one["caption"])]
 
     val = words("val")
     assert guess("pretraining") == pytest.approx(val.count(usual(words("train"))) / len(val))
