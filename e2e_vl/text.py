@@ -1,37 +1,33 @@
-"""Wordpieces: load a tokenizer, build a vocabulary from sentences, and the words of a text."""
+"""Wordpieces: load a tokenizer, build a vocabulary, and encode texts in the layout that an encoder declares.
+
+Shape legend
+    L  wordpieces of a text
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import itertools
-import json
 import operator
 import string
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from huggingface_hub import snapshot_download
 from jaxtyping import Int64
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 
-from detector.errors import MissingFileError, UserError, first_line, reading, user_path
-from detector.io import read_json, write_text
+from detector.errors import MissingFileError, UserError, first_line, user_path
+from detector.io import write_text
 from e2e_vl.io import looks_like_hub_name
-from e2e_vl.tokenizer_files import SPECIAL_NAMES, check_special_tokens, check_tokenizer, require_each_number
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 SPELLINGS = {f"{article} {who}": who for article in ("a", "the") for who in ("man", "woman")}
 SPELLINGS |= {"grey": "gray", **{word: str(number) for number, word in enumerate(NUMBERS, start=1)}}
-# of a model on the hub, what a tokenizer is made of; transformers looks into config.json for its kind
-HUB_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.txt", "config.json"),
-)
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -39,116 +35,49 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a vocabulary file, from a folder, or from the Hugging Face hub.
 
     Args:
-        name_or_path: a BERT-style `vocab.txt` (one wordpiece per line, lower-cased vocabulary), a folder written by
-            `save_pretrained`, or a hub name such as `bert-base-uncased`. Only a text that cannot be a path is taken
-            for a hub name, so a mistyped path never reaches for the network.
-
-    Raises:
-        FileNotFoundError: nothing is at the path, or the hub has no such tokenizer within reach.
-        ValueError: the vocabulary lacks a special token, or the folder, or what the hub has under the name, holds no
-            tokenizer or one that is not like BERT's (`check_tokenizer`).
+        name_or_path: a BERT-style `vocab.txt` (one wordpiece per line, lower-cased vocabulary), a folder with one or
+            with what `save_pretrained` wrote, or a hub name such as `bert-base-uncased`. Only a text that cannot be a
+            path is taken for a hub name, so a mistyped path never reaches for the network.
     """
     path = user_path(name_or_path)
+    if path.is_dir() and not (path / "tokenizer_config.json").is_file() and (path / "vocab.txt").is_file():
+        path = path / "vocab.txt"
     if path.is_file():
-        return _read_vocabulary(path)
-    if path.is_dir():
-        if not ((path / "tokenizer.json").is_file() or (path / "vocab.txt").is_file()):
-            raise UserError(
-                f"{path}: the folder holds neither tokenizer.json nor vocab.txt; give the folder that the tokenizer's "
-                "save_pretrained wrote, or a vocab.txt"
-            )
-        if not (path / "tokenizer_config.json").is_file() and (path / "vocab.txt").is_file():
-            return _read_vocabulary(path / "vocab.txt")
-        return _saved_tokenizer(path)
-    if not looks_like_hub_name(str(name_or_path)):
+        return _tokenizer_of_vocabulary(path)
+    is_folder = path.is_dir()
+    if not is_folder and not looks_like_hub_name(str(name_or_path)):
         raise MissingFileError(
             f"{path}: no tokenizer there; give an existing vocab.txt (e2e_vl.text.build_vocabulary writes one), a "
             "folder written by save_pretrained, or a hub name such as bert-base-uncased"
         )
-    return _hub_tokenizer(str(name_or_path))
-
-
-def _hub_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The files of a model on the hub, or in its local cache, go through the same checks as those of a folder."""
+    source = str(path if is_folder else name_or_path)
     try:
-        folder = Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    except Exception as error:  # errors of the connection are of a library that depends on huggingface_hub's version
-        raise MissingFileError(
-            f"{name}: neither a local file or folder nor a tokenizer that could be loaded from the hub "
-            f"({first_line(error)}); check the name and the connection, or give a local vocab.txt"
-        ) from error
-    if (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
-        tokenizer = _saved_tokenizer(folder, HUB_FILES)  # the cache may have more of the model
-    elif (folder / "vocab.txt").is_file():
-        tokenizer = _read_vocabulary(folder / "vocab.txt")
-    else:
-        raise UserError(
-            f"{name}: the model on the hub has neither tokenizer.json nor vocab.txt ({folder}); name a model with a "
-            "BERT-style vocabulary, or give a local vocab.txt"
-        )
-    tokenizer.name_or_path = name
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_folder, trust_remote_code=False)
+    except Exception as error:  # transformers, tokenizers and the hub raise many kinds
+        kind = UserError if is_folder else MissingFileError
+        raise kind(f"{source}: no tokenizer could be loaded from it ({first_line(error)})") from error
+    missing = [name for name in (CLS, SEP, MASK) if getattr(tokenizer, name) is None]
+    if missing or not tokenizer.is_fast:
+        raise UserError(f"{source}: not a tokenizer like BERT's, with [CLS], [SEP] and [MASK]; choose another one")
+    # a saved tokenizer may truncate or pad texts, which is done here
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     return tokenizer
 
 
-def _saved_tokenizer(folder: Path, names: Collection[str] | None = None) -> PreTrainedTokenizerBase:
-    """What `save_pretrained` wrote. Raises UserError, whatever transformers and tokenizers raise for a damaged file.
-
-    Args:
-        names: the JSON files that are the tokenizer's; None: all.
-    """
-    for file in sorted(folder.glob("*.json")):
-        if names is not None and file.name not in names:
-            continue
-        content = read_json(file, dict[str, Any])
-        if file.name == "tokenizer.json":
-            check_tokenizer(content, str(file))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        is_usable = tokenizer.is_fast and all(isinstance(one, int) for one in tokenizer.encode("a"))
-        if is_usable:
-            # what a file says of them would cut texts off, fill them up, or spell [MASK], wherever words are looked at
-            tokenizer.backend_tokenizer.no_truncation()
-            tokenizer.backend_tokenizer.no_padding()
-            tokenizer.split_special_tokens = tokenizer.backend_tokenizer.encode_special_tokens = False
-            word_pieces("a", tokenizer)
-            made = json.loads(tokenizer.backend_tokenizer.to_str())
-            specials = {name: getattr(tokenizer, f"{name}_id") for name in SPECIAL_NAMES}
-            unknown = tokenizer.unk_token
-    except BaseException as error:  # tokenizers raise nothing more special, and a panic of theirs is no Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    else:
-        if is_usable:
-            # tokenizer_config.json may name a class that makes other steps than those in tokenizer.json
-            check_tokenizer(made, f"{folder}, read as {type(tokenizer).__name__}")
-            check_special_tokens(specials, unknown, made, str(folder))
-            require_each_number(tokenizer.get_vocab().values(), str(folder))
-            return tokenizer
-        why = "it makes no wordpieces"
-    raise UserError(f"{folder}: the tokenizer in it cannot be read ({why}); save or copy the folder again")
-
-
-def _read_vocabulary(path: Path) -> BertTokenizer:
+def _tokenizer_of_vocabulary(path: Path) -> BertTokenizer:
     try:
         # split("\n"): other line breaks, such as U+2028, may be wordpieces
-        with reading(path):
-            words = [line.rstrip("\r") for line in path.read_text(encoding="utf-8-sig").split("\n")]
+        words = [line.rstrip("\r") for line in path.read_text(encoding="utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: not a UTF-8 text file, so not a vocabulary; one wordpiece per line is expected"
-        ) from error
-    if any("\0" in word for word in words):
-        raise UserError(f"{path}: a wordpiece holds a zero byte, so this is not a vocabulary; get the file again")
-    if words and not words[-1]:
+        raise UserError(f"{path}: not a UTF-8 text file, so not a vocabulary") from error
+    if not words[-1]:
         words.pop()
     vocabulary = {word: index for index, word in enumerate(words)}
     missing = [token for token in SPECIAL_TOKENS if token not in vocabulary]
-    if missing:
-        raise UserError(f"{path}: the vocabulary lacks {', '.join(missing)}; a BERT-style vocab.txt has them as lines")
-    if len(vocabulary) != len(words):
-        word = next(word for word, count in collections.Counter(words).items() if count > 1)
-        raise UserError(f"{path}: the wordpiece {word!r} is on several lines; remove all but one")
+    if missing or len(vocabulary) != len(words):
+        found = f"lacks {', '.join(missing)}" if missing else "has a wordpiece on several lines"
+        raise UserError(f"{path}: the vocabulary {found}; give a BERT-style vocab.txt, one wordpiece per line")
     return BertTokenizer(vocab=vocabulary)
 
 
@@ -159,7 +88,7 @@ def basic_tokenize(sentence: str) -> list[str]:
 
 
 def swap_left_right(words: Iterable[str]) -> list[str]:
-    """The words "left" and "right" swapped, as the text of a mirrored image has them (official VL-BERT code)."""
+    """The words "left" and "right" swapped, as the text of a flipped image has them (official VL-BERT code)."""
     return [{"left": "right", "right": "left"}.get(word, word) for word in words]
 
 
@@ -180,7 +109,7 @@ def simplify_answer(answer: str) -> str:
 
 
 def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:
-    """Write a BERT-style vocab.txt of all words of some sentences, in one step, for training from scratch.
+    """Write a BERT-style vocab.txt of all words of some sentences, for training from scratch.
 
     The order is fixed: [PAD] 0, [UNK] 1, [CLS] 2, [SEP] 3, [MASK] 4; words by falling count, then alphabetically; then
     single characters and their `##` continuations (from the sentences, a-z and 0-9), with which unseen words are
@@ -191,9 +120,6 @@ def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:
 
     Returns:
         The lines; the index is the wordpiece id.
-
-    Raises:
-        ValueError: there is no word in the sentences.
     """
     counts = collections.Counter(word for sentence in sentences for word in basic_tokenize(sentence))
     if not counts:
@@ -208,15 +134,8 @@ def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:
 
 
 def word_pieces(text: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Wordpiece ids of each word; words end at white space and at punctuation, which is a word of its own.
-
-    Raises:
-        UserError: the text has half of a character (a lone surrogate).
-    """
-    try:
-        encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    except TypeError as error:  # annotations in JSON are refused before; those in pickles come here
-        raise UserError(f"The text {text!r:.200} has half of a character; correct it in the annotations.") from error
+    """Wordpiece ids of each word; words end at white space and at punctuation, which is a word of its own."""
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     pairs = zip(encoding.word_ids, encoding.ids, strict=True)
     return [[piece for _, piece in word] for _, word in itertools.groupby(pairs, key=operator.itemgetter(0))]
 
@@ -238,41 +157,29 @@ def unknown_words(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def has_lone_surrogate(text: str) -> bool:
-    """Whether a text has a lone surrogate, which no tokenizer reads and no file in UTF-8 holds."""
-    return any("\ud800" <= one <= "\udfff" for one in text)
-
-
-def shortened(word: str, longest: int = 40) -> str:
-    """A word as messages name it: the middle of a very long one is left out."""
-    half = (longest - 3) // 2
-    return word if len(word) <= longest else f"{word[:half]}...{word[-half:]}"
-
-
 # How an encoder lays texts out as wordpieces and segments, and where it keeps the summary of a text.
 
 
 Pieces = Sequence[int] | np.ndarray  # wordpiece ids, or values of wordpieces
-Truncation = Literal[
-    "ends", "fronts", "fronts_too_much"
-]  # how two texts that are too long together become shorter, see `TextTokenizer.pair`
-FIRST_KEPT = 32  # wordpieces of a first text that is not cut at its front
+# how two texts that are too long together are truncated, see `TextTokenizer.pair`
+Truncation = Literal["ends", "fronts", "fronts_too_much"]
+FIRST_KEPT = 32  # wordpieces of a first text that are not truncated at its front
 CLS, SEP, MASK = "cls_token_id", "sep_token_id", "mask_token_id"  # attributes of a tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """A sequence of special wordpieces and places for texts."""
+    """A sequence of special tokens and places for texts."""
 
-    # `CLS`, `SEP` or `MASK` for that wordpiece; a number for the text of that number, from 0
+    # `CLS`, `SEP` or `MASK` for that token; a number for the text of that number, from 0
     parts: tuple[str | int, ...]
     segments: tuple[int, ...]  # segment id of each part
     # the part whose output state is the summary of text and image; None: the encoder's pooled vector
     summary: int | None = None
 
     @property
-    def extra(self) -> int:
-        """Wordpieces that do not belong to a text."""
+    def num_special(self) -> int:
+        """Special tokens, which belong to no text."""
         return sum(isinstance(part, str) for part in self.parts)
 
 
@@ -295,33 +202,30 @@ class TextEncoding:
 
     input_ids: Int64[np.ndarray, " L"]
     token_type_ids: Int64[np.ndarray, " L"]
-    source: Int64[np.ndarray, " L"]  # which given piece stands here, all texts counted through; -1: a special one
+    source: Int64[np.ndarray, " L"]  # index of the given piece, counted through all texts; -1 at special tokens
     summary: int | None = None  # position of the summary; None: the encoder's pooled vector
     num_truncated: int = 0  # pieces that were cut off
 
     def place(self, values: Pieces, fill: int = -1) -> Int64[np.ndarray, " L"]:
-        """A value of each given piece at its position, `fill` at special wordpieces."""
+        """A value of each given piece at its position, `fill` at special tokens."""
         padded = np.array([*values, fill], dtype=np.int64)
         return padded[self.source]
 
 
 @dataclasses.dataclass(frozen=True)
 class TextTokenizer:
-    """Puts texts into wordpieces, in the layout that the encoder declares."""
+    """Turns texts into wordpieces, in the layout that the encoder declares."""
 
     tokenizer: PreTrainedTokenizerBase  # of the encoder
     layout: TextLayout = dataclasses.field(default_factory=TextLayout)  # of the encoder
-    max_length: int | None = None  # longest sequence in wordpieces, special ones included; None: no limit
+    max_length: int | None = None  # longest sequence in wordpieces, special tokens included; None: no limit
     is_blank: bool = False  # drop all words: the control that sees no text
     training: bool = False  # random choices are made that only training makes
     with_phrase_spans: bool = False  # say which wordpieces are phrases
 
     def pieces(self, text: str, *, mirrored: bool = False) -> list[int]:
-        """Wordpiece ids of a text; of a mirrored image "left" and "right" change places (official VL-BERT code)."""
-        if self.is_blank:
-            return []
-        tokens = self.tokenizer.tokenize(text)
-        return self.tokenizer.convert_tokens_to_ids(swap_left_right(tokens) if mirrored else tokens)
+        """Wordpiece ids of a text; of a flipped image "left" and "right" change places (official VL-BERT code)."""
+        return self.pieces_with_offsets(text, mirrored=mirrored)[0]
 
     def pieces_with_offsets(self, text: str, *, mirrored: bool = False) -> tuple[list[int], Int64[np.ndarray, "L 2"]]:
         """`pieces`, and of each of them the first character and the last plus one in the text."""
@@ -333,41 +237,40 @@ class TextTokenizer:
 
     def single(self, pieces: Pieces) -> TextEncoding:
         """One text; what is too long loses its last pieces."""
-        return self._cut(self.layout.single, pieces)
+        return self._truncated(self.layout.single, pieces)
 
     def question(self, pieces: Pieces) -> TextEncoding:
         """One text with a place for its answer; what is too long loses its last pieces."""
-        return self._cut(self.layout.question, pieces)
+        return self._truncated(self.layout.question, pieces)
 
-    def pair(self, first: Pieces, second: Pieces, cut: Truncation = "ends") -> TextEncoding:
-        """Two texts, shortened where they are too long together.
+    def pair(self, first: Pieces, second: Pieces, truncation: Truncation = "ends") -> TextEncoding:
+        """Two texts, truncated where they are too long together.
 
         With "ends" the longer loses its last piece until they fit, of equally long ones the second. With "fronts" and
-        "fronts_too_much" both lose their first pieces, see `truncate_fronts`; a second text of which nothing is left leaves
-        a single one.
+        "fronts_too_much" both lose their first pieces, see `truncate_fronts`; a second text of which nothing is left
+        leaves a single one.
         """
-        if cut == "ends" or self.max_length is None:
-            return self._cut(self.layout.pair, first, second)
-        lost = truncate_fronts(
-            len(first), len(second), self.max_length - self.layout.pair.extra, too_much=cut == "fronts_too_much"
-        )
+        if truncation == "ends" or self.max_length is None:
+            return self._truncated(self.layout.pair, first, second)
+        room = self.max_length - self.layout.pair.num_special
+        lost = truncate_fronts(len(first), len(second), room, too_much=truncation == "fronts_too_much")
         template = self.layout.single if len(second) and lost[1] == len(second) else self.layout.pair
         return fill_template(template, (first, second), self.tokenizer, [slice(number, None) for number in lost])
 
     def bare(self, pieces: Pieces) -> TextEncoding:
-        """Wordpieces without special ones; cutting them is the caller's business."""
+        """Wordpieces without special tokens; truncation is up to the caller."""
         return fill_template(BARE, (pieces,), self.tokenizer)
 
     def require_room(self, template: Template) -> None:
-        """Raises ValueError unless `max_length` leaves room for the special wordpieces of a form."""
-        if self.max_length is not None and self.max_length < template.extra:
+        """Raises UserError unless `max_length` leaves room for the special tokens of a form."""
+        if self.max_length is not None and self.max_length < template.num_special:
             raise UserError(
-                f"data.max_text_length is {self.max_length}, but the special wordpieces alone need {template.extra}."
+                f"data.max_text_length is {self.max_length}, but the special tokens alone need {template.num_special}."
             )
 
-    def _cut(self, template: Template, *texts: Pieces) -> TextEncoding:
+    def _truncated(self, template: Template, *texts: Pieces) -> TextEncoding:
         kept = list(map(len, texts))
-        while self.max_length is not None and sum(kept) > max(self.max_length - template.extra, 0):
+        while self.max_length is not None and sum(kept) > max(self.max_length - template.num_special, 0):
             longest = max(range(len(kept)), key=lambda number: (kept[number], number))
             kept[longest] -= 1
         return fill_template(template, texts, self.tokenizer, [slice(number) for number in kept])
@@ -396,7 +299,6 @@ def fill_template(
     Further texts, for which the template has no place, must lose all of theirs.
     """
     lengths = list(map(len, texts))
-    numbers = [range(length) for length in lengths]
     starts, kept = [0, *itertools.accumulate(lengths)], kept or [slice(None)] * len(texts)
     ids: list[int] = []
     segments: list[int] = []
@@ -405,9 +307,12 @@ def fill_template(
     for number, (part, segment) in enumerate(zip(template.parts, template.segments, strict=True)):
         if number == template.summary:
             summary = len(ids)
-        is_special = isinstance(part, str)
-        ids.extend([getattr(tokenizer, part)] if is_special else texts[part][kept[part]])  # `+=` would add an array
-        source.extend([-1] if is_special else (starts[part] + number for number in numbers[part][kept[part]]))
+        if isinstance(part, str):
+            ids.append(getattr(tokenizer, part))
+            source.append(-1)
+        else:
+            ids.extend(texts[part][kept[part]])
+            source.extend(range(starts[part], starts[part + 1])[kept[part]])
         segments += [segment] * (len(ids) - len(segments))
     arrays = (np.array(values, dtype=np.int64) for values in (ids, segments, source))
     return TextEncoding(*arrays, summary=summary, num_truncated=sum(lengths) - sum(place >= 0 for place in source))

@@ -62,9 +62,7 @@ BASE = (
         "run_files",
         "setting_kinds",
         "setting_references",
-        "tokenizer_files",
         "whole_files",
-        "auto_classes",
     ),
     *("command_line", "samples", "structures", "targets", "text", "preprocessor"),
 )

@@ -93,9 +93,9 @@ def test_arrays_are_taken_as_lists_are(tokenizer):
 
 
 def test_wordpieces_beside_those_of_the_texts():
-    assert (SLOT.extra, EARLY.extra, BARE.extra) == (4, 3, 0)
+    assert (SLOT.num_special, EARLY.num_special, BARE.num_special) == (4, 3, 0)
     layout = TextLayout()
-    assert (layout.single.extra, layout.question.extra, layout.pair.extra) == (2, 2, 3)
+    assert (layout.single.num_special, layout.question.num_special, layout.pair.num_special) == (2, 2, 3)
 
 
 def test_the_forms_of_bert_need_no_declaration(tokenizer):
@@ -181,7 +181,7 @@ def test_bare_texts_are_cut_by_the_caller(tokenizer):
 def test_a_limit_must_leave_room_for_the_special_wordpieces(tokenizer):
     TextTokenizer(tokenizer).require_room(SLOT)
     TextTokenizer(tokenizer, max_length=4).require_room(SLOT)
-    with pytest.raises(ValueError, match=r"data\.max_text_length is 3, but the special wordpieces alone need 4"):
+    with pytest.raises(ValueError, match=r"data\.max_text_length is 3, but the special tokens alone need 4"):
         TextTokenizer(tokenizer, max_length=3).require_room(SLOT)
 
 

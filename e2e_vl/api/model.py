@@ -43,7 +43,7 @@ from e2e_vl.run.inference import Reply, look_at, reply_to
 from e2e_vl.samples import Question, Sample
 from e2e_vl.structures import Batch, ModelOutput
 from e2e_vl.tasks.base import Task
-from e2e_vl.text import has_lone_surrogate, shortened, unknown_words
+from e2e_vl.text import unknown_words
 
 # What a saved model tells others: a model card, and settings without the paths of the machine it was trained on.
 
@@ -366,7 +366,7 @@ class TrainedModel(
             warnings.warn(about_boxes, stacklevel=3)
         unknown = sorted({word for one in answers for word in one.unknown_words})
         if unknown:
-            named = ", ".join(map(shortened, unknown))
+            named = ", ".join(unknown)
             warnings.warn(
                 f"The vocabulary of {self.source} lacks {named}; the model reads such words as unknown.", stacklevel=3
             )
@@ -439,10 +439,6 @@ class TrainedModel(
             )
         if not all(question.text.strip() or question.boxes_to_mask is not None for question in questions):
             raise UserError("The text is empty; write what to ask or to look for.")
-        for question in questions:
-            for text in (question.text, *question.choices, question.answer or ""):
-                if has_lone_surrogate(text):
-                    raise UserError(f"The text {text!r:.200} has half of a character; write the whole one.")
 
     @classmethod
     def from_folder(cls, folder: str | Path, device: str | torch.device | None = None) -> TrainedModel:

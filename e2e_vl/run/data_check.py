@@ -180,10 +180,10 @@ class _Check:
 
     def _rules(self, facts: SplitFacts) -> WalkRules:
         data, layout = self.config.data, self.parts.encoder[1].layout
-        alone = (layout.question if self.parts.task[1].chooses_answers else layout.single).extra
+        alone = (layout.question if self.parts.task[1].chooses_answers else layout.single).num_special
         return WalkRules(
             lengths=TextLengths(self.tokenizer, data.max_text_length, facts.split),
-            extras=(alone, layout.pair.extra),
+            extras=(alone, layout.pair.num_special),
             files=None if self.config.detector.backend == "precomputed" else self.files,
             ids=partial(self._ids, self.config),
             answers=None if self.answers is None else len(self.answers),

@@ -6,11 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tests.tasks.preprocessors import make_tokenizer, photo, sample_of
 
 from e2e_vl.analysis.captions import RECORD, CaptionFacts, CaptionPreprocessor, ParsedWord, Parses
 from e2e_vl.samples import PhraseBoxes, SampleText
 from e2e_vl.text import TextTokenizer, load_tokenizer
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of
 
 TEXT = "The red star and it ."
 SPANS = ((0, 12), (17, 19))

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.tasks.preprocessors import photo, sample_of, tokens, word
 from transformers import PreTrainedTokenizerBase
 
 from detector.structures import ImageBatch
@@ -33,6 +32,7 @@ from e2e_vl.tasks.vqa import VQAConfig, VQATargets, VQATask
 from e2e_vl.text import TextTokenizer
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of
+from tests.tasks.preprocessors import photo, sample_of, tokens, word
 
 visual_golden = common.visual_golden
 data_rules, rules_tokenizer = common.data_rules, common.rules_tokenizer

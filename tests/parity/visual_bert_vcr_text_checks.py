@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.tasks.preprocessors import sample_of, tokens, word
 
 from detector.config import DetectorConfig
 from detector.images import ResizeRule
@@ -29,6 +28,7 @@ from e2e_vl.tasks.vcr import Piece, VCRConfig, VCRTask, cut_choices, plain_text
 from e2e_vl.text import TextTokenizer
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of
+from tests.tasks.preprocessors import sample_of, tokens, word
 
 visual_golden = common.visual_golden
 data_rules, rules_tokenizer = common.data_rules, common.rules_tokenizer

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.tasks.preprocessors import make_tokenizer, sample_of, word
 
 from e2e_vl.samples import Categories, SampleText
 from e2e_vl.tasks.detection import DetectionTask
 from e2e_vl.text import TextTokenizer
+from tests.tasks.preprocessors import make_tokenizer, sample_of, word
 
 
 @pytest.mark.parametrize("max_length", [None, 2])

@@ -6,7 +6,6 @@ import functools
 
 import numpy as np
 import pytest
-from tests.tasks.preprocessors import photo
 
 from e2e_vl.config import load_config
 from e2e_vl.data.batching import random_generator
@@ -16,6 +15,7 @@ from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRPreprocessor
 from e2e_vl.text import TextTokenizer
 from tests.data.tiny_vcr import TinyVCR
+from tests.tasks.preprocessors import photo
 from tests.weights.starts import replaced
 
 CONFIG = "configs/tiny/visual_bert_pretraining.yaml"

@@ -9,7 +9,6 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
 
 from detector.structures import ImageBatch, Regions
 from e2e_vl.drawing import PALETTE
@@ -17,6 +16,7 @@ from e2e_vl.samples import PhraseBoxes, Question, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch, gather_regions
 from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTargets, Flickr30KTask, first_occurrence
 from e2e_vl.text import TextTokenizer
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
 
 HIDDEN, LENGTH = 6, 5
 BOXES = torch.tensor([[0.0, 0, 10, 10], [5.0, 0, 15, 10], [20.0, 20, 30, 40], [0.0, 5, 10, 15]])

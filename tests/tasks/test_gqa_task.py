@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, spoken, word
 
 from detector.structures import ImageBatch, Loss
 from e2e_vl.samples import CorrectAnswer, Question, SampleText, ScoredAnswers
@@ -18,6 +17,7 @@ from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.gqa import GQAConfig, GQATargets, GQATask
 from e2e_vl.text import TextTokenizer
 from tests.regions import regions_of_own_images
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, spoken, word
 
 ANSWERS = ["yes", "no", "left", "right", "red"]
 TYPES = {"structural": "query", "semantic": "attr", "detailed": "color"}

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.tasks.preprocessors import make_tokenizer, photo, spoken
 
 from detector.structures import ImageBatch
 from e2e_vl.data.batching import random_generator
@@ -19,6 +18,7 @@ from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, Tex
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Targets, NLVR2Task
 from e2e_vl.text import TextTokenizer
+from tests.tasks.preprocessors import make_tokenizer, photo, spoken
 
 
 def make_task(**config) -> NLVR2Task:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from tests.tasks.preprocessors import make_tokenizer, sample_of, spoken, word
 
 from e2e_vl.examples import Targets, TextExample, stacked
 from e2e_vl.samples import HumanAnswers, PhraseBoxes, Sample, SampleText
@@ -15,6 +14,7 @@ from e2e_vl.tasks.objectives.base import Draft, ObjectivePreprocessor
 from e2e_vl.tasks.objectives.words import MaskedWordsConfig, WordMasking
 from e2e_vl.tasks.pretraining import PretrainingPreprocessor
 from e2e_vl.text import TextEncoding, TextTokenizer
+from tests.tasks.preprocessors import make_tokenizer, sample_of, spoken, word
 
 
 @pytest.fixture

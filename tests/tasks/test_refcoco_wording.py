@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
 
 from e2e_vl.samples import Question, ReferredBox, SampleText
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.text import TextTokenizer
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
 
 TRUTH = ReferredBox((10, 20, 30, 40))
 

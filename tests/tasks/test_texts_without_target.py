@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, word
 
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.examples import Preprocessor
@@ -25,6 +24,7 @@ from e2e_vl.tasks.vcr import VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.text import TextTokenizer
 from tests.encoders.test_vl_bert import make_inputs
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, word
 
 SIZE = 32  # of `make_inputs` there are three texts
 PHRASES = PhraseBoxes(((0, 3),), (np.array([[1.0, 1, 9, 9]]),))

@@ -6,14 +6,14 @@ import json
 
 import numpy as np
 import pytest
-from tests.tasks.preprocessors import photo, tokens, word
-from tests.tasks.preprocessors import spoken as spoken_by
 
 from e2e_vl.converter import from_dict
 from e2e_vl.data.vcr import VCROptions
 from e2e_vl.tasks.vcr import NEUTRAL_NAMES, VCRConfig, VCRTask
 from e2e_vl.text import TextTokenizer
 from tests.data.tiny_vcr import TinyVCR
+from tests.tasks.preprocessors import photo, tokens, word
+from tests.tasks.preprocessors import spoken as spoken_by
 
 READER = set(VCROptions.__dataclass_fields__)
 

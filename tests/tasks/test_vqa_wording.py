@@ -6,13 +6,13 @@ import json
 
 import numpy as np
 import pytest
-from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
 
 from e2e_vl.data.batching import pad_texts
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.samples import HumanAnswers, Question, SampleText
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.text import TextTokenizer
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
 
 GIVEN = HumanAnswers(("left side",) * 6 + ("left",) * 4)
 ANSWERS = ["<unk>", "left", "right", "left side", "right side"]

@@ -254,7 +254,9 @@ class CorpusMasking(WordMasking):
             return
         words = self.words(sample.corpus, int(generator.integers(len(sample.corpus))))
         ids, labels = self.hide(words, generator)
-        kept = self.config.max_length - (self.text_tokenizer.layout.single.extra if self.config.special_tokens else 0)
+        kept = self.config.max_length - (
+            self.text_tokenizer.layout.single.num_special if self.config.special_tokens else 0
+        )
         text_tokenizer = dataclasses.replace(self.text_tokenizer, max_length=None)
         encoding = (text_tokenizer.single if self.config.special_tokens else text_tokenizer.bare)(ids[:kept])
         yield Draft("", sample, has_image=False, ids=ids, labels=labels), encoding

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.tasks.preprocessors import make_tokenizer, sample_of, tokens, word
 
 from e2e_vl.converter import from_dict
 from e2e_vl.samples import CorrectAnswer, HumanAnswers, ReferredBox, ScoredAnswers
 from e2e_vl.tasks.objectives.image_qa import DrawnAnswer, ImageQA, ImageQAConfig, draw_answer, scores_of
 from tests.tasks.objectives.tiny_objectives import SIZES, make_inputs
 from tests.tasks.objectives.worded import make_preprocessor, make_task
+from tests.tasks.preprocessors import make_tokenizer, sample_of, tokens, word
 
 ANSWERS = ("2", "cat", "dog", "gray")
 CLASS_OF = {answer: number for number, answer in enumerate(ANSWERS)}

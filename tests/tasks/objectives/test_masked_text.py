@@ -6,11 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tests.tasks.preprocessors import make_tokenizer, sample_of, tokens, word
 
 from e2e_vl.tasks.objectives.words import CorpusMasking, MaskedTextConfig
 from e2e_vl.text import TextTokenizer
 from tests.tasks.objectives.worded import make_preprocessor, word_labels
+from tests.tasks.preprocessors import make_tokenizer, sample_of, tokens, word
 
 LINES = ["The first line.", "zweite Zeile: naïve", "x", "the last line has a few more words"]
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
 
 from e2e_vl.samples import HumanAnswers, Question, SampleText
 from e2e_vl.tasks.objectives.base import Draft
 from e2e_vl.tasks.objectives.words import MaskedWordsConfig, mask_words
 from tests.tasks.objectives.worded import make_preprocessor, make_task, word_labels
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
 
 MASK, SIZE = 4, 1000
 RULE = partial(mask_words, mask_id=MASK, vocab_size=SIZE)

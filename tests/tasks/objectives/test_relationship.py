@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from tests.tasks.preprocessors import make_tokenizer, sample_of, tokens, word
 
 from e2e_vl.samples import CorrectChoice, Question, SampleText
 from e2e_vl.tasks.objectives.relationship import RelationshipConfig
 from tests.tasks.objectives.worded import make_preprocessor, make_task
+from tests.tasks.preprocessors import make_tokenizer, sample_of, tokens, word
 
 POOL = [f"caption {number}" for number in range(10)]
 
