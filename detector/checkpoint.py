@@ -1,9 +1,8 @@
-"""Saving and loading detectors; the one strict loader of weights.
+"""Saving and loading detectors, reading weights files of every kind, and the one strict loader of weights.
 
 A saved detector is a folder of `config.yaml` (Detectron2 keys), `model.safetensors` and, where they are known,
-`class_names.json`, a list of strings. Published checkpoints can be
-loaded too: see `detector.weight_files` for the kinds of files and `detector.weight_names` for the layouts. Nothing is
-copied into a model before every key of the file has found its place.
+`class_names.json`, a list of strings. Published checkpoints can be loaded too: see `detector.weight_names` for their
+layouts. No file can run code, and nothing is copied into a model before every key of the file has found its place.
 """
 
 from __future__ import annotations
@@ -11,47 +10,41 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
+import pickle
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from detector.config import BACKENDS, DetectorConfig
-from detector.errors import UserError
+from detector.config import BACKENDS, NORM_EPS, DetectorConfig
+from detector.errors import MissingFileError, UserError, first_line
 from detector.faster_rcnn import FasterRCNN, TwoStageDetector
-from detector.io import atomic_file, read_json, write_text
+from detector.io import atomic_file, read_json, read_pickle, write_text
 from detector.rpn import configured_cell_anchors
 from detector.structures import Detector
-from detector.weight_files import WEIGHTS_NAME, find_weights, read_tensors, read_weights
-from detector.weight_names import CELL_ANCHORS, LEFTOVERS, PREDICTOR, Renamed, to_detector_names
-from detector.zoo import NamedWeights, known_weights, published_class_names, settings_of
+from detector.weight_names import CELL_ANCHORS, LEFTOVERS, PREDICTOR, to_detector_names
+from detector.zoo import (
+    NamedWeights,
+    cached_weights,
+    known_weights,
+    published_class_names,
+    remedy,
+    resolve_weights,
+    settings_of,
+    similar_names,
+)
 
-# The detectors that compute their features from pixels, by name.
-
-
-def detector_class(backend: str) -> type[TwoStageDetector]:
-    """The class of a backend; its `config_class` reads the settings it is built from.
-
-    Raises:
-        ValueError: the backend does not exist, or Detectron2 is not installed.
-    """
-    if backend == "builtin":
-        return FasterRCNN
-    if backend != "detectron2":
-        raise UserError(f"There is no detector backend '{backend}'; use one of {', '.join(BACKENDS)}.")
-    try:
-        from detector.detectron2_backend import Detectron2Detector  # imported only when it is chosen
-    except ImportError as error:
-        raise UserError(str(error)) from error
-    return Detectron2Detector
-
+logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.yaml"
+WEIGHTS_NAME = "model.safetensors"
 CLASS_NAMES = "class_names.json"
-logger = logging.getLogger(__name__)
+# Where the detector is in a folder: a saved detector, a saved model, a run directory, a Detectron2 output directory.
+IN_FOLDERS = (WEIGHTS_NAME, f"detector/{WEIGHTS_NAME}", f"model/detector/{WEIGHTS_NAME}", "model_final.pth")
 
 SHOWN_KEYS = 3  # of each kind in an error message
 TOLERANCE = 1e-3  # pixels or grey levels, between buffers of old checkpoints and the config
@@ -66,8 +59,106 @@ ATTRIBUTE_HEAD = tuple(f"{PREDICTOR}{layer}." for layer in ("cls_embedding", "fc
 EXPECT: dict[str, dict[str, Sequence[str]]] = {
     "all": {"may_exceed": LEFTOVERS},
     "no_attributes": {"may_exceed": (*LEFTOVERS, *ATTRIBUTE_HEAD), "may_miss": ATTRIBUTE_HEAD},
-    "backbone": {},  # `only` the names of `trunk_prefixes`
+    "backbone": {},  # `only` the names of the trunk
 }
+
+
+def detector_class(backend: str) -> type[TwoStageDetector]:
+    """The class of a backend; its `config_class` reads the settings it is built from.
+
+    Raises:
+        UserError: the backend does not exist, or Detectron2 is not installed.
+    """
+    if backend == "builtin":
+        return FasterRCNN
+    if backend != "detectron2":
+        raise UserError(f"There is no detector backend '{backend}'; use one of {', '.join(BACKENDS)}.")
+    try:
+        from detector.detectron2_backend import Detectron2Detector  # imported only when it is chosen
+    except ImportError as error:
+        raise UserError(str(error)) from error
+    return Detectron2Detector
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsFile:
+    """The content of a file, under the names that it uses."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    matching_heuristics: bool = False  # Detectron2 may match its names with the ends of the model's
+    norm_eps: float = NORM_EPS  # epsilon of the frozen batch norms that the numbers are meant for
+
+
+def find_weights(path: str | Path) -> Path:
+    """A file as it is; the detector's weights in a folder; or published weights (`detector.zoo`) in the cache, where
+    they are downloaded once.
+
+    Raises:
+        FileNotFoundError: the file does not exist, the folder holds no weights, or a download fails.
+        ValueError: an unknown name of published weights, or a file in the cache that is not the published one.
+    """
+    path = resolve_weights(path)
+    if isinstance(path, NamedWeights):
+        return cached_weights(path)
+    if path.is_dir():
+        found = next((path / name for name in IN_FOLDERS if (path / name).is_file()), None)
+        if found is None:
+            raise MissingFileError(f"{path}: holds no detector's weights; expected one of {', '.join(IN_FOLDERS)}.")
+        return found
+    if not path.is_file():
+        similar = similar_names(path)
+        hint = f" Did you mean the published weights {' or '.join(similar)}?" if similar else ""
+        raise MissingFileError(f"{path}: no such weights file.{hint}")
+    return path
+
+
+def read_weights(path: str | Path) -> WeightsFile:
+    """Read a `.safetensors` file, a pickle of arrays (`.pkl`), or a `.pth` / `.model` / `.bin` file of torch.
+
+    A pickle holds arrays by name: bare, under `model` (Detectron2) or under `blobs` (Caffe2; the optimiser's momentum
+    is left out). A torch file holds a state dict: bare, or under `model` (Detectron2) or `state_dict`. `path` may also
+    be a folder or the name of published weights, see `find_weights`.
+
+    Raises:
+        FileNotFoundError, ValueError: the file is missing, damaged, of an unknown kind, or holds more than tensors.
+    """
+    published = known_weights(path)
+    norm_eps = NORM_EPS if published is None else published.norm_eps
+    path = find_weights(path)
+    is_pickle = path.suffix == ".pkl" and not zipfile.is_zipfile(path)  # torch writes zip archives
+    try:
+        if path.suffix == ".safetensors":
+            return WeightsFile(path, load_file(path), norm_eps=norm_eps)
+        loaded = read_pickle(path) if is_pickle else torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch, pickle and safetensors raise errors of many kinds
+        is_refused = isinstance(error, pickle.UnpicklingError)
+        reason = "it is damaged or holds more than tensors" if is_refused else first_line(error).rstrip(".")
+        raise UserError(
+            f"{path}: cannot be read as weights ({reason}), and nothing in it was executed; {remedy(path)}."
+        ) from error
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path}: expected weights by name, found {type(loaded).__name__}; {remedy(path)}.")
+    heuristics = bool(loaded.get("matching_heuristics")) or loaded.get("__author__") == "Caffe2"
+    state = next((loaded[key] for key in ("model", "state_dict", "blobs") if isinstance(loaded.get(key), dict)), loaded)
+    if is_pickle and "model" not in loaded:  # Detectron2 takes it for a file of Caffe2, too
+        heuristics = True
+        state = {name: value for name, value in state.items() if not str(name).endswith("_momentum")}
+    tensors = {}
+    for name, value in state.items():
+        is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
+        tensors[name] = torch.from_numpy(value) if is_array else value
+        if not isinstance(tensors[name], Tensor):
+            raise UserError(
+                f"{path}: expected a state dict of tensors, bare or under the key `model`; {name!r} is not a tensor: "
+                f"{remedy(path)}."
+            )
+    return WeightsFile(path, tensors, heuristics, norm_eps)
+
+
+def read_tensors(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of `read_weights`, under the file's own names."""
+    return read_weights(path).tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,26 +268,23 @@ def load_weights(
     own = module.state_dict()
     used = {name: tensors[name] for name in own if name in tensors and name.startswith(wanted)}
     for name, value in used.items():
-        _check_numbers(value, own[name], name, source)
+        if own[name].is_floating_point():
+            _check_numbers(value, name, source)
     module.load_state_dict(used, strict=False)  # the keys were judged above
     return dataclasses.replace(report, unexpected=[*report.unexpected, *unused], layout=layout)
 
 
-def _check_numbers(value: Tensor, own: Tensor, name: str, source: str | Path) -> None:
-    """Raise a ValueError that names a parameter whose values no network can be meant to have."""
-    if not own.is_floating_point():
-        return
+def _check_numbers(value: Tensor, name: str, source: str | Path) -> None:
+    """Raise an error that names a parameter whose values no network can be meant to have."""
     if not value.is_floating_point():
         kind = str(value.dtype).removeprefix("torch.")
         raise UserError(f"{source}: {name} holds {kind} numbers instead of fractions; use a file of unpacked weights.")
-    numbers = value if value.dtype == torch.float64 else value.float()
-    if not math.isfinite(numbers.sum().item()):  # one fast pass: a sum is finite only if all its terms are
-        wrong = int((~torch.isfinite(numbers)).sum())
-        if wrong:
-            raise UserError(
-                f"{source}: {name} has {wrong} values that are NaN or infinite, of {value.numel()}; the training that "
-                "wrote it has diverged or the file is damaged: use another checkpoint."
-            )
+    wrong = int((~torch.isfinite(value)).sum())
+    if wrong:
+        raise UserError(
+            f"{source}: {name} has {wrong} values that are NaN or infinite, of {value.numel()}; the training that "
+            "wrote it has diverged or the file is damaged: use another checkpoint."
+        )
 
 
 def load_strictly(module: nn.Module, path: str | Path) -> LoadReport:
@@ -213,8 +301,7 @@ def load_checkpoint(detector: Detector, path: str | Path, *, expect: str = "all"
 
     Args:
         detector: a detector with Detectron2's names and a `config`.
-        path: a file or a folder, see `read_weights`.
-            Class names are read from beside the file, where they are there.
+        path: a file or a folder, see `read_weights`. Class names are read from beside the file, where they are there.
         expect: the part of the detector that the file must hold. "all": every parameter. "no_attributes": all but the
             attribute head, which may be missing from the file or from the detector. "backbone": stem to res5; RPN and
             box predictor keep their values even where the file holds some.
@@ -222,14 +309,32 @@ def load_checkpoint(detector: Detector, path: str | Path, *, expect: str = "all"
     Raises:
         FileNotFoundError, ValueError: the file does not exist, is damaged, has an unknown layout, or does not fit.
     """
-    converted = convert_checkpoint(detector, path)
-    report = load_converted(detector, converted, path, expect=expect)
+    if expect not in EXPECT:
+        raise UserError(f"Weights cannot be expected to hold '{expect}'; use one of {', '.join(EXPECT)}.")
+    weights = read_weights(path)
+    own = detector.state_dict()
+    try:
+        tensors, layout = to_detector_names(
+            weights.tensors,
+            own,
+            detector.config,
+            weights.path,
+            matching_heuristics=weights.matching_heuristics,
+            norm_eps=weights.norm_eps,
+        )
+    except (LookupError, TypeError, RuntimeError) as error:  # a layout that is known, with a part missing or misshapen
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{path}: the file is damaged or has another layout than its names say ({reason}).") from error
+    options = EXPECT[expect]
+    if expect == "backbone":
+        options = {"only": next(trunk for trunk in TRUNKS if any(name.startswith(trunk) for name in own))}
+    report = load_weights(detector, tensors, path, layout=layout, **options)
     published = known_weights(path)
     if published is not None:
         _warn_of_conventions(detector.config, published)
     if expect == "backbone":
         return report
-    load_class_names(detector, find_weights(path).parent)
+    load_class_names(detector, weights.path.parent)
     if detector.class_names is None and published is not None:
         names = published_class_names(published)
         if names is not None and len(names) == detector.num_classes:  # a file of the same name may be another one
@@ -247,30 +352,6 @@ def _warn_of_conventions(config: DetectorConfig, published: NamedWeights) -> Non
             "detector/published has what it needs).",
             *(published.name, ", ".join(different), published.config),
         )
-
-
-def convert_checkpoint(detector: Detector, path: str | Path) -> Renamed:
-    """The tensors of a file in the detector's names and conventions, and the layout of the file. Nothing is loaded."""
-    weights = read_weights(path)
-    try:
-        return to_detector_names(weights, detector.state_dict(), detector.config)
-    except (LookupError, TypeError, RuntimeError) as error:  # a layout that is known, with a part missing or misshapen
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{path}: the file is damaged or has another layout than its names say ({reason}).") from error
-
-
-def load_converted(detector: Detector, converted: Renamed, source: str | Path, *, expect: str) -> LoadReport:
-    """The second half of `load_checkpoint`."""
-    if expect not in EXPECT:
-        raise UserError(f"Weights cannot be expected to hold '{expect}'; use one of {', '.join(EXPECT)}.")
-    options = {"only": trunk_prefixes(detector)} if expect == "backbone" else EXPECT[expect]
-    return load_weights(detector, converted.tensors, source, layout=converted.layout, **options)
-
-
-def trunk_prefixes(detector: nn.Module) -> Sequence[str]:
-    """Prefixes of the names of the trunk: of a ResNet, stem to res5."""
-    names = list(detector.state_dict())
-    return next(prefixes for prefixes in TRUNKS if any(name.startswith(prefixes) for name in names))
 
 
 def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
@@ -353,13 +434,8 @@ def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], sou
     for name, (value, key) in expected.items():
         if name not in tensors:
             continue
-        found = tensors[name]
-        if found.numel() != value.numel():  # before anything is copied: a small file may claim any size
-            raise UserError(
-                f"{source}: its {name} has {found.numel()} numbers, but {key} of the config {value.numel()}."
-            )
-        found = found.float().cpu().reshape(-1)
-        if not torch.allclose(found, value.reshape(-1), rtol=0, atol=TOLERANCE):
+        found, value = tensors[name].float().flatten(), value.flatten()
+        if len(found) != len(value) or not torch.allclose(found, value, rtol=0, atol=TOLERANCE):
             shown = [round(number, 2) for number in found[:8].tolist()]
             raise UserError(f"{source}: its {name} {shown} contradicts {key} of the config; correct the config.")
     return {name: value for name, value in tensors.items() if name not in expected}

@@ -25,14 +25,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from detector.config import NORM_EPS, DetectorConfig
 from detector.errors import UserError
-from detector.weight_files import WeightsFile
 
 # Names and conventions of torchvision's Faster R-CNNs with an FPN, turned into Detectron2's.
 
@@ -278,38 +276,43 @@ _CAFFE_ATTENTION_LAYERS = {
 }
 
 
-class Renamed(NamedTuple):
-    """A checkpoint in this detector's names and conventions."""
-
-    tensors: dict[str, Tensor]
-    layout: str  # the software that names are from, for messages
-
-
-def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: DetectorConfig) -> Renamed:
-    """Recognise a checkpoint's layout by its names, and convert it.
+def to_detector_names(
+    tensors: dict[str, Tensor],
+    model_names: Iterable[str],
+    config: DetectorConfig,
+    source: str | Path,
+    *,
+    matching_heuristics: bool = False,
+    norm_eps: float = NORM_EPS,
+) -> tuple[dict[str, Tensor], str]:
+    """Recognise a checkpoint's layout by its names, and convert it to this detector's names and conventions.
 
     Args:
         model_names: keys of the detector's state dict; names without a prefix are matched with their ends.
         config: the anchors and box weights to which the Caffe layout of bottom-up attention is converted.
+        matching_heuristics: names of Detectron2's layout may be matched with the ends of the model's.
+        norm_eps: epsilon of the frozen batch norms that the numbers are meant for.
+
+    Returns:
+        the tensors, and the layout's name for messages.
 
     Raises:
         ValueError: an unknown layout, or a name that fits two of the detector's.
     """
-    source, tensors = weights.path, weights.tensors
     if tensors and all(name.startswith("module.") for name in tensors):  # DataParallel's prefix
         tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
     if any(name.startswith(VL_BERT) for name in tensors):
-        return Renamed(from_vl_bert(tensors, source), "VL-BERT")
+        return from_vl_bert(tensors, source), "VL-BERT"
     if is_visual_bert(tensors):
-        return Renamed(from_visual_bert(tensors, source), "VisualBERT")
+        return from_visual_bert(tensors, source), "VisualBERT"
     if is_torchvision_detector(tensors):
-        return Renamed(from_torchvision_detector(tensors, source, norm_eps=weights.norm_eps), "torchvision")
+        return from_torchvision_detector(tensors, source, norm_eps=norm_eps), "torchvision"
     if any(name.startswith(FULL_PREFIXES) for name in tensors):
         if is_caffe_attention(tensors):
-            return Renamed(from_caffe_attention(tensors, config, source), "bottom-up attention, Caffe conventions")
-        if weights.matching_heuristics:
+            return from_caffe_attention(tensors, config, source), "bottom-up attention, Caffe conventions"
+        if matching_heuristics:
             tensors = match_ends(tensors, model_names, source)
-        return Renamed(tensors, "Detectron2")
+        return tensors, "Detectron2"
     if any(_CAFFE2_BLOCK.match(name) for name in tensors):
         converted, layout = from_caffe2(tensors), "Caffe2"
     elif any(BLOCK.match(name) for name in tensors):
@@ -324,7 +327,7 @@ def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: 
             f"{source}: its names are of no known layout ({', '.join(list(tensors)[:3])}, ...); use a file of "
             "Detectron2, Caffe2, torchvision or VL-BERT."
         )
-    return Renamed(match_ends(converted, model_names, source), layout)
+    return match_ends(converted, model_names, source), layout
 
 
 def match_ends(tensors: dict[str, Tensor], model_names: Iterable[str], source: str | Path) -> dict[str, Tensor]:

@@ -13,26 +13,20 @@ size beside one of them, are from public records of the same files and agree wit
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import hashlib
 import http.client
-import os
 import re
-import urllib.request
-import uuid
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
-from tqdm.auto import tqdm
 
 from detector.config import NORM_EPS, flatten, load_tree
 from detector.errors import MissingFileError, UserError, reading, user_path
-from detector.io import take_place
+from detector.io import atomic_file
 
 PUBLISHED = Path(__file__).with_name("published")  # Detectron2 YAML files
 CLASS_LISTS = Path(__file__).with_name("class_names")  # text files, one name per line in the order of the classes
@@ -194,12 +188,9 @@ NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
     _milvlg("bua-d2-frcn-x152", "EdLhYc39P8tBkEDVCDOrNV4BgPhz9M4iBq8oPw1iyVSlmg", unsupported=OTHER_PORT),
 )
 PREFIXES = ("torchvision/", "detectron2/", "bottom-up-attention/")
-# Beginnings of names of published models that are not built here; a name of the table is found before.
-OTHER_MODELS = re.compile(r"(retinanet|fcos|ssd|rpn|fast_rcnn|cascade|panoptic|semantic|deeplab)(?=.*\d)")
-MASKS_OR_KEYPOINTS = re.compile(r"(keypoint_?rcnn|(scratch_)?mask_?rcnn)(?=.*\d)")
 
 
-def resolve_weights(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIGHTS) -> Path | NamedWeights:
+def resolve_weights(name: str | Path) -> Path | NamedWeights:
     """Tell a name of the table from a path. Nothing is downloaded.
 
     A file or folder that exists comes first. The beginning of a name, up to any slash, may be left out where one name
@@ -207,14 +198,14 @@ def resolve_weights(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIG
     path, whether it exists or not.
 
     Raises:
-        ValueError: a name or an address that the table does not have, a shortened name of several weights, or weights
+        UserError: a name or an address that the table does not have, a shortened name of several weights, or weights
             that no detector here can load.
     """
     path = Path(name) if "://" in str(name) else user_path(name)
     if path.exists():
         return path
     key = _key(name)
-    found = _find(key, table)
+    found = _find(key)
     if len(found) > 1:
         raise UserError(f"{key} is the end of several names; write {' or '.join(weights.name for weights in found)}.")
     if found:
@@ -223,58 +214,45 @@ def resolve_weights(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIG
         return found[0]
     if "://" in key:
         raise UserError(f"{key}: only the addresses of named weights are downloaded; save the file and give its path.")
-    _refuse_other_models(key, table)
     if key.startswith(PREFIXES):
         publisher = key.partition("/")[0]
-        names = [w.name for w in table if w.name.startswith(f"{publisher}/") and not w.unsupported]
+        names = [w.name for w in NAMED_WEIGHTS if w.name.startswith(f"{publisher}/") and not w.unsupported]
         close = difflib.get_close_matches(key, names, n=3, cutoff=0.7)
         hint = f"did you mean {' or '.join(close)}?" if close else f"{publisher} has {', '.join(names)}."
         raise UserError(f"{key}: neither a file nor the name of published weights; {hint}")
     return path
 
 
-def known_weights(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIGHTS) -> NamedWeights | None:
+def known_weights(name: str | Path) -> NamedWeights | None:
     """The entry of a name, of an address, or of a file that has the name of an entry's file; None for anything else."""
-    of_file = next((weights for weights in table if Path(name).name == weights.file), None)
+    of_file = next((weights for weights in NAMED_WEIGHTS if Path(name).name == weights.file), None)
     if of_file is not None or Path(name).exists():
         return of_file
-    found = _find(_key(name), table)
+    found = _find(_key(name))
     return found[0] if len(found) == 1 else None
 
 
-def similar_names(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIGHTS) -> list[str]:
+def similar_names(name: str | Path) -> list[str]:
     """Names of the table whose last part is nearly the last part of `name`, the most similar first; at most three."""
-    names = {_last(weights.name): weights.name for weights in table if not weights.unsupported}
+    names = {_last(weights.name): weights.name for weights in NAMED_WEIGHTS if not weights.unsupported}
     return [names[last] for last in difflib.get_close_matches(_last(_key(name)), names, n=3, cutoff=0.7)]
 
 
-def _find(key: str, table: Sequence[NamedWeights]) -> list[NamedWeights]:
+def _find(key: str) -> list[NamedWeights]:
     """The entry that has this name or address, or else all whose names end with it."""
-    exact = [weights for weights in table if key in (weights.name, weights.address)]
+    exact = [weights for weights in NAMED_WEIGHTS if key in (weights.name, weights.address)]
     end = f"/{key.removesuffix('.yaml')}"
-    return exact or [weights for weights in table if f"/{weights.name}".endswith(end)]
-
-
-def _refuse_other_models(key: str, table: Sequence[NamedWeights]) -> None:
-    """Raise a ValueError for the name (not the path of a file) of a published model that is not built here."""
-    last = _last(key)
-    if Path(last).suffix:
-        return
-    has_boxes = MASKS_OR_KEYPOINTS.match(last)
-    if has_boxes or OTHER_MODELS.match(last):
-        names = ", ".join(w.name for w in table if w.expect == "all" and not w.unsupported)
-        boxes = (
-            " The boxes of a Mask or Keypoint R-CNN are read from its file, with the YAML of the Faster R-CNN with the "
-            "same backbone."
-        )
-        raise UserError(
-            f"{key} is not supported: there are two-stage detectors of boxes only, by name {names}."
-            f"{boxes if has_boxes else ''}"
-        )
+    return exact or [weights for weights in NAMED_WEIGHTS if f"/{weights.name}".endswith(end)]
 
 
 def _last(key: str) -> str:
     return key.removesuffix(".yaml").rpartition("/")[2]
+
+
+def _key(name: str | Path) -> str:
+    """The name with forward slashes, as an address where it is one; `Path` takes one slash of "://" away."""
+    key = re.sub(r"^([\w-]{2,}):/+", r"\1://", Path(name).as_posix() if isinstance(name, Path) else name)
+    return key.replace("detectron2://", DETECTRON2, 1) if key.startswith("detectron2://") else key
 
 
 def settings_of(weights: NamedWeights) -> dict[str, Any]:
@@ -294,53 +272,59 @@ def published_class_names(weights: NamedWeights) -> tuple[str, ...] | None:
     return tuple(text.splitlines())
 
 
-def _key(name: str | Path) -> str:
-    """The name with forward slashes, as an address where it is one; `Path` takes one slash of "://" away."""
-    key = re.sub(r"^([\w-]{2,}):/+", r"\1://", Path(name).as_posix() if isinstance(name, Path) else name)
-    return key.replace("detectron2://", DETECTRON2, 1) if key.startswith("detectron2://") else key
-
-
-# Published weights in the cache of torch.hub, downloaded once and verified.
-
-
-CHUNK = 1 << 20  # bytes
-TIMEOUT = 30  # seconds without an answer
-
-
 def cache_folder() -> Path:
     return Path(torch.hub.get_dir(), "checkpoints")
 
 
-def cached_weights(weights: NamedWeights, folder: Path | None = None) -> Path:
-    """The path of the file in the cache; it is downloaded if it is not there.
+def cached_weights(weights: NamedWeights) -> Path:
+    """The path of the file in the cache of torch.hub; it is downloaded and verified if it is not there.
 
-    Of several processes one downloads, and the others wait for it: a lock file beside the file says so while it lasts.
-    A download has a name of its own until it is complete and verified, so that no process ever sees a part of a file.
-
-    Args:
-        folder: None = `cache_folder()`.
+    Of several processes one downloads, and the others wait for it.
 
     Raises:
-        FileNotFoundError: the file is not in the cache and cannot be downloaded.
-        ValueError: the file in the cache, or the one that was downloaded, is not the published one.
+        MissingFileError: the file is not in the cache and cannot be downloaded.
+        UserError: the file in the cache, or the one that was downloaded, is not the published one.
     """
-    path = (folder or cache_folder()) / weights.file
-    if not path.is_file():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with _alone(path):
-                if not path.is_file():  # another process may have downloaded it meanwhile
-                    _fetch(weights, path)
-                    return path
-        except (OSError, http.client.HTTPException) as error:
-            reason = str(error).strip("<>") or type(error).__name__
-            raise MissingFileError(
-                f"{weights.name} cannot be downloaded from {weights.address} ({reason}); {_by_hand(path)}."
-            ) from error
-    difference = _difference(weights, path)
-    if difference:
-        raise UserError(f"{path}: {difference}; delete it, and {weights.name} is downloaded again.")
+    path = cache_folder() / weights.file
+    by_hand = f"download it by other means and save it as {path}, or give the path of your file instead of the name"
+    if path.is_file():
+        if difference := _difference(weights, path):
+            raise UserError(f"{path}: {difference}; delete it, and {weights.name} is downloaded again.")
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            if not path.is_file():  # another process may have downloaded it meanwhile
+                with atomic_file(path) as part:
+                    torch.hub.download_url_to_file(weights.address, str(part))
+                    if difference := _difference(weights, part):
+                        raise UserError(
+                            f"{weights.name}: {weights.address} did not send the published file: {difference}; "
+                            f"{by_hand}."
+                        )
+    except (OSError, http.client.HTTPException) as error:
+        reason = str(error).strip("<>") or type(error).__name__
+        raise MissingFileError(
+            f"{weights.name} cannot be downloaded from {weights.address} ({reason}); {by_hand}."
+        ) from error
     return path
+
+
+def _difference(weights: NamedWeights, path: Path) -> str:
+    """How a file differs from what is known of the published one; "" if it does not."""
+    size = path.stat().st_size
+    if size == 0 or (weights.size is not None and size != weights.size):
+        return f"it has {size} bytes" + ("" if weights.size is None else f" instead of {weights.size}")
+    with path.open("rb") as file:
+        if file.read(512).lstrip()[:5].lower() in (b"<!doc", b"<html"):
+            return "it is a web page"
+        if weights.checksum:
+            algorithm, digits = weights.checksum.split(":")
+            file.seek(0)
+            found = hashlib.file_digest(file, algorithm).hexdigest()
+            if not found.startswith(digits):
+                return f"its {algorithm} begins with {found[: len(digits)]} instead of {digits}"
+    return ""
 
 
 def remedy(path: Path) -> str:
@@ -349,76 +333,6 @@ def remedy(path: Path) -> str:
     if published is not None and path.parent == cache_folder():
         return f"delete it, and {published.name} is downloaded again"
     return "copy or download it again"
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Waits until no other process holds the lock of this file.
-
-    The lock ends with its process, so that a kill leaves none behind.
-    """
-    lock = path.with_name(f"{path.name}.lock")
-    with FileLock(lock):
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):  # Windows removes no open file
-                lock.unlink()
-
-
-def _fetch(weights: NamedWeights, path: Path) -> None:
-    """Download and verify; raises as `_download`, and a ValueError where another file was sent."""
-    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-    try:
-        _download(weights, part)
-        difference = _difference(weights, part)
-        if difference:
-            raise UserError(
-                f"{weights.name}: {weights.address} did not send the published file: {difference}; {_by_hand(path)}."
-            )
-        take_place(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _by_hand(path: Path) -> str:
-    return f"download it by other means and save it as {path}, or give the path of your file instead of the name"
-
-
-def _download(weights: NamedWeights, part: Path) -> None:
-    """Raises OSError or HTTPException: no connection, no such file, an answer that is a web page or ends too early."""
-    request = urllib.request.Request(weights.address, headers={"User-Agent": "torch.hub"})  # some servers want one
-    with urllib.request.urlopen(request, timeout=TIMEOUT) as answer, part.open("xb") as file:
-        if answer.headers.get_content_type() == "text/html":
-            raise OSError("the server sent a web page instead of a file")
-        length = answer.headers.get("Content-Length")
-        total = None if length is None else int(length)
-        bar = tqdm(total=total, desc=weights.file, unit="B", unit_scale=True, delay=1)
-        with bar:
-            while chunk := answer.read(CHUNK):
-                file.write(chunk)
-                bar.update(len(chunk))
-        file.flush()
-        os.fsync(file.fileno())
-        if total is not None and file.tell() != total:
-            raise OSError(f"the connection ended after {file.tell()} of {total} bytes")
-
-
-def _difference(weights: NamedWeights, path: Path) -> str:
-    """How a file differs from what is known of the published one; "" if it does not."""
-    size = path.stat().st_size
-    if size == 0 or (weights.size is not None and size != weights.size):
-        return f"it has {size} bytes" + ("" if weights.size is None else f" instead of {weights.size}")
-    if weights.checksum:
-        algorithm, digits = weights.checksum.split(":")
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, algorithm).hexdigest()
-        if not found.startswith(digits):
-            return f"its {algorithm} begins with {found[: len(digits)]} instead of {digits}"
-    return ""
-
-
-# Names of classes or attributes from the text files that bottom-up attention publishes with its weights.
 
 
 def read_vocabulary(path: str | Path, number: int, what: str) -> tuple[str, ...]:
@@ -432,23 +346,17 @@ def read_vocabulary(path: str | Path, number: int, what: str) -> tuple[str, ...]
         what: the plural of what is named, for messages.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such file, it is no text, has another number of lines, or a line
-            without a name.
+        MissingFileError, UserError: there is no such file, or it has another number of names.
     """
     path = Path(path)
     if not path.is_file():
         raise MissingFileError(f"{path}: no such file of names; give a text file with a line for each of the {what}.")
-    try:
-        with reading(path):
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a UTF-8 text file; give one with a line for each of the {what}.") from error
+    with reading(path):
+        lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
     names = tuple(line.partition(",")[0].strip() for line in lines)
-    if len(names) != number:
+    if len(names) != number or not all(names):
         raise UserError(
-            f"{path} names {len(names)} {what}, but the detector has {number}; give the file that belongs to its "
-            "weights."
+            f"{path} has {len([*filter(None, names)])} lines with a name, but the detector has {number} {what}; give "
+            "the file that belongs to its weights."
         )
-    if not all(names):
-        raise UserError(f"{path}, line {names.index('') + 1} has no name; correct it, or download the file again.")
     return names

@@ -16,7 +16,7 @@ from PIL.ImageFile import ImageFile as OpenedImage
 
 from detector.boxes import check_boxes
 from detector.errors import UserError, user_path
-from detector.images import FORMATS, MAX_PIXELS
+from detector.images import FORMATS
 from e2e_vl.data.user_inputs import read_boxes
 from e2e_vl.samples import AnnotatedObjects, ImageBytes
 
@@ -54,7 +54,6 @@ def image_file(image: ImageInput) -> ImageFile:
                 "An image array must be uint8, [height, width, 3] in RGB, [height, width, 4] in RGBA or [height, width]"
                 f" in grey, not {image.dtype} {list(image.shape)}."
             )
-        _check_pixels(image.shape[1], image.shape[0])  # before it is copied: a view may be larger than its memory
         image = Image.fromarray(image)
     if not isinstance(image, Image.Image):
         raise UserError(
@@ -80,21 +79,12 @@ def _check_unread(image: Image.Image) -> None:
     """Look at an image that PIL has opened but not read: reading an EPS file would start a program.
 
     Raises:
-        UserError: its format is not one of `FORMATS`, or it has more than `MAX_PIXELS` pixels.
+        UserError: its format is not one of `FORMATS`.
     """
     if isinstance(image, OpenedImage) and image.tile and image.format not in (*FORMATS, "MPO"):
         raise UserError(
             f"Image {_IN_MEMORY} was opened from a file of the format {image.format}, which is not read here; give "
             f"one of {', '.join(FORMATS)}, or call its load() before."
-        )
-    _check_pixels(image.width, image.height)
-
-
-def _check_pixels(width: int, height: int) -> None:
-    if width * height > MAX_PIXELS:
-        raise UserError(
-            f"Image {_IN_MEMORY} has {width} x {height} pixels; the limit is {MAX_PIXELS} pixels, so make it smaller "
-            "first."
         )
 
 

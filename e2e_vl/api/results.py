@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from detector.errors import UserError
-from detector.images import ResizeRule, decode_resized, load_resized, resize_boxes
+from detector.images import ResizeRule, load_resized, resize_boxes
 from e2e_vl.api.inputs import ImageFile, stamp_of
 from e2e_vl.drawing import box_colours, draw_boxes
 from e2e_vl.samples import ImageBytes
@@ -179,7 +179,7 @@ def _picture(
     if found is not None and found != stamp:
         raise UserError(f"{image} was changed after the model looked at it, so the boxes do not fit; ask again.")
     if isinstance(image, ImageBytes):
-        pixels, size = decode_resized(image.content, image.name, SHOWN_SIZE, "RGB")
+        pixels, size = load_resized(image.content, SHOWN_SIZE, "RGB", image.name)
     else:
         pixels, size = load_resized(image, SHOWN_SIZE, "RGB")
     pixels = pixels.copy()

@@ -89,18 +89,17 @@ def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
     if is_folder and (output.is_file() or output.suffix in (".pkl", ".pt", ".bin", ".model")):
         raise UserError(f"{output} is not a folder, a .pth or a .safetensors file.")
     # late: they import torch
-    from detector.checkpoint import CONFIG_NAME, WEIGHTS_NAME, convert_checkpoint, load_converted, save_weights
+    from detector.checkpoint import CONFIG_NAME, WEIGHTS_NAME, load_checkpoint, save_weights
     from detector.config import DetectorConfig
     from detector.faster_rcnn import FasterRCNN
 
     detector = FasterRCNN(DetectorConfig.from_yaml(config))
-    converted = convert_checkpoint(detector, weights)
-    report = load_converted(detector, converted, weights, expect=expect)
+    report = load_checkpoint(detector, weights, expect=expect)
     print(report)
     if is_folder:
         output.mkdir(parents=True, exist_ok=True)
         write_text(output / CONFIG_NAME, detector.config.to_yaml())
-    matched = {name: converted.tensors[name] for name in report.matched}
+    matched = {name: value for name, value in detector.state_dict().items() if name in set(report.matched)}
     save_weights(matched, output / WEIGHTS_NAME if is_folder else output)
     print(f"written: {output}")
 

@@ -19,7 +19,7 @@ import numpy as np
 from detector.boxes import check_boxes
 from detector.config import SelectionRule
 from detector.errors import MissingFileError, UserError, user_path
-from detector.images import ResizeRule, decode_resized, load_resized
+from detector.images import ResizeRule, load_resized
 from detector.selection import select_regions
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import VLDataset, open_options
@@ -66,7 +66,7 @@ def read_image(
     """
     if isinstance(source, ImageBytes):
         where = source.name
-        pixels, original_size = decode_resized(source.content, source.name, resize, channel_order)
+        pixels, original_size = load_resized(source.content, resize, channel_order, source.name)
     else:
         where = source
         if not source.is_file():

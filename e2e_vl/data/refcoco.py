@@ -11,16 +11,14 @@ Files (`data.files`, relative to `data.root`)
 from __future__ import annotations
 
 import dataclasses
-import io
-import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from detector.errors import MissingFileError, UserError, reading, user_path
-from detector.pickle_scan import check_pickle
+from detector.errors import MissingFileError, UserError, user_path
+from detector.io import read_pickle
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants, group_texts
 from e2e_vl.data.coco import read_instances
 from e2e_vl.data.flickr30k import (
@@ -29,7 +27,7 @@ from e2e_vl.data.flickr30k import (
     read_annotation,
     read_sentences,
 )
-from e2e_vl.data.storage.files import checked_records, read_json, require_file
+from e2e_vl.data.storage.files import checked_records, read_json
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import ChosenRecords, RecordTable
 from e2e_vl.io import inside
@@ -166,40 +164,19 @@ def read_refs(path: str | Path) -> list[Any]:
         ValueError: the pickle tries to run code, the file is broken or does not hold a list.
     """
     path = user_path(path)
-    content = read_json(path, "refs") if path.suffix == ".json" else _read_plain_pickle(path)
+    content = read_json(path, "refs") if path.suffix == ".json" else _read_refer_pickle(path)
     if not isinstance(content, list):
         raise UserError(f"{path}: holds a {type(content).__name__}, expected a list of refs")
     return content
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Builds lists, dicts, tuples, strings and numbers. Everything else needs a global, which is refused."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise _ForbiddenGlobalError(f"{module}.{name}")
-
-
-class _ForbiddenGlobalError(Exception):
-    """Tells the refusal apart from the errors of a broken pickle."""
-
-
-def _read_plain_pickle(path: Path) -> Any:
-    with reading(path):
-        data = require_file(path, "refs").read_bytes()
+def _read_refer_pickle(path: Path) -> Any:
     try:
-        check_pickle(data)
-        try:
-            return _PlainUnpickler(io.BytesIO(data), encoding="utf-8").load()
-        except UnicodeDecodeError:  # Python 2 byte strings in an older encoding
-            return _PlainUnpickler(io.BytesIO(data), encoding="latin1").load()
-    except _ForbiddenGlobalError as error:
-        raise UserError(
-            f"{path}: tries to run code ({error}): a refs file holds only lists, dicts, strings and numbers; do not "
-            "trust this file, download it again from its original source"
-        ) from error
-    except Exception as error:  # a broken pickle can raise nearly anything
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path}: not a readable pickle ({reason}); copy or download the file again") from error
+        return read_pickle(path, encoding="utf-8")
+    except UserError as error:
+        if not isinstance(error.__cause__, UnicodeDecodeError):
+            raise
+        return read_pickle(path)  # strings of Python 2 in an older encoding
 
 
 class RefCOCODataset(VLDataset):

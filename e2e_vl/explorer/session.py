@@ -7,15 +7,18 @@ Shape legend: see `e2e_vl/structures.py`; besides
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 from torch import Tensor
 
 from detector.errors import MissingFileError, UserError, in_one_line
-from detector.images import ResizeRule, decode_resized
+from detector.images import ResizeRule, load_resized
 from detector.pixel_masking import mask_pixels, mask_rectangles
 from e2e_vl.api.model import TrainedModel
 from e2e_vl.api.results import Answer, marks_of
@@ -66,7 +69,13 @@ def read_photo(path: Path, limits: Limits) -> Photo:
     content = path.read_bytes()
     if not content.startswith(_SIGNATURES):
         raise UserError(f"{name} is neither a JPEG nor a PNG file; convert it first.")
-    pixels, original = decode_resized(content, name, SHOWN_SIZE, "RGB", limits.pixels)
+    with contextlib.suppress(OSError), Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as opened:
+        if opened.width * opened.height > limits.pixels:
+            raise UserError(
+                f"{name} has {opened.width} x {opened.height} pixels; the limit is {limits.megapixels:g} megapixels, "
+                "so make it smaller first."
+            )
+    pixels, original = load_resized(content, SHOWN_SIZE, "RGB", name)
     return Photo(ImageBytes(content, name), original, pixels)
 
 

@@ -18,15 +18,14 @@ from torch import Tensor
 from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 
 from detector.boxes import decode_deltas, is_larger
-from detector.checkpoint import BACKENDS, CONFIG_NAME, detector_class, load_checkpoint
+from detector.checkpoint import BACKENDS, CONFIG_NAME, detector_class, find_weights, load_checkpoint
 from detector.config import SelectionRule
 from detector.errors import MissingFileError, UserError, user_path
 from detector.faster_rcnn import TwoStageDetector
-from detector.images import ResizeRule, decode_resized, load_resized, make_image_batch, resize_boxes
+from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
 from detector.roi_pooler import to_rois
 from detector.selection import best_class_boxes, select_max_conf, select_max_nms, select_regions
 from detector.structures import FeatureMaps, ImageBatch, RoIFeatures
-from detector.weight_files import find_weights
 from detector.zoo import NamedWeights, known_weights, read_vocabulary, resolve_weights
 from e2e_vl.config import load_config
 from e2e_vl.data.features import RegionFeatures
@@ -483,7 +482,7 @@ def extract_image(
     order = config.input.format
     if isinstance(image, ImageBytes):
         name, path = image.name, Path(image.name)
-        pixels, size = decode_resized(image.content, name, source.resize, order)
+        pixels, size = load_resized(image.content, source.resize, order, name)
     else:
         name, path = Path(image).stem, Path(image)
         pixels, size = load_resized(image, source.resize, order)

@@ -22,9 +22,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from detector.boxes import area
-from detector.checkpoint import LoadReport, load_weights
+from detector.checkpoint import LoadReport, load_weights, read_tensors
 from detector.structures import Loss
-from detector.weight_files import read_tensors
 from e2e_vl.examples import PhraseBatch, Ragged, characters_of
 from e2e_vl.structures import Batch, IntermediateStates, ModelOutput, PhraseOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Records, start_head

@@ -53,7 +53,7 @@ class WeightAdapter(abc.ABC):
 
     @abc.abstractmethod
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        """What `detector.weight_files.read_tensors` gave, by our names in float32; `source` is for error messages.
+        """What `detector.checkpoint.read_tensors` gave, by our names in float32; `source` is for error messages.
 
         Raises:
             ValueError: a name that the format does not have, or a damaged file.

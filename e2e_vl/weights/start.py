@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from detector.checkpoint import LoadReport, load_weights
+from detector.checkpoint import LoadReport, load_weights, read_tensors
 from detector.errors import MissingFileError, UserError, first_line, in_one_line, user_path
 from detector.io import read_json, read_yaml
-from detector.weight_files import read_tensors, split_weights
 from e2e_vl.config import VERSION
 from e2e_vl.converter import from_dict
 from e2e_vl.data.answer_lists import ANSWERS_FILE, read_answers
@@ -353,7 +352,7 @@ def find_part(name: str, part: str) -> Path:
             if (folder / file).is_file():
                 return folder / file
     raise MissingFileError(
-        f"{path}: holds no {PART_NAMES.get(part, part)}'s weights{split_weights(path)}; give a run directory, a file, "
+        f"{path}: holds no {PART_NAMES.get(part, part)}'s weights; give a run directory, a file, "
         f"or a folder with {' or '.join(FILES)}."
     )
 

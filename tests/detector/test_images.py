@@ -1,22 +1,18 @@
 from __future__ import annotations
 
-import io
 import struct
-import warnings
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, PngImagePlugin
+from PIL import Image
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from detector.errors import UserError
 from detector.images import (
-    MAX_PIXELS,
     ResizeRule,
-    decode_resized,
     load_image,
     load_resized,
     make_image_batch,
@@ -61,8 +57,6 @@ def test_channel_orders(tmp_path: Path):
     assert np.array_equal(load_image(tmp_path / "a.png", "RGB"), pixels)
     bgr = load_image(str(tmp_path / "a.png"))
     assert np.array_equal(bgr, pixels[:, :, ::-1]) and bgr.flags.c_contiguous and bgr.flags.writeable
-    with pytest.raises(ValueError, match="HSV"):
-        load_image(tmp_path / "a.png", "HSV")
 
 
 def test_the_name_does_not_decide_about_the_format(tmp_path: Path):
@@ -161,54 +155,6 @@ def test_unreadable_exif_is_upright(tmp_path: Path):
     assert np.array_equal(load_image(tmp_path / "a.png", "RGB"), pixels)
 
 
-def test_very_large(tmp_path: Path):
-    """More pixels than PIL opens by itself (179 million), and no warning about them."""
-    w, h = 19000, 9500
-    image = Image.new("1", (w, h), 1)
-    noise = np.random.default_rng(0).integers(0, 256, 300 * w // 8, dtype=np.uint8)  # a file of more than a few KB
-    image.paste(Image.frombytes("1", (w, 300), noise.tobytes()))
-    image.save(tmp_path / "a.png")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pixels, size = load_resized(tmp_path / "a.png", ResizeRule(100, 200, "truncate"))
-    assert size == (h, w)
-    assert pixels.shape == (100, 200, 3) and (pixels[8:] == 255).all() and (pixels[:3] < 255).all()
-
-
-def test_one_limit_for_all_formats(tmp_path: Path):
-    path = tmp_path / "a.gif"
-    path.write_bytes(b"GIF89a" + struct.pack("<HH", 30000, 30000) + b"\0\0\0,\0\0\0\0\x30\x75\x30\x75\0\x02\0;")
-    with pytest.raises(UserError, match=rf"a\.gif has 30000 x 30000 pixels; the limit is {MAX_PIXELS} pixels"):
-        load_image(path)
-
-
-def test_few_bytes_hold_few_pixels(tmp_path: Path):
-    Image.new("1", (12000, 12000)).save(tmp_path / "a.png")
-    with pytest.raises(UserError, match=r"a\.png claims 12000 x 12000 pixels in \d{5} bytes"):
-        load_image(tmp_path / "a.png")
-
-
-def test_scans_are_counted(tmp_path: Path):
-    thumbnail, path = io.BytesIO(), tmp_path / "a.jpg"
-    Image.new("L", (8, 8)).save(thumbnail, "JPEG")
-    scan = b"\xff\xda\0\x02"  # in a segment and behind the picture it is none
-    Image.fromarray(random_pixels()).save(path, progressive=True, exif=b"Exif\0\0" + thumbnail.getvalue() + scan * 200)
-    content = path.read_bytes()
-    path.write_bytes(content + scan * 200)
-    assert load_image(path).shape == (24, 31, 3)
-    last, end = content.rindex(b"\xff\xda"), content.rindex(b"\xff\xd9")
-    path.write_bytes(content[:end] + content[last:end] * 100 + content[end:])
-    with pytest.raises(UserError, match=r"a\.jpg has more than 100 scans"):
-        load_image(path)
-
-
-def test_beyond_the_limit(tmp_path: Path):
-    side = int(MAX_PIXELS**0.5) + 1
-    path = png(tmp_path / "a.png", size=(side, side), bit_depth=1, colour_type=0, rows=np.zeros((1, 4), np.uint8))
-    with pytest.raises(ValueError, match=rf"a\.png has {side} x {side} pixels.*smaller"):
-        load_image(path)
-
-
 @pytest.mark.parametrize("kind", ["jpg", "png"])
 @pytest.mark.parametrize("rest", [0.02, 0.6])
 def test_cut_off_file(tmp_path: Path, kind: str, rest: float):
@@ -216,37 +162,20 @@ def test_cut_off_file(tmp_path: Path, kind: str, rest: float):
     Image.fromarray(random_pixels(200, 200)).save(path)
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * rest)])
-    with pytest.raises(ValueError, match=rf"a\.{kind} is .*get") as caught:
-        load_image(path)
-    assert "\n" not in str(caught.value)
-
-
-def test_damaged_file(tmp_path: Path):
-    path = tmp_path / "a.png"
-    Image.fromarray(random_pixels(200, 200)).save(path)
-    content = bytearray(path.read_bytes())
-    content[500:600] = bytes(100)
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"a\.png is damaged"):
+    with pytest.raises(UserError, match=rf"a\.{kind} cannot be read"):
         load_image(path)
 
 
 def test_no_image(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.jpg does not exist"):
         load_image(tmp_path / "nowhere.jpg")
-    with pytest.raises(ValueError, match="is not a file"):
+    with pytest.raises(UserError, match="cannot be read"):
         load_image(tmp_path)
-    (tmp_path / "empty.jpg").touch()
-    with pytest.raises(ValueError, match=r"empty\.jpg is empty"):
-        load_image(tmp_path / "empty.jpg")
     (tmp_path / "text.jpg").write_text("<html>404 not found</html>")
-    with pytest.raises(ValueError, match=r"text\.jpg is not a readable JPEG or PNG"):
+    with pytest.raises(UserError, match=r"text\.jpg cannot be read"):
         load_image(tmp_path / "text.jpg")
-    header = png(tmp_path / "nothing.png", size=(0, 5), bit_depth=8, colour_type=0, rows=np.zeros((0, 5), np.uint8))
-    with pytest.raises(ValueError, match=r"nothing\.png"):
-        load_image(header)
     Image.fromarray(np.ones((4, 4), dtype=np.float32)).save(tmp_path / "a.tiff")
-    with pytest.raises(ValueError, match="floating-point"):
+    with pytest.raises(UserError, match="floating-point"):
         load_image(tmp_path / "a.tiff")
 
 
@@ -265,18 +194,13 @@ def test_the_content_of_a_file_is_read_as_the_file_itself(tmp_path: Path):
     path = tmp_path / "a.jpg"
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)).save(path)
     rule = ResizeRule(20, 50)
-    pixels, size = decode_resized(path.read_bytes(), "shard.tar: a.jpg", rule)
+    pixels, size = load_resized(path.read_bytes(), rule, name="shard.tar: a.jpg")
     expected, expected_size = load_resized(path, rule)
     np.testing.assert_array_equal(pixels, expected)
     assert size == expected_size == (40, 60)
-    content = path.read_bytes()
-    for damaged, message in (
-        (b"", "is empty"),
-        (b"<html>", "is not a readable"),
-        (content[: len(content) // 2], "is damaged or cut off"),
-    ):
-        with pytest.raises(ValueError, match=f"Image shard.tar: a.jpg {message}"):
-            decode_resized(damaged, "shard.tar: a.jpg", rule)
+    for damaged in (b"", b"<html>", path.read_bytes()[:500]):
+        with pytest.raises(UserError, match=r"Image shard\.tar: a\.jpg cannot be read"):
+            load_resized(damaged, rule, name="shard.tar: a.jpg")
 
 
 @pytest.mark.parametrize(
@@ -300,14 +224,9 @@ def test_target_size(rule: ResizeRule, size: tuple[int, int], expected: tuple[in
 
 
 def test_resize_rule_errors():
-    with pytest.raises(ValueError, match="short_edge 0"):
-        ResizeRule(0, 100)
-    with pytest.raises(ValueError, match="long_edge 50"):
-        ResizeRule(100, 50)
-    with pytest.raises(ValueError, match="'up'"):
-        ResizeRule(100, 200, "up")
-    with pytest.raises(ValueError, match="5 x 0"):
-        ResizeRule().target_size(0, 5)
+    for edges in ((0, 100), (100, 50)):
+        with pytest.raises(UserError, match=f"short_edge {edges[0]} and long_edge {edges[1]}"):
+            ResizeRule(*edges)
 
 
 def test_thin_image_resizes_to_something():
@@ -351,8 +270,6 @@ def test_batch_of_fixed_size():
 
 
 def test_batch_errors():
-    with pytest.raises(ValueError, match="at least one"):
-        make_image_batch([], [], [], [0] * 3, [1] * 3)
     with pytest.raises(ValueError, match=r"photo\.jpg.*uint8"):
         make_image_batch([np.zeros((4, 4), np.uint8)], [(4, 4)], ["photo.jpg"], [0] * 3, [1] * 3)
 
@@ -367,16 +284,5 @@ def test_the_formats_that_are_named_are_read(tmp_path: Path, kind: str):
 def test_other_formats_are_refused_whatever_their_name(tmp_path: Path, kind: str):
     """PIL would start Ghostscript for the first one."""
     Image.new("RGB", (6, 4)).save(tmp_path / "photo.jpg", kind)
-    with pytest.raises(UserError, match=r"photo\.jpg is not a readable JPEG or PNG file"):
+    with pytest.raises(UserError, match=r"photo\.jpg cannot be read"):
         load_image(tmp_path / "photo.jpg")
-
-
-def test_too_little_memory_is_a_sentence(tmp_path: Path, monkeypatch):
-    Image.new("RGB", (6, 4)).save(tmp_path / "a.png")
-
-    def fail(self):
-        raise MemoryError
-
-    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", fail)
-    with pytest.raises(UserError, match=r"a\.png has 6 x 4 pixels, which need more memory than there is"):
-        load_image(tmp_path / "a.png")

@@ -16,7 +16,6 @@ from detector.config import DetectorConfig, flatten, load_tree
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule
 from detector.structures import ImageBatch
-from detector.weight_files import WeightsFile
 from detector.weight_names import to_detector_names
 from detector.zoo import PUBLISHED
 from e2e_vl.extraction.regions import find_detector
@@ -53,8 +52,8 @@ def test_names_of_torchvision_itself(published: ModuleType):
     with torch.device("meta"):
         state = torchvision.models.resnet50().state_dict()
         wanted = {k: v.shape for k, v in torchvision_targets()}
-    renamed = to_detector_names(WeightsFile(Path("r50.pth"), state), wanted, DetectorConfig())
-    shapes = {k: v.shape for k, v in renamed.tensors.items() if not k.endswith("num_batches_tracked")}
+    renamed, _ = to_detector_names(state, wanted, DetectorConfig(), "r50.pth")
+    shapes = {k: v.shape for k, v in renamed.items() if not k.endswith("num_batches_tracked")}
     assert {k: v for k, v in shapes.items() if published.is_trunk(k)} == {
         k: v for k, v in wanted.items() if published.is_trunk(k)
     }

@@ -9,9 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from detector.checkpoint import load_checkpoint, save_weights
+from detector.checkpoint import load_checkpoint, read_weights, save_weights
 from detector.faster_rcnn import FasterRCNN
-from detector.weight_files import read_weights
 from detector.weight_names import match_ends
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
+from detector.checkpoint import find_weights
 from detector.errors import UserError
-from detector.weight_files import find_weights
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.tasks.detection import DetectionTask
 from e2e_vl.tasks.pretraining import PretrainingTask

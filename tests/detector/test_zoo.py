@@ -1,9 +1,16 @@
-"""The table of published weights, and how names are told from paths."""
+"""The table of published weights, how names are told from paths, downloads into a cache, and files of names."""
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
+import multiprocessing
+import pickle
 import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,17 +19,20 @@ import torch
 from torchvision import models
 from torchvision.models import detection
 
-from detector.checkpoint import EXPECT
+import detector.checkpoint
+import detector.zoo
+from detector.checkpoint import EXPECT, find_weights, read_weights
 from detector.config import DetectorConfig
-from detector.weight_files import find_weights
 from detector.zoo import (
-    CLASS_LISTS,
     NAMED_WEIGHTS,
     PREFIXES,
     PUBLISHED,
     NamedWeights,
+    cache_folder,
+    cached_weights,
     known_weights,
     published_class_names,
+    read_vocabulary,
     resolve_weights,
     settings_of,
 )
@@ -84,13 +94,6 @@ def test_settings_are_used_and_stand_alone(path: Path) -> None:
     assert all((PUBLISHED / base).is_file() for base in re.findall(r"^_BASE_: (.*)$", text, re.MULTILINE))
     start = re.search(r"^  WEIGHTS: (.*)$", text, re.MULTILINE)
     assert start is None or known_weights(start[1]).expect == "backbone"
-
-
-def test_package_data_are_installed() -> None:
-    declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    for folder, suffix in ((PUBLISHED, "yaml"), (CLASS_LISTS, "txt")):
-        assert f'"{folder.name}/*.{suffix}"' in declared
-        assert all(path.suffix == f".{suffix}" for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("name", ["R_50_C4", "R_101_C4", "bottom_up_attention", "bottom_up_attention_caffe"])
@@ -200,38 +203,6 @@ def test_the_beginning_of_a_name_may_be_left_out(short: str, name: str) -> None:
     assert resolve_weights(short) is known_weights(short) is BY_NAME[name]
 
 
-def test_the_end_of_two_names_is_refused() -> None:
-    twice = tuple(dataclasses.replace(BY_NAME[V2], name=f"{prefix}same") for prefix in PREFIXES[:2])
-    with pytest.raises(
-        ValueError, match=r"^same is the end of several names; write torchvision/same or detectron2/same"
-    ):
-        resolve_weights("same", twice)
-    assert known_weights("same", twice) is None
-    assert resolve_weights("torchvision/same", twice) is twice[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "says_how_boxes_are_read"),
-    [
-        ("torchvision/retinanet_resnet50_fpn-coco", False),
-        ("retinanet_R_50_FPN_3x", False),
-        ("torchvision/keypointrcnn_resnet50_fpn-coco", True),
-        ("COCO-Keypoints/keypoint_rcnn_R_50_FPN_3x.yaml", True),
-        ("detectron2/COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x", True),
-        ("maskrcnn_resnet50_fpn_v2-coco", True),
-        ("ssd300_vgg16-coco", False),
-        ("detectron2/COCO-Detection/rpn_R_50_C4_1x", False),
-    ],
-)
-def test_other_models_are_refused_with_what_there_is(name: str, says_how_boxes_are_read: bool) -> None:
-    with pytest.raises(ValueError, match=f"^{name} is not supported: there are two-stage detectors of boxes") as caught:
-        resolve_weights(name)
-    message = str(caught.value)
-    assert V2 in message and "detectron2/COCO-Detection/faster_rcnn_R_101_FPN_3x" in message
-    assert R50 not in message and "r152" not in message
-    assert ("The boxes of a Mask or Keypoint R-CNN are read" in message) == says_how_boxes_are_read
-
-
 def test_a_missing_file_that_is_nearly_a_name_says_the_name() -> None:
     with pytest.raises(FileNotFoundError, match=f"Did you mean the published weights {V2} or"):
         find_weights("fasterrcnn_resnet50_fpn_v2")
@@ -241,7 +212,7 @@ def test_a_missing_file_that_is_nearly_a_name_says_the_name() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["weights.pth", "some/folder", "./torchvision/x.pth", "C:/weights/x.pth", "mask_rcnn/model.pth", "runs/ssd"],
+    ["weights.pth", "some/folder", "./torchvision/x.pth", "C:/weights/x.pth", "mask_rcnn/model.pth"],
 )
 def test_everything_else_is_a_path(name: str) -> None:
     assert resolve_weights(name) == Path(name)
@@ -287,3 +258,184 @@ def test_the_page_about_detectors_names_what_there_is() -> None:
     assert len(names) >= 9
     for name in names:
         assert isinstance(resolve_weights(name), NamedWeights), name
+
+
+CONTENT = bytes(range(256)) * 2_000
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+MD5 = hashlib.md5(CONTENT).hexdigest()
+
+
+class Server(ThreadingHTTPServer):
+    """`/file` is the whole content, `/page` is a web page; others do not exist."""
+
+    requests: list[str]
+    gate: threading.Event | None = None  # the second half of a file is sent after it is set
+
+    def address(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.server_port}/{path}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.requests.append(self.path)
+        content = {"/file": CONTENT, "/page": b"<!DOCTYPE html><html>"}.get(self.path)
+        if content is None:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        half = len(content) // 2
+        self.wfile.write(content[:half])
+        if self.server.gate is not None:
+            self.wfile.flush()
+            self.server.gate.wait(60)
+        self.wfile.write(content[half:])
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Tests are silent."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server(("127.0.0.1", 0), Handler)
+    server.requests = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(torch.hub, "_hub_dir", None)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "hub" / "checkpoints"
+    return cache_folder()
+
+
+def entry(address: str, **fields: object) -> NamedWeights:
+    fields = {"checksum": f"sha256:{SHA256}", **fields}
+    return NamedWeights("torchvision/test", address, "test.pth", "R_50_C4", "none", **fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"checksum": f"sha256:{SHA256[:8]}"}, {"checksum": f"md5:{MD5[:6]}"}, {"checksum": "", "size": len(CONTENT)}],
+)
+def test_a_file_is_downloaded_once(server: Server, cache: Path, fields: dict[str, object]) -> None:
+    weights = entry(server.address("file"), **fields)
+    for _ in range(2):
+        assert cached_weights(weights) == cache / "test.pth"
+    assert (cache / "test.pth").read_bytes() == CONTENT
+    assert server.requests == ["/file"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "difference"),
+    [
+        ({"checksum": "sha256:00000000"}, f"its sha256 begins with {SHA256[:8]} instead of 00000000"),
+        ({"checksum": "md5:000000"}, f"its md5 begins with {MD5[:6]} instead of 000000"),
+        ({"size": 7}, f"it has {len(CONTENT)} bytes instead of 7"),
+    ],
+)
+def test_another_file_is_refused(server: Server, cache: Path, fields: dict[str, object], difference: str) -> None:
+    weights = entry(server.address("file"), **fields)
+    path = cache / "test.pth"
+    with pytest.raises(ValueError, match=f"{weights.address} did not send the published file: {difference}"):
+        cached_weights(weights)
+    assert not path.exists()
+    path.write_bytes(CONTENT)  # from an earlier time
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {difference}; delete it')}"):
+        cached_weights(weights)
+    assert path.read_bytes() == CONTENT, "a user's file is not touched"
+
+
+def closed_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("page", "reason"), [("page", "it is a web page"), ("missing", "HTTP Error 404"), (None, "Connection refused")]
+)
+def test_a_failed_download_leaves_nothing(server: Server, cache: Path, page: str | None, reason: str) -> None:
+    weights = entry(server.address(page) if page else f"http://127.0.0.1:{closed_port()}/file", checksum="")
+    with pytest.raises(ValueError, match=f"torchvision/test.*{weights.address}.*{reason}.* save it as {cache}"):
+        cached_weights(weights)
+    assert not (cache / "test.pth").exists()
+
+
+def fetch(address: str, results: multiprocessing.Queue) -> None:
+    results.put("begins")
+    results.put(hashlib.sha256(cached_weights(entry(address)).read_bytes()).hexdigest())
+
+
+def test_of_several_processes_one_downloads_and_all_see_the_whole_file(server: Server, cache: Path) -> None:
+    server.gate = threading.Event()
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    processes = [context.Process(target=fetch, args=(server.address("file"), results)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    assert [results.get(timeout=60) for _ in processes] == ["begins"] * 3
+    time.sleep(0.5)  # all would have asked the server by now
+    assert server.requests == ["/file"] and not (cache / "test.pth").exists()
+    server.gate.set()
+    assert [results.get(timeout=60) for _ in processes] == [SHA256] * 3
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert server.requests == ["/file"]
+
+
+@pytest.mark.parametrize("kind", ["cut off", "no weights", "other content"])
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("bottom-up-attention/frcnn-vg-finetuned", "frcnn-vg-finetuned.bin"),
+        ("bottom-up-attention/faster_rcnn_from_caffe", "faster_rcnn_from_caffe.pkl"),
+    ],
+)
+def test_a_damaged_file_in_the_cache_is_named_with_the_remedy(cache: Path, name: str, file: str, kind: str) -> None:
+    path = cache / file
+    path.parent.mkdir(parents=True)
+    content = {"cut off": {"model": torch.ones(999)}, "no weights": [1], "other content": {"model": {"epoch": 3}}}[kind]
+    if file.endswith(".pkl"):
+        path.write_bytes(pickle.dumps(content if kind != "cut off" else list(range(999))))
+    else:
+        torch.save(content, path)
+    if kind == "cut off":
+        path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*delete it, and {name} is downloaded again"):
+        read_weights(name)
+
+
+def test_readers_of_weights_take_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, and by a path whose last part is the name of a published file."""
+    name, file = "torchvision/fasterrcnn_resnet50_fpn-coco", "fasterrcnn_resnet50_fpn_coco-258fb6c6.pth"
+    monkeypatch.setattr(detector.checkpoint, "cached_weights", lambda weights: tmp_path / weights.file)
+    torch.save({"x": torch.ones(2)}, tmp_path / file)
+    assert find_weights(name) == tmp_path / file
+    for given in (name, tmp_path / file):
+        found = read_weights(given)
+        assert (found.norm_eps, found.path, found.tensors["x"].tolist()) == (0.0, tmp_path / file, [1, 1])
+    (tmp_path / file).rename(tmp_path / "own.pth")
+    assert read_weights(tmp_path / "own.pth").norm_eps == 1e-5
+
+
+def test_vocabulary(tmp_path: Path) -> None:
+    """As bottom-up attention publishes it: synonyms behind commas, no line for the background."""
+    path = tmp_path / "objects_vocab.txt"
+    path.write_text("yolk\ngoal,net\n bathroom \n", encoding="utf-8")
+    assert read_vocabulary(path, 3, "classes") == ("yolk", "goal", "bathroom")
+    with pytest.raises(ValueError, match=r"objects_vocab\.txt has 3 lines with a name, but the detector has 4 classes"):
+        read_vocabulary(path, 4, "classes")
+    path.write_text("a\n\nc\n")
+    with pytest.raises(ValueError, match="has 2 lines with a name"):
+        read_vocabulary(path, 3, "classes")
+    with pytest.raises(FileNotFoundError, match="give a text file"):
+        read_vocabulary(tmp_path / "none.txt", 3, "classes")
