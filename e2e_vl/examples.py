@@ -1,15 +1,12 @@
 """One image (or pair) with its texts, ready to be joined into a batch: resized pixels, moved boxes, wordpieces.
 
-Shape legend: see `e2e_vl/structures.py`.
-
-Boxes are xyxy float32 in pixels of the resized image.
+Shape legend: see `e2e_vl/structures.py`. Boxes are xyxy float32 in pixels of the resized image.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-import itertools
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
@@ -57,33 +54,28 @@ class Targets(Movable):
 
     @classmethod
     def join(cls, texts: Sequence[Targets]) -> Targets:
-        """The targets of M texts, in their order.
-
-        Raises:
-            UserError: a value that some texts have and others lack, or values of different shapes.
-        """
-        joined = {"has_target": _join_has_target([text.has_target for text in texts])}
+        """The targets of M texts, in their order."""
+        joined: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
-            if field.name == "has_target":
-                continue
             values = [getattr(text, field.name) for text in texts]
-            missing = [value is None for value in values]
-            if any(missing) and not all(missing):
+            if field.name == "has_target":
+                joined[field.name] = torch.tensor([value is not False for value in values]) if False in values else None
+            elif all(value is None for value in values):
+                joined[field.name] = None
+            elif any(value is None for value in values):
                 raise UserError(
-                    f"{cls.__name__}: {field.name} is known for some texts of a batch and unknown for others; use data "
-                    "of one kind."
+                    f"{cls.__name__}: some texts of a batch have {field.name} and others do not; use data of one kind."
                 )
-            joined[field.name] = (
-                None if all(missing) else field.metadata["join"](values, f"{cls.__name__}.{field.name}")
-            )
+            else:
+                joined[field.name] = field.metadata["join"](values)
         return cls(**joined)
 
-    def with_target(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "known ..."]:
-        """Of values per text of a batch those of the texts that have a target; without others the same tensor."""
+    def with_target(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "some ..."]:
+        """Of values per text of a batch those of the texts that have a target."""
         return values if self.has_target is None else values[self.has_target]
 
     def truncate(self, index: Int64[Tensor, "M L"], attention_mask: Bool[Tensor, "M L"]) -> Targets:
-        """A copy for shortened texts; `index` holds the old position of each wordpiece that stays."""
+        """A copy for truncated texts; `index` holds the old position of each wordpiece that stays."""
         changes = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -105,22 +97,23 @@ class Targets(Movable):
         return sorted(found)
 
 
-def _join_has_target(known: Sequence[bool | None]) -> Bool[Tensor, " M"] | None:
-    return torch.tensor([one is not False for one in known]) if False in known else None
-
-
-def _field(join: Callable[[list[Any], str], Any], **more: Any) -> Any:
+def _field(join: Callable[[list[Any]], Any], **more: Any) -> Any:
     return dataclasses.field(default=None, metadata={"join": join, **more})
 
 
 def stacked() -> Any:
     """A field of one shape [...] per text; of a batch [M, ...]."""
-    return _field(_stack)
+    return _field(lambda values: torch.from_numpy(np.stack(values)))
 
 
 def per_wordpiece(fill: int = -1) -> Any:
-    """A field int64 [L] per text; of a batch [M, L], with `fill` at padding. It is cut with the text."""
-    return _field(lambda values, name: _pad(values, fill), fill=fill)
+    """A field int64 [L] per text; of a batch [M, L], with `fill` at padding. It is truncated with the text."""
+
+    def pad(values: list[Any]) -> Tensor:
+        rows = [torch.from_numpy(np.asarray(value, dtype=np.int64)) for value in values]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+
+    return _field(pad, fill=fill)
 
 
 def ragged() -> Any:
@@ -134,35 +127,21 @@ def nested(*row: int) -> Any:
     Args:
         row: the shape [...] of one entry, for batches without any array; they are then float32.
     """
-    return _field(lambda values, name: _ragged([array for arrays in values for array in arrays], name, row))
+    return _field(lambda values: _ragged([array for arrays in values for array in arrays], row))
 
 
 def by_name() -> Any:
     """A field that is a dict of `Targets` per text; of a batch a dict of the joined ones."""
-    return _field(lambda values, name: {key: type(values[0][key]).join([v[key] for v in values]) for key in values[0]})
+    return _field(lambda values: {key: type(values[0][key]).join([v[key] for v in values]) for key in values[0]})
 
 
-def _stack(values: list[Any], name: str) -> Tensor:
+def _ragged(values: list[Any], row: tuple[int, ...] = ()) -> Ragged:
     arrays = [np.asarray(value) for value in values]
-    _require_one_shape({array.shape for array in arrays}, name)
-    return torch.from_numpy(np.stack(arrays))
-
-
-def _pad(values: list[Any], fill: int) -> Tensor:
-    rows = [torch.from_numpy(np.asarray(value, dtype=np.int64)) for value in values]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
-
-
-def _ragged(values: list[Any], name: str, row: tuple[int, ...] = ()) -> Ragged:
-    arrays = [np.asarray(value) for value in values]
-    _require_one_shape({array.shape[1:] for array in arrays}, f"a row of {name}")
     joined = np.concatenate(arrays) if arrays else np.zeros((0, *row), dtype=np.float32)
     return Ragged(torch.from_numpy(joined), torch.tensor([len(array) for array in arrays], dtype=torch.int64))
 
 
-def _require_one_shape(shapes: set[tuple[int, ...]], name: str) -> None:
-    if len(shapes) > 1:
-        raise UserError(f"{name} has different shapes in one batch: {sorted(shapes)}.")
+# Images.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,13 +191,10 @@ class ImageTransform:
         pixel, becomes one pixel wide or high there: boxes never have zero area.
 
         Args:
-            name: names the boxes in the error.
+            name: names the boxes if one lies outside the stored image.
 
         Returns:
             float32 [R, 4].
-
-        Raises:
-            ValueError: a box lies outside the stored image.
         """
         boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
         original_height, original_width = self.original_size
@@ -283,12 +259,16 @@ class ImageExample:
         return dataclasses.replace(self, **emptied, box_ids=None)
 
 
+# Texts, and their phrases: which wordpieces they are, and which boxes they name.
+
+
 @dataclasses.dataclass(frozen=True)
 class TextPhrases:
-    """The phrases of one text, see `e2e_vl.examples.PhraseBatch`."""
+    """The phrases of one text, see `PhraseBatch`."""
 
     words: str  # the text as written
-    places: Int64[np.ndarray, "L 2"]  # first character of each wordpiece and the last plus one; 0, 0 at special ones
+    offsets: Int64[np.ndarray, "L 2"]  # first character of each wordpiece and the last plus one; 0, 0 at special tokens
+    continues_word: Bool[np.ndarray, " L"]  # wordpieces of the same word as the one before
     spans: Int64[np.ndarray, "n 2"]  # first wordpiece of each phrase and the last plus one
     boxes: list[Float[np.ndarray, "_ 4"]]  # of each phrase; no row where it names no box or none is known
     is_complete: bool  # all phrases of the text are listed
@@ -304,7 +284,7 @@ class TextExample:
     targets: Targets | None = None  # a class of the task's own
     seed: int | None = None  # from which the model draws what is random about the text
     region_of_token: Int64[np.ndarray, " L"] | None = None  # row of the candidate box a wordpiece names; -1 = none
-    # None: nobody asks for them, or they are the phrases that the data state of the text
+    # None: not needed, or they are the phrases that the data annotate in the text
     phrases: TextPhrases | None = None
     # what it says, where that is not the text of the data, whose phrases are then not its own
     other_words: str | None = None
@@ -318,128 +298,98 @@ class Example:
     texts: list[TextExample]
 
 
-# Phrases of texts: which wordpieces they are, and which boxes they name.
-
-
 @dataclasses.dataclass
 class PhraseBatch(Movable):
     """The phrases of M texts. Boxes are float32 xyxy in pixels of the resized image."""
 
     words: list[str]  # the texts as written
-    places: Int64[Tensor, "M L 2"]  # first character of each wordpiece and the last plus one; 0, 0 at special ones
+    offsets: Int64[Tensor, "M L 2"]  # first character of each wordpiece and the last plus one; 0, 0 at special tokens
+    continues_word: Bool[Tensor, "M L"]  # wordpieces of the same word as the one before
     spans: Ragged  # [P, 2]: first wordpiece of each phrase and the last plus one; a list per text
     boxes: Ragged  # [boxes, 4]: a list per phrase, empty where it names no box or none is known
     is_complete: Bool[Tensor, " M"]  # all phrases of the text are listed
 
-    def continues_word(self) -> Bool[Tensor, "M L"]:
-        """Wordpieces of the same word as the one before; words end where BERT's tokenizer ends them."""
-        found = torch.zeros(self.places.shape[:2], dtype=torch.bool)
-        for row, (text, places) in enumerate(zip(self.words, self.places.tolist(), strict=True)):
-            for position, ((before, end), (start, after)) in enumerate(itertools.pairwise(places), start=1):
-                if end > before and after > start:
-                    found[row, position] = start < end or not _ends_word(text, end, start)
-        return found.to(self.places.device)
+    @classmethod
+    def join(cls, texts: Sequence[TextPhrases]) -> PhraseBatch:
+        """The phrases of M texts, in their order."""
+        offsets = [torch.from_numpy(text.offsets) for text in texts]
+        continues = [torch.from_numpy(text.continues_word) for text in texts]
+        return cls(
+            words=[text.words for text in texts],
+            offsets=torch.nn.utils.rnn.pad_sequence(offsets, batch_first=True),
+            continues_word=torch.nn.utils.rnn.pad_sequence(continues, batch_first=True),
+            spans=_ragged([text.spans for text in texts]),
+            boxes=_ragged([rows for text in texts for rows in text.boxes], (4,)),
+            is_complete=torch.tensor([text.is_complete for text in texts]),
+        )
 
     def is_punctuation(self) -> Bool[Tensor, "M L"]:
         """Wordpieces of the texts that are punctuation, and nothing else."""
         found = [
-            [end > first and all(map(_is_mark, text[first:end])) for first, end in places]
-            for text, places in zip(self.words, self.places.tolist(), strict=True)
+            end > first and all(unicodedata.category(one).startswith("P") for one in text[first:end])
+            for text, offsets in zip(self.words, self.offsets.tolist(), strict=True)
+            for first, end in offsets
         ]
-        return torch.tensor(found, device=self.places.device).reshape(self.places.shape[:2])
+        return torch.tensor(found, device=self.offsets.device).reshape(self.offsets.shape[:2])
 
     def truncate(self, index: Int64[Tensor, "M L"], attention_mask: Bool[Tensor, "M L"]) -> PhraseBatch:
-        """A copy for shortened texts; `index` holds the old position of each wordpiece that stays.
+        """A copy for truncated texts; `index` holds the old position of each wordpiece that stays.
 
         A phrase that was cut off altogether becomes the last wordpiece before it.
         """
         kept = index.masked_fill(~attention_mask, torch.iinfo(torch.int64).max)[self.spans.owner]  # [P, L]
         first, end = ((kept < bound[:, None]).sum(dim=1) for bound in self.spans.values.unbind(dim=1))
         end = end.clamp(min=1)
-        spans = torch.stack([torch.minimum(first, end - 1), end], dim=1)
-        places = self.places.take_along_dim(index[..., None], dim=1) * attention_mask[..., None]
-        return dataclasses.replace(self, places=places, spans=Ragged(spans, self.spans.counts))
-
-
-def _ends_word(text: str, end: int, start: int) -> bool:
-    """Whether a word ends at `end`, where the next wordpiece begins at `start`, at or behind it.
-
-    BERT splits at white space, and at both sides of each punctuation mark and each Chinese character; characters that
-    it drops, such as a zero-width space, end no word.
-    """
-    apart = any(one.isspace() for one in text[end:start])
-    return apart or _stands_alone(text[end - 1]) or _stands_alone(text[start])
-
-
-def _stands_alone(one: str) -> bool:
-    is_sign = one.isascii() and not one.isalnum()  # such as $, which Unicode does not call punctuation
-    return is_sign or _is_mark(one) or unicodedata.name(one, "").startswith("CJK ")
-
-
-def _is_mark(one: str) -> bool:
-    return unicodedata.category(one).startswith("P")
-
-
-def join_phrases(texts: Sequence[TextPhrases]) -> PhraseBatch:
-    """The phrases of M texts, in their order."""
-    length = max(len(text.places) for text in texts) or 1
-    places = torch.zeros(len(texts), length, 2, dtype=torch.int64)
-    for row, text in enumerate(texts):
-        places[row, : len(text.places)] = torch.from_numpy(text.places)
-    boxes = [own for text in texts for own in text.boxes]
-    joined = np.concatenate([np.zeros((0, 4), np.float32), *boxes])
-    return PhraseBatch(
-        words=[text.words for text in texts],
-        places=places,
-        spans=Ragged(
-            torch.from_numpy(np.concatenate([text.spans for text in texts])),
-            torch.tensor([len(text.spans) for text in texts]),
-        ),
-        boxes=Ragged(torch.from_numpy(joined), torch.tensor([len(own) for own in boxes], dtype=torch.int64)),
-        is_complete=torch.tensor([text.is_complete for text in texts]),
-    )
+        return dataclasses.replace(
+            self,
+            offsets=self.offsets.take_along_dim(index[..., None], dim=1) * attention_mask[..., None],
+            continues_word=self.continues_word.gather(1, index) & attention_mask,
+            spans=Ragged(torch.stack([torch.minimum(first, end - 1), end], dim=1), self.spans.counts),
+        )
 
 
 def phrases_of(
     text: SampleText, example: TextExample, images: Sequence[ImageExample], text_tokenizer: TextTokenizer
 ) -> TextPhrases:
-    """The phrases that the data state of a text, in its wordpieces; none where they state none.
+    """The phrases that the data annotate in a text, in its wordpieces; none where there are none.
 
-    The text must stand first among the texts of its example, whole or cut, as all tasks word it.
+    The text must stand first among the texts of its example, whole or truncated.
     """
     flipped = bool(text.image_index) and images[text.image_index[0]].image_transform.flipped
-    _, found = text_tokenizer.pieces_with_offsets(text.words, mirrored=flipped)
+    pieces = text_tokenizer.encode(text.words, mirrored=flipped)
     source = example.encoding.source
-    own = (source >= 0) & (source < len(found))
-    places = np.zeros((len(source), 2), dtype=np.int64)
-    places[own] = found[source[own]]
-    stated = text.phrases
-    if stated is None or not text.image_index or not own.any():
-        return TextPhrases(text.words, places, np.zeros((0, 2), dtype=np.int64), [], False)
+    own = (source >= 0) & (source < len(pieces.ids))
+    offsets, words = np.zeros((len(source), 2), dtype=np.int64), np.full(len(source), -1)
+    offsets[own], words[own] = pieces.offsets[source[own]], pieces.word_ids[source[own]]
+    continues = np.append(False, (words[1:] == words[:-1]) & own[1:])
+    annotated = text.phrases
+    if annotated is None or not text.image_index or not own.any():
+        return TextPhrases(text.words, offsets, continues, np.zeros((0, 2), dtype=np.int64), [], False)
     move = images[text.image_index[0]].image_transform.transform_boxes
-    unknown = [np.zeros((0, 4))] * len(stated.spans)
+    unknown = [np.zeros((0, 4))] * len(annotated.spans)
     return TextPhrases(
         words=text.words,
-        places=places,
-        spans=np.array([wordpieces_of(places, own, span) for span in stated.spans]).reshape(-1, 2),
-        boxes=[move(boxes).astype(np.float32) for boxes in stated.boxes or unknown],
-        is_complete=stated.is_complete,
+        offsets=offsets,
+        continues_word=continues,
+        spans=np.array([wordpieces_of(offsets, own, span) for span in annotated.spans], dtype=np.int64).reshape(-1, 2),
+        boxes=[move(boxes).astype(np.float32) for boxes in annotated.boxes or unknown],
+        is_complete=annotated.is_complete,
     )
 
 
 def wordpieces_of(
-    places: Int64[np.ndarray, "L 2"], is_own: Bool[np.ndarray, " L"], span: tuple[int, int]
+    offsets: Int64[np.ndarray, "L 2"], is_own: Bool[np.ndarray, " L"], span: tuple[int, int]
 ) -> tuple[int, int]:
     """First position of some characters of a text and the last plus one.
 
     Args:
-        places: characters of each wordpiece.
+        offsets: characters of each wordpiece.
         is_own: which positions belong to the text; at least one.
 
     Where all of them were cut off, it is the last wordpiece before their end.
     """
     kept = np.flatnonzero(is_own)
-    starts = places[kept, 0]
+    starts = offsets[kept, 0]
     inside = kept[(starts >= span[0]) & (starts < span[1])]
     if not len(inside):
         inside = kept[starts < span[1]][-1:]
@@ -448,14 +398,14 @@ def wordpieces_of(
     return int(inside[0]), int(inside[-1]) + 1
 
 
-def characters_of(places: Int64[Tensor, "L 2"], span: tuple[int, int]) -> tuple[int, int]:
+def characters_of(offsets: Int64[Tensor, "L 2"], span: tuple[int, int]) -> tuple[int, int]:
     """First character of some wordpieces of a text and the last plus one."""
-    own = places[span[0] : span[1]]
+    own = offsets[span[0] : span[1]]
     real = own[own[:, 1] > 0]
     return (int(real[:, 0].min()), int(real[:, 1].max())) if len(real) else (0, 0)
 
 
-# From facts to wordpieces: what a task does with a sample before the model sees it.
+# From a sample to wordpieces: what a task does before the model sees a text.
 
 
 ONLY_PHRASES = "only_phrases"  # key of the record of a text that has phrases and no target of the task

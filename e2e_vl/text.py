@@ -13,7 +13,7 @@ import operator
 import string
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
@@ -196,6 +196,14 @@ class TextLayout:
 BARE = Template((0,), (0,))  # wordpieces alone
 
 
+class WordPieces(NamedTuple):
+    """The wordpieces of a text, without special tokens."""
+
+    ids: list[int]
+    offsets: Int64[np.ndarray, "L 2"]  # first character of each and the last plus one
+    word_ids: Int64[np.ndarray, " L"]  # number of its word in the text
+
+
 @dataclasses.dataclass(frozen=True)
 class TextEncoding:
     """One text as wordpieces."""
@@ -225,15 +233,14 @@ class TextTokenizer:
 
     def pieces(self, text: str, *, mirrored: bool = False) -> list[int]:
         """Wordpiece ids of a text; of a flipped image "left" and "right" change places (official VL-BERT code)."""
-        return self.pieces_with_offsets(text, mirrored=mirrored)[0]
+        return self.encode(text, mirrored=mirrored).ids
 
-    def pieces_with_offsets(self, text: str, *, mirrored: bool = False) -> tuple[list[int], Int64[np.ndarray, "L 2"]]:
-        """`pieces`, and of each of them the first character and the last plus one in the text."""
-        if self.is_blank:
-            return [], np.zeros((0, 2), dtype=np.int64)
-        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    def encode(self, text: str, *, mirrored: bool = False) -> WordPieces:
+        """`pieces`, and where they stand in the text."""
+        encoding = self.tokenizer.backend_tokenizer.encode("" if self.is_blank else text, add_special_tokens=False)
         tokens = swap_left_right(encoding.tokens) if mirrored else encoding.tokens
-        return self.tokenizer.convert_tokens_to_ids(tokens), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return WordPieces(self.tokenizer.convert_tokens_to_ids(tokens), offsets, np.array(encoding.word_ids, np.int64))
 
     def single(self, pieces: Pieces) -> TextEncoding:
         """One text; what is too long loses its last pieces."""

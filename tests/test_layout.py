@@ -198,13 +198,14 @@ def test_a_writer_is_sent_to_workers(tokenizer):
 
 def test_wordpieces_know_their_characters(tokenizer):
     text = "The  red box, zzq"
-    ids, places = TextTokenizer(tokenizer).pieces_with_offsets(text)
+    ids, places, words = TextTokenizer(tokenizer).encode(text)
     assert ids == TextTokenizer(tokenizer).pieces(text)
     assert [text[first:end].lower() for first, end in places[:4]] == ["the", "red", "box", ","]
     assert "".join(text[first:end] for first, end in places[4:]) == "zzq"
-    swapped, same = TextTokenizer(tokenizer).pieces_with_offsets("left box", mirrored=True)
+    assert words.tolist() == [0, 1, 2, 3, *[4] * (len(ids) - 4)]
+    swapped, same, _ = TextTokenizer(tokenizer).encode("left box", mirrored=True)
     assert swapped == pieces(tokenizer, "right box") and same.tolist() == [[0, 4], [5, 8]]
-    assert TextTokenizer(tokenizer, is_blank=True).pieces_with_offsets(text)[1].shape == (0, 2)
+    assert TextTokenizer(tokenizer, is_blank=True).encode(text)[1].shape == (0, 2)
 
 
 @pytest.mark.parametrize(

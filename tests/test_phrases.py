@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from e2e_vl.examples import ImageExample, TextExample, join_phrases
+from e2e_vl.examples import ImageExample, PhraseBatch, TextExample
 from e2e_vl.samples import PhraseBoxes, SampleText
 from e2e_vl.tasks.refcoco import ReferringPreprocessor
 from e2e_vl.text import TextTokenizer
@@ -46,7 +46,7 @@ def test_phrases_are_wordpieces_and_boxes_of_the_resized_image(mark, tokenizer):
     said = [tokenizer.convert_ids_to_tokens(pieces[first:end]) for first, end in own.spans]
     assert said == [["the", "big", "star"], ["a", "red", "circle"]]
     assert own.is_complete and own.words == WORDS
-    assert own.places[0].tolist() == [0, 0] and own.places[1].tolist() == [0, 3]
+    assert own.offsets[0].tolist() == [0, 0] and own.offsets[1].tolist() == [0, 3]
     for found, stated in zip(own.boxes, BOXES, strict=True):
         np.testing.assert_allclose(found, image.image_transform.transform_boxes(stated).astype(np.float32))
 
@@ -83,21 +83,21 @@ def test_joined_phrases_keep_their_texts_and_boxes(mark):
     one, _ = mark(SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES, is_complete=True)))
     none, _ = mark(SampleText(1, "the star", {}))
     unknown, _ = mark(SampleText(2, "the star", {}, phrases=PhraseBoxes(((0, 8),), None)))
-    batch = join_phrases([none.phrases, one.phrases, unknown.phrases])
+    batch = PhraseBatch.join([none.phrases, one.phrases, unknown.phrases])
     assert batch.spans.counts.tolist() == [0, 2, 1] and batch.spans.owner.tolist() == [1, 1, 2]
     assert batch.boxes.counts.tolist() == [2, 1, 0] and batch.boxes.values.shape == (3, 4)
     assert batch.is_complete.tolist() == [False, True, False]
-    assert batch.places.shape == (3, len(one.phrases.places), 2) and not batch.places[0, 4:].any()
+    assert batch.offsets.shape == (3, len(one.phrases.offsets), 2) and not batch.offsets[0, 4:].any()
 
 
 def test_cutting_moves_spans_with_their_wordpieces(mark):
     one, _ = mark(SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES)))
-    batch = join_phrases([one.phrases])
-    length = len(one.phrases.places)
+    batch = PhraseBatch.join([one.phrases])
+    length = len(one.phrases.offsets)
     index = torch.tensor([[0, 1, 2, 3, 4, length - 1]])  # [CLS] the big star next [SEP]
     cut = batch.truncate(index, torch.ones_like(index, dtype=torch.bool))
     assert cut.spans.values.tolist() == [[1, 4], [4, 5]]  # "a red circle" is gone; "next" stands before it
-    assert cut.places[0, 1:4].tolist() == batch.places[0, 1:4].tolist()
+    assert cut.offsets[0, 1:4].tolist() == batch.offsets[0, 1:4].tolist()
     all_kept = batch.truncate(torch.arange(length)[None], torch.ones(1, length, dtype=torch.bool))
     assert torch.equal(all_kept.spans.values, batch.spans.values)
 
@@ -110,11 +110,13 @@ def test_wordpieces_know_which_of_them_go_on_with_a_word(tmp_path):
         example, _ = marked(tokenizer, SampleText(0, text, {}))
         words = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).word_ids
         expected = [False] + [one == other for one, other in itertools.pairwise(words)]
-        batch = join_phrases([example.phrases])
-        assert batch.continues_word().tolist() == [[False, *expected, False]], text
+        batch = PhraseBatch.join([example.phrases])
+        assert batch.continues_word.tolist() == [[False, *expected, False]], text
     assert "redstar" not in tokenizer.get_vocab()
 
 
 def test_punctuation_is_known(tmp_path):
     example, _ = marked(make_tokenizer(tmp_path, "the star"), SampleText(0, "(the star)!", {}))
-    assert join_phrases([example.phrases]).is_punctuation().tolist() == [[False, True, False, False, True, True, False]]
+    assert PhraseBatch.join([example.phrases]).is_punctuation().tolist() == [
+        [False, True, False, False, True, True, False]
+    ]

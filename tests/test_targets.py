@@ -64,23 +64,18 @@ def test_plain_numbers_are_values_too():
     assert Some.join([Some(number=np.float32(0.5))]).number.dtype == torch.float32
 
 
-def test_other_shapes_in_one_batch_are_named():
-    with pytest.raises(ValueError, match=r"Some\.box has different shapes in one batch: \[\(3,\), \(4,\)\]"):
-        Some.join([Some(box=np.zeros(4)), Some(box=np.zeros(3))])
-
-
 @pytest.mark.parametrize(
     ("one", "other", "name"),
     [
-        (Some(box=np.zeros(4)), Some(), r"Some: box"),
-        (Words(), Words(labels=np.zeros(3, dtype=np.int64)), r"Words: labels"),
-        (Phrases(spans((0, 2)), [boxes(1)]), Phrases(spans((0, 2))), r"Phrases: boxes"),
-        (Parts({"a": Some(number=1)}), Parts({"a": Some()}), r"Some: number"),
+        (Some(box=np.zeros(4)), Some(), r"Some: .* have box"),
+        (Words(), Words(labels=np.zeros(3, dtype=np.int64)), r"Words: .* have labels"),
+        (Phrases(spans((0, 2)), [boxes(1)]), Phrases(spans((0, 2))), r"Phrases: .* have boxes"),
+        (Parts({"a": Some(number=1)}), Parts({"a": Some()}), r"Some: .* have number"),
     ],
 )
-def test_what_is_known_for_some_texts_only_is_an_error(one, other, name):
+def test_what_only_some_texts_have_is_an_error(one, other, name):
     for texts in ([one, other], [other, one]):
-        with pytest.raises(ValueError, match=rf"{name} is known for some texts of a batch and unknown for others"):
+        with pytest.raises(ValueError, match=name):
             type(one).join(texts)
 
 
@@ -178,12 +173,6 @@ def test_a_batch_without_any_phrase():
     assert joined.boxes.owner.tolist() == [] and joined.boxes.split() == ()
 
 
-def test_other_shapes_in_lists_are_named():
-    texts = [Phrases(spans((0, 1)), [boxes(1)]), Phrases(spans((0, 1)), [np.zeros((1, 3))])]
-    with pytest.raises(ValueError, match=r"a row of Phrases\.boxes has different shapes in one batch: \[\(3,\), "):
-        Phrases.join(texts)
-
-
 def test_lists_are_left_as_they_are_when_texts_are_cut():
     joined = Phrases.join([Phrases(spans((0, 3)), [boxes(1)])])
     assert joined.truncate(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)) == joined
@@ -237,8 +226,3 @@ def test_texts_without_a_target_are_told_apart():
 def test_where_no_text_lacks_a_target_nothing_is_selected():
     joined = Some.join([Some(number=3), Some(number=4)])
     assert joined.has_target is None and joined.with_target(joined.number) is joined.number
-
-
-def test_a_text_without_a_target_needs_the_values_of_the_others():
-    with pytest.raises(ValueError, match=r"Some: number is known for some texts"):
-        Some.join([Some(number=3), Some(has_target=False)])

@@ -314,7 +314,7 @@ class CaptionPreprocessor(Preprocessor):
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
-        pieces, places = self.text_tokenizer.pieces_with_offsets(text.words)
+        pieces, places, _ = self.text_tokenizer.encode(text.words)
         encoding = self.text_tokenizer.single(pieces)
         own = encoding.source >= 0
         at = np.where(own[:, None], places[encoding.source], 0) if len(places) else np.zeros((len(own), 2), np.int64)

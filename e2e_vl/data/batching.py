@@ -27,10 +27,10 @@ from e2e_vl.examples import (
     Example,
     GeneratorFactory,
     ImageExample,
+    PhraseBatch,
     Preprocessor,
     Targets,
     TextExample,
-    join_phrases,
 )
 from e2e_vl.samples import DETECTED, BrokenImageError
 from e2e_vl.structures import Batch, RegionLabels, TextBatch
@@ -437,7 +437,9 @@ def collate(
         roi_masks=_column(images, "roi_masks", "instance masks"),
         seeds=None if any(text.seed is None for text in texts) else torch.tensor([text.seed for text in texts]),
         boxes_to_mask=_column(images, "boxes_to_mask", "boxes to hide"),
-        phrases=None if any(text.phrases is None for text in texts) else join_phrases([text.phrases for text in texts]),
+        phrases=None
+        if any(text.phrases is None for text in texts)
+        else PhraseBatch.join([text.phrases for text in texts]),
         records=[text.record for text in texts],
     )
 

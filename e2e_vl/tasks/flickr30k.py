@@ -105,7 +105,7 @@ class Flickr30KPreprocessor(Preprocessor):
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
         [image] = images
-        pieces, places = self.text_tokenizer.pieces_with_offsets(text.words, mirrored=image.image_transform.flipped)
+        pieces, places, _ = self.text_tokenizer.encode(text.words, mirrored=image.image_transform.flipped)
         encoding = self.text_tokenizer.single(pieces)
         stated = text.truth if isinstance(text.truth, PhraseBoxes) else PhraseBoxes((), None)
         spans = stated.spans

@@ -175,7 +175,7 @@ def tagging_loss(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> Loss:
 
 def is_word(phrases: PhraseBatch) -> Bool[Tensor, "M L"]:
     """Wordpieces of the texts as written; special ones and those of other texts are not."""
-    return phrases.places[..., 1] > 0
+    return phrases.offsets[..., 1] > 0
 
 
 def found_spans(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> list[list[tuple[int, int]]]:
@@ -184,7 +184,7 @@ def found_spans(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> list[list
     (A phrase that ends inside a word names nothing, and where no text of the training ends with a mark, its state says
     nothing.)
     """
-    spans = find_spans(tags_of_words(tags, phrases.continues_word()), is_word(phrases))
+    spans = find_spans(tags_of_words(tags, phrases.continues_word), is_word(phrases))
     marks = phrases.is_punctuation().tolist()
     trimmed = ([_without_marks(span, own) for span in found] for found, own in zip(spans, marks, strict=True))
     return [[span for span in found if span[0] < span[1]] for found in trimmed]
@@ -292,7 +292,7 @@ def phrase_records(output: PhraseOutput, batch: Batch, regions: TextRegions) -> 
     # texts without stated phrases have found ones
     stated = zip(output.is_right, phrases.boxes.counts.tolist(), strict=True)
     for number, (text, span) in enumerate(zip(output.spans.owner.tolist(), output.spans.values.tolist(), strict=True)):
-        first, end = characters_of(phrases.places[text], tuple(span))
+        first, end = characters_of(phrases.offsets[text], tuple(span))
         record: dict[str, Any] = {"text": phrases.words[text][first:end], "characters": [first, end]}
         shares = output.log_attention[number].detach()
         best = int(shares.argmax())

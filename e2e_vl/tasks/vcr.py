@@ -282,9 +282,12 @@ def choice_phrases(
     known = [] if boxes is None else runs
     position = {int(number): place for place, number in enumerate(encoding.source) if number >= 0}
     spans = [(position[one], position[end - 1] + 1) for _, one, end in known]
+    offsets = characters[encoding.source]
+    continues = (offsets[1:] == offsets[:-1]).all(axis=1) & (offsets[1:, 1] > 0)
     return TextPhrases(
         words=" ".join(word for own in words for word in own),
-        places=characters[encoding.source],
+        offsets=offsets,
+        continues_word=np.append(False, continues),
         spans=np.array(spans, dtype=np.int64).reshape(-1, 2),
         boxes=[np.asarray(boxes[row : row + 1], dtype=np.float32) for row, _, _ in known],
         is_complete=False,

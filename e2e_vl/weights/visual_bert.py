@@ -357,7 +357,7 @@ def head_of(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
 
 
 TRANSFORMERS_CONFIG = {"region_position": "official"}  # users name the types of regions in each call
-TRUNK = "visual_bert."
+TRANSFORMERS_TRUNK = "visual_bert."
 RENAMED = {"classifier": "cls", "flickr_attention": "attention"}  # official heads; the others have the same names
 WORD_BIAS = "cls.predictions.bias"
 WORD_BIAS_AGAIN = "cls.predictions.decoder.bias"
@@ -372,7 +372,7 @@ class TransformersVisualBert(WeightAdapter):
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
         is_old_trunk = POSITION_IDS in tensors and PROJECTION in tensors
-        return is_old_trunk or any(name.startswith(TRUNK) for name in tensors)
+        return is_old_trunk or any(name.startswith(TRANSFORMERS_TRUNK) for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
         """Take a state dict apart, cast to float32.
@@ -380,7 +380,7 @@ class TransformersVisualBert(WeightAdapter):
         Raises:
             ValueError: a name that no VisualBERT has, or a decoder that is not the word table.
         """
-        prefix = TRUNK if any(name.startswith(TRUNK) for name in tensors) else ""
+        prefix = TRANSFORMERS_TRUNK if any(name.startswith(TRANSFORMERS_TRUNK) for name in tensors) else ""
         trunk = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
         trunk.pop(POSITION_IDS, None)
         head = {_official(name): value for name, value in tensors.items() if not name.startswith(prefix)}
@@ -433,7 +433,7 @@ def transformers_state(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str
         ValueError: transformers' model for this task has another head.
     """
     head, left_out = head_of(parts)
-    prefix = TRUNK if parts.task_name in HEADS else ""
+    prefix = TRANSFORMERS_TRUNK if parts.task_name in HEADS else ""
     state = {f"{prefix}{name}": value for name, value in parts.encoder.items()}
     return state | {replace_module(name, RENAMED) or name: value for name, value in head.items()}, left_out
 

@@ -237,7 +237,7 @@ def test_refcoco_inputs_logits_and_loss(golden, vl_bert_keys):
     assert torch.equal(inner, expression)
     special = SpecialTokens.of(batch.texts)
     pieces = [row[row > 0].tolist() for row in expression]
-    assert_laid_out([special.lay(model.encoder.layout.single, row) for row in pieces], batch.texts)
+    assert_laid_out([special.fill_template(model.encoder.layout.single, row) for row in pieces], batch.texts)
     words = words.expand(*real_words.shape, -1)
     assert_near(words[real_words], recorded["vlbert_in.text_visual_embeddings"][real_words], "word vectors")
 

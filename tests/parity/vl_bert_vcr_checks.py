@@ -110,7 +110,7 @@ def make_model(meta: dict, folder: Path, vcr: dict[str, Tensor], keys: ModuleTyp
 def joined(query: Tensor, choice: Tensor, special: SpecialTokens) -> TextExample:
     """A question and one of its choices, both int64 [L, 3]: wordpiece (-1 = padding), row of the box it names, word."""
     pieces = [rows[rows[:, 0] >= 0] for rows in (query, choice)]
-    encoding = special.lay(VLBertModel.layout.pair, *(rows[:, 0].tolist() for rows in pieces))
+    encoding = special.fill_template(VLBertModel.layout.pair, *(rows[:, 0].tolist() for rows in pieces))
     rows = torch.cat(pieces)[:, 1] - 1  # row 0 is the whole image
     return TextExample(encoding, (0,), {}, region_of_token=encoding.place(rows.tolist()))
 

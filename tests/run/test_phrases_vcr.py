@@ -146,7 +146,7 @@ def test_the_phrases_of_a_batch_are_the_named_boxes(tmp_path):
         stated = dict(map(tuple, ((name, tuple(box)) for name, box in text.record["named_boxes"])))
         assert len(text.phrases.spans) == len(text.phrases.boxes) > 0
         for (first, end), box in zip(text.phrases.spans, text.phrases.boxes, strict=True):
-            start, stop = text.phrases.places[first][0], text.phrases.places[end - 1][1]
+            start, stop = text.phrases.offsets[first][0], text.phrases.offsets[end - 1][1]
             name = text.phrases.words[start:stop]
             ours = image.image_transform.transform_boxes(np.array([stated[name]]))
             torch.testing.assert_close(torch.tensor(box), torch.tensor(ours, dtype=torch.float32), atol=1.5, rtol=0)

@@ -46,7 +46,8 @@ def make_phrases(
     rows = [span for own in spans for span in own]
     return PhraseBatch(
         words=["the star here"] * len(spans),
-        places=torch.tensor([PLACES] * len(spans)),
+        offsets=torch.tensor([PLACES] * len(spans)),
+        continues_word=torch.zeros(len(spans), len(PLACES), dtype=torch.bool),
         spans=Ragged(torch.tensor(rows, dtype=torch.int64).reshape(-1, 2), counts),
         boxes=Ragged(
             torch.tensor([box for own in boxes for box in own], dtype=torch.float32).reshape(-1, 4),
@@ -248,6 +249,11 @@ def test_tags_are_those_of_whole_words(scores, continues, tags):
 def test_found_phrases_have_no_punctuation_at_their_ends():
     places = [[[0, 0], [0, 1], [1, 2], [3, 7], [7, 8], [8, 9]], [[0, 0], [0, 1], [1, 2], [0, 0], [0, 0], [0, 0]]]
     none = make_phrases(spans=((), ()), boxes=((), ()))
-    phrases = dataclasses.replace(none, words=['"a star".', "!?"], places=torch.tensor(places))
+    phrases = dataclasses.replace(
+        none,
+        words=['"a star".', "!?"],
+        offsets=torch.tensor(places),
+        continues_word=torch.zeros(2, 6, dtype=torch.bool),
+    )
     inside = torch.tensor([0.0, 1, 0]).expand(2, 6, 3)
     assert found_spans(inside, phrases) == [[(2, 4)], []]

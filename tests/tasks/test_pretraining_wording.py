@@ -102,7 +102,7 @@ def test_a_pair_that_is_too_long_is_cut_with_its_labels(tokenizer):
     assert text.record["cut_wordpieces"] == 3
     labels = text.targets.parts["masked_words"].labels
     np.testing.assert_array_equal(np.where(labels < 0, text.encoding.input_ids, labels), whole.encoding.input_ids)
-    with pytest.raises(ValueError, match=r"data\.max_text_length is 2, but the special wordpieces alone need 3"):
+    with pytest.raises(ValueError, match=r"data\.max_text_length is 2, but the special tokens alone need 3"):
         pair_of(tokenizer, max_length=2)
 
 
@@ -129,7 +129,7 @@ def test_phrases_belong_to_the_text_of_the_data(tokenizer, part, spans):
     assert example.phrases.spans.tolist() == spans and example.phrases.is_complete == bool(spans)
     is_other = part is OtherCaption
     assert example.phrases.words == ("a dog and a cat" if is_other else "the red box")
-    characters = [example.phrases.words[slice(*place)] for place in example.phrases.places if place[1]]
+    characters = [example.phrases.words[slice(*place)] for place in example.phrases.offsets if place[1]]
     assert characters == example.phrases.words.split()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.tasks.preprocessors import make_tokenizer
 
 from e2e_vl.tasks.vcr import (
     NEUTRAL_NAMES,
@@ -15,6 +14,7 @@ from e2e_vl.tasks.vcr import (
     plain_text,
     read_sentence,
 )
+from tests.tasks.preprocessors import make_tokenizer
 
 
 def test_people_are_named_in_turn():
