@@ -65,7 +65,7 @@ def worded(
     made = build_objectives(settings, Sizes(8, len(rules_tokenizer)))
     task = PretrainingTask(8, PretrainingConfig(vocab_size=len(rules_tokenizer), cut_pairs="fronts_too_much"), made)
     preprocessor = task.preprocessor(TextTokenizer(rules_tokenizer, VisualBertEncoder.layout, training=True))
-    sample = Sample((), (dataclasses.replace(text, image_index=()),), pool=pool, own=list(own))
+    sample = Sample((), (dataclasses.replace(text, image_index=()),), pool=pool, own_texts=list(own))
     [example] = preprocessor(sample, (), lambda _: draws)
     assert not getattr(draws, "numbers", None), "not all recorded draws were made"
     return example
