@@ -27,7 +27,7 @@ SHARED_FUNCTIONS = {"write_submission", "box_iou"}
 # Where names are what it is about: the list of the writers of drawn data sets, and scripts that compare runs.
 NAMING = ("e2e_vl/synthetic/generate.py", "tools/experiments/")
 # Region features come in a file format that has the name of the project that published such files first.
-NAMING += ("e2e_vl/data/storage/features/", "e2e_vl/cli/extract_features.py")
+NAMING += ("e2e_vl/data/storage/features/", "e2e_vl/cli/extract.py")
 SHARED_CODE = ("e2e_vl/weights/base.py", "e2e_vl/weights/start.py")  # of all weight adapters
 
 COMMANDS = "e2e_vl/cli/"

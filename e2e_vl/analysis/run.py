@@ -44,7 +44,7 @@ from e2e_vl.run.build import (
     open_split,
     warn_of_random_boxes,
 )
-from e2e_vl.run.checkpoint import load_model, saved_settings
+from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.launch import make_accelerator
 
 # One self-contained page with the numbers, figures and pictures of an analysis.
@@ -169,7 +169,7 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
     if request.data is not None:
         config = with_data_of(config, request.data, of_data)
     if request.boxes is BoxSource.ONLINE:
-        warn_of_random_boxes(saved_settings(request.run).detector)
+        warn_of_random_boxes(config.detector)
     accelerator = make_accelerator(config.train.mixed_precision)
     model.to(accelerator.device)
     parses = open_parses(request, config)

@@ -13,43 +13,29 @@ import torch
 from accelerate.utils import parse_flag_from_env
 
 from detector.config import SelectionRule
-from detector.errors import UserError
-from e2e_vl.api.inputs import ImageFile, ImageInput, given_boxes, image_file, stamp_of
+from detector.errors import UserError, first_line
+from e2e_vl.api.inputs import ImageFile, ImageInput, given_boxes, image_file
 from e2e_vl.api.results import FoundRegions
-from e2e_vl.extraction.regions import LoadedDetector, extract_image, find_detector, with_names
+from e2e_vl.extraction.regions import LoadedDetector, extract_image, find_detector
 from e2e_vl.extraction.settings import SHOWN
 from e2e_vl.run.launch import refuse_missing_gpus
 from e2e_vl.samples import AnnotatedObjects
 
-# Where a model runs that is asked from Python.
-
 
 def chosen_device(device: str | torch.device | None) -> torch.device:
-    """The device that a user names; None: the GPU, or the CPU where there is no GPU or ACCELERATE_USE_CPU is true.
-
-    Raises:
-        ValueError: no name of a device, a device that this machine does not have, or (without a name) GPUs that
-            CUDA_VISIBLE_DEVICES asks for and that do not exist.
-    """
+    """The device that a user names; None: the GPU, or the CPU where there is no GPU or ACCELERATE_USE_CPU is true."""
     if device is None:
         refuse_missing_gpus()
         if torch.accelerator.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
             return torch.accelerator.current_accelerator()
         return torch.device("cpu")
     try:
-        wanted = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise UserError(f"device is {device!r}; give a name such as 'cpu', 'cuda' or 'cuda:1'.") from error
-    if wanted.type != "cpu" and (wanted.index or 0) >= _count(wanted.type):
-        raise UserError(f"device is '{wanted}', but torch finds no such device on this machine; use 'cpu'.")
-    return wanted
-
-
-def _count(kind: str) -> int:
-    """How many devices of a kind torch finds."""
-    if not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type != kind:
-        return 0
-    return torch.accelerator.device_count()
+        return torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+        raise UserError(
+            f"device is {str(device)!r}, which torch cannot use on this machine ({first_line(error)}); give a name such "
+            "as 'cpu', 'cuda' or 'cuda:1'."
+        ) from error
 
 
 class TrainedDetector:
@@ -75,6 +61,7 @@ class TrainedDetector:
         min_score: float = SHOWN.min_score,
         min_regions: int = SHOWN.min_regions,
         max_regions: int = SHOWN.max_regions,
+        stacklevel: int = 2,
     ) -> FoundRegions:
         """What the detector finds, best score first, or what it says about given boxes, in their order.
 
@@ -86,34 +73,19 @@ class TrainedDetector:
             image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.inputs.image_file`).
             boxes: [R, 4], or words or a file as in `TrainedModel.ask`; None: the detector's own.
             min_score: its own regions score at least this, but their number stays between the other two.
-
-        Raises:
-            FileNotFoundError, ValueError: no readable image, numbers that contradict each other, or a box that lies
-                outside the image.
+            stacklevel: of the warning about a detector whose predicted boxes are random.
         """
-        if boxes is None:
-            self.warn_of_random_boxes(stacklevel=3)
+        if boxes is None and self.source.warning:
+            warnings.warn(self.source.warning, stacklevel=stacklevel)
         rule = SelectionRule(min_score, min_regions, max_regions)
         return self.find(image_file(image), given_boxes(boxes, "boxes"), rule)
 
-    def warn_of_random_boxes(self, stacklevel: int) -> None:
-        """A Python warning about a detector whose predicted boxes mean nothing; `stacklevel` counts from here."""
-        if self.source.warning:
-            warnings.warn(self.source.warning, stacklevel=stacklevel)
-
     def find(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> FoundRegions:
         """`regions` without its warning."""
-        stamp = stamp_of(file)
-        found = extract_image(file, self.source, rule, given).regions
-        names = [self.name_of(number) for number in found.classes.tolist()]
-        attributes = []
-        if found.attributes is not None:
-            attributes = [self.source.attribute_names[number] for number in found.attributes.tolist()]
-        return FoundRegions(found.boxes, found.scores, found.classes, names, found.features, attributes, file, stamp)
-
-    def name_of(self, number: int) -> str:
-        """The name of a class, or its number where the names are unknown."""
-        return f"class {number}" if self.class_names is None else self.class_names[number]
+        found = extract_image(file, self.source, rule, given)
+        names = [f"class {row}" if self.class_names is None else self.class_names[row] for row in found.classes]
+        attributes = [] if found.attributes is None else [self.source.attribute_names[row] for row in found.attributes]
+        return FoundRegions(found.boxes, found.scores, found.classes, names, found.features, attributes, file)
 
 
 def load_detector(
@@ -125,4 +97,4 @@ def load_detector(
     attribute_names: str | Path | None = None,
 ) -> TrainedDetector:
     """Load published weights by name, the detector of a run, or a file with its config; see `e2e_vl.load_detector`."""
-    return TrainedDetector(with_names(find_detector(source, config), class_names, attribute_names), device)
+    return TrainedDetector(find_detector(source, config).named(class_names, attribute_names), device)

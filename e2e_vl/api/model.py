@@ -10,43 +10,29 @@ from importlib.metadata import version
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
+import numpy as np
 import torch
+import yaml
 from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, snapshot_download
 from transformers import PreTrainedTokenizerBase
 
-from detector.config import SelectionRule
 from detector.errors import MissingFileError, UserError, first_line, user_path
 from detector.images import ResizeRule
-from detector.io import atomic_files, write_json
+from detector.io import atomic_files, read_json, read_yaml, write_json
 from e2e_vl.api.detector import TrainedDetector, chosen_device
-from e2e_vl.api.inputs import (
-    ImageFile,
-    ImageInput,
-    as_answers,
-    as_choices,
-    as_lists,
-    content_key,
-    given_boxes,
-    image_file,
-    stamp_of,
-)
+from e2e_vl.api.inputs import ImageFile, ImageInput, content_key, for_each_question, given_boxes, image_file
 from e2e_vl.api.results import Answer, FoundRegions, GroundedPhrase
-from e2e_vl.config import INPUTS, RunConfig
+from e2e_vl.config import RunConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector
-from e2e_vl.extraction.settings import SHOWN
-from e2e_vl.io import errors_naming, is_shared_model, looks_like_hub_name, model_folder, read_metrics
+from e2e_vl.io import is_shared_model
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import named_parts
-from e2e_vl.run.checkpoint import load_model, save_model, saved_settings
-from e2e_vl.run.inference import Reply, look_at, reply_to
+from e2e_vl.run.checkpoint import load_model, save_model
+from e2e_vl.run.inference import Predictor, Reply
 from e2e_vl.samples import Question, Sample
 from e2e_vl.structures import Batch, ModelOutput
-from e2e_vl.tasks.base import Task
 from e2e_vl.text import unknown_words
-
-# What a saved model tells others: a model card, and settings without the paths of the machine it was trained on.
-
 
 CARD = """---
 {{ card_data }}
@@ -71,87 +57,6 @@ model = e2e_vl.load("{{ name }}")
 NOT_SHOWN = ("count", "ceiling")  # metrics that do not measure the model
 
 
-def make_card(
-    name: str,
-    settings: RunConfig,
-    task: Task,
-    metrics: Mapping[str, Any],
-    *,
-    accepts_answer: bool = False,
-    license: str | None = None,
-    **more: Any,
-) -> ModelCard:
-    """What the model is made of, how to load and ask it, and its metrics where the run has them.
-
-    Args:
-        metrics: by name, such as "val/accuracy_predicted_boxes".
-        accepts_answer: a given answer belongs to the questions.
-        license: of the weights, which only their owner can name; None: the card names none.
-        more: further values of the template.
-    """
-    shown = {key: value for key, value in metrics.items() if "/" in key and isinstance(value, float)}
-    data = ModelCardData(library_name="e2e-vl", tags=["vision-and-language", settings.task.name])
-    if license is not None:
-        data.license = license
-    return ModelCard.from_template(
-        card_data=data,
-        template_str=CARD,
-        name=name,
-        detector=settings.detector.backend,
-        encoder=settings.encoder.name,
-        task=settings.task.name,
-        data=settings.data.name,
-        example=_example(settings, task, accepts_answer),
-        metrics={key: value for key, value in shown.items() if not key.partition("/")[2].startswith(NOT_SHOWN)},
-        **more,
-    )
-
-
-def _example(settings: RunConfig, task: Task, accepts_answer: bool) -> str:
-    """A call that the model answers."""
-    if settings.detector.backend == "precomputed":
-        return "# it reads saved region features, so `tools/evaluate.py` and `tools/predict.py split` run it"
-    if not task.answers_questions:
-        return 'found = model.regions("photo.jpg")'
-    words = f'{task.example_call}, answer="because [1] is happy"' if accepts_answer else task.example_call
-    return f"answer = model.ask({words})"
-
-
-def without_paths(settings: RunConfig) -> RunConfig:
-    """The settings with the plain names of files and folders in place of their paths; names on the hub stay.
-
-    A saved model needs none of the files, and whether weights were loaded (`DetectorSettings.proposes_at_random`) can
-    still be told.
-    """
-    shared = _without_absolute(settings)
-    changes: dict[str, Any] = {"output": _name(shared.output)}
-    for section, keys in INPUTS.items():
-        first, _, inner = section.partition(".")
-        part = changes.get(first, getattr(shared, first))
-        values = getattr(part, inner) if inner else {key: getattr(part, key) for key in keys}
-        named = {key: _name(values[key]) for key in keys if isinstance(values.get(key), str)}
-        changes[first] = dataclasses.replace(part, **({inner: {**values, **named}} if inner else named))
-    return dataclasses.replace(shared, **changes)
-
-
-def _name(path: str) -> str:
-    is_on_hub = looks_like_hub_name(path) and not user_path(path).exists()
-    return path if is_on_hub else PureWindowsPath(path).name
-
-
-def _without_absolute(value: Any) -> Any:
-    """The names of all absolute paths, at any depth."""
-    if dataclasses.is_dataclass(value):
-        fields = [field.name for field in dataclasses.fields(value)]
-        return dataclasses.replace(value, **{name: _without_absolute(getattr(value, name)) for name in fields})
-    if isinstance(value, dict):
-        return {key: _without_absolute(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_without_absolute(one) for one in value]
-    is_absolute = isinstance(value, str) and (value.startswith(("/", "~")) or bool(PureWindowsPath(value).drive))
-    return PureWindowsPath(value).name if is_absolute else value
-
-
 class TrainedModel(
     ModelHubMixin,
     library_name="e2e-vl",
@@ -170,7 +75,6 @@ class TrainedModel(
         tokenizer: PreTrainedTokenizerBase,
         *,
         source: Path,
-        saved: RunConfig,
         metrics: Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
     ):
@@ -179,19 +83,16 @@ class TrainedModel(
         Args:
             settings: with which the network was built.
             source: where it was loaded from, for messages.
-            saved: the settings as they were saved, which say how the detector was trained.
             metrics: of the run, for the model card.
             device: see `chosen_device`.
         """
         self.settings, self.tokenizer, self.source = settings, tokenizer, source
-        self._saved, self._metrics = saved, dict(metrics or {})
-        self._has_warned_of_boxes = False
         self.device = chosen_device(device)
         self.network = network.to(self.device).eval()
-        dataset = named_parts(settings).dataset
-        self._options = open_options(dataset, settings.data)[1]
-        self._dataset = dataset
-        self._given_names = dataset.class_names_of(self._options)
+        self.predictor = Predictor(settings, self.network, tokenizer)
+        self._metrics, self._has_warned_of_boxes = dict(metrics or {}), False
+        self._dataset = named_parts(settings).dataset
+        self._options = open_options(self._dataset, settings.data)[1]
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -227,139 +128,107 @@ class TrainedModel(
             FileNotFoundError, ValueError: no image there, an empty text, a box outside the image, or something that the
                 task needs or does not take.
         """
+        lists = [value for value in (image, text) if isinstance(value, list)]
+        count = len(lists[-1]) if lists else 1
+        if not count:
+            raise UserError("There is no question in an empty list; give images and texts.")
+        images = for_each_question(image, count, lambda one: not isinstance(one, list), "image must be one image")
+        texts = for_each_question(text, count, lambda one: isinstance(one, str), "text must be a string")
+        all_choices = for_each_question(choices, count, _are_choices, "choices must be a list of strings")
+        all_answers = for_each_question(
+            answer, count, lambda one: one is None or isinstance(one, str), "answer must be a string"
+        )
         given = given_boxes(boxes, "boxes")
-        images, texts, is_single = as_lists(image, text)
-        files = _image_files(images)
-        all_choices, all_answers = as_choices(choices, len(texts)), as_answers(answer, len(texts))
-        questions = [
-            Question(
-                files[row][0],
-                texts[row],
-                boxes=given,
-                choices=all_choices[row],
-                answer=all_answers[row],
-                others=files[row][1:],
-            )
-            for row in range(len(texts))
-        ]
-        answers, _ = self.replies(questions)
-        self._warn(questions, answers)
-        return answers[0] if is_single else answers
+        files: dict[int, ImageFile] = {}  # an object that is given several times is converted once
+        questions = []
+        for row in range(count):
+            several = images[row] if isinstance(images[row], tuple) else (images[row],)
+            if not several:
+                raise UserError("A tuple of images is empty; give the images that the text is about.")
+            for one in several:
+                if id(one) not in files:
+                    files[id(one)] = image_file(one)
+            first, *others = (files[id(one)] for one in several)
+            question = Question(first, texts[row], given, all_choices[row], all_answers[row], others=tuple(others))
+            questions.append(question)
+        answers = self._answer_with_warnings(questions)
+        return answers if lists else answers[0]
 
     def hide(self, image: ImageInput, boxes: Any, text: str = "") -> Answer:
-        """Let a pre-training model say what is in boxes whose pixels are hidden from it, and which words are masked.
+        """Let a pre-training model say what is in boxes whose pixels are masked, and which words are masked.
 
         Args:
             boxes: [Q, 4], or words or a file as in `ask`.
             text: a caption, maybe with [MASK].
         """
-        questions = [Question(image_file(image), text, boxes_to_mask=given_boxes(boxes, "boxes"))]
-        answers, _ = self.replies(questions)
-        self._warn(questions, answers)
-        return answers[0]
+        question = Question(image_file(image), text, boxes_to_mask=given_boxes(boxes, "boxes"))
+        return self._answer_with_warnings([question])[0]
 
-    def regions(
-        self,
-        image: ImageInput,
-        *,
-        boxes: Any = None,
-        min_score: float = SHOWN.min_score,
-        min_regions: int = SHOWN.min_regions,
-        max_regions: int = SHOWN.max_regions,
-    ) -> FoundRegions:
-        """What the model's detector finds, or says about given boxes; see `TrainedDetector.regions`.
-
-        Raises:
-            ValueError: a model without a detector.
-        """
+    def regions(self, image: ImageInput, **options: Any) -> FoundRegions:
+        """What the model's detector finds, or says about given boxes; see `TrainedDetector.regions`."""
         self._require_detector()
-        if boxes is None:
-            self.detector.warn_of_random_boxes(stacklevel=3)
-        rule = SelectionRule(min_score, min_regions, max_regions)
-        return self.detector.find(image_file(image), given_boxes(boxes, "boxes"), rule)
+        return self.detector.regions(image, **options, stacklevel=3)
 
     @functools.cached_property
     def detector(self) -> TrainedDetector:
         """The model's detector, at the image size of its evaluation."""
         size = self.settings.data.resize
         resize = ResizeRule(size.short_edge[-1], size.long_edge, size.rounding)
-        warning = RANDOM_BOXES if self._saved.detector.proposes_at_random else ""
+        warning = RANDOM_BOXES if self.settings.detector.proposes_at_random else ""
         return TrainedDetector(LoadedDetector(self.network.detector, resize, warning=warning), self.device)
 
-    def answer_all(self, questions: Sequence[Question]) -> list[Answer]:
-        """Answer prepared questions; those about the same images with the same boxes share one detector pass.
-
-        Raises:
-            FileNotFoundError, ValueError: as `ask`.
-        """
-        answers, _ = self.replies(questions)
-        self._warn(questions, answers)
-        return answers
-
-    def replies(
-        self, questions: Sequence[Question], *, keep_going: bool = False
-    ) -> tuple[list[Answer | None], dict[int, Exception]]:
-        """`answer_all` without its warnings, for programs that print them in their own way.
+    def replies(self, questions: Sequence[Question], *, keep_going: bool = False) -> list[Answer | Exception]:
+        """Answer prepared questions, without warnings; those about the same images and boxes share one detector pass.
 
         Args:
-            keep_going: an image that cannot be read, or that a given box leaves, is an error of its questions only.
-
-        Returns:
-            the answers, None where there is an error, and the errors by the number of the question.
-
-        Raises:
-            FileNotFoundError, ValueError: as `ask`.
+            keep_going: an image that cannot be read, or that a given box leaves, is an error of its questions only,
+                which stands in the place of their answers.
         """
-        self._require_detector()
-        self._require_answers(questions)
+        for question in questions:
+            self._require_answerable(question)
         groups: dict[Any, list[int]] = {}
         for number, question in enumerate(questions):
-            key = (number,) if not self.network.task.answers_together else _sharing_key(question)
+            key: Any = number
+            if self.network.task.answers_together:
+                key = (*map(content_key, question.images), id(question.boxes), id(question.boxes_to_mask))
             groups.setdefault(key, []).append(number)
-        stamps = [tuple(stamp_of(file) for file in question.images) for question in questions]
         samples = [self._sample([questions[number] for number in group]) for group in groups.values()]
-        found = reply_to(self.settings, self.network, self.tokenizer, samples, keep_going=keep_going)
-        answers: list[Answer | None] = [None] * len(questions)
-        errors: dict[int, Exception] = {}
+        answers: dict[int, Answer | Exception] = {}
+        found = self.predictor.reply(samples, keep_going=keep_going)
         for group, replies in zip(groups.values(), found, strict=True):
             if isinstance(replies, Exception):
-                errors |= dict.fromkeys(group, replies)
-                continue
-            for number, reply in zip(group, replies, strict=True):
-                answers[number] = self._answer(questions[number], reply, stamps[number])
-        return answers, errors
+                answers |= dict.fromkeys(group, replies)
+            else:
+                answers |= {n: self._answer(questions[n], one) for n, one in zip(group, replies, strict=True)}
+        return [answers[number] for number in range(len(questions))]
 
     def look(self, question: Question, change: Callable[[Batch], Batch] | None = None) -> tuple[Answer, ModelOutput]:
         """Answer one prepared question and keep all that the model computed, attention maps included.
 
         Args:
-            change: see `e2e_vl.run.inference.look_at`.
-
-        Raises:
-            FileNotFoundError, ValueError: as `ask`.
+            change: see `Predictor.look`.
         """
-        self.check_question(question)
-        stamps = tuple(stamp_of(file) for file in question.images)
-        reply, output = look_at(self.settings, self.network, self.tokenizer, self._sample([question]), change)
-        return self._answer(question, reply, stamps), output
+        self._require_answerable(question)
+        reply, output = self.predictor.look(self._sample([question]), change)
+        return self._answer(question, reply), output
 
     def check_question(self, question: Question) -> None:
-        """Raises ValueError if the model does not answer such a question; opens no image."""
-        self._require_detector()
-        self._require_answers([question])
+        """Raises UserError if the model does not answer such a question; opens no image."""
+        self._require_answerable(question)
         self._sample([question])
 
     def warning_of_boxes(self, questions: Sequence[Question]) -> str:
-        """One sentence if boxes that mean nothing stand behind an answer; else empty."""
-        if not self._saved.detector.proposes_at_random or all(question.boxes is not None for question in questions):
+        """One sentence if random boxes stand behind an answer; else empty."""
+        if not self.settings.detector.proposes_at_random or all(question.boxes is not None for question in questions):
             return ""
         return (
             f"The detector of {self.source} never learned to find objects, so it looks at random places and the answer "
             "means little; give boxes of your own, or a run whose detector was trained."
         )
 
-    def _warn(self, questions: Sequence[Question], answers: Sequence[Answer]) -> None:
-        """Python warnings that point at the line which called the method that calls this one."""
+    def _answer_with_warnings(self, questions: Sequence[Question]) -> list[Answer]:
+        """Answers, with Python warnings that point at the line which called the public method."""
+        answers = self.replies(questions)
         about_boxes = self.warning_of_boxes(questions)
         if about_boxes and not self._has_warned_of_boxes:
             self._has_warned_of_boxes = True
@@ -370,52 +239,45 @@ class TrainedModel(
             warnings.warn(
                 f"The vocabulary of {self.source} lacks {named}; the model reads such words as unknown.", stacklevel=3
             )
-
-    def require_boxes(self) -> None:
-        """Raises ValueError unless the model answers a phrase with a box."""
-        if not self.network.task.points_at_box:
-            raise UserError(
-                f"{self.source} was trained for the task '{self.settings.task.name}', which does not answer a phrase "
-                "with a box; give a run of a task that does."
-            )
+        return answers
 
     def _sample(self, questions: list[Question]) -> Sample:
         """Questions about the same images as one sample."""
+        known = {
+            "class_names": self._dataset.class_names_of(self._options),
+            "accepts_answer": self._dataset.wants_given_answer(self._options),
+        }
         samples = []
         for question in questions:
-            known = dataclasses.replace(
-                question,
-                class_names=self._given_names,
-                accepts_answer=self._dataset.wants_given_answer(self._options),
-            )
-            samples.append(self._dataset.narrowed(self.network.task.question(known), self._options))
+            sample = self.network.task.question(dataclasses.replace(question, **known))
+            samples.append(self._dataset.narrowed(sample, self._options))
         texts = [dataclasses.replace(sample.texts[0], index=row) for row, sample in enumerate(samples)]
         return dataclasses.replace(samples[0], texts=tuple(texts))
 
-    def _answer(self, question: Question, reply: Reply, stamps: tuple[tuple[int, int] | None, ...]) -> Answer:
+    def _answer(self, question: Question, reply: Reply) -> Answer:
+        task, record = reply.task, reply.record
+        ranked, lines = task.ranked(record), task.answer_lines(record)
+        box = record["box"] if task.points_at_box else None
         texts = [question.text, *question.choices, *([] if question.answer is None else [question.answer])]
-        ranked = reply.task.ranked(reply.record)
-        box, score = reply.box, reply.record.get("score", ranked[0][1] if ranked else None)
         return Answer(
             text=question.text,
-            answer=ranked[0][0] if ranked else next(iter(reply.lines), ""),
-            score=score,
-            box=None if box is None else torch.tensor(box).numpy(),
+            answer=ranked[0][0] if ranked else next(iter(lines), ""),
+            score=record.get("score", ranked[0][1] if ranked else None),
+            box=None if box is None else np.array(box, dtype=np.float32),
             top=ranked,
-            lines=reply.lines,
+            lines=lines,
             boxes=reply.boxes,
             box_images=reply.images,
-            box_names=reply.record.get("objects") or reply.names,
+            box_names=record.get("objects") or reply.names,
             attention=reply.attention,
             unknown_words=tuple(dict.fromkeys(word for text in texts for word in unknown_words(text, self.tokenizer))),
-            pointed=reply.task.pointed(reply.record),
+            pointed=task.pointed(record),
             phrases=[
                 GroundedPhrase(one["text"], tuple(one["characters"]), one["box"], one["score"])
-                for one in reply.record.get("grounded", ())
+                for one in record.get("grounded", ())
             ],
-            record=reply.record,
+            record=record,
             images=question.images,
-            stamps=stamps,
         )
 
     def _require_detector(self) -> None:
@@ -424,8 +286,8 @@ class TrainedModel(
                 f"{self.source} reads saved region features, so it cannot look at an image; give a run with a detector."
             )
 
-    def _require_answers(self, questions: Sequence[Question]) -> None:
-        """Raises ValueError if the model does not answer texts about images, or if a text is empty or no text."""
+    def _require_answerable(self, question: Question) -> None:
+        self._require_detector()
         if not self.network.task.answers_questions:
             raise UserError(
                 f"{self.source} was trained for the task '{self.settings.task.name}', which does not answer a text; "
@@ -437,58 +299,66 @@ class TrainedModel(
             raise UserError(
                 f"{self.source} is a control that was trained without seeing any {missing}; give another run."
             )
-        if not all(question.text.strip() or question.boxes_to_mask is not None for question in questions):
+        if not question.text.strip() and question.boxes_to_mask is None:
             raise UserError("The text is empty; write what to ask or to look for.")
 
     @classmethod
     def from_folder(cls, folder: str | Path, device: str | torch.device | None = None) -> TrainedModel:
-        """Load a run directory of tools/train.py, or a folder that `save_pretrained` wrote.
-
-        Raises:
-            FileNotFoundError, ValueError: no model there, or files that do not fit together.
-        """
+        """Load a run directory of tools/train.py, or a folder that `save_pretrained` wrote."""
         path, device = Path(folder), chosen_device(device)
         metrics = path / "metrics.json"
-        found = read_metrics(metrics) if metrics.is_file() else None
-        parts, saved = load_model(path), saved_settings(path)
-        with errors_naming(model_folder(path) / "config.yaml"):  # what only asking needs of the settings
-            return cls(*parts, source=path, saved=saved, metrics=found, device=device)
+        found = read_json(metrics, dict[str, Any]) if metrics.is_file() else None
+        return cls(*load_model(path), source=path, metrics=found, device=device)
 
     @classmethod
     def _from_pretrained(
-        cls,
-        *,
-        model_id: str,
-        device: str | torch.device | None = None,
-        revision: str | None,
-        cache_dir: str | Path | None,
-        force_download: bool,
-        local_files_only: bool,
-        token: str | bool | None,
-        **unused: Any,
+        cls, *, model_id: str, device: str | torch.device | None = None, **options: Any
     ) -> TrainedModel:
-        folder = model_id
         if not Path(model_id).is_dir():
-            folder = snapshot_download(
-                model_id,
-                revision=revision,
-                cache_dir=cache_dir,
-                force_download=force_download,
-                local_files_only=local_files_only,
-                token=token,
-            )
-        return cls.from_folder(folder, device)
+            known = ("revision", "cache_dir", "force_download", "local_files_only", "token")
+            model_id = snapshot_download(model_id, **{key: options[key] for key in known if key in options})
+        return cls.from_folder(model_id, device)
 
     def _save_pretrained(self, save_directory: Path) -> None:
         with atomic_files(save_directory, "config.yaml") as part:
-            save_model(part, without_paths(self._saved), self.network, self.tokenizer)
+            save_model(part, self.settings, self.network, self.tokenizer)
+            settings = without_absolute_paths(read_yaml(part / "config.yaml"))
+            (part / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
             write_json(part / "config.json", {"library_name": "e2e-vl", "e2e_vl_version": version("e2e-vl")})
 
-    def generate_model_card(self, **more: Any) -> ModelCard:
-        """What the model is made of, how to load it, and its metrics where the run has them; see `make_card`."""
-        name = more.pop("repo_id", None) or self.source.name
-        accepts_answer = self._dataset.wants_given_answer(self._options)
-        return make_card(name, self.settings, self.network.task, self._metrics, accepts_answer=accepts_answer, **more)
+    def generate_model_card(self, repo_id: str | None = None, license: str | None = None, **more: Any) -> ModelCard:
+        """What the model is made of, how to load and ask it, and its metrics where the run has them.
+
+        Args:
+            repo_id: the model's name on the hub; None: the name of its folder.
+            license: of the weights, which only their owner can name; None: the card names none.
+            more: further values of the template.
+        """
+        settings, task = self.settings, self.network.task
+        data = ModelCardData(library_name="e2e-vl", tags=["vision-and-language", settings.task.name], license=license)
+        example = f"answer = model.ask({task.example_call})"
+        if settings.detector.backend == "precomputed":
+            example = "# it reads saved region features, so `tools/evaluate.py` and `tools/predict.py split` run it"
+        elif not task.answers_questions:
+            example = 'found = model.regions("photo.jpg")'
+        elif self._dataset.wants_given_answer(self._options):
+            example = f'answer = model.ask({task.example_call}, answer="because [1] is happy")'
+        return ModelCard.from_template(
+            card_data=data,
+            template_str=CARD,
+            name=repo_id or self.source.name,
+            detector=settings.detector.backend,
+            encoder=settings.encoder.name,
+            task=settings.task.name,
+            data=settings.data.name,
+            example=example,
+            metrics={
+                key: value
+                for key, value in self._metrics.items()
+                if isinstance(value, float) and "/" in key and not key.partition("/")[2].startswith(NOT_SHOWN)
+            },
+            **more,
+        )
 
 
 def load(source: str | Path, device: str | torch.device | None = None) -> TrainedModel:
@@ -506,16 +376,15 @@ def load(source: str | Path, device: str | torch.device | None = None) -> Traine
     return TrainedModel.from_folder(folder, device)
 
 
-def _image_files(images: list[Any]) -> list[tuple[ImageFile, ...]]:
-    """Image files of each question; an object that is given several times is converted once."""
-    made: dict[int, ImageFile] = {}
-    parts = [image if isinstance(image, tuple) else (image,) for image in images]
-    for one in (one for part in parts for one in part):
-        if id(one) not in made:
-            made[id(one)] = image_file(one)
-    return [tuple(made[id(one)] for one in part) for part in parts]
+def without_absolute_paths(value: Any) -> Any:
+    """Settings with the plain names of files in place of absolute paths, which belong to the machine of the training."""
+    if isinstance(value, dict):
+        return {key: without_absolute_paths(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [without_absolute_paths(one) for one in value]
+    is_absolute = isinstance(value, str) and (value.startswith(("/", "~")) or bool(PureWindowsPath(value).drive))
+    return PureWindowsPath(value).name if is_absolute else value
 
 
-def _sharing_key(question: Question) -> Any:
-    """Equal for questions whose images and boxes are the same."""
-    return tuple(content_key(file) for file in question.images), id(question.boxes), id(question.boxes_to_mask)
+def _are_choices(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)

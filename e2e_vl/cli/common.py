@@ -41,8 +41,8 @@ def make_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
 def says_errors(main: Callable[..., int]) -> Callable[..., int]:
     """Errors about settings, files, memory and diverging losses become one sentence on stderr and the exit status 2.
 
-    So do those of the operating system, such as a full disk. Every other error is a fault of the program and keeps its
-    traceback. A run that was stopped says so and has the exit status of the signal that stopped it.
+    So do those of the operating system, such as a full disk. Every other error is a bug and keeps its traceback. A run
+    that was stopped says so and has the exit status of the signal that stopped it.
     """
 
     @functools.wraps(main)
@@ -56,15 +56,8 @@ def says_errors(main: Callable[..., int]) -> Callable[..., int]:
         except (*SENTENCES, OSError) as error:
             if not isinstance(error, SENTENCES) and error.errno is None:  # a library's
                 raise
-            # as a user's error it is cut where it is long, such as a file name that is
-            print(f"error: {UserError(str(error) or _without_words(error))}", file=sys.stderr)
+            sentence = str(error) or f"{type(error).__name__}: out of memory, or the system gave no reason."
+            print(f"error: {UserError(sentence)}", file=sys.stderr)  # a UserError is cut where it is long
             return 2
 
     return wrapped
-
-
-def _without_words(error: Exception) -> str:
-    """A sentence for an error that has none, such as Python's MemoryError."""
-    if isinstance(error, MemoryError):
-        return "there is not enough memory; use smaller batches, images or files, or fewer workers and processes."
-    return f"the system gave up with {type(error).__name__} and no reason; try again, and look at disk and network."

@@ -15,19 +15,19 @@ import sys
 
 from e2e_vl.cli.common import make_parser
 
-# Name -> its module in this package, and what it does. A module is imported when it is called.
+# Name -> its function in this package, and what it does. A module is imported when it is called.
 COMMANDS = {
-    "check-data": ("check_data", "problems and sizes of a run's annotation files, and images seen before"),
-    "train": ("train", "train detector, encoder and task together"),
-    "evaluate": ("evaluate", "evaluate a trained run on a split"),
-    "predict": ("predict", "predictions of a whole split as a file, or (predict ask) one answer"),
-    "ask": ("ask", "the answer of a trained run to one text about one image"),
-    "explore": ("explore", "a page in the browser: regions, answers, phrases, attention, hidden regions"),
-    "extract": ("extract", "regions and features of one image, or of many"),
-    "import-features": ("import_features", "turn published region features into a file that runs read"),
-    "analyze-attention": ("analyze_attention", "what the attention heads of a trained run ground"),
-    "convert": ("convert_weights", "read published weights, or write a trained run as an official file"),
-    "synthesize": ("make_synthetic", "draw a data set of scenes in the official formats"),
+    "check-data": ("check_data:main", "problems and sizes of a run's annotation files, and images seen before"),
+    "train": ("train:main", "train detector, encoder and task together"),
+    "evaluate": ("evaluate:main", "evaluate a trained run on a split"),
+    "predict": ("predict:main", "predictions of a whole split as a file, or (predict ask) one answer"),
+    "ask": ("predict:ask_main", "the answer of a trained run to texts about images"),
+    "explore": ("explore:main", "a page in the browser: regions, answers, phrases, attention, hidden regions"),
+    "extract": ("extract:main", "regions and features of one image, or of many"),
+    "import-features": ("import_features:main", "turn published region features into a file that runs read"),
+    "analyze-attention": ("analyze_attention:main", "what the attention heads of a trained run ground"),
+    "convert": ("convert_weights:main", "read published weights, or write a trained run as an official file"),
+    "synthesize": ("make_synthetic:main", "draw a data set of scenes in the official formats"),
 }
 
 
@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, (_, text) in COMMANDS.items():
         kinds.add_parser(name, help=text, add_help=False)
     command = parser.parse_args(words[:1]).command  # the command reads the other words itself
-    module = importlib.import_module(f"e2e_vl.cli.{COMMANDS[command][0]}")
-    return module.main(words[1:], f"e2e-vl {command}")
+    module, _, function = COMMANDS[command][0].partition(":")
+    return getattr(importlib.import_module(f"e2e_vl.cli.{module}"), function)(words[1:], f"e2e-vl {command}")
 
 
 if __name__ == "__main__":

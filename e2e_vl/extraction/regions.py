@@ -1,6 +1,6 @@
 """From images to their regions: a detector, a rule that chooses boxes, and the features of the chosen boxes.
 
-Single images and whole folders go through this one chain.
+Single images and whole folders go through the same `RegionExtractor`.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -29,32 +29,35 @@ from detector.structures import FeatureMaps, ImageBatch, RoIFeatures
 from detector.zoo import NamedWeights, known_weights, read_vocabulary, resolve_weights
 from e2e_vl.config import load_config
 from e2e_vl.data.features import RegionFeatures
-from e2e_vl.data.user_inputs import GivenBoxes, ListedImage, require_inside
+from e2e_vl.data.user_inputs import GivenBoxes, require_inside
 from e2e_vl.examples import ImageTransform
 from e2e_vl.extraction.settings import ExtractionSettings
-from e2e_vl.plain_yaml import check_plain
 from e2e_vl.samples import AnnotatedObjects, ImageBytes
 
 SAME_PLACE = 0.7  # IoU above which the rule "score" counts two detections as one region
 MAX_CANDIDATES = 5000  # best (proposal, class) pairs that the rule "score" looks at, besides each proposal's best class
 
 
-class InputImage(NamedTuple):
-    """One image in the size and the channel order of the network input."""
-
-    id: str
-    path: Path
-    pixels: np.ndarray  # uint8 [h, w, 3]
-    original_size: tuple[int, int]  # (height, width) of the image in the file, after its EXIF rotation
-
-
-def load_input(image: ListedImage, resize: ResizeRule, channel_order: str) -> InputImage:
-    """Read and resize one image file.
+@dataclasses.dataclass(eq=False)
+class InputImage:
+    """One image in the size and the channel order of the network input.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such image, or it is not readable.
+        UserError: a given box lies outside the image.
     """
-    return InputImage(image.id, image.path, *load_resized(image.path, resize, channel_order))
+
+    id: str
+    name: str  # for error messages
+    pixels: np.ndarray  # uint8 [h, w, 3]
+    original_size: tuple[int, int]  # (height, width) of the image in the file, after its EXIF rotation
+    given: GivenBoxes | None = None  # the boxes to describe, with the rule "given"
+    # float32 [R, 4], the given boxes in pixels of the network input, clamped as in training on the same boxes
+    boxes: np.ndarray | None = dataclasses.field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.given is not None:
+            transform = ImageTransform(self.original_size, self.pixels.shape[:2])
+            self.boxes = transform.transform_and_clamp_boxes(self.given.boxes, self.name)
 
 
 @dataclasses.dataclass
@@ -79,15 +82,7 @@ class _Proposals(NamedTuple):
 
 
 class RegionExtractor:
-    """Turns images into `RegionFeatures`.
-
-    Args:
-        detector: in evaluation mode, on its device.
-        settings: see `ExtractionSettings`.
-
-    Raises:
-        ValueError: attributes are wanted, but the detector has no attribute head.
-    """
+    """Turns images into `RegionFeatures`, with a detector in evaluation mode that is on its device."""
 
     def __init__(self, detector: TwoStageDetector, settings: ExtractionSettings) -> None:
         if settings.attributes and not detector.roi_heads.box_predictor.has_attributes:
@@ -96,58 +91,39 @@ class RegionExtractor:
         self.settings = settings
 
     @torch.no_grad()
-    def __call__(self, images: Sequence[InputImage], given: Sequence[GivenBoxes] | None = None) -> list[RegionFeatures]:
+    def __call__(self, images: Sequence[InputImage]) -> list[RegionFeatures]:
         """Regions of N images, which all have the same size.
-
-        Args:
-            images: N images.
-            given: N times the boxes of an image; with the rule "given" only.
 
         Returns:
             N records: with the rules "score" and "maxnms" best score first, with "maxconf" in the order of
             `select_max_conf`, with "given" in the given order. R is 0 only where no box was given, or where the rule
             asks for none or the detector proposes no box with an area.
-
-        Raises:
-            ValueError: a given box lies outside its image.
         """
-        batch = self._batch(images)
-        maps = self.detector.features(batch)
-        if self.settings.rule == "given":
-            chosen = [self._given(batch, row, boxes) for row, boxes in enumerate(given)]
-        else:
-            chosen = [self._choose(proposals) for proposals in self._propose(maps, batch)]
-        for one, features in zip(chosen, self._pool(maps, [one.boxes for one in chosen]), strict=True):
-            one.features = features if one.features is None else one.features
-        whole = None
-        if self.settings.image_feature:
-            corners = batch.sizes.flip(1).float() - 1  # VL-BERT's box of the whole image ends at the last pixel
-            whole = self._pool(maps, list(torch.cat((torch.zeros_like(corners), corners), dim=1)[:, None]))
-        return [
-            self._record(image, one, None if whole is None else whole[row].region[0], given[row] if given else None)
-            for row, (image, one) in enumerate(zip(images, chosen, strict=True))
-        ]
-
-    def _batch(self, images: Sequence[InputImage]) -> ImageBatch:
         settings = self.detector.config.input
         batch = make_image_batch(
             [image.pixels for image in images],
             [image.original_size for image in images],
-            [str(image.path) for image in images],
+            [image.name for image in images],
             settings.pixel_mean,
             settings.pixel_std,
-        )
-        return batch.to(next(self.detector.parameters()).device)
+        ).to(next(self.detector.parameters()).device)
+        maps = self.detector.features(batch)
+        if self.settings.rule == "given":
+            chosen = [_Chosen(torch.from_numpy(image.boxes).to(batch.pixels.device)) for image in images]
+        else:
+            chosen = [self._choose(proposals) for proposals in self._propose(maps, batch)]
+        for one, features in zip(chosen, self._pool(maps, [one.boxes for one in chosen]), strict=True):
+            one.features = features if one.features is None else one.features
+        whole: list[Tensor | None] = [None] * len(images)
+        if self.settings.image_feature:
+            corners = batch.sizes.flip(1).float() - 1  # VL-BERT's box of the whole image ends at the last pixel
+            boxes = torch.cat((torch.zeros_like(corners), corners), dim=1)[:, None]
+            whole = [features.region[0] for features in self._pool(maps, list(boxes))]
+        return [self._record(*one) for one in zip(images, chosen, whole, strict=True)]
 
     def _pool(self, maps: FeatureMaps, boxes: list[Tensor]) -> list[RoIFeatures]:
         pooled = self.detector.describe(maps, to_rois(boxes))
         return list(pooled.split([len(rows) for rows in boxes]))
-
-    def _given(self, batch: ImageBatch, row: int, given: GivenBoxes) -> _Chosen:
-        """Boxes moved and clamped as training on the same boxes does it."""
-        image_transform = ImageTransform(tuple(batch.original_sizes[row].tolist()), tuple(batch.sizes[row].tolist()))
-        boxes = image_transform.transform_and_clamp_boxes(given.boxes, batch.names[row])
-        return _Chosen(torch.from_numpy(boxes).to(batch.pixels.device))
 
     def _propose(self, maps: FeatureMaps, batch: ImageBatch) -> list[_Proposals]:
         detector = self.detector
@@ -201,9 +177,7 @@ class RegionExtractor:
         kept = kept[select_regions(scores[kept], self.settings.numbers)]
         return rows[kept], classes[kept], boxes[kept]
 
-    def _record(
-        self, image: InputImage, chosen: _Chosen, image_feature: Tensor | None, given: GivenBoxes | None
-    ) -> RegionFeatures:
+    def _record(self, image: InputImage, chosen: _Chosen, image_feature: Tensor | None) -> RegionFeatures:
         predictor = self.detector.roi_heads.box_predictor
         logits = predictor.class_logits(chosen.features.predictor)
         scores, classes = chosen.scores, chosen.classes
@@ -213,10 +187,10 @@ class RegionExtractor:
         if self.settings.attributes:  # "no attribute" is dropped before the softmax
             by_region = predictor.attributes(chosen.features.predictor, logits.argmax(dim=1))[:, :-1]
             attribute_scores, attributes = by_region.softmax(dim=1).max(dim=1)
-        if given is None:
+        if image.given is None:
             boxes = resize_boxes(chosen.boxes, image.pixels.shape[:2], image.original_size)
         else:
-            boxes = torch.from_numpy(given.boxes)  # as they were given: scaling there and back would round them
+            boxes = torch.from_numpy(image.given.boxes)  # as they were given: scaling there and back would round them
         return RegionFeatures(
             image_id=image.id,
             image_size=image.original_size,
@@ -226,7 +200,7 @@ class RegionExtractor:
             classes=_array(classes),
             attributes=_array(attributes),
             attribute_scores=_array(attribute_scores),
-            box_ids=None if given is None else given.ids,
+            box_ids=None if image.given is None else image.given.ids,
             image_feature=_array(image_feature),
         )
 
@@ -276,13 +250,25 @@ class LoadedDetector:
     attribute_names: tuple[str, ...] | None = None  # A names; None: regions are described without attributes
     warning: str = ""  # one sentence for users if the boxes that the detector finds mean nothing
 
+    def named(self, class_names: str | Path | None, attribute_names: str | Path | None) -> LoadedDetector:
+        """The same detector with the names of its classes and attributes from text files, see `read_vocabulary`."""
+        if class_names is not None:
+            self.detector.class_names = read_vocabulary(class_names, self.detector.num_classes, "classes")
+        if attribute_names is None:
+            return self
+        number = self.detector.config.attributes.num_classes
+        if not number:
+            raise UserError(f"The detector has no attribute head; leave out the attribute names of {attribute_names}.")
+        return dataclasses.replace(self, attribute_names=read_vocabulary(attribute_names, number, "attributes"))
+
 
 def open_detector(
     config: str | Path,
     weights: str | Path | None,
     *,
-    backend: str = "builtin",
+    backend: str | None = None,
     resize: ResizeRule | None = None,
+    rounding: str = "detectron2",
     max_proposals: int | None = None,
     seed: int = 0,
 ) -> LoadedDetector:
@@ -292,22 +278,19 @@ def open_detector(
         config: Detectron2 YAML file.
         weights: file or folder of any kind that `load_checkpoint` reads; None = random values that depend on the seed
             only.
-        backend: builtin or detectron2.
-        resize: size of the network input; None = the config's INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST.
+        backend: builtin (None) or detectron2.
+        resize: size of the network input; None = the config's INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST, with `rounding`.
         max_proposals: upper limit for RPN.POST_NMS_TOPK_TEST, the number of proposals that the RoI head sees; None =
             the config's number. Time on a CPU grows with it; bottom-up attention uses 300, Detectron2 1000.
         seed: of the random values.
-
-    Raises:
-        FileNotFoundError, ValueError: a file is missing or does not fit, the backend does not exist, or
-            `max_proposals` is less than 1.
     """
-    if max_proposals is not None and max_proposals < 1:
-        raise UserError(f"The detector needs at least 1 proposal, not {max_proposals} proposals.")
+    backend = backend or "builtin"
     cls = detector_class(backend)
     settings = cls.config_class.from_yaml(config)
     weights = None if weights is None else find_weights(weights)  # before the network is built, which takes seconds
     if max_proposals is not None:
+        if max_proposals < 1:
+            raise UserError(f"The detector needs at least 1 proposal, not {max_proposals} proposals.")
         changes = {"MODEL.RPN.POST_NMS_TOPK_TEST": min(settings.rpn.post_nms_topk_test, max_proposals)}
         settings = cls.config_class.from_flat(settings.to_flat() | changes, str(config))
     with torch.random.fork_rng(devices=[]):
@@ -315,7 +298,7 @@ def open_detector(
         detector = cls(settings).eval()
     if weights is not None:
         load_checkpoint(detector, weights)
-    resize = resize or ResizeRule(settings.input.min_size_test, settings.input.max_size_test, "detectron2")
+    resize = resize or ResizeRule(settings.input.min_size_test, settings.input.max_size_test, rounding)
     return LoadedDetector(detector, resize, backend, weights, seed, warning=RANDOM_WEIGHTS if weights is None else "")
 
 
@@ -332,106 +315,42 @@ def find_detector(
         source: the name of published weights, see `detector.zoo`; a run directory or saved model folder; a
             folder with `config.yaml` and `model.safetensors`; or any weights file that `load_checkpoint` reads.
         config: Detectron2 YAML file; needed for a file that comes without one.
-        backend, max_proposals: as in `open_detector` and `detector_of_run`.
-
-    Raises:
-        FileNotFoundError, ValueError: nothing there, no config, or files that do not fit together.
+        backend, max_proposals: as in `open_detector`; a run has a backend of its own.
     """
-    published = resolve_weights(source)
-    if isinstance(published, NamedWeights):
-        return _published_detector(
-            published, config, published.name, backend=backend or "builtin", max_proposals=max_proposals
-        )
-    path = user_path(published)
-    same_name = known_weights(path)
-    if config is None and path.is_file() and same_name is not None and not same_name.unsupported:
-        return _published_detector(same_name, None, path, backend=backend or "builtin", max_proposals=max_proposals)
-    if config is not None:
-        return open_detector(config, path, backend=backend or "builtin", max_proposals=max_proposals)
-    if (path / "model").is_dir() or (path / "detector").is_dir():
-        return detector_of_run(path, backend=backend, max_proposals=max_proposals)
-    if (path / CONFIG_NAME).is_file():
-        check_plain(path / CONFIG_NAME)
-        return open_detector(path / CONFIG_NAME, path, backend=backend or "builtin", max_proposals=max_proposals)
-    find_weights(path)  # says in one sentence what is missing
-    raise UserError(f"{path}: weights alone do not say how the detector is built; give its Detectron2 YAML as config.")
-
-
-def with_names(
-    source: LoadedDetector, class_names: str | Path | None = None, attribute_names: str | Path | None = None
-) -> LoadedDetector:
-    """The same detector with the names of its classes and attributes from text files, see `read_vocabulary`.
-
-    The detector itself takes the class names.
-
-    Args:
-        class_names: a line for each class, in the order of the detector's classes; None = as they are.
-        attribute_names: a line for each attribute; None = none.
-
-    Raises:
-        FileNotFoundError, ValueError: no such file, another number of lines, or a detector without attributes.
-    """
-    if class_names is not None:
-        source.detector.class_names = read_vocabulary(class_names, source.detector.num_classes, "classes")
-    if attribute_names is None:
-        return source
-    number = source.detector.config.attributes.num_classes
-    if not number:
-        raise UserError(f"The detector has no attribute head; leave out the attribute names of {attribute_names}.")
-    return dataclasses.replace(source, attribute_names=read_vocabulary(attribute_names, number, "attributes"))
-
-
-def _published_detector(
-    published: NamedWeights,
-    config: str | Path | None,
-    weights: str | Path,
-    *,
-    backend: str,
-    max_proposals: int | None,
-) -> LoadedDetector:
-    """A detector of the table, downloaded once, or from a file that came by other means.
-
-    Args:
-        weights: the name of the table, or the path of a file with the published file's name.
-
-    Raises:
-        ValueError: a trunk, which detects nothing.
-    """
-    if published.expect == "backbone":
-        raise UserError(
-            f"{published.name} is a trunk trained on ImageNet, which finds no objects; name a detector, or start a "
-            "training from it with detector.weights and detector.expect=backbone."
-        )
-    config = config or published.config_path
-    settings = detector_class(backend).config_class.from_yaml(config).input
-    return open_detector(
-        config,
-        weights,
-        backend=backend,
-        resize=ResizeRule(settings.min_size_test, settings.max_size_test, published.rounding),
-        max_proposals=max_proposals,
-    )
+    found = resolve_weights(source)
+    published, weights, rounding = None, found, "detectron2"
+    if isinstance(found, NamedWeights):
+        published, weights = found, found.name
+    else:
+        weights = user_path(found)
+        if config is None and weights.is_file():  # a file that came by other means, with the published file's name
+            published = known_weights(weights)
+            published = None if published is not None and published.unsupported else published
+        if config is None and ((weights / "model").is_dir() or (weights / "detector").is_dir()):
+            return detector_of_run(weights, backend=backend, max_proposals=max_proposals)
+        if config is None and (weights / CONFIG_NAME).is_file():
+            config = weights / CONFIG_NAME
+    if published is not None:
+        if published.expect == "backbone":
+            raise UserError(
+                f"{published.name} is a trunk trained on ImageNet, which finds no objects; name a detector, or start "
+                "a training from it with detector.weights and detector.expect=backbone."
+            )
+        config, rounding = config or published.config_path, published.rounding
+    if config is None:
+        find_weights(weights)  # says in one sentence what is missing
+        raise UserError(f"{weights}: weights alone do not say how the detector is built; give its Detectron2 YAML.")
+    return open_detector(config, weights, backend=backend, rounding=rounding, max_proposals=max_proposals)
 
 
 def detector_of_run(
     run_dir: str | Path, *, backend: str | None = None, max_proposals: int | None = None
 ) -> LoadedDetector:
-    """The trained detector of a run directory or saved model folder, with the image size of the run's evaluation.
-
-    Args:
-        backend: builtin or detectron2; None = the run's own.
-
-    Raises:
-        FileNotFoundError: the folder holds no trained model.
-        ValueError: the run was trained on precomputed features, so that it has no detector; or settings that refer to
-            something outside of their file.
-    """
+    """The trained detector of a run directory or saved model folder, with the image size of the run's evaluation."""
     folder = Path(run_dir)
     folder = folder / "model" if (folder / "model").is_dir() else folder
     if not (folder / "detector" / "config.yaml").is_file():
         raise MissingFileError(f"{run_dir} holds no trained model; give a run directory of tools/train.py.")
-    for settings in (folder / "config.yaml", folder / "detector" / "config.yaml"):
-        check_plain(settings)
     config = load_config(folder / "config.yaml")
     if config.detector.backend not in BACKENDS:
         raise UserError(
@@ -449,24 +368,13 @@ def detector_of_run(
     return dataclasses.replace(loaded, warning=RANDOM_BOXES if config.detector.proposes_at_random else "")
 
 
-# The regions of one image, and the image as the detector saw it.
-
-
-@dataclasses.dataclass(frozen=True)
-class ImageRegions:
-    """The regions of one image, best score first."""
-
-    regions: RegionFeatures
-    pixels: np.ndarray  # uint8 [h, w, 3] RGB, the resized image that the detector saw
-
-
 def extract_image(
     image: str | Path | ImageBytes,
     source: LoadedDetector,
     rule: SelectionRule,
     given: AnnotatedObjects | None = None,
-) -> ImageRegions:
-    """Find and describe the regions of an image file: the chain of bulk extraction with a batch of one.
+) -> RegionFeatures:
+    """Find and describe the regions of an image, best score first: bulk extraction with a batch of one.
 
     The rule is "score". Attributes are found where the source names them. Features are the ones that a model with this
     detector sees: of the proposals or of the final boxes, as the config's MODEL.ROI_HEADS.FEATURES_OF says.
@@ -474,23 +382,19 @@ def extract_image(
     Args:
         rule: which of the detector's predicted boxes are kept.
         given: a user's boxes, which are described in their order in place of the detector's.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no such image, it is not readable, or a given box leaves it.
     """
     config = source.detector.config
-    order = config.input.format
     if isinstance(image, ImageBytes):
-        name, path = image.name, Path(image.name)
-        pixels, size = load_resized(image.content, source.resize, order, name)
+        image_id = name = image.name
+        pixels, size = load_resized(image.content, source.resize, config.input.format, name)
     else:
-        name, path = Path(image).stem, Path(image)
-        pixels, size = load_resized(image, source.resize, order)
-    attributes = source.attribute_names is not None
-    settings, wanted = ExtractionSettings("score", rule, config.roi_heads.features_of, attributes), None
+        image_id, name = Path(image).stem, str(image)
+        pixels, size = load_resized(image, source.resize, config.input.format)
+    attributes, boxes = source.attribute_names is not None, None
+    settings = ExtractionSettings("score", rule, config.roi_heads.features_of, attributes)
     if given is not None:
-        require_inside(given.boxes, size, given.origin, str(path))
+        require_inside(given.boxes, size, given.origin, name)
         settings = ExtractionSettings("given", attributes=attributes)
-        wanted = [GivenBoxes(np.asarray(given.boxes, dtype=np.float64), np.arange(len(given)))]
-    [regions] = RegionExtractor(source.detector, settings)([InputImage(name, path, pixels, size)], wanted)
-    return ImageRegions(regions, pixels if order == "RGB" else np.ascontiguousarray(pixels[:, :, ::-1]))
+        boxes = GivenBoxes(np.asarray(given.boxes, dtype=np.float64), np.arange(len(given)))
+    [regions] = RegionExtractor(source.detector, settings)([InputImage(image_id, name, pixels, size, boxes)])
+    return regions

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Literal
 
 from detector.config import SelectionRule
-from detector.errors import UserError
 
 Rule = Literal["score", "maxconf", "maxnms", "given"]
 DEFAULTS = {  # VL-BERT section 4.1; bottom-up attention; the features that LXMERT was trained on
@@ -37,10 +36,6 @@ class ExtractionSettings:
     attributes: bool = False  # keep the most probable attribute of each region
     image_feature: bool = False  # keep the feature of the whole image
     nms_threshold: float = 0.3  # of "maxconf": the IoU above which boxes of one class are suppressed
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.nms_threshold <= 1:
-            raise UserError(f"nms_threshold {self.nms_threshold} must be from 0 to 1.")
 
     @property
     def numbers(self) -> SelectionRule:

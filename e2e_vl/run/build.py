@@ -370,8 +370,11 @@ def build_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     tell_start: TellStart = log_start,
     shared: SharedReads | None = None,
+    is_saved: bool = False,
 ) -> VisionLanguageModel:
     """Detector, encoder and task with random or (`weights` of each) given starting values.
+
+    With `is_saved` the weights of a saved model are to be loaded afterwards, so that starting values are left out.
 
     With the tokenizer, the task takes what it wants from the other parts (`Task.initialise`); `task.weights` beat that.
     `tell_start` is called for each part that starts from weights ("detector", "encoder", "task" or "phrases").
@@ -380,6 +383,14 @@ def build_model(
     Raises:
         ValueError: the encoder cannot do what the task needs, or weights do not fit.
     """
+    if is_saved:
+        none = {"weights": None, "fallback_weights": None}
+        config = dataclasses.replace(
+            config,
+            detector=dataclasses.replace(config.detector, weights=None),
+            encoder=dataclasses.replace(config.encoder, **none),
+            task=dataclasses.replace(config.task, **none),
+        )
     if tokenizer is not None and config.encoder.weights is not None:
         check_vocabulary(config.encoder.weights, tokenizer)
     detector = build_detector(config, tell_start)

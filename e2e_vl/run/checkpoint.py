@@ -113,7 +113,7 @@ def load_model(
     overrides = [*(overrides or []), "phrases.weights=null"]
     config = _without_start(saved_settings(folder, overrides), folder, overrides)
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
-    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer, is_saved=True)
     load_class_names(model.detector, folder / "detector")
     for name, part in {"detector": model.detector, "encoder": model.encoder, "task": model.task}.items():
         load_strictly(part, folder / name / "model.safetensors")
@@ -143,7 +143,6 @@ def _without_start(config: RunConfig, folder: Path, overrides: list[str]) -> Run
         config.detector,
         config=str(folder / "detector" / "config.yaml"),
         overrides=load_overrides(changes).get("overrides", {}),
-        weights=None,
     )
     answers, own = folder / "task" / ANSWERS_FILE, {}
     if task_class(config.task.name).chooses_answers:
@@ -158,10 +157,7 @@ def _without_start(config: RunConfig, folder: Path, overrides: list[str]) -> Run
     return dataclasses.replace(
         config,
         detector=detector,
-        encoder=dataclasses.replace(config.encoder, weights=None, fallback_weights=None),
-        task=dataclasses.replace(
-            config.task, weights=None, fallback_weights=None, config={**config.task.config, **own}
-        ),
+        task=dataclasses.replace(config.task, config={**config.task.config, **own}),
     )
 
 

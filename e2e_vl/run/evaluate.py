@@ -23,7 +23,7 @@ from e2e_vl.io import check_output, inside, name_of, without_nan
 from e2e_vl.metrics.names import MetricName, named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import Run, build_collate, build_examples, warn_of_random_boxes
-from e2e_vl.run.checkpoint import load_model, saved_settings
+from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.launch import gather_to_main, make_accelerator, on_main
 from e2e_vl.run.optim import LOSS, LossSums
 from e2e_vl.tasks.base import Records, Task, with_target, without_answers
@@ -224,7 +224,7 @@ def evaluate_run(
     convention = [f"task.config.iou_convention={iou}"] if iou is not None else []
     config, model, tokenizer = load_model(run_dir, overrides=[*(overrides or []), *convention])
     if boxes is BoxSource.ONLINE:
-        warn_of_random_boxes(saved_settings(run_dir).detector)
+        warn_of_random_boxes(config.detector)
     waits = config.train.max_wait_minutes
     accelerator = make_accelerator(config.train.mixed_precision, max_wait_minutes=waits)
     model.to(accelerator.device)

@@ -37,7 +37,6 @@ def answer(*phrases: GroundedPhrase, pointed: list[tuple[str, list[float]]] | No
         "attention": None,
         "unknown_words": (),
         "record": {},
-        "stamps": (None,),
         "images": (ImageBytes(stream.getvalue(), "grey.png"),),
         "pointed": [("circle 0.90", BOX)] if pointed is None else pointed,
         "phrases": list(phrases),

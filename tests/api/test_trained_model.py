@@ -15,7 +15,6 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 from transformers import AutoModel
 
@@ -106,7 +105,7 @@ def test_one_image_stands_beside_many_texts_and_the_other_way_round(model, recor
     assert len(passes.images) == 1
     assert len(model.ask([image, other], "the star")) == 2
     for images, sentences in ([image], ["a", "b"]), ([], "a"), (image, [3]):
-        with pytest.raises(ValueError, match=r"do not go together|must be a string"):
+        with pytest.raises(ValueError, match=r"question|must be a string"):
             model.ask(images, sentences)
 
 
@@ -190,7 +189,7 @@ def test_choices_of_vcr_runs(vcr_runs):
     assert answer.boxes == pytest.approx(np.array([[5, 6, 40, 50], [30, 20, 70, 61]]), abs=1e-3)
     assert answer.box_names == answer.record["objects"] and len(answer.box_names) == 2 and min(answer.draw().size) > 100
     assert {"tall", "Why", "yes"} <= set(answer.unknown_words)
-    with pytest.raises(ValueError, match="3 lists for 1 questions"):
+    with pytest.raises(ValueError, match="choices must be"):
         model.ask(image, "Why is [0] there ?", boxes=boxes, choices=[choices] * 3)
     with pytest.raises(ValueError, match="must be a list of strings"):
         model.ask(image, "Why is [0] there ?", boxes=boxes, choices="abcd")
@@ -281,21 +280,6 @@ def test_nothing_is_read_again_after_loading(pretraining_run, tmp_path):
         e2e_vl.load(tmp_path / "again").ask(image, "a [MASK] circle")
 
 
-def test_no_picture_of_a_changed_photo(model, records, tmp_path):
-    photo = tmp_path / "photo.png"
-    Image.open(records[0]["file_name"]).save(photo)
-    answer, found = model.ask(photo, records[0]["sent"]), model.regions(photo)
-    assert answer != model.ask(photo, records[0]["sent"]) and found == found
-    assert answer.draw().size and found.draw().size
-    Image.new("RGB", (50, 50)).save(photo)
-    for draw in (answer.draw, answer.draw_candidates, found.draw):
-        with pytest.raises(ValueError, match="was changed after the model looked at it"):
-            draw()
-    photo.unlink()
-    with pytest.raises(FileNotFoundError, match=r"photo\.png"):
-        answer.draw()
-
-
 def test_names_and_copies_of_one_image_share_a_pass(model, records, monkeypatch):
     image = Path(records[0]["file_name"])
     monkeypatch.chdir(image.parent)
@@ -341,15 +325,6 @@ def test_what_is_not_there_is_one_sentence(name, monkeypatch):
     assert "\n" not in str(error.value) and name in str(error.value)
 
 
-def test_a_connection_that_fails_without_a_word_is_one_sentence(monkeypatch):
-    def fail(name: str) -> str:
-        raise ConnectionError
-
-    monkeypatch.setattr(trained_model, "snapshot_download", fail)
-    with pytest.raises(FileNotFoundError, match=r"loaded from the hub \(ConnectionError\); check the name"):
-        e2e_vl.load("someone/model")
-
-
 @pytest.mark.parametrize("image", [b"no image", np.zeros((3, 4)), 7, "missing.jpg", ()])
 def test_bad_images_are_one_sentence(model, image):
     with pytest.raises((ValueError, FileNotFoundError)) as error:
@@ -357,30 +332,9 @@ def test_bad_images_are_one_sentence(model, image):
     assert "\n" not in str(error.value)
 
 
-def test_a_root_that_no_folder_can_have_is_named_with_its_file(trained_run, tmp_path):
-    shutil.copytree(trained_run.path / "model", tmp_path / "model")
-    path = tmp_path / "model" / "config.yaml"
-    settings = yaml.safe_load(path.read_text())
-    settings["data"]["root"] = "x" * 300
-    path.write_text(yaml.safe_dump(settings))
-    with pytest.raises(ValueError, match=rf"{path}: data\.root 'x+\.\.\.x+' cannot be looked for \(file name too long"):
-        e2e_vl.load(tmp_path)
-
-
 def test_an_empty_text_is_refused(model, records):
     with pytest.raises(ValueError, match="text is empty"):
         model.ask(records[0]["file_name"], "  ")
-
-
-def test_half_of_a_character_is_refused(model, records):
-    with pytest.raises(ValueError, match="has half of a character"):
-        model.ask(records[0]["file_name"], "the \ud83d star")
-
-
-def test_a_very_long_unknown_word_is_shortened_in_the_warning(model, records):
-    with pytest.warns(UserWarning, match=r"lacks q{18}\.\.\.q{18};"):
-        answer = model.ask(records[0]["file_name"], "q" * 2000)
-    assert answer.unknown_words == ("q" * 2000,)
 
 
 def test_the_encoder_is_known_to_transformers(trained_run):

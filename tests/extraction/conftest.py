@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from e2e_vl.data.user_inputs import ListedImage
-from e2e_vl.extraction.regions import InputImage, LoadedDetector, load_input, open_detector
+from detector.images import load_resized
+from e2e_vl.extraction.regions import InputImage, LoadedDetector, open_detector
 
 SIZES = [(70, 90), (70, 90), (90, 70), (40, 120), (70, 90)]
 YAML = """
@@ -36,11 +36,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def source(tmp_path_factory: pytest.TempPathFactory) -> LoadedDetector:
-    """A random detector whose class scores differ enough to choose by."""
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("config") / "tiny.yaml"
     path.write_text(YAML)
-    made = open_detector(path, None)
+    return path
+
+
+@pytest.fixture(scope="session")
+def source(config_file: Path) -> LoadedDetector:
+    """A random detector whose class scores differ enough to choose by."""
+    made = open_detector(config_file, None)
     torch.manual_seed(0)
     for layer in (made.detector.roi_heads.box_predictor.cls_score, made.detector.roi_heads.box_predictor.bbox_pred):
         torch.nn.init.normal_(layer.weight, std=1.0)
@@ -52,7 +57,7 @@ def input_of(folder: Path, source: LoadedDetector):
     """`input_of("0")`: the image 0.png as the chain takes it."""
 
     def load(image_id: str) -> InputImage:
-        image = ListedImage(image_id, folder / f"{image_id}.png")
-        return load_input(image, source.resize, source.detector.config.input.format)
+        path, channel_order = folder / f"{image_id}.png", source.detector.config.input.format
+        return InputImage(image_id, str(path), *load_resized(path, source.resize, channel_order))
 
     return load

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from detector.config import SelectionRule
+from detector.faster_rcnn import FasterRCNN
 from detector.images import make_image_batch, resize_boxes
 from e2e_vl.data.features import open_features
 from e2e_vl.data.user_inputs import GivenBoxes, list_images
 from e2e_vl.extraction import bulk
-from e2e_vl.extraction.bulk import ExtractionJob, ExtractionSummary, extract_images, make_stamp
+from e2e_vl.extraction.bulk import ExtractionJob, ExtractionSummary, extract_images, make_stamp, parameters_hash
 from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.run.launch import make_accelerator
 from tests.extraction.conftest import SIZES
@@ -137,7 +141,8 @@ def test_an_interrupted_extraction_goes_on(make_job, monkeypatch):
         assert np.array_equal(found[record.image_id].boxes, record.boxes)
         assert np.allclose(found[record.image_id].features, record.features, atol=1e-5)
     assert not make_job("hdf5").folder.exists()
-    assert extract(make_job("hdf5")).before == 5
+    make_job("hdf5").folder.mkdir()  # killed while the joined files were removed
+    assert extract(make_job("hdf5")).before == 5 and not make_job("hdf5").folder.exists()
 
 
 @pytest.mark.parametrize("layout", ["npz", "tsv"])
@@ -162,27 +167,11 @@ def test_other_settings_or_images_need_another_output(make_job):
     other = ExtractionSettings("score", SelectionRule(0.0, 4, 5))
     with pytest.raises(ValueError, match=r"out was begun with other settings \(box_rule\)"):
         extract(make_job(settings=other))
-    with pytest.raises(ValueError, match=r"out\.tsv exists and holds other images or was made differently"):
+    with pytest.raises(ValueError, match=r"out\.tsv exists and holds other images or settings"):
         extract(make_job("tsv", settings=other))
     fewer = make_job().images[1:]
-    with pytest.raises(ValueError, match="features of image '0', which is not listed"):
+    with pytest.raises(ValueError, match="features of image 0, which is not listed"):
         extract(make_job(images=fewer))
-
-
-def test_a_file_that_was_cut_off_is_described_again(make_job, caplog):
-    """As after a power loss: the name is there, the content is not."""
-    job = make_job()
-    extract(job)
-    expected = {image_id: open_features(job.output)[image_id].features for image_id in ("0", "1", "2", "3", "4")}
-    cut, exchanged = job.output / "1.npz", job.output / "3.npz"
-    cut.write_bytes(cut.read_bytes()[:-400])
-    exchanged.write_bytes((job.output / "4.npz").read_bytes())
-    summary = extract(job)
-    assert (summary.done, summary.before) == (2, 3)
-    assert "2 images are damaged or cut off ('1', '3'); these images are described again" in caplog.text
-    for image_id, features in expected.items():
-        # a batch of other images rounds otherwise on some processors
-        np.testing.assert_allclose(open_features(job.output)[image_id].features, features, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["npz", "tsv"])
@@ -194,3 +183,22 @@ def test_a_stamp_that_was_cut_off_is_no_other_file(layout, make_job):
     left.write_text('{"box_')
     assert extract(job).done == 5
     assert not left.exists() and len(open_features(job.output).ids) == 5
+
+
+def test_the_stamp_goes_with_the_features_and_names_the_weights(make_job, source, tmp_path):
+    job = make_job()
+    extract(job)
+    stamp = json.loads(str(np.load(job.output / "0.npz")["stamp"]))
+    assert stamp == json.loads(json.dumps(job.stamp))
+    assert stamp["channel_order"] == "RGB" and stamp["resize"]["short_edge"] == 64
+    assert stamp["box_rule"]["selection"] == {"min_score": 0.0, "min_regions": 4, "max_regions": 6}
+    assert stamp["weights"]["parameters_sha256"] == parameters_hash(source.detector)
+    path = tmp_path / "w.safetensors"
+    save_file(source.detector.state_dict(), path)
+    again = FasterRCNN(source.detector.config)
+    assert parameters_hash(again) != parameters_hash(source.detector)
+    again.load_state_dict(source.detector.state_dict())
+    assert parameters_hash(again) == parameters_hash(source.detector)
+    made = make_stamp(dataclasses.replace(source, detector=again, weights=path), job.settings)
+    assert made["weights"]["file"] == "w.safetensors" and len(made["weights"]["file_sha256"]) == 64
+    assert made["weights"]["random_seed"] is None and stamp["weights"]["random_seed"] == 0

@@ -30,7 +30,7 @@ from e2e_vl.run.train import train
 from e2e_vl.samples import Sample
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.text import swap_left_right
-from tests.commands.calls import ask, first_image, is_picture, refused, saved, told
+from tests.cli.calls import ask, first_image, is_picture, refused, saved, told
 from tests.run.extensions import (
     grounding,
     image_pairs,

@@ -14,7 +14,7 @@ from e2e_vl.data import batching as collate
 from e2e_vl.data.batching import Request
 from e2e_vl.run.build import build_run, resolve
 from e2e_vl.run.evaluate import evaluate_run
-from e2e_vl.run.predict import predict_split
+from e2e_vl.run.inference import predict_split
 from e2e_vl.run.train import train
 
 ROOT = Path(__file__).parents[2]

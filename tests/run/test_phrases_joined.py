@@ -14,7 +14,7 @@ from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.batching import Request
 from e2e_vl.io import read_log
 from e2e_vl.run.build import build_run
-from e2e_vl.run.predict import predict_split
+from e2e_vl.run.inference import predict_split
 from e2e_vl.run.train import train
 from tests.weights.starts import replaced
 

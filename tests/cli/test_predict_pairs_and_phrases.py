@@ -12,7 +12,7 @@ from e2e_vl.cli import predict as tool
 from e2e_vl.config import load_config
 from e2e_vl.metrics import flickr30k, gqa, nlvr2
 from e2e_vl.run.train import train
-from tests.commands.calls import ask, data_root, is_picture, refused, saved, split, told
+from tests.cli.calls import ask, data_root, is_picture, refused, saved, split, told
 from tests.conftest import cpu_with_one_thread
 from tests.same import assert_same
 from tests.weights.starts import replaced

@@ -17,7 +17,7 @@ from e2e_vl.cli import predict as tool
 from e2e_vl.data.batching import Request
 from e2e_vl.run.build import build_collate, build_examples
 from e2e_vl.run.checkpoint import load_model
-from tests.commands.calls import (
+from tests.cli.calls import (
     ask,
     data_root,
     first_image,

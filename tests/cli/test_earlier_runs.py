@@ -21,7 +21,7 @@ from e2e_vl.cli import train as training_tool
 from e2e_vl.config import load_config, saved_version
 from e2e_vl.run.build import TASKS
 from e2e_vl.run.checkpoint import load_model, saved_settings
-from tests.commands.calls import ask, first_image, saved, told
+from tests.cli.calls import ask, first_image, saved, told
 from tests.same import assert_same
 
 ROOT = Path(__file__).parents[2]

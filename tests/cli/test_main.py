@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.cli import extract, main
-from e2e_vl.cli import extract_demo as named_detector
 from e2e_vl.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -24,15 +23,19 @@ def test_the_entry_point_is_the_function():
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_gets_the_other_words_and_its_name(name, monkeypatch):
     calls = []
-    module = importlib.import_module(f"e2e_vl.cli.{COMMANDS[name][0]}")
-    monkeypatch.setattr(module, "main", lambda words, prog: calls.append((words, prog)) or 3)
+    module, _, function = COMMANDS[name][0].partition(":")
+    module = importlib.import_module(f"e2e_vl.cli.{module}")
+    monkeypatch.setattr(module, function, lambda words, prog: calls.append((words, prog)) or 3)
     assert main.main([name, "--run", "x", "key=value"]) == 3
     assert calls == [(["--run", "x", "key=value"], f"e2e-vl {name}")]
 
 
 def test_every_script_is_a_command():
-    modules = {module for module, _ in COMMANDS.values()} | {"extract_demo", "extract_features"}
-    assert {path.stem for path in (ROOT / "tools").glob("*.py")} == modules - {"ask", "extract"}
+    modules = {place.partition(":")[0] for place, _ in COMMANDS.values()}
+    assert {path.stem for path in (ROOT / "tools").glob("*.py")} == modules - {"extract"} | {
+        "extract_demo",
+        "extract_features",
+    }
 
 
 def test_an_unknown_command_is_answered_with_the_known_ones(capsys):
@@ -46,23 +49,23 @@ def test_an_unknown_command_is_answered_with_the_known_ones(capsys):
 @pytest.mark.parametrize(
     ("words", "module", "passed"),
     [
-        (["x.jpg", "--output", "o"], "extract_demo", ["x.jpg", "--output", "o"]),
-        (["--output", "o", "x.jpg"], "extract_demo", ["--output", "o", "x.jpg"]),
-        (["FOLDER", "--output", "o"], "extract_features", ["--images", "FOLDER", "--output", "o"]),
-        (["--output", "o", "--images", "x.txt"], "extract_features", ["--output", "o", "--images", "x.txt"]),
-        (["--images=x.json"], "extract_features", ["--images=x.json"]),
+        (["x.jpg", "--output", "o"], "one_image", ["x.jpg", "--output", "o"]),
+        (["--output", "o", "x.jpg"], "one_image", ["--output", "o", "x.jpg"]),
+        (["FOLDER", "--output", "o"], "many_images", ["--images", "FOLDER", "--output", "o"]),
+        (["--output", "o", "--images", "x.txt"], "many_images", ["--output", "o", "--images", "x.txt"]),
+        (["--images=x.json"], "many_images", ["--images=x.json"]),
     ],
 )
 def test_extract_tells_one_image_from_many(words, module, passed, tmp_path, monkeypatch):
     calls = []
-    for name in ("extract_demo", "extract_features"):
-        monkeypatch.setattr(getattr(extract, name), "main", lambda words, prog, name=name: calls.append((name, words)))
+    for name in ("one_image", "many_images"):
+        monkeypatch.setattr(extract, name, lambda words, prog, name=name: calls.append((name, words)))
     words, passed = ([str(tmp_path) if word == "FOLDER" else word for word in part] for part in (words, passed))
     extract.main(words, "e2e-vl extract")
     assert calls == [(module, passed)]
 
 
 def test_a_package_without_the_default_detector_asks_for_one(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(named_detector, "DEFAULT_CONFIG", tmp_path / "R_101_C4.yaml")
+    monkeypatch.setattr(extract, "DEFAULT_CONFIG", tmp_path / "R_101_C4.yaml")
     assert main.main(["extract", "x.jpg", "--output", str(tmp_path / "out")]) == 2
-    assert "name a detector with --config or --run" in capsys.readouterr().err
+    assert "name a detector with --detector, --config or --run" in capsys.readouterr().err

@@ -1,0 +1,456 @@
+"""tools/extract_demo.py and tools/extract_features.py, which are both `e2e-vl extract`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from PIL import Image
+from safetensors.torch import save_file
+
+import e2e_vl
+from detector.checkpoint import save_pretrained, save_weights
+from detector.config import DetectorConfig
+from detector.faster_rcnn import FasterRCNN
+from e2e_vl.cli import extract
+from e2e_vl.config import DataSettings, DetectorSettings, EncoderSettings, ResizeSettings, RunConfig, TaskSettings
+from e2e_vl.data.features import open_features
+from e2e_vl.run.build import build_model
+from e2e_vl.run.checkpoint import save_model
+from e2e_vl.text import build_vocabulary, load_tokenizer
+
+TINY = """
+MODEL:
+  RESNETS: {DEPTH: 18, STEM_OUT_CHANNELS: 8, RES2_OUT_CHANNELS: 8}
+  ANCHOR_GENERATOR: {SIZES: [[16, 32, 64]]}
+  RPN: {PRE_NMS_TOPK_TEST: 200, POST_NMS_TOPK_TEST: 50}
+  ROI_HEADS: {NUM_CLASSES: 5}
+  ROI_BOX_HEAD: {POOLER_RESOLUTION: 4}
+INPUT: {MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 160}
+"""
+FEATURES = 64  # 8 times RES2_OUT_CHANNELS
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+def pixels(h: int, w: int, channels: int = 3, dtype: type = np.uint8) -> np.ndarray:
+    shape = (h, w, channels) if channels > 1 else (h, w)
+    return np.random.default_rng(0).integers(0, np.iinfo(dtype).max + 1, shape, dtype=dtype)
+
+
+def write_image(folder: Path, kind: str) -> tuple[Path, tuple[int, int]]:
+    """A file and the (height, width) that its boxes refer to."""
+    path = folder / ("image.png" if kind != "cmyk" else "image.jpg")
+    size = (2, 900) if kind == "thin" else (70, 110)
+    if kind == "grey":
+        image = Image.fromarray(pixels(*size, 1))
+    elif kind == "rgba":
+        image = Image.fromarray(pixels(*size, 4))
+    elif kind == "16 bit":
+        image = Image.fromarray(pixels(*size, 1, np.uint16))
+        assert image.mode == "I;16"
+    elif kind == "palette":
+        image = Image.fromarray(pixels(*size)).convert("P")
+    elif kind == "cmyk":
+        image = Image.fromarray(pixels(*size)).convert("CMYK")
+    else:
+        image = Image.fromarray(pixels(*size))
+    exif = Image.Exif()
+    if kind == "rotated":
+        exif[0x0112] = 6
+        size = size[::-1]
+    image.save(path, exif=exif)
+    return path, size
+
+
+KINDS = ("rgb", "grey", "rgba", "16 bit", "palette", "cmyk", "rotated", "thin")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_image(config: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture):
+    image, (height, width) = write_image(tmp_path, kind)
+    assert extract.one_image([str(image), "--output", str(tmp_path / "out"), "--config", str(config)]) == 0
+    assert "random" in capsys.readouterr().out
+
+    regions = np.load(tmp_path / "out" / "regions.npz")
+    boxes, scores, classes, features = (regions[name] for name in ("boxes", "scores", "classes", "features"))
+    number = len(boxes)
+    assert 1 <= number <= 36
+    if kind != "thin":
+        assert number >= 10
+    assert boxes.shape == (number, 4) and boxes.dtype == np.float32
+    assert scores.shape == (number,) and scores.dtype == np.float32
+    assert classes.shape == (number,) and classes.dtype == np.int64
+    assert features.shape == (number, FEATURES) and features.dtype == np.float32
+    assert np.isfinite(features).all() and features.any()
+    assert (boxes[:, :2] >= 0).all() and (boxes[:, :2] < boxes[:, 2:]).all()
+    assert (boxes[:, 2:] <= [width, height]).all()
+    # Random boxes lie everywhere, so they also tell whether the scale was undone (and the right side taken as width).
+    assert boxes[:, 2].max() > 0.6 * width and boxes[:, 3].max() > 0.6 * height
+    assert (np.diff(scores) <= 0).all() and (classes < 5).all()
+    with Image.open(tmp_path / "out" / "regions.png") as picture:
+        assert picture.mode == "RGB" and min(picture.size) >= 100 and 480 <= max(picture.size) <= 1400
+
+
+def test_number_of_regions(config: Path, tmp_path: Path):
+    image, _ = write_image(tmp_path, "rgb")
+    arguments = [str(image), "--output", str(tmp_path), "--config", str(config), "--min-score", "1"]
+    for option, expected in ((["--min-regions", "3"], 3), (["--max-regions", "2"], 2), (["--min-regions", "0"], 0)):
+        assert extract.one_image([*arguments, *option]) == 0
+        arrays = np.load(tmp_path / "regions.npz")
+        assert arrays["boxes"].shape == (expected, 4) and arrays["features"].shape == (expected, FEATURES)
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_weights_from_a_file(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture, as_folder: bool):
+    image, _ = write_image(tmp_path, "rgb")
+    torch.manual_seed(5)
+    detector = FasterRCNN(DetectorConfig.from_yaml(config))
+    file = tmp_path / "model.safetensors"
+    save_file({key: value.contiguous() for key, value in detector.state_dict().items()}, file)
+    weights = ["--weights", str(tmp_path if as_folder else file)]
+    found = []
+    for seed in ("0", "1"):
+        arguments = [str(image), "--output", str(tmp_path / "out"), "--config", str(config), "--seed", seed, *weights]
+        assert extract.one_image(arguments) == 0
+        found.append(np.load(tmp_path / "out" / "regions.npz")["features"])
+    assert "random" not in capsys.readouterr().out
+    assert np.array_equal(*found)  # the seed no longer matters
+
+
+def test_a_detector_by_its_folder(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    image, _ = write_image(tmp_path, "rotated")
+    detector = FasterRCNN(DetectorConfig.from_yaml(config)).eval()
+    detector.class_names = tuple(f"thing {number}" for number in range(detector.num_classes))
+    save_pretrained(detector, tmp_path / "saved")
+    arguments = [str(image), "--output", str(tmp_path / "out")]
+    assert extract.one_image([*arguments, "--detector", str(tmp_path / "saved")]) == 0
+    by_folder = np.load(tmp_path / "out" / "regions.npz")["features"]
+    weights = str(tmp_path / "saved" / "model.safetensors")
+    assert extract.one_image([*arguments, "--config", str(config), "--weights", weights]) == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "out" / "regions.npz")["features"], by_folder)
+    assert "random" not in capsys.readouterr().out
+
+
+def test_names_of_classes_from_a_file(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    image, _ = write_image(tmp_path, "rgb")
+    names = tmp_path / "objects_vocab.txt"
+    pictures = []
+    for words in ("a b c d e", "violin xylophone quince jacaranda wisteria"):
+        names.write_text("".join(f"{word},synonym\n" for word in words.split()))
+        arguments = [str(image), "--output", str(tmp_path), "--config", str(config), "--class-names", str(names)]
+        assert extract.one_image(arguments) == 0
+        pictures.append(np.asarray(Image.open(tmp_path / "regions.png")))
+    assert pictures[0].shape == pictures[1].shape and (pictures[0] != pictures[1]).any()
+    capsys.readouterr()
+    assert_error([*arguments, "--attribute-names", str(names)], "no attribute head", capsys)
+    names.write_text("one")
+    assert_error(arguments, "names 1 classes, but the detector has 5", capsys)
+
+
+def test_phrase(trained_run, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """The files hold what the Python API answers and draws."""
+    record = json.loads((trained_run.path / "predictions_val_gt.json").read_text("utf-8"))[0]
+    words = [record["file_name"], "--output", str(tmp_path), "--run", str(trained_run.path)]
+    assert extract.one_image([*words, "--text", "the red elephant"]) == 0
+    model = e2e_vl.load(trained_run.path)
+    with pytest.warns(UserWarning, match="lacks elephant"):
+        expected = model.ask(record["file_name"], "the red elephant")
+    found = json.loads((tmp_path / "phrase.json").read_text("utf-8"))
+    assert found["box"] == pytest.approx(expected.box, abs=1e-3) and found["text"] == "the red elephant"
+    assert len(found["boxes"]) == len(found["scores"]) == len(expected.record["candidate_boxes"])
+    printed = capsys.readouterr()
+    assert f'"the red elephant" is at {expected.answer} (score' in printed.out and printed.err == ""
+    assert "words that the vocabulary lacks: elephant\n" in printed.out
+    pictures = {"phrase.png": expected.draw(), "regions.png": model.regions(record["file_name"]).draw()}
+    for name, picture in pictures.items():
+        np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / name)), np.asarray(picture))
+
+
+@pytest.mark.parametrize("broken", ["missing", "text", "empty", "cut off", "folder"])
+def test_bad_image(config: Path, tmp_path: Path, broken: str, capsys: pytest.CaptureFixture):
+    image = tmp_path / "image.png"
+    if broken == "text":
+        image.write_text("no image")
+    elif broken == "empty":
+        image.touch()
+    elif broken == "cut off":
+        write_image(tmp_path, "rgb")
+        image.write_bytes(image.read_bytes()[:2000])
+    elif broken == "folder":
+        image.mkdir()
+    assert_error([str(image), "--output", str(tmp_path / "out"), "--config", str(config)], "image.png", capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_arguments(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    image, _ = write_image(tmp_path, "rgb")
+    start = [str(image), "--output", str(tmp_path / "out")]
+    assert_error([*start, "--text", "the cat"], "--run", capsys)
+    assert_error([*start, "--run", str(tmp_path / "no_run"), "--text", "the cat"], "no_run", capsys)
+    assert_error([*start, "--config", str(tmp_path / "no.yaml")], "no.yaml", capsys)
+    assert_error([*start, "--config", str(config), "--weights", str(tmp_path / "no.bin")], "no.bin", capsys)
+    assert_error([*start, "--config", str(config), "--max-regions", "0"], "max_regions", capsys)
+    assert_error([*start, "--config", str(config), "--max-proposals", "0"], "proposals", capsys)
+    assert_error([*start, "--config", str(config), "--min-regions", "50"], "min_regions 50", capsys)
+    unknown = tmp_path / "unknown.yaml"
+    unknown.write_text("MODEL: {RESNETS: {DEEPTH: 50}}")
+    assert_error([*start, "--config", str(unknown)], "DEEPTH", capsys)
+    (tmp_path / "file").touch()
+    arguments = [str(image), "--config", str(config), "--output", str(tmp_path / "file")]
+    assert_error(arguments, "file", capsys)
+
+
+def assert_error(arguments: list[str], word: str, capsys: pytest.CaptureFixture) -> None:
+    assert extract.one_image(arguments) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and word in message
+
+
+def test_default_detector_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    """The command without options: ResNet-101 with 2048 features, whatever the current directory is."""
+    Image.fromarray(pixels(60, 60)).save(tmp_path / "image.png")
+    monkeypatch.chdir(tmp_path)
+    assert extract.one_image(["image.png", "--output", "out", "--max-proposals", "20", "--max-regions", "12"]) == 0
+    assert capsys.readouterr().out.count("random") == 1
+    regions = np.load(tmp_path / "out" / "regions.npz")
+    assert regions["features"].shape[1] == 2048 and 10 <= len(regions["boxes"]) <= 12
+
+
+def save_untrained_run(
+    folder: Path,
+    config: Path,
+    *,
+    detector: dict | None = None,
+    encoder: dict | None = None,
+    task: dict | None = None,
+    **data: object,
+) -> Path:
+    """A model in the form that training saves it."""
+    settings = RunConfig(
+        output=str(folder / "run"),
+        detector=DetectorSettings(config=str(config), overrides=detector or {}),
+        encoder=EncoderSettings(
+            name="vl_bert",
+            config={
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 32,
+                "visual_size": 32,
+                **(encoder or {}),
+            },
+        ),
+        task=TaskSettings(name="refcoco", config=task or {}),
+        data=DataSettings(name="refcoco", root="data", resize=ResizeSettings(short_edge=[64], long_edge=120), **data),
+    )
+    build_vocabulary(["the red one"], folder / "vocab.txt")
+    tokenizer = load_tokenizer(folder / "vocab.txt")
+    save_model(folder / "run" / "model", settings, build_model(settings, vocab_size=len(tokenizer)), tokenizer)
+    return folder / "run"
+
+
+def test_phrase_with_a_saved_model(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Whatever box an untrained model finds lies in the image."""
+    save_untrained_run(tmp_path, config)
+    image, (height, width) = write_image(tmp_path, "rotated")
+    out = tmp_path / "out"
+    assert (
+        extract.one_image([str(image), "--output", str(out), "--run", str(tmp_path / "run"), "--text", "The red one"])
+        == 0
+    )
+    assert "the boxes that it finds itself are random" in capsys.readouterr().out  # the run was never trained
+    answer = json.loads((out / "phrase.json").read_text())
+    x1, y1, x2, y2 = answer["box"]
+    assert 0 <= x1 <= x2 <= width and 0 <= y1 <= y2 <= height
+    assert answer["box"] in answer["boxes"] and len(answer["boxes"]) == len(answer["scores"])
+    assert 0 < answer["score"] < 1
+    assert (out / "phrase.png").is_file() and len(np.load(out / "regions.npz")["boxes"]) >= 10
+    assert_error([str(image), "--output", str(out), "--run", str(tmp_path / "run"), "--text", " "], "empty", capsys)
+
+
+def test_phrase_without_any_region(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    run = save_untrained_run(
+        tmp_path,
+        config,
+        encoder={"uses_whole_image": False, "image_feature_on_words": False},
+        task={"no_region_is_miss": True},
+        detector={"MODEL": {"ROI_HEADS": {"SCORE_THRESH_TEST": 1.0}}},
+    )
+    image, _ = write_image(tmp_path, "rgb")
+    out = tmp_path / "out"
+    assert extract.one_image([str(image), "--output", str(out), "--run", str(run), "--text", "the red one"]) == 0
+    assert '"the red one" fits no region' in capsys.readouterr().out
+    answer = json.loads((out / "phrase.json").read_text())
+    assert (answer["box"], answer["score"], answer["boxes"], answer["scores"]) == (None, 0, [], [])
+    assert (out / "phrase.png").is_file()
+
+
+# Many images
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "extract_features.py"
+NUMBER = 80
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    generator = np.random.default_rng(0)
+    for number in range(NUMBER):
+        pixels = generator.integers(0, 256, (48, 64, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:03}.png")
+    return folder
+
+
+@pytest.fixture
+def words(images: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    config = tmp_path_factory.mktemp("config") / "small.yaml"
+    base = ROOT / "configs" / "detector" / "tiny.yaml"
+    config.write_text(f"_BASE_: {base}\nINPUT: {{MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 128}}\n")
+    rule = "--rule maxnms --num-boxes 4 --max-proposals 10 --workers 0 --batch-size 4"
+    return ["--images", str(images), "--config", str(config), "--format", "tsv", *rule.split()]
+
+
+def test_two_processes_that_are_killed_and_one_that_goes_on(words, tmp_path, capsys):
+    """Every image is there once, in the order of the list, with the features of an undisturbed extraction."""
+    output = tmp_path / "out.tsv"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--"]
+    process = subprocess.Popen(
+        [sys.executable, *launch, str(TOOL), *words, "--output", str(output)],
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    parts = tmp_path / "out.tsv.parts"
+    deadline = time.monotonic() + 240
+    shares: Counter[int] = Counter()
+    while len(shares) < 2 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+        shares = Counter(int(path.stem) % 2 for path in parts.glob("*.npz"))  # every second image is a process's
+    launcher = psutil.Process(process.pid)
+    started = [launcher, *launcher.children(recursive=True)] if process.poll() is None else []
+    for one in started:
+        one.kill()
+    psutil.wait_procs(started[1:])
+    printed = process.communicate()[0].decode()
+    done = [path.stem for path in parts.glob("*.npz")]
+    assert len(shares) == 2 and len(done) < NUMBER, printed[-3000:]
+
+    assert extract.many_images([*words, "--output", str(output)]) == 0
+    said = f"{NUMBER - len(done)} images described, {len(done)} were there before"
+    assert said in capsys.readouterr().out
+    assert not parts.exists()
+
+    assert extract.many_images([*words, "--output", str(tmp_path / "undisturbed.tsv")]) == 0
+    found, expected = open_features(output), open_features(tmp_path / "undisturbed.tsv")
+    assert found.stamp == expected.stamp
+    assert found.ids == expected.ids == [f"{number:03}" for number in range(NUMBER)]
+    for one, other in ((found[name], expected[name]) for name in found.ids):
+        assert len(one) == 4 and np.allclose(one.boxes, other.boxes, atol=1e-3)
+        assert np.allclose(one.features, other.features, atol=1e-4)
+
+
+def test_images_that_cannot_be_read_end_in_exit_code_1(words, tmp_path, images, capsys):
+    listed = tmp_path / "list.txt"
+    (tmp_path / "bad.jpg").write_bytes(b"no image")
+    listed.write_text(f"{images}/003.png\n{tmp_path}/bad.jpg\n{tmp_path}/missing.png\n{images}/001.png\n")
+    words[1] = str(listed)
+    assert extract.many_images([*words, "--output", str(tmp_path / "o.tsv")]) == 1
+    printed = capsys.readouterr()
+    assert "2 images described" in printed.out
+    assert "2 images could not be described" in printed.err
+    assert f"bad: Image {tmp_path}/bad.jpg" in printed.err and "missing.png" in printed.err
+    assert open_features(tmp_path / "o.tsv").ids == ["003", "001"]
+    assert json.loads((tmp_path / "o.tsv.json").read_text())["stamp"]["box_rule"]["rule"] == "maxnms"
+
+
+def test_given_boxes_with_the_detector_of_a_run(images, trained_run, tmp_path):
+    listed = {"images": [{"id": 7, "file_name": "003.png"}, {"id": 4, "file_name": "001.png"}]}
+    (tmp_path / "images.json").write_text(json.dumps(listed))
+    (tmp_path / "boxes.json").write_text(json.dumps([{"image_id": 7, "bbox": [5, 6, 20, 10]}]))
+    output = tmp_path / "features"
+    words = f"--images {tmp_path}/images.json --root {images} --boxes {tmp_path}/boxes.json --run {trained_run.path}"
+    assert extract.many_images([*words.split(), "--output", str(output), "--workers", "0", "--image-feature"]) == 0
+    store = open_features(output)
+    assert store.ids == ["4", "7"] and len(store["4"]) == 0
+    record = store["7"]
+    assert record.boxes.tolist() == [[5, 6, 25, 16]] and record.image_feature.shape == record.features.shape[1:]
+    assert record.attributes is None
+    assert store.stamp["features_of"] == "given boxes" and len(store.stamp["box_rule"]["boxes_sha256"]) == 64
+    assert store.stamp["weights"]["file"] == "model.safetensors"
+
+
+def test_backends_precisions_and_kinds_of_weights(words, tmp_path, images):
+    """The same boxes and features from .pth and .pkl files in either backend; nearly the same in bfloat16."""
+    config = DetectorConfig.from_yaml(words[3])
+    torch.manual_seed(0)
+    tensors = FasterRCNN(config).state_dict()
+    save_weights(tensors, tmp_path / "w.pth")
+    arrays = {name: value.numpy() for name, value in tensors.items()}
+    (tmp_path / "w.pkl").write_bytes(pickle.dumps({"model": arrays, "__author__": "Detectron2 Model Zoo"}))
+    (tmp_path / "list.txt").write_text(f"{images}/003.png\n{images}/001.png\n")
+    words[1] = str(tmp_path / "list.txt")
+
+    def extract(weights: str, *more: str):
+        output = tmp_path / f"{weights}{''.join(more)}.tsv"
+        assert extract.many_images([*words, "--weights", str(tmp_path / weights), "--output", str(output), *more]) == 0
+        AcceleratorState._reset_state()  # one process has one precision
+        return open_features(output)
+
+    expected = extract("w.pth")
+    exact, rough = [extract("w.pkl")], extract("w.pth", "--precision", "bf16")
+    if importlib.util.find_spec("detectron2") is not None:
+        exact.append(extract("w.pkl", "--backend", "detectron2"))
+        assert exact[-1].stamp["backend"] == "detectron2"
+    for found in exact:
+        assert found.ids == expected.ids
+        for one, other in ((found[name], expected[name]) for name in found.ids):
+            assert np.allclose(one.boxes, other.boxes, atol=1e-3)
+            assert np.allclose(one.features, other.features, atol=1e-4)
+    assert (expected.stamp["precision"], rough.stamp["precision"]) == ("no", "bf16")
+    changed = [np.abs(rough[name].features.mean(0) - expected[name].features.mean(0)) for name in expected.ids]
+    assert rough.ids == expected.ids
+    size = np.abs(np.concatenate([expected[name].features for name in expected.ids])).max()
+    assert 0 < np.max(changed) < 0.2 * size
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--format", "lxmert"], "add --attributes"),
+        (["--min-boxes", "3"], "either --num-boxes or"),
+        (["--image-feature"], "no place for the whole image's feature"),
+        (["--boxes", "x.json"], "leave out the options that choose boxes"),
+        (["--batch-size", "0"], "--batch-size is 0"),
+        (["--format", "npz", "--output", str(TOOL)], "is a file"),
+        (["--output", "features.txt"], "must end in .tsv"),
+        (["--images", "nowhere"], "nowhere"),
+    ],
+)
+def test_options_that_cannot_be(words, tmp_path, more, message, capsys):
+    assert extract.many_images([*words, "--output", str(tmp_path / "o.tsv"), *more]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

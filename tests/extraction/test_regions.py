@@ -1,0 +1,192 @@
+"""From images to regions: the rules, which features belong to the boxes, single images, and how a detector is found."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from detector.boxes import is_larger, pairwise_iou
+from detector.config import DetectorConfig, SelectionRule
+from detector.faster_rcnn import FasterRCNN
+from detector.images import ResizeRule, make_image_batch, resize_boxes
+from detector.structures import ImageBatch
+from e2e_vl.config import DataSettings, EncoderSettings, ResizeSettings, RunConfig, TaskSettings, save_config
+from e2e_vl.data.features import open_features
+from e2e_vl.data.user_inputs import list_images
+from e2e_vl.extraction.bulk import ExtractionJob, extract_images
+from e2e_vl.extraction.regions import (
+    MAX_CANDIDATES,
+    SAME_PLACE,
+    RegionExtractor,
+    candidates,
+    detector_of_run,
+    extract_image,
+    open_detector,
+)
+from e2e_vl.extraction.settings import ExtractionSettings
+from e2e_vl.run.launch import make_accelerator
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+RULE = SelectionRule(0.9, 12, 20)
+
+
+def network_input(source, image) -> ImageBatch:
+    settings = source.detector.config.input
+    return make_image_batch([image.pixels], [image.original_size], ["x"], settings.pixel_mean, settings.pixel_std)
+
+
+def test_features_of_the_proposal_with_a_refined_box(source, input_of):
+    """The boxes are the boxes of "final"; the features are not."""
+    numbers, image = SelectionRule(0.0, 5, 5), input_of("0")
+    final, proposal = (
+        RegionExtractor(source.detector, ExtractionSettings("maxnms", numbers, of))([image])[0]
+        for of in ("final", "proposal")
+    )
+    assert np.array_equal(final.boxes, proposal.boxes) and np.array_equal(final.classes, proposal.classes)
+    assert not np.allclose(final.features, proposal.features, atol=1e-3)
+    images = network_input(source, image)
+    maps = source.detector.features(images)
+    generator = source.detector.proposal_generator
+    boxes = generator.propose(generator(maps), [tuple(images.sizes[0].tolist())]).boxes[0]
+    with torch.no_grad():
+        all_features = source.detector(images, [boxes]).features[0].numpy()
+    for row in proposal.features:
+        assert np.abs(all_features - row).max(axis=1).min() < 1e-4
+
+
+def test_the_score_rule(source, input_of):
+    image = input_of("0")
+    every = RegionExtractor(source.detector, ExtractionSettings("score", SelectionRule(0.0, 0, 100)))([image])[0]
+    overlap = pairwise_iou(every.boxes, every.boxes) - np.eye(len(every))
+    assert len(every) > 8 and overlap.max() < SAME_PLACE + 1e-3
+    assert (np.diff(every.scores) <= 0).all()
+    middle = float(every.scores[4])
+    rule = SelectionRule(middle, 2, 100)
+    some = RegionExtractor(source.detector, ExtractionSettings("score", rule))([image])[0]
+    assert np.array_equal(some.boxes, every.boxes[every.scores >= middle])
+
+
+def test_the_score_rule_keeps_what_the_detector_itself_detects(source, input_of):
+    """The detections of `Detector.forward` (Detectron2's test-time rule) without boxes of no area and same places."""
+    changes = {"MODEL.ROI_HEADS.SCORE_THRESH_TEST": 0.0, "TEST.DETECTIONS_PER_IMAGE": 100}
+    detector = FasterRCNN(DetectorConfig.from_flat(source.detector.config.to_flat() | changes)).eval()
+    detector.load_state_dict(source.detector.state_dict())
+    image = input_of("2")
+    with torch.no_grad():
+        found = detector(network_input(source, image))
+    scores, boxes = found.scores[0].numpy(), found.boxes[0].numpy()
+    distinct: list[int] = []
+    for row in np.flatnonzero(is_larger(boxes)):
+        if not distinct or pairwise_iou(boxes[row : row + 1], boxes[distinct]).max() <= SAME_PLACE:
+            distinct.append(int(row))
+    expected = distinct[:6]
+    assert len(expected) == 6
+    regions = RegionExtractor(detector, ExtractionSettings("score", SelectionRule(0.0, 6, 6)))([image])[0]
+    assert np.array_equal(regions.scores, scores[expected])
+    assert np.array_equal(regions.classes, found.classes[0].numpy()[expected])
+    assert np.allclose(regions.features, found.features[0].numpy()[expected], atol=1e-5)
+
+
+def test_sure_proposals_with_many_classes_leave_room_for_the_others():
+    """Three proposals alone have more pairs than are looked at; the others come in with their best class."""
+    probs = torch.full((20, 2000), 1e-9)
+    probs[:3] = 1e-4
+    probs[:3, 0] = 2e-4
+    probs[3:, 7] = 1e-5
+    rows, classes = candidates(probs)
+    assert MAX_CANDIDATES < 3 * 2000
+    assert len(rows) == MAX_CANDIDATES + 17
+    assert rows.unique().tolist() == list(range(20))
+    assert (classes[rows >= 3] == 7).all()
+
+
+def test_few_pairs_are_all_candidates():
+    rows, classes = candidates(torch.rand(3, 4).softmax(dim=1))
+    assert list(zip(rows.tolist(), classes.tolist(), strict=True)) == [(r, c) for r in range(3) for c in range(4)]
+
+
+def test_a_detector_without_attributes():
+    bare = FasterRCNN(DetectorConfig.from_flat({"MODEL.RESNETS.DEPTH": 18, "MODEL.RESNETS.RES2_OUT_CHANNELS": 8}))
+    with pytest.raises(ValueError, match="no attribute head"):
+        RegionExtractor(bare, ExtractionSettings("score", attributes=True))
+
+
+def test_features_are_those_of_the_boxes(source, folder: Path, input_of):
+    """Putting the boxes back on the image gives the features again, so scale and order are right."""
+    regions, image = extract_image(folder / "0.png", source, RULE), input_of("0")
+    assert 12 <= len(regions) <= 20 and regions.image_size == (70, 90)
+    boxes = torch.from_numpy(resize_boxes(regions.boxes, (70, 90), image.pixels.shape[:2]))
+    with torch.inference_mode():
+        again = source.detector(network_input(source, image), [boxes])
+    assert np.allclose(again.features[0].numpy(), regions.features, atol=1e-3)
+
+
+@pytest.mark.parametrize("features_of", ["final", "proposal"])
+def test_one_image_has_the_regions_of_bulk_extraction(source, folder: Path, tmp_path: Path, features_of):
+    config = DetectorConfig.from_flat(source.detector.config.to_flat() | {"MODEL.ROI_HEADS.FEATURES_OF": features_of})
+    detector = FasterRCNN(config).eval()
+    detector.load_state_dict(source.detector.state_dict())
+    source = dataclasses.replace(source, detector=detector)
+    settings = ExtractionSettings("score", RULE, features_of)
+    job = ExtractionJob(list_images(folder), tmp_path / "out", "npz", source, settings, batch_size=1, workers=0)
+    extract_images(job, make_accelerator("no"))
+    store = open_features(job.output)
+    for record in map(store.read, store.ids):
+        single = extract_image(folder / f"{record.image_id}.png", source, RULE)
+        assert single.image_id == record.image_id
+        for name, column in record.columns().items():
+            assert np.array_equal(getattr(single, name), column), name
+
+
+def test_random_values_leave_the_global_generator_alone(config_file: Path):
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    first = open_detector(config_file, None, seed=1)
+    assert torch.equal(torch.rand(2), expected)
+    second = open_detector(config_file, None, seed=2)
+    assert not torch.equal(*(one.detector.backbone.stem.conv1.weight for one in (first, second)))
+
+
+def test_limit_of_proposals(config_file: Path, folder: Path):
+    source = open_detector(config_file, None, max_proposals=4)
+    assert 0 < len(extract_image(folder / "0.png", source, SelectionRule(0.0, 0, 36))) <= 4
+    assert source.detector.config.rpn.post_nms_topk_test == 4
+    with pytest.raises(ValueError, match="not 0 proposals"):
+        open_detector(config_file, None, max_proposals=0)
+
+
+def test_weights_of_another_architecture(config_file: Path, tmp_path: Path):
+    other = FasterRCNN(
+        DetectorConfig.from_yaml({"_BASE_": str(config_file), "MODEL": {"ROI_HEADS": {"NUM_CLASSES": 7}}})
+    )
+    save_file({key: value.contiguous() for key, value in other.state_dict().items()}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match=r"other\.safetensors does not fit"):
+        open_detector(config_file, tmp_path / "other.safetensors")
+
+
+def test_detector_of_a_run(config_file: Path, tmp_path: Path):
+    detector = FasterRCNN(DetectorConfig.from_yaml(config_file))
+    folder = tmp_path / "run" / "model"
+    (folder / "detector").mkdir(parents=True)
+    (folder / "detector" / "config.yaml").write_text(detector.config.to_yaml())
+    save_file(
+        {key: value.contiguous() for key, value in detector.state_dict().items()},
+        folder / "detector" / "model.safetensors",
+    )
+    resize = ResizeSettings(short_edge=[48, 64], long_edge=80, rounding="truncate")
+    named = {"encoder": EncoderSettings(name="vl_bert"), "task": TaskSettings(name="refcoco")}
+    config = RunConfig(output="run", data=DataSettings(name="refcoco", root="data", resize=resize), **named)
+    save_config(config, folder / "config.yaml")
+    for path in (tmp_path / "run", folder):
+        source = detector_of_run(path)
+        assert source.resize == ResizeRule(64, 80, "truncate")
+        assert torch.equal(source.detector.backbone.stem.conv1.weight, detector.backbone.stem.conv1.weight)
+    assert source.weights == folder / "detector" / "model.safetensors"
+    with pytest.raises(FileNotFoundError, match="holds no trained model"):
+        detector_of_run(tmp_path)
