@@ -33,8 +33,8 @@ def chosen_device(device: str | torch.device | None) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         raise UserError(
-            f"device is {str(device)!r}, which torch cannot use on this machine ({first_line(error)}); give a name such "
-            "as 'cpu', 'cuda' or 'cuda:1'."
+            f"device is {str(device)!r}, which torch cannot use on this machine ({first_line(error)}); give a name "
+            "such as 'cpu', 'cuda' or 'cuda:1'."
         ) from error
 
 

@@ -377,7 +377,7 @@ def load(source: str | Path, device: str | torch.device | None = None) -> Traine
 
 
 def without_absolute_paths(value: Any) -> Any:
-    """Settings with the plain names of files in place of absolute paths, which belong to the machine of the training."""
+    """Settings with the names of files in place of absolute paths, which only the training machine has."""
     if isinstance(value, dict):
         return {key: without_absolute_paths(one) for key, one in value.items()}
     if isinstance(value, list):

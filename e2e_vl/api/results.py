@@ -15,7 +15,7 @@ from PIL import Image
 
 from detector.images import ResizeRule, load_resized, resize_boxes
 from e2e_vl.api.inputs import ImageFile
-from e2e_vl.drawing import draw_boxes, mark_colours
+from e2e_vl.drawing import box_colours, draw_boxes
 from e2e_vl.samples import ImageBytes
 from e2e_vl.tasks.base import CLEARLY_NAMED, box_in_words
 
@@ -183,6 +183,6 @@ def marks_of(labels: Sequence[str], phrases: Sequence[GroundedPhrase]) -> dict[s
     """`labels`, `colours` and `dashed` of `draw_boxes` for boxes with these labels, then boxes of phrases."""
     return {
         "labels": [*labels, *(phrase.label for phrase in phrases)],
-        "colours": mark_colours(len(labels), len(phrases)),
+        "colours": box_colours(len(labels), len(phrases)),
         "dashed": [*[False] * len(labels), *(not phrase.is_clear for phrase in phrases)],
     }

@@ -12,7 +12,7 @@ from PIL import Image
 
 from detector.config import SelectionRule
 from detector.errors import UserError
-from detector.images import ResizeRule, decode_resized, load_image
+from detector.images import ResizeRule, load_image, load_resized
 from e2e_vl.api.inputs import content_key, for_each_question, given_boxes, image_file
 
 RULE = ResizeRule(40, 60)
@@ -25,7 +25,7 @@ def picture(mode: str = "RGB") -> Image.Image:
 
 def pixels_of(image: object) -> np.ndarray:
     file = image_file(image)
-    return decode_resized(file.content, file.name, RULE, "RGB")[0]
+    return load_resized(file.content, RULE, "RGB", file.name)[0]
 
 
 FILES = {  # mode -> a file that holds it
@@ -57,7 +57,7 @@ def test_transparent_palettes_and_rotated_photos_are_what_their_files_are(tmp_pa
     for path in tmp_path.iterdir():
         expected = load_image(path, "RGB")
         image = image_file(Image.open(path))
-        found = decode_resized(image.content, image.name, ResizeRule(40, 60), "RGB")[0]
+        found = load_resized(image.content, RULE, "RGB", image.name)[0]
         assert found.shape == expected.shape
         np.testing.assert_array_equal(found, expected)
 

@@ -85,7 +85,7 @@ def test_json_files_of_another_form(trained_run, tmp_path, capsys, content):
     "words", [("--json", "q.json", "--text", "x"), ("--json", "q.json", "--pair"), ("--text", "x")]
 )
 def test_a_question_is_given_once_and_whole(trained_run, capsys, words):
-    error_of(trained_run.path, capsys, *words)
+    error_of(trained_run.path, capsys, *words.split())
 
 
 def test_random_boxes_are_said_in_one_line(pretraining_run, capsys):
