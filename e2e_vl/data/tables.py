@@ -1,21 +1,30 @@
-"""Large lists that data workers share without copying, and JSON files that are read as a stream.
+"""Lists and files that are too large for Python objects, in the forms that data workers share without copying.
 
 A forked worker that looks at a Python object writes its reference count, so a list of a million records is copied into
-every worker, page by page. Records that are serialised into one numpy array have no reference counts.
+every worker, page by page. Records that are serialised into one numpy array have no reference counts. Of files larger
+than memory (text corpora, zip archives, shards) only a numpy index is kept, memory-mapped from disk.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
+import struct
+import zipfile
+import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import ijson
 import msgspec
 import numpy as np
+from filelock import FileLock
+from tqdm.auto import tqdm
 
-from detector.errors import MissingFileError, UserError, first_line
+from detector.errors import MissingFileError, UserError, first_line, user_path
+from detector.io import atomic_file
 
 Item = TypeVar("Item")
 
@@ -82,20 +91,35 @@ class RowIndex:
 
 
 class TextGroups(Sequence):
-    """Text indices of each image, images in the order of first mention.
+    """Text indices of each image, in two numpy arrays.
 
     Args:
-        images: the image of every text, by any name.
+        texts: int64 [texts], the texts of the first image, then those of the second, ...
+        counts: int [images], number of texts of each image.
     """
 
-    def __init__(self, images: Iterable[Any]) -> None:
+    def __init__(self, texts: np.ndarray, counts: Sequence[int] | np.ndarray) -> None:
+        self.texts = texts
+        self.starts = np.concatenate([[0], np.cumsum(np.asarray(counts, dtype=np.int64))])
+
+    @classmethod
+    def of_images(cls, images: Iterable[Any]) -> TextGroups:
+        """Groups of texts whose images are named in the order of the texts; images are in order of first mention."""
         numbers: dict[Any, int] = {}
         image_of = np.fromiter((numbers.setdefault(image, len(numbers)) for image in images), dtype=np.int64)
-        self.texts = np.argsort(image_of, kind="stable")
-        self.starts = np.concatenate([[0], np.cumsum(np.bincount(image_of, minlength=len(numbers)))])
+        return cls(np.argsort(image_of, kind="stable"), np.bincount(image_of, minlength=len(numbers)))
+
+    @classmethod
+    def consecutive(cls, counts: Sequence[int] | np.ndarray) -> TextGroups:
+        """Groups of texts that are numbered image by image."""
+        return cls(np.arange(int(np.sum(counts))), counts)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    def group_of(self, text: int) -> int:
+        """The group of a text, where texts are numbered image by image."""
+        return int(np.searchsorted(self.starts, text, side="right")) - 1
 
     def __getitem__(self, group: int | slice) -> list[int] | list[list[int]]:
         if isinstance(group, slice):
@@ -129,9 +153,159 @@ def _stream(path: str | Path, type: Any, entries: Iterator[tuple[Any, Any]]) -> 
 
 def _parsed(path: str | Path, parse: Any, prefix: str) -> Iterator[Any]:
     try:
-        with open(path, "rb") as file:
+        with Path(path).open("rb") as file:
             yield from parse(file, prefix, use_float=True)
     except FileNotFoundError as error:
         raise MissingFileError(f"{path}: there is no such file; check the path in the data config") from error
     except ijson.JSONError as error:
         raise UserError(f"{path} is not valid JSON ({first_line(error)}); copy or download the file again") from error
+
+
+def cached_array(sources: Sequence[Path], folder: Path, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:
+    """An index of some files, memory-mapped from a `.npy` file in `folder`, which one process makes.
+
+    Its name depends on the paths, sizes and times of the files, so an index never belongs to other content.
+
+    Args:
+        kind: kind and version of the index.
+        make: computes it; the array may not be empty.
+    """
+    facts = [kind]
+    for source in sources:
+        status = source.stat()
+        facts += [str(source.resolve()), str(status.st_size), str(status.st_mtime_ns)]
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:20]
+    path = folder / f"{sources[0].name}.{digest}.npy"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            if not path.is_file():
+                with atomic_file(path) as part, part.open("wb") as file:
+                    np.save(file, make())
+    except PermissionError as error:
+        raise UserError(
+            f"{folder}: the index of {sources[0]} cannot be written there; set data.config.cache to a folder that can "
+            "be written to"
+        ) from error
+    return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
+def read_range(path: Path, offset: int, size: int = -1) -> bytes:
+    """Some bytes of a file, opened anew, because forked workers may not share a file position; -1: up to its end."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+class TextLines(Sequence):
+    """The lines of a UTF-8 text file of any size without the blank ones; in memory is only a mapped index.
+
+    Args:
+        path: the file, with one sample on each line.
+        cache: folder for the index.
+    """
+
+    def __init__(self, path: str | Path, cache: str | Path) -> None:
+        self.path = user_path(path)
+        if not self.path.is_file():
+            raise MissingFileError(f"{self.path}: there is no such text file; check the path in the data config")
+        self._starts = cached_array([self.path], Path(cache), "lines", self._find_lines)
+
+    def _find_lines(self) -> np.ndarray:
+        """int64 [n]: where the lines with other than white space begin."""
+        starts, position = array("q"), 0
+        title, size = f"indexing {self.path.name}", self.path.stat().st_size
+        with self.path.open("rb") as file, tqdm(total=size, desc=title, unit="B", unit_scale=True, delay=1) as bar:
+            for line in file:
+                if line.strip():
+                    starts.append(position)
+                position += len(line)
+                bar.update(len(line))
+        if not starts:
+            raise UserError(f"{self.path}: there is no line with text in the file")
+        return np.array(starts)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: int) -> str:
+        """One line without white space around it."""
+        with self.path.open("rb") as file:
+            file.seek(int(self._starts[range(len(self))[number]]))
+            line = file.readline()
+        try:
+            return line.decode("utf-8-sig").strip()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.path}: line {number + 1} is not UTF-8 text; convert or unpack the file") from error
+
+
+class Archives:
+    """Reads `folder/archive.zip@/member`: from the archive if it is there, else from the unpacked folder.
+
+    `zipfile` keeps about a kilobyte per member, in every process that opens an archive. Here one process lists the
+    members, and a member is read at the place that this index has.
+
+    Args:
+        root: names start from this folder.
+        cache: folder for the indices.
+    """
+
+    def __init__(self, root: str | Path, cache: str | Path) -> None:
+        self.root = Path(root)
+        self.cache = Path(cache)
+        self._indices: dict[Path, np.ndarray] = {}
+
+    def find(self, name: str) -> Path | tuple[Path, str]:
+        """A file, or an archive and its member.
+
+        Raises:
+            MissingFileError: neither archive nor file is there.
+        """
+        archive, marker, member = name.partition("@")
+        path, member = self.root / archive, member.lstrip("/")
+        if path.is_file():
+            return (path, member) if marker else path
+        # parts of an archive (train_frcnn.0.zip ...) are one folder when unpacked
+        for folder in (path.with_suffix(""), path.with_name(re.sub(r"\.\d+$", "", path.stem))) if marker else ():
+            if (folder / member).is_file():
+                return folder / member
+        raise MissingFileError(f"{path}: there is no such {'archive or folder with the' if marker else ''} file {name}")
+
+    def read(self, name: str) -> bytes:
+        """Content of a file or member, whose checksum is compared."""
+        found = self.find(name)
+        if isinstance(found, Path):
+            return found.read_bytes()
+        archive, member = found
+        if archive not in self._indices:
+            self._indices[archive] = cached_array([archive], self.cache, "zip", lambda: _list_members(archive))
+        index = self._indices[archive]
+        row = int(np.searchsorted(index[0], _hash(member)))
+        if row == index.shape[1] or index[0, row] != _hash(member):
+            raise MissingFileError(f"{archive}: has no member {member}; get the archive again")
+        _, offset, size, method, checksum = index[:, row].tolist()
+        # the names in a local header may be longer than those in the directory
+        name_length, extra_length = struct.unpack("<26x2H", read_range(archive, offset, 30))
+        content = read_range(archive, offset + 30 + name_length + extra_length, size)
+        if method == zipfile.ZIP_DEFLATED:
+            content = zlib.decompress(content, -zlib.MAX_WBITS)
+        if zlib.crc32(content) != checksum:
+            raise UserError(f"{archive}: the member {member} is damaged (its checksum differs); get the archive again")
+        return content
+
+
+def _list_members(archive: Path) -> np.ndarray:
+    """int64 [5, members], sorted by the hash of the name: hash, offset, packed bytes, method, CRC-32."""
+    try:
+        with zipfile.ZipFile(archive) as file:
+            members = [one for one in file.infolist() if not one.is_dir()]
+    except zipfile.BadZipFile as error:
+        raise UserError(f"{archive}: not a readable zip archive ({error}); get it again") from error
+    if not members or not {one.compress_type for one in members} <= {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
+        raise UserError(f"{archive}: has no members, or is compressed with another method than deflate")
+    rows = [(_hash(one.filename), one.header_offset, one.compress_size, one.compress_type, one.CRC) for one in members]
+    return np.array(sorted(rows), dtype=np.int64).T.copy()
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)
