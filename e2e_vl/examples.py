@@ -18,6 +18,7 @@ from torch import Tensor
 
 from detector.errors import UserError
 from detector.structures import Movable
+from e2e_vl.predictions import ONLY_PHRASES
 from e2e_vl.samples import DETECTED, Sample, SampleText
 from e2e_vl.text import TextEncoding, TextTokenizer
 
@@ -408,7 +409,6 @@ def characters_of(offsets: Int64[Tensor, "L 2"], span: tuple[int, int]) -> tuple
 # From a sample to wordpieces: what a task does before the model sees a text.
 
 
-ONLY_PHRASES = "only_phrases"  # key of the record of a text that has phrases and no target of the task
 GeneratorFactory = Callable[[int], np.random.Generator]  # text index -> its random generator in this epoch
 
 
@@ -455,7 +455,7 @@ class Preprocessor(abc.ABC):
         self, text: SampleText, images: Sequence[ImageExample], encoding: TextEncoding | None = None
     ) -> dict[str, Any]:
         """What goes into the prediction beside the answer; sizes are (height, width) of the stored (first) image."""
-        record = {"text_index": text.index, **text.metadata}
+        record = {"text_index": text.index, "text": text.words, **text.metadata}
         if text.image_index:
             image = images[text.image_index[0]]
             size = list(image.image_transform.original_size)

@@ -281,7 +281,7 @@ class Question:
         """The sample of a text alone. Raises ValueError for choices, an answer or boxes to hide."""
         self.refuse_choices(what)
         self.refuse_masked_boxes()
-        return self.sample(SampleText(0, self.text, {"sent": self.text}))
+        return self.sample(SampleText(0, self.text, {}))
 
     def refuse_choices(self, what: str) -> None:
         """Raises ValueError if there are choices or an answer although the task takes none."""

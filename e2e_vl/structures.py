@@ -127,7 +127,7 @@ class Batch(Movable):
     pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None  # boxes whose pixels are hidden from the detector
     region_limit: Int64[Tensor, "M I"] | None = None  # a text reads only the first candidate boxes of each image
     phrases: PhraseBatch | None = None  # None: nobody asks for them
-    # M plain dicts: ids, text, truth; none given: empty ones
+    # M dicts of what the data set states of each text, see `Preprocessor.record`; predictions begin with them
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from detector.images import ResizeRule
 from detector.io import atomic_files, read_json, read_yaml, write_json
 from e2e_vl.api.detector import TrainedDetector, chosen_device
 from e2e_vl.api.inputs import ImageFile, ImageInput, content_key, for_each_question, given_boxes, image_file
-from e2e_vl.api.results import Answer, FoundRegions, GroundedPhrase
+from e2e_vl.api.results import Answer, FoundRegions
 from e2e_vl.config import RunConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector
@@ -255,28 +255,24 @@ class TrainedModel(
         return dataclasses.replace(samples[0], texts=tuple(texts))
 
     def _answer(self, question: Question, reply: Reply) -> Answer:
-        task, record = reply.task, reply.record
-        ranked, lines = task.ranked(record), task.answer_lines(record)
-        box = record["box"] if task.points_at_box else None
+        task, prediction = reply.task, reply.prediction
+        ranked, lines = task.ranked(prediction), task.answer_lines(prediction)
+        box = prediction.box if task.points_at_box else None
         texts = [question.text, *question.choices, *([] if question.answer is None else [question.answer])]
         return Answer(
             text=question.text,
             answer=ranked[0][0] if ranked else next(iter(lines), ""),
-            score=record.get("score", ranked[0][1] if ranked else None),
+            score=getattr(prediction, "score", ranked[0][1] if ranked else None),
             box=None if box is None else np.array(box, dtype=np.float32),
             top=ranked,
             lines=lines,
             boxes=reply.boxes,
             box_images=reply.images,
-            box_names=record.get("objects") or reply.names,
+            box_names=prediction.box_names or reply.names,
             attention=reply.attention,
             unknown_words=tuple(dict.fromkeys(word for text in texts for word in unknown_words(text, self.tokenizer))),
-            pointed=task.pointed(record),
-            phrases=[
-                GroundedPhrase(one["text"], tuple(one["characters"]), one["box"], one["score"])
-                for one in record.get("grounded", ())
-            ],
-            record=record,
+            pointed=task.pointed(prediction),
+            prediction=prediction,
             images=question.images,
         )
 

@@ -16,8 +16,8 @@ from PIL import Image
 from detector.images import ResizeRule, load_resized, resize_boxes
 from e2e_vl.api.inputs import ImageFile
 from e2e_vl.drawing import box_colours, draw_boxes
+from e2e_vl.predictions import Box, GroundedPhrase, Prediction, Ranked
 from e2e_vl.samples import ImageBytes
-from e2e_vl.tasks.base import CLEARLY_NAMED, box_in_words
 
 SHOWN_SIZE = ResizeRule(600, 1000)  # of pictures; large photos are shrunk
 MOST_ATTENDED = 5  # regions in a picture
@@ -38,31 +38,6 @@ class Picture:
         return stream.getvalue()
 
 
-@dataclasses.dataclass(frozen=True)
-class GroundedPhrase:
-    """What one phrase of a text names, for a run with `phrases.weight`."""
-
-    text: str
-    characters: tuple[int, int]  # of the text: the first one and the last plus one
-    box: list[float] | None  # xyxy in pixels of the original (first) image; None: there is no region
-    score: float  # share of its attention on that box: low where several objects fit
-
-    @property
-    def is_clear(self) -> bool:
-        """It names one region clearly; otherwise pictures mark it as unsure."""
-        return self.box is not None and self.score >= CLEARLY_NAMED
-
-    @property
-    def label(self) -> str:
-        """Its words and score, for a picture."""
-        return f"{self.text} {self.score:.2f}" + ("" if self.is_clear else ", unsure")
-
-    @property
-    def line(self) -> str:
-        """Its words, box and score."""
-        return f"{self.text}: {'no region' if self.box is None else box_in_words(self.box)} ({self.score:.2f})"
-
-
 @dataclasses.dataclass(frozen=True, eq=False)  # arrays have no single truth value, so == would fail
 class Answer(Picture):
     """The answer to one text. All boxes are xyxy in pixels of the original image."""
@@ -71,17 +46,21 @@ class Answer(Picture):
     answer: str  # the answer in words; where the task points at a box, where that is
     score: float | None  # of the answer, 0 to 1; None: the task gives several
     box: np.ndarray | None  # float32 [4], what the text refers to; None: the task points at no box, or found none
-    top: list[tuple[str, float]]  # the best answers with their scores, best first; empty where answers are no texts
+    top: Ranked  # the best answers with their scores, best first; empty where answers are no texts
     lines: list[str]  # all of this in words
     boxes: np.ndarray  # float32 [R, 4], the candidate boxes that the answer was made from
     box_images: np.ndarray  # int64 [R], which of the `images` each of them lies in
     box_names: list[str]  # R names: what was detected, or in VCR what the user called the box; "" where it is unknown
     attention: np.ndarray | None  # float32 [R], attention of the answer to each; None: the task points at a box
     unknown_words: tuple[str, ...]  # of the text, the choices and the given answer: the vocabulary lacks them
-    pointed: list[tuple[str, list[float]]]  # labels and boxes that the answer points at; empty for most tasks
-    phrases: list[GroundedPhrase]  # of the text; empty for a run that does not ground phrases
-    record: dict[str, Any]  # the whole prediction, JSON-able
+    pointed: list[tuple[str, Box]]  # labels and boxes that the answer points at; empty for most tasks
+    prediction: Prediction  # all of it, of the task's own class
     images: tuple[ImageFile, ...] = dataclasses.field(repr=False)
+
+    @property
+    def phrases(self) -> Sequence[GroundedPhrase]:
+        """The phrases of the text; empty for a run that does not ground phrases."""
+        return self.prediction.grounded
 
     def draw(self, image: int = 0) -> Image.Image:
         """The boxes that the answer points at, or the regions that get much more attention than the others.
@@ -96,9 +75,9 @@ class Answer(Picture):
             labels, boxes = map(list, zip(*self.pointed, strict=True))
             return draw_on(self.images[image], boxes, labels, self.text, phrases=phrases)
         title = f"{self.text} -> {self.answer}" if self.answer else self.text
-        masked = self.record.get("hidden", [])  # the first of the candidates
-        covered = [one["box"] for one in masked]
-        labels = [f"hidden: {one['classes'][0][0]} {one['classes'][0][1]:.2f}" for one in masked]
+        masked = self.prediction.hidden  # the first of the candidates
+        covered = [one.box for one in masked]
+        labels = [f"hidden: {one.classes[0][0]} {one.classes[0][1]:.2f}" for one in masked]
         rows = []
         if self.attention is not None and len(self.attention):
             best = np.argsort(-self.attention, kind="stable")[:MOST_ATTENDED]

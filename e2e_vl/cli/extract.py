@@ -164,7 +164,7 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
             )
         [answer] = model.replies([Question(options.image, options.text)])
         shown = {"image": str(options.image), "text": options.text, "box": answer.box, "score": answer.score}
-        shown |= {"boxes": answer.record["candidate_boxes"], "scores": answer.record["candidate_scores"]}
+        shown |= {"boxes": answer.prediction.candidate_boxes, "scores": answer.prediction.candidate_scores}
         write_json(options.output / "phrase.json", {key: np.asarray(value).tolist() for key, value in shown.items()})
         write_png(options.output / "phrase.png", answer.draw())
         if answer.unknown_words:

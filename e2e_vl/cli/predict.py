@@ -216,9 +216,10 @@ def _images(path: Path) -> list[Path]:
 def save(folder: Path, answer: Answer) -> None:
     """Write answer.json, regions.png and answer.png; of a second image regions_2.png and answer_2.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    record = {key: value for key, value in answer.record.items() if key not in ("text_index", "file_name", "sent")}
+    said = msgspec.to_builtins(answer.prediction)
+    said = {key: value for key, value in said.items() if key not in ("type", "text_index", "file_name", "text")}
     first, *others = map(str, answer.images)
-    content: dict[str, Any] = {"image": first, "text": answer.text, **record, "regions": answer.boxes.tolist()}
+    content: dict[str, Any] = {"image": first, "text": answer.text, **said, "regions": answer.boxes.tolist()}
     if others:
         content |= {"other_images": others, "region_images": answer.box_images.tolist()}
     if answer.attention is not None:

@@ -165,13 +165,13 @@ def reasoning_steps(program: Iterable[Mapping[str, Any]]) -> int:
 
 
 def question_facts(question_id: str, record: Mapping[str, Any]) -> dict[str, Any]:
-    """What predictions and scores need of a question, under the names of the files; see `e2e_vl.metrics.gqa`."""
-    facts: dict[str, Any] = {"questionId": question_id, "imageId": record["imageId"], "question": record["question"]}
-    facts["isBalanced"] = record["isBalanced"]
+    """What predictions and scores need of a question; see `e2e_vl.metrics.gqa.GQAPrediction`."""
+    facts: dict[str, Any] = {"question_id": question_id, "image_id": record["imageId"], "question": record["question"]}
+    facts["is_balanced"] = record["isBalanced"]
     if record.get("answer") is None:
         return facts
     return facts | {
-        "answer": record["answer"],
+        "right_answer": record["answer"],
         "types": {kind: record["types"][kind] for kind in _TYPES},
         "group": record["groups"]["global"],
         "entailed": list(record.get("entailed", ())),
@@ -530,10 +530,10 @@ class GQADataset(VLDataset):
     def _text(self, index: int) -> SampleText:
         question_id, record = self.questions[index]
         facts = question_facts(question_id, record)
-        answer = facts.get("answer")
-        if self.choices and answer is not None and facts["isBalanced"]:
+        answer = facts.get("right_answer")
+        if self.choices and answer is not None and facts["is_balanced"]:
             facts["choices"] = read_choices(find_entry(self.choices, question_id), question_id)
-        if self.grounds and answer is not None and facts["isBalanced"]:
+        if self.grounds and answer is not None and facts["is_balanced"]:
             where = self.questions.place(index)
             facts["named_boxes"] = named_boxes(record, find_entry(self.grounds, record["imageId"]), where)
         return SampleText(index, facts["question"], facts, None if answer is None else CorrectAnswer(answer))

@@ -497,10 +497,8 @@ class ScoredQuestionDataset(VLDataset):
         return Sample((image,), tuple(self._text(index) for index in texts))
 
     def _text(self, index: int) -> SampleText:
-        """The id stands under the names that it has in the official files of both data sets."""
         one = self.questions[index]
-        facts = {"question_id": one.question_id, "questionId": str(one.question_id), "question": one.words}
-        facts["image_id"] = one.image_id
+        facts = {"question_id": one.question_id, "question": one.words, "image_id": one.image_id}
         if one.scores is not None:
             facts["answer_scores"] = dict(one.scores)
         for key in ("question_type", "answer_type"):

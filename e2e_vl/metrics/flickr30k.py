@@ -13,16 +13,34 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from e2e_vl.metrics.submission_files import write_list
+from e2e_vl.predictions import Box, Count, Id, Prediction, Score, write_list
 
 MIN_IOU = 0.5
 RECALLS = (1, 5, 10)  # k of "R@k"
+
+
+class Flickr30KPrediction(Prediction, kw_only=True):
+    """Where the phrases of a sentence are. Lists have an entry for each phrase; None where the truth is unknown."""
+
+    phrases: tuple[str, ...]
+    boxes: tuple[Box | None, ...]  # None: there is no region to choose from
+    scores: tuple[Score, ...]  # the attention on them
+    ranks: tuple[Count | None, ...] | None = None  # see `first_hit`
+    phrase_ids: tuple[str, ...] | None = None
+    phrase_types: tuple[tuple[str, ...], ...] | None = None
+    gt_boxes: tuple[tuple[Box, ...], ...] | None = None
+    image_id: Id | None = None
+    sentence: Count | None = None  # line of the image's file of sentences
+
+    def __post_init__(self) -> None:
+        lists = (self.boxes, self.scores, self.ranks, self.phrase_types, self.gt_boxes)
+        if any(one is not None and len(one) != len(self.phrases) for one in lists):
+            raise ValueError("phrases, boxes, scores, ranks, phrase_types and gt_boxes have different lengths")
 
 
 def right_candidates(
@@ -53,25 +71,20 @@ def recalls(ranks: Sequence[int | None]) -> dict[str, float]:
     return found | {"upper_bound": sum(rank is not None for rank in ranks) / len(ranks)}
 
 
-def phrase_metrics(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def phrase_metrics(predictions: Sequence[Flickr30KPrediction]) -> dict[str, float]:
     """Recall over all phrases that have boxes.
-
-    Args:
-        records: one per sentence, with "ranks" (see `first_hit`) and "phrase_types" (lists of types), both with an
-            entry per phrase. Of sentences whose truth is unknown "ranks" is None.
 
     Returns:
         "count" (sentences), and if there are phrases with boxes "accuracy" (R@1), "recall_5", "recall_10", "ceiling"
         (the upper bound), and "accuracy_by_type/<type>". A phrase with several types counts for each.
     """
-    records = list(records)
-    metrics = {"count": float(len(records))}
+    metrics = {"count": float(len(predictions))}
     ranks: list[int | None] = []
     by_type: dict[str, list[int | None]] = defaultdict(list)
-    for record in records:
-        if record.get("ranks") is None:
+    for prediction in predictions:
+        if prediction.ranks is None:
             continue
-        for rank, types in zip(record["ranks"], record["phrase_types"], strict=True):
+        for rank, types in zip(prediction.ranks, prediction.phrase_types, strict=True):
             ranks.append(rank)
             for kind in types:
                 by_type[kind].append(rank)
@@ -83,24 +96,14 @@ def phrase_metrics(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return metrics | {f"accuracy_by_type/{kind}": recalls(own)["R@1"] for kind, own in sorted(by_type.items())}
 
 
-def write_submission(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write predictions: a JSON list of {"image", "sentence", "phrases": [{"id", "phrase", "box", "score"}]}.
+def write_submission(path: str | Path, predictions: Sequence[Flickr30KPrediction]) -> None:
+    """Write a JSON list of {"image", "sentence", "phrases": [{"id", "phrase", "box", "score"}]}.
 
     No server wants it; boxes are xyxy in pixels of the image as it is stored.
     """
-    write_list(
-        path,
-        (
-            {
-                "image": record["image_id"],
-                "sentence": record["sentence"],
-                "phrases": [
-                    dict(zip(("id", "phrase", "box", "score"), row, strict=True))
-                    for row in zip(
-                        record["phrase_ids"], record["phrases"], record["boxes"], record["scores"], strict=True
-                    )
-                ],
-            }
-            for record in records
-        ),
-    )
+    entries = []
+    for one in predictions:
+        rows = zip(one.phrase_ids, one.phrases, one.boxes, one.scores, strict=True)
+        phrases = [dict(zip(("id", "phrase", "box", "score"), row, strict=True)) for row in rows]
+        entries.append({"image": one.image_id, "sentence": one.sentence, "phrases": phrases})
+    write_list(path, entries)

@@ -2,11 +2,6 @@
 
 Answers are compared as they are: case and spaces count. Only balanced questions are scored; unbalanced ones matter
 where a balanced question entails them (`consistency`).
-
-A record holds the keys of the official files: "questionId", "prediction", "question", "answer" (None or no key where it
-is unknown), "isBalanced", "types" {"structural", "semantic", "detailed"}, "group" (`groups.global`), "entailed" (ids)
-and "steps" (of reasoning in its program), and where the choices of the question are known the booleans "is_valid" and
-"is_plausible" (see `belongs`), and where attention over regions is known "grounding" (see `grounding`).
 """
 
 from __future__ import annotations
@@ -16,14 +11,51 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from detector.errors import UserError
-from e2e_vl.metrics.submission_files import write_list
+from e2e_vl.predictions import Id, Prediction, Ranked, Score, require_distinct, write_list
 
 OPEN = "query"  # the structural type of open questions; all others are binary
 COMMON = ("color", "material", "shape")  # choices of questions such as "What do both have in common?"
 _KINDS = {"accuracyPerStructuralType": "structural", "accuracyPerSemanticType": "semantic"}
 
-Record = Mapping[str, Any]
+
+class GQAPrediction(Prediction, kw_only=True):
+    """The answer to a question; the fields from `types` on are those of the official question files.
+
+    Attributes:
+        types: "structural", "semantic" and "detailed"; empty in LXMERT's files of balanced questions.
+        entailed: ids of the questions whose answers follow from this one and its answer.
+        steps: of reasoning in the question's program.
+        is_valid, is_plausible: the answer is among the question's choices, see `belongs`; None: they are unknown.
+        grounding: see `grounding`; None: attention over regions is unknown.
+    """
+
+    answer: str
+    score: Score
+    top_answers: Ranked = ()
+    right_answer: str | None = None
+    question_id: Id | None = None
+    image_id: Id | None = None
+    is_balanced: bool = True
+    types: dict[str, str] = msgspec.field(default_factory=dict)
+    group: str | None = None
+    entailed: tuple[str, ...] = ()
+    steps: int = 0
+    is_valid: bool | None = None
+    is_plausible: bool | None = None
+    grounding: float | None = None
+
+    @property
+    def is_hit(self) -> bool:
+        """The answer is the annotated one, letter by letter."""
+        return self.answer == self.right_answer
+
+    @property
+    def entailed_others(self) -> list[str]:
+        """`entailed` without the question itself."""
+        return [other for other in self.entailed if other != self.question_id]
 
 
 def belongs(answer: str, choices: Iterable[str], types: Mapping[str, str]) -> bool:
@@ -31,11 +63,11 @@ def belongs(answer: str, choices: Iterable[str], types: Mapping[str, str]) -> bo
     return answer in (COMMON if "Common" in types["detailed"] else choices)
 
 
-def gqa_scores(records: Iterable[Record], *, with_consistency: bool = True) -> dict[str, Any]:
+def gqa_scores(predictions: Sequence[GQAPrediction], *, with_consistency: bool = True) -> dict[str, Any]:
     """What the official script reports, in per cent.
 
     Args:
-        records: the questions of a split with their predictions, see the module.
+        predictions: for the questions of a split.
         with_consistency: needs the predictions for all entailed questions.
 
     Returns:
@@ -48,31 +80,28 @@ def gqa_scores(records: Iterable[Record], *, with_consistency: bool = True) -> d
         ValueError: there is no balanced question with an answer, or a question that another one entails has no
             prediction.
     """
-    records = [record for record in records if record.get("answer") is not None]
-    scored = [record for record in records if record["isBalanced"]]
+    predictions = [one for one in predictions if one.right_answer is not None]
+    scored = [one for one in predictions if one.is_balanced]
     if not scored:
         raise UserError("there is no balanced question with an answer to score; predict a split that has some")
-    lists: dict[str, list[bool]] = {"accuracy": [], "binary": [], "open": []}
+    lists: dict[str, list[float]] = {"accuracy": [], "binary": [], "open": []}
     tables: dict[str, dict[str, list[bool]]] = {
         name: defaultdict(list) for name in (*_KINDS, "accuracyPerLength", "accuracyPerSteps")
     }
-    for record in scored:
-        hit = is_hit(record)
-        lists["accuracy"].append(hit)
-        lists["open" if record["types"]["structural"] == OPEN else "binary"].append(hit)
+    for one in scored:
+        lists["accuracy"].append(one.is_hit)
+        lists["open" if one.types["structural"] == OPEN else "binary"].append(one.is_hit)
         for table, kind in _KINDS.items():
-            tables[table][record["types"][kind]].append(hit)
-        tables["accuracyPerLength"][str(len(record["question"].split()))].append(hit)
-        tables["accuracyPerSteps"][str(record["steps"])].append(hit)
-    for name, key in (("validity", "is_valid"), ("plausibility", "is_plausible")):
-        if all(key in record for record in scored):
-            lists[name] = [record[key] for record in scored]
-    scores: dict[str, Any] = {name: 100 * _mean(values) for name, values in lists.items()}
-    if all("grounding" in record for record in scored):
-        scores["grounding"] = 100 * _mean([record["grounding"] for record in scored])
+            tables[table][one.types[kind]].append(one.is_hit)
+        tables["accuracyPerLength"][str(len(one.text.split()))].append(one.is_hit)
+        tables["accuracyPerSteps"][str(one.steps)].append(one.is_hit)
+    for name, field in (("validity", "is_valid"), ("plausibility", "is_plausible"), ("grounding", "grounding")):
+        values = [getattr(one, field) for one in scored]
+        if None not in values:
+            lists[name] = values
     if with_consistency:
-        shares = consistency_shares(records)
-        scores["consistency"] = 100 * _mean(shares)
+        lists["consistency"] = consistency_shares(predictions)
+    scores: dict[str, Any] = {name: 100 * _mean(values) for name, values in lists.items()}
     scores["distribution"] = distribution(scored) / 100
     for name, table in tables.items():
         scores[name] = {
@@ -81,32 +110,18 @@ def gqa_scores(records: Iterable[Record], *, with_consistency: bool = True) -> d
     return scores
 
 
-def is_hit(record: Record) -> bool:
-    """The predicted answer is the annotated one, letter by letter."""
-    return record["prediction"] == record["answer"]
-
-
-def entailed_ids(record: Record) -> list[str]:
-    """The other questions whose answers follow from this one and its answer."""
-    return [other for other in record.get("entailed") or () if other != record["questionId"]]
-
-
-def consistency_shares(records: Sequence[Record]) -> list[float]:
-    """Of each balanced question with a right answer that entails others: the share of those with a right answer.
-
-    Raises:
-        ValueError: one of those has no prediction.
-    """
-    hits = {record["questionId"]: is_hit(record) for record in records}
+def consistency_shares(predictions: Sequence[GQAPrediction]) -> list[float]:
+    """Of each balanced question with a right answer that entails others: the share of those with a right answer."""
+    hits = {one.question_id: one.is_hit for one in predictions}
     shares = []
-    for record in records:
-        if not record["isBalanced"] or not is_hit(record):
+    for one in predictions:
+        if not one.is_balanced or not one.is_hit:
             continue
-        others = entailed_ids(record)
+        others = one.entailed_others
         missing = next((other for other in others if other not in hits), None)
         if missing is not None:
             raise UserError(
-                f"question {record['questionId']} entails question {missing}, which has no prediction; predict all "
+                f"question {one.question_id} entails question {missing}, which has no prediction; predict all "
                 "questions, not only the balanced ones, or leave consistency out"
             )
         if others:
@@ -114,7 +129,7 @@ def consistency_shares(records: Sequence[Record]) -> list[float]:
     return shares
 
 
-def distribution(records: Iterable[Record]) -> float:
+def distribution(predictions: Iterable[GQAPrediction]) -> float:
     """How far predicted answers are distributed from annotated ones: the chi-square of each group, weighted by its
     size.
 
@@ -123,10 +138,10 @@ def distribution(records: Iterable[Record]) -> float:
     """
     gold: dict[str, Counter[str]] = defaultdict(Counter)
     predicted: dict[str, Counter[str]] = defaultdict(Counter)
-    for record in records:
-        if record.get("group") is not None:
-            gold[record["group"]][record["answer"]] += 1
-            predicted[record["group"]][record["prediction"]] += 1
+    for one in predictions:
+        if one.group is not None:
+            gold[one.group][one.right_answer] += 1
+            predicted[one.group][one.answer] += 1
     total = weighted = 0.0
     for group, counts in gold.items():
         size = counts.total()
@@ -136,10 +151,10 @@ def distribution(records: Iterable[Record]) -> float:
     return weighted / total if total else 0.0
 
 
-def gqa_metrics(records: Iterable[Record]) -> dict[str, float]:
-    """The same scores as fractions, 0 to 1, of records that hold prediction and truth.
+def gqa_metrics(predictions: Sequence[GQAPrediction]) -> dict[str, float]:
+    """The same scores as fractions, 0 to 1.
 
-    Records without "types", such as those of LXMERT's files of balanced questions, have an accuracy alone.
+    Predictions without types, such as those of LXMERT's files of balanced questions, have an accuracy alone.
 
     Returns:
         "count", and if there are balanced questions with answers "accuracy", "accuracy/binary" and "accuracy/open"
@@ -148,19 +163,18 @@ def gqa_metrics(records: Iterable[Record]) -> dict[str, float]:
         they are known "validity", "plausibility", "grounding" and "consistency", which is left out where entailed
         questions were not predicted.
     """
-    records = list(records)
-    metrics = {"count": float(len(records))}
-    answered = [record for record in records if record.get("answer") is not None]
-    if answered and not any("types" in record for record in answered):
-        return metrics | {"accuracy": _mean([is_hit(record) for record in answered])}
-    if not any(record["isBalanced"] for record in answered):
+    metrics = {"count": float(len(predictions))}
+    answered = [one for one in predictions if one.right_answer is not None]
+    if answered and not any(one.types for one in answered):
+        return metrics | {"accuracy": _mean([one.is_hit for one in answered])}
+    balanced = [one for one in predictions if one.is_balanced]
+    if not any(one.is_balanced for one in answered):
         return metrics
-    known = {record["questionId"] for record in records}
-    entailing = [entailed_ids(record) for record in records if record["isBalanced"]]
-    is_complete = any(entailing) and all(other in known for others in entailing for other in others)
-    scores = gqa_scores(records, with_consistency=is_complete)
+    ids = {one.question_id for one in predictions}
+    entailed = {other for one in balanced for other in one.entailed_others}
+    scores = gqa_scores(predictions, with_consistency=bool(entailed) and entailed <= ids)
     metrics["accuracy"] = scores["accuracy"] / 100
-    is_open = {record["types"]["structural"] == OPEN for record in records if record["isBalanced"]}
+    is_open = {one.types["structural"] == OPEN for one in balanced}
     for kind, name in ((False, "binary"), (True, "open")):
         if kind in is_open:
             metrics[f"accuracy/{name}"] = scores[name] / 100
@@ -195,21 +209,10 @@ def grounding(annotated: Sequence[Sequence[float]], attended: Iterable[tuple[Seq
     return total
 
 
-def write_submission(path: str | Path, records: Iterable[Record]) -> None:
-    """Write predictions as the evaluation server wants them: a JSON list of {"questionId": str, "prediction": str}.
-
-    Raises:
-        ValueError: a question twice.
-    """
-    counts = Counter()
-    rows = []
-    for record in records:
-        counts[record["questionId"]] += 1
-        rows.append({"questionId": record["questionId"], "prediction": record["prediction"]})
-    double = next((name for name, count in counts.items() if count > 1), None)
-    if double is not None:
-        raise UserError(f"the predictions have question {double} twice; one record each is expected")
-    write_list(path, rows)
+def write_submission(path: str | Path, predictions: Sequence[GQAPrediction]) -> None:
+    """Write predictions as the evaluation server wants them: a JSON list of {"questionId": str, "prediction": str}."""
+    require_distinct("the question", (one.question_id for one in predictions))
+    write_list(path, ({"questionId": str(one.question_id), "prediction": one.answer} for one in predictions))
 
 
 def _mean(values: Sequence[float]) -> float:

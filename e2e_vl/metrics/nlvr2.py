@@ -7,23 +7,31 @@ other images; groups are told from identifiers, not from sentences, which may oc
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from detector.errors import MissingFileError, UserError, reading, user_path
+from detector.errors import UserError
 from detector.io import write_text
+from e2e_vl.predictions import Prediction, Score, require_distinct
 
-_LABELS = ("False", "True")  # as they are written
+LABELS = ("False", "True")  # as the official files write the classes
+
+
+class NLVR2Prediction(Prediction, kw_only=True):
+    """Whether a sentence is true of two photos."""
+
+    prediction: Literal["True", "False"]
+    score: Score  # of the prediction
+    true: Score  # of "True"
+    file_names: tuple[str, ...]  # of the left and the right photo
+    label: Literal["True", "False"] | None = None
+    identifier: str = ""
 
 
 def group_of(identifier: str) -> str:
-    """The identifier without its pair.
-
-    Raises:
-        ValueError: it does not have four parts.
-    """
+    """The identifier without its pair."""
     parts = identifier.split("-")
     if len(parts) != 4:
         raise UserError(f"the identifier {identifier!r} is not split-set-pair-sentence, such as dev-850-2-0")
@@ -41,9 +49,6 @@ def truth_scores(labels: Mapping[str, str], predictions: Mapping[str, str]) -> d
     Returns:
         "accuracy" over the labelled examples, and "consistency", the share of groups in which every prediction is
         right.
-
-    Raises:
-        ValueError: there is no label, or a labelled example has no prediction.
     """
     if not labels:
         raise UserError("there is no labelled example to score")
@@ -59,61 +64,29 @@ def truth_scores(labels: Mapping[str, str], predictions: Mapping[str, str]) -> d
     }
 
 
-def truth_metrics(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The scores of records with "identifier", "prediction" and, where it is known, "label".
+def truth_metrics(predictions: Sequence[NLVR2Prediction]) -> dict[str, float]:
+    """The scores of a run.
 
     Returns:
         "count", and if there are labels "accuracy", "accuracy/<label>" of the examples with that label, and
         "consistency".
     """
-    records = list(records)
-    labelled = [record for record in records if record.get("label") is not None]
-    metrics = {"count": float(len(records))}
+    labelled = [one for one in predictions if one.label is not None]
+    metrics = {"count": float(len(predictions))}
     if not labelled:
         return metrics
-    labels = {record["identifier"]: record["label"] for record in labelled}
-    metrics |= truth_scores(labels, {record["identifier"]: record["prediction"] for record in labelled})
-    for label in _LABELS:
-        hits = [record["prediction"] == label for record in labelled if record["label"] == label]
+    labels = {one.identifier: one.label for one in labelled}
+    metrics |= truth_scores(labels, {one.identifier: one.prediction for one in labelled})
+    for label in LABELS:
+        hits = [one.prediction == label for one in labelled if one.label == label]
         if hits:
             metrics[f"accuracy/{label.lower()}"] = sum(hits) / len(hits)
     return metrics
 
 
-def read_predictions(path: str | Path) -> dict[str, str]:
-    """The predictions of a CSV file, read as the official script does.
-
-    Line ends are stripped and nothing else; of more than two columns the others are ignored, and of an identifier that
-    is there twice the last line counts.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a line without a comma, such as a blank one.
-    """
-    path = user_path(path)
-    if not path.is_file():
-        raise MissingFileError(f"{path}: there is no such file of predictions; check the path")
-    found: dict[str, str] = {}
-    with reading(path), path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            columns = line.rstrip().split(",")
-            if len(columns) < 2:
-                raise UserError(f"{path}, line {number}: expected identifier,True or identifier,False; correct it")
-            found[columns[0]] = columns[1]
-    return found
-
-
-def write_submission(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write predictions as the official script reads them: lines identifier,True or identifier,False without a header.
-
-    Raises:
-        ValueError: an identifier twice.
-    """
-    records = list(records)
-    counts = Counter(record["identifier"] for record in records)
-    double = next((name for name, count in counts.items() if count > 1), None)
-    if double is not None:
-        raise UserError(f"the predictions have example {double} twice; one record each is expected")
+def write_submission(path: str | Path, predictions: Sequence[NLVR2Prediction]) -> None:
+    """Write predictions as the official script reads them: identifier,True or identifier,False without a header."""
+    require_distinct("the example", (one.identifier for one in predictions))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, "".join(f"{record['identifier']},{record['prediction']}\n" for record in records))
+    write_text(path, "".join(f"{one.identifier},{one.prediction}\n" for one in predictions))

@@ -9,19 +9,52 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from detector.errors import UserError
 from detector.io import atomic_file
+from e2e_vl.predictions import Box, Count, Prediction, Ranked, Score
 
 CHOICES = 4
 ANSWER_COLUMNS = tuple(f"answer_{i}" for i in range(CHOICES))
 RATIONALE_COLUMNS = tuple(f"rationale_conditioned_on_a{a}_{r}" for a in range(CHOICES) for r in range(CHOICES))
 COLUMNS = ("annot_id", *ANSWER_COLUMNS, *RATIONALE_COLUMNS)
+
+
+class VCRPrediction(Prediction, kw_only=True):
+    """Which of four answers, or of four rationales, is right."""
+
+    choices: tuple[str, ...]
+    probabilities: tuple[Score, ...]
+    choice: Count  # the number of the best one
+    label: Count | None = None  # of the right one; None: unknown
+    named_boxes: tuple[tuple[str, Box], ...] = ()  # the objects that the sentences may name
+    kind: Literal["answer", "rationale"] = "answer"
+    annot_id: str = ""
+    conditioned_on: Count | None = None  # number of the answer that a rationale is for
+
+    def __post_init__(self) -> None:
+        if not len(self.choices) == len(self.probabilities) == CHOICES:
+            raise ValueError(f"{len(self.choices)} choices and {len(self.probabilities)} probabilities, expected 4")
+        if max(self.choice, self.label or 0) >= CHOICES:
+            raise ValueError("'choice' and 'label' must be from 0 to 3")
+
+    @property
+    def chosen_text(self) -> int:
+        return self.choice
+
+    @property
+    def box_names(self) -> list[str]:
+        return [name for name, _ in self.named_boxes]
+
+    @property
+    def ranked(self) -> Ranked:
+        """The choices with their probabilities, best first."""
+        return tuple(sorted(zip(self.choices, self.probabilities, strict=True), key=lambda pair: -pair[1]))
 
 
 class Submission(NamedTuple):
@@ -33,19 +66,7 @@ class Submission(NamedTuple):
 
 
 def write_submission(path: str | Path, submission: Submission) -> None:
-    """Write the leaderboard file: a header and a row of 21 columns per question. Scores are written in full.
-
-    Raises:
-        ValueError: arrays that do not fit together, a question twice, or a score that is not finite.
-    """
-    number = len(submission.annot_ids)
-    shapes = [np.shape(submission.answers), np.shape(submission.rationales)]
-    if shapes != [(number, CHOICES), (number, CHOICES, CHOICES)]:
-        raise UserError(f"{path}: {number} questions need scores [U, 4] and [U, 4, 4]; these have the shapes {shapes}.")
-    if len(set(submission.annot_ids)) != number:
-        raise UserError(f"{path}: a question is there twice; every annot_id needs one row.")
-    if not (np.isfinite(submission.answers).all() and np.isfinite(submission.rationales).all()):
-        raise UserError(f"{path}: a score is not a finite number; look for a diverged model.")
+    """Write the leaderboard file: a header and a row of 21 columns per question. Scores are written in full."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as part, part.open("w", encoding="utf-8", newline="") as file:
@@ -56,24 +77,16 @@ def write_submission(path: str | Path, submission: Submission) -> None:
             writer.writerow([annot_id, *(repr(float(score)) for score in scores)])
 
 
-def join_predictions(
-    answer_records: Sequence[Mapping[str, Any]], rationale_records: Sequence[Mapping[str, Any]]
-) -> Submission:
+def join_predictions(answers_run: Sequence[VCRPrediction], rationales_run: Sequence[VCRPrediction]) -> Submission:
     """Join the predictions of a Q->A run and of a QA->R run that was conditioned on each of the four answers.
 
-    Args:
-        answer_records: one per question, with `kind`, `annot_id` and `probabilities` [4].
-        rationale_records: four per question, with `kind`, `annot_id`, `conditioned_on` (0 to 3), `probabilities` [4].
-
     Returns:
-        The submission, in the order of `answer_records`.
+        The submission, in the order of `answers_run`.
 
     Raises:
-        ValueError: a record of the other kind, or a question that one of the two misses or has twice; the question
-            is named.
+        UserError: a prediction of the other kind, or a question that one of the two misses or has twice.
     """
-    answers = _by_question(answer_records, "answer")
-    rationales = _by_question(rationale_records, "rationale")
+    answers, rationales = _by_question(answers_run, "answer"), _by_question(rationales_run, "rationale")
     wanted = [(annot_id, answer) for annot_id, _ in answers for answer in range(CHOICES)]
     missing = [key for key in wanted if key not in rationales]
     if missing:
@@ -85,50 +98,34 @@ def join_predictions(
     if len(rationales) > len(wanted):
         annot_id, answer = next(key for key in rationales if (key[0], None) not in answers)
         raise UserError(f"The question {annot_id} has rationale predictions but no answer prediction; predict both.")
-    annot_ids = [annot_id for annot_id, _ in answers]
     return Submission(
-        annot_ids,
+        [annot_id for annot_id, _ in answers],
         np.array(list(answers.values()), dtype=np.float64).reshape(-1, CHOICES),
         np.array([rationales[key] for key in wanted], dtype=np.float64).reshape(-1, CHOICES, CHOICES),
     )
 
 
-def joint_metrics(
-    answer_records: Sequence[Mapping[str, Any]], rationale_records: Sequence[Mapping[str, Any]]
-) -> dict[str, float]:
+def joint_metrics(answers_run: Sequence[VCRPrediction], rationales_run: Sequence[VCRPrediction]) -> dict[str, float]:
     """Accuracies "Q->A", "QA->R" and "Q->AR" of a Q->A run and a QA->R run on the same split, as fractions.
 
-    The first of equal scores wins.
-
-    Args:
-        answer_records: one per question, with `kind`, `annot_id`, `probabilities` [4] and `label` (0 to 3).
-        rationale_records: the same of rationales, with `conditioned_on`; those given a wrong answer are not counted.
+    The first of equal scores wins. Rationales for a wrong answer are not counted.
 
     Raises:
-        ValueError: no question, questions without a label, or that one of the two misses or has twice, a
-            label that is not 0 to 3, or probabilities that are not 4 numbers.
+        UserError: questions without a label, or that one of the two misses or has twice.
     """
-    answers = _by_question(answer_records, "answer")
-    truth = {record["annot_id"]: record["label"] for record in answer_records}
-    kept = [record for record in rationale_records if record["conditioned_on"] == truth.get(record["annot_id"])]
-    for record in (*answer_records, *kept):
-        if record["label"] is None:
-            raise UserError(f"The question {record['annot_id']} has no label, as in the test split; nothing to score.")
-        number = len(record["probabilities"])
-        if record["label"] not in range(CHOICES) or number != CHOICES:
-            raise UserError(
-                f"The question {record['annot_id']} has the label {record['label']} and {number} probabilities; it "
-                "needs a label from 0 to 3 and 4 probabilities, so predict again."
-            )
+    answers = _by_question(answers_run, "answer")
+    truth = {one.annot_id: one.label for one in answers_run}
+    kept = [one for one in rationales_run if one.conditioned_on == truth.get(one.annot_id)]
+    for one in (*answers_run, *kept):
+        if one.label is None:
+            raise UserError(f"The question {one.annot_id} has no label, as in the test split; nothing to score.")
     rationales = _by_question(kept, "rationale")
     missing = [annot_id for annot_id, label in truth.items() if (annot_id, label) not in rationales]
-    extra = {record["annot_id"] for record in rationale_records} - set(truth)
+    extra = {one.annot_id for one in rationales_run} - set(truth)
     if missing or extra:
         kind, annot_id = ("rationale", missing[0]) if missing else ("answer", sorted(extra)[0])
         raise UserError(f"There is no {kind} prediction for the question {annot_id}; predict both on the same split.")
-    if not truth:
-        raise UserError("There is no question to score.")
-    rationale_truth = {record["annot_id"]: record["label"] for record in kept}
+    rationale_truth = {one.annot_id: one.label for one in kept}
     answer = _hits(answers.values(), truth.values())
     rationale = _hits((rationales[key] for key in truth.items()), (rationale_truth[annot_id] for annot_id in truth))
     found = {"Q->A": answer, "QA->R": rationale, "Q->AR": answer & rationale}
@@ -137,23 +134,20 @@ def joint_metrics(
 
 def _hits(probabilities: Iterable[Sequence[float]], labels: Iterable[int]) -> np.ndarray:
     """bool [U]: the label is the best choice."""
-    scores = np.array(list(probabilities), dtype=np.float64)
-    if np.isnan(scores).any():
-        raise UserError("A score is not a number (NaN), so there is no best choice; look for a diverged model.")
-    return scores.argmax(axis=1) == list(labels)
+    return np.array(list(probabilities), dtype=np.float64).argmax(axis=1) == list(labels)
 
 
-def _by_question(records: Sequence[Mapping[str, Any]], kind: str) -> dict[tuple[str, int | None], list[float]]:
+def _by_question(predictions: Sequence[VCRPrediction], kind: str) -> dict[tuple[str, int | None], tuple[float, ...]]:
     """(annot_id, conditioned_on) -> probabilities."""
-    found: dict[tuple[str, int | None], list[float]] = {}
-    for record in records:
-        if record.get("kind") != kind:
+    found: dict[tuple[str, int | None], tuple[float, ...]] = {}
+    for one in predictions:
+        if one.kind != kind:
             raise UserError(
-                f"The prediction for {record.get('annot_id')} is about the {record.get('kind')}, expected the {kind}: "
-                "give the predictions of the Q->A run first, then the predictions of the QA->R run."
+                f"The prediction for {one.annot_id} is about the {one.kind}, expected the {kind}: give the "
+                "predictions of the Q->A run first, then the predictions of the QA->R run."
             )
-        key = (record["annot_id"], record["conditioned_on"])
+        key = (one.annot_id, one.conditioned_on)
         if key in found:
-            raise UserError(f"There are two {kind} predictions for the question {record['annot_id']}; remove one.")
-        found[key] = record["probabilities"]
+            raise UserError(f"There are two {kind} predictions for the question {one.annot_id}; remove one.")
+        found[key] = one.probabilities
     return found

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from decimal import ROUND_HALF_UP, Decimal
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from detector.errors import UserError
-from e2e_vl.metrics.submission_files import write_list
+from e2e_vl.predictions import Id, Prediction, Ranked, Score, require_distinct, write_list
 
 UNKNOWN = "<unk>"  # an entry of some vocabularies that never scores
 
@@ -44,6 +41,28 @@ _WITH_APOSTROPHES = {
     for place, letter in enumerate(word)
     if letter == "'"
 } | {"somebody'd": "somebodyd"}  # as in the official table
+
+
+class VQAPrediction(Prediction, kw_only=True):
+    """The answer to a question, with what people said or what each answer scores."""
+
+    answer: str
+    score: Score
+    top_answers: Ranked = ()
+    question_id: Id | None = None
+    image_id: Id | None = None
+    answers: tuple[str, ...] | None = None  # of people
+    answer_scores: dict[str, float] | None = None  # an answer that is not among them scores 0 (LXMERT's code)
+    multiple_choice_answer: str | None = None  # the most frequent one
+    answer_type: str | None = None
+    question_type: str | None = None
+
+    @property
+    def accuracy(self) -> float | None:
+        """The official accuracy, 0 to 1; None where the truth is unknown."""
+        if self.answers is not None:
+            return answer_accuracy(self.answer, self.answers)
+        return None if self.answer_scores is None else float(self.answer_scores.get(self.answer, 0.0))
 
 
 def clean_answer(answer: str) -> str:
@@ -85,12 +104,7 @@ def answer_accuracy(prediction: str, answers: Sequence[str]) -> float:
 
     With ten answers, 0, 1, 2, 3 or more than 3 matches give 0, 0.3, 0.6, 0.9 or 1. When all human answers are the same
     string, the comparison is raw and case-sensitive (official script).
-
-    Raises:
-        ValueError: there are no answers.
     """
-    if not answers:
-        raise UserError("a prediction cannot be scored without human answers")
     prediction, answers = clean_answer(prediction), [clean_answer(answer) for answer in answers]
     if len(set(answers)) > 1:
         prediction, answers = normalise_answer(prediction), [normalise_answer(answer) for answer in answers]
@@ -100,98 +114,31 @@ def answer_accuracy(prediction: str, answers: Sequence[str]) -> float:
     return sum(min(1.0, (total - matched) / 3.0) for matched in matches) / len(matches)
 
 
-def record_accuracy(record: Mapping[str, Any]) -> float | None:
-    """Score of one prediction with its truth, 0 to 1; None where the truth is unknown.
-
-    Args:
-        record: "answer" (predicted), and "answers" (of humans) or "answer_scores" {answer: score}. Scores count as
-            they are, and an answer without a score counts 0 (official LXMERT code).
-    """
-    if record.get("answers") is not None:
-        return answer_accuracy(record["answer"], record["answers"])
-    scores = record.get("answer_scores")
-    return None if scores is None else float(scores.get(record["answer"], 0.0))
-
-
-def vqa_accuracy(
-    predictions: Iterable[Mapping[str, Any]], annotations: Iterable[Mapping[str, Any]], decimals: int = 2
-) -> dict[str, Any]:
-    """What the official script reports, in per cent.
-
-    Args:
-        predictions: one {"question_id", "answer"} per question of the annotation file.
-        annotations: records with "question_id", "answers" (ten strings), "answer_type" and "question_type".
-        decimals: places that all numbers are rounded to, half away from zero.
-
-    Returns:
-        "overall", "perAnswerType" and "perQuestionType" {type: accuracy}, and "perQuestion" {question id: accuracy}.
-
-    Raises:
-        ValueError: no question at all, a question twice, or other questions predicted than annotated.
-    """
-    predicted, annotated = by_question(predictions, "predictions"), by_question(annotations, "annotations")
-    if not annotated:
-        raise UserError("there are no annotated questions to score")
-    if predicted.keys() != annotated.keys():
-        missing, extra = annotated.keys() - predicted.keys(), predicted.keys() - annotated.keys()
-        first = next((f", question {number} lacks a prediction" for number in sorted(missing)), "")
-        first = first or next(f", question {number} is not annotated" for number in sorted(extra))
-        raise UserError(
-            f"the predictions must answer exactly the annotated questions: {len(missing)} are missing and {len(extra)} "
-            f"are not among them{first}; predict the split that the annotations belong to"
-        )
-    scores: dict[Any, float] = {}
-    by_answer_type, by_question_type = defaultdict(list), defaultdict(list)
-    for number, annotation in annotated.items():
-        score = answer_accuracy(predicted[number]["answer"], annotation["answers"])
-        scores[number] = score
-        by_answer_type[annotation["answer_type"]].append(score)
-        by_question_type[annotation["question_type"]].append(score)
-
-    def percent(values: Sequence[float]) -> float:
-        return round_half_up(100 * sum(values) / len(values), decimals)
-
-    return {
-        "overall": percent(list(scores.values())),
-        "perAnswerType": {name: percent(values) for name, values in sorted(by_answer_type.items())},
-        "perQuestionType": {name: percent(values) for name, values in sorted(by_question_type.items())},
-        "perQuestion": {number: round_half_up(100 * score, decimals) for number, score in scores.items()},
-    }
-
-
-def vqa_metrics(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Mean accuracies, 0 to 1, of records that hold prediction and truth.
-
-    Args:
-        records: as `record_accuracy` takes them, maybe with "answer_type" and "question_type". Records of a split
-            without annotations have no truth.
+def vqa_metrics(predictions: Sequence[VQAPrediction]) -> dict[str, float]:
+    """Mean accuracies, 0 to 1.
 
     Returns:
         "count", and if the truth is known "accuracy", "accuracy/<answer type>" and
         "accuracy_by_question/<question type>".
     """
-    records = list(records)
     scores: dict[str, list[float]] = defaultdict(list)
-    for record in records:
-        score = record_accuracy(record)
-        if score is None:
+    for one in predictions:
+        accuracy = one.accuracy
+        if accuracy is None:
             continue
-        scores["accuracy"].append(score)
-        for metric, key in (("accuracy", "answer_type"), ("accuracy_by_question", "question_type")):
-            if record.get(key) is not None:
-                scores[f"{metric}/{record[key]}"].append(score)
+        scores["accuracy"].append(accuracy)
+        if one.answer_type is not None:
+            scores[f"accuracy/{one.answer_type}"].append(accuracy)
+        if one.question_type is not None:
+            scores[f"accuracy_by_question/{one.question_type}"].append(accuracy)
     means = {name: sum(values) / len(values) for name, values in sorted(scores.items())}
-    return {"count": float(len(records)), **means}
+    return {"count": float(len(predictions)), **means}
 
 
-def write_submission(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write predictions as the evaluation server wants them: a JSON list of {"question_id": int, "answer": str}.
-
-    Raises:
-        ValueError: a question twice.
-    """
-    found = by_question(records, "predictions")
-    write_list(path, ({"question_id": number, "answer": record["answer"]} for number, record in found.items()))
+def write_submission(path: str | Path, predictions: Sequence[VQAPrediction]) -> None:
+    """Write predictions as the evaluation server wants them: a JSON list of {"question_id": int, "answer": str}."""
+    require_distinct("the question", (one.question_id for one in predictions))
+    write_list(path, ({"question_id": one.question_id, "answer": one.answer} for one in predictions))
 
 
 def soft_scores(answers: Sequence[str], *, normalised: bool = False) -> dict[str, float]:
@@ -216,18 +163,3 @@ def soft_scores(answers: Sequence[str], *, normalised: bool = False) -> dict[str
 def vocabulary_answer(answer: str) -> str:
     """An annotation's most frequent answer as a vocabulary spells it (BAN's tool): normalised, without commas."""
     return standardise_words(strip_punctuation(answer)).replace(",", "")
-
-
-def round_half_up(value: float, decimals: int) -> float:
-    """Round ties away from zero as Python 2 does; Python 3 would take the even neighbour."""
-    return float(Decimal(value).quantize(Decimal(1).scaleb(-decimals), ROUND_HALF_UP))
-
-
-def by_question(records: Iterable[Mapping[str, Any]], what: str) -> dict[Any, Mapping[str, Any]]:
-    """Records by their question id. Raises ValueError for a question that occurs twice."""
-    found: dict[Any, Mapping[str, Any]] = {}
-    for record in records:
-        if record["question_id"] in found:
-            raise UserError(f"the {what} have question {record['question_id']} twice; one record each is expected")
-        found[record["question_id"]] = record
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,19 @@ from accelerate.utils import broadcast, gather_object
 from tqdm.auto import tqdm
 
 from detector.errors import UserError
-from detector.io import json_text, write_json, write_text
+from detector.io import write_json
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Unreadable
-from e2e_vl.examples import ONLY_PHRASES
 from e2e_vl.io import check_output, inside, name_of, without_nan
 from e2e_vl.metrics.names import MetricName, named_metrics
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.predictions import PhrasesOnly, Prediction, with_target, write_list
 from e2e_vl.run.build import Run, build_collate, build_examples, warn_of_random_boxes
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.launch import gather_to_main, make_accelerator, on_main
 from e2e_vl.run.optim import LOSS, LossSums
-from e2e_vl.tasks.base import Records, Task, with_target, without_answers
-from e2e_vl.tasks.phrase_head import grounding_metrics, with_phrases, with_short_phrases
+from e2e_vl.tasks.base import Task
+from e2e_vl.tasks.phrase_head import grounding_metrics, with_phrases
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def evaluate_splits(
     *,
     max_images: int | None = None,
     output: Path | None = None,
-    show: Callable[[Records, str], None] | None = None,
+    show: Callable[[list[Prediction], str], None] | None = None,
 ) -> dict[str, Any]:
     """Evaluate all of `data.eval_splits` with all of `eval.boxes`, on `run.eval_data`.
 
@@ -65,23 +65,23 @@ def evaluate_splits(
             is_judged = best is not None and (best.metric, best.split, best.source) == (LOSS, split, boxes)
             losses = LossSums() if is_judged else None
             unreadable: list[Unreadable] = []
-            records = evaluate(
+            predictions = evaluate(
                 *(config, run.model, examples, accelerator),
                 max_images=max_images,
                 name=name,
                 losses=losses,
                 unreadable=unreadable,
             )
-            scores = on_main(accelerator, functools.partial(metrics_of, run.model.task, records))
+            scores = on_main(accelerator, functools.partial(metrics_of, run.model.task, predictions))
             if show is not None and accelerator.is_main_process:
-                show(records, name)
+                show(predictions, name)
             scores |= counted(unreadable)
             if losses is not None:
                 scores |= losses.score(config)
             metrics.update(named_metrics(scores, split, boxes))
             if output is not None and accelerator.is_main_process:
                 ending = f"{name_of(split, flat=True)}_{boxes}.json"
-                write_predictions(inside(output, f"predictions_{ending}"), records, run.model.task)
+                write_list(inside(output, f"predictions_{ending}"), predictions)
                 write_unreadable(inside(output, f"unreadable_{ending}"), unreadable)
     return metrics
 
@@ -96,8 +96,8 @@ def evaluate(
     name: str = "evaluation",
     losses: LossSums | None = None,
     unreadable: list[Unreadable] | None = None,
-) -> list[dict[str, Any]]:
-    """Predictions for every text of a split, as plain records, on the main process; the others return none.
+) -> list[Prediction]:
+    """Predictions for every text of a split, with `correct`, on the main process; the others return none.
 
     Whole batches are dealt to the processes: a box's features depend a little on how far its image is padded, so the
     make-up of a batch must not depend on how many processes there are.
@@ -130,17 +130,17 @@ def evaluate(
     if accelerator.num_processes > 1:  # batch statistics of the main process count, as when the model is saved
         for buffer in model.buffers():
             broadcast(buffer, from_process=0)
-    records: list[dict[str, Any]] = []
+    predictions: list[Prediction] = []
     bar = tqdm(loader, desc=name, unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process)
     with torch.no_grad(), accelerator.autocast(), bar:
         for batch in bar:
             batch = batch.to(accelerator.device)
             output = with_phrases(model(batch, output_attentions=model.task.reads_attention))
-            records += without_answers(model.task.predict(output.batch, output), output.batch.records)
+            predictions += model.task.predict(output.batch, output)
             if losses is not None:
                 losses.add(output.task_losses)
     model.train(was_training)
-    records = gather_to_main(accelerator, records)
+    predictions = gather_to_main(accelerator, predictions)
     if unreadable is not None:
         unreadable += sorted(gather_object(own_unreadable), key=lambda one: one.texts)
         if unreadable and accelerator.is_main_process:
@@ -148,27 +148,27 @@ def evaluate(
             texts = sum(len(one.texts) for one in unreadable)
             logger.warning("%s: %s%s; %d texts have no prediction.", name, unreadable[0].reason, more, texts)
     if not accelerator.is_main_process:
-        return records
-    records.sort(key=lambda record: record["text_index"])
-    if unreadable and not records:
+        return predictions
+    predictions.sort(key=lambda prediction: prediction.text_index)
+    if unreadable and not predictions:
         raise UserError(f"{name}: no image can be read; {unreadable[0].reason}")
     lost = {index for one in unreadable or () for index in one.texts}
     expected = sorted(index for group in groups for index in group if index not in lost)
-    if [record["text_index"] for record in records] != expected:
-        raise RuntimeError(f"{name}: {len(records)} predictions for {len(expected)} texts; some are missing or double.")
-    return records
+    if [prediction.text_index for prediction in predictions] != expected:
+        raise RuntimeError(
+            f"{name}: {len(predictions)} predictions for {len(expected)} texts; some are missing or double."
+        )
+    for prediction in predictions:
+        if not isinstance(prediction, PhrasesOnly):
+            prediction.correct = model.task.correct(prediction)
+    return predictions
 
 
-def metrics_of(task: Task, records: Records) -> dict[str, Any]:
+def metrics_of(task: Task, predictions: Sequence[Prediction]) -> dict[str, Any]:
     """The metrics of a task over the texts that have a target of it, and those of phrases over all texts."""
-    judged = with_target(records)
-    has_only_phrases = bool(records) and not judged
-    return ({} if has_only_phrases else task.metrics(judged)) | grounding_metrics(records)
-
-
-def with_correct(task: Task, record: dict[str, Any]) -> dict[str, Any]:
-    """A prediction with `correct`; None where the text has no target, or an unknown one."""
-    return record | {"correct": None if record.get(ONLY_PHRASES) else task.correct(record)}
+    judged = with_target(predictions)
+    has_only_phrases = bool(predictions) and not judged
+    return ({} if has_only_phrases else task.metrics(judged)) | grounding_metrics(predictions)
 
 
 def counted(unreadable: list[Unreadable]) -> dict[str, int]:
@@ -182,12 +182,6 @@ def write_unreadable(path: Path, unreadable: list[Unreadable]) -> None:
         write_json(path, [dataclasses.asdict(one) for one in unreadable])
     else:
         path.unlink(missing_ok=True)
-
-
-def write_predictions(path: Path, records: list[dict[str, Any]], task: Task) -> None:
-    """One JSON list, one object per text, each with `correct`; all boxes xyxy in pixels of the original image."""
-    lines = [json_text(with_correct(task, with_short_phrases(record)), str(path)) for record in records]
-    write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def evaluate_run(
@@ -232,10 +226,10 @@ def evaluate_run(
     losses = LossSums() if with_loss else None
     unreadable: list[Unreadable] = []
     left_out = unreadable if config.data.skip_broken else None
-    records = evaluate(
+    predictions = evaluate(
         config, model, examples, accelerator, name=f"{split}, {boxes}", losses=losses, unreadable=left_out
     )
-    scores = on_main(accelerator, functools.partial(metrics_of, model.task, records)) | counted(unreadable)
+    scores = on_main(accelerator, functools.partial(metrics_of, model.task, predictions)) | counted(unreadable)
     if losses is not None:
         scores |= {LOSS: None} | losses.score(config)
     metrics = named_metrics(scores, split, boxes)
@@ -245,6 +239,6 @@ def evaluate_run(
         write_json(
             metrics_path, {**without_nan(metrics), "run": str(run_dir), "settings": [*(overrides or []), *convention]}
         )
-        write_predictions(path, records, model.task)
+        write_list(path, predictions)
     accelerator.wait_for_everyone()
     return metrics, path if accelerator.is_main_process else None

@@ -24,13 +24,14 @@ from e2e_vl.examples import Example, ImageExample
 from e2e_vl.io import check_output
 from e2e_vl.metrics.names import named_metrics
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.predictions import Prediction, with_target
 from e2e_vl.run.build import build_collate, build_examples, build_loader, build_text_tokenizer, warn_of_random_boxes
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate
 from e2e_vl.run.launch import make_accelerator, on_main
 from e2e_vl.samples import BrokenImageError, Sample, SampleImage
 from e2e_vl.structures import Batch, ModelOutput, class_names_of
-from e2e_vl.tasks.base import Task, with_target
+from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.phrase_head import with_phrases
 
 
@@ -39,7 +40,7 @@ class Reply:
     """What a model says to one question. Boxes are xyxy in pixels of the original image."""
 
     task: Task
-    record: dict[str, Any]  # what `Task.replies` returned
+    prediction: Prediction  # what `Task.replies` returned
     boxes: np.ndarray  # float32 [R, 4], the candidate boxes that the answer was made from
     images: np.ndarray  # int64 [R], which of the sample's images each of them lies in
     names: list[str]  # R detected classes; "" where the boxes were given or the names are unknown
@@ -128,14 +129,14 @@ class Predictor:
 
     @torch.no_grad()
     def _replies(self, output: ModelOutput) -> list[Reply]:
-        records = self.model.task.replies(with_phrases(output), self.tokenizer)
-        texts_of_each = len(output.batch) // len(records)  # a question with four choices is four texts
+        predictions = self.model.task.replies(with_phrases(output), self.tokenizer)
+        texts_of_each = len(output.batch) // len(predictions)  # a question with four choices is four texts
         return [
-            self._reply(record, output, number * texts_of_each + int(record.get("choice", 0)))
-            for number, record in enumerate(records)
+            self._reply(prediction, output, number * texts_of_each + prediction.chosen_text)
+            for number, prediction in enumerate(predictions)
         ]
 
-    def _reply(self, record: dict[str, Any], output: ModelOutput, text: int) -> Reply:
+    def _reply(self, prediction: Prediction, output: ModelOutput, text: int) -> Reply:
         batch, regions, task = output.batch, output.text_regions, self.model.task
         kept = regions.row[text] >= 0
         images = regions.image[text, kept]
@@ -149,7 +150,7 @@ class Predictor:
             rows = [one[text, :, position, length : length + len(kept)] for one in maps]
             last = next((row for row in reversed(rows) if row.any()), rows[-1])  # a map may have no such block
             attention = last.mean(dim=0)[kept].float().cpu().numpy()
-        return Reply(task, record, boxes, slots, names, attention)
+        return Reply(task, prediction, boxes, slots, names, attention)
 
 
 def _largest_size(example: Example) -> tuple[int, ...]:

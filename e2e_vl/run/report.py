@@ -20,13 +20,12 @@ from matplotlib.ticker import MaxNLocator
 from omegaconf import MISSING
 from PIL import Image
 
-from detector.io import read_json, write_text
+from detector.io import write_text
 from e2e_vl.config import BoxSource, RunConfig
-from e2e_vl.examples import ONLY_PHRASES
 from e2e_vl.io import errors_naming, id_of, name_of, read_log, read_metrics, read_settings_text
 from e2e_vl.metrics.names import MetricName
-from e2e_vl.records import checked
-from e2e_vl.tasks.base import PredictionRecord, PredictionWords, Records, Task, box_in_words, with_target
+from e2e_vl.predictions import Prediction, read_predictions, with_target
+from e2e_vl.tasks.base import PredictionWords, Task
 
 # Losses and evaluations of a run over its steps, as one picture.
 
@@ -221,16 +220,16 @@ MOST_MISTAKES = 8  # rows of the list of frequent mistakes
 
 
 @dataclasses.dataclass(frozen=True)
-class Prediction:
+class Described:
     """One prediction and what the task says of it."""
 
-    record: dict
+    prediction: Prediction
     words: PredictionWords
 
     @property
     def outcome(self) -> str:
         """One of `OUTCOMES`."""
-        correct = self.record["correct"]
+        correct = self.prediction.correct
         if correct is None:
             return "without a label"
         return "right" if correct >= 1 else "partly right" if correct > 0 else "wrong"
@@ -242,7 +241,7 @@ class Sampled:
 
     title: str
     total: int
-    shown: list[Prediction]
+    shown: list[Described]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,51 +258,31 @@ class PredictionLists:
     others: list[Sampled]  # partly right, right and unlabelled predictions, where there are any
 
 
-def check_predictions(records: Sequence[Any], task: Task, path: Path) -> None:
-    """Refuse a file of predictions that does not hold what a report reads.
-
-    Args:
-        records: the list in the file.
-        task: declares what its predictions hold.
-        path: of the file, for errors.
-
-    Raises:
-        UserError: a prediction lacks a key, or has a value that cannot be; the sentence names file and prediction.
-    """
-    kind = task.prediction_record
-    for number, record in enumerate(records, start=1):
-        has_phrases_only = isinstance(record, dict) and record.get(ONLY_PHRASES) is True
-        checked(
-            *(PredictionRecord if has_phrases_only else kind, record, f"{path}: prediction {number}"),
-            remedy="get the run again, or remove the file",
-        )
-
-
-def list_predictions(records: Records, task: Task, number: int, seed: int) -> PredictionLists:
+def list_predictions(predictions: Sequence[Prediction], task: Task, number: int, seed: int) -> PredictionLists:
     """Count and draw from all predictions of a split with one source of boxes.
 
     Args:
-        records: as in `predictions_*.json`, with `correct`; None there is an unknown truth and never an error. Texts
-            with phrases only are left out.
+        predictions: with `correct`; None there is an unknown truth and never an error. Texts with phrases only are left
+            out.
         task: describes them.
         number: at most `number` wrong predictions are drawn, over all groups together, and at most `number` of each
             other outcome. Within a group, and within an outcome, every prediction has the same chance.
         seed: of the drawing.
     """
     generator = np.random.default_rng(seed)
-    predictions = [Prediction(record, task.describe(record)) for record in with_target(records)]
-    groups = {"all": Counter(one.outcome for one in predictions)}
-    for name in sorted({one.words.group for one in predictions} - {""}):
-        groups[name] = Counter(one.outcome for one in predictions if one.words.group == name)
-    wrong = [one for one in predictions if one.outcome == "wrong"]
+    described = [Described(one, task.describe(one)) for one in with_target(predictions)]
+    groups = {"all": Counter(one.outcome for one in described)}
+    for name in sorted({one.words.group for one in described} - {""}):
+        groups[name] = Counter(one.outcome for one in described if one.words.group == name)
+    wrong = [one for one in described if one.outcome == "wrong"]
     others = []
     for outcome in OUTCOMES[1:]:
-        found = [one for one in predictions if one.outcome == outcome]
+        found = [one for one in described if one.outcome == outcome]
         if found:
             others.append(Sampled(outcome, len(found), _draw(found, number, generator)))
     return PredictionLists(
         groups,
-        _mistakes([one for one in predictions if one.outcome in ("wrong", "partly right")]),
+        _mistakes([one for one in described if one.outcome in ("wrong", "partly right")]),
         [outcome for outcome in OUTCOMES if groups["all"][outcome] or outcome in ("wrong", "right")],
         _by_group(wrong, number, generator),
         _grounded(wrong),
@@ -311,35 +290,28 @@ def list_predictions(records: Records, task: Task, number: int, seed: int) -> Pr
     )
 
 
-def phrase_line(record: dict) -> str:
-    """What the phrases of a prediction name, in words; "" for a run without phrases.
-
-    Boxes are in pixels of the original image.
-    """
-    words = {True: ", right", False: ", wrong"}
-    return "; ".join(
-        f"{one['text']}: {'no region' if one['box'] is None else box_in_words(one['box'])} ({one['score']:.2f}"
-        f"{words.get(one.get('correct'), '')})"
-        for one in record.get("grounded", ())
-    )
+def phrase_line(prediction: Prediction) -> str:
+    """What the phrases of a prediction name, in words; "" for a run without phrases."""
+    words = {None: "", True: " right", False: " wrong"}
+    return "; ".join(f"{one.line}{words[one.correct]}" for one in prediction.grounded)
 
 
-def _grounded(wrong: Sequence[Prediction]) -> dict[str, Counter[str]]:
+def _grounded(wrong: Sequence[Described]) -> dict[str, Counter[str]]:
     """Whether what an expression refers by, such as the landmark of a relation, was found although the answer is wrong.
 
     It is every phrase but the first, which is about the answer itself.
     """
     found: dict[str, Counter[str]] = {}
     for one in wrong:
-        judged = [phrase["correct"] for phrase in one.record.get("grounded", ())[1:] if "correct" in phrase]
+        judged = [phrase.correct for phrase in one.prediction.grounded[1:] if phrase.correct is not None]
         if judged:
             found.setdefault(one.words.group, Counter())["right" if all(judged) else "wrong"] += 1
     return found
 
 
-def _by_group(wrong: Sequence[Prediction], number: int, generator: np.random.Generator) -> list[Sampled]:
+def _by_group(wrong: Sequence[Described], number: int, generator: np.random.Generator) -> list[Sampled]:
     """A sample of the errors of each group; the groups take turns until `number` errors are drawn."""
-    groups: dict[str, list[Prediction]] = {}
+    groups: dict[str, list[Described]] = {}
     for one in wrong:
         groups.setdefault(one.words.group, []).append(one)
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
@@ -353,19 +325,19 @@ def _by_group(wrong: Sequence[Prediction], number: int, generator: np.random.Gen
     return [Sampled(name, len(members), _draw(members, takes[name], generator)) for name, members in ordered]
 
 
-def _draw(members: Sequence[Prediction], number: int, generator: np.random.Generator) -> list[Prediction]:
+def _draw(members: Sequence[Described], number: int, generator: np.random.Generator) -> list[Described]:
     """Up to `number` of them, in their order."""
     rows = generator.choice(len(members), size=min(number, len(members)), replace=False)
     return [members[row] for row in sorted(rows)]
 
 
-def _mistakes(predictions: Sequence[Prediction]) -> list[tuple[str, str, int]]:
+def _mistakes(predictions: Sequence[Described]) -> list[tuple[str, str, int]]:
     """Pairs of a truth and another answer that occur in more than one image."""
     found: dict[tuple[str, str, str | None], None] = {}  # each pair once per image, in order
     for one in predictions:
         whole = ((one.words.truth, one.words.answer),) if one.outcome == "wrong" else ()
         for pair in whole if one.words.mistakes is None else one.words.mistakes:
-            found[(*pair, one.record.get("file_name"))] = None
+            found[(*pair, one.prediction.file_name)] = None
     pairs = Counter((truth, answer) for truth, answer, _ in found if truth)
     return [(*pair, count) for pair, count in pairs.most_common(MOST_MISTAKES) if count > 1]
 
@@ -463,17 +435,16 @@ def _prediction_files(run_dir: Path, config: RunConfig) -> list[Path]:
 def _section(path: Path, config: RunConfig, task: Task) -> Section:
     split, _, boxes = path.stem.removeprefix("predictions_").rpartition("_")
     known = {source.value: source.metric_suffix.replace("_", " ") for source in BoxSource.for_evaluation()}
-    records = read_json(path, list[Any])
-    check_predictions(records, task, path)
+    predictions = read_predictions(path, task.prediction_class)
     with errors_naming(path):
-        lists = list_predictions(records, task, config.eval.report_pictures, config.seed)
+        lists = list_predictions(predictions, task, config.eval.report_pictures, config.seed)
     return Section(f"{id_of(split)}, {known.get(boxes, boxes)}", lists)
 
 
-def _card(prediction: Prediction, task: Task) -> Card:
+def _card(described: Described, task: Task) -> Card:
     picture, problem, is_wide = "", "", False
     try:
-        drawn = task.draw(prediction.record)
+        drawn = task.draw(described.prediction)
     except (OSError, ValueError) as error:  # of the image: it lies in an archive, or was moved meanwhile
         drawn, problem = None, str(error)
     if drawn is not None:
@@ -483,7 +454,8 @@ def _card(prediction: Prediction, task: Task) -> Card:
         image = image.resize((max(round(image.width * factor), 1), max(round(image.height * factor), 1)))
         image.save(buffer, "JPEG", quality=85)
         picture = _data_uri(buffer.getvalue(), "jpeg")
-    return Card(prediction.words, prediction.outcome, picture, problem, phrase_line(prediction.record), is_wide)
+    phrases = phrase_line(described.prediction)
+    return Card(described.words, described.outcome, picture, problem, phrases, is_wide)
 
 
 def _data_uri(content: bytes, kind: str) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -20,8 +19,9 @@ from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.metrics.names import COUNTS, MetricName
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.predictions import Prediction, with_target
 from e2e_vl.run.build import Run, Start
-from e2e_vl.tasks.base import Records, Task, with_target
+from e2e_vl.tasks.base import Task
 
 PICTURES = 4  # of each evaluation
 PROJECT = "e2e-vl"  # name of the project, or of the folder, that trackers put the run into
@@ -55,7 +55,9 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bo
             yield prefix + name, value if isinstance(value, bool | int | float | str) else str(value)
 
 
-def track_pictures(accelerator: Accelerator, task: Task, records: Records, name: str, step: int) -> None:
+def track_pictures(
+    accelerator: Accelerator, task: Task, predictions: Sequence[Prediction], name: str, step: int
+) -> None:
     """Give the predictions for the first text with a target of the first images, drawn, to trackers of pictures.
 
     They are the same texts in every evaluation, so that a tracker shows how their answers change. A text whose image
@@ -67,12 +69,14 @@ def track_pictures(accelerator: Accelerator, task: Task, records: Records, name:
     takers = [one for one in accelerator.trackers if hasattr(one, "log_images")]
     if not takers:
         return
-    records = with_target(records)
-    of_images = {record["file_name"]: record for record in reversed(records) if record.get("file_name")}
-    shown = [record for record in records if of_images.get(record.get("file_name")) is record][:PICTURES]
-    for number, record in enumerate(shown):
+    first_of: dict[str, Prediction] = {}  # of each image
+    for one in with_target(predictions):
+        if one.file_name is not None:
+            first_of.setdefault(one.file_name, one)
+    for number, prediction in enumerate(list(first_of.values())[:PICTURES]):
+        words = task.describe(prediction)
         try:
-            picture = _picture(task, {**record, "correct": task.correct(record)})
+            picture = draw_boxes(task.draw(prediction), [], title=f"{words.asked} -> {words.answer}")
         except (FileNotFoundError, ValueError):  # it lies in an archive, or was moved meanwhile
             continue
         for tracker in takers:
@@ -82,11 +86,6 @@ def track_pictures(accelerator: Accelerator, task: Task, records: Records, name:
             else:  # for aim and clearml a value is one picture, for the others a list
                 value = picture if tracker.name in ("aim", "clearml") else [picture]
                 tracker.log_images({key: value}, step=step)
-
-
-def _picture(task: Task, record: dict[str, Any]) -> np.ndarray:
-    words = task.describe(record)
-    return draw_boxes(task.draw(record), [], title=f"{words.asked} -> {words.answer}")
 
 
 def without_constants(config: RunConfig, values: Mapping[str, float | None]) -> dict[str, float]:

@@ -7,13 +7,11 @@ import dataclasses
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-import msgspec
 import numpy as np
 import torch.nn.functional as F
 from jaxtyping import Float
-from msgspec import Meta
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -21,8 +19,8 @@ from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Detector
 from e2e_vl.drawing import draw_boxes
-from e2e_vl.examples import ONLY_PHRASES, Preprocessor
-from e2e_vl.records import Count, FourNumbers, Record, Score
+from e2e_vl.examples import Preprocessor
+from e2e_vl.predictions import ONLY_PHRASES, Box, PhrasesOnly, Prediction, Ranked
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
@@ -108,63 +106,6 @@ class Head(nn.Module):
         return scores.squeeze(-1) if self.is_score else scores
 
 
-# What the predictions of a file must hold for reports; each task declares more of its own.
-
-
-Items = Annotated[float, Meta(ge=0, le=2**31)]  # a number of hidden items, which sums in float32 make
-
-
-class NamedBox(Record, kw_only=True):
-    """What one phrase of a text names."""
-
-    text: str
-    box: FourNumbers | None
-    score: Score
-    correct: bool = True
-
-
-class PredictionRecord(Record, kw_only=True):
-    """What every prediction has."""
-
-    correct: Score | None
-    sent: str = ""
-    family: str | None = None
-    file_name: str | None = None
-    grounded: tuple[NamedBox, ...] = ()
-
-
-class ChosenItem(Record):
-    """What was chosen for one hidden item of a text."""
-
-    place: Count
-    chosen: str
-    truth: str
-
-
-def found_items(names: Iterable[str]) -> type[PredictionRecord]:
-    """The kind of predictions that count hidden items: of each name `<name>`, `<name>_right` and `<name>_choices`."""
-    fields: list[tuple] = []
-    for name in names:
-        fields += [(name, Items), (f"{name}_right", Items), (f"{name}_choices", tuple[ChosenItem, ...], ())]
-    return msgspec.defstruct("FoundItems", fields, bases=(PredictionRecord,), kw_only=True)
-
-
-def check_lengths(**lists: Sequence | None) -> None:
-    """Refuse lists of a record that should have an entry for each other's entries; None is left out.
-
-    Raises:
-        ValueError: the lengths differ.
-    """
-    lengths = {name: len(one) for name, one in lists.items() if one is not None}
-    if len(set(lengths.values())) > 1:
-        found = " and ".join(f"{length} {name}" for name, length in lengths.items())
-        raise ValueError(f"there are {found}, expected equally many")
-
-
-CLEARLY_NAMED = 0.5  # least score of a phrase that names one region clearly
-Records = list[dict[str, Any]]  # plain, JSON-able: one per prediction
-
-
 def check_choices(config: Any) -> None:
     """Raises ValueError for a field of `task.config` whose type lists its values (`Literal`) and that has another."""
     for name, hint in typing.get_type_hints(type(config)).items():
@@ -189,17 +130,6 @@ def check_dropout(name: str, value: float) -> None:
     """Raises ValueError, naming the key `task.config.<name>`, unless the dropout is at least 0 and below 1."""
     if not 0 <= value < 1:
         raise UserError(f"task.config.{name} is {value}; a dropout must be at least 0 and below 1.")
-
-
-def with_target(records: Records) -> Records:
-    """Of some predictions those for texts that have a target of the task; the others have phrases only."""
-    return [record for record in records if not record.get(ONLY_PHRASES)]
-
-
-def without_answers(predictions: Records, given: Records) -> Records:
-    """Predictions without what a task answers to texts that have phrases only: of those only what was given stays."""
-    given_of = {record["text_index"]: record for record in given if record.get(ONLY_PHRASES)}
-    return [given_of.get(record["text_index"], record) for record in predictions] if given_of else predictions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,13 +182,7 @@ class HeadStart:
         return self.otherwise.for_weights(names)
 
 
-def box_in_words(box: Sequence[float]) -> str:
-    """A box, xyxy in pixels of the original image, in whole pixels."""
-    x1, y1, x2, y2 = map(round, box)
-    return f"x {x1} to {x2}, y {y1} to {y2}"
-
-
-def phrase_marks(record: dict[str, Any], first: int = 0) -> tuple[list[list[float]], list[str], list[bool]]:
+def phrase_marks(prediction: Prediction, first: int = 0) -> tuple[list[Box], list[str], list[bool]]:
     """Boxes and labels of what the phrases of a prediction name, for its picture, and which of them are unsure.
 
     Phrases that several regions fit about equally well are left out, except the second and later ones of a wrong
@@ -269,15 +193,14 @@ def phrase_marks(record: dict[str, Any], first: int = 0) -> tuple[list[list[floa
         first: number of the first phrase that may be shown.
     """
     boxes, labels, unsure = [], [], []
-    for number, one in enumerate(record.get("grounded", ())):
-        is_clear = one["score"] >= CLEARLY_NAMED
-        may_explain = number > 0 and record.get("correct") == 0
-        if number < first or one["box"] is None or not (is_clear or may_explain):
+    for number, one in enumerate(prediction.grounded):
+        may_explain = number > 0 and prediction.correct == 0
+        if number < first or one.box is None or not (one.is_clear or may_explain):
             continue
-        boxes.append(one["box"])
-        mark = "" if one.get("correct", True) else "?"
-        labels.append(f"{one['text']}{mark}" + ("" if is_clear else f" {one['score']:.2f}, unsure"))
-        unsure.append(not is_clear)
+        boxes.append(one.box)
+        mark = "?" if one.correct is False else ""
+        labels.append(f"{one.text}{mark}" + ("" if one.is_clear else f" {one.score:.2f}, unsure"))
+        unsure.append(not one.is_clear)
     return boxes, labels, unsure
 
 
@@ -306,7 +229,7 @@ class Task(nn.Module, abc.ABC):
     # a second text segment starts as a copy of the first, which alone was trained before (official VL-BERT code)
     copies_first_segment: ClassVar[bool] = False
     renamed: ClassVar[Mapping[str, str]] = {}  # prefixes of parameter names in models that were saved before -> now
-    prediction_record: type[PredictionRecord] = PredictionRecord  # what reports need of a prediction in a file
+    prediction_class: ClassVar[type[Prediction]] = Prediction  # what `predict` returns
     # properties where they follow from the config
     needs: tuple[Ability, ...] = ()  # what the encoder must be able to do
     answers: Sequence[str] = ()  # the list that a part of it chooses from; it is saved with the model
@@ -384,52 +307,60 @@ class Task(nn.Module, abc.ABC):
         """Losses (where the batch has targets) and logits of M texts, the same in training and in evaluation."""
 
     @abc.abstractmethod
-    def predict(self, batch: Batch, output: ModelOutput) -> Records:
-        """One plain, JSON-able record per text: the batch's record plus the prediction; boxes in original pixels."""
+    def predict(self, batch: Batch, output: ModelOutput) -> list[Prediction]:
+        """One prediction per text, made by `prediction`; boxes in pixels of the original image."""
 
-    def replies(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> Records:
+    def prediction(self, record: Mapping[str, Any], **answer: Any) -> Prediction:
+        """The prediction for a text of the batch, of the task's own class; of a text without a target its phrases."""
+        if record.get(ONLY_PHRASES):
+            return PhrasesOnly.of({name: value for name, value in record.items() if name != ONLY_PHRASES})
+        return self.prediction_class.of(record, **answer)
+
+    def replies(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> list[Prediction]:
         """The predictions for users' questions, by default as in `predict`."""
         return self.predict(output.batch, output)
 
     @abc.abstractmethod
-    def correct(self, record: dict[str, Any]) -> float | None:
+    def correct(self, prediction: Prediction) -> float | None:
         """How right one prediction is, 0 to 1; what `metrics` averages and reports show. None: the truth is unknown."""
 
     @abc.abstractmethod
-    def metrics(self, records: Records) -> dict[str, float]:
-        """Score the records that `predict` returned for a whole split."""
+    def metrics(self, predictions: list[Prediction]) -> dict[str, float]:
+        """Score the predictions for a whole split."""
 
-    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
-        """Write the predictions of a whole split in the format that the task's server or the literature expects.
+    def write_submission(
+        self, path: Path, predictions: list[Prediction], second: list[Prediction] | None = None
+    ) -> None:
+        """Write the predictions for a whole split in the format that the task's server or the literature expects.
 
         Args:
-            records: what `predict` returned, in the order of the data set.
+            predictions: in the order of the data set.
             second: the same of the second run, for a task that has `second_run`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no submission file.")
 
-    def joint_metrics(self, records: Records, second: Records) -> dict[str, float]:
+    def joint_metrics(self, predictions: list[Prediction], second: list[Prediction]) -> dict[str, float]:
         """Scores that need both runs, where the split has labels; for a task that has `second_run`."""
         return {}
 
-    def ranked(self, record: dict[str, Any]) -> list[tuple[str, float]]:
-        """The best answers of one prediction with their scores, best first; none where an answer is not a text."""
-        return []
+    def ranked(self, prediction: Prediction) -> Ranked:
+        """The best answers with their scores, best first; none where an answer is not a text."""
+        return ()
 
-    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+    def answer_lines(self, prediction: Prediction) -> list[str]:
         """One prediction in words, the answer first; by default the ranked answers."""
-        return [f"{score:.3f}  {answer}" for answer, score in self.ranked(record)]
+        return [f"{score:.3f}  {answer}" for answer, score in self.ranked(prediction)]
 
-    def pointed(self, record: dict[str, Any]) -> list[tuple[str, list[float]]]:
-        """Labels and boxes, in pixels of the original image, that one prediction points at.
+    def pointed(self, prediction: Prediction) -> list[tuple[str, Box]]:
+        """Labels and boxes that one prediction points at.
 
         By default the one of a task that `points_at_box`, and none of others.
         """
-        if not self.points_at_box or record["box"] is None:
+        if not self.points_at_box or prediction.box is None:
             return []
-        return [(f"{record['class'] or ''} {record['score']:.2f}".strip(), record["box"])]
+        return [(f"{prediction.detected_class or ''} {prediction.score:.2f}".strip(), prediction.box)]
 
-    def draw(self, record: dict[str, Any]) -> np.ndarray | None:
+    def draw(self, prediction: Prediction) -> np.ndarray | None:
         """uint8 RGB picture [height, width, 3] of one prediction with the truth; by default the image with its phrases.
 
         None: the text has no image.
@@ -437,13 +368,12 @@ class Task(nn.Module, abc.ABC):
         Raises:
             FileNotFoundError, ValueError: the image lies in an archive, or is missing now.
         """
-        name = record.get("file_name")
-        if name is None:
+        if prediction.file_name is None:
             return None
-        boxes, labels, unsure = phrase_marks(record)
-        return draw_boxes(load_image(name, "RGB"), boxes, labels, dashed=unsure)
+        boxes, labels, unsure = phrase_marks(prediction)
+        return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels, dashed=unsure)
 
-    def describe(self, record: dict[str, Any]) -> PredictionWords:
+    def describe(self, prediction: Prediction) -> PredictionWords:
         """What was asked, answered and right."""
-        answer = next(iter(self.answer_lines(record)), "")
-        return PredictionWords(record.get("sent", ""), answer, group=record.get("family") or "")
+        answer = next(iter(self.answer_lines(prediction)), "")
+        return PredictionWords(prediction.text, answer, group=prediction.family or "")

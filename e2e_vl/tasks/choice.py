@@ -24,10 +24,12 @@ from transformers import PreTrainedTokenizerBase
 from detector.errors import UserError
 from detector.structures import Detector, Loss
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
-from e2e_vl.metrics.vqa import UNKNOWN
+from e2e_vl.metrics.gqa import GQAPrediction
+from e2e_vl.metrics.vqa import UNKNOWN, VQAPrediction
+from e2e_vl.predictions import Prediction, Ranked
 from e2e_vl.samples import DatasetInfo, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
-from e2e_vl.tasks.base import Head, HeadStart, NewLayers, Records, Sizes, Task, Transform, check_choices, check_dropout
+from e2e_vl.tasks.base import Head, HeadStart, NewLayers, Sizes, Task, Transform, check_choices, check_dropout
 from e2e_vl.text import TextTokenizer
 
 MANY_UNKNOWN = 0.5  # share of questions that is worth a warning
@@ -158,7 +160,6 @@ class AnswerTask(Task):
         otherwise=HeadStart(copies={"word_head.transform.": "head.transform."}, random=("head.output.",)),
     )
     loss_name: ClassVar[str]  # in the log
-    predicted: ClassVar[str] = "answer"  # key of the predicted answer in records
 
     def __init__(self, summary_size: int, config: AnswerConfig):
         super().__init__()
@@ -282,8 +283,8 @@ class AnswerTask(Task):
             total = F.kl_div(logits.log_softmax(dim=1), scores, reduction="sum")
         return Loss(total=total, count=logits.new_tensor(float(len(logits))))
 
-    def predict(self, batch: Batch, output: ModelOutput) -> Records:
-        """Add to each record the answer, its `score` and `top_answers` [[answer, score], ...], best first.
+    def predict(self, batch: Batch, output: ModelOutput) -> list[Prediction]:
+        """The best answer, its `score`, and `top_answers`, best first.
 
         Scores are sigmoids of the logits; with the losses on a softmax, shares among all answers. Of answers with equal
         logits the first of the list is the best, as in the arg-max of the official codes.
@@ -297,10 +298,10 @@ class AnswerTask(Task):
         best = ranked.indices[:, :number]
         predictions = []
         for record, *found in zip(batch.records, best.tolist(), shares.gather(1, best).tolist(), strict=True):
-            top = [[self.answers[answer], score] for answer, score in zip(*found, strict=True)]
-            predictions.append(record | {self.predicted: top[0][0], "score": top[0][1], "top_answers": top})
+            top = [(self.answers[answer], score) for answer, score in zip(*found, strict=True)]
+            predictions.append(self.prediction(record, answer=top[0][0], score=top[0][1], top_answers=top))
         return predictions
 
-    def ranked(self, record: dict[str, Any]) -> list[tuple[str, float]]:
+    def ranked(self, prediction: VQAPrediction | GQAPrediction) -> Ranked:
         """The best `top_answers` answers with their scores."""
-        return [(answer, score) for answer, score in record["top_answers"]]
+        return prediction.top_answers

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+import msgspec
 import numpy as np
 from jaxtyping import Int64
 from torch import Tensor
@@ -23,10 +23,10 @@ from detector.images import load_image
 from detector.structures import Detector
 from e2e_vl.drawing import BLUE, GREEN, RED, Colour, draw_boxes
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
-from e2e_vl.records import FourNumbers, Id, Number, Record, Score
+from e2e_vl.predictions import Box, Id, Prediction, Score
 from e2e_vl.samples import Categories, DatasetInfo, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.base import PredictionRecord, PredictionWords, Records, Task, check_lengths
+from e2e_vl.tasks.base import PredictionWords, Task
 from e2e_vl.text import TextTokenizer
 
 
@@ -60,27 +60,28 @@ class DetectionPreprocessor(Preprocessor):
         yield TextExample(self.text_tokenizer.single(()), text.image_index, self.record(text, images), targets)
 
 
-class TrueObject(Record):
+class TrueObject(msgspec.Struct, frozen=True):
     """An annotated object in a prediction."""
 
-    box: FourNumbers
-    category_id: Number
+    box: Box
+    category_id: int
     category: str
     is_crowd: bool
+    area: float | None = None  # of its mask, pixels; None: of its box
 
 
-class DetectionPrediction(PredictionRecord, kw_only=True):
-    """A prediction in a file: the detections of one image, best score first."""
+class DetectionPrediction(Prediction, kw_only=True):
+    """The detections of one image, best score first."""
 
     image_id: Id
-    file_name: str
-    boxes: tuple[FourNumbers, ...]
+    boxes: tuple[Box, ...]
     scores: tuple[Score, ...]
-    category_ids: tuple[Number, ...]
+    category_ids: tuple[int, ...]
     objects: tuple[TrueObject, ...]
 
     def __post_init__(self) -> None:
-        check_lengths(boxes=self.boxes, scores=self.scores, category_ids=self.category_ids)
+        if not len(self.boxes) == len(self.scores) == len(self.category_ids):
+            raise ValueError("boxes, scores and category_ids have different lengths")
 
 
 class DetectionTask(Task):
@@ -88,7 +89,7 @@ class DetectionTask(Task):
 
     predicts_classes = True
     answers_questions = False
-    prediction_record = DetectionPrediction
+    prediction_class = DetectionPrediction
 
     def __init__(self, hidden_size: int, config: DetectionConfig | None = None):
         super().__init__()
@@ -115,13 +116,11 @@ class DetectionTask(Task):
             raise UserError("Detection learns from nothing but the detection losses; set detector.loss_weight to 1.")
         return TaskOutput(losses={}, logits=regions.features.new_zeros(len(batch), 0))
 
-    def predict(self, batch: Batch, output: ModelOutput) -> Records:
-        """Add the detections of each image, best score first, to its record.
-
-        Keys: `boxes` [[x1, y1, x2, y2]] in pixels of the original image, `scores` and `category_ids`.
+    def predict(self, batch: Batch, output: ModelOutput) -> list[DetectionPrediction]:
+        """The detections of each image.
 
         Raises:
-            ValueError: the boxes were given to the detector, or it has another number of classes than the data set.
+            UserError: the boxes were given to the detector, or it has another number of classes than the data set.
         """
         regions = output.regions
         if regions.scores is None:
@@ -136,36 +135,38 @@ class DetectionTask(Task):
         for row, image in enumerate(batch.image_index[:, 0].tolist()):
             sizes = batch.images.sizes[image].tolist(), batch.images.original_sizes[image].tolist()
             boxes, kept = rescale_detections(regions.boxes[image], *sizes)
-            found = {
-                "boxes": boxes.tolist(),
-                "scores": regions.scores[image][kept].tolist(),
-                "category_ids": category_ids[row][regions.classes[image][kept]].tolist(),
-            }
-            predictions.append(batch.records[row] | found)
+            predictions.append(
+                self.prediction(
+                    batch.records[row],
+                    boxes=boxes.tolist(),
+                    scores=regions.scores[image][kept].tolist(),
+                    category_ids=category_ids[row][regions.classes[image][kept]].tolist(),
+                )
+            )
         return predictions
 
-    def correct(self, record: dict[str, Any]) -> float:
+    def correct(self, prediction: DetectionPrediction) -> float:
         """F1 of one image: detections with a sufficient score against the objects that are no crowd.
 
         1 if there is nothing to find and nothing was found.
         """
-        shown, found = self._matches(record)
-        total = len(shown) + sum(not entry["is_crowd"] for entry in record["objects"])
+        shown, found = self._matches(prediction)
+        total = len(shown) + sum(not entry.is_crowd for entry in prediction.objects)
         return 2 * len(found) / total if total else 1.0
 
-    def _matches(self, record: dict[str, Any]) -> tuple[list[int], dict[int, int]]:
+    def _matches(self, prediction: DetectionPrediction) -> tuple[list[int], dict[int, int]]:
         """Rows of the detections with a sufficient score, and which object some of them found.
 
         Detections, best first, each take the free object of their category that they overlap most.
         """
-        shown = [row for row, score in enumerate(record["scores"]) if score >= self.config.shown_score]
-        rows = [row for row, entry in enumerate(record["objects"]) if not entry["is_crowd"]]
+        shown = [row for row, score in enumerate(prediction.scores) if score >= self.config.shown_score]
+        rows = [row for row, entry in enumerate(prediction.objects) if not entry.is_crowd]
         if not shown or not rows:
             return shown, {}
-        boxes = np.array([record["boxes"][row] for row in shown], dtype=np.float64)
-        iou = pairwise_iou(boxes, np.array([record["objects"][row]["box"] for row in rows], dtype=np.float64))
-        found_ids = np.array([record["category_ids"][row] for row in shown])
-        iou[found_ids[:, None] != np.array([record["objects"][row]["category_id"] for row in rows])] = 0
+        boxes = np.array([prediction.boxes[row] for row in shown], dtype=np.float64)
+        iou = pairwise_iou(boxes, np.array([prediction.objects[row].box for row in rows], dtype=np.float64))
+        found_ids = np.array([prediction.category_ids[row] for row in shown])
+        iou[found_ids[:, None] != np.array([prediction.objects[row].category_id for row in rows])] = 0
         found = {}
         for number, row in enumerate(shown):
             best = int(iou[number].argmax())
@@ -174,29 +175,29 @@ class DetectionTask(Task):
                 iou[:, best] = 0
         return shown, found
 
-    def metrics(self, records: Records) -> dict[str, float | None]:
+    def metrics(self, predictions: list[DetectionPrediction]) -> dict[str, float | None]:
         """COCO average precision, see `detector.coco_ap.coco_metrics`."""
-        return coco_metrics(records)
+        return coco_metrics([msgspec.to_builtins(prediction) for prediction in predictions])
 
-    def draw(self, record: dict[str, Any]) -> np.ndarray:
+    def draw(self, prediction: DetectionPrediction) -> np.ndarray:
         """Detections with a sufficient score in blue (wrong: red), objects that none of them found in green."""
-        names = self.category_names | {entry["category_id"]: entry["category"] for entry in record["objects"]}
-        shown, found = self._matches(record)
-        drawn: list[tuple[list[float], str, Colour]] = []
+        names = self.category_names | {entry.category_id: entry.category for entry in prediction.objects}
+        shown, found = self._matches(prediction)
+        drawn: list[tuple[Box, str, Colour]] = []
         for row in shown:
-            category = record["category_ids"][row]
-            label = f"{names.get(category, f'category {category}')} {record['scores'][row]:.2f}"
-            drawn.append((record["boxes"][row], label, BLUE if row in found else RED))
-        for number, entry in enumerate(record["objects"]):
+            category = prediction.category_ids[row]
+            label = f"{names.get(category, f'category {category}')} {prediction.scores[row]:.2f}"
+            drawn.append((prediction.boxes[row], label, BLUE if row in found else RED))
+        for number, entry in enumerate(prediction.objects):
             if number not in found.values():
-                label = f"{'crowd of' if entry['is_crowd'] else 'missed'} {entry['category']}"
-                drawn.append((entry["box"], label, GREEN))
+                label = f"{'crowd of' if entry.is_crowd else 'missed'} {entry.category}"
+                drawn.append((entry.box, label, GREEN))
         boxes, labels, colours = [list(column) for column in zip(*drawn, strict=True)] or [[], [], []]
-        return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels=labels, colours=colours)
+        return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels=labels, colours=colours)
 
-    def describe(self, record: dict[str, Any]) -> PredictionWords:
+    def describe(self, prediction: DetectionPrediction) -> PredictionWords:
         """How many objects were found, and how many boxes are wrong."""
-        shown, found = self._matches(record)
-        total = sum(not entry["is_crowd"] for entry in record["objects"])
+        shown, found = self._matches(prediction)
+        total = sum(not entry.is_crowd for entry in prediction.objects)
         answer = f"objects found: {len(found)} of {total}, wrong boxes: {len(shown) - len(found)}"
-        return PredictionWords(f"image {record['image_id']}", answer, note=f"F1 {self.correct(record):.2f}")
+        return PredictionWords(f"image {prediction.image_id}", answer, note=f"F1 {self.correct(prediction):.2f}")

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -35,19 +35,21 @@ from e2e_vl.examples import (
     ragged,
     wordpieces_of,
 )
-from e2e_vl.metrics.flickr30k import first_hit, phrase_metrics, right_candidates, write_submission
-from e2e_vl.records import Count, FourNumbers, Score
+from e2e_vl.metrics.flickr30k import (
+    Flickr30KPrediction,
+    first_hit,
+    phrase_metrics,
+    right_candidates,
+    write_submission,
+)
+from e2e_vl.predictions import Box, box_text
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import (
     NewLayers,
-    PredictionRecord,
     PredictionWords,
-    Records,
     Task,
-    box_in_words,
     check_choices,
-    check_lengths,
     start_head,
 )
 from e2e_vl.tasks.phrase_head import overlapping, pointing_loss
@@ -135,30 +137,11 @@ def first_occurrence(words: str, span: tuple[int, int]) -> tuple[int, int]:
     return span
 
 
-class Flickr30KPrediction(PredictionRecord, kw_only=True):
-    """A prediction in a file; what has an entry for each phrase, and None where the truth is unknown."""
-
-    sent: str
-    file_name: str
-    phrases: tuple[str, ...]
-    boxes: tuple[FourNumbers | None, ...]
-    scores: tuple[Score, ...]
-    ranks: tuple[Count | None, ...] | None = None
-    phrase_types: tuple[tuple[str, ...], ...] | None = None
-    gt_boxes: tuple[tuple[FourNumbers, ...], ...] | None = None
-
-    def __post_init__(self) -> None:
-        names = ("phrases", "boxes", "scores", "ranks", "phrase_types", "gt_boxes")
-        check_lengths(**{name: getattr(self, name) for name in names})
-        if self.ranks is not None and None in (self.phrase_types, self.gt_boxes):
-            raise ValueError("there are 'ranks', but no 'phrase_types' or 'gt_boxes'")
-
-
 class Flickr30KTask(Task):
     """A share of attention per region for each phrase; the region with the largest is the answer."""
 
     writes_submission = True
-    prediction_record = Flickr30KPrediction
+    prediction_class = Flickr30KPrediction
     example_call = '"photo.jpg", "[a man] in [a red shirt]"'
 
     def __init__(self, hidden_size: int, config: Flickr30KConfig | None = None):
@@ -186,7 +169,7 @@ class Flickr30KTask(Task):
                 spans.append((len(words), len(words) + len(part)))
             words += part
         spans = spans or [(0, len(words))]
-        facts = {"sent": words, "phrases": [words[slice(*span)] for span in spans]}
+        facts = {"phrases": [words[slice(*span)] for span in spans]}
         return question.sample(SampleText(0, words, facts, PhraseBoxes(tuple(spans), None)))
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
@@ -245,101 +228,93 @@ class Flickr30KTask(Task):
         loss = pointing_loss(shares, is_right)
         return loss if self.config.loss_per == "phrase" else Loss(loss.total, shares.new_tensor(float(texts)))
 
-    def predict(self, batch: Batch, output: ModelOutput) -> Records:
-        """Add the answers to each record; boxes are [x1, y1, x2, y2] in pixels of the original image.
-
-        Keys, each with an entry per phrase: `boxes` (None: there is no region), `scores`, the attention on them, and
-        where the truth is known `ranks`, the place of the best right region among the regions from 0 (None: there is no
-        right one); else `ranks` is None.
-        """
+    def predict(self, batch: Batch, output: ModelOutput) -> list[Flickr30KPrediction]:
+        """The region with the largest attention for each phrase, and the rank of the best right one if it is known."""
         regions, spans = output.text_regions, batch.targets.spans
         boxes = regions.original_boxes(batch.images.scales).detach().cpu().double().numpy()
         shares = output.task.logits.detach().cpu().double().exp().numpy()  # in float32 small shares would all be 0
         kept = (output.task.logits > -torch.inf).cpu().numpy()
         predictions, phrase = [], 0
         for text, (record, count) in enumerate(zip(batch.records, spans.counts.tolist(), strict=True)):
-            answer: dict[str, list | None] = {"boxes": [], "scores": [], "ranks": [] if "gt_boxes" in record else None}
+            best_boxes, best_scores, ranks = [], [], []
             for number in range(count):
                 own, score = boxes[text, kept[phrase]], shares[phrase, kept[phrase]]
-                order = np.argsort(-score, kind="stable")
-                answer["boxes"].append(own[order[0]].tolist() if len(own) else None)
-                answer["scores"].append(float(score[order[0]]) if len(own) else 0.0)
-                if answer["ranks"] is not None:
-                    is_right = right_candidates(own, record["gt_boxes"][number])
-                    answer["ranks"].append(first_hit(score, is_right))
+                best = int(np.argsort(-score, kind="stable")[0]) if len(own) else None
+                best_boxes.append(None if best is None else own[best].tolist())
+                best_scores.append(0.0 if best is None else float(score[best]))
+                if "gt_boxes" in record:
+                    ranks.append(first_hit(score, right_candidates(own, record["gt_boxes"][number])))
                 phrase += 1
-            predictions.append(record | answer)
+            ranks = ranks if "gt_boxes" in record else None
+            predictions.append(self.prediction(record, boxes=best_boxes, scores=best_scores, ranks=ranks))
         return predictions
 
-    def correct(self, record: dict[str, Any]) -> float | None:
+    def correct(self, prediction: Flickr30KPrediction) -> float | None:
         """Share of the phrases whose region is right; None where the truth is unknown."""
-        ranks = record.get("ranks")
+        ranks = prediction.ranks
         return None if ranks is None else sum(rank == 0 for rank in ranks) / len(ranks)
 
-    def metrics(self, records: Records) -> dict[str, float]:
+    def metrics(self, predictions: list[Flickr30KPrediction]) -> dict[str, float]:
         """Recalls over all phrases and by their types; see `e2e_vl.metrics.flickr30k`."""
-        return phrase_metrics(records)
+        return phrase_metrics(predictions)
 
-    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
+    def write_submission(
+        self, path: Path, predictions: list[Flickr30KPrediction], second: list[Flickr30KPrediction] | None = None
+    ) -> None:
         """A JSON list of sentences with the boxes of their phrases, see `e2e_vl.metrics.flickr30k`."""
-        write_submission(path, records)
+        write_submission(path, predictions)
 
-    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+    def answer_lines(self, prediction: Flickr30KPrediction) -> list[str]:
         """Where each phrase is, in their order."""
-        rows = zip(record["phrases"], record["boxes"], record["scores"], strict=True)
+        rows = zip(prediction.phrases, prediction.boxes, prediction.scores, strict=True)
         return [
-            f"{phrase}: {_in_words(box)}" + ("" if box is None else f" ({score:.3f})") for phrase, box, score in rows
+            f"{phrase}: {_box_or_nothing(box)}" + ("" if box is None else f" ({score:.3f})")
+            for phrase, box, score in rows
         ]
 
-    def pointed(self, record: dict[str, Any]) -> list[tuple[str, list[float]]]:
+    def pointed(self, prediction: Flickr30KPrediction) -> list[tuple[str, Box]]:
         """Each phrase with its box."""
-        rows = zip(record["phrases"], record["boxes"], record["scores"], strict=True)
+        rows = zip(prediction.phrases, prediction.boxes, prediction.scores, strict=True)
         return [(f"{phrase} {score:.2f}", box) for phrase, box, score in rows if box is not None]
 
-    def draw(self, record: dict[str, Any]) -> np.ndarray:
+    def draw(self, prediction: Flickr30KPrediction) -> np.ndarray:
         """The region of each phrase in a colour of its own; of a wrong one also the boxes that are meant."""
         boxes, labels, colours = [], [], []
-        ranks = record.get("ranks") or [0] * len(record["phrases"])
-        for number, (phrase, box, rank) in enumerate(zip(record["phrases"], record["boxes"], ranks, strict=True)):
-            colour = PALETTE[number % len(PALETTE)]
+        ranks = prediction.ranks or [0] * len(prediction.phrases)
+        for number, (phrase, box, rank) in enumerate(zip(prediction.phrases, prediction.boxes, ranks, strict=True)):
             if box is not None:
                 boxes.append(box)
                 labels.append(phrase if rank == 0 else f"{phrase}?")
             if rank != 0:
-                boxes += record["gt_boxes"][number]
-                labels += [f"meant: {phrase}"] * len(record["gt_boxes"][number])
-            colours += [colour] * (len(boxes) - len(colours))
-        return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels, colours)
+                boxes += prediction.gt_boxes[number]
+                labels += [f"meant: {phrase}"] * len(prediction.gt_boxes[number])
+            colours += [PALETTE[number % len(PALETTE)]] * (len(boxes) - len(colours))
+        return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels, colours)
 
-    def describe(self, record: dict[str, Any]) -> PredictionWords:
+    def describe(self, prediction: Flickr30KPrediction) -> PredictionWords:
         """The sentence, where its phrases are, and how many are right; the group is the type that all of them have."""
-        ranks = record.get("ranks")
-        types = {kind for own in record.get("phrase_types", ()) for kind in own}
-        note, mistakes = "", None
+        ranks, types = prediction.ranks, {kind for own in prediction.phrase_types or () for kind in own}
+        note, truth, mistakes = "", "", None
         if ranks is not None:
             unreachable = sum(rank is None for rank in ranks)
             note = f"{sum(rank == 0 for rank in ranks)} of {len(ranks)} phrases are right"
             note += f", {unreachable} have no right candidate" if unreachable else ""
-            rows = zip(record["phrase_types"], ranks, strict=True)
             mistakes = tuple(
                 ("/".join(own), "no right candidate" if rank is None else "another region")
-                for own, rank in rows
+                for own, rank in zip(prediction.phrase_types, ranks, strict=True)
                 if rank != 0
             )
+            rows = zip(prediction.phrases, prediction.gt_boxes, strict=True)
+            truth = "; ".join(f"{phrase}: {' or '.join(map(_box_or_nothing, boxes))}" for phrase, boxes in rows)
         return PredictionWords(
-            record["sent"],
-            "; ".join(self.answer_lines(record)),
-            truth=_truth_in_words(record) if "gt_boxes" in record else "",
+            prediction.text,
+            "; ".join(self.answer_lines(prediction)),
+            truth=truth,
             note=note,
             group="" if not types else types.pop() if len(types) == 1 else "several types",
             mistakes=mistakes,
         )
 
 
-def _truth_in_words(record: dict[str, Any]) -> str:
-    rows = zip(record["phrases"], record["gt_boxes"], strict=True)
-    return "; ".join(f"{phrase}: {' or '.join(map(_in_words, boxes))}" for phrase, boxes in rows)
-
-
-def _in_words(box: Sequence[float] | None) -> str:
-    return "nothing: there is no region to choose from" if box is None else box_in_words(box)
+def _box_or_nothing(box: Box | None) -> str:
+    return "nothing: there is no region to choose from" if box is None else box_text(box)

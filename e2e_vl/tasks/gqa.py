@@ -9,7 +9,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -18,11 +17,10 @@ from torch import Tensor
 
 from detector.errors import UserError
 from detector.structures import Loss
-from e2e_vl.metrics.gqa import belongs, gqa_metrics, grounding, is_hit, write_submission
-from e2e_vl.records import Score
+from e2e_vl.metrics.gqa import GQAPrediction, belongs, gqa_metrics, grounding, write_submission
 from e2e_vl.samples import CorrectAnswer, ScoredAnswers
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch
-from e2e_vl.tasks.base import NewLayers, PredictionRecord, PredictionWords, Records
+from e2e_vl.tasks.base import NewLayers, PredictionWords
 from e2e_vl.tasks.choice import AnswerConfig, AnswerPreprocessor, AnswerTargets, AnswerTask
 from e2e_vl.text import TextTokenizer
 
@@ -99,7 +97,7 @@ class GQAPreprocessor(AnswerPreprocessor):
         if mirrored:
             answer = {"left": "right", "right": "left"}.get(answer, answer)
         best = np.int64(self.answers.class_of.get(answer, -1))
-        return GQATargets(self.answers.targets_of({answer: 1.0}), best), {"answer": answer}
+        return GQATargets(self.answers.targets_of({answer: 1.0}), best), {"right_answer": answer}
 
 
 def right_answer(truth: Any) -> str | None:
@@ -109,23 +107,11 @@ def right_answer(truth: Any) -> str | None:
     return truth.answer if isinstance(truth, CorrectAnswer) else None
 
 
-class GQAPrediction(PredictionRecord, kw_only=True):
-    """A prediction in a file."""
-
-    question: str
-    prediction: str
-    score: Score
-    answer: str | None = None
-    is_balanced: bool = msgspec.field(name="isBalanced", default=True)
-    types: dict[str, str] = msgspec.field(default_factory=dict)
-
-
 class GQATask(AnswerTask):
     """A score per possible answer, see `AnswerTask`; the scores of the official script."""
 
     loss_name = "gqa"
-    prediction_record = GQAPrediction
-    predicted = "prediction"  # as in the official files, where "answer" is the truth
+    prediction_class = GQAPrediction
 
     @property
     def reads_attention(self) -> bool:
@@ -138,20 +124,19 @@ class GQATask(AnswerTask):
         answer = right_answer(truth)
         return None if answer is None else self.answer_list.class_of.get(answer, -1)
 
-    def predict(self, batch: Batch, output: ModelOutput) -> Records:
+    def predict(self, batch: Batch, output: ModelOutput) -> list[GQAPrediction]:
         """See `AnswerTask.predict`; the choices of a question become `is_valid` and `is_plausible` of its answer, and
         the boxes that it names become `grounding`."""
-        records = super().predict(batch, output)
-        for record, attended in zip(records, self._attended(output), strict=True):
-            named = record.pop("named_boxes", None)
+        predictions = super().predict(batch, output)
+        for prediction, attended in zip(predictions, self._attended(output), strict=True):
+            named = prediction.facts.pop("named_boxes", None)
             if named is not None and attended is not None:
-                record["grounding"] = grounding(named, attended)
-            choices = record.pop("choices", None)
+                prediction.grounding = grounding(named, attended)
+            choices = prediction.facts.pop("choices", None)
             if choices is not None:
-                answer, types = record[self.predicted], record["types"]
-                record["is_valid"] = belongs(answer, choices["valid"], types)
-                record["is_plausible"] = belongs(answer, choices["plausible"], types)
-        return records
+                prediction.is_valid = belongs(prediction.answer, choices["valid"], prediction.types)
+                prediction.is_plausible = belongs(prediction.answer, choices["plausible"], prediction.types)
+        return predictions
 
     def _loss(self, logits: Float[Tensor, "M Y"], targets: AnswerTargets) -> Loss:
         if self.config.loss != "softmax_times_answers":
@@ -175,28 +160,27 @@ class GQATask(AnswerTask):
             for row, kept in enumerate(has_area)
         ]
 
-    def correct(self, record: dict[str, Any]) -> float | None:
+    def correct(self, prediction: GQAPrediction) -> float | None:
         """1 if the answer is the annotated one, letter by letter; None where it is unknown."""
-        return None if record.get("answer") is None else float(is_hit(record))
+        return None if prediction.right_answer is None else float(prediction.is_hit)
 
-    def metrics(self, records: Records) -> dict[str, float]:
+    def metrics(self, predictions: list[GQAPrediction]) -> dict[str, float]:
         """The official scores; see `e2e_vl.metrics.gqa`."""
-        return gqa_metrics(records)
+        return gqa_metrics(predictions)
 
-    def describe(self, record: dict[str, Any]) -> PredictionWords:
+    def describe(self, prediction: GQAPrediction) -> PredictionWords:
         """The question with its structural type, the best answer and the right one."""
-        note = (
-            "" if record.get("isBalanced", True) else "not balanced: it counts only where another question entails it"
-        )
         return PredictionWords(
-            record["question"],
-            record["prediction"],
-            record["score"],
-            record.get("answer") or "",
-            note,
-            record.get("types", {}).get("structural", ""),
+            prediction.text,
+            prediction.answer,
+            prediction.score,
+            prediction.right_answer or "",
+            "" if prediction.is_balanced else "not balanced: it counts only where another question entails it",
+            prediction.types.get("structural", ""),
         )
 
-    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
+    def write_submission(
+        self, path: Path, predictions: list[GQAPrediction], second: list[GQAPrediction] | None = None
+    ) -> None:
         """The file of the GQA server: a JSON list of {"questionId", "prediction"}."""
-        write_submission(path, records)
+        write_submission(path, predictions)

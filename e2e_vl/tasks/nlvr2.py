@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -23,16 +23,14 @@ from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import draw_side_by_side
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
-from e2e_vl.metrics.nlvr2 import truth_metrics, write_submission
-from e2e_vl.records import Score
+from e2e_vl.metrics.nlvr2 import LABELS, NLVR2Prediction, truth_metrics, write_submission
+from e2e_vl.predictions import Ranked
 from e2e_vl.samples import CorrectChoice, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import (
     Head,
     NewLayers,
-    PredictionRecord,
     PredictionWords,
-    Records,
     Sizes,
     Task,
     Transform,
@@ -41,7 +39,6 @@ from e2e_vl.tasks.base import (
 )
 from e2e_vl.text import TextTokenizer
 
-LABELS = ("False", "True")  # as the official files write the classes
 IMAGES = (0, 1)  # the left and the right one
 
 
@@ -88,21 +85,11 @@ class NLVR2Preprocessor(Preprocessor):
         )
 
 
-class NLVR2Prediction(PredictionRecord, kw_only=True):
-    """A prediction in a file."""
-
-    sent: str
-    prediction: Literal["True", "False"]
-    score: Score
-    label: str | None = None
-    file_names: tuple[str, ...]
-
-
 class NLVR2Task(Task):
     """Two classes, or one score, from the summary."""
 
     writes_submission = True
-    prediction_record = NLVR2Prediction
+    prediction_class = NLVR2Prediction
     blind_without_boxes = True  # the numbers of boxes say how many things there are
     needs = (Ability.SUMMARY_OF_SINGLE, Ability.IMAGE_PAIRS)
     example_call = '("left.jpg", "right.jpg"), "both images show a dog"'
@@ -127,7 +114,7 @@ class NLVR2Task(Task):
         """A user's sentence about two images; without boxes the detector proposes them."""
         question.refuse_choices("A sentence about two images")
         question.refuse_masked_boxes()
-        return question.sample(SampleText(0, question.text, {"sent": question.text}, image_index=IMAGES))
+        return question.sample(SampleText(0, question.text, {}, image_index=IMAGES))
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Judge M texts.
@@ -149,43 +136,44 @@ class NLVR2Task(Task):
         total = F.cross_entropy(logits, label, reduction="sum")
         return Loss(total=total, count=logits.new_tensor(float(len(logits))))
 
-    def predict(self, batch: Batch, output: ModelOutput) -> Records:
-        """Add to each record `prediction` ("True" or "False"), its `score`, and `true`, the probability of "True"."""
+    def predict(self, batch: Batch, output: ModelOutput) -> list[NLVR2Prediction]:
+        """The likelier label with its probability."""
         logits = output.task.logits
         best, shares = logits.argmax(dim=1).tolist(), logits.softmax(dim=1).tolist()
-        predictions = []
-        for record, is_true, (false, true) in zip(batch.records, best, shares, strict=True):
-            answer = {"prediction": LABELS[is_true], "score": max(true, false), "true": true}
-            predictions.append(record | answer)
-        return predictions
+        return [
+            self.prediction(record, prediction=LABELS[is_true], score=max(true, false), true=true)
+            for record, is_true, (false, true) in zip(batch.records, best, shares, strict=True)
+        ]
 
-    def correct(self, record: dict[str, Any]) -> float | None:
+    def correct(self, prediction: NLVR2Prediction) -> float | None:
         """1 if the prediction is the label; None where it is unknown."""
-        return None if record.get("label") is None else float(record["prediction"] == record["label"])
+        return None if prediction.label is None else float(prediction.prediction == prediction.label)
 
-    def metrics(self, records: Records) -> dict[str, float]:
+    def metrics(self, predictions: list[NLVR2Prediction]) -> dict[str, float]:
         """Accuracy and consistency; see `e2e_vl.metrics.nlvr2`."""
-        return truth_metrics(records)
+        return truth_metrics(predictions)
 
-    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
+    def write_submission(
+        self, path: Path, predictions: list[NLVR2Prediction], second: list[NLVR2Prediction] | None = None
+    ) -> None:
         """The CSV file of the official script: identifier,True or identifier,False without a header."""
-        write_submission(path, records)
+        write_submission(path, predictions)
 
-    def ranked(self, record: dict[str, Any]) -> list[tuple[str, float]]:
+    def ranked(self, prediction: NLVR2Prediction) -> Ranked:
         """Both answers."""
-        both = ("True", record["true"]), ("False", 1 - record["true"])
-        return sorted(both, key=lambda answer: -answer[1])
+        both = ("True", prediction.true), ("False", 1 - prediction.true)
+        return tuple(sorted(both, key=lambda answer: -answer[1]))
 
-    def draw(self, record: dict[str, Any]) -> np.ndarray:
+    def draw(self, prediction: NLVR2Prediction) -> np.ndarray:
         """Both images side by side."""
-        return draw_side_by_side([load_image(name, "RGB") for name in record["file_names"]])
+        return draw_side_by_side([load_image(name, "RGB") for name in prediction.file_names])
 
-    def describe(self, record: dict[str, Any]) -> PredictionWords:
+    def describe(self, prediction: NLVR2Prediction) -> PredictionWords:
         """The sentence, the prediction and the label."""
         return PredictionWords(
-            record["sent"],
-            record["prediction"],
-            record["score"],
-            record.get("label") or "",
-            group=record.get("family") or "",
+            prediction.text,
+            prediction.prediction,
+            prediction.score,
+            prediction.label or "",
+            group=prediction.family or "",
         )

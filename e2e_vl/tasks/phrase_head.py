@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from detector.boxes import area
 from detector.checkpoint import LoadReport, load_weights, read_tensors
 from detector.structures import Loss
 from e2e_vl.examples import PhraseBatch, Ragged, characters_of
+from e2e_vl.predictions import GroundedPhrase, Prediction
 from e2e_vl.structures import Batch, IntermediateStates, ModelOutput, PhraseOutput, TextRegions, at_least_float32
-from e2e_vl.tasks.base import Records, start_head
+from e2e_vl.tasks.base import start_head
 
 MIN_IOU = 0.5
 TAGS = "phrase_tags"  # the loss of finding phrases, counted in words of texts whose phrases are all known
@@ -247,61 +248,41 @@ def with_found(stated: PhraseBatch, found: list[list[tuple[int, int]]]) -> Ragge
 
 
 def with_phrases(output: ModelOutput) -> ModelOutput:
-    """A copy whose records hold what the phrases of each text point at under `grounded`, see `phrase_records`.
+    """A copy whose records hold what the phrases of each text point at, under `grounded`.
 
     To be called before the task predicts from the records; a text without a record keeps none.
     """
     if output.phrases is None:
         return output
-    found = phrase_records(output.phrases, output.batch, output.text_regions)
+    found = grounded_phrases(output.phrases, output.batch, output.text_regions)
     rows = zip(output.batch.records, found, strict=True)
     records = [record | {"grounded": own} if record else record for record, own in rows]
     return dataclasses.replace(output, batch=dataclasses.replace(output.batch, records=records))
 
 
-def grounding_metrics(records: Records) -> dict[str, float]:
+def grounding_metrics(predictions: Iterable[Prediction]) -> dict[str, float]:
     """`phrase_accuracy`, the share of right phrases among those whose boxes are known; empty where none is."""
-    judged = [phrase["correct"] for record in records for phrase in record.get("grounded", ()) if "correct" in phrase]
+    judged = [one.correct for prediction in predictions for one in prediction.grounded if one.correct is not None]
     return {"phrase_accuracy": sum(judged) / len(judged)} if judged else {}
 
 
-def with_short_phrases(record: dict[str, Any]) -> dict[str, Any]:
-    """A prediction as files hold it: of its phrases what reports show, in as many digits as mean anything.
-
-    `characters` are left out, which the words and the order of the phrases say; boxes have two decimals, scores four.
-    """
-    if "grounded" not in record:
-        return record
-    phrases = []
-    for one in record["grounded"]:
-        box = None if one["box"] is None else [round(value, 2) for value in one["box"]]
-        kept = {"text": one["text"], "box": box, "score": round(one["score"], 4)}
-        phrases.append(kept | ({"correct": one["correct"]} if "correct" in one else {}))
-    return record | {"grounded": phrases}
-
-
-def phrase_records(output: PhraseOutput, batch: Batch, regions: TextRegions) -> list[list[dict[str, Any]]]:
-    """Of each text its phrases in plain values.
-
-    Keys: `text`, `characters` [first, last plus one], `box` in pixels of the original image (None: there is no region),
-    `score`, its share of the attention, and where boxes are stated `correct`, whether that region is right.
-    """
+def grounded_phrases(output: PhraseOutput, batch: Batch, regions: TextRegions) -> list[list[GroundedPhrase]]:
+    """The phrases of each text. Boxes have two decimals and scores four, all that mean anything in files."""
     boxes = regions.original_boxes(batch.images.scales)
     phrases = batch.phrases
-    records: list[list[dict[str, Any]]] = [[] for _ in range(len(batch))]
+    found: list[list[GroundedPhrase]] = [[] for _ in range(len(batch))]
     # texts without stated phrases have found ones
     stated = zip(output.is_right, phrases.boxes.counts.tolist(), strict=True)
     for number, (text, span) in enumerate(zip(output.spans.owner.tolist(), output.spans.values.tolist(), strict=True)):
         first, end = characters_of(phrases.offsets[text], tuple(span))
-        record: dict[str, Any] = {"text": phrases.words[text][first:end], "characters": [first, end]}
         shares = output.log_attention[number].detach()
         best = int(shares.argmax())
-        has_region = bool(shares[best] > -torch.inf)
-        record["box"] = boxes[text, best].double().tolist() if has_region else None
-        record["score"] = float(shares[best].exp()) if has_region else 0.0
+        box, score, correct = None, 0.0, None
+        if shares[best] > -torch.inf:
+            box = tuple(round(value, 2) for value in boxes[text, best].tolist())
+            score = round(float(shares[best].exp()), 4)
         if phrases.spans.counts[text] > 0:
             is_right, num_boxes = next(stated)
-            if num_boxes:
-                record["correct"] = bool(is_right[best])
-        records[text].append(record)
-    return records
+            correct = bool(is_right[best]) if num_boxes else None
+        found[text].append(GroundedPhrase(phrases.words[text][first:end], (first, end), box, score, correct))
+    return found

@@ -25,18 +25,24 @@ from e2e_vl.samples import ChoiceText, CorrectChoice, DatasetInfo, Question, Sam
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.base import (
     HeadStart,
-    PredictionRecord,
     PredictionWords,
-    Records,
     Sizes,
     Task,
     Transform,
     check_choices,
     check_masks,
-    found_items,
     start_head,
 )
-from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectivePreprocessor, WordHead
+from e2e_vl.tasks.objectives.base import (
+    MASK,
+    Choice,
+    Draft,
+    FoundItems,
+    Objective,
+    ObjectivePreprocessor,
+    PretrainingPrediction,
+    WordHead,
+)
 from e2e_vl.text import TextEncoding, TextTokenizer, Truncation, word_pieces
 
 # Pre-training on questions with several choices: one choice of each is drawn, worded as by the task that judges it.
@@ -188,10 +194,10 @@ class PretrainingPreprocessor(Preprocessor):
             encoding = self._written(draft, own)
         targets = self._targets(draft, encoding)
         seed = int(own.integers(2**62))
-        sent = {"sent": draft.words} | ({} if draft.second is None else {"second": draft.second})
+        said = {"text": draft.words} | ({} if draft.second is None else {"second": draft.second})
         if self.text_tokenizer.is_blank:
-            sent = dict.fromkeys(sent, "")
-        record = self.record(text, images, encoding) | sent | draft.record
+            said = dict.fromkeys(said, "")
+        record = self.record(text, images, encoding) | said | draft.record
         is_other = not isinstance(text, ChoiceText) and draft.words != text.words
         yield TextExample(
             encoding,
@@ -261,6 +267,7 @@ class PretrainingTask(Task):
     example_call = '"photo.jpg", "a [MASK] on a table"'
     answers_together = False  # [MASK] and hidden regions are read for one text at a time
     sums_objectives = True
+    prediction_class = PretrainingPrediction
     transferable = ("",)
     starts_from = HeadStart(
         copies={"word_head.": "word_head.", "relationship.": "relationship."},
@@ -369,10 +376,6 @@ class PretrainingTask(Task):
         }
         data["skip_broken"] = options.pop("skip_broken", False)
 
-    @property
-    def prediction_record(self) -> type[PredictionRecord]:
-        return found_items(self.objectives)
-
     def preprocessor(self, text_tokenizer: TextTokenizer) -> PretrainingPreprocessor:
         text_tokenizer.require_room(text_tokenizer.layout.single)
         parts = {name: objective.preprocessor(text_tokenizer) for name, objective in self.objectives.items()}
@@ -392,7 +395,7 @@ class PretrainingTask(Task):
             raise UserError("The run was pre-trained without masked regions; hide no boxes.")
         if MASK not in question.text and not question.boxes_to_mask:  # a file may hold no box
             raise UserError("A pre-training run fills in what is missing: write [MASK] in the text, or hide boxes.")
-        return question.sample(SampleText(0, question.text, {"sent": question.text}), masks_regions=True)
+        return question.sample(SampleText(0, question.text, {}), masks_regions=True)
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
         """Keep the names of the wordpieces. Raises ValueError if an objective does not fit the detector."""
@@ -426,82 +429,69 @@ class PretrainingTask(Task):
             details[f"{name}_right"] = torch.bincount(found.text, weights=found.is_right.float(), minlength=len(batch))
         return TaskOutput(losses=losses, logits=encoded.text.new_zeros(len(batch), 0), details=details, parts=parts)
 
-    def predict(self, batch: Batch, output: ModelOutput) -> Records:
-        """How many items of each caption and objective there were, and how many of them were found (`..._right`).
-
-        `<objective>_choices` is a list of {"place", "chosen", "truth"}, one for each masked wordpiece or region.
-        """
+    def predict(self, batch: Batch, output: ModelOutput) -> list[PretrainingPrediction]:
+        """How many items of each text there were and were found, for each objective, and what was chosen for them."""
         details = {name: values.tolist() for name, values in output.task.details.items()}
-        choices: list[dict[str, list[dict[str, Any]]]] = [{} for _ in batch.records]
-        for name, objective in self.objectives.items():
-            items = objective.choices(
-                batch.targets.parts[name], output, output.task.parts[name], self.wordpieces, self.region_masking
-            )
-            for row, choice in items:
-                choices[row].setdefault(f"{name}_choices", []).append(dataclasses.asdict(choice))
-        return [
-            {**record, **{name: values[row] for name, values in details.items()}, **choices[row]}
-            for row, record in enumerate(batch.records)
-            if record
+        found = [
+            {name: FoundItems(details[name][row], details[f"{name}_right"][row], []) for name in self.objectives}
+            for row in range(len(batch))
         ]
+        for name, objective in self.objectives.items():
+            parts = batch.targets.parts[name], output, output.task.parts[name]
+            for row, choice in objective.choices(*parts, self.wordpieces, self.region_masking):
+                found[row][name].choices.append(choice)
+        rows = zip(batch.records, found, strict=True)
+        return [self.prediction(record, objectives=own) for record, own in rows if record]
 
-    def replies(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> Records:
+    def replies(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> list[PretrainingPrediction]:
         """What every objective says to the one text of a batch.
 
         That is the best words at every [MASK], and the best classes of every hidden region.
         """
-        record = dict(output.batch.records[0])
+        said: dict[str, Any] = {}
         for name, objective in self.objectives.items():
-            said = objective.answer(output, output.task.parts[name], tokenizer, self.region_masking)
-            if twice := sorted(record.keys() & said.keys()):
-                raise UserError(
-                    f"The objective {name} answers with '{twice[0]}', which the record holds already; rename its entry."
-                )
-            record |= said
-        return [record]
+            said |= objective.answer(output, output.task.parts[name], tokenizer, self.region_masking)
+        return [self.prediction(output.batch.records[0], **said)]
 
-    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+    def answer_lines(self, prediction: PretrainingPrediction) -> list[str]:
         """The text with the best words in it, then the alternatives."""
-        return [line for objective in self.objectives.values() for line in objective.lines(record)]
+        return [line for objective in self.objectives.values() for line in objective.lines(prediction)]
 
-    def correct(self, record: dict[str, Any]) -> float | None:
+    def correct(self, prediction: PretrainingPrediction) -> float | None:
         """Share of all hidden items of the text that were found; None if none was hidden."""
-        total = sum(record[name] for name in self.objectives)
-        return sum(record[f"{name}_right"] for name in self.objectives) / total if total else None
+        found = prediction.objectives.values()
+        total = sum(one.count for one in found)
+        return sum(one.right for one in found) / total if total else None
 
-    def describe(self, record: dict[str, Any]) -> PredictionWords:
+    def describe(self, prediction: PretrainingPrediction) -> PredictionWords:
         """The caption, how many of its hidden items each objective found, and what was chosen for each."""
-        found = [
-            f"{record[f'{name}_right']:.0f} of {record[name]:.0f} {name.replace('_', ' ')}"
-            for name in self.objectives
-            if record[name]
-        ]
-        notes, mistakes = [], []
-        for name in self.objectives:
-            choices = record.get(f"{name}_choices", [])
-            kind = name.rpartition("_")[2]
-            wrong = [one for one in choices if one["chosen"] != one["truth"]]
-            mistakes += [(f"{one['truth']} ({kind})", f"{one['chosen']} ({kind})") for one in wrong]
-            if choices:
-                notes.append(f"{name.replace('_', ' ')}: {', '.join(map(_in_words, choices))}")
+        found, notes, mistakes = [], [], []
+        for name, items in prediction.objectives.items():
+            words, kind = name.replace("_", " "), name.rpartition("_")[2]
+            if items.count:
+                found.append(f"{items.right:.0f} of {items.count:.0f} {words}")
+            wrong = [one for one in items.choices if one.chosen != one.truth]
+            mistakes += [(f"{one.truth} ({kind})", f"{one.chosen} ({kind})") for one in wrong]
+            if items.choices:
+                notes.append(f"{words}: {', '.join(map(_in_words, items.choices))}")
         return PredictionWords(
-            record.get("sent", ""),
+            prediction.text,
             f"{', '.join(found)} found" if found else "nothing was hidden",
             note="; ".join(notes),
             mistakes=tuple(mistakes),
         )
 
-    def metrics(self, records: Records) -> dict[str, float]:
+    def metrics(self, predictions: list[PretrainingPrediction]) -> dict[str, float]:
         """Of each objective the share of its items that were found."""
         scores = {}
         for name in self.objectives:
-            total = sum(record[name] for record in records)
+            total = sum(one.objectives[name].count for one in predictions)
             if total:
-                scores[name] = sum(record[f"{name}_right"] for record in records) / total
+                scores[name] = sum(one.objectives[name].right for one in predictions) / total
         return scores
 
 
-def _in_words(choice: Mapping[str, Any]) -> str:
+def _in_words(choice: Choice) -> str:
     """Such as "2: red" for a right choice, and "5: star instead of circle" for a wrong one."""
-    instead = "" if choice["chosen"] == choice["truth"] else f" instead of {choice['truth']}"
-    return f"{choice['place']}: {choice['chosen']}{instead}"
+    instead = "" if choice.chosen == choice.truth else f" instead of {choice.truth}"
+    return f"{choice.place}: {choice.chosen}{instead}"

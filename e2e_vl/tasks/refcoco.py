@@ -10,9 +10,8 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -23,10 +22,10 @@ from detector.boxes import pairwise_iou
 from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Loss
-from e2e_vl.drawing import BLUE, GREEN, PALETTE, RED, draw_boxes
+from e2e_vl.drawing import BLUE, GREEN, PALETTE, RED, Colour, draw_boxes
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
-from e2e_vl.metrics.refcoco import CONVENTIONS, referring_metrics, write_submission
-from e2e_vl.records import FourNumbers, Score, Side
+from e2e_vl.metrics.refcoco import CONVENTIONS, ReferringPrediction, referring_metrics, write_submission
+from e2e_vl.predictions import Box, Ranked, box_text
 from e2e_vl.samples import Question, ReferredBox, Sample, SampleText
 from e2e_vl.structures import (
     Batch,
@@ -41,12 +40,9 @@ from e2e_vl.tasks.base import (
     Head,
     HeadStart,
     NewLayers,
-    PredictionRecord,
     PredictionWords,
-    Records,
     Task,
     Transform,
-    box_in_words,
     check_choices,
     check_dropout,
     phrase_marks,
@@ -119,20 +115,6 @@ class ReferringPreprocessor(Preprocessor):
         yield TextExample(encoding, text.image_index, record, targets)
 
 
-class ReferringPrediction(PredictionRecord, kw_only=True):
-    """A prediction in a file; `box` is None where there was no region."""
-
-    sent: str
-    file_name: str
-    box: FourNumbers | None
-    score: Score
-    gt_box: FourNumbers
-    candidate_boxes: tuple[FourNumbers, ...]
-    image_size: tuple[Side, Side]  # (height, width)
-    category: str | None = None
-    detector_class: str | None = msgspec.field(name="class", default=None)
-
-
 class ReferringTask(Task):
     """A score per region; the highest real region is the answer, padding never.
 
@@ -140,7 +122,7 @@ class ReferringTask(Task):
     """
 
     points_at_box = True
-    prediction_record = ReferringPrediction
+    prediction_class = ReferringPrediction
     example_call = '"photo.jpg", "the small red circle"'
     writes_submission = True
     starts_from = HeadStart(copies={"masked_regions.transform.": "head.transform."}, random=("head.output.",))
@@ -210,108 +192,105 @@ class ReferringTask(Task):
         each = torch.where(labelled, over_all - over_positive, torch.zeros_like(over_all))
         return Loss(total=each.sum(), count=labelled.sum().float())
 
-    def predict(self, batch: Batch, output: ModelOutput) -> Records:
-        """Add the answer to each record; boxes are [x1, y1, x2, y2] in pixels of the original image.
-
-        Keys: `box`, `score` (the sigmoid of the region's logit; with the softmax loss its share among the candidates),
-        `candidate_boxes` and `candidate_scores` (all regions that could have won, in their order), `image_size`
-        (height, width), and `class`, what the detector calls the box (None: it was not asked, or knows no names).
+    def predict(self, batch: Batch, output: ModelOutput) -> list[ReferringPrediction]:
+        """The score is the sigmoid of the region's logit; with the softmax loss its share among the candidates.
 
         Raises:
-            ValueError: a text without any region, naming its image, unless `no_region_is_miss`.
+            UserError: a text without any region, naming its image, unless `no_region_is_miss`.
         """
         logits, regions = output.task.logits, output.text_regions
         candidates = logits > -torch.inf
         if not self.config.no_region_is_miss:
-            self._check_candidates(batch, candidates)
+            for row in (~candidates.any(dim=1)).nonzero().flatten().tolist():
+                names = [batch.images.names[index] for index in batch.image_index[row].tolist() if index >= 0]
+                raise UserError(
+                    f"There is no region to choose from in {', '.join(names) or 'a text without an image'}; give "
+                    "boxes, keep at least one detection per image, or set the task's no_region_is_miss."
+                )
         boxes = regions.original_boxes(batch.images.scales).cpu()
         shares = (logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)).cpu()
         classes = class_names_of(output)
         sizes = batch.images.original_sizes[batch.image_index[:, 0].clamp(min=0)].tolist()
         predictions = []
         for row, (winner, kept) in enumerate(zip(logits.argmax(dim=1).tolist(), candidates.cpu(), strict=True)):
-            answer = {"box": boxes[row, winner].tolist(), "score": float(shares[row, winner])}
-            answer["class"] = classes[row][winner] or None
-            if not kept.any():
-                answer = {"box": None, "score": 0.0, "class": None}
-            answer |= {
-                "candidate_boxes": boxes[row, kept].tolist(),
-                "candidate_scores": shares[row, kept].tolist(),
-                "image_size": sizes[row],
-            }
-            predictions.append(batch.records[row] | answer)
+            has_region = bool(kept.any())
+            predictions.append(
+                self.prediction(
+                    batch.records[row],
+                    box=boxes[row, winner].tolist() if has_region else None,
+                    score=float(shares[row, winner]) if has_region else 0.0,
+                    detected_class=(classes[row][winner] or None) if has_region else None,
+                    candidate_boxes=boxes[row, kept].tolist(),
+                    candidate_scores=shares[row, kept].tolist(),
+                    image_size=sizes[row],
+                )
+            )
         return predictions
 
-    def _check_candidates(self, batch: Batch, candidates: Bool[Tensor, "M R"]) -> None:
-        for row in (~candidates.any(dim=1)).nonzero().flatten().tolist():
-            images = [batch.images.names[index] for index in batch.image_index[row].tolist() if index >= 0]
-            raise UserError(
-                f"There is no region to choose from in {', '.join(images) or 'a text without an image'}; give boxes, "
-                "keep at least one detection per image, or set the task's no_region_is_miss."
-            )
-
-    def correct(self, record: dict[str, Any]) -> float:
+    def correct(self, prediction: ReferringPrediction) -> float | None:
         """1 if the predicted box hits the referred one under the task's IoU convention."""
-        return referring_metrics([record], self.config.iou_convention)["accuracy"]
+        if prediction.gt_box is None and prediction.ann_id is None:
+            return None
+        return referring_metrics([prediction], self.config.iou_convention)["accuracy"]
 
-    def metrics(self, records: Records) -> dict[str, float]:
+    def metrics(self, predictions: list[ReferringPrediction]) -> dict[str, float]:
         """Accuracies and the ceiling of the candidate boxes, see `e2e_vl.metrics.refcoco`."""
-        return referring_metrics(records, self.config.iou_convention)
+        return referring_metrics(predictions, self.config.iou_convention)
 
-    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
+    def write_submission(
+        self, path: Path, predictions: list[ReferringPrediction], second: list[ReferringPrediction] | None = None
+    ) -> None:
         """A JSON list of {"ref_id", "sent_id", "box"}, see `e2e_vl.metrics.refcoco`."""
-        write_submission(path, records)
+        write_submission(path, predictions)
 
-    def ranked(self, record: dict[str, Any]) -> list[tuple[str, float]]:
+    def ranked(self, prediction: ReferringPrediction) -> Ranked:
         """Where the box is, and its score."""
-        if record["box"] is None:
-            return []
-        x1, y1, x2, y2 = (round(value, 1) for value in record["box"])
-        return [(f"x {x1} to {x2}, y {y1} to {y2}", record["score"])]
+        if prediction.box is None:
+            return ()
+        x1, y1, x2, y2 = (round(value, 1) for value in prediction.box)
+        return ((f"x {x1} to {x2}, y {y1} to {y2}", prediction.score),)
 
-    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+    def answer_lines(self, prediction: ReferringPrediction) -> list[str]:
         """The same as one line, also where there is no box."""
-        return super().answer_lines(record) or ["nothing: there is no region to choose from"]
+        return super().answer_lines(prediction) or ["nothing: there is no region to choose from"]
 
-    def draw(self, record: dict[str, Any]) -> np.ndarray:
+    def draw(self, prediction: ReferringPrediction) -> np.ndarray:
         """The true box in green, the predicted one, if any, in blue (wrong: red), phrases in other colours.
 
         The first phrase is about the answer itself: where it names the predicted box, it is left out. Boxes of unsure
         phrases are dashed, see `phrase_marks`.
         """
-        named = f"chosen: {record['class']}" if record.get("class") else "chosen"
-        meant = f"meant: {record['category']}" if record.get("category") else "meant"
-        chosen = (record["box"], f"{named} {record['score']:.2f}", BLUE if record["correct"] else RED)
-        drawn = [one for one in ((record["gt_box"], meant, GREEN), chosen) if one[0] is not None]
-        phrases = record.get("grounded", ())
-        first = 1 if phrases and _is_near(phrases[0]["box"], record["box"]) else 0
-        others = zip(*phrase_marks(record, first), itertools.cycle(OTHER_COLOURS))
-        marks = [(box, label, colour, is_unsure) for box, label, is_unsure, colour in others]
-        boxes, labels, colours, dashed = zip(*((*one, False) for one in drawn), *marks, strict=True)
-        return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels, colours, dashed=dashed)
+        box, phrases = prediction.box, prediction.grounded
+        chosen = f"chosen: {prediction.detected_class}" if prediction.detected_class else "chosen"
+        meant = f"meant: {prediction.category}" if prediction.category else "meant"
+        marks: list[tuple[Box, str, Colour, bool]] = []
+        if prediction.gt_box is not None:
+            marks.append((prediction.gt_box, meant, GREEN, False))
+        if box is not None:
+            marks.append((box, f"{chosen} {prediction.score:.2f}", BLUE if prediction.correct else RED, False))
+        names_answer = box is not None and bool(phrases) and phrases[0].box is not None
+        first = 1 if names_answer and np.allclose(phrases[0].box, box, atol=0.5) else 0  # the boxes are rounded
+        others = zip(*phrase_marks(prediction, first), itertools.cycle(OTHER_COLOURS))
+        marks += [(own, label, colour, is_unsure) for own, label, is_unsure, colour in others]
+        boxes, labels, colours, dashed = zip(*marks, strict=True) if marks else ((), (), (), ())
+        return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels, colours, dashed=dashed)
 
-    def describe(self, record: dict[str, Any]) -> PredictionWords:
+    def describe(self, prediction: ReferringPrediction) -> PredictionWords:
         """The expression, the two boxes, and whether there was a right one to choose."""
-        reachable = referring_metrics([record], self.config.iou_convention)["ceiling"]
-        count = len(record["candidate_boxes"])
+        note, mistakes = "", None
+        count = len(prediction.candidate_boxes)
+        if prediction.gt_box is not None:
+            reachable = referring_metrics([prediction], self.config.iou_convention)["ceiling"]
+            note = f"{'a' if reachable else 'no'} right box was among {count} candidates"
+        meant, chosen = prediction.category, prediction.detected_class
+        if meant and chosen:
+            mistakes = ((meant, f"another {chosen}" if chosen == meant else chosen),)
         return PredictionWords(
-            record["sent"],
-            "no box" if record["box"] is None else box_in_words(record["box"]),
-            None if record["box"] is None else record["score"],
-            box_in_words(record["gt_box"]),
-            f"{'a' if reachable else 'no'} right box was among {count} candidates",
-            record.get("family") or "",
-            self._mistakes(record),
+            prediction.text,
+            "no box" if prediction.box is None else box_text(prediction.box),
+            None if prediction.box is None else prediction.score,
+            "" if prediction.gt_box is None else box_text(prediction.gt_box),
+            note,
+            prediction.family or "",
+            mistakes,
         )
-
-    def _mistakes(self, record: dict[str, Any]) -> tuple[tuple[str, str], ...] | None:
-        """The class of the meant object and of the chosen box; None where one of them is unknown."""
-        meant, chosen = record.get("category"), record.get("class")
-        if not meant or not chosen:
-            return None
-        return ((meant, f"another {chosen}" if chosen == meant else chosen),)
-
-
-def _is_near(one: Sequence[float] | None, other: Sequence[float] | None) -> bool:
-    """The same box, perhaps rounded."""
-    return one is not None and other is not None and bool(np.allclose(one, other, atol=0.5))

@@ -26,18 +26,9 @@ from detector.images import load_image
 from detector.structures import Detector, Loss
 from e2e_vl.converter import check_numbers
 from e2e_vl.drawing import draw_boxes
-from e2e_vl.examples import (
-    ONLY_PHRASES,
-    GeneratorFactory,
-    ImageExample,
-    Preprocessor,
-    Targets,
-    TextExample,
-    TextPhrases,
-    stacked,
-)
-from e2e_vl.metrics.vcr import CHOICES, join_predictions, joint_metrics, write_submission
-from e2e_vl.records import Count, FourNumbers, Score
+from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, TextPhrases, stacked
+from e2e_vl.metrics.vcr import CHOICES, VCRPrediction, join_predictions, joint_metrics, write_submission
+from e2e_vl.predictions import ONLY_PHRASES, Ranked
 from e2e_vl.samples import (
     AnnotatedObjects,
     ChoiceText,
@@ -53,15 +44,12 @@ from e2e_vl.tasks.base import (
     Head,
     HeadStart,
     NewLayers,
-    PredictionRecord,
     PredictionWords,
-    Records,
     Sizes,
     Task,
     Transform,
     check_choices,
     check_dropout,
-    check_lengths,
     check_masks,
 )
 from e2e_vl.text import TextEncoding, TextTokenizer, truncate_fronts
@@ -397,7 +385,7 @@ class VCRPreprocessor(Preprocessor):
         mirrored = bool(text.image_index) and images[text.image_index[0]].image_transform.flipped
         pieces = self.text_tokenizer.pieces(text.words, mirrored=mirrored)
         encoding = self.text_tokenizer.single(pieces[: self.config.max_pieces])
-        record = self.record(text, images, encoding) | {"sent": text.words}
+        record = self.record(text, images, encoding)
         return TextExample(encoding, text.image_index, record, self.no_target())
 
     def _choices(
@@ -409,7 +397,7 @@ class VCRPreprocessor(Preprocessor):
         fronts, choices = self._pieces(text, names, in_choices, rows)
         join_word = self.config.join_word
         record = self.record(text, images) | {
-            "sent": " ".join(plain_text(sentence, names, join_word) for sentence in text.query),
+            "text": " ".join(plain_text(sentence, names, join_word) for sentence in text.query),
             "choices": [plain_text(*named, join_word) for named in zip(text.choices, in_choices, strict=True)],
             "named_boxes": [
                 [name, box.tolist()]
@@ -417,9 +405,6 @@ class VCRPreprocessor(Preprocessor):
                 if row >= 0
             ],
         }
-        if sample.from_user:
-            record["question"] = record["sent"]
-            record["objects"] = [name for name, row in zip(names, rows, strict=True) if row >= 0]
         boxes = self._phrase_boxes(text, images[text.image_index[0]])
         for number, (query, choice) in enumerate(zip(fronts, choices, strict=True)):
             encoding = self.text_tokenizer.pair([piece.id for piece in query], [piece.id for piece in choice])
@@ -539,23 +524,6 @@ class VCRPreprocessor(Preprocessor):
 MOVED = ("people_names", "turn_names", "join_word", "ground_words", "max_pieces", "mask_size", "blank_question")
 
 
-class VCRPrediction(PredictionRecord, kw_only=True):
-    """A prediction in a file."""
-
-    sent: str
-    file_name: str
-    choices: tuple[str, ...]
-    probabilities: tuple[Score, ...]
-    choice: Count
-    label: Count | None
-    named_boxes: tuple[tuple[str, FourNumbers], ...]
-
-    def __post_init__(self) -> None:
-        check_lengths(choices=self.choices, probabilities=self.probabilities)
-        if max(self.choice, self.label or 0) >= len(self.choices):
-            raise ValueError(f"there are {len(self.choices)} choices, and 'choice' or 'label' is another one")
-
-
 class VCRTask(Task):
     """A score per choice from its summary; beside it, every region is classified from its output state."""
 
@@ -565,7 +533,7 @@ class VCRTask(Task):
     boxes=["person:10,20,80,200", "person:90,30,160,210"],
     choices=["[1] told a joke", "[0] is tired", "it is raining", "[1] has left"]"""
     writes_submission = True
-    prediction_record = VCRPrediction
+    prediction_class = VCRPrediction
     second_run = ("data.config.condition_on=each",)  # rationales, given each of the four answers
     second_run_option = "--rationale-run"
     copies_first_segment = True
@@ -735,65 +703,65 @@ class VCRTask(Task):
         total = F.cross_entropy(scores, classes, reduction="sum") * self.config.region_loss_weight
         return Loss(total=total, count=kept.sum().to(total.dtype))
 
-    def predict(self, batch: Batch, output: ModelOutput) -> Records:
-        """One record per question: what its texts share plus `probabilities` (four, softmax) and `choice`.
+    def predict(self, batch: Batch, output: ModelOutput) -> list[VCRPrediction]:
+        """One prediction per question; phrases are those of the question with the chosen answer.
 
-        What they share has `named_boxes`, a list of [name, box in pixels of the original image]. Phrases
-        (`grounded`) are those of the question with the chosen answer. A text that has phrases only keeps its record.
-
-        As in the official code it is a softmax, whichever loss was trained.
+        As in the official code the probabilities are a softmax, whichever loss was trained.
         """
         probabilities = output.task.logits.softmax(dim=1).tolist()
         best = output.task.logits.argmax(dim=1).tolist()
         others = [record for record in batch.records if record.get(ONLY_PHRASES)]
         own = [record for record in batch.records if not record.get(ONLY_PHRASES)]
-        return others + [
-            {**own[CHOICES * number + choice], "probabilities": shares, "choice": choice}
+        return [self.prediction(record) for record in others] + [
+            self.prediction(own[CHOICES * number + choice], probabilities=shares, choice=choice)
             for number, (shares, choice) in enumerate(zip(probabilities, best, strict=True))
         ]
 
-    def correct(self, record: dict[str, Any]) -> float | None:
+    def correct(self, prediction: VCRPrediction) -> float | None:
         """1 if the right choice was made, 0 if not; None where the right one is unknown (test split)."""
-        return None if record["label"] is None else float(record["choice"] == record["label"])
+        return None if prediction.label is None else float(prediction.choice == prediction.label)
 
-    def metrics(self, records: Records) -> dict[str, float]:
-        """`accuracy` over the questions with a label, `accuracy/<family>` where records have a family.
+    def metrics(self, predictions: list[VCRPrediction]) -> dict[str, float]:
+        """`accuracy` over the questions with a label, `accuracy/<family>` where they have a family.
 
         Whether it is the accuracy of Q->A or of QA->R is the data's `question`. Without any label there is no accuracy.
         """
         scores: dict[str, list[float]] = defaultdict(list)
-        for record in records:
-            if record["label"] is not None:
-                scores["accuracy"].append(self.correct(record))
-                if "family" in record:
-                    scores[f"accuracy/{record['family']}"].append(self.correct(record))
+        for one in predictions:
+            if one.label is not None:
+                scores["accuracy"].append(self.correct(one))
+                if one.family is not None:
+                    scores[f"accuracy/{one.family}"].append(self.correct(one))
         return {name: sum(values) / len(values) for name, values in sorted(scores.items())}
 
-    def draw(self, record: dict[str, Any]) -> np.ndarray:
+    def draw(self, prediction: VCRPrediction) -> np.ndarray:
         """The objects that the sentences may name, with the names that they have there."""
-        names, boxes = zip(*record["named_boxes"], strict=True) if record["named_boxes"] else ((), ())
-        return draw_boxes(load_image(record["file_name"], "RGB"), boxes, names)
+        names, boxes = zip(*prediction.named_boxes, strict=True) if prediction.named_boxes else ((), ())
+        return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, names)
 
-    def describe(self, record: dict[str, Any]) -> PredictionWords:
+    def describe(self, prediction: VCRPrediction) -> PredictionWords:
         """The question, the chosen and the right text, and the probability of the right one if it was not chosen."""
-        label, shares = record["label"], record["probabilities"]
+        label, choice = prediction.label, prediction.choice
+        choices, shares = prediction.choices, prediction.probabilities
         return PredictionWords(
-            record["sent"],
-            record["choices"][record["choice"]],
-            shares[record["choice"]],
-            "" if label is None else record["choices"][label],
-            "" if label in (None, record["choice"]) else f"the right choice has {shares[label]:.2f}",
-            record.get("family") or "",
+            prediction.text,
+            choices[choice],
+            shares[choice],
+            "" if label is None else choices[label],
+            "" if label in (None, choice) else f"the right choice has {shares[label]:.2f}",
+            prediction.family or "",
         )
 
-    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
+    def write_submission(
+        self, path: Path, predictions: list[VCRPrediction], second: list[VCRPrediction] | None = None
+    ) -> None:
         """The leaderboard's CSV of 21 columns: answers, and rationales given each answer (`second`)."""
-        write_submission(path, join_predictions(records, second or []))
+        write_submission(path, join_predictions(predictions, second or []))
 
-    def joint_metrics(self, records: Records, second: Records) -> dict[str, float]:
+    def joint_metrics(self, predictions: list[VCRPrediction], second: list[VCRPrediction]) -> dict[str, float]:
         """ "Q->A", "QA->R" and "Q->AR"; empty without labels."""
-        return {} if any(record["label"] is None for record in records) else joint_metrics(records, second)
+        return {} if any(one.label is None for one in predictions) else joint_metrics(predictions, second)
 
-    def ranked(self, record: dict[str, Any]) -> list[tuple[str, float]]:
+    def ranked(self, prediction: VCRPrediction) -> Ranked:
         """The choices with their probabilities, best first."""
-        return sorted(zip(record["choices"], record["probabilities"], strict=True), key=lambda pair: -pair[1])
+        return prediction.ranked

@@ -16,17 +16,16 @@ from jaxtyping import Float
 
 from e2e_vl.metrics.vqa import (
     UNKNOWN,
+    VQAPrediction,
     normalise_answer,
-    record_accuracy,
     soft_scores,
     strip_punctuation,
     vocabulary_answer,
     vqa_metrics,
     write_submission,
 )
-from e2e_vl.records import Score
 from e2e_vl.samples import HumanAnswers, ScoredAnswers
-from e2e_vl.tasks.base import PredictionRecord, PredictionWords, Records
+from e2e_vl.tasks.base import PredictionWords
 from e2e_vl.tasks.choice import AnswerConfig, AnswerPreprocessor, AnswerTargets, AnswerTask, PossibleAnswers
 from e2e_vl.text import TextTokenizer, swap_left_right
 
@@ -91,23 +90,11 @@ class AnswerList(PossibleAnswers):
         return known.most_common(1)[0][0] if known else -1
 
 
-class VQAPrediction(PredictionRecord, kw_only=True):
-    """A prediction in a file."""
-
-    question: str
-    answer: str
-    score: Score
-    answers: tuple[str, ...] | None = None
-    answer_scores: dict[str, float] | None = None
-    multiple_choice_answer: str | None = None
-    question_type: str | None = None
-
-
 class VQATask(AnswerTask):
     """A score per possible answer, see `AnswerTask`; the official accuracy."""
 
     loss_name = "vqa"
-    prediction_record = VQAPrediction
+    prediction_class = VQAPrediction
 
     def make_list(self, answers: Sequence[str]) -> AnswerList:
         return AnswerList(answers, normalised=self.config.normalised_targets)
@@ -137,27 +124,28 @@ class VQATask(AnswerTask):
             return self.answer_list.best_scored(truth.scores)
         return self.answer_list.most_frequent(truth.answers) if isinstance(truth, HumanAnswers) else None
 
-    def correct(self, record: dict[str, Any]) -> float | None:
+    def correct(self, prediction: VQAPrediction) -> float | None:
         """The official accuracy of one prediction, 0 to 1; None for a question whose answers are unknown."""
-        return record_accuracy(record)
+        return prediction.accuracy
 
-    def metrics(self, records: Records) -> dict[str, float]:
+    def metrics(self, predictions: list[VQAPrediction]) -> dict[str, float]:
         """The official accuracy, over all and by type of answer and question; see `e2e_vl.metrics.vqa`."""
-        return vqa_metrics(records)
+        return vqa_metrics(predictions)
 
-    def describe(self, record: dict[str, Any]) -> PredictionWords:
+    def describe(self, prediction: VQAPrediction) -> PredictionWords:
         """The question with its type, the best answer, and what people said, the most frequent answer first."""
-        said = Counter(record.get("answers") or ())
-        scored = record.get("answer_scores") or {}
+        said, scored = Counter(prediction.answers or ()), prediction.answer_scores or {}
         return PredictionWords(
-            record["question"],
-            record["answer"],
-            record["score"],
-            record.get("multiple_choice_answer") or max(scored, key=scored.get, default=next(iter(said), "")),
+            prediction.text,
+            prediction.answer,
+            prediction.score,
+            prediction.multiple_choice_answer or max(scored, key=scored.get, default=next(iter(said), "")),
             "people said: " + ", ".join(f"{answer} ({count})" for answer, count in said.most_common()) if said else "",
-            record.get("question_type") or "",
+            prediction.question_type or "",
         )
 
-    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
+    def write_submission(
+        self, path: Path, predictions: list[VQAPrediction], second: list[VQAPrediction] | None = None
+    ) -> None:
         """The result file of the VQA server: a JSON list of {"question_id", "answer"}."""
-        write_submission(path, records)
+        write_submission(path, predictions)

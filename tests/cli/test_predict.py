@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from e2e_vl.cli import predict as tool
-from e2e_vl.metrics import vqa
 from tests.cli.calls import data_root, refused, saved, split
 from tests.leaderboard import read_leaderboard, score
+from tests.official_vqa import vqa_accuracy
 from tests.same import assert_same
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def test_vqa_results(vqa_run, tmp_path, capsys):
     records = saved(vqa_run)
     entries = json.loads((tmp_path / "val.json").read_text(encoding="utf-8"))
     assert entries == [{"question_id": r["question_id"], "answer": r["answer"]} for r in records]
-    report = vqa.vqa_accuracy(entries, records, 12)
+    report = vqa_accuracy(entries, records, 12)
     assert report["overall"] == pytest.approx(100 * np.mean([record["correct"] for record in records]))
 
     # without annotations the answers are the same, and nothing is scored

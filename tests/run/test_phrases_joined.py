@@ -86,8 +86,8 @@ def test_a_run_whose_phrases_are_of_other_data(tmp_path, name):
     for loss in (LOSSES.get(name, name), "phrases", "phrase_tags"):
         assert any(line[loss] > 0 for line in log) and all(0 <= line[loss] < 100 for line in log), loss
     records = json.loads((run / "predictions_val_gt.json").read_text())
-    captions = [record for record in records if record.get("only_phrases")]
-    questions = [record for record in records if not record.get("only_phrases")]
+    captions = [record for record in records if record["type"] == "PhrasesOnly"]
+    questions = [record for record in records if record["type"] != "PhrasesOnly"]
     assert captions and questions
     assert all(key in record for record in questions) and not any(key in record for record in captions)
     assert all(record["correct"] is None and record["grounded"] for record in captions)

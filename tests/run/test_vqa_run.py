@@ -10,11 +10,11 @@ import torch
 
 from e2e_vl.config import load_config
 from e2e_vl.data.batching import Request
-from e2e_vl.metrics.vqa import vqa_accuracy
 from e2e_vl.run.build import build_run, build_tokenizer, make_synthetic_data
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
+from tests.official_vqa import vqa_accuracy
 from tests.same import assert_same
 
 ROOT = Path(__file__).parents[2]

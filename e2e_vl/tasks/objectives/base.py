@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from detector.structures import Detector, Loss
 from e2e_vl.converter import check_numbers
 from e2e_vl.examples import Targets
+from e2e_vl.predictions import Prediction, Ranked
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions
@@ -105,13 +107,31 @@ class ObjectiveOutput:
     logits: Float[Tensor, "items ..."]
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """What was chosen for one hidden item."""
 
     place: int  # of the wordpiece or of the region in its text, from 0; region 0 is the whole image, where there is one
     chosen: str
     truth: str
+
+
+class FoundItems(msgspec.Struct):
+    """How many items of a text one objective hid, and how many of them were found."""
+
+    count: float  # float32 sums
+    right: float
+    choices: list[Choice] = []  # what was chosen for each, for an objective that shows it
+
+
+class PretrainingPrediction(Prediction, kw_only=True):
+    """What each objective found in a text; for a user's question also what it fills in."""
+
+    objectives: dict[str, FoundItems] = msgspec.field(default_factory=dict)
+    second: str | None = None  # the second text of a pair
+    is_match: bool | None = None  # the text belongs to its image, or is true of it
+    drawn_answer: str | None = None  # the answer to be predicted by `image_qa`
+    filled: str = ""  # a user's text with the best word at each [MASK]
+    masks: tuple[Ranked, ...] = ()  # the best words at each [MASK]
 
 
 class WordHead(nn.Module):
@@ -173,23 +193,26 @@ class Objective(nn.Module, abc.ABC):
     def answer(
         self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: RegionMasking
     ) -> dict[str, Any]:
-        """What it says to a user's question, from its own logits; entries of the prediction, under keys of its own.
+        """What it says to a user's question, from its own logits: fields of `PretrainingPrediction`, or facts.
 
         `rule` says who names regions, and where the background stands among the classes.
         """
         return {}
 
-    def lines(self, record: dict[str, Any]) -> list[str]:
-        """These entries in words."""
+    def lines(self, prediction: PretrainingPrediction) -> list[str]:
+        """That answer in words."""
         return []
 
 
-def best_columns(probabilities: Float[Tensor, "rows columns"]) -> list[list[list[Any]]]:
-    """The five best columns of each row as [number, probability], best first."""
+def best_columns(probabilities: Float[Tensor, "rows columns"], names: Sequence[str]) -> list[list[tuple[str, float]]]:
+    """The names of the five best columns of each row with their probabilities, best first."""
     values, numbers = probabilities.topk(min(5, probabilities.shape[1]), dim=1)
-    return [list(map(list, zip(*row, strict=True))) for row in zip(numbers.tolist(), values.tolist(), strict=True)]
+    return [
+        [(names[number], value) for number, value in zip(*row, strict=True)]
+        for row in zip(numbers.tolist(), values.tolist(), strict=True)
+    ]
 
 
-def listed(pairs: list[list[Any]]) -> str:
-    """[[name, value], ...] as one line."""
+def listed(pairs: Ranked) -> str:
+    """Names with their values as one line."""
     return ", ".join(f"{name} {value:.3f}" for name, value in pairs)

@@ -19,6 +19,7 @@ from detector.errors import UserError
 from detector.structures import Detector, Loss
 from e2e_vl.converter import check_choice
 from e2e_vl.examples import Targets
+from e2e_vl.predictions import HiddenRegion
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, RegionLabels, TextRegions, at_least_float32
@@ -28,6 +29,7 @@ from e2e_vl.tasks.objectives.base import (
     Objective,
     ObjectiveConfig,
     ObjectiveOutput,
+    PretrainingPrediction,
     Sizes,
     WordHead,
     best_columns,
@@ -129,9 +131,7 @@ class MaskedRegions(Objective):
     def answer(
         self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: RegionMasking
     ) -> dict[str, Any]:
-        """`hidden`: a dict per hidden region with its `box` (xyxy, pixels of the original image), `classes`
-        [[name, probability], ...], best first, and `seen`, the same pair from the detector that sees it (None: no
-        detector does).
+        """`hidden`, see `HiddenRegion`; the detector sees the regions unless nobody labels them.
 
         Raises:
             ValueError: the sequence was cut before a hidden region.
@@ -143,22 +143,14 @@ class MaskedRegions(Objective):
                 "Text and regions together are longer than task.config.max_length, and a hidden region is cut off; "
                 "shorten the text, or hide fewer regions."
             )
-        shares = self.classify(output.encoded.regions[0, regions.is_masked[0]]).softmax(dim=1)
+        names = self._class_names(output.class_names, rule)
+        said = best_columns(self.classify(output.encoded.regions[0, regions.is_masked[0]]).softmax(dim=1), names)
         scales = batch.images.scales[0]
         boxes = (batch.boxes[0] / torch.cat([scales, scales]))[is_masked].tolist()
         known = batch.region_labels.class_probs
-        names = self._class_names(output.class_names, rule)
-
-        def best_classes(rows: Tensor) -> list[list[list[Any]]]:
-            return [[[names[number], share] for number, share in row] for row in best_columns(rows)]
-
-        seen = [None] * len(boxes) if known is None else [best for best, *_ in best_classes(known[0][is_masked])]
-        return {
-            "hidden": [
-                {"box": box, "classes": classes, "seen": whole}
-                for box, classes, whole in zip(boxes, best_classes(shares), seen, strict=True)
-            ]
-        }
+        seen = [None] * len(boxes) if known is None else [row[0] for row in best_columns(known[0][is_masked], names)]
+        rows = zip(boxes, said, seen, strict=True)
+        return {"hidden": [HiddenRegion(tuple(box), tuple(classes), best) for box, classes, best in rows]}
 
     def _class_names(self, names: Sequence[str] | None, rule: RegionMasking) -> list[str]:
         """C names; the detector's classes are numbered from 0 where their names are unknown."""
@@ -167,11 +159,11 @@ class MaskedRegions(Objective):
             names = [f"class {row}" for row in range(count)]
         return ["background", *names] if rule.background_first else [*names, "background"]
 
-    def lines(self, record: dict[str, Any]) -> list[str]:
+    def lines(self, prediction: PretrainingPrediction) -> list[str]:
         lines = []
-        for number, region in enumerate(record["hidden"], start=1):
-            seen = "" if region["seen"] is None else f" (not hidden: {listed([region['seen']])})"
-            lines.append(f"hidden region {number}: {listed(region['classes'])}{seen}")
+        for number, region in enumerate(prediction.hidden, start=1):
+            seen = "" if region.seen is None else f" (not hidden: {listed([region.seen])})"
+            lines.append(f"hidden region {number}: {listed(region.classes)}{seen}")
         return lines
 
 

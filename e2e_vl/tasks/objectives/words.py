@@ -30,6 +30,7 @@ from e2e_vl.tasks.objectives.base import (
     ObjectiveConfig,
     ObjectiveOutput,
     ObjectivePreprocessor,
+    PretrainingPrediction,
     WordHead,
     best_columns,
     listed,
@@ -197,29 +198,27 @@ class MaskedWords(Objective):
     def answer(
         self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: RegionMasking
     ) -> dict[str, Any]:
-        """`filled`, the text with the best word at each [MASK]; `masks`, a list per [MASK] of [word, probability].
+        """`filled`, the text with the best word at each [MASK]; `masks`, a list per [MASK] of (word, probability).
 
         Raises:
             ValueError: the sequence was cut before a [MASK].
         """
-        text = output.batch.records[0]["sent"]
+        text = output.batch.records[0]["text"]
         if len(logits) < text.count(MASK):
             raise UserError(
                 "Text and regions together are longer than task.config.max_length, and a [MASK] is cut off; shorten "
                 "the text."
             )
-        masks = [
-            [[*tokenizer.convert_ids_to_tokens([number]), value] for number, value in row]
-            for row in best_columns(logits.softmax(dim=1))
-        ]
+        wordpieces = tokenizer.convert_ids_to_tokens(range(logits.shape[1]))
+        masks = best_columns(logits.softmax(dim=1), wordpieces)
         first, *rest = text.split(MASK)
         best = (words[0][0].removeprefix("##") for words in masks)
         filled = first + "".join(word + part for word, part in zip(best, rest, strict=True))
         return {"filled": filled, "masks": masks}
 
-    def lines(self, record: dict[str, Any]) -> list[str]:
-        masks = [f"{MASK} {number}: {listed(words)}" for number, words in enumerate(record["masks"], start=1)]
-        return [record["filled"], *masks] if masks else []
+    def lines(self, prediction: PretrainingPrediction) -> list[str]:
+        masks = [f"{MASK} {number}: {listed(words)}" for number, words in enumerate(prediction.masks, start=1)]
+        return [prediction.filled, *masks] if masks else []
 
 
 # Masked language modelling of a text-only corpus, one text of it beside each caption (VL-BERT, section 3.3).

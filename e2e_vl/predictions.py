@@ -1,0 +1,153 @@
+"""Predictions: what a task says of each text, as a file of predictions holds it.
+
+Each task has a subclass of `Prediction` with its answer and the truth. A run writes a JSON list of them per split and
+source of boxes; reports read it back. All boxes are xyxy in pixels of the original image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import msgspec
+from msgspec import Meta
+
+from detector.errors import UserError
+from detector.io import read_json, write_text
+
+Count = Annotated[int, Meta(ge=0)]
+Side = Annotated[int, Meta(ge=1)]  # of an image, pixels
+Score = Annotated[float, Meta(ge=0, le=1.0001)]  # a probability; sums in float32 exceed 1 by a little
+Pixel = Annotated[float, Meta(ge=-1e9, le=1e9)]
+Box = tuple[Pixel, Pixel, Pixel, Pixel]  # xyxy
+Id = int | str
+Ranked = tuple[tuple[str, Score], ...]  # answers with their scores, best first
+
+ONLY_PHRASES = "only_phrases"  # key of the record of a text that has phrases and no target of the task
+CLEARLY_NAMED = 0.5  # least score of a phrase that names one region clearly
+
+
+class GroundedPhrase(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one phrase of a text names, for a run with `phrases.weight`."""
+
+    text: str
+    characters: tuple[Count, Count]  # of the text: the first one and the last plus one
+    box: Box | None  # in the first image; None: there is no region
+    score: Score  # share of its attention on that box: low where several objects fit
+    correct: bool | None = None  # None: its boxes are unknown
+
+    @property
+    def is_clear(self) -> bool:
+        """It names one region clearly; otherwise pictures mark it as unsure."""
+        return self.box is not None and self.score >= CLEARLY_NAMED
+
+    @property
+    def label(self) -> str:
+        """Its words and score, for a picture."""
+        return f"{self.text} {self.score:.2f}" + ("" if self.is_clear else ", unsure")
+
+    @property
+    def line(self) -> str:
+        """Its words, box and score."""
+        return f"{self.text}: {box_text(self.box) if self.box else 'no region'} ({self.score:.2f})"
+
+
+class HiddenRegion(msgspec.Struct, frozen=True):
+    """What a pre-trained model says of a region whose pixels were hidden from it."""
+
+    box: Box
+    classes: Ranked
+    seen: tuple[str, Score] | None  # the best class by the detector, which sees it; None: no detector does
+
+
+class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="type", tag=True):
+    """What every prediction has; the class of a task adds its answer and the truth.
+
+    Attributes:
+        text_index: number of the text in its data set.
+        correct: how right the answer is, 0 to 1, see `Task.correct`; None: the truth is unknown.
+        grounded: the phrases of the text; empty for a run that does not ground phrases.
+        facts: whatever else the data set states about the text, such as ids.
+    """
+
+    text_index: Count = 0
+    text: str = ""
+    family: str | None = None  # kind of text, in the drawn data sets
+    file_name: str | None = None  # of the (first) image
+    image_size: tuple[Side, Side] | None = None  # (height, width) of the stored image
+    flipped: bool = False
+    cut_wordpieces: Count = 0  # that did not fit into the text
+    correct: Score | None = None
+    grounded: tuple[GroundedPhrase, ...] = ()
+    hidden: tuple[HiddenRegion, ...] = ()
+    facts: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], **answer: Any) -> Self:
+        """The prediction for a text.
+
+        Args:
+            record: of the text, see `Batch.records`. What is no field of the class becomes one of the `facts`.
+
+        Raises:
+            UserError: a value is not of the declared type, such as a score that is NaN.
+        """
+        values = {**record, **answer}
+        facts = {name: value for name, value in values.items() if name not in cls.__struct_fields__}
+        fields = {name: value for name, value in values.items() if name in cls.__struct_fields__}
+        fields["facts"] = {**facts, **fields.get("facts", {})}
+        try:
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            raise UserError(
+                f"The {cls.__name__} of text {record.get('text_index')} does not hold what it should: {error}; look "
+                "for NaN in a diverged model, or for a wrong value in the annotations."
+            ) from error
+
+    @property
+    def chosen_text(self) -> int:
+        """Which of the texts of its question, in the batch, it is about."""
+        return 0
+
+    @property
+    def box_names(self) -> Sequence[str]:
+        """What a user's text called the candidate boxes; empty: nothing."""
+        return ()
+
+
+class PhrasesOnly(Prediction, kw_only=True):
+    """The prediction for a text of joined data sets that has phrases and no target of the task."""
+
+
+def with_target(predictions: Iterable[Prediction]) -> list[Prediction]:
+    """The predictions for texts that have a target of the task; the others have phrases only."""
+    return [prediction for prediction in predictions if not isinstance(prediction, PhrasesOnly)]
+
+
+def box_text(box: Sequence[float]) -> str:
+    """A box in words, in whole pixels."""
+    x1, y1, x2, y2 = map(round, box)
+    return f"x {x1} to {x2}, y {y1} to {y2}"
+
+
+def write_list(path: str | Path, entries: Iterable[Any]) -> None:
+    """Write one JSON list, an entry a line; missing folders are made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = b",\n".join(map(msgspec.json.encode, entries))
+    write_text(path, f"[\n{lines.decode()}\n]\n")
+
+
+def read_predictions(path: Path, kind: type[Prediction]) -> list[Prediction]:
+    """Read a file of predictions; raises UserError if it is damaged, or holds predictions of another kind."""
+    return read_json(path, list[kind | PhrasesOnly])
+
+
+def require_distinct(what: str, ids: Iterable[Any]) -> None:
+    """Raises UserError if a file for a server would have an entry twice."""
+    seen = set()
+    for one in ids:
+        if one in seen:
+            raise UserError(f"The predictions have {what} {one} twice; one each is expected.")
+        seen.add(one)
