@@ -1,10 +1,9 @@
-"""The built-in detector's settings, read from Detectron2 YAML files.
+"""The built-in detector's settings, read from Detectron2 YAML files. No torch is imported here.
 
-Every field (see `detector.config`) states its Detectron2 key and has Detectron2's default. Keys fall into four
-groups:
+Every field has its Detectron2 key and Detectron2's default. Keys fall into four groups:
 
 - read: the fields below;
-- ours: keys that Detectron2 does not have (`OUR_KEYS`), written only where they differ from their default;
+- ours: those of them that Detectron2 does not have (`OUR_KEYS`), written only where they differ from their default;
 - fixed: keys that Detectron2 reads but for which only one value is built here (`FIXED`): any other value is an error;
 - ignored: keys that a Faster R-CNN does not read, or that belong to the training run (`IGNORED`); without FPN or box
   head (`StandardROIHeads`) also the keys of these parts.
@@ -16,29 +15,21 @@ MODEL.ROI_HEADS.NAME (res5 on RoI maps, or a box head).
 from __future__ import annotations
 
 import ast
-import dataclasses
 import difflib
 import itertools
 import math
-import numbers
-import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
 import yaml
+from msgspec import Meta, Struct, field
 
 from detector.errors import MissingFileError, UserError, user_path
 from detector.io import read_yaml
-
-# Reading Detectron2 YAML: `_BASE_` files, dotted keys, Python literals as values, keys that are not supported.
-
-
-MAX_FILES = 50  # that a config is made of
-LONGEST_PATH = 1000  # characters of the name of a base
-LONGEST_LITERAL = 10_000  # characters of a text that is read as a Python literal
 
 # Keys that have one possible value here.
 FIXED: dict[str, Any] = {
@@ -76,82 +67,80 @@ PORT_KEYS: dict[str, str] = {
 
 # Prefixes of keys (or whole keys) that do not change the output of this model.
 IGNORED: tuple[str, ...] = (
-    "CUDNN_BENCHMARK",
-    "DATALOADER.",
-    "DATASETS.",
-    "FLOAT32_PRECISION",
-    "GLOBAL.",
-    "OUTPUT_DIR",
-    "SEED",
-    "SOLVER.",
-    "VIS_PERIOD",
-    "INPUT.CROP.",
-    "INPUT.MASK_FORMAT",
+    *("CUDNN_BENCHMARK", "DATALOADER.", "DATASETS.", "FLOAT32_PRECISION", "GLOBAL.", "OUTPUT_DIR", "SEED", "SOLVER."),
+    *("VIS_PERIOD", "INPUT.CROP.", "INPUT.MASK_FORMAT", "MODEL.DEVICE", "MODEL.ANCHOR_GENERATOR.ANGLES"),
     "INPUT.RANDOM_FLIP",  # augmentation belongs to the data config
-    "MODEL.DEVICE",
-    "MODEL.ANCHOR_GENERATOR.ANGLES",
-    "MODEL.PANOPTIC_FPN.",
-    "MODEL.RESNETS.DEFORM_MODULATED",
-    "MODEL.RESNETS.DEFORM_NUM_GROUPS",
-    "MODEL.RETINANET.",
-    "MODEL.ROI_BOX_CASCADE_HEAD.",
-    "MODEL.ROI_BOX_HEAD.FED_LOSS_",
-    "MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES",
-    "MODEL.ROI_KEYPOINT_HEAD.",
-    "MODEL.ROI_MASK_HEAD.",
-    "MODEL.SEM_SEG_HEAD.",
-    "TEST.AUG.",
-    "TEST.EVAL_PERIOD",
-    "TEST.EXPECTED_RESULTS",
-    "TEST.KEYPOINT_OKS_SIGMAS",
-    "TEST.PRECISE_BN.",
+    *("MODEL.PANOPTIC_FPN.", "MODEL.RESNETS.DEFORM_MODULATED", "MODEL.RESNETS.DEFORM_NUM_GROUPS", "MODEL.RETINANET."),
+    *("MODEL.ROI_BOX_CASCADE_HEAD.", "MODEL.ROI_BOX_HEAD.FED_LOSS_", "MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES"),
+    *("MODEL.ROI_KEYPOINT_HEAD.", "MODEL.ROI_MASK_HEAD.", "MODEL.SEM_SEG_HEAD."),
+    *("TEST.AUG.", "TEST.EVAL_PERIOD", "TEST.EXPECTED_RESULTS", "TEST.KEYPOINT_OKS_SIGMAS", "TEST.PRECISE_BN."),
 )
 
+# Keys that only the built-in detector has.
+OUR_KEYS: tuple[str, ...] = (
+    "MODEL.RESNETS.STEM_POOL",
+    *(f"MODEL.ANCHOR_GENERATOR.{name}" for name in ("CELL_ANCHORS", "STRIDES")),
+    *(f"MODEL.RPN.{name}" for name in ("MIN_SIDE", "SCORE_THRESH", "LOSS_NORMALISER")),
+    *(f"MODEL.ROI_HEADS.{name}" for name in ("MIN_SIDE", "FEATURES_OF")),
+    *(f"MODEL.ROI_BOX_HEAD.{name}" for name in ("LEVEL_RULE", "REGION_FEATURE")),
+    *(f"MODEL.ROI_BOX_HEAD.ATTRIBUTES.{n}" for n in ("NUM_CLASSES", "EMBEDDING_DIM", "HIDDEN_DIM", "LOSS_WEIGHT")),
+    *(f"MODEL.R2C.{name}" for name in ("FEATURE_DIM", "MASK_CHANNELS", "CLASS_DIM", "DROPOUT", "CANVAS")),
+    "MODEL.R2C.FROZEN_STATISTICS",
+)
 
-def load_tree(path: Path, chain: tuple[Path, ...] = (), loaded: list[Path] | None = None) -> dict[str, Any]:
-    """A YAML file with its `_BASE_` files merged below it.
+C4_BACKBONE, FPN_BACKBONE = "build_resnet_backbone", "build_resnet_fpn_backbone"
+MOBILENET_BACKBONE = "build_mobilenet_v3_large_fpn_backbone"  # not a name of Detectron2, see `detector.fpn`
+RES5_HEADS, STANDARD_HEADS = "Res5ROIHeads", "StandardROIHeads"
+BOX_HEAD = "FastRCNNConvFCHead"
+STAGES = ("res2", "res3", "res4", "res5")
+NORM_EPS = 1e-5  # of frozen batch norms, in Detectron2 and here
+BACKENDS = ("builtin", "detectron2")  # detectors that compute their features from pixels, see `detector_class`
+EXPECTED_PARTS = ("all", "no_attributes", "backbone")  # what a weights file must hold, see `EXPECT` in checkpoint.py
 
-    Args:
-        path: the file.
-        chain: the files that led here.
-        loaded: all files so far, to which this one is added.
+# Types of settings. Detectron2 gives a meaning to some values that are refused here (MIN_SIZE_TEST 0,
+# DETECTIONS_PER_IMAGE -1); they are not built.
+Positive = Annotated[int, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+BelowOne = Annotated[float, Meta(ge=0, lt=1)]
+Widths = Annotated[tuple[Annotated[int, Meta(ge=-1)], ...], Meta(min_length=1)]
+FourPositive = tuple[PositiveFloat, PositiveFloat, PositiveFloat, PositiveFloat]
+Lists = tuple[Annotated[tuple[PositiveFloat, ...], Meta(min_length=1)], ...]
+Stage = Literal["res2", "res3", "res4", "res5"]
+Norm = Literal["FrozenBN", "BN", "SyncBN", "GN"]
+OptionalNorm = Literal["", "FrozenBN", "BN", "SyncBN", "GN"]
+BoxLoss = Literal["smooth_l1", "giou", "diou", "ciou"]
+
+
+def load_tree(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A YAML file with its `_BASE_` files merged below it; `chain` are the files that led here.
 
     Raises:
         MissingFileError: the file does not exist.
-        UserError: it is not a YAML mapping, is its own base, or has too many bases.
+        UserError: it is not a YAML mapping, or its own base.
     """
-    loaded = [] if loaded is None else loaded
     if not path.is_file():
         raise MissingFileError(f"{path}: no such config file" + (f" (_BASE_ of {chain[-1]})." if chain else "."))
     if path.resolve() in chain:
         raise UserError(f"{path}: _BASE_ leads back to this file; remove it from one of the files.")
-    loaded.append(path)
-    if len(loaded) > MAX_FILES:
-        raise UserError(f"{chain[0]}: its _BASE_ files are more than {MAX_FILES} in all; write fewer files.")
     tree = read_yaml(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected a mapping of keys, found {type(tree).__name__}.")
-    return merge_bases(tree, path.parent, (*chain, path.resolve()), loaded)
+    return merge_bases(tree, path.parent, (*chain, path.resolve()))
 
 
-def merge_bases(
-    tree: dict[str, Any], folder: Path, chain: tuple[Path, ...] = (), loaded: list[Path] | None = None
-) -> dict[str, Any]:
+def merge_bases(tree: dict[str, Any], folder: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """`tree` on top of the files (one or a list) in its `_BASE_`, whose paths are relative to `folder`."""
-    tree = dict(tree)
-    bases = tree.pop("_BASE_", [])
+    bases = tree.get("_BASE_", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise UserError(f"{folder}: _BASE_ is {bases!r}; it must be the path of a YAML file, or a list of paths.")
     merged: dict[str, Any] = {}
-    loaded = [] if loaded is None else loaded
     for base in bases:
-        if not base.endswith(".yaml") or "\0" in base or len(base) > LONGEST_PATH:
-            raise UserError(
-                f"{folder}: _BASE_ is {base[:80]!r}; it must be the path of a YAML file, whose name ends in .yaml."
-            )
-        merged = _merge(merged, load_tree(folder / user_path(base), chain, loaded))
-    return _merge(merged, tree)
+        merged = _merge(merged, load_tree(folder / user_path(base), chain))
+    return _merge(merged, {key: value for key, value in tree.items() if key != "_BASE_"})
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -182,66 +171,33 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def decode(value: Any) -> Any:
-    """A value in which strings such as "(640, 672)" are read as Python literals, as in Detectron2."""
-    if isinstance(value, str) and len(value) <= LONGEST_LITERAL:
+def _literal(value: Any) -> Any:
+    """A value in which texts such as "(640, 672)" are read as Python literals, as in Detectron2."""
+    if isinstance(value, str) and value.startswith(("(", "[")):
         try:
-            value = ast.literal_eval(value)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two for thousands of signs
+            return ast.literal_eval(value)
+        except (ValueError, SyntaxError):
             return value
-    return list(value) if isinstance(value, tuple) else value
+    return value
 
 
-def convert(value: Any, hint: Any, name: str) -> Any:
-    """A YAML value as the type of its field.
-
-    Raises:
-        UserError: a value of a different type; the message begins with `name`.
-    """
-    if hint is not str:
-        value = decode(value)
-    if isinstance(hint, types.GenericAlias):
-        item = hint.__args__[0]
-        if isinstance(value, list):
-            return tuple(convert(part, item, name) for part in value)
-        if item is int and isinstance(value, int):  # Detectron2 accepts a single size too
-            return (value,)
-    elif isinstance(value, (int, float) if hint is float else hint) and isinstance(value, bool) == (hint is bool):
-        return hint(value)
-    shown = hint.__name__ if isinstance(hint, type) else str(hint)
-    raise UserError(f"{name} = {value!r} has the wrong type; expected {shown}.")
-
-
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Tuples as lists, for YAML."""
-    return [plain(item) for item in value] if isinstance(value, tuple) else value
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-# The groups of the built-in detector's settings: one dataclass per part of the network.
+def _require(holds: bool, rule: str) -> None:
+    if not holds:
+        raise UserError(f"{rule}.")
 
 
-C4_BACKBONE, FPN_BACKBONE = "build_resnet_backbone", "build_resnet_fpn_backbone"
-MOBILENET_BACKBONE = "build_mobilenet_v3_large_fpn_backbone"  # not a name of Detectron2, see `detector.fpn`
-RES5_HEADS, STANDARD_HEADS = "Res5ROIHeads", "StandardROIHeads"
-BOX_HEAD = "FastRCNNConvFCHead"
-STAGES = ("res2", "res3", "res4", "res5")
-NORMS = ("FrozenBN", "BN", "SyncBN", "GN")
-NORM_EPS = 1e-5  # of frozen batch norms, in Detectron2 and here
-BOX_LOSSES = ("smooth_l1", "giou", "diou", "ciou")
-# Lower bounds of numbers (of all numbers of a list). Detectron2 gives a meaning to some values below (MIN_SIZE_TEST 0,
-# DETECTIONS_PER_IMAGE -1); they are not built here.
-POSITIVE, NOT_NEGATIVE = "positive", "0 or more"
-
-LARGEST = 1 << 24  # of any number, and far beyond what a detector needs
-MOST_VALUES = 1000  # of a list
-_LAYERS = 64
-
-Rules = list[tuple[bool, str]]  # whether a rule holds, and the rule in words
+def _shown(values: Iterable[Any]) -> str:
+    return f"[{', '.join(map(str, values))}]"
 
 
-def setting(key: str, default: Any, *, ours: bool = False, **limits: Any) -> Any:
-    """A field; `limits` are arguments of `_check_value`."""
-    return dataclasses.field(default=default, metadata={"key": key, "ours": ours, "limits": limits})
+def _under(section: str) -> Callable[[str], str]:
+    """How the fields of a group are named in YAML, where they have no other name."""
+    return lambda name: f"{section}.{name.upper()}"
 
 
 class MapShape(NamedTuple):
@@ -251,98 +207,22 @@ class MapShape(NamedTuple):
     stride: int  # pixels of the network input per cell
 
 
-class SettingsGroup:
-    """Settings of one part of the detector, or of all of it.
-
-    Raises:
-        ValueError: a value from which, alone or with others of the group, no detector can be built; names its key.
-    """
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if "key" not in field.metadata:
-                continue
-            _check_value(field.metadata["key"], plain(getattr(self, field.name)), **field.metadata["limits"])
-        for holds, message in self._rules():
-            if not holds:
-                raise UserError(f"{message}.")
-
-    def _rules(self) -> Rules:
-        """Rules that are more than limits of one value."""
-        return []
-
-
-def _check_value(
-    key: str,
-    value: Any,
-    *,
-    choices: Sequence[Any] = (),
-    length: int | None = None,
-    least: str | None = None,
-    most: float | None = None,
-) -> None:
-    wrong = [item for item in (value if isinstance(value, list) else [value]) if choices and item not in choices]
-    if wrong:
-        raise UserError(f"{key} must be one of {_listed(choices)}, not {_listed(wrong)}.")
-    if length is not None and len(value) != length:
-        raise UserError(f"{key} must have {length} values, not {len(value)}.")
-    leaves = _leaves(value)
-    if any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in leaves):
-        raise UserError(f"{key} is {value}; it must be finite.")
-    if least and (not leaves or not all(leaf > 0 or (leaf == 0 and least == NOT_NEGATIVE) for leaf in leaves)):
-        raise UserError(f"{key} is {value}; it must be {least}.")
-    if len(leaves) > MOST_VALUES:
-        raise UserError(f"{key} has {len(leaves)} values; it must have at most {MOST_VALUES}.")
-    most = LARGEST if most is None else most
-    if any(isinstance(leaf, int | float) and leaf > most for leaf in leaves):
-        raise UserError(f"{key} is {value}; it must be at most {most}.")
-
-
-def _listed(values: Sequence[Any]) -> str:
-    return ", ".join(str(value) if value != "" else '""' for value in values)
-
-
-def is_in_order(stages: Sequence[str]) -> bool:
-    """Whether names of stages rise."""
-    return list(stages) == sorted(set(stages))
-
-
-def _leaves(value: Any) -> list[Any]:
-    """All values of a nested list."""
-    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, list) else [value]
-
-
-def _sampling_rules(part: RPNConfig | ROIHeadsConfig, prefix: str) -> Rules:
-    thresholds = part.iou_thresholds
-    return [
-        (part.positive_fraction <= 1, f"{prefix}.POSITIVE_FRACTION must be at most 1"),
-        (
-            len(part.iou_labels) == len(thresholds) + 1 and set(part.iou_labels) <= {-1, 0, 1},
-            f"{prefix}.IOU_LABELS must hold one of -1, 0, 1 per interval of {prefix}.IOU_THRESHOLDS",
-        ),
-        (
-            list(thresholds) == sorted(thresholds) and min(thresholds, default=1) > 0,
-            f"{prefix}.IOU_THRESHOLDS must be positive and rise",
-        ),
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class InputConfig(SettingsGroup):
+class InputConfig(Struct, frozen=True, rename=_under("INPUT")):
     """How images reach the network. Sizes are pixels of the resized image."""
 
-    format: str = setting("INPUT.FORMAT", "BGR", choices=("BGR", "RGB"))
-    pixel_mean: tuple[float, ...] = setting("MODEL.PIXEL_MEAN", (103.53, 116.28, 123.675), length=3)
-    pixel_std: tuple[float, ...] = setting("MODEL.PIXEL_STD", (1.0, 1.0, 1.0), length=3, least=POSITIVE)
-    min_size_train: tuple[int, ...] = setting("INPUT.MIN_SIZE_TRAIN", (800,), least=POSITIVE, most=1 << 15)
-    min_size_train_sampling: str = setting("INPUT.MIN_SIZE_TRAIN_SAMPLING", "choice", choices=("choice", "range"))
-    max_size_train: int = setting("INPUT.MAX_SIZE_TRAIN", 1333, least=POSITIVE)
-    min_size_test: int = setting("INPUT.MIN_SIZE_TEST", 800, least=POSITIVE, most=1 << 15)
-    max_size_test: int = setting("INPUT.MAX_SIZE_TEST", 1333, least=POSITIVE)
+    format: Literal["BGR", "RGB"] = "BGR"
+    pixel_mean: tuple[float, float, float] = field(default=(103.53, 116.28, 123.675), name="MODEL.PIXEL_MEAN")
+    pixel_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = field(
+        default=(1.0, 1.0, 1.0), name="MODEL.PIXEL_STD"
+    )
+    min_size_train: tuple[Positive, ...] = (800,)
+    min_size_train_sampling: Literal["choice", "range"] = "choice"
+    max_size_train: Positive = 1333
+    min_size_test: Positive = 800
+    max_size_test: Positive = 1333
 
 
-@dataclasses.dataclass(frozen=True)
-class ResNetConfig(SettingsGroup):
+class ResNetConfig(Struct, frozen=True, rename=_under("MODEL.RESNETS")):
     """Stem and res2 .. res5. Where the RoI heads are `Res5ROIHeads`, res5 belongs to them.
 
     `freeze_at`: 0 trains all stages, 1 freezes the stem, 2 also res2, and so on. `res5_dilation` 2: all res5 blocks
@@ -351,30 +231,27 @@ class ResNetConfig(SettingsGroup):
     "none" leaves the stem at stride 2, so that res4 has stride 8.
     """
 
-    depth: int = setting("MODEL.RESNETS.DEPTH", 50, choices=(18, 34, 50, 101, 152))
-    norm: str = setting("MODEL.RESNETS.NORM", "FrozenBN", choices=NORMS)
-    num_groups: int = setting("MODEL.RESNETS.NUM_GROUPS", 1, least=POSITIVE)
-    width_per_group: int = setting("MODEL.RESNETS.WIDTH_PER_GROUP", 64, least=POSITIVE)
-    stem_out_channels: int = setting("MODEL.RESNETS.STEM_OUT_CHANNELS", 64, least=POSITIVE)
-    res2_out_channels: int = setting("MODEL.RESNETS.RES2_OUT_CHANNELS", 256, least=POSITIVE)
-    stride_in_1x1: bool = setting("MODEL.RESNETS.STRIDE_IN_1X1", True)
-    res5_dilation: int = setting("MODEL.RESNETS.RES5_DILATION", 1, choices=(1, 2))
-    freeze_at: int = setting("MODEL.BACKBONE.FREEZE_AT", 2, choices=(0, 1, 2, 3, 4, 5))
-    out_features: tuple[str, ...] = setting("MODEL.RESNETS.OUT_FEATURES", ("res4",), choices=STAGES)
-    stem_pool: str = setting("MODEL.RESNETS.STEM_POOL", "max", ours=True, choices=("max", "caffe_max", "none"))
+    depth: Literal[18, 34, 50, 101, 152] = 50
+    norm: Norm = "FrozenBN"
+    num_groups: Positive = 1
+    width_per_group: Positive = 64
+    stem_out_channels: Positive = 64
+    res2_out_channels: Positive = 256
+    stride_in_1x1: bool = True
+    res5_dilation: Literal[1, 2] = 1
+    freeze_at: Literal[0, 1, 2, 3, 4, 5] = field(default=2, name="MODEL.BACKBONE.FREEZE_AT")
+    out_features: tuple[Stage, ...] = ("res4",)
+    stem_pool: Literal["max", "caffe_max", "none"] = "max"
 
-    def _rules(self) -> Rules:
-        return [
-            (self.depth >= 50 or self.num_groups == 1, "MODEL.RESNETS.NUM_GROUPS must be 1 for depths 18 and 34"),
-            (
-                len(self.out_features) > 0 and is_in_order(self.out_features),
-                "MODEL.RESNETS.OUT_FEATURES must name stages from res2 to res5, in order",
-            ),
-            (
-                self.depth >= 50 or self.res5_dilation == 1 or "res5" not in self.out_features,
-                "MODEL.RESNETS.RES5_DILATION must be 1 for depths 18 and 34",
-            ),
-        ]
+    def __post_init__(self) -> None:
+        _require(
+            len(self.out_features) > 0 and list(self.out_features) == sorted(set(self.out_features)),
+            "MODEL.RESNETS.OUT_FEATURES must name stages from res2 to res5, in order",
+        )
+        _require(
+            self.depth >= 50 or (self.num_groups == 1 and (self.res5_dilation, self.out_features[-1]) != (2, "res5")),
+            "MODEL.RESNETS.NUM_GROUPS and RES5_DILATION must be 1 for depths 18 and 34",
+        )
 
     @property
     def shapes(self) -> dict[str, MapShape]:
@@ -387,18 +264,16 @@ class ResNetConfig(SettingsGroup):
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class FPNConfig(SettingsGroup):
+class FPNConfig(Struct, frozen=True, rename=_under("MODEL.FPN")):
     """Feature pyramid network on the maps `in_features` of the ResNet, with a max-pool on top (p6)."""
 
-    in_features: tuple[str, ...] = setting("MODEL.FPN.IN_FEATURES", (), choices=STAGES)
-    out_channels: int = setting("MODEL.FPN.OUT_CHANNELS", 256, least=POSITIVE)
-    norm: str = setting("MODEL.FPN.NORM", "", choices=("", *NORMS))
-    fuse_type: str = setting("MODEL.FPN.FUSE_TYPE", "sum", choices=("sum", "avg"))
+    in_features: tuple[Stage, ...] = ()
+    out_channels: Positive = 256
+    norm: OptionalNorm = ""
+    fuse_type: Literal["sum", "avg"] = "sum"
 
 
-@dataclasses.dataclass(frozen=True)
-class AnchorConfig(SettingsGroup):
+class AnchorConfig(Struct, frozen=True, rename=_under("MODEL.ANCHOR_GENERATOR")):
     """Anchors: the square roots of their areas in pixels of the resized image, and their height / width.
 
     `strides` says how far the anchors of a map are apart: "fixed", the map's own stride (Detectron2); "image", the
@@ -410,22 +285,11 @@ class AnchorConfig(SettingsGroup):
     ratios inner): for detectors whose anchors were rounded (Caffe). Empty = from sizes and ratios.
     """
 
-    sizes: tuple[tuple[float, ...], ...] = setting(
-        "MODEL.ANCHOR_GENERATOR.SIZES", ((32.0, 64.0, 128.0, 256.0, 512.0),), least=POSITIVE
-    )
-    aspect_ratios: tuple[tuple[float, ...], ...] = setting(
-        "MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS", ((0.5, 1.0, 2.0),), least=POSITIVE
-    )
-    offset: float = setting("MODEL.ANCHOR_GENERATOR.OFFSET", 0.0)
-    cell_anchors: tuple[tuple[float, ...], ...] = setting("MODEL.ANCHOR_GENERATOR.CELL_ANCHORS", (), ours=True)
-    strides: str = setting("MODEL.ANCHOR_GENERATOR.STRIDES", "fixed", ours=True, choices=("fixed", "image"))
-
-    def _rules(self) -> Rules:
-        are_boxes = all(len(cell) == 4 and cell[0] < cell[2] and cell[1] < cell[3] for cell in self.cell_anchors)
-        return [
-            (0 <= self.offset < 1, "MODEL.ANCHOR_GENERATOR.OFFSET must be in [0, 1)"),
-            (are_boxes, "MODEL.ANCHOR_GENERATOR.CELL_ANCHORS must hold [x1, y1, x2, y2] for each anchor"),
-        ]
+    sizes: Lists = ((32.0, 64.0, 128.0, 256.0, 512.0),)
+    aspect_ratios: Lists = ((0.5, 1.0, 2.0),)
+    offset: BelowOne = 0.0
+    cell_anchors: tuple[tuple[float, float, float, float], ...] = ()
+    strides: Literal["fixed", "image"] = "fixed"
 
     def pairs(self, num_maps: int) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
         """Sizes and ratios of each of `num_maps` feature maps."""
@@ -433,55 +297,42 @@ class AnchorConfig(SettingsGroup):
         return list(zip(sizes, ratios, strict=True))
 
 
-@dataclasses.dataclass(frozen=True)
-class RPNConfig(SettingsGroup):
+class RPNConfig(Struct, frozen=True, rename=_under("MODEL.RPN")):
     """Region proposal network: matching, sampling, losses, and the choice of proposals.
 
     `loss_normaliser` says what divides the losses: "batch_size", BATCH_SIZE_PER_IMAGE of each image (Detectron2), or
     the number of "sampled" anchors (torchvision). Proposals stay whose sides are longer than `min_size` (Detectron2)
     and at least `min_side` (torchvision's min_size), both in pixels, and whose objectness is at least `score_thresh`,
-    a probability (torchvision's score_thresh).
+    a probability (torchvision's score_thresh). A -1 in `conv_dims` stands for the width of the feature map.
     """
 
-    in_features: tuple[str, ...] = setting("MODEL.RPN.IN_FEATURES", ("res4",))
-    conv_dims: tuple[int, ...] = setting("MODEL.RPN.CONV_DIMS", (-1,))
-    boundary_thresh: int = setting("MODEL.RPN.BOUNDARY_THRESH", -1)
-    iou_thresholds: tuple[float, ...] = setting("MODEL.RPN.IOU_THRESHOLDS", (0.3, 0.7))
-    iou_labels: tuple[int, ...] = setting("MODEL.RPN.IOU_LABELS", (0, -1, 1))
-    batch_size_per_image: int = setting("MODEL.RPN.BATCH_SIZE_PER_IMAGE", 256, least=POSITIVE)
-    positive_fraction: float = setting("MODEL.RPN.POSITIVE_FRACTION", 0.5, least=NOT_NEGATIVE)
-    box_loss_type: str = setting("MODEL.RPN.BBOX_REG_LOSS_TYPE", "smooth_l1", choices=BOX_LOSSES)
-    box_loss_weight: float = setting("MODEL.RPN.BBOX_REG_LOSS_WEIGHT", 1.0, least=NOT_NEGATIVE)
-    box_weights: tuple[float, ...] = setting(
-        "MODEL.RPN.BBOX_REG_WEIGHTS", (1.0, 1.0, 1.0, 1.0), length=4, least=POSITIVE
-    )
-    smooth_l1_beta: float = setting("MODEL.RPN.SMOOTH_L1_BETA", 0.0, least=NOT_NEGATIVE)
-    loss_weight: float = setting("MODEL.RPN.LOSS_WEIGHT", 1.0, least=NOT_NEGATIVE)
-    pre_nms_topk_train: int = setting("MODEL.RPN.PRE_NMS_TOPK_TRAIN", 12000, least=POSITIVE)
-    pre_nms_topk_test: int = setting("MODEL.RPN.PRE_NMS_TOPK_TEST", 6000, least=POSITIVE)
-    post_nms_topk_train: int = setting("MODEL.RPN.POST_NMS_TOPK_TRAIN", 2000, least=POSITIVE)
-    post_nms_topk_test: int = setting("MODEL.RPN.POST_NMS_TOPK_TEST", 1000, least=POSITIVE)
-    nms_thresh: float = setting("MODEL.RPN.NMS_THRESH", 0.7, least=NOT_NEGATIVE, most=1)
-    min_size: int = setting("MODEL.PROPOSAL_GENERATOR.MIN_SIZE", 0, least=NOT_NEGATIVE)
-    min_side: float = setting("MODEL.RPN.MIN_SIDE", 0.0, ours=True, least=NOT_NEGATIVE)
-    score_thresh: float = setting("MODEL.RPN.SCORE_THRESH", 0.0, ours=True, least=NOT_NEGATIVE, most=1)
-    loss_normaliser: str = setting(
-        "MODEL.RPN.LOSS_NORMALISER", "batch_size", ours=True, choices=("batch_size", "sampled")
-    )
+    in_features: tuple[str, ...] = ("res4",)
+    conv_dims: Widths = (-1,)
+    boundary_thresh: int = -1
+    iou_thresholds: tuple[PositiveFloat, ...] = (0.3, 0.7)
+    iou_labels: tuple[Literal[-1, 0, 1], ...] = (0, -1, 1)
+    batch_size_per_image: Positive = 256
+    positive_fraction: Fraction = 0.5
+    box_loss_type: BoxLoss = field(default="smooth_l1", name="MODEL.RPN.BBOX_REG_LOSS_TYPE")
+    box_loss_weight: NotNegative = field(default=1.0, name="MODEL.RPN.BBOX_REG_LOSS_WEIGHT")
+    box_weights: FourPositive = field(default=(1.0, 1.0, 1.0, 1.0), name="MODEL.RPN.BBOX_REG_WEIGHTS")
+    smooth_l1_beta: NotNegative = 0.0
+    loss_weight: NotNegative = 1.0
+    pre_nms_topk_train: Positive = 12000
+    pre_nms_topk_test: Positive = 6000
+    post_nms_topk_train: Positive = 2000
+    post_nms_topk_test: Positive = 1000
+    nms_thresh: Fraction = 0.7
+    min_size: Count = field(default=0, name="MODEL.PROPOSAL_GENERATOR.MIN_SIZE")
+    min_side: NotNegative = 0.0
+    score_thresh: Fraction = 0.0
+    loss_normaliser: Literal["batch_size", "sampled"] = "batch_size"
 
-    def _rules(self) -> Rules:
-        return [
-            (len(self.conv_dims) > 0, "MODEL.RPN.CONV_DIMS must not be empty"),
-            (
-                all(dim == -1 or dim > 0 for dim in self.conv_dims),
-                "MODEL.RPN.CONV_DIMS must hold positive widths or -1",
-            ),
-            *_sampling_rules(self, "MODEL.RPN"),
-        ]
+    def __post_init__(self) -> None:
+        _check_labels(self, "MODEL.RPN")
 
 
-@dataclasses.dataclass(frozen=True)
-class ROIHeadsConfig(SettingsGroup):
+class ROIHeadsConfig(Struct, frozen=True, rename=_under("MODEL.ROI_HEADS")):
     """RoIs: sampling for training, thresholds for testing, pooling, and the box predictor.
 
     `features_of` names the boxes that the features of detections are taken from: "final", the refined boxes, pooled
@@ -490,41 +341,44 @@ class ROIHeadsConfig(SettingsGroup):
     (torchvision: 0.01; Detectron2 keeps all).
     """
 
-    name: str = setting("MODEL.ROI_HEADS.NAME", RES5_HEADS, choices=(RES5_HEADS, STANDARD_HEADS))
-    in_features: tuple[str, ...] = setting("MODEL.ROI_HEADS.IN_FEATURES", ("res4",))
-    num_classes: int = setting("MODEL.ROI_HEADS.NUM_CLASSES", 80, least=POSITIVE)
-    iou_thresholds: tuple[float, ...] = setting("MODEL.ROI_HEADS.IOU_THRESHOLDS", (0.5,))
-    iou_labels: tuple[int, ...] = setting("MODEL.ROI_HEADS.IOU_LABELS", (0, 1))
-    batch_size_per_image: int = setting("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 512, least=POSITIVE)
-    positive_fraction: float = setting("MODEL.ROI_HEADS.POSITIVE_FRACTION", 0.25, least=NOT_NEGATIVE)
-    append_objects: bool = setting("MODEL.ROI_HEADS.PROPOSAL_APPEND_GT", True)
-    score_thresh: float = setting("MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.05)
-    nms_thresh: float = setting("MODEL.ROI_HEADS.NMS_THRESH_TEST", 0.5, least=NOT_NEGATIVE, most=1)
-    detections_per_image: int = setting("TEST.DETECTIONS_PER_IMAGE", 100, least=POSITIVE)
-    pooler_type: str = setting(
-        "MODEL.ROI_BOX_HEAD.POOLER_TYPE", "ROIAlignV2", choices=("ROIAlignV2", "ROIAlign", "ROIPool")
+    name: Literal["Res5ROIHeads", "StandardROIHeads"] = "Res5ROIHeads"
+    in_features: tuple[str, ...] = ("res4",)
+    num_classes: Positive = 80
+    iou_thresholds: tuple[PositiveFloat, ...] = (0.5,)
+    iou_labels: tuple[Literal[-1, 0, 1], ...] = (0, 1)
+    batch_size_per_image: Positive = 512
+    positive_fraction: Fraction = 0.25
+    append_objects: bool = field(default=True, name="MODEL.ROI_HEADS.PROPOSAL_APPEND_GT")
+    score_thresh: Fraction = field(default=0.05, name="MODEL.ROI_HEADS.SCORE_THRESH_TEST")
+    nms_thresh: Fraction = field(default=0.5, name="MODEL.ROI_HEADS.NMS_THRESH_TEST")
+    detections_per_image: Positive = field(default=100, name="TEST.DETECTIONS_PER_IMAGE")
+    pooler_type: Literal["ROIAlignV2", "ROIAlign", "ROIPool"] = field(
+        default="ROIAlignV2", name="MODEL.ROI_BOX_HEAD.POOLER_TYPE"
     )
-    pooler_resolution: int = setting("MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION", 14, least=POSITIVE, most=1 << 8)
-    pooler_sampling_ratio: int = setting("MODEL.ROI_BOX_HEAD.POOLER_SAMPLING_RATIO", 0, least=NOT_NEGATIVE, most=1 << 8)
-    box_loss_type: str = setting("MODEL.ROI_BOX_HEAD.BBOX_REG_LOSS_TYPE", "smooth_l1", choices=BOX_LOSSES)
-    box_loss_weight: float = setting("MODEL.ROI_BOX_HEAD.BBOX_REG_LOSS_WEIGHT", 1.0, least=NOT_NEGATIVE)
-    box_weights: tuple[float, ...] = setting(
-        "MODEL.ROI_BOX_HEAD.BBOX_REG_WEIGHTS", (10.0, 10.0, 5.0, 5.0), length=4, least=POSITIVE
-    )
-    smooth_l1_beta: float = setting("MODEL.ROI_BOX_HEAD.SMOOTH_L1_BETA", 0.0, least=NOT_NEGATIVE)
-    class_agnostic_boxes: bool = setting("MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG", False)
-    min_side: float = setting("MODEL.ROI_HEADS.MIN_SIDE", 0.0, ours=True, least=NOT_NEGATIVE)
-    level_rule: str = setting(
-        "MODEL.ROI_BOX_HEAD.LEVEL_RULE", "detectron2", ours=True, choices=("detectron2", "torchvision")
-    )
-    features_of: str = setting("MODEL.ROI_HEADS.FEATURES_OF", "final", ours=True, choices=("final", "proposal"))
+    pooler_resolution: Positive = field(default=14, name="MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION")
+    pooler_sampling_ratio: Count = field(default=0, name="MODEL.ROI_BOX_HEAD.POOLER_SAMPLING_RATIO")
+    box_loss_type: BoxLoss = field(default="smooth_l1", name="MODEL.ROI_BOX_HEAD.BBOX_REG_LOSS_TYPE")
+    box_loss_weight: NotNegative = field(default=1.0, name="MODEL.ROI_BOX_HEAD.BBOX_REG_LOSS_WEIGHT")
+    box_weights: FourPositive = field(default=(10.0, 10.0, 5.0, 5.0), name="MODEL.ROI_BOX_HEAD.BBOX_REG_WEIGHTS")
+    smooth_l1_beta: NotNegative = field(default=0.0, name="MODEL.ROI_BOX_HEAD.SMOOTH_L1_BETA")
+    class_agnostic_boxes: bool = field(default=False, name="MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG")
+    min_side: NotNegative = 0.0
+    level_rule: Literal["detectron2", "torchvision"] = field(default="detectron2", name="MODEL.ROI_BOX_HEAD.LEVEL_RULE")
+    features_of: Literal["final", "proposal"] = "final"
 
-    def _rules(self) -> Rules:
-        return _sampling_rules(self, "MODEL.ROI_HEADS")
+    def __post_init__(self) -> None:
+        _check_labels(self, "MODEL.ROI_HEADS")
 
 
-@dataclasses.dataclass(frozen=True)
-class BoxHeadConfig(SettingsGroup):
+def _check_labels(part: RPNConfig | ROIHeadsConfig, prefix: str) -> None:
+    _require(
+        len(part.iou_labels) == len(part.iou_thresholds) + 1
+        and list(part.iou_thresholds) == sorted(part.iou_thresholds),
+        f"{prefix}.IOU_THRESHOLDS must rise, and {prefix}.IOU_LABELS must hold one of -1, 0, 1 per interval between them",
+    )
+
+
+class BoxHeadConfig(Struct, frozen=True, rename=_under("MODEL.ROI_BOX_HEAD")):
     """Convolutions and fully connected layers on RoI maps (`StandardROIHeads`).
 
     `region_feature` names what describes a region: "head" is the input of the box predictor; "fc6" and "fc7" are the
@@ -532,79 +386,65 @@ class BoxHeadConfig(SettingsGroup):
     The box predictor always reads the last layer.
     """
 
-    name: str = setting("MODEL.ROI_BOX_HEAD.NAME", "", choices=("", BOX_HEAD))
-    num_conv: int = setting("MODEL.ROI_BOX_HEAD.NUM_CONV", 0, least=NOT_NEGATIVE, most=_LAYERS)
-    conv_dim: int = setting("MODEL.ROI_BOX_HEAD.CONV_DIM", 256, least=POSITIVE)
-    num_fc: int = setting("MODEL.ROI_BOX_HEAD.NUM_FC", 0, least=NOT_NEGATIVE, most=_LAYERS)
-    fc_dim: int = setting("MODEL.ROI_BOX_HEAD.FC_DIM", 1024, least=POSITIVE)
-    norm: str = setting("MODEL.ROI_BOX_HEAD.NORM", "", choices=("", *NORMS))
-    region_feature: str = setting(
-        "MODEL.ROI_BOX_HEAD.REGION_FEATURE", "head", ours=True, choices=("head", "fc6", "fc7", "mean")
-    )
+    name: Literal["", "FastRCNNConvFCHead"] = ""
+    num_conv: Count = 0
+    conv_dim: Positive = 256
+    num_fc: Count = 0
+    fc_dim: Positive = 1024
+    norm: OptionalNorm = ""
+    region_feature: Literal["head", "fc6", "fc7", "mean"] = "head"
 
-    def _rules(self) -> Rules:
+    def __post_init__(self) -> None:
         needed = {"fc6": 1, "fc7": 2}.get(self.region_feature, 0)
-        return [
-            (
-                self.num_fc >= needed,
-                f"MODEL.ROI_BOX_HEAD.REGION_FEATURE {self.region_feature} needs at least {needed} fully connected "
-                f"layers, but NUM_FC is {self.num_fc}",
-            )
-        ]
+        _require(
+            self.num_fc >= needed,
+            f"MODEL.ROI_BOX_HEAD.REGION_FEATURE {self.region_feature} needs at least {needed} fully connected layers, "
+            f"but NUM_FC is {self.num_fc}",
+        )
 
 
-@dataclasses.dataclass(frozen=True)
-class AttributeConfig(SettingsGroup):
+class AttributeConfig(Struct, frozen=True, rename=_under("MODEL.ROI_BOX_HEAD.ATTRIBUTES")):
     """Optional attribute head of bottom-up attention; 0 classes = no head. "No attribute" is an extra, last class."""
 
-    num_classes: int = setting("MODEL.ROI_BOX_HEAD.ATTRIBUTES.NUM_CLASSES", 0, ours=True, least=NOT_NEGATIVE)
-    embedding_dim: int = setting("MODEL.ROI_BOX_HEAD.ATTRIBUTES.EMBEDDING_DIM", 256, ours=True, least=POSITIVE)
-    hidden_dim: int = setting("MODEL.ROI_BOX_HEAD.ATTRIBUTES.HIDDEN_DIM", 512, ours=True, least=POSITIVE)
-    loss_weight: float = setting("MODEL.ROI_BOX_HEAD.ATTRIBUTES.LOSS_WEIGHT", 0.2, ours=True, least=NOT_NEGATIVE)
+    num_classes: Count = 0
+    embedding_dim: Positive = 256
+    hidden_dim: Positive = 512
+    loss_weight: NotNegative = 0.2
 
 
-@dataclasses.dataclass(frozen=True)
-class R2CConfig(SettingsGroup):
+class R2CConfig(Struct, frozen=True, rename=_under("MODEL.R2C")):
     """The network of R2C on VCR, see `detector.r2c`; `feature_dim` 0 = another detector.
 
     `class_dim` is the width of the vector of a box's class; 0 = features without it.
-    `canvas` is the (height, width) in pixels of the black canvas on which every image is placed; empty = none.
+    `canvas` is the (height, width) in pixels of the black canvas on which every image is placed.
     `frozen_statistics` says what the batch norms of frozen stages normalise by: "stored" statistics, or the ones of the
     "batch", in evaluation too (official VisualBERT code).
     """
 
-    feature_dim: int = setting("MODEL.R2C.FEATURE_DIM", 0, ours=True, least=NOT_NEGATIVE)
-    mask_channels: int = setting("MODEL.R2C.MASK_CHANNELS", 32, ours=True, least=POSITIVE)
-    class_dim: int = setting("MODEL.R2C.CLASS_DIM", 128, ours=True, least=NOT_NEGATIVE)
-    dropout: float = setting("MODEL.R2C.DROPOUT", 0.1, ours=True, least=NOT_NEGATIVE)
-    canvas: tuple[int, ...] = setting("MODEL.R2C.CANVAS", (), ours=True)
-    frozen_statistics: str = setting("MODEL.R2C.FROZEN_STATISTICS", "stored", ours=True, choices=("stored", "batch"))
-
-    def _rules(self) -> Rules:
-        return [
-            (self.dropout < 1, "MODEL.R2C.DROPOUT must be below 1"),
-            (
-                len(self.canvas) in (0, 2) and all(side > 0 for side in self.canvas),
-                "MODEL.R2C.CANVAS must hold the height and the width of the canvas, or nothing",
-            ),
-        ]
+    feature_dim: Count = 0
+    mask_channels: Positive = 32
+    class_dim: Count = 128
+    dropout: BelowOne = 0.1
+    canvas: tuple[Positive, Positive] | None = None
+    frozen_statistics: Literal["stored", "batch"] = "stored"
 
 
-@dataclasses.dataclass(frozen=True)
-class DetectorConfig(SettingsGroup):
+class DetectorConfig(Struct, frozen=True):
     """All settings of the built-in detector. `weights` is kept for the caller; building a detector does not load it."""
 
-    weights: str = setting("MODEL.WEIGHTS", "")
-    backbone: str = setting("MODEL.BACKBONE.NAME", C4_BACKBONE, choices=(C4_BACKBONE, FPN_BACKBONE, MOBILENET_BACKBONE))
-    input: InputConfig = dataclasses.field(default_factory=InputConfig)
-    resnet: ResNetConfig = dataclasses.field(default_factory=ResNetConfig)
-    fpn: FPNConfig = dataclasses.field(default_factory=FPNConfig)
-    anchors: AnchorConfig = dataclasses.field(default_factory=AnchorConfig)
-    rpn: RPNConfig = dataclasses.field(default_factory=RPNConfig)
-    roi_heads: ROIHeadsConfig = dataclasses.field(default_factory=ROIHeadsConfig)
-    box_head: BoxHeadConfig = dataclasses.field(default_factory=BoxHeadConfig)
-    attributes: AttributeConfig = dataclasses.field(default_factory=AttributeConfig)
-    r2c: R2CConfig = dataclasses.field(default_factory=R2CConfig)
+    weights: str = field(default="", name="MODEL.WEIGHTS")
+    backbone: Literal["build_resnet_backbone", "build_resnet_fpn_backbone", "build_mobilenet_v3_large_fpn_backbone"] = (
+        field(default="build_resnet_backbone", name="MODEL.BACKBONE.NAME")
+    )
+    input: InputConfig = InputConfig()
+    resnet: ResNetConfig = ResNetConfig()
+    fpn: FPNConfig = FPNConfig()
+    anchors: AnchorConfig = AnchorConfig()
+    rpn: RPNConfig = RPNConfig()
+    roi_heads: ROIHeadsConfig = ROIHeadsConfig()
+    box_head: BoxHeadConfig = BoxHeadConfig()
+    attributes: AttributeConfig = AttributeConfig()
+    r2c: R2CConfig = R2CConfig()
 
     @property
     def is_r2c(self) -> bool:
@@ -666,13 +506,8 @@ class DetectorConfig(SettingsGroup):
             return self.map_shapes[self.roi_heads.in_features[0]].channels
         return head.fc_dim if head.num_fc else head.conv_dim * self.roi_heads.pooler_resolution**2
 
-    def _rules(self) -> Rules:
-        rules = _box_head_rules(self) if self.has_box_head else _c4_rules(self)
-        rules += _fpn_rules(self) if self.is_fpn else []
-        rules += _r2c_rules(self) if self.is_r2c else []
-        if not all(holds for holds, _ in rules):
-            return rules
-        return rules + _map_rules(self) + _anchor_rules(self.anchors, len(self.rpn.in_features))
+    def __post_init__(self) -> None:
+        _check_parts(self)
 
     @classmethod
     def from_yaml(cls, source: str | Path | dict[str, Any]) -> DetectorConfig:
@@ -683,56 +518,89 @@ class DetectorConfig(SettingsGroup):
             ValueError: a key is unknown, has a value of the wrong type, or a value that is not supported.
         """
         if isinstance(source, dict):
-            name, tree = "detector config", merge_bases(source, Path())
-        else:
-            name, tree = str(source), load_tree(Path(source))
-        return cls.from_flat(flatten(tree), name)
+            return cls.from_flat(flatten(merge_bases(source, Path())))
+        return cls.from_flat(flatten(load_tree(Path(source))), str(source))
 
     @classmethod
     def from_flat(cls, flat: dict[str, Any], name: str = "detector config") -> DetectorConfig:
         """Build from dotted keys, e.g. {"MODEL.RESNETS.DEPTH": 101}; `name` is used in error messages."""
+        flat = {key: _literal(value) for key, value in flat.items()}
         for key, value in flat.items():
-            if key in KEYS:
-                continue
-            if key in FIXED:
-                if decode(value) != FIXED[key]:
-                    supported = SUPPORTED.get(key, f"the only value is {FIXED[key]!r}")
-                    raise UserError(f"{name}: {key} = {value!r} is not supported; {supported}.")
-            elif key == "INPUT.RANDOM_FLIP" and decode(value) not in ("horizontal", "none"):
-                raise UserError(
-                    f"{name}: {key} = {value!r} is not supported; images are mirrored left and right only, with the "
-                    "probability data.flip."
-                )
-            elif not key.startswith(IGNORED):
-                close = difflib.get_close_matches(key, [*KEYS, *FIXED], n=1)
-                hint = f" Did you mean {close[0]}?" if close else ""
-                if key in PORT_KEYS:
-                    hint = f" It belongs to a port of bottom-up attention; here it is {PORT_KEYS[key]}."
-                raise UserError(f"{name}: {key} is neither a key of Detectron2 nor one of this project.{hint}")
+            _check_key(key, value, name)
+        if isinstance(flat.get("INPUT.MIN_SIZE_TRAIN"), int):  # Detectron2 accepts a single size too
+            flat["INPUT.MIN_SIZE_TRAIN"] = [flat["INPUT.MIN_SIZE_TRAIN"]]
         unused = _unused_groups(flat.get("MODEL.BACKBONE.NAME"), flat.get("MODEL.ROI_HEADS.NAME"))
-        groups: dict[str, dict[str, Any]] = {}
-        for group, field, key, hint in _fields(cls):
-            if key in flat and (group not in unused or field.metadata["ours"]):
-                groups.setdefault(group, {})[field.name] = convert(flat[key], hint, f"{name}: {key}")
-        parts = {field.name: field.default_factory for field in dataclasses.fields(cls) if "key" not in field.metadata}
+        nested: dict[str, Any] = {}
+        for key in flat.keys() & KEYS.keys():
+            group = KEYS[key][0]
+            if group is None:
+                nested[key] = flat[key]
+            elif group not in unused or key in OUR_KEYS:
+                nested.setdefault(group, {})[key] = flat[key]
         try:
-            return cls(**groups.get("", {}), **{part: make(**groups.get(part, {})) for part, make in parts.items()})
-        except ValueError as error:
-            raise UserError(f"{name}: {error}") from error
+            return msgspec.convert(nested, cls)
+        except msgspec.ValidationError as error:
+            raise UserError(f"{name}: {_explained(error)}") from error
 
     def to_flat(self) -> dict[str, Any]:
         """Dotted keys and plain values; our keys only where they differ from their default."""
         flat = dict(FIXED)
         unused = _unused_groups(self.backbone, self.roi_heads.name)
-        for group, field, key, _ in _fields(DetectorConfig):
-            value = getattr(getattr(self, group) if group else self, field.name)
-            if value != field.default if field.metadata["ours"] else group not in unused:
-                flat[key] = plain(value)
+        for key, (group, found) in KEYS.items():
+            value = getattr(getattr(self, group) if group else self, found.name)
+            if value != found.default if key in OUR_KEYS else group not in unused:
+                flat[key] = _plain(value)
         return flat
 
     def to_yaml(self) -> str:
         """YAML text that `from_yaml` reads back to an equal config, and Detectron2 too if none of our keys is used."""
         return yaml.safe_dump(nest(self.to_flat()), default_flow_style=None, sort_keys=True)
+
+
+def _keys() -> dict[str, tuple[str | None, msgspec.structs.FieldInfo]]:
+    """Dotted key -> (group, field) of every setting; the group of a setting of `DetectorConfig` itself is None."""
+    keys = {}
+    for found in msgspec.structs.fields(DetectorConfig):
+        if isinstance(found.type, type) and issubclass(found.type, Struct):
+            keys |= {leaf.encode_name: (found.name, leaf) for leaf in msgspec.structs.fields(found.type)}
+        else:
+            keys[found.encode_name] = (None, found)
+    return keys
+
+
+KEYS = _keys()
+
+
+def _check_key(key: str, value: Any, name: str) -> None:
+    """Refuse a key or value that no detector here is built from; values of `KEYS` are checked later."""
+    if key in FIXED:
+        if (list(value) if isinstance(value, tuple) else value) != FIXED[key]:
+            supported = SUPPORTED.get(key, f"the only value is {FIXED[key]!r}")
+            raise UserError(f"{name}: {key} = {value!r} is not supported; {supported}.")
+    elif key == "INPUT.RANDOM_FLIP" and value not in ("horizontal", "none"):
+        raise UserError(
+            f"{name}: {key} = {value!r} is not supported; images are mirrored left and right only, with the "
+            "probability data.flip."
+        )
+    elif key not in KEYS and not key.startswith(IGNORED):
+        close = difflib.get_close_matches(key, [*KEYS, *FIXED], n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        if key in PORT_KEYS:
+            hint = f" It belongs to a port of bottom-up attention; here it is {PORT_KEYS[key]}."
+        raise UserError(f"{name}: {key} is neither a key of Detectron2 nor one of this project.{hint}")
+
+
+def _explained(error: msgspec.ValidationError) -> str:
+    """What msgspec says, with the key in front and the choices of a `Literal`."""
+    reason, _, path = str(error).partition(" - at `$")
+    key = next((key for key in KEYS if key in path), None)
+    if key is None:
+        return reason
+    hint = KEYS[key][1].type
+    while typing.get_origin(hint) not in (None, Literal):
+        hint = typing.get_args(hint)[0]
+    choices = f"; choose from {', '.join(repr(one) for one in typing.get_args(hint))}" if "enum" in reason else ""
+    return f"{key}: {reason[:1].lower()}{reason[1:]}{choices}."
 
 
 def _unused_groups(backbone: Any, heads: Any) -> set[str]:
@@ -741,168 +609,101 @@ def _unused_groups(backbone: Any, heads: Any) -> set[str]:
     return {group for group, is_used in parts.items() if not is_used}
 
 
-def _c4_rules(config: DetectorConfig) -> Rules:
-    lists = {
-        "MODEL.RESNETS.OUT_FEATURES": config.resnet.out_features,
-        "MODEL.RPN.IN_FEATURES": config.rpn.in_features,
-        "MODEL.ROI_HEADS.IN_FEATURES": config.roi_heads.in_features,
-    }
-    return [
-        (
+def _check_parts(config: DetectorConfig) -> None:
+    """Refuse parts that do not fit together."""
+    resnet, head, pooled = config.resnet, config.box_head, config.roi_heads.in_features
+    if not config.has_box_head:
+        _require(
             config.backbone == C4_BACKBONE,
             f"MODEL.BACKBONE.NAME {config.backbone} needs MODEL.ROI_HEADS.NAME {STANDARD_HEADS}, not {RES5_HEADS}",
-        ),
-        *(
-            (names == ("res4",), f"{key} must be [res4] with MODEL.ROI_HEADS.NAME {RES5_HEADS}, not {_shown(names)}")
-            for key, names in lists.items()
-        ),
-        (
-            config.box_head.region_feature == "head",
-            f"MODEL.ROI_BOX_HEAD.REGION_FEATURE {config.box_head.region_feature} needs MODEL.ROI_HEADS.NAME "
-            f"{STANDARD_HEADS}",
-        ),
-    ]
-
-
-def _r2c_rules(config: DetectorConfig) -> Rules:
-    resnet = config.resnet
-    return [
-        (not config.has_box_head, f"MODEL.R2C.FEATURE_DIM needs MODEL.ROI_HEADS.NAME {RES5_HEADS}"),
-        (
-            resnet.depth >= 50 and resnet.freeze_at <= 4 and resnet.stride_in_1x1 and resnet.stem_pool == "max",
-            "MODEL.R2C.FEATURE_DIM needs MODEL.RESNETS.DEPTH 50 or more, STRIDE_IN_1X1 true, STEM_POOL max and "
-            "MODEL.BACKBONE.FREEZE_AT 4 or less",
-        ),
-        (
-            resnet.num_groups == 1 and resnet.res2_out_channels == 4 * resnet.width_per_group,
-            "MODEL.R2C.FEATURE_DIM needs MODEL.RESNETS.NUM_GROUPS 1 and RES2_OUT_CHANNELS 4 times WIDTH_PER_GROUP",
-        ),
-        (
-            config.roi_heads.pooler_type != "ROIPool",
-            "MODEL.R2C.FEATURE_DIM needs MODEL.ROI_BOX_HEAD.POOLER_TYPE ROIAlign",
-        ),
-    ]
-
-
-def _box_head_rules(config: DetectorConfig) -> Rules:
-    head = config.box_head
-    return [
-        (
-            head.name == BOX_HEAD,
-            f"MODEL.ROI_BOX_HEAD.NAME must be {BOX_HEAD} with MODEL.ROI_HEADS.NAME {STANDARD_HEADS}",
-        ),
-        (head.num_conv + head.num_fc > 0, "MODEL.ROI_BOX_HEAD.NUM_FC or NUM_CONV must be positive: a head has layers"),
-        (
-            config.resnet.stem_pool != "none",
-            f"MODEL.RESNETS.STEM_POOL none needs MODEL.ROI_HEADS.NAME {RES5_HEADS}",
-        ),
-        (
-            config.backbone != C4_BACKBONE or len(config.rpn.in_features) == len(config.roi_heads.in_features) == 1,
+        )
+        lists = {
+            "MODEL.RESNETS.OUT_FEATURES": resnet.out_features,
+            "MODEL.RPN.IN_FEATURES": config.rpn.in_features,
+            "MODEL.ROI_HEADS.IN_FEATURES": pooled,
+        }
+        for key, names in lists.items():
+            _require(
+                names == ("res4",), f"{key} must be [res4] with MODEL.ROI_HEADS.NAME {RES5_HEADS}, not {_shown(names)}"
+            )
+        _require(
+            head.region_feature == "head",
+            f"MODEL.ROI_BOX_HEAD.REGION_FEATURE {head.region_feature} needs MODEL.ROI_HEADS.NAME {STANDARD_HEADS}",
+        )
+    else:
+        _require(
+            head.name == BOX_HEAD and head.num_conv + head.num_fc > 0,
+            f"With MODEL.ROI_HEADS.NAME {STANDARD_HEADS}, MODEL.ROI_BOX_HEAD.NAME must be {BOX_HEAD} and NUM_FC or "
+            "NUM_CONV positive",
+        )
+        _require(resnet.stem_pool != "none", f"MODEL.RESNETS.STEM_POOL none needs MODEL.ROI_HEADS.NAME {RES5_HEADS}")
+        _require(
+            config.backbone != C4_BACKBONE or len(config.rpn.in_features) == len(pooled) == 1,
             f"MODEL.RPN.IN_FEATURES and MODEL.ROI_HEADS.IN_FEATURES must name one map each without {FPN_BACKBONE}",
-        ),
-        *(_mobilenet_rules(config) if config.is_mobilenet else []),
-    ]
-
-
-def _mobilenet_rules(config: DetectorConfig) -> Rules:
-    resnet, usual = config.resnet, ResNetConfig()
-    unused = ("num_groups", "width_per_group", "stem_out_channels", "res2_out_channels", "res5_dilation", "stem_pool")
-    return [
-        (
-            resnet.norm in ("FrozenBN", "BN"),
-            f"MODEL.RESNETS.NORM must be FrozenBN or BN with MODEL.BACKBONE.NAME {MOBILENET_BACKBONE}",
-        ),
-        (
-            all(getattr(resnet, name) == getattr(usual, name) for name in unused),
-            f"Only NORM and FREEZE_AT of a ResNet's settings are read with MODEL.BACKBONE.NAME {MOBILENET_BACKBONE}; "
-            "leave the others out",
-        ),
-    ]
-
-
-def _fpn_rules(config: DetectorConfig) -> Rules:
-    inputs = config.fpn.in_features
-    return [
-        (
+        )
+    if config.is_r2c:
+        _require(
+            not config.has_box_head
+            and config.roi_heads.pooler_type != "ROIPool"
+            and resnet.depth >= 50
+            and resnet.freeze_at <= 4
+            and resnet.stride_in_1x1
+            and resnet.stem_pool == "max"
+            and resnet.num_groups == 1
+            and resnet.res2_out_channels == 4 * resnet.width_per_group,
+            f"MODEL.R2C.FEATURE_DIM needs MODEL.ROI_HEADS.NAME {RES5_HEADS}, MODEL.ROI_BOX_HEAD.POOLER_TYPE ROIAlign, "
+            "MODEL.BACKBONE.FREEZE_AT 4 or less, and of MODEL.RESNETS DEPTH 50 or more, STRIDE_IN_1X1 true, STEM_POOL "
+            "max, NUM_GROUPS 1 and RES2_OUT_CHANNELS 4 times WIDTH_PER_GROUP",
+        )
+    if config.is_mobilenet:
+        others = ("depth", "norm", "freeze_at", "stride_in_1x1", "out_features")
+        _require(
+            resnet == ResNetConfig(**{name: getattr(resnet, name) for name in others})
+            and resnet.norm in ("FrozenBN", "BN"),
+            f"With MODEL.BACKBONE.NAME {MOBILENET_BACKBONE}, MODEL.RESNETS.NORM must be FrozenBN or BN, and the widths, "
+            "groups, dilation and pool of a ResNet are not read; leave them out",
+        )
+    if config.is_fpn:
+        inputs = config.fpn.in_features
+        _require(
             len(inputs) > 0 and inputs == STAGES[-len(inputs) :],
             f"MODEL.FPN.IN_FEATURES must be consecutive stages that end with res5, not {_shown(inputs)}",
-        ),
-        (
-            set(inputs) <= set(config.resnet.out_features),
-            f"MODEL.RESNETS.OUT_FEATURES {_shown(config.resnet.out_features)} lacks maps of MODEL.FPN.IN_FEATURES "
+        )
+        _require(
+            set(inputs) <= set(resnet.out_features),
+            f"MODEL.RESNETS.OUT_FEATURES {_shown(resnet.out_features)} lacks maps of MODEL.FPN.IN_FEATURES "
             f"{_shown(inputs)}",
-        ),
-        (config.resnet.res5_dilation == 1, "MODEL.RESNETS.RES5_DILATION must be 1 with FPN"),
-    ]
+        )
+        _require(resnet.res5_dilation == 1, "MODEL.RESNETS.RES5_DILATION must be 1 with FPN")
 
-
-def _map_rules(config: DetectorConfig) -> Rules:
     maps = config.map_shapes
-    pooled = config.roi_heads.in_features
-    strides = [maps[name].stride for name in pooled if name in maps]
-    rules = [
-        (
+    for key, names in (("MODEL.RPN.IN_FEATURES", config.rpn.in_features), ("MODEL.ROI_HEADS.IN_FEATURES", pooled)):
+        _require(
             0 < len(set(names)) == len(names) and set(names) <= set(maps),
             f"{key} {_shown(names)} must name maps of the backbone, which are {_shown(maps)}",
         )
-        for key, names in (("MODEL.RPN.IN_FEATURES", config.rpn.in_features), ("MODEL.ROI_HEADS.IN_FEATURES", pooled))
-    ]
-    is_pyramid = all(coarse == 2 * fine for fine, coarse in itertools.pairwise(strides))
-    rules.append((is_pyramid, f"MODEL.ROI_HEADS.IN_FEATURES {_shown(pooled)} must be consecutive levels, finest first"))
-    return rules
-
-
-def _anchor_rules(anchors: AnchorConfig, num_maps: int) -> Rules:
-    lists = {"SIZES": anchors.sizes, "ASPECT_RATIOS": anchors.aspect_ratios}
-    rules = [
-        (
-            len(values) in (1, num_maps),
+    _require(
+        all(maps[coarse].stride == 2 * maps[fine].stride for fine, coarse in itertools.pairwise(pooled)),
+        f"MODEL.ROI_HEADS.IN_FEATURES {_shown(pooled)} must be consecutive levels, finest first",
+    )
+    anchors, num_maps = config.anchors, len(config.rpn.in_features)
+    for key, lists in (("SIZES", anchors.sizes), ("ASPECT_RATIOS", anchors.aspect_ratios)):
+        _require(
+            len(lists) in (1, num_maps),
             f"MODEL.ANCHOR_GENERATOR.{key} must hold one list for all maps of MODEL.RPN.IN_FEATURES, or one per map "
-            f"({num_maps}), not {len(values)}",
+            f"({num_maps}), not {len(lists)}",
         )
-        for key, values in lists.items()
-    ]
-    if not all(holds for holds, _ in rules):
-        return rules
-    numbers = [len(sizes) * len(ratios) for sizes, ratios in anchors.pairs(num_maps)]
-    return [
-        (
-            len(set(numbers)) == 1,
-            "MODEL.ANCHOR_GENERATOR.SIZES and ASPECT_RATIOS must give every feature map as many anchors per cell, "
-            f"not {_shown(numbers)}",
-        ),
-        (
-            len(anchors.cell_anchors) in (0, sum(numbers)),
-            "MODEL.ANCHOR_GENERATOR.CELL_ANCHORS must hold a box for each pair of SIZES and ASPECT_RATIOS of each map "
-            f"({sum(numbers)}), not {len(anchors.cell_anchors)}",
-        ),
-    ]
-
-
-def _shown(values: Iterable[Any]) -> str:
-    return f"[{', '.join(map(str, values))}]"
-
-
-def _fields(cls: type) -> list[tuple[str, dataclasses.Field, str, Any]]:
-    """(group, field, dotted key, type) of every leaf; the group of a top-level leaf is ""."""
-    leaves = []
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if "key" in field.metadata:
-            leaves.append(("", field, field.metadata["key"], hints[field.name]))
-        else:
-            leaves += [(field.name, *leaf[1:]) for leaf in _fields(hints[field.name])]
-    return leaves
-
-
-KEYS: tuple[str, ...] = tuple(key for _, _, key, _ in _fields(DetectorConfig))
-OUR_KEYS: tuple[str, ...] = tuple(key for _, field, key, _ in _fields(DetectorConfig) if field.metadata["ours"])
-
-
-# How many of a detector's boxes are kept. (A file of its own, so that settings can be checked without torch.)
-
-
-LARGEST_SELECTION_RULE = 1e300  # of a number of settings
+    counts = [len(sizes) * len(ratios) for sizes, ratios in anchors.pairs(num_maps)]
+    _require(
+        len(set(counts)) == 1,
+        "MODEL.ANCHOR_GENERATOR.SIZES and ASPECT_RATIOS must give every feature map as many anchors per cell, "
+        f"not {_shown(counts)}",
+    )
+    _require(
+        len(anchors.cell_anchors) in (0, sum(counts)),
+        "MODEL.ANCHOR_GENERATOR.CELL_ANCHORS must hold a box for each pair of SIZES and ASPECT_RATIOS of each map "
+        f"({sum(counts)}), not {len(anchors.cell_anchors)}",
+    )
 
 
 @dataclass(frozen=True)
@@ -922,19 +723,10 @@ class SelectionRule:
     max_regions: int = 100
 
     def __post_init__(self) -> None:
-        given = {"min_score": self.min_score, "min_regions": self.min_regions, "max_regions": self.max_regions}
-        for name, value in given.items():
-            if not isinstance(value, numbers.Real) or not abs(value) <= LARGEST_SELECTION_RULE:
-                raise UserError(f"{self.where}: {name} {value!r:.50} must be a finite number.")
+        if not math.isfinite(self.min_score):
+            raise UserError(f"{self.where}: min_score {self.min_score} must be a finite number.")
         if not 0 <= self.min_regions <= self.max_regions or self.max_regions < 1:
             raise UserError(
                 f"{self.where}: min_regions {self.min_regions} and max_regions {self.max_regions} must satisfy "
                 "0 <= min_regions <= max_regions and max_regions >= 1."
             )
-
-
-# What settings and commands choose from (a file of its own, so that they can be checked without torch).
-
-
-BACKENDS = ("builtin", "detectron2")  # detectors that compute their features from pixels, see `detector_class`
-EXPECTED_PARTS = ("all", "no_attributes", "backbone")  # what a weights file must hold, see `EXPECT` in checkpoint.py

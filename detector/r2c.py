@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
+from msgspec import structs
 from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
@@ -75,7 +76,7 @@ class R2CTrunk(nn.Module):
     def __init__(self, config: DetectorConfig, sizes: NetworkSizes) -> None:
         super().__init__()
         resnet = config.resnet
-        self.stem = BasicStem(dataclasses.replace(resnet, stem_out_channels=sizes.stem))
+        self.stem = BasicStem(structs.replace(resnet, stem_out_channels=sizes.stem))
         channels = sizes.stem
         for number, name in enumerate(("res2", "res3", "res4")):
             self.add_module(name, _make_blocks(resnet, sizes, number, channels, stride=1 if number == 0 else 2))

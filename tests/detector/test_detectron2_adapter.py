@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -132,6 +132,6 @@ def test_fpn_trains_on_given_boxes(fpn, images):
 
 
 def test_what_detectron2_refuses_is_one_sentence(fpn):
-    narrow = dataclasses.replace(fpn.config, fpn=dataclasses.replace(fpn.config.fpn, norm="GN"))  # 16 channels
+    narrow = msgspec.structs.replace(fpn.config, fpn=msgspec.structs.replace(fpn.config.fpn, norm="GN"))  # 16 channels
     with pytest.raises(ValueError, match=r"Detectron2 refuses the detector's config: .*num_channels"):
         type(fpn)(narrow)

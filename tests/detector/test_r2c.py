@@ -184,23 +184,6 @@ def test_an_image_larger_than_the_canvas():
         run(network(**{"R2C.CANVAS": [48, 60]}))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"R2C.CANVAS": [48]}, "MODEL.R2C.CANVAS must hold the height and the width"),
-        ({"R2C.DROPOUT": 1.0}, "MODEL.R2C.DROPOUT must be below 1"),
-        ({"R2C.CLASS_DIM": -1}, "MODEL.R2C.CLASS_DIM is -1; it must be 0 or more"),
-        ({"RESNETS.STRIDE_IN_1X1": False}, "needs MODEL.RESNETS.DEPTH 50 or more, STRIDE_IN_1X1 true"),
-        ({"RESNETS.NUM_GROUPS": 2}, "NUM_GROUPS 1 and RES2_OUT_CHANNELS"),
-        ({"ROI_BOX_HEAD.POOLER_TYPE": "ROIPool"}, "POOLER_TYPE ROIAlign"),
-        ({"R2C.FROZEN_STATISTICS": "none"}, "FROZEN_STATISTICS must be one of"),
-    ],
-)
-def test_settings_from_which_it_cannot_be_built(settings, message):
-    with pytest.raises(ValueError, match=message):
-        config_of(**settings)
-
-
 def test_settings_of_another_detector():
     with pytest.raises(ValueError, match=r"needs MODEL\.R2C\.FEATURE_DIM"):
         R2CNetwork(DetectorConfig())

@@ -1,0 +1,299 @@
+"""Settings of detectors: Detectron2's files with their bases, what fits together, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from detector.config import KEYS, OUR_KEYS, AttributeConfig, DetectorConfig, ResNetConfig
+from detector.errors import UserError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "detector").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_are_read_and_written_back(path: Path):
+    config = DetectorConfig.from_yaml(path)
+    assert DetectorConfig.from_yaml(yaml.safe_load(config.to_yaml())) == config
+
+
+def test_stock_and_vl_bert_values():
+    folder = CONFIGS[0].parent
+    stock = DetectorConfig.from_yaml(folder / "R_101_C4.yaml")
+    assert stock.resnet == ResNetConfig(depth=101)
+    assert stock.input.min_size_train == (640, 672, 704, 736, 768, 800)
+    vl_bert = DetectorConfig.from_yaml(folder / "vl_bert_R_101.yaml")
+    assert vl_bert.resnet == ResNetConfig(depth=101, res5_dilation=2)
+    assert (vl_bert.roi_heads.pooler_type, vl_bert.roi_heads.pooler_sampling_ratio) == ("ROIAlign", 1)
+
+
+def test_bases_are_merged_below_and_relative_to_their_file(tmp_path: Path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "base.yaml").write_text("MODEL: {RESNETS: {DEPTH: 101, NORM: GN}}\nTEST: {DETECTIONS_PER_IMAGE: 7}\n")
+    (tmp_path / "sub" / "top.yaml").write_text("_BASE_: ../base.yaml\nMODEL: {RESNETS: {DEPTH: 18}}\n")
+    config = DetectorConfig.from_yaml(tmp_path / "sub" / "top.yaml")
+    assert (config.resnet.depth, config.resnet.norm, config.roi_heads.detections_per_image) == (18, "GN", 7)
+    same = DetectorConfig.from_yaml({"_BASE_": str(tmp_path / "base.yaml"), "MODEL": {"RESNETS": {"DEPTH": 18}}})
+    assert same == config
+
+
+def test_values_may_be_python_literals_in_strings():
+    config = DetectorConfig.from_yaml({"INPUT": {"MIN_SIZE_TRAIN": "(640, 672)"}, "MODEL": {"RPN": {"NMS_THRESH": 1}}})
+    assert config.input.min_size_train == (640, 672)
+    assert config.rpn.nms_thresh == 1.0
+
+
+def test_keys_of_training_runs_are_ignored():
+    tree = {
+        "VERSION": 2,
+        "SOLVER": {"BASE_LR": 0.1, "STEPS": "(1, 2)"},
+        "DATASETS": {"TRAIN": "('coco',)"},
+        "OUTPUT_DIR": "x",
+        "MODEL": {"DEVICE": "cpu", "FPN": {"OUT_CHANNELS": 3}, "ROI_BOX_HEAD": {"NUM_FC": 2}},
+    }
+    assert DetectorConfig.from_yaml(tree) == DetectorConfig()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("MODEL.RESNETS.DEPTH", "deep"),
+        ("MODEL.RESNETS.DEPTH", 42),
+        ("MODEL.RESNETS.NORM", "LN"),
+        ("MODEL.RESNETS.STRIDE_IN_1X1", 1),
+        ("MODEL.RESNETS.WIDTH_PER_GROUP", 0),
+        ("MODEL.RESNETS.DEFORM_ON_PER_STAGE", [False, True, False, False]),
+        ("MODEL.MASK_ON", True),
+        ("VERSION", 1),
+        ("MODEL.ANCHOR_GENERATOR.CELL_ANCHORS", [[0, 0, 4, 4]]),
+        ("MODEL.ANCHOR_GENERATOR.CELL_ANCHORS", [[0, 0, 4]]),
+        ("MODEL.ANCHOR_GENERATOR.SIZES", [[32], [64]]),
+        ("MODEL.ANCHOR_GENERATOR.SIZES", [[32, 0]]),
+        ("MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS", [[]]),
+        ("MODEL.ANCHOR_GENERATOR.OFFSET", 1.0),
+        ("MODEL.RPN.IN_FEATURES", ["p4"]),
+        ("MODEL.RPN.IOU_LABELS", [0, 1]),
+        ("MODEL.RPN.IOU_THRESHOLDS", [0.7, 0.3]),
+        ("MODEL.RPN.BATCH_SIZE_PER_IMAGE", 0),
+        ("MODEL.RPN.POST_NMS_TOPK_TEST", -1),
+        ("MODEL.RPN.CONV_DIMS", []),
+        ("MODEL.RPN.POSITIVE_FRACTION", 1.5),
+        ("MODEL.RPN.BBOX_REG_WEIGHTS", [1, 1, 0, 1]),
+        ("MODEL.RPN.SMOOTH_L1_BETA", -0.1),
+        ("MODEL.RPN.NMS_THRESH", 70),
+        ("MODEL.RPN.SCORE_THRESH", 5),
+        ("MODEL.ROI_HEADS.NAME", "CascadeROIHeads"),
+        ("MODEL.ROI_HEADS.NAME", "StandardROIHeads"),  # without a box head
+        ("MODEL.ROI_HEADS.NUM_CLASSES", 0),
+        ("MODEL.ROI_HEADS.NMS_THRESH_TEST", float("nan")),
+        ("MODEL.ROI_BOX_HEAD.POOLER_TYPE", "ROIAlignRotated"),
+        ("MODEL.ROI_BOX_HEAD.REGION_FEATURE", "mean"),  # of a C4
+        ("MODEL.ROI_BOX_HEAD.ATTRIBUTES.NUM_CLASSES", -1),
+        ("MODEL.R2C.DROPOUT", 1.0),
+        ("MODEL.R2C.CANVAS", [3]),
+        ("MODEL.PIXEL_STD", [1, 1, 0]),
+        ("INPUT.MIN_SIZE_TRAIN", [600, 0]),
+        ("INPUT.MIN_SIZE_TEST", 0),
+        ("INPUT.RANDOM_FLIP", "vertical"),
+        ("TEST.DETECTIONS_PER_IMAGE", -1),
+    ],
+)
+def test_bad_values_name_file_and_key(key: str, value: Any):
+    with pytest.raises(UserError, match=rf"^a\.yaml: .*{key.removeprefix('MODEL.')}") as caught:
+        DetectorConfig.from_flat({key: value}, "a.yaml")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("MODEL.RESNETS.DEPHT", "Did you mean MODEL.RESNETS.DEPTH"),
+        ("MODEL.FPN.OUT_CHANELS", "Did you mean MODEL.FPN.OUT_CHANNELS"),
+        ("MODEL.CAFFE_MAXPOOL", "here it is MODEL.RESNETS.STEM_POOL: caffe_max"),
+    ],
+)
+def test_unknown_keys_are_named_with_the_nearest_one(key: str, message: str):
+    with pytest.raises(UserError, match=f"{key} is neither a key of Detectron2 .*{message}"):
+        DetectorConfig.from_flat({key: 1})
+    with pytest.raises(UserError, match=r"MODEL\.RESNETS\.NORM: .*choose from 'FrozenBN', 'BN', 'SyncBN', 'GN'"):
+        DetectorConfig.from_flat({"MODEL.RESNETS.NORM": "LN"})
+
+
+def test_bad_files(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"none\.yaml: no such config file"):
+        DetectorConfig.from_yaml(tmp_path / "none.yaml")
+    path = tmp_path / "a.yaml"
+    for text, message in (
+        ("_BASE_: a.yaml\n", "leads back"),
+        ("_BASE_: 3\n", "_BASE_ is 3; it must be the path of a YAML file"),
+        ("- 3\n", "expected a mapping of keys, found list"),
+        ("SEED: !!python/object/apply:os.getcwd []\n", r"a\.yaml is not valid YAML: .*os\.getcwd"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=message):
+            DetectorConfig.from_yaml(path)
+
+
+def test_keys_of_ours_are_written_only_where_they_are_used():
+    assert set(OUR_KEYS) <= set(KEYS)
+    assert not set(OUR_KEYS) & set(DetectorConfig().to_flat())
+    config = msgspec.structs.replace(
+        DetectorConfig(), resnet=ResNetConfig(stem_pool="none"), attributes=AttributeConfig(num_classes=5)
+    )
+    written = set(OUR_KEYS) & set(config.to_flat())
+    assert written == {"MODEL.RESNETS.STEM_POOL", "MODEL.ROI_BOX_HEAD.ATTRIBUTES.NUM_CLASSES"}
+    assert config.map_shapes == {"res4": (1024, 8)}
+
+
+# The facts of Detectron2's configs/Base-RCNN-FPN.yaml.
+BASE = """
+MODEL:
+  META_ARCHITECTURE: "GeneralizedRCNN"
+  BACKBONE:
+    NAME: "build_resnet_fpn_backbone"
+  RESNETS:
+    OUT_FEATURES: ["res2", "res3", "res4", "res5"]
+  FPN:
+    IN_FEATURES: ["res2", "res3", "res4", "res5"]
+  ANCHOR_GENERATOR:
+    SIZES: [[32], [64], [128], [256], [512]]
+    ASPECT_RATIOS: [[0.5, 1.0, 2.0]]
+  RPN:
+    IN_FEATURES: ["p2", "p3", "p4", "p5", "p6"]
+    PRE_NMS_TOPK_TRAIN: 2000
+    PRE_NMS_TOPK_TEST: 1000
+    POST_NMS_TOPK_TRAIN: 1000
+    POST_NMS_TOPK_TEST: 1000
+  ROI_HEADS:
+    NAME: "StandardROIHeads"
+    IN_FEATURES: ["p2", "p3", "p4", "p5"]
+  ROI_BOX_HEAD:
+    NAME: "FastRCNNConvFCHead"
+    NUM_FC: 2
+    POOLER_RESOLUTION: 7
+  ROI_MASK_HEAD:
+    NAME: "MaskRCNNConvUpsampleHead"
+    NUM_CONV: 4
+    POOLER_RESOLUTION: 14
+DATASETS:
+  TRAIN: ("coco_2017_train",)
+  TEST: ("coco_2017_val",)
+SOLVER:
+  IMS_PER_BATCH: 16
+  BASE_LR: 0.02
+  STEPS: (60000, 80000)
+  MAX_ITER: 90000
+INPUT:
+  MIN_SIZE_TRAIN: (640, 672, 704, 736, 768, 800)
+VERSION: 2
+"""
+X_101 = """
+_BASE_: "../Base-RCNN-FPN.yaml"
+MODEL:
+  MASK_ON: False
+  WEIGHTS: "detectron2://ImageNetPretrained/FAIR/X-101-32x8d.pkl"
+  PIXEL_STD: [57.375, 57.120, 58.395]
+  RESNETS:
+    STRIDE_IN_1X1: False
+    NUM_GROUPS: 32
+    WIDTH_PER_GROUP: 8
+    DEPTH: 101
+SOLVER:
+  STEPS: (210000, 250000)
+  MAX_ITER: 270000
+"""
+R_50_MASK = '_BASE_: "../Base-RCNN-FPN.yaml"\nMODEL:\n  MASK_ON: True\n  RESNETS:\n    DEPTH: 50\n'
+
+
+@pytest.fixture
+def zoo(tmp_path: Path) -> Path:
+    (tmp_path / "COCO-Detection").mkdir()
+    (tmp_path / "Base-RCNN-FPN.yaml").write_text(BASE)
+    (tmp_path / "COCO-Detection" / "x_101.yaml").write_text(X_101)
+    (tmp_path / "COCO-Detection" / "mask.yaml").write_text(R_50_MASK)
+    return tmp_path / "COCO-Detection"
+
+
+def changed(**keys: Any) -> dict[str, Any]:
+    tree = copy.deepcopy(yaml.safe_load(BASE))
+    for key, value in keys.items():
+        node = tree["MODEL"]
+        *parents, leaf = key.split("__")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return tree
+
+
+def test_a_file_of_the_model_zoo_with_its_base(zoo: Path):
+    config = DetectorConfig.from_yaml(zoo / "x_101.yaml")
+    assert config.is_fpn and config.has_box_head
+    assert (config.resnet.depth, config.resnet.num_groups, config.resnet.stride_in_1x1) == (101, 32, False)
+    assert config.map_shapes == {"p2": (256, 4), "p3": (256, 8), "p4": (256, 16), "p5": (256, 32), "p6": (256, 64)}
+    assert (config.size_divisibility, config.map_size, config.feature_dim) == (32, 7, 1024)
+    assert DetectorConfig.from_yaml(yaml.safe_load(config.to_yaml())) == config
+
+
+def test_shipped_configs_have_the_values_of_the_zoo(zoo: Path):
+    base = DetectorConfig.from_yaml(zoo.parent / "Base-RCNN-FPN.yaml").to_flat()
+    shipped = DetectorConfig.from_yaml(CONFIGS[0].parent / "R_50_FPN.yaml").to_flat()
+    assert {key for key in base if base[key] != shipped[key]} == {"MODEL.WEIGHTS"}
+    pythia = DetectorConfig.from_yaml(CONFIGS[0].parent / "X_152_FPN.yaml")
+    assert (pythia.feature_dim, pythia.box_head.region_feature) == (2048, "fc6")
+
+
+def test_the_box_part_of_a_mask_rcnn_is_read_if_asked(zoo: Path):
+    with pytest.raises(ValueError, match=r"MODEL\.MASK_ON = True is not supported; only the box branch .* False reads"):
+        DetectorConfig.from_yaml(zoo / "mask.yaml")
+    config = DetectorConfig.from_yaml({"_BASE_": str(zoo / "mask.yaml"), "MODEL": {"MASK_ON": False}})
+    assert config == DetectorConfig.from_yaml(zoo.parent / "Base-RCNN-FPN.yaml")
+
+
+@pytest.mark.parametrize(
+    ("feature", "dim"), [("head", 1024), ("fc6", 1024), ("fc7", 1024), ("mean", 256)], ids=lambda value: str(value)
+)
+def test_the_width_of_a_region_feature(feature: str, dim: int):
+    config = DetectorConfig.from_yaml(changed(ROI_BOX_HEAD__REGION_FEATURE=feature))
+    assert config.feature_dim == dim
+    assert ("MODEL.ROI_BOX_HEAD.REGION_FEATURE" in config.to_flat()) == (feature != "head")
+    assert DetectorConfig.from_yaml(yaml.safe_load(config.to_yaml())) == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"META_ARCHITECTURE": "RetinaNet"}, "META_ARCHITECTURE = 'RetinaNet' .*; two-stage detectors of boxes are"),
+        ({"KEYPOINT_ON": True}, "MODEL.KEYPOINT_ON = True is not supported; only the box branch"),
+        ({"BACKBONE__NAME": "build_retinanet_resnet_fpn_backbone"}, "MODEL.BACKBONE.NAME"),
+        ({"ROI_HEADS__NAME": "Res5ROIHeads"}, "build_resnet_fpn_backbone needs MODEL.ROI_HEADS.NAME StandardROIHeads"),
+        ({"RESNETS__OUT_FEATURES": ["res4"]}, r"OUT_FEATURES \[res4\] lacks maps of MODEL.FPN.IN_FEATURES"),
+        ({"RESNETS__OUT_FEATURES": ["res4", "res3"]}, "OUT_FEATURES must name stages from res2 to res5, in order"),
+        ({"RESNETS__DEPTH": 18, "RESNETS__NUM_GROUPS": 2}, "NUM_GROUPS and RES5_DILATION must be 1 for depths 18"),
+        ({"RESNETS__DEPTH": 18, "RESNETS__RES5_DILATION": 2}, "NUM_GROUPS and RES5_DILATION must be 1 for depths 18"),
+        ({"RESNETS__RES5_DILATION": 2}, "MODEL.RESNETS.RES5_DILATION must be 1 with FPN"),
+        ({"RESNETS__STEM_POOL": "none"}, "STEM_POOL none needs MODEL.ROI_HEADS.NAME Res5ROIHeads"),
+        ({"FPN__IN_FEATURES": []}, "MODEL.FPN.IN_FEATURES must be consecutive stages that end with res5"),
+        ({"FPN__IN_FEATURES": ["res2", "res5"]}, "MODEL.FPN.IN_FEATURES must be consecutive stages"),
+        ({"FPN__IN_FEATURES": ["res3", "res4", "res5"]}, "MODEL.RPN.IN_FEATURES .* must name maps of the backbone"),
+        ({"FPN__NORM": "LN"}, "MODEL.FPN.NORM"),
+        ({"RPN__IN_FEATURES": ["res4"]}, "MODEL.RPN.IN_FEATURES .* must name maps of the backbone"),
+        ({"ROI_HEADS__IN_FEATURES": ["p2", "p4"]}, "MODEL.ROI_HEADS.IN_FEATURES .* must be consecutive levels"),
+        ({"ROI_HEADS__IN_FEATURES": []}, "MODEL.ROI_HEADS.IN_FEATURES .* must name maps"),
+        ({"ANCHOR_GENERATOR__SIZES": [[32], [64]]}, r"SIZES must hold one list for all maps .* \(5\), not 2"),
+        ({"ANCHOR_GENERATOR__SIZES": [[1], [2], [3], [4], [5, 6]]}, "as many anchors per cell, not"),
+        ({"ANCHOR_GENERATOR__CELL_ANCHORS": [[0, 0, 4, 4]]}, r"CELL_ANCHORS must hold .* \(15\), not 1"),
+        ({"ROI_BOX_HEAD__NAME": ""}, "MODEL.ROI_BOX_HEAD.NAME must be FastRCNNConvFCHead"),
+        ({"ROI_BOX_HEAD__NUM_FC": 0}, "NUM_FC or NUM_CONV positive"),
+        ({"ROI_BOX_HEAD__NUM_FC": 1, "ROI_BOX_HEAD__REGION_FEATURE": "fc7"}, "fc7 needs at least 2 fully connected"),
+        ({"R2C__FEATURE_DIM": 8}, "MODEL.R2C.FEATURE_DIM needs MODEL.ROI_HEADS.NAME Res5ROIHeads"),
+    ],
+)
+def test_what_does_not_fit_is_named(keys: dict[str, Any], named: str):
+    with pytest.raises(UserError, match=named) as caught:
+        DetectorConfig.from_yaml(changed(**keys))
+    assert "\n" not in str(caught.value)
