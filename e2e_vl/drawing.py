@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
+import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -29,31 +29,21 @@ PALETTE: tuple[Colour, ...] = (
 )
 GREEN, BLUE, RED = (0, 160, 60), (0, 80, 200), (220, 30, 30)  # RGB: the truth, a right answer, a wrong answer
 SHORTEST, LONGEST = 480, 1280  # the long side of a picture, pixels: smaller images are enlarged, larger ones shrunk
-MOST_CHARACTERS = 1000  # of a label; a longer one would cover the picture
+MOST_CHARACTERS = 1000  # of a label or title; the rest of a longer one is left out
 _MIN_SIDE = 160  # a very thin image gets a margin, so that labels have room
 _MARGIN = (235, 235, 235)
 _GAP = 12  # pixels between images side by side
 _WHITE, _BLACK = (255, 255, 255), (0, 0, 0)
-_FONT_SIZES = (12, 36)  # pixels: the smallest and the largest
-_FONT_SHARE = 1 / 30  # size of the font, relative to the root of the picture's area
-_LINE_SHARE = 1 / 250  # width of a line, likewise
-_DASH_LINES = 3  # length of a dash, and of the gap behind it, in widths of its line
 _LABEL_SHARE = 1 / 6  # share of the picture that labels may cover before their font becomes smaller
 _PAD = 3  # between a label's text and its edge
-_LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue, ITU-R BT.601
-_BRIGHT = 150  # luminance from which the text on a colour is black
 
 
-@dataclass(frozen=True)
-class _Label:
+class _Label(NamedTuple):
     """A label that has no place yet."""
 
     text: str  # lines that fit the picture
     width: int
     height: int
-
-    def at(self, x: float, y: float) -> Place:
-        return round(x), round(y), round(x) + self.width, round(y) + self.height
 
 
 def draw_boxes(
@@ -72,7 +62,7 @@ def draw_boxes(
     Args:
         image: uint8 [h, w, 3]; it is not changed.
         boxes: [R, 4] xyxy in pixels of `image`; the first box is drawn last, on top, and its label is placed first.
-        labels: R texts; an empty text is left out, and of a long one the first `MOST_CHARACTERS` stay.
+        labels: R texts; an empty text is left out.
         colours: R colours in the image's own channel order; None = the colours of `PALETTE` in turn.
         title: a text above the picture.
         dashed: whether the outline of each of the R boxes is dashed; None = no outline is.
@@ -80,37 +70,61 @@ def draw_boxes(
     Returns:
         A new uint8 picture [h', w', 3] in the channel order of `image`. The long side of the image in it has between
         480 and 1280 pixels; the picture is larger where the image is thin, has a title, or has no room for a label.
-
-    Raises:
-        ValueError: the numbers of boxes, labels, colours and dashed outlines differ.
     """
     boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
     texts = [""] * len(boxes) if labels is None else list(labels)
     colours = [PALETTE[row % len(PALETTE)] for row in range(len(boxes))] if colours is None else list(colours)
-    if not len(boxes) == len(texts) == len(colours):
-        raise UserError(f"{len(boxes)} boxes, {len(texts)} labels and {len(colours)} colours: numbers must be equal.")
     dashed = [False] * len(boxes) if dashed is None else list(dashed)
-    if len(dashed) != len(boxes):
-        raise UserError(f"{len(boxes)} boxes, and {len(dashed)} values say whether they are dashed: give one per box.")
+    if not len(boxes) == len(texts) == len(colours) == len(dashed):
+        raise UserError(
+            f"{len(boxes)} boxes, {len(texts)} labels, {len(colours)} colours and {len(dashed)} values of dashed: "
+            "give one per box."
+        )
     content = _resized(image)
     width, height = (max(side, _MIN_SIDE) for side in content.size)
-    scale = np.array(content.size) / (image.shape[1], image.shape[0])
-    placed = np.round(boxes * np.tile(scale, 2)).clip(0, np.tile(content.size, 2)).astype(int)
-    made, font = _fitting_labels([_shortened(text) for text in texts], width, height)
-    places, leftover = _place_all(made, placed, width, height)
-    below, bottom = _rows(leftover, width, height)
+    root = math.sqrt(width * height)
+    line = min(max(round(root / 250), 2), 5)
+    size = title_size = min(max(round(root / 30), 12), 36)
+    made = [_label(text, width, size) for text in texts]
+    while size > 12 and sum(one.width * one.height for one in made if one.text) > _LABEL_SHARE * width * height:
+        size -= 1
+        made = [_label(text, width, size) for text in texts]
+    scale = np.tile(np.array(content.size) / (image.shape[1], image.shape[0]), 2)
+    placed = np.round(boxes * scale).clip(0, np.tile(content.size, 2)).astype(int)
+    inside: dict[int, Place] = {}
+    below: dict[int, Place] = {}
+    x, y, bottom = 0, height + _PAD, height  # of the next label below the image
+    for row, label in enumerate(made):
+        if not label.text:
+            continue
+        place = _free_place(label, placed[row], np.array([*inside.values()]).reshape(-1, 4), width, height)
+        if place is not None:
+            inside[row] = place
+            continue
+        if x and x + label.width > width:
+            x, y = 0, bottom + _PAD
+        below[row] = (x, y, x + label.width, y + label.height)
+        x, bottom = x + label.width + _PAD, max(bottom, y + label.height)
 
     picture = Image.new("RGB", (width, bottom), _MARGIN)
     picture.paste(content, (0, 0))
     draw = ImageDraw.Draw(picture)
-    line = _share(width, height, _LINE_SHARE, 2, 5)
     for row in range(len(boxes))[::-1]:
         _draw_box(draw, placed[row].tolist(), colours[row], line, dashed[row])
-    for row, place in places.items():  # after all boxes, so that no line crosses a label
+    for row, place in inside.items():  # after all boxes, so that no line crosses a label
         _draw_link(draw, place, placed[row].tolist(), colours[row], line)
-    for row, place in (*places.items(), *below.items()):
-        _draw_label(draw, place, made[row].text, colours[row], font)
-    return np.array(_with_title(picture, title, height) if title else picture)
+    for row, (x1, y1, x2, y2) in (inside | below).items():
+        draw.rectangle((x1, y1, x2 - 1, y2 - 1), fill=colours[row])
+        luminance = np.dot(colours[row], (0.299, 0.587, 0.114))  # ITU-R BT.601
+        ink = _WHITE if luminance < 150 else _BLACK
+        draw.text((x1 + _PAD, y1 + _PAD // 2), made[row].text, fill=ink, font=_font(size), spacing=0)
+    if not title:
+        return np.array(picture)
+    header = _label(title, width, title_size)
+    result = Image.new("RGB", (width, header.height + _PAD + bottom), _WHITE)
+    ImageDraw.Draw(result).text((_PAD, _PAD), header.text, fill=_BLACK, font=_font(title_size), spacing=0)
+    result.paste(picture, (0, header.height + _PAD))
+    return np.array(result)
 
 
 def box_colours(answers: int, phrases: int) -> list[Colour]:
@@ -143,17 +157,6 @@ def draw_side_by_side(images: Sequence[np.ndarray]) -> np.ndarray:
     return np.array(picture)
 
 
-def _with_title(picture: Image.Image, title: str, height: int) -> Image.Image:
-    """The picture with a text above it; `height` is the height of the image in it."""
-    font = _font(_share(picture.width, height, _FONT_SHARE, *_FONT_SIZES))
-    lines = _wrap(title, picture.width - 2 * _PAD, font)
-    top = _text_height(lines, font) + 2 * _PAD
-    result = Image.new("RGB", (picture.width, top + picture.height), _WHITE)
-    _write(ImageDraw.Draw(result), (_PAD, _PAD), lines, font, _BLACK)
-    result.paste(picture, (0, top))
-    return result
-
-
 def _resized(image: np.ndarray) -> Image.Image:
     """The image, enlarged or shrunk until its long side is between `SHORTEST` and `LONGEST`."""
     height, width = image.shape[:2]
@@ -164,111 +167,27 @@ def _resized(image: np.ndarray) -> Image.Image:
     return Image.fromarray(image).resize((max(round(width * factor), 1), max(round(height * factor), 1)), method)
 
 
-def _share(width: int, height: int, share: float, least: int, most: int) -> int:
-    """A share of the root of the area, within limits."""
-    return min(max(round(math.sqrt(width * height) * share), least), most)
-
-
 @functools.cache
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(_font_file(), size)
-
-
-def _font_file() -> Path:
     import matplotlib  # takes half a second, and many commands that can draw do not
 
     # PIL's own font has neither accents nor Greek nor Cyrillic
-    return Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", size)
 
 
-@functools.cache
-def _drawable() -> frozenset[int]:
-    """The code points that the font has."""
-    from matplotlib.ft2font import FT2Font
-
-    return frozenset(FT2Font(str(_font_file())).get_charmap())
-
-
-def _in_font(text: str) -> str:
-    """The text with `\\u4e2d` in place of what the font lacks, such as Chinese.
-
-    Every such character would be the same empty box, so that different labels would look alike; a font that has all
-    scripts weighs more than this package, and the code points can at least be told apart and looked up.
-    """
-    if text.isascii():
-        return text
-    return "".join(
-        one if one.isspace() or ord(one) in _drawable() else one.encode("ascii", "backslashreplace").decode()
-        for one in text
-    )
-
-
-def _text_height(lines: str, font: ImageFont.FreeTypeFont) -> int:
-    return (lines.count("\n") + 1) * sum(font.getmetrics())
-
-
-def _write(
-    draw: ImageDraw.ImageDraw, at: tuple[int, int], lines: str, font: ImageFont.FreeTypeFont, ink: Colour
-) -> None:
-    x, y = at
-    for number, line in enumerate(lines.split("\n")):
-        draw.text((x, y + number * sum(font.getmetrics())), line, fill=ink, font=font)
-
-
-def _wrap(text: str, width: int, font: ImageFont.FreeTypeFont) -> str:
-    """The text in lines of at most `width` pixels; a longer word is broken."""
-    lines: list[str] = []
-    for word in _in_font(text).split():
-        joined = f"{lines[-1]} {word}" if lines else word
-        if lines and font.getlength(joined) <= width:
-            lines[-1] = joined
-            continue
-        while len(word) > 1 and (len(word) > width or font.getlength(word) > width):
-            lengths = range(1, min(len(word) - 1, max(width, 1)) + 1)  # a character takes a pixel or more
-            fitting = max(bisect.bisect_right(lengths, width, key=lambda n: font.getlength(word[:n])), 1)
-            lines.append(word[:fitting])
-            word = word[fitting:]
-        lines.append(word)
-    return "\n".join(lines)
-
-
-def _fitting_labels(texts: Sequence[str], width: int, height: int) -> tuple[list[_Label], ImageFont.FreeTypeFont]:
-    """All labels in the largest font in which they cover no more than their share of the picture."""
-    size = _share(width, height, _FONT_SHARE, *_FONT_SIZES)
+def _label(text: str, width: int, size: int) -> _Label:
+    """A text in lines that fit a picture of this width; longer words are broken."""
+    font, most = _font(size), width - 2 * _PAD
+    text = text[:MOST_CHARACTERS]
+    characters = max(min(len(text), int(most / font.getlength("i"))), 1)
     while True:
-        font = _font(size)
-        labels = [_label(text, width, font) for text in texts]
-        covered = sum(label.width * label.height for label in labels if label.text)
-        if size == _FONT_SIZES[0] or covered <= _LABEL_SHARE * width * height:
-            return labels, font
-        size -= 1
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
-
-
-def _label(text: str, width: int, font: ImageFont.FreeTypeFont) -> _Label:
-    lines = _wrap(text, width - 2 * _PAD, font)
-    longest = max((font.getlength(line) for line in lines.split("\n")), default=0)
-    return _Label(lines, math.ceil(longest) + 2 * _PAD, _text_height(lines, font) + 2 * (_PAD // 2))
-
-
-def _place_all(
-    labels: Sequence[_Label], boxes: np.ndarray, width: int, height: int
-) -> tuple[dict[int, Place], dict[int, _Label]]:
-    """The places of the labels by row, and the labels for which the picture has no room left."""
-    places: dict[int, Place] = {}
-    leftover: dict[int, _Label] = {}
-    for row, label in enumerate(labels):
-        if not label.text:
-            continue
-        place = _free_place(label, boxes[row], np.array([*places.values()]).reshape(-1, 4), width, height)
-        if place is None:
-            leftover[row] = label
-        else:
-            places[row] = place
-    return places, leftover
+        lines = textwrap.wrap(text, characters)
+        longest = max(map(font.getlength, lines), default=0)
+        if longest <= most or characters == 1:
+            break
+        characters = max(min(characters - 1, int(characters * most / longest)), 1)
+    line_height = sum(font.getmetrics())
+    return _Label("\n".join(lines), math.ceil(longest) + 2 * _PAD, len(lines) * line_height + 2 * (_PAD // 2))
 
 
 def _free_place(label: _Label, box: np.ndarray, taken: np.ndarray, width: int, height: int) -> Place | None:
@@ -287,20 +206,8 @@ def _free_place(label: _Label, box: np.ndarray, taken: np.ndarray, width: int, h
     free = corners[~overlaps.all(axis=2).any(axis=1)]
     if not len(free):
         return None
-    nearest = free[np.abs(free - wanted).sum(axis=1).argmin()]
-    return label.at(*nearest)
-
-
-def _rows(labels: dict[int, _Label], width: int, height: int) -> tuple[dict[int, Place], int]:
-    """Labels side by side in rows below an image of this height, and where the last row ends."""
-    places: dict[int, Place] = {}
-    x, y, bottom = 0, height + _PAD, height
-    for row, label in labels.items():
-        if x and x + label.width > width:
-            x, y = 0, bottom + _PAD
-        places[row] = label.at(x, y)
-        x, bottom = x + label.width + _PAD, max(bottom, y + label.height)
-    return places, bottom
+    x, y = free[np.abs(free - wanted).sum(axis=1).argmin()].tolist()
+    return x, y, x + label.width, y + label.height
 
 
 def _draw_link(draw: ImageDraw.ImageDraw, label: Place, box: list[int], colour: Colour, line: int) -> None:
@@ -315,15 +222,6 @@ def _draw_link(draw: ImageDraw.ImageDraw, label: Place, box: list[int], colour: 
         draw.line((*on_label, *on_box), fill=colour, width=line)
 
 
-def _draw_label(
-    draw: ImageDraw.ImageDraw, place: Place, text: str, colour: Colour, font: ImageFont.FreeTypeFont
-) -> None:
-    x1, y1, x2, y2 = place
-    draw.rectangle((x1, y1, x2 - 1, y2 - 1), fill=colour)
-    ink = _WHITE if np.dot(colour, _LUMINANCE) < _BRIGHT else _BLACK
-    _write(draw, (x1 + _PAD, y1 + _PAD // 2), text, font, ink)
-
-
 def _draw_box(draw: ImageDraw.ImageDraw, box: list[int], colour: Colour, line: int, is_dashed: bool) -> None:
     """An outline inside the box, with a thin white edge that sets it off from any background."""
     x1, y1, x2, y2 = box
@@ -334,7 +232,7 @@ def _draw_box(draw: ImageDraw.ImageDraw, box: list[int], colour: Colour, line: i
     if not is_dashed:
         draw.rectangle((x1, y1, x2, y2), outline=colour, width=line)
         return
-    dash = _DASH_LINES * line
+    dash = 3 * line
     for x in range(x1, x2 + 1, 2 * dash):
         end = min(x + dash - 1, x2)
         draw.rectangle((x, y1, end, y1 + line - 1), fill=colour)

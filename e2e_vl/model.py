@@ -4,12 +4,13 @@
        ^          |                                                                     |
        |          +--> detection losses                                      texts --> encoder --> task --> losses,
        |                                                                                |                   predictions
-       |                                      if wanted, states between its layers: phrase head --> losses, phrases
-       +-- pre-training only: a pass of the teacher over the whole images says what is in the regions (labels); then
-           some regions are hidden in the pixels, before the detector sees them, or only their features are replaced
+       |                                                        intermediate states --> phrase head --> losses, phrases
+       |
+       +-- pre-training only: a pass of the teacher over the whole images labels the regions; then some regions are
+           masked in the pixels, before the detector sees them, or only their features are replaced
 
-One detector pass serves all texts about an image: `image_index` says which text reads which image, the regions are copied
-per text just before the encoder, and on the way back the gradients of all texts add up in that one pass.
+One detector pass serves all texts about an image: `image_index` says which text reads which image, the regions are
+copied per text just before the encoder, and in the backward pass the gradients of all texts add up in that one pass.
 
 Shape legend
     N  images in the batch
@@ -34,10 +35,10 @@ class VisionLanguageModel(nn.Module):
     """A detector, an encoder and a task, trained together.
 
     Args:
-        encoder: says with `uses_whole_image` whether the whole image is to be region 0, and with
-            `whole_image_is_region` whether tasks see it among the regions.
-        teacher: labels the regions that a task hides; None: the detector itself does. It is not trained.
-        phrase_head: grounds the phrases of texts beside the task; None: phrases are not asked for.
+        encoder: `uses_whole_image` says whether the whole image is to be region 0, and `whole_image_is_region` whether
+            tasks see it among the regions.
+        teacher: labels the masked regions; it is not trained. None: the detector itself does.
+        phrase_head: grounds the phrases of texts beside the task.
         freeze_detector: keep the detector exactly as it starts: no gradients, and no new batch statistics.
     """
 
@@ -62,7 +63,7 @@ class VisionLanguageModel(nn.Module):
             detector.requires_grad_(False)
 
     def recompute_activations(self) -> None:
-        """Keep fewer activations for the backward pass and compute them again: less memory, about a third more time."""
+        """Activation checkpointing: less memory, about a third more time."""
         self.detector.recompute_activations()
         self.encoder.recompute_activations()
 
@@ -84,24 +85,21 @@ class VisionLanguageModel(nn.Module):
             The task's losses and logits, the regions per image and per text, the encoder's output (with
             `output_attentions` its attention maps too); detection losses when the batch carries detection targets; what
             phrases point at when it carries phrases.
-
-        Raises:
-            ValueError: a text looks at several images, and the encoder cannot tell them apart, or has room for fewer.
         """
         self.check_images(batch.image_index.shape[1])
         batch = self.mask_regions(batch)
-        points = self.phrase_head is not None and batch.phrases is not None
-        intermediate_layer = self.phrase_head.layer if points else None
+        grounds_phrases = self.phrase_head is not None and batch.phrases is not None
+        intermediate_layer = self.phrase_head.layer if grounds_phrases else None
         regions, text_regions, encoded = self.encode(batch, output_attentions, intermediate_layer)
         task = self.task(batch, text_regions, encoded)
-        phrases = self.phrase_head(batch, text_regions, encoded.intermediate) if points else None
-        names = self.detector.class_names
-        return ModelOutput(task, regions, text_regions, encoded, batch, names, phrases)
+        phrases = self.phrase_head(batch, text_regions, encoded.intermediate) if grounds_phrases else None
+        return ModelOutput(task, regions, text_regions, encoded, batch, self.detector.class_names, phrases)
 
     def encode(
         self, batch: Batch, output_attentions: bool = False, intermediate_layer: int | None = None
     ) -> tuple[Regions, TextRegions, EncoderOutput]:
-        """What `forward` does before the task: the regions per image and per text, and the encoder's output."""
+        """Detector and encoder: the regions per image and per text, and the encoder's output."""
+        whole_image = self.encoder.uses_whole_image
         classes = {"box_classes": batch.region_labels.classes} if self.detector.reads_classes else {}
         regions = self.detector(
             batch.images,
@@ -109,39 +107,28 @@ class VisionLanguageModel(nn.Module):
             batch.detection_targets,
             pixel_masks=batch.pixel_masks,
             roi_masks=batch.roi_masks,
-            whole_image=self.encoder.uses_whole_image,
+            whole_image=whole_image,
             **classes,
         )
-        regions = replace_features(regions, batch.masked_regions, whole_image=self.encoder.uses_whole_image)
+        regions = replace_features(regions, batch.masked_regions, whole_image=whole_image)
         text_regions = gather_regions(
             regions,
             batch.images.sizes,
             batch.image_index,
-            whole_image=self.encoder.uses_whole_image,
+            whole_image=whole_image,
             masks=batch.masked_regions,
             limit=batch.region_limit,
         )
-        inner = {} if intermediate_layer is None else {"intermediate_layer": intermediate_layer}
-        encoded = self.encoder(batch.texts, text_regions, output_attentions=output_attentions, **inner)
-        if self.encoder.uses_whole_image and not self.encoder.whole_image_is_region:
+        layer = {} if intermediate_layer is None else {"intermediate_layer": intermediate_layer}
+        encoded = self.encoder(batch.texts, text_regions, output_attentions=output_attentions, **layer)
+        if whole_image and not self.encoder.whole_image_is_region:
             text_regions = text_regions.without_whole_image()
         return regions, text_regions, encoded
 
-    def check_images(self, count: int) -> None:
-        """Raises ValueError unless the encoder can read texts that look at this number of images."""
-        if count > 1:
-            self.encoder.require(Ability.IMAGE_PAIRS, "A text that looks at several images")
-        room = self.encoder.max_images
-        if room is not None and count > room:
-            setting = self.encoder.images_setting
-            raise UserError(
-                f"A text looks at {count} images, but encoder.config.{setting} has room for {room}; make them agree."
-            )
-
     def mask_regions(self, batch: Batch) -> Batch:
-        """The batch as the detector may see it; unchanged for a task that hides nothing."""
+        """The batch as the detector may see it; unchanged for a task without region masking."""
         rule = self.task.region_masking
-        if rule is None or batch.masked_regions is not None:  # hidden before: recorded batches come so
+        if rule is None or batch.masked_regions is not None:  # masked before: recorded batches come so
             return batch
         if rule.enabled or batch.boxes is None:  # a detector pass of its own, without gradients, over the whole images
             batch = label_regions(batch, self.detector, self.teacher or self.detector, rule)
@@ -150,3 +137,13 @@ class VisionLanguageModel(nn.Module):
         if rule.max_length is not None:
             batch = truncate_batch(batch, rule.max_length, whole_image=self.encoder.whole_image_is_region)
         return batch
+
+    def check_images(self, count: int) -> None:
+        """Raises UserError unless the encoder can read texts that look at this number of images."""
+        if count > 1:
+            self.encoder.require(Ability.IMAGE_PAIRS, "A text that looks at several images")
+        room = self.encoder.max_images
+        if room is not None and count > room:
+            raise UserError(
+                f"A text looks at {count} images, but encoder.config.{self.encoder.images_setting} has room for {room}."
+            )

@@ -1,4 +1,4 @@
-"""Regions that a model must predict without seeing them: labelled first, then hidden from the detector.
+"""Masked regions: label them, hide them from the model, and truncate what is too long.
 
 Masked RoI classification (VL-BERT, section 3.3) hides regions in the pixels; on saved features only the feature is
 replaced. `e2e_vl/model.py` calls the steps in the order in which they stand here; the detector runs before
@@ -24,45 +24,40 @@ from detector.pixel_masking import mask_pixels, mask_rectangles
 from detector.structures import Detector, ImageBatch, Regions, evaluation_mode
 from e2e_vl.structures import Batch, RegionLabels, RegionMasks, TextBatch
 
-SAME_IOU = 0.5  # a candidate that overlaps a hidden box this much is the same object
+SAME_IOU = 0.5  # a candidate that overlaps a masked box this much is the same object
 
 
 @dataclasses.dataclass(frozen=True)
 class RegionMasking:
-    """What is hidden, how, and who says what it was."""
+    """Which regions are masked, how, and where their labels come from."""
 
-    enabled: bool = (
-        True  # regions are predicted and hidden at all; False: only max_detected_regions and max_length count
-    )
-    probability: float = 0.15  # chance of a region to be predicted; every region is chosen on its own, none is forced
-    mask_probability: float = 0.9  # chance of a region that is to be predicted to be hidden
-    replace_probability: float = 0.0  # chance of a region that is to be predicted to get another region's feature
-    pixels: bool = True  # hide a region in the image, before the detector; False: only its feature, in the encoder
-    colour: Literal["mean", "black"] = "mean"  # hidden pixels: the mean colour, or black before the mean is subtracted
-    # who labels the regions: a copy of the detector from when training began, the detector in training, or the data
+    enabled: bool = True  # False: only `max_detected_regions` and `max_length` count
+    probability: float = 0.15  # of a region to be predicted; each is drawn on its own, none is forced
+    mask_probability: float = 0.9  # of a region that is to be predicted to be masked
+    replace_probability: float = 0.0  # of a region that is to be predicted to get another region's feature
+    pixels: bool = True  # mask in the image, before the detector; False: only the feature, in the encoder
+    colour: Literal["mean", "black"] = "mean"  # masked pixels: the mean colour, or black before the mean is subtracted
+    # labels come from a copy of the detector as it starts, from the detector in training, or from the data
     teacher: Literal["frozen", "current", "file"] = "frozen"
     background_first: bool = False  # class distributions of a detector get the background's column in front
-    max_detected_regions: int | None = 100  # most boxes when a detector finds them; None = all its detections
-    max_length: int | None = 64  # wordpieces and regions of a text together; None = no cut
+    max_detected_regions: int | None = 100  # most boxes when a detector proposes them; None = all its detections
+    max_length: int | None = 64  # wordpieces and regions of a text together; None = no truncation
 
 
 def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: RegionMasking) -> Batch:
-    """A copy of the batch with candidate boxes, and with what the teacher says of them when nothing is hidden.
+    """A copy of the batch with candidate boxes, and with labels from the teacher, which sees the whole images.
 
-    A user's own boxes to hide (`Batch.hide`) become the first candidates; candidates that overlap one of them with an
-    IoU of 0.5 or more are left out. Saved features are what a file says of the regions.
+    A user's own boxes to mask (`Batch.boxes_to_mask`) become the first candidates; candidates that overlap one of them
+    with an IoU of 0.5 or more are left out. The labels of saved features are those of a file.
 
     Args:
         detector: the model's own, which proposes boxes where there are none.
         teacher: labels the regions, and then proposes the boxes too; the detector itself unless it is a frozen copy.
-
-    Raises:
-        ValueError: the labels are to come from a file, and the batch has none.
     """
     boxes, labels = batch.boxes, batch.region_labels
     uses_detector = rule.teacher != "file"
-    is_unknown = labels.class_probs is None and labels.detected_classes is None
-    if not uses_detector and rule.enabled and batch.boxes_to_mask is None and is_unknown:
+    is_unlabelled = labels.class_probs is None and labels.detected_classes is None
+    if not uses_detector and rule.enabled and batch.boxes_to_mask is None and is_unlabelled:
         raise UserError(
             "task.config.teacher is file, but the data come without class distributions of their boxes; set it to "
             "frozen or current."
@@ -70,7 +65,11 @@ def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: Reg
     if boxes is None and (batch.boxes_to_mask is not None or not uses_detector):
         boxes, labels = describe_regions(teacher if uses_detector else detector, batch.images, None, rule)
     if batch.boxes_to_mask is not None:
-        boxes = [_with_hidden(rows, hide) for rows, hide in zip(boxes, batch.boxes_to_mask, strict=True)]
+        candidates, boxes = boxes, []
+        for own, masked in zip(candidates, batch.boxes_to_mask, strict=True):
+            if len(masked) and len(own):
+                own = own[(pairwise_iou(own, masked) < SAME_IOU).all(dim=1)]
+            boxes.append(torch.cat([masked, own]))
         labels = RegionLabels()
     if uses_detector:
         classes = labels.classes  # annotated, so they stay what they are
@@ -97,48 +96,37 @@ def describe_regions(
     labels = RegionLabels(features=[rows[kept] for rows in regions.features])
     if all(rows.shape[1] > 1 for rows in probabilities):  # background last
         best = [rows[:, :-1].max(dim=1) for rows in probabilities]
-        labels.detected_scores, labels.detected_classes = (list(column) for column in zip(*best, strict=True))
+        labels.detected_scores, labels.detected_classes = map(list, zip(*best, strict=True))
     if regions.attribute_logits is not None:
         best = [logits[kept].float().softmax(dim=1).max(dim=1) for logits in regions.attribute_logits]
-        labels.detected_attribute_scores, labels.detected_attributes = (
-            list(column) for column in zip(*best, strict=True)
-        )
+        labels.detected_attribute_scores, labels.detected_attributes = map(list, zip(*best, strict=True))
     if rule.background_first:
         probabilities = [rows.roll(1, dims=1) for rows in probabilities]
     labels.class_probs = probabilities
     return [rows[kept] for rows in regions.boxes], labels
 
 
-def _with_hidden(candidates: Float[Tensor, "R 4"], hide: Float[Tensor, "Q 4"]) -> Float[Tensor, "all 4"]:
-    if len(hide) and len(candidates):
-        candidates = candidates[(pairwise_iou(candidates, hide) < SAME_IOU).all(dim=1)]
-    return torch.cat([hide, candidates])
-
-
 def mask_regions(batch: Batch, detector: Detector, rule: RegionMasking) -> Batch:
-    """A copy of the batch in which some regions are to be predicted, and most of these are not seen.
+    """A copy of the batch in which some regions are to be predicted, and most of these are masked.
 
     Args:
         batch: with candidate boxes. The choice depends on the seed of the first text about each image alone, or on
             torch's global generator where the texts have no seeds.
         detector: of the model, for the colours of its input.
-
-    Raises:
-        ValueError: pixels are to be hidden, and the batch has saved features.
     """
     if rule.pixels and batch.images.precomputed is not None:
         raise UserError(
-            "Precomputed features have no pixels to hide, so hidden regions would stay visible; set "
+            "Precomputed features have no pixels to mask, so masked regions would stay visible; set "
             "task.config.mask_pixels to false and encoder.config.masked_region_feature to true."
         )
     device = batch.image_index.device
     if batch.boxes_to_mask is None:
         counts, drawn = [len(rows) for rows in batch.boxes], []
         for count, generator in zip(counts, _image_generators(batch), strict=True):
-            labelled, hidden, swapped = sample_masked_regions(
+            labelled, masked, replaced = sample_masked_regions(
                 count, generator, rule.probability, rule.mask_probability, rule.replace_probability
             )
-            drawn.append((labelled, hidden, sample_replacements(swapped, counts, generator)))
+            drawn.append((labelled, masked, sample_replacements(replaced, counts, generator)))
         chosen = RegionMasks(
             *([torch.from_numpy(rows).to(device) for rows in column] for column in zip(*drawn, strict=True))
         )
@@ -146,46 +134,54 @@ def mask_regions(batch: Batch, detector: Detector, rule: RegionMasking) -> Batch
             chosen.replacement_index = None
     else:
         pairs = zip(batch.boxes, batch.boxes_to_mask, strict=True)
-        first = [torch.arange(len(rows), device=device) < len(hide) for rows, hide in pairs]
+        first = [torch.arange(len(rows), device=device) < len(masked) for rows, masked in pairs]
         chosen = RegionMasks(first, first)
-    images, masks = batch.images, batch.pixel_masks
+    images, pixel_masks = batch.images, batch.pixel_masks
     if rule.pixels:
         rectangles = [
             mask_rectangles(rows[is_masked], size, "truncate").to(rows.dtype)
             for rows, is_masked, size in zip(batch.boxes, chosen.is_masked, images.sizes.tolist(), strict=True)
         ]
         if rule.colour == "mean":
-            masks = rectangles
+            pixel_masks = rectangles
         else:
             settings = detector.config.input
             black = -torch.tensor(settings.pixel_mean) / torch.tensor(settings.pixel_std)
             pixels = mask_pixels(images.pixels, images.sizes, rectangles, fill=black)
             images = dataclasses.replace(images, pixels=pixels)
-    images = _without_hidden_features(images, chosen.is_masked)
-    return dataclasses.replace(batch, images=images, masked_regions=chosen, pixel_masks=masks)
+    if images.precomputed is not None and images.precomputed.image_features is not None:
+        # The saved feature of the whole image would give the masked regions away. The mean of the others takes its
+        # place; the divisor is the official code's count + 1e-5.
+        means = []
+        for rows, is_masked in zip(images.precomputed.features, chosen.is_masked, strict=True):
+            shown = (~is_masked).to(rows.dtype)
+            means.append((rows * shown[:, None]).sum(dim=0) / (shown.sum() + 1e-5))
+        precomputed = dataclasses.replace(images.precomputed, image_features=torch.stack(means))
+        images = dataclasses.replace(images, precomputed=precomputed)
+    return dataclasses.replace(batch, images=images, masked_regions=chosen, pixel_masks=pixel_masks)
 
 
 def sample_masked_regions(
-    count: int, generator: np.random.Generator, probability: float = 0.15, hide: float = 0.9, swap: float = 0.0
+    count: int, generator: np.random.Generator, probability: float = 0.15, mask: float = 0.9, replace: float = 0.0
 ) -> tuple[Bool[np.ndarray, " R"], Bool[np.ndarray, " R"], Bool[np.ndarray, " R"]]:
     """Choose the regions that are to be predicted, and among them the ones that the model may not see.
 
     One number is drawn for each region, and none is ever forced. The whole image is never chosen and not counted. The
-    papers hide every chosen region (`hide=1`); VL-BERT's official code leaves one in ten visible, and LXMERT's hides 8
-    of ten, gives one the feature of another region (`swap=0.1`) and leaves one as it is.
+    papers mask every chosen region (`mask=1`); VL-BERT's official code leaves one in ten visible, and LXMERT's masks 8
+    of ten, gives one the feature of another region (`replace=0.1`) and leaves one as it is.
 
     Returns:
-        Chosen (labelled); chosen and hidden; chosen and to be swapped.
+        Chosen (labelled); chosen and masked; chosen and to be replaced.
     """
     drawn = generator.random(count)
-    hidden = drawn < probability * hide
-    return drawn < probability, hidden, (drawn < probability * (hide + swap)) & ~hidden
+    masked = drawn < probability * mask
+    return drawn < probability, masked, (drawn < probability * (mask + replace)) & ~masked
 
 
 def sample_replacements(
-    swapped: Bool[np.ndarray, " R"], counts: Sequence[int], generator: np.random.Generator
+    replaced: Bool[np.ndarray, " R"], counts: Sequence[int], generator: np.random.Generator
 ) -> Int64[np.ndarray, " R"]:
-    """Whose feature each of the swapped regions gets: of a random image of the batch, a random region.
+    """Whose feature each of the replaced regions gets: of a random image of the batch, a random region.
 
     (The official LXMERT code draws among the images of the data set; those of a batch are a random part of it.)
 
@@ -194,16 +190,16 @@ def sample_replacements(
         image without regions was drawn.
     """
     starts = np.concatenate([[0], np.cumsum(counts)])
-    replacement_index = np.full(len(swapped), -1, dtype=np.int64)
-    for row in np.flatnonzero(swapped):
+    index = np.full(len(replaced), -1, dtype=np.int64)
+    for row in np.flatnonzero(replaced):
         image = int(generator.integers(len(counts)))
         if counts[image]:
-            replacement_index[row] = starts[image] + int(generator.integers(counts[image]))
-    return replacement_index
+            index[row] = starts[image] + int(generator.integers(counts[image]))
+    return index
 
 
 def _image_generators(batch: Batch) -> list[np.random.Generator]:
-    """One generator per image; it starts from the seed of the first text that looks at the image, or else from 0."""
+    """One generator per image; its seed is that of the first text that looks at the image, or 0."""
     seeds = torch.randint(2**62, (len(batch),)) if batch.seeds is None else batch.seeds
     found: dict[int, int] = {}
     for seed, images in zip(seeds.tolist(), batch.image_index.tolist(), strict=True):
@@ -212,42 +208,27 @@ def _image_generators(batch: Batch) -> list[np.random.Generator]:
     return [np.random.default_rng(found.get(image, 0)) for image in range(len(batch.boxes))]
 
 
-def _without_hidden_features(images: ImageBatch, hidden: list[Bool[Tensor, " _R"]]) -> ImageBatch:
-    """With saved features, the whole image's feature is the mean of the regions that are not hidden.
-
-    (Otherwise it would give away what is hidden. The divisor is the official code's count + 1e-5.)
-    """
-    if images.precomputed is None or images.precomputed.image_features is None:
-        return images
-    means = []
-    for rows, is_masked in zip(images.precomputed.features, hidden, strict=True):
-        shown = (~is_masked).to(rows.dtype)
-        means.append((rows * shown[:, None]).sum(dim=0) / (shown.sum() + 1e-5))
-    precomputed = dataclasses.replace(images.precomputed, image_features=torch.stack(means))
-    return dataclasses.replace(images, precomputed=precomputed)
-
-
-def replace_features(regions: Regions, hidden: RegionMasks | None, *, whole_image: bool) -> Regions:
-    """A copy in which regions have the features of their replacement_index.
+def replace_features(regions: Regions, masks: RegionMasks | None, *, whole_image: bool) -> Regions:
+    """A copy in which regions have the features of their replacements.
 
     Args:
         regions: of the N images, as the detector describes them.
         whole_image: row 0 of each image is the whole image, which keeps its feature.
     """
-    if hidden is None or hidden.replacement_index is None:
+    if masks is None or masks.replacement_index is None:
         return regions
     given = torch.cat([rows[whole_image:] for rows in regions.features])
     features = []
-    for rows, replacement_index in zip(regions.features, hidden.replacement_index, strict=True):
+    for rows, index in zip(regions.features, masks.replacement_index, strict=True):
         own = rows[whole_image:]
         if len(own):
-            own = torch.where((replacement_index >= 0)[:, None], given[replacement_index.clamp(min=0)], own)
+            own = torch.where((index >= 0)[:, None], given[index.clamp(min=0)], own)
         features.append(torch.cat([rows[:whole_image], own]))
     return dataclasses.replace(regions, features=features)
 
 
 def truncate_batch(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
-    """Cut each text and its regions to `limit` positions together, as the official code does after masking.
+    """Truncate each text and its regions to `limit` positions together, as the official code does after masking.
 
     Texts keep their last wordpiece ([SEP]); regions are lost from the end of each image, evenly over the images of a
     text. A whole image that stands in the sequence counts as a region. Texts without an image stay as they are.
@@ -263,7 +244,9 @@ def truncate_batch(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
         own = [counts[image] if image >= 0 else 0 for image in images]
         text, regions = truncated_lengths(length, sum(own), limit)
         kept.append(text)
-        limits.append([max(number - whole_image, 0) for number in _shares(own, regions)])
+        while sum(own) > regions:  # the most crowded image loses one again and again
+            own[max(range(len(own)), key=lambda image: (own[image], image))] -= 1
+        limits.append([max(number - whole_image, 0) for number in own])
     device = batch.image_index.device
     texts, index = truncate_texts(batch.texts, torch.tensor(kept, device=device))
     targets = None if batch.targets is None else batch.targets.truncate(index, texts.attention_mask)
@@ -275,10 +258,10 @@ def truncate_batch(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
 def truncated_lengths(text_length: int, region_count: int, limit: int) -> tuple[int, int]:
     """How many wordpieces and regions of one text are kept, so that both together are no more than `limit`.
 
-    One is dropped from the longer of the two again and again; of equally long ones the text is cut. At least two
+    One is dropped from the longer of the two again and again; of equally long ones the text is truncated. At least two
     wordpieces ([CLS] and [SEP]) and one region stay, even where they pass the limit. Regions are dropped from the end,
-    wordpieces from before the final [SEP], which stays. Words and regions are masked before they are cut, so a region
-    that is cut off may still have hidden pixels.
+    wordpieces from before the final [SEP]. Truncation comes after masking, so a region that is dropped may still have
+    masked pixels.
 
     Args:
         text_length: wordpieces with [CLS] and [SEP].
@@ -295,19 +278,10 @@ def truncated_lengths(text_length: int, region_count: int, limit: int) -> tuple[
     return max(text, 2), max(limit - text, 1)
 
 
-def _shares(counts: list[int], total: int) -> list[int]:
-    """How many of each image's regions stay if `total` do: the most crowded image loses one again and again."""
-    kept = list(counts)
-    while sum(kept) > total:
-        fullest = max(range(len(kept)), key=lambda image: (kept[image], image))
-        kept[fullest] -= 1
-    return kept
-
-
 def truncate_texts(texts: TextBatch, kept: Int64[Tensor, " M"]) -> tuple[TextBatch, Int64[Tensor, "M L"]]:
     """Shorten texts to `kept` wordpieces: the first ones and the very last.
 
-    Where the summary is read is kept too: if it would be lost, it takes the place before the last wordpiece.
+    The position of the summary is kept too: if it would be lost, it takes the place before the last wordpiece.
 
     Returns:
         The texts, and which old position each new one came from.
@@ -320,11 +294,11 @@ def truncate_texts(texts: TextBatch, kept: Int64[Tensor, " M"]) -> tuple[TextBat
     if summary is not None:
         is_lost = (summary >= kept - 1) & (summary < last)
         index = torch.where(is_lost[:, None] & (position == kept[:, None] - 2), summary[:, None], index)
-    shortened = TextBatch(
+    truncated = TextBatch(
         input_ids=texts.input_ids.gather(1, index) * attention_mask,
         token_type_ids=texts.token_type_ids.gather(1, index) * attention_mask,
         attention_mask=attention_mask,
         summary=None if summary is None else (index == summary[:, None]).int().argmax(dim=1),
         region_of_token=None if names is None else names.gather(1, index).masked_fill(~attention_mask, -1),
     )
-    return shortened, index
+    return truncated, index

@@ -1,6 +1,6 @@
-"""Facts about images and texts, as a reader states them or as a user's question is made: the first station of the data.
+"""What data sets read and users ask: images, texts and ground truth, before any preprocessing.
 
-A `Sample` knows nothing of tokenizers, pixels of the network, encoders or settings of a task. Boxes are float64 xyxy,
+A `Sample` knows nothing of tokenizers, resized pixels, encoders or settings of a task. Boxes are float64 xyxy,
 continuous, in pixels of the image as it is stored (after its EXIF rotation).
 
 Shape legend: see `e2e_vl/structures.py`.
@@ -48,14 +48,14 @@ class AnnotatedObjects:
         return len(self.boxes)
 
 
-# What a detector found in candidate boxes, R rows: the best class but the background, int64, with its probability,
+# What a detector predicts for candidate boxes, R rows: the best class but the background, int64, with its probability,
 # float32, and the same of the best attribute. Fields of these names hold them all the way to the model.
 DETECTED = ("detected_classes", "detected_scores", "detected_attributes", "detected_attribute_scores")
 
 
 @dataclasses.dataclass(frozen=True)
 class CandidateBoxes:
-    """Candidate boxes of one image that come from a file or from a user, and what is known about them."""
+    """Candidate boxes of one image from a file or from a user, with features and labels."""
 
     boxes: np.ndarray  # float [R, 4]
     origin: str  # file and record, for error messages
@@ -63,7 +63,7 @@ class CandidateBoxes:
     image_size: tuple[int, int] | None = None  # (height, width) of the stored image, where the file says it
     features: np.ndarray | None = None  # float32 [R, D]
     image_feature: np.ndarray | None = None  # float32 [D], feature of the whole image
-    # what a detector found in each box, see `DETECTED`
+    # see `DETECTED`
     detected_classes: np.ndarray | None = None
     detected_scores: np.ndarray | None = None
     detected_attributes: np.ndarray | None = None
@@ -84,10 +84,8 @@ class SampleImage:
     size: tuple[int, int] | None = None  # (height, width) that the annotations state
     objects: AnnotatedObjects | None = None
     candidates: tuple[int, ...] | None = None  # rows of `objects` that are candidate boxes; None: all of them
-    boxes: CandidateBoxes | None = None  # candidates that come with the sample; they go before every other source
-    boxes_to_mask: np.ndarray | None = (
-        None  # float64 [Q, 4], exactly these boxes are to be hidden; None: as the task draws
-    )
+    boxes: CandidateBoxes | None = None  # candidates of the sample itself, which replace those of every other source
+    boxes_to_mask: np.ndarray | None = None  # float64 [Q, 4], mask exactly these; None: drawn at random
     # (whose id, id) of the photo, as `VLDataset.id_space` has them, where an image's own data set says it
     photo_aliases: tuple[tuple[str, str], ...] = ()
 
@@ -107,10 +105,10 @@ class SampleText:
     words: str  # as written
     # plain JSON-able values that go into the predictions: ids, truth in pixels of the stored image
     metadata: dict[str, Any]
-    truth: Any = None  # one of the records below, or one of a task's own; None where it is unknown
+    truth: Any = None  # one of the records below, or one of a task's own; None: unknown
     image_index: tuple[int, ...] = (0,)  # rows of `Sample.images`; empty for a text without an image
     phrases: PhraseBoxes | None = None  # what it names in its first image, whatever the task; None: unknown
-    # its data set, one of several joined ones, states phrases and perhaps no truth that the task learns from
+    # its data set, one of several joined ones, annotates phrases and perhaps nothing else that the task learns from
     may_lack_target: bool = False
 
 
@@ -121,7 +119,7 @@ class ChoiceText(SampleText):
     # sentences that stand before every choice, such as a question and the answer it was given
     query: tuple[Sentence, ...] = ()
     choices: tuple[Sentence, ...] = ()  # the possible answers
-    # each name of an object is a phrase for its box; a wording states them, because it decides what objects are called
+    # each name of an object is a phrase for its box; the preprocessor adds them, because it chooses the names
     names_are_phrases: bool = False
 
 
@@ -149,17 +147,17 @@ class Sample:
 
 @runtime_checkable
 class DatasetInfo(Protocol):
-    """What a task may ask about the training data as a whole; every data set offers it."""
+    """What a task may read of the training data as a whole; every data set offers it."""
 
     groups: Sequence[Sequence[int]]  # text indices of each image
     class_names: Sequence[str] | None  # of the annotated objects
     corpus: TextPool | None  # texts without images
 
     def truths(self) -> Iterable[Any]:
-        """The truth about every text that is known without opening an image; None where it is unknown."""
+        """The ground truth of every text that needs no image; None where it is unknown."""
 
 
-# Kinds of truth
+# Kinds of ground truth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +179,7 @@ class PhraseBoxes:
 
 @dataclasses.dataclass(frozen=True)
 class HumanAnswers:
-    """What people answered to a question, as written."""
+    """The answers of several people to a question, as written."""
 
     answers: tuple[str, ...]
 
@@ -221,8 +219,8 @@ class Categories:
 class Question:
     """One image and one text from a user; `choices` and `answer` are for tasks that choose among texts.
 
-    `boxes_to_mask` are boxes that a pre-trained model is to recognise without seeing their pixels, `others` the further images
-    that the text is about.
+    `boxes_to_mask` are boxes that a pre-trained model is to recognise without seeing their pixels, `others` the further
+    images that the text is about.
     """
 
     image: Path | ImageBytes
@@ -245,12 +243,9 @@ class Question:
         """The sample of one text about the images, with the given boxes as candidates.
 
         Args:
-            text: the question in the form that the task words.
+            text: the question in the form that the task preprocesses.
             objects: the given boxes as annotated objects, for tasks whose texts name them; they are the candidates.
-            masks_regions: the task answers for hidden boxes; then none but the given ones is hidden.
-
-        Raises:
-            ValueError: more or fewer images than the text looks at, or boxes of several images.
+            masks_regions: the task predicts masked boxes; then none but the given ones is masked.
         """
         wanted = len(text.image_index)
         if len(self.images) != wanted:
@@ -278,17 +273,17 @@ class Question:
         return Sample(tuple(images), (text,), from_user=True)
 
     def plain_sample(self, what: str) -> Sample:
-        """The sample of a text alone. Raises ValueError for choices, an answer or boxes to hide."""
+        """The sample of a text alone, without choices, an answer or boxes to mask."""
         self.refuse_choices(what)
         self.refuse_masked_boxes()
         return self.sample(SampleText(0, self.text, {}))
 
     def refuse_choices(self, what: str) -> None:
-        """Raises ValueError if there are choices or an answer although the task takes none."""
+        """For tasks that take neither choices nor an answer."""
         if self.choices or self.answer is not None:
             raise UserError(f"{what} takes neither choices nor an answer; leave them out.")
 
     def refuse_masked_boxes(self) -> None:
-        """Raises ValueError if boxes are to be hidden although the task cannot answer for them."""
+        """For tasks that do not predict masked boxes."""
         if self.boxes_to_mask is not None:
-            raise UserError("Only a pre-training run says what a hidden region is; hide no boxes.")
+            raise UserError("Only a pre-training run predicts masked regions; mask no boxes.")

@@ -15,10 +15,10 @@ Shape legend of the whole package; letters of `detector/structures.py` mean the 
     C   region classes, background included
     Y   possible answers
     U   questions with four choices each
-    Q   boxes hidden in one image
+    Q   boxes masked in one image
     S   side of a RoI map
 
-Boxes are xyxy, float32, in pixels of the resized image. A mask called `attention_mask` is True where there is something real.
+Boxes are xyxy, float32, in pixels of the resized image. An `attention_mask` is True at real positions.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Ability(enum.Enum):
     SUMMARY_OF_SINGLE = "a summary of a text and its regions"
     SUMMARY_OF_QUESTION = "a summary at the place of an answer"
     SUMMARY_OF_PAIR = "a summary of two texts and their regions"
-    WORD_EMBEDDINGS = "a table of wordpieces"
-    MASKED_REGIONS = "a way to tell hidden regions from others"
-    MASKED_FEATURES = "a feature for hidden regions whose pixels stay visible"
-    NAMED_REGIONS = "words that carry the region they name"
+    WORD_EMBEDDINGS = "word embeddings"
+    MASKED_REGIONS = "a way to tell masked regions from others"
+    MASKED_FEATURES = "a feature for masked regions whose pixels stay visible"
+    NAMED_REGIONS = "words that carry the vector of the region they name"
     IMAGE_PAIRS = "a way to tell the images of one text apart"
     INTERMEDIATE_STATES = "states between its layers"
 
 
 class AttentionBlock(enum.StrEnum):
-    """Who reads whom in an attention map."""
+    """A block of an attention map: queries to keys."""
 
     WORDS_TO_WORDS = "words to words"
     WORDS_TO_REGIONS = "words to regions"
@@ -85,12 +85,12 @@ class TextBatch(Movable):
 
 @dataclasses.dataclass
 class RegionLabels(Movable):
-    """What is known about the candidate boxes of N images, row by row: annotated, read, or from a detector."""
+    """Labels of the candidate boxes of N images: annotated, read from a file, or from a detector."""
 
     classes: list[Int64[Tensor, " _R"]] | None = None  # annotated class, 0 .. K-1
     class_probs: list[Float[Tensor, "_R C"]] | None = None  # distributions over region classes
     features: list[Float[Tensor, "_R D"]] | None = None  # from a detector that sees the whole image
-    # what a detector found: the best class but the background, 0 .. K-1, with its probability; the best attribute
+    # by a detector: the best class but the background, 0 .. K-1, with its probability; the best attribute
     detected_classes: list[Int64[Tensor, " _R"]] | None = None
     detected_scores: list[Float[Tensor, " _R"]] | None = None
     detected_attributes: list[Int64[Tensor, " _R"]] | None = None
@@ -99,11 +99,11 @@ class RegionLabels(Movable):
 
 @dataclasses.dataclass
 class RegionMasks(Movable):
-    """Which candidate boxes of N images are to be predicted, and which of them the model must not see."""
+    """Which candidate boxes of N images are to be predicted, and which of them are masked."""
 
     is_labelled: list[Bool[Tensor, " _R"]]
     is_masked: list[Bool[Tensor, " _R"]]
-    # whose feature a region gets: the row among the candidate boxes of all N images, one after the other; -1 = its own
+    # the region whose feature it gets: a row among the candidate boxes of all N images, concatenated; -1 = its own
     replacement_index: list[Int64[Tensor, " _R"]] | None = None
 
 
@@ -115,19 +115,17 @@ class Batch(Movable):
     boxes: list[Float[Tensor, "_R 4"]] | None  # None: the detector proposes them
     texts: TextBatch
     image_index: Int64[Tensor, "M I"]  # index of the image(s) each text is about; -1 = no image
-    targets: Targets | None = None  # what the task learns from, a class of the task's own; None: nothing is known
+    targets: Targets | None = None  # a class of the task's own; None: there are none
     detection_targets: DetectionTargets | None = None  # annotated objects of the N images
     region_labels: RegionLabels = dataclasses.field(default_factory=RegionLabels)
     roi_masks: list[Float[Tensor, "_R S S"]] | None = None  # instance masks of the candidate boxes
-    seeds: Int64[Tensor, " M"] | None = None  # from which the model draws what is random about a text
-    boxes_to_mask: list[Float[Tensor, "_Q 4"]] | None = (
-        None  # exactly these boxes are to be hidden; None: drawn at random
-    )
-    masked_regions: RegionMasks | None = None  # candidate boxes that are predicted without being seen
-    pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None  # boxes whose pixels are hidden from the detector
+    seeds: Int64[Tensor, " M"] | None = None  # of the random choices that the model makes about a text
+    boxes_to_mask: list[Float[Tensor, "_Q 4"]] | None = None  # mask exactly these; None: drawn at random
+    masked_regions: RegionMasks | None = None  # candidate boxes that are masked and predicted
+    pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None  # boxes whose pixels are masked before the detector
     region_limit: Int64[Tensor, "M I"] | None = None  # a text reads only the first candidate boxes of each image
-    phrases: PhraseBatch | None = None  # None: nobody asks for them
-    # M dicts of what the data set states of each text, see `Preprocessor.record`; predictions begin with them
+    phrases: PhraseBatch | None = None  # None: not needed
+    # M dicts of ids and ground truth, see `Preprocessor.record`; predictions begin with them
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -149,7 +147,7 @@ class TextRegions(Movable):
     image: Int64[Tensor, "M R"]  # row of that image in the batch; -1 at padding
     row: Int64[Tensor, "M R"]  # row of the region among its image's candidate boxes; -1 = whole image, or padding
     is_masked: Bool[Tensor, "M R"]  # see `RegionMasks`
-    classes: Int64[Tensor, "M R"]  # what the detector found, 0 .. K-1; -1 where the boxes were given, and elsewhere
+    classes: Int64[Tensor, "M R"]  # detected, 0 .. K-1; -1 where the boxes were given, and elsewhere
 
     @property
     def is_whole_image(self) -> Bool[Tensor, "M R"]:
@@ -165,16 +163,16 @@ class TextRegions(Movable):
         return self.boxes / scales[self.image.clamp(min=0)].repeat(1, 1, 2)
 
     def gather(self, values: list[Shaped[Tensor, "_R ..."]], fill: float) -> Shaped[Tensor, "M R ..."]:
-        """Copy what is known about the candidate boxes of N images to the texts that read them.
+        """Copy values of the candidate boxes of N images to the texts that read them.
 
         `fill` stands at whole images and padding.
         """
         counts = torch.tensor([len(rows) for rows in values], device=self.row.device)
         starts = counts.cumsum(0) - counts
         joined = torch.cat(values)
-        known = self.row >= 0
+        is_box = self.row >= 0
         result = joined.new_full((*self.row.shape, *joined.shape[1:]), fill)
-        result[known] = joined[(starts[self.image.clamp(min=0)] + self.row)[known]]
+        result[is_box] = joined[(starts[self.image.clamp(min=0)] + self.row)[is_box]]
         return result
 
 
@@ -193,14 +191,12 @@ class EncoderOutput:
     text: Float[Tensor, "M L E"]
     regions: Float[Tensor, "M R E"]
     summary: Float[Tensor, "M X"] | None = None  # text and regions in one vector; None: the encoder has none here
-    # a map (query, key) per layer, or per step of a layer that attends several times, in their order, only when asked
-    # for. Slots: L + R, words first, and one more where a sequence has an end. Blocks that a step does not have are
-    # zero, such as regions for words that attend to words alone.
+    # a map (query, key) per layer, or per step of a layer that attends several times, in their order; None unless
+    # `output_attentions`. Slots: L + R, words first, and one more where a sequence has an end. Blocks that a step does
+    # not have are zero, such as regions for words that attend to words alone.
     attentions: tuple[Float[Tensor, "M heads slots slots"], ...] | None = None
-    word_embeddings: Float[Tensor, "V E"] | None = (
-        None  # the embedding of every wordpiece; heads that name words share it
-    )
-    intermediate: IntermediateStates | None = None  # after the number of layers that was asked for
+    word_embeddings: Float[Tensor, "V E"] | None = None  # the input embeddings, which heads over words share
+    intermediate: IntermediateStates | None = None  # after `intermediate_layer` layers
 
 
 @dataclasses.dataclass
@@ -209,7 +205,7 @@ class TaskOutput:
 
     losses: dict[str, Loss]
     logits: Float[Tensor, "*shape"]  # what the task predicts from; the task's file gives the shape
-    details: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # what else it predicts from, M rows each
+    details: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # other outputs it predicts from, M rows each
     parts: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # logits of each part of a task that is a sum
 
 
@@ -217,13 +213,10 @@ class TaskOutput:
 class PhraseOutput:
     """What the phrases of M texts point at."""
 
-    spans: (
-        Ragged  # [phrases, 2]: first wordpiece of each phrase and the last plus one, stated or found; a list per text
-    )
-    log_attention: Float[
-        Tensor, "phrases R"
-    ]  # logarithm of the attention on each region of the text; -inf where none may win
-    is_right: Bool[Tensor, "stated R"]  # regions that the stated ones name, as far as the data know
+    # [phrases, 2]: first wordpiece of each annotated or detected phrase and the last plus one; a list per text
+    spans: Ragged
+    log_attention: Float[Tensor, "phrases R"]  # log of the attention on each region of the text; -inf at padding
+    is_right: Bool[Tensor, "annotated R"]  # regions that the annotated phrases name
     losses: dict[str, Loss]
 
 
@@ -235,9 +228,9 @@ class ModelOutput:
     regions: Regions  # per image
     text_regions: TextRegions  # per text
     encoded: EncoderOutput
-    batch: Batch  # as the model saw it, with what was hidden and labelled on the way
+    batch: Batch  # as the model saw it, with masked regions and their labels
     class_names: tuple[str, ...] | None = None  # of the detector's classes; None: unknown
-    phrases: PhraseOutput | None = None  # None: phrases are not asked for
+    phrases: PhraseOutput | None = None  # None: not needed
 
     @property
     def losses(self) -> dict[str, Loss]:
@@ -260,7 +253,7 @@ def class_names_of(output: ModelOutput) -> list[list[str]]:
 
 
 def at_least_float32(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """The values in float32, or as they are if they are more precise: losses are never computed in half precision."""
+    """Half precision as float32: losses are never computed in less."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

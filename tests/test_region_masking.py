@@ -46,7 +46,7 @@ def test_one_region_in_seven_is_chosen_and_nine_tenths_of_them_are_hidden():
 def test_no_region_is_forced_and_the_paper_hides_every_chosen_one():
     nothing = [sample_masked_regions(3, np.random.default_rng(seed))[0].any() for seed in range(200)]
     assert np.mean(nothing) == pytest.approx(1 - 0.85**3, abs=0.1)
-    chosen, hidden, _ = sample_masked_regions(1000, np.random.default_rng(0), hide=1.0)
+    chosen, hidden, _ = sample_masked_regions(1000, np.random.default_rng(0), mask=1.0)
     np.testing.assert_array_equal(chosen, hidden)
     assert chosen.any()
     for count, probability in ((0, 0.15), (50, 0.0)):

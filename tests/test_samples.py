@@ -47,7 +47,7 @@ def test_what_a_task_does_not_take_is_refused():
     for fields in ({"choices": ["a"]}, {"answer": "b"}):
         with pytest.raises(ValueError, match="A caption takes neither choices nor an answer"):
             question(**fields).refuse_choices("A caption")
-    with pytest.raises(ValueError, match="hide no boxes"):
+    with pytest.raises(ValueError, match="mask no boxes"):
         question(boxes_to_mask=BOXES).refuse_masked_boxes()
 
 

@@ -392,7 +392,7 @@ class PretrainingTask(Task):
         """
         question.refuse_choices("A pre-training run")
         if question.boxes_to_mask is not None and not self.region_masking.enabled:
-            raise UserError("The run was pre-trained without masked regions; hide no boxes.")
+            raise UserError("The run was pre-trained without masked regions; mask no boxes.")
         if MASK not in question.text and not question.boxes_to_mask:  # a file may hold no box
             raise UserError("A pre-training run fills in what is missing: write [MASK] in the text, or hide boxes.")
         return question.sample(SampleText(0, question.text, {}), masks_regions=True)
