@@ -22,7 +22,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from detector.config import EXPECTED_PARTS, SelectionRule
-from detector.errors import MissingFileError, UserError, in_one_line, user_path
+from detector.errors import MissingFileError, UserError, user_path
 from detector.io import decode_yaml, read_yaml, write_text
 from e2e_vl.converter import check_choice, check_numbers, nearest
 from e2e_vl.io import shown
@@ -564,7 +564,7 @@ def _found(name: str, folder: Path) -> str:
 def _with_overrides(config: DictConfig, words: list[str]) -> DictConfig:
     """The settings with the words of a command line, each `key=value`."""
     for word in words:
-        name = in_one_line(word)
+        name = word
         if "=" not in word or word.startswith("="):
             raise UserError(f"Command line: '{name}' is not of the form key=value, such as train.lr=1e-5.")
         key, _, value = word.partition("=")
@@ -585,7 +585,7 @@ def _merge(config: DictConfig, layer: DictConfig, source: str) -> DictConfig:
     except ConfigKeyError as error:
         near = nearest(str(error.full_key), setting_names())
         hint = f"; did you mean '{near}'?" if near else "; see the classes in e2e_vl/config.py."
-        raise UserError(f"{source}: there is no setting '{in_one_line(str(error.full_key))}'{hint}") from error
+        raise UserError(f"{source}: there is no setting '{error.full_key}'{hint}") from error
     except OmegaConfBaseException as error:
         setting = f"setting '{error.full_key}'" if error.full_key else "a setting"
         raise UserError(f"{source}: {setting} cannot be used: {_reason(error)}.") from error

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from detector.errors import MissingFileError, UserError, in_one_line
+from detector.errors import MissingFileError, UserError
 from detector.images import ResizeRule, load_resized
 from detector.pixel_masking import mask_pixels, mask_rectangles
 from e2e_vl.api.model import TrainedModel
@@ -58,7 +58,7 @@ def read_photo(path: Path, limits: Limits) -> Photo:
         FileNotFoundError: there is no such file.
         ValueError: a file that is too large, no JPEG or PNG file, damaged, or of too many pixels.
     """
-    name = in_one_line(path.name)
+    name = path.name
     if not path.is_file():  # a pipe would be waited for without end
         raise MissingFileError(f"{name} is no file; drop the photo again.")
     size = path.stat().st_size

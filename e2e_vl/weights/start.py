@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from detector.checkpoint import LoadReport, load_weights, read_tensors
-from detector.errors import MissingFileError, UserError, first_line, in_one_line, user_path
+from detector.errors import MissingFileError, UserError, first_line, user_path
 from detector.io import read_json, read_yaml
 from e2e_vl.config import VERSION
 from e2e_vl.converter import from_dict
@@ -292,7 +292,7 @@ def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None
     own = encoder.config.to_dict()
     for name in fields:
         if name in theirs and name in own and theirs[name] != own[name]:
-            shown = in_one_line(f"{theirs[name]}"[:100])
+            shown = f"{theirs[name]}"[:100]
             raise UserError(
                 f"{path}: {name} is {shown}, but the encoder's is {own[name]}; set encoder.config.{name} to {shown}."
             )

@@ -1,45 +1,39 @@
-"""Sentences of errors: whole as a rule, without their middle where a damaged file makes them long."""
+"""Sentences of errors, and paths that users write."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from detector.errors import LONGEST_LINE, MissingFileError, UserError, first_line, in_one_line
+from detector.errors import MissingFileError, UserError, first_line, reading, user_path
 
 
 def test_a_missing_file_is_both_a_users_error_and_a_file_that_is_not_found():
     error = MissingFileError("f.json: there is no such file")
-    assert isinstance(error, ValueError) and isinstance(error, FileNotFoundError)
+    assert isinstance(error, UserError) and isinstance(error, FileNotFoundError)
     assert error.errno is None and str(error) == "f.json: there is no such file"
 
 
-def test_a_long_value_of_a_damaged_file_loses_its_middle():
-    for kind in (UserError, MissingFileError):
-        sentence = str(kind(f"f.json: the caption is {'x' * 10_000}; correct it"))
-        assert sentence.startswith("f.json: the caption is xxx") and sentence.endswith("xxx; correct it")
-        assert " ... " in sentence and len(sentence) < LONGEST_LINE + 10
+@pytest.mark.parametrize(("message", "expected"), [("\nno route\nTraceback ...", "no route"), (" \n", "OSError")])
+def test_the_first_line_of_an_error_is_never_empty(message: str, expected: str):
+    assert first_line(OSError(message)) == expected
 
 
-def test_a_list_of_many_problems_stays_whole():
-    problems = "\n".join(f"  {number}. f{number}.json: there is no such file" for number in range(500))
-    assert str(UserError(problems)) == problems and len(problems) > LONGEST_LINE
+def test_what_the_system_says_names_the_file(tmp_path: Path):
+    with pytest.raises(UserError, match=f"{tmp_path}: cannot be read .*Is a directory"), reading(tmp_path):
+        tmp_path.read_bytes()
+    with pytest.raises(UserError, match="x: it does not fit into memory"), reading("x"):
+        raise MemoryError
 
 
-def test_signs_that_act_on_a_terminal_are_escapes():
-    told = str(UserError("a\0b\x1b[31m\u202ec\ud800.json\u2028: no\tfile\nb"))
-    assert told == "a\\x00b\\x1b[31m\\u202ec\\ud800.json\\u2028: no\tfile\nb"
-    assert in_one_line("a\nb\r") == "a\\nb\\r" and in_one_line("Größe 中 😀") == "Größe 中 😀"
-
-
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        ("no route", "no route"),
-        ("\nno route\nTraceback ...", "no route"),
-        ("", "ConnectionError"),
-        (" \n", "ConnectionError"),
-    ],
-)
-def test_the_first_line_of_an_error_is_never_empty(said: str, expected: str):
-    assert first_line(ConnectionError(said)) == expected
-    assert first_line(ConnectionError()) == "ConnectionError"
+def test_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert user_path("~/a") == user_path(Path("~/a")) == tmp_path / "a"
+    assert user_path("a/~/b c:d") == Path("a/~/b c:d")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("a\0b", "x" * 300, "~nobody-of-this-name/x", tmp_path / "loop"):
+        with pytest.raises(UserError, match=r"The file .* cannot be used .*; give another path"):
+            user_path(name, "The file")
+    with pytest.raises(UserError, match="is an address and not a path; download the file first"):
+        user_path("https://example.org/a.jpg", "The image")
