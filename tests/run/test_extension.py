@@ -43,7 +43,7 @@ from tests.run.extensions import (
 from tests.same import assert_same
 
 ROOT = Path(__file__).parents[2]
-TINY = ROOT / "tests" / "engine" / "extensions" / "tiny.yaml"
+TINY = ROOT / "tests" / "run" / "extensions" / "tiny.yaml"
 SHORT = ("train.max_steps=2", "train.save_every_epochs=0.01", "eval.every_epochs=0", "eval.boxes=[gt]")
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
