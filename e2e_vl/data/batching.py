@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import pickle
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -333,6 +334,7 @@ class BatchLoader:
             collate_fn=unchanged,  # `_Batches` gives whole batches
             num_workers=workers,
             persistent_workers=keep_workers and workers > 0,
+            worker_init_fn=_leave_signals_to_the_run,
             # DataLoader draws a seed for its workers: not from the generator that dropout and RoI sampling use
             generator=torch.Generator(),
         )
@@ -375,6 +377,12 @@ class _Batches(Dataset):
             return (packed(self.collate(examples)) if examples else None), unreadable
         except DATA_ERRORS as error:
             return error
+
+
+def _leave_signals_to_the_run(worker: int) -> None:
+    """Launchers send SIGTERM to workers, too, and the run needs them until it has saved a checkpoint."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def packed(batch: Batch) -> Batch | PackedBatch:

@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from detector.structures import Loss
 from e2e_vl.config import TrainSettings
 from e2e_vl.run.optim import BertAdam, build_optimizer, build_schedule
+
+
+def loss(total: float, count: float) -> Loss:
+    return Loss(torch.tensor(total), torch.tensor(count))
 
 
 class Parts(nn.Module):

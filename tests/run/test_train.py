@@ -1,6 +1,7 @@
+"""The training loop: what a run directory holds, what a step does, and what a log line means."""
+
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -39,25 +40,11 @@ def logged(run_dir: str | Path, kind: str = "train") -> list[dict]:
     return [line for line in read_log(Path(run_dir) / "log.jsonl") if line["kind"] == kind]
 
 
-@pytest.fixture
-def built(monkeypatch) -> list:
-    """Collects the `Run` of every `train` call."""
-    runs = []
-    build = training.build_run
-
-    def keep(*arguments, **named):
-        runs.append(build(*arguments, **named))
-        return runs[-1]
-
-    monkeypatch.setattr(training, "build_run", keep)
-    return runs
-
-
 def test_a_run_directory_holds_what_the_docstring_says(trained_run):
     path = trained_run.path
     assert load_config(path / "config.yaml") == trained_run.config
     assert json.loads((path / "metrics.json").read_text()) == trained_run.metrics
-    names = {item.name for item in path.iterdir()}
+    names = {item.name for item in path.iterdir() if not item.name.startswith(".")}
     assert names == {"config.yaml", "log.jsonl", "metrics.json", "tensorboard", "checkpoints", "model", "tokenizer"} | {
         "report.html",
         "predictions_val_gt.json",
@@ -85,19 +72,17 @@ def test_metrics_and_log_agree(trained_run):
     assert {name: value for name, value in evaluation.items() if "/" in name} == {
         name: value for name, value in metrics.items() if "/" in name
     }
-    assert metrics["steps"] == 8
-    assert metrics["processes"] == 1
+    assert metrics["steps"] == 8 and metrics["processes"] == 1
     model = trained_run.model
     assert metrics["parameters"]["detector"] == sum(p.numel() for p in model.detector.parameters())
     assert metrics["seconds"] > metrics["seconds_training"] > 0
-    for boxes, count in (("gt", 6), ("detections", 1), ("own", 1)):
-        name = {"gt": "gt_boxes", "detections": "detected_boxes", "own": "predicted_boxes"}[boxes]
-        assert 0 <= metrics[f"val/accuracy_{name}"] <= metrics[f"val/ceiling_{name}"] <= 1
-        assert metrics[f"val/count_{name}"] >= count
+    for boxes, count in (("gt", 6), ("detected", 1), ("predicted", 1)):
+        assert 0 <= metrics[f"val/accuracy_{boxes}_boxes"] <= metrics[f"val/ceiling_{boxes}_boxes"] <= 1
+        assert metrics[f"val/count_{boxes}_boxes"] >= count
     assert metrics["val/ceiling_gt_boxes"] == 1
 
 
-def test_the_tool_says_what_it_starts_from_and_ends_with_a_table(tiny_words, tmp_path, capsys):
+def test_the_tool_prints_what_it_starts_from_and_ends_with_a_table(tiny_words, tmp_path, capsys):
     run = tmp_path / "run"
     words = [*tiny_words, f"output={run}", "train.max_steps=1", "eval.boxes=[gt, online]", "eval.every_epochs=0"]
     assert tool.main(["--config", str(ROOT / "configs" / "tiny" / "refcoco.yaml"), *words]) == 0
@@ -105,11 +90,12 @@ def test_the_tool_says_what_it_starts_from_and_ends_with_a_table(tiny_words, tmp
     lines = printed.out.splitlines()
     assert lines[0] == str(run) and lines[1].startswith("  device      CPU with 1 of ")
     assert lines[-2:] == [f"last model: {run / 'model'}", f"report: {run / 'report.html'}"]
-    assert [line.split() for line in lines if "boxes  own" in line] == [["gt", "boxes", "own", "boxes"]]
     metrics = json.loads((run / "metrics.json").read_text())
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("val/") and "count" not in line}
     expected = {
-        name.replace("_gt_boxes", ""): [f"{metrics[name.replace('_gt_', place)]:.3f}" for place in ("_gt_", "_own_")]
+        name.replace("_gt_boxes", ""): [
+            f"{metrics[name.replace('_gt_', f'_{own}_')]:.3f}" for own in ("gt", "predicted")
+        ]
         for name in metrics
         if "_gt_boxes" in name and "count" not in name
     }
@@ -136,39 +122,22 @@ def test_training_fits_a_few_texts(tiny_config):
 
 def test_accumulated_micro_batches_give_the_parameters_of_one_batch(tiny_config, tmp_path):
     # A large epsilon: Adam would blow up the rounding of gradients near zero to whole steps.
-    settings = ("train.max_steps=5", "train.lr=1e-2", "train.eps=1e-2", "data.texts_per_image=1")
+    settings = ("train.max_steps=4", "train.lr=1e-2", "train.eps=1e-2", "data.texts_per_image=1")
+    settings += ("train.warmup_steps=2", "train.schedule=linear")
     runs = {parts: tmp_path / f"accumulate{parts}" for parts in (1, 2)}
     for parts, path in runs.items():
-        config = tiny_config(
-            *GT_ONLY, *NO_DROPOUT, *settings, f"{RESNETS}.NORM=GN", f"train.accumulate={parts}", f"output={path}"
-        )
-        train(config)
+        own = f"{RESNETS}.NORM=GN", f"train.accumulate={parts}", f"train.log_every={parts}", f"output={path}"
+        train(tiny_config(*GT_ONLY, *NO_DROPOUT, *settings, *own))
     one, two = (parameters_of(path) for path in runs.values())
     assert set(one) == set(two)
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 2e-5  # of steps of 1e-2
-    lines = {parts: logged(path) for parts, path in runs.items()}
-    for name in ("lr_head", "lr_detector", "epoch", "step"):
-        assert [line[name] for line in lines[1]] == [line[name] for line in lines[2]]
-    assert len({line["lr_head"] for line in lines[2]}) > 3  # the schedule moves with optimiser steps
-
-
-def test_the_logged_rate_is_the_one_the_step_used(tiny_config):
-    config = tiny_config(*GT_ONLY, "train.max_steps=4", "train.warmup_steps=2", "train.schedule=linear")
-    train(config)
-    assert [line["lr_head"] / config.train.lr for line in logged(config.output)] == pytest.approx([0, 0.5, 1, 0.5])
-
-
-def test_a_weight_for_a_loss_that_does_not_exist(tiny_config):
-    with pytest.raises(ValueError, match=r"detector.loss_weights names 'loss_mask'; the losses of this detector are"):
-        train(tiny_config("detector.loss_weights={loss_mask: 1.0}", "train.max_steps=1"))
-
-
-def test_more_micro_batches_than_an_epoch_has(tiny_config):
-    config = tiny_config(
-        *GT_ONLY, "data.texts_per_image=null", "train.images_per_batch=16", "train.accumulate=16", "train.max_steps=2"
-    )
-    assert train(config)["steps"] == 2
-    assert [line["epoch"] for line in logged(config.output)] == [1.0, 2.0]
+    single, pairs = logged(runs[1]), logged(runs[2])
+    assert [line["lr_head"] for line in single] == pytest.approx([0, 0.005, 0.01, 0.005]), "the rate of this very step"
+    assert [line["step"] for line in pairs] == [2, 4]
+    for name in ("lr_head", "lr_detector", "epoch"):
+        assert [line[name] for line in pairs] == [line[name] for line in single[1::2]], name
+    means = [(single[step]["referring"] + single[step + 1]["referring"]) / 2 for step in (0, 2)]
+    assert [line["referring"] for line in pairs] == pytest.approx(means, rel=1e-4), "the mean since the last line"
 
 
 def test_epochs_decide_the_number_of_steps(tiny_config):
@@ -189,58 +158,111 @@ def test_epochs_decide_the_number_of_steps(tiny_config):
     assert len(counts) == 1 and max(counts) < final["val/count_gt_boxes"]  # the first images in between, all at the end
 
 
-def test_a_frozen_detector_does_not_change(tiny_config, built, monkeypatch):
-    config = tiny_config("detector.freeze=true", f"{RESNETS}.NORM=BN", "train.max_steps=3", "eval.boxes=[gt]")
-    start = {}
-    prepare = training.Trainer.__init__
+def test_more_micro_batches_than_an_epoch_has(tiny_config):
+    config = tiny_config(
+        *GT_ONLY, "data.texts_per_image=null", "train.images_per_batch=16", "train.accumulate=16", "train.max_steps=2"
+    )
+    assert train(config)["steps"] == 2
+    assert [line["epoch"] for line in logged(config.output)] == [1.0, 2.0]
 
-    def remember(self, config, accelerator, run, resume_from):
+
+def test_a_frozen_detector_does_not_change(tiny_config, monkeypatch):
+    config = tiny_config("detector.freeze=true", f"{RESNETS}.NORM=BN", "train.max_steps=2", "eval.boxes=[]")
+    start, runs, prepare = {}, [], training.Trainer.__init__
+
+    def remember(self, config, accelerator, run, checkpoint):
         start.update({name: value.clone() for name, value in run.model.state_dict().items()})
-        prepare(self, config, accelerator, run, resume_from)
+        runs.append(run)
+        prepare(self, config, accelerator, run, checkpoint)
 
     monkeypatch.setattr(training.Trainer, "__init__", remember)
     train(config)
-    after = built[0].model.state_dict()
+    after = runs[0].model.state_dict()
     changed = {name.split(".")[0] for name, value in after.items() if not torch.equal(value, start[name])}
     assert changed == {"encoder", "task"}
     assert set(logged(config.output)[0]) & {"lr_detector", "lr_encoder"} == {"lr_encoder"}
 
 
 def test_bfloat16_trains_with_finite_losses(tiny_config):
-    config = tiny_config("train.mixed_precision=bf16", "train.max_steps=3", "eval.boxes=[gt, online]")
+    config = tiny_config("train.mixed_precision=bf16", "train.max_steps=2", "eval.boxes=[gt, online]")
     metrics = train(config)
     lines = logged(config.output)
-    assert len(lines) == 3
     assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
     assert metrics["val/count_gt_boxes"] == metrics["val/count_predicted_boxes"] > 0
     assert {value.dtype for value in parameters_of(config.output).values()} <= {torch.float32, torch.int64}
 
 
-def test_logged_losses_are_averages_since_the_last_line(tiny_config, tmp_path):
-    words = [*GT_ONLY, "train.max_steps=5"]
-    for every in (1, 3):
-        train(tiny_config(*words, f"train.log_every={every}", f"output={tmp_path / f'every{every}'}"))
-    single = [line["referring"] for line in logged(tmp_path / "every1")]
-    thirds = logged(tmp_path / "every3")
-    assert [line["step"] for line in thirds] == [3, 5]
-    assert [line["referring"] for line in thirds] == pytest.approx([sum(single[:3]) / 3, sum(single[3:]) / 2], rel=1e-5)
+def test_a_weight_for_a_loss_that_does_not_exist(tiny_config):
+    with pytest.raises(ValueError, match=r"detector.loss_weights names 'loss_mask'"):
+        train(tiny_config("detector.loss_weights={loss_mask: 1.0}", "train.max_steps=1"))
 
 
-def test_losses_that_become_nan_stop_the_run_and_name_images(tiny_config, monkeypatch):
-    config = tiny_config(*GT_ONLY, "train.max_steps=3")
-    build = training.build_run
+# Numbers that are not finite
 
-    def poisoned(*arguments, **named):
-        run = build(*arguments, **named)
-        torch.nn.init.constant_(run.model.task.head.output.bias, math.nan)
-        return run
 
-    monkeypatch.setattr(training, "build_run", poisoned)
-    with pytest.raises(ValueError, match=r"referring, loss became NaN or infinite in step 1 \(images .*COCO_.*lower"):
+class Poison(torch.autograd.Function):
+    """The identity, whose gradient is NaN."""
+
+    @staticmethod
+    def forward(context, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * torch.nan
+
+
+@pytest.mark.parametrize("clip", ["1.0", "null"])
+def test_a_gradient_that_is_nan_is_not_applied(tiny_config, monkeypatch, clip):
+    """The loss is finite. The images of this step are named, and the run goes on from the checkpoint before."""
+    short = ("train.max_steps=3", "data.texts_per_image=1", "train.save_every_epochs=0.01")
+    config = tiny_config(*GT_ONLY, *short, f"train.clip_norm={clip}")
+    run, step, before, models, names = Path(config.output), training.Trainer.train_step, {}, [], []
+
+    def poisoned(self, micro_batches):
+        if self.step == 1:
+            models.append(self.built.model)
+            before.update({name: value.clone() for name, value in models[0].named_parameters()})
+            names.extend(name for batch in micro_batches for name in batch.images.names)
+            models[0].task.head.output.register_forward_hook(lambda module, inputs, output: Poison.apply(output))
+        return step(self, micro_batches)
+
+    monkeypatch.setattr(training.Trainer, "train_step", poisoned)
+    with pytest.raises(FloatingPointError, match=r"^grad_norm became NaN or infinite in step 2 \(images ") as caught:
         train(config)
+    assert all(name in str(caught.value) for name in names) and len(names) == 4
+    assert all(torch.equal(value, before[name]) for name, value in models[0].named_parameters())
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000001"]
+    monkeypatch.setattr(training.Trainer, "train_step", step)
+    assert train(config, resume=True)["steps"] == 3
 
 
-def test_batches_that_cannot_be_split_are_refused(tiny_config):
-    config = tiny_config(*GT_ONLY)
-    with pytest.raises(ValueError, match=r"images_per_batch \(4\) must be a multiple of train\.accumulate \(3\)"):
-        dataclasses.replace(config.train, accumulate=3)
+@pytest.mark.parametrize("boxes", ["gt", "online"])
+def test_a_rate_that_ruins_the_weights_is_an_error(tiny_words, tmp_path, capfd, boxes):
+    words = [*tiny_words, f"output={tmp_path / 'run'}", "train.lr=1e30", "train.warmup_steps=0", "train.max_steps=3"]
+    words += [f"data.boxes.train={boxes}", "eval.boxes=[gt]"]
+    words += ["detector.loss_weight=0"] if boxes == "gt" else []
+    assert tool.main(["--config", str(ROOT / "configs" / "tiny" / "refcoco.yaml"), *words]) == 2
+    error = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
+    assert len(error) == 1 and "infinite" in error[0] and "lower train.lr" in error[0]
+    assert not list((tmp_path / "run").rglob("step_*"))
+    text = "".join(path.read_text() for path in (tmp_path / "run").rglob("*.json*"))
+    assert "NaN" not in text and "Infinity" not in text
+
+
+def test_weights_that_are_not_finite_are_not_saved(tiny_config, monkeypatch):
+    """After the last step no loss would show them."""
+    config = tiny_config(*GT_ONLY, "train.max_steps=2", "train.save_every_epochs=0.01")
+    step = training.Trainer.train_step
+
+    def poisoned(self, micro_batches):
+        values = step(self, micro_batches)
+        if self.step == 1:
+            torch.nn.init.constant_(self.built.model.task.head.output.bias, torch.inf)
+        return values
+
+    monkeypatch.setattr(training.Trainer, "train_step", poisoned)
+    with pytest.raises(FloatingPointError, match=r"head.output.bias became NaN.*nothing is saved"):
+        train(config)
+    assert [path.name for path in (Path(config.output) / "checkpoints").iterdir()] == ["step_00000001"]
+    assert not (Path(config.output) / "metrics.json").exists()

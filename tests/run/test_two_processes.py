@@ -1,34 +1,40 @@
-"""Two processes on one machine are one process with the joined batch."""
+"""Two processes on one machine are one process with the joined batch, for every kind of loss.
+
+All trainings of two processes are made by one launch, whose last one is stopped by SIGTERM.
+"""
 
 from __future__ import annotations
 
 import json
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from e2e_vl.config import load_config
 from e2e_vl.io import read_log
+from e2e_vl.run.build import make_synthetic_data
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
-from tests.run.two_processes import start, wait
+from tests.conftest import SAME_SIZE, cpu_with_one_thread
+from tests.run.test_resume import assert_same_run
+from tests.run.two_processes import start
 from tests.same import assert_same
 
 ROOT = Path(__file__).parents[2]
-CONFIG = ROOT / "configs" / "tiny" / "refcoco.yaml"
 COMMON = (
+    f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
     *(f"encoder.config.{name}=0" for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")),
     "encoder.config.region_dropout_prob=0",
-    "train.max_steps=5",
+    "train.max_steps=3",
     "train.lr=1e-3",
     "train.eps=1e-3",  # Adam would otherwise blow up the rounding of gradients near zero to whole steps
     "train.warmup_steps=1",
-    "eval.boxes=[gt, online]",
-    "eval.images_per_batch=2",
-    "task.config={loss: binary, no_region_is_miss: true}",
+    "train.trackers=[]",
+    "eval={boxes: [gt], images_per_batch: 2, every_epochs: 0, report_pictures: 0}",
 )
 # Samplers that take every anchor and every proposal, so that no random choice depends on the process; and box losses
 # whose gradient does not jump at 0.
@@ -38,85 +44,149 @@ TAKE_ALL = (
     "detector.overrides.MODEL.ROI_HEADS={BATCH_SIZE_PER_IMAGE: 4096, POSITIVE_FRACTION: 1.0}",
     "detector.overrides.MODEL.ROI_BOX_HEAD.SMOOTH_L1_BETA=1.0",
 )
-NORM = "detector.overrides.MODEL.RESNETS.NORM"
+FROZEN = "detector.overrides.MODEL.RESNETS.NORM=FrozenBN"
+TASK_ONLY = (FROZEN, "data.boxes.train=gt", "detector.loss_weight=0")
+MISS = "task.config={loss: binary, no_region_is_miss: true}"
+PHRASES = (
+    "phrases={weight: 1.0, layer: 1, size: 8}",
+    "data.files.phrases=refcoco+_phrases/Sentences",
+    "data.files.phrase_boxes=refcoco+_phrases/Annotations",
+)
+# of each variant: its tiny config, its words, its losses, and the largest difference of a parameter
 VARIANTS = {
-    "task_only": (f"{NORM}=FrozenBN", "data.boxes.train=gt", "detector.loss_weight=0", "data.workers=1"),
-    "detection_losses": (*TAKE_ALL, f"{NORM}=FrozenBN", "data.boxes.train=online", "train.accumulate=2"),
-    "synchronised_norm": (f"{NORM}=SyncBN", "data.boxes.train=gt", "detector.loss_weight=0"),
+    "phrases": (
+        "refcoco",
+        (*TASK_ONLY, *PHRASES, MISS, "data.workers=1"),
+        {"referring", "phrases", "phrase_tags"},
+        1e-6,
+    ),
+    "detection": (
+        "refcoco",
+        (*TAKE_ALL, FROZEN, MISS, "data.boxes.train=online", "eval.boxes=[gt, online]", "train.accumulate=2"),
+        {"referring", "loss_rpn_cls", "loss_cls", "loss_box_reg"},
+        1e-5,
+    ),
+    "vqa": ("vqa", (*TASK_ONLY, "train.accumulate=2"), {"vqa"}, 1e-6),
+    "vcr": ("vcr", (*TASK_ONLY, "train.accumulate=2"), {"choice", "region_class"}, 1e-6),
+    "pretraining": ("pretraining", (FROZEN,), {"masked_words", "masked_text", "masked_regions", "relationship"}, 1e-6),
 }
-TOLERANCE = {"task_only": 1e-6, "detection_losses": 1e-5}
+# batch statistics of both processes, and everything that draws random numbers, for a run that is resumed
+OTHERS = {
+    "synchronised": ("refcoco", ("detector.overrides.MODEL.RESNETS.NORM=SyncBN", *TASK_ONLY[1:], MISS)),
+    "whole": (
+        "refcoco",
+        ("detector.overrides.MODEL.RESNETS.NORM=BN", "encoder.config.hidden_dropout_prob=0.1", "data.workers=1")
+        + ("data.flip=0.5", "train.max_steps=4", "train.save_every_epochs=0.0001", "train.log_every=3"),
+    ),
+}
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_words, tmp_path_factory) -> dict[tuple[str, int], Path]:
-    """Run directories by variant and number of processes."""
+def launched(tmp_path_factory) -> tuple[dict[tuple[str, int], Path], str, int]:
+    """Run directories by variant and number of processes; what the launch printed, and its exit status."""
     folder = tmp_path_factory.mktemp("processes")
-    paths = {(name, number): folder / f"{name}_{number}" for name in VARIANTS for number in (1, 2)}
-    words = {key: [*tiny_words, *COMMON, *VARIANTS[key[0]], f"output={path}"] for key, path in paths.items()}
+    kinds = {name: kind[:2] for name, kind in VARIANTS.items()} | OTHERS
+    kinds |= {"resumed": OTHERS["whole"], "stopped": OTHERS["whole"]}
+    runs, jobs = {(name, number): folder / f"{name}_{number}" for name in kinds for number in (1, 2)}, []
 
-    process = start([(CONFIG, words[name, 2]) for name in VARIANTS], folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        for name in VARIANTS:
-            train(load_config(CONFIG, words[name, 1]))
-        AcceleratorState._reset_state(reset_partial_state=True)
-    wait(process)
-    return paths
+    def words(name: str, number: int) -> tuple[Path, list[str]]:
+        task, own = kinds[name]
+        same_size = [SAME_SIZE] if task == "refcoco" else []
+        data = f"data.root={folder / f'data_{task}'}"
+        return ROOT / f"configs/tiny/{task}.yaml", [*COMMON, *same_size, data, f"output={runs[name, number]}", *own]
+
+    for name in kinds:
+        config, own = words(name, 2)
+        make_synthetic_data(load_config(config, own))
+        endless = ["train.max_steps=100000", "train.save_every_epochs=0", "train.log_every=1"]
+        own += endless if name == "stopped" else []
+        jobs.append((config, own, runs["whole", 2] if name == "resumed" else None))
+    process = start(jobs, folder)
+    try:
+        with cpu_with_one_thread():
+            for name in (*VARIANTS, "synchronised"):
+                train(load_config(*words(name, 1)))
+        log, end = runs["stopped", 2] / "log.jsonl", time.monotonic() + 600
+        while process.poll() is None and len(read_log(log)) < 2 and time.monotonic() < end:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (runs["stopped", 2] / "log.jsonl").is_file(), printed[-4000:]
+    return runs, printed, process.returncode
+
+
+@pytest.fixture
+def runs(launched) -> dict[tuple[str, int], Path]:
+    return launched[0]
 
 
 def json_of(path: Path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("variant", TOLERANCE)
-def test_the_parameters_are_those_of_one_process(runs, variant):
-    for part in ("detector", "encoder", "task"):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_losses_and_parameters_are_those_of_one_process(runs, variant):
+    *_, losses, tolerance = VARIANTS[variant]
+    for one, two in zip(*(read_log(runs[variant, number] / "log.jsonl")[:3] for number in (1, 2)), strict=True):
+        assert set(one) == set(two) > losses
+        for name in set(one) - {"kind"}:
+            assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-6), name
+        assert all(one[name] > 0 for name in losses)
+    for part in ("detector", "encoder", "task", *(["phrases"] if variant == "phrases" else [])):
         one, two = (load_file(runs[variant, number] / "model" / part / "model.safetensors") for number in (1, 2))
         assert set(one) == set(two)
         for name in one:
-            torch.testing.assert_close(two[name], one[name], rtol=0, atol=TOLERANCE[variant], msg=name)
-    metrics = [json_of(runs[variant, number] / "metrics.json") for number in (1, 2)]
-    assert [values["processes"] for values in metrics] == [1, 2]
-    lines = [read_log(runs[variant, number] / "log.jsonl")[:5] for number in (1, 2)]
-    for one, two in zip(*lines, strict=True):
-        assert set(one) == set(two)
-        for name in set(one) - {"kind"}:
-            assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-6), name
+            torch.testing.assert_close(two[name], one[name], rtol=0, atol=tolerance, msg=name)
+    assert [json_of(runs[variant, number] / "metrics.json")["processes"] for number in (1, 2)] == [1, 2]
 
 
 def test_batch_statistics_are_those_of_both_processes(runs):
     """Up to the first update; later, rounding flips ReLUs of flat image areas, which batch statistics make large."""
-    lines = [read_log(runs["synchronised_norm", number] / "log.jsonl")[:2] for number in (1, 2)]
+    lines = [read_log(runs["synchronised", number] / "log.jsonl")[:2] for number in (1, 2)]
     for one, two in zip(*lines, strict=True):
         assert one["referring"] == pytest.approx(two["referring"], rel=2e-6)
     assert lines[0][0]["lr_head"] == 0 < lines[0][1]["lr_head"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("boxes", ["gt", "online"])
-def test_every_text_is_predicted_once(runs, variant, boxes):
-    one, two = (json_of(runs[variant, number] / f"predictions_val_{boxes}.json") for number in (1, 2))
-    indices = [record["text_index"] for record in two]
-    assert indices == list(range(len(indices)))
-    assert indices == [record["text_index"] for record in one]
-    assert json_of(runs[variant, 2] / "metrics.json")[f"val/count_{'own' if boxes == 'online' else 'gt'}_boxes"] == len(
-        two
-    )
+def test_every_text_is_predicted_once(runs, variant):
+    """Also when the saved run is evaluated by two processes."""
+    one, two = (json_of(runs[variant, number] / "predictions_val_gt.json") for number in (1, 2))
+    assert [record["text_index"] for record in two] == [record["text_index"] for record in one] == list(range(len(one)))
+    for key in ("answer", "choice", "answers", "label", "box"):
+        assert [record.get(key) for record in one] == [record.get(key) for record in two], key
+    assert_same(json_of(runs[variant, 2] / "again.json"), two)
+
+
+def test_both_know_that_the_head_finds_phrases(runs):
+    """The flag is a buffer, which the processes take over from the first one before every step."""
+    for number in (1, 2):
+        assert load_file(runs["phrases", number] / "model" / "phrases" / "model.safetensors")["finds_phrases"] == 1
+        records = json_of(runs["phrases", number] / "predictions_val_gt.json")
+        assert all(record["grounded"] for record in records)
 
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("boxes", ["gt", "online"])
 def test_evaluation_does_not_depend_on_the_number_of_processes(runs, boxes, tmp_path):
     """The same weights, evaluated by two processes at the end of their training and by one now."""
-    run = runs["detection_losses", 2]
+    run = runs["detection", 2]
     metrics, path = evaluate_run(run, split="val", boxes=boxes, output=tmp_path / "one.json")
     assert_same(json_of(path), json_of(run / f"predictions_val_{boxes}.json"))
     by_two = json_of(run / "metrics.json")
     assert_same(metrics, {name: by_two[name] for name in metrics})
 
 
-def test_a_saved_run_is_evaluated_by_two_processes(runs):
-    for variant in VARIANTS:
-        run = runs[variant, 2]
-        assert_same(json_of(run / "again.json"), json_of(run / "predictions_val_gt.json"))
+def test_a_resumed_run_is_the_same_bit_for_bit(runs):
+    assert_same_run(runs["whole", 2], runs["resumed", 2])
+
+
+def test_sigterm_to_the_launcher_saves_a_checkpoint(launched):
+    """It reaches the data workers, too."""
+    runs, printed, status = launched
+    [checkpoint] = (runs["stopped", 2] / "checkpoints").iterdir()
+    last = read_log(runs["stopped", 2] / "log.jsonl")[-1]["step"]
+    assert checkpoint.name == f"step_{last:08d}" and (checkpoint / "checksums.json").is_file()
+    assert status != 0 and f"stopped by SIGTERM. --resume continues from step {last}" in printed, printed[-3000:]

@@ -1,8 +1,9 @@
 """Run by test_two_processes.py under `torchrun`: several trainings, one after the other.
 
-    torchrun --standalone --nproc_per_node 2 two_processes.py JOBS.json [--only-train]
+    torchrun --standalone --nproc_per_node 2 two_processes.py JOBS.json
 
-JOBS.json holds a list of [config file, list of key=value words]. Each run is evaluated once more afterwards.
+JOBS.json holds a list of [config file, list of key=value words, run to resume or null]. A run that is resumed is copied
+without its newest checkpoint. Each run is evaluated once more afterwards.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.state import PartialState
 
+from e2e_vl.cli.common import StoppedRunError
 from e2e_vl.config import load_config
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
+from tests.run.test_resume import lose_newest
 
 ROOT = Path(__file__).parents[2]
+Job = tuple[Path, list[str], Path | None]
 
 
-def start(jobs: list[tuple[Path, list[str]]], folder: Path, *more: str, processes: int = 2) -> subprocess.Popen:
-    """Train as all of the (config file, words) say, in two processes; the list of jobs is written to the folder."""
+def start(jobs: list[Job], folder: Path) -> subprocess.Popen:
+    """Do all of the jobs, in two processes; the list of jobs is written to the folder."""
     path = folder / "jobs.json"
-    path.write_text(json.dumps([[str(config), words] for config, words in jobs]))
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    path.write_text(json.dumps(jobs, default=str))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     return subprocess.Popen(
-        [sys.executable, *launch, __file__, str(path), *more],
+        [sys.executable, *launch, __file__, str(path)],
         cwd=ROOT,
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -38,23 +42,24 @@ def start(jobs: list[tuple[Path, list[str]]], folder: Path, *more: str, processe
     )
 
 
-def wait(process: subprocess.Popen, seconds: float = 800) -> None:
-    """Until it has ended without an error."""
-    output, _ = process.communicate(timeout=seconds)
-    assert process.returncode == 0, output[-4000:]
-
-
 def main() -> None:
     Accelerator.end_training = lambda self: None  # it would end the process group before the next training
-    for config, words in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
+    for config, words, resumed in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         settings = load_config(config, words)
-        train(settings)
-        if "--only-train" in sys.argv:
-            continue
-        again = Path(settings.output) / "again.json"
-        evaluate_run(Path(settings.output), split="val", boxes="gt", output=again)
+        run = Path(settings.output)
+        if resumed is not None and os.environ["RANK"] == "0":
+            lose_newest(Path(resumed), run)
+        if resumed is not None:
+            PartialState().wait_for_everyone()
+        train(settings, resume=resumed is not None)
+        evaluate_run(run, split="val", boxes="gt", output=run / "again.json")
     PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except StoppedRunError as stopped:
+        if str(stopped):
+            print(stopped, flush=True)
+        raise SystemExit(stopped.status) from None
