@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from e2e_vl.metrics.vcr import Submission, joint_metrics
+from e2e_vl.metrics.vcr import Submission, VCRPrediction, joint_metrics
 
 
 def read_leaderboard(path: Path) -> Submission:
@@ -28,9 +28,15 @@ def score(submission: Submission, answer_labels: Sequence[int], rationale_labels
     answers, reasons = [], []
     labels = answer_labels, rationale_labels
     for annot_id, scores, given_each, answer, rationale in zip(*submission, *labels, strict=True):
-        record = {"annot_id": annot_id, "kind": "answer", "conditioned_on": None}
-        answers.append(record | {"probabilities": scores.tolist(), "label": answer})
-        for given, row in enumerate(given_each.tolist()):
-            own = {"kind": "rationale", "conditioned_on": given, "probabilities": row, "label": rationale}
-            reasons.append(record | own)
+        answers.append(prediction(annot_id, "answer", scores, answer))
+        reasons += [
+            prediction(annot_id, "rationale", row, rationale, conditioned_on=given)
+            for given, row in enumerate(given_each)
+        ]
     return joint_metrics(answers, reasons)
+
+
+def prediction(annot_id: str, kind: str, probabilities: np.ndarray, label: int | None, **more) -> VCRPrediction:
+    choice = int(np.argmax(probabilities))
+    given = tuple(float(one) for one in probabilities)
+    return VCRPrediction(annot_id=annot_id, kind=kind, probabilities=given, choice=choice, label=label, **more)

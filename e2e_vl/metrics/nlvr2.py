@@ -25,7 +25,7 @@ class NLVR2Prediction(Prediction, kw_only=True):
     prediction: Literal["True", "False"]
     score: Score  # of the prediction
     true: Score  # of "True"
-    file_names: tuple[str, ...]  # of the left and the right photo
+    file_names: tuple[str, ...] = ()  # of the left and the right photo
     label: Literal["True", "False"] | None = None
     identifier: str = ""
 

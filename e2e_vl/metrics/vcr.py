@@ -28,9 +28,9 @@ COLUMNS = ("annot_id", *ANSWER_COLUMNS, *RATIONALE_COLUMNS)
 class VCRPrediction(Prediction, kw_only=True):
     """Which of four answers, or of four rationales, is right."""
 
-    choices: tuple[str, ...]
     probabilities: tuple[Score, ...]
     choice: Count  # the number of the best one
+    choices: tuple[str, ...] = ()  # in words
     label: Count | None = None  # of the right one; None: unknown
     named_boxes: tuple[tuple[str, Box], ...] = ()  # the objects that the sentences may name
     kind: Literal["answer", "rationale"] = "answer"
@@ -38,7 +38,7 @@ class VCRPrediction(Prediction, kw_only=True):
     conditioned_on: Count | None = None  # number of the answer that a rationale is for
 
     def __post_init__(self) -> None:
-        if not len(self.choices) == len(self.probabilities) == CHOICES:
+        if len(self.probabilities) != CHOICES or len(self.choices) not in (0, CHOICES):
             raise ValueError(f"{len(self.choices)} choices and {len(self.probabilities)} probabilities, expected 4")
         if max(self.choice, self.label or 0) >= CHOICES:
             raise ValueError("'choice' and 'label' must be from 0 to 3")

@@ -210,7 +210,6 @@ class ReferringTask(Task):
         boxes = regions.original_boxes(batch.images.scales).cpu()
         shares = (logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)).cpu()
         classes = class_names_of(output)
-        sizes = batch.images.original_sizes[batch.image_index[:, 0].clamp(min=0)].tolist()
         predictions = []
         for row, (winner, kept) in enumerate(zip(logits.argmax(dim=1).tolist(), candidates.cpu(), strict=True)):
             has_region = bool(kept.any())
@@ -222,7 +221,6 @@ class ReferringTask(Task):
                     detected_class=(classes[row][winner] or None) if has_region else None,
                     candidate_boxes=boxes[row, kept].tolist(),
                     candidate_scores=shares[row, kept].tolist(),
-                    image_size=sizes[row],
                 )
             )
         return predictions

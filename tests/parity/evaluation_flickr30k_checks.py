@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.data.flickr30k import AnnotatedImage, read_annotation, read_sentences
-from e2e_vl.metrics.flickr30k import RECALLS, first_hit, phrase_metrics, recalls, right_candidates
+from e2e_vl.metrics.flickr30k import RECALLS, Flickr30KPrediction, first_hit, phrase_metrics, recalls, right_candidates
 from tests.parity.evaluation_common import folder_of, read_optional
 
 
@@ -111,7 +111,13 @@ def test_entities_metrics_of_a_run_are_the_same_numbers(entities_expected, phras
         sentences.setdefault((name, line), []).append(phrase)
     assert len(sentences) == entities_expected["captions_with_a_boxed_phrase"]
     records = [
-        {"ranks": [one["rank"] for one in own], "phrase_types": [one["types"] for one in own]}
+        Flickr30KPrediction(
+            phrases=[""] * len(own),
+            boxes=[None] * len(own),
+            scores=[0.0] * len(own),
+            ranks=[one["rank"] for one in own],
+            phrase_types=[one["types"] for one in own],
+        )
         for own in sentences.values()
     ]
     metrics, expected = phrase_metrics(records), entities_expected["metrics"]

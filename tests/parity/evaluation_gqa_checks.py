@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.data.gqa import EntryFile, GQAQuestions, question_facts, read_choices
-from e2e_vl.metrics.gqa import belongs, gqa_metrics, gqa_scores, write_submission
+from e2e_vl.metrics.gqa import GQAPrediction, belongs, gqa_metrics, gqa_scores, write_submission
 from tests.parity.evaluation_common import folder_of
 
 
@@ -23,7 +23,7 @@ def gqa_expected(gqa_folder: Path) -> dict:
 
 
 @pytest.fixture(scope="module")
-def gqa_records(gqa_folder: Path) -> list[dict]:
+def gqa_records(gqa_folder: Path) -> list[GQAPrediction]:
     """The questions as the reader gives them, with the recorded predictions."""
     [questions] = gqa_folder.glob("*_questions.json")
     choices = next(gqa_folder.glob("*_choices.json"), None)  # without them validity and plausibility are unknown
@@ -36,13 +36,13 @@ def gqa_records(gqa_folder: Path) -> list[dict]:
         for name, key in (("valid", "is_valid"), ("plausible", "is_plausible")):
             if own:
                 facts[key] = belongs(answer, own[name], facts["types"])
-        records.append(facts | {"prediction": answer})
+        records.append(GQAPrediction.of(facts, text=facts["question"], answer=answer, score=1.0))
     return records
 
 
 def test_gqa_scores_of_the_official_script(gqa_expected, gqa_records):
     assert len(gqa_records) == gqa_expected["questions"]
-    assert sum(record["isBalanced"] for record in gqa_records) == gqa_expected["balanced"]
+    assert sum(record.is_balanced for record in gqa_records) == gqa_expected["balanced"]
     ours, expected = gqa_scores(gqa_records), gqa_expected["scores"]
     assert set(ours) == set(expected)
     for name, value in expected.items():
@@ -77,6 +77,6 @@ def test_gqa_metrics_of_a_run_are_the_same_numbers(gqa_expected, gqa_records):
 def test_gqa_file_of_predictions_comes_back_equal(gqa_folder, gqa_records, tmp_path):
     [path] = gqa_folder.glob("*_predictions.json")
     recorded = json.loads(path.read_text("utf-8"))
-    by_id = {record["questionId"]: record for record in gqa_records}
+    by_id = {record.question_id: record for record in gqa_records}
     write_submission(tmp_path / "again.json", [by_id[row["questionId"]] for row in recorded])
     assert json.loads((tmp_path / "again.json").read_text("utf-8")) == recorded

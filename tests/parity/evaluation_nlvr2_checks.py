@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.data.nlvr2 import read_examples
-from e2e_vl.metrics.nlvr2 import group_of, read_predictions, truth_metrics, truth_scores, write_submission
+from e2e_vl.metrics.nlvr2 import NLVR2Prediction, group_of, truth_metrics, truth_scores, write_submission
 from tests.parity.evaluation_common import folder_of
 
 FILES = ("predictions.csv", "predictions_edge.csv")
 
 
 FOLDERS = ("nlvr2", "nlvr2_real")  # sentences that were made up, and some of the published ones, which are optional
+
+
+def read_predictions(path: Path) -> dict[str, str]:
+    """As the official script reads a CSV file: the first two columns, and of an identifier twice the last line."""
+    return dict(line.rstrip().split(",")[:2] for line in path.read_text("utf-8").splitlines())
 
 
 @pytest.fixture(scope="module", params=FOLDERS)
@@ -55,7 +60,9 @@ def test_nlvr2_metrics_of_a_run_are_the_same_numbers(nlvr2_folder, nlvr2_expecte
     predicted = read_predictions(nlvr2_folder / FILES[0])
     spelled = {identifier: predicted[identifier].capitalize() for identifier in nlvr2_labels}
     records = [
-        {"identifier": identifier, "label": label, "prediction": spelled[identifier]}
+        NLVR2Prediction(
+            identifier=identifier, label=label, prediction=spelled[identifier], score=1.0, true=1.0, file_names=()
+        )
         for identifier, label in nlvr2_labels.items()
     ]
     metrics = truth_metrics(records)

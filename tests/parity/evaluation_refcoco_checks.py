@@ -10,7 +10,7 @@ import pytest
 
 from e2e_vl.data.image_loader import DetectionsFile
 from e2e_vl.data.refcoco import ReferFiles, read_refs
-from e2e_vl.metrics.refcoco import box_iou, referring_metrics
+from e2e_vl.metrics.refcoco import ReferringPrediction, box_iou, referring_metrics
 from tests.parity.evaluation_common import folder_of
 
 
@@ -29,8 +29,8 @@ def refcoco(golden_root: Path) -> dict:
     }
 
 
-def predict(data: dict, split: str, track: str) -> list[dict]:
-    """Records of a split: the candidate with the highest score is the prediction."""
+def predict(data: dict, split: str, track: str) -> list[ReferringPrediction]:
+    """Predictions of a split: the candidate with the highest score is the prediction."""
     refer = data["refer"]
     records = []
     for expression in refer.in_split(split):
@@ -42,18 +42,19 @@ def predict(data: dict, split: str, track: str) -> list[dict]:
         assert len(boxes) == len(scores)
         image = refer.instances.images[expression.image_id]
         records.append(
-            {
-                "sent_id": expression.sent_id,
-                "image_id": expression.image_id,
-                "ann_id": expression.ann_id,
-                "box": boxes[int(np.argmax(scores))].tolist(),
-                "gt_box": refer.instances.annotations[expression.ann_id].box,
-                "candidate_boxes": boxes.tolist(),
-                "candidate_ann_ids": [annotation.id for annotation in refer.instances.by_image[expression.image_id]]
+            ReferringPrediction(
+                sent_id=expression.sent_id,
+                image_id=expression.image_id,
+                ann_id=expression.ann_id,
+                box=boxes[int(np.argmax(scores))].tolist(),
+                score=1.0,
+                gt_box=refer.instances.annotations[expression.ann_id].box,
+                candidate_boxes=boxes.tolist(),
+                candidate_ann_ids=[annotation.id for annotation in refer.instances.by_image[expression.image_id]]
                 if track == "gt_boxes"
                 else [],
-                "image_size": (image.height, image.width),
-            }
+                image_size=(image.height, image.width),
+            )
         )
     return records
 
@@ -91,19 +92,19 @@ def test_refcoco_choices_and_ious_of_every_expression(refcoco):
     for split in expected["accuracy"]:
         for track, prefix in (("gt_boxes", "gt"), ("detected_boxes", "det")):
             for record in predict(refcoco, split, track):
-                row = rows[record["sent_id"]]
-                assert row["gt_ann_id"] == record["ann_id"]
+                row = rows[record.sent_id]
+                assert row["gt_ann_id"] == record.ann_id
                 if track == "gt_boxes":
-                    chosen = int(np.argmax(refcoco["predictions"][record["sent_id"]]["ann_scores"]))
-                    assert record["candidate_ann_ids"][chosen] == row["pred_ann_id"]
+                    chosen = int(np.argmax(refcoco["predictions"][record.sent_id]["ann_scores"]))
+                    assert record.candidate_ann_ids[chosen] == row["pred_ann_id"]
                 else:
                     chosen = refcoco["det_rows"][row["pred_det_id"]]
-                    assert chosen["image_id"] == record["image_id"]
+                    assert chosen["image_id"] == record.image_id
                     x, y, width, height = chosen["box"]
-                    assert record["box"] == pytest.approx([x, y, x + width, y + height], abs=1e-3), record["sent_id"]
+                    assert record.box == pytest.approx([x, y, x + width, y + height], abs=1e-3), record.sent_id
                 for convention in ("mattnet", "vlbert"):
-                    iou = box_iou(record["box"], record["gt_box"], convention, record["image_size"])
-                    assert iou == pytest.approx(row[f"{prefix}_iou_{convention}"], abs=1e-6), record["sent_id"]
+                    iou = box_iou(record.box, record.gt_box, convention, record.image_size)
+                    assert iou == pytest.approx(row[f"{prefix}_iou_{convention}"], abs=1e-6), record.sent_id
                 seen += 1
     assert seen == 2 * len(rows)
 

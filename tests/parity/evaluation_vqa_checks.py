@@ -9,15 +9,16 @@ import pytest
 
 from e2e_vl.data.vqa import read_questions
 from e2e_vl.metrics.vqa import (
+    VQAPrediction,
     clean_answer,
     soft_scores,
     standardise_words,
     strip_punctuation,
     vocabulary_answer,
-    vqa_accuracy,
     vqa_metrics,
 )
 from e2e_vl.run.build import frequent_answers
+from tests.official_vqa import vqa_accuracy
 from tests.parity.evaluation_common import folder_of, read_optional
 
 
@@ -75,7 +76,9 @@ def test_vqa_accuracy_of_every_question(folder, annotations, predictions):
 
 def test_vqa_metrics_of_a_run_are_the_same_numbers(folder, annotations, predictions):
     answer_of = {row["question_id"]: row["answer"] for row in predictions}
-    metrics = vqa_metrics([{**row, "answer": answer_of[row["question_id"]]} for row in annotations])
+    metrics = vqa_metrics(
+        [VQAPrediction.of(row, answer=answer_of[row["question_id"]], score=1.0) for row in annotations]
+    )
     expected = read(folder, "expected.json")["accuracy_12_decimals"]
     assert 100 * metrics["accuracy"] == pytest.approx(expected["overall"], abs=1e-10)
     for name, value in expected["perAnswerType"].items():

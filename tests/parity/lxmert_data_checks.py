@@ -212,7 +212,7 @@ def test_sentences_words_and_answers_of_pretraining(golden, rules, tokenizer):
         np.testing.assert_array_equal(parts["masked_words"].labels, arrays["pretrain.lm_label_ids"][row][real], name)
         assert int(parts["image_qa"].answer) == int(arrays["pretrain.ans"][row]) == one["ans"], name
         assert made.record["is_match"] == bool(one["is_matched"]) == bool(arrays["pretrain.is_matched"][row])
-        assert made.record["sent"] == one["sentence"]
+        assert made.record["text"] == one["sentence"]
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from e2e_vl.data.base import VLDataset, Wants, open_options
 from e2e_vl.data.features import TsvStore
 from e2e_vl.data.image_loader import StoredBoxes
 from e2e_vl.data.lxmert import ImageSentenceDataset, ListedPairDataset, ScoredQuestionDataset
-from e2e_vl.metrics.vqa import record_accuracy
+from e2e_vl.metrics.vqa import VQAPrediction
 from e2e_vl.samples import ScoredAnswers
 from e2e_vl.tasks.choice import AnswerTask
 from e2e_vl.tasks.gqa import GQAConfig, GQATask
@@ -177,7 +177,7 @@ def test_accuracy_of_answers_in_pretraining(rules):
     for item in rules["flattened"]:
         if item["uid"] in recorded["predictions"]:
             answer = recorded["predictions"][item["uid"]]
-            score = record_accuracy({"answer": answer, "answer_scores": item["label"]})
+            score = VQAPrediction(answer=answer, score=1.0, answer_scores=item["label"]).accuracy
             source = item["uid"].removeprefix(item["img_id"] + "_").rpartition("_")[0]
             scores.setdefault(source, []).append(score)
     together = [score for own in scores.values() for score in own]

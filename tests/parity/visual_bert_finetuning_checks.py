@@ -124,13 +124,13 @@ def test_vqa(visual_golden):
     assert_near(output.losses["vqa"].mean, arrays["out.loss"], "vqa.loss")
     assert float(output.losses["vqa"].mean) == pytest.approx(values["loss"], rel=RELATIVE)
     answers = model.task.answers
-    found = [answers.index(one["answer"]) for one in model.predict(batch, output)]
+    found = [answers.index(one.answer) for one in model.predict(batch, output)]
     assert found == arrays["out.argmax_without_unk"].tolist()
     scores = arrays["in.label"][range(len(found)), found]
     assert float(scores.mean()) == pytest.approx(values["accuracy"], rel=RELATIVE)
 
     model, batch = answering(recorded, unknown_can_win=True)
-    found = [answers.index(one["answer"]) for one in model.predict(batch, output)]
+    found = [answers.index(one.answer) for one in model.predict(batch, output)]
     assert found == arrays["out.argmax_submission"].tolist()
 
 
@@ -191,7 +191,7 @@ def test_vcr(visual_golden):
         output = model.run(batch)
     assert_near(output.logits, arrays["out.logits"], "vcr.logits")
     assert_near(output.losses["choice"].mean, arrays["out.loss"], "vcr.loss")
-    best = [one["choice"] for one in model.predict(batch, output)]
+    best = [one.choice for one in model.predict(batch, output)]
     assert best == values["argmax"]
     hits = torch.tensor(best) == arrays["in.label"]
     assert float(hits.float().mean()) == pytest.approx(values["accuracy"], rel=RELATIVE)
@@ -224,7 +224,7 @@ def test_nlvr2(visual_golden):
         output = model.run(batch)
     assert_near(output.logits, arrays["out.logits"], "nlvr2.logits")
     assert_near(output.losses["nlvr2"].mean, arrays["out.loss"], "nlvr2.loss")
-    found = [LABELS.index(one["prediction"]) for one in model.predict(batch, output)]
+    found = [LABELS.index(one.prediction) for one in model.predict(batch, output)]
     assert found == values["argmax"]
     assert np.mean(np.array(found) == arrays["in.label"].numpy()) == pytest.approx(values["accuracy"], rel=RELATIVE)
 
@@ -254,10 +254,10 @@ def grounding(golden: Golden) -> tuple[Grounding, Batch]:
     right = [regions.boxes[text][row > 0].numpy() for text, row in zip(owner.tolist(), labels[real], strict=True)]
     boxes = Ragged(torch.from_numpy(np.concatenate(right)), torch.tensor([len(one) for one in right]))
     targets = Flickr30KTargets(Ragged(spans, real.sum(dim=1)), boxes)
-    records = [
-        {"gt_boxes": [right[phrase] for phrase in (owner == text).nonzero()[:, 0]], "phrase_types": []}
-        for text in range(len(positions))
-    ]
+    records = []
+    for text in range(len(positions)):
+        own = [right[phrase].tolist() for phrase in (owner == text).nonzero()[:, 0]]
+        records.append({"gt_boxes": own, "phrases": [""] * len(own), "phrase_types": [[]] * len(own)})
     return model, batch_of(model.texts(), targets, records)
 
 
@@ -272,7 +272,7 @@ def test_flickr30k(visual_golden):
     assert torch.equal(output.logits > -torch.inf, has_region)
     assert_near(output.logits[has_region], recorded[has_region], "flickr.log_probabilities")
     assert_near(output.losses["flickr30k"].mean, arrays["out.loss"], "flickr.loss")
-    ranks = [rank for one in model.predict(batch, output) for rank in one["ranks"]]
+    ranks = [rank for one in model.predict(batch, output) for rank in one.ranks]
     assert len(ranks) == values["entity_num"]
     reachable = sum(rank is not None for rank in ranks)
     assert reachable / len(ranks) == pytest.approx(values["upperbound_accuracy"], rel=RELATIVE)

@@ -217,7 +217,7 @@ def refcoco_batch(golden: Golden, dtype: torch.dtype = torch.float32) -> Batch:
         texts=recorded_texts(encoder),
         image_index=torch.arange(len(boxes))[:, None],
         targets=ReferringTargets(data["gt_box"].to(dtype)),
-        records=[{"index": index} for index in range(len(boxes))],
+        records=[{"text_index": index} for index in range(len(boxes))],
     )
 
 
@@ -259,11 +259,11 @@ def test_refcoco_predictions_never_choose_padding(golden, vl_bert_keys):
         output = model(batch)
     predictions = model.task.predict(batch, output)
     assert output.task.logits.argmax(dim=1).tolist() == golden.meta["values"]["refcoco"]["argmax_padding_masked"]
-    ours = torch.tensor([prediction["box"] for prediction in predictions])
+    ours = torch.tensor([prediction.box for prediction in predictions])
     assert_near(ours, recorded["out.pred_boxes_padding_masked"], "pred_boxes_padding_masked")
     counts = recorded["vlbert_in.object_mask"].sum(dim=1).tolist()
-    assert [len(prediction["candidate_boxes"]) for prediction in predictions] == counts
-    assert [prediction["index"] for prediction in predictions] == list(range(len(batch)))
+    assert [len(prediction.candidate_boxes) for prediction in predictions] == counts
+    assert [prediction.text_index for prediction in predictions] == list(range(len(batch)))
 
 
 def test_refcoco_official_predictions_are_ours_with_padding_as_a_candidate(golden, vl_bert_keys):

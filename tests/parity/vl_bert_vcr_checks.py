@@ -195,9 +195,9 @@ def test_vcr_predictions(meta, folder, vcr, vl_bert_keys):
     batch.records = [{"text_index": row // CHOICES, "label": 0} for row in range(len(batch))]
     with torch.no_grad():
         predictions = model.task.predict(batch, model(batch))
-    assert [one["text_index"] for one in predictions] == list(range(len(vcr["out.label_logits"])))
-    assert [one["choice"] for one in predictions] == vcr["out.label_logits"].argmax(dim=1).tolist()
-    ours = torch.tensor([one["probabilities"] for one in predictions])
+    assert [one.text_index for one in predictions] == list(range(len(vcr["out.label_logits"])))
+    assert [one.choice for one in predictions] == vcr["out.label_logits"].argmax(dim=1).tolist()
+    ours = torch.tensor([one.probabilities for one in predictions])
     assert_near(ours, vcr["out.label_logits"].softmax(dim=1), "probabilities")
 
 
