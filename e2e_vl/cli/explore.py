@@ -12,75 +12,65 @@ it. It needs gradio: pip install "e2e-vl[explore]".
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import ipaddress
 import os
 import sys
 
 from detector.errors import UserError
 from e2e_vl.cli.common import make_parser, says_errors
-from e2e_vl.explorer.limits import Limits
 from e2e_vl.io import is_shared_model
 
 LOOPBACK = "127.0.0.1"
-PORT = 7860
-HIGHEST_PORT = 65535
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The options of the command."""
     parser = make_parser(__doc__, prog)
-    parser.add_argument(
-        "--run", required=True, help="run directory of tools/train.py, a saved model, or a model of the hub"
-    )
-    parser.add_argument(
-        "--host", default=LOOPBACK, help=f"address to listen at (default {LOOPBACK}: this machine only)"
-    )
+    run_help = "run directory of tools/train.py, a saved model, or a model of the hub"
+    parser.add_argument("--run", required=True, help=run_help)
+    parser.add_argument("--host", default=LOOPBACK, help="address to listen at (default: this machine only)")
     parser.add_argument(
         "--open-to-network",
         action="store_true",
         help="allow a --host that other machines can reach, without a password",
     )
-    parser.add_argument("--port", type=int, default=PORT, help=f"port to listen at (default {PORT})")
+    parser.add_argument("--port", type=int, default=7860, help="port to listen at (default %(default)s)")
     parser.add_argument("--device", help="where the model runs, such as cpu (default: the GPU if there is one)")
     parser.add_argument(
-        "--max-megapixels",
-        type=float,
-        default=Limits.megapixels,
-        help=f"largest photo, decoded (default {Limits.megapixels:g})",
+        "--max-megapixels", type=float, default=40.0, help="largest photo, decoded (default %(default)g)"
     )
     parser.add_argument(
-        "--max-megabytes",
-        type=float,
-        default=Limits.megabytes,
-        help=f"largest photo, as a file (default {Limits.megabytes:g})",
+        "--max-megabytes", type=float, default=20.0, help="largest photo, as a file (default %(default)g)"
     )
     return parser
 
 
 @says_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    arguments = build_parser(prog).parse_args(argv)
-    check_place(arguments.host, arguments.port, arguments.open_to_network)
-    limits = Limits(arguments.max_megapixels, arguments.max_megabytes)
-    is_shared_model(arguments.run)  # says in one sentence what is missing
+    options = build_parser(prog).parse_args(argv)
+    is_local = is_loopback(options.host)
+    if not is_local and not options.open_to_network:
+        raise UserError(
+            f"--host {options.host} lets other machines use this page without a password; add --open-to-network if "
+            f"you want that, or leave --host at {LOOPBACK}."
+        )
+    is_shared_model(options.run)  # says in one sentence what is missing
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
-    from e2e_vl.explorer.web_page import import_gradio
-
-    import_gradio()  # before the model, which takes longer to load
-    from e2e_vl.api.model import load
-    from e2e_vl.explorer.session import Explorer
+    if importlib.util.find_spec("gradio") is None:
+        raise UserError('The explorer needs gradio; install it with pip install "e2e-vl[explore]".')
+    from e2e_vl.api.model import load  # late: they import torch
+    from e2e_vl.explorer.session import Explorer, Limits
     from e2e_vl.explorer.web_page import build_page, serve
 
-    if not is_loopback(arguments.host):
-        print(
-            f"warning: every machine that reaches {arguments.host} can use this page, without a password.",
-            file=sys.stderr,
-        )
-    explorer = Explorer(load(arguments.run, arguments.device))
+    if not is_local:
+        print(f"warning: every machine that reaches {options.host} can use this page.", file=sys.stderr)
+    explorer = Explorer(load(options.run, options.device))
     if explorer.warning:
         print(f"warning: {explorer.warning}", file=sys.stderr)
-    page = build_page(explorer, limits, f"e2e-vl explorer: {arguments.run}")
-    address = serve(page, limits, host=arguments.host, port=arguments.port)
+    limits = Limits(options.max_megapixels, options.max_megabytes)
+    page = build_page(explorer, limits, f"e2e-vl explorer: {options.run}")
+    address = serve(page, limits, host=options.host, port=options.port)
     print(f"{address}  (Ctrl+C ends it)", flush=True)
     page.block_thread()
     return 0
@@ -92,14 +82,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def check_place(host: str, port: int, is_open: bool) -> None:
-    """Raises ValueError for a port that does not exist, or a host that others can reach and nobody allowed."""
-    if not 0 < port <= HIGHEST_PORT:
-        raise UserError(f"--port is {port}; give a number from 1 to {HIGHEST_PORT}.")
-    if not is_loopback(host) and not is_open:
-        raise UserError(
-            f"--host {host} lets other machines use this page without a password; add --open-to-network if you want "
-            f"that, or leave --host at {LOOPBACK}."
-        )

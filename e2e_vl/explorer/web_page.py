@@ -2,23 +2,24 @@
 
 # Annotations are evaluated here, unlike in other modules: gradio looks for `SelectData` in them, and finds no strings.
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from detector.errors import UserError
-from e2e_vl.explorer.limits import Limits
 from e2e_vl.explorer.session import (
     FILE_ENDS,
     LONGEST_TEXT,
     Explorer,
     Inspection,
+    Limits,
     Session,
-    boxes_of,
     draw_pointed,
     draw_regions,
     read_photo,
-    to_photo,
 )
 
 if TYPE_CHECKING:
@@ -46,30 +47,16 @@ _CSS = """
 """
 
 
-def import_gradio() -> Any:
-    """Gradio. Raises ValueError with the remedy if it is not installed."""
-    try:
-        import gradio
-    except ImportError as error:
-        raise UserError('The explorer needs gradio; install it with pip install "e2e-vl[explore]".') from error
-    return gradio
-
-
 def build_page(explorer: Explorer, limits: Limits, title: str) -> "gradio.Blocks":
-    """The page with its events; every visitor has a session of their own.
+    """The page with its events; every visitor has a session of their own."""
+    import gradio as gr
 
-    Raises:
-        ValueError: gradio is not installed.
-    """
-    gr = import_gradio()
     page = gr.Blocks(title=title, analytics_enabled=False, delete_cache=(KEPT_SECONDS, KEPT_SECONDS))
     with page:
         state = gr.State(Session(), time_to_live=KEPT_SECONDS)
         gr.Markdown(f"## {_plain(title)}")
-        if explorer.warning:
-            gr.Markdown(_plain(explorer.warning))
-        if explorer.note:
-            gr.Markdown(_plain(explorer.note))
+        for sentence in filter(None, (explorer.warning, explorer.note)):
+            gr.Markdown(_plain(sentence))
         with gr.Row():
             with gr.Column(scale=2, min_width=320):
                 photo = gr.File(
@@ -119,21 +106,8 @@ def build_page(explorer: Explorer, limits: Limits, title: str) -> "gradio.Blocks
                 interactive=False,
                 elem_id="table",
             )
-        outputs = [
-            state,
-            problem,
-            answer,
-            answer_after,
-            boxes,
-            boxes_after,
-            phrases,
-            regions,
-            hidden,
-            words,
-            item,
-            step,
-        ]
-        outputs += [head, picture, picture_after, table]
+        texts = [answer, answer_after, boxes, boxes_after, phrases]
+        outputs = [state, problem, *texts, regions, hidden, words, item, step, head, picture, picture_after, table]
 
         def shown(session: Session, error: str = "") -> list[Any]:
             return [session, gr.update(value=_plain(error), visible=bool(error)), *_values(gr, session)]
@@ -162,11 +136,12 @@ def build_page(explorer: Explorer, limits: Limits, title: str) -> "gradio.Blocks
             return saying(_click)(session, explorer, action, event.index)
 
         def word_clicked(session: Session, event: gr.SelectData) -> list[Any]:
-            return saying(lambda session: session.attending(_first(event.index)))(session)
+            row = event.index[0] if isinstance(event.index, list | tuple) else event.index
+            return shown(dataclasses.replace(session, item=row))
 
         def chosen_map(session: Session, item: int | None, step: int | None, head: int | str) -> Session:
-            chosen = session.attending(item)
-            return chosen.with_map(chosen.step if step is None else step, None if head == MEAN else head)
+            step = session.step if step is None else step
+            return dataclasses.replace(session, item=item, step=step, head=None if head == MEAN else head)
 
         rules = {
             "outputs": outputs,
@@ -194,14 +169,15 @@ def serve(page: "gradio.Blocks", limits: Limits, *, host: str, port: int | None)
     Returns:
         The address.
     """
-    gr = import_gradio()
+    import gradio as gr
+
     page.queue(max_size=_WAITING, default_concurrency_limit=1)
     _, address, _ = page.launch(
         server_name=host,
         server_port=port,
         share=False,
         prevent_thread_lock=True,
-        max_file_size=limits.bytes,
+        max_file_size=int(limits.megabytes * 1e6),
         show_error=True,
         footer_links=[],
         run_history=False,
@@ -217,17 +193,16 @@ def serve(page: "gradio.Blocks", limits: Limits, *, host: str, port: int | None)
     return address
 
 
-def _click(session: Session, explorer: Explorer, action: str, place: Any) -> Session:
+def _click(session: Session, explorer: Explorer, action: str, place: tuple[float, float]) -> Session:
     """A click on the picture of the regions, at (x, y) of its pixels."""
     if session.photo is None or session.shown is None:
         raise UserError("Nothing was asked yet; write a phrase or a question, and ask.")
-    is_place = (
-        isinstance(place, list | tuple) and len(place) == 2 and all(isinstance(one, int | float) for one in place)
-    )
-    row = session.shown.region_at(*to_photo(session.photo, tuple(place))) if is_place else None
+    row = session.shown.region_at(*(np.array(place, dtype=np.float64) / session.photo.scale))
     if row is None:
         raise UserError("There is no region at this place; click inside a box.")
-    return explorer.toggle(session, row) if action == HIDES else session.attending(len(session.shown.words) + row)
+    if action == HIDES:
+        return explorer.toggle(session, row)
+    return dataclasses.replace(session, item=len(session.shown.words) + row)
 
 
 def _values(gr: Any, session: Session) -> list[Any]:
@@ -237,13 +212,16 @@ def _values(gr: Any, session: Session) -> list[Any]:
     items = [] if seen is None else [(seen.item_name(item), item) for item in range(len(seen.words) + len(seen))]
     steps = [] if seen is None else [(name, number) for number, name in enumerate(seen.step_names)]
     heads = [] if seen is None else [(str(number), number) for number in range(seen.num_heads)]
-    phrases = _phrases(seen)
+    phrases = [] if seen is None else seen.answer.phrases
+    phrase_lines = [
+        f"{one.text}: {'no region' if one.box is None else _numbers(one.box)}  ({one.score:.2f})" for one in phrases
+    ]
     return [
-        _words(before),
-        _words(after),
+        _answer(before),
+        _answer(after),
         _boxes(before),
         _boxes(after),
-        gr.update(value=phrases, visible=bool(phrases)),
+        gr.update(value="\n".join(phrase_lines), visible=bool(phrase_lines)),
         draw_regions(session),
         gr.update(choices=regions, value=list(session.hidden)),
         _coloured_words(session),
@@ -256,55 +234,38 @@ def _values(gr: Any, session: Session) -> list[Any]:
     ]
 
 
-def _words(look: Inspection | None) -> str:
-    if look is None:
+def _answer(found: Inspection | None) -> str:
+    if found is None:
         return ""
-    unknown = look.answer.unknown_words
-    lines = list(look.answer.lines)
-    return "\n".join([*lines, *([f"unknown words: {', '.join(unknown)}"] if unknown else [])])
+    unknown = found.answer.unknown_words
+    return "\n".join([*found.answer.lines, *([f"unknown words: {', '.join(unknown)}"] if unknown else [])])
 
 
-def _boxes(look: Inspection | None) -> str:
-    return "" if look is None else "\n".join(f"{_numbers(box)}  ({label})" for label, box in boxes_of(look))
-
-
-def _phrases(look: Inspection | None) -> str:
-    if look is None:
-        return ""
-    return "\n".join(
-        f"{one.text}: {'no region' if one.box is None else _numbers(one.box)}  ({one.score:.2f})"
-        for one in look.answer.phrases
-    )
+def _boxes(found: Inspection | None) -> str:
+    return "" if found is None else "\n".join(f"{_numbers(box)}  ({label})" for label, box in found.shown_boxes())
 
 
 def _numbers(box: Any) -> str:
     return ", ".join(f"{number:.1f}" for number in box)
 
 
-def _coloured_words(session: Session) -> list[tuple[str, float]]:
+def _coloured_words(session: Session) -> list[tuple[str, float | None]]:
     """The words with their share of the attention, relative to the largest one."""
-    if session.shown is None:
-        return []
-    words, shares = session.shown.words, session.attention
-    if shares is None:
+    words = () if session.shown is None else session.shown.words
+    if session.attention is None:
         return [(word, None) for word in words]
-    largest = max(float(shares[: len(words)].max(initial=0.0)), 1e-12)
-    return [(word, float(share) / largest) for word, share in zip(words, shares, strict=False)]
+    shares = session.attention[: len(words)]
+    return [(word, float(share) / max(float(shares.max()), 1e-12)) for word, share in zip(words, shares, strict=True)]
 
 
 def _table(session: Session) -> list[list[Any]]:
-    seen = session.shown
-    if seen is None:
+    if session.shown is None:
         return []
-    shares = None if session.attention is None else session.attention[len(seen.words) :]
+    shares = session.region_attention
     return [
-        [row, seen.names[row], *(round(float(side), 1) for side in box), "" if shares is None else f"{shares[row]:.3f}"]
-        for row, box in enumerate(seen.answer.boxes)
+        [row, name, *(round(float(side), 1) for side in box), "" if shares is None else f"{shares[row]:.3f}"]
+        for row, (name, box) in enumerate(zip(session.shown.names, session.shown.answer.boxes, strict=True))
     ]
-
-
-def _first(index: Any) -> Any:
-    return next(iter(index), -1) if isinstance(index, list | tuple) else index
 
 
 def _plain(text: str) -> str:

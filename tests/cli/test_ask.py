@@ -81,9 +81,7 @@ def test_json_files_of_another_form(trained_run, tmp_path, capsys, content):
     assert "questions.json" in message or content == []
 
 
-@pytest.mark.parametrize(
-    "words", [("--json", "q.json", "--text", "x"), ("--json", "q.json", "--pair"), ("--text", "x")]
-)
+@pytest.mark.parametrize("words", ["--json q.json --text x", "--json q.json --pair", "--text x"])
 def test_a_question_is_given_once_and_whole(trained_run, capsys, words):
     error_of(trained_run.path, capsys, *words.split())
 

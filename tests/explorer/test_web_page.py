@@ -17,8 +17,7 @@ from PIL import Image
 import e2e_vl
 from e2e_vl.api.model import TrainedModel
 from e2e_vl.drawing import PALETTE
-from e2e_vl.explorer.limits import Limits
-from e2e_vl.explorer.session import Explorer
+from e2e_vl.explorer.session import Explorer, Limits
 from tests.conftest import cpu_with_one_thread
 from tests.explorer.browser import Tab, browser_or_skip, open_browser
 
