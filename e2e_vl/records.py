@@ -12,12 +12,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from detector.errors import UserError
+from e2e_vl.io import Count as Count
+from e2e_vl.io import FourNumbers as FourNumbers
+from e2e_vl.io import Id as Id
+from e2e_vl.io import Name as Name
+from e2e_vl.io import Pixel as Pixel
+from e2e_vl.io import Record as Record
+from e2e_vl.io import Score as Score
+from e2e_vl.io import Side as Side
+from e2e_vl.io import Words as Words
 from e2e_vl.json_keys import has_each_key_once, repeated_key
 
 Found = TypeVar("Found")
@@ -26,25 +35,12 @@ REMEDY = "correct the record, or copy or download the file again"
 _WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
 _LARGEST = 1e9  # pixels; float32 holds every sum of two such numbers
 
-Number = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]  # a whole number of 64 bits, as arrays hold it
-Id = Number | str
-Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Side = Annotated[int, Meta(ge=1, le=int(_LARGEST))]  # of an image, pixels
-Words = Annotated[str, Meta(pattern=r"\S")]  # a text that is not blank
-Name = Annotated[str, Meta(min_length=1)]
-Pixel = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
-Length = Annotated[float, Meta(gt=0, le=_LARGEST)]  # of a box, pixels
-Score = Annotated[float, Meta(ge=0, le=1.0001)]  # a probability; sums in float32 leave 1 by a little
-FourNumbers = tuple[Pixel, Pixel, Pixel, Pixel]
-Box = Annotated[FourNumbers, Meta(description="four finite numbers [x, y, width, height]")]
+Number = int
+Box = FourNumbers
 
 
 # what msgspec raises for a value of another kind; UnicodeError: a text with half of a character
 MISFITS = (msgspec.ValidationError, RecursionError, UnicodeError)
-
-
-class Record(msgspec.Struct, gc=False):
-    """A kind of record; a format's own have its keys as fields."""
 
 
 def checked(kind: type[Found], value: Any, where: str, *, remedy: str = REMEDY) -> Found:

@@ -34,7 +34,7 @@ from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.base import open_options
 from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.data.image_loader import DetectedBoxes
-from e2e_vl.io import name_of
+from e2e_vl.io import file_name
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import (
     build_collate,
@@ -142,7 +142,7 @@ class AttentionRequest:
     @property
     def folder(self) -> Path:
         """Where the results go."""
-        return self.output or self.run / FOLDER / name_of(f"{self.split}_{self.boxes}", flat=True)
+        return self.output or self.run / FOLDER / file_name(f"{self.split}_{self.boxes}")
 
 
 def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path | None]:

@@ -17,7 +17,7 @@ from e2e_vl.data.coco import read_instances
 from e2e_vl.data.storage.array_files import read_npz
 from e2e_vl.data.storage.files import checked_records, corners_of, read_json, read_text, require_file
 from e2e_vl.data.vcr import read_polygons
-from e2e_vl.io import inside, name_of, require_distinct
+from e2e_vl.io import inside, require_distinct
 from e2e_vl.records import Box, FourNumbers, Id, Name, Number, Record, Score, checked
 from e2e_vl.samples import AnnotatedObjects
 
@@ -93,7 +93,6 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
         if not image.id.isprintable() or not image.id or '"' in image.id:
             raise UserError(f"{source}: the id {image.id!r} has characters that feature files cannot hold; rename it")
         seen[image.id] = image.path
-        name_of(image.id)  # now rather than after hours
     require_distinct(seen, str(source))
     return images
 

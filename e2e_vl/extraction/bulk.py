@@ -31,7 +31,7 @@ from e2e_vl.data.features import STAMP_NAME, check_format, load_npz, npz_names, 
 from e2e_vl.data.user_inputs import GivenBoxes, ListedImage
 from e2e_vl.extraction.regions import InputImage, LoadedDetector, RegionExtractor
 from e2e_vl.extraction.settings import ExtractionSettings
-from e2e_vl.io import id_of, name_of
+from e2e_vl.io import file_name, text_of_name
 
 WAITING_BATCHES = 8  # images that wait for others of their size, in batches
 LONGEST_WAIT = datetime.timedelta(days=30)  # for the accelerator: a process that is done waits for the others
@@ -58,7 +58,7 @@ class ExtractionJob:
 
     def file_of(self, image_id: str) -> Path:
         """The `.npz` file of an image, which lies in the folder whatever its id is."""
-        return self.folder / f"{name_of(image_id)}.npz"
+        return self.folder / f"{file_name(image_id)}.npz"
 
 
 @dataclasses.dataclass
@@ -136,7 +136,7 @@ def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
     elif any(folder.iterdir()):
         raise UserError(f"{folder} holds other files; choose an empty or new output")
     write_json(folder / STAMP_NAME, stamp)
-    there = {id_of(name) for name in npz_names(folder)}
+    there = {text_of_name(name) for name in npz_names(folder)}
     if job.layout == "npz" and there - wanted:
         raise UserError(
             f"{folder} has features of image {min(there - wanted)}, which is not listed; list it, or choose another "

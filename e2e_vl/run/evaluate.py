@@ -18,7 +18,7 @@ from detector.errors import UserError
 from detector.io import write_json
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Unreadable
-from e2e_vl.io import check_output, inside, name_of, without_nan
+from e2e_vl.io import check_output, file_name, without_nan
 from e2e_vl.metrics.names import MetricName, named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.predictions import PhrasesOnly, Prediction, with_target, write_list
@@ -80,9 +80,9 @@ def evaluate_splits(
                 scores |= losses.score(config)
             metrics.update(named_metrics(scores, split, boxes))
             if output is not None and accelerator.is_main_process:
-                ending = f"{name_of(split, flat=True)}_{boxes}.json"
-                write_list(inside(output, f"predictions_{ending}"), predictions)
-                write_unreadable(inside(output, f"unreadable_{ending}"), unreadable)
+                ending = f"{file_name(split)}_{boxes}.json"
+                write_list(output / f"predictions_{ending}", predictions)
+                write_unreadable(output / f"unreadable_{ending}", unreadable)
     return metrics
 
 
@@ -210,7 +210,7 @@ def evaluate_run(
     """
     boxes = BoxSource(boxes)
     name = "_".join([split, boxes, *([iou] if iou is not None else [])])
-    path = output or inside(run_dir / EVALUATIONS, f"{name_of(name, flat=True)}.json")
+    path = output or run_dir / EVALUATIONS / f"{file_name(name)}.json"
     metrics_path = path.with_name(f"{path.stem}_metrics.json")
     # an earlier evaluation has its metrics beside it, which no file of a run itself has
     check_output(path, may_replace=metrics_path.is_file())

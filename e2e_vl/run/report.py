@@ -20,9 +20,9 @@ from matplotlib.ticker import MaxNLocator
 from omegaconf import MISSING
 from PIL import Image
 
-from detector.io import write_text
+from detector.io import read_json, write_text
 from e2e_vl.config import BoxSource, RunConfig
-from e2e_vl.io import errors_naming, id_of, name_of, read_log, read_metrics, read_settings_text
+from e2e_vl.io import file_name, read_log, read_text, text_of_name
 from e2e_vl.metrics.names import MetricName
 from e2e_vl.predictions import Prediction, read_predictions, with_target
 from e2e_vl.tasks.base import PredictionWords, Task
@@ -383,7 +383,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Ma
     Raises:
         UserError: a file of the run is damaged, or a prediction lacks what the task's predictions hold.
     """
-    metrics = read_metrics(run_dir / "metrics.json")
+    metrics = read_json(run_dir / "metrics.json", dict[str, Any])
     curves = draw_curves(read_log(run_dir / "log.jsonl"))
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -401,7 +401,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Ma
         card=lambda prediction: _card(prediction, task),
         curves=None if curves is None else _data_uri(curves, "png"),
         changed=changed_settings(config, part_defaults),
-        settings=read_settings_text(run_dir / "config.yaml"),
+        settings=read_text(run_dir / "config.yaml"),
     )
     path = run_dir / "report.html"
     write_text(path, page)
@@ -424,7 +424,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def _prediction_files(run_dir: Path, config: RunConfig) -> list[Path]:
     """In the order of the run's splits and box sources, then others."""
     order = [
-        f"predictions_{name_of(split, flat=True)}_{boxes}.json"
+        f"predictions_{file_name(split)}_{boxes}.json"
         for split in config.data.eval_splits
         for boxes in config.eval.boxes
     ]
@@ -436,9 +436,8 @@ def _section(path: Path, config: RunConfig, task: Task) -> Section:
     split, _, boxes = path.stem.removeprefix("predictions_").rpartition("_")
     known = {source.value: source.metric_suffix.replace("_", " ") for source in BoxSource.for_evaluation()}
     predictions = read_predictions(path, task.prediction_class)
-    with errors_naming(path):
-        lists = list_predictions(predictions, task, config.eval.report_pictures, config.seed)
-    return Section(f"{id_of(split)}, {known.get(boxes, boxes)}", lists)
+    lists = list_predictions(predictions, task, config.eval.report_pictures, config.seed)
+    return Section(f"{text_of_name(split)}, {known.get(boxes, boxes)}", lists)
 
 
 def _card(described: Described, task: Task) -> Card:
