@@ -1,4 +1,4 @@
-"""Box arithmetic: areas, overlaps, the box coder, and checks of boxes that come from outside.
+"""Box arithmetic: areas, overlaps, the box coder, matching, and checks of boxes that come from outside.
 
 Boxes are xyxy and continuous: a box covers [x1, x2) x [y1, y2), so its width is x2 - x1. Functions of an `Array` take
 and return NumPy arrays or torch tensors (the type of the first argument comes back).
@@ -133,38 +133,30 @@ def check_boxes(boxes: Array, name: str, what: str = "box") -> None:
         what: the word for a row of these boxes, e.g. "annotated box".
 
     Raises:
-        ValueError: not [R, 4], or a box that is not finite or has no area; the message names the image and the row.
+        UserError: not [R, 4], or a box that is not finite or has no area; the message names the image and the row.
     """
     if boxes.ndim != 2 or boxes.shape[1] != 4:
-        raise ValueError(f"{name}: {what} rows must have shape [R, 4], got {list(boxes.shape)}.")
+        raise UserError(f"{name}: {what} rows must have shape [R, 4], got {list(boxes.shape)}.")
     tensor = torch.as_tensor(boxes)
-    valid = torch.isfinite(tensor).all(dim=1) & is_larger(tensor)
-    if bool(valid.all()):
-        return
-    row = int((~valid).nonzero()[0])
-    values = ", ".join(f"{value:g}" for value in tensor[row].tolist())
-    raise UserError(
-        f"{name}: {what} {row} [{values}] is not finite or has no area; it must be [x1, y1, x2, y2], x1 < x2, y1 < y2."
-    )
+    wrong = (~_is_valid(tensor)).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        values = ", ".join(f"{value:g}" for value in tensor[row].tolist())
+        raise UserError(
+            f"{name}: {what} {row} [{values}] is not finite or has no area; it must be [x1, y1, x2, y2], x1 < x2, "
+            "y1 < y2."
+        )
 
 
 def check_all_boxes(boxes: list[Tensor], names: list[str], what: str) -> None:
-    """`check_boxes` of the boxes of each image.
-
-    Raises:
-        ValueError: see `check_boxes`; or another number of lists than of images.
-    """
-    if len(boxes) != len(names):
-        raise UserError(f"{len(boxes)} lists of boxes were given for {len(names)} images; give one list per image.")
-    if all(rows.ndim == 2 and rows.shape[1] == 4 for rows in boxes):  # one synchronisation for the whole batch
-        joined = torch.cat(boxes)
-        if bool((torch.isfinite(joined).all(dim=1) & is_larger(joined)).all()):
-            return
-    for rows, name in zip(boxes, names, strict=True):
-        check_boxes(rows, name, what)
+    """`check_boxes` of the boxes of each image, with one synchronisation for the whole batch."""
+    if not bool(_is_valid(torch.cat(boxes)).all()):
+        for rows, name in zip(boxes, names, strict=True):
+            check_boxes(rows, name, what)
 
 
-# Box regression losses shared by the RPN and the box head, as Detectron2 sums them.
+def _is_valid(boxes: Num[Tensor, "R 4"]) -> Bool[Tensor, " R"]:
+    return torch.isfinite(boxes).all(dim=1) & is_larger(boxes)
 
 
 IOU_LOSSES = {"giou": generalized_box_iou_loss, "diou": distance_box_iou_loss, "ciou": complete_box_iou_loss}
@@ -179,7 +171,7 @@ def box_regression_loss(
     kind: str,
     smooth_l1_beta: float,
 ) -> Float[Tensor, ""]:
-    """Sum over positive boxes of the distance between their predicted deltas and the annotated boxes.
+    """Regression loss of the RPN and the box head, summed over positive boxes as in Detectron2.
 
     Args:
         deltas: predicted for the positive anchors or proposals.
@@ -197,9 +189,6 @@ def box_regression_loss(
         return F.smooth_l1_loss(deltas, encode_deltas(boxes, targets, weights), beta=smooth_l1_beta, reduction="sum")
     decoded = decode_deltas(deltas, boxes, weights)
     return IOU_LOSSES[kind](decoded, targets.to(decoded.dtype), reduction="sum")
-
-
-# Which anchor or proposal is compared with which annotated object, and which of them are trained on.
 
 
 def match(
@@ -246,8 +235,7 @@ def subsample(
     positive, negative = is_positive.nonzero()[:, 0], is_negative.nonzero()[:, 0]
     num_positive = min(len(positive), int(number * positive_fraction))
     num_negative = min(len(negative), number - num_positive)
-    return _choose(positive, num_positive), _choose(negative, num_negative)
-
-
-def _choose(rows: Tensor, number: int) -> Tensor:
-    return rows[torch.randperm(len(rows), device=rows.device)[:number]]
+    return (
+        positive[torch.randperm(len(positive), device=positive.device)[:num_positive]],
+        negative[torch.randperm(len(negative), device=negative.device)[:num_negative]],
+    )

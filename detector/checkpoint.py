@@ -203,26 +203,6 @@ class LoadReport:
         return "\n".join(lines)
 
 
-def compare_keys(module: nn.Module, tensors: dict[str, Tensor]) -> LoadReport:
-    """Match a state dict with a module, without loading it.
-
-    `num_batches_tracked` of batch norms is left out: no output depends on it, and a frozen batch norm does not have it.
-    """
-    own = module.state_dict()
-    names = [name for name in own if not name.endswith("num_batches_tracked")]
-    given = [name for name in tensors if not name.endswith("num_batches_tracked")]
-    shared = [name for name in names if name in tensors]
-    fits = {name: own[name].shape == tensors[name].shape for name in shared}
-    return LoadReport(
-        matched=[name for name in shared if fits[name]],
-        missing=[name for name in names if name not in tensors],
-        unexpected=[name for name in given if name not in own],
-        mismatched=[
-            f"{name} {list(tensors[name].shape)} -> {list(own[name].shape)}" for name in shared if not fits[name]
-        ],
-    )
-
-
 def load_weights(
     module: nn.Module,
     tensors: dict[str, Tensor],
@@ -250,49 +230,64 @@ def load_weights(
         UserError: any other misfit, buffers that contradict the config, or weights that are whole numbers, NaN or
             infinite.
     """
-    wanted = tuple(only)
     if isinstance(module, Detector):
         tensors = _drop_config_buffers(module.config, tensors, source)
-    report = compare_keys(module, {name: value for name, value in tensors.items() if name.startswith(wanted)})
-    unused = [name for name in tensors if not name.startswith(wanted) and not name.endswith("num_batches_tracked")]
-    judged = dataclasses.replace(
+    own, wanted = module.state_dict(), tuple(only)
+    used = {name: value for name, value in tensors.items() if name in own and name.startswith(wanted)}
+    counter = "num_batches_tracked"  # no output depends on it, and a frozen batch norm does not have it
+    names = [name for name in own if not name.endswith(counter)]
+    fits = {name: used[name].shape == own[name].shape for name in names if name in used}
+    report = LoadReport(
+        matched=[name for name in fits if fits[name]],
+        missing=[name for name in names if name not in used],
+        unexpected=[name for name in tensors if name not in used and not name.endswith(counter)],
+        mismatched=[f"{name} {list(used[name].shape)} -> {list(own[name].shape)}" for name in fits if not fits[name]],
+        layout=layout,
+    )
+    refused = dataclasses.replace(
         report,
         missing=[n for n in report.missing if n.startswith(wanted) and not n.startswith(tuple(may_miss))],
-        unexpected=[name for name in report.unexpected if not name.startswith(tuple(may_exceed))],
+        unexpected=[n for n in report.unexpected if n.startswith(wanted) and not n.startswith(tuple(may_exceed))],
     )
-    if not judged.is_complete:
+    if not refused.is_complete:
         part = " Or load a part of it: expect no_attributes or backbone." if isinstance(module, Detector) else ""
         raise UserError(
-            f"{source} does not fit the model's config: {judged.summary()}; use the settings it was trained with.{part}"
+            f"{source} does not fit the model's config: {refused.summary()}; use the settings it was trained with.{part}"
         )
-    own = module.state_dict()
-    used = {name: tensors[name] for name in own if name in tensors and name.startswith(wanted)}
     for name, value in used.items():
-        if own[name].is_floating_point():
-            _check_numbers(value, name, source)
+        if own[name].is_floating_point() and not value.is_floating_point():
+            raise UserError(f"{source}: {name} holds {value.dtype} instead of floating-point numbers.")
+        wrong = int((~torch.isfinite(value)).sum())
+        if wrong:
+            raise UserError(
+                f"{source}: {name} has {wrong} values that are NaN or infinite, of {value.numel()}; the training that "
+                "wrote it has diverged or the file is damaged: use another checkpoint."
+            )
     module.load_state_dict(used, strict=False)  # the keys were judged above
-    return dataclasses.replace(report, unexpected=[*report.unexpected, *unused], layout=layout)
+    return report
 
 
-def _check_numbers(value: Tensor, name: str, source: str | Path) -> None:
-    """Raise an error that names a parameter whose values no network can be meant to have."""
-    if not value.is_floating_point():
-        kind = str(value.dtype).removeprefix("torch.")
-        raise UserError(f"{source}: {name} holds {kind} numbers instead of fractions; use a file of unpacked weights.")
-    wrong = int((~torch.isfinite(value)).sum())
-    if wrong:
-        raise UserError(
-            f"{source}: {name} has {wrong} values that are NaN or infinite, of {value.numel()}; the training that "
-            "wrote it has diverged or the file is damaged: use another checkpoint."
-        )
+def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], source: str | Path) -> dict[str, Tensor]:
+    """Compare the buffers of old checkpoints that repeat the config with it, and leave them out."""
+    expected = {
+        "pixel_mean": (torch.tensor(config.input.pixel_mean), "MODEL.PIXEL_MEAN"),
+        "pixel_std": (torch.tensor(config.input.pixel_std), "MODEL.PIXEL_STD"),
+    }
+    cells = configured_cell_anchors(config.anchors, len(config.rpn.in_features))
+    for number, value in enumerate(cells):
+        expected[f"{CELL_ANCHORS}{number}"] = (value, "MODEL.ANCHOR_GENERATOR")
+    for name, (value, key) in expected.items():
+        if name not in tensors:
+            continue
+        found, value = tensors[name].float().flatten(), value.flatten()
+        if len(found) != len(value) or not torch.allclose(found, value, rtol=0, atol=TOLERANCE):
+            shown = [round(number, 2) for number in found[:8].tolist()]
+            raise UserError(f"{source}: its {name} {shown} contradicts {key} of the config; correct the config.")
+    return {name: value for name, value in tensors.items() if name not in expected}
 
 
 def load_strictly(module: nn.Module, path: str | Path) -> LoadReport:
-    """Load a file with the module's own names; it must hold every key in its shape, and no other key.
-
-    Raises:
-        FileNotFoundError, ValueError: the file is missing or damaged, or does not fit.
-    """
+    """Load a file with the module's own names; it must hold every key in its shape, and no other key."""
     return load_weights(module, read_tensors(path), path)
 
 
@@ -411,9 +406,6 @@ def load_pretrained(directory: str | Path, backend: str = "builtin") -> TwoStage
     Args:
         backend: builtin or detectron2; each reads the files of the other.
 
-    Raises:
-        FileNotFoundError, ValueError: a file is missing or damaged, the weights do not fit the config, or the backend
-            does not exist.
     """
     directory = Path(directory)
     cls = detector_class(backend)
@@ -421,21 +413,3 @@ def load_pretrained(directory: str | Path, backend: str = "builtin") -> TwoStage
     load_strictly(detector, directory / WEIGHTS_NAME)
     load_class_names(detector, directory)
     return detector.eval()
-
-
-def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], source: str | Path) -> dict[str, Tensor]:
-    expected = {
-        "pixel_mean": (torch.tensor(config.input.pixel_mean), "MODEL.PIXEL_MEAN"),
-        "pixel_std": (torch.tensor(config.input.pixel_std), "MODEL.PIXEL_STD"),
-    }
-    cells = configured_cell_anchors(config.anchors, len(config.rpn.in_features))
-    for number, value in enumerate(cells):
-        expected[f"{CELL_ANCHORS}{number}"] = (value, "MODEL.ANCHOR_GENERATOR")
-    for name, (value, key) in expected.items():
-        if name not in tensors:
-            continue
-        found, value = tensors[name].float().flatten(), value.flatten()
-        if len(found) != len(value) or not torch.allclose(found, value, rtol=0, atol=TOLERANCE):
-            shown = [round(number, 2) for number in found[:8].tolist()]
-            raise UserError(f"{source}: its {name} {shown} contradicts {key} of the config; correct the config.")
-    return {name: value for name, value in tensors.items() if name not in expected}

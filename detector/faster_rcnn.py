@@ -12,8 +12,7 @@ Shape legend
 `head_dim` is the width of the box predictor's input. In a C4 detector it is D, the number of channels of res5.
 
 One forward pass runs the backbone once, and res5 or the box head once for all boxes together: whole images, regions,
-RoIs of the losses.
-(Where the detector finds its predicted boxes, a pass over the proposals comes before.)
+RoIs of the losses. (Where the detector finds boxes by itself, a pass over the proposals comes first.)
 """
 
 from __future__ import annotations
@@ -228,10 +227,13 @@ class TwoStageDetector(Detector):
         if targets is None:
             return
         check_all_boxes(targets.boxes, images.names, "annotated box")
-        _check_labels(targets.classes, targets.boxes, images.names, "class", 0, self.num_classes)
+        labels = [("class", targets.classes, 0, self.num_classes)]
         if targets.attributes is not None and self.roi_heads.box_predictor.has_attributes:
-            number = self.config.attributes.num_classes
-            _check_labels(targets.attributes, targets.boxes, images.names, "attribute", -1, number)
+            labels.append(("attribute", targets.attributes, -1, self.config.attributes.num_classes))
+        for what, values, lowest, number in labels:
+            if _exceeds(torch.cat(values), lowest, number):  # one synchronisation for the whole batch
+                name = next(n for n, rows in zip(images.names, values, strict=True) if _exceeds(rows, lowest, number))
+                raise UserError(f"{name}: the {what} label of an annotated object is not in {lowest} .. {number - 1}.")
 
 
 class FasterRCNN(TwoStageDetector):
@@ -304,21 +306,5 @@ def pad_to_multiple(pixels: Float[Tensor, "N 3 _H _W"], multiple: int) -> Float[
     return F.pad(pixels, (0, extra[0], 0, extra[1])) if any(extra) else pixels
 
 
-def _check_labels(
-    labels: list[Tensor], boxes: list[Tensor], names: list[str], what: str, lowest: int, number: int
-) -> None:
-    """Labels (N entries, [G] or [G, T]) must lie in lowest .. number - 1, one row per annotated box."""
-    for rows, image_boxes, name in zip(labels, boxes, names, strict=True):
-        if len(rows) != len(image_boxes):
-            raise UserError(
-                f"{name}: {len(image_boxes)} annotated boxes, but {len(rows)} rows of {what} labels; give one row per "
-                "box."
-            )
-    joined = torch.cat([rows.flatten() for rows in labels])
-    if bool(((joined >= lowest) & (joined < number)).all()):
-        return
-    for rows, name in zip(labels, names, strict=True):
-        wrong = ((rows < lowest) | (rows >= number)).nonzero()
-        if len(wrong):
-            row, value = int(wrong[0, 0]), int(rows[tuple(wrong[0])])
-            raise UserError(f"{name}: annotated object {row} has {what} label {value}, not {lowest} .. {number - 1}.")
+def _exceeds(rows: Tensor, lowest: int, number: int) -> bool:
+    return bool(((rows < lowest) | (rows >= number)).any())

@@ -217,10 +217,16 @@ def take_place(part: Path, path: Path) -> None:
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Gives an empty folder to write to, which replaces `folder` at the end; after an error `folder` is as it was."""
-    part = begin_folder(folder)
+    part, old = _new_folder(folder), _beside(folder, _OLD)
     try:
         yield part
-        finish_folder(folder)
+        _sync_all(part)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+        part.rename(folder)
+        _sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -236,7 +242,7 @@ def atomic_files(folder: Path, last: str) -> Iterator[Path]:
         last: name of the file without which a folder of this kind is not read.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    part = begin_folder(folder / last)
+    part = _new_folder(folder / last)
     try:
         yield part
         _sync_all(part)
@@ -251,37 +257,10 @@ def atomic_files(folder: Path, last: str) -> Iterator[Path]:
     _sync(folder)
 
 
-def begin_folder(folder: Path) -> Path:
-    """`atomic_folder` in steps, for processes that write together: one calls this, each writes into `part_of(folder)`,
-    and one calls `finish_folder`.
-    """
-    part = part_of(folder)
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    return part
-
-
-def part_of(folder: Path) -> Path:
-    """The folder that `begin_folder` makes."""
-    return _beside(folder, _PART)
-
-
-def finish_folder(folder: Path) -> None:
-    """Flush the folder that `begin_folder` made to disk and rename it to `folder`."""
-    part, old = part_of(folder), _beside(folder, _OLD)
-    _sync_all(part)
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-    part.rename(folder)
-    _sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def remove_leftovers(folder: Path) -> None:
     """Delete what killed processes left of files and folders that they were writing into `folder`.
 
-    Where a process was killed between the two renames of `finish_folder`, the earlier folder gets its name back.
+    Where a process was killed between the two renames of `atomic_folder`, the earlier folder gets its name back.
     """
     for old in folder.glob(f".*{_OLD}"):
         place = old.with_name(old.name[1 : -len(_OLD)])
@@ -294,6 +273,13 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(part, ignore_errors=True)
         else:
             part.unlink(missing_ok=True)
+
+
+def _new_folder(folder: Path) -> Path:
+    part = _beside(folder, _PART)
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    return part
 
 
 def _beside(path: Path, ending: str) -> Path:

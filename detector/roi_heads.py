@@ -16,7 +16,7 @@ S = 7, or 14 where it is dilated. `StandardROIHeads` run a box head on maps pool
 from __future__ import annotations
 
 import abc
-import dataclasses
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,15 +37,15 @@ from detector.structures import (
     ImageSizes,
     LevelMaps,
     Loss,
-    PerImage,
     RoIFeatures,
 )
 
-# Box head on RoI maps: convolutions, then fully connected layers, named as Detectron2's `FastRCNNConvFCHead`.
-
 
 class BoxHead(nn.Module):
-    """NUM_CONV 3x3 convolutions (with norm and ReLU), then NUM_FC fully connected layers (with ReLU)."""
+    """NUM_CONV 3x3 convolutions (with norm and ReLU), then NUM_FC fully connected layers (with ReLU).
+
+    Named as Detectron2's `FastRCNNConvFCHead`.
+    """
 
     def __init__(self, config: BoxHeadConfig, in_channels: int, side: int) -> None:
         """
@@ -86,9 +86,6 @@ class BoxHead(nn.Module):
             return RoIFeatures(maps.mean(dim=(2, 3)), x)
         chosen = {"fc6": 0, "fc7": 1, "head": -1}[self.region_feature]
         return RoIFeatures(outputs[chosen] if outputs else x, x)
-
-
-# Box predictor: class logits, box deltas and, optionally, attribute logits of the feature of a RoI.
 
 
 class AttributeHead(nn.Module):
@@ -203,18 +200,18 @@ class BoxPredictor(AttributeHead):
 CHUNK = 256  # RoIs that go through the head at a time where nothing is kept for a backward pass
 
 
-@dataclasses.dataclass
-class SampledRoIs(PerImage):
+class SampledRoIs(NamedTuple):
     """The RoIs of N images that the box head is trained on, and their targets."""
 
+    boxes: list[Float[Tensor, "_P 4"]]
     classes: list[Int64[Tensor, " _P"]]  # K = background
     matched: list[Int64[Tensor, " _P"]]  # row of the object that a RoI overlaps most (0 if there is no object)
 
 
-@dataclasses.dataclass
-class Detections(PerImage):
+class Detections(NamedTuple):
     """Final boxes of N images, clipped to the image, best score first. No gradient flows through them."""
 
+    boxes: list[Float[Tensor, "_R 4"]]
     scores: list[Float32[Tensor, " _R"]]
     classes: list[Int64[Tensor, " _R"]]
     proposal_index: list[Int64[Tensor, " _R"]]  # row of the proposal that each box came from

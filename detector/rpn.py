@@ -13,21 +13,19 @@ cell anchor).
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Float32, Int8, Int64
+from jaxtyping import Float, Float32, Int8, Int64
 from torch import Tensor, nn
 from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 
 from detector.boxes import box_regression_loss, decode_deltas, is_at_least, is_larger, match, pairwise_iou, subsample
 from detector.config import AnchorConfig, DetectorConfig, RPNConfig
-from detector.structures import DetectionTargets, FeatureMap, FeatureMaps, ImageBoxes, ImageSizes, Loss, PerImage
-
-# Anchors: on each feature map one set of cell anchors, repeated at every position.
+from detector.structures import DetectionTargets, FeatureMap, FeatureMaps, ImageBoxes, ImageSizes, Loss
 
 
 def make_cell_anchors(sizes: Sequence[float], aspect_ratios: Sequence[float]) -> Float32[Tensor, "cell_anchors 4"]:
@@ -104,8 +102,7 @@ class AnchorGenerator(nn.Module):
         return torch.arange(start, start + cells * stride, stride, dtype=torch.float32, device=device)[:cells]
 
 
-@dataclasses.dataclass
-class RPNOutput:
+class RPNOutput(NamedTuple):
     """The network's output for every anchor."""
 
     anchors: Float[Tensor, "B 4"]  # shared by all images
@@ -114,10 +111,10 @@ class RPNOutput:
     counts: tuple[int, ...]  # anchors of each feature map; their sum is B
 
 
-@dataclasses.dataclass
-class Proposals(PerImage):
+class Proposals(NamedTuple):
     """Proposed boxes of N images, clipped to the image, best first. No gradient flows through them."""
 
+    boxes: list[Float32[Tensor, "_P 4"]]
     objectness: list[Float32[Tensor, " _P"]]  # logits
     anchor_index: list[Int64[Tensor, " _P"]]  # row of the anchor that each proposal came from
 
@@ -253,8 +250,11 @@ class RPN(nn.Module):
                 self.config.iou_labels,
                 allow_low_quality=True,
             )
-            if self.config.boundary_thresh >= 0:
-                label[~_is_inside(anchors, size, self.config.boundary_thresh)] = -1
+            margin = self.config.boundary_thresh  # pixels that an anchor may reach beyond the image
+            if margin >= 0:
+                inside = (anchors[:, :2] >= -margin).all(dim=1)
+                inside &= (anchors[:, 2] < size[1] + margin) & (anchors[:, 3] < size[0] + margin)
+                label[~inside] = -1
             labels.append(label)
             matches.append(matched)
         return torch.stack(labels), torch.stack(matches)
@@ -297,9 +297,3 @@ class RPN(nn.Module):
             "loss_rpn_cls": Loss(cls * weight, count),
             "loss_rpn_loc": Loss(loc * (weight * self.config.box_loss_weight), count),
         }
-
-
-def _is_inside(anchors: Float[Tensor, "B 4"], size: tuple[int, int], margin: float) -> Bool[Tensor, " B"]:
-    """Whether the anchor reaches at most `margin` pixels beyond an image of (height, width)."""
-    height, width = size
-    return (anchors[:, :2] >= -margin).all(dim=1) & (anchors[:, 2] < width + margin) & (anchors[:, 3] < height + margin)

@@ -61,8 +61,8 @@ class Loss:
         return self.total / self.count.clamp(min=1)
 
 
-def _move(value: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
-    if isinstance(value, Tensor) or hasattr(value, "to"):
+def _move(value: Any, device: torch.device | str, non_blocking: bool) -> Any:
+    if hasattr(value, "to"):
         return value.to(device, non_blocking=non_blocking)
     if isinstance(value, list):
         return [_move(item, device, non_blocking) for item in value]
@@ -79,23 +79,6 @@ class Movable:
             field.name: _move(getattr(self, field.name), device, non_blocking) for field in dataclasses.fields(self)
         }
         return dataclasses.replace(self, **changes)
-
-
-@dataclasses.dataclass
-class PerImage(Movable):
-    """A dataclass whose lists hold one tensor per image, each with as many rows as that image has boxes."""
-
-    boxes: list[Float[Tensor, "_R 4"]]
-
-    def __post_init__(self) -> None:
-        rows = [len(boxes) for boxes in self.boxes]
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, list) and [len(tensor) for tensor in value] != rows:
-                raise ValueError(
-                    f"{type(self).__name__}.{field.name} must have as many rows per image as boxes, {rows}, but has "
-                    f"{[len(tensor) for tensor in value]}."
-                )
 
 
 @dataclasses.dataclass
@@ -135,13 +118,10 @@ class DetectionTargets(Movable):
 
 
 @dataclasses.dataclass
-class Regions(PerImage):
-    """A detector's output for N images: one row per region, in each image's own order.
+class Regions(Movable):
+    """A detector's output for N images: one row per region, in each image's own order."""
 
-    Raises:
-        ValueError: lists that do not have the same rows.
-    """
-
+    boxes: list[Float[Tensor, "_R 4"]]
     features: list[Float[Tensor, "_R D"]]  # differentiable
     class_logits: list[Float[Tensor, "_R K_plus_1"]]  # background last; no column where they are unknown
     scores: list[Float[Tensor, " _R"]] | None = None  # detection score; None when the boxes were given
@@ -151,9 +131,6 @@ class Regions(PerImage):
 
     def __len__(self) -> int:
         return len(self.boxes)
-
-
-# The one interface of every detector: images (and boxes) in, `Regions` out.
 
 
 class Detector(nn.Module, abc.ABC):
@@ -223,11 +200,8 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-# Features of RoIs: what describes a region to a vision-and-language encoder, and what the box predictor reads.
-
-
 class RoIFeatures(NamedTuple):
-    """Two features of each RoI; they are one tensor wherever the region feature is the predictor's input."""
+    """What describes each RoI to an encoder, and what the box predictor reads; often they are one tensor."""
 
     region: Float[Tensor, "J D"]
     predictor: Float[Tensor, "J head_dim"]  # input of the box predictor

@@ -351,16 +351,13 @@ def test_impossible_boxes_are_named(
 def test_impossible_labels_are_named(images: ImageBatch, targets: DetectionTargets):
     model = make(ATTRIBUTES)
     targets.attributes[1][0, 0] = NUM_ATTRIBUTES
-    with pytest.raises(ValueError, match=r"second\.jpg: annotated object 0 has attribute label 5, not -1 \.\. 4"):
+    with pytest.raises(
+        ValueError, match=r"second\.jpg: the attribute label of an annotated object is not in -1 \.\. 4"
+    ):
         model(images, None, targets)
     targets.classes[0][1] = NUM_CLASSES
-    with pytest.raises(ValueError, match=r"first\.jpg: annotated object 1 has class label 4, not 0 \.\. 3"):
+    with pytest.raises(ValueError, match=r"first\.jpg: the class label of an annotated object is not in 0 \.\. 3"):
         model(images, None, targets)
-    targets.classes[0] = targets.classes[0][:2]
-    with pytest.raises(ValueError, match=r"first\.jpg: 3 annotated boxes, but 2 rows of class labels"):
-        model(images, None, targets)
-    with pytest.raises(ValueError, match="1 lists of boxes were given for 2 images"):
-        model(images, targets.boxes[:1])
 
 
 def test_bfloat16_autocast(images: ImageBatch, targets: DetectionTargets):
