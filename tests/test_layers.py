@@ -226,7 +226,7 @@ def test_files_stay_small() -> None:
         ("e2e_vl/metrics/refcoco.py", "from e2e_vl.structures import Batch"),
         ("e2e_vl/metrics/refcoco.py", "from detector.boxes_extra import area"),
         ("e2e_vl/metrics/refcoco.py", "import detector"),
-        ("e2e_vl/synthetic/writers.py", "from e2e_vl.data.refcoco import ReferFiles"),
+        ("e2e_vl/synthetic/writers.py", "from e2e_vl.data.refcoco import read_refs"),
         ("e2e_vl/tasks/refcoco.py", "from e2e_vl.model import Model"),
         ("e2e_vl/tasks/refcoco.py", "from e2e_vl.encoders.vl_bert import VLBertModel"),
         ("e2e_vl/model.py", "if True:\n    from e2e_vl.run import train"),

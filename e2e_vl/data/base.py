@@ -81,14 +81,14 @@ class VLDataset(abc.ABC):
     mixes_objects: bool = False
     left_out: int = 0
 
-    @classmethod
     @abc.abstractmethod
-    def open(cls, files: DataFiles, options: Any, split: str, wants: Wants) -> VLDataset:
-        """Read the files of a split.
+    def __init__(self, files: DataFiles, options: Any, split: str, wants: Wants) -> None:
+        """Read the files of a split."""
 
-        Raises:
-            FileNotFoundError, ValueError: a file that is missing, damaged or contradicts another.
-        """
+    @classmethod
+    def open(cls, files: DataFiles, options: Any, split: str, wants: Wants) -> VLDataset:
+        """As the constructor."""
+        return cls(files, options, split, wants)
 
     @classmethod
     def reads(cls, options: Any, split: str, wants: Wants) -> tuple[str, ...]:

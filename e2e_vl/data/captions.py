@@ -34,7 +34,7 @@ from detector.errors import MissingFileError, UserError, user_path
 from detector.io import decode_json, read_json
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, coco_image_set, split_names
-from e2e_vl.data.coco import CocoInstances, read_instances
+from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.tables import Archives, SerializedList, TextGroups, TextLines, cached_array, read_range
 from e2e_vl.data.vcr import CLASS_NAMES, read_detected_objects
 from e2e_vl.records import Count, Id, Name, Record, Side, Words
@@ -378,12 +378,7 @@ class CaptionDataset(VLDataset):
         self.image_index = (0,) if use_images else ()
         if instances is not None:
             self.class_names = instances.class_names
-            missing = [name for name in self.image_ids() if instances.images.id_written(name) is None]
-            if missing:
-                raise UserError(
-                    f"{instances.path}: image {missing[0]} and {len(missing) - 1} more are not listed; use the "
-                    "instances of these images"
-                )
+            instances.require(self.image_ids())
 
     @classmethod
     def open(cls, files: DataFiles, options: CaptionOptions, split: str, wants: Wants) -> CaptionDataset:
@@ -403,7 +398,7 @@ class CaptionDataset(VLDataset):
             else:
                 if len(split_names(split)) > 1:
                     raise UserError(f"annotated objects need a single split, not {split}; use other boxes.")
-                instances = files.read(read_instances, files.path("instances", split=split), drop_empty_boxes=True)
+                instances = CocoInstances(files.path("instances", split=split))
         return cls(
             _source(files, options, split, wants.boxes),
             corpus=_corpus(files, options, split) if wants.training else None,
@@ -467,11 +462,11 @@ class CaptionDataset(VLDataset):
         """The annotated or detected objects of an image; None if no file has any."""
         name = self.source.name(group)
         if self.instances is not None:
-            return self.instances.objects(self.instances.images.id_written(name))
+            return self.instances.objects(name)
         if self.metadata is None:
             return None
         file = self.metadata / self.source.image(group).with_suffix(".json").name
-        size, objects = read_detected_objects(file, name, self.min_object_score)
+        size, objects = read_detected_objects(file, self.min_object_score)
         stated = self.source.image_size(group)
         if stated is not None and stated != size:
             raise UserError(

@@ -22,7 +22,7 @@ from e2e_vl.config import BoxSource
 from e2e_vl.converter import from_dict
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, check_boxes_source, letters_of, open_options
 from e2e_vl.data.image_loader import BoxReader, open_boxes_of
-from e2e_vl.data.storage.files import read_text
+from e2e_vl.io import read_text
 from e2e_vl.samples import Sample, SampleImage, SampleText, TextPool
 
 
@@ -93,13 +93,6 @@ class JoinedDataset(VLDataset):
 
     Classes are the same if their names have the same letters ("traffic light", "trafficlight"). Where the detector does
     not learn from objects, parts without classes may stand beside parts with classes; their objects get the class -1.
-
-    Args:
-        members: the parts.
-        needs_classes: the detector learns from the annotated objects.
-
-    Raises:
-        ValueError: parts with annotated objects of different classes, or several with a corpus.
     """
 
     known_files = ("images", "instances", "detections", "features")  # that all parts share
@@ -109,8 +102,23 @@ class JoinedDataset(VLDataset):
     parts = ()  # boxes come with the samples
     mixes_objects = True
 
-    def __init__(self, members: Sequence[JoinedPart], *, needs_classes: bool = True) -> None:
-        self.members = list(members)
+    @classmethod
+    @abc.abstractmethod
+    def kind(cls, name: str) -> type[VLDataset]:
+        """The data set class that a name in the settings means. Raises ValueError for an unknown name."""
+
+    def __init__(self, files: DataFiles, options: JoinedOptions, split: str, wants: Wants) -> None:
+        self.members: list[JoinedPart] = []
+        for name, part, own_files, own_options in self._parts_of(files, options, split):
+            kind, own_split = self.kind(part.name), part.splits[split]
+            check_boxes_source(kind, name, wants.boxes)
+            dataset = kind.open(own_files, own_options, own_split, wants)
+            boxes = open_boxes_of(dataset, own_files.settings, wants.boxes)
+            kept = _kept_texts(name, part, dataset, files.root)
+            member = JoinedPart(part.images or f"of {name}", dataset, boxes, kept)
+            if boxes is not None:
+                boxes.require_images(_kept_images(member), f"{split} of {name}")
+            self.members.append(member)
         self.starts = [0, *itertools.accumulate(map(len, self.members))]
         self.groups = [
             range(start + texts[0], start + texts[-1] + 1) if isinstance(texts, range) else [start + t for t in texts]
@@ -122,7 +130,7 @@ class JoinedDataset(VLDataset):
             self._group_of[np.asarray(texts)] = number
         self._same_image = self._find_same_images()
         names = {tuple(map(letters_of, member.dataset.class_names or ())) for member in self.members}
-        if len(names if needs_classes else names - {()}) > 1:
+        if len(names if wants.objects else names - {()}) > 1:
             raise UserError(
                 "the joined data sets have annotated objects of different classes, or some have none; use boxes of a "
                 "file or of the detector, and set detector.loss_weight to 0"
@@ -136,32 +144,6 @@ class JoinedDataset(VLDataset):
         self.has_phrases = any(with_phrases)
         self.mixes_phrases = self.has_phrases and not all(with_phrases)
         self.left_out = sum(member.dataset.left_out for member in self.members)
-
-    @classmethod
-    @abc.abstractmethod
-    def kind(cls, name: str) -> type[VLDataset]:
-        """The data set class that a name in the settings means. Raises ValueError for an unknown name."""
-
-    @classmethod
-    def open(cls, files: DataFiles, options: JoinedOptions, split: str, wants: Wants) -> JoinedDataset:
-        """Open all parts that have the split.
-
-        Raises:
-            ValueError: no part has it; a part that cannot have such boxes, whose boxes or features lack an image, or
-                that does not say its images although some are to be left out; and see the parts.
-        """
-        members = []
-        for name, part, own_files, own_options in cls._parts_of(files, options, split):
-            kind, own_split = cls.kind(part.name), part.splits[split]
-            check_boxes_source(kind, name, wants.boxes)
-            dataset = kind.open(own_files, own_options, own_split, wants)
-            boxes = open_boxes_of(dataset, own_files.settings, wants.boxes, files.errors, files.shared)
-            kept = _kept_texts(name, part, dataset, files.root)
-            member = JoinedPart(part.images or f"of {name}", dataset, boxes, kept)
-            if boxes is not None:
-                boxes.require_images(_kept_images(member), f"{split} of {name}")
-            members.append(member)
-        return cls(members, needs_classes=wants.objects)
 
     @classmethod
     def _parts_of(
@@ -178,7 +160,7 @@ class JoinedDataset(VLDataset):
                 files.settings, name=part.name, files={**shared, **part.files}, config=part.config
             )
             try:
-                yield name, part, *open_options(kind, settings, files.errors, files.shared)
+                yield name, part, *open_options(kind, settings)
             except ValueError as error:
                 raise UserError(f"data.config.parts.{name}: {error}") from error
 
@@ -304,7 +286,10 @@ def _kept_texts(name: str, part: PartSettings, dataset: VLDataset, root: Path) -
     ids = _images_of(dataset)
     if not ids:
         raise UserError(f"data.config.parts.{name} does not say its images one by one, so none can be left out.")
-    listed = [None if file is None else _read_ids(root / file) for file in (part.only_images, part.without_images)]
+    listed = [
+        None if file is None else set(read_text(root / file).split())
+        for file in (part.only_images, part.without_images)
+    ]
     only, without = listed
     kept = [
         text
@@ -318,10 +303,3 @@ def _kept_texts(name: str, part: PartSettings, dataset: VLDataset, root: Path) -
             f"data there, such as {ids[0]}."
         )
     return np.sort(np.array(kept, dtype=np.int64))
-
-
-def _read_ids(path: Path) -> set[str]:
-    try:
-        return set(read_text(path, "image ids").split())
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a UTF-8 text file; write the list of image ids again") from error

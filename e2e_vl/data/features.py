@@ -139,9 +139,7 @@ class RegionFeatures:
         if problem is None and wrong.any():
             row = int(wrong.any(axis=1).argmax())
             values = ", ".join(f"{value:g}" for value in self.boxes[row])
-            problem = (
-                f"box {row} [{values}] is inverted or leaves the {width} x {height} image"
-            )
+            problem = f"box {row} [{values}] is inverted or leaves the {width} x {height} image"
         for name in ("scores", "attribute_scores"):
             values = getattr(self, name)
             if values is not None and len(values) and not -ROUNDING <= values.min() <= values.max() <= 1 + ROUNDING:

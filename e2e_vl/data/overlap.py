@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from detector.errors import UserError, reading
-from e2e_vl.data.storage.files import checked_records, read_json, require_file
-from e2e_vl.records import Id, Name, Record
+from detector.errors import UserError
+from detector.io import read_json
+from e2e_vl.io import Id, Name, Record, read_text
 
 COCO, VISUAL_GENOME, FLICKR = "coco", "vg", "flickr"
 SPACES = (COCO, VISUAL_GENOME)
@@ -32,21 +32,24 @@ class PhotoId(NamedTuple):
     name: str
 
 
-class _PhotoRow(Record):
+class _ListedImage(Record):
     id: Id
     file_name: Name | None = None
 
 
-class _Photo(Record):
+class _ImagesFile(Record):
+    images: list[_ListedImage]
+
+
+class _GenomePhoto(Record):
     image_id: Id
     coco_id: Id | None = None
     flickr_id: Id | None = None
 
-
-class _GenomeRow(Record):
-    image_id: Id
-    coco_id: Id | None
-    flickr_id: Id | None = None
+    def others(self) -> tuple[PhotoId, ...]:
+        """COCO's and Flickr's ids."""
+        pairs = ((COCO, self.coco_id), (FLICKR, self.flickr_id))
+        return tuple(PhotoId(space, str(number)) for space, number in pairs if number is not None)
 
 
 class PhotoIds:
@@ -91,30 +94,22 @@ class PhotoIds:
 
         Args:
             space: whose ids are meant where a name does not tell: "coco" or "vg".
-
-        Raises:
-            FileNotFoundError, ValueError: no such file, another content, or a name that does not tell whose it is.
         """
         if path.suffix != ".json":
-            yield from (self._named(name, path, space) for name in _first_words(path))
+            yield from (
+                self._named(line.split()[0], path, space) for line in read_text(path).split("\n") if line.strip()
+            )
             return
-        content = read_json(path, "list of photos")
-        if isinstance(content, dict):
-            rows = content.get("images", [])
-            for _, row in checked_records(_PhotoRow, rows, f"{path}: image"):
-                yield self._of_row(row, path, space)
-        else:
-            for _, row in checked_records(_Photo | Id, content, f"{path}: photo", "image_id"):
-                if isinstance(row, _Photo):
-                    yield (*self.in_space(VISUAL_GENOME, str(row.image_id)), *_other_ids(row))
-                else:
-                    yield self._named(str(row), path, space)
-
-    def _of_row(self, row: _PhotoRow, path: Path, space: str | None) -> tuple[PhotoId, ...]:
-        name = str(row.id) if row.file_name is None else row.file_name
-        if _COCO_NAME.fullmatch(Path(name).stem) or space is None:
-            return self._named(name, path, space)
-        return self.in_space(space, str(row.id))
+        content = read_json(path, list[_GenomePhoto | Id] | _ImagesFile)
+        for row in content.images if isinstance(content, _ImagesFile) else content:
+            if isinstance(row, _GenomePhoto):
+                yield (*self.in_space(VISUAL_GENOME, str(row.image_id)), *row.others())
+            elif isinstance(row, _ListedImage):
+                name = str(row.id) if row.file_name is None else row.file_name
+                tells = _COCO_NAME.fullmatch(Path(name).stem) or space is None
+                yield self._named(name, path, space) if tells else self.in_space(space, str(row.id))
+            else:
+                yield self._named(str(row), path, space)
 
     def _named(self, name: str, path: Path, space: str | None) -> tuple[PhotoId, ...]:
         place = Path(name)
@@ -131,8 +126,9 @@ class PhotoIds:
 
 
 def known_by_number(image_id: str) -> tuple[tuple[str, str], ...]:
-    """`SampleImage.photo_aliases` of an image in files that name photos of COCO by their file names and photos of Visual
-    Genome by their numbers; empty: the id is no such number.
+    """`SampleImage.photo_aliases` of an image that is named by COCO's file name or by Visual Genome's number.
+
+    Empty where the id is no such number.
     """
     return ((VISUAL_GENOME, image_id),) if _VISUAL_GENOME_NAME.fullmatch(image_id) else ()
 
@@ -157,28 +153,6 @@ def number_of_photos(images: Iterable[tuple[PhotoId, ...]]) -> int:
     return sum(one == other for one, other in above.items())
 
 
-def _first_words(path: Path) -> Iterator[str]:
-    path = require_file(path, "list of photos")
-    with reading(path), path.open(encoding="utf-8-sig", errors="replace") as file:
-        for line in file:
-            if line.strip():
-                yield line.split()[0]
-
-
 def read_visual_genome(path: Path) -> dict[str, tuple[PhotoId, ...]]:
-    """COCO's and Flickr's ids of the photos in Visual Genome's `image_data.json`, by Visual Genome's id.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: no JSON, or a record without `image_id` and `coco_id`; file and record are named.
-    """
-    rows = read_json(path, "image data of Visual Genome")
-    if not isinstance(rows, list):
-        raise UserError(f"{path}: holds a {type(rows).__name__}, expected the list of Visual Genome's image_data.json")
-    records = checked_records(_GenomeRow, rows, f"{path}: image", "image_id")
-    return {str(row.image_id): _other_ids(row) for _, row in records}
-
-
-def _other_ids(row: _Photo | _GenomeRow) -> tuple[PhotoId, ...]:
-    pairs = ((COCO, row.coco_id), (FLICKR, row.flickr_id))
-    return tuple(PhotoId(space, str(number)) for space, number in pairs if number is not None)
+    """COCO's and Flickr's ids of the photos in Visual Genome's `image_data.json`, by Visual Genome's id."""
+    return {str(photo.image_id): photo.others() for photo in read_json(path, list[_GenomePhoto])}

@@ -24,7 +24,7 @@ from filelock import FileLock
 from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError, first_line, user_path
-from detector.io import atomic_file
+from detector.io import atomic_file, decode_json
 
 Item = TypeVar("Item")
 
@@ -90,6 +90,50 @@ class RowIndex:
         return int(self._rows[place]) if place < len(self._names) and self._names[place] == name else None
 
 
+class SerializedDict(Generic[Item]):
+    """A dict from ids to items that are serialised as in `SerializedList`.
+
+    Args:
+        items: (id, item) pairs; a number and its text are the same id.
+        type: what an item is decoded as.
+        where: the file, for error messages.
+    """
+
+    def __init__(self, items: Iterable[tuple[int | str, Item]], type: Any, where: str) -> None:
+        ids: list[int | str] = []
+
+        def values() -> Iterator[Item]:
+            for id, item in items:
+                ids.append(id)
+                yield item
+
+        self._items = SerializedList(values(), type)
+        require_unique(map(str, ids), f"{where}: entry")
+        self._rows, self._where = RowIndex(ids), where
+
+    def __contains__(self, id: int | str) -> bool:
+        return self._rows.row(id) is not None
+
+    def __getitem__(self, id: int | str) -> Item:
+        self.require([id])
+        return self._items[self._rows.row(id)]
+
+    def require(self, ids: Iterable[int | str]) -> None:
+        """Refuse an id that has no item."""
+        for id in ids:
+            if id not in self:
+                raise UserError(f"{self._where}: there is no entry {id}; use files of the same split and release")
+
+
+def require_unique(ids: Iterable[Any], what: str) -> None:
+    """Refuse an id that occurs twice; `what` names the file and the kind of record."""
+    seen = set()
+    for id in ids:
+        if id in seen:
+            raise UserError(f"{what} {id} is listed twice; remove one of them")
+        seen.add(id)
+
+
 class TextGroups(Sequence):
     """Text indices of each image, in two numpy arrays.
 
@@ -100,6 +144,7 @@ class TextGroups(Sequence):
 
     def __init__(self, texts: np.ndarray, counts: Sequence[int] | np.ndarray) -> None:
         self.texts = texts
+        self._places = np.argsort(texts)
         self.starts = np.concatenate([[0], np.cumsum(np.asarray(counts, dtype=np.int64))])
 
     @classmethod
@@ -118,8 +163,8 @@ class TextGroups(Sequence):
         return len(self.starts) - 1
 
     def group_of(self, text: int) -> int:
-        """The group of a text, where texts are numbered image by image."""
-        return int(np.searchsorted(self.starts, text, side="right")) - 1
+        """The group of a text."""
+        return int(np.searchsorted(self.starts, self._places[text], side="right")) - 1
 
     def __getitem__(self, group: int | slice) -> list[int] | list[list[int]]:
         if isinstance(group, slice):
@@ -136,6 +181,17 @@ def stream_list(path: str | Path, type: Any = Any, prefix: str = "item") -> Iter
             list under the key "questions".
     """
     return (value for _, value in _stream(path, type, enumerate(_parsed(path, ijson.items, prefix))))
+
+
+def stream_lines(path: str | Path, type: Any = Any) -> Iterator[Any]:
+    """The values of a file with one JSON value per line, each decoded as `type`; blank lines are left out."""
+    path = user_path(path)
+    if not path.is_file():
+        raise MissingFileError(f"{path}: there is no such file; check the path in the data config")
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield decode_json(line, f"{path}, line {number}", type)
 
 
 def stream_dict(path: str | Path, type: Any = Any) -> Iterator[tuple[str, Any]]:

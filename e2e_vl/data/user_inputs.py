@@ -6,26 +6,23 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+from zipfile import BadZipFile
 
 import numpy as np
+from msgspec import Meta
 
 from detector.errors import MissingFileError, UserError, user_path
-from e2e_vl.data.coco import read_instances
-from e2e_vl.data.storage.array_files import read_npz
-from e2e_vl.data.storage.files import checked_records, corners_of, read_json, read_text, require_file
-from e2e_vl.data.vcr import read_polygons
-from e2e_vl.io import inside, require_distinct
-from e2e_vl.records import Box, FourNumbers, Id, Name, Number, Record, Score, checked
+from detector.io import read_json
+from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.vcr import Outlines
+from e2e_vl.io import FourNumbers, Id, Name, Pixel, Record, box_corners, read_text
 from e2e_vl.samples import AnnotatedObjects
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-
-
-class _ImagesFile(Record):
-    images: list[Any]
+TOLERANCE = 1.0  # pixels by which a user's box may leave its image: corners are often counted from 1, or rounded
 
 
 class _ListedRow(Record):
@@ -33,13 +30,24 @@ class _ListedRow(Record):
     file_name: Name
 
 
+class _ImagesFile(Record):
+    images: list[_ListedRow]
+
+
 class _GivenDetection(Record):
     image_id: Id
-    bbox: Box | None = None  # COCO's results
-    box: Box | None = None  # MAttNet's
-    det_id: Number | None = None
-    score: Score | None = None
-    category_id: Number | None = None
+    bbox: FourNumbers | None = None  # COCO's results
+    box: FourNumbers | None = None  # MAttNet's
+    det_id: int | None = None
+
+
+_Corners = Annotated[list[Pixel], Meta(min_length=4, max_length=5)]  # x1, y1, x2, y2, maybe a score
+
+
+class _BoxesFile(Record):
+    boxes: list[_Corners]
+    names: list[Name] | None = None
+    segms: list[Outlines] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,20 +75,19 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
     Args:
         source: the folder or file.
         root: folder that listed paths start from; default: the folder of the list.
-
-    Raises:
-        FileNotFoundError: nothing there.
-        ValueError: no image at all, two images with one id or with ids that differ in upper and lower case only, an
-            id that a TSV file or the name of a file cannot hold, or a `file_name` that leads out of the root.
     """
     source = user_path(source)
     if source.is_dir():
         paths = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
         images = [ListedImage(_id(path.relative_to(source)), path) for path in paths]
     else:
-        require_file(source, "list of images")
         root = user_path(root) if root is not None else source.parent
-        images = _of_coco(source, root) if source.suffix == ".json" else _of_lines(source, root)
+        if source.suffix == ".json":
+            rows = read_json(source, _ImagesFile).images
+            images = [ListedImage(str(row.id), root / row.file_name) for row in rows]
+        else:
+            lines = (line.strip() for line in read_text(source).split("\n"))
+            images = [ListedImage(_id(Path(line)), root / line) for line in lines if line]
     if not images:
         raise UserError(f"{source}: there are no images; known suffixes are {', '.join(IMAGE_SUFFIXES)}")
     seen: dict[str, Path] = {}
@@ -93,21 +100,7 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
         if not image.id.isprintable() or not image.id or '"' in image.id:
             raise UserError(f"{source}: the id {image.id!r} has characters that feature files cannot hold; rename it")
         seen[image.id] = image.path
-    require_distinct(seen, str(source))
     return images
-
-
-def _of_coco(source: Path, root: Path) -> list[ListedImage]:
-    rows = read_json(source, "list of images", _ImagesFile).images
-    return [
-        ListedImage(str(row.id), inside(root, row.file_name, where, follows_links=True))
-        for where, row in checked_records(_ListedRow, rows, f"{source}: image")
-    ]
-
-
-def _of_lines(source: Path, root: Path) -> list[ListedImage]:
-    lines = read_text(source, "paths of images").split("\n")
-    return [ListedImage(_id(Path(line.strip())), root / line.strip()) for line in lines if line.strip()]
 
 
 def _id(path: Path) -> str:
@@ -119,41 +112,22 @@ def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
 
     Detections are objects with `image_id` and `bbox` (COCO's results) or `box` (MAttNet), both [x, y, width, height].
     Every box counts, whatever its score; crowds too. Empty boxes of an instances file are left out and logged.
-
-    Raises:
-        FileNotFoundError, ValueError: see `read_instances`; or a detection without a key, or with a bad box.
     """
     path = user_path(path)
-    content = read_json(path, "boxes")
-    if not isinstance(content, list):
-        instances = read_instances(path, drop_empty_boxes=True)
-        for one in instances.annotations:
-            checked(Number, one, f"{path}: annotation {one}: its id")
-        return {
-            str(image_id): GivenBoxes(instances.boxes(image_id), np.array([row.id for row in rows], dtype=np.int64))
-            for image_id, rows in instances.by_image.items()
-        }
-    boxes: dict[str, list[tuple[FourNumbers, int]]] = {}
-    for number, value in enumerate(content):
-        where = f"{path}: detection {number}"
-        row = checked(_GivenDetection, value, where)
-        box = row.box if row.bbox is None else row.bbox
-        if box is None:
-            raise UserError(f"{where} has no 'box' and no 'bbox'; a detection has one of them, [x, y, width, height]")
+    if not isinstance(read_json(path), list):
+        found = {str(one.id): [(row.box, row.id) for row in one.objects] for one in CocoInstances(path).images}
+        return {image_id: _given(rows) for image_id, rows in found.items()}
+    boxes: dict[str, list[tuple[Any, int]]] = {}
+    for number, row in enumerate(read_json(path, list[_GivenDetection])):
+        box = box_corners(row.box or row.bbox or (0, 0, 0, 0), f"{path}: detection {number}")
         box_id = number if row.det_id is None else row.det_id
-        boxes.setdefault(str(row.image_id), []).append((corners_of(box, where), box_id))
-    return {
-        image_id: GivenBoxes(
-            np.array([box for box, _ in rows], dtype=np.float64), np.array([i for _, i in rows], dtype=np.int64)
-        )
-        for image_id, rows in boxes.items()
-    }
+        boxes.setdefault(str(row.image_id), []).append((box, box_id))
+    return {image_id: _given(rows) for image_id, rows in boxes.items()}
 
 
-# Boxes that a user gives on a command line or in a small file.
-
-
-TOLERANCE = 1.0  # pixels by which a user's box may leave its image: corners are often counted from 1, or rounded
+def _given(rows: Sequence[tuple[Any, int]]) -> GivenBoxes:
+    boxes = np.array([box for box, _ in rows], dtype=np.float64).reshape(-1, 4)
+    return GivenBoxes(boxes, np.array([box_id for _, box_id in rows], dtype=np.int64))
 
 
 def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObjects:
@@ -162,9 +136,6 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObject
     A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and maybe class names `names`
     and outlines as `segms` (VCR's metadata files are of this kind; a score behind each box is left out); or `.npz` with
     `boxes`, as tools/extract_demo.py writes it.
-
-    Raises:
-        FileNotFoundError, ValueError: no such file, another content, or a box without area; names the box.
     """
     if len(words) == 1 and "," not in words[0]:
         path = user_path(words[0], source)
@@ -172,17 +143,48 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObject
             raise MissingFileError(f"{source}: {path} is no file; name one with boxes, or write x1,y1,x2,y2.")
         return _read_file(path)
     boxes, names = [], []
-    for number, word in enumerate(words):
+    for word in words:
         name, _, numbers = word.rpartition(":")
         try:
-            values = [float(value) for value in numbers.split(",")]
-        except ValueError:
-            values = []
-        boxes.append(_checked(values, f"box {number} ('{word}')"))
+            boxes.append([float(value) for value in numbers.split(",")])
+        except ValueError as error:
+            raise UserError(f"{source}: '{word}' is no box; write x1,y1,x2,y2 or class:x1,y1,x2,y2.") from error
         names.append(name)
     if any(names) and not all(names):
         raise UserError("Some boxes have a class and others have none; write all of them as class:x1,y1,x2,y2.")
-    return AnnotatedObjects(_stack(boxes), source, names=tuple(names) if any(names) else None)
+    return AnnotatedObjects(_checked(boxes, source), source, names=tuple(names) if any(names) else None)
+
+
+def _read_file(path: Path) -> AnnotatedObjects:
+    if path.suffix == ".npz":
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                return AnnotatedObjects(_checked(file["boxes"].tolist(), str(path)), str(path))
+        except (KeyError, OSError, BadZipFile) as error:
+            raise UserError(f"{path}: there is no array 'boxes' that can be read.") from error
+    content = read_json(path, list[_Corners] | _BoxesFile)
+    content = _BoxesFile(content) if isinstance(content, list) else content
+    lists = (content.boxes, content.names, content.segms)
+    if len({len(one) for one in lists if one is not None}) > 1:
+        raise UserError(f"{path}: 'names' and 'segms' must hold one entry for each of the {len(content.boxes)} boxes.")
+    return AnnotatedObjects(
+        _checked([box[:4] for box in content.boxes], str(path)),
+        str(path),
+        names=None if content.names is None else tuple(content.names),
+        outlines=None if content.segms is None else [[np.array(one, float) for one in own] for own in content.segms],
+    )
+
+
+def _checked(boxes: Iterable[Sequence[float]], where: str) -> np.ndarray:
+    """float64 [R, 4]; refuses what is no box with an area."""
+    boxes = list(boxes)
+    for number, box in enumerate(boxes):
+        if np.ndim(box) != 1 or len(box) != 4 or not np.isfinite(box).all() or box[2] <= box[0] or box[3] <= box[1]:
+            raise UserError(
+                f"{where}: box {number} {[*box]} is no box; write the corners x1,y1,x2,y2 in pixels of the original "
+                "image, x1 < x2 and y1 < y2."
+            )
+    return np.array(boxes, dtype=np.float64).reshape(-1, 4)
 
 
 def require_inside(boxes: np.ndarray, size: tuple[int, int], origin: str, image: str) -> None:
@@ -192,61 +194,13 @@ def require_inside(boxes: np.ndarray, size: tuple[int, int], origin: str, image:
         boxes: rows of x1, y1, x2, y2 in pixels of the original image.
         size: its (height, width).
         origin, image: name the boxes and the image in the error.
-
-    Raises:
-        ValueError: a side of a box lies more than `TOLERANCE` outside.
     """
     height, width = size
-    low, high = (boxes[:, :2] < -TOLERANCE).any(axis=1), (boxes[:, 2:] > np.array([width, height]) + TOLERANCE).any(1)
-    if (low | high).any():
-        row = int((low | high).argmax())
+    outside = ((boxes[:, :2] < -TOLERANCE) | (boxes[:, 2:] > np.array([width, height]) + TOLERANCE)).any(axis=1)
+    if outside.any():
+        row = int(outside.argmax())
         values = ", ".join(f"{value:g}" for value in boxes[row])
         raise UserError(
             f"{origin}: box {row} [{values}] lies outside the image {image} of {width} x {height} pixels (width x "
             "height), at least in part; give x1, y1, x2, y2 in pixels of the original image."
         )
-
-
-def _read_file(path: Path) -> AnnotatedObjects:
-    names = outlines = None
-    if path.suffix == ".npz":
-        try:
-            rows: Any = read_npz(path, only=("boxes",))["boxes"].tolist()
-        except (KeyError, UserError) as error:
-            raise UserError(f"{path}: there is no array 'boxes' that can be read ({error}).") from error
-    else:
-        content = read_json(path, "boxes")
-        rows = content
-        if isinstance(content, dict):
-            rows, names, outlines = (content.get(key) for key in ("boxes", "names", "segms"))
-    if not isinstance(rows, list):
-        raise UserError(f"{path}: expected a list of [x1, y1, x2, y2], or an object with such a list as 'boxes'.")
-    boxes = []
-    for number, row in enumerate(rows):
-        row = row[:4] if isinstance(row, list) and len(row) == 5 else row
-        boxes.append(_checked(row, f"{path}: box {number}"))
-    if names is not None and (
-        not isinstance(names, list) or len(names) != len(boxes) or not all(isinstance(n, str) and n for n in names)
-    ):
-        raise UserError(f"{path}: 'names' must hold one class name for each of the {len(boxes)} boxes.")
-    if outlines is not None:
-        if not isinstance(outlines, list) or len(outlines) != len(boxes):
-            raise UserError(f"{path}: 'segms' must hold the outlines of each of the {len(boxes)} boxes.")
-        outlines = [read_polygons(rows, f"{path}: segms {number}") for number, rows in enumerate(outlines)]
-    return AnnotatedObjects(_stack(boxes), str(path), names=None if names is None else tuple(names), outlines=outlines)
-
-
-def _stack(boxes: list[list[float]]) -> np.ndarray:
-    return np.array(boxes, dtype=np.float64).reshape(-1, 4)
-
-
-def _checked(box: Any, where: str) -> list[float]:
-    try:
-        x1, y1, x2, y2 = checked(FourNumbers, box, where)
-    except UserError:
-        x1 = y1 = x2 = y2 = 0.0
-    if x2 <= x1 or y2 <= y1:
-        raise UserError(
-            f"{where} is no box; write the corners x1,y1,x2,y2 in pixels of the original image, x1 < x2 and y1 < y2."
-        )
-    return [x1, y1, x2, y2]

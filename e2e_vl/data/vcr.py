@@ -1,31 +1,27 @@
-"""VCR: questions about a film scene with four answers (Q->A), or with four reasons for an answer (QA->R)."""
+"""VCR: questions about a film scene with four answers (Q->A), or with four reasons for an answer (QA->R).
+
+Files (`data.files`, relative to `data.root`; {split} is the split)
+    questions  {split}.jsonl: one question per line
+    images     vcr1images: the image and metadata files that questions name
+"""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import marshal
-import sys
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, pairwise
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from msgspec import Meta
 
-from detector.errors import UserError, reading, user_path
+from detector.errors import UserError
+from detector.io import read_json
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts
-from e2e_vl.data.storage.files import read_json, require_file
-from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
-from e2e_vl.data.storage.record_table import text_column
-from e2e_vl.io import inside, shown
-from e2e_vl.records import Count, Name, Pixel, Record, Side, as_written, checked, decoded
+from e2e_vl.data.base import DataFiles, VLDataset, Wants
+from e2e_vl.data.tables import SerializedList, TextGroups, stream_lines
+from e2e_vl.io import Count, Name, Pixel, Record, Side
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage, Sentence
-
-# Reader of VCR's files: `train.jsonl`, `val.jsonl`, `test.jsonl` (a question per line) and a metadata file per image.
-
 
 CHOICES = 4
 # The 80 classes of COCO as VCR spells them, in COCO's order. Their numbers are 1 to 80; 0 is the whole image.
@@ -43,273 +39,124 @@ CLASS_NAMES = (
 # fmt: on
 _Tokens = Annotated[list[str | Annotated[list[Count], Meta(min_length=1)]], Meta(min_length=1)]
 _Choices = Annotated[list[_Tokens], Meta(min_length=CHOICES, max_length=CHOICES)]
-_Label = Annotated[Literal[0, 1, 2, 3] | None, Meta(description="0 to 3, or none in the test split")]
+_Label = Literal[0, 1, 2, 3] | None  # None in the test split
+Outlines = list[Annotated[list[tuple[Pixel, Pixel]], Meta(min_length=1)]]  # of one object: polygons of points (x, y)
 
 
-class _QuestionLine(Record):
+class VCRQuestion(Record):
+    """One line of a jsonl file."""
+
     annot_id: Name
-    img_fn: Name
-    metadata_fn: Name
-    objects: list[Name]
+    img_fn: Name  # image file, relative to vcr1images
+    metadata_fn: Name  # metadata file, relative to vcr1images
+    objects: list[Name]  # class names; the index is what tokens name
     question: _Tokens
     answer_choices: _Choices
     rationale_choices: _Choices
     answer_label: _Label = None
     rationale_label: _Label = None
-    family: str | None = None
-
-
-class _Metadata(Record):
-    boxes: list[Annotated[list[Pixel], Meta(min_length=4, max_length=5)]]
-    segms: list[Any]
-    names: list[str]
-    width: Side
-    height: Side
-    attribute_ids: list[Any] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class VCRQuestion:
-    """One line of a jsonl file."""
-
-    annot_id: str
-    img_fn: str  # image file, relative to vcr1images
-    metadata_fn: str  # metadata file, relative to vcr1images
-    objects: list[str]  # class names; the index is what tokens name
-    question: Sentence
-    answer_choices: list[Sentence]  # four
-    rationale_choices: list[Sentence]  # four
-    answer_label: int | None = None  # None in the test split
-    rationale_label: int | None = None
     family: str | None = None  # kind of question, where the file says it (drawn scenes do)
 
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(VCRQuestion))
+class Metadata(Record):
+    """The metadata file of an image, as `VCRQuestion.metadata_fn` names it.
 
-
-class VCRFile:
-    """The questions of one jsonl file, checked when it is read.
-
-    They are held as one block of bytes and decoded when they are asked for, so that forked workers share the memory of
-    200,000 questions instead of copying it. The bytes are Python's own (`marshal`), which are quicker than JSON; they
-    never leave the memory of the program.
-
-    Args:
-        path: the file.
-        errors: what becomes of an error about one line.
-
-    Attributes:
-        annot_ids: of all questions, in file order.
-        image_names: `img_fn` of all questions.
-        has_labels: the questions have both labels.
-        class_names: every class of `objects`, with the annot_id that has it first.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a line that is no JSON, a missing key, a token that is neither a word nor a list of existing
-            objects, other than four choices, a wrong label, labels in some lines only, a double annot_id, or no line.
-            The message names file, line and annot_id.
+    Besides VCR's own keys it may have `attribute_ids` (drawn scenes do): a list of equally many numbers from 0 for each
+    object. A fifth number of a box is its score.
     """
 
-    def __init__(self, path: str | Path, errors: RecordErrors = RAISE) -> None:
-        self.path = require_file(path, "VCR questions")
-        annot_ids: list[str] = []
-        image_names: list[str] = []
-        self.has_labels = False
-        self.class_names: dict[str, str] = {}
-        lines: list[bytes] = []
-        with reading(self.path), self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                with errors.about(f"{self.path}, line {number}"):
-                    row = self._parse(line, number, errors.is_check)
-                    if lines and (row.answer_label is not None) != self.has_labels:
-                        is_there = "has no" if self.has_labels else "has"
-                        raise UserError(
-                            f"{self.path}, line {number} ({row.annot_id}) {is_there} labels, unlike the lines before; "
-                            "do not mix the test split with the others"
-                        )
-                    self.has_labels = row.answer_label is not None
-                    annot_ids.append(row.annot_id)
-                    image_names.append(sys.intern(row.img_fn))
-                    for name in row.objects:
-                        self.class_names.setdefault(name, row.annot_id)
-                    lines.append(marshal.dumps([getattr(row, name) for name in _FIELDS]))
-        if not lines:
-            raise UserError(f"{self.path}: there is no question in the file; copy or download it again")
-        double = [name for name, count in collections.Counter(annot_ids).items() if count > 1]
-        for name in double:
-            with errors:
-                raise UserError(f"{self.path}: the annot_id {name} is there twice; remove one of the lines")
-        self.annot_ids, self.image_names = text_column(annot_ids), text_column(image_names)
-        self._ends = np.cumsum([len(line) for line in lines])
-        self._bytes = b"".join(lines)
+    boxes: list[Annotated[list[Pixel], Meta(min_length=4, max_length=5)]]
+    segms: list[Outlines]
+    names: list[str]
+    width: Side
+    height: Side
+    attribute_ids: list[list[Count]] | None = None
 
-    def __len__(self) -> int:
-        return len(self.annot_ids)
+    def objects(self, where: str) -> AnnotatedObjects:
+        """The objects, in the order of the file, without class numbers; `where` names the file."""
+        number = len(self.names)
+        if {len(self.boxes), len(self.segms), len(self.attribute_ids or self.names)} - {number}:
+            raise UserError(f"{where}: boxes, segms and attribute_ids must hold one entry for each of {number} names")
+        boxes = np.array([box[:4] for box in self.boxes], dtype=np.float64).reshape(-1, 4)
+        empty = (boxes[:, 2:] <= boxes[:, :2]).any(axis=1)
+        if empty.any():
+            row = int(empty.argmax())
+            raise UserError(f"{where}: box {row} {boxes[row].tolist()} is empty or inverted; correct the file")
+        attributes = None
+        if self.attribute_ids:
+            attributes = np.array(self.attribute_ids, dtype=np.int64).reshape(number, -1)
+        outlines = [[np.array(one, dtype=np.float64) for one in outlines] for outlines in self.segms]
+        return AnnotatedObjects(boxes, where, attributes=attributes, names=tuple(self.names), outlines=outlines)
 
-    def __getitem__(self, index: int) -> VCRQuestion:
-        """The question at a row of the file (0 .. len - 1)."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        start = int(self._ends[index - 1]) if index else 0
-        return VCRQuestion(*marshal.loads(self._bytes[start : int(self._ends[index])]))
 
-    def _parse(self, line: bytes, number: int, is_check: bool) -> _QuestionLine:
-        """The checked fields that are used; to look for keys that are there twice would take a quarter of the time."""
-        where = f"{self.path}, line {number}"
-        row = decoded(_QuestionLine, line, where, key="annot_id", looks_for_doubles=is_check)
-        where = f"{where} ({row.annot_id})"
-        for key, name in (("img_fn", row.img_fn), ("metadata_fn", row.metadata_fn)):
-            if name.startswith("/") or (".." in name and ".." in PurePosixPath(name).parts):
-                raise UserError(f"{where}: {key} is {shown(name)}, expected a path inside the image folder")
-        number_of_objects = len(row.objects)
-        for tokens in (row.question, *row.answer_choices, *row.rationale_choices):
-            for token in tokens:
-                if type(token) is list and max(token) >= number_of_objects:
-                    raise UserError(
-                        f"{where} names the object {max(token)}, but the line has {number_of_objects} objects (from "
-                        "0); repair it"
-                    )
-        if (row.answer_label is None) != (row.rationale_label is None):
-            labels = [row.answer_label, row.rationale_label]
-            raise UserError(f"{where}: the labels are {labels}, expected two of 0 to 3, or none in the test split")
-        return row
+def read_questions(path: str | Path) -> SerializedList[VCRQuestion]:
+    """The questions of a jsonl file, in its order. Either all have both labels, or none has any."""
+    questions = SerializedList(_checked_questions(path), VCRQuestion)
+    if not questions:
+        raise UserError(f"{path}: there is no question in the file; copy or download it again")
+    return questions
+
+
+def _checked_questions(path: str | Path) -> Iterable[VCRQuestion]:
+    annot_ids, has_labels = set(), None
+    for question in stream_lines(path, VCRQuestion):
+        where = f"{path} ({question.annot_id})"
+        sentences = (question.question, *question.answer_choices, *question.rationale_choices)
+        if any(max(token) >= len(question.objects) for one in sentences for token in one if type(token) is list):
+            raise UserError(f"{where} names an object beyond its {len(question.objects)} objects (from 0)")
+        labels = {question.answer_label is not None, question.rationale_label is not None}
+        has_labels = has_labels or labels
+        if labels != has_labels or len(labels) > 1:
+            raise UserError(f"{where} has or lacks a label, unlike others; do not mix the test split with the others")
+        if question.annot_id in annot_ids:
+            raise UserError(f"{where}: the annot_id is there twice; remove one of the lines")
+        annot_ids.add(question.annot_id)
+        yield question
 
 
 def read_metadata(path: Path, question: VCRQuestion) -> tuple[tuple[int, int], AnnotatedObjects]:
-    """Read the metadata file of a question's image.
-
-    Besides VCR's own keys it may have `attribute_ids` (drawn scenes do): a list of equally many numbers from 0 for each
-    object.
-
-    Returns:
-        (height, width) of the stored image, and its objects as in the file, without class numbers.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: no JSON, a missing key, other objects than the question's, a box or an outline that is not made of
-            finite numbers, or a box without area; the message names the file, the object and the question.
-    """
-    what = f"metadata of {question.annot_id}"
-    where = f"{path} ({what})"
-    content = checked(_Metadata, read_json(path, what), where)
+    """(height, width) of the image of a question, and its objects as in the metadata file, without class numbers."""
+    content, where = read_json(path, Metadata), f"{path} ({question.annot_id})"
     if content.names != question.objects:
         raise UserError(
             f"{where}: its names {content.names} differ from the question's objects {question.objects}; use the "
             "annotations and the images of the same release"
         )
-    size = content.height, content.width
-    return size, _objects(content, where, f"{path} ({question.annot_id})")
+    return (content.height, content.width), content.objects(where)
 
 
-def read_detected_objects(path: Path, image: str, min_score: float) -> tuple[tuple[int, int], AnnotatedObjects]:
-    """Read what a detector of VCR's classes found in some other image, in the form of a metadata file.
+def read_detected_objects(path: Path, min_score: float) -> tuple[tuple[int, int], AnnotatedObjects]:
+    """What a detector of VCR's classes found in some other image, in the form of a metadata file.
 
     A box is [x1, y1, x2, y2, score]. Official VisualBERT's first phase for VCR describes COCO's images by such boxes.
 
     Args:
         path: the file.
-        image: id of the image, for messages.
         min_score: only boxes with a higher score are kept.
 
     Returns:
         (height, width) of the stored image, and the objects that are kept, in file order, with class numbers.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: as `read_metadata`; or a box without a score from 0 to 1, or a class that is none of `CLASS_NAMES`.
     """
-    what = f"objects of image {image}"
-    where = f"{path} ({what})"
-    content = checked(_Metadata, read_json(path, what), where)
-    objects = _objects(content, where, where)
-    for row, box in enumerate(content.boxes):
-        if len(box) < 5 or not 0 <= box[4] <= 1:
-            raise UserError(f"{where}: box {row} has no score from 0 to 1 behind its corners; correct the file")
-    if unknown := [name for name in content.names if name not in CLASS_NAMES]:
+    content = read_json(path, Metadata)
+    objects = content.objects(str(path))
+    if not all(len(box) == 5 and 0 <= box[4] <= 1 for box in content.boxes):
+        raise UserError(f"{path}: a box has no score from 0 to 1 behind its corners; correct the file")
+    unknown = sorted({*content.names} - {*CLASS_NAMES})
+    if unknown:
         raise UserError(
-            f"{where}: the class '{unknown[0]}' is none of VCR's {len(CLASS_NAMES)} classes; write COCO's names "
-            "without spaces"
+            f"{path}: the class '{unknown[0]}' is none of VCR's {len(CLASS_NAMES)} classes; write COCO's names without "
+            "spaces"
         )
     kept = [row for row, box in enumerate(content.boxes) if box[4] > min_score]
-    classes = np.array([CLASS_NAMES.index(content.names[row]) for row in kept], dtype=np.int64)
     chosen = dataclasses.replace(
         objects,
         boxes=objects.boxes[kept],
-        classes=classes,
+        classes=np.array([CLASS_NAMES.index(content.names[row]) for row in kept], dtype=np.int64),
         attributes=None if objects.attributes is None else objects.attributes[kept],
         names=tuple(content.names[row] for row in kept),
         outlines=[objects.outlines[row] for row in kept],
     )
     return (content.height, content.width), chosen
-
-
-def _objects(content: _Metadata, where: str, origin: str) -> AnnotatedObjects:
-    """The objects of a metadata file, without class numbers."""
-    number = len(content.names)
-    for key in ("boxes", "segms"):
-        if len(getattr(content, key)) != number:
-            raise UserError(f"{where}: {key} must hold one entry for each of the {number} objects")
-    boxes = np.array([box[:4] for box in content.boxes], dtype=np.float64).reshape(-1, 4)
-    if (empty := (boxes[:, 2:] <= boxes[:, :2]).any(axis=1)).any():
-        row = int(empty.argmax())
-        raise UserError(
-            f"{where}: box {row} [x1, y1, x2, y2] = {as_written(boxes[row].tolist())} is empty or inverted; correct "
-            "the file"
-        )
-    polygons = _all_polygons(content.segms)
-    if polygons is None:
-        polygons = [read_polygons(item, f"{where}: segms {row}") for row, item in enumerate(content.segms)]
-    attributes = None
-    if content.attribute_ids is not None:
-        attributes = _attributes(content.attribute_ids, number, f"{where}: attribute_ids")
-    return AnnotatedObjects(
-        boxes=boxes, origin=origin, attributes=attributes, names=tuple(content.names), outlines=polygons
-    )
-
-
-def _all_polygons(segms: list[Any]) -> list[list[np.ndarray]] | None:
-    """The outlines of all objects; None if `read_polygons` might refuse one."""
-    if {*map(type, segms)} - {list}:
-        return None
-    outlines = [*chain(*segms)]
-    if {*map(type, outlines)} - {list} or not all(outlines):
-        return None
-    points = [*chain(*outlines)]
-    if {*map(type, points)} - {list} or {*map(len, points)} - {2}:
-        return None
-    try:
-        values = np.fromiter(chain.from_iterable(points), np.float64, 2 * len(points)).reshape(-1, 2)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    if not np.isfinite(values).all():
-        return None
-    ends = [0, *accumulate(map(len, outlines))]
-    arrays = (values[start:end] for start, end in pairwise(ends))
-    return [[next(arrays) for _ in item] for item in segms]
-
-
-def _attributes(rows: Any, number: int, where: str) -> np.ndarray:
-    try:
-        attributes = np.array(rows, dtype=np.int64).reshape(number, -1)
-    except (TypeError, ValueError, OverflowError):
-        attributes = np.array([[-1]])
-    if attributes.size and attributes.min() < 0:
-        raise UserError(f"{where} must be a list of equally many numbers from 0 for each of the {number} objects")
-    return attributes
-
-
-def read_polygons(outlines: Any, where: str) -> list[np.ndarray]:
-    """The outlines of one object; raises ValueError unless they are lists of points."""
-    try:
-        arrays = [np.array(outline, dtype=np.float64) for outline in outlines]
-    except (TypeError, ValueError, OverflowError):
-        arrays = None
-    if arrays is None or any(a.ndim != 2 or a.shape[1:] != (2,) or not np.isfinite(a).all() for a in arrays):
-        raise UserError(f"{where} must be a list of outlines, each a list of points [x, y]; correct the file")
-    return arrays
 
 
 PERSON = "person"
@@ -352,24 +199,14 @@ class VCROptions:
 
 
 class VCRDataset(VLDataset):
-    """Questions of one jsonl file, grouped by image.
-
-    Args:
-        images_root: the folder vcr1images, with the image and metadata files that questions name.
-        questions: of the split.
-        options: see `VCROptions`.
-        training: needs labels.
-        errors: what becomes of an error about one record.
+    """Questions of one split, grouped by image; see `VCROptions`.
 
     Attributes:
-        questions: the questions, in file order. Text index i is question i; with `condition_on` "each" it is question
-            i // 4, given answer i % 4; with `question` "both" it is question i // 2, for its answer where i is even.
+        questions: in file order. Text index i is question i; with `condition_on` "each" it is question i // 4, given
+            answer i % 4; with `question` "both" it is question i // 2, for its answer where i is even.
         groups: text indices of each image, images in order of first mention. Where the boxes depend on the text
             (`objects` other than "all"), every text index is a group of its own.
-
-    Raises:
-        FileNotFoundError, ValueError: see the readers; an object's class that `class_names` lacks; training without
-            labels or with rationales given each answer.
+        has_labels: the questions have both labels.
     """
 
     known_files = ("images", "questions")
@@ -377,49 +214,33 @@ class VCRDataset(VLDataset):
     id_space = "vcr"
     box_sources = (BoxSource.GT,)  # the sentences name the boxes that are given
 
-    def __init__(
-        self,
-        images_root: str | Path,
-        questions: VCRFile,
-        options: VCROptions | None = None,
-        *,
-        training: bool = False,
-        errors: RecordErrors = RAISE,
-    ) -> None:
-        self.images_root = user_path(images_root)
-        self.questions = questions
-        self.settings = options or VCROptions()
-        self.class_names = self.settings.class_names
-        self.has_phrases = self.settings.names_are_phrases
+    def __init__(self, files: DataFiles, options: VCROptions, split: str, wants: Wants) -> None:
+        self.folder = files.path("images", split=split)
+        self.path = files.path("questions", split=split)
+        self.questions = read_questions(self.path)
+        self.has_labels = self.questions[0].answer_label is not None
+        self.settings = options
+        self.class_names = options.class_names
+        self.has_phrases = options.names_are_phrases
         self.parts = [{}]
-        self._check_questions(training, errors)
-        self._class_of = {name: number for number, name in enumerate(self.class_names)}
-        self.per_question = CHOICES if self.settings.condition_on == "each" else 1 + (self.settings.question == "both")
-        texts = range(len(self))
-        if self.settings.objects != "all":
-            self.groups = [[index] for index in texts]
-        else:
-            self.groups = group_texts(self.questions.image_names[index // self.per_question] for index in texts)
-
-    def _check_questions(self, training: bool, errors: RecordErrors) -> None:
-        path = self.questions.path
-        if training and self.settings.condition_on == "each":
+        self._needs_right_answer = options.question != "answer" and options.condition_on == "right"
+        if wants.training and options.condition_on == "each":
             raise UserError("data.config.condition_on=each makes prediction files; train with condition_on=right.")
-        if not self.questions.has_labels and (training or self._needs_right_answer):
-            remedy = "train on another split" if training else "set data.config.condition_on=each"
-            raise UserError(f"{path}: the questions have no labels, as in the test split; {remedy}.")
-        known = set(self.class_names)
-        for name, annot_id in self.questions.class_names.items():
-            if name not in known:
-                with errors:
-                    raise UserError(
-                        f"{path} ({annot_id}): the object class '{name}' is none of the {len(known)} classes; correct "
-                        "it or give your own list as data.config.class_names."
-                    )
-
-    @property
-    def _needs_right_answer(self) -> bool:
-        return self.settings.question != "answer" and self.settings.condition_on == "right"
+        if not self.has_labels and (wants.training or self._needs_right_answer):
+            remedy = "train on another split" if wants.training else "set data.config.condition_on=each"
+            raise UserError(f"{self.path}: the questions have no labels, as in the test split; {remedy}.")
+        self._class_of = {name: number for number, name in enumerate(self.class_names)}
+        unknown = {name for question in self.questions for name in question.objects} - self._class_of.keys()
+        if unknown:
+            raise UserError(
+                f"{self.path}: the object class '{min(unknown)}' is none of the {len(self.class_names)} classes; "
+                "correct it or give your own list as data.config.class_names."
+            )
+        self.per_question = CHOICES if options.condition_on == "each" else 1 + (options.question == "both")
+        if options.objects != "all":
+            self.groups = [[index] for index in range(len(self))]
+        else:
+            self.groups = TextGroups.of_images(one.img_fn for one in self.questions for _ in range(self.per_question))
 
     def _is_answer(self, index: int) -> bool:
         """Whether a text index asks for an answer, not for a rationale."""
@@ -430,17 +251,9 @@ class VCRDataset(VLDataset):
         return self.settings.question == "answer"
 
     @classmethod
-    def open(cls, files: DataFiles, options: VCROptions, split: str, wants: Wants) -> VCRDataset:
-        """`data.files` holds `images` and `questions`, in which {split} is the split."""
-        images, questions = files.path("images", split=split), files.read(VCRFile, files.path("questions", split=split))
-        return cls(images, questions, options, training=wants.training, errors=files.errors)
-
-    @classmethod
     def texts_of(cls, files: DataFiles, options: VCROptions, split: str) -> Iterable[str]:
         """All sentences of a split, objects as their class names."""
-        questions = files.read(VCRFile, files.path("questions", split=split))
-        for index in range(len(questions)):
-            one = questions[index]
+        for one in read_questions(files.path("questions", split=split)):
             for sentence in (one.question, *one.answer_choices, *one.rationale_choices):
                 yield " ".join(t if isinstance(t, str) else " ".join(one.objects[o] for o in t) for t in sentence)
 
@@ -463,24 +276,18 @@ class VCRDataset(VLDataset):
         return len(self.questions) * self.per_question
 
     def truths(self) -> Iterable[CorrectChoice | None]:
-        for index in range(len(self)):
-            yield self._truth(self.questions[index // self.per_question], index)
+        for number, question in enumerate(self.questions):
+            for index in range(number * self.per_question, (number + 1) * self.per_question):
+                yield self._truth(question, index)
 
     def sample(self, texts: Sequence[int]) -> Sample:
-        """Some questions about one image.
-
-        Raises:
-            FileNotFoundError: the metadata file is missing; names the question.
-            ValueError: a file that cannot be read, or objects that contradict each other.
-        """
+        """Some questions about one image."""
         question = self.questions[texts[0] // self.per_question]
-        where = f"{self.questions.path} ({question.annot_id})"
-        metadata = inside(self.images_root, question.metadata_fn, where, follows_links=True)
-        size, objects = read_metadata(metadata, question)
+        size, objects = read_metadata(self.folder / question.metadata_fn, question)
         classes = np.array([self._class_of[name] for name in question.objects], dtype=np.int64)
         image = SampleImage(
             question.img_fn,
-            inside(self.images_root, question.img_fn, where, follows_links=True),
+            self.folder / question.img_fn,
             size,
             objects=dataclasses.replace(objects, classes=classes),
             candidates=self._candidates(question, texts[0]),
@@ -508,7 +315,7 @@ class VCRDataset(VLDataset):
         return question.answer_label if self._needs_right_answer else index % self.per_question
 
     def _truth(self, question: VCRQuestion, index: int) -> CorrectChoice | None:
-        if not self.questions.has_labels or self.settings.condition_on != "right":
+        if not self.has_labels or self.settings.condition_on != "right":
             return None
         return CorrectChoice(question.answer_label if self._is_answer(index) else question.rationale_label)
 
@@ -517,8 +324,8 @@ class VCRDataset(VLDataset):
         question = self.questions[index // self.per_question]
         if question.objects != first.objects:
             raise UserError(
-                f"{self.questions.path}: {question.annot_id} and {first.annot_id} are about the same image but list "
-                "different objects; correct the file"
+                f"{self.path}: {question.annot_id} and {first.annot_id} are about the same image but list different "
+                "objects; correct the file"
             )
         is_answer = self._is_answer(index)
         answer = self._given_answer(question, index)

@@ -23,7 +23,8 @@ from e2e_vl.api import model as trained_model
 from e2e_vl.api.model import TrainedModel
 from e2e_vl.cli import predict
 from e2e_vl.config import load_config
-from e2e_vl.data.refcoco import ReferFiles
+from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.refcoco import read_expressions
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.run.build import make_synthetic_data
 
@@ -74,13 +75,13 @@ def test_a_hundred_questions_about_twenty_images_cost_twenty_passes(model, tiny_
     words = ["--split", "val", "--boxes", "online", "--output", str(tmp_path / "boxes.json"), changed[0]]
     assert predict.main(["split", "--run", str(model.source), *words]) == 0
     boxes = {one["sent_id"]: one["box"] for one in json.loads((tmp_path / "boxes.json").read_text("utf-8"))}
-    refer = ReferFiles(root / "refcoco+" / "refs(unc).p", root / "refcoco+" / "instances.json")
-    expressions = refer.in_split("val")
+    instances = CocoInstances(root / "refcoco+" / "instances.json")
+    expressions = [one for one in read_expressions(root / "refcoco+" / "refs(unc).p", instances) if one.split == "val"]
     images = list(dict.fromkeys(one.image_id for one in expressions))
     asked = [[one for one in expressions if one.image_id == image][:5] for image in images]
     asked = [one for five in asked for one in five]
     assert len(images) == 20 and len(asked) == 100
-    files = [root / "images" / "train2014" / refer.instances.images[one.image_id].file_name for one in asked]
+    files = [root / "images" / "train2014" / instances[one.image_id].file_name for one in asked]
     passes = Passes(model, monkeypatch)
     answers = model.ask(files, [one.sentence for one in asked])
     assert sorted(passes.images) == sorted(set(map(str, files)))

@@ -15,7 +15,7 @@ from PIL import Image
 from detector.config import SelectionRule
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Request, collate
-from e2e_vl.data.coco import read_instances
+from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.image_loader import open_boxes
 from e2e_vl.run.build import DATASETS, build_collate, build_examples, build_model, build_tokenizer
@@ -112,7 +112,7 @@ def test_instances_and_captions_with_ids_that_are_texts(tiny):
     for row in tiny.instances["annotations"]:
         row["image_id"] = f"photo {row['image_id']}"
     tiny.write()
-    assert read_instances(tiny.instances_file).objects("photo 7").ids == (100, 101, 102)
+    assert CocoInstances(tiny.instances_file).objects("photo 7").ids == (100, 101, 102)
     for make in (READERS["captions"], READERS["coco_detection"], READERS["vcr"]):
         dataset = make(tiny)
         np.testing.assert_array_equal(examples(dataset, tiny.tokenizer)[Request(0, (0,))].images[0].boxes, GT_7)

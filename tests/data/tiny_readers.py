@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.captions import CaptionDataset, CocoCaptions
-from e2e_vl.data.coco import CocoDetectionDataset, read_instances
-from e2e_vl.data.refcoco import RefCOCODataset, ReferFiles
-from e2e_vl.data.vcr import VCRDataset, VCRFile, VCROptions
+from e2e_vl.data.coco import CocoDetectionDataset, CocoInstances
+from e2e_vl.data.refcoco import RefCOCODataset
+from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.data.vqa import VQADataset
 from tests.data.roads import open_dataset
 from tests.data.tiny_refcoco import TinyRefCOCO
@@ -16,11 +17,12 @@ from tests.data.tiny_vqa import write_vqa
 
 
 def refcoco(tiny: TinyRefCOCO) -> RefCOCODataset:
-    return RefCOCODataset(tiny.images_root, ReferFiles(tiny.refs_file, tiny.instances_file), "train")
+    return open_dataset(RefCOCODataset, tiny.settings, "train", "gt")
 
 
 def coco_detection(tiny: TinyRefCOCO) -> CocoDetectionDataset:
-    return CocoDetectionDataset(tiny.images_root, read_instances(tiny.instances_file, drop_empty_boxes=True))
+    settings = dataclasses.replace(tiny.settings, files={"images": "images", "instances": "instances.json"})
+    return open_dataset(CocoDetectionDataset, settings, "train")
 
 
 def vqa(tiny: TinyRefCOCO) -> VLDataset:
@@ -35,7 +37,7 @@ def captions(tiny: TinyRefCOCO) -> CaptionDataset:
     ]
     file = tiny.images_root.parent / "captions.json"
     file.write_text(json.dumps({"images": tiny.instances["images"], "annotations": rows}), encoding="utf-8")
-    return CaptionDataset(CocoCaptions(file, tiny.images_root), instances=read_instances(tiny.instances_file))
+    return CaptionDataset(CocoCaptions(file, tiny.images_root), instances=CocoInstances(tiny.instances_file))
 
 
 def vcr(tiny: TinyRefCOCO) -> VCRDataset:
@@ -69,7 +71,8 @@ def vcr(tiny: TinyRefCOCO) -> VCRDataset:
         ]
     file = tiny.images_root.parent / "vcr.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return VCRDataset(tiny.images_root, VCRFile(file), VCROptions(class_names=("square", "box")), training=True)
+    files, config = {"images": "images", "questions": "vcr.jsonl"}, {"class_names": ["square", "box"]}
+    return open_dataset(VCRDataset, dataclasses.replace(tiny.settings, files=files, config=config), "train", "gt")
 
 
 READERS = {reader.__name__: reader for reader in (refcoco, coco_detection, vqa, captions, vcr)}

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from e2e_vl.config import DataSettings
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 GT_7 = [
@@ -75,6 +76,13 @@ class TinyRefCOCO:
         self.detections_file.write_text(json.dumps(self.detections), encoding="utf-8")
         build_vocabulary(SENTENCES, self.vocabulary_file)
         return self
+
+    @property
+    def settings(self) -> DataSettings:
+        """Settings of the folder, as RefCOCO."""
+        names = {"instances": self.instances_file, "refs": self.refs_file, "detections": self.detections_file}
+        files = {"images": self.images_root.name} | {key: path.name for key, path in names.items()}
+        return DataSettings(name="refcoco", root=str(self.images_root.parent), files=files)
 
     @property
     def tokenizer(self):

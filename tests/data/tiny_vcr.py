@@ -9,9 +9,10 @@ import numpy as np
 from PIL import Image
 
 from e2e_vl.config import DataSettings
-from e2e_vl.data.vcr import CLASS_NAMES, VCRDataset, VCRFile, VCROptions
+from e2e_vl.data.vcr import CLASS_NAMES, VCRDataset
 from e2e_vl.tasks.vcr import NEUTRAL_NAMES
 from e2e_vl.text import build_vocabulary, load_tokenizer
+from tests.data.roads import open_dataset
 
 OBJECTS = ["person", "person", "chair", "person"]
 BOXES = [[0, 0, 20, 59, 0.9], [30, 0, 50, 59, 0.8], [60, 30, 95, 59, 0.7], [52.5, 10, 58, 20, 0.5]]
@@ -59,8 +60,8 @@ class TinyVCR:
         return self
 
     def dataset(self, *, training: bool = False, **options) -> VCRDataset:
-        """The files as they are now, read with `VCROptions(**options)`."""
-        return VCRDataset(self.write().images_root, VCRFile(self.file), VCROptions(**options), training=training)
+        """The files as they are now, read with these options."""
+        return open_dataset(VCRDataset, self.write().settings(config=options), "val", "gt", training=training)
 
     def settings(self, **changes) -> DataSettings:
         files = {"images": "vcr1images", "questions": "{split}.jsonl"}

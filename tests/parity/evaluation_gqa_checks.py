@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.data.gqa import EntryFile, GQAQuestions, question_facts, read_choices
+from e2e_vl.data.gqa import read_choices, read_questions
 from e2e_vl.metrics.gqa import GQAPrediction, belongs, gqa_metrics, gqa_scores, write_submission
 from tests.parity.evaluation_common import folder_of
 
@@ -29,13 +29,13 @@ def gqa_records(gqa_folder: Path) -> list[GQAPrediction]:
     choices = next(gqa_folder.glob("*_choices.json"), None)  # without them validity and plausibility are unknown
     [predictions] = gqa_folder.glob("*_predictions.json")
     predicted = {row["questionId"]: row["prediction"] for row in json.loads(predictions.read_text("utf-8"))}
-    file, records = {} if choices is None else EntryFile(choices, "choices"), []
-    for question_id, record in GQAQuestions([questions]):
-        own = read_choices(file, question_id) if question_id in file else {}
-        facts, answer = question_facts(question_id, record), predicted[question_id]
-        for name, key in (("valid", "is_valid"), ("plausible", "is_plausible")):
-            if own:
-                facts[key] = belongs(answer, own[name], facts["types"])
+    file, records = {} if choices is None else read_choices([choices]), []
+    for question in read_questions([questions]):
+        facts, answer = question.facts(), predicted[question.id]
+        if question.id in file:
+            own = file[question.id]
+            facts["is_valid"] = belongs(answer, own.valid, facts["types"])
+            facts["is_plausible"] = belongs(answer, own.plausible, facts["types"])
         records.append(GQAPrediction.of(facts, text=facts["question"], answer=answer, score=1.0))
     return records
 

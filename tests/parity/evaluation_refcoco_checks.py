@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.image_loader import DetectionsFile
-from e2e_vl.data.refcoco import ReferFiles, read_refs
+from e2e_vl.data.refcoco import Expression, read_expressions, read_refs, split_contains
 from e2e_vl.metrics.refcoco import ReferringPrediction, box_iou, referring_metrics
 from tests.parity.evaluation_common import folder_of
 
@@ -18,9 +19,11 @@ from tests.parity.evaluation_common import folder_of
 def refcoco(golden_root: Path) -> dict:
     root = folder_of(golden_root, "refcoco")
     refs_file = next(root.glob("*/refs(*).p"))
+    instances = CocoInstances(refs_file.parent / "instances.json")
     detections_file = next(root.glob("detections/*/*_dets.json"))
     return {
-        "refer": ReferFiles(refs_file, refs_file.parent / "instances.json"),
+        "instances": instances,
+        "expressions": read_expressions(refs_file, instances),
         "detections": DetectionsFile(detections_file),
         "det_rows": {row["det_id"]: row for row in json.loads(detections_file.read_text("utf-8"))},
         "predictions": {row["sent_id"]: row for row in json.loads((root / "predictions.json").read_text("utf-8"))},
@@ -29,18 +32,23 @@ def refcoco(golden_root: Path) -> dict:
     }
 
 
+def in_split(data: dict, split: str) -> list[Expression]:
+    return [one for one in data["expressions"] if split_contains(split, one.split)]
+
+
 def predict(data: dict, split: str, track: str) -> list[ReferringPrediction]:
     """Predictions of a split: the candidate with the highest score is the prediction."""
-    refer = data["refer"]
+    instances = data["instances"]
     records = []
-    for expression in refer.in_split(split):
+    for expression in in_split(data, split):
         prediction = data["predictions"][expression.sent_id]
         if track == "gt_boxes":
-            boxes, scores = refer.instances.boxes(expression.image_id), prediction["ann_scores"]
+            boxes, scores = instances.objects(expression.image_id).boxes, prediction["ann_scores"]
         else:
             boxes, scores = data["detections"].by_image[expression.image_id].boxes, prediction["det_scores"]
         assert len(boxes) == len(scores)
-        image = refer.instances.images[expression.image_id]
+        image = instances[expression.image_id]
+        [target] = [one for one in image.objects if one.id == expression.ann_id]
         records.append(
             ReferringPrediction(
                 sent_id=expression.sent_id,
@@ -48,11 +56,9 @@ def predict(data: dict, split: str, track: str) -> list[ReferringPrediction]:
                 ann_id=expression.ann_id,
                 box=boxes[int(np.argmax(scores))].tolist(),
                 score=1.0,
-                gt_box=refer.instances.annotations[expression.ann_id].box,
+                gt_box=target.box,
                 candidate_boxes=boxes.tolist(),
-                candidate_ann_ids=[annotation.id for annotation in refer.instances.by_image[expression.image_id]]
-                if track == "gt_boxes"
-                else [],
+                candidate_ann_ids=[one.id for one in image.objects] if track == "gt_boxes" else [],
                 image_size=(image.height, image.width),
             )
         )
@@ -111,7 +117,7 @@ def test_refcoco_choices_and_ious_of_every_expression(refcoco):
 
 def test_refcoco_splits_follow_the_refer_api(refcoco):
     for split, ref_ids in refcoco["expected"]["ref_ids_per_split"].items():
-        found = dict.fromkeys(expression.ref_id for expression in refcoco["refer"].in_split(split))
+        found = dict.fromkeys(expression.ref_id for expression in in_split(refcoco, split))
         assert set(found) == set(ref_ids), split
         assert list(found) == ref_ids, split
 

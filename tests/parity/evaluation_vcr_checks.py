@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from e2e_vl.data.vcr import VCRFile, read_metadata, relevant_objects
+from e2e_vl.data.vcr import VCRQuestion, read_metadata, read_questions, relevant_objects
 from e2e_vl.metrics.vcr import Submission, write_submission
 from tests.leaderboard import read_leaderboard, score
 from tests.parity.evaluation_common import folder_of
@@ -25,22 +26,23 @@ def expected(root: Path) -> dict:
 
 
 @pytest.fixture(scope="module")
-def questions(root: Path) -> VCRFile:
+def questions(root: Path) -> Sequence[VCRQuestion]:
     [path] = root.glob("*.jsonl")
-    return VCRFile(path)
+    return read_questions(path)
 
 
 @pytest.fixture(scope="module")
-def labels(questions: VCRFile) -> tuple[list[int], list[int]]:
+def labels(questions: Sequence[VCRQuestion]) -> tuple[list[int], list[int]]:
     every = [questions[index] for index in range(len(questions))]
     return [one.answer_label for one in every], [one.rationale_label for one in every]
 
 
 def test_vcr_accuracies_of_predictions(root, expected, questions, labels):
     predictions = json.loads((root / "predictions.json").read_text("utf-8"))
-    assert predictions["annot_id"] == questions.annot_ids
+    annot_ids = [one.annot_id for one in questions]
+    assert predictions["annot_id"] == annot_ids
     given_right = np.array(predictions["rationale_probs"])  # [U, 4]
-    found = list(questions.annot_ids), np.array(predictions["answer_probs"]), given_right[:, None].repeat(4, axis=1)
+    found = annot_ids, np.array(predictions["answer_probs"]), given_right[:, None].repeat(4, axis=1)
     assert score(Submission(*found), *labels) == {key: expected[key] for key in ("Q->A", "QA->R", "Q->AR")}
     for row, hits in enumerate(expected["hits"]):
         alone = score(Submission(*(one[row : row + 1] for one in found)), *(one[row : row + 1] for one in labels))
@@ -48,10 +50,11 @@ def test_vcr_accuracies_of_predictions(root, expected, questions, labels):
 
 
 def test_vcr_accuracies_of_the_leaderboard_file(root, expected, questions, labels):
+    annot_ids = [one.annot_id for one in questions]
     submission = read_leaderboard(root / "submission.csv")
-    assert sorted(submission.annot_ids) == sorted(questions.annot_ids)
-    rows = [submission.annot_ids.index(annot_id) for annot_id in questions.annot_ids]
-    ours = Submission(questions.annot_ids, submission.answers[rows], submission.rationales[rows])
+    assert sorted(submission.annot_ids) == sorted(annot_ids)
+    rows = [submission.annot_ids.index(annot_id) for annot_id in annot_ids]
+    ours = Submission(annot_ids, submission.answers[rows], submission.rationales[rows])
     assert score(ours, *labels) == expected["from_submission_csv_re_derived"]
 
 

@@ -17,10 +17,11 @@ from detector.config import DetectorConfig
 from detector.images import ResizeRule
 from detector.r2c import NetworkSizes, R2CNetwork
 from detector.structures import ImageBatch
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import DataSettings, RunConfig, load_config
 from e2e_vl.converter import from_dict
+from e2e_vl.data.base import DataFiles, Wants
 from e2e_vl.data.image_loader import instance_mask
-from e2e_vl.data.vcr import VCRDataset, VCRFile, VCROptions, relevant_objects
+from e2e_vl.data.vcr import VCRDataset, VCROptions, relevant_objects
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from e2e_vl.examples import TextExample
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, SampleImage
@@ -97,7 +98,9 @@ def test_boxes_of_a_question(data_rules, tmp_path, kind, objects):
     (tmp_path / "val.jsonl").write_text(json.dumps(line) + "\n")
     names = tuple(dict.fromkeys(item["objects"]))
     options = VCROptions(question=kind, objects=objects, class_names=names)
-    dataset = VCRDataset(tmp_path, VCRFile(tmp_path / "val.jsonl"), options)
+    files = {"images": ".", "questions": "val.jsonl"}
+    settings = DataSettings(name="vcr", root=str(tmp_path), files=files)
+    dataset = VCRDataset(DataFiles(settings, VCRDataset.known_files), options, "val", Wants())
     [group] = dataset.groups
     corners = [[0, 0, 9, 9, 0.9]] * len(item["objects"])
     (tmp_path / "a.json").write_text(

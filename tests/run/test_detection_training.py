@@ -122,12 +122,12 @@ def test_the_gradient_reaches_the_whole_detector_also_in_images_without_objects(
     torch.manual_seed(0)
     model = build_model(config, vocab_size=len(tokenizer)).train()
     examples = build_examples(config, model, tokenizer, "train", boxes="online", training=True)
-    path, first = examples.dataset.instances.path, examples.dataset.images[0].id
+    path, first = examples.dataset.instances.path, examples.dataset.instances.images[0].id
     content = json.loads(path.read_text())
     content["annotations"] = [one for one in content["annotations"] if one["image_id"] != first]
     path.write_text(json.dumps(content))
     examples = build_examples(config, model, tokenizer, "train", boxes="online", training=True)
-    assert not examples.dataset.instances.by_image[first]
+    assert not examples.dataset.instances[first].objects
 
     def gradients(indices: list[int]) -> dict[str, torch.Tensor | None]:
         model.zero_grad(set_to_none=True)

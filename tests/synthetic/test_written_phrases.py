@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from e2e_vl.config import DataSettings
 from e2e_vl.data import refcoco
 from e2e_vl.data.flickr30k import read_sentences
-from e2e_vl.data.refcoco import NounPhrases, RefCOCODataset, ReferFiles
+from e2e_vl.data.refcoco import NounPhrases, RefCOCODataset
 from e2e_vl.synthetic.language import Description, ReferringExpression, to_words, two_phrases
+from tests.data.roads import open_dataset
 
 STAR, RED = Description(shape="star"), Description(colour="red", shape="circle")
 
@@ -37,14 +39,15 @@ def test_an_expression_about_one_object_is_one_phrase(operator):
 
 @pytest.fixture(scope="module")
 def dataset(synthetic_folder) -> RefCOCODataset:
-    own = synthetic_folder / "refcoco+"
-    phrases = NounPhrases(*(synthetic_folder / "refcoco+_phrases" / name for name in ("Sentences", "Annotations")))
-    return RefCOCODataset(
-        synthetic_folder / "images" / "train2014",
-        ReferFiles(own / "refs(unc).p", own / "instances.json"),
-        "train",
-        phrases,
-    )
+    return opened(synthetic_folder, "train")
+
+
+def opened(folder, split: str, *, phrases: bool = True) -> RefCOCODataset:
+    files = {"images": "images/train2014", "refs": "refcoco+/refs(unc).p", "instances": "refcoco+/instances.json"}
+    if phrases:
+        files |= {"phrases": "refcoco+_phrases/Sentences", "phrase_boxes": "refcoco+_phrases/Annotations"}
+    settings = DataSettings(name="refcoco", root=str(folder), files=files)
+    return open_dataset(RefCOCODataset, settings, split, "gt", phrases=True)
 
 
 def test_the_reader_states_the_phrases_of_every_expression(dataset):
@@ -78,8 +81,7 @@ def test_the_files_of_an_image_are_read_once_for_all_of_its_expressions(dataset,
 
 
 def test_without_files_of_phrases_an_expression_is_one(synthetic_folder):
-    own = synthetic_folder / "refcoco+"
-    plain = RefCOCODataset(synthetic_folder, ReferFiles(own / "refs(unc).p", own / "instances.json"), "val")
+    plain = opened(synthetic_folder, "val", phrases=False)
     [text] = plain.sample(plain.groups[0][:1]).texts
     assert text.phrases.spans == ((0, len(text.words)),) and not text.phrases.is_complete
     assert text.phrases.boxes[0].tolist() == [list(text.truth.box)]

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from detector.config import SelectionRule
-from e2e_vl.data.coco import read_instances
+from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.image_loader import Augmentation, BoxReader, open_boxes
 from e2e_vl.examples import ImageExample
@@ -27,7 +27,7 @@ FEATURE_BOXES = np.array([[0, 0, 10, 10], [5, 5, 20, 20]], dtype=np.float32)
 @pytest.fixture
 def photo(tiny) -> SampleImage:
     """Photo 7, 100 x 60 pixels."""
-    objects = read_instances(tiny.instances_file).objects(7)
+    objects = CocoInstances(tiny.instances_file).objects(7)
     return SampleImage("7", tiny.images_root / "seven.png", (60, 100), objects)
 
 
@@ -195,7 +195,7 @@ def test_an_image_without_objects_has_empty_targets(photo):
 
 def test_objects_are_clipped_to_the_image(tiny, photo):
     tiny.instances["annotations"][0]["bbox"] = [-10, 20, 130, 50]  # of a 100 x 60 image
-    objects = read_instances(tiny.write().instances_file).objects(7)
+    objects = CocoInstances(tiny.write().instances_file).objects(7)
     image = load(dataclasses.replace(photo, objects=objects), with_objects=True, resize=DOUBLE)
     np.testing.assert_allclose(image.objects.boxes[0], [0, 40, 200, 120])
     np.testing.assert_allclose(image.boxes[0], [0, 40, 199, 119])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-from e2e_vl.data.base import DataFiles, NoOptions
-from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.base import DataFiles, NoOptions, Wants
 from e2e_vl.samples import CorrectChoice, Sample, SampleText
 from tests.run.extensions.scenes import SceneDataset
 
@@ -16,8 +14,8 @@ SHAPES = ("circle", "star")  # two statements about each pair
 class PairDataset(SceneDataset):
     """Each image of an instances file with the next one."""
 
-    def __init__(self, images_root: Path, instances: CocoInstances):
-        super().__init__(images_root, instances)
+    def __init__(self, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> None:
+        super().__init__(files, options, split, wants)
         self.pairs = list(zip(self.ids, [*self.ids[1:], self.ids[0]], strict=True))
         self.groups = [[2 * number, 2 * number + 1] for number in range(len(self.pairs))]
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, NoOptions
-from e2e_vl.data.coco import CocoInstances, read_instances
+from e2e_vl.data.base import DataFiles, NoOptions, Wants
+from e2e_vl.data.coco import CocoInstances
 from e2e_vl.samples import ReferredBox, Sample, SampleText
 from tests.run.extensions.scenes import SceneDataset
 
@@ -18,13 +17,13 @@ class NamedSceneDataset(SceneDataset):
     known_files = ("images", "instances", "detections", "features")
     box_sources = tuple(BoxSource)
 
-    def __init__(self, images_root: Path, instances: CocoInstances):
-        super().__init__(images_root, instances)
+    def __init__(self, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> None:
+        super().__init__(files, options, split, wants)
         self.names = [f"scene-{number}.b" for number in self.ids]
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
-        return [f"the first {name}" for name in read_instances(files.path("instances", split=split)).class_names]
+        return [f"the first {name}" for name in CocoInstances(files.path("instances", split=split)).class_names]
 
     def image_ids(self) -> Iterable[str]:
         return self.names
