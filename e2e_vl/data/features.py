@@ -362,7 +362,7 @@ class Hdf5Store(FeatureStore):
         self.path = path
         try:
             with import_optional("h5py").File(path, "r") as file:
-                self.ids = file["ids"].asstr()[:].tolist()
+                self.ids = [one.decode() for one in file["ids"][:]]
                 self.starts, self.sizes = file["starts"][:].astype(np.int64), file["image_sizes"][:].astype(np.int64)
                 self.stamp = json.loads(file.attrs["stamp"]) if "stamp" in file.attrs else None
                 if len(self.starts) != len(self.ids) + 1 or self.starts[-1] != len(file["boxes"]):
@@ -415,14 +415,17 @@ def _lmdb_environment(path: Path) -> Any:
     return import_optional("lmdb").open(str(path), subdir=False, readonly=True, lock=False, readahead=False)
 
 
+_handles: dict[Path, tuple[tuple[int, int], Any]] = {}
+
+
 def _open(opener: Callable[[Path], Any], path: Path) -> Any:
-    """An open file, once per process and version of the file; LMDB refuses to open a file twice."""
-    return _opened(opener, path, path.stat().st_mtime_ns, os.getpid())
-
-
-@functools.lru_cache(maxsize=16)
-def _opened(opener: Callable[[Path], Any], path: Path, modified: int, process: int) -> Any:
-    return opener(path)
+    """An open file, once per process and version of the file: LMDB refuses to open one twice, also after a fork."""
+    version = os.getpid(), path.stat().st_mtime_ns
+    if path in _handles and _handles[path][0] != version:
+        _handles.pop(path)[1].close()
+    if path not in _handles:
+        _handles[path] = version, opener(path)
+    return _handles[path][1]
 
 
 def import_optional(name: str) -> Any:

