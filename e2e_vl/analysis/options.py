@@ -2,101 +2,82 @@
 
 from __future__ import annotations
 
-import dataclasses
 import typing
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from detector.errors import UserError
-from e2e_vl.converter import check_choice
 
 WordPiece = Literal["last", "first", "mean"]
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionChoices:
-    """The options of an analysis; `describe` repeats them in its output.
+class AttentionChoices(msgspec.Struct, frozen=True):
+    """The options of an analysis; `describe` repeats them in its output. The metadata of a type is its help."""
 
-    Raises:
-        ValueError: a value that an option does not have; the message names it.
-    """
-
-    entity_piece: Literal["last", "first", "mean", "head"] = dataclasses.field(
-        default="last",
-        metadata={
-            "help": "wordpiece of an entity that attends; mean: the mean of all its wordpieces; head: its head word in "
-            "the parse, of several ones the first, at the wordpiece of --word-piece"
-        },
-    )
-    word_piece: WordPiece = dataclasses.field(
-        default="last", metadata={"help": "wordpiece of an attending word, which is one of a relation or a head word"}
-    )
-    phrase_word: Literal["any", "head"] = dataclasses.field(
-        default="any",
-        metadata={"help": "words of an entity that relations may lead to: any of them, or its head word alone"},
-    )
-    gold_boxes: Literal["any", "union"] = dataclasses.field(
-        default="any",
-        metadata={"help": "a region is right if it overlaps any box of the entity, or the box around all of them"},
-    )
-    min_iou: float = dataclasses.field(default=0.5, metadata={"help": "least IoU of a right region, inclusive"})
-    without_box: Literal["skip", "miss"] = dataclasses.field(
-        default="skip", metadata={"help": "entities without an annotated box are left out, or counted as missed"}
-    )
-    without_proposal: Literal["miss", "skip"] = dataclasses.field(
-        default="miss", metadata={"help": "entities without a right region are counted as missed, or left out"}
-    )
-    mean_over: Literal["entities", "sentences"] = dataclasses.field(
-        default="entities",
-        metadata={
-            "help": "means are over entities (or pairs of words), or over sentences, each with the mean of its own"
-        },
-    )
-    directions: Literal["pooled", "separate"] = dataclasses.field(
-        default="pooled",
-        metadata={
-            "help": "both directions of a relation are one measure, or two ('to its governor', 'from its governor')"
-        },
-    )
-    min_count: int = dataclasses.field(
-        default=1, metadata={"help": "least number of pairs of a relation that is shown"}
-    )
-    most_relations: int = dataclasses.field(
-        default=10, metadata={"help": "relations that are shown, the most common ones"}
-    )
-    active_above: float = dataclasses.field(
-        default=0.2,
-        metadata={
-            "help": "a head is active if more than this share of the attention of the measured words is on regions"
-        },
-    )
-    active_over: Literal["examples", "entities"] = dataclasses.field(
-        default="examples",
-        metadata={
-            "help": "samples on which the activity of a head is measured: the examples of each accuracy, or the "
+    entity_piece: Annotated[
+        Literal["last", "first", "mean", "head"],
+        Meta(
+            description="attending wordpiece of an entity; mean: the mean of all its wordpieces; head: its head word "
+            "in the parse, the first of several ones, at the wordpiece of --word-piece"
+        ),
+    ] = "last"
+    word_piece: Annotated[
+        WordPiece, Meta(description="wordpiece of an attending word, which is one of a relation or a head word")
+    ] = "last"
+    phrase_word: Annotated[
+        Literal["any", "head"],
+        Meta(description="words of an entity that relations may lead to: any of them, or its head word alone"),
+    ] = "any"
+    gold_boxes: Annotated[
+        Literal["any", "union"],
+        Meta(description="a region is right if it overlaps any box of the entity, or the box around all of them"),
+    ] = "any"
+    min_iou: Annotated[float, Meta(ge=0, le=1, description="least IoU of a right region, inclusive")] = 0.5
+    without_box: Annotated[
+        Literal["skip", "miss"],
+        Meta(description="entities without an annotated box are left out, or counted as missed"),
+    ] = "skip"
+    without_proposal: Annotated[
+        Literal["miss", "skip"], Meta(description="entities without a right region are counted as missed, or left out")
+    ] = "miss"
+    mean_over: Annotated[
+        Literal["entities", "sentences"],
+        Meta(
+            description="means are over entities (or pairs of words), or over sentences, each with the mean of its own"
+        ),
+    ] = "entities"
+    directions: Annotated[
+        Literal["pooled", "separate"],
+        Meta(
+            description="both directions of a relation are one measure, or two ('to its governor', 'from its governor')"
+        ),
+    ] = "pooled"
+    min_count: Annotated[int, Meta(ge=1, description="least number of pairs of a relation that is shown")] = 1
+    most_relations: Annotated[int, Meta(ge=1, description="relations that are shown, the most common ones")] = 10
+    active_above: Annotated[
+        float,
+        Meta(ge=0, le=1, description="least share of the measured words' attention that an active head has on regions"),
+    ] = 0.2
+    active_over: Annotated[
+        Literal["examples", "entities"],
+        Meta(
+            description="samples on which the activity of a head is measured: the examples of each accuracy, or the "
             "entities, for relations too"
-        },
-    )
-    whole_image: Literal["excluded", "candidate"] = dataclasses.field(
-        default="excluded", metadata={"help": "whether the region of the whole image is a region like the others"}
-    )
-    missing_parse: Literal["error", "skip"] = dataclasses.field(
-        default="error", metadata={"help": "a caption without a parse is an error, or has no relations"}
-    )
-    first_number: Literal[0, 1] = dataclasses.field(
-        default=0, metadata={"help": "number of the first layer and of the first head in the output"}
-    )
-
-    def __post_init__(self) -> None:
-        for name, hint in typing.get_type_hints(type(self)).items():
-            if typing.get_origin(hint) is Literal:
-                allowed = typing.get_args(hint)
-                check_choice(option_name(name), str(getattr(self, name)), map(str, allowed))
-        for name in ("min_iou", "active_above"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"{option_name(name)} is {getattr(self, name)}; it must be from 0 to 1.")
-        for name in ("min_count", "most_relations"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{option_name(name)} is {getattr(self, name)}; it must be at least 1.")
+        ),
+    ] = "examples"
+    whole_image: Annotated[
+        Literal["excluded", "candidate"],
+        Meta(description="whether the region of the whole image is a region like the others"),
+    ] = "excluded"
+    missing_parse: Annotated[
+        Literal["error", "skip"], Meta(description="a caption without a parse is an error, or has no relations")
+    ] = "error"
+    first_number: Annotated[
+        Literal[0, 1], Meta(description="number of the first layer and of the first head in the output")
+    ] = 0
 
     def require_parses(self, *, given: bool) -> None:
         """Raises ValueError for a choice that parses alone can answer, where none are given."""
@@ -109,18 +90,21 @@ class AttentionChoices:
     def describe(self) -> list[dict[str, Any]]:
         """Of each option its `name`, `value`, `default` and `meaning`."""
         return [
-            {
-                "name": option_name(field.name),
-                "value": getattr(self, field.name),
-                "default": field.default,
-                "meaning": field.metadata["help"],
-            }
-            for field in dataclasses.fields(self)
+            {"name": option_name(name), "value": getattr(self, name), "default": default, "meaning": meaning}
+            for name, _, default, meaning in options()
         ]
 
     def number(self, layer: int, head: int) -> str:
         """How the output names a head, such as "10-1"."""
         return f"{layer + self.first_number}-{head + self.first_number}"
+
+
+def options() -> Iterator[tuple[str, Any, Any, str]]:
+    """(field, type, default, meaning) of every option."""
+    types = typing.get_type_hints(AttentionChoices, include_extras=True)
+    for field in msgspec.structs.fields(AttentionChoices):
+        kind, meta = typing.get_args(types[field.name])
+        yield field.name, kind, field.default, meta.description
 
 
 def option_name(field: str) -> str:

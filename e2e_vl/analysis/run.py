@@ -47,9 +47,6 @@ from e2e_vl.run.build import (
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.launch import make_accelerator
 
-# One self-contained page with the numbers, figures and pictures of an analysis.
-
-
 PAGE = Path(__file__).with_name("attention_page.html.jinja")
 LONGEST_SIDE = 720  # of a picture in the page, pixels
 
@@ -105,10 +102,10 @@ def _percent(value: Any) -> str:
 
 
 FOLDER = "attention"  # of a run directory
-PAGE_ATTENTION_RUN = "attention.html"
+RESULTS_PAGE = "attention.html"
 # all that an analysis writes
 WRITTEN = (
-    PAGE_ATTENTION_RUN,
+    RESULTS_PAGE,
     "attention.json",
     "heads.csv",
     "relations.csv",
@@ -116,7 +113,6 @@ WRITTEN = (
     "entities_*.png",
     "relations_*.png",
     "overlays",
-    "overlays/[0-9]*.[jp][pn]g",
 )
 # settings of `data` about the input of the model and the work: those of the run, whichever data are read
 OF_RUN = ("resize", "canvas", "vocabulary", "max_text_length", "blank_text", "blank_image", "workers")
@@ -229,24 +225,17 @@ def write_results(
             for name, content in figures.items():
                 (part / name).write_bytes(content)
             overlays = draw_overlays(part / "overlays", results, found.seen, heads)
-            write_page(part / PAGE_ATTENTION_RUN, results, figures, overlays)
-            check_results_folder(folder)  # nothing else came while this was measured
-        page = folder / PAGE_ATTENTION_RUN
+            write_page(part / RESULTS_PAGE, results, figures, overlays)
+        page = folder / RESULTS_PAGE
     accelerator.wait_for_everyone()
     return page
 
 
 def check_results_folder(folder: Path) -> None:
-    """Raises ValueError if the folder holds anything but an earlier analysis, which is replaced as a whole."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; choose another --output, a folder for the results.")
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if not any(fnmatch.fnmatchcase(name, own) for own in WRITTEN):
-            raise UserError(
-                f"{folder} holds {name}, which is no result of an analysis, and is not replaced; choose another "
-                "--output, or take it out."
-            )
+    """Raises UserError unless the folder is new, or holds an earlier analysis, which is replaced as a whole."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if folder.is_file() or not all(any(fnmatch.fnmatchcase(name, own) for own in WRITTEN) for name in names):
+        raise UserError(f"{folder} holds more than the results of an analysis; choose another --output.")
 
 
 def divided(overrides: Sequence[str], *, has_data: bool) -> tuple[list[str], list[str]]:

@@ -20,12 +20,13 @@ the figures and overlays/*.jpg, regions coloured by the attention of phrases. do
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import typing
 from pathlib import Path
 
+import msgspec
+
 from detector.errors import UserError
-from e2e_vl.analysis.options import AttentionChoices, option_name, parse_head
+from e2e_vl.analysis.options import AttentionChoices, option_name, options, parse_head
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.config import BoxSource, check_overrides, load_config
 from e2e_vl.io import model_folder
@@ -58,16 +59,13 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, help="folder of the results (default: one in RUN/attention)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
     choices = parser.add_argument_group("choices", "what the paper leaves open")
-    kinds = typing.get_type_hints(AttentionChoices)
-    for field in dataclasses.fields(AttentionChoices):
-        kind = kinds[field.name]
-        allowed = typing.get_args(kind) or None
+    for name, kind, default, meaning in options():
         choices.add_argument(
-            option_name(field.name),
-            type=type(field.default),
-            default=field.default,
-            choices=allowed,
-            help=f"{field.metadata['help'].replace('%', '%%')} (default: {field.default})",
+            option_name(name),
+            type=type(default),
+            default=default,
+            choices=typing.get_args(kind) or None,
+            help=f"{meaning.replace('%', '%%')} (default: {default})",
         )
     return parser
 
@@ -82,9 +80,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         load_config(arguments.data, [*own, "output=unused"])
     if arguments.pictures < 0 or (arguments.max_images is not None and arguments.max_images < 1):
         raise UserError("--pictures must not be negative, and --max-images must be at least 1.")
-    choices = AttentionChoices(
-        **{field.name: getattr(arguments, field.name) for field in dataclasses.fields(AttentionChoices)}
-    )
+    values = {name: getattr(arguments, name) for name, *_ in options()}
+    choices = msgspec.convert(values, AttentionChoices)
     choices.require_parses(given=arguments.parses is not None or arguments.spacy is not None)
     for head in arguments.heads:
         parse_head(head, choices.first_number)

@@ -195,7 +195,7 @@ def test_results_replace_those_of_an_earlier_analysis_and_nothing_else(run, pars
     (output / "notes.txt").write_text("mine")
     before = (output / "attention.json").stat().st_mtime_ns
     assert main([str(word) for word in words]) == 2
-    assert f"{output} holds notes.txt, which is no result of an analysis" in capsys.readouterr().err
+    assert f"{output} holds more than the results of an analysis" in capsys.readouterr().err
     assert (output / "attention.json").stat().st_mtime_ns == before
 
 
