@@ -1,0 +1,680 @@
+"""Published checkpoints in every layout, written here from tiny detectors: loaded, they give its numbers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from torchvision.models import detection
+from torchvision.ops.misc import FrozenBatchNorm2d
+
+from detector.checkpoint import load_checkpoint, load_pretrained, save_pretrained, save_weights
+from detector.config import DetectorConfig, flatten, load_tree
+from detector.faster_rcnn import FasterRCNN
+from detector.images import ResizeRule
+from detector.r2c import R2CNetwork
+from detector.structures import ImageBatch
+from detector.weight_names import (
+    CELL_ANCHORS,
+    FOLDED_VARIANCE,
+    PREFIX,
+    fold_norms,
+    from_torchvision_detector,
+    from_visual_bert,
+    is_visual_bert,
+    match_ends,
+    own_name,
+    to_detector_names,
+    visual_bert_name,
+)
+from detector.zoo import PUBLISHED
+from e2e_vl.extraction.regions import find_detector
+from tests.detector import published
+
+
+def test_the_longest_end_wins_and_two_places_are_an_error():
+    tensors = {name: torch.zeros(1) for name in ("conv1.weight", "res2.conv1.weight", "other")}
+    model_names = ["body.conv1.weight", "body.res2.conv1.weight", "body.my_other"]
+    assert set(match_ends(tensors, model_names, "x")) == {*model_names[:2], "other"}
+    with pytest.raises(ValueError, match=r"x: conv1\.weight could be body\.conv1\.weight or head\.conv1\.weight"):
+        match_ends(tensors, [*model_names, "head.conv1.weight"], "x")
+
+
+def test_detectron2_pickle_and_its_own_anchors(tmp_path: Path, original: FasterRCNN):
+    """Also the layout of py-bottom-up-attention, which has our attribute head's names and an old anchor buffer."""
+    content = published.arrays(original.state_dict())
+    content[f"{CELL_ANCHORS}0"] = original.proposal_generator.anchor_generators[0].cell_anchors.numpy()
+    model = published.make(published.TREE, 3)
+    report = load_checkpoint(
+        model, published.write_pickle(tmp_path / "a.pkl", {"model": content, "__author__": "someone"})
+    )
+    assert report.is_complete and report.layout == "Detectron2"
+    published.assert_same_outputs(original, model)
+
+    content[f"{CELL_ANCHORS}0"] = 2 * content[f"{CELL_ANCHORS}0"]
+    with pytest.raises(ValueError, match=r"a\.pkl: its .*cell_anchors.* contradicts MODEL.ANCHOR_GENERATOR"):
+        load_checkpoint(model, published.write_pickle(tmp_path / "a.pkl", {"model": content}))
+
+
+@pytest.mark.parametrize("heuristics", [False, True])
+def test_saved_as_detectron2_reads_it(tmp_path: Path, plain: FasterRCNN, heuristics: bool):
+    save_weights(plain.state_dict(), tmp_path / "a.pth")
+    content = torch.load(tmp_path / "a.pth", weights_only=True)
+    assert set(content) == {"model"} and set(content["model"]) == set(plain.state_dict())
+    torch.save(
+        {**content, "iteration": 3, "optimizer": {"state": {}}, "matching_heuristics": heuristics}, tmp_path / "b.pth"
+    )
+    for name in ("a.pth", "b.pth"):
+        model = published.make(published.WITHOUT_ATTRIBUTES, 3)
+        assert load_checkpoint(model, tmp_path / name).is_complete
+        published.assert_same_outputs(plain, model)
+
+
+def test_partial_names(tmp_path: Path, plain: FasterRCNN):
+    """What Detectron2's converter of torchvision models writes."""
+    content = {
+        published.without_prefix(name): value.numpy()
+        for name, value in plain.state_dict().items()
+        if published.is_trunk(name)
+    }
+    content["stem.fc.weight"] = np.zeros((10, 64), np.float32)
+    content = {"model": content, "__author__": "torchvision", "matching_heuristics": True}
+    model = published.make(published.WITHOUT_ATTRIBUTES, 3)
+    report = load_checkpoint(model, published.write_pickle(tmp_path / "a.pkl", content), expect="backbone")
+    assert report.layout == "Detectron2 without prefixes" and report.unexpected == ["stem.fc.weight"]
+    after, wanted = model.state_dict(), plain.state_dict()
+    assert all(torch.equal(after[name], wanted[name]) for name in after if published.is_trunk(name))
+
+
+def test_a_torch_archive_called_pkl(tmp_path: Path, plain: FasterRCNN):
+    torch.save({"model": plain.state_dict()}, tmp_path / "a.pkl")
+    assert load_checkpoint(published.make(published.WITHOUT_ATTRIBUTES, 3), tmp_path / "a.pkl").is_complete
+
+
+def test_golden_weights_survive_every_form(tmp_path: Path, golden_root: Path):
+    """A state dict that the real Detectron2 saved: through .pth, .pkl and Caffe2's names and back, bit for bit."""
+    folder = golden_root / "detectron2"
+    config = DetectorConfig.from_yaml(folder / "config.yaml")
+    model = FasterRCNN(config)
+    load_checkpoint(model, folder / "state_dict.safetensors")
+    state = copy.deepcopy(model.state_dict())
+    save_weights(state, tmp_path / "a.pth")
+    published.write_pickle(tmp_path / "b.pkl", {"model": published.arrays(state), "__author__": "Detectron2 Model Zoo"})
+    names = ["a.pth", "b.pkl"]
+    if len(config.rpn.conv_dims) == 1:  # Caffe2 had a single convolution
+        published.write_pickle(tmp_path / "c.pkl", published.caffe2_blobs(model, published.NEW_NORMS))
+        names.append("c.pkl")
+    for name in names:
+        again = FasterRCNN(config)
+        assert load_checkpoint(again, tmp_path / name).is_complete
+        assert all(torch.equal(value, state[key]) for key, value in again.state_dict().items())
+
+
+def test_folders(tmp_path: Path, plain: FasterRCNN):
+    save_pretrained(plain, tmp_path / "run" / "model" / "detector")
+    for folder in ("run", "run/model", "run/model/detector"):
+        model = published.make(published.WITHOUT_ATTRIBUTES, 3)
+        assert load_checkpoint(model, tmp_path / folder).is_complete
+    published.assert_same_outputs(plain, model)
+    published.assert_same_outputs(plain, load_pretrained(tmp_path / "run" / "model" / "detector"))
+    with pytest.raises(FileNotFoundError, match="holds no detector's weights"):
+        load_checkpoint(model, tmp_path)
+
+
+@pytest.mark.parametrize(("norms", "wrap"), [("NEW_NORMS", "bare"), ("OLD_NORMS", "blobs"), ("NEW_NORMS", "model")])
+def test_caffe2_blobs(tmp_path: Path, plain: FasterRCNN, norms: str, wrap: str):
+    blobs: dict = published.caffe2_blobs(plain, getattr(published, norms))
+    blobs["conv1_b"] = np.zeros(8, np.float32)
+    blobs["fc1000_w"] = np.zeros((10, 64), np.float32)
+    content = {"model": {"model": blobs, "__author__": "Caffe2", "matching_heuristics": True}, "bare": blobs}
+    content["blobs"] = {"blobs": {**blobs, "conv1_w_momentum": blobs["conv1_w"]}, "cfg": "text"}
+    model = published.make(published.WITHOUT_ATTRIBUTES, 3)
+    report = load_checkpoint(model, published.write_pickle(tmp_path / "a.pkl", content[wrap]))
+    assert report.layout == "Caffe2"
+    assert sorted(report.unexpected) == ["fc1000.weight", "stem.conv1.bias"]
+    assert not report.missing and not report.mismatched
+    published.assert_same_outputs(plain, model)
+
+
+def test_folded_norms_of_caffe2(tmp_path: Path):
+    """Detectron saved scale and bias alone. What statistics the model had before does not matter."""
+    source = published.make(published.WITHOUT_ATTRIBUTES, 2)
+    for name, value in source.state_dict().items():
+        if "running" in name:
+            value.fill_(0.0 if name.endswith("mean") else 1 - 1e-5)
+    blobs = {
+        name: v
+        for name, v in published.caffe2_blobs(source, published.OLD_NORMS).items()
+        if not name.endswith(("_rm", "_riv"))
+    }
+    model = published.make(published.WITHOUT_ATTRIBUTES, 3)
+    assert load_checkpoint(model, published.write_pickle(tmp_path / "a.pkl", blobs)).is_complete
+    published.assert_same_outputs(source, model)
+
+
+@pytest.mark.parametrize("box_weights", [[10.0, 10.0, 5.0, 5.0], [1.0, 1.0, 1.0, 1.0]])
+def test_caffe_bottom_up_attention(tmp_path: Path, original: FasterRCNN, box_weights: list[float]):
+    state = published.caffe_attention_state(original)
+    cells = original.proposal_generator.anchor_generators[0].cell_anchors
+    order = [s * published.RATIOS + r for r in range(published.RATIOS) for s in range(published.SIZES)]
+    state[f"{CELL_ANCHORS}0"] = cells[order] - torch.tensor([0, 0, 1, 1])
+    torch.save({"model": state}, tmp_path / "a.pth")
+    tree = copy.deepcopy(published.TREE)
+    tree["MODEL"]["ROI_BOX_HEAD"]["BBOX_REG_WEIGHTS"] = box_weights
+    model = published.make(tree, 3)
+    report = load_checkpoint(model, tmp_path / "a.pth")
+    assert report.is_complete and report.layout == "bottom-up attention, Caffe conventions"
+    published.assert_same_outputs(original, model)
+
+    state[f"{CELL_ANCHORS}0"] = cells - torch.tensor([0, 0, 1, 1])  # size-major already
+    torch.save(state, tmp_path / "a.pth")
+    with pytest.raises(ValueError, match=r"contradicts MODEL\.ANCHOR"):
+        load_checkpoint(model, tmp_path / "a.pth")
+    tree["MODEL"]["ANCHOR_GENERATOR"]["SIZES"] = [[32, 64, 128]]
+    with pytest.raises(ValueError, match=r"a\.pth: it has 6 anchors per cell.* 3 sizes x 3 ratios"):
+        load_checkpoint(published.make(tree, 3), tmp_path / "a.pth")
+
+
+def test_attributes_may_be_absent_if_asked(tmp_path: Path, original: FasterRCNN):
+    with_head, without = tmp_path / "with.safetensors", tmp_path / "without.pth"
+    save_weights(original.state_dict(), with_head)
+    head = ("cls_embedding", "fc_attr", "attr_score")
+    save_weights({k: v for k, v in original.state_dict().items() if k.split(".")[2] not in head}, without)
+    small, large = published.make(published.WITHOUT_ATTRIBUTES, 3), published.make(published.TREE, 3)
+    with pytest.raises(ValueError, match="5 unexpected"):
+        load_checkpoint(small, with_head)
+    assert len(load_checkpoint(small, with_head, expect="no_attributes").unexpected) == 5
+    with pytest.raises(ValueError, match="5 missing"):
+        load_checkpoint(large, without)
+    assert len(load_checkpoint(large, without, expect="no_attributes").missing) == 5
+    expected, found = published.outputs(small), published.outputs(large)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_shipped_caffe_anchors():
+    """Caffe's rounded anchors are the ideal ones around (8, 8) within 7 %, in the same order."""
+    folder = Path(__file__).parents[2] / "configs" / "detector"
+    caffe = DetectorConfig.from_yaml(folder / "bottom_up_attention_caffe.yaml")
+    port = DetectorConfig.from_yaml(folder / "bottom_up_attention.yaml")
+    cells = torch.tensor(caffe.anchors.cell_anchors)
+    assert torch.equal(cells[:, :2] + cells[:, 2:], torch.full((12, 2), 16.0))
+    sides = cells[:, 2:] - cells[:, :2]
+    ideal = [(s / r**0.5, s * r**0.5) for s in port.anchors.sizes[0] for r in port.anchors.aspect_ratios[0]]
+    torch.testing.assert_close(sides, torch.tensor(ideal), rtol=0.07, atol=0)
+    same = msgspec.structs.replace(caffe, anchors=port.anchors, rpn=port.rpn, roi_heads=port.roi_heads)
+    assert same == port
+
+
+@pytest.mark.parametrize("name", ["bottom_up_attention", "bottom_up_attention_caffe"])
+def test_shipped_configs_have_the_shapes_of_the_published_files(name: str):
+    """Shapes as reported of the published files (py-bottom-up-attention's with an attribute head)."""
+    config = DetectorConfig.from_yaml(Path(__file__).parents[2] / "configs" / "detector" / f"{name}.yaml")
+    with torch.device("meta"):
+        shapes = {key: list(value.shape) for key, value in FasterRCNN(config).state_dict().items()}
+    expected = {
+        f"{published.RPN}.conv": [512, 1024, 3, 3],
+        f"{published.RPN}.objectness_logits": [12, 512, 1, 1],
+        f"{published.RPN}.anchor_deltas": [48, 512, 1, 1],
+        f"{published.PREDICTOR}.cls_score": [1601, 2048],
+        f"{published.PREDICTOR}.bbox_pred": [6400, 2048],
+        f"{published.PREDICTOR}.cls_embedding": [1601, 256],
+        f"{published.PREDICTOR}.fc_attr": [512, 2304],
+        f"{published.PREDICTOR}.attr_score": [401, 512],
+    }
+    assert {key: shapes[f"{key}.weight"] for key in expected} == expected
+    assert "backbone.res4.22.conv3.norm.running_var" in shapes and "backbone.res4.23.conv1.weight" not in shapes
+
+
+STAGES = ["res2", "res3", "res4", "res5"]
+LEVELS = ["p2", "p3", "p4", "p5", "p6"]
+FPN_TREE = {
+    "MODEL": {
+        "BACKBONE": {"NAME": "build_resnet_fpn_backbone"},
+        "RESNETS": {
+            "DEPTH": 50,
+            "STEM_OUT_CHANNELS": 8,
+            "RES2_OUT_CHANNELS": 8,
+            "WIDTH_PER_GROUP": 4,
+            "OUT_FEATURES": STAGES,
+        },
+        "FPN": {"IN_FEATURES": STAGES, "OUT_CHANNELS": 16},
+        "ANCHOR_GENERATOR": {"SIZES": [[16], [24], [32], [48], [64]]},
+        "RPN": {"IN_FEATURES": LEVELS, "PRE_NMS_TOPK_TEST": 20, "POST_NMS_TOPK_TEST": 20},
+        "ROI_HEADS": {
+            "NAME": "StandardROIHeads",
+            "IN_FEATURES": LEVELS[:4],
+            "NUM_CLASSES": 4,
+            "SCORE_THRESH_TEST": 0.0,
+        },
+        "ROI_BOX_HEAD": {"NAME": "FastRCNNConvFCHead", "NUM_FC": 2, "FC_DIM": 12, "POOLER_RESOLUTION": 3},
+    }
+}
+GROUP_NORMS = copy.deepcopy(FPN_TREE)
+GROUP_NORMS["MODEL"]["FPN"]["NORM"] = "GN"
+GROUP_NORMS["MODEL"]["ROI_BOX_HEAD"] |= {"NUM_CONV": 1, "CONV_DIM": 8, "NUM_FC": 1, "NORM": "GN"}
+FPN_BLOCKS = {"res2": 3, "res3": 4, "res4": 6, "res5": 3}
+TRUNK = "backbone.bottom_up."
+
+
+@pytest.fixture(scope="module")
+def fpn() -> FasterRCNN:
+    return published.make(FPN_TREE, 1)
+
+
+def old_buffers(model: FasterRCNN) -> dict[str, np.ndarray]:
+    generators = model.proposal_generator.anchor_generators
+    cells = {f"{CELL_ANCHORS}{number}": generator.cell_anchors.numpy() for number, generator in enumerate(generators)}
+    means = {"pixel_mean": model.config.input.pixel_mean, "pixel_std": model.config.input.pixel_std}
+    return cells | {name: np.array(values, np.float32).reshape(3, 1, 1) for name, values in means.items()}
+
+
+def test_a_model_zoo_file_with_old_anchor_buffers(tmp_path: Path, fpn: FasterRCNN):
+    arrays = published.arrays(fpn.state_dict()) | old_buffers(fpn)
+    assert sum(name.startswith(CELL_ANCHORS) for name in arrays) == 5
+    content = {"model": arrays, "__author__": "Detectron2 Model Zoo"}
+    model = published.make(FPN_TREE, 2)
+    report = load_checkpoint(model, published.write_pickle(tmp_path / "model_final_280758.pkl", content))
+    assert report.is_complete and report.layout == "Detectron2"
+    published.assert_same_outputs(fpn, model)
+
+    wrong = arrays | {f"{CELL_ANCHORS}4": arrays[f"{CELL_ANCHORS}4"] + 1}
+    file = published.write_pickle(tmp_path / "wrong.pkl", {"model": wrong})
+    with pytest.raises(ValueError, match=r"cell_anchors\.4 .* contradicts MODEL\.ANCHOR_GENERATOR"):
+        load_checkpoint(model, file)
+
+
+def test_the_box_part_of_a_mask_rcnn(tmp_path: Path, fpn: FasterRCNN):
+    mask = {f"roi_heads.mask_head.{name}": np.zeros(2, np.float32) for name in ("mask_fcn1.weight", "predictor.bias")}
+    content = {"model": published.arrays(fpn.state_dict()) | mask, "__author__": "Detectron2 Model Zoo"}
+    model = published.make(FPN_TREE, 2)
+    report = load_checkpoint(model, published.write_pickle(tmp_path / "mask.pkl", content))
+    assert not report.missing
+    assert report.unexpected == list(mask)
+    published.assert_same_outputs(fpn, model)
+
+
+def fpn_blobs(model: FasterRCNN) -> dict[str, np.ndarray]:
+    """The detector in Detectron's names: laterals below the top have `_lateral` in theirs."""
+    layers = {
+        "proposal_generator.rpn_head.conv": "conv_rpn_fpn2",
+        "proposal_generator.rpn_head.objectness_logits": "rpn_cls_logits_fpn2",
+        "proposal_generator.rpn_head.anchor_deltas": "rpn_bbox_pred_fpn2",
+        "roi_heads.box_head.conv1": "head_conv1",
+        "roi_heads.box_head.fc1": "fc6",
+        "roi_heads.box_head.fc2": "fc7",
+    }
+    for number, (stage, blocks) in enumerate(FPN_BLOCKS.items(), 2):
+        name = f"{stage}_{blocks - 1}_sum"
+        layers[f"backbone.fpn_lateral{number}"] = f"fpn_inner_{name}{'' if stage == 'res5' else '_lateral'}"
+        layers[f"backbone.fpn_output{number}"] = f"fpn_{name}"
+    blobs, rest = {}, {}
+    for name, value in model.state_dict().items():
+        layer, _, parameter = name.rpartition(".")
+        conv = layer.removesuffix(".norm")
+        if conv not in layers:
+            rest[name.replace(TRUNK, "backbone.")] = value
+        elif conv == layer:
+            blobs[f"{layers[conv]}_{parameter[0]}"] = value.numpy()
+        else:
+            blobs[f"{layers[conv]}_gn_{'s' if parameter == 'weight' else 'b'}"] = value.numpy()
+    for name, value in rest.items():
+        if "cls_score" in name:
+            value = torch.cat((value[-1:], value[:-1]))
+        elif "bbox_pred" in name:
+            value = torch.cat((torch.full_like(value[:4], 99.0), value))
+        blobs[published.caffe2_name(name, published.OLD_NORMS)] = value.numpy()
+    return blobs
+
+
+@pytest.mark.parametrize("tree", [FPN_TREE, GROUP_NORMS], ids=["fpn", "group_norms"])
+def test_caffe2_detectron(tmp_path: Path, tree: dict):
+    original, model = published.make(tree, 1), published.make(tree, 2)
+    blobs = fpn_blobs(original)
+    assert {"fpn_inner_res5_2_sum_w", "fpn_inner_res4_5_sum_lateral_w", "fpn_res2_2_sum_w"} <= set(blobs)
+    assert {"conv_rpn_fpn2_w", "rpn_cls_logits_fpn2_w", "rpn_bbox_pred_fpn2_b", "fc6_w"} <= set(blobs)
+    mask = {"_[mask]_fcn1_w": np.zeros(2), "mask_fcn_logits_w": np.zeros(2), "conv5_mask_w": np.zeros(2)}
+    momentum = {f"{name}_momentum": value for name, value in blobs.items()}
+    path = published.write_pickle(tmp_path / "c2.pkl", {"blobs": blobs | mask | momentum})
+    report = load_checkpoint(model, path)
+    assert report.layout == "Caffe2"
+    assert not report.missing
+    assert set(report.unexpected) == set(mask)
+    published.assert_same_outputs(original, model)
+
+
+def trunk_content(model: FasterRCNN, style: str) -> dict:
+    """ImageNet files: `R-50.pkl` has Caffe2's names, `X-101-32x8d.pkl` Detectron2's, others torchvision's."""
+    trunk = {n.removeprefix(TRUNK): v for n, v in model.state_dict().items() if n.startswith(TRUNK)}
+    if style == "caffe2":
+        blobs = {published.caffe2_name(f"backbone.{n}", published.NEW_NORMS): v.numpy() for n, v in trunk.items()}
+        return {"model": blobs | {"fc1000_w": np.zeros((2, 2))}, "__author__": "Caffe2"}
+    if style == "torchvision":
+        names = {published.torchvision_name(f"backbone.{n}"): v.numpy() for n, v in trunk.items()}
+        return names | {"fc.weight": np.zeros((2, 2), np.float32)}
+    names = {n: v.numpy() for n, v in trunk.items()} | {"stem.fc.weight": np.zeros((2, 2), np.float32)}
+    return {"model": names, "__author__": "torchvision", "matching_heuristics": True}
+
+
+@pytest.mark.parametrize("style", ["caffe2", "torchvision", "detectron2"])
+def test_imagenet_files_fill_the_trunk_below_the_pyramid(tmp_path: Path, fpn: FasterRCNN, style: str):
+    path = published.write_pickle(tmp_path / "R-50.pkl", trunk_content(fpn, style))
+    model = published.make(FPN_TREE, 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = load_checkpoint(model, path, expect="backbone")
+    assert len(report.unexpected) == 1
+    assert report.missing and not any(name.startswith(TRUNK) for name in report.missing)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, fpn.state_dict()[name] if name.startswith(TRUNK) else before[name]), name
+    with pytest.raises(ValueError, match=r"R-50\.pkl does not fit"):
+        load_checkpoint(model, path)
+
+
+@pytest.mark.parametrize("name", ["resnet.pth", "resnet101-pt-vgbua-0000.model", "data_parallel.pth"])
+def test_torchvision_names_fill_the_backbone(tmp_path: Path, plain: FasterRCNN, name: str):
+    state = {
+        published.torchvision_name(key): value for key, value in plain.state_dict().items() if published.is_trunk(key)
+    }
+    assert {"conv1.weight", "bn1.running_mean", "layer4.0.downsample.1.bias", "layer3.5.bn3.weight"} <= set(state)
+    state |= {"bn1.num_batches_tracked": torch.tensor(3), "fc.weight": torch.zeros(10, 64), "fc.bias": torch.zeros(10)}
+    if name == "data_parallel.pth":
+        state = {f"module.{key}": value for key, value in state.items()}
+    torch.save(state, tmp_path / name)
+    model = published.make(published.WITHOUT_ATTRIBUTES, 3)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"10 missing \(proposal_generator.*expect no_attributes or backbone"):
+        load_checkpoint(model, tmp_path / name)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+    report = load_checkpoint(model, tmp_path / name, expect="backbone")
+    assert report.layout == "torchvision"
+    assert sorted(report.unexpected) == ["fc.bias", "fc.weight"]
+    after = model.state_dict()
+    assert all(
+        torch.equal(after[key], (plain.state_dict() if published.is_trunk(key) else before)[key]) for key in after
+    )
+    assert sorted(report.missing) == sorted(key for key in after if not published.is_trunk(key))
+
+
+def test_names_of_torchvision_itself():
+    """Real torchvision modules: the whole of a ResNet-50 finds its place in the shipped C4 config."""
+    with torch.device("meta"):
+        state = torchvision.models.resnet50().state_dict()
+        wanted = {k: v.shape for k, v in FasterRCNN(DetectorConfig()).state_dict().items()}
+    renamed, _ = to_detector_names(state, wanted, DetectorConfig(), "r50.pth")
+    shapes = {k: v.shape for k, v in renamed.items() if not k.endswith("num_batches_tracked")}
+    assert {k: v for k, v in shapes.items() if published.is_trunk(k)} == {
+        k: v for k, v in wanted.items() if published.is_trunk(k)
+    }
+    assert {k for k in shapes if not published.is_trunk(k)} == {"fc.weight", "fc.bias"}
+
+
+@pytest.fixture(scope="module")
+def mobilenet() -> FasterRCNN:
+    """A trunk of the published size below a small box head."""
+    flat = flatten(load_tree(PUBLISHED / "torchvision_mobilenet_v3_large_320_fpn.yaml"))
+    small = {"MODEL.ROI_HEADS.NUM_CLASSES": 3, "MODEL.ROI_BOX_HEAD.FC_DIM": 16, "INPUT.MIN_SIZE_TEST": 64}
+    return FasterRCNN(DetectorConfig.from_flat(flat | small))
+
+
+def test_a_classifier_fills_the_trunk_of_a_mobilenet(tmp_path: Path, mobilenet: FasterRCNN):
+    torch.manual_seed(0)
+    classifier = torchvision.models.mobilenet_v3_large(weights=None).state_dict()
+    torch.save(classifier, tmp_path / "mobilenet_v3_large.pth")
+    report = load_checkpoint(mobilenet, tmp_path / "mobilenet_v3_large.pth", expect="backbone")
+    assert report.layout == "torchvision"
+    assert all(name.startswith("classifier.") or "num_batches" in name for name in report.unexpected)
+    own = {name: value for name, value in mobilenet.state_dict().items() if name.startswith("backbone.body.")}
+    assert len(own) > 200
+    for name, value in own.items():
+        assert torch.equal(value, classifier[name.replace("backbone.body.", "features.")])
+
+
+def test_a_mobilenet_trains_above_its_frozen_stages(mobilenet: FasterRCNN):
+    pixels = torch.rand(1, 3, 64, 96)
+    size = torch.tensor([[64, 96]])
+    images = ImageBatch(pixels, size, size, ["image"])
+    regions = mobilenet.train()(images, [torch.tensor([[4.0, 4.0, 60.0, 50.0]])])
+    regions.features[0].square().sum().backward()
+    trained = {name.split(".")[2] for name, value in mobilenet.named_parameters() if value.grad is not None}
+    # torchvision's trainable_backbone_layers=3 leaves blocks 0 .. 6 as they are
+    assert {"7", "16", "inner_blocks"} <= trained and not {str(number) for number in range(7)} & trained
+    with pytest.raises(ValueError, match=r"A MobileNet has no activation checkpointing; switch train\."):
+        mobilenet.recompute_activations()
+
+
+def test_a_file_by_its_published_name_needs_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The way that the message of a failed download names; settings, rounding and class names come from the table."""
+    torch.manual_seed(0)
+    model = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
+    file = tmp_path / "fasterrcnn_mobilenet_v3_large_320_fpn-907ea3f9.pth"
+    torch.save(model.state_dict(), file)
+    found = find_detector(file)
+    assert found.resize == ResizeRule(320, 640, "torchvision")
+    assert found.detector.class_names[:2] == ("person", "bicycle") and found.detector.num_classes == 90
+    ours, theirs = found.detector.state_dict(), model.state_dict()
+    assert torch.equal(ours["roi_heads.box_head.fc1.weight"], theirs["roi_heads.box_head.fc6.weight"])
+
+
+def test_other_conventions_than_those_of_the_weights_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """BGR images with the stride in the 1x1 convolutions: everything fits, and every feature would be wrong."""
+    torch.save(torchvision.models.resnet50(weights=None).state_dict(), tmp_path / "resnet50-0676ba61.pth")
+    tree = {"MODEL": {"ROI_HEADS": {"NUM_CLASSES": 2}}}
+    load_checkpoint(FasterRCNN(DetectorConfig.from_yaml(tree)), tmp_path / "resnet50-0676ba61.pth", expect="backbone")
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "torchvision/resnet50-imagenet1k_v1 was made with INPUT.FORMAT RGB" in message
+    assert "MODEL.RESNETS.STRIDE_IN_1X1 False" in message and "torchvision_R_50_C4.yaml" in message
+
+
+@pytest.mark.parametrize("change", ["no norm", "no axis"])
+def test_a_damaged_file_is_one_sentence(tmp_path: Path, mobilenet: FasterRCNN, change: str):
+    model = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
+    state = model.state_dict()
+    file = tmp_path / ("fasterrcnn_resnet50_fpn_coco-258fb6c6.pth" if change == "no norm" else "weights.pth")
+    if change == "no norm":  # of version 1, whose norms are folded
+        state = {"backbone.body.layer1.0.bn1.running_var": torch.ones(4)}
+    else:
+        state["roi_heads.box_predictor.cls_score.bias"] = torch.tensor(1.0)
+    torch.save(state, file)
+    with pytest.raises(ValueError, match=rf"{file.name}: the file is damaged or has another layout") as caught:
+        load_checkpoint(mobilenet, file)
+    assert "\n" not in str(caught.value)
+
+
+CLASSES = 3  # and background
+SOURCE = Path("file.pth")
+BLOCKS = {2: 3, 3: 4, 4: 6, 5: 3}
+NORM = ("weight", "bias", "running_mean", "running_var")
+State = dict[str, Tensor]
+Shapes = dict[str, tuple[int, ...]]
+
+
+def state_of(name: str) -> State:
+    """Every number of the box predictor is different."""
+    with torch.device("meta"):
+        model = getattr(detection, name)(weights=None, weights_backbone=None, num_classes=CLASSES + 1)
+    state = dict(model.state_dict())
+    for layer, rows in (("cls_score", CLASSES + 1), ("bbox_pred", 4 * (CLASSES + 1))):
+        state[f"roi_heads.box_predictor.{layer}.bias"] = torch.arange(float(rows))
+        state[f"roi_heads.box_predictor.{layer}.weight"] = torch.arange(rows * 1024.0).reshape(rows, 1024)
+    return state
+
+
+@pytest.fixture(scope="module")
+def version_1() -> State:
+    return state_of("fasterrcnn_resnet50_fpn")
+
+
+@pytest.fixture(scope="module")
+def version_2() -> State:
+    return state_of("fasterrcnn_resnet50_fpn_v2")
+
+
+def conv(name: str, shape: tuple[int, ...], *, norm: bool) -> Shapes:
+    rest = {f"norm.{key}": shape[:1] for key in NORM} if norm else {"bias": shape[:1]}
+    return {f"{name}.{key}": size for key, size in {"weight": shape, **rest}.items()}
+
+
+def detectron2_shapes(*, fpn_norm: bool, rpn_convs: int, box_convs: int, box_fcs: int) -> Shapes:
+    """All names and shapes of Detectron2's R50-FPN with these heads, written down independently."""
+    shapes = conv("backbone.bottom_up.stem.conv1", (64, 3, 7, 7), norm=True)
+    before = 64
+    for stage, blocks in BLOCKS.items():
+        width, out = 64 * 2 ** (stage - 2), 256 * 2 ** (stage - 2)
+        for block in range(blocks):
+            name = f"backbone.bottom_up.res{stage}.{block}"
+            if block == 0:
+                shapes |= conv(f"{name}.shortcut", (out, before, 1, 1), norm=True)
+            shapes |= conv(f"{name}.conv1", (width, before, 1, 1), norm=True)
+            shapes |= conv(f"{name}.conv2", (width, width, 3, 3), norm=True)
+            shapes |= conv(f"{name}.conv3", (out, width, 1, 1), norm=True)
+            before = out
+        shapes |= conv(f"backbone.fpn_lateral{stage}", (256, out, 1, 1), norm=fpn_norm)
+        shapes |= conv(f"backbone.fpn_output{stage}", (256, 256, 3, 3), norm=fpn_norm)
+    rpn = "proposal_generator.rpn_head"
+    for name in ["conv"] if rpn_convs == 1 else [f"conv.conv{index}" for index in range(rpn_convs)]:
+        shapes |= conv(f"{rpn}.{name}", (256, 256, 3, 3), norm=False)
+    shapes |= conv(f"{rpn}.objectness_logits", (3, 256, 1, 1), norm=False)
+    shapes |= conv(f"{rpn}.anchor_deltas", (12, 256, 1, 1), norm=False)
+    for index in range(1, box_convs + 1):
+        shapes |= conv(f"roi_heads.box_head.conv{index}", (256, 256, 3, 3), norm=True)
+    for index in range(1, box_fcs + 1):
+        columns = 256 * 7 * 7 if index == 1 else 1024
+        shapes |= conv(f"roi_heads.box_head.fc{index}", (1024, columns), norm=False)
+    shapes |= conv("roi_heads.box_predictor.cls_score", (CLASSES + 1, 1024), norm=False)
+    return shapes | conv("roi_heads.box_predictor.bbox_pred", (4 * CLASSES, 1024), norm=False)
+
+
+def shapes_of(tensors: State) -> Shapes:
+    return {key: tuple(value.shape) for key, value in tensors.items() if not key.endswith("num_batches_tracked")}
+
+
+def test_every_tensor_of_version_1_finds_its_place(version_1: State) -> None:
+    converted = from_torchvision_detector(version_1, SOURCE)
+    assert shapes_of(converted) == detectron2_shapes(fpn_norm=False, rpn_convs=1, box_convs=0, box_fcs=2)
+
+
+def test_every_tensor_of_version_2_finds_its_place(version_2: State) -> None:
+    converted = from_torchvision_detector(version_2, SOURCE)
+    assert shapes_of(converted) == detectron2_shapes(fpn_norm=True, rpn_convs=2, box_convs=4, box_fcs=1)
+    # The layer is chosen by its place: torchvision's RoI head is conv, conv, conv, conv, flatten, fc.
+    assert converted["roi_heads.box_head.conv4.weight"] is version_2["roi_heads.box_head.3.0.weight"]
+    assert converted["roi_heads.box_head.conv4.norm.bias"] is version_2["roi_heads.box_head.3.1.bias"]
+    assert converted["roi_heads.box_head.fc1.weight"] is version_2["roi_heads.box_head.5.weight"]
+    assert converted["proposal_generator.rpn_head.conv.conv1.bias"] is version_2["rpn.head.conv.1.0.bias"]
+    assert converted["backbone.fpn_lateral3.norm.weight"] is version_2["backbone.fpn.inner_blocks.1.1.weight"]
+    assert converted["backbone.fpn_output5.weight"] is version_2["backbone.fpn.layer_blocks.3.0.weight"]
+
+
+def test_files_from_before_the_nested_blocks(version_1: State) -> None:
+    """The published file of version 1 has names that torchvision itself changes when it loads it."""
+    old = {}
+    for name, value in version_1.items():
+        for block in ("inner_blocks", "layer_blocks"):
+            for index in range(4):
+                name = name.replace(f"{block}.{index}.0.", f"{block}.{index}.")
+        old[name.replace("rpn.head.conv.0.0.", "rpn.head.conv.")] = value
+    assert {"backbone.fpn.layer_blocks.2.bias", "rpn.head.conv.weight"} <= old.keys()
+    new, converted = (from_torchvision_detector(state, SOURCE) for state in (version_1, old))
+    assert new.keys() == converted.keys()
+    assert all(new[name] is converted[name] for name in new if "box_predictor" not in name)
+
+
+def test_a_mobilenet_keeps_the_names_of_its_trunk() -> None:
+    """Also a file from before the nested blocks, as the published ones are."""
+    state = state_of("fasterrcnn_mobilenet_v3_large_fpn")
+    flat = flatten(load_tree(PUBLISHED / "torchvision_mobilenet_v3_large_fpn.yaml"))
+    with torch.device("meta"):
+        detector = FasterRCNN(DetectorConfig.from_flat(flat | {"MODEL.ROI_HEADS.NUM_CLASSES": CLASSES}))
+    wanted = shapes_of(detector.state_dict())
+    converted = from_torchvision_detector(state, SOURCE)
+    assert shapes_of(converted) == wanted
+    old = {
+        name.replace("_blocks.0.0.", "_blocks.0.").replace("_blocks.1.0.", "_blocks.1."): state[name] for name in state
+    }
+    old = {name.replace("rpn.head.conv.0.0.", "rpn.head.conv."): value for name, value in old.items()}
+    assert len(old.keys() - state.keys()) == 10
+    assert shapes_of(from_torchvision_detector(old, SOURCE)) == wanted
+
+
+def test_background_is_last_and_has_no_box(version_1: State) -> None:
+    converted = from_torchvision_detector(version_1, SOURCE)
+    assert converted["roi_heads.box_predictor.cls_score.bias"].tolist() == [1, 2, 3, 0]
+    assert converted["roi_heads.box_predictor.cls_score.weight"][:, 0].tolist() == [1024, 2048, 3072, 0]
+    assert converted["roi_heads.box_predictor.bbox_pred.bias"].tolist() == list(range(4, 16))
+    assert converted["roi_heads.box_predictor.bbox_pred.weight"][0, :2].tolist() == [4096, 4097]
+
+
+def test_predictor_whose_layers_do_not_fit(version_1: State) -> None:
+    broken = version_1 | {"roi_heads.box_predictor.bbox_pred.bias": torch.zeros(12)}
+    with pytest.raises(ValueError, match=r"file\.pth: roi_heads\.box_predictor\.bbox_pred has 12 rows for 4 classes"):
+        from_torchvision_detector(broken, SOURCE)
+
+
+def test_norms_without_epsilon_keep_their_values_exactly() -> None:
+    """Dead channels, too, whose variance is far below 1e-5."""
+    torch.manual_seed(0)
+    norm = FrozenBatchNorm2d(6, eps=0.0)
+    with torch.no_grad():
+        for name in NORM:
+            getattr(norm, name).copy_(torch.randn(6))
+        norm.running_var.copy_(torch.tensor([2.0, 0.3, 1e-3, 1e-5, 1e-7, 1e-20]))
+    state = {f"conv1.norm.{name}": value for name, value in norm.state_dict().items()}
+    folded = fold_norms(state, 0.0)
+    assert folded.keys() == state.keys()
+    assert (folded["conv1.norm.running_var"] + 1e-5).tolist() == [1.0] * 6
+    assert folded["conv1.norm.running_var"][0].item() == pytest.approx(FOLDED_VARIANCE)
+
+    other = nn.Sequential()
+    other.add_module("norm", FrozenBatchNorm2d(6))  # epsilon 1e-5
+    other.load_state_dict({name.removeprefix("conv1."): value for name, value in folded.items()})
+    x = torch.randn(2, 6, 4, 5)
+    assert torch.equal(other(x), norm(x))
+    assert not torch.allclose(x, norm(x))
+
+
+def test_norms_are_folded_on_request(version_1: State) -> None:
+    name = "backbone.body.layer1.0.bn1."
+    state = version_1 | {f"{name}weight": torch.full((64,), 3.0), f"{name}running_var": torch.full((64,), 4.0)}
+    converted = from_torchvision_detector(state, SOURCE)
+    new = "backbone.bottom_up.res2.0.conv1.norm."
+    assert converted[f"{new}weight"] is state[f"{name}weight"]
+    assert converted[f"{new}running_var"] is state[f"{name}running_var"]
+    folded = from_torchvision_detector(state, SOURCE, norm_eps=0.0)
+    assert folded[f"{new}weight"].tolist() == [1.5] * 64
+    assert folded[f"{new}running_var"].tolist() == pytest.approx([1.0] * 64, abs=2e-5)
+    assert folded.keys() == converted.keys()
+
+
+def test_every_parameter_has_an_official_name_and_back():
+    with torch.device("meta"):
+        names = list(R2CNetwork(DetectorConfig.from_flat({"MODEL.R2C.FEATURE_DIM": 8})).state_dict())
+    official = {name: visual_bert_name(name) for name in names}
+    assert None not in official.values() and len(set(official.values())) == len(names)
+    assert all(own_name(theirs.removeprefix(PREFIX)) == ours for ours, theirs in official.items())
+    assert official["backbone.res3.0.shortcut.norm.weight"] == "detector.backbone.5.0.downsample.1.weight"
+    assert official["roi_heads.res5.2.conv3.weight"] == "detector.after_roi_align.0.2.conv3.weight"
+    assert official["backbone.stem.conv1.norm.running_var"] == "detector.backbone.1.running_var"
+
+
+def test_names_of_other_networks():
+    assert visual_bert_name("proposal_generator.rpn_head.conv.weight") is None
+    assert visual_bert_name("roi_heads.box_predictor.cls_score.weight") is None
+
+
+def test_files_are_recognised():
+    assert is_visual_bert(["bert.bert.pooler.dense.weight"])
+    assert is_visual_bert(["detector.after_roi_align.0.0.conv1.weight"])
+    assert not is_visual_bert(["backbone.res2.0.conv1.weight", "model.detector.x"])
+
+
+def test_other_files_are_refused():
+    with pytest.raises(ValueError, match=r"x.th: this VisualBERT model was made for given features"):
+        from_visual_bert({"bert.bert.pooler.dense.weight": torch.zeros(1)}, "x.th")
+    with pytest.raises(ValueError, match=r"x.th: detector.layer9.weight is not a name"):
+        from_visual_bert({"detector.layer9.weight": torch.zeros(1)}, "x.th")
