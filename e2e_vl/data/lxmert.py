@@ -264,7 +264,7 @@ class ImageSentenceDataset(LXMERTDataset):
                 labels = [None] * len(sentences) if labels is None else labels
                 if len(labels) != len(sentences):
                     raise UserError(
-                        f"{path}: image {row.img_id}: the source {source} has {len(labels)} labels for {len(sentences)} "
+                        f"{path}: image {row.img_id}: {source} has {len(labels)} labels for {len(sentences)} "
                         "sentences"
                     )
                 if options.sources is None or source in options.sources:

@@ -5,7 +5,6 @@ The photos are not part of the repository. E2E_VL_REAL_MINI names their folder; 
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -18,9 +17,9 @@ from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.batching import ExampleDataset, GroupedBatchSampler, Request, collate
 from e2e_vl.data.captions import CaptionDataset, CocoCaptions
-from e2e_vl.data.coco import read_instances
+from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.image_loader import DetectedBoxes, DetectionsFile
-from e2e_vl.data.refcoco import RefCOCODataset, ReferFiles, read_refs
+from e2e_vl.data.refcoco import Expression, RefCOCODataset, read_expressions, read_refs
 from e2e_vl.data.vqa import VQADataset
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.metrics.refcoco import box_iou
@@ -45,8 +44,13 @@ def root() -> Path:
 
 
 @pytest.fixture(scope="module")
-def refer(root) -> ReferFiles:
-    return ReferFiles(root / "refcoco+" / "refs(unc).p", root / "refcoco+" / "instances.json")
+def instances(root) -> CocoInstances:
+    return CocoInstances(root / "refcoco+" / "instances.json")
+
+
+@pytest.fixture(scope="module")
+def expressions(root, instances) -> list[Expression]:
+    return read_expressions(root / "refcoco+" / "refs(unc).p", instances)
 
 
 @pytest.fixture(scope="module")
@@ -55,49 +59,50 @@ def detections(root) -> DetectionsFile:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(refer, tmp_path_factory):
+def tokenizer(expressions, tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "vocab.txt"
-    build_vocabulary((expression.sentence for expression in refer.expressions), path)
+    build_vocabulary((expression.sentence for expression in expressions), path)
     return load_tokenizer(path)
 
 
-def make(root, refer, tokenizer, split, boxes="gt", reader=None, *, resize=VL_BERT, **rules) -> ExampleDataset:
-    dataset = RefCOCODataset(root / "images" / "train2014", refer, split)
+def make(root, tokenizer, split, boxes="gt", reader=None, *, resize=VL_BERT, **rules) -> ExampleDataset:
+    files = {"images": "images/train2014", "refs": "refcoco+/refs(unc).p", "instances": "refcoco+/instances.json"}
+    settings = DataSettings(name="refcoco", root=str(root), files=files)
+    dataset = open_dataset(RefCOCODataset, settings, split, "gt")
     preprocessor = ReferringTask(8).preprocessor(TextTokenizer(tokenizer))
     return examples(dataset, preprocessor, boxes, reader, resize=resize, **rules)
 
 
-def test_the_files_hold_what_they_should(root, refer, detections):
-    assert len(refer.expressions) == 78
-    assert len({expression.ref_id for expression in refer.expressions}) == 31
-    assert [len({e.image_id for e in refer.in_split(split)}) for split in SPLITS] == [6, 2, 1, 1]
-    assert len(refer.instances.images) == 10
-    assert len(refer.instances.annotations) == 47
-    assert len(refer.instances.class_names) == 80
-    assert sum(annotation.is_crowd for annotation in refer.instances.annotations.values()) == 1
+def test_the_files_hold_what_they_should(root, instances, expressions, detections):
+    assert len(expressions) == 78
+    assert len({expression.ref_id for expression in expressions}) == 31
+    assert [len({one.image_id for one in expressions if one.split == split}) for split in SPLITS] == [6, 2, 1, 1]
+    objects = [one for image in instances.images for one in image.objects]
+    assert (len(instances.images), len(objects), len(instances.class_names)) == (10, 47, 80)
+    assert sum(one.is_crowd for one in objects) == 1
     assert sum(len(found.boxes) for found in detections.by_image.values()) == 158
     assert read_refs(root / "refcoco+" / "refs.json") == read_refs(root / "refcoco+" / "refs(unc).p")
 
 
-def test_every_referred_box_is_within_reach_of_a_detection(refer, detections):
-    for expression in refer.expressions:
-        gt_box = refer.instances.annotations[expression.ann_id].box
+def test_every_referred_box_is_within_reach_of_a_detection(instances, expressions, detections):
+    for expression in expressions:
+        [gt_box] = [one.box for one in instances[expression.image_id].objects if one.id == expression.ann_id]
         best = box_iou(detections.by_image[expression.image_id].boxes, np.array(gt_box), "mattnet").max()
         assert 0.6 <= best <= 0.95 + 1e-6, expression
 
 
-def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, refer, detections, tokenizer):
+def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, instances, detections, tokenizer):
     seen = 0
     for split in SPLITS:
         reader = DetectedBoxes([detections], SelectionRule(min_score=0.0, max_regions=1000))
-        dataset = make(root, refer, tokenizer, split, "detections+gt", reader, with_objects=True)
+        dataset = make(root, tokenizer, split, "detections+gt", reader, with_objects=True)
         sampler = GroupedBatchSampler(dataset.groups, 2, shuffle=False)
         for requests in sampler:
             batch = collate([dataset[request] for request in requests], (0, 0, 0), (1, 1, 1))
             scales = batch.images.scales.repeat(1, 2)
             for row, record in enumerate(batch.records):
                 image = int(batch.image_index[row, 0])
-                info = refer.instances.images[record["image_id"]]
+                info = instances[record["image_id"]]
                 assert record["file_name"].endswith(info.file_name)
                 assert batch.images.original_sizes[image].tolist() == [info.height, info.width]
                 assert max(batch.images.sizes[image].tolist()) <= 1000
@@ -106,7 +111,7 @@ def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, r
                 np.testing.assert_allclose(back, record["gt_box"], atol=1e-3)
 
                 num_detections = len(detections.by_image[record["image_id"]].boxes)
-                annotations = refer.instances.by_image[record["image_id"]]
+                annotations = info.objects
                 assert len(batch.boxes[image]) == num_detections + len(annotations)
                 referred = num_detections + [a.id for a in annotations].index(record["ann_id"])
                 # candidates are clamped to the last pixel, targets are not
@@ -123,10 +128,10 @@ def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, r
     assert seen == 78
 
 
-def test_a_flipped_photo_shows_the_same_pixels_in_its_boxes(root, refer, tokenizer):
+def test_a_flipped_photo_shows_the_same_pixels_in_its_boxes(root, tokenizer):
     small = ResizeRule(short_edge=200, long_edge=400)
-    plain = make(root, refer, tokenizer, "val", resize=small)
-    flipped = make(root, refer, tokenizer, "val", resize=small, flip_probability=1.0)
+    plain = make(root, tokenizer, "val", resize=small)
+    flipped = make(root, tokenizer, "val", resize=small, flip_probability=1.0)
     for request in (request for batch in GroupedBatchSampler(plain.groups, 1, shuffle=False) for request in batch):
         one, other = plain[request].images[0], flipped[request].images[0]
         np.testing.assert_array_equal(one.pixels, other.pixels[:, ::-1])
@@ -136,20 +141,19 @@ def test_a_flipped_photo_shows_the_same_pixels_in_its_boxes(root, refer, tokeniz
         np.testing.assert_allclose(mirrored, one.boxes, atol=1.01)
 
 
-def test_the_folder_holds_every_photo_that_is_annotated(root, refer):
-    for image in refer.instances.images.values():
+def test_the_folder_holds_every_photo_that_is_annotated(root, instances):
+    for image in instances.images:
         assert (root / "images" / "train2014" / image.file_name).is_file()
-    assert len(json.loads((root / "refcoco+" / "instances.json").read_text())["images"]) == 10
 
 
-def test_the_50_captions_belong_to_the_ten_photos(root, tmp_path):
-    source = CocoCaptions(root / "captions" / "captions_train2014.json", root / "images" / "train2014")
+def test_the_50_captions_belong_to_the_ten_photos(root, instances, tmp_path):
+    source = CocoCaptions([(root / "captions" / "captions_train2014.json", root / "images" / "train2014")])
     assert len(source.groups) == 10
-    assert source.groups.num_texts == 50
+    assert len(source.groups.texts) == 50
     captions = [source.caption(text) for text in range(50)]
     build_vocabulary(captions, tmp_path / "vocab.txt")
     tokenizer = load_tokenizer(tmp_path / "vocab.txt")
-    captioned = CaptionDataset(source, instances=read_instances(root / "refcoco+" / "instances.json"))
+    captioned = CaptionDataset(source, instances=instances)
     preprocessor = make_preprocessor(tokenizer)
     dataset = examples(captioned, preprocessor, resize=VL_BERT, flip_probability=0.5, seed=3)
     for request in (request for batch in GroupedBatchSampler(dataset.groups, 1) for request in batch):

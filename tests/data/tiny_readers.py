@@ -37,7 +37,7 @@ def captions(tiny: TinyRefCOCO) -> CaptionDataset:
     ]
     file = tiny.images_root.parent / "captions.json"
     file.write_text(json.dumps({"images": tiny.instances["images"], "annotations": rows}), encoding="utf-8")
-    return CaptionDataset(CocoCaptions(file, tiny.images_root), instances=CocoInstances(tiny.instances_file))
+    return CaptionDataset(CocoCaptions([(file, tiny.images_root)]), instances=CocoInstances(tiny.instances_file))
 
 
 def vcr(tiny: TinyRefCOCO) -> VCRDataset:
