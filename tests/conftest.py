@@ -122,7 +122,7 @@ def own_log_handlers() -> Iterator[None]:
 def curves_drawn_once() -> Iterator[None]:
     """Reports of runs whose logs hold the same values, by name, share a picture of their curves.
 
-    Drawing takes as long as many steps of a tiny training. The picture itself is tested in tests/report/.
+    Drawing takes as long as many steps of a tiny training. The picture itself is tested in tests/run/test_report.py/.
     """
     from e2e_vl.run import report as page
 

@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -30,37 +30,34 @@ from e2e_vl.tasks.base import PredictionWords, Task
 # Losses and evaluations of a run over its steps, as one picture.
 
 
-Line = dict[str, Any]  # of log.jsonl, see `e2e_vl.io.RunLog`
 Series = dict[str, list[tuple[int, float]]]  # name -> (step, value)
 
+TASK, DETECTOR, SUM = "losses of the task", "losses of the detector (not weighted)", "weighted sum of all losses"
+EVALUATION, EVALUATION_LOSS = "evaluation", "loss of the evaluation"
 TOTAL = "loss"  # the weighted sum that is minimised, and the metric of an evaluation that sums the losses
-EVALUATION = "evaluation"
 DETECTOR_PREFIX = "loss_"  # Detectron2's names of detection losses, which both detector backends use
 # of a line about training; learning rates begin with "lr_"
 OTHER_VALUES = ("step", "kind", "epoch", "grad_norm", "skipped_steps", "not_finite")
 FEW_POINTS = 30  # curves of at most this many points show each of them
 
 
-def draw_curves(lines: Sequence[Line]) -> bytes | None:
+def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
     """A PNG with one plot each for task losses, detector losses, their weighted sum, the evaluations, and their losses.
 
-    A plot without values is left out. Evaluations of other images than the rest (the kind "final") are no points of a
-    curve.
+    Evaluations of other images than the rest (the kind "final") are no points of a curve.
+
+    Args:
+        lines: of log.jsonl, see `e2e_vl.io.RunLog`.
 
     Returns:
         The content of a PNG file; None if there is nothing to plot.
     """
-    losses = _losses([line for line in lines if line["kind"] == "train"])
-    evaluations = [line for line in lines if line["kind"] == "eval"]
-    of_detector = {name: points for name, points in losses.items() if name.startswith(DETECTOR_PREFIX)}
-    of_task = {name: points for name, points in losses.items() if name not in (*of_detector, TOTAL)}
-    plots = {
-        "losses of the task": of_task,
-        "losses of the detector (not weighted)": of_detector,
-        "weighted sum of all losses": {name: losses[name] for name in losses if name == TOTAL},
-        EVALUATION: _evaluations(evaluations, of_loss=False),
-        "loss of the evaluation": _evaluations(evaluations, of_loss=True),
-    }
+    plots: dict[str, Series] = {title: {} for title in (TASK, DETECTOR, SUM, EVALUATION, EVALUATION_LOSS)}
+    for line in lines:
+        for name in sorted(line):
+            title, label = _plot_of(line["kind"], name)
+            if title and line[name] is not None:  # None: it was NaN or infinite
+                plots[title].setdefault(label, []).append((line["step"], line[name]))
     plots = {title: series for title, series in plots.items() if series}
     if not plots:
         return None
@@ -76,29 +73,15 @@ def draw_curves(lines: Sequence[Line]) -> bytes | None:
     return buffer.getvalue()
 
 
-def _losses(lines: Sequence[Line]) -> Series:
-    series: Series = {}
-    for line in lines:
-        for name, value in line.items():
-            # null: it was NaN or infinite
-            if value is not None and name not in OTHER_VALUES and not name.startswith("lr_"):
-                series.setdefault(name, []).append((line["step"], value))
-    return dict(sorted(series.items()))
-
-
-def _evaluations(lines: Sequence[Line], *, of_loss: bool) -> Series:
-    """The metrics over all texts: losses, which have no upper end, or all others."""
-    series: Series = {}
-    for line in lines:
-        for name, value in line.items():
-            found = MetricName.read(name)
-            if found is None or found.detail or not found.measures_model or value is None:
-                continue
-            if (found.metric == TOTAL) != of_loss:
-                continue
-            label = f"{found.split}: {found.metric.replace('_', ' ')}, {found.boxes}"
-            series.setdefault(label, []).append((line["step"], value))
-    return series
+def _plot_of(kind: str, name: str) -> tuple[str, str]:
+    """The plot that a value of a line belongs to ("": none), and its label there."""
+    if kind == "train" and name not in OTHER_VALUES and not name.startswith("lr_"):
+        return (SUM if name == TOTAL else DETECTOR if name.startswith(DETECTOR_PREFIX) else TASK), name
+    metric = MetricName.read(name) if kind == "eval" else None
+    if metric is None or metric.detail or not metric.measures_model:
+        return "", name
+    label = f"{metric.split}: {metric.metric.replace('_', ' ')}, {metric.boxes}"
+    return (EVALUATION_LOSS if metric.metric == TOTAL else EVALUATION), label
 
 
 def _plot(axes: Axes, title: str, series: Series) -> None:
@@ -174,8 +157,7 @@ def _text(value: Any) -> str:
 # Metrics by name, such as `val/accuracy_predicted_boxes/relation`, as tables of box sources and families.
 
 
-@dataclasses.dataclass(frozen=True)
-class MetricTable:
+class MetricTable(NamedTuple):
     """Rows of values, one for each box source."""
 
     title: str
@@ -189,27 +171,24 @@ def metric_tables(metrics: Mapping[str, Any]) -> list[MetricTable]:
     For each split a table of its metrics over all texts, the numbers of texts last, then a table of every metric that
     has families: its rows are all texts and the families.
     """
+    tables: dict[str, dict[tuple[str, str], float | None]] = {}  # title -> (row, column) -> value
     names = {name: found for name in metrics if (found := MetricName.read(name)) is not None}
-    tables = []
-    for split in dict.fromkeys(found.split for found in names.values()):
-        values = {found: metrics[name] for name, found in names.items() if found.split == split}
-        by_family = dict.fromkeys(found.metric for found in values if found.detail)
-        overall = {found: value for found, value in values.items() if not found.detail}
-        overall = dict(sorted(overall.items(), key=lambda item: item[0].is_count))
-        if overall:
-            tables.append(_table(split, {(found.metric, found.boxes): value for found, value in overall.items()}))
-        for metric in by_family:
-            own = {(f.detail or "all", f.boxes): value for f, value in values.items() if f.metric == metric}
-            tables.append(_table(f"{split}: {metric.replace('_', ' ')}", own))
-    return tables
-
-
-def _table(title: str, values: Mapping[tuple[str, str], float | None]) -> MetricTable:
-    """A table of values by (row, column), in the order in which rows and columns come."""
-    columns = list(dict.fromkeys(column for _, column in values))
-    rows = dict.fromkeys(row for row, _ in values)
-    table = {row.replace("_", " "): [values.get((row, column)) for column in columns] for row in rows}
-    return MetricTable(title, columns, table)
+    families = {(found.split, found.metric) for found in names.values() if found.detail}
+    for name, found in sorted(names.items(), key=lambda item: item[1].is_count):
+        words = found.metric.replace("_", " ")
+        if not found.detail:
+            tables.setdefault(found.split, {})[words, found.boxes] = metrics[name]
+        if (found.split, found.metric) in families:
+            row = found.detail.replace("_", " ") or "all"
+            tables.setdefault(f"{found.split}: {words}", {})[row, found.boxes] = metrics[name]
+    splits = list(dict.fromkeys(found.split for found in names.values()))
+    found_tables = []
+    for title in sorted(tables, key=lambda title: splits.index(title.partition(": ")[0])):
+        values = tables[title]
+        columns = list(dict.fromkeys(column for _, column in values))
+        rows = {row: [values.get((row, column)) for column in columns] for row, _ in values}
+        found_tables.append(MetricTable(title, columns, rows))
+    return found_tables
 
 
 # What a report shows of a file of predictions: counts by family, the errors, and fair samples of the rest.
@@ -219,8 +198,7 @@ OUTCOMES = ("wrong", "partly right", "right", "without a label")
 MOST_MISTAKES = 8  # rows of the list of frequent mistakes
 
 
-@dataclasses.dataclass(frozen=True)
-class Described:
+class Described(NamedTuple):
     """One prediction and what the task says of it."""
 
     prediction: Prediction
@@ -235,8 +213,7 @@ class Described:
         return "right" if correct >= 1 else "partly right" if correct > 0 else "wrong"
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """Some predictions of `total`, drawn at random."""
 
     title: str
@@ -244,8 +221,7 @@ class Sampled:
     shown: list[Described]
 
 
-@dataclasses.dataclass(frozen=True)
-class PredictionLists:
+class PredictionLists(NamedTuple):
     """What is shown of one file of predictions."""
 
     groups: dict[str, Counter[str]]  # family or type of question, "all" first -> number of predictions by outcome
@@ -270,65 +246,39 @@ def list_predictions(predictions: Sequence[Prediction], task: Task, number: int,
         seed: of the drawing.
     """
     generator = np.random.default_rng(seed)
+
+    def draw(title: str, members: Sequence[Described], count: int) -> Sampled:
+        rows = generator.choice(len(members), size=min(count, len(members)), replace=False)
+        return Sampled(title, len(members), [members[row] for row in sorted(rows)])
+
     described = [Described(one, task.describe(one)) for one in with_target(predictions)]
+    by_outcome = {outcome: [one for one in described if one.outcome == outcome] for outcome in OUTCOMES}
     groups = {"all": Counter(one.outcome for one in described)}
     for name in sorted({one.words.group for one in described} - {""}):
         groups[name] = Counter(one.outcome for one in described if one.words.group == name)
-    wrong = [one for one in described if one.outcome == "wrong"]
-    others = []
-    for outcome in OUTCOMES[1:]:
-        found = [one for one in described if one.outcome == outcome]
-        if found:
-            others.append(Sampled(outcome, len(found), _draw(found, number, generator)))
-    return PredictionLists(
-        groups,
-        _mistakes([one for one in described if one.outcome in ("wrong", "partly right")]),
-        [outcome for outcome in OUTCOMES if groups["all"][outcome] or outcome in ("wrong", "right")],
-        _by_group(wrong, number, generator),
-        _grounded(wrong),
-        others,
-    )
+    others = [draw(outcome, by_outcome[outcome], number) for outcome in OUTCOMES[1:] if by_outcome[outcome]]
 
-
-def phrase_line(prediction: Prediction) -> str:
-    """What the phrases of a prediction name, in words; "" for a run without phrases."""
-    words = {None: "", True: " right", False: " wrong"}
-    return "; ".join(f"{one.line}{words[one.correct]}" for one in prediction.grounded)
-
-
-def _grounded(wrong: Sequence[Described]) -> dict[str, Counter[str]]:
-    """Whether what an expression refers by, such as the landmark of a relation, was found although the answer is wrong.
-
-    It is every phrase but the first, which is about the answer itself.
-    """
-    found: dict[str, Counter[str]] = {}
-    for one in wrong:
+    wrong: dict[str, list[Described]] = {}
+    # of wrong answers: whether what an expression refers by, such as the landmark of a relation, was found; it is every
+    # phrase but the first, which is about the answer itself
+    grounded: dict[str, Counter[str]] = {}
+    for one in by_outcome["wrong"]:
+        wrong.setdefault(one.words.group, []).append(one)
         judged = [phrase.correct for phrase in one.prediction.grounded[1:] if phrase.correct is not None]
         if judged:
-            found.setdefault(one.words.group, Counter())["right" if all(judged) else "wrong"] += 1
-    return found
-
-
-def _by_group(wrong: Sequence[Described], number: int, generator: np.random.Generator) -> list[Sampled]:
-    """A sample of the errors of each group; the groups take turns until `number` errors are drawn."""
-    groups: dict[str, list[Described]] = {}
-    for one in wrong:
-        groups.setdefault(one.words.group, []).append(one)
-    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
-    takes = dict.fromkeys(groups, 0)
-    left = min(number, len(wrong))
-    while left:
-        for name, members in ordered:
-            if left and takes[name] < len(members):
-                takes[name] += 1
-                left -= 1
-    return [Sampled(name, len(members), _draw(members, takes[name], generator)) for name, members in ordered]
-
-
-def _draw(members: Sequence[Described], number: int, generator: np.random.Generator) -> list[Described]:
-    """Up to `number` of them, in their order."""
-    rows = generator.choice(len(members), size=min(number, len(members)), replace=False)
-    return [members[row] for row in sorted(rows)]
+            grounded.setdefault(one.words.group, Counter())["right" if all(judged) else "wrong"] += 1
+    ordered = sorted(wrong.items(), key=lambda item: (-len(item[1]), item[0]))
+    # groups take turns until enough errors are drawn
+    turns = sorted((turn, rank) for rank, (_, members) in enumerate(ordered) for turn in range(len(members)))[:number]
+    shares = Counter(rank for _, rank in turns)
+    return PredictionLists(
+        groups,
+        _mistakes([*by_outcome["wrong"], *by_outcome["partly right"]]),
+        [outcome for outcome in OUTCOMES if by_outcome[outcome] or outcome in ("wrong", "right")],
+        [draw(name, members, shares[rank]) for rank, (name, members) in enumerate(ordered)],
+        grounded,
+        others,
+    )
 
 
 def _mistakes(predictions: Sequence[Described]) -> list[tuple[str, str, int]]:
@@ -342,13 +292,15 @@ def _mistakes(predictions: Sequence[Described]) -> list[tuple[str, str, int]]:
     return [(*pair, count) for pair, count in pairs.most_common(MOST_MISTAKES) if count > 1]
 
 
+# The page.
+
+
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 PICTURE_AREA = 640 * 480  # most pixels of a picture in the page, so that labels of thin ones stay legible
 WIDE = 2.0  # width by height from which a picture has a row of its own
 
 
-@dataclasses.dataclass(frozen=True)
-class Card:
+class Card(NamedTuple):
     """One prediction as the page shows it."""
 
     words: PredictionWords
@@ -356,15 +308,7 @@ class Card:
     picture: str  # a data URI; "" without a picture
     problem: str  # why there is no picture; "" where there is one, or nothing to draw
     phrases: str  # what its phrases name; "" for a run without them
-    is_wide: bool = False  # the picture needs a row of its own
-
-
-@dataclasses.dataclass(frozen=True)
-class Section:
-    """One file of predictions."""
-
-    title: str
-    lists: PredictionLists
+    is_wide: bool  # the picture needs a row of its own
 
 
 def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Mapping[str, Any] | None = None) -> Path:
@@ -379,12 +323,28 @@ def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Ma
 
     Returns:
         The path of the report.
-
-    Raises:
-        UserError: a file of the run is damaged, or a prediction lacks what the task's predictions hold.
     """
     metrics = read_json(run_dir / "metrics.json", dict[str, Any])
     curves = draw_curves(read_log(run_dir / "log.jsonl"))
+    in_order = [
+        run_dir / f"predictions_{file_name(split)}_{boxes}.json"
+        for split in config.data.eval_splits
+        for boxes in config.eval.boxes
+    ]
+    files = [path for path in dict.fromkeys([*in_order, *sorted(run_dir.glob("predictions_*.json"))]) if path.is_file()]
+    sections = []
+    for path in files:
+        predictions = read_predictions(path, task.prediction_class)
+        split, _, boxes = path.stem.removeprefix("predictions_").rpartition("_")
+        known = {source.value: source.metric_suffix.replace("_", " ") for source in BoxSource.for_evaluation()}
+        lists = list_predictions(predictions, task, config.eval.report_pictures, config.seed)
+        sections.append({"title": f"{text_of_name(split)}, {known.get(boxes, boxes)}", "lists": lists})
+    numbers: dict[str, Any] = {}  # about the run itself
+    for name, value in metrics.items():
+        if isinstance(value, dict) and name != "best":  # the best model is shown apart
+            numbers |= {f"{name} of the {part}": one for part, one in value.items()}
+        elif name != "best" and MetricName.read(name) is None:
+            numbers[name.replace("_", " ")] = value
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -396,9 +356,9 @@ def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Ma
         tables=metric_tables(metrics),
         best=metrics.get("best"),
         best_tables=metric_tables((metrics.get("best") or {}).get("metrics", {})),
-        numbers=_numbers(metrics),
-        sections=[_section(path, config, task) for path in _prediction_files(run_dir, config)],
-        card=lambda prediction: _card(prediction, task),
+        numbers=numbers,
+        sections=sections,
+        card=lambda described: _card(described, task),
         curves=None if curves is None else _data_uri(curves, "png"),
         changed=changed_settings(config, part_defaults),
         settings=read_text(run_dir / "config.yaml"),
@@ -406,38 +366,6 @@ def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Ma
     path = run_dir / "report.html"
     write_text(path, page)
     return path
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """What `metrics.json` says of the run itself, nested values under joined names; the best model is shown apart."""
-    numbers = {}
-    for name, value in metrics.items():
-        if MetricName.read(name) is not None or name == "best":
-            continue
-        if isinstance(value, dict):
-            numbers |= {f"{name} of the {part}": one for part, one in value.items()}
-        else:
-            numbers[name.replace("_", " ")] = value
-    return numbers
-
-
-def _prediction_files(run_dir: Path, config: RunConfig) -> list[Path]:
-    """In the order of the run's splits and box sources, then others."""
-    order = [
-        f"predictions_{file_name(split)}_{boxes}.json"
-        for split in config.data.eval_splits
-        for boxes in config.eval.boxes
-    ]
-    own = [run_dir / name for name in order if (run_dir / name).is_file()]
-    return [*own, *sorted(set(run_dir.glob("predictions_*.json")) - set(own))]
-
-
-def _section(path: Path, config: RunConfig, task: Task) -> Section:
-    split, _, boxes = path.stem.removeprefix("predictions_").rpartition("_")
-    known = {source.value: source.metric_suffix.replace("_", " ") for source in BoxSource.for_evaluation()}
-    predictions = read_predictions(path, task.prediction_class)
-    lists = list_predictions(predictions, task, config.eval.report_pictures, config.seed)
-    return Section(f"{text_of_name(split)}, {known.get(boxes, boxes)}", lists)
 
 
 def _card(described: Described, task: Task) -> Card:
@@ -453,7 +381,8 @@ def _card(described: Described, task: Task) -> Card:
         image = image.resize((max(round(image.width * factor), 1), max(round(image.height * factor), 1)))
         image.save(buffer, "JPEG", quality=85)
         picture = _data_uri(buffer.getvalue(), "jpeg")
-    phrases = phrase_line(described.prediction)
+    judged = {None: "", True: " right", False: " wrong"}
+    phrases = "; ".join(f"{one.line}{judged[one.correct]}" for one in described.prediction.grounded)
     return Card(described.words, described.outcome, picture, problem, phrases, is_wide)
 
 

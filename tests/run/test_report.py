@@ -1,0 +1,415 @@
+"""`report.html`: curves, changed settings, tables of metrics, samples of predictions, and the page itself."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Sequence
+from html import unescape
+from pathlib import Path
+
+import cv2
+import msgspec
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+
+from detector.errors import UserError
+from detector.io import write_json
+from e2e_vl.config import BoxSource, EvalSettings, RunConfig, save_config
+from e2e_vl.io import RunLog
+from e2e_vl.metrics.names import named_metrics
+from e2e_vl.predictions import GroundedPhrase, Prediction
+from e2e_vl.run import report as reports
+from e2e_vl.run.report import (
+    PICTURE_AREA,
+    TEMPLATE,
+    MetricTable,
+    Sampled,
+    changed_settings,
+    draw_curves,
+    list_predictions,
+    metric_tables,
+    write_report,
+)
+from e2e_vl.tasks.base import PredictionWords
+
+ROOT = Path(__file__).parents[2]
+
+
+class Guess(Prediction, kw_only=True):
+    """What the task of these tests predicts."""
+
+    said: str = "blue"
+    truth: str = ""
+    mistakes: tuple[tuple[str, str], ...] | None = None
+    has_picture: bool = True
+    size: tuple[int, int] = (600, 900)
+
+
+class FakeTask:
+    """Draws a large dark red picture of every prediction."""
+
+    prediction_class = Guess
+
+    def draw(self, prediction: Guess) -> np.ndarray | None:
+        if prediction.file_name == "lost":
+            raise FileNotFoundError("Image lost does not exist.")
+        return np.full((*prediction.size, 3), (200, 30, 10), np.uint8) if prediction.has_picture else None
+
+    def describe(self, prediction: Guess) -> PredictionWords:
+        words = (prediction.text, prediction.said, 0.256, prediction.truth)
+        return PredictionWords(*words, group=prediction.family or "", mistakes=prediction.mistakes)
+
+
+# Curves
+
+
+def train_line(step: int, **values) -> dict:
+    return {"step": step, "kind": "train", "epoch": 0.1 * step, "grad_norm": 9.0, "lr_head": 1.0, **values}
+
+
+@pytest.fixture
+def plots(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, dict[str, tuple[list, list]]]]:
+    """Title -> (scale of the y axis, points of each line by its label), filled as plots are drawn."""
+    found = {}
+    draw = reports._plot
+
+    def spy(axes: Axes, title: str, series: reports.Series) -> None:
+        draw(axes, title, series)
+        lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+        found[title] = (axes.get_yscale(), lines)
+
+    monkeypatch.setattr(reports, "_plot", spy)
+    return found
+
+
+def test_losses_are_grouped_and_their_sum_is_apart(plots):
+    evaluation = {"step": 2, "kind": "eval", "val/accuracy_gt_boxes": 0.5, "val/count_gt_boxes": 40.0}
+    lines = [
+        train_line(1, loss=3.0, loss_cls=1.0, vqa=2.0),
+        train_line(2, loss=2.0, loss_cls=0.5, vqa=0.0),
+        train_line(3, vqa=None, not_finite=["vqa"], skipped_steps=0.5),
+        evaluation | {"val/AP_predicted_boxes": None},
+        evaluation | {"val/accuracy_gt_boxes": 0.25, "val/accuracy_gt_boxes/relation": 0.1},
+        {"step": 2, "kind": "final", "val/accuracy_gt_boxes": 0.75},  # of other images
+    ]
+    picture = cv2.imdecode(np.frombuffer(draw_curves(lines), np.uint8), 1)
+    assert picture.shape[1] > 1000 and picture.std() > 5
+    assert {title: points for title, (_, points) in plots.items()} == {
+        "losses of the task": {"vqa": ([1, 2], [2.0, 0.0])},
+        "losses of the detector (not weighted)": {"loss_cls": ([1, 2], [1.0, 0.5])},
+        "weighted sum of all losses": {"loss": ([1, 2], [3.0, 2.0])},
+        "evaluation": {"val: accuracy, gt boxes": ([2], [0.25])},  # the last one of a step counts
+    }
+
+
+def test_losses_of_evaluations_have_axes_of_their_own(plots):
+    """They would press accuracies flat, or lie outside of their axes."""
+    evaluations = [
+        {"step": step, "kind": "eval", "val/accuracy_gt_boxes": 0.1 * step, "val/loss_gt_boxes": loss}
+        for step, loss in ((1, 40.0), (2, 2.0))
+    ]
+    draw_curves(evaluations)
+    assert plots == {
+        "evaluation": ("linear", {"val: accuracy, gt boxes": ([1, 2], [0.1, 0.2])}),
+        "loss of the evaluation": ("log", {"val: loss, gt boxes": ([1, 2], [40.0, 2.0])}),
+    }
+
+
+@pytest.mark.parametrize(("values", "scale"), [([100.0, 1.0], "log"), ([2.0, 1.0], "linear"), ([100.0, 0.0], "linear")])
+def test_a_wide_range_of_losses_has_a_logarithmic_axis(plots, values: Sequence[float], scale: str):
+    draw_curves([train_line(step, x=value) for step, value in enumerate(values)])
+    assert plots["losses of the task"][0] == scale
+
+
+def test_without_values_there_is_no_picture():
+    assert draw_curves([]) is None
+    assert draw_curves([{"step": 1, "kind": "eval", "val/accuracy_gt_boxes": None}, train_line(1, vqa=None)]) is None
+
+
+# Tables of metrics
+
+
+def test_metrics_become_tables_of_box_sources_and_families():
+    metrics = {
+        **named_metrics({"count": 5.0, "accuracy": 0.8, "accuracy/relation": 0.5}, "val", BoxSource.GT),
+        **named_metrics({"accuracy": 0.7, "count": 5.0, "accuracy/by_place": None}, "val", BoxSource.ONLINE),
+        **named_metrics({"accuracy": 0.1}, "testA", BoxSource.GT),
+        "steps": 8,
+    }
+    both = ["gt boxes", "predicted boxes"]
+    assert metric_tables(metrics) == [
+        MetricTable("val", both, {"accuracy": [0.8, 0.7], "count": [5.0, 5.0]}),
+        MetricTable("val: accuracy", both, {"all": [0.8, 0.7], "relation": [0.5, None], "by place": [None, None]}),
+        MetricTable("testA", ["gt boxes"], {"accuracy": [0.1]}),
+    ]
+    metrics = named_metrics({"accuracy_by_question/how many": 0.25}, "val", BoxSource.GT)
+    assert metric_tables(metrics)[-1] == MetricTable("val: accuracy by question", ["gt boxes"], {"how many": [0.25]})
+
+
+# Lists of predictions
+
+
+def guesses(outcomes: dict[str, list[float | None]]) -> list[Guess]:
+    return [
+        Guess(text=f"{group} {number}", family=group, correct=correct, file_name=f"{group} {number}")
+        for group, values in outcomes.items()
+        for number, correct in enumerate(values)
+    ]
+
+
+def asked(sample: Sampled) -> list[str]:
+    return [one.words.asked for one in sample.shown]
+
+
+def test_predictions_are_counted_by_group_and_outcome():
+    lists = list_predictions(guesses({"b": [0.0, 1.0, 0.3], "a": [None, 1.0]}), FakeTask(), 9, 0)
+    assert lists.groups == {
+        "all": Counter({"right": 2, "wrong": 1, "partly right": 1, "without a label": 1}),
+        "a": Counter({"right": 1, "without a label": 1}),
+        "b": Counter({"right": 1, "wrong": 1, "partly right": 1}),
+    }
+    assert list(lists.groups) == ["all", "a", "b"]
+    assert lists.outcomes == ["wrong", "partly right", "right", "without a label"]
+
+
+def test_a_prediction_without_a_label_is_never_an_error():
+    lists = list_predictions(guesses({"": [None] * 5}), FakeTask(), 9, 0)
+    assert lists.wrong == [] and lists.mistakes == []
+    assert [(sample.title, sample.total, len(sample.shown)) for sample in lists.others] == [("without a label", 5, 5)]
+    assert lists.outcomes == ["wrong", "right", "without a label"]
+
+
+def test_groups_take_turns_and_the_one_with_the_most_errors_comes_first():
+    data = guesses({"few": [0.0] * 2, "none": [1.0], "many": [0.0] * 50, "some": [0.0] * 9})
+
+    def shown(number: int) -> dict[str, tuple[int, int]]:
+        lists = list_predictions(data, FakeTask(), number, 0)
+        assert all(one.words.group == sample.title for sample in lists.wrong for one in sample.shown)
+        return {sample.title: (len(sample.shown), sample.total) for sample in lists.wrong}
+
+    assert shown(8) == {"many": (3, 50), "some": (3, 9), "few": (2, 2)}
+    assert shown(1) == {"many": (1, 50), "some": (0, 9), "few": (0, 2)}
+    assert shown(100) == {"many": (50, 50), "some": (9, 9), "few": (2, 2)}
+    assert list(shown(8)) == ["many", "some", "few"]
+
+
+def test_samples_are_drawn_by_the_seed_from_all_predictions():
+    data = guesses({"": [1.0] * 40 + [0.0] * 40})
+    [first], [again], [other] = (list_predictions(data, FakeTask(), 10, seed).others for seed in (0, 0, 1))
+    assert asked(first) == asked(again) != asked(other)
+    assert len(set(asked(first))) == 10 and first.total == 40
+    seen = Counter(one for seed in range(200) for one in asked(list_predictions(data, FakeTask(), 10, seed).others[0]))
+    assert len(seen) == 40  # every one has its chance, about 50 times in 200
+    assert min(seen.values()) > 20 and max(seen.values()) < 85
+
+
+def test_frequent_mistakes_are_those_of_several_images():
+    pairs = [
+        *(("red", "blue", str(number)) for number in range(3)),
+        *(("one", "two", "the same") for _ in range(9)),
+        ("yes", "no", "1"),
+        ("yes", "no", "2"),
+    ]
+    data = [Guess(correct=0.0, truth=truth, said=said, file_name=file) for truth, said, file in pairs]
+    assert list_predictions(data, FakeTask(), 0, 0).mistakes == [("red", "blue", 3), ("yes", "no", 2)]
+    several = [
+        (0.5, (("red", "blue"), ("one", "two"))),
+        (0.0, (("red", "blue"), ("red", "blue"))),
+        (1.0, (("red", "blue"),)),  # a right one has no mistakes
+        (0.0, ()),
+    ]
+    data = [Guess(correct=c, mistakes=m, file_name=str(number), truth="all") for number, (c, m) in enumerate(several)]
+    assert list_predictions(data, FakeTask(), 0, 0).mistakes == [("red", "blue", 2)]
+
+
+def phrases(*correct: bool | None) -> tuple[GroundedPhrase, ...]:
+    """Phrases of a prediction; None: the right box is unknown."""
+    return tuple(GroundedPhrase("a star", (0, 6), (9.6, 20.2, 30.0, 40.4), 0.25, one) for one in correct)
+
+
+def test_wrong_relations_are_counted_by_whether_the_landmark_was_right():
+    def wrong(*correct: bool | None, **changes) -> Guess:
+        return Guess(**{"family": "relation", "correct": 0.0, "grounded": phrases(*correct), **changes})
+
+    right, missed, unknown = wrong(False, True), wrong(True, False), wrong(False, None)
+    assert list_predictions([right, missed, unknown], FakeTask(), 9, 0).grounded == {
+        "relation": Counter(right=1, wrong=1)
+    }
+    more = [
+        *(wrong(True), wrong()),  # without a second phrase
+        *(wrong(False, True, False), wrong(False, None, True)),  # all that are known must be right
+        *(wrong(True, True, correct=1.0), wrong(True, True, correct=0.5), wrong(True, True, correct=None)),
+        wrong(True, False, family="attribute"),
+    ]
+    assert list_predictions([right, missed, unknown, *more], FakeTask(), 9, 0).grounded == {
+        "relation": Counter(right=2, wrong=2),
+        "attribute": Counter(wrong=1),
+    }
+    assert list_predictions([unknown], FakeTask(), 9, 0).grounded == {}
+
+
+# The page
+
+
+def images_of(page: str) -> list[np.ndarray]:
+    found = re.findall(r"data:image/\w+;base64,([^\"]+)", page)
+    return [cv2.imdecode(np.frombuffer(base64.b64decode(one), np.uint8), 1) for one in found]
+
+
+def text_of(page: str) -> str:
+    body = page.partition("<body>")[2]
+    return " ".join(unescape(re.sub(r"<[^>]+>", " ", body)).split())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory with nothing but what the report reads."""
+    save_config(RunConfig(output=str(tmp_path)), tmp_path / "config.yaml")
+    write_json(tmp_path / "metrics.json", {"val/accuracy_gt_boxes": 0.5, "val/none": None, "parameters": {"task": 3}})
+    return tmp_path
+
+
+def guess(**changes) -> Guess:
+    return Guess(**{"text": "x", "correct": 1.0, **changes})
+
+
+def report(run: Path, *predictions: Guess, number: int = 12) -> str:
+    write_json(run / "predictions_val_gt.json", msgspec.to_builtins(predictions))
+    config = RunConfig(output=str(run), eval=EvalSettings(report_pictures=number))
+    return write_report(run, config, FakeTask()).read_text(encoding="utf-8")
+
+
+def test_the_report_of_a_run_is_one_self_contained_page(trained_run):
+    page = (trained_run.path / "report.html").read_text(encoding="utf-8")
+    assert "http" not in page
+    assert not re.search(r'<(script|link|iframe)|src="(?!data:)|url\(', page)
+    *pictures, curves = images_of(page)
+    assert curves.shape[1] > 800 and curves.std() > 5
+    assert len(pictures) == page.count("<figcaption>")
+    words = text_of(page)
+    number = trained_run.config.eval.report_pictures
+    for boxes, name in (("gt", "gt boxes"), ("detections", "detected boxes"), ("online", "predicted boxes")):
+        records = json.loads((trained_run.path / f"predictions_val_{boxes}.json").read_text())
+        wrong = sum(record["correct"] == 0 for record in records)
+        start = words.index(f"Predictions: val, {name}")
+        section = words[start : words.find("Predictions: ", start + 1)]
+        assert f"all {len(records)} {wrong} {len(records) - wrong}" in section
+        shown = [int(count) for count in re.findall(r"Wrong, \w+: (\d+) of \d+", section)]
+        assert sum(shown) == min(number, wrong)
+    for name, value in trained_run.metrics.items():
+        if name.startswith("val/accuracy") and isinstance(value, float):
+            assert f"{value:.3f}" in words
+    assert "task.config.loss softmax binary" in words
+    assert "train.lr 0.0" in words
+
+
+def test_texts_are_escaped(run):
+    (run / "config.yaml").write_text("output: <b>\n")
+    page = report(run, guess(text="a <b>bold</b> & 'quoted' cup", correct=0.0, truth="<i>", family="<u>"))
+    assert not re.search(r"<[biu]>(?!a &lt;)", page)
+    assert "a &lt;b&gt;bold&lt;/b&gt; &amp; &#39;quoted&#39; cup" in page
+    assert "right would be: <i> " in text_of(page) and "Wrong, <u>: 1 of 1" in text_of(page)
+
+
+def test_errors_come_first_and_say_what_was_chosen_instead(run):
+    words = text_of(report(run, guess(text="fine"), guess(text="bad", correct=0.0, truth="red", family="colours")))
+    assert "Wrong, colours: 1 of 1 bad wrong: blue (0.26) right would be: red" in words
+    assert "Right: 1 of 1 fine right: blue (0.26)" in words
+    assert words.index("Wrong, colours") < words.index("Right: 1 of 1")
+    assert "all 2 1 1 50.0 % colours 1 1 0 100.0 %" in words
+
+
+def test_only_some_are_shown_and_the_page_says_of_how_many(run):
+    page = report(run, *[guess()] * 3, *[guess(correct=0.0)] * 5, *[guess(correct=0.5)] * 2, number=2)
+    words = text_of(page)
+    assert page.count("<figure>") == 6
+    for heading in ("Wrong: 2 of 5, drawn at random", "Partly right: 2 of 2 x", "Right: 2 of 3, drawn at random"):
+        assert heading in words
+    none = text_of(report(run, guess(correct=0.0), guess(correct=0.0, family="relation"), number=0))
+    assert "Not shown: wrong predictions of all texts (1), relation (1)." in none
+    assert "<figure>" not in report(run, guess(), number=0)
+
+
+def test_a_prediction_without_a_label_is_not_wrong(run):
+    page = report(run, guess(correct=None), guess(correct=None))
+    words = text_of(page)
+    assert "No prediction is wrong." in words
+    assert "all 2 0 0 2 –" in words  # no share of wrong ones either
+    assert "Without a label: 2 of 2 x without a label: blue (0.26)" in words
+
+
+def test_a_run_without_evaluations_or_losses_has_a_report(run):
+    RunLog(run / "log.jsonl", enabled=True).write(1, "eval", {"val/accuracy_gt_boxes": None})
+    page = write_report(run, RunConfig(output=str(run)), FakeTask()).read_text(encoding="utf-8")
+    assert images_of(page) == [] and "Curves" not in page
+    assert "val gt boxes accuracy 0.500" in text_of(page)
+    assert "parameters of the task 3" in text_of(page)
+
+
+def test_pictures_are_small_keep_their_colours_and_may_be_wide_or_missing(run):
+    page = report(
+        run, guess(), guess(size=(200, 1500)), guess(file_name="lost"), guess(text="no image", has_picture=False)
+    )
+    assert page.count('<figure class="wide">') == 1 and page.count("<figure>") == 3
+    [picture] = [one for one in images_of(page) if one.shape[1] < 2 * one.shape[0]]
+    assert picture.shape[0] * picture.shape[1] == pytest.approx(PICTURE_AREA, rel=0.01)
+    assert np.abs(picture.astype(int) - (10, 30, 200)).max() < 8  # OpenCV reads BGR
+    [wide] = [one for one in images_of(page) if one.shape[1] > 2 * one.shape[0]]
+    assert wide.shape[1] > 1000  # labels would be illegible in a small one
+    assert "No picture: Image lost does not exist." in text_of(page) and page.count("No picture") == 1
+
+
+def test_wrong_relations_say_whether_the_landmark_was_right(run):
+    wrong = [
+        guess(text=str(known), correct=0.0, family="relation", grounded=phrases(None, known))
+        for known in (True, True, False, None)
+    ]
+    words = text_of(report(run, *wrong, guess(text="fine")))
+    assert "such as the landmark of a relation second phrases right not right relation 2 1 Pictures show" in words
+    star = "a star: x 10 to 30, y 20 to 40 (0.25)"
+    for said, end in (("True", " right"), ("False", " wrong"), ("None", "")):
+        assert f"{said} wrong: blue (0.26) phrases: {star}; {star}{end}" in words
+    assert "second phrases" not in text_of(report(run, wrong[-1], guess(text="fine")))
+
+
+def test_sections_are_in_the_order_of_the_settings(run):
+    for name in ("val_online", "val_gt", "more_detections"):
+        write_json(run / f"predictions_{name}.json", [])
+    config = RunConfig(output=str(run), eval=EvalSettings(boxes=["online", "gt"]))
+    page = write_report(run, config, FakeTask()).read_text(encoding="utf-8")
+    assert re.findall("Predictions: ([^<]+)", page) == ["val, predicted boxes", "val, gt boxes", "more, detected boxes"]
+
+
+def test_predictions_of_another_kind_are_named(run):
+    write_json(run / "predictions_val_gt.json", [{"type": "Guess", "correct": "yes"}])
+    with pytest.raises(UserError, match=r"predictions_val_gt\.json"):
+        write_report(run, RunConfig(output=str(run)), FakeTask())
+
+
+def test_an_installed_package_has_the_template():
+    """setuptools copies no file that is not Python, unless the settings name it."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    copied = {
+        path
+        for package, patterns in settings["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    own = {path for folder in ("detector", "e2e_vl") for path in (ROOT / folder).rglob("*") if path.is_file()}
+    assert TEMPLATE in copied
+    assert {path for path in own if path.suffix not in (".py", ".pyc")} == copied
+
+
+# Changed settings
+
+
+def test_only_changed_settings_are_shown(trained_run):
+    found = {one.name: (one.value, one.default) for one in changed_settings(trained_run.config)}
+    assert found["task.name"] == ("refcoco", "") and "train.max_steps" in found
+    assert found["train.warmup_steps"][0] != found["train.warmup_steps"][1]
+    assert "data.blank_image" not in found
