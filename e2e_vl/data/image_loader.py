@@ -18,17 +18,15 @@ import numpy as np
 
 from detector.boxes import check_boxes
 from detector.config import SelectionRule
-from detector.errors import MissingFileError, UserError, user_path
+from detector.errors import MissingFileError, UserError
 from detector.images import ResizeRule, load_resized
+from detector.io import read_json
 from detector.selection import select_regions
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import VLDataset, open_options
 from e2e_vl.data.features import FeatureStore, RegionFeatures, open_features
-from e2e_vl.data.storage.files import checked_records, corners_of, read_json
-from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
-from e2e_vl.data.storage.shared_reads import SharedReads
 from e2e_vl.examples import DetectionObjects, ImageExample, ImageTransform
-from e2e_vl.records import Box, Id, Record, Score
+from e2e_vl.io import FourNumbers, Id, Record, Score, box_corners
 from e2e_vl.samples import DETECTED, AnnotatedObjects, BrokenImageError, CandidateBoxes, ImageBytes, SampleImage
 
 # From an image file to pixels of the network's size.
@@ -83,58 +81,6 @@ def read_image(
     return pixels, ImageTransform(original_size, (pixels.shape[0], pixels.shape[1]), flip)
 
 
-# Reader of detection files in MAttNet's format: one flat list of boxes for all images.
-
-
-class _ScoredDetection(Record):
-    image_id: Id
-    box: Box
-    category_id: Id
-    score: Score
-
-
-@dataclasses.dataclass(frozen=True)
-class ImageDetections:
-    """Detected boxes of one image, in file order."""
-
-    boxes: np.ndarray  # float64 [R, 4], xyxy (x2 = x + w), pixels of the stored image
-    scores: np.ndarray  # float32 [R]
-
-
-class DetectionsFile:
-    """`*_dets.json`: a list of {`image_id`, `box` [x, y, w, h], `category_id`, `score`, ...}, in no particular order.
-
-    Args:
-        path: the file.
-        errors: what becomes of an error about one detection.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: the older layout with a key `dets`, a missing key, a box that is empty, inverted or not finite, or a
-            score that is not finite; the file and the detection are named.
-    """
-
-    def __init__(self, path: str | Path, errors: RecordErrors = RAISE) -> None:
-        self.path = user_path(path)
-        rows = read_json(self.path, "detections")
-        if isinstance(rows, dict) and "dets" in rows:
-            raise UserError(
-                f"{self.path}: has the older layout with a key 'dets'; expected MAttNet's flat list of "
-                "{image_id, box [x, y, width, height], category_id, score}"
-            )
-        if not isinstance(rows, list):
-            raise UserError(f"{self.path}: holds a {type(rows).__name__}, expected a flat list of detections")
-        boxes, scores = defaultdict(list), defaultdict(list)
-        for where, row in checked_records(_ScoredDetection, rows, f"{self.path}: detection", "det_id", errors=errors):
-            with errors:
-                boxes[row.image_id].append(corners_of(row.box, where))
-                scores[row.image_id].append(row.score)
-        self.by_image = {
-            image_id: ImageDetections(np.array(rows, dtype=np.float64), np.array(scores[image_id], dtype=np.float32))
-            for image_id, rows in boxes.items()
-        }
-
-
 # Files of candidate boxes: detections in MAttNet's format, and region features.
 
 
@@ -146,39 +92,56 @@ class BoxReader(abc.ABC):
 
     @abc.abstractmethod
     def read(self, image_id: str) -> CandidateBoxes:
-        """The boxes of one image.
-
-        Raises:
-            ValueError: no file has the image, or the file is damaged there.
-        """
+        """The boxes of one image; a UserError if no file has the image."""
 
     @abc.abstractmethod
     def require_images(self, image_ids: Iterable[str], split: str) -> None:
-        """Raises ValueError, naming the first image and counting all, unless the files have all images."""
+        """Refuse files that lack an image; the first is named and all are counted."""
+
+
+class _Detection(Record):
+    image_id: Id
+    box: FourNumbers  # x, y, width, height
+    score: Score
+
+
+def read_detections(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Boxes float64 [R, 4] and scores float32 [R] of every image in a `*_dets.json` of MAttNet, in file order.
+
+    The file is a list of {`image_id`, `box` [x, y, w, h], `score`, ...} in no particular order.
+    """
+    rows = defaultdict(list)
+    for number, one in enumerate(read_json(path, list[_Detection])):
+        rows[str(one.image_id)].append((box_corners(one.box, f"{path}: detection {number}"), one.score))
+    return {
+        image_id: (np.array([box for box, _ in found]), np.array([score for _, score in found], dtype=np.float32))
+        for image_id, found in rows.items()
+    }
 
 
 class DetectedBoxes(BoxReader):
-    """Boxes of MAttNet's detection files that the rule keeps, by falling score."""
+    """Boxes of MAttNet's detection files that the rule keeps, by falling score; the first file with an image counts."""
 
-    def __init__(self, files: Sequence[DetectionsFile], selection: SelectionRule) -> None:
-        self.files = files
+    def __init__(self, paths: Sequence[Path], selection: SelectionRule) -> None:
+        self.paths = paths
         self.selection = selection
-        self._found = {str(image_id): (file, image_id) for file in reversed(files) for image_id in file.by_image}
+        self._found: dict[str, tuple[Path, np.ndarray, np.ndarray]] = {}
+        for path in paths:
+            for image_id, found in read_detections(path).items():
+                self._found.setdefault(image_id, (path, *found))
 
     def read(self, image_id: str) -> CandidateBoxes:
-        if image_id not in self._found:
-            raise UserError(f"{_names(self.files)}: no detections for image {image_id}; {_OTHER_BOXES}")
-        file, key = self._found[image_id]
-        found = file.by_image[key]
-        kept = select_regions(found.scores, self.selection).numpy()
-        return CandidateBoxes(found.boxes[kept], f"{file.path}: image {image_id}")
+        self.require_images([image_id], "data")
+        path, boxes, scores = self._found[image_id]
+        return CandidateBoxes(boxes[select_regions(scores, self.selection).numpy()], f"{path}: image {image_id}")
 
     def require_images(self, image_ids: Iterable[str], split: str) -> None:
         missing = [image_id for image_id in image_ids if image_id not in self._found]
         if missing:
             more = f" (and {len(missing) - 1} more images)" if len(missing) > 1 else ""
             raise UserError(
-                f"{_names(self.files)}: no detections for image {missing[0]}{more} of the split {split}; {_OTHER_BOXES}"
+                f"{', '.join(map(str, self.paths))}: no detections for image {missing[0]}{more} of the split {split}; "
+                f"{_OTHER_BOXES}"
             )
 
 
@@ -226,55 +189,29 @@ class StoredBoxes(BoxReader):
     def require_images(self, image_ids: Iterable[str], split: str) -> None:
         missing = [image_id for image_id in image_ids if not any(image_id in store for store in self.stores)]
         if missing:
+            files = ", ".join(str(store.path) for store in self.stores)
             raise UserError(
-                f"{_names(self.stores)}: has no features of image {missing[0]} and {len(missing) - 1} more of the "
-                f"split {split}; extract them, with the annotation file as the list of images"
+                f"{files}: has no features of image {missing[0]} and {len(missing) - 1} more of the split {split}; "
+                "extract them, with the annotation file as the list of images"
             )
 
 
 def open_boxes(
-    paths: Sequence[Path],
-    selection: SelectionRule,
-    *,
-    with_features: bool,
-    limit: int | None = None,
-    errors: RecordErrors = RAISE,
-    shared: SharedReads | None = None,
+    paths: Sequence[Path], selection: SelectionRule, *, with_features: bool, limit: int | None = None
 ) -> BoxReader:
-    """Open files of one kind: `.json` is MAttNet's format, everything else region features; see `StoredBoxes`.
-
-    Args:
-        errors: what becomes of an error about one detection.
-        shared: what other splits have read already; None: nothing.
-
-    Raises:
-        FileNotFoundError, ValueError: see the readers; or features are wanted from a file that has none.
-    """
+    """Open files of one kind: `.json` is MAttNet's format, everything else region features; see `StoredBoxes`."""
     if paths[0].suffix != ".json":
-        stores = [open_features(path) for path in paths]  # each process opens its own files, which are not kept
+        stores = [open_features(path) for path in paths]
         return StoredBoxes(stores, selection, with_features=with_features, limit=limit)
     if with_features:
         raise UserError(f"{paths[0]}: boxes in MAttNet's format have no features; give a file of region features")
-    shared = SharedReads() if shared is None else shared
-    return DetectedBoxes([shared.read(DetectionsFile, path, errors=errors) for path in paths], selection)
+    return DetectedBoxes(paths, selection)
 
 
 def open_boxes_of(
-    dataset: VLDataset,
-    settings: DataSettings,
-    boxes: BoxSource,
-    errors: RecordErrors = RAISE,
-    shared: SharedReads | None = None,
+    dataset: VLDataset, settings: DataSettings, boxes: BoxSource, errors: object = None, shared: object = None
 ) -> BoxReader | None:
-    """The files of boxes or features of an opened split; None where the source reads none or boxes come along.
-
-    Args:
-        errors: what becomes of an error about one detection.
-        shared: what other splits have read already; None: nothing.
-
-    Raises:
-        FileNotFoundError, ValueError: see `open_boxes`.
-    """
+    """The files of boxes or features of an opened split; None where the source reads none or boxes come along."""
     key = next((key for key in boxes.needs if key != "instances"), None)
     if key is None or not dataset.parts:
         return None
@@ -282,19 +219,13 @@ def open_boxes_of(
     paths = list(dict.fromkeys(files.path(key, **values) for values in dataset.parts))
     with_features = boxes is BoxSource.PRECOMPUTED
     limit = settings.boxes.max_precomputed if with_features else None
-    return open_boxes(
-        paths, settings.boxes.selection, with_features=with_features, limit=limit, errors=errors, shared=shared
-    )
+    return open_boxes(paths, settings.boxes.selection, with_features=with_features, limit=limit)
 
 
 def _found(regions: RegionFeatures, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
     """What the detector found in these boxes, as far as the file has it; `DETECTED` has its names."""
     columns = (regions.classes, regions.scores, regions.attributes, regions.attribute_scores)
     return {name: values[rows] for name, values in zip(DETECTED, columns, strict=True) if values is not None}
-
-
-def _names(files: Sequence[DetectionsFile | FeatureStore]) -> str:
-    return ", ".join(str(file.path) for file in files)
 
 
 # Outlines of objects as small masks on the grid of a RoI, as official codes draw them for VCR.
@@ -388,9 +319,6 @@ class ImageRules:
             (official VL-BERT code); False forbids flips of saved features.
         mean_image_feature: the whole image's feature is the mean of its regions' features where the file has none
             (official VL-BERT code).
-
-    Raises:
-        ValueError: no size, or a probability outside 0 to 1.
     """
 
     resize: tuple[ResizeRule, ...]
@@ -404,12 +332,6 @@ class ImageRules:
     blank_boxes: bool = False
     mirror_precomputed: bool = False
     mean_image_feature: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.resize:
-            raise UserError("the images need at least one resize rule")
-        if not 0 <= self.flip_probability <= 1:
-            raise UserError(f"flip_probability is {self.flip_probability}, expected a number from 0 to 1")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.data.coco import CocoInstances
-from e2e_vl.data.image_loader import DetectionsFile
+from e2e_vl.data.image_loader import read_detections
 from e2e_vl.data.refcoco import Expression, read_expressions, read_refs, split_contains
 from e2e_vl.metrics.refcoco import ReferringPrediction, box_iou, referring_metrics
 from tests.parity.evaluation_common import folder_of
@@ -24,7 +24,7 @@ def refcoco(golden_root: Path) -> dict:
     return {
         "instances": instances,
         "expressions": read_expressions(refs_file, instances),
-        "detections": DetectionsFile(detections_file),
+        "detections": read_detections(detections_file),
         "det_rows": {row["det_id"]: row for row in json.loads(detections_file.read_text("utf-8"))},
         "predictions": {row["sent_id"]: row for row in json.loads((root / "predictions.json").read_text("utf-8"))},
         "expected": json.loads((root / "expected.json").read_text("utf-8")),
@@ -45,7 +45,7 @@ def predict(data: dict, split: str, track: str) -> list[ReferringPrediction]:
         if track == "gt_boxes":
             boxes, scores = instances.objects(expression.image_id).boxes, prediction["ann_scores"]
         else:
-            boxes, scores = data["detections"].by_image[expression.image_id].boxes, prediction["det_scores"]
+            boxes, scores = data["detections"][str(expression.image_id)][0], prediction["det_scores"]
         assert len(boxes) == len(scores)
         image = instances[expression.image_id]
         [target] = [one for one in image.objects if one.id == expression.ann_id]

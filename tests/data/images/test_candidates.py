@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from detector.config import SelectionRule
+from detector.errors import UserError
 from e2e_vl.data.features import RegionFeatures, open_features, save_npz
-from e2e_vl.data.image_loader import DetectedBoxes, DetectionsFile, StoredBoxes, open_boxes
+from e2e_vl.data.image_loader import DetectedBoxes, StoredBoxes, open_boxes, read_detections
 from tests.data.tiny_refcoco import DETECTIONS_7, detection
 
 RULE = SelectionRule(min_score=0.5, min_regions=1, max_regions=100)
@@ -31,8 +32,7 @@ def store(tmp_path):
 
 
 def test_detections_come_by_falling_score_as_the_rule_keeps_them(tiny):
-    file = DetectionsFile(tiny.detections_file)
-    found = DetectedBoxes([file], SelectionRule(min_score=0.0)).read("7")
+    found = DetectedBoxes([tiny.detections_file], SelectionRule(min_score=0.0)).read("7")
     np.testing.assert_array_equal(found.boxes, DETECTIONS_7[::-1])
     assert found.origin == f"{tiny.detections_file}: image 7"
     assert found.features is found.class_probs is found.image_size is None
@@ -52,11 +52,11 @@ def test_several_files_of_detections_each_know_other_images(tiny, tmp_path):
 
 
 def test_images_without_detections_are_named_and_counted(tiny):
-    reader = DetectedBoxes([DetectionsFile(tiny.detections_file)], RULE)
+    reader = DetectedBoxes([tiny.detections_file], RULE)
     reader.require_images(["3", "7", "9"], "train")
     with pytest.raises(ValueError, match=r"dets\.json: no detections for image 12 \(and 1 more images\) of the split"):
         reader.require_images(["3", "12", "13"], "train")
-    with pytest.raises(ValueError, match=r"dets\.json: no detections for image 12; use the detections of this data"):
+    with pytest.raises(ValueError, match=r"dets\.json: no detections for image 12 "):
         reader.read("12")
 
 
@@ -82,8 +82,8 @@ def test_features_of_given_boxes_keep_their_order(store, columns):
 
 
 def test_images_without_features_are_named_and_counted(store):
-    reader = StoredBoxes([open_features(store("7", "a/8"))], RULE, with_features=False)
-    reader.require_images(["a/8", "7"], "train")
+    reader = StoredBoxes([open_features(store("7", "8"))], RULE, with_features=False)
+    reader.require_images(["8", "7"], "train")
     with pytest.raises(ValueError, match="features: has no features of image 9 and 1 more of the split train"):
         reader.require_images(["7", "9", "10"], "train")
     with pytest.raises(ValueError, match="features: has no features of image 9"):
@@ -93,3 +93,28 @@ def test_images_without_features_are_named_and_counted(store):
 def test_boxes_without_features_cannot_replace_the_detector(tiny):
     with pytest.raises(ValueError, match=r"dets\.json: boxes in MAttNet's format have no features"):
         open_boxes([tiny.detections_file], RULE, with_features=True)
+
+
+def test_a_file_of_detections_is_grouped_by_image_in_file_order(tiny):
+    found = read_detections(tiny.detections_file)
+    assert set(found) == {"3", "7", "9"}
+    boxes, scores = found["7"]
+    np.testing.assert_array_equal(boxes, [[61, 11, 89, 39], [11, 21, 29, 39]])
+    np.testing.assert_allclose(scores, [0.4, 0.8])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"box": [1, 1, 0, 5]}, r"detection 1: .*empty or inverted"),
+        ({"box": [1, 1, -3, 5]}, r"detection 1: .*empty or inverted"),
+        ({"box": {"x": 1, "y": 1, "w": 3, "h": 5}}, r".*\[1\]\.box"),
+        ({"score": "x"}, r".*\[1\]\.score"),
+        ({"score": 7}, r".*\[1\]\.score"),
+    ],
+)
+def test_a_bad_detection_is_named(tiny, change, message):
+    tiny.detections[1].update(change)
+    tiny.detections_file.write_text(json.dumps(tiny.detections))
+    with pytest.raises(UserError, match=rf"dets\.json: {message}"):
+        read_detections(tiny.detections_file)

@@ -315,18 +315,6 @@ def test_features_of_an_archive_name_their_own_file(photo, features):
 # Errors
 
 
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ({"flip_probability": 1.5}, "flip_probability is 1.5"),
-        ({"resize": ()}, "at least one resize rule"),
-    ],
-)
-def test_rules_that_make_no_sense(rules, message):
-    with pytest.raises(ValueError, match=message):
-        make_loader(**rules)
-
-
 def test_image_files_are_checked_when_loaded(photo):
     with pytest.raises(ValueError, match=r"seven\.png: image 7 is 100 x 60 pixels, but its annotation file says 101 x"):
         load(dataclasses.replace(photo, size=(60, 101)))
