@@ -19,15 +19,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from detector.errors import UserError
 from e2e_vl.cli.common import make_parser, says_errors
-
-if TYPE_CHECKING:  # at run time it would import numpy and its readers before the words are checked
-    from e2e_vl.data.published_features import BanFeatures, DetectronFeatures, PythiaFeatures
 
 logger = logging.getLogger(__name__)
 ASSUMED = {
@@ -55,45 +50,31 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     for name, kind in (("sizes", "pythia"), ("ids", "ban")):
         if (getattr(options, name) is None) == (options.kind == kind):
             raise UserError(f"--{name} belongs to {kind}, which needs it; see --help.")
-    if len(options.input) > 1 and options.kind != "detectron":
-        raise UserError(f"{options.kind} has one input for each output; give {options.input[0]} alone.")
-    from e2e_vl.data.features import check_format, write_features
-
-    check_format(options.format, options.output)
+    first, *others = options.input
+    if others and options.kind != "detectron":
+        raise UserError(f"{options.kind} has one input for each output; give {first} alone.")
     if options.output.exists():
         raise UserError(f"{options.output} is there already; remove it, or choose another --output.")
-    images = _open(options)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    stamp: dict[str, Any] = {
-        "published_by": options.kind,
-        "files": [path.name for path in options.input],
-        "assumed": ASSUMED[options.kind],
-    }
-    size = sum(_bytes_of(path) for path in options.input)
-    write_features(options.format, options.output, _shown(images), stamp, num_bytes=2 * size)
-    print(f"{options.output}: {len(images)} images; {ASSUMED[options.kind]}")
-    return 0
+    from tqdm import tqdm  # late: they import numpy and its readers
 
-
-def _open(options: argparse.Namespace) -> PythiaFeatures | DetectronFeatures | BanFeatures:
+    from e2e_vl.data.features import check_format, write_features
     from e2e_vl.data.published_features import BanFeatures, DetectronFeatures, PythiaFeatures, read_image_sizes
 
+    check_format(options.format, options.output)
     if options.kind == "pythia":
-        images = PythiaFeatures(options.input[0], read_image_sizes(options.sizes))
+        images = PythiaFeatures(first, read_image_sizes(options.sizes))
         if images.left_out:
             logger.warning("%d files *_info.npy are left out: VisualBERT reads none of them.", len(images.left_out))
-        return images
-    if options.kind == "detectron":
-        return DetectronFeatures(options.input)
-    return BanFeatures(options.input[0], options.ids)
-
-
-def _shown(images: Any) -> Iterator[Any]:
-    """The records, with a progress bar."""
-    from tqdm import tqdm
-
-    yield from tqdm(images, total=len(images), unit="image", desc="images")
-
-
-def _bytes_of(path: Path) -> int:
-    return sum(one.stat().st_size for one in path.iterdir()) if path.is_dir() else path.stat().st_size
+    elif options.kind == "detectron":
+        images = DetectronFeatures(options.input)
+    else:
+        images = BanFeatures(first, options.ids)
+    files = [one for path in options.input for one in (path.iterdir() if path.is_dir() else [path])]
+    assumed = ASSUMED[options.kind]
+    stamp = {"published_by": options.kind, "files": [path.name for path in options.input], "assumed": assumed}
+    records = tqdm(images, total=len(images), unit="image", desc="images")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    num_bytes = 2 * sum(file.stat().st_size for file in files)
+    write_features(options.format, options.output, records, stamp, num_bytes=num_bytes)
+    print(f"{options.output}: {len(images)} images; {assumed}")
+    return 0
