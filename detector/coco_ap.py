@@ -40,16 +40,30 @@ def coco_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
         has no object in any record are ignored.
 
     Raises:
-        ValueError: two records of one image; lists of different lengths; boxes or scores that are not finite.
+        UserError: boxes or scores that are not finite.
     """
-    _check(records)
+    numbers = [number for record in records for box in record["boxes"] for number in box]
+    numbers += [score for record in records for score in record["scores"]]
+    if not np.isfinite(np.array(numbers, dtype=np.float64)).all():
+        raise UserError("A detection has a box or score that is not finite; check the detector's weights.")
     categories = {
         entry["category_id"]: str(entry.get("category", entry["category_id"]))
         for record in records
         for entry in record["objects"]
     }
     images = [{"id": record["image_id"]} for record in records]
-    truth = _dataset(images, categories, _truth_annotations(records))
+    objects = [
+        {
+            "image_id": record["image_id"],
+            "category_id": entry["category_id"],
+            "bbox": (box := _xywh(entry["box"])),
+            "area": box[2] * box[3] if entry.get("area") is None else entry["area"],
+            "iscrowd": int(entry.get("is_crowd", False)),
+        }
+        for record in records
+        for entry in record["objects"]
+    ]
+    truth = _dataset(images, categories, objects)
     # the area of a detection without a match decides whether it counts in APs, APm or APl
     found = [result | {"area": result["bbox"][2] * result["bbox"][3], "iscrowd": 0} for result in coco_results(records)]
     evaluation = COCOeval(truth, _dataset(images, categories, found), iouType="bbox")
@@ -74,38 +88,6 @@ def coco_results(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         {"image_id": record["image_id"], "category_id": category_id, "bbox": _xywh(box), "score": score}
         for record in records
         for box, score, category_id in zip(record["boxes"], record["scores"], record["category_ids"], strict=True)
-    ]
-
-
-def _check(records: Sequence[dict[str, Any]]) -> None:
-    seen = set()
-    for record in records:
-        where = f"image {record['image_id']}"
-        if record["image_id"] in seen:
-            raise UserError(f"{where} has two records; give one record per image.")
-        seen.add(record["image_id"])
-        counts = [len(record[key]) for key in ("boxes", "scores", "category_ids")]
-        if len(set(counts)) > 1:
-            raise UserError(
-                f"{where} has {counts[0]} boxes, {counts[1]} scores and {counts[2]} category ids; give one score and "
-                "one category id per box."
-            )
-        numbers = [*record["scores"], *(value for box in record["boxes"] for value in box)]
-        if not np.isfinite(np.array(numbers, dtype=np.float64)).all():
-            raise UserError(f"{where} has a detection whose box or score is not finite; check the detector's weights.")
-
-
-def _truth_annotations(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "image_id": record["image_id"],
-            "category_id": entry["category_id"],
-            "bbox": (box := _xywh(entry["box"])),
-            "area": box[2] * box[3] if entry.get("area") is None else entry["area"],
-            "iscrowd": int(entry.get("is_crowd", False)),
-        }
-        for record in records
-        for entry in record["objects"]
     ]
 
 

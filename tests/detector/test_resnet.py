@@ -1,21 +1,24 @@
+"""The ResNet trunk and its normalisation layers; batch norm is the same on two processes."""
+
 from __future__ import annotations
 
-import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 from detector.config import ResNetConfig
-from detector.resnet import ConvNorm, ResNet, freeze, make_norm, make_res5, recompute_activations
+from detector.resnet import ConvNorm, ResNet, SyncBatchNorm, freeze, make_norm, make_res5, recompute_activations
 from detector.roi_pooler import align_rois
 
 TINY = ResNetConfig(depth=18, norm="BN", width_per_group=4, stem_out_channels=8, res2_out_channels=16, freeze_at=0)
 
 
 def tiny(**changes) -> ResNetConfig:
-    return dataclasses.replace(TINY, **changes)
+    return structs.replace(TINY, **changes)
 
 
 @pytest.mark.parametrize(("depth", "blocks"), [(18, [2, 2, 2]), (34, [3, 4, 6]), (101, [3, 4, 23]), (152, [3, 8, 36])])
@@ -147,3 +150,47 @@ def test_recomputed_activations_change_nothing():
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     with pytest.raises(ValueError, match="FrozenBN or GN"):
         recompute_activations(ResNet(tiny(norm="BN")))
+
+
+CHANNELS = 3
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(6, CHANNELS, 4, 4, generator=generator) * 3 + 1, torch.randn(6, 3, 4, 4, generator=generator)
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    inputs, weights = (part.split((2, 4))[rank] for part in data())  # shares of different size
+    inputs = inputs.clone().requires_grad_()
+    norm = SyncBatchNorm(CHANNELS)
+    out = norm(inputs)
+    (out * weights).sum().backward()
+    torch.distributed.all_reduce(norm.weight.grad)
+    result = (out.detach(), inputs.grad, norm.weight.grad, norm.running_mean, norm.running_var)
+    torch.save(result, Path(folder) / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_equal_one(tmp_path: Path):
+    torch.multiprocessing.start_processes(work, args=(str(tmp_path),), nprocs=2, start_method="fork")
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+
+    inputs, weights = data()
+    inputs.requires_grad_()
+    norm = nn.BatchNorm2d(CHANNELS)
+    out = norm(inputs)
+    (out * weights).sum().backward()
+    torch.testing.assert_close(torch.cat((first[0], second[0])), out.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat((first[1], second[1])), inputs.grad, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(first[2], norm.weight.grad, atol=1e-4, rtol=1e-4)
+    for part in (first, second):
+        torch.testing.assert_close(part[3], norm.running_mean)
+        torch.testing.assert_close(part[4], norm.running_var)
+
+
+def test_one_process_is_plain_batch_norm():
+    inputs, _ = data()
+    torch.testing.assert_close(SyncBatchNorm(CHANNELS)(inputs), nn.BatchNorm2d(CHANNELS)(inputs))

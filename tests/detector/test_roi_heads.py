@@ -1,15 +1,16 @@
-"""The RoI head: RoIs in chunks."""
+"""RoI heads: box head, box predictor, and RoIs in chunks."""
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import pytest
 import torch
+import torch.nn.functional as F
 
 from detector import roi_heads
-from detector.config import DetectorConfig
+from detector.config import BOX_HEAD, AttributeConfig, BoxHeadConfig, DetectorConfig, ROIHeadsConfig
 from detector.faster_rcnn import FasterRCNN
+from detector.roi_heads import BoxHead, BoxPredictor
+from tests.detector import published
 
 STYLES = {
     "pooled_after": {},  # bottlenecks, whose 1x1 convolutions come before the pooling
@@ -19,7 +20,7 @@ STYLES = {
 }
 
 
-def make_detector(published: ModuleType, style: str, **more: int) -> FasterRCNN:
+def make_detector(style: str, **more: int) -> FasterRCNN:
     flat = DetectorConfig.from_yaml(published.WITHOUT_ATTRIBUTES).to_flat()
     flat |= {"MODEL.ROI_BOX_HEAD.POOLER_TYPE": "ROIAlignV2", "MODEL.RESNETS.RES5_DILATION": 1}
     torch.manual_seed(0)
@@ -27,14 +28,14 @@ def make_detector(published: ModuleType, style: str, **more: int) -> FasterRCNN:
 
 
 @pytest.fixture(params=STYLES)
-def heads(request: pytest.FixtureRequest, published: ModuleType) -> roi_heads.Res5ROIHeads:
-    return make_detector(published, request.param).roi_heads
+def heads(request: pytest.FixtureRequest) -> roi_heads.Res5ROIHeads:
+    return make_detector(request.param).roi_heads
 
 
 @pytest.mark.parametrize("resolution", [7, 14])
 @pytest.mark.parametrize("style", STYLES)
-def test_the_side_of_the_last_map_is_known_before_it_is_there(published, style, resolution):
-    detector = make_detector(published, style, **{"MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": resolution})
+def test_the_side_of_the_last_map_is_known_before_it_is_there(style, resolution):
+    detector = make_detector(style, **{"MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": resolution})
     with torch.no_grad():
         maps = detector.roi_heads.res5_map(torch.zeros(1, 32, 4, 4), torch.tensor([[0.0, 0, 0, 30, 30]]))
     assert detector.map_size == maps.shape[2] == maps.shape[3]
@@ -69,3 +70,118 @@ def test_chunks_give_the_same_features(heads, with_masks: bool, monkeypatch: pyt
     heads.eval()
     heads.describe(features, rois, masks)  # what the backward pass needs is kept anyway
     assert seen[-2:] == [23, 23]
+
+
+SIDE = 3
+
+
+def make_head(**options) -> BoxHead:
+    torch.manual_seed(0)
+    return BoxHead(BoxHeadConfig(name=BOX_HEAD, fc_dim=10, conv_dim=6, **options), in_channels=4, side=SIDE)
+
+
+def test_names_and_shapes_are_detectron2s():
+    shapes = {name: list(value.shape) for name, value in make_head(num_conv=2, num_fc=2).state_dict().items()}
+    assert shapes == {
+        "conv1.weight": [6, 4, 3, 3],
+        "conv1.bias": [6],
+        "conv2.weight": [6, 6, 3, 3],
+        "conv2.bias": [6],
+        "fc1.weight": [10, 6 * SIDE**2],
+        "fc1.bias": [10],
+        "fc2.weight": [10, 10],
+        "fc2.bias": [10],
+    }
+    assert set(make_head(num_conv=1, norm="GN").state_dict()) == {
+        "conv1.weight",
+        "conv1.norm.weight",
+        "conv1.norm.bias",
+    }
+
+
+@pytest.mark.parametrize("feature", ["head", "fc6", "fc7", "mean"])
+def test_the_region_feature_is_a_choice_and_the_predictor_reads_the_last_layer(feature: str):
+    head = make_head(num_fc=2, region_feature=feature)
+    maps = torch.randn(5, 4, SIDE, SIDE)
+    fc6 = F.relu(head.fc1(maps.flatten(1)))
+    fc7 = F.relu(head.fc2(fc6))
+    found = head(maps)
+    torch.testing.assert_close(found.predictor, fc7)
+    expected = {"head": fc7, "fc7": fc7, "fc6": fc6, "mean": maps.mean(dim=(2, 3))}[feature]
+    torch.testing.assert_close(found.region, expected)
+    assert (found.region is found.predictor) == (feature in ("head", "fc7"))
+
+
+def test_without_fully_connected_layers_the_map_is_flattened():
+    head = make_head(num_conv=1)
+    maps = torch.randn(2, 4, SIDE, SIDE)
+    torch.testing.assert_close(head(maps).predictor, F.relu(head.conv1(maps)).flatten(1))
+    assert head.predictor_dim == 6 * SIDE**2
+
+
+K, A, D = 3, 4, 6
+ATTRIBUTES = AttributeConfig(num_classes=A, embedding_dim=5, hidden_dim=7, loss_weight=0.5)
+
+
+def make_predictor(attributes: AttributeConfig = ATTRIBUTES) -> BoxPredictor:
+    torch.manual_seed(0)
+    predictor = BoxPredictor(D, ROIHeadsConfig(num_classes=K), attributes)
+    for parameter in predictor.parameters():
+        torch.nn.init.normal_(parameter)
+    return predictor
+
+
+def test_shapes_and_names():
+    shapes = {name: tuple(value.shape) for name, value in make_predictor().state_dict().items()}
+    assert shapes == {
+        "cls_score.weight": (K + 1, D),
+        "cls_score.bias": (K + 1,),
+        "bbox_pred.weight": (4 * K, D),
+        "bbox_pred.bias": (4 * K,),
+        "cls_embedding.weight": (K + 1, 5),
+        "fc_attr.weight": (7, D + 5),
+        "fc_attr.bias": (7,),
+        "attr_score.weight": (A + 1, 7),
+        "attr_score.bias": (A + 1,),
+    }
+    assert not any("attr" in name for name in make_predictor(AttributeConfig()).state_dict())
+
+
+def test_attribute_loss_averages_over_the_labels_of_each_foreground_roi():
+    predictor = make_predictor()
+    features = torch.randn(5, D)
+    classes = torch.tensor([0, 2, K, 1, 1])
+    labels = torch.tensor([[1, 3, -1], [0, -1, -1], [2, 2, 2], [-1, -1, -1], [-1, 2, -1]])
+    loss = predictor.attribute_loss(features, classes, labels)
+    logits = predictor.attributes(features, classes)  # with the embedding of the annotated class
+
+    def entropy(row: int, label: int) -> torch.Tensor:
+        return F.cross_entropy(logits[row], torch.tensor(label))
+
+    expected = (entropy(0, 1) + entropy(0, 3)) / 2 + entropy(1, 0) + entropy(4, 2)
+    torch.testing.assert_close(loss.total, 0.5 * expected)
+    assert loss.count == 3  # background and unlabelled objects take no part
+
+
+def test_attribute_loss_without_labels_is_zero_with_a_gradient():
+    predictor = make_predictor()
+    loss = predictor.attribute_loss(torch.randn(2, D), torch.tensor([K, 0]), torch.full((2, 3), -1))
+    assert loss.mean == 0
+    loss.mean.backward()
+    assert predictor.attr_score.weight.grad.abs().sum() == 0
+
+
+def test_box_losses_use_the_deltas_of_the_annotated_class():
+    predictor = make_predictor()
+    boxes = torch.tensor([[0.0, 0.0, 10.0, 10.0], [5.0, 5.0, 9.0, 9.0]])
+    deltas = torch.zeros(2, 4 * K)
+    deltas[0, 4:8] = torch.tensor([1.0, 0.0, 0.0, 0.0])  # class 1 moves by a tenth of the width, weight 10
+    losses = predictor.box_losses(
+        torch.zeros(2, K + 1), deltas, boxes, torch.tensor([1, K]), torch.tensor([[1.0, 0.0, 11.0, 10.0], [0.0] * 4])
+    )
+    torch.testing.assert_close(losses["loss_box_reg"].total, torch.tensor(0.0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(losses["loss_cls"].mean, torch.tensor(4.0).log())
+    other = predictor.box_losses(
+        torch.zeros(2, K + 1), deltas, boxes, torch.tensor([0, K]), torch.tensor([[1.0, 0.0, 11.0, 10.0], [0.0] * 4])
+    )
+    torch.testing.assert_close(other["loss_box_reg"].mean, torch.tensor(1.0 / 2))  # over both RoIs

@@ -161,17 +161,8 @@ def test_results_have_cocos_format():
     }
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"scores": [0.5, 0.5]}, "image 5 has 1 boxes, 2 scores"),
-        ({"scores": [float("nan")]}, "image 5 has a detection whose box or score is not finite"),
-        ({"boxes": [[0.0, 0.0, float("inf"), 1.0]]}, "image 5 has a detection whose box or score is not finite"),
-    ],
-)
-def test_records_that_make_no_sense_are_named(change, message):
+@pytest.mark.parametrize("change", [{"scores": [float("nan")]}, {"boxes": [[0.0, 0.0, float("inf"), 1.0]]}])
+def test_numbers_that_are_not_finite_are_refused(change):
     record = {"image_id": 5, "boxes": [[0, 0, 1, 1]], "scores": [0.5], "category_ids": [1], "objects": []}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="not finite"):
         coco_metrics([record | change])
-    with pytest.raises(ValueError, match="image 5 has two records"):
-        coco_metrics([record, record])
