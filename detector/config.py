@@ -17,10 +17,8 @@ from __future__ import annotations
 import ast
 import difflib
 import itertools
-import math
 import typing
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -706,27 +704,23 @@ def _check_parts(config: DetectorConfig) -> None:
     )
 
 
-@dataclass(frozen=True)
-class SelectionRule:
+class SelectionRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Keep scores of at least `min_score`, but never fewer than `min_regions` nor more than `max_regions` boxes.
 
     The defaults are VL-BERT's (section 4.1). Bottom-up attention uses 0.2 with 10 to 100; a fixed number, such as
     LXMERT's 36, is `min_regions == max_regions`.
 
     Raises:
-        ValueError: numbers that contradict each other.
+        UserError: numbers that contradict each other.
     """
 
-    where = "Selection rule"  # the place of the numbers, for messages; no field
     min_score: float = 0.5
-    min_regions: int = 10
-    max_regions: int = 100
+    min_regions: Annotated[int, msgspec.Meta(ge=0)] = 10
+    max_regions: Annotated[int, msgspec.Meta(ge=1)] = 100
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.min_score):
-            raise UserError(f"{self.where}: min_score {self.min_score} must be a finite number.")
         if not 0 <= self.min_regions <= self.max_regions or self.max_regions < 1:
             raise UserError(
-                f"{self.where}: min_regions {self.min_regions} and max_regions {self.max_regions} must satisfy "
+                f"min_regions {self.min_regions} and max_regions {self.max_regions} must satisfy "
                 "0 <= min_regions <= max_regions and max_regions >= 1."
             )

@@ -7,7 +7,6 @@ imported to be registered. So the encoders are registered at the first call of `
 
 from __future__ import annotations
 
-import importlib
 import importlib.abc
 import importlib.util
 import sys
@@ -15,8 +14,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from e2e_vl.parts import ENCODERS
+
 AUTO_CONFIG = "transformers.models.auto.configuration_auto"
-ENCODERS = "e2e_vl.encoders"  # the package registers its encoders when it is imported
 
 
 def register_encoders() -> None:
@@ -33,7 +33,8 @@ def _register_at_first_use(module: ModuleType) -> None:
 
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         auto.from_pretrained = plain
-        importlib.import_module(ENCODERS)
+        for part in ENCODERS.values():
+            _ = part.cls  # an encoder registers itself when it is imported
         return cls.from_pretrained(*args, **kwargs)
 
     auto.from_pretrained = classmethod(from_pretrained)

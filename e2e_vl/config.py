@@ -1,35 +1,43 @@
-"""A run's settings: typed dataclasses, read from YAML by OmegaConf.
+"""A run's settings: frozen Structs, decoded once and strictly from YAML files and `key=value` words.
 
 Order of precedence: command line (`train.lr=1e-5`) beats the file, the file beats its `base:` file, and that beats the
-defaults below. A key that is not a field here is an error. The resolved settings are saved with the run. They never
-change: `dataclasses.replace` makes others, and every dataclass checks itself.
+defaults below. The settings of the parts that a run names (encoder, task, data set) are Structs of their own, see
+`e2e_vl/parts.py`. The resolved settings are saved with the run.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import difflib
 import enum
-import functools
 import os
+import re
 import typing
-from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, field
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
-from yaml import YAMLError
+import msgspec
+import yaml
+from msgspec import Meta
 
-from detector.config import EXPECTED_PARTS, SelectionRule
+from detector.config import DetectorConfig, SelectionRule
 from detector.errors import MissingFileError, UserError, user_path
 from detector.io import decode_yaml, read_yaml, write_text
-from e2e_vl.converter import check_choice, check_numbers, nearest
-from e2e_vl.io import shown
-from e2e_vl.setting_kinds import check_kinds
-from e2e_vl.setting_references import check_references, check_resolved, check_targets, misplaced, refused_setting
-
-# Where the candidate boxes of an image come from: the one list of sources, and what each of them reads.
+from e2e_vl.parts import (
+    DATASETS,
+    DETECTORS,
+    ENCODERS,
+    TASKS,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Settings,
+    check_name,
+    set_part_config,
+)
+from e2e_vl.synthetic.config import SyntheticConfig
 
 
 class BoxSource(enum.StrEnum):
@@ -83,42 +91,27 @@ class BoxSource(enum.StrEnum):
         return tuple(source for source in cls if source is not cls.DETECTIONS_GT)
 
 
-# Settings about data: `data.` of a run, see `e2e_vl/config.py`.
-
-
-@dataclass(frozen=True)
-class SyntheticSettings:
+class SyntheticSettings(Settings, frozen=True):
     """Draw a data set in the official formats before the run, if it is not there yet."""
 
-    scenes: dict[str, int] = field(default_factory=dict)  # split -> number of scenes; empty = no synthetic data
-    seed: int = 0
+    scenes: dict[str, NonNegativeInt] = {}  # split -> number of scenes; empty = no synthetic data
+    seed: NonNegativeInt = 0
     # folders beside `images` that are written, such as captions (see e2e_vl/synthetic/generate.py); None = all
     formats: list[str] | None = None
-    config: dict[str, Any] = field(default_factory=dict)  # fields of the scene and language settings
+    config: SyntheticConfig = SyntheticConfig()
 
 
-class SelectionSettings(SelectionRule):
-    """The rule of `data.boxes.selection`."""
-
-    where = "data.boxes.selection"
-
-
-@dataclass(frozen=True)
-class BoxSettings:
+class BoxSettings(Settings, frozen=True):
     """Where the boxes of training images come from, and which boxes of a detector are kept."""
 
-    train: str = "gt"  # a value of BoxSource, see e2e_vl/config.py
-    selection: SelectionRule = field(default_factory=SelectionSettings)  # of boxes that come from a file
-    max_precomputed: int | None = None  # of precomputed regions, only the first of each image, by falling score
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "data.boxes.", positive=["max_precomputed"])
-        check_choice("data.boxes.train", self.train, BoxSource)
+    train: BoxSource = BoxSource.GT
+    selection: SelectionRule = SelectionRule()  # of boxes that come from a file
+    max_precomputed: PositiveInt | None = None  # of precomputed regions, only the first of each image, by falling score
 
     @property
     def unread_by_predicted_boxes(self) -> str | None:
         """A sentence where a selection is set, which boxes 'online' do not read; else None."""
-        if astuple(self.selection) == astuple(SelectionSettings()):
+        if self.selection == SelectionRule():
             return None
         return (
             "data.boxes.selection chooses among boxes of files, so it does not change boxes 'online': these are the "
@@ -127,35 +120,32 @@ class BoxSettings:
         )
 
 
-@dataclass(frozen=True)
-class ResizeSettings:
-    short_edge: list[int] = field(default_factory=lambda: [600])  # pixels; training draws one, testing takes the last
-    long_edge: int = 1000
-    rounding: str = "truncate"  # truncate (VL-BERT) | detectron2 | torchvision
+class ResizeSettings(Settings, frozen=True):
+    """Sizes of images, in pixels."""
 
-    def __post_init__(self) -> None:
-        check_choice("data.resize.rounding", self.rounding, ("truncate", "detectron2", "torchvision"))
-        check_numbers(self, "data.resize.", positive=["long_edge"])
-        if not self.short_edge or min(self.short_edge) < 1:
-            raise UserError(f"data.resize.short_edge is {self.short_edge}; give positive sizes.")
+    # training draws one, testing takes the last
+    short_edge: Annotated[list[PositiveInt], Meta(min_length=1)] = msgspec.field(default_factory=lambda: [600])
+    long_edge: PositiveInt = 1000
+    rounding: Literal["truncate", "detectron2", "torchvision"] = "truncate"  # truncate: VL-BERT's
 
 
-@dataclass(frozen=True)
-class DataSettings:
-    name: str = MISSING  # the reader, a key of DATASETS in e2e_vl/run/build.py
-    config: dict[str, Any] = field(default_factory=dict)  # the reader's own options, see its file
-    root: str = MISSING  # folder of the data set
-    files: dict[str, str] = field(default_factory=dict)  # the reader's files, relative to root
+class DataSettings(Settings, frozen=True):
+    """Which data set, and how its images and texts are loaded."""
+
+    name: str  # the reader, a key of DATASETS in e2e_vl/parts.py
+    root: str  # folder of the data set
+    config: Any = {}  # the reader's own options, see e2e_vl/data/config.py
+    files: dict[str, str] = {}  # the reader's files, relative to root
     vocabulary: str | None = None  # vocab.txt, saved tokenizer or hub name; None = built from the training texts
     train_split: str = "train"
-    eval_splits: list[str] = field(default_factory=lambda: ["val"])
-    boxes: BoxSettings = field(default_factory=BoxSettings)
+    eval_splits: list[str] = msgspec.field(default_factory=lambda: ["val"])
+    boxes: BoxSettings = BoxSettings()
     # None = INPUT.MIN_SIZE_TRAIN .. MAX_SIZE_TEST of the detector's YAML file, which have no effect otherwise
-    resize: ResizeSettings | None = field(default_factory=ResizeSettings)
+    resize: ResizeSettings | None = ResizeSettings()
     # [short, long] edge of the canvas that each image is padded to at least, pixels; None = a batch is as large as its
     # largest image
-    canvas: list[int] | None = None
-    flip: float = 0.5  # probability of mirroring a training image
+    canvas: tuple[PositiveInt, PositiveInt] | None = None
+    flip: Probability = 0.5  # of mirroring a training image
     # precomputed features: mirror boxes and words although the features stay as they are (official VL-BERT code); False
     # forbids `flip` with them
     mirror_precomputed: bool = False
@@ -164,53 +154,37 @@ class DataSettings:
     # missing or unreadable images: training takes the next one and logs it; tools/evaluate.py leaves them out and
     # counts them, as the evaluations of a training run always do
     skip_broken: bool = False
-    check_images: int | None = 100  # images of each split that are looked for before a run; 0 = none, None = all
+    # images of each split that are looked for before a run; 0 = none, None = all
+    check_images: NonNegativeInt | None = 100
     keep_empty_images: bool = True  # detection: also train on images without objects
-    texts_per_image: int | None = 1  # texts of one image in one batch; None = all of them
+    texts_per_image: PositiveInt | None = 1  # texts of one image in one batch; None = all of them
     blank_text: bool = False  # text-blind control: every text is empty
     blank_image: bool = False  # image-blind control: every pixel is the mean colour
-    max_text_length: int | None = None  # wordpieces, [CLS] and [SEP] included; None = no cut
-    workers: int = 2
-    synthetic: SyntheticSettings = field(default_factory=SyntheticSettings)
+    max_text_length: PositiveInt | None = None  # wordpieces, [CLS] and [SEP] included; None = no cut
+    workers: NonNegativeInt = 2
+    synthetic: SyntheticSettings = SyntheticSettings()
 
     def __post_init__(self) -> None:
-        counts = ("texts_per_image", "max_text_length")
-        check_numbers(self, "data.", positive=counts, not_negative=["workers", "check_images"])
-        if not 0 <= self.flip <= 1:
-            raise UserError(f"data.flip is {self.flip}; it must be a probability, from 0 to 1.")
-        if self.canvas is not None and (len(self.canvas) != 2 or not 0 < self.canvas[0] <= self.canvas[1]):
-            raise UserError(f"data.canvas is {self.canvas}; give its short and its long edge, such as [600, 1200].")
+        set_part_config(self, DATASETS, self.name)
+        if self.canvas is not None and self.canvas[0] > self.canvas[1]:
+            raise UserError(f"canvas is {list(self.canvas)}; give its short and its long edge, such as [600, 1200]")
 
 
-VERSION = 2  # layout of the settings
-REVISION = 1  # of the rules that values of this layout stand for
-MAX_BASES = 20  # `base:` files above each other
-INPUTS = {  # section -> keys that name existing files or folders, see `load_config`
-    "detector": ("config", "weights"),
-    "encoder": ("weights", "fallback_weights"),
-    "task": ("weights", "fallback_weights"),
-    "task.config": ("answers",),
-    "phrases": ("weights",),
-    "data": ("vocabulary", "root"),
-}
-
-
-@dataclass(frozen=True)
-class DetectorSettings:
+class DetectorSettings(Settings, frozen=True):
     """Which detector, and how it is trained beside the task."""
 
-    backend: str = "builtin"
+    backend: str = "builtin"  # a key of DETECTORS in e2e_vl/parts.py
     config: str = "configs/detector/R_101_C4.yaml"  # a Detectron2 YAML file, or published weights by name
-    overrides: dict[str, Any] = field(default_factory=dict)  # nested Detectron2 keys that beat the file
+    overrides: dict[str, Any] = {}  # nested Detectron2 keys that beat the file
     weights: str | None = None  # published weights by name, a file or a folder to start from; None = random
-    expect: str = "all"  # what the weights must hold: all, no_attributes or backbone; the rest starts random
+    # what the weights must hold; the rest starts random
+    expect: Literal["all", "no_attributes", "backbone"] = "all"
     freeze: bool = False  # True: the whole detector keeps its starting values (and batch statistics)
-    loss_weight: float = 0.0  # weight of the detection losses beside the task's; 0 = they are not computed
-    loss_weights: dict[str, float] = field(default_factory=dict)  # weights of single detection losses; 1 unless named
+    loss_weight: NonNegativeFloat = 0.0  # weight of the detection losses beside the task's; 0 = they are not computed
+    loss_weights: dict[str, float] = {}  # weights of single detection losses; 1 unless named
 
     def __post_init__(self) -> None:
-        check_choice("detector.expect", self.expect, EXPECTED_PARTS)
-        check_numbers(self, "detector.", not_negative=["loss_weight"])
+        check_name(self.backend, DETECTORS, "backend")
 
     @property
     def proposes_at_random(self) -> bool:
@@ -220,182 +194,179 @@ class DetectorSettings:
         return self.backend != "precomputed" and not is_trained and not is_loaded
 
 
-@dataclass(frozen=True)
-class EncoderSettings:
-    """Which encoder, and the fields of its own config."""
+class EncoderSettings(Settings, frozen=True):
+    """Which encoder, and its own settings."""
 
-    name: str = MISSING  # a key of ENCODERS in e2e_vl/run/build.py
-    config: dict[str, Any] = field(default_factory=dict)  # fields of the encoder's config class
+    name: str  # a key of ENCODERS in e2e_vl/parts.py
+    config: Any = {}  # see e2e_vl/encoders/config.py
     weights: str | None = None  # start: a run, a folder, a file of the official code or a BERT; None = random
     fallback_weights: str | None = None  # a BERT for what `weights` lacks: VCR's pooler, as in the official code
 
+    def __post_init__(self) -> None:
+        set_part_config(self, ENCODERS, self.name)
 
-@dataclass(frozen=True)
-class TaskSettings:
-    name: str = MISSING  # a key of TASKS in e2e_vl/run/build.py
-    config: dict[str, Any] = field(default_factory=dict)  # fields of the task's config class
+
+class TaskSettings(Settings, frozen=True):
+    """Which task, and its own settings."""
+
+    name: str  # a key of TASKS in e2e_vl/parts.py
+    config: Any = {}  # see e2e_vl/tasks/config.py
     weights: str | None = None  # start of the head: a run, a file of the official code or a BERT; None = random
     # a BERT or a run for what `weights` lacks: objectives of pre-training that its run did not have
     fallback_weights: str | None = None
 
+    def __post_init__(self) -> None:
+        set_part_config(self, TASKS, self.name)
 
-@dataclass(frozen=True)
-class TrainSettings:
-    images_per_batch: int = 32  # per optimiser step, over all processes and accumulated micro-batches
-    accumulate: int = 1  # micro-batches per optimiser step
-    epochs: float = 20.0
-    max_steps: int | None = None  # instead of epochs; the schedule is laid over these steps
-    # adamw | sgd, or of official code: adamw_official (VL-BERT) | bert_adam (VisualBERT and LXMERT)
-    optimizer: str = "adamw"
-    lr: float = 2.56e-5
-    detector_lr: float | None = None  # None = lr
-    head_lr: float | None = None  # None = lr
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-6
-    momentum: float = 0.9  # of sgd
-    weight_decay: float = 1e-4
+
+class TrainSettings(Settings, frozen=True):
+    """How the model is trained."""
+
+    images_per_batch: PositiveInt = 32  # per optimiser step, over all processes and accumulated micro-batches
+    accumulate: PositiveInt = 1  # micro-batches per optimiser step
+    epochs: PositiveFloat = 20.0
+    max_steps: PositiveInt | None = None  # instead of epochs; the schedule is laid over these steps
+    # of official code: adamw_official (VL-BERT) and bert_adam (VisualBERT and LXMERT)
+    optimizer: Literal["adamw", "adamw_official", "bert_adam", "sgd"] = "adamw"
+    lr: NonNegativeFloat = 2.56e-5
+    detector_lr: NonNegativeFloat | None = None  # None = lr
+    head_lr: NonNegativeFloat | None = None  # None = lr
+    betas: tuple[Annotated[float, Meta(ge=0, lt=1)], Annotated[float, Meta(ge=0, lt=1)]] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-6
+    momentum: NonNegativeFloat = 0.9  # of sgd
+    weight_decay: NonNegativeFloat = 1e-4
     decay_norm_and_bias: bool = True  # the official code decays them too
     decay_bn_scales: bool = False  # without decay_norm_and_bias: scales of batch norms alone decay (VisualBERT's code)
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     # instead of warmup_steps: share of all steps, or -1: no warm-up, and the rate falls from half of `lr` (a quirk of
     # BertAdam's own schedule)
-    warmup_share: float | None = None
-    schedule: str = "linear"  # after the warm-up: linear (to 0; also: triangle) | cosine (to 0) | constant | steps
+    warmup_share: Annotated[float, Meta(ge=-1, le=1)] | None = None
+    # after the warm-up: linear (to 0; also: triangle), cosine (to 0), constant or steps
+    schedule: Literal["linear", "cosine", "constant", "steps", "triangle"] = "linear"
     schedule_first: bool = False  # the first update has the rate of step 1, the last one the rate of the end (official)
-    decay_steps: list[int] = field(default_factory=list)  # schedule "steps": optimiser steps before each decay
-    decay_factor: float = 0.1  # schedule "steps": what each decay multiplies the rates with
-    clip_norm: float | None = 1.0  # of all gradients together
-    clip_tensor_norm: float | None = None  # of bert_adam: of the gradient of each parameter (VisualBERT: 1.0)
-    mixed_precision: str = "no"  # no | bf16 | fp16
+    decay_steps: list[PositiveInt] = []  # schedule "steps": optimiser steps before each decay
+    decay_factor: PositiveFloat = 0.1  # schedule "steps": what each decay multiplies the rates with
+    clip_norm: PositiveFloat | None = 1.0  # of all gradients together
+    clip_tensor_norm: PositiveFloat | None = None  # of bert_adam: of the gradient of each parameter (VisualBERT: 1.0)
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     # how long processes wait for each other: the main one reads the data, and makes indices of large files, first
-    max_wait_minutes: float = 240.0
+    max_wait_minutes: PositiveFloat = 240.0
     channels_last: bool = True
     activation_checkpointing: bool = False  # less memory, more time: compute activations again in the backward pass
-    save_every_epochs: float = 1.0
-    keep_checkpoints: int = 2
-    log_every: int = 10
+    save_every_epochs: NonNegativeFloat = 1.0
+    keep_checkpoints: PositiveInt = 2
+    log_every: PositiveInt = 10
     # experiment trackers that accelerate knows, such as wandb; each is a package that must be installed
-    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    # name of a metric, of which more is better, such as val/accuracy_predicted_boxes, or of a loss, of which less is, such as
-    # val/loss_predicted_boxes: the model that is best by it is kept in best/
+    trackers: list[str] = msgspec.field(default_factory=lambda: ["tensorboard"])
+    # name of a metric, of which more is better, such as val/accuracy_predicted_boxes, or of a loss, of which less is,
+    # such as val/loss_predicted_boxes: the model that is best by it is kept in best/
     keep_best: str | None = None
-    patience: int | None = None  # stop after this many evaluations in a row without a better value of keep_best
+    patience: PositiveInt | None = None  # stop after this many evaluations in a row without a better value of keep_best
 
     def __post_init__(self) -> None:
-        check_choice("train.optimizer", self.optimizer, ("adamw", "adamw_official", "bert_adam", "sgd"))
-        check_choice("train.schedule", self.schedule, ("linear", "cosine", "constant", "steps", "triangle"))
-        check_choice("train.mixed_precision", self.mixed_precision, ("no", "bf16", "fp16"))
-        counts = ("images_per_batch", "accumulate", "epochs", "max_steps", "keep_checkpoints", "log_every", "patience")
-        rates = ("lr", "detector_lr", "head_lr", "momentum", "weight_decay")
-        check_numbers(
-            self,
-            "train.",
-            positive=[*counts, "max_wait_minutes", "eps", "decay_factor", "clip_norm", "clip_tensor_norm"],
-        )
-        check_numbers(self, "train.", not_negative=[*rates, "warmup_steps", "save_every_epochs"])
-        if self.patience is not None and self.keep_best is None:
-            raise UserError("train.patience needs train.keep_best, the metric that is to become better.")
-        if self.clip_tensor_norm is not None and self.optimizer != "bert_adam":
-            raise UserError("train.clip_tensor_norm needs train.optimizer=bert_adam; the others have train.clip_norm.")
-        if self.decay_bn_scales and self.decay_norm_and_bias:
-            raise UserError("train.decay_bn_scales needs train.decay_norm_and_bias=false, or all norms decay anyway.")
-        self._check_warmup()
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"train.betas is {self.betas}; it must hold two numbers from 0 to below 1.")
-        steps = self.decay_steps
-        if (self.schedule == "steps") != bool(steps) or steps != sorted(set(steps)) or min(steps, default=1) < 1:
-            raise UserError(
-                f"train.decay_steps is {steps}; it must rise from at least 1 with train.schedule=steps, and be empty "
-                "with the others."
-            )
-        if self.images_per_batch % self.accumulate:
-            raise UserError(
-                f"train.images_per_batch ({self.images_per_batch}) must be a multiple of train.accumulate "
-                f"({self.accumulate})."
-            )
-
-    def _check_warmup(self) -> None:
-        share = self.warmup_share
-        if share is None:
-            return
-        if self.warmup_steps:
-            raise UserError("train.warmup_steps and train.warmup_share say the same in two ways; set one of them.")
+        share, steps = self.warmup_share, self.decay_steps
         falls = self.schedule in ("linear", "triangle")
-        if not (0 <= share <= 1 or (share == -1 and falls)):
-            raise UserError(
-                f"train.warmup_share is {share}; it must be from 0 to 1, or -1 with train.schedule linear or triangle."
-            )
+        rules = [
+            (self.patience is None or self.keep_best is not None, "patience needs keep_best, the metric to improve"),
+            (
+                self.clip_tensor_norm is None or self.optimizer == "bert_adam",
+                "clip_tensor_norm needs optimizer=bert_adam; the others have clip_norm",
+            ),
+            (
+                not (self.decay_bn_scales and self.decay_norm_and_bias),
+                "decay_bn_scales needs decay_norm_and_bias=false, or all norms decay anyway",
+            ),
+            (share is None or not self.warmup_steps, "warmup_steps and warmup_share say the same; set one of them"),
+            (
+                share is None or share >= 0 or (share == -1 and falls),
+                f"warmup_share is {share}; it must be from 0 to 1, or -1 with schedule linear or triangle",
+            ),
+            (
+                (self.schedule == "steps") == bool(steps) and steps == sorted(set(steps)),
+                f"decay_steps is {steps}; it must rise with schedule=steps, and be empty with the others",
+            ),
+            (
+                self.images_per_batch % self.accumulate == 0,
+                f"images_per_batch {self.images_per_batch} must be a multiple of accumulate {self.accumulate}",
+            ),
+        ]
+        for holds, message in rules:
+            if not holds:
+                raise UserError(message)
 
 
-@dataclass(frozen=True)
-class EvalSettings:
-    every_epochs: float = 1.0
-    boxes: list[str] = field(default_factory=lambda: ["gt"])  # each is evaluated; see BoxSource.for_evaluation
-    images_per_batch: int = 16
-    max_images: int | None = None  # evaluations between epochs only look at the first `max_images` images
+class EvalSettings(Settings, frozen=True):
+    """How the model is evaluated during and after training."""
+
+    every_epochs: NonNegativeFloat = 1.0
+    # each is evaluated; see BoxSource.for_evaluation
+    boxes: list[BoxSource] = msgspec.field(default_factory=lambda: [BoxSource.GT])
+    images_per_batch: PositiveInt = 16
+    # evaluations between epochs only look at the first `max_images` images
+    max_images: PositiveInt | None = None
     # the report shows at most this many wrong, partly right, right and unlabelled predictions of each split and source
-    report_pictures: int = 12
+    report_pictures: NonNegativeInt = 12
 
     def __post_init__(self) -> None:
-        counts = ("images_per_batch", "max_images")
-        check_numbers(self, "eval.", positive=counts, not_negative=["every_epochs", "report_pictures"])
-        choices = BoxSource.for_evaluation()
-        for name in self.boxes:
-            if name not in choices:
-                raise UserError(f"eval.boxes has '{name}'; it must be one of {', '.join(choices)}.")
+        if BoxSource.DETECTIONS_GT in self.boxes:
+            raise UserError(f"boxes has '{BoxSource.DETECTIONS_GT}', which adds the truth and is for training only")
 
 
-@dataclass(frozen=True)
-class PhraseSettings:
+class PhraseSettings(Settings, frozen=True):
     """The phrases of a text point at the regions that they name, beside any task and in pre-training.
 
     A data set states them where it knows them; the encoder learns them with the task.
     """
 
-    weight: float = 0.0  # of this loss beside the task's; 0 = there is no such head
-    tag_weight: float = 0.5  # of finding the phrases in a text, as a multiple of `weight`
-    layer: int = 2  # states after this number of layers with words and regions are read; 0 = before the first
-    size: int = 128  # width of queries and keys
+    weight: NonNegativeFloat = 0.0  # of this loss beside the task's; 0 = there is no such head
+    tag_weight: NonNegativeFloat = 0.5  # of finding the phrases in a text, as a multiple of `weight`
+    layer: NonNegativeInt = (
+        2  # states after this number of layers with words and regions are read; 0 = before the first
+    )
+    size: PositiveInt = 128  # width of queries and keys
     weights: str | None = None  # another run to start this head from; None = random
 
     def __post_init__(self) -> None:
-        check_numbers(self, "phrases.", positive=["size"], not_negative=["weight", "tag_weight", "layer"])
         if self.weights is not None and not self.weight:
-            raise UserError("phrases.weights is set, but phrases.weight is 0, so there is no such head; set one only.")
+            raise UserError("weights is set, but weight is 0, so there is no such head; set one only")
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    output: str = MISSING  # run directory
-    seed: int = 12345
-    detector: DetectorSettings = field(default_factory=DetectorSettings)
-    encoder: EncoderSettings = field(default_factory=EncoderSettings)
-    task: TaskSettings = field(default_factory=TaskSettings)
-    data: DataSettings = field(default_factory=DataSettings)
-    phrases: PhraseSettings = field(default_factory=PhraseSettings)
-    train: TrainSettings = field(default_factory=TrainSettings)
-    eval: EvalSettings = field(default_factory=EvalSettings)
-    version: int = VERSION  # a run that was saved before has none, see `saved_version`
-    revision: int = REVISION  # a run that was saved before has none, see `e2e_vl/run/earlier_rules.py`
+class RunConfig(Settings, frozen=True, kw_only=True):
+    """All settings of a run."""
+
+    output: str  # run directory
+    seed: NonNegativeInt = 12345
+    detector: DetectorSettings = DetectorSettings()
+    encoder: EncoderSettings
+    task: TaskSettings
+    data: DataSettings
+    phrases: PhraseSettings = PhraseSettings()
+    train: TrainSettings = TrainSettings()
+    eval: EvalSettings = EvalSettings()
 
     def __post_init__(self) -> None:
-        check_numbers(self, "", not_negative=["seed"])
-        if self.version != VERSION:
-            raise UserError(f"version is {self.version}; this code reads settings of version {VERSION}.")
-        if self.revision != REVISION:
-            raise UserError(f"revision is {self.revision}; this code reads settings of revision {REVISION}.")
         if self.train.patience is not None and self.eval.every_epochs == 0:
-            raise UserError("train.patience counts the evaluations of eval.every_epochs, which is 0; set it.")
-        for name in (self.data.boxes.train, *self.eval.boxes):
-            if "detections" in BoxSource(name).needs and "detections" not in self.data.files:
-                raise UserError(f"boxes '{name}' need data.files.detections, the detections file.")
+            raise UserError("train.patience counts the evaluations of eval.every_epochs, which is 0; set it")
+        for source in (self.data.boxes.train, *self.eval.boxes):
+            if "detections" in source.needs and "detections" not in self.data.files:
+                raise UserError(f"boxes '{source}' need data.files.detections, the detections file")
 
 
-def load_config(
-    path: str | Path,
-    overrides: list[str] | None = None,
-    upgrade: Callable[[dict[str, Any]], None] | None = None,
-) -> RunConfig:
+# Reading and writing settings.
+
+
+INPUTS = {  # section -> keys that name existing files or folders, see `load_config`
+    "detector": ("config", "weights"),
+    "encoder": ("weights", "fallback_weights"),
+    "task": ("weights", "fallback_weights"),
+    "task.config": ("answers",),
+    "phrases": ("weights",),
+    "data": ("vocabulary", "root"),
+}
+Tree = dict[str, Any]  # settings as YAML has them
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a run's settings.
 
     Files and folders that the keys in `INPUTS` name are found from any working directory: where a relative path in a
@@ -405,73 +376,67 @@ def load_config(
     Args:
         path: YAML file; its `base:` key names a file (relative to it) whose settings it changes.
         overrides: `key=value` words of the command line; dots go down (`train.lr=1e-5`).
-        upgrade: brings the content of a file of an earlier layout into today's, in place, before anything is checked.
 
     Raises:
-        FileNotFoundError: the file or a base of it does not exist.
-        UserError: an unknown key, a value of the wrong type, or settings that contradict each other; the message
-            names the file and the key.
+        MissingFileError: the file or a base of it does not exist.
+        UserError: an unknown key, a value of the wrong type or out of range, or settings that contradict each other;
+            the message names the file or the word, and the key.
     """
-    merged = _defaults()
-    defaults = OmegaConf.create({"detector": {"config": DetectorSettings.config}})
-    for file, layer in [(Path(path), defaults), *_layers(Path(path), seen=[])]:
-        if upgrade is not None:
-            content = OmegaConf.to_container(layer)
-            upgrade(content)
-            layer = OmegaConf.create(content)
-        check_kinds(RunConfig, OmegaConf.to_container(layer), str(file))
-        merged = _merge(merged, _with_found_inputs(layer, file.parent), str(file))
-    merged = _with_overrides(merged, overrides or [])
+    path = Path(path)
+    default = {"detector": {"config": DetectorSettings().config}}
+    layers = [(str(path), _with_found_inputs(default, path.parent)), *_layers(path, ())]
+    layers += [(f"Command line: {word}", parse_override(word)) for word in overrides]
+    merged: Tree = {}
+    for _, layer in layers:
+        merged = merge(merged, layer)
     try:
-        check_targets(OmegaConf.to_container(merged, resolve=False))
-        missing = OmegaConf.missing_keys(merged)
-        if not missing:
-            check_resolved(OmegaConf.to_container(merged, resolve=True, enum_to_str=True))
-            found = OmegaConf.to_object(merged)
-            OmegaConf.structured(found)  # as it will be saved: a list may have come into a mapping of texts
-            return dataclasses.replace(found, output=str(user_path(found.output, "output")))
-    except OmegaConfBaseException as error:
-        raise UserError(f"{path}: setting '{error.full_key}' cannot be used: {_reason(error)}.") from error
-    except ValueError as error:  # from the dataclass that it is about
-        raise UserError(f"{path}: {error}") from error
-    raise UserError(f"{path}: no value for {', '.join(sorted(missing))}; set it in the file or as key=value.")
-
-
-def check_overrides(words: list[str]) -> None:
-    """Raise the ValueError that `load_config` raises for `key=value` words that no settings file can take."""
-    _with_overrides(_defaults(), words)
-
-
-def load_overrides(words: list[str]) -> dict[str, Any]:
-    """Nested detector settings of `detector.key=value` words, without anything from a file."""
-    _with_overrides(_defaults(), words)
-    return OmegaConf.to_container(OmegaConf.from_dotlist(words)).get("detector", {})
+        config = msgspec.convert(merged, RunConfig, strict=True)
+    except msgspec.ValidationError as error:
+        raise UserError(_explained(str(error), layers)) from error
+    return msgspec.structs.replace(config, output=str(user_path(config.output, "output")))
 
 
 def save_config(config: RunConfig, path: str | Path) -> None:
-    """Write the resolved settings; `load_config` reads them back equal."""
-    write_text(Path(path), OmegaConf.to_yaml(OmegaConf.structured(config)))
+    """Write the settings; `load_config` reads them back equal."""
+    text = yaml.safe_dump(msgspec.to_builtins(config, str_keys=True), sort_keys=False, allow_unicode=True)
+    write_text(Path(path), text)
 
 
-def saved_version(path: str | Path) -> int:
-    """Layout of saved settings: 1 for a YAML file (and its `base:` files) without the key `version`.
+def parse_override(word: str) -> Tree:
+    """A `key=value` word as nested settings.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such file, or it holds no settings.
+        UserError: it is not of this form, or the value is not YAML.
     """
-    found = []
-    for file, layer in _layers(Path(path), seen=[]):
-        version = layer.get("version", 1)
-        if not isinstance(version, int):
-            raise UserError(f"{file}: version is not a whole number; write the one of this code, {VERSION}.")
-        found.append(version)
-    return max(found)
+    key, equals, value = word.partition("=")
+    if not equals or not key:
+        raise UserError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
+    tree = decode_yaml(value, f"Command line: the value in '{word}'")
+    for name in reversed(key.split(".")):
+        tree = {name: tree}
+    return tree
+
+
+def parse_overrides(words: Iterable[str]) -> Tree:
+    """All `key=value` words together."""
+    merged: Tree = {}
+    for word in words:
+        merged = merge(merged, parse_override(word))
+    return merged
+
+
+def merge(below: Tree, above: Tree) -> Tree:
+    """Nested settings with others on top."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
 
 
 def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
-    """Where two settings objects differ, as `key: one -> other` lines."""
-    if dataclasses.is_dataclass(first) and dataclasses.is_dataclass(second):
-        first, second = dataclasses.asdict(first), dataclasses.asdict(second)
+    """Where two settings differ, as `key: one -> other` lines."""
+    first, second = (msgspec.to_builtins(one) if isinstance(one, msgspec.Struct) else one for one in (first, second))
     if isinstance(first, dict) and isinstance(second, dict):
         lines = []
         for key in sorted({*first, *second}):
@@ -480,78 +445,37 @@ def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
     return [] if first == second else [f"{prefix}: {first} -> {second}"]
 
 
-def setting_names(section: type = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all settings."""
-    for name, kind in typing.get_type_hints(section).items():
-        yield prefix + name
-        for inner in (kind, *typing.get_args(kind)):  # X, or the X of X | None
-            if dataclasses.is_dataclass(inner):
-                yield from setting_names(inner, f"{prefix}{name}.")
-
-
-@functools.cache
-def _defaults() -> DictConfig:
-    """What no file says; read-only, as whoever merges gets a copy. To read the classes takes OmegaConf long."""
-    return OmegaConf.structured(RunConfig)
-
-
-def _layers(path: Path, seen: list[Path]) -> list[tuple[Path, DictConfig]]:
-    """The file and its bases, the lowest base first."""
-    own = _read(path)  # before `resolve`, which fails for links in a circle
-    if path.resolve() in seen:
+def _layers(path: Path, above: tuple[Path, ...]) -> list[tuple[str, Tree]]:
+    """The settings of a file and of its bases, the lowest base first, each with the name of its file."""
+    if path.resolve() in above:
         raise UserError(f"{path}: `base:` leads back to the file itself.")
-    base = OmegaConf.to_container(own, resolve=False).get("base")
-    if "base" in own:
-        del own["base"]
-    if base is None:
-        return [(path, own)]
-    if not isinstance(base, str) or not base.endswith(".yaml") or "\0" in base or "${" in base:
-        raise UserError(
-            f"{path}: `base:` is {shown(base)}; it must be the name of a file (.yaml), relative to this one."
-        )
-    if len(seen) >= MAX_BASES:
-        raise UserError(f"{path}: it is the base of {MAX_BASES} files above each other; write fewer files.")
-    if not _is_file(path.parent / base):
-        raise MissingFileError(f"{path}: its `base:` file {path.parent / base} does not exist.")
-    below = _layers(path.parent / base, [*seen, path.resolve()])
-    file, lowest = below[-1]
-    if lowest and not set(lowest) & {field.name for field in dataclasses.fields(RunConfig)}:
-        raise UserError(f"{path}: its `base:` file {file} has none of the settings of a run; name another file.")
-    return [*below, (path, own)]
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that is too long
-        return False
-
-
-def _read(path: Path) -> DictConfig:
-    """The settings in one YAML file."""
-    if not path.is_file():
-        raise MissingFileError(f"Config file {path} does not exist.")
-    own = read_yaml(path)
-    if not isinstance(own, dict | None):
+    tree = read_yaml(path)
+    if not isinstance(tree, dict | None):
         raise UserError(f"{path} must hold settings as `key: value` lines.")
-    check_references(own, str(path))
-    try:
-        return OmegaConf.create(own or {})
-    except OmegaConfBaseException as error:
-        raise UserError(f"{path} cannot be read as settings: {_reason(error)}.") from error
+    tree = dict(tree or {})
+    base = tree.pop("base", None)
+    below = []
+    if base is not None:
+        if not (path.parent / str(base)).is_file():
+            raise MissingFileError(f"{path}: its `base:` file {path.parent / str(base)} does not exist.")
+        below = _layers(path.parent / str(base), (*above, path.resolve()))
+    return [*below, (str(path), _with_found_inputs(tree, path.parent))]
 
 
-def _with_found_inputs(layer: DictConfig, folder: Path) -> DictConfig:
+def _with_found_inputs(tree: Tree, folder: Path) -> Tree:
     """The settings of a file in `folder`, with the paths of inputs as they are found from the working directory."""
-    values = OmegaConf.to_container(layer, resolve=False)
+    found: Tree = {}
     for section, keys in INPUTS.items():
-        settings = values
+        settings: Any = tree
         for name in section.split("."):
             settings = settings.get(name) if isinstance(settings, dict) else None
         for key in keys:
             if isinstance(settings, dict) and isinstance(settings.get(key), str):
-                settings[key] = _found(settings[key], folder.resolve())
-    return OmegaConf.create(values)
+                value: Any = {key: _found(settings[key], folder.resolve())}
+                for name in reversed(section.split(".")):
+                    value = {name: value}
+                found = merge(found, value)
+    return merge(tree, found)
 
 
 def _found(name: str, folder: Path) -> str:
@@ -561,40 +485,105 @@ def _found(name: str, folder: Path) -> str:
     return next((str(place / name) for place in (folder, *folder.parents) if exists(place / name)), name)
 
 
-def _with_overrides(config: DictConfig, words: list[str]) -> DictConfig:
-    """The settings with the words of a command line, each `key=value`."""
-    for word in words:
-        name = word
-        if "=" not in word or word.startswith("="):
-            raise UserError(f"Command line: '{name}' is not of the form key=value, such as train.lr=1e-5.")
-        key, _, value = word.partition("=")
-        content = decode_yaml(value, f"Command line: the value in '{name}'")
-        check_references({key: content}, "Command line")
-        try:
-            layer = OmegaConf.from_dotlist([word])
-        except (YAMLError, ValueError, OmegaConfBaseException) as error:
-            raise UserError(f"Command line: the value in '{name}' cannot be read: {_reason(error)}.") from error
-        check_kinds(RunConfig, OmegaConf.to_container(layer), f"Command line ({name})")
-        config = _merge(config, layer, f"Command line ({name})")
-    return config
+_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
+_MISSING = re.compile(r"Object missing required field `(.*?)`")
 
 
-def _merge(config: DictConfig, layer: DictConfig, source: str) -> DictConfig:
-    try:
-        return OmegaConf.merge(config, layer)
-    except ConfigKeyError as error:
-        near = nearest(str(error.full_key), setting_names())
-        hint = f"; did you mean '{near}'?" if near else "; see the classes in e2e_vl/config.py."
-        raise UserError(f"{source}: there is no setting '{error.full_key}'{hint}") from error
-    except OmegaConfBaseException as error:
-        setting = f"setting '{error.full_key}'" if error.full_key else "a setting"
-        raise UserError(f"{source}: {setting} cannot be used: {_reason(error)}.") from error
-    except TypeError:  # OmegaConf's for a list in the place of a mapping, or a mapping in the place of a list
-        values, others = (OmegaConf.to_container(one, resolve=False) for one in (config, layer))
-        name, kind = misplaced(values, others) or (refused_setting(config, others), "another kind of value")
-        raise UserError(f"{source}: setting '{name}' must be {kind}; write it so.") from None
+def _explained(message: str, layers: list[tuple[str, Tree]]) -> str:
+    """A sentence about an error of `msgspec.convert`: which file or word, which key, and what is wrong."""
+    place = ".".join(name for name in reversed(_PATH.findall(message)) if name)
+    problem = _PATH.sub("", message).rstrip(".")
+    if found := _MISSING.fullmatch(problem):
+        key = f"{place}.{found[1]}" if place else found[1]
+        return f"{layers[0][0]}: {key} has no value; set it in the file or as key=value."
+    if found := _UNKNOWN.fullmatch(problem):
+        key = f"{place}.{found[1]}" if place else found[1]
+        known = _known_keys(layers)
+        names = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+        names = names or [one for near in _near(found[1], known) for one in known if one.rpartition(".")[2] == near]
+        hint = f"; did you mean '{names[0]}'?" if names else "; see e2e_vl/config.py."
+        return f"{_source(key, layers)}: there is no setting '{key}'{hint}"
+    if problem.startswith("Invalid enum value"):
+        problem += f"; it must be one of {', '.join(_choices_of(_known_keys(layers).get(place.partition('[')[0])))}"
+    return f"{_source(place, layers)}: {place + ': ' if place else ''}{problem}{'' if problem.endswith('?') else '.'}"
 
 
-def _reason(error: Exception) -> str:
-    """What OmegaConf complains about, in one line."""
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+def _choices_of(kind: Any) -> list[str]:
+    """The values that a type of a setting allows."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return [str(one) for one in kind]
+    return [
+        choice
+        for one in typing.get_args(kind)
+        for choice in (_choices_of(one) if typing.get_origin(kind) is not Literal else [str(one)])
+    ]
+
+
+def _near(name: str, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name, [key.rpartition(".")[2] for key in known], n=1)
+
+
+def _known_keys(layers: list[tuple[str, Tree]]) -> dict[str, Any]:
+    """Dotted names and types of all settings, with those of the parts that the settings name."""
+    merged: Tree = {}
+    for _, layer in layers:
+        merged = merge(merged, layer)
+    keys = dict(_keys_of(RunConfig, ""))
+    for section, parts in (("encoder", ENCODERS), ("task", TASKS), ("data", DATASETS)):
+        part = parts.get(merged[section].get("name")) if isinstance(merged.get(section), dict) else None
+        if part is not None:
+            keys.update(_keys_of(part.config_class, f"{section}.config."))
+    return keys
+
+
+def _keys_of(struct: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, Any]]:
+    for field in msgspec.structs.fields(struct):
+        yield f"{prefix}{field.name}", field.type
+        for inner in (field.type, *getattr(field.type, "__args__", ())):  # X, or the X of X | None
+            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+                yield from _keys_of(inner, f"{prefix}{field.name}.")
+
+
+def _source(key: str, layers: list[tuple[str, Tree]]) -> str:
+    """The file or word that set a dotted key last; the first file for what none of them holds."""
+    names = key.partition("[")[0].split(".")
+    for count in range(len(names), 0, -1):
+        for source, layer in reversed(layers):
+            tree: Any = layer
+            for name in names[:count]:
+                tree = tree.get(name, _ABSENT) if isinstance(tree, dict) else _ABSENT
+            if tree is not _ABSENT:
+                return source
+    return layers[0][0]
+
+
+_ABSENT = object()
+
+
+# The detector's own settings.
+
+
+def read_detector_config(settings: DetectorSettings) -> DetectorConfig:
+    """The Detectron2 YAML file (or the one of published weights), with `detector.overrides` on top.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, or keys or values that no detector can be built from.
+    """
+    from detector.zoo import NamedWeights, resolve_weights, similar_names  # late: it imports torch
+
+    published = resolve_weights(settings.config)
+    path = published.config_path if isinstance(published, NamedWeights) else published
+    if not path.is_file():
+        similar = similar_names(settings.config)
+        hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
+        raise MissingFileError(
+            f"Detector config {path} does not exist; set detector.config to a Detectron2 YAML file, or to the name of "
+            f"published weights.{hint}"
+        )
+    if path.suffix != ".yaml":
+        raise UserError(f"detector.config is {path}; it must be a Detectron2 YAML file, whose name ends in .yaml.")
+    if not settings.overrides:
+        return DetectorConfig.from_yaml(path)
+    # not `resolve`: the cache of the Hugging Face hub links to files without an ending
+    return DetectorConfig.from_yaml({"_BASE_": str(path.absolute()), **settings.overrides})

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.config import DetectorSettings
-from e2e_vl.detector_yaml import read_detector_config
+from e2e_vl.config import DetectorSettings, read_detector_config
 
 TINY = str(Path(__file__).parents[1] / "configs" / "detector" / "tiny.yaml")
 

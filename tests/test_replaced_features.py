@@ -24,8 +24,9 @@ from e2e_vl.region_masking import (
 )
 from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Ability, Batch, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
 from tests.encoders.test_lxmert import SMALL
 from tests.tasks.tiny_pretraining import make_batch, make_model
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from detector.errors import UserError
-from e2e_vl.config import load_config, load_overrides, save_config, saved_version
-from e2e_vl.detector_yaml import read_detector_config
+from e2e_vl.config import load_config, load_overrides, read_detector_config, save_config, saved_version
 from e2e_vl.setting_references import check_references
 
 MINIMAL = """

@@ -27,7 +27,6 @@ from e2e_vl.analysis.collect import (
     GROUPING,
     LARGEST,
     NEEDS,
-    RELATIONS,
     MeasureKey,
     SeenText,
     phrase_queries,
@@ -37,6 +36,7 @@ from e2e_vl.analysis.options import AttentionChoices, parse_head
 from e2e_vl.analysis.tables import AttentionResults
 from e2e_vl.drawing import BLUE, GREEN, LONGEST, RED, draw_boxes
 from e2e_vl.structures import AttentionBlock, AttentionGraph
+from e2e_vl.synthetic.config import RELATIONS
 
 ACTIVE, INACTIVE = "#1f5fa8", "#b9cfe8"  # colours of active heads and of others
 LINES = {CONFIDENCE: ("#b3261e", "--"), LARGEST: ("#8a5a00", "-."), "chance": ("#666666", ":")}

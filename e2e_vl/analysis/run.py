@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
 from accelerate import Accelerator
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from detector.errors import UserError
 from detector.io import atomic_folder, write_json, write_text
 from e2e_vl.analysis.captions import CaptionPreprocessor, Parses, parse_with_spacy, read_parses
-from e2e_vl.analysis.collect import ENTITIES, RELATIONS, Collected, collect_attention, texts_to_show
+from e2e_vl.analysis.collect import ENTITIES, Collected, collect_attention, texts_to_show
 from e2e_vl.analysis.figures import (
     ChosenHead,
     Overlay,
@@ -36,16 +37,17 @@ from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.data.image_loader import DetectedBoxes
 from e2e_vl.io import file_name
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.parts import DATASETS
 from e2e_vl.run.build import (
     build_collate,
     build_loader,
     build_text_tokenizer,
-    named_parts,
     open_split,
     warn_of_random_boxes,
 )
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.launch import make_accelerator
+from e2e_vl.synthetic.config import RELATIONS
 
 PAGE = Path(__file__).with_name("attention_page.html.jinja")
 LONGEST_SIDE = 720  # of a picture in the page, pixels
@@ -261,7 +263,7 @@ def with_data_of(config: RunConfig, path: Path, overrides: list[str]) -> RunConf
     """
     data = load_config(path, [*overrides, "output=unused"]).data
     own = {name: getattr(config.data, name) for name in OF_RUN}
-    return dataclasses.replace(config, data=dataclasses.replace(data, **own))
+    return msgspec.structs.replace(config, data=msgspec.structs.replace(data, **own))
 
 
 def open_parses(request: AttentionRequest, config: RunConfig) -> Parses | None:
@@ -270,7 +272,7 @@ def open_parses(request: AttentionRequest, config: RunConfig) -> Parses | None:
         return read_parses(request.parses)
     if request.spacy_model is None:
         return None
-    kind = named_parts(config).dataset
+    kind = DATASETS[config.data.name].cls
     return parse_with_spacy(kind.texts_of(*open_options(kind, config.data), request.split), request.spacy_model)
 
 
@@ -282,7 +284,9 @@ def caption_examples(
     parses: Parses | None,
 ) -> ExampleDataset:
     """The captions of a split as plain texts."""
-    wanting = dataclasses.replace(config, phrases=dataclasses.replace(config.phrases, weight=1.0))  # phrases are read
+    wanting = msgspec.structs.replace(
+        config, phrases=msgspec.structs.replace(config.phrases, weight=1.0)
+    )  # phrases are read
     dataset = open_split(wanting, request.split, request.boxes, training=False)
     loader = build_loader(config, model, dataset, request.boxes)
     loader.require_images(dataset.image_ids(), request.split)

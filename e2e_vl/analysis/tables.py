@@ -12,10 +12,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from e2e_vl.analysis.collect import ALL, CONFIDENCE, ENTITIES, LARGEST, NEEDS, RELATIONS, MeasureKey
+from e2e_vl.analysis.collect import ALL, CONFIDENCE, ENTITIES, LARGEST, NEEDS, MeasureKey
 from e2e_vl.analysis.measures import HeadSums
 from e2e_vl.analysis.options import AttentionChoices
 from e2e_vl.structures import AttentionBlock, AttentionGraph
+from e2e_vl.synthetic.config import RELATIONS
 
 # What a baseline is, in words.
 BASELINE_WORDS = {

@@ -27,7 +27,7 @@ from e2e_vl.data.base import open_options
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector
 from e2e_vl.io import is_shared_model
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import named_parts
+from e2e_vl.parts import DATASETS
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.inference import Predictor, Reply
 from e2e_vl.samples import Question, Sample
@@ -91,7 +91,7 @@ class TrainedModel(
         self.network = network.to(self.device).eval()
         self.predictor = Predictor(settings, self.network, tokenizer)
         self._metrics, self._has_warned_of_boxes = dict(metrics or {}), False
-        self._dataset = named_parts(settings).dataset
+        self._dataset = DATASETS[settings.data.name].cls
         self._options = open_options(self._dataset, settings.data)[1]
 
     @property

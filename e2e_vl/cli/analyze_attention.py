@@ -28,7 +28,7 @@ import msgspec
 from detector.errors import UserError
 from e2e_vl.analysis.options import AttentionChoices, option_name, options, parse_head
 from e2e_vl.cli.common import make_parser, says_errors
-from e2e_vl.config import BoxSource, check_overrides, load_config
+from e2e_vl.config import BoxSource, load_config, parse_overrides
 from e2e_vl.io import model_folder
 
 
@@ -74,7 +74,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     arguments = build_parser(prog).parse_intermixed_args(argv)
     model_folder(arguments.run)
-    check_overrides(arguments.overrides)
+    parse_overrides(arguments.overrides)
     if arguments.data is not None:
         own = [word for word in arguments.overrides if word.startswith("data.")]
         load_config(arguments.data, [*own, "output=unused"])

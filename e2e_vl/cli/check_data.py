@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING
 from detector.errors import UserError
 from detector.io import write_text
 from e2e_vl.cli.common import make_parser, says_errors
-from e2e_vl.cli.early_check import check_part_names
 from e2e_vl.config import load_config
 
 if TYPE_CHECKING:
@@ -85,8 +84,6 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             raise UserError(f"--{name} is {number}; give a positive number.")
     config = load_config(options.config, [*options.overrides, "output=unused"])
     others = [(str(path), load_config(path, ["output=unused"])) for path in options.others]
-    for one in (config, *(other for _, other in others)):
-        check_part_names(one)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     from e2e_vl.data.overlap import PhotoIds, read_visual_genome  # late: they import numpy, torch and transformers
     from e2e_vl.run.data_check import check_data

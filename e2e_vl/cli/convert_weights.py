@@ -33,10 +33,11 @@ Converting is not needed before training: detector.weights, encoder.weights and 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import sys
 from pathlib import Path
+
+import msgspec
 
 from detector.config import EXPECTED_PARTS
 from detector.errors import MissingFileError, UserError
@@ -118,9 +119,11 @@ def import_official(weights: Path, run: Path, output: Path, overrides: list[str]
 
     start = {"weights": str(weights)}
     if config.detector.backend != "precomputed":
-        config = dataclasses.replace(config, detector=dataclasses.replace(config.detector, **start, expect="backbone"))
-    encoder, task = (dataclasses.replace(part, **start) for part in (config.encoder, config.task))
-    config = resolve(dataclasses.replace(config, encoder=encoder, task=task))
+        config = msgspec.structs.replace(
+            config, detector=msgspec.structs.replace(config.detector, **start, expect="backbone")
+        )
+    encoder, task = (msgspec.structs.replace(part, **start) for part in (config.encoder, config.task))
+    config = resolve(msgspec.structs.replace(config, encoder=encoder, task=task))
     tokenizer = build_tokenizer(config)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     with atomic_files(output, "config.yaml") as part:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from detector.errors import UserError
 from e2e_vl.cli.common import says_errors
+from e2e_vl.parts import decode
 from e2e_vl.synthetic import FORMATS, LanguageConfig, SceneConfig, make_scenes
 
 SPLITS = {"train": 3500, "val": 200, "testA": 100, "testB": 100}  # number of scenes
@@ -69,8 +70,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         options.output,
         scenes={split: getattr(options, split) for split in SPLITS},
         seed=options.seed,
-        config=SceneConfig(**limits, textures=tuple(options.textures)),
-        language=LanguageConfig(family_mix=_parse_shares(options.families)),
+        config=decode({**limits, "textures": options.textures}, SceneConfig, "scene"),
+        language=decode({"family_mix": _parse_shares(options.families)}, LanguageConfig, "language"),
         image_format=options.image_format,
         formats=options.formats,
         workers=options.workers,

@@ -15,18 +15,13 @@ from typing import Any, ClassVar, TypeVar
 
 from detector.errors import UserError, user_path
 from e2e_vl.config import BoxSource, DataSettings
-from e2e_vl.converter import check_keys, from_dict
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import TextGroups
 from e2e_vl.data.storage.shared_reads import SharedReads
+from e2e_vl.parts import check_name
 from e2e_vl.samples import Sample
 
 Found = TypeVar("Found")
-
-
-@dataclasses.dataclass(frozen=True)
-class NoOptions:
-    """`data.config` of a data set that takes nothing there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +44,6 @@ class VLDataset(abc.ABC):
 
     Attributes:
         known_files: keys of `data.files`.
-        options: dataclass of `data.config`.
         box_sources: the sources of candidate boxes that make sense.
         annotation_files: keys of `data.files`, any one of which gives the annotated objects; those of `known_files`.
         id_space: whose ids the images have, such as "vg"; None: COCO's where file names are COCO's, else no
@@ -67,7 +61,6 @@ class VLDataset(abc.ABC):
     """
 
     known_files: ClassVar[tuple[str, ...]]
-    options: ClassVar[type] = NoOptions
     box_sources: ClassVar[tuple[BoxSource, ...]] = tuple(BoxSource)
     annotation_files: ClassVar[tuple[str, ...]] = ("instances",)
     id_space: ClassVar[str | None] = None
@@ -192,7 +185,8 @@ class DataFiles:
         errors: RecordErrors = RAISE,
         shared: SharedReads | None = None,
     ) -> None:
-        check_keys(known, settings.files, "data.files", who=settings.name)
+        for key in settings.files:
+            check_name(key, known, f"data.files of {settings.name}: the key")
         self.errors = errors
         self.shared = SharedReads() if shared is None else shared
         self.root = user_path(settings.root, "data.root")
@@ -247,7 +241,7 @@ def open_options(
         ValueError: an unknown key, or a value of a wrong type.
     """
     files = DataFiles(settings, dataset.known_files, errors, shared)
-    return files, from_dict(dataset.options, settings.config, "data.config")
+    return files, settings.config
 
 
 def group_texts(images: Iterable[Any]) -> TextGroups:

@@ -17,13 +17,12 @@ from __future__ import annotations
 import abc
 import base64
 import contextlib
-import dataclasses
 import functools
 import logging
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO
 
 import msgspec
 import numpy as np
@@ -35,8 +34,9 @@ from detector.io import decode_json, read_json
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, coco_image_set, split_names
 from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.config import CLASS_NAMES, CaptionOptions
 from e2e_vl.data.tables import Archives, SerializedList, TextGroups, TextLines, cached_array, read_range
-from e2e_vl.data.vcr import CLASS_NAMES, read_detected_objects
+from e2e_vl.data.vcr import read_detected_objects
 from e2e_vl.records import Count, Id, Name, Record, Side, Words
 from e2e_vl.samples import AnnotatedObjects, CandidateBoxes, ImageBytes, Sample, SampleImage, SampleText, TextPool
 
@@ -310,29 +310,6 @@ class ShardCaptions(CaptionSource):
                 yield member.name, archive.extractfile(member)
 
 
-@dataclasses.dataclass(frozen=True)
-class CaptionOptions:
-    """Fields of `data.config`.
-
-    Attributes:
-        source: where captions come from: "coco", "shards" (img2dataset) or "json_lines" (VL-BERT's official code).
-        use_corpus: False leaves `data.files.corpus` out.
-        use_images: False states captions without their images: the control that learns from words alone.
-        cache: folder for the indices of large files; None = `index` in `data.root`.
-        min_object_score: of `data.files.metadata` only objects with a higher score are kept (official VisualBERT: 0.7).
-    """
-
-    source: Literal["coco", "shards", "json_lines"] = "coco"
-    use_corpus: bool = True
-    use_images: bool = True
-    cache: str | None = None
-    min_object_score: float = 0.7
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.min_object_score <= 1:
-            raise UserError(f"data.config.min_object_score is {self.min_object_score}; give a number from 0 to 1.")
-
-
 class CaptionDataset(VLDataset):
     """Captions of one split, grouped by image.
 
@@ -351,7 +328,6 @@ class CaptionDataset(VLDataset):
 
     known_files = ("images", "captions", "shards", "instances", "metadata", "corpus", "detections", "features")
     annotation_files = ("instances", "metadata")
-    options = CaptionOptions
     box_sources = BoxSource.for_evaluation()
 
     def __init__(

@@ -6,7 +6,6 @@ whose index is the image's row in the file.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,7 +17,8 @@ from msgspec import Meta, field
 from detector.errors import UserError, user_path
 from detector.io import read_json
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants
+from e2e_vl.data.base import DataFiles, VLDataset, Wants
+from e2e_vl.data.config import NoOptions
 from e2e_vl.data.tables import RowIndex, SerializedList, require_unique
 from e2e_vl.io import FourNumbers, Id, Name, Record, Side, Words
 from e2e_vl.samples import AnnotatedObjects, Categories, Sample, SampleImage, SampleText
@@ -241,27 +241,3 @@ class CocoDetectionDataset(VLDataset):
         text = SampleText(texts[0], "", facts, self._categories)
         file = self.instances.file(self.folder, image.id)
         return Sample((self.instances.sample_image(image.id, file),), (text,))
-
-
-@dataclasses.dataclass(frozen=True)
-class ImageNames:
-    """How the files of images are called; fields of `data.config`.
-
-    Raises:
-        ValueError: a pattern that names all images alike, or holds something else than {id}.
-    """
-
-    # file name of an image; {id} is its id as a text, so {id:0>12} fills it up with zeros to twelve characters
-    image_name: str = "{id}.jpg"
-
-    def __post_init__(self) -> None:
-        try:
-            same = self.image_name.format(id="1") == self.image_name.format(id="2")
-        except (KeyError, IndexError, ValueError) as error:
-            raise UserError(f"data.config.image_name is '{self.image_name}'; it takes {{id}} alone.") from error
-        if same:
-            raise UserError(f"data.config.image_name is '{self.image_name}'; it must hold {{id}}, the image's id.")
-
-    def file(self, folder: Path, image_id: str) -> Path:
-        """The file of an image."""
-        return folder / self.image_name.format(id=image_id)

@@ -6,7 +6,6 @@ Each is opened with its own files, options and splits, all below `data.root`; a 
 
 from __future__ import annotations
 
-import abc
 import bisect
 import dataclasses
 import itertools
@@ -15,37 +14,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
-from e2e_vl.converter import from_dict
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, check_boxes_source, letters_of, open_options
+from e2e_vl.data.config import JoinedOptions, PartSettings
 from e2e_vl.data.image_loader import BoxReader, open_boxes_of
 from e2e_vl.io import read_text
+from e2e_vl.parts import DATASETS
 from e2e_vl.samples import Sample, SampleImage, SampleText, TextPool
-
-
-@dataclasses.dataclass(frozen=True)
-class PartSettings:
-    """One of the data sets; the fields mean what they mean in `data`."""
-
-    name: str
-    splits: dict[str, str]  # split of the run -> split of this data set, which has no part in splits that are not named
-    files: dict[str, str] = dataclasses.field(default_factory=dict)
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # parts with the same value here have the same images under the same ids; None: no other part has these images
-    images: str | None = None
-    # text file below `data.root` with an image id per line: all other images are left out, or these
-    only_images: str | None = None
-    without_images: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class JoinedOptions:
-    """Fields of `data.config`."""
-
-    parts: dict[str, PartSettings]  # by a name of your own, for messages
 
 
 @dataclasses.dataclass
@@ -96,21 +75,15 @@ class JoinedDataset(VLDataset):
     """
 
     known_files = ("images", "instances", "detections", "features")  # that all parts share
-    options = JoinedOptions
     box_sources = BoxSource.for_evaluation()
     annotation_files = ()  # each part has its own
     parts = ()  # boxes come with the samples
     mixes_objects = True
 
-    @classmethod
-    @abc.abstractmethod
-    def kind(cls, name: str) -> type[VLDataset]:
-        """The data set class that a name in the settings means. Raises ValueError for an unknown name."""
-
     def __init__(self, files: DataFiles, options: JoinedOptions, split: str, wants: Wants) -> None:
         self.members: list[JoinedPart] = []
         for name, part, own_files, own_options in self._parts_of(files, options, split):
-            kind, own_split = self.kind(part.name), part.splits[split]
+            kind, own_split = DATASETS[part.name].cls, part.splits[split]
             check_boxes_source(kind, name, wants.boxes)
             dataset = kind.open(own_files, own_options, own_split, wants)
             boxes = open_boxes_of(dataset, own_files.settings, wants.boxes)
@@ -154,9 +127,9 @@ class JoinedDataset(VLDataset):
         if not chosen:
             raise UserError(f"no part of data.config.parts has the split {split}; name it in its `splits`")
         for name, part in chosen.items():
-            kind = cls.kind(part.name)
+            kind = DATASETS[part.name].cls
             shared = {key: file for key, file in files.settings.files.items() if key in kind.known_files}
-            settings = dataclasses.replace(
+            settings = msgspec.structs.replace(
                 files.settings, name=part.name, files={**shared, **part.files}, config=part.config
             )
             try:
@@ -173,7 +146,7 @@ class JoinedDataset(VLDataset):
     def texts_of(cls, files: DataFiles, options: JoinedOptions, split: str) -> Iterable[str]:
         """All texts of all parts, also about images that are left out."""
         for _, part, *own in cls._parts_of(files, options, split):
-            yield from cls.kind(part.name).texts_of(*own, part.splits[split])
+            yield from DATASETS[part.name].cls.texts_of(*own, part.splits[split])
 
     @classmethod
     def class_names_of(cls, options: JoinedOptions) -> Sequence[str] | None:
@@ -195,9 +168,8 @@ class JoinedDataset(VLDataset):
     @classmethod
     def _kinds_of(cls, options: JoinedOptions) -> Iterator[tuple[type[VLDataset], Any]]:
         """The data set class and the options of each part."""
-        for name, part in options.parts.items():
-            kind = cls.kind(part.name)
-            yield kind, from_dict(kind.options, part.config, f"data.config.parts.{name}.config")
+        for part in options.parts.values():
+            yield DATASETS[part.name].cls, part.config
 
     def __len__(self) -> int:
         """Number of texts."""

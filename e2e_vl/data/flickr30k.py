@@ -13,19 +13,18 @@ without any phrase that has one, which are counted in the log. All small files o
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 from xml.etree import ElementTree
 
 import numpy as np
 
 from detector.errors import MissingFileError, UserError
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, split_names
-from e2e_vl.data.coco import CocoInstances, ImageNames
+from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.config import Flickr30KOptions
 from e2e_vl.data.tables import SerializedDict, SerializedList, TextGroups, require_unique
 from e2e_vl.io import Record, read_text
 from e2e_vl.samples import AnnotatedObjects, PhraseBoxes, Sample, SampleImage, SampleText
@@ -120,20 +119,6 @@ def read_image_ids(path: str | Path) -> list[str]:
     return ids
 
 
-@dataclasses.dataclass(frozen=True)
-class Flickr30KOptions(ImageNames):
-    """Fields of `data.config`, beside `image_name`."""
-
-    # "as_written": the files count pixels from 1, and boxes are taken as they are (BAN, VisualBERT). "zero_based": one
-    # less, as the data set's own parser gives them.
-    coordinates: Literal["as_written", "zero_based"] = "as_written"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.coordinates not in ("as_written", "zero_based"):
-            raise UserError(f"data.config.coordinates is '{self.coordinates}'; it must be as_written or zero_based.")
-
-
 class Caption(Record, array_like=True):
     """A caption with a phrase that has a box."""
 
@@ -149,7 +134,6 @@ class Flickr30KDataset(VLDataset):
         *("images", "ids", "sentences", "annotations"),
         *("instances", "detections", "features"),
     )
-    options = Flickr30KOptions
     annotation_files = ("instances", "annotations")
     id_space = "flickr"
     has_phrases = True

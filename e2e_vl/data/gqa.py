@@ -12,7 +12,6 @@ before its first underscore, such as train)
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import re
@@ -25,7 +24,8 @@ from msgspec import Meta, field
 
 from detector.errors import MissingFileError, UserError, user_path
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, split_names
-from e2e_vl.data.coco import CocoInstances, ImageNames
+from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.config import GQAOptions
 from e2e_vl.data.tables import SerializedDict, SerializedList, TextGroups, require_unique, stream_dict
 from e2e_vl.io import Pixel, Record, Side, Words
 from e2e_vl.samples import AnnotatedObjects, CorrectAnswer, Sample, SampleImage, SampleText
@@ -192,14 +192,6 @@ def _joined(paths: Iterable[Path], kind: type) -> SerializedDict:
     return SerializedDict(entries, kind, ", ".join(map(str, paths)))
 
 
-@dataclasses.dataclass(frozen=True)
-class GQAOptions(ImageNames):
-    """Fields of `data.config`."""
-
-    # in evaluation, state where the objects are that a question and its answer name; needs `data.files.scene_graphs`
-    grounding: bool = False
-
-
 class GQADataset(VLDataset):
     """Questions of one split, or of several joined by "+", grouped by image.
 
@@ -214,7 +206,6 @@ class GQADataset(VLDataset):
         *("images", "questions", "choices", "answers", "scene_graphs"),
         *("instances", "detections", "features"),
     )
-    options = GQAOptions
     annotation_files = ("instances", "scene_graphs")
     id_space = "vg"
 

@@ -22,7 +22,7 @@ from msgspec import field
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, split_names
-from e2e_vl.data.coco import ImageNames
+from e2e_vl.data.config import ImageSets, SentenceOptions
 from e2e_vl.data.features import open_features
 from e2e_vl.data.overlap import known_by_number
 from e2e_vl.data.tables import SerializedList, TextGroups, require_unique, stream_list
@@ -32,45 +32,6 @@ from e2e_vl.samples import CorrectChoice, Sample, SampleImage, SampleText, Score
 logger = logging.getLogger(__name__)
 
 LABELS = ("False", "True")  # of a pair, as predictions and the official scores have them
-
-
-@dataclasses.dataclass(frozen=True)
-class ImageSets(ImageNames):
-    """Fields of `data.config`."""
-
-    # split -> what {images} stands for in `data.files`, such as {mscoco_train: train2014}; a split that is not named
-    # stands for itself
-    image_sets: dict[str, str] = dataclasses.field(default_factory=dict)
-    # leave out texts about images that the file of features (or of detections) lacks, as the official LXMERT code does,
-    # and log their number. False: such an image is an error.
-    leave_out_unseen: bool = False
-    # split -> number of rows: only texts about images in the first so many rows of that file are kept, and the number
-    # of the others is logged (minival of the official LXMERT code: 5000)
-    first_rows: dict[str, int] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        wrong = next((split for split, number in self.first_rows.items() if number < 1), None)
-        if wrong is not None:
-            raise UserError(f"data.config.first_rows.{wrong} is {self.first_rows[wrong]}; it must be at least 1.")
-
-    def values(self, split: str) -> dict[str, str]:
-        """Placeholder values of a split."""
-        return {"split": split, "images": self.image_sets.get(split, split)}
-
-
-@dataclasses.dataclass(frozen=True)
-class SentenceOptions(ImageSets):
-    """Fields of `data.config`."""
-
-    sources: list[str] | None = None  # only sentences of these sources; None: of all
-
-
-@dataclasses.dataclass(frozen=True)
-class ListedPairOptions(ImageSets):
-    """Fields of `data.config`."""
-
-    image_name: str = "{id}.png"
 
 
 class _SentencesRow(Record):
@@ -249,7 +210,6 @@ class ImageSentenceDataset(LXMERTDataset):
     """Sentences of several sources about images, for pre-training."""
 
     known_files = ("images", "sentences", "detections", "features")
-    options = SentenceOptions
     key = "sentences"
     record = SourcedSentence
     needs_labels = False
@@ -264,8 +224,7 @@ class ImageSentenceDataset(LXMERTDataset):
                 labels = [None] * len(sentences) if labels is None else labels
                 if len(labels) != len(sentences):
                     raise UserError(
-                        f"{path}: image {row.img_id}: {source} has {len(labels)} labels for {len(sentences)} "
-                        "sentences"
+                        f"{path}: image {row.img_id}: {source} has {len(labels)} labels for {len(sentences)} sentences"
                     )
                 if options.sources is None or source in options.sources:
                     pairs = enumerate(zip(sentences, labels, strict=True))
@@ -284,7 +243,6 @@ class ScoredQuestionDataset(LXMERTDataset):
     """Questions whose answers have scores: the files of VQA and GQA."""
 
     known_files = ("images", "questions", "answers", "detections", "features")
-    options = ImageSets
     key = "questions"
     record = ScoredQuestion
 
@@ -309,7 +267,6 @@ class ListedPairDataset(LXMERTDataset):
     """Sentences about pairs of images that are named one by one: the files of NLVR2."""
 
     known_files = ("images", "examples", "detections", "features")
-    options = ListedPairOptions
     key = "examples"
     record = ListedPair
 

@@ -19,6 +19,7 @@ from msgspec import Meta
 from detector.errors import UserError
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, split_names
 from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.config import NLVR2Options
 from e2e_vl.data.tables import SerializedList, TextGroups, require_unique, stream_lines
 from e2e_vl.io import Id, Record, Words
 from e2e_vl.samples import CorrectChoice, Sample, SampleImage, SampleText
@@ -61,14 +62,6 @@ def read_examples(path: str | Path) -> list[PairStatement]:
     return examples
 
 
-@dataclasses.dataclass(frozen=True)
-class NLVR2Options:
-    """Fields of `data.config`."""
-
-    suffix: str = ".png"  # of the image files; in the release many of them are JPEG files inside
-    use_directories: bool = True  # training images lie in folders by their `directory`; False: all in one folder
-
-
 class NLVR2Dataset(VLDataset):
     """Sentences of one split, or of several joined by "+", grouped by their pair of images.
 
@@ -78,7 +71,6 @@ class NLVR2Dataset(VLDataset):
     """
 
     known_files = ("images", "examples", "instances", "detections", "features")
-    options = NLVR2Options
     id_space = "nlvr2"
 
     def __init__(self, files: DataFiles, options: NLVR2Options, split: str, wants: Wants) -> None:

@@ -20,8 +20,9 @@ from msgspec import Meta
 
 from detector.errors import MissingFileError, UserError, user_path
 from detector.io import read_json, read_pickle
-from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants
+from e2e_vl.data.base import DataFiles, VLDataset, Wants
 from e2e_vl.data.coco import CocoInstances, CocoObject
+from e2e_vl.data.config import NoOptions
 from e2e_vl.data.flickr30k import AnnotatedImage, EntitySentence, read_annotation, read_sentences
 from e2e_vl.data.tables import SerializedList, TextGroups, require_unique
 from e2e_vl.io import Id, Record, Words

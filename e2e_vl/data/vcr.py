@@ -19,24 +19,12 @@ from detector.errors import UserError
 from detector.io import read_json
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants
+from e2e_vl.data.config import CLASS_NAMES, VCROptions
 from e2e_vl.data.tables import SerializedList, TextGroups, stream_lines
 from e2e_vl.io import Count, Name, Pixel, Record, Side
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage, Sentence
 
 CHOICES = 4
-# The 80 classes of COCO as VCR spells them, in COCO's order. Their numbers are 1 to 80; 0 is the whole image.
-# fmt: off
-CLASS_NAMES = (
-    "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat", "trafficlight",
-    "firehydrant", "stopsign", "parkingmeter", "bench", "bird", "cat", "dog", "horse", "sheep", "cow", "elephant",
-    "bear", "zebra", "giraffe", "backpack", "umbrella", "handbag", "tie", "suitcase", "frisbee", "skis", "snowboard",
-    "sportsball", "kite", "baseballbat", "baseballglove", "skateboard", "surfboard", "tennisracket", "bottle",
-    "wineglass", "cup", "fork", "knife", "spoon", "bowl", "banana", "apple", "sandwich", "orange", "broccoli",
-    "carrot", "hotdog", "pizza", "donut", "cake", "chair", "couch", "pottedplant", "bed", "diningtable", "toilet",
-    "tv", "laptop", "mouse", "remote", "keyboard", "cellphone", "microwave", "oven", "toaster", "sink",
-    "refrigerator", "book", "clock", "vase", "scissors", "teddybear", "hairdrier", "toothbrush",
-)
-# fmt: on
 _Tokens = Annotated[list[str | Annotated[list[Count], Meta(min_length=1)]], Meta(min_length=1)]
 _Choices = Annotated[list[_Tokens], Meta(min_length=CHOICES, max_length=CHOICES)]
 _Label = Literal[0, 1, 2, 3] | None  # None in the test split
@@ -163,41 +151,6 @@ PERSON = "person"
 EVERYONE = ("everyone", "everyones")  # name all people under R2C's rule
 
 
-@dataclasses.dataclass(frozen=True)
-class VCROptions:
-    """Fields of `data.config`. The official VL-BERT code has the same defaults.
-
-    Attributes:
-        question: "answer" (Q->A) or "rationale" (QA->R). For pre-training: "both" states each question twice, for its
-            answer and for its rationale; "in_turn" (VisualBERT's code, by mistake) once, four questions for their
-            answers, the next four for their rationales, and so on.
-        condition_on: "right": rationales are given the right answer. "each": given each of the four answers, as the
-            leaderboard file wants it; a question is then four text indices, and there is nothing to learn.
-        objects: which boxes there are. "all" of the image, in file order: its questions can share a detector pass.
-            "mentioned": what question and choices name (for rationales what the answers name too), in the order of
-            first mention. "r2c": what R2C chooses of them, see `relevant_objects`, in file order. "r2c_all_texts": the
-            same for the question with all its answers and rationales together (official VisualBERT code).
-        class_names: the classes of objects, in the order of the detector's classes.
-        names_are_phrases: the names of objects in question and choices are phrases for the objects' boxes, which a run
-            with `phrases.weight` learns.
-    """
-
-    question: Literal["answer", "rationale", "both", "in_turn"] = "answer"
-    condition_on: Literal["right", "each"] = "right"
-    objects: Literal["all", "mentioned", "r2c", "r2c_all_texts"] = "all"
-    class_names: tuple[str, ...] = CLASS_NAMES
-    names_are_phrases: bool = False
-
-    def __post_init__(self) -> None:
-        if self.condition_on == "each" and self.question != "rationale":
-            raise UserError(
-                "data.config.condition_on=each is about rationales; set data.config.question=rationale, or give a run "
-                "that was trained with it."
-            )
-        if len(set(self.class_names)) != len(self.class_names):
-            raise UserError("data.config.class_names must all be different.")
-
-
 class VCRDataset(VLDataset):
     """Questions of one split, grouped by image; see `VCROptions`.
 
@@ -210,7 +163,6 @@ class VCRDataset(VLDataset):
     """
 
     known_files = ("images", "questions")
-    options = VCROptions
     id_space = "vcr"
     box_sources = (BoxSource.GT,)  # the sentences name the boxes that are given
 

@@ -14,19 +14,18 @@ description that has other words in the region graphs has no phrases; where only
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
-from e2e_vl.converter import check_choice
 from e2e_vl.data.base import DataFiles, VLDataset, Wants
+from e2e_vl.data.config import GenomeOptions
 from e2e_vl.data.overlap import COCO, VISUAL_GENOME
 from e2e_vl.data.tables import SerializedDict, SerializedList, TextGroups, require_unique, stream_list
 from e2e_vl.io import FourNumbers, Pixel, Record, Side
@@ -202,21 +201,6 @@ def _corners(x: float, y: float, width: float, height: float) -> FourNumbers | N
 
 
 READ = {"regions": read_region_descriptions, "questions": read_genome_questions}
-OF_COCO = ("all", "without", "only")
-
-
-@dataclasses.dataclass(frozen=True)
-class GenomeOptions:
-    """Fields of `data.config`."""
-
-    texts: Literal["regions", "questions"] = "regions"
-    # "without": only images that COCO does not have (LXMERT's vgnococo); "only": only images that it has
-    coco: Literal["all", "without", "only"] = "all"
-    use_folders: bool = True  # images lie in VG_100K and VG_100K_2; False: all in one folder, as GQA releases them
-
-    def __post_init__(self) -> None:
-        check_choice("data.config.texts", self.texts, READ)
-        check_choice("data.config.coco", self.coco, OF_COCO)
 
 
 class VisualGenomeDataset(VLDataset):
@@ -229,7 +213,6 @@ class VisualGenomeDataset(VLDataset):
     """
 
     known_files = ("images", "image_data", "regions", "region_graphs", "questions", "detections", "features")
-    options = GenomeOptions
     box_sources = (BoxSource.ONLINE, BoxSource.DETECTIONS, BoxSource.PRECOMPUTED)
     id_space = VISUAL_GENOME
 

@@ -12,7 +12,6 @@ test-dev2015)
 from __future__ import annotations
 
 import bisect
-import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +22,7 @@ from detector.errors import UserError
 from detector.io import read_json
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, coco_image_set, split_names
 from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.config import VQAOptions
 from e2e_vl.data.tables import SerializedList, TextGroups, require_unique, stream_list
 from e2e_vl.io import Id, Record, Words
 from e2e_vl.samples import HumanAnswers, Sample, SampleImage, SampleText
@@ -112,24 +112,6 @@ def read_questions(questions: Path, annotations: Path | None = None, split: str 
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class VQAOptions:
-    """Fields of `data.config`."""
-
-    # file name of an image; {id} is its id, {images} the COCO image set, such as train2014
-    image_name: str = "COCO_{images}_{id:012d}.jpg"
-
-    def __post_init__(self) -> None:
-        try:
-            same = self.image_name.format(id=1, images="") == self.image_name.format(id=2, images="")
-        except (KeyError, IndexError, ValueError) as error:
-            raise UserError(
-                f"data.config.image_name is '{self.image_name}'; it takes {{id}} and {{images}}."
-            ) from error
-        if same:
-            raise UserError(f"data.config.image_name is '{self.image_name}'; it must hold {{id}}, the image's id.")
-
-
 class VQADataset(VLDataset):
     """Questions of one split, or of several joined by "+" (train2014+val2014), grouped by image.
 
@@ -140,7 +122,6 @@ class VQADataset(VLDataset):
     """
 
     known_files = ("images", "questions", "annotations", "answers", "instances", "detections", "features")
-    options = VQAOptions
 
     def __init__(self, files: DataFiles, options: VQAOptions, split: str, wants: Wants) -> None:
         self.settings = options

@@ -5,22 +5,51 @@ Shape legend: see `e2e_vl/structures.py`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import torch
 from jaxtyping import Float, Int64
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from detector.errors import UserError
-from e2e_vl.encoders.field_limits import check_fields
+from e2e_vl.encoders.config import NoEncoderSettings
+from e2e_vl.parts import Settings, decode
 from e2e_vl.structures import Ability, AttentionGraph, EncoderOutput, TextBatch, TextRegions
 from e2e_vl.text import TextLayout
+
+
+class EncoderConfig(PreTrainedConfig):
+    """The transformers config of an encoder. Its fields are those of a Struct of settings, and the two below.
+
+    A subclass names the Struct: `class MyConfig(EncoderConfig, settings=MySettings)`.
+    """
+
+    settings_class: ClassVar[type[Settings]]
+    vocab_size: int = 30522
+    feature_dim: int = 2048  # width of the detector's region features
+
+    def __init_subclass__(cls, settings: type[Settings], **kwargs: Any) -> None:
+        cls.settings_class = settings
+        cls.__annotations__ = dict(cls.__dict__.get("__annotations__", {}))
+        for field in msgspec.structs.fields(settings):
+            cls.__annotations__[field.name] = field.type
+            has_factory = field.default_factory is not msgspec.NODEFAULT
+            default = dataclasses.field(default_factory=field.default_factory) if has_factory else field.default
+            setattr(cls, field.name, default)
+        super().__init_subclass__(**kwargs)
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        values = {field.name: getattr(self, field.name) for field in msgspec.structs.fields(self.settings_class)}
+        decode(values, self.settings_class, type(self).__name__)
 
 
 class Encoder(PreTrainedModel):
@@ -36,6 +65,12 @@ class Encoder(PreTrainedModel):
     # where transformers finds the word table [vocabulary, E], a part of `embeddings`; `get_input_embeddings` returns it
     _input_embed_layer = "word_embeddings"
     images_setting: ClassVar[str] = "max_images"  # field of its config that decides `max_images`
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "config_class" in vars(cls):  # AutoConfig and AutoModel know the encoder from now on
+            AutoConfig.register(cls.config_class.model_type, cls.config_class, exist_ok=True)
+            AutoModel.register(cls.config_class, cls, exist_ok=True)
 
     @property
     def hidden_size(self) -> int:
@@ -125,18 +160,10 @@ def read_summary(
 # No encoder: regions go to the task as the detector describes them, and words are not read.
 
 
-class NoEncoderConfig(PreTrainedConfig):
-    """Nothing to choose; both fields are filled in from the tokenizer and the detector."""
+class NoEncoderConfig(EncoderConfig, settings=NoEncoderSettings):
+    """Nothing to choose."""
 
     model_type = "no_encoder"
-
-    vocab_size: int = 1
-    feature_dim: int = 2048
-    uses_whole_image: bool = False
-
-    def __post_init__(self, **kwargs):
-        super().__post_init__(**kwargs)
-        check_fields(self)
 
 
 class NoEncoder(Encoder):

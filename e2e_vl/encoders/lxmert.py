@@ -18,13 +18,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert.modeling_bert import BertIntermediate, BertOutput, BertPooler, BertSelfOutput
 
 from detector.errors import UserError
-from e2e_vl.encoders.base import Encoder
-from e2e_vl.encoders.field_limits import check_fields
+from e2e_vl.encoders.base import Encoder, EncoderConfig
+from e2e_vl.encoders.config import LxmertSettings
 from e2e_vl.encoders.layers import GEOMETRY_LAYERS, RelativeGeometryBias, region_word_alignment
 from e2e_vl.structures import (
     Ability,
@@ -338,67 +337,10 @@ def _joined(
     return torch.cat([torch.cat([among_words, to_regions], 3), torch.cat([to_words, among_regions], 3)], dim=2)
 
 
-CHOICES = {
-    "cross_attention": ("shared", "separate"),
-    "pooled": ("tanh", "state"),
-    "bert_layers": ("first", "last"),
-}
-
-
-class LxmertEncoderConfig(PreTrainedConfig):
-    """The defaults are LXMERT base as in the official code."""
+class LxmertEncoderConfig(EncoderConfig, settings=LxmertSettings):
+    """The settings of LXMERT."""
 
     model_type = "lxmert_encoder"
-
-    vocab_size: int = 30522
-    feature_dim: int = 2048  # width of the detector's region features
-    hidden_size: int = 768
-    l_layers: int = 9  # layers over words
-    r_layers: int = 5  # layers over regions
-    x_layers: int = 5  # layers with cross attention
-    num_attention_heads: int = 12
-    intermediate_size: int = 3072
-    hidden_act: str = "gelu"
-    hidden_dropout_prob: float = 0.1
-    attention_probs_dropout_prob: float = 0.1
-    max_position_embeddings: int = 512
-    type_vocab_size: int = 2
-    initializer_range: float = 0.02
-    layer_norm_eps: float = 1e-12
-    uses_whole_image: bool = False  # region 0 is the whole image
-    # "shared": one module attends from words to regions and from regions to words (official code). "separate": each
-    # direction has its own (paper, section 2.2).
-    cross_attention: str = "shared"
-    # words carry the vector of their segment (official code: always the same one); False: word and position (paper,
-    # section 2.1)
-    with_segments: bool = True
-    # the summary. "tanh": tanh(Linear([CLS])) (official code). "state": the state of [CLS] (paper, section 2.3).
-    pooled: str = "tanh"
-    # which layers of a BERT the layers over words start from. "first": by their numbers (official code). "last": the
-    # top ones (paper).
-    bert_layers: str = "first"
-    # zeros replace the feature of a hidden region (pre-training on saved features; official code). False: it is what
-    # the detector makes of hidden pixels.
-    masked_region_feature: bool = False
-    # a region also carries the mean of the position vectors of the words that name it, as VisualBERT's do (for VCR);
-    # official code has no such link
-    named_regions: bool = False
-    # most images that one text looks at. Each is read in a pass of its own, and the summaries of the passes stand side
-    # by side.
-    max_images: int = 1
-    # a learned bias among regions from where they lie relative to each other, see `RelativeGeometryBias`; official
-    # checkpoints do not have it
-    relative_geometry: bool = False
-    relative_geometry_size: int = 64  # width of the hidden layer of that bias
-
-    def __post_init__(self, **kwargs):
-        super().__post_init__(**kwargs)
-        check_fields(self)
-        for name, (one, other) in CHOICES.items():
-            if getattr(self, name) not in (one, other):
-                raise UserError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
-        if self.max_images < 1:
-            raise UserError(f"max_images is {self.max_images}; every text needs room for one image.")
 
 
 class LxmertEncoder(Encoder):

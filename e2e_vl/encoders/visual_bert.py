@@ -10,7 +10,6 @@ Shape legend
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -21,8 +20,8 @@ from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertPooler
 
 from detector.errors import UserError
-from e2e_vl.encoders.base import Encoder, read_summary
-from e2e_vl.encoders.field_limits import check_fields
+from e2e_vl.encoders.base import Encoder, EncoderConfig, read_summary
+from e2e_vl.encoders.config import VisualBertSettings
 from e2e_vl.encoders.layers import (
     GEOMETRY_LAYERS,
     BertLayerWithMaps,
@@ -152,52 +151,13 @@ class VisualBertEmbeddings(nn.Module):
         return result + alignment @ self.position_embeddings.weight[: alignment.shape[2]]
 
 
-REGION_POSITIONS = ("official", "paper")
 ANSWER_BEFORE_END = Template((CLS, 0, MASK, SEP), (0, 0, 0, 0), summary=2)
 
 
-class VisualBertEncoderConfig(BertConfig):
-    """BERT's fields (`vocab_size`, `hidden_size`, `num_hidden_layers`, ... `initializer_range`) and those below.
-
-    The defaults are VisualBERT base as in the official code.
-    """
+class VisualBertEncoderConfig(EncoderConfig, BertConfig, settings=VisualBertSettings):
+    """BERT's config with the settings of VisualBERT."""
 
     model_type = "visual_bert_encoder"  # transformers has a `visual_bert`
-
-    feature_dim: int = 2048  # width of the detector's region features
-    # x1, y1, x2, y2, width and height of the box, as shares of the image's, stand behind the feature (official code for
-    # Flickr30K Entities)
-    with_box_numbers: bool = False
-    # features as wide as the hidden size are projected too (official code). False: only others are (paper, section 3.2)
-    project_equal_sizes: bool = True
-    # row of the visual segment table for the regions of a text's first image, its second image and so on. The official
-    # code has [0, 1]; transformers takes row 1 for all where users name none.
-    region_types: list[int] = dataclasses.field(default_factory=lambda: [0, 1])
-    # "official": row 0 of the visual position table, plus the mean of the position vectors of the words that name the
-    # region. "paper" (section 3.2): the sum of those vectors, and nothing for regions that no word names.
-    region_position: str = "official"
-    uses_whole_image: bool = False  # region 0 is the whole image (official code for VCR)
-    # late fusion ("w/o early fusion"): the layers read words alone, and one more layer reads them with the regions. A
-    # text without regions skips that layer.
-    bypass_transformer: bool = False
-    # both visual tables start as copies of the text's, also where a BERT is loaded
-    special_visual_initialize: bool = True
-    train_pooler: bool = False  # the official optimiser leaves the pooler out, so it stays BERT's
-    # a learned bias between regions from where they lie relative to each other, see `RelativeGeometryBias`; official
-    # checkpoints do not have it
-    relative_geometry: bool = False
-    relative_geometry_size: int = 64  # width of the hidden layer of that bias
-
-    def __post_init__(self, **kwargs):
-        super().__post_init__(**kwargs)
-        check_fields(self)
-        if self.region_position not in REGION_POSITIONS:
-            raise UserError(f'region_position is "{self.region_position}"; it must be "official" or "paper".')
-        if not self.region_types or not all(0 <= row < self.type_vocab_size for row in self.region_types):
-            raise UserError(
-                f"region_types is {self.region_types}; give a row of the visual segment table, 0 to "
-                f"{self.type_vocab_size - 1}, for each image of a text."
-            )
 
     @property
     def visual_embedding_dim(self) -> int:

@@ -10,6 +10,8 @@ Shape legend
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
@@ -19,8 +21,8 @@ from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertPooler
 
 from detector.errors import UserError
-from e2e_vl.encoders.base import Encoder, read_summary
-from e2e_vl.encoders.field_limits import check_fields
+from e2e_vl.encoders.base import Encoder, EncoderConfig, read_summary
+from e2e_vl.encoders.config import VLBertSettings
 from e2e_vl.encoders.layers import (
     GEOMETRY_LAYERS,
     BertLayerWithMaps,
@@ -286,11 +288,6 @@ class VLBertEmbeddings(nn.Module):
         return torch.cat([text_segments, text_segments.new_full(rest, REGION_SEGMENT)], dim=1)
 
 
-CHOICES = {
-    "geometry": ("centre_size", "corners"),
-    "region_word": ("learned", "img"),
-    "new_layers": ("official", "normal"),
-}
 ANSWER_SLOT = Template((CLS, 0, SEP, MASK, SEP), (0, 0, 0, 1, 1), summary=3)
 # not initialised as in BERT
 OWN_START = (
@@ -303,82 +300,15 @@ OWN_START = (
 )
 
 
-class VLBertConfig(BertConfig):
-    """BERT's fields (`vocab_size`, `hidden_size`, `num_hidden_layers`, ... `initializer_range`) and those below.
-
-    The defaults are VL-BERT base as in the official code. The fields marked "scratch" depart from it: they let a small
-    model learn without a pre-trained BERT.
-    """
+class VLBertConfig(EncoderConfig, BertConfig, settings=VLBertSettings):
+    """BERT's config with the settings of VL-BERT."""
 
     model_type = "vl_bert"
 
-    type_vocab_size: int = 3  # segments: two of the text, one of the regions
-    feature_dim: int = 2048  # width of the detector's region features
-    visual_size: int | None = None  # width of a region vector; None = `hidden_size`
-    geometry: str = "centre_size"  # "centre_size" (official code) or "corners" (paper), see `geometry_embedding`
-    geometry_dim: int = 2048  # width of the geometry embedding, a multiple of 8
-    region_dropout_prob: float = 0.1  # dropout before the Linear that joins geometry and feature
-    visual_layer_norm: bool = True  # LayerNorm on the visual part; False = a scalar factor
-    visual_scale_text_init: float = 0.0  # start of that LayerNorm's weight (or of the factor) for words
-    visual_scale_object_init: float = 0.0  # the same for regions
-    uses_whole_image: bool = True  # region 0 is the whole image
-    # the whole image is also a region of the sequence (official code). False: it is only the visual part of words
-    # (paper, section 3.2); its row of the output is zero and tasks do not see it.
-    whole_image_in_sequence: bool = True
-    image_feature_on_words: bool = True  # words carry the vector of region 0 (scratch: False)
-    # [END] carries the vector of region 0 as words do (paper); False: no visual part (official)
-    visual_part_on_end: bool = False
-    text_only_embedding: bool = False  # a learned vector that words of texts without a region carry (pre-training)
-    # what stands in a region's place of a word. "learned": a learned vector, and another one for hidden regions with
-    # `masked_region_embedding` (official code). "img": the one vector of the token [IMG], hidden or not (paper, section
-    # 3.2). It lies beside the word table, so that the vocabulary stays BERT's.
-    region_word: str = "learned"
-    # another learned vector stands in a hidden region's place of a word (pre-training)
-    masked_region_embedding: bool = False
-    # a learned vector replaces the feature of a hidden region (pre-training on precomputed features, or without hiding
-    # pixels)
-    masked_region_feature: bool = False
-    # start of the Linear that makes region vectors. "official": PyTorch's default. "normal": N(0, `initializer_range`)
-    # and zero biases, as all other new layers (paper, section 4.1). The weight of the visual LayerNorms is
-    # `visual_scale_*_init` in both.
-    new_layers: str = "official"
-    with_pooler: bool = False  # tanh pooler on the first position
-    # most images that one text looks at. Above 1, regions of each image carry a learned vector of their slot, which
-    # starts at zero and which official checkpoints do not have.
-    max_images: int = 1
-    # standard deviation of the embedding tables at the start (scratch); None = `initializer_range`
-    embedding_init_std: float | None = None
-    norm_first: bool = False  # LayerNorm before attention and feed-forward instead of after ("pre-LN", scratch)
-    # a learned bias between regions from where they lie relative to each other, see `RelativeGeometryBias`; official
-    # checkpoints do not have it
-    relative_geometry: bool = False
-    relative_geometry_size: int = 64  # width of the hidden layer of that bias
-
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         if self.visual_size is None:
             self.visual_size = self.hidden_size
-        check_fields(self)
-        for name, (one, other) in CHOICES.items():
-            if getattr(self, name) not in (one, other):
-                raise UserError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
-        if self.geometry_dim % 8:
-            raise UserError(f"geometry_dim is {self.geometry_dim}; it must be a positive multiple of 8.")
-        if self.max_images < 1:
-            raise UserError(f"max_images is {self.max_images}; every text needs room for one image.")
-        if self.type_vocab_size < 3:
-            raise UserError(f"type_vocab_size is {self.type_vocab_size}; VL-BERT needs 3: two of text, regions.")
-        if self.image_feature_on_words and not self.uses_whole_image:
-            raise UserError(
-                "image_feature_on_words needs the whole image as region 0; set uses_whole_image to true, or both to "
-                "false."
-            )
-        if self.visual_part_on_end and not self.image_feature_on_words:
-            raise UserError("visual_part_on_end needs image_feature_on_words; set it to true, or both to false.")
-        if self.region_word == "img" and self.masked_region_embedding:
-            raise UserError(
-                "region_word: img leaves hidden regions no vector of their own; set masked_region_embedding to false."
-            )
 
 
 class VLBertLayer(BertLayerWithMaps):

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
@@ -234,7 +235,7 @@ def make_stamp(
         "resize": dataclasses.asdict(source.resize),
         "box_rule": {
             "rule": settings.rule,
-            "selection": None if is_given else dataclasses.asdict(settings.numbers),
+            "selection": None if is_given else msgspec.to_builtins(settings.numbers),
             "nms_threshold": settings.nms_threshold,
             "boxes_sha256": boxes_file and file_hash(boxes_file),
         },

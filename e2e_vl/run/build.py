@@ -15,70 +15,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+import msgspec
+from transformers import PreTrainedTokenizerBase
 
-from detector.checkpoint import BACKENDS, LoadReport, detector_class, load_checkpoint
+from detector.checkpoint import LoadReport, load_checkpoint
 from detector.errors import UserError, user_path
 from detector.images import ResizeRule
 from detector.io import read_json
-from detector.precomputed import PrecomputedDetector
-from detector.r2c import R2CNetwork
 from detector.structures import Detector
-from e2e_vl.config import BoxSource, DetectorSettings, ResizeSettings, RunConfig
-from e2e_vl.converter import check_choice, check_keys, from_dict
+from e2e_vl.config import BoxSource, DetectorSettings, ResizeSettings, RunConfig, read_detector_config
 from e2e_vl.data.answer_lists import ANSWERS_FILE, read_answers, write_answers
 from e2e_vl.data.base import VLDataset, Wants, check_boxes_source, open_options
 from e2e_vl.data.batching import ExampleDataset, collate
-from e2e_vl.data.captions import CaptionDataset
-from e2e_vl.data.coco import CocoDetectionDataset
-from e2e_vl.data.concat import JoinedDataset, JoinedOptions
-from e2e_vl.data.flickr30k import Flickr30KDataset
-from e2e_vl.data.gqa import GQADataset
 from e2e_vl.data.image_loader import ImageLoader, ImageRules, open_boxes_of
-from e2e_vl.data.lxmert import ImageSentenceDataset, ListedPairDataset, ScoredQuestionDataset
-from e2e_vl.data.nlvr2 import NLVR2Dataset
-from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.shared_reads import SharedReads
-from e2e_vl.data.vcr import VCRDataset
-from e2e_vl.data.visual_genome import VisualGenomeDataset
-from e2e_vl.data.vqa import VQADataset
-from e2e_vl.detector_yaml import read_detector_config
-from e2e_vl.encoders.base import Encoder, NoEncoder, NoEncoderConfig
-from e2e_vl.encoders.field_limits import own_fields
-from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
-from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
-from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.encoders.base import Encoder
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.parts import DATASETS, DETECTORS, ENCODERS, OBJECTIVES, TASKS
 from e2e_vl.run.forked_work import cores
 from e2e_vl.structures import Ability, Batch
-from e2e_vl.synthetic import FORMATS, LanguageConfig, SceneConfig, make_scenes
+from e2e_vl.synthetic import FORMATS, make_scenes
 from e2e_vl.synthetic.generate import STAMP
 from e2e_vl.tasks.base import Sizes, Task
-from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
-from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTask
-from e2e_vl.tasks.gqa import GQAConfig, GQATask
-from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
+from e2e_vl.tasks.config import ObjectiveConfig
 from e2e_vl.tasks.objectives.base import Objective
-from e2e_vl.tasks.objectives.image_qa import ImageQA, ImageQAConfig
-from e2e_vl.tasks.objectives.regions import (
-    AttributeLabels,
-    AttributeLabelsConfig,
-    MaskedRegions,
-    MaskedRegionsConfig,
-    ObjectLabels,
-    ObjectLabelsConfig,
-    RegionFeaturesConfig,
-    RegressedFeatures,
-)
-from e2e_vl.tasks.objectives.relationship import Relationship, RelationshipConfig
-from e2e_vl.tasks.objectives.words import MaskedText, MaskedTextConfig, MaskedWords, MaskedWordsConfig
 from e2e_vl.tasks.phrase_head import PhraseHead
-from e2e_vl.tasks.pretraining import ChoiceTextsConfig, PretrainingConfig, PretrainingTask
-from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
-from e2e_vl.tasks.vcr import VCRConfig, VCRTask
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
 from e2e_vl.weights.base import WeightAdapter
 from e2e_vl.weights.bert import BertStart
@@ -95,12 +57,12 @@ OFFICIAL_SUFFIX = ".answers.txt"
 
 def are_given(config: RunConfig) -> bool:
     """Whether the settings name the answers, so that the order of the classes is theirs."""
-    return config.task.config.get("answers") is not None or "answers" in config.data.files
+    return getattr(config.task.config, "answers", None) is not None or "answers" in config.data.files
 
 
 def answers_path(config: RunConfig) -> Path | None:
     """The file that gives the answers; None where they are a list in the settings, or are built."""
-    given = config.task.config.get("answers")
+    given = getattr(config.task.config, "answers", None)
     if given is None and "answers" in config.data.files:
         return user_path(config.data.root, "data.root") / config.data.files["answers"]
     return user_path(given, "task.config.answers") if isinstance(given, str) else None
@@ -108,8 +70,6 @@ def answers_path(config: RunConfig) -> Path | None:
 
 def possible_answers(
     config: RunConfig,
-    dataset: type[VLDataset],
-    task: type[Task],
     min_count: int,
     errors: RecordErrors = RAISE,
     shared: SharedReads | None = None,
@@ -124,7 +84,8 @@ def possible_answers(
     Raises:
         FileNotFoundError, ValueError: see `read_answers`, the data set's reader and `frequent_answers`.
     """
-    given = config.task.config.get("answers")
+    task, dataset = TASKS[config.task.name].cls, DATASETS[config.data.name].cls
+    given = getattr(config.task.config, "answers", None)
     if given is not None and not isinstance(given, str):
         return list(given)
     path = answers_path(config)
@@ -144,7 +105,7 @@ def with_answers(objective: Any) -> Any:
     path = getattr(objective, "answers", None)
     if not isinstance(path, str):
         return objective
-    return dataclasses.replace(objective, answers=tuple(read_answers(path, objective.answer_sources)))
+    return msgspec.structs.replace(objective, answers=list(read_answers(path, objective.answer_sources)))
 
 
 def frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spell: Callable[[str], str]) -> list[str]:
@@ -211,106 +172,14 @@ def _spellings(line: str) -> Iterator[str]:
 logger = logging.getLogger(__name__)
 
 
-DETECTORS: dict[str, Callable[[], type[Detector]]] = {
-    **{name: partial(detector_class, name) for name in BACKENDS},
-    "r2c": lambda: R2CNetwork,
-    "precomputed": lambda: PrecomputedDetector,
-}
-ENCODERS = {
-    "vl_bert": (VLBertConfig, VLBertModel),
-    "visual_bert": (VisualBertEncoderConfig, VisualBertEncoder),
-    "lxmert": (LxmertEncoderConfig, LxmertEncoder),
-    "none": (NoEncoderConfig, NoEncoder),
-}
 ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # of encoders that start from files of other projects
     "vl_bert": (OfficialVLBert(), BertStart()),
     "visual_bert": (OfficialVisualBert(), TransformersVisualBert(), VisualBertFromBert()),
     "lxmert": (OfficialLxmert(), TransformersLxmert(), BertBelow()),
 }
-TASKS = {
-    "refcoco": (ReferringConfig, ReferringTask),
-    "detection": (DetectionConfig, DetectionTask),
-    "pretraining": (PretrainingConfig, PretrainingTask),
-    "vqa": (VQAConfig, VQATask),
-    "vcr": (VCRConfig, VCRTask),
-    "gqa": (GQAConfig, GQATask),
-    "nlvr2": (NLVR2Config, NLVR2Task),
-    "flickr30k": (Flickr30KConfig, Flickr30KTask),
-}
-OBJECTIVES = {  # of pre-training; texts are changed in this order
-    "masked_words": (MaskedWordsConfig, MaskedWords),
-    "masked_text": (MaskedTextConfig, MaskedText),
-    "masked_regions": (MaskedRegionsConfig, MaskedRegions),
-    "relationship": (RelationshipConfig, Relationship),
-    "object_labels": (ObjectLabelsConfig, ObjectLabels),
-    "attribute_labels": (AttributeLabelsConfig, AttributeLabels),
-    "region_features": (RegionFeaturesConfig, RegressedFeatures),
-    "image_qa": (ImageQAConfig, ImageQA),
-}
-
-
-class AnyJoined(JoinedDataset):
-    """Some of the data sets below as one."""
-
-    options = JoinedOptions
-
-    @classmethod
-    def kind(cls, name: str) -> type[VLDataset]:
-        return _named(DATASETS, name, "data.config.parts.<part>.name")
-
-
-DATASETS: dict[str, type[VLDataset]] = {
-    "refcoco": RefCOCODataset,
-    "coco_detection": CocoDetectionDataset,
-    "captions": CaptionDataset,
-    "vqa": VQADataset,
-    "vcr": VCRDataset,
-    "gqa": GQADataset,
-    "nlvr2": NLVR2Dataset,
-    "flickr30k": Flickr30KDataset,
-    "image_sentences": ImageSentenceDataset,
-    "scored_questions": ScoredQuestionDataset,
-    "listed_pairs": ListedPairDataset,
-    "visual_genome": VisualGenomeDataset,
-    "joined": AnyJoined,
-}
-
 
 # told which part's weights came from which path, and how they fit
 TellStart = Callable[[str, str, LoadReport], None]
-
-
-class PartClasses(NamedTuple):
-    """The classes that a run's settings name."""
-
-    detector: type[Detector]
-    encoder: tuple[type[PreTrainedConfig], type[Encoder]]
-    task: tuple[type, type[Task]]
-    dataset: type[VLDataset]
-
-
-def named_parts(config: RunConfig) -> PartClasses:
-    """Look up the names in the dicts above.
-
-    Raises:
-        ValueError: there is nothing of that name (the message lists what there is), or its package is not installed.
-    """
-    return PartClasses(
-        detector=_named(DETECTORS, config.detector.backend, "detector.backend")(),
-        encoder=_named(ENCODERS, config.encoder.name, "encoder.name"),
-        task=_named(TASKS, config.task.name, "task.name"),
-        dataset=_named(DATASETS, config.data.name, "data.name"),
-    )
-
-
-def task_class(name: str) -> type[Task]:
-    """The class of a task by its name in settings. Raises ValueError if no task has it."""
-    return _named(TASKS, name, "task.name")[1]
-
-
-def _named(choices: dict[str, Any], name: str, setting: str) -> Any:
-    check_choice(setting, name, choices)
-    return choices[name]
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -319,20 +188,19 @@ def resolve(config: RunConfig) -> RunConfig:
     `data.resize` comes from the detector's YAML file where it is null, so that the saved settings hold numbers.
 
     Raises:
-        ValueError: a wrong name, predicted boxes of a detector that never learns to find any, a selection of boxes that
+        UserError: predicted boxes of a detector that never learns to find any, a selection of boxes that
             nothing reads, or sizes of training and testing that `data.resize` cannot express together.
     """
-    named_parts(config)
     is_random = config.detector.loss_weight == 0 and config.detector.weights is None
-    if config.data.boxes.train == BoxSource.ONLINE and is_random:
+    if config.data.boxes.train is BoxSource.ONLINE and is_random:
         raise UserError(
             "data.boxes.train is online, but the detector starts at random and detector.loss_weight is 0, so its boxes "
             "would never become useful; set detector.loss_weight or detector.weights."
         )
-    sources = {BoxSource(source) for source in (config.data.boxes.train, *config.eval.boxes)}
+    sources = {config.data.boxes.train, *config.eval.boxes}
     unread = config.data.boxes.unread_by_predicted_boxes
     reads = any(source.reads_selection for source in sources)
-    if unread is not None and reads and config.data.boxes.train == BoxSource.ONLINE:
+    if unread is not None and reads and config.data.boxes.train is BoxSource.ONLINE:
         raise UserError(
             f"{unread}. Training would not read it, only the evaluation with boxes of files; leave it out, set these, "
             "and give it to tools/evaluate.py afterwards."
@@ -354,7 +222,7 @@ def resolve(config: RunConfig) -> RunConfig:
         )
     short.append(short.pop(short.index(sizes.min_size_test)))  # the last one is the size of testing
     resize = ResizeSettings(short, sizes.max_size_train, "detectron2")
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, resize=resize))
+    return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, resize=resize))
 
 
 def log_start(part: str, path: str, report: LoadReport) -> None:
@@ -385,11 +253,11 @@ def build_model(
     """
     if is_saved:
         none = {"weights": None, "fallback_weights": None}
-        config = dataclasses.replace(
+        config = msgspec.structs.replace(
             config,
-            detector=dataclasses.replace(config.detector, weights=None),
-            encoder=dataclasses.replace(config.encoder, **none),
-            task=dataclasses.replace(config.task, **none),
+            detector=msgspec.structs.replace(config.detector, weights=None),
+            encoder=msgspec.structs.replace(config.encoder, **none),
+            task=msgspec.structs.replace(config.task, **none),
         )
     if tokenizer is not None and config.encoder.weights is not None:
         check_vocabulary(config.encoder.weights, tokenizer)
@@ -445,7 +313,11 @@ def build_detector(config: RunConfig, tell_start: TellStart = log_start) -> Dete
             "detector.backend is precomputed: there is no network that detector.weights or detector.loss_weight could "
             "be for; leave them out."
         )
-    detector = named_parts(config).detector(read_detector_config(config.detector))
+    try:
+        detector_class = DETECTORS[config.detector.backend].cls
+    except ImportError as error:  # Detectron2 is not installed
+        raise UserError(str(error)) from error
+    detector = detector_class(read_detector_config(config.detector))
     if config.detector.weights is not None:
         report = load_checkpoint(detector, config.detector.weights, expect=config.detector.expect)
         tell_start("detector", config.detector.weights, report)
@@ -454,72 +326,42 @@ def build_detector(config: RunConfig, tell_start: TellStart = log_start) -> Dete
 
 def start_rules(config: RunConfig) -> StartRules:
     """What says how the encoder and the task of the settings start from weights."""
-    return StartRules(config.task.name, TASKS, ADAPTERS.get(config.encoder.name, ()))
+    return StartRules(config.task.name, ADAPTERS.get(config.encoder.name, ()))
 
 
 def build_encoder(
     config: RunConfig, *, vocab_size: int, feature_dim: int, tell_start: TellStart = log_start
 ) -> Encoder:
-    config_class, model_class = named_parts(config).encoder
-    check_keys(own_fields(config_class), config.encoder.config, "encoder.config")
-    fixed = [key for key in ("vocab_size", "feature_dim") if key in config.encoder.config]
-    if fixed:
-        raise UserError(f"encoder.config.{fixed[0]} follows from the tokenizer and the detector; leave it out.")
-    try:
-        encoder = model_class(config_class(vocab_size=vocab_size, feature_dim=feature_dim, **config.encoder.config))
-    except UserError as error:
-        raise UserError(f"encoder.config: {error}") from error
-    except (TypeError, KeyError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"encoder.config cannot be used: {reason}.") from error
+    model_class = ENCODERS[config.encoder.name].cls
+    own = msgspec.structs.asdict(config.encoder.config)
+    encoder = model_class(model_class.config_class(vocab_size=vocab_size, feature_dim=feature_dim, **own))
     for weights in (config.encoder.fallback_weights, config.encoder.weights):
         if weights is not None:
             tell_start("encoder", weights, load_encoder(encoder, weights, start_rules(config)))
     return encoder
 
 
-def task_config(config: RunConfig) -> Any:
-    """`task.config` as the config class of the task."""
-    return from_dict(named_parts(config).task[0], dict(config.task.config), "task.config")
-
-
 def build_task(config: RunConfig, sizes: Sizes, shared: SharedReads | None = None) -> Task:
     """The task with its head; `shared` is what splits have read already, for a list of answers that is built."""
-    task_class = named_parts(config).task[1]
-    settings = task_config(config)
+    task_class, settings = TASKS[config.task.name].cls, config.task.config
     if task_class.chooses_answers:
         least = settings.min_answer_count
-        answers = possible_answers(config, named_parts(config).dataset, task_class, least, RAISE, shared)
-        settings = dataclasses.replace(settings, answers=answers)
+        answers = possible_answers(config, least, RAISE, shared)
+        settings = msgspec.structs.replace(settings, answers=answers)
     if task_class.sums_objectives:
         task = task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
         if settings.choices is not None:
-            words_choices = _task_of(settings.choices, sizes)
+            # the task that words texts for this one, which uses nothing else of it but the size of its masks
+            words_choices = TASKS[settings.choices.task].cls.build(sizes, settings.choices.config)
             task.choice_preprocessor = words_choices.preprocessor
             task.mask_size, task.mask_at = words_choices.mask_size, words_choices.mask_at
         return task
     return task_class.build(sizes, settings)
 
 
-def _task_of(settings: ChoiceTextsConfig, sizes: Sizes) -> Task:
-    """The task that words texts for another one, which uses nothing else of it but the size of its masks."""
-    config_class, other = _named(TASKS, settings.task, "task.config.choices.task")
-    return other.build(sizes, from_dict(config_class, settings.config, "task.config.choices.config"))
-
-
-def build_objectives(settings: dict[str, Any], sizes: Sizes) -> dict[str, Objective]:
+def build_objectives(settings: Mapping[str, ObjectiveConfig], sizes: Sizes) -> dict[str, Objective]:
     """All objectives whose weight is not 0, in the order of `OBJECTIVES`; see `PretrainingConfig.objectives`."""
-    where = "task.config.objectives"
-    check_keys(OBJECTIVES, settings, where)
-    objectives = {}
-    for name, (config_class, objective_class) in OBJECTIVES.items():
-        values = settings.get(name, {})
-        if isinstance(values, int | float):
-            values = {"weight": values}
-        own = from_dict(config_class, values, f"{where}.{name}")
-        if own.weight:
-            objectives[name] = objective_class(sizes, with_answers(own))
-    return objectives
+    return {name: OBJECTIVES[name].cls(sizes, with_answers(own)) for name, own in settings.items() if own.weight}
 
 
 # The data of a run: from settings to texts, loaded images and batches.
@@ -530,7 +372,6 @@ def make_synthetic_data(config: RunConfig) -> None:
     synthetic = config.data.synthetic
     if not synthetic.scenes:
         return
-    check_keys(("scene", "language"), synthetic.config, "data.synthetic.config")
     for name, file in config.data.files.items():
         folder = file.partition("/")[0]
         if synthetic.formats is not None and folder in set(FORMATS) - set(synthetic.formats):
@@ -542,8 +383,8 @@ def make_synthetic_data(config: RunConfig) -> None:
         user_path(config.data.root, "data.root"),
         scenes=synthetic.scenes,
         seed=synthetic.seed,
-        config=from_dict(SceneConfig, synthetic.config.get("scene", {}), "data.synthetic.config.scene"),
-        language=from_dict(LanguageConfig, synthetic.config.get("language", {}), "data.synthetic.config.language"),
+        config=synthetic.config.scene,
+        language=synthetic.config.language,
         formats=synthetic.formats,
         workers=max(config.data.workers, cores()) if config.data.workers else 0,  # nothing else is at work yet
     )
@@ -580,10 +421,10 @@ def build_tokenizer(
 
 def training_texts(config: RunConfig, shared: SharedReads | None = None) -> Iterable[str]:
     """All texts of the training split and what the task adds to them, to build a vocabulary from."""
-    parts = named_parts(config)
-    files, options = open_options(parts.dataset, config.data, shared=shared)
-    yield from parts.dataset.texts_of(files, options, config.data.train_split)
-    yield from parts.task[1].own_words(task_config(config))
+    dataset = DATASETS[config.data.name].cls
+    files, options = open_options(dataset, config.data, shared=shared)
+    yield from dataset.texts_of(files, options, config.data.train_split)
+    yield from TASKS[config.task.name].cls.own_words(config.task.config)
 
 
 def build_examples(
@@ -651,7 +492,7 @@ def open_split(
         )
     if boxes is BoxSource.ONLINE and config.data.boxes.unread_by_predicted_boxes is not None:
         logger.warning("%s.", config.data.boxes.unread_by_predicted_boxes)
-    kind = named_parts(config).dataset
+    kind = DATASETS[config.data.name].cls
     check_boxes_source(kind, config.data.name, boxes)
     wants = wants_of(config, boxes, training=training)
     files, options = open_options(kind, config.data, errors, shared)
@@ -812,7 +653,7 @@ def build_eval_data(
     config: RunConfig, run: Run, datasets: DataSets | None = None, shared: SharedReads | None = None
 ) -> None:
     """Read all splits with all box sources that the settings evaluate, once per run; see `build_run`."""
-    if BoxSource.ONLINE in map(BoxSource, config.eval.boxes):
+    if BoxSource.ONLINE in config.eval.boxes:
         warn_of_random_boxes(config.detector)
     shared = SharedReads() if shared is None else shared
     for split, boxes, training in splits_of(config):
@@ -825,5 +666,5 @@ def build_eval_data(
 
 def splits_of(config: RunConfig) -> list[tuple[str, BoxSource, bool]]:
     """What a run reads: (split, boxes, whether it is for training)."""
-    evaluated = [(split, BoxSource(boxes), False) for split in config.data.eval_splits for boxes in config.eval.boxes]
-    return [(config.data.train_split, BoxSource(config.data.boxes.train), True), *evaluated]
+    evaluated = [(split, boxes, False) for split in config.data.eval_splits for boxes in config.eval.boxes]
+    return [(config.data.train_split, config.data.boxes.train, True), *evaluated]

@@ -13,13 +13,13 @@ A checkpoint is written beside its place and renamed when it is complete. No fil
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
@@ -29,13 +29,12 @@ from transformers.utils import logging as transformers_logging
 from detector.checkpoint import load_class_names, load_strictly, save_settings
 from detector.errors import MissingFileError, UserError
 from detector.io import atomic_folder, decode_yaml, read_json, read_yaml, write_json
-from e2e_vl.config import RunConfig, differences, load_config, load_overrides, save_config
+from e2e_vl.config import RunConfig, differences, load_config, parse_overrides, read_detector_config, save_config
 from e2e_vl.data.answer_lists import ANSWERS_FILE, write_answers
-from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.io import find_damage, model_folder, write_checksums
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.plain_yaml import check_plain
-from e2e_vl.run.build import build_model, task_class
+from e2e_vl.parts import TASKS
+from e2e_vl.run.build import build_model
 from e2e_vl.run.guards import disk_errors_named
 from e2e_vl.run.launch import on_main
 from e2e_vl.tasks.phrase_head import load_head
@@ -130,42 +129,38 @@ def saved_settings(run_dir: Path, overrides: list[str] | None = None) -> RunConf
     Raises:
         MissingFileError: no model there.
     """
-    path = model_folder(run_dir) / "config.yaml"
-    check_plain(path)
-    return load_config(path, overrides)
+    return load_config(model_folder(run_dir) / "config.yaml", overrides or ())
 
 
 def _without_start(config: RunConfig, folder: Path, overrides: list[str]) -> RunConfig:
     """The settings of a saved model: detector and answers are its own, and nothing else is loaded."""
-    check_plain(folder / "detector" / "config.yaml")
-    changes = [word for word in overrides if word.startswith("detector.overrides.")]
-    detector = dataclasses.replace(
+    replace = msgspec.structs.replace
+    changes = parse_overrides(word for word in overrides if word.startswith("detector.overrides."))
+    detector = replace(
         config.detector,
         config=str(folder / "detector" / "config.yaml"),
-        overrides=load_overrides(changes).get("overrides", {}),
+        overrides=changes.get("detector", {}).get("overrides", {}),
+        weights=None,
     )
-    answers, own = folder / "task" / ANSWERS_FILE, {}
-    if task_class(config.task.name).chooses_answers:
+    answers, own = folder / "task" / ANSWERS_FILE, config.task.config
+    if TASKS[config.task.name].cls.chooses_answers:
         if not answers.is_file():
             raise MissingFileError(
                 f"{answers}: the model lacks its list of answers; save the model again, or get the whole folder."
             )
-        own = {"answers": str(answers)}
+        own = replace(own, answers=str(answers))
     elif answers.is_file():  # of one of its objectives
-        objectives = config.task.config["objectives"]
-        own = {"objectives": {name: _with_answers(value, answers) for name, value in objectives.items()}}
-    return dataclasses.replace(
+        objectives = {
+            name: replace(value, answers=str(answers), answer_sources=None) if hasattr(value, "answers") else value
+            for name, value in own.objectives.items()
+        }
+        own = replace(own, objectives=objectives)
+    return replace(
         config,
         detector=detector,
-        task=dataclasses.replace(config.task, config={**config.task.config, **own}),
+        encoder=replace(config.encoder, weights=None, fallback_weights=None),
+        task=replace(config.task, weights=None, fallback_weights=None, config=own),
     )
-
-
-def _with_answers(settings: Any, path: Path) -> Any:
-    """The settings of an objective; one that chooses from a list of answers reads it from the model's own file."""
-    if not isinstance(settings, dict) or "answers" not in settings:
-        return settings
-    return settings | {"answers": str(path), "answer_sources": None}
 
 
 # Checkpoints of a run
@@ -286,8 +281,10 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     if folder is None:
         return None
     written = saved_settings(folder / "model")
-    as_saved = dataclasses.replace(written.detector, config=str(folder / "model/detector/config.yaml"), overrides={})
-    saved = dataclasses.replace(written, detector=as_saved)
+    as_saved = msgspec.structs.replace(
+        written.detector, config=str(folder / "model/detector/config.yaml"), overrides={}
+    )
+    saved = msgspec.structs.replace(written, detector=as_saved)
     changed = differences(_architecture(saved), _architecture(config))
     if changed:
         raise UserError(

@@ -23,14 +23,13 @@ from e2e_vl.data.image_loader import open_boxes_of
 from e2e_vl.data.overlap import PhotoId, PhotoIds, number_of_photos
 from e2e_vl.data.storage.record_errors import NotedErrors
 from e2e_vl.data.storage.shared_reads import SharedReads, collection_paused
+from e2e_vl.parts import DATASETS, ENCODERS, TASKS
 from e2e_vl.run.build import (
     answers_path,
     is_drawn,
-    named_parts,
     open_split,
     possible_answers,
     splits_of,
-    task_config,
     wants_of,
 )
 from e2e_vl.run.split_walk import FolderLists, SplitFacts, SplitWalk, TextLengths, WalkRules
@@ -105,7 +104,7 @@ class _Check:
         self.errors = NotedErrors()
         self.shared = SharedReads()  # what the splits have read
         self.files = FolderLists()
-        self.parts = named_parts(config)
+        self.dataset = DATASETS[config.data.name].cls
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.answers: set[str] | None = None
         self.known: dict[str, bool] = {}  # annotated answers, as written, that have been looked up
@@ -115,7 +114,7 @@ class _Check:
         _require_drawn(self.config)
         found = Findings()
         with found.noting():
-            find_files(self.config, self.parts.dataset, found, will_be_drawn=False)
+            find_files(self.config, self.dataset, found, will_be_drawn=False)
         for sentence in found:
             self.errors.note(sentence)
         self.not_there = tuple(sentence.partition(": ")[0] for sentence in found)
@@ -151,11 +150,10 @@ class _Check:
         return is_about_file and sentence.partition(": ")[0] in self.not_there
 
     def _known_answers(self) -> set[str] | None:
-        task = self.parts.task[1]
-        if not task.chooses_answers:
+        if not TASKS[self.config.task.name].cls.chooses_answers:
             return None
-        least = task_config(self.config).min_answer_count
-        return set(possible_answers(self.config, self.parts.dataset, task, least, self.errors, self.shared))
+        least = self.config.task.config.min_answer_count
+        return set(possible_answers(self.config, least, self.errors, self.shared))
 
     # One split
 
@@ -165,7 +163,7 @@ class _Check:
         photos: dict[str, tuple[PhotoId, ...]] = {}
         with self.errors.about(f"the split {facts.split}"):
             for boxes in sources:
-                check_boxes_source(self.parts.dataset, self.config.data.name, boxes)
+                check_boxes_source(self.dataset, self.config.data.name, boxes)
             dataset = open_split(
                 self.config, facts.split, main, training=facts.is_trained, errors=self.errors, shared=self.shared
             )
@@ -179,8 +177,8 @@ class _Check:
         return photos
 
     def _rules(self, facts: SplitFacts) -> WalkRules:
-        data, layout = self.config.data, self.parts.encoder[1].layout
-        alone = (layout.question if self.parts.task[1].chooses_answers else layout.single).num_special
+        data, layout = self.config.data, ENCODERS[self.config.encoder.name].cls.layout
+        alone = (layout.question if TASKS[self.config.task.name].cls.chooses_answers else layout.single).num_special
         return WalkRules(
             lengths=TextLengths(self.tokenizer, data.max_text_length, facts.split),
             extras=(alone, layout.pair.num_special),
@@ -194,7 +192,7 @@ class _Check:
     def _is_known(self, answer: str) -> bool:
         """Whether an answer is in the list; the same answers come again and again."""
         if answer not in self.known:
-            self.known[answer] = self.parts.task[1].spell_answer(answer) in self.answers
+            self.known[answer] = TASKS[self.config.task.name].cls.spell_answer(answer) in self.answers
         return self.known[answer]
 
     # Photos
@@ -209,7 +207,7 @@ class _Check:
         """The photos that another run is trained on."""
         found: set[PhotoId] = set()
         errors = NotedErrors()  # records of the other run are its own business
-        kind = named_parts(config).dataset
+        kind = DATASETS[config.data.name].cls
         with self.errors.about(f"--with {name}"):
             _require_drawn(config)
             boxes = BoxSource.ONLINE if BoxSource.ONLINE in kind.box_sources else kind.box_sources[0]

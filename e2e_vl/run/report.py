@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+import msgspec
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from omegaconf import MISSING
 from PIL import Image
 
-from detector.io import read_json, write_text
-from e2e_vl.config import BoxSource, RunConfig
+from detector.config import DetectorConfig
+from detector.io import decode_yaml, read_json, write_text
+from e2e_vl.config import BoxSource, DataSettings, EncoderSettings, RunConfig, TaskSettings
 from e2e_vl.io import file_name, read_log, read_text, text_of_name
 from e2e_vl.metrics.names import MetricName
 from e2e_vl.predictions import Prediction, read_predictions, with_target
@@ -116,42 +117,34 @@ class ChangedSetting:
     default: str  # "" where it has no default
 
 
-def changed_settings(config: RunConfig, part_defaults: Mapping[str, Any] | None = None) -> list[ChangedSetting]:
-    """The settings of a run that differ from the defaults of `e2e_vl/config.py`, in their order there.
-
-    Args:
-        config: the run's settings.
-        part_defaults: defaults of keys that belong to the run's detector, encoder, task and reader, nested as in
-            `RunConfig`; None: the defaults of these keys are unknown.
-    """
-    defaults = _merged(dataclasses.asdict(RunConfig()), part_defaults or {})
+def changed_settings(config: RunConfig) -> list[ChangedSetting]:
+    """The settings of a run that differ from the defaults of the run and of its parts, in their order."""
+    defaults = msgspec.to_builtins(
+        RunConfig(
+            output="",
+            encoder=EncoderSettings(config.encoder.name),
+            task=TaskSettings(config.task.name),
+            data=DataSettings(config.data.name, root=""),
+        )
+    )
+    defaults["detector"]["overrides"] = decode_yaml(DetectorConfig.from_yaml({}).to_yaml(), "detector")
     return [
         ChangedSetting(name, _text(value), _text(default))
-        for name, value, default in _differences(dataclasses.asdict(config), defaults)
+        for name, value, default in _differences(msgspec.to_builtins(config), defaults)
     ]
-
-
-def _merged(values: Settings, more: Mapping[str, Any]) -> Settings:
-    """`values` with `more` on top."""
-    return values | {
-        key: _merged(values[key], value) if isinstance(value, dict) and isinstance(values.get(key), dict) else value
-        for key, value in more.items()
-    }
 
 
 def _differences(values: Settings, defaults: Settings, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     for key, value in values.items():
-        default = defaults.get(key, MISSING)
+        default = defaults.get(key, "")
         if isinstance(value, dict):
             yield from _differences(value, default if isinstance(default, dict) else {}, f"{prefix}{key}.")
-        elif json.dumps(value, default=str) != json.dumps(default, default=str):  # a tuple equals a list there
+        elif value != default:
             yield prefix + key, value, default
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return "" if value == MISSING else value
-    return json.dumps(value, default=str, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
 # Metrics by name, such as `val/accuracy_predicted_boxes/relation`, as tables of box sources and families.
@@ -311,7 +304,7 @@ class Card(NamedTuple):
     is_wide: bool  # the picture needs a row of its own
 
 
-def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Mapping[str, Any] | None = None) -> Path:
+def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
     """Write `report.html` from what the run directory holds.
 
     Args:
@@ -319,7 +312,6 @@ def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Ma
         config: the run's settings. Of each file of predictions, up to `eval.report_pictures` wrong ones, partly right
             ones, right ones and ones without a label are shown, drawn at random from `seed`.
         task: describes and draws the predictions; see `Task.describe` and `Task.draw`.
-        part_defaults: see `changed_settings`.
 
     Returns:
         The path of the report.
@@ -360,7 +352,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Ma
         sections=sections,
         card=lambda described: _card(described, task),
         curves=None if curves is None else _data_uri(curves, "png"),
-        changed=changed_settings(config, part_defaults),
+        changed=changed_settings(config),
         settings=read_text(run_dir / "config.yaml"),
     )
     path = run_dir / "report.html"

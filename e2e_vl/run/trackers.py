@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -43,7 +43,7 @@ def check_trackers(names: Iterable[str]) -> None:
 
 def start_trackers(accelerator: Accelerator, config: RunConfig) -> None:
     """Start the accelerator's trackers, with all settings as hyper-parameters."""
-    accelerator.init_trackers(PROJECT, config=dict(_flat(dataclasses.asdict(config))))
+    accelerator.init_trackers(PROJECT, config=dict(_flat(msgspec.to_builtins(config))))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:

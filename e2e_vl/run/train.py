@@ -31,7 +31,6 @@ from e2e_vl.io import RunLog, without_nan
 from e2e_vl.run import checkpoint as checkpoints
 from e2e_vl.run.best import BestModel
 from e2e_vl.run.build import Run, build_eval_data, build_run, resolve
-from e2e_vl.run.default_settings import part_defaults
 from e2e_vl.run.evaluate import evaluate_splits
 from e2e_vl.run.guards import (
     FiniteCheck,
@@ -401,7 +400,7 @@ class Trainer:
             write_json(self.output / "metrics.json", without_nan(summary))
             from e2e_vl.run.report import write_report  # late: matplotlib takes seconds
 
-            report = write_report(self.output, self.config, model.task, part_defaults(self.config))
+            report = write_report(self.output, self.config, model.task)
             print(end_text(summary, self.output, report), flush=True)
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()

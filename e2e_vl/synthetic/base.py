@@ -15,19 +15,17 @@ import cv2
 import numpy as np
 
 from detector.errors import UserError
-from e2e_vl.synthetic.language import LanguageConfig, Reference
-from e2e_vl.synthetic.scenes import (
+from e2e_vl.synthetic.config import (
     COLOURS,
     SHAPES,
     SIZES,
     TEXTURES,
-    Look,
-    Scene,
+    ImitatedDetectorConfig,
+    LanguageConfig,
     SceneConfig,
-    SceneFacts,
-    SceneObject,
-    box_iou,
 )
+from e2e_vl.synthetic.language import Reference
+from e2e_vl.synthetic.scenes import Look, Scene, SceneFacts, SceneObject, box_iou
 
 # What every format is written from: the names and ids of a data set, and one record per scene without its pixels.
 
@@ -135,28 +133,6 @@ def _corners(path: np.ndarray) -> np.ndarray:
 
 
 _ATTEMPTS = 50
-
-
-@dataclass(frozen=True)
-class ImitatedDetectorConfig:
-    """How the imitated detector errs.
-
-    Raises:
-        ValueError: a value is impossible; the message names it.
-    """
-
-    missed: float = 0.04  # share of objects without a detection
-    wrong_category: float = 0.05  # share of detections with another category
-    min_iou: float = 0.6  # smallest IoU of a detection with its object
-    false_alarms: int = 3  # largest number of boxes per image that show no object
-    max_false_iou: float = 0.4  # largest IoU of such a box with any object
-
-    def __post_init__(self) -> None:
-        for name in ("missed", "wrong_category", "min_iou", "max_false_iou"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"detections.{name} must lie in [0, 1]; found {getattr(self, name)}")
-        if self.false_alarms < 0:
-            raise UserError(f"detections.false_alarms must not be negative; found {self.false_alarms}")
 
 
 def draw_detections(scene: Scene, config: ImitatedDetectorConfig, rng: np.random.Generator) -> list[dict[str, Any]]:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from e2e_vl.synthetic.base import CATEGORIES, CATEGORY_IDS, FormatWriter, SceneRecord, by_split
-from e2e_vl.synthetic.language import RELATIONS, Description, ReferringExpression, to_words
-from e2e_vl.synthetic.scenes import SceneConfig, SceneFacts
+from e2e_vl.synthetic.config import RELATIONS, SceneConfig
+from e2e_vl.synthetic.language import Description, ReferringExpression, to_words
+from e2e_vl.synthetic.scenes import SceneFacts
 
 RECORDS_PER_SHARD = 10_000  # img2dataset's default
 FEATURE_DIM = 32

@@ -16,8 +16,9 @@ import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split
+from e2e_vl.synthetic.config import SHAPES
 from e2e_vl.synthetic.language import SLOTS, Reference, Values, all_descriptions, identify, noun_phrase, two_phrases
-from e2e_vl.synthetic.scenes import SHAPES, SceneFacts, members
+from e2e_vl.synthetic.scenes import SceneFacts, members
 
 # Gold parses of drawn captions, in CoNLL-U with the labels of Stanford's dependencies, as in VisualBERT's ACL paper.
 

@@ -21,12 +21,13 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cv2
+import msgspec
 import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
@@ -36,7 +37,6 @@ from detector.io import read_json
 from e2e_vl.synthetic.base import (
     IMAGE_FORMATS,
     FormatWriter,
-    ImitatedDetectorConfig,
     ObjectRecord,
     Recipe,
     ScenePlace,
@@ -52,12 +52,13 @@ from e2e_vl.synthetic.coco import (
     RefCOCOPlusWriter,
 )
 from e2e_vl.synthetic.conceptual import ConceptualWriter, CorpusWriter, ShardsWriter
+from e2e_vl.synthetic.config import ImitatedDetectorConfig, LanguageConfig, SceneConfig
 from e2e_vl.synthetic.flickr30k import EntitiesWriter, PhrasesWriter
 from e2e_vl.synthetic.gqa import GQAWriter
-from e2e_vl.synthetic.language import LanguageConfig, draw_captions, draw_references
+from e2e_vl.synthetic.language import draw_captions, draw_references
 from e2e_vl.synthetic.lxmert import LxmertWriter
 from e2e_vl.synthetic.nlvr2 import PairWriter
-from e2e_vl.synthetic.scenes import SceneConfig, SceneFacts, draw_scene
+from e2e_vl.synthetic.scenes import SceneFacts, draw_scene
 from e2e_vl.synthetic.vcr import VCRWriter
 from e2e_vl.synthetic.visual_genome import VisualGenomeWriter
 from e2e_vl.synthetic.vqa import VQAWriter
@@ -131,7 +132,7 @@ def make_scenes(
     if workers < 0:
         raise UserError(f"workers must not be negative; found {workers}")
     output = Path(output)
-    start = {"version": VERSION, "settings": json.loads(json.dumps(asdict(recipe)))}  # tuples as lists, as in a file
+    start = {"version": VERSION, "settings": msgspec.json.decode(msgspec.json.encode(recipe))}
     finished = _finished_stamp(output, start)
     if wanted <= _formats_of(finished):
         return finished
@@ -191,7 +192,7 @@ def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | Non
         raise UserError(f"{output} is not empty and was not written by this tool: choose another output folder")
     try:
         stamp = read_json(path, dict[str, Any])
-        found = {"version": stamp["version"], **_with_newer_settings(stamp["settings"])}
+        found = {"version": stamp["version"], **stamp["settings"]}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}): remove the folder {output} and start again") from error
     wanted = {"version": start["version"], **start["settings"]}
@@ -202,13 +203,6 @@ def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | Non
             "choose another one"
         )
     return stamp if path.name == STAMP else None
-
-
-def _with_newer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A stamp's settings with the defaults of those that came later, which draw what was drawn before."""
-    parts = {"scene": SceneConfig(), "language": LanguageConfig(), "detections": ImitatedDetectorConfig()}
-    defaults = {name: json.loads(json.dumps(asdict(part))) for name, part in parts.items()}
-    return {name: {**defaults[name], **value} if name in defaults else value for name, value in settings.items()}
 
 
 def _mapped(function: Callable[[ScenePlace], _DrawnScene], places: list[ScenePlace], workers: int) -> list[_DrawnScene]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, product
 from typing import TypeVar
@@ -16,9 +16,9 @@ from typing import TypeVar
 import numpy as np
 
 from detector.errors import UserError
+from e2e_vl.synthetic.config import FAMILIES, LanguageConfig
 from e2e_vl.synthetic.scenes import Look, SceneFacts, members
 
-FAMILIES = ("attribute", "superlative", "comparison", "relation")
 SLOTS = ("size", "texture", "colour", "shape")
 
 _SIZE_WORDS = {"big": ("big", "big", "large"), "small": ("small", "small", "little")}
@@ -35,7 +35,6 @@ _RELATIONS = {
     "in front": ("in front of", "covering"),
     "behind": ("behind", "partly hidden by"),
 }
-RELATIONS = tuple(_RELATIONS)
 _OTHERS = ("than the others", "than all the others")
 
 
@@ -209,62 +208,9 @@ def as_typed(sentence: str, rng: np.random.Generator) -> str:
 
 
 T = TypeVar("T")
-VCR_FAMILIES = ("colour", "match", "pair")
-PAIR_FAMILIES = ("both", "exactly one", "side", "more", "total")
-_FAMILY_MIX = {"attribute": 0.55, "superlative": 0.15, "comparison": 0.1, "relation": 0.2}
-_RELATION_MIX = {"near": 0.34, "nearest": 0.2, "farthest": 0.1, "overlapping": 0.1, "in front": 0.13, "behind": 0.13}
 _PROPOSALS = 10  # expressions tried per object before the next object is tried
 # Subsets of the slots that a description names, most general first.
 _SUBSETS = tuple(slots for k in range(len(SLOTS) + 1) for slots in combinations(SLOTS, k))
-
-
-@dataclass(frozen=True)
-class LanguageConfig:
-    """How scenes are spoken about.
-
-    The families of expressions are attribute ("big striped star"), superlative ("smallest red thing"), comparison
-    ("circle bigger than the red star") and relation ("circle next to the red star"). Objects that are not chosen to be
-    referred to are used where a family has no expression about the chosen ones.
-
-    Raises:
-        ValueError: a value is impossible; the message names it.
-    """
-
-    family_mix: Mapping[str, float] = field(default_factory=_FAMILY_MIX.copy)  # shares among the expressions
-    refs_per_image: tuple[int, int] = (2, 4)  # least and most objects that are chosen to be referred to
-    sentences_per_ref: tuple[int, int] = (2, 3)  # least and most expressions planned for each of them
-    relation_mix: Mapping[str, float] = field(default_factory=_RELATION_MIX.copy)  # tries; rare relations stay rare
-    redundant: float = 0.4  # share of attribute expressions that may say more than is needed
-    vcr_families: tuple[str, ...] = VCR_FAMILIES  # what VCR's questions ask (see ``vcr_writer``)
-    sentences_per_pair: int = 2  # of NLVR2; an even number, in the release about two
-    pair_families: tuple[str, ...] = PAIR_FAMILIES  # what NLVR2's sentences say (see ``nlvr2_writer``)
-
-    def __post_init__(self) -> None:
-        for name, known in (("family_mix", FAMILIES), ("relation_mix", RELATIONS)):
-            mix = getattr(self, name)
-            if set(mix) - set(known) or sum(mix.values()) <= 0 or min(mix.values()) < 0:
-                raise UserError(
-                    f"language.{name} must give shares >= 0 to some of {', '.join(known)}; found {dict(mix)}"
-                )
-        for name in ("refs_per_image", "sentences_per_ref"):
-            value = tuple(getattr(self, name))
-            object.__setattr__(self, name, value)
-            if len(value) != 2 or not 1 <= value[0] <= value[1]:
-                raise UserError(f"language.{name} must be (least, most) with 1 <= least <= most; found {value}")
-        object.__setattr__(self, "vcr_families", tuple(self.vcr_families))
-        if not self.vcr_families or set(self.vcr_families) - set(VCR_FAMILIES):
-            raise UserError(
-                f"language.vcr_families must be some of {', '.join(VCR_FAMILIES)}; found {list(self.vcr_families)}"
-            )
-        object.__setattr__(self, "pair_families", tuple(self.pair_families))
-        if not self.pair_families or set(self.pair_families) - set(PAIR_FAMILIES):
-            raise UserError(
-                f"language.pair_families must be some of {', '.join(PAIR_FAMILIES)}; found {list(self.pair_families)}"
-            )
-        if self.sentences_per_pair < 2 or self.sentences_per_pair % 2:
-            raise UserError(f"language.sentences_per_pair must be 2, 4, 6, ...; found {self.sentences_per_pair}")
-        if not 0 <= self.redundant <= 1:
-            raise UserError(f"language.redundant must lie in [0, 1]; found {self.redundant}")
 
 
 @dataclass(frozen=True)

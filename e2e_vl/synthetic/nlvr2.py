@@ -18,7 +18,8 @@ import numpy as np
 
 from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, link_image
 from e2e_vl.synthetic.coco import write_instances
-from e2e_vl.synthetic.language import PAIR_FAMILIES, Description, Values, all_descriptions, is_true_of, noun_phrase
+from e2e_vl.synthetic.config import PAIR_FAMILIES
+from e2e_vl.synthetic.language import Description, Values, all_descriptions, is_true_of, noun_phrase
 
 PAIRS = 4  # of a set
 _DIRECTORIES = 100  # folders of the training images

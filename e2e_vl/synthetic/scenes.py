@@ -15,11 +15,7 @@ import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.synthetic import painting
-
-SHAPES = tuple(painting.SHAPES)
-COLOURS = tuple(painting.COLOURS)
-TEXTURES = painting.TEXTURES
-SIZES = ("small", "big")
+from e2e_vl.synthetic.config import SceneConfig
 
 _ATTEMPTS_PER_OBJECT = 40
 _ATTEMPTS_PER_SCENE = 200
@@ -27,59 +23,6 @@ _MAX_ROTATION = 0.2  # radians; less than a square needs to look like a diamond
 _MIN_VISIBLE_SIDE = 0.85  # share of an object's longer side: a big object never shrinks to a small one's box
 _MIN_OVERLAP = 0.04  # share of the smaller object: objects overlap visibly or keep apart, never graze
 _MIN_GAP = 3  # pixels between objects that keep apart
-
-
-@dataclass(frozen=True)
-class SceneConfig:
-    """What scenes contain.
-
-    Raises:
-        ValueError: a value is impossible; the message names it.
-    """
-
-    min_side: int = 128  # height and width of a scene are drawn from this range, pixels
-    max_side: int = 128
-    min_objects: int = 5
-    max_objects: int = 10
-    small: tuple[int, int] = (16, 22)  # range of the longer side of unoccluded small objects, pixels
-    big: tuple[int, int] = (29, 40)
-    shapes: tuple[str, ...] = SHAPES  # what objects are drawn from
-    colours: tuple[str, ...] = COLOURS
-    textures: tuple[str, ...] = ("plain", "striped")
-    min_visible: float = 0.65  # smallest visible share of an object's pixels
-    max_box_iou: float = 0.4  # of the boxes of two objects; below 0.5, so that IoU 0.5 identifies one object
-    share: float = 0.65  # probability that an object repeats attributes of an earlier one: few words are not enough
-    twin: float = 0.06  # probability that such an object repeats all of them
-    touch: float = 0.4  # probability that an object is put close to or over an earlier one
-
-    def __post_init__(self) -> None:
-        for name in ("small", "big", "shapes", "colours", "textures"):  # lists when they come from a YAML file
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name, known in (("shapes", SHAPES), ("colours", COLOURS), ("textures", TEXTURES)):
-            unknown = [value for value in getattr(self, name) if value not in known]
-            if unknown or not getattr(self, name):
-                raise UserError(f"scene.{name} must be some of {', '.join(known)}; found {unknown or 'none'}")
-        if not 1 <= self.min_objects <= self.max_objects:
-            raise UserError(
-                f"scene.min_objects {self.min_objects} and max_objects {self.max_objects} must be a range from 1 up"
-            )
-        if not 4 <= self.small[0] <= self.small[1] < self.big[0] <= self.big[1]:
-            raise UserError(f"scene.small {self.small} must lie below scene.big {self.big}, both as (least, most) >= 4")
-        if not self.big[1] + 4 <= self.min_side <= self.max_side:
-            raise UserError(
-                f"scene.min_side {self.min_side} and max_side {self.max_side} must be a range that holds the "
-                f"biggest object, {self.big[1]} pixels and a margin of 4"
-            )
-        for name in ("min_visible", "share", "twin", "touch"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"scene.{name} must lie in [0, 1]; found {getattr(self, name)}")
-        if not 0 <= self.max_box_iou < 0.5:
-            raise UserError(f"scene.max_box_iou must lie in [0, 0.5); found {self.max_box_iou}")
-
-    @property
-    def values(self) -> dict[str, tuple[str, ...]]:
-        """The values of each attribute."""
-        return {"shape": self.shapes, "colour": self.colours, "texture": self.textures, "size": SIZES}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, link_image
-from e2e_vl.synthetic.scenes import COLOURS, SceneFacts
+from e2e_vl.synthetic.config import COLOURS
+from e2e_vl.synthetic.scenes import SceneFacts
 
 CLASS_OF = {  # VCR's names for our shapes
     "triangle": "person",

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, link_image
+from e2e_vl.synthetic.config import SHAPES
 from e2e_vl.synthetic.flickr30k import EntityCaption, phrases_of_reference
 from e2e_vl.synthetic.language import THINGS, Reference
-from e2e_vl.synthetic.scenes import SHAPES, SceneFacts
+from e2e_vl.synthetic.scenes import SceneFacts
 
 _FOLDER = "VG_100K"
 _NOUNS = frozenset({*SHAPES, *THINGS})

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split
+from e2e_vl.synthetic.config import SceneConfig
 from e2e_vl.synthetic.language import SLOTS, Description, Values, all_descriptions, identify, noun_phrase, without
-from e2e_vl.synthetic.scenes import SceneConfig, SceneFacts
+from e2e_vl.synthetic.scenes import SceneFacts
 
 NUM_ANSWERS = 10
 SOURCE = "vqa"  # as other formats name these questions

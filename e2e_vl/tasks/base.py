@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch.nn.functional as F
@@ -24,12 +23,12 @@ from e2e_vl.predictions import ONLY_PHRASES, Box, PhrasesOnly, Prediction, Ranke
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
+from e2e_vl.tasks.config import NewLayers
 from e2e_vl.text import TextTokenizer
 
 # The layers that heads on an encoder's states are made of, and their start values.
 
 
-NewLayers = Literal["official", "normal"]
 STD_OF_NEW_LAYERS = 0.02  # VL-BERT, section 4.1, as in BERT
 
 
@@ -106,14 +105,6 @@ class Head(nn.Module):
         return scores.squeeze(-1) if self.is_score else scores
 
 
-def check_choices(config: Any) -> None:
-    """Raises ValueError for a field of `task.config` whose type lists its values (`Literal`) and that has another."""
-    for name, hint in typing.get_type_hints(type(config)).items():
-        if typing.get_origin(hint) is Literal and getattr(config, name) not in typing.get_args(hint):
-            allowed = ", ".join(typing.get_args(hint))
-            raise UserError(f'task.config.{name} is "{getattr(config, name)}"; it must be one of {allowed}.')
-
-
 def check_masks(side: int | None, detector: Detector) -> None:
     """Raises ValueError unless instance masks of this side fit the detector's maps; None: there are no masks."""
     if side is None:
@@ -124,12 +115,6 @@ def check_masks(side: int | None, detector: Detector) -> None:
             f"task.config.mask_size is {side}, but the detector's last RoI maps are {size} x {size}; set "
             f"task.config.mask_size={size}."
         )
-
-
-def check_dropout(name: str, value: float) -> None:
-    """Raises ValueError, naming the key `task.config.<name>`, unless the dropout is at least 0 and below 1."""
-    if not 0 <= value < 1:
-        raise UserError(f"task.config.{name} is {value}; a dropout must be at least 0 and below 1.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,22 +227,6 @@ class Task(nn.Module, abc.ABC):
     def build(cls, sizes: Sizes, config: Any) -> Self:
         """The task with heads that fit; one that `sums_objectives` gets them by name as a third argument."""
         return cls(sizes.hidden_size, config)
-
-    @classmethod
-    def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
-        """Bring the settings of a model that was saved before, `task.config` and all of `data`, into today's form."""
-
-    @classmethod
-    def upgrade_rules(cls, task: dict[str, Any], given: frozenset[str]) -> None:
-        """Bring values of `task.config` that joined a rule with a mistake of an official code into today's words.
-
-        Args:
-            task: `task.config` of a run without `revision`, changed in place.
-            given: fields of it that the user gives now.
-
-        Raises:
-            UserError: a value that meant the rule with the mistake at first and the rule alone later.
-        """
 
     @classmethod
     def own_words(cls, config: Any) -> Iterable[str]:

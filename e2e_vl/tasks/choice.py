@@ -12,7 +12,7 @@ import abc
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -29,51 +29,12 @@ from e2e_vl.metrics.vqa import UNKNOWN, VQAPrediction
 from e2e_vl.predictions import Prediction, Ranked
 from e2e_vl.samples import DatasetInfo, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
-from e2e_vl.tasks.base import Head, HeadStart, NewLayers, Sizes, Task, Transform, check_choices, check_dropout
+from e2e_vl.tasks.base import Head, HeadStart, Sizes, Task, Transform
+from e2e_vl.tasks.config import AnswerConfig
 from e2e_vl.text import TextTokenizer
 
 MANY_UNKNOWN = 0.5  # share of questions that is worth a warning
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class AnswerConfig:
-    """What all tasks with a list of answers can be told; the official VL-BERT code has the same defaults."""
-
-    # the possible answers, the position in the list is the class. In settings also a file, see
-    # `e2e_vl.data.answer_lists.read_answers`; None: `data.files.answers`, or built from the annotations of the
-    # training split. Of an answer that is listed twice the first counts; `<unk>` is never a target, and predicted only
-    # with `unknown_can_win`.
-    answers: list[str] | tuple[str, ...] | str | None = None
-    # a list built from annotations holds what is the most frequent answer to at least this number of questions; 9 gives
-    # the usual 3,129 answers of VQA v2's train and val
-    min_answer_count: int = 9
-    dropout: float = 0.1  # dropout before the last Linear
-    # "binary": a binary cross entropy per answer with soft targets, summed over the answers (official). "softmax": a
-    # cross entropy with the best answer as truth; texts without a known answer are left out. "divergence": the
-    # divergence (Kullback-Leibler) of the softmax from the soft targets as they are, which need not sum to 1; the mean
-    # over all texts (official VisualBERT code).
-    loss: Literal["binary", "softmax", "divergence"] = "binary"
-    # each row of the last Linear starts as the mean word embedding of its answer's wordpieces (official)
-    initialise_from_words: bool = True
-    # the head has a hidden layer with GELU and LayerNorm; False: dropout and one Linear (official VisualBERT code)
-    hidden_layer: bool = True
-    head_width: int = 1  # that hidden layer is this number of times as wide as the summary (LXMERT: 2)
-    new_layers: NewLayers = "official"  # start of the head's Linears, see `e2e_vl.tasks.base.start_head`
-    top_answers: int = 5  # how many of the best answers a prediction lists
-    # `<unk>` may be predicted, as in the test file of the official VisualBERT code (its validation leaves it out)
-    unknown_can_win: bool = False
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_dropout("dropout", self.dropout)
-        if self.min_answer_count < 1 or self.top_answers < 1 or self.head_width < 1:
-            raise UserError("min_answer_count, top_answers and head_width must be at least 1.")
-        if not self.hidden_layer and self.head_width > 1:
-            raise UserError(
-                f"task.config.head_width is {self.head_width}, but the head has no hidden layer; set it to 1, or "
-                "task.config.hidden_layer to true."
-            )
 
 
 @dataclasses.dataclass

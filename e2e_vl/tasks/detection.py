@@ -27,20 +27,8 @@ from e2e_vl.predictions import Box, Id, Prediction, Score
 from e2e_vl.samples import Categories, DatasetInfo, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.base import PredictionWords, Task
+from e2e_vl.tasks.config import DetectionConfig
 from e2e_vl.text import TextTokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class DetectionConfig:
-    """What `correct` counts in one image; the metrics need no setting."""
-
-    shown_score: float = 0.5  # detections below this score are left aside
-    positive_iou: float = 0.5  # a detection finds an object of its category if their IoU is at least this
-
-    def __post_init__(self) -> None:
-        for name in ("shown_score", "positive_iou"):
-            if not 0 < getattr(self, name) <= 1:
-                raise UserError(f"task.config.{name} is {getattr(self, name)}; it must be above 0 and at most 1.")
 
 
 @dataclasses.dataclass

@@ -13,14 +13,12 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import PALETTE, draw_boxes
@@ -46,42 +44,15 @@ from e2e_vl.predictions import Box, box_text
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import (
-    NewLayers,
     PredictionWords,
     Task,
-    check_choices,
     start_head,
 )
+from e2e_vl.tasks.config import Flickr30KConfig
 from e2e_vl.tasks.phrase_head import overlapping, pointing_loss
 from e2e_vl.text import TextTokenizer
 
 _BRACKETS = re.compile(r"\[([^\[\]]+)\]")  # phrases in a user's text
-
-
-@dataclasses.dataclass(frozen=True)
-class Flickr30KConfig:
-    """The official VisualBERT code has the same defaults."""
-
-    # which state of a phrase asks: of its last wordpiece (official), of its first, or the mean of all
-    phrase_state: Literal["last", "first", "mean"] = "last"
-    # a phrase whose words occur several times in its sentence is read where they stand first (official), or where the
-    # data say ("own")
-    occurrence: Literal["first", "own"] = "first"
-    head_size: int = 64  # width of queries and keys per head (official: the width of one head of the encoder)
-    # 1: one head (official). More: the mean of the attention of several heads (paper).
-    num_heads: int = 1
-    # what the loss is divided by: the number of texts (official: "batchmean" of a batch of sentences), or the number of
-    # phrases that have a right region
-    loss_per: Literal["text", "phrase"] = "text"
-    # the box of the whole image is a candidate like every other. False: it is neither trained nor predicted, unless a
-    # text has no other region.
-    whole_image_can_win: bool = False
-    new_layers: NewLayers = "normal"  # start of the head's Linears, see `e2e_vl.tasks.base.start_head`
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        if self.head_size < 1 or self.num_heads < 1:
-            raise UserError("head_size and num_heads must be at least 1.")
 
 
 @dataclasses.dataclass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from detector.errors import UserError
 from detector.structures import Loss
 from e2e_vl.metrics.gqa import GQAPrediction, belongs, gqa_metrics, grounding, write_submission
 from e2e_vl.samples import CorrectAnswer, ScoredAnswers
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch
-from e2e_vl.tasks.base import NewLayers, PredictionWords
-from e2e_vl.tasks.choice import AnswerConfig, AnswerPreprocessor, AnswerTargets, AnswerTask
+from e2e_vl.tasks.base import PredictionWords
+from e2e_vl.tasks.choice import AnswerPreprocessor, AnswerTargets, AnswerTask
 from e2e_vl.text import TextTokenizer
 
 # Attention of an answer over regions, read from the maps that an encoder gives.
@@ -48,34 +47,6 @@ def attention_to_regions(
         seen = one[rows, :, place, length : length + attention_mask.shape[1]].float().mean(dim=1) * attention_mask
         found = torch.where((seen.sum(dim=1) > 0)[:, None], seen, found)
     return found / found.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-
-
-@dataclasses.dataclass(frozen=True)
-class GQAConfig(AnswerConfig):
-    """The official LXMERT code has the same defaults."""
-
-    # as in `AnswerConfig`; "softmax_times_answers" is the loss "softmax" times the number of possible answers (official
-    # LXMERT code with `--mceLoss`)
-    loss: Literal["binary", "softmax", "divergence", "softmax_times_answers"] = "binary"
-    # with "softmax_times_answers", an answer that is not in the list counts as the first answer of the list (a mistake
-    # of that option); False: its question is left out
-    unlisted_is_first: bool = False
-    min_answer_count: int = 1  # all 1,842 answers of the balanced questions of train and val
-    dropout: float = 0.0
-    initialise_from_words: bool = False
-    head_width: int = 2
-    new_layers: NewLayers = "normal"
-    # score how much of the attention over regions lies on the objects that a question and its answer name; needs
-    # `data.config.grounding`, which says where they are
-    grounding: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.unlisted_is_first and self.loss != "softmax_times_answers":
-            raise UserError(
-                f"task.config.unlisted_is_first needs the loss softmax_times_answers, but task.config.loss is "
-                f"'{self.loss}'; leave it out."
-            )
 
 
 @dataclasses.dataclass

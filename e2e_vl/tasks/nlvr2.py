@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -29,34 +29,15 @@ from e2e_vl.samples import CorrectChoice, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import (
     Head,
-    NewLayers,
     PredictionWords,
     Sizes,
     Task,
     Transform,
-    check_choices,
-    check_dropout,
 )
+from e2e_vl.tasks.config import NLVR2Config
 from e2e_vl.text import TextTokenizer
 
 IMAGES = (0, 1)  # the left and the right one
-
-
-@dataclasses.dataclass(frozen=True)
-class NLVR2Config:
-    """The official VisualBERT code has the same defaults."""
-
-    dropout: float = 0.1  # dropout before the last Linear (LXMERT: 0)
-    # the head has a hidden layer as wide as the summary, with GELU and LayerNorm (LXMERT)
-    hidden_layer: bool = False
-    # "softmax": a cross entropy over the two classes (both official codes). "sigmoid": a binary cross entropy of one
-    # score (LXMERT's paper).
-    loss: Literal["softmax", "sigmoid"] = "softmax"
-    new_layers: NewLayers = "normal"  # start of the head's Linears, see `e2e_vl.tasks.base.start_head`
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_dropout("dropout", self.dropout)
 
 
 @dataclasses.dataclass

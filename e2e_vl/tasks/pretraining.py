@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
 from detector.structures import Detector
-from e2e_vl.converter import check_numbers
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, by_name
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import ChoiceText, CorrectChoice, DatasetInfo, Question, Sample, SampleText
@@ -29,10 +28,10 @@ from e2e_vl.tasks.base import (
     Sizes,
     Task,
     Transform,
-    check_choices,
     check_masks,
     start_head,
 )
+from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import (
     MASK,
     Choice,
@@ -46,17 +45,6 @@ from e2e_vl.tasks.objectives.base import (
 from e2e_vl.text import TextEncoding, TextTokenizer, Truncation, word_pieces
 
 # Pre-training on questions with several choices: one choice of each is drawn, worded as by the task that judges it.
-
-
-@dataclasses.dataclass(frozen=True)
-class ChoiceTextsConfig:
-    """Who words questions with choices, and which of the choices is read."""
-
-    task: str  # the task that words them, a key of TASKS in e2e_vl/run/build.py; it cuts them by its own rule
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields of that task's config
-    # "random": one of the choices, drawn anew in each epoch. "in_turn": of text i the choice i modulo their number, in
-    # every epoch (VisualBERT's code, by mistake)
-    drawn: Literal["random", "in_turn"] = "random"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,70 +85,6 @@ def with_pieces(encoding: TextEncoding, pieces: Int64[np.ndarray, " pieces"]) ->
 
 
 WORD_BIAS = "word_head.bias"  # the parameter
-
-
-@dataclasses.dataclass(frozen=True)
-class PretrainingConfig:
-    """What is predicted and hidden; the defaults follow the official code."""
-
-    # name of an objective -> its settings, or only its weight; a weight of 0 leaves it out. An objective that is not
-    # named has its default weight. See `OBJECTIVES` in `e2e_vl/run/build.py`.
-    objectives: dict[str, Any] = dataclasses.field(default_factory=dict)
-    vocab_size: int | None = None  # V, the encoder's; filled in when the model is built
-    region_probability: float = 0.15  # chance of a region to be predicted
-    # chance of a region that is to be predicted to be hidden; the paper always hides it (1.0)
-    mask_probability: float = 0.9
-    # chance of a region that is to be predicted to get the feature of another region instead (LXMERT's official code:
-    # mask_probability 0.8, replace_probability 0.1)
-    replace_probability: float = 0.0
-    # who says what the regions are: "frozen" = a copy of the detector as it was when training began; "current" = the
-    # detector in training; "file" = class distributions of the data
-    teacher: Literal["frozen", "current", "file"] = "frozen"
-    # hide a region in the image, before the detector. False: only its feature, which a learned vector replaces,
-    # although neighbours and the whole image still show it.
-    mask_pixels: bool = True
-    # what hidden pixels become. "mean": zero in the network's input, which is the mean colour (official code). "black":
-    # zero in the image, before the mean is subtracted (paper, section 3.3).
-    masked_pixels: Literal["mean", "black"] = "mean"
-    # place of the background among the region classes, with a detector as teacher. "last": behind the detector's
-    # classes, as in Detectron2. "first": as in the files that the official code learns from, and so in the region
-    # classifier of its checkpoints. Class distributions from a file stay as they are in it.
-    background: Literal["last", "first"] = "last"
-    max_detected_regions: int | None = 100  # most boxes when the detector finds them itself; None = all its detections
-    max_length: int | None = 64  # wordpieces and regions of a text together; None = no cut
-    # which wordpieces pairs of texts lose that are longer than data.max_text_length, see `TextTokenizer.pair`;
-    # "fronts_too_much" is VisualBERT's code, and "fronts" the same without its wrong sign
-    cut_pairs: Truncation = "ends"
-    # what of the head that names masked words starts from a BERT in task.weights. "head": all that BERT has. "bias":
-    # the output bias alone (official LXMERT code, whose pre-training from scratch leaves BERT's bias there).
-    word_start: Literal["head", "bias"] = "head"
-    # data whose texts are questions with several choices: who words them, and which choice is read; None: other data
-    choices: ChoiceTextsConfig | None = None
-    # side of the instance masks that the detector reads (R2C's network: 14), and which points of their cells are looked
-    # at, as in VCR's task; None: it reads none. With `choices` their task says both.
-    mask_size: int | None = None
-    mask_at: Literal["corners", "centres"] = "corners"
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_numbers(self, "task.config.", positive=["max_detected_regions"])
-        if self.mask_size is not None and (self.mask_size < 1 or self.choices is not None):
-            raise UserError(
-                f"task.config.mask_size is {self.mask_size}; give the side of the detector's RoI maps, and with "
-                "task.config.choices give it there (task.config.choices.config.mask_size)."
-            )
-        for name in ("region_probability", "mask_probability", "replace_probability"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"task.config.{name} is {getattr(self, name)}; it must be from 0 to 1.")
-        if self.mask_probability + self.replace_probability > 1 + 1e-9:
-            raise UserError("task.config.mask_probability and replace_probability together must not be above 1.")
-        if self.max_length is not None and self.max_length < 3:
-            raise UserError(f"task.config.max_length is {self.max_length}; two wordpieces and a region need 3.")
-
-    @property
-    def has_background_last(self) -> bool:
-        """The background is the last region class; official files have it first."""
-        return self.teacher != "file" and self.background == "last"
 
 
 @dataclasses.dataclass
@@ -281,11 +205,9 @@ class PretrainingTask(Task):
         "relationship.bias": "relationship.head.bias",
     }
 
-    def __init__(self, hidden_size: int, config: PretrainingConfig, objectives: Mapping[str, Objective]):
+    def __init__(self, sizes: Sizes, config: PretrainingConfig, objectives: Mapping[str, Objective]):
         super().__init__()
         self.config = config
-        if config.vocab_size is None:
-            raise UserError("task.config.vocab_size is missing; it is the size of the encoder's vocabulary.")
         if not objectives:
             raise UserError("There is nothing to learn: every objective of task.config.objectives has the weight 0.")
         if config.word_start == "bias":
@@ -294,23 +216,20 @@ class PretrainingTask(Task):
         self.objectives = dict(objectives)  # registered below under their own names
         # how questions with choices are worded; set when the task is built
         self.choice_preprocessor: Callable[[TextTokenizer], Preprocessor] | None = None
-        self.wordpieces = [f"wordpiece {number}" for number in range(config.vocab_size)]  # until there is a tokenizer
+        self.wordpieces = [f"wordpiece {number}" for number in range(sizes.vocab_size)]  # until there is a tokenizer
         self.word_head = None
         if any(objective.reads_words for objective in objectives.values()):
-            self.word_head = WordHead(hidden_size, config.vocab_size)
+            self.word_head = WordHead(sizes.hidden_size, sizes.vocab_size)
         self.region_transform = None
         if any(objective.transforms_regions for objective in objectives.values()):
-            self.region_transform = Transform(hidden_size, norm=True)
+            self.region_transform = Transform(sizes.hidden_size, norm=True)
             start_head([self.region_transform["dense"]], "normal")
         for name, objective in objectives.items():
             self.add_module(name, objective)
 
     @classmethod
     def build(cls, sizes: Sizes, config: PretrainingConfig, objectives: Mapping[str, Objective]) -> Self:
-        """Raises ValueError if the settings name the size of the vocabulary."""
-        if config.vocab_size is not None:
-            raise UserError("task.config.vocab_size follows from the tokenizer; leave it out.")
-        return cls(sizes.hidden_size, dataclasses.replace(config, vocab_size=sizes.vocab_size), objectives)
+        return cls(sizes, config, objectives)
 
     @property
     def answers(self) -> Sequence[str]:
@@ -339,42 +258,6 @@ class PretrainingTask(Task):
         if self.region_masking.enabled and not self.config.mask_pixels:
             needs.append(Ability.MASKED_FEATURES)
         return tuple(dict.fromkeys(needs))
-
-    @classmethod
-    def upgrade_rules(cls, task: dict[str, Any], given: frozenset[str]) -> None:
-        if task.get("cut_pairs") == "fronts" and "cut_pairs" not in given:
-            raise UserError(
-                "`cut_pairs: fronts` of this run may mean two rules; set task.config.cut_pairs to fronts_too_much for "
-                "a run that was saved before there was this value, or else add `revision: 1` to the file."
-            )
-
-    @classmethod
-    def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
-        """Objectives were keys of `task.config`; masking and exchanging of texts were options of the reader."""
-        options = data.setdefault("config", {})
-        if options.get("source", "coco") not in ("coco", "shards"):  # the third one had another name
-            options["source"] = "json_lines"
-        masking = {
-            "probability": options.pop("word_probability", 0.15),
-            "always_mask": options.pop("always_mask", False),
-        }
-        corpus = {"min_words": "corpus_words", "max_length": "corpus_length", "special_tokens": "corpus_special_tokens"}
-        exchange = options.pop("relationship", 0.0)
-        task["objectives"] = {
-            "masked_words": {"weight": task.pop("masked_words", 1.0), **masking},
-            "masked_text": {
-                "weight": task.pop("masked_text", 1.0),
-                **masking,
-                **{key: options.pop(old) for key, old in corpus.items() if old in options},
-            },
-            "masked_regions": {
-                "weight": task.pop("masked_regions", 1.0),
-                "classes": task.pop("region_classes", 1601),
-                "labels": task.pop("region_labels", "distribution"),
-            },
-            "relationship": {"weight": task.pop("relationship", 0.0), "probability": exchange or 0.5},
-        }
-        data["skip_broken"] = options.pop("skip_broken", False)
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> PretrainingPreprocessor:
         text_tokenizer.require_room(text_tokenizer.layout.single)

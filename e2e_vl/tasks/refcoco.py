@@ -10,7 +10,6 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import BLUE, GREEN, PALETTE, RED, Colour, draw_boxes
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
-from e2e_vl.metrics.refcoco import CONVENTIONS, ReferringPrediction, referring_metrics, write_submission
+from e2e_vl.metrics.refcoco import ReferringPrediction, referring_metrics, write_submission
 from e2e_vl.predictions import Box, Ranked, box_text
 from e2e_vl.samples import Question, ReferredBox, Sample, SampleText
 from e2e_vl.structures import (
@@ -39,48 +38,15 @@ from e2e_vl.structures import (
 from e2e_vl.tasks.base import (
     Head,
     HeadStart,
-    NewLayers,
     PredictionWords,
     Task,
     Transform,
-    check_choices,
-    check_dropout,
     phrase_marks,
 )
+from e2e_vl.tasks.config import ReferringConfig
 from e2e_vl.text import TextTokenizer
 
 OTHER_COLOURS = PALETTE[3:]  # of phrases: no green, blue or red
-
-
-@dataclasses.dataclass(frozen=True)
-class ReferringConfig:
-    """The official VL-BERT code has the same defaults."""
-
-    dropout: float = 0.0  # dropout between the two Linears of the head
-    # "binary": a binary cross entropy per region (official). "softmax": a cross entropy over the regions of a text,
-    # whose truth is all positive regions together; texts without one are left out.
-    loss: Literal["binary", "softmax"] = "binary"
-    positive_iou: float = 0.5  # a region is positive if its IoU with the referred box is *above* this
-    plus_one: bool = True  # that IoU counts inclusive pixels, (x2 - x1 + 1) * (y2 - y1 + 1)
-    positive_weight: float = 1.0  # factor on the binary loss of positive regions
-    # the box of the whole image is a candidate like every other. False: it is neither trained nor predicted, unless a
-    # text has no other region and that is no miss.
-    whole_image_can_win: bool = True
-    # a text without any region counts as a wrong answer (`box` None) instead of an error; for a detector that may find
-    # nothing
-    no_region_is_miss: bool = False
-    new_layers: NewLayers = "official"  # start of the head, see `e2e_vl.tasks.base.start_head`
-    iou_convention: str = "mattnet"  # how `metrics` compares boxes, one of `e2e_vl.metrics.refcoco.CONVENTIONS`
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        if not 0 <= self.positive_iou < 1:
-            raise UserError(f"positive_iou is {self.positive_iou}; it must be at least 0 and below 1.")
-        check_dropout("dropout", self.dropout)
-        if self.iou_convention not in CONVENTIONS:
-            raise UserError(
-                f'The IoU convention is "{self.iou_convention}"; it must be one of {", ".join(CONVENTIONS)}.'
-            )
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch.nn.functional as F
@@ -24,7 +24,6 @@ from transformers import PreTrainedTokenizerBase
 from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Detector, Loss
-from e2e_vl.converter import check_numbers
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, TextPhrases, stacked
 from e2e_vl.metrics.vcr import CHOICES, VCRPrediction, join_predictions, joint_metrics, write_submission
@@ -43,15 +42,13 @@ from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOu
 from e2e_vl.tasks.base import (
     Head,
     HeadStart,
-    NewLayers,
     PredictionWords,
     Sizes,
     Task,
     Transform,
-    check_choices,
-    check_dropout,
     check_masks,
 )
+from e2e_vl.tasks.config import NEUTRAL_NAMES, VCRConfig
 from e2e_vl.text import TextEncoding, TextTokenizer, truncate_fronts
 
 # VCR's sentences as wordpieces that know which object they name, as the official codes of VL-BERT and VisualBERT do.
@@ -59,10 +56,6 @@ from e2e_vl.text import TextEncoding, TextTokenizer, truncate_fronts
 
 PERSON = "person"
 _TAG = re.compile(r"\[\s*(\d+(?:\s*,\s*\d+)*)\s*\]")
-NEUTRAL_NAMES = (
-    *("Casey", "Riley", "Jessie", "Jackie", "Avery", "Jaime", "Peyton", "Kerry"),
-    *("Jody", "Kendall", "Frankie", "Pat", "Quinn"),
-)
 
 
 class Piece(NamedTuple):
@@ -285,71 +278,6 @@ def choice_phrases(
 # How VCR's questions and choices become texts, and the settings of the task.
 
 
-@dataclasses.dataclass(frozen=True)
-class VCRConfig:
-    """The official VL-BERT code has the same defaults."""
-
-    people_names: tuple[str, ...] = NEUTRAL_NAMES  # what people are called, in turn
-    # "box": people take turns in the order of their boxes. "mention": in the order in which sentences name them
-    # (R2C, official VisualBERT code).
-    names_by: Literal["box", "mention"] = "box"
-    # in the order of mention: for people whom only a choice names the turn begins with the first name again, so that
-    # two people may share a name (a mistake of R2C's code, which the official VisualBERT code has too)
-    names_restart_in_choices: bool = False
-    # by boxes and in training the turn begins with a random name (the official code goes on from question to question);
-    # otherwise always with the first
-    turn_names: bool = True
-    join_word: str | None = "and"  # between several objects; None leaves it out (R2C)
-    # words that name an object carry its region's vector; False: every word carries the vector of the whole image
-    ground_words: bool = True
-    # where those stand: "pieces", at all wordpieces of an object's name. "word_number": at one position, the number of
-    # the name among the words before they were split, see `rows_by_word_number` (official VisualBERT code).
-    ground_at: Literal["pieces", "word_number"] = "pieces"
-    # question and choice are cut to this number of wordpieces together, [CLS] and [SEP] not counted
-    max_pieces: int = 64
-    # how: "longer" takes the last pieces of the longer text, see `cut_answers` and `cut_rationales`. "fronts" takes the
-    # first pieces of both, of the choice and of what stands in front, see `truncate_fronts`.
-    cut: Literal["longer", "fronts"] = "longer"
-    # with "fronts": the choice alone is cut, and what stands in front must fit (a mistake of the official VisualBERT
-    # code, which takes the length of a pair for the length of what stands in front)
-    cut_choices_only: bool = False
-    mask_size: int | None = 14  # side of the instance masks and of the detector's RoI maps; None = no masks
-    # a mask's cell belongs to the object if its upper left corner does, or (R2C, official VisualBERT code) its centre
-    mask_at: Literal["corners", "centres"] = "corners"
-    blank_question: bool = False  # control that reads the choices only
-    dropout: float = 0.1  # on the summary, before the Linear that scores a choice
-    # "sigmoid": a binary cross entropy per choice, mean over all choices (official). "softmax": a cross entropy over
-    # the four choices (paper, section 4.2.1).
-    loss: Literal["sigmoid", "softmax"] = "sigmoid"
-    region_loss_weight: float = 1.0  # weight of the classification of regions; 0 leaves it out
-    num_classes: int = 81  # C, classes of regions, the whole image (class 0) included
-    region_dropout: float = 0.0  # dropout between the two Linears of that classification
-    initializer_range: float = 0.02  # standard deviation of their start values
-    new_layers: NewLayers = "official"  # start of the Linear that scores a choice, see `e2e_vl.tasks.base.start_head`
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_dropout("dropout", self.dropout)
-        check_dropout("region_dropout", self.region_dropout)
-        check_numbers(self, "task.config.", not_negative=["region_loss_weight"])
-        if self.max_pieces < 2:
-            raise UserError(f"task.config.max_pieces is {self.max_pieces}; question and choice need at least 2.")
-        if self.mask_size is not None and self.mask_size < 1:
-            raise UserError(f"task.config.mask_size is {self.mask_size}; give the side of the detector's RoI maps.")
-        if self.names_restart_in_choices and self.names_by != "mention":
-            raise UserError(
-                f"task.config.names_restart_in_choices needs the order of mention, but task.config.names_by is "
-                f"'{self.names_by}'; set it to mention."
-            )
-        if self.cut_choices_only and self.cut != "fronts":
-            raise UserError(
-                f"task.config.cut_choices_only needs texts that are cut at their fronts, but task.config.cut is "
-                f"'{self.cut}'; set it to fronts."
-            )
-        if not self.people_names:
-            raise UserError("task.config.people_names needs at least one name.")
-
-
 @dataclasses.dataclass
 class VCRTargets(Targets):
     """Which choices are right."""
@@ -521,9 +449,6 @@ class VCRPreprocessor(Preprocessor):
         )
 
 
-MOVED = ("people_names", "turn_names", "join_word", "ground_words", "max_pieces", "mask_size", "blank_question")
-
-
 class VCRTask(Task):
     """A score per choice from its summary; beside it, every region is classified from its output state."""
 
@@ -574,23 +499,6 @@ class VCRTask(Task):
     @property
     def mask_at(self) -> str:
         return self.config.mask_at
-
-    @classmethod
-    def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
-        """How sentences are put into words was an option of the reader."""
-        options = data.setdefault("config", {})
-        task.update({key: options.pop(key) for key in MOVED if key in options})
-
-    @classmethod
-    def upgrade_rules(cls, task: dict[str, Any], given: frozenset[str]) -> None:
-        if task.get("cut") == "choice":
-            task |= {"cut": "fronts", "cut_choices_only": True}
-        switch = "names_restart_in_choices"
-        if task.get("names_by") == "mention" and switch not in task and not given & {switch, "names_by"}:
-            raise UserError(
-                f"`names_by: mention` of this run may mean two rules, because {switch} is not set; set it to true for "
-                "a run that was saved before there was this setting (two people might share a name), or else to false."
-            )
 
     @classmethod
     def own_words(cls, config: VCRConfig) -> Iterable[str]:

@@ -26,17 +26,8 @@ from e2e_vl.metrics.vqa import (
 )
 from e2e_vl.samples import HumanAnswers, ScoredAnswers
 from e2e_vl.tasks.base import PredictionWords
-from e2e_vl.tasks.choice import AnswerConfig, AnswerPreprocessor, AnswerTargets, AnswerTask, PossibleAnswers
+from e2e_vl.tasks.choice import AnswerPreprocessor, AnswerTargets, AnswerTask, PossibleAnswers
 from e2e_vl.text import TextTokenizer, swap_left_right
-
-
-@dataclasses.dataclass(frozen=True)
-class VQAConfig(AnswerConfig):
-    """The official VL-BERT code has the same defaults. With the loss "softmax" the most frequent answer is the truth
-    (paper, section 4.2.2)."""
-
-    # count normalised human answers for the targets; False counts raw strings (official)
-    normalised_targets: bool = False
 
 
 @dataclasses.dataclass
@@ -98,13 +89,6 @@ class VQATask(AnswerTask):
 
     def make_list(self, answers: Sequence[str]) -> AnswerList:
         return AnswerList(answers, normalised=self.config.normalised_targets)
-
-    @classmethod
-    def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
-        """How saved features are read was an option of the reader."""
-        options = data.setdefault("config", {})
-        data["mirror_precomputed"] = options.pop("mirror_precomputed", False)
-        data["mean_image_feature"] = options.pop("mean_image_feature", True)
 
     @classmethod
     def spell_answer(cls, answer: str) -> str:

@@ -24,9 +24,8 @@ from transformers.utils import cached_file
 from detector.checkpoint import LoadReport, load_weights, read_tensors
 from detector.errors import MissingFileError, UserError, first_line, user_path
 from detector.io import read_json, read_yaml
-from e2e_vl.config import VERSION
-from e2e_vl.converter import from_dict
 from e2e_vl.data.answer_lists import ANSWERS_FILE, read_answers
+from e2e_vl.parts import TASKS, decode
 from e2e_vl.tasks.base import HeadStart, Task
 from e2e_vl.tasks.phrase_head import PhraseHead, load_head
 from e2e_vl.text import load_tokenizer, looks_like_hub_name, simplify_answer
@@ -43,7 +42,6 @@ class StartRules:
     """What says how encoder and task of a run start."""
 
     task_name: str  # the run's task
-    tasks: Mapping[str, tuple[type, type[Task]]]  # name of every task -> the classes of its config and of itself
     adapters: Sequence[WeightAdapter] = ()  # of the run's encoder; what they say of it holds for our own runs too
 
     def stated(self, what: str) -> tuple[str, ...]:
@@ -83,13 +81,15 @@ def read_source(path: str | Path, part: Literal["encoder", "task"], rules: Start
             return Source(file, getattr(found, part), adapter, task_name, found.transferable, found.background_last)
     settings = _task_of_run(file.parent, part, rules)
     name = settings.get("name")
-    config_class, task_class = rules.tasks.get(name or rules.task_name, (object, Task))
+    task_part = TASKS.get(name or rules.task_name)
+    task_class = Task if task_part is None else task_part.cls
     background_last = None
     if part == "task":
         tensors = todays_names(tensors, task_class)
-        if settings and hasattr(config_class, "has_background_last"):
-            where = f"{file.parent.parent / 'config.yaml'}: task.config"
-            background_last = from_dict(config_class, settings.get("config") or {}, where).has_background_last
+        if settings and task_part is not None and hasattr(task_part.config_class, "has_background_last"):
+            background_last = decode(
+                settings.get("config", {}), task_part.config_class, "task.config"
+            ).has_background_last
     return Source(file, tensors, None, name, task_class.transferable, background_last)
 
 
@@ -114,7 +114,7 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> Loa
     optional, pretraining_only = rules.stated("optional"), rules.stated("pretraining_only")
     if source.task_name not in (None, rules.task_name):
         may_miss += optional if source.transferable else (*optional, *pretraining_only)
-        if source.transferable and rules.tasks[rules.task_name][1].copies_first_segment:
+        if source.transferable and TASKS[rules.task_name].cls.copies_first_segment:
             for name in tensors.keys() & rules.stated("segment_tables"):
                 tensors = {**tensors, name: tensors[name][[0, 0, *range(2, len(tensors[name]))]]}
                 copied.append(f"{name} row 0 -> row 1")
@@ -376,14 +376,11 @@ def _fetch_from_hub(name: str) -> Path:
 
 
 def _task_of_run(folder: Path, part: str, rules: StartRules) -> dict[str, Any]:
-    """The `task` settings, in today's form, of the run that a part's folder lies in; empty for a folder by itself."""
+    """The `task` settings of the run that a part's folder lies in; empty for a folder by itself."""
     content = _settings_of_run(folder, part)
     settings = content.get("task")
     if not isinstance(settings, dict):
         return {}
-    if content.get("version", 1) != VERSION and settings.get("name") in rules.tasks:
-        task_class = rules.tasks[settings["name"]][1]
-        task_class.upgrade(settings.setdefault("config", {}), content.setdefault("data", {}))
     return settings
 
 

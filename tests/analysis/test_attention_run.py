@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from e2e_vl.analysis.captions import read_parses
-from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, Collected, MeasureKey, collect_attention
+from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, Collected, MeasureKey, collect_attention
 from e2e_vl.analysis.options import AttentionChoices
 from e2e_vl.analysis.run import AttentionRequest, caption_examples, divided, with_data_of
 from e2e_vl.cli.analyze_attention import main
@@ -25,6 +25,7 @@ from e2e_vl.config import BoxSource, EncoderSettings, load_config, save_config
 from e2e_vl.run.build import build_collate, build_model
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.launch import make_accelerator
+from e2e_vl.synthetic.config import RELATIONS
 from e2e_vl.text import load_tokenizer
 from tests.analysis.miniature import SCENES, train_miniature
 from tests.conftest import cpu_with_one_thread

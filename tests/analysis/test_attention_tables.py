@@ -7,12 +7,13 @@ import csv
 import pytest
 import torch
 
-from e2e_vl.analysis.collect import ALL, DEPENDENCIES, ENTITIES, RELATIONS, MeasureKey
+from e2e_vl.analysis.collect import ALL, DEPENDENCIES, ENTITIES, MeasureKey
 from e2e_vl.analysis.figures import ChosenHead, best_heads, draw_relation_figure
 from e2e_vl.analysis.measures import HeadSums
 from e2e_vl.analysis.options import AttentionChoices
 from e2e_vl.analysis.tables import AttentionResults, write_tables
 from e2e_vl.structures import AttentionBlock, AttentionGraph
+from e2e_vl.synthetic.config import RELATIONS
 
 
 def sums(accuracy: list[float], attention: list[float]) -> HeadSums:

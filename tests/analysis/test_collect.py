@@ -17,7 +17,6 @@ from e2e_vl.analysis.collect import (
     DEPENDENCIES,
     ENTITIES,
     LARGEST,
-    RELATIONS,
     Collected,
     MeasureKey,
     TextView,
@@ -33,6 +32,7 @@ from e2e_vl.analysis.collect import (
 )
 from e2e_vl.analysis.options import AttentionChoices
 from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, EncoderOutput, TextBatch, gather_regions
+from e2e_vl.synthetic.config import RELATIONS
 
 # [CLS] red star on it [SEP] | three regions. "red star" names region 0 or 1, "it" has no box; a third phrase ("on")
 # has a box that no region overlaps.

@@ -19,7 +19,7 @@ from e2e_vl.cli import evaluate as evaluation_tool
 from e2e_vl.cli import predict as prediction_tool
 from e2e_vl.cli import train as training_tool
 from e2e_vl.config import load_config, saved_version
-from e2e_vl.run.build import TASKS
+from e2e_vl.parts import TASKS
 from e2e_vl.run.checkpoint import load_model, saved_settings
 from tests.cli.calls import ask, first_image, saved, told
 from tests.same import assert_same

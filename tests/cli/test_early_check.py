@@ -9,7 +9,7 @@ import pytest
 
 from e2e_vl.cli import early_check
 from e2e_vl.config import load_config
-from e2e_vl.run.build import DATASETS, ENCODERS, OBJECTIVES, TASKS
+from e2e_vl.parts import DATASETS, ENCODERS, OBJECTIVES, TASKS
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "demo" / "refcoco.yaml"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from e2e_vl.data.vcr import CLASS_NAMES
+from e2e_vl.data.config import CLASS_NAMES
 
 
 def write_metadata(instances: Path, folder: Path) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.config import BoxSource, DataSettings
-from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants, check_boxes_source, group_texts, open_options
+from e2e_vl.data.base import DataFiles, VLDataset, Wants, check_boxes_source, group_texts, open_options
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco import CocoDetectionDataset
+from e2e_vl.data.config import NoOptions, VCROptions
 from e2e_vl.data.refcoco import RefCOCODataset
-from e2e_vl.data.vcr import VCRDataset, VCROptions
+from e2e_vl.data.vcr import VCRDataset
 
 KNOWN = ("images", "captions", "corpus")
 

@@ -15,9 +15,9 @@ from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Request, collate
 from e2e_vl.data.captions import CaptionDataset
+from e2e_vl.data.config import CLASS_NAMES
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.image_loader import open_boxes
-from e2e_vl.data.vcr import CLASS_NAMES
 from e2e_vl.synthetic import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from tests.data.drawn_metadata import write_metadata

@@ -13,7 +13,8 @@ import pytest
 
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.captions import CaptionDataset
-from e2e_vl.data.concat import JoinedDataset, JoinedOptions
+from e2e_vl.data.concat import JoinedDataset
+from e2e_vl.data.config import JoinedOptions
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.overlap import PhotoIds, number_of_photos
 from e2e_vl.run.build import AnyJoined

@@ -18,7 +18,8 @@ from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSample
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.image_loader import open_boxes
-from e2e_vl.run.build import DATASETS, build_collate, build_examples, build_model, build_tokenizer
+from e2e_vl.parts import DATASETS
+from e2e_vl.run.build import build_collate, build_examples, build_model, build_tokenizer
 from e2e_vl.samples import AnnotatedObjects, Sample, SampleImage, SampleText
 from tests.data.roads import DOUBLE, SAME, examples
 from tests.data.tiny_readers import READERS

@@ -24,8 +24,9 @@ from e2e_vl.data.vqa import VQADataset
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.metrics.refcoco import box_iou
 from e2e_vl.metrics.vqa import answer_accuracy
+from e2e_vl.tasks.config import VQAConfig
 from e2e_vl.tasks.refcoco import ReferringTask
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
 from tests.data.roads import examples, open_dataset
 from tests.tasks.objectives.worded import make_preprocessor

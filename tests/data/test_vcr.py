@@ -10,7 +10,8 @@ import pytest
 
 from e2e_vl.converter import from_dict
 from e2e_vl.data.base import open_options
-from e2e_vl.data.vcr import CLASS_NAMES, VCRDataset, VCROptions, mentioned_objects, relevant_objects
+from e2e_vl.data.config import CLASS_NAMES, VCROptions
+from e2e_vl.data.vcr import VCRDataset, mentioned_objects, relevant_objects
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage
 from tests.data.roads import examples, open_dataset
 from tests.data.tiny_vcr import BOXES, OBJECTS, TinyVCR

@@ -9,8 +9,9 @@ import numpy as np
 from PIL import Image
 
 from e2e_vl.config import DataSettings
-from e2e_vl.data.vcr import CLASS_NAMES, VCRDataset
-from e2e_vl.tasks.vcr import NEUTRAL_NAMES
+from e2e_vl.data.config import CLASS_NAMES
+from e2e_vl.data.vcr import VCRDataset
+from e2e_vl.tasks.config import NEUTRAL_NAMES
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from tests.data.roads import open_dataset
 

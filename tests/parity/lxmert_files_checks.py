@@ -20,8 +20,9 @@ from e2e_vl.data.lxmert import ImageSentenceDataset, ListedPairDataset, ScoredQu
 from e2e_vl.metrics.vqa import VQAPrediction
 from e2e_vl.samples import ScoredAnswers
 from e2e_vl.tasks.choice import AnswerTask
-from e2e_vl.tasks.gqa import GQAConfig, GQATask
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.tasks.config import GQAConfig, VQAConfig
+from e2e_vl.tasks.gqa import GQATask
+from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.text import simplify_answer
 from tests.parity import lxmert_common as common
 from tests.parity import lxmert_data_checks as data_checks

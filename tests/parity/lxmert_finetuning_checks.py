@@ -19,8 +19,9 @@ from detector.structures import ImageBatch
 from e2e_vl.encoders.lxmert import LxmertEncoder
 from e2e_vl.structures import Batch, EncoderOutput, TextRegions
 from e2e_vl.tasks.base import Head, Transform
-from e2e_vl.tasks.gqa import GQAConfig, GQATask
-from e2e_vl.tasks.vqa import VQAConfig, VQATargets, VQATask
+from e2e_vl.tasks.config import GQAConfig, VQAConfig
+from e2e_vl.tasks.gqa import GQATask
+from e2e_vl.tasks.vqa import VQATargets, VQATask
 from e2e_vl.weights.base import ModelWeights
 from e2e_vl.weights.lxmert import official_lxmert_state
 from tests.parity import lxmert_common as common

@@ -17,11 +17,12 @@ from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Batch, ModelOutput, RegionLabels, RegionMasks
+from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.objectives.image_qa import DrawnAnswer
 from e2e_vl.tasks.objectives.relationship import MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
 from e2e_vl.weights.base import ModelWeights
 from e2e_vl.weights.lxmert import official_lxmert_state
 from tests.parity import lxmert_common as common

@@ -21,10 +21,11 @@ from e2e_vl.metrics.vqa import UNKNOWN
 from e2e_vl.run.optim import build_optimizer
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, TextRegions
 from e2e_vl.tasks.base import Task
-from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTargets, Flickr30KTask
-from e2e_vl.tasks.nlvr2 import LABELS, NLVR2Config, NLVR2Targets, NLVR2Task
-from e2e_vl.tasks.vcr import CHOICES, VCRConfig, VCRTargets, VCRTask
-from e2e_vl.tasks.vqa import VQAConfig, VQATargets, VQATask
+from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config, VCRConfig, VQAConfig
+from e2e_vl.tasks.flickr30k import Flickr30KTargets, Flickr30KTask
+from e2e_vl.tasks.nlvr2 import LABELS, NLVR2Targets, NLVR2Task
+from e2e_vl.tasks.vcr import CHOICES, VCRTargets, VCRTask
+from e2e_vl.tasks.vqa import VQATargets, VQATask
 from tests.parity import visual_bert_common as common
 from tests.parity import visual_bert_optimiser_checks as optimiser
 from tests.parity.visual_bert_common import (

@@ -18,11 +18,12 @@ from e2e_vl.converter import from_dict
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
 from e2e_vl.run.build import build_objectives
 from e2e_vl.tasks.base import Sizes, Task
-from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTask
-from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
-from e2e_vl.tasks.vcr import VCRConfig, VCRTask
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config, PretrainingConfig, VCRConfig, VQAConfig
+from e2e_vl.tasks.flickr30k import Flickr30KTask
+from e2e_vl.tasks.nlvr2 import NLVR2Task
+from e2e_vl.tasks.pretraining import PretrainingTask
+from e2e_vl.tasks.vcr import VCRTask
+from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.base import ModelWeights, replace_module
 from e2e_vl.weights.visual_bert import (
     DECODER,

@@ -26,9 +26,10 @@ from e2e_vl.metrics.flickr30k import right_candidates
 from e2e_vl.samples import CorrectChoice, HumanAnswers, PhraseBoxes, SampleText
 from e2e_vl.structures import Batch, ModelOutput, TaskOutput, TextBatch
 from e2e_vl.tasks.base import Task
-from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTask
-from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
-from e2e_vl.tasks.vqa import VQAConfig, VQATargets, VQATask
+from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config, VQAConfig
+from e2e_vl.tasks.flickr30k import Flickr30KTask
+from e2e_vl.tasks.nlvr2 import NLVR2Task
+from e2e_vl.tasks.vqa import VQATargets, VQATask
 from e2e_vl.text import TextTokenizer
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of

@@ -14,7 +14,8 @@ from detector.structures import ImageBatch, Regions
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from e2e_vl.run.optim import build_optimizer
 from e2e_vl.structures import Batch, TaskOutput, gather_regions
-from e2e_vl.tasks.vcr import CHOICES, VCRConfig, VCRTargets, VCRTask
+from e2e_vl.tasks.config import VCRConfig
+from e2e_vl.tasks.vcr import CHOICES, VCRTargets, VCRTask
 from tests.parity import visual_bert_common as common
 from tests.parity import visual_bert_optimiser_checks as optimiser
 from tests.parity.visual_bert_common import (

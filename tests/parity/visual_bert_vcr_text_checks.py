@@ -20,12 +20,14 @@ from detector.structures import ImageBatch
 from e2e_vl.config import DataSettings, RunConfig, load_config
 from e2e_vl.converter import from_dict
 from e2e_vl.data.base import DataFiles, Wants
+from e2e_vl.data.config import VCROptions
 from e2e_vl.data.image_loader import instance_mask
-from e2e_vl.data.vcr import VCRDataset, VCROptions, relevant_objects
+from e2e_vl.data.vcr import VCRDataset, relevant_objects
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from e2e_vl.examples import TextExample
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, SampleImage
-from e2e_vl.tasks.vcr import Piece, VCRConfig, VCRTask, cut_choices, plain_text
+from e2e_vl.tasks.config import VCRConfig
+from e2e_vl.tasks.vcr import Piece, VCRTask, cut_choices, plain_text
 from e2e_vl.text import TextTokenizer
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of

@@ -24,7 +24,8 @@ from detector.structures import ImageBatch
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import TextBatch
-from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
+from e2e_vl.tasks.config import ReferringConfig
+from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.text import Template, TextEncoding, fill_template
 
 RELATIVE = 1e-4  # of the largest value

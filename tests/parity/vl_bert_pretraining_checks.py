@@ -15,11 +15,18 @@ from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, ModelOutput, RegionLabels, RegionMasks
+from e2e_vl.tasks.config import (
+    MaskedRegionsConfig,
+    MaskedTextConfig,
+    MaskedWordsConfig,
+    PretrainingConfig,
+    RelationshipConfig,
+)
 from e2e_vl.tasks.objectives.base import NO_LABEL, Objective, Sizes
-from e2e_vl.tasks.objectives.regions import MaskedRegions, MaskedRegionsConfig
-from e2e_vl.tasks.objectives.relationship import MatchTargets, Relationship, RelationshipConfig
-from e2e_vl.tasks.objectives.words import MaskedText, MaskedTextConfig, MaskedWords, MaskedWordsConfig, WordLabels
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
+from e2e_vl.tasks.objectives.regions import MaskedRegions
+from e2e_vl.tasks.objectives.relationship import MatchTargets, Relationship
+from e2e_vl.tasks.objectives.words import MaskedText, MaskedWords, WordLabels
+from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
 from tests.parity import vl_bert_common as common
 
 assert_near = common.assert_near

@@ -14,10 +14,11 @@ from detector.structures import ImageBatch
 from e2e_vl.examples import Targets
 from e2e_vl.region_masking import truncate_batch
 from e2e_vl.structures import Batch, EncoderOutput, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.tasks.config import MaskedRegionsConfig, PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
-from e2e_vl.tasks.objectives.regions import MaskedRegions, MaskedRegionsConfig
+from e2e_vl.tasks.objectives.regions import MaskedRegions
 from e2e_vl.tasks.objectives.words import WordLabels
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
 from e2e_vl.text import SPECIAL_TOKENS, basic_tokenize, load_tokenizer
 from tests.parity import vl_bert_common as common
 from tests.regions import regions_of_own_images

@@ -20,7 +20,8 @@ from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.examples import TextExample
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, RegionLabels
-from e2e_vl.tasks.vcr import CHOICES, NEUTRAL_NAMES, VCRConfig, VCRTargets, VCRTask, encode_sentence, names_of
+from e2e_vl.tasks.config import NEUTRAL_NAMES, VCRConfig
+from e2e_vl.tasks.vcr import CHOICES, VCRTargets, VCRTask, encode_sentence, names_of
 from tests.parity.vl_bert_common import (
     RELATIVE,
     STAGES,

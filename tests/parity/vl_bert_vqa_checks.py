@@ -16,7 +16,8 @@ from detector.structures import ImageBatch, PrecomputedFeatures
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
-from e2e_vl.tasks.vqa import VQAConfig, VQATargets, VQATask
+from e2e_vl.tasks.config import VQAConfig
+from e2e_vl.tasks.vqa import VQATargets, VQATask
 from e2e_vl.text import swap_left_right
 from tests.parity import vl_bert_common as common
 

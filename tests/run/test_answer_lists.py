@@ -12,7 +12,8 @@ from e2e_vl.data.answer_lists import read_answers
 from e2e_vl.metrics.vqa import vocabulary_answer
 from e2e_vl.run import build as answer_lists
 from e2e_vl.run.build import frequent_answers, official_lines, possible_answers
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.tasks.config import VQAConfig
+from e2e_vl.tasks.vqa import VQATask
 from tests.run.extensions.statements import StatementTask
 
 GIVEN = dict(enumerate(["Two, three"] * 3 + ["2 3"] * 3 + ["the box"] * 2))

@@ -14,9 +14,8 @@ from detector.checkpoint import save_weights
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.api.model import load
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import RunConfig, load_config, read_detector_config
 from e2e_vl.data.batching import Request
-from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.io import read_log
 from e2e_vl.run.build import build_collate, build_examples, build_model, build_run, build_tokenizer, named_parts
 from e2e_vl.run.evaluate import evaluate_run

@@ -25,8 +25,7 @@ from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.train import train
 from e2e_vl.structures import Batch, ModelOutput, TextBatch
 from e2e_vl.synthetic import make_scenes
-from e2e_vl.synthetic.base import ImitatedDetectorConfig
-from e2e_vl.synthetic.scenes import SceneConfig
+from e2e_vl.synthetic.config import ImitatedDetectorConfig, SceneConfig
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets
 from e2e_vl.text import build_vocabulary, load_tokenizer

@@ -14,7 +14,8 @@ import pytest
 from detector.config import DetectorConfig
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.encoders.vl_bert import VLBertConfig
-from e2e_vl.run.build import TASKS, build_objectives
+from e2e_vl.parts import TASKS
+from e2e_vl.run.build import build_objectives
 from e2e_vl.tasks.objectives.base import Sizes
 
 ROOT = Path(__file__).parents[2]

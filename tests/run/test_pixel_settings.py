@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from e2e_vl.config import RunConfig, load_config
-from e2e_vl.detector_yaml import read_detector_config
+from e2e_vl.config import RunConfig, load_config, read_detector_config
 
 ROOT = Path(__file__).parents[2]
 PIXELS = {  # file -> encoder, task

@@ -23,7 +23,7 @@ from e2e_vl.run.build import build_collate, build_examples
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.structures import Batch
 from e2e_vl.synthetic import make_scenes
-from e2e_vl.synthetic.scenes import SceneConfig
+from e2e_vl.synthetic.config import SceneConfig
 from tests.run.test_objectives_learned import LOOKS, learned, on_saved_features
 
 QUARTERS = np.array([[0, 0, 0.5, 0.5], [0.5, 0, 1, 0.5], [0, 0.5, 0.5, 1], [0.5, 0.5, 1, 1]], dtype=np.float32)

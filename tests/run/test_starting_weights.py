@@ -12,8 +12,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
-from e2e_vl.config import RunConfig
-from e2e_vl.detector_yaml import read_detector_config
+from e2e_vl.config import RunConfig, read_detector_config
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import build_model, build_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import RunConfig, load_config, read_detector_config
 from e2e_vl.converter import from_dict
-from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.encoders.visual_bert import VisualBertEncoderConfig
-from e2e_vl.run.build import TASKS
+from e2e_vl.parts import TASKS
 
 ROOT = Path(__file__).parents[2]
 MAX_LENGTH = 128  # max_seq_length of all of them

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from e2e_vl.synthetic import language
+from e2e_vl.synthetic.config import COLOURS, SHAPES
 from e2e_vl.synthetic.language import Description, ReferringExpression
-from e2e_vl.synthetic.scenes import COLOURS, SHAPES
 
 
 def parse(sentence: str) -> ReferringExpression:

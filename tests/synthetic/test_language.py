@@ -3,16 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from e2e_vl.synthetic.language import (
-    Description,
-    LanguageConfig,
-    ReferringExpression,
-    as_typed,
-    draw_references,
-    referent,
-    to_words,
-)
-from e2e_vl.synthetic.scenes import Look, Scene, SceneConfig, SceneFacts, SceneObject, draw_scene, members
+from e2e_vl.synthetic.config import LanguageConfig, SceneConfig
+from e2e_vl.synthetic.language import Description, ReferringExpression, as_typed, draw_references, referent, to_words
+from e2e_vl.synthetic.scenes import Look, Scene, SceneFacts, SceneObject, draw_scene, members
 from tests.synthetic.parsing import parse
 
 

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from e2e_vl.synthetic import painting
-from e2e_vl.synthetic.scenes import COLOURS, SHAPES, Scene, SceneConfig, draw_scene
+from e2e_vl.synthetic.config import COLOURS, SHAPES, SceneConfig
+from e2e_vl.synthetic.scenes import Scene, draw_scene
 
 CONFIG = SceneConfig()
 

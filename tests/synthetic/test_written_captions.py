@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.synthetic.conceptual import CaptionedImage, write_corpus, write_shards
-from e2e_vl.synthetic.scenes import SceneConfig
+from e2e_vl.synthetic.config import SceneConfig
 from tests.synthetic.parsing import parse
 
 SPLITS = {"train": 110, "val": 20, "testA": 10, "testB": 10}

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from e2e_vl.synthetic.config import COLOURS, SHAPES, SIZES, SceneConfig
 from e2e_vl.synthetic.gqa import draw_questions
-from e2e_vl.synthetic.scenes import COLOURS, SHAPES, SIZES, SceneConfig, SceneFacts, draw_scene
+from e2e_vl.synthetic.scenes import SceneFacts, draw_scene
 
 SPLITS = ("train", "val", "testA", "testB")
 VALUES = {"color": set(COLOURS), "shape": set(SHAPES), "size": set(SIZES)}

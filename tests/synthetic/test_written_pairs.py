@@ -13,7 +13,7 @@ import pytest
 from pycocotools.coco import COCO
 
 from e2e_vl.synthetic import make_scenes
-from e2e_vl.synthetic.language import LanguageConfig
+from e2e_vl.synthetic.config import LanguageConfig
 
 SPLITS = {"train": "train", "val": "val"}
 NUMBERS = ("zero", "one", "two", "three", "four")

@@ -9,7 +9,8 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from e2e_vl.synthetic.scenes import COLOURS, SHAPES, SceneConfig, SceneFacts, draw_scene
+from e2e_vl.synthetic.config import COLOURS, SHAPES, SceneConfig
+from e2e_vl.synthetic.scenes import SceneFacts, draw_scene
 from e2e_vl.synthetic.vqa import draw_vqa_questions, vqa_statistics, write_vqa
 
 SPLITS = {"train": 110, "val": 20, "testA": 10, "testB": 10}

@@ -12,7 +12,7 @@ import pytest
 
 from e2e_vl.synthetic import make_scenes
 from e2e_vl.synthetic.base import ATTRIBUTES
-from e2e_vl.synthetic.scenes import COLOURS
+from e2e_vl.synthetic.config import COLOURS
 from e2e_vl.synthetic.vcr import CLASS_OF, as_read_aloud
 
 SCENES = {"train": 60, "val": 8, "test": 5}

@@ -10,7 +10,8 @@ from PIL import Image
 
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import DataFiles, Wants
-from e2e_vl.data.visual_genome import GenomeOptions, VisualGenomeDataset
+from e2e_vl.data.config import GenomeOptions
+from e2e_vl.data.visual_genome import VisualGenomeDataset
 from e2e_vl.synthetic import make_scenes
 
 FILES = {

@@ -7,7 +7,8 @@ import torch
 
 from detector.structures import DetectionTargets, ImageBatch, Regions
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch, gather_regions
-from e2e_vl.tasks.detection import CategoryTargets, DetectionConfig, DetectionTask
+from e2e_vl.tasks.config import DetectionConfig
+from e2e_vl.tasks.detection import CategoryTargets, DetectionTask
 
 CATEGORY_IDS = torch.tensor([[4, 9, 30]] * 2)
 

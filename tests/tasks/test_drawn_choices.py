@@ -11,8 +11,9 @@ from e2e_vl.config import load_config
 from e2e_vl.data.batching import random_generator
 from e2e_vl.run.build import build_objectives, build_task
 from e2e_vl.tasks.base import Sizes
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
-from e2e_vl.tasks.vcr import VCRConfig, VCRPreprocessor
+from e2e_vl.tasks.config import PretrainingConfig, VCRConfig
+from e2e_vl.tasks.pretraining import PretrainingTask
+from e2e_vl.tasks.vcr import VCRPreprocessor
 from e2e_vl.text import TextTokenizer
 from tests.data.tiny_vcr import TinyVCR
 from tests.tasks.preprocessors import photo

@@ -14,7 +14,8 @@ from detector.structures import ImageBatch, Regions
 from e2e_vl.drawing import PALETTE
 from e2e_vl.samples import PhraseBoxes, Question, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch, gather_regions
-from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTargets, Flickr30KTask, first_occurrence
+from e2e_vl.tasks.config import Flickr30KConfig
+from e2e_vl.tasks.flickr30k import Flickr30KTargets, Flickr30KTask, first_occurrence
 from e2e_vl.text import TextTokenizer
 from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
 

@@ -14,7 +14,8 @@ from detector.structures import ImageBatch, Loss
 from e2e_vl.samples import CorrectAnswer, Question, SampleText, ScoredAnswers
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, TextRegions
 from e2e_vl.tasks.base import Sizes
-from e2e_vl.tasks.gqa import GQAConfig, GQATargets, GQATask
+from e2e_vl.tasks.config import GQAConfig
+from e2e_vl.tasks.gqa import GQATargets, GQATask
 from e2e_vl.text import TextTokenizer
 from tests.regions import regions_of_own_images
 from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, spoken, word

@@ -16,7 +16,8 @@ from e2e_vl.data.batching import random_generator
 from e2e_vl.samples import CorrectChoice, Question, Sample, SampleImage, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch
 from e2e_vl.tasks.base import Sizes
-from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Targets, NLVR2Task
+from e2e_vl.tasks.config import NLVR2Config
+from e2e_vl.tasks.nlvr2 import NLVR2Targets, NLVR2Task
 from e2e_vl.text import TextTokenizer
 from tests.tasks.preprocessors import make_tokenizer, photo, spoken
 

@@ -13,10 +13,11 @@ from e2e_vl.drawing import BLUE, GREEN, RED
 from e2e_vl.metrics.refcoco import CONVENTIONS
 from e2e_vl.samples import Categories
 from e2e_vl.tasks.base import PredictionWords, Task, phrase_marks
-from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
-from e2e_vl.tasks.refcoco import OTHER_COLOURS, ReferringConfig, ReferringTask
+from e2e_vl.tasks.config import DetectionConfig, ReferringConfig, VQAConfig
+from e2e_vl.tasks.detection import DetectionTask
+from e2e_vl.tasks.refcoco import OTHER_COLOURS, ReferringTask
 from e2e_vl.tasks.vcr import VCRTask
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.tasks.vqa import VQATask
 
 
 @pytest.fixture

@@ -8,14 +8,21 @@ import types
 import pytest
 import torch
 
+from e2e_vl.parts import OBJECTIVES as BUILDABLE
 from e2e_vl.region_masking import RegionMasking
-from e2e_vl.run.build import OBJECTIVES as BUILDABLE
 from e2e_vl.structures import Ability, RegionLabels, RegionMasks
+from e2e_vl.tasks.config import (
+    MaskedRegionsConfig,
+    MaskedTextConfig,
+    MaskedWordsConfig,
+    PretrainingConfig,
+    RelationshipConfig,
+)
 from e2e_vl.tasks.objectives.base import Sizes
-from e2e_vl.tasks.objectives.regions import MaskedRegions, MaskedRegionsConfig
-from e2e_vl.tasks.objectives.relationship import Relationship, RelationshipConfig
-from e2e_vl.tasks.objectives.words import MaskedText, MaskedTextConfig, MaskedWords, MaskedWordsConfig
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
+from e2e_vl.tasks.objectives.regions import MaskedRegions
+from e2e_vl.tasks.objectives.relationship import Relationship
+from e2e_vl.tasks.objectives.words import MaskedText, MaskedWords
+from e2e_vl.tasks.pretraining import PretrainingTask
 from tests.tasks.tiny_pretraining import BOXES, CLASSES, VOCABULARY, make_batch, make_model, make_pairs
 
 SIZES = Sizes(hidden_size=8, vocab_size=5, feature_dim=4, num_classes=6)

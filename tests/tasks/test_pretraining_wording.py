@@ -10,8 +10,9 @@ import pytest
 
 from e2e_vl.examples import Targets, TextExample, stacked
 from e2e_vl.samples import HumanAnswers, PhraseBoxes, Sample, SampleText
+from e2e_vl.tasks.config import MaskedWordsConfig
 from e2e_vl.tasks.objectives.base import Draft, ObjectivePreprocessor
-from e2e_vl.tasks.objectives.words import MaskedWordsConfig, WordMasking
+from e2e_vl.tasks.objectives.words import WordMasking
 from e2e_vl.tasks.pretraining import PretrainingPreprocessor
 from e2e_vl.text import TextEncoding, TextTokenizer
 from tests.tasks.preprocessors import make_tokenizer, sample_of, spoken, word

@@ -11,7 +11,8 @@ import torch
 
 from detector.structures import ImageBatch, Regions
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, TextRegions, gather_regions
-from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTargets, ReferringTask
+from e2e_vl.tasks.config import ReferringConfig
+from e2e_vl.tasks.refcoco import ReferringTargets, ReferringTask
 
 HIDDEN = 8
 SIZES = torch.tensor([[60, 80], [100, 50]])  # resized (height, width) of the two images

@@ -10,9 +10,10 @@ import torch
 from e2e_vl.converter import from_dict
 from e2e_vl.run import build
 from e2e_vl.tasks.base import Sizes
-from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
-from e2e_vl.tasks.vcr import VCRConfig, VCRTask
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.tasks.config import ReferringConfig, VCRConfig, VQAConfig
+from e2e_vl.tasks.refcoco import ReferringTask
+from e2e_vl.tasks.vcr import VCRTask
+from e2e_vl.tasks.vqa import VQATask
 
 H = 400
 TASKS = {

@@ -16,12 +16,13 @@ from e2e_vl.run.evaluate import metrics_of, with_correct
 from e2e_vl.samples import CorrectAnswer, CorrectChoice, HumanAnswers, PhraseBoxes, ReferredBox, SampleImage, SampleText
 from e2e_vl.structures import Batch, EncoderOutput
 from e2e_vl.tasks.base import Task, with_target, without_answers
+from e2e_vl.tasks.config import GQAConfig, NLVR2Config, ReferringConfig, VQAConfig
 from e2e_vl.tasks.flickr30k import Flickr30KTask
-from e2e_vl.tasks.gqa import GQAConfig, GQATask
-from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
-from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
+from e2e_vl.tasks.gqa import GQATask
+from e2e_vl.tasks.nlvr2 import NLVR2Task
+from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vcr import VCRTask
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.text import TextTokenizer
 from tests.encoders.test_vl_bert import make_inputs
 from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, word

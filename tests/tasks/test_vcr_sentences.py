@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from e2e_vl.tasks.vcr import (
-    NEUTRAL_NAMES,
-    Piece,
-    cut_answers,
-    cut_rationales,
-    encode_sentence,
-    names_of,
-    plain_text,
-    read_sentence,
-)
+from e2e_vl.tasks.config import NEUTRAL_NAMES
+from e2e_vl.tasks.vcr import Piece, cut_answers, cut_rationales, encode_sentence, names_of, plain_text, read_sentence
 from tests.tasks.preprocessors import make_tokenizer
 
 

@@ -20,7 +20,8 @@ from e2e_vl.structures import (
     TextRegions,
     gather_regions,
 )
-from e2e_vl.tasks.vcr import VCRConfig, VCRTargets, VCRTask
+from e2e_vl.tasks.config import VCRConfig
+from e2e_vl.tasks.vcr import VCRTargets, VCRTask
 
 H = 6
 CLASSES = [torch.tensor([2, 0]), torch.tensor([1])]  # of the candidate boxes of two images

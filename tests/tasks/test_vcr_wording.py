@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from e2e_vl.converter import from_dict
-from e2e_vl.data.vcr import VCROptions
-from e2e_vl.tasks.vcr import NEUTRAL_NAMES, VCRConfig, VCRTask
+from e2e_vl.data.config import VCROptions
+from e2e_vl.tasks.config import NEUTRAL_NAMES, VCRConfig
+from e2e_vl.tasks.vcr import VCRTask
 from e2e_vl.text import TextTokenizer
 from tests.data.tiny_vcr import TinyVCR
 from tests.tasks.preprocessors import photo, tokens, word

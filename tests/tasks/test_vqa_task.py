@@ -15,7 +15,8 @@ from e2e_vl.encoders.base import read_summary
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.samples import HumanAnswers
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, gather_regions
-from e2e_vl.tasks.vqa import AnswerList, VQAConfig, VQATargets, VQATask
+from e2e_vl.tasks.config import VQAConfig
+from e2e_vl.tasks.vqa import AnswerList, VQATargets, VQATask
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 HIDDEN, LENGTH = 8, 6

@@ -10,7 +10,8 @@ import pytest
 from e2e_vl.data.batching import pad_texts
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.samples import HumanAnswers, Question, SampleText
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.tasks.config import VQAConfig
+from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.text import TextTokenizer
 from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
 

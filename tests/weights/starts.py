@@ -6,9 +6,11 @@ import dataclasses
 from typing import Any
 
 from e2e_vl.config import RunConfig
-from e2e_vl.run.build import ADAPTERS, TASKS, build_objectives
+from e2e_vl.parts import TASKS
+from e2e_vl.run.build import ADAPTERS, build_objectives
+from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingTask
 from e2e_vl.weights.start import StartRules
 
 

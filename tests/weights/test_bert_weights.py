@@ -14,11 +14,12 @@ from transformers import BertConfig, BertForMaskedLM, BertModel
 from detector.checkpoint import find_weights
 from detector.errors import UserError
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.tasks.config import VQAConfig
 from e2e_vl.tasks.detection import DetectionTask
 from e2e_vl.tasks.pretraining import PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vcr import VCRTask
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights import start
 from e2e_vl.weights.start import load_encoder, load_task
 from tests.weights.starts import pretraining_task, rules

@@ -15,9 +15,10 @@ from detector.precomputed import PrecomputedDetector
 from e2e_vl.encoders.base import NoEncoder, NoEncoderConfig
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import TextBatch, TextRegions
-from e2e_vl.tasks.gqa import GQAConfig, GQATask
-from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.tasks.config import GQAConfig, NLVR2Config, VQAConfig
+from e2e_vl.tasks.gqa import GQATask
+from e2e_vl.tasks.nlvr2 import NLVR2Task
+from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.lxmert import OfficialLxmert, TransformersLxmert
 from e2e_vl.weights.start import load_encoder, load_task
 from tests.encoders.test_lxmert import SMALL

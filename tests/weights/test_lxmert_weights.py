@@ -22,10 +22,12 @@ from detector.precomputed import PrecomputedDetector
 from e2e_vl.encoders.base import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import ADAPTERS, TASKS
+from e2e_vl.parts import TASKS
+from e2e_vl.run.build import ADAPTERS
+from e2e_vl.tasks.config import VQAConfig
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.refcoco import ReferringTask
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.lxmert import OfficialLxmert
 from e2e_vl.weights.start import StartRules, load_encoder, load_task, rows_of_answers
 from tests.encoders.test_lxmert import SMALL

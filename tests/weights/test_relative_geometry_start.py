@@ -13,9 +13,11 @@ from detector.config import DetectorConfig
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import ADAPTERS, TASKS, Start
+from e2e_vl.parts import TASKS
+from e2e_vl.run.build import ADAPTERS, Start
 from e2e_vl.run.trackers import origin_text
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.tasks.config import VQAConfig
+from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.lxmert import OfficialLxmert
 from e2e_vl.weights.start import StartRules, load_encoder
 from e2e_vl.weights.visual_bert import OfficialVisualBert

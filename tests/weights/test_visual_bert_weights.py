@@ -26,12 +26,14 @@ from detector.r2c import NetworkSizes, R2CNetwork
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import ADAPTERS, TASKS
-from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTask
-from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
+from e2e_vl.parts import TASKS
+from e2e_vl.run.build import ADAPTERS
+from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config, VCRConfig, VQAConfig
+from e2e_vl.tasks.flickr30k import Flickr30KTask
+from e2e_vl.tasks.nlvr2 import NLVR2Task
 from e2e_vl.tasks.refcoco import ReferringTask
-from e2e_vl.tasks.vcr import VCRConfig, VCRTask
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.tasks.vcr import VCRTask
+from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.start import StartRules, load_encoder, load_task
 from e2e_vl.weights.visual_bert import OfficialVisualBert, TransformersVisualBert, VisualBertFromBert, official_state
 from tests.weights.starts import pretraining_task

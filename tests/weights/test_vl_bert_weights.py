@@ -19,9 +19,10 @@ from detector.precomputed import PrecomputedDetector
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import TextBatch
+from e2e_vl.tasks.config import VCRConfig, VQAConfig
 from e2e_vl.tasks.refcoco import ReferringTask
-from e2e_vl.tasks.vcr import VCRConfig, VCRTask
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.tasks.vcr import VCRTask
+from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.base import ModelWeights
 from e2e_vl.weights.start import load_encoder, load_task
 from e2e_vl.weights.vl_bert import OfficialVLBert, to_official

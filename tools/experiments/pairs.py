@@ -20,13 +20,13 @@ be given until all are done; --table only writes the table.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -38,7 +38,7 @@ from e2e_vl.config import BoxSource, EncoderSettings, RunConfig, load_config, sa
 from e2e_vl.data.base import VLDataset
 from e2e_vl.metrics.names import MetricName
 from e2e_vl.metrics.vqa import answer_accuracy
-from e2e_vl.run.build import make_synthetic_data, named_parts, open_split
+from e2e_vl.run.build import make_synthetic_data, open_split
 from e2e_vl.samples import (
     AnnotatedObjects,
     ChoiceText,
@@ -218,11 +218,11 @@ def with_encoder(config: RunConfig, name: str, settings: Mapping[str, Any], task
     """The run with another encoder of the same sizes; see configs/pairs/encoders.yaml."""
     if settings["config"] is None:
         return config
-    sizes = {key: config.encoder.config[key] for key in SIZES}
+    sizes = {key: getattr(config.encoder.config, key) for key in SIZES}
     if "layers" in settings:
-        sizes[settings["layers"]] = config.encoder.config["num_hidden_layers"]
+        sizes[settings["layers"]] = config.encoder.config.num_hidden_layers
     own = {**sizes, **settings["config"], **settings.get("tasks", {}).get(task, {})}
-    return dataclasses.replace(config, encoder=EncoderSettings(name, own))
+    return msgspec.structs.replace(config, encoder=EncoderSettings(name, own))
 
 
 def collect(
@@ -304,7 +304,7 @@ def chance_of(config: RunConfig, split: str) -> float:
     """
     make_synthetic_data(config)
     dataset = open_split(config, split, BoxSource.GT, training=False)
-    spell = named_parts(config).task[1].spell_answer
+    spell = TASKS[config.task.name].cls.spell_answer
     usual: list[str] = []
 
     def guess(own: Callable[[SampleText], str | None]) -> str:

@@ -19,37 +19,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from detector.structures import Detector, Loss
-from e2e_vl.converter import check_numbers
 from e2e_vl.examples import Targets
 from e2e_vl.predictions import Prediction, Ranked
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions
 from e2e_vl.tasks.base import Sizes, Transform, start_head
+from e2e_vl.tasks.config import ObjectiveConfig
 from e2e_vl.text import TextEncoding, TextTokenizer
 
 MASK = "[MASK]"  # a hidden wordpiece in a text
 NO_LABEL = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class ObjectiveConfig:
-    """Every objective has a weight; 0 leaves it out.
-
-    Raises:
-        ValueError: a negative weight.
-    """
-
-    name: ClassVar[str] = "<name>"  # in settings, for error messages
-    weight: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_numbers(self, self.key(""), not_negative=("weight",))
-
-    @classmethod
-    def key(cls, field: str) -> str:
-        """The dotted key of a setting."""
-        return f"task.config.objectives.{cls.name}.{field}"
 
 
 @dataclasses.dataclass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
@@ -22,40 +22,18 @@ from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import CorrectAnswer, DatasetInfo, HumanAnswers, ScoredAnswers
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Head, Transform
+from e2e_vl.tasks.config import ImageQAConfig
 from e2e_vl.tasks.objectives.base import (
     NO_LABEL,
     Choice,
     Draft,
     Objective,
-    ObjectiveConfig,
     ObjectiveOutput,
     ObjectivePreprocessor,
     Sizes,
     WordHead,
 )
 from e2e_vl.text import TextEncoding, TextTokenizer, simplify_answer
-
-
-@dataclasses.dataclass(frozen=True)
-class ImageQAConfig(ObjectiveConfig):
-    """The official code has the weight 1."""
-
-    name = "image_qa"
-    # the possible answers, or a file of them such as LXMERT's all_ans.json, see
-    # `e2e_vl.data.answer_lists.read_answers`; the position in the list is the class
-    answers: list[str] | tuple[str, ...] | str | None = None
-    answer_sources: list[str] | tuple[str, ...] | None = None  # of that file, only answers of these data sets
-    # of several answers in the list, "drawn" takes one with a probability in proportion to its score, in each epoch
-    # anew (official code), and "best" the one with the highest score, of equal ones the first
-    label: Literal["drawn", "best"] = "drawn"
-    head_width: int = 2  # width of the head's hidden layer, in widths of the summary
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.weight and not self.answers:
-            raise UserError(f"{self.key('answers')} is missing; give the list of possible answers, or a file of them.")
-        if self.head_width < 1:
-            raise UserError(f"{self.key('head_width')} is {self.head_width}; it must be at least 1.")
 
 
 @dataclasses.dataclass
@@ -138,8 +116,10 @@ class ImageQA(Objective):
 
     def __init__(self, sizes: Sizes, config: ImageQAConfig):
         super().__init__(sizes, config)
-        if isinstance(config.answers, str):
-            raise UserError("ImageQA needs the list of possible answers in its config.")
+        if not isinstance(config.answers, list):
+            raise UserError(
+                f"{config.key('answers')} is missing; give the list of possible answers, or a file of them."
+            )
         self.answers: Sequence[str] = tuple(config.answers)
         width = config.head_width * sizes.summary_size
         transform = Transform(sizes.summary_size, norm=True, width=width)

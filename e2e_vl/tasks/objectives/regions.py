@@ -5,9 +5,8 @@ Shape legend: see `e2e_vl/structures.py`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +16,16 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
 from detector.structures import Detector, Loss
-from e2e_vl.converter import check_choice
 from e2e_vl.examples import Targets
 from e2e_vl.predictions import HiddenRegion
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, RegionLabels, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Transform, start_head
+from e2e_vl.tasks.config import AttributeLabelsConfig, MaskedRegionsConfig, ObjectLabelsConfig, RegionFeaturesConfig
 from e2e_vl.tasks.objectives.base import (
     Choice,
     Objective,
-    ObjectiveConfig,
     ObjectiveOutput,
     PretrainingPrediction,
     Sizes,
@@ -35,17 +33,6 @@ from e2e_vl.tasks.objectives.base import (
     best_columns,
     listed,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class MaskedRegionsConfig(ObjectiveConfig):
-    """The defaults follow the official code."""
-
-    name = "masked_regions"
-    weight: float = 1.0
-    classes: int = 1601  # C; 1601 for Visual Genome's
-    # "distribution": the whole class distribution (official code). "class": its best class (paper).
-    labels: Literal["distribution", "class"] = "distribution"
 
 
 class MaskedRegions(Objective):
@@ -170,24 +157,6 @@ class MaskedRegions(Objective):
 # Classes of objects that a detector found in the regions (LXMERT, section 3.1.2): what is in each region?
 
 
-OF_REGIONS = ("all", "masked")
-
-
-@dataclasses.dataclass(frozen=True)
-class ObjectLabelsConfig(ObjectiveConfig):
-    """The defaults follow the official code, whose weight is 1 / 0.15; its name for this loss is Obj."""
-
-    name = "object_labels"
-    classes: int = 1600  # K, without a background; 1600 for Visual Genome's objects
-    # "all": every region, masked or not (official code). "masked": those that are to be predicted (paper).
-    regions: Literal["all", "masked"] = "all"
-    confidence: bool = True  # the loss of a region counts as much as the detector was sure of its label
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self.key("regions"), self.regions, OF_REGIONS)
-
-
 class ObjectLabels(Objective):
     """A Linear on the transformed state of a region; cross entropy with what the detector found, mean over regions.
 
@@ -264,14 +233,6 @@ class ObjectLabels(Objective):
 # Attributes that a detector found in the regions (LXMERT's official code): what is each region like?
 
 
-@dataclasses.dataclass(frozen=True)
-class AttributeLabelsConfig(ObjectLabelsConfig):
-    """The defaults follow the official code, whose weight is 1 / 0.15; its name for this loss is Attr."""
-
-    name = "attribute_labels"
-    classes: int = 400  # A, without "no attribute"; 400 for Visual Genome's attributes
-
-
 class AttributeLabels(ObjectLabels):
     """As `ObjectLabels`, with the most probable attribute."""
 
@@ -287,23 +248,6 @@ class AttributeLabels(ObjectLabels):
 
 
 # Regression of the features of masked regions (LXMERT, section 3.1.2): what would the detector say of a region?
-
-
-@dataclasses.dataclass(frozen=True)
-class RegionFeaturesConfig(ObjectiveConfig):
-    """The defaults follow the official code, whose weight is 1 / 0.15; its name for this loss is Feat."""
-
-    name = "region_features"
-    # mean over the D numbers of a feature. "smooth_l1": with beta 1 (official code). "l2": squared differences (paper).
-    loss: Literal["smooth_l1", "l2"] = "smooth_l1"
-    # what the sum over the masked regions is divided by. "all": the number of all regions (official code). "masked":
-    # the number of masked ones.
-    average: Literal["all", "masked"] = "all"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self.key("loss"), self.loss, ("smooth_l1", "l2"))
-        check_choice(self.key("average"), self.average, ("all", "masked"))
 
 
 class RegressedFeatures(Objective):

@@ -10,7 +10,6 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 import numpy as np
 import torch.nn.functional as F
@@ -24,10 +23,10 @@ from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import ChoiceText, CorrectChoice, DatasetInfo
 from e2e_vl.structures import Ability, Batch, EncoderOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import start_head
+from e2e_vl.tasks.config import RelationshipConfig
 from e2e_vl.tasks.objectives.base import (
     Draft,
     Objective,
-    ObjectiveConfig,
     ObjectiveOutput,
     ObjectivePreprocessor,
     Sizes,
@@ -40,23 +39,6 @@ FEW_CAPTIONS = (
     "task.config.objectives.relationship.texts is pair, but an image has one caption only; use data with several "
     "captions per image, or set it to single."
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class RelationshipConfig(ObjectiveConfig):
-    """How often texts and images are exchanged."""
-
-    name = "relationship"
-    # chance that a text is the caption of another image; the official codes use 0.5
-    probability: float = 0.5
-    # "single": each caption by itself. "pair": each caption is followed by a second one, which is judged; otherwise it
-    # is another caption of the same image. "stated": texts stay as they are, and the data say which are true.
-    texts: Literal["single", "pair", "stated"] = "single"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.probability < 1:
-            raise UserError(f"{self.key('probability')} is {self.probability}; it must be above 0 and below 1.")
 
 
 @dataclasses.dataclass

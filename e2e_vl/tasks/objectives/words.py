@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch.nn.functional as F
@@ -21,13 +21,13 @@ from e2e_vl.examples import Targets, per_wordpiece
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo, HumanAnswers, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
+from e2e_vl.tasks.config import MaskedTextConfig, MaskedWordsConfig
 from e2e_vl.tasks.objectives.base import (
     MASK,
     NO_LABEL,
     Choice,
     Draft,
     Objective,
-    ObjectiveConfig,
     ObjectiveOutput,
     ObjectivePreprocessor,
     PretrainingPrediction,
@@ -36,26 +36,6 @@ from e2e_vl.tasks.objectives.base import (
     listed,
 )
 from e2e_vl.text import TextEncoding, TextTokenizer, word_pieces
-
-
-@dataclasses.dataclass(frozen=True)
-class MaskedWordsConfig(ObjectiveConfig):
-    """The defaults follow the official code."""
-
-    name = "masked_words"
-    weight: float = 1.0
-    probability: float = 0.15  # chance of a word to be masked
-    always_mask: bool = False  # every chosen word becomes [MASK] (paper), not 80 % of them (official code)
-    # all wordpieces of a word or none (VL-BERT); False: each on its own (VisualBERT, LXMERT)
-    whole_words: bool = True
-    # one of the human answers to a question, drawn anew in each epoch, stands behind it and is masked with it
-    # (VisualBERT). "letters": its letters as words of their own, as VisualBERT's code has it by mistake.
-    answer: Literal["left_out", "words", "letters"] = "left_out"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.probability <= 1:
-            raise UserError(f"{self.key('probability')} is {self.probability}; it must be from 0 to 1.")
 
 
 @dataclasses.dataclass
@@ -222,23 +202,6 @@ class MaskedWords(Objective):
 
 
 # Masked language modelling of a text-only corpus, one text of it beside each caption (VL-BERT, section 3.3).
-
-
-@dataclasses.dataclass(frozen=True)
-class MaskedTextConfig(MaskedWordsConfig):
-    """The defaults follow the official code."""
-
-    name = "masked_text"
-    min_words: int = 64  # words that a text of the corpus has at least; following lines are added until it has
-    max_length: int = 64  # wordpieces that it has at most
-    # texts of the corpus are `[CLS] text [SEP]` (the paper starts with [CLS]) instead of words alone (official code)
-    special_tokens: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field, least in (("min_words", 1), ("max_length", 3 if self.special_tokens else 1)):
-            if getattr(self, field) < least:
-                raise UserError(f"{self.key(field)} is {getattr(self, field)}; it must be at least {least}.")
 
 
 @dataclasses.dataclass(frozen=True)

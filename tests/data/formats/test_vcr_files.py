@@ -7,8 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from e2e_vl.data.config import CLASS_NAMES
 from e2e_vl.data.storage.record_errors import NotedErrors
-from e2e_vl.data.vcr import CLASS_NAMES, VCRFile, read_detected_objects, read_metadata
+from e2e_vl.data.vcr import VCRFile, read_detected_objects, read_metadata
 from tests.data.tiny_vcr import BOXES, TinyVCR
 
 

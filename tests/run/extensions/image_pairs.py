@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from e2e_vl.data.base import DataFiles, NoOptions, Wants
+from e2e_vl.data.base import DataFiles, Wants
+from e2e_vl.data.config import NoOptions
 from e2e_vl.samples import CorrectChoice, Sample, SampleText
 from tests.run.extensions.scenes import SceneDataset
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, NoOptions, Wants
+from e2e_vl.data.base import DataFiles, Wants
 from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.config import NoOptions
 from e2e_vl.samples import ReferredBox, Sample, SampleText
 from tests.run.extensions.scenes import SceneDataset
 

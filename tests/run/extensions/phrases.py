@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from e2e_vl.data.base import DataFiles, NoOptions, Wants
+from e2e_vl.data.base import DataFiles, Wants
+from e2e_vl.data.config import NoOptions
 from e2e_vl.samples import PhraseBoxes, Sample, SampleText
 from tests.run.extensions.scenes import SceneDataset
 

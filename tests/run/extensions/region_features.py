@@ -19,7 +19,8 @@ from e2e_vl.examples import Targets
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import start_head
-from e2e_vl.tasks.objectives.base import Objective, ObjectiveConfig, ObjectiveOutput, Sizes, WordHead
+from e2e_vl.tasks.config import ObjectiveConfig
+from e2e_vl.tasks.objectives.base import Objective, ObjectiveOutput, Sizes, WordHead
 
 
 @dataclasses.dataclass(frozen=True)

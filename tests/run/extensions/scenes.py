@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants
+from e2e_vl.data.base import DataFiles, VLDataset, Wants
 from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.config import NoOptions
 from e2e_vl.samples import SampleImage
 
 

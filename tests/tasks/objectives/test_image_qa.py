@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from e2e_vl.converter import from_dict
 from e2e_vl.samples import CorrectAnswer, HumanAnswers, ReferredBox, ScoredAnswers
-from e2e_vl.tasks.objectives.image_qa import DrawnAnswer, ImageQA, ImageQAConfig, draw_answer, scores_of
+from e2e_vl.tasks.config import ImageQAConfig
+from e2e_vl.tasks.objectives.image_qa import DrawnAnswer, ImageQA, draw_answer, scores_of
 from tests.tasks.objectives.tiny_objectives import SIZES, make_inputs
 from tests.tasks.objectives.worded import make_preprocessor, make_task
 from tests.tasks.preprocessors import make_tokenizer, sample_of, tokens, word

@@ -24,10 +24,11 @@ from e2e_vl.region_masking import sample_masked_regions
 from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Batch, RegionLabels, RegionMasks, TextBatch
 from e2e_vl.tasks.base import Sizes
+from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.image_qa import DrawnAnswer
 from e2e_vl.tasks.objectives.relationship import MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
 
 VOCABULARY, WIDTH, FEATURE, CLASSES, ATTRIBUTES = 20, 16, 6, 5, 4
 IMAGES, REGIONS, LENGTH = 2, 4, 5

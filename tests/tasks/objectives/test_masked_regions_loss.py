@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from e2e_vl.examples import Targets
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.structures import RegionLabels, RegionMasks
-from e2e_vl.tasks.objectives.regions import MaskedRegions, MaskedRegionsConfig
+from e2e_vl.tasks.config import MaskedRegionsConfig
+from e2e_vl.tasks.objectives.regions import MaskedRegions
 from tests.tasks.objectives.tiny_objectives import CLASSES, SIZES, Inputs, make_inputs
 
 

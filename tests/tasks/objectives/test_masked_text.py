@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from e2e_vl.tasks.objectives.words import CorpusMasking, MaskedTextConfig
+from e2e_vl.tasks.config import MaskedTextConfig
+from e2e_vl.tasks.objectives.words import CorpusMasking
 from e2e_vl.text import TextTokenizer
 from tests.tasks.objectives.worded import make_preprocessor, word_labels
 from tests.tasks.preprocessors import make_tokenizer, sample_of, tokens, word

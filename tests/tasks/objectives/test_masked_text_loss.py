@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from e2e_vl.tasks.objectives.words import MaskedText, MaskedTextConfig, MaskedWords, MaskedWordsConfig
+from e2e_vl.tasks.config import MaskedTextConfig, MaskedWordsConfig
+from e2e_vl.tasks.objectives.words import MaskedText, MaskedWords
 from tests.tasks.objectives.test_masked_words_loss import labels_of
 from tests.tasks.objectives.tiny_objectives import SIZES, make_inputs
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from e2e_vl.samples import HumanAnswers, Question, SampleText
+from e2e_vl.tasks.config import MaskedWordsConfig
 from e2e_vl.tasks.objectives.base import Draft
-from e2e_vl.tasks.objectives.words import MaskedWordsConfig, mask_words
+from e2e_vl.tasks.objectives.words import mask_words
 from tests.tasks.objectives.worded import make_preprocessor, make_task, word_labels
 from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from e2e_vl.tasks.objectives.words import MaskedWords, MaskedWordsConfig, WordLabels
+from e2e_vl.tasks.config import MaskedWordsConfig
+from e2e_vl.tasks.objectives.words import MaskedWords, WordLabels
 from tests.tasks.objectives.tiny_objectives import HIDDEN, LENGTH, SIZES, VOCABULARY, make_inputs
 
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from e2e_vl.examples import Targets
 from e2e_vl.structures import RegionLabels
-from e2e_vl.tasks.objectives.regions import AttributeLabels, AttributeLabelsConfig, ObjectLabels, ObjectLabelsConfig
+from e2e_vl.tasks.config import AttributeLabelsConfig, ObjectLabelsConfig
+from e2e_vl.tasks.objectives.regions import AttributeLabels, ObjectLabels
 from tests.tasks.objectives.tiny_objectives import SIZES, Inputs, make_inputs
 
 CLASSES = SIZES.num_classes

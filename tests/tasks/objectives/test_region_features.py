@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from e2e_vl.examples import Targets
 from e2e_vl.structures import RegionLabels, RegionMasks
-from e2e_vl.tasks.objectives.regions import RegionFeaturesConfig, RegressedFeatures
+from e2e_vl.tasks.config import RegionFeaturesConfig
+from e2e_vl.tasks.objectives.regions import RegressedFeatures
 from tests.tasks.objectives.tiny_objectives import SIZES, Inputs, make_inputs
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.samples import CorrectChoice, Question, SampleText
-from e2e_vl.tasks.objectives.relationship import RelationshipConfig
+from e2e_vl.tasks.config import RelationshipConfig
 from tests.tasks.objectives.worded import make_preprocessor, make_task
 from tests.tasks.preprocessors import make_tokenizer, sample_of, tokens, word
 

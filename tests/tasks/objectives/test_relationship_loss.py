@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from e2e_vl.samples import CorrectChoice
 from e2e_vl.structures import Ability
 from e2e_vl.tasks.base import Sizes
-from e2e_vl.tasks.objectives.relationship import MatchTargets, Relationship, RelationshipConfig
+from e2e_vl.tasks.config import RelationshipConfig
+from e2e_vl.tasks.objectives.relationship import MatchTargets, Relationship
 from tests.tasks.objectives.tiny_objectives import SIZES, make_inputs
 
 

@@ -7,8 +7,9 @@ from transformers import PreTrainedTokenizerBase
 
 from e2e_vl.examples import TextExample
 from e2e_vl.run.build import build_objectives
+from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Objective, Sizes
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingPreprocessor, PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingPreprocessor, PretrainingTask
 from e2e_vl.text import TextTokenizer
 
 ONLY_WORDS = {"masked_text": 0.0, "masked_regions": 0.0, "relationship": 0.0}

@@ -1,0 +1,164 @@
+"""The settings of the encoders: `encoder.config` of a run. The defaults are the base models of the official codes.
+
+`vocab_size` and `feature_dim` follow from the tokenizer and the detector; the transformers configs have them too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from detector.errors import UserError
+from e2e_vl.parts import Dropout, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
+
+Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu", "tanh"]
+
+
+class NoEncoderSettings(Settings, frozen=True):
+    """Nothing to choose but the whole image."""
+
+    uses_whole_image: bool = False
+
+
+class TransformerSettings(Settings, frozen=True):
+    """What all encoders share."""
+
+    hidden_size: PositiveInt = 768
+    num_attention_heads: PositiveInt = 12
+    intermediate_size: PositiveInt = 3072
+    hidden_act: Activation = "gelu"
+    hidden_dropout_prob: Dropout = 0.1
+    attention_probs_dropout_prob: Dropout = 0.1
+    max_position_embeddings: PositiveInt = 512
+    type_vocab_size: PositiveInt = 2
+    initializer_range: NonNegativeFloat = 0.02
+    layer_norm_eps: PositiveFloat = 1e-12
+    # a learned bias between regions from where they lie relative to each other, see `RelativeGeometryBias`; official
+    # checkpoints do not have it
+    relative_geometry: bool = False
+    relative_geometry_size: PositiveInt = 64  # width of the hidden layer of that bias
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise UserError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+            )
+
+
+class VLBertSettings(TransformerSettings, frozen=True):
+    """VL-BERT. The fields marked "scratch" let a small model learn without a pre-trained BERT."""
+
+    num_hidden_layers: NonNegativeInt = 12
+    type_vocab_size: Annotated[int, Meta(ge=3)] = 3  # segments: two of the text, one of the regions
+    visual_size: PositiveInt | None = None  # width of a region vector; None = `hidden_size`
+    geometry: Literal["centre_size", "corners"] = "centre_size"  # official code, or paper; see `geometry_embedding`
+    geometry_dim: Annotated[int, Meta(ge=8, multiple_of=8)] = 2048  # width of the geometry embedding
+    region_dropout_prob: Dropout = 0.1  # dropout before the Linear that joins geometry and feature
+    visual_layer_norm: bool = True  # LayerNorm on the visual part; False = a scalar factor
+    visual_scale_text_init: float = 0.0  # start of that LayerNorm's weight (or of the factor) for words
+    visual_scale_object_init: float = 0.0  # the same for regions
+    uses_whole_image: bool = True  # region 0 is the whole image
+    # the whole image is also a region of the sequence (official code). False: it is only the visual part of words
+    # (paper, section 3.2); its row of the output is zero and tasks do not see it.
+    whole_image_in_sequence: bool = True
+    image_feature_on_words: bool = True  # words carry the vector of region 0 (scratch: False)
+    # [END] carries the vector of region 0 as words do (paper); False: no visual part (official)
+    visual_part_on_end: bool = False
+    text_only_embedding: bool = False  # a learned vector that words of texts without a region carry (pre-training)
+    # what stands in a region's place of a word. "learned": a learned vector, and another one for hidden regions with
+    # `masked_region_embedding` (official code). "img": the one vector of the token [IMG], hidden or not (paper, section
+    # 3.2). It lies beside the word table, so that the vocabulary stays BERT's.
+    region_word: Literal["learned", "img"] = "learned"
+    # another learned vector stands in a hidden region's place of a word (pre-training)
+    masked_region_embedding: bool = False
+    # a learned vector replaces the feature of a hidden region (pre-training on precomputed features, or without hiding
+    # pixels)
+    masked_region_feature: bool = False
+    # start of the Linear that makes region vectors. "official": PyTorch's default. "normal": N(0, `initializer_range`)
+    # and zero biases, as all other new layers (paper, section 4.1). The weight of the visual LayerNorms is
+    # `visual_scale_*_init` in both.
+    new_layers: Literal["official", "normal"] = "official"
+    with_pooler: bool = False  # tanh pooler on the first position
+    # most images that one text looks at. Above 1, regions of each image carry a learned vector of their slot, which
+    # starts at zero and which official checkpoints do not have.
+    max_images: PositiveInt = 1
+    # standard deviation of the embedding tables at the start (scratch); None = `initializer_range`
+    embedding_init_std: NonNegativeFloat | None = None
+    norm_first: bool = False  # LayerNorm before attention and feed-forward instead of after ("pre-LN", scratch)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.image_feature_on_words and not self.uses_whole_image:
+            raise UserError(
+                "image_feature_on_words needs the whole image as region 0; set uses_whole_image to true, or both to "
+                "false"
+            )
+        if self.visual_part_on_end and not self.image_feature_on_words:
+            raise UserError("visual_part_on_end needs image_feature_on_words; set it to true, or both to false")
+        if self.region_word == "img" and self.masked_region_embedding:
+            raise UserError(
+                "region_word: img leaves hidden regions no vector of their own; set masked_region_embedding to false"
+            )
+
+
+class VisualBertSettings(TransformerSettings, frozen=True):
+    """VisualBERT."""
+
+    num_hidden_layers: NonNegativeInt = 12
+    # x1, y1, x2, y2, width and height of the box, as shares of the image's, stand behind the feature (official code for
+    # Flickr30K Entities)
+    with_box_numbers: bool = False
+    # features as wide as the hidden size are projected too (official code). False: only others are (paper, section 3.2)
+    project_equal_sizes: bool = True
+    # row of the visual segment table for the regions of a text's first image, its second image and so on. The official
+    # code has [0, 1]; transformers takes row 1 for all where users name none.
+    region_types: Annotated[list[NonNegativeInt], Meta(min_length=1)] = msgspec.field(default_factory=lambda: [0, 1])
+    # "official": row 0 of the visual position table, plus the mean of the position vectors of the words that name the
+    # region. "paper" (section 3.2): the sum of those vectors, and nothing for regions that no word names.
+    region_position: Literal["official", "paper"] = "official"
+    uses_whole_image: bool = False  # region 0 is the whole image (official code for VCR)
+    # late fusion ("w/o early fusion"): the layers read words alone, and one more layer reads them with the regions. A
+    # text without regions skips that layer.
+    bypass_transformer: bool = False
+    # both visual tables start as copies of the text's, also where a BERT is loaded
+    special_visual_initialize: bool = True
+    train_pooler: bool = False  # the official optimiser leaves the pooler out, so it stays BERT's
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if max(self.region_types) >= self.type_vocab_size:
+            raise UserError(
+                f"region_types is {self.region_types}; give a row of the visual segment table, 0 to "
+                f"{self.type_vocab_size - 1}, for each image of a text"
+            )
+
+
+class LxmertSettings(TransformerSettings, frozen=True):
+    """LXMERT."""
+
+    l_layers: NonNegativeInt = 9  # layers over words
+    r_layers: NonNegativeInt = 5  # layers over regions
+    x_layers: NonNegativeInt = 5  # layers with cross attention
+    uses_whole_image: bool = False  # region 0 is the whole image
+    # "shared": one module attends from words to regions and from regions to words (official code). "separate": each
+    # direction has its own (paper, section 2.2).
+    cross_attention: Literal["shared", "separate"] = "shared"
+    # words carry the vector of their segment (official code: always the same one); False: word and position (paper,
+    # section 2.1)
+    with_segments: bool = True
+    # the summary. "tanh": tanh(Linear([CLS])) (official code). "state": the state of [CLS] (paper, section 2.3).
+    pooled: Literal["tanh", "state"] = "tanh"
+    # which layers of a BERT the layers over words start from. "first": by their numbers (official code). "last": the
+    # top ones (paper).
+    bert_layers: Literal["first", "last"] = "first"
+    # zeros replace the feature of a hidden region (pre-training on saved features; official code). False: it is what
+    # the detector makes of hidden pixels.
+    masked_region_feature: bool = False
+    # a region also carries the mean of the position vectors of the words that name it, as VisualBERT's do (for VCR);
+    # official code has no such link
+    named_regions: bool = False
+    # most images that one text looks at. Each is read in a pass of its own, and the summaries of the passes stand side
+    # by side.
+    max_images: PositiveInt = 1
