@@ -22,6 +22,21 @@ class MissingFileError(UserError, FileNotFoundError):
     """A file or folder does not exist; the message names it and says where it comes from."""
 
 
+class StoppedRunError(BaseException):
+    """A run was asked to stop and did; it is not at fault.
+
+    As a KeyboardInterrupt, it must pass what catches every `Exception`.
+
+    Args:
+        sentence: for the user; "" on processes that say nothing.
+        status: exit status of the process.
+    """
+
+    def __init__(self, sentence: str, status: int) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
 def first_line(error: BaseException) -> str:
     """What another library says went wrong, as a part of a sentence; its class where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

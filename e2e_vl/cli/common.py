@@ -8,25 +8,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from detector.errors import DiskError, UserError
+from detector.errors import DiskError, StoppedRunError, UserError
 
 # what a user can mend, or what the machine has done; the message is a sentence
 SENTENCES = (UserError, DiskError, ChildProcessError, ConnectionError, FloatingPointError, MemoryError)
-
-
-class StoppedRunError(BaseException):
-    """A run was asked to stop and did; it is not at fault.
-
-    As a KeyboardInterrupt, it must pass what catches every `Exception`.
-
-    Args:
-        sentence: for the user; "" on processes that say nothing.
-        status: exit status of the process.
-    """
-
-    def __init__(self, sentence: str, status: int) -> None:
-        super().__init__(sentence)
-        self.status = status
 
 
 def make_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:

@@ -17,8 +17,7 @@ from typing import Self
 
 from filelock import FileLock, Timeout
 
-from detector.errors import DiskError, MissingFileError, UserError
-from e2e_vl.cli.common import StoppedRunError
+from detector.errors import DiskError, MissingFileError, StoppedRunError, UserError
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.run.build import Run

@@ -13,8 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from detector.errors import DiskError, UserError
-from e2e_vl.cli.common import StoppedRunError
+from detector.errors import DiskError, StoppedRunError, UserError
 from e2e_vl.run.guards import FiniteCheck, StopSignals, disk_errors_named, run_lock
 from e2e_vl.run.train import train
 

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from detector import io as atomic_writes
-from e2e_vl.cli.common import StoppedRunError
+from detector.errors import StoppedRunError
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.batching import GroupedBatchSampler
 from e2e_vl.io import CHECKSUMS, RunLog, find_damage, read_log, write_checksums

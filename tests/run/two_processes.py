@@ -17,7 +17,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.state import PartialState
 
-from e2e_vl.cli.common import StoppedRunError
+from detector.errors import StoppedRunError
 from e2e_vl.config import load_config
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
