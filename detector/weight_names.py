@@ -32,9 +32,6 @@ from torch import Tensor
 from detector.config import NORM_EPS, DetectorConfig
 from detector.errors import UserError
 
-# Names and conventions of torchvision's Faster R-CNNs with an FPN, turned into Detectron2's.
-
-
 BODY = "backbone.body."
 RPN_HEAD = "proposal_generator.rpn_head."
 PREDICTOR = "roi_heads.box_predictor."
@@ -53,11 +50,6 @@ _LAYERS = {
     "roi_heads.box_head.fc6.": "roi_heads.box_head.fc1.",
     "roi_heads.box_head.fc7.": "roi_heads.box_head.fc2.",
 }
-
-
-def is_torchvision_detector(names: Iterable[str]) -> bool:
-    """Whether a state dict is of one of torchvision's detectors; no other software has `backbone.body.`."""
-    return any(name.startswith(BODY) for name in names)
 
 
 def from_torchvision_detector(
@@ -147,20 +139,15 @@ def background_last(value: Tensor) -> Tensor:
     return torch.cat((value[1:], value[:1]))
 
 
-# Names of the network of R2C in official VisualBERT files (VCR) <-> names of `detector.r2c`.
-
-
-PREFIX = "detector."
-ENCODER = "bert.bert."  # of the same files
-_STAGES = {
+# Of official VisualBERT files (VCR): the network that `detector.r2c` builds. Its trunk has torchvision's names here.
+REGION_NETWORK = "detector."
+_R2C_NAMES = {
     "backbone.0.": "conv1.",
     "backbone.1.": "bn1.",
     "backbone.4.": "layer1.",
     "backbone.5.": "layer2.",
     "backbone.6.": "layer3.",
     "after_roi_align.0.": "layer4.",
-}
-_LAYERS_R2C_NAMES = {
     "mask_upsample.": "roi_heads.mask_filter.",
     "object_embed.": "roi_heads.class_embedding.",
     "obj_downsample.1.": "roi_heads.projection.",
@@ -168,61 +155,47 @@ _LAYERS_R2C_NAMES = {
 }
 
 
-def is_visual_bert(names: Iterable[str]) -> bool:
-    """Whether a state dict is of an official VisualBERT model, with or without such a network."""
-    return any(name.startswith((ENCODER, f"{PREFIX}after_roi_align.")) for name in names)
-
-
 def from_visual_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[str, Tensor]:
     """The network of an official VisualBERT model, in float32; everything else is left out.
 
     Raises:
-        ValueError: the file has no such network, or an unknown part of it.
+        UserError: the file has no such network, or an unknown part of it.
     """
-    own = {name.removeprefix(PREFIX): value for name, value in tensors.items() if name.startswith(PREFIX)}
-    if not own:
+    renamed = {}
+    for name, value in tensors.items():
+        if not name.startswith(REGION_NETWORK):
+            continue
+        rest = name.removeprefix(REGION_NETWORK)
+        old = next((old for old in _R2C_NAMES if rest.startswith(old)), None)
+        if old is None:
+            raise UserError(f"{source}: {name} is not a name of the official VisualBERT code.")
+        new = trunk_name(_R2C_NAMES[old] + rest.removeprefix(old))
+        if not new.startswith("roi_heads."):
+            new = f"roi_heads.{new}" if new.startswith("res5.") else f"backbone.{new}"
+        renamed[new] = value.float() if value.is_floating_point() else value
+    if not renamed:
         raise UserError(
             f"{source}: this VisualBERT model was made for given features and holds no network of regions; leave out "
             "detector.weights, or name a different file."
         )
-    renamed = {}
-    for name, value in own.items():
-        new = own_name(name)
-        if new is None:
-            raise UserError(f"{source}: {PREFIX}{name} is not a name of the official VisualBERT code.")
-        renamed[new] = value.float() if value.is_floating_point() else value
     return renamed
-
-
-def own_name(name: str) -> str | None:
-    """Our name of an official parameter without `detector.`; None for a name that is not of the network."""
-    for old, new in _LAYERS_R2C_NAMES.items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    for old, stage in _STAGES.items():
-        if name.startswith(old):
-            found = trunk_name(stage + name.removeprefix(old))
-            return f"roi_heads.{found}" if found.startswith("res5.") else f"backbone.{found}"
-    return None
 
 
 def visual_bert_name(name: str) -> str | None:
     """The official name, with `detector.`, of a parameter of `R2CNetwork`; None: it is another network's."""
-    for old, new in _LAYERS_R2C_NAMES.items():
-        if name.startswith(new):
-            return PREFIX + old + name.removeprefix(new)
-    rest = name.removeprefix("backbone.").removeprefix("roi_heads.").removeprefix("stem.")
-    rest = re.sub(r"^res(\d)\.", lambda stage: f"layer{int(stage[1]) - 1}.", rest)
-    rest = rest.replace("shortcut.norm.", "downsample.1.").replace("shortcut.", "downsample.0.")
-    rest = re.sub(r"\bconv(\d)\.norm\.", r"bn\1.", rest)
-    for old, stage in _STAGES.items():
-        if rest.startswith(stage):
-            return PREFIX + old + rest.removeprefix(stage)
-    return None
+    rest = _torchvision_name(name)
+    found = (REGION_NETWORK + old + rest.removeprefix(new) for old, new in _R2C_NAMES.items() if rest.startswith(new))
+    return next(found, None)
 
 
-FULL_PREFIXES = ("backbone.", "proposal_generator.", "roi_heads.")
-MOBILENET = "features."  # torchvision's classifiers
+def _torchvision_name(name: str) -> str:
+    """The reverse of `trunk_name`, of a parameter of the detector: `roi_heads.res5.0.*` -> `layer4.0.*`."""
+    name = re.sub(r"^(backbone|roi_heads(?=\.res5))\.(stem\.)?", "", name)
+    name = re.sub(r"^res(\d)\.", lambda stage: f"layer{int(stage[1]) - 1}.", name)
+    name = name.replace("shortcut.norm.", "downsample.1.").replace("shortcut.", "downsample.0.")
+    return re.sub(r"\bconv(\d)\.norm\.", r"bn\1.", name)
+
+
 # Detectron2 saved these as buffers until May 2021, one per feature map. They repeat the config.
 CELL_ANCHORS = "proposal_generator.anchor_generator.cell_anchors."
 # Of Mask and Keypoint R-CNNs only the boxes are used; the last three are Caffe2's names.
@@ -236,15 +209,10 @@ LEFTOVERS = ("fc.", "stem.fc.", "fc1000.", "pred.", "stem.conv1.bias", *OTHER_BR
 
 _PARAMETER = {"w": "weight", "b": "bias"}
 _NORM_PARAMETER = {
-    "s": "weight",
-    "gamma": "weight",
-    "b": "bias",
-    "bias": "bias",
-    "beta": "bias",
-    "rm": "running_mean",
-    "running_mean": "running_mean",
-    "riv": "running_var",
-    "running_var": "running_var",
+    **dict.fromkeys(("s", "gamma"), "weight"),
+    **dict.fromkeys(("b", "bias", "beta"), "bias"),
+    **dict.fromkeys(("rm", "running_mean"), "running_mean"),
+    **dict.fromkeys(("riv", "running_var"), "running_var"),
 }
 _CAFFE2_BRANCHES = {"1": "shortcut", "2a": "conv1", "2b": "conv2", "2c": "conv3"}
 _CAFFE2_LAYERS = {
@@ -303,12 +271,13 @@ def to_detector_names(
         tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
     if any(name.startswith(VL_BERT) for name in tensors):
         return from_vl_bert(tensors, source), "VL-BERT"
-    if is_visual_bert(tensors):
+    if any(name.startswith(("bert.bert.", f"{REGION_NETWORK}after_roi_align.")) for name in tensors):
         return from_visual_bert(tensors, source), "VisualBERT"
-    if is_torchvision_detector(tensors):
+    if any(name.startswith(BODY) for name in tensors):  # no other software has these names
         return from_torchvision_detector(tensors, source, norm_eps=norm_eps), "torchvision"
-    if any(name.startswith(FULL_PREFIXES) for name in tensors):
-        if is_caffe_attention(tensors):
+    if any(name.startswith(("backbone.", "proposal_generator.", "roi_heads.")) for name in tensors):
+        logits, deltas = (tensors.get(f"{RPN_HEAD}{name}.bias") for name in ("objectness_logits", "anchor_deltas"))
+        if logits is not None and deltas is not None and 2 * len(logits) == len(deltas):  # two logits per anchor
             return from_caffe_attention(tensors, config, source), "bottom-up attention, Caffe conventions"
         if matching_heuristics:
             tensors = match_ends(tensors, model_names, source)
@@ -317,8 +286,8 @@ def to_detector_names(
         converted, layout = from_caffe2(tensors), "Caffe2"
     elif any(BLOCK.match(name) for name in tensors):
         converted, layout = {trunk_name(name): value for name, value in tensors.items()}, "torchvision"
-    elif any(name.startswith(f"{MOBILENET}0.") for name in tensors):
-        converted = {re.sub(f"^{MOBILENET}", BODY, name): value for name, value in tensors.items()}
+    elif any(name.startswith("features.0.") for name in tensors):  # torchvision's MobileNet
+        converted = {re.sub(r"^features\.", BODY, name): value for name, value in tensors.items()}
         layout = "torchvision"
     elif any(name.startswith(("stem.", "res2.")) for name in tensors):
         converted, layout = tensors, "Detectron2 without prefixes"
@@ -436,11 +405,7 @@ def to_vl_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, value in tensors.items():
         if not name.startswith(("backbone.", "roi_heads.res5.")):
             continue
-        rest = name.removeprefix("backbone.").removeprefix("roi_heads.").removeprefix("stem.")
-        rest = re.sub(r"\bres(\d)\.", lambda stage: f"layer{int(stage[1]) - 1}.", rest)
-        rest = re.sub(r"\bshortcut\.norm\.", "downsample.1.", rest)
-        rest = re.sub(r"\bshortcut\.", "downsample.0.", rest)
-        rest = re.sub(r"\bconv(\d)\.norm\.", r"bn\1.", rest)
+        rest = _torchvision_name(name)
         is_res5 = rest.startswith("layer4.")
         rest = rest.removeprefix("layer4.")
         for prefix in (_VL_BERT_RES5, _VL_BERT_RES5_AGAIN) if is_res5 else (f"{VL_BERT}backbone.",):
@@ -449,12 +414,6 @@ def to_vl_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 counter = f"{prefix}{rest.removesuffix('running_var')}num_batches_tracked"
                 official.setdefault(counter, torch.zeros((), dtype=torch.int64))
     return official
-
-
-def is_caffe_attention(tensors: dict[str, Tensor]) -> bool:
-    """Whether the RPN has two logits per anchor, and so half as many logits as deltas."""
-    logits, deltas = (tensors.get(f"{RPN_HEAD}{name}.bias") for name in ("objectness_logits", "anchor_deltas"))
-    return logits is not None and deltas is not None and 2 * len(logits) == len(deltas)
 
 
 def from_caffe_attention(tensors: dict[str, Tensor], config: DetectorConfig, source: Path) -> dict[str, Tensor]:

@@ -23,8 +23,7 @@ from detector.errors import UserError
 from detector.io import atomic_file, atomic_files
 from detector.r2c import R2CNetwork
 from detector.structures import Detector
-from detector.weight_names import PREFIX as REGION_NETWORK
-from detector.weight_names import from_visual_bert, visual_bert_name
+from detector.weight_names import REGION_NETWORK, from_visual_bert, visual_bert_name
 from e2e_vl.encoders.visual_bert import BOX_NUMBERS, VisualBertEncoder
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module, require_transformers_name
