@@ -65,7 +65,14 @@ class Submission(NamedTuple):
     rationales: np.ndarray  # float64 [U, 4, 4]: rationales (last axis), given each of the answers
 
 
-def write_submission(path: str | Path, submission: Submission) -> None:
+def write_submission(
+    path: str | Path, answers_run: Sequence[VCRPrediction], rationales_run: Sequence[VCRPrediction]
+) -> None:
+    """Write the leaderboard file from a Q->A run and a QA->R run, see `join_predictions`."""
+    write_leaderboard(path, join_predictions(answers_run, rationales_run))
+
+
+def write_leaderboard(path: str | Path, submission: Submission) -> None:
     """Write the leaderboard file: a header and a row of 21 columns per question. Scores are written in full."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

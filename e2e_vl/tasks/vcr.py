@@ -26,7 +26,7 @@ from detector.images import load_image
 from detector.structures import Detector, Loss
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, TextPhrases, stacked
-from e2e_vl.metrics.vcr import CHOICES, VCRPrediction, join_predictions, joint_metrics, write_submission
+from e2e_vl.metrics.vcr import CHOICES, VCRPrediction, joint_metrics, write_submission
 from e2e_vl.predictions import ONLY_PHRASES, Ranked
 from e2e_vl.samples import (
     AnnotatedObjects,
@@ -664,7 +664,7 @@ class VCRTask(Task):
         self, path: Path, predictions: list[VCRPrediction], second: list[VCRPrediction] | None = None
     ) -> None:
         """The leaderboard's CSV of 21 columns: answers, and rationales given each answer (`second`)."""
-        write_submission(path, join_predictions(predictions, second or []))
+        write_submission(path, predictions, second or [])
 
     def joint_metrics(self, predictions: list[VCRPrediction], second: list[VCRPrediction]) -> dict[str, float]:
         """ "Q->A", "QA->R" and "Q->AR"; empty without labels."""

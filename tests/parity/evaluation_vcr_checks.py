@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.data.vcr import VCRQuestion, read_metadata, read_questions, relevant_objects
-from e2e_vl.metrics.vcr import Submission, write_submission
+from e2e_vl.metrics.vcr import Submission, write_leaderboard
 from tests.leaderboard import read_leaderboard, score
 from tests.parity.evaluation_common import folder_of
 
@@ -60,7 +60,7 @@ def test_vcr_accuracies_of_the_leaderboard_file(root, expected, questions, label
 
 def test_vcr_leaderboard_file_comes_back_equal(root, tmp_path):
     submission = read_leaderboard(root / "submission.csv")
-    write_submission(tmp_path / "again.csv", submission)
+    write_leaderboard(tmp_path / "again.csv", submission)
     recorded = (root / "submission.csv").read_text("utf-8").replace("\r\n", "\n")
     assert (tmp_path / "again.csv").read_text("utf-8") == recorded
 

@@ -36,6 +36,6 @@ def test_a_run_trains_evaluates_and_answers(tmp_path):
     assert len({len(record["phrases"]) for record in records}) > 1
 
     answer = e2e_vl.load(tmp_path / "run").ask(records[0]["file_name"], "[the star] and [a red thing]")
-    assert answer.record["phrases"] == ["the star", "a red thing"] and len(answer.lines) == 2
+    assert answer.prediction.phrases == ("the star", "a red thing") and len(answer.lines) == 2
     assert len(answer.pointed) == 2 and answer.pointed[0][0].startswith("the star")
     assert min(answer.draw().size) >= 100

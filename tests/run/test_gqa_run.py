@@ -9,6 +9,8 @@ import pytest
 
 import e2e_vl
 from e2e_vl.config import load_config
+from e2e_vl.metrics.gqa import GQAPrediction
+from e2e_vl.predictions import read_predictions
 from e2e_vl.run.train import train
 
 ROOT = Path(__file__).parents[2]
@@ -28,12 +30,12 @@ def test_a_run_trains_evaluates_and_answers(tmp_path):
     metrics = train(load_config(ROOT / "configs" / "tiny" / "gqa.yaml", words))
     names = ("accuracy", "validity", "plausibility", "consistency", "distribution")
     assert all(f"val_all/{name}_gt_boxes" in metrics for name in names)
-    records = json.loads((tmp_path / "run" / "predictions_val_all_gt.json").read_text())
-    assert {record["isBalanced"] for record in records} == {True, False}
-    assert all("choices" not in record and ("is_valid" in record) == record["isBalanced"] for record in records)
+    records = read_predictions(tmp_path / "run" / "predictions_val_all_gt.json", GQAPrediction)
+    assert {record.is_balanced for record in records} == {True, False}
+    assert all((record.is_valid is not None) == record.is_balanced for record in records)
 
     model = e2e_vl.load(tmp_path / "run")
-    answer = model.ask(records[0]["file_name"], "What color is the circle?")
+    answer = model.ask(records[0].file_name, "What color is the circle?")
     assert answer.answer in model.network.task.answers and 0 < answer.score < 1
     model.network.task.write_submission(tmp_path / "s.json", records)
     assert len(json.loads((tmp_path / "s.json").read_text())) == len(records)

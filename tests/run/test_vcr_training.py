@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.config import load_config
-from e2e_vl.metrics.vcr import join_predictions, joint_metrics, write_submission
+from e2e_vl.metrics.vcr import VCRPrediction, joint_metrics, write_submission
+from e2e_vl.predictions import read_predictions
 from e2e_vl.run.build import make_synthetic_data
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
@@ -31,8 +32,8 @@ def run(words: list[str], output: Path, *more: str) -> dict:
     return train(load_config(ROOT / "configs" / "tiny" / "vcr.yaml", [*words, f"output={output}", *more]))
 
 
-def predictions(path: Path) -> list[dict]:
-    return json.loads(path.read_text("utf-8"))
+def predictions(path: Path) -> list[VCRPrediction]:
+    return read_predictions(path, VCRPrediction)
 
 
 def test_two_runs_make_one_submission(words, tmp_path, on_cpu):
@@ -64,18 +65,17 @@ def test_two_runs_make_one_submission(words, tmp_path, on_cpu):
         tmp_path / "qa2r", split="test", boxes="gt", output=tmp_path / "rationales.json", overrides=each
     )
     assert metrics == {}  # the test split has no labels
-    submission = join_predictions(answers, predictions(path))
-    write_submission(tmp_path / "test.csv", submission)
-    assert read_leaderboard(tmp_path / "test.csv").annot_ids == [record["annot_id"] for record in answers]
+    write_submission(tmp_path / "test.csv", answers, predictions(path))
+    assert read_leaderboard(tmp_path / "test.csv").annot_ids == [record.annot_id for record in answers]
 
 
 def test_controls_are_chance(words, tmp_path, on_cpu):
     """Without any word the four choices are one text, so their scores are equal and the first wins."""
     run(words, tmp_path / "blind", "data.blank_text=true", "train.max_steps=1")
     records = predictions(tmp_path / "blind" / "predictions_val_gt.json")
-    assert {record["choice"] for record in records} <= {0, 1, 2, 3}
+    assert {record.choice for record in records} <= {0, 1, 2, 3}
     for record in records:
-        assert record["probabilities"] == pytest.approx([0.25] * 4, abs=1e-5)
+        assert record.probabilities == pytest.approx([0.25] * 4, abs=1e-5)
 
 
 def test_detection_losses_and_a_blank_image(words, tmp_path, on_cpu):

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from e2e_vl.metrics.gqa import belongs, distribution, gqa_metrics, gqa_scores, grounding
+from e2e_vl.metrics.gqa import (
+    GQAPrediction,
+    belongs,
+    distribution,
+    gqa_metrics,
+    gqa_scores,
+    grounding,
+    write_submission,
+)
 
 QUERY = {"structural": "query", "semantic": "attr", "detailed": "color"}
 VERIFY = {"structural": "verify", "semantic": "obj", "detailed": "exist"}
 
 
-def record(name: str, prediction: str, answer: str | None = "yes", **more) -> dict:
-    base = {"questionId": name, "question": "a b c", "isBalanced": True, "prediction": prediction}
-    if answer is not None:
-        base |= {"answer": answer, "types": VERIFY, "group": None, "entailed": [], "steps": 2}
-    return base | more
+def record(name: str, answer: str, right_answer: str | None = "yes", **more) -> GQAPrediction:
+    base = {"question_id": name, "text": "a b c", "answer": answer, "score": 1.0}
+    if right_answer is not None:
+        base |= {"right_answer": right_answer, "types": VERIFY, "steps": 2}
+    return GQAPrediction.of(base | more)
 
 
 def test_only_balanced_questions_count_and_letters_are_compared_as_they_are():
-    records = [record("1", "yes"), record("2", "Yes"), record("3", "no", isBalanced=False)]
+    records = [record("1", "yes"), record("2", "Yes"), record("3", "no", is_balanced=False)]
     scores = gqa_scores(records)
     assert scores["accuracy"] == scores["binary"] == 50 and scores["open"] == 0 and scores["consistency"] == 0
     assert scores["accuracyPerLength"] == {"3": {"accuracy": 50, "count": 2}}
@@ -26,15 +36,15 @@ def test_only_balanced_questions_count_and_letters_are_compared_as_they_are():
     assert metrics["accuracy/binary"] == 0.5 and "accuracy/open" not in metrics and "validity" not in metrics
     assert gqa_metrics([record("1", "yes", None)]) == {"count": 1}
     with pytest.raises(ValueError, match="no balanced question with an answer"):
-        gqa_scores([record("3", "no", isBalanced=False)])
+        gqa_scores([record("3", "no", is_balanced=False)])
 
 
 def test_consistency_looks_at_what_right_answers_entail():
     records = [
         record("1", "yes", entailed=["1", "3", "4"]),
         record("2", "no", entailed=["3"]),
-        record("3", "yes", isBalanced=False),
-        record("4", "no", isBalanced=False, entailed=["3"]),
+        record("3", "yes", is_balanced=False),
+        record("4", "no", is_balanced=False, entailed=["3"]),
     ]
     assert gqa_scores(records)["consistency"] == 50
     assert gqa_metrics(records)["consistency"] == 0.5
@@ -67,3 +77,12 @@ def test_grounding_weighs_attention_by_the_share_of_a_region_in_the_boxes():
     assert grounding([(0.25, 0.0, 0.75, 1.0)], regions) == pytest.approx(0.5)
     assert grounding([(0.0, 0.0, 0.5, 1.0)] * 2, regions) == pytest.approx(1.2), "each box counts"
     assert grounding([], regions) == 0
+
+
+def test_the_file_of_the_server(tmp_path):
+    records = [record("07", "yes"), record("8", "no")]
+    write_submission(tmp_path / "deep" / "gqa.json", records)
+    expected = [{"questionId": "07", "prediction": "yes"}, {"questionId": "8", "prediction": "no"}]
+    assert json.loads((tmp_path / "deep" / "gqa.json").read_text()) == expected
+    with pytest.raises(ValueError, match="question 07 twice"):
+        write_submission(tmp_path / "gqa.json", records[:1] * 2)

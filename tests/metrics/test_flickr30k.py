@@ -1,0 +1,60 @@
+"""Recalls of Flickr30K Entities by hand."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from e2e_vl.metrics.flickr30k import (
+    Flickr30KPrediction,
+    first_hit,
+    phrase_metrics,
+    recalls,
+    right_candidates,
+    write_submission,
+)
+
+
+def prediction(**more) -> Flickr30KPrediction:
+    base = {"phrases": ["a", "b"], "boxes": [[0, 0, 1, 1], None], "scores": [0.5, 0.0]}
+    return Flickr30KPrediction.of(base | more)
+
+
+def test_any_box_of_a_phrase_may_be_hit_and_boxes_are_not_merged():
+    boxes = [[0, 0, 10, 10], [20, 0, 30, 10]]
+    candidates = [[0, 0, 30, 10], [0, 0, 10, 5], [0, 0, 10, 4.9], [21, 0, 31, 10], [5, 5, 5, 5]]
+    assert right_candidates(candidates, boxes).tolist() == [False, True, False, True, False]
+    assert right_candidates(candidates, np.zeros((0, 4))).tolist() == [False] * 5
+    assert right_candidates(np.zeros((0, 4)), boxes).tolist() == []
+
+
+def test_ranks_and_recalls():
+    assert first_hit([0.1, 0.9, 0.5], [True, False, True]) == 1
+    assert first_hit([0.5, 0.5], [False, True]) == 1, "of equal scores the first is taken first"
+    assert first_hit([0.1], [False]) is None and first_hit([], []) is None
+    assert recalls([0, 4, 9, None]) == {"R@1": 0.25, "R@5": 0.5, "R@10": 0.75, "upper_bound": 0.75}
+
+
+def test_phrases_with_several_types_count_for_each():
+    predictions = [prediction(ranks=[0, None], phrase_types=[["people", "other"], ["other"]]), prediction()]
+    metrics = phrase_metrics(predictions)
+    assert (metrics["accuracy"], metrics["accuracy_by_type/people"], metrics["accuracy_by_type/other"]) == (0.5, 1, 0.5)
+    assert phrase_metrics(predictions[1:]) == {"count": 1}
+
+
+def test_lists_have_an_entry_per_phrase():
+    for change in ({"scores": [0.5]}, {"ranks": [0]}, {"gt_boxes": []}):
+        with pytest.raises(ValueError, match="different lengths"):
+            prediction(**change)
+
+
+def test_the_file_has_every_phrase(tmp_path):
+    path = tmp_path / "deep" / "phrases.json"
+    write_submission(path, [prediction(image_id="7", sentence=2, phrase_ids=["11", "0"])])
+    phrases = [
+        {"id": "11", "phrase": "a", "box": [0, 0, 1, 1], "score": 0.5},
+        {"id": "0", "phrase": "b", "box": None, "score": 0},
+    ]
+    assert json.loads(path.read_text()) == [{"image": "7", "sentence": 2, "phrases": phrases}]

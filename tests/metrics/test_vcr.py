@@ -1,0 +1,100 @@
+"""VCR's accuracies and its leaderboard file, by hand."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from e2e_vl.metrics.vcr import COLUMNS, Submission, VCRPrediction, joint_metrics, write_submission
+from tests.leaderboard import prediction, read_leaderboard, score
+
+BEST = np.eye(4)
+
+
+def test_columns_are_those_of_the_leaderboard():
+    assert len(COLUMNS) == 21
+    assert COLUMNS[:2] == ("annot_id", "answer_0")
+    assert COLUMNS[5] == "rationale_conditioned_on_a0_0"
+    assert COLUMNS[-1] == "rationale_conditioned_on_a3_3"
+
+
+def test_both_must_be_right_for_the_joint_score():
+    given_each = BEST[[0, 1, 0, 0]][:, None].repeat(4, axis=1)
+    scores = score(Submission(list("abcd"), BEST, given_each), [0, 1, 2, 0], [0, 2, 0, 1])
+    assert scores == {"Q->A": 0.75, "QA->R": 0.5, "Q->AR": 0.5}
+
+
+def test_rationales_are_those_given_the_right_answer():
+    rationales = np.zeros((1, 4, 4))
+    rationales[0, :, 0] = 1
+    rationales[0, 2] = BEST[3]  # only given answer 2 is rationale 3 the best
+    for label, right in ((2, True), (1, False)):
+        assert score(Submission(["a"], BEST[[0]], rationales), [label], [3])["QA->R"] == right
+
+
+def test_the_first_of_equal_scores_wins():
+    equal = Submission(["a"], np.ones((1, 4)), np.ones((1, 4, 4)))
+    assert [score(equal, [label], [0])["Q->A"] for label in (0, 1)] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "change", [{"label": 4}, {"label": -1}, {"probabilities": [0.2, 0.5, 0.3]}, {"probabilities": [float("nan")] * 4}]
+)
+def test_scores_and_labels_that_cannot_be(change):
+    with pytest.raises(ValueError, match="VCRPrediction of text 3"):
+        VCRPrediction.of({"text_index": 3, "choice": 1, "probabilities": [0.1, 0.7, 0.1, 0.1]} | change)
+
+
+def answer(annot_id: str, choice: int, label: int | None = 0, kind: str = "answer", **more) -> VCRPrediction:
+    return prediction(annot_id, kind, BEST[choice], label, **more)
+
+
+def rationale(annot_id: str, given: int, choice: int, label: int | None = None) -> VCRPrediction:
+    return answer(annot_id, choice, label, "rationale", conditioned_on=given)
+
+
+def test_predictions_of_two_runs_make_a_file(tmp_path):
+    path = tmp_path / "new" / "test.csv"
+    answers = [prediction("b", "answer", np.array([0.1, 0.2, 0.3, 1 / 3]), 0), answer("a", 2)]
+    write_submission(path, answers, [rationale(name, given, 3 - given) for name in "ab" for given in range(4)])
+    assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
+    again = read_leaderboard(path)
+    assert again.annot_ids == ["b", "a"]
+    np.testing.assert_array_equal(again.answers, [[0.1, 0.2, 0.3, 1 / 3], BEST[2]])
+    np.testing.assert_array_equal(again.rationales, np.stack([BEST[::-1]] * 2))
+
+
+def test_predictions_that_do_not_go_together(tmp_path):
+    write = functools.partial(write_submission, tmp_path / "test.csv")
+    answers = [answer("a", 2)]
+    rationales = [rationale("a", given, 0) for given in range(4)]
+    with pytest.raises(ValueError, match=r"the question a, given answer 3, .*condition_on=each"):
+        write(answers, rationales[:3])
+    with pytest.raises(ValueError, match="question b has rationale predictions but no answer"):
+        write(answers, [*rationales, rationale("b", 0, 0)])
+    with pytest.raises(ValueError, match="two rationale predictions for the question a"):
+        write(answers, [*rationales, rationales[0]])
+    with pytest.raises(ValueError, match="about the rationale, expected the answer"):
+        write(rationales, answers)
+
+
+@pytest.mark.parametrize("conditioned", ["right", "each"])
+def test_joint_metrics_of_two_runs(conditioned):
+    answers = [answer("a", 2, 2), answer("b", 1, 0), answer("c", 3, 3)]
+    rationales = [rationale("a", 2, 1, 1), rationale("b", 0, 2, 2), rationale("c", 3, 0, 1)]
+    if conditioned == "each":
+        labels = {"a": 2, "b": 0, "c": 3}
+        rationales += [rationale(n, given, 0) for n in "abc" for given in range(4) if given != labels[n]]
+    scores = joint_metrics(answers, rationales)
+    assert scores == pytest.approx({"Q->A": 2 / 3, "QA->R": 2 / 3, "Q->AR": 1 / 3})
+
+
+def test_joint_metrics_of_different_questions():
+    with pytest.raises(ValueError, match="no rationale prediction for the question a"):
+        joint_metrics([answer("a", 2, 2)], [rationale("a", 1, 1, 1)])
+    with pytest.raises(ValueError, match="no answer prediction for the question b"):
+        joint_metrics([answer("a", 2, 2)], [rationale("a", 2, 1, 1), rationale("b", 2, 1, 1)])
+    with pytest.raises(ValueError, match="a has no label"):
+        joint_metrics([answer("a", 2, None)], [])
