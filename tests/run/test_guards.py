@@ -96,9 +96,11 @@ def test_a_disk_that_is_too_small_is_found_before_training(tiny_config, monkeypa
 
 def test_a_full_disk_is_named():
     for error in (OSError(errno.ENOSPC, "x"), RuntimeError("[enforce fail] PytorchStreamWriter failed writing file")):
-        with pytest.raises(DiskError, match="step_1 cannot be written: the disk or a quota is full"):
-            with disk_errors_named(Path("step_1")):
-                raise error
+        with (
+            pytest.raises(DiskError, match="step_1 cannot be written: the disk or a"),
+            disk_errors_named(Path("step_1")),
+        ):
+            raise error
     with pytest.raises(KeyError), disk_errors_named(Path("step_1")):
         raise KeyError("a mistake in the program keeps its traceback")
 

@@ -75,8 +75,10 @@ OTHERS = {
     "synchronised": ("refcoco", ("detector.overrides.MODEL.RESNETS.NORM=SyncBN", *TASK_ONLY[1:], MISS)),
     "whole": (
         "refcoco",
-        ("detector.overrides.MODEL.RESNETS.NORM=BN", "encoder.config.hidden_dropout_prob=0.1", "data.workers=1")
-        + ("data.flip=0.5", "train.max_steps=4", "train.save_every_epochs=0.0001", "train.log_every=3"),
+        (
+            *("detector.overrides.MODEL.RESNETS.NORM=BN", "encoder.config.hidden_dropout_prob=0.1", "data.workers=1"),
+            *("data.flip=0.5", "train.max_steps=4", "train.save_every_epochs=0.0001", "train.log_every=3"),
+        ),
     ),
 }
 
