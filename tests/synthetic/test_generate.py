@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from e2e_vl.synthetic import FORMATS, DetectionConfig, LanguageConfig, SceneConfig, generate, make_scenes
+from e2e_vl.synthetic import FORMATS, ImitatedDetectorConfig, LanguageConfig, SceneConfig, generate, make_scenes
 from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split
 from e2e_vl.synthetic.scenes import SceneFacts
 
@@ -78,25 +77,13 @@ def test_second_call_does_nothing(small):
         ({"scenes": {"train": 4}}, "scenes"),
         ({"config": SceneConfig(max_objects=8)}, "scene"),
         ({"language": LanguageConfig(redundant=0)}, "language"),
-        ({"detections": DetectionConfig(missed=0)}, "detections"),
+        ({"detections": ImitatedDetectorConfig(missed=0)}, "detections"),
         ({"image_format": "png"}, "image_format"),
     ],
 )
 def test_other_settings_in_the_same_folder_are_an_error(small, change, name):
     with pytest.raises(ValueError, match=rf"other settings \({name}\): remove the folder"):
         make_scenes(small, **{**SMALL, **change})
-
-
-def test_settings_that_came_later_do_not_refuse_a_folder(small, tmp_path):
-    folder = tmp_path / "data"
-    shutil.copytree(small, folder)
-    stamp = json.loads((folder / "synthetic.json").read_text())
-    for name in ("sentences_per_pair", "pair_families"):
-        del stamp["settings"]["language"][name]
-    (folder / "synthetic.json").write_text(json.dumps(stamp))
-    assert make_scenes(folder, **SMALL) == stamp
-    with pytest.raises(ValueError, match=r"other settings \(language\)"):
-        make_scenes(folder, **SMALL, language=LanguageConfig(sentences_per_pair=4))
 
 
 def test_interrupted_run_is_finished_and_foreign_folders_are_left_alone(small, tmp_path, monkeypatch):
@@ -116,11 +103,6 @@ def test_interrupted_run_is_finished_and_foreign_folders_are_left_alone(small, t
     (foreign / "photo.jpg").write_bytes(b"")
     with pytest.raises(ValueError, match="not empty and was not written by this tool"):
         make_scenes(foreign, **SMALL)
-    with pytest.raises(ValueError, match="is a file, not a folder"):
-        make_scenes(foreign / "photo.jpg", **SMALL)
-    (folder / "synthetic.json").write_text("{")
-    with pytest.raises(ValueError, match="cannot be read"):
-        make_scenes(folder, **SMALL)
 
 
 def test_png_and_unequal_sides(tmp_path):
@@ -142,20 +124,14 @@ def test_png_and_unequal_sides(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"scenes": {}}, "scenes must name splits"),
-        ({"scenes": {"train": -1, "val": 2}}, "scenes must name splits"),
-        ({"seed": -1}, "seed must not be negative"),
-        ({"image_format": "gif"}, "image_format must be one of jpg, png"),
-        ({"workers": -1}, "workers must not be negative"),
-        ({"formats": ["vqa", "tfrecord"]}, "formats must be some of .*; found 'tfrecord'"),
+        ({"scenes": {}}, "scenes"),
+        ({"formats": ["vqa", "tfrecord"]}, "tfrecord"),
     ],
 )
 def test_impossible_settings_are_named(tmp_path, change, words):
     with pytest.raises(ValueError, match=words):
         make_scenes(tmp_path / "data", **{**SMALL, **change})
     assert not (tmp_path / "data").exists()
-    with pytest.raises(ValueError, match=r"detections\.missed"):
-        DetectionConfig(missed=2)
 
 
 @pytest.mark.parametrize("formats", [{"refcoco+", "detections"}, {"vqa"}, {"shards", "vcr"}, {"captions", "corpus"}])
@@ -183,14 +159,6 @@ def test_a_format_that_is_missing_is_added_and_nothing_else_changes(small, tmp_p
     assert _contents(folder) == _contents(small)
 
 
-def test_a_stamp_from_before_there_were_formats_stands_for_all(small, tmp_path):
-    stamp = json.loads((small / "synthetic.json").read_text())
-    assert stamp.pop("formats")
-    (tmp_path / "synthetic.json").write_text(json.dumps(stamp))
-    assert make_scenes(tmp_path, **SMALL, formats={"vqa"}) == stamp
-    assert {path.name for path in tmp_path.iterdir()} == {"synthetic.json"}
-
-
 def test_adding_that_is_interrupted_is_done_again(small, tmp_path, monkeypatch):
     folder = tmp_path / "data"
     make_scenes(folder, **SMALL, formats={"corpus"})
@@ -201,12 +169,6 @@ def test_adding_that_is_interrupted_is_done_again(small, tmp_path, monkeypatch):
     assert json.loads((folder / "synthetic.json").read_text())["formats"] == ["corpus"]
     make_scenes(folder, **SMALL)
     assert _contents(folder) == _contents(small)
-
-
-def test_splits_in_any_order_keep_their_scenes():
-    facts = {"size": (8, 8), "objects": [], "references": [], "captions": [], "detections": [], "drawn": None}
-    scenes = [SceneRecord(split, 0, n, Path(f"{n}.jpg"), **facts) for n, split in enumerate(["train", "val", "train"])]
-    assert by_split(scenes) == {"train": [scenes[0], scenes[2]], "val": [scenes[1]]}
 
 
 class GraphWriter(FormatWriter[list[float]]):
