@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -33,7 +34,6 @@ from e2e_vl.data.storage.shared_reads import SharedReads
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS, DETECTORS, ENCODERS, OBJECTIVES, TASKS
-from e2e_vl.run.forked_work import cores
 from e2e_vl.structures import Ability, Batch
 from e2e_vl.synthetic import FORMATS, make_scenes
 from e2e_vl.synthetic.generate import STAMP
@@ -386,7 +386,7 @@ def make_synthetic_data(config: RunConfig) -> None:
         config=synthetic.config.scene,
         language=synthetic.config.language,
         formats=synthetic.formats,
-        workers=max(config.data.workers, cores()) if config.data.workers else 0,  # nothing else is at work yet
+        workers=max(config.data.workers, os.cpu_count() or 1) if config.data.workers else 0,  # nothing else is at work yet
     )
 
 

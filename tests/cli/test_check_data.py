@@ -1,64 +1,168 @@
-"""The command: what it prints, its JSON file and its exit status."""
+"""The command: problems of drawn data that were broken, sizes, and photos that are shared."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import re
+import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from e2e_vl.cli import check_data as tool
+from e2e_vl.cli.check_data import SplitReport, check_data
+from e2e_vl.config import RunConfig, load_config
+from e2e_vl.data.overlap import PhotoId, PhotoIds
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny"
+DETECTOR = f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}"
 
 
-def words(root: Path, *more: object, name: str = "refcoco") -> list[str]:
-    return [str(word) for word in ("--config", TINY / f"{name}.yaml", *more, f"data.root={root}")]
-
-
-def root_of(tiny_words: list[str]) -> Path:
+@pytest.fixture
+def drawn(tiny_words) -> Path:
+    """The drawn data of all formats; tests change copies of it."""
     return Path(next(word.removeprefix("data.root=") for word in tiny_words if word.startswith("data.root=")))
 
 
-def test_intact_data(tiny_words, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    output = tmp_path / "new" / "found.json"
-    assert tool.main(words(root_of(tiny_words), "--json", output)) == 0
-    printed = capsys.readouterr().out
-    assert "train (trained on):" in printed and "val (evaluated):" in printed and "6 images" in printed
-    assert "no problem found" in printed
-    found = json.loads(output.read_text())
-    assert found["problems"] == [] and found["splits"][1]["images"] == 6
+@pytest.fixture
+def data(drawn, tmp_path) -> Path:
+    return shutil.copytree(drawn, tmp_path / "data")
 
 
-def test_broken_data(tiny_words, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    root = shutil.copytree(root_of(tiny_words), tmp_path / "data")
-    path = root / "refcoco+" / "instances.json"
+def settings(name: str, root: Path, *words: str) -> RunConfig:
+    path = ROOT / "configs" / "demo" / "detection.yaml" if name == "detection" else TINY / f"{name}.yaml"
+    return load_config(path, [DETECTOR, f"data.root={root}", "output=unused", *words])
+
+
+def as_photos(config: RunConfig, **changes: Any) -> RunConfig:
+    """The data as if they had not been drawn; their names are then names of COCO."""
+    synthetic = dataclasses.replace(config.data.synthetic, scenes={})
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, synthetic=synthetic, **changes))
+
+
+def check(config: RunConfig, others: dict[str, RunConfig] | None = None, photos=frozenset()) -> list[SplitReport]:
+    return check_data(config, others or {}, PhotoIds(), set(photos))
+
+
+def change_json(path: Path, change: Callable[[Any], object]) -> None:
     content = json.loads(path.read_text())
-    for annotation in content["annotations"]:
-        annotation["bbox"][3] = -1
+    change(content)
     path.write_text(json.dumps(content))
-    assert tool.main(words(root, "--examples", 2)) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["refcoco", "vqa", "vcr", "gqa", "nlvr2", "flickr30k", "pretraining", "lxmert_files", "detection"]
+)
+def test_intact_data_have_sizes_and_no_problem(name, drawn):
+    words = ("task.config.objectives.image_qa.answers=unused.json",) if name == "lxmert_files" else ()
+    train, val = check(settings(name, drawn, *words))
+    assert train.problems == val.problems == train.shared == val.shared == []
+    numbers = {"nlvr2": (48, 24), "vcr": (10, 4)}  # two images for each scene's pairs; scenes without a question
+    assert (train.images, val.images) == numbers.get(name, (12, 6))
+    assert train.missing_images == train.boxes_outside == train.empty_boxes == train.images_without_boxes == 0
+    assert train.texts >= 12 and (train.boxes > 12 or name == "lxmert_files")
+    assert train.longest > 1 or name == "detection"
+
+
+def break_refcoco(root: Path) -> None:
+    path = root / "refcoco+" / "refs(unc).p"
+    refs = pickle.loads(path.read_bytes())
+    refs[-1]["sentences"] = []
+    path.write_bytes(pickle.dumps(refs, protocol=2))
+
+
+def break_vcr(root: Path) -> None:
+    question = json.loads((root / "vcr" / "val.jsonl").read_text().splitlines()[0])
+    change_json(root / "vcr" / "vcr1images" / question["metadata_fn"], lambda content: content["boxes"].pop())
+
+
+def break_vqa(root: Path) -> None:
+    path = root / "vqa" / "v2_mscoco_val_annotations.json"
+    change_json(path, lambda content: content["annotations"][1].update(answers=[]))
+
+
+def break_pretraining(root: Path) -> None:
+    change_json(root / "detection" / "instances_train.json", lambda content: content["annotations"][1].pop("bbox"))
+
+
+@pytest.mark.parametrize(
+    ("name", "break_it", "parts"),
+    [
+        ("refcoco", break_refcoco, ["refs(unc).p", "sentences"]),
+        ("vcr", break_vcr, [".json", "boxes"]),
+        ("vqa", break_vqa, ["v2_mscoco_val_annotations.json", "answers"]),
+        ("pretraining", break_pretraining, ["instances_train.json", "bbox"]),
+    ],
+)
+def test_a_broken_record_is_named_with_its_file_and_key(name, break_it, parts, data):
+    break_it(data)
+    problems = [problem for report in check(settings(name, data)) for problem in report.problems]
+    assert problems and all(part in problems[0] for part in parts), problems
+
+
+def test_a_broken_split_does_not_hide_the_others(data):
+    (data / "nlvr2" / "data" / "train.json").unlink()
+    train, val = check(settings("nlvr2", data))
+    assert len(train.problems) == 1 and "train.json" in train.problems[0]
+    assert val.problems == [] and val.images == 24
+
+
+def test_missing_images_are_counted(data):
+    for path in sorted((data / "images" / "train2014").iterdir())[:2]:
+        path.unlink()
+    reports = check(settings("refcoco", data))
+    assert sum(report.missing_images for report in reports) == 2 == sum(len(report.problems) for report in reports)
+    reports = check(settings("refcoco", data, "data.skip_broken=true", "data.eval_splits=[train]"))
+    assert [report.problems for report in reports] == [[]], "training leaves them out"
+
+
+def test_boxes_that_leave_their_image_and_long_texts_are_counted(data):
+    path = data / "refcoco+" / "instances.json"
+    change_json(path, lambda content: content["annotations"][0]["bbox"].__setitem__(2, 9999))
+    train, val = check(settings("refcoco", data, "data.max_text_length=4"))
+    assert train.problems == val.problems == [] and train.boxes_outside + val.boxes_outside == 1
+    assert 0 < train.too_long < train.texts and train.longest > 4
+
+
+def test_photos_of_other_data_sets_and_of_the_detector_are_found(drawn):
+    config = as_photos(settings("refcoco", drawn))
+    other = as_photos(settings("vqa", drawn), train_split="val")
+    _, val = check(config, {"other.yaml": other}, {PhotoId("coco", "1")})
+    [sentence] = val.shared
+    assert sentence.startswith("6 of 6 photos of val are in the training split val of other.yaml (such as ")
+    images = json.loads((drawn / "refcoco+" / "instances.json").read_text())["images"]
+    _, val = check(config, photos={PhotoId("coco", str(row["id"])) for row in images})
+    assert val.shared[0].startswith("6 of 6 photos of val are in the detector's training images")
+
+
+def words(root: Path, *more: object) -> list[str]:
+    return [str(word) for word in ("--config", TINY / "refcoco.yaml", *more, DETECTOR, f"data.root={root}")]
+
+
+def test_command(drawn, data, tmp_path, capsys):
+    output = tmp_path / "new" / "found.json"
+    assert tool.main(words(drawn, "--json", output)) == 0
     printed = capsys.readouterr().out
-    shown = [line for line in printed.splitlines() if line.startswith("PROBLEM") and "is empty or inverted" in line]
-    assert len(shown) == 2
-    assert re.search(r"\.\.\. and \d+ more of this kind", printed)  # each ref to one of them
+    assert "val: " in printed and "6 images of 6 photos" in printed and "no problem found" in printed
+    assert [split["images"] for split in json.loads(output.read_text())["splits"]] == [12, 6]
 
-
-def test_shared_photos(tiny_words, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    root = root_of(tiny_words)
     other = tmp_path / "other.yaml"
-    other.write_text(f"base: {TINY / 'vqa.yaml'}\ndata: {{root: {root}, train_split: val}}\n")
-    assert tool.main(words(root, "--with", other)) == 0
+    other.write_text(f"base: {TINY / 'vqa.yaml'}\ndata: {{root: {drawn}, train_split: val}}\n{_DETECTOR_LINE}")
+    assert tool.main(words(drawn, "--with", other)) == 0
     assert "SHARED: 6 of 6 photos of val are in the training split val of" in capsys.readouterr().out
-    assert tool.main(words(root, "--with", other, "--no-overlap")) == 1
+    assert tool.main(words(drawn, "--with", other, "--no-overlap")) == 1
 
-
-def test_bad_options_are_one_sentence(tmp_path, capsys):
-    assert tool.main(words(tmp_path, "--processes", 0)) == 2
-    assert "--processes is 0; give a positive number." in capsys.readouterr().err
-    assert tool.main(words(tmp_path, "--images", 0)) == 2
+    for path in (data / "images" / "train2014").iterdir():
+        path.unlink()
+    assert tool.main(words(data, "--examples", 2)) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("PROBLEM: ") == 4 and "... and 10 more problems" in printed
+    assert tool.main(words(data, "--images", 0)) == 2
     assert capsys.readouterr().err == "error: --images is 0; give a positive number.\n"
+
+
+_DETECTOR_LINE = f"detector: {{config: {ROOT / 'configs' / 'detector' / 'tiny.yaml'}}}\n"
