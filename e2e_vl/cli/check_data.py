@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -197,8 +196,8 @@ class SplitWalk:
         self.report, self.photos = SplitReport(split), {}
         parts, vocabulary = named_parts(config), config.data.vocabulary
         self.task, layout = parts.task[1], parts.encoder[1].layout
-        self.extra = (layout.question if self.task.chooses_answers else layout.single).extra
-        self.extra_of_pair = layout.pair.extra
+        self.extra = (layout.question if self.task.chooses_answers else layout.single).num_special
+        self.extra_of_pair = layout.pair.num_special
         if config.data.synthetic.scenes and not is_drawn(config):
             raise UserError(f"{config.data.root}: the scenes of this config are not drawn yet; a run draws them.")
         try:
