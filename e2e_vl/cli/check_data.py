@@ -60,8 +60,8 @@ class SplitReport:
         lines = [
             f"{self.split}: {self.texts:,} texts, {self.images:,} images of {self.photos:,} photos, "
             f"{self.missing_images:,} image files missing",
-            f"  texts: at most {self.longest} wordpieces; {self.too_long:,} are cut; {self.texts_without_known_answer:,} "
-            "have no answer of the list",
+            f"  texts: at most {self.longest} wordpieces; {self.too_long:,} are too long, "
+            f"{self.texts_without_known_answer:,} have no answer of the list",
             f"  boxes: {self.boxes:,}; {self.empty_boxes:,} empty, {self.boxes_outside:,} reach outside their image; "
             f"{self.images_without_boxes:,} images have none",
             *(f"SHARED: {sentence}" for sentence in self.shared),
@@ -189,13 +189,14 @@ class SplitWalk:
     ) -> None:
         from e2e_vl.data.image_loader import open_boxes_of
         from e2e_vl.data.overlap import number_of_photos
-        from e2e_vl.run.build import is_drawn, named_parts, open_split, possible_answers, task_config
+        from e2e_vl.parts import ENCODERS, TASKS
+        from e2e_vl.run.build import is_drawn, open_split, possible_answers
         from e2e_vl.text import load_tokenizer
 
         self.config, self.photo_ids = config, photo_ids
         self.report, self.photos = SplitReport(split), {}
-        parts, vocabulary = named_parts(config), config.data.vocabulary
-        self.task, layout = parts.task[1], parts.encoder[1].layout
+        vocabulary = config.data.vocabulary
+        self.task, layout = TASKS[config.task.name].cls, ENCODERS[config.encoder.name].cls.layout
         self.extra = (layout.question if self.task.chooses_answers else layout.single).num_special
         self.extra_of_pair = layout.pair.num_special
         if config.data.synthetic.scenes and not is_drawn(config):
@@ -204,8 +205,7 @@ class SplitWalk:
             self.tokenizer = None if vocabulary is None else load_tokenizer(vocabulary)
             self.answers: set[str] | None = None
             if self.task.chooses_answers:
-                least = task_config(config).min_answer_count
-                self.answers = set(possible_answers(config, parts.dataset, self.task, least))
+                self.answers = set(possible_answers(config, config.task.config.min_answer_count))
             main = next((one for one in boxes if one.reads_annotations), boxes[0])
             dataset = open_split(config, split, main, training=split == config.data.train_split)
             self._walk(dataset, max_images)

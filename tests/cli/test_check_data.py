@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pickle
 import shutil
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from e2e_vl.cli import check_data as tool
@@ -40,8 +40,8 @@ def settings(name: str, root: Path, *words: str) -> RunConfig:
 
 def as_photos(config: RunConfig, **changes: Any) -> RunConfig:
     """The data as if they had not been drawn; their names are then names of COCO."""
-    synthetic = dataclasses.replace(config.data.synthetic, scenes={})
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, synthetic=synthetic, **changes))
+    synthetic = msgspec.structs.replace(config.data.synthetic, scenes={})
+    return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, synthetic=synthetic, **changes))
 
 
 def check(config: RunConfig, others: dict[str, RunConfig] | None = None, photos=frozenset()) -> list[SplitReport]:
