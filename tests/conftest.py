@@ -18,6 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # tests in several processes: one threa
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torchvision.ops  # noqa: F401  (before the hook below: a library first imported under it is compiled anew)
+from filelock import FileLock
 from transformers import PreTrainedConfig
 
 from tests import shape_checker
@@ -219,40 +220,89 @@ def phrase_run(trained_run: SimpleNamespace, tmp_path_factory: pytest.TempPathFa
     return path
 
 
-def tiny_run(folder: Path, name: str, *words: str) -> Path:
-    """A run of one step of configs/tiny/<name>.yaml."""
-    from e2e_vl.run.train import train
+# ---- Short runs that many tests read. Each is trained once, also where the tests run in several processes.
 
-    own = [f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}", f"output={folder / 'run'}", *words]
-    config = load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", [*own, "train.max_steps=1"])
-    with cpu_with_one_thread():
-        train(config)
-    return folder / "run"
+
+SMALL = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+ENCODERS = {
+    "vl_bert": None,  # as the tiny configs have it
+    "visual_bert": {"name": "visual_bert", "config": SMALL | {"num_hidden_layers": 2}},
+    "lxmert": {"name": "lxmert", "config": SMALL | {"l_layers": 1, "r_layers": 1, "x_layers": 1}},
+}
 
 
 @pytest.fixture(scope="session")
-def vqa_run(tmp_path_factory) -> Path:
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this session, the same for all processes of it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def train_once(config: RunConfig) -> Path:
+    """The run directory of the settings, in which one process of the session trains."""
+    from e2e_vl.run.train import train
+
+    run = Path(config.output)
+    with FileLock(f"{run}.once"):
+        if not (run / "metrics.json").exists():
+            with cpu_with_one_thread():
+                train(config)
+    return run
+
+
+def tiny_run(folder: Path, name: str, run: str, *words: str) -> Path:
+    """A run of one step of configs/tiny/<name>.yaml, on data drawn for these settings."""
+    own = [f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}", f"output={folder / run}"]
+    own += [f"data.root={folder / f'{name}_data'}", "train.max_steps=1"]
+    return train_once(load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", [*own, *words]))
+
+
+@pytest.fixture(scope="session")
+def run_of(shared_folder: Path) -> Callable[..., Path]:
+    """`run_of("gqa", "lxmert")`: a run of one step of GQA, NLVR2 or Flickr30K with an encoder, on small scenes."""
+    from tests.weights.starts import replaced
+
+    def make(task: str, encoder: str = "vl_bert") -> Path:
+        words = [
+            f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
+            f"data.root={shared_folder / 'small_data'}",
+            f"output={shared_folder / f'{task}_{encoder}'}",
+            "data.synthetic={scenes: {train: 4, val: 3}, formats: [refcoco+, detections, gqa, nlvr2, flickr30k]}",
+            "data.resize={short_edge: [64], long_edge: 80}",
+            "train={max_steps: 1, images_per_batch: 2, warmup_steps: 0}",
+            "eval={boxes: [gt], every_epochs: 0, report_pictures: 1}",
+        ]
+        config = load_config(ROOT / "configs" / "tiny" / f"{task}.yaml", words)
+        chosen = ENCODERS[encoder]
+        if chosen is not None:
+            more = {"max_images": 2} if (task, encoder) == ("nlvr2", "lxmert") else {}
+            config = replaced(config, encoder={**chosen, "config": chosen["config"] | more})
+        return train_once(config)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def vqa_run(shared_folder: Path) -> Path:
     """A run with a split `test` that has no annotations."""
-    folder = tmp_path_factory.mktemp("vqa")
-    run = tiny_run(folder, "vqa", f"data.root={folder / 'data'}", "eval.boxes=[gt]")
-    files = folder / "data" / "vqa"
-    shutil.copy(
-        files / "v2_OpenEnded_mscoco_val_questions.json",
-        files / "v2_OpenEnded_mscoco_test_questions.json",
-    )
+    run = tiny_run(shared_folder, "vqa", "vqa", "eval.boxes=[gt]")
+    files = shared_folder / "vqa_data" / "vqa"
+    test = files / "v2_OpenEnded_mscoco_test_questions.json"
+    if not test.exists():
+        shutil.copy(files / "v2_OpenEnded_mscoco_val_questions.json", test)
     return run
 
 
 @pytest.fixture(scope="session")
-def vcr_runs(tmp_path_factory) -> tuple[Path, Path]:
+def vcr_runs(shared_folder: Path) -> tuple[Path, Path]:
     """Q->A and QA->R."""
-    folder = tmp_path_factory.mktemp("vcr")
-    root = f"data.root={folder / 'data'}"
-    (folder / "qa2r").mkdir()
-    return tiny_run(folder, "vcr", root), tiny_run(folder / "qa2r", "vcr", root, "data.config.question=rationale")
+    rationale = "data.config.question=rationale"
+    return tiny_run(shared_folder, "vcr", "vcr"), tiny_run(shared_folder, "vcr", "vcr_qa2r", rationale)
 
 
 @pytest.fixture(scope="session")
-def pretraining_run(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("pretraining")
-    return tiny_run(folder, "pretraining", f"data.root={folder / 'data'}")
+def pretraining_run(shared_folder: Path) -> Path:
+    """All four objectives of VL-BERT."""
+    return tiny_run(shared_folder, "pretraining", "pretraining")

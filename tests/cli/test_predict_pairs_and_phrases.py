@@ -9,52 +9,21 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.cli import predict as tool
-from e2e_vl.config import load_config
 from e2e_vl.metrics import flickr30k, gqa, nlvr2
-from e2e_vl.run.train import train
 from tests.cli.calls import ask, data_root, is_picture, refused, saved, split, told
-from tests.conftest import cpu_with_one_thread
+from tests.conftest import ENCODERS
 from tests.same import assert_same
-from tests.weights.starts import replaced
 
-ROOT = Path(__file__).parents[2]
 TASKS = ("gqa", "nlvr2", "flickr30k")
-SMALL = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
-ENCODERS = {
-    "vl_bert": None,  # as the config has it
-    "visual_bert": {"name": "visual_bert", "config": SMALL | {"num_hidden_layers": 2}},
-    "lxmert": {"name": "lxmert", "config": SMALL | {"l_layers": 1, "r_layers": 1, "x_layers": 1}},
-}
-PAIR = {"lxmert": {"max_images": 2}}  # what the encoder needs for two images
 EVAL_SPLIT = {"gqa": "val_all", "nlvr2": "val", "flickr30k": "val"}
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """A run of one step of every pair, on data that are drawn once."""
-    folder = tmp_path_factory.mktemp("predicted")
-    found = {}
-    for task in TASKS:
-        words = [
-            f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
-            f"data.root={folder / 'data'}",
-            "data.synthetic={scenes: {train: 4, val: 3}, formats: [refcoco+, detections, gqa, nlvr2, flickr30k]}",
-            "data.resize={short_edge: [64], long_edge: 80}",
-            "train={max_steps: 1, images_per_batch: 2, warmup_steps: 0}",
-            "eval={boxes: [gt], every_epochs: 0, report_pictures: 0}",
-        ]
-        for name, encoder in ENCODERS.items():
-            run = folder / f"{task}_{name}"
-            config = load_config(ROOT / "configs" / "tiny" / f"{task}.yaml", [*words, f"output={run}"])
-            if encoder is not None:
-                more = PAIR.get(name, {}) if task == "nlvr2" else {}
-                config = replaced(config, encoder={**encoder, "config": encoder["config"] | more})
-            with cpu_with_one_thread():
-                train(config)
-            found[task, name] = run
-    return found
+@pytest.fixture(scope="session")
+def runs(run_of) -> dict[tuple[str, str], Path]:
+    """A run of one step of every pair."""
+    return {(task, encoder): run_of(task, encoder) for task in TASKS for encoder in ENCODERS}
 
 
 def predicted(run: Path, task: str, output: Path, capsys) -> tuple[list[dict], dict[str, float]]:

@@ -1,60 +1,162 @@
-"""Phrases beside a task, from files to an answer: trained, resumed, evaluated, reported, asked."""
+"""Phrases beside a task, from files to an answer, of the task's own data or of data that are joined with it."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import e2e_vl
-from e2e_vl.config import load_config, save_config
+from e2e_vl.config import RunConfig, load_config, save_config
+from e2e_vl.data.batching import Request
+from e2e_vl.data.concat import JoinedDataset, JoinedPart
 from e2e_vl.data.refcoco import RefCOCODataset
-from e2e_vl.io import CHECKSUMS, read_log, write_checksums
+from e2e_vl.io import read_log
 from e2e_vl.run.build import build_model, build_run
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.inference import predict_split
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.trackers import start_text
 from e2e_vl.run.train import train
 from tests.same import assert_same
 from tests.weights.starts import replaced
 
-FILES = "refcoco+_phrases/Sentences", "refcoco+_phrases/Annotations"
-PHRASES = (
-    "phrases={weight: 1.0, layer: 1, size: 8}",
-    f"data.files.phrases={FILES[0]}",
-    f"data.files.phrase_boxes={FILES[1]}",
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs" / "tiny"
+DETECTOR = f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}"
+HEAD = "phrases={weight: 1.0, layer: 1, size: 8}"
+OWN_PHRASES = (
+    HEAD,
+    "data.files.phrases=refcoco+_phrases/Sentences",
+    "data.files.phrase_boxes=refcoco+_phrases/Annotations",
     "encoder.config.relative_geometry=true",
 )
+DETECTIONS = "detections/refcoco+_unc/res101_coco_minus_refer_notime_dets.json"
+CAPTIONS = {
+    "name": "flickr30k",
+    "splits": {"train": "train", "val": "val"},
+    "images": "scenes",
+    "config": {"image_name": "COCO_train2014_{id:0>12}.jpg"},
+    "files": {
+        "images": "images/train2014",
+        "ids": "flickr30k/{split}.txt",
+        "sentences": "flickr30k/Sentences",
+        "annotations": "flickr30k/Annotations",
+        "instances": "refcoco+/instances.json",
+    },
+}
+GENOME = {
+    "images": "visual_genome",
+    "image_data": "visual_genome/image_data_{split}.json",
+    "regions": "visual_genome/region_descriptions_{split}.json",
+    "region_graphs": "visual_genome/region_graphs_{split}.json",
+}
+ANSWERS = {"answers": ["yes", "no", "red", "blue", "green", "circle", "square", "star", *map(str, range(6))]}
+# of each task: its part of the data beside what its tiny config says, its settings, and its key of a record
+TASKS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "vqa": ({"images": "scenes"}, ANSWERS, "question_id"),
+    "gqa": ({"images": "scenes", "splits": {"train": "train_balanced", "val": "val_all"}}, ANSWERS, "question_id"),
+    "nlvr2": ({}, {}, "identifier"),
+    "refcoco": ({"images": "scenes"}, {}, "ref_id"),
+    "vcr": ({}, {}, "annot_id"),
+}
+LOSSES = {"refcoco": "referring", "vcr": "choice"}
+SIZES = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+LAYERS = {
+    "vl_bert": {
+        "num_hidden_layers": 2,
+        "geometry_dim": 16,
+        "with_pooler": True,
+        "masked_region_embedding": True,
+        # the official start of 0 lets no gradient through
+        "visual_scale_text_init": 1.0,
+        "visual_scale_object_init": 1.0,
+    },
+    "visual_bert": {"num_hidden_layers": 2, "train_pooler": True},
+    "lxmert": {"l_layers": 1, "r_layers": 1, "x_layers": 1, "masked_region_feature": True},
+}
+# fields of the encoder that one task needs
+NEEDED = {
+    ("vl_bert", "nlvr2"): {"max_images": 2},
+    ("lxmert", "nlvr2"): {"max_images": 2},
+    ("lxmert", "vcr"): {"named_regions": True},
+}
 SHORT = ("train.max_steps=2", "train.save_every_epochs=0.01", "eval.every_epochs=0", "eval.boxes=[gt]")
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Each task's scenes are drawn once."""
+    return tmp_path_factory.mktemp("phrases")
+
+
+def alone(task: str, folder: Path, *words: str) -> RunConfig:
+    """The tiny run of a task on a few scenes."""
+    drawn = {"refcoco+", "detections", "flickr30k"} | ({task} - {"refcoco"})
+    common = [
+        *(DETECTOR, f"data.root={folder / f'{task}_data'}", f"output={folder / 'run'}", HEAD),
+        f"data.synthetic.formats=[{', '.join(sorted(drawn))}]",
+        *("data.synthetic.scenes={train: 4, val: 3}", "data.texts_per_image=2", "data.boxes.train=gt"),
+        *("train.max_steps=2", "train.warmup_steps=0", "train.trackers=[]"),
+        *("eval.boxes=[gt]", "eval.every_epochs=0", "eval.report_pictures=2"),
+    ]
+    return load_config(TINY / f"{task}.yaml", [*common, *words])
+
+
+def joined(task: str, folder: Path, *words: str, instances: bool | None = None) -> RunConfig:
+    """The same, joined with the captions of Flickr30K's format.
+
+    Args:
+        instances: the captions have an instances file, which names the classes of their boxes; None: where that fits.
+    """
+    config = alone(task, folder, *words)
+    part, of_task, _ = TASKS[task]
+    is_vcr = task == "vcr"
+    known = {key: file for key, file in config.data.files.items() if is_vcr or key != "detections"}
+    own = {"name": task, "splits": {"train": "train", "val": "val"}, "files": known, "config": config.data.config}
+    has_instances = not is_vcr if instances is None else instances
+    files = {key: file for key, file in CAPTIONS["files"].items() if has_instances or key != "instances"}
+    return replaced(
+        config,
+        data={
+            "name": "joined",
+            "files": {} if is_vcr else {"detections": DETECTIONS},
+            "config": {"parts": {"asked": own | part, "said": CAPTIONS | {"files": files}}},
+            "train_split": "train",
+            "eval_splits": ["val"],
+        },
+        task={"config": config.task.config | of_task},
+    )
+
+
+def losses_of(run: Path) -> list[dict]:
+    return [line for line in read_log(run / "log.jsonl") if line["kind"] == "train"]
+
+
+# Phrases of the task's own texts
+
+
 def test_a_run_with_phrases(tiny_config):
-    config = tiny_config(*PHRASES, *SHORT)
+    config = tiny_config(*OWN_PHRASES, *SHORT)
     metrics = train(config)
     run = Path(config.output)
-    log = read_log(run / "log.jsonl")
-    assert all(line[name] > 0 for line in log if line["kind"] == "train" for name in ("phrases", "phrase_tags"))
+    assert all(line[name] > 0 for line in losses_of(run) for name in ("phrases", "phrase_tags"))
     assert 0 <= metrics["val/phrase_accuracy_gt_boxes"] <= 1
     states = [load_model(run / "checkpoints" / f"step_{step:08}" / "model")[1].state_dict() for step in (1, 2)]
     moved = {name for name, value in states[1].items() if not torch.equal(value, states[0][name])}
     assert {"phrase_head.query.weight", "phrase_head.tags.weight"} <= moved
     assert any(name.startswith("encoder.relative_geometry.output") for name in moved)
 
-    shutil.rmtree(run / "checkpoints" / "step_00000002")
-    (run / "metrics.json").unlink()
-    forget_flag(run / "checkpoints" / "step_00000001")  # as it was saved before there was one
-    train(config, resume=True)
-    again = load_model(run)[1].state_dict()
-    assert all(torch.equal(value, again[name]) for name, value in states[1].items())
     evaluated, path = evaluate_run(run, split="val", boxes="gt")
     assert_same(evaluated, {name: metrics[name] for name in evaluated})
     records = json.loads(path.read_text(encoding="utf-8"))
@@ -79,44 +181,16 @@ def test_a_run_with_phrases(tiny_config):
     answer.draw()
 
 
-def forget_flag(checkpoint: Path) -> None:
-    """Take `finds_phrases` out of both files of a checkpoint that hold it."""
-    count = 0
-    for path in checkpoint.rglob("model.safetensors"):
-        tensors = load_file(path)
-        kept = {name: value for name, value in tensors.items() if not name.endswith("finds_phrases")}
-        count += len(tensors) - len(kept)
-        save_file(kept, path)
-    assert count == 2
-    (checkpoint / CHECKSUMS).unlink()
-    write_checksums(checkpoint)
-
-
-def test_processes_that_saw_no_whole_text_learn_of_it_from_the_others(tiny_config, monkeypatch):
-    """The head must remember what any process saw. Here another one, imitated by larger sums, saw two words."""
-    reduce = Accelerator.reduce
-
-    def with_another(self, tensor, *args, **kwargs):
-        return reduce(self, tensor, *args, **kwargs) + torch.tensor([0.5, 2.0])
-
-    monkeypatch.setattr(Accelerator, "reduce", with_another)
-    without_files = (PHRASES[0], "train.max_steps=1", "eval.every_epochs=0", "eval.boxes=[gt]", "data.boxes.train=gt")
-    config = tiny_config(*without_files)  # each expression is one phrase, and is not said to have no others
-    train(config)
-    saved = load_file(Path(config.output) / "model" / "phrases" / "model.safetensors")
-    assert saved["finds_phrases"] == 1
-
-
 def starts_from_another_run(tiny_config, run: Path, count: int) -> None:
     """The head of a run as the start of another one, and what does not fit."""
     words = f"data.vocabulary={run / 'model' / 'tokenizer'}", "output=unused"
-    built = build_run(tiny_config(*PHRASES, *words, f"phrases.weights={run}"))
+    built = build_run(tiny_config(*OWN_PHRASES, *words, f"phrases.weights={run}"))
     saved = load_file(run / "model" / "phrases" / "model.safetensors")
     own = built.model.phrase_head.state_dict()
     assert own.keys() == saved.keys() and all(torch.equal(value, saved[name]) for name, value in own.items())
     [start] = built.starts
     assert start.part == "phrases" and start.report.is_complete and len(start.report.matched) == len(saved)
-    text = start_text(tiny_config(*PHRASES, *words), built, make_accelerator("no"), 0, 1)
+    text = start_text(tiny_config(*OWN_PHRASES, *words), built, make_accelerator("no"), 0, 1)
     assert f"phrases     {count:,} parameters, {len(saved)} tensors from {run} (this project names)" in text
     for change, sentence in (
         ("phrases.layer=2", r"reads the states after 1 layers, and phrases.layer is 2; set phrases.layer=1"),
@@ -125,7 +199,7 @@ def starts_from_another_run(tiny_config, run: Path, count: int) -> None:
         (f"phrases.weights={run / 'model' / 'task'}", "does not fit the model's config"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=sentence):
-            build_model(tiny_config(*PHRASES, f"phrases.weights={run}", change), vocab_size=50)
+            build_model(tiny_config(*OWN_PHRASES, f"phrases.weights={run}", change), vocab_size=50)
     with pytest.raises(ValueError, match=r"phrases.weights is set, but phrases.weight is 0"):
         tiny_config(f"phrases.weights={run}")
     started = replaced(load_config(run / "model" / "config.yaml"), phrases={"weights": str(run)})
@@ -136,21 +210,264 @@ def starts_from_another_run(tiny_config, run: Path, count: int) -> None:
         load_model(run, overrides=["phrases.weights=here"])
 
 
-def test_data_that_state_no_phrases_are_refused(tiny_config, monkeypatch):
+def test_processes_that_saw_no_whole_text_learn_of_it_from_the_others(tiny_config, monkeypatch):
+    """The head must remember what any process saw. Here another one, imitated by larger sums, saw two words."""
+    reduce = Accelerator.reduce
+
+    def with_another(self, tensor, *args, **kwargs):
+        return reduce(self, tensor, *args, **kwargs) + torch.tensor([0.5, 2.0])
+
+    monkeypatch.setattr(Accelerator, "reduce", with_another)
+    config = tiny_config(HEAD, "train.max_steps=1", "eval.every_epochs=0", "eval.boxes=[]", "data.boxes.train=gt")
+    train(config)  # each expression is one phrase, and is not said to have no others
+    saved = load_file(Path(config.output) / "model" / "phrases" / "model.safetensors")
+    assert saved["finds_phrases"] == 1
+
+
+def test_settings_of_phrases(tiny_config, monkeypatch):
+    model = build_model(tiny_config(), vocab_size=50)
+    assert model.phrase_head is None and "phrases" not in [name for name, _ in model.named_children()]
+    with pytest.raises(ValueError, match=r"phrases.layer is 3, but the encoder has 2 layers"):
+        build_model(tiny_config("phrases={weight: 1, layer: 3}"), vocab_size=50)
+    with pytest.raises(ValueError, match=r"phrases.weight needs an encoder with states between its layers"):
+        build_model(replaced(tiny_config("phrases.weight=1"), encoder={"name": "none", "config": {}}), vocab_size=50)
     monkeypatch.setattr(RefCOCODataset, "has_phrases", False)
     with pytest.raises(ValueError, match=r"phrases.weight is 1.0, but no text of refcoco says what its phrases name"):
         build_run(tiny_config("phrases={weight: 1, layer: 1}", "data.boxes.train=gt"))
 
 
-def test_a_run_without_phrases_has_no_such_head(tiny_config):
-    model = build_model(tiny_config(), vocab_size=50)
-    assert model.phrase_head is None and "phrases" not in [name for name, _ in model.named_children()]
+# Phrases of other data
 
 
-def test_a_layer_that_the_encoder_lacks_is_refused(tiny_config):
-    with pytest.raises(ValueError, match=r"phrases.layer is 3, but the encoder has 2 layers"):
-        build_model(tiny_config("phrases={weight: 1, layer: 3}"), vocab_size=50)
-    with pytest.raises(ValueError, match=r"phrases.weight needs an encoder with states between its layers"):
-        build_model(replaced(tiny_config("phrases.weight=1"), encoder={"name": "none", "config": {}}), vocab_size=50)
-    with pytest.raises(ValueError, match=r"phrases.size is 0"):
-        load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", ["phrases.size=0"])
+@pytest.mark.parametrize("task", ["vqa", "nlvr2", "vcr"])
+def test_a_run_whose_phrases_are_of_other_data(folder, tmp_path, task):
+    config = joined(task, folder, f"output={tmp_path / 'run'}")
+    metrics = train(config)
+    run, key = tmp_path / "run", TASKS[task][2]
+    for loss in (LOSSES.get(task, task), "phrases", "phrase_tags", *(["region_class"] if task == "vcr" else [])):
+        log = losses_of(run)
+        assert any(line[loss] > 0 for line in log) and all(0 <= line[loss] < 100 for line in log), loss
+    records = json.loads((run / "predictions_val_gt.json").read_text())
+    captions = [record for record in records if record["type"] == "PhrasesOnly"]
+    questions = [record for record in records if record["type"] != "PhrasesOnly"]
+    assert captions and questions
+    assert all(key in record for record in questions) and not any(key in record for record in captions)
+    assert all(record.get("correct") is None and record["grounded"] for record in captions)
+    assert not any({"answer", "prediction", "choice", "box", "score"} & record.keys() for record in captions)
+    scores = [record["correct"] for record in questions]
+    assert metrics["val/count_gt_boxes"] == len(questions)
+    assert metrics["val/accuracy_gt_boxes"] == pytest.approx(sum(scores) / len(scores))
+    assert 0 <= metrics["val/phrase_accuracy_gt_boxes"] <= 1
+    assert (run / "report.html").is_file()
+    if task != "vcr":  # which needs two runs
+        predict_split(run, split="val", boxes="gt", output=tmp_path / "submission")
+        text = (tmp_path / "submission").read_text()
+        assert len(text.splitlines() if task == "nlvr2" else json.loads(text)) == len(questions)
+
+
+def test_captions_add_nothing_to_the_loss_of_questions(folder):
+    """The loss of a mixed batch is the loss of its questions, and its gradients reach the questions only."""
+    built = build_run(joined("vqa", folder))
+    data, model = built.train_data, built.model.eval()
+    number = len(data.dataset.members[0])  # the captions begin behind the questions
+    examples = [data[Request(group, tuple(data.groups[group][:2]))] for group in range(len(data.groups))]
+    is_known = [record["text_index"] < number for one in examples for record in (text.record for text in one.texts)]
+    batch = built.collate(examples)
+    assert batch.targets.has_target.tolist() == is_known and {*is_known} == {True, False}
+    assert not batch.targets.scores[~batch.targets.has_target].any()
+    with torch.no_grad():
+        output = model(batch)
+    encoded = output.encoded
+    encoded.summary = encoded.summary.clone().requires_grad_()
+    task = model.task(batch, output.text_regions, encoded)
+    loss, known = task.losses["vqa"], batch.targets.has_target
+    expected = F.binary_cross_entropy_with_logits(task.logits[known], batch.targets.scores[known], reduction="sum")
+    assert loss.total.item() == expected.item() > 0 and float(loss.count) == sum(is_known)
+    loss.total.backward()
+    model.zero_grad()
+    reached = encoded.summary.grad.abs().amax(dim=1) > 0
+    assert reached.tolist() == is_known
+
+    captions = built.collate([one for one in examples if one.texts[0].record["text_index"] >= number])
+    alone = model(captions).task_losses
+    assert (alone["vqa"].total.item(), alone["vqa"].count.item()) == (0, 0), "the loss is there on every process"
+    assert alone["phrases"].total > 0 and alone["phrases"].count > 0
+    alone["vqa"].total.backward()
+    assert all(one.grad is None or not one.grad.any() for one in model.parameters())
+    questions = built.collate([one for one in examples if one.texts[0].record["text_index"] < number])
+    assert questions.targets.has_target is None
+
+
+def test_captions_add_nothing_to_the_losses_of_vcr(folder):
+    """A mixed batch has the losses of its questions, and the phrases' gradients reach the detector's backbone."""
+    built = build_run(joined("vcr", folder))
+    data, model = built.train_data, built.model.eval()
+    number = len(data.dataset.members[0])
+    examples = [data[Request(group, tuple(data.groups[group][:1]))] for group in range(len(data.groups))]
+    is_question = [example.texts[0].record["text_index"] < number for example in examples]
+    mixed = built.collate(examples)
+    assert mixed.targets.has_target.tolist() == [known for known in is_question for _ in range(4 if known else 1)]
+    classes = [set(one.tolist()) for one in mixed.region_labels.classes]
+    assert all((one == {-1}) != known for one, known in zip(classes, is_question, strict=True))
+    masks = [bool((one == 1).all()) for one in mixed.roi_masks]
+    assert all(mask != known for mask, known in zip(masks, is_question, strict=True)), "drawn shapes are no rectangles"
+
+    output = model(mixed)
+    task = model.task(mixed, output.text_regions, output.encoded)
+    known = mixed.targets.has_target
+    assert task.logits.shape == (sum(is_question), 4)
+    assert float(task.losses["choice"].count) in (sum(is_question), 4 * sum(is_question))
+    assert float(task.losses["region_class"].count) == float(output.text_regions.attention_mask[known].sum())
+    summary = output.encoded.summary.detach().clone().requires_grad_()
+    output.encoded.summary = summary
+    model.task(mixed, output.text_regions, output.encoded).losses["choice"].total.backward(retain_graph=True)
+    assert (summary.grad.abs().amax(dim=1) > 0).tolist() == known.tolist()
+
+    captions = built.collate([one for one, asked in zip(examples, is_question, strict=True) if not asked])
+    model.zero_grad()
+    alone = model(captions).task_losses
+    for name in ("choice", "region_class"):
+        assert (alone[name].total.item(), alone[name].count.item()) == (0, 0), "the loss is there on every process"
+    assert alone["phrases"].total > 0
+    alone["phrases"].total.backward()
+    reached = [parameter.grad for parameter in model.detector.parameters() if parameter.grad is not None]
+    assert any(gradient.abs().sum() > 0 for gradient in reached)
+
+
+def test_questions_beside_descriptions_of_regions(tmp_path):
+    """Visual Genome's descriptions have no truth at all, only phrases."""
+    words = ("detector.loss_weight=0", "data.boxes.train=detections", "eval.boxes=[detections]")
+    config = joined("vqa", tmp_path, *words, "data.synthetic.formats=[refcoco+, detections, vqa, visual_genome]")
+    regions = {"name": "visual_genome", "splits": {"train": "train"}, "files": GENOME}
+    parts = {"asked": config.data.config["parts"]["asked"], "said": regions}
+    metrics = train(replaced(config, data={"config": {"parts": parts}}))
+    assert all(any(line[loss] > 0 for line in losses_of(tmp_path / "run")) for loss in ("vqa", "phrases"))
+    records = json.loads((tmp_path / "run" / "predictions_val_detections.json").read_text())
+    assert records and all("question_id" in record for record in records), "evaluated on the questions alone"
+    assert metrics["val/count_detected_boxes"] == len(records)
+
+
+def test_data_that_do_not_go_together(folder, monkeypatch):
+    config = joined("vqa", folder)
+    with pytest.raises(ValueError, match=r"no text of vcr says what its phrases name; set it to 0, or join data"):
+        build_run(alone("vcr", folder))
+    part = {"asked": config.data.config["parts"]["asked"]}
+    with pytest.raises(ValueError, match=r"no text of joined says .* set it to 0, or join data"):
+        build_run(replaced(config, data={"config": {"parts": part}}))
+    with pytest.raises(ValueError, match=r"VQATargets: scores is known for some texts of a batch and unknown"):
+        train(joined("vqa", folder, "phrases.weight=0"))
+    with pytest.raises(ValueError, match=r"has no four choices, so VCR has nothing to learn .* phrases.weight"):
+        build_run(joined("vcr", folder, "phrases.weight=0")).train_data[Request(4, (20,))]
+    with pytest.raises(ValueError, match="annotated objects of different classes"):
+        build_run(joined("vcr", folder, instances=True))
+    monkeypatch.setattr("e2e_vl.tasks.vqa.VQAPreprocessor.learns_from", ())
+    with pytest.raises(ValueError, match=r"the task vqa cannot take texts that have phrases and no target of its own"):
+        build_run(config)
+
+
+# Names in VCR's texts
+
+
+def test_names_as_phrases(folder, tmp_path):
+    words = ("data.config.names_are_phrases=true", "task.config.ground_words=false", "data.flip=1")
+    config = alone("vcr", folder, *words, f"output={tmp_path / 'run'}")
+    train(config)
+    for record in json.loads((tmp_path / "run" / "predictions_val_gt.json").read_text()):
+        text = f"{record['text']} {record['choices'][record['choice']]}"
+        names = [name for name, _ in record["named_boxes"]]
+        assert "correct" in record["grounded"][0], "each question names an object"
+        for phrase in record["grounded"]:
+            assert phrase["text"] in names and phrase["text"] in text
+
+    data = build_run(replaced(config, train={"max_steps": 1})).train_data
+    example = data[Request(0, tuple(data.groups[0][:1]))]
+    [image] = example.images
+    assert image.image_transform.flipped and len(example.texts) == 4
+    for text in example.texts:
+        stated = {name: tuple(box) for name, box in text.record["named_boxes"]}
+        assert len(text.phrases.spans) == len(text.phrases.boxes) > 0
+        for (first, end), box in zip(text.phrases.spans, text.phrases.boxes, strict=True):
+            start, stop = text.phrases.offsets[first][0], text.phrases.offsets[end - 1][1]
+            ours = image.image_transform.transform_boxes(np.array([stated[text.phrases.words[start:stop]]]))
+            torch.testing.assert_close(torch.tensor(box), torch.tensor(ours, dtype=torch.float32), atol=1.5, rtol=0)
+    with pytest.raises(ValueError, match=r"which region a name means, but task\.config\.ground_words adds that region"):
+        build_run(alone("vcr", folder, "data.config.names_are_phrases=true"))
+
+
+# Every encoder
+
+
+def gradients_reach(model: torch.nn.Module, loss: torch.Tensor) -> None:
+    """The gradients of a loss reach the encoder and the detector's backbone."""
+    loss.backward()
+    for part in ("detector", "encoder"):
+        gradients = [
+            value.grad
+            for key, value in getattr(model, part).named_parameters()
+            if value.grad is not None and (part == "encoder" or "backbone" in key)
+        ]
+        assert gradients and any(one.abs().sum() > 0 for one in gradients), part
+
+
+@pytest.mark.parametrize(
+    ("task", "encoder"),
+    [
+        *(("refcoco", encoder) for encoder in LAYERS),
+        *(("nlvr2", encoder) for encoder in LAYERS),
+        *(("vqa", "vl_bert"), ("gqa", "visual_bert"), ("vcr", "lxmert"), ("flickr30k", "lxmert")),
+    ],
+)
+def test_phrases_beside_each_task_train_the_backbone_of_each_encoder(folder, task, encoder):
+    own = SIZES | LAYERS[encoder] | NEEDED.get((encoder, task), {}) | {"relative_geometry": True}
+    config = alone(task, folder) if task == "flickr30k" else joined(task, folder)
+    run = build_run(replaced(config, encoder={"name": encoder, "config": own}))
+    data = run.train_data
+    batch = run.collate([data[Request(group, tuple(texts[:2]))] for group, texts in enumerate(data.groups)])
+    model = run.model.train()
+    output = model(batch)
+    assert LOSSES.get(task, task) in output.losses and {"phrases", "phrase_tags"} <= output.losses.keys()
+    assert all(torch.isfinite(loss.total) and loss.count > 0 for loss in output.losses.values())
+    gradients_reach(model, output.losses["phrases"].mean)
+    with torch.no_grad():
+        asked = model.eval()(batch)
+    assert asked.phrases.log_attention.shape[0] == asked.phrases.spans.counts.sum() > 0
+
+
+@pytest.mark.parametrize("encoder", LAYERS)
+def test_phrases_in_pretraining(folder, encoder):
+    """On captions without phrases, Flickr30K and Visual Genome joined."""
+    words = [DETECTOR, f"data.root={folder / 'pretraining_data'}", f"output={folder / encoder}"]
+    words.append("data.synthetic={scenes: {train: 3}, formats: [captions, flickr30k, visual_genome, detections]}")
+    captions = {"images": "images/train2014", "captions": "captions/captions_{split}.json"}
+    flickr = {key: file for key, file in CAPTIONS["files"].items() if key != "instances"}
+    parts = {
+        "captions": {"name": "captions", "files": captions},
+        "flickr": {"name": "flickr30k", "files": flickr, "config": CAPTIONS["config"]},
+        "genome": {"name": "visual_genome", "files": GENOME},
+    }
+    parts = {name: part | {"splits": {"train": "train"}, "images": "drawn"} for name, part in parts.items()}
+    hides = encoder != "visual_bert"  # which cannot tell masked regions from others
+    objectives = {"masked_text": 0.0, "relationship": 1.0, "masked_regions": {"classes": 7} if hides else 0.0}
+    config = replaced(
+        load_config(TINY / "visual_genome.yaml", words),
+        data={"name": "joined", "files": {"detections": DETECTIONS}, "config": {"parts": parts}},
+        encoder={"name": encoder, "config": SIZES | LAYERS[encoder]},
+        task={"config": {"objectives": objectives}},
+    )
+    run = build_run(config)
+    groups = run.train_data.groups
+    first = [member.dataset.groups[0][0] + start for member, start in _starts(run.train_data.dataset)]
+    chosen = [number for number, texts in enumerate(groups) if texts[0] in first]
+    batch = run.collate([run.train_data[Request(number, tuple(groups[number][:2]))] for number in chosen])
+    counts = batch.phrases.spans.counts.tolist()
+    assert counts[0] == 0 and len(chosen) == 3 and sum(counts) > 0
+    output = run.model.train()(batch)
+    learned = {"phrases", "phrase_tags", "masked_words", "relationship"} | ({"masked_regions"} if hides else set())
+    assert learned == set(output.losses) and all(torch.isfinite(loss.total) for loss in output.losses.values())
+    assert output.losses["phrases"].count > 0
+    gradients_reach(run.model, output.losses["phrases"].mean)
+
+
+def _starts(dataset: JoinedDataset) -> list[tuple[JoinedPart, int]]:
+    """Each part with the number of its first text."""
+    return list(zip(dataset.members, dataset.starts[:-1], strict=True))

@@ -1,0 +1,234 @@
+"""Tiny runs of each task, from drawing to predictions and a user's question. Referring expressions: test_train.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import e2e_vl
+from e2e_vl.config import RunConfig, load_config
+from e2e_vl.data.batching import Request
+from e2e_vl.io import read_log
+from e2e_vl.metrics.vcr import VCRPrediction, join_predictions, joint_metrics, write_submission
+from e2e_vl.predictions import read_predictions
+from e2e_vl.run.build import build_collate, build_examples, build_run, build_tokenizer
+from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.train import train
+from tests.leaderboard import read_leaderboard
+from tests.official_vqa import vqa_accuracy
+from tests.same import assert_same
+from tests.weights.starts import replaced
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs" / "tiny"
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+def predictions(path: Path) -> list[dict]:
+    return json.loads(path.read_text("utf-8"))
+
+
+def metrics_of(run: Path) -> dict:
+    return json.loads((run / "metrics.json").read_text("utf-8"))
+
+
+@pytest.fixture
+def settings(shared_folder, tmp_path) -> Callable[..., RunConfig]:
+    """`settings("vqa", ...)`: settings of a tiny run on data that are drawn once."""
+
+    def make(task: str, *words: str) -> RunConfig:
+        own = [f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}", f"output={tmp_path / 'run'}"]
+        return load_config(TINY / f"{task}.yaml", [*own, f"data.root={shared_folder / f'{task}_data'}", *words])
+
+    return make
+
+
+def test_gqa(run_of, tmp_path):
+    run = run_of("gqa")
+    names = ("accuracy", "validity", "plausibility", "consistency", "distribution")
+    assert all(f"val_all/{name}_gt_boxes" in metrics_of(run) for name in names)
+    records = predictions(run / "predictions_val_all_gt.json")
+    is_balanced = [record.get("is_balanced", True) for record in records]
+    assert {*is_balanced} == {True, False}
+    assert ["is_valid" in record for record in records] == is_balanced
+    model = e2e_vl.load(run)
+    answer = model.ask(records[0]["file_name"], "What color is the circle?")
+    assert answer.answer in model.network.task.answers and 0 < answer.score < 1
+
+
+def test_flickr30k(run_of):
+    run = run_of("flickr30k")
+    metrics = metrics_of(run)
+    assert metrics["val/ceiling_gt_boxes"] == 1, "the annotated boxes hold the right ones"
+    recalls = [metrics[f"val/{name}_gt_boxes"] for name in ("accuracy", "recall_5", "recall_10")]
+    assert recalls == sorted(recalls) and recalls[0] >= 0
+    assert any(name.startswith("val/accuracy_by_type_gt_boxes/") for name in metrics)
+    records = predictions(run / "predictions_val_gt.json")
+    assert all(len(record["boxes"]) == len(record["phrases"]) == len(record["ranks"]) for record in records)
+    assert len({len(record["phrases"]) for record in records}) > 1
+    answer = e2e_vl.load(run).ask(records[0]["file_name"], "[the star] and [a red thing]")
+    assert len(answer.lines) == len(answer.pointed) == 2 and answer.pointed[0][0].startswith("the star")
+    assert min(answer.draw().size) >= 60
+
+
+def test_nlvr2(run_of):
+    run = run_of("nlvr2")
+    metrics = metrics_of(run)
+    assert 0 <= metrics["val/consistency_gt_boxes"] <= metrics["val/accuracy_gt_boxes"] <= 1
+    records = predictions(run / "predictions_val_gt.json")
+    assert all(len(record["file_names"]) == 2 for record in records)
+    model = e2e_vl.load(run)
+    network = model.network
+    data = build_examples(model.settings, network, model.tokenizer, "val", boxes="gt")
+    batch = build_collate(model.settings, network)([data[Request(0, tuple(data.groups[0]))]])
+    assert batch.image_index.tolist() == [[0, 1]] * len(data.groups[0])
+    with torch.no_grad():
+        torch.nn.init.normal_(network.encoder.embeddings.image_slot_embeddings.weight)  # it starts at zero
+        there = network(batch).task.logits
+        back = network(dataclasses.replace(batch, image_index=batch.image_index.flip(1))).task.logits
+    assert (there - back).abs().max() > 1e-6, "swapping the images changes the result"
+    answer = model.ask(tuple(records[0]["file_names"]), "Both images contain a star.")
+    assert answer.answer in ("True", "False") and set(answer.box_images) <= {0, 1}
+    assert [name for name, _ in answer.top] in (["True", "False"], ["False", "True"])
+
+
+# VQA and its list of answers
+
+
+def test_vqa(vqa_run, tmp_path):
+    metrics, moved = metrics_of(vqa_run), tmp_path / "moved"
+    answers = json.loads((vqa_run / "answers.json").read_text())
+    assert metrics["val/count_gt_boxes"] == 42 and {"yes", "no"} <= set(answers)
+    shutil.copytree(vqa_run, moved)
+    (moved / "answers.json").unlink()  # a run needs neither its old place nor the data to answer
+    _, model, _ = load_model(moved, overrides=["data.root=nowhere"])
+    assert model.task.answers == answers and model.task.head.output.out_features == len(answers)
+    again, path = evaluate_run(moved, split="val", boxes="gt", output=tmp_path / "p.json")
+    assert again["val/accuracy_gt_boxes"] == metrics["val/accuracy_gt_boxes"]
+    records = predictions(path)
+    assert_same(records, predictions(moved / "predictions_val_gt.json"))
+    assert {record["answer"] for record in records} <= set(answers)
+    assert vqa_accuracy(records, records, 12)["overall"] == pytest.approx(100 * metrics["val/accuracy_gt_boxes"])
+
+
+def test_answers_from_a_text_file(vqa_run, settings, tmp_path):
+    path = tmp_path / "answers.txt"
+    path.write_text("<unk>\nyes\nno\nt - shirt\n")
+    run = build_run(settings("vqa", f"data.files.answers={path}"))
+    assert run.model.task.answers == ["<unk>", "yes", "no", "t  shirt"]  # the official punctuation step
+    assert not (tmp_path / "run" / "answers.json").exists()
+    with pytest.raises(ValueError, match="no answer belongs to at least 500 of the"):
+        build_run(settings("vqa", "task.config.min_answer_count=500"))
+
+
+def test_rows_of_the_classifier_start_from_words(vqa_run, settings):
+    run = build_run(settings("vqa"))
+    table = run.model.encoder.get_input_embeddings().weight
+    row = run.model.task.answers.index("yes")
+    ids = run.tokenizer.convert_tokens_to_ids(["yes"])
+    torch.testing.assert_close(run.model.task.head.output.weight[row], table[ids[0]])
+    tokenizer = build_tokenizer(settings("vqa"))
+    assert tokenizer.tokenize("yes no") == ["yes", "no"]
+    assert tokenizer.unk_token not in tokenizer.tokenize("What color is the yellow star? yes no")
+
+
+@pytest.mark.parametrize("control", ["data.blank_image=true", "data.blank_text=true"])
+@pytest.mark.parametrize("boxes", ["gt", "online"])
+def test_controls_of_vqa(vqa_run, settings, control, boxes):
+    run = build_run(settings("vqa", control, f"data.boxes.train={boxes}"))
+    examples = run.train_data
+    batch = run.collate([examples[Request(group, tuple(examples.groups[group][:3]))] for group in range(2)])
+    output = run.model(batch)
+    output.losses["vqa"].mean.backward()
+    assert torch.isfinite(output.losses["vqa"].mean)
+    if control == "data.blank_image=true":  # two images of one size look the same
+        assert torch.equal(batch.images.pixels[0], batch.images.pixels[1])
+
+
+# VCR
+
+
+def test_two_runs_of_vcr_make_one_submission(vcr_runs, tmp_path):
+    q2a, qa2r = vcr_runs
+    scores = metrics_of(q2a)
+    assert {f"val/accuracy_gt_boxes/{family}" for family in ("colour", "match", "pair")} <= set(scores)
+    assert {"choice", "region_class"} <= set(read_log(q2a / "log.jsonl")[0])
+    answers, rationales = (read_predictions(run / "predictions_val_gt.json", VCRPrediction) for run in vcr_runs)
+    joint = joint_metrics(answers, rationales)
+    assert joint["Q->A"] == pytest.approx(scores["val/accuracy_gt_boxes"])
+    assert joint["Q->AR"] <= min(joint["Q->A"], joint["QA->R"])
+
+    each = ["data.config.condition_on=each"]
+    metrics, path = evaluate_run(qa2r, split="val", boxes="gt", output=tmp_path / "each.json", overrides=each)
+    given_each = read_predictions(path, VCRPrediction)
+    assert len(given_each) == 4 * len(answers)
+    assert metrics["val/accuracy_gt_boxes"] == pytest.approx(joint["QA->R"])
+    assert joint_metrics(answers, given_each) == pytest.approx(joint)
+
+    _, path = evaluate_run(q2a, split="test", boxes="gt", output=tmp_path / "answers.json")
+    answers = read_predictions(path, VCRPrediction)
+    metrics, path = evaluate_run(qa2r, split="test", boxes="gt", output=tmp_path / "rationales.json", overrides=each)
+    assert metrics == {}  # the test split has no labels
+    write_submission(tmp_path / "test.csv", join_predictions(answers, read_predictions(path, VCRPrediction)))
+    assert read_leaderboard(tmp_path / "test.csv").annot_ids == [one.annot_id for one in answers]
+
+
+def test_vcr_without_words_and_with_detection_losses(vcr_runs, settings, tmp_path):
+    """Without any word the four choices are one text, so their scores are equal."""
+    words = ("data.blank_text=true", "train.max_steps=1", "detector.loss_weight=1", "task.config.loss=sigmoid")
+    classes = "data.config.class_names=[person, sportsball, book, airplane, kite]", "task.config.num_classes=6"
+    train(settings("vcr", *words, *classes, "detector.overrides.MODEL.ROI_HEADS.NUM_CLASSES=5"))
+    logged = read_log(tmp_path / "run" / "log.jsonl")[0]
+    assert {"choice", "region_class", "loss_cls", "loss_rpn_cls", "loss_attribute"} <= set(logged)
+    records = predictions(tmp_path / "run" / "predictions_val_gt.json")
+    assert {record["choice"] for record in records} <= {0, 1, 2, 3}
+    for record in records:
+        assert len(set(record["probabilities"])) == 1 or max(record["probabilities"]) == pytest.approx(
+            min(record["probabilities"]), abs=1e-5
+        )
+
+
+# Pre-training on several data sets
+
+
+def test_captions_and_questions_in_one_run(settings, tmp_path):
+    splits = {"train": "train", "val": "val"}
+    parts = {
+        "said": {"name": "captions", "files": {"captions": "captions/captions_{split}.json"}},
+        "asked": {
+            "name": "vqa",
+            "files": {
+                "questions": "vqa/v2_OpenEnded_mscoco_{split}_questions.json",
+                "annotations": "vqa/v2_mscoco_{split}_annotations.json",
+            },
+            "config": {"image_name": "COCO_train2014_{id:012d}.jpg"},
+        },
+    }
+    files = {"images": "images/train2014", "instances": "detection/instances_{split}.json"}
+    config = settings("pretraining", f"data.root={tmp_path / 'data'}", "data.synthetic.scenes={train: 6, val: 3}",
+                      "data.synthetic.formats=[captions, vqa, detection]", "train.max_steps=2",
+                      "train.warmup_steps=0", "eval.report_pictures=0")  # fmt: skip
+    parts = {name: part | {"splits": splits, "images": "scenes"} for name, part in parts.items()}
+    objectives = config.task.config["objectives"] | {
+        "masked_text": 0.0,
+        "image_qa": {"weight": 1.0, "answers": ["yes", "no", *map(str, range(6))]},
+    }
+    config = replaced(
+        config,
+        data={"name": "joined", "config": {"parts": parts}, "files": files},
+        task={"config": config.task.config | {"objectives": objectives}},
+    )
+    metrics = train(config)
+    assert "val/image_qa_gt_boxes" in metrics and "val/relationship_gt_boxes" in metrics
+    records = predictions(tmp_path / "run" / "predictions_val_gt.json")
+    assert {"question_id" in record["facts"] for record in records} == {True, False}
+    losses = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] == "train"]
+    assert all(0 < line["masked_words"] < 100 for line in losses)
