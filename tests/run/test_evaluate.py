@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from e2e_vl.cli import evaluate as tool
 from e2e_vl.cli import predict as prediction_tool
 from e2e_vl.config import BoxSource
 from e2e_vl.extraction.regions import detector_of_run
+from e2e_vl.io import read_log
 from e2e_vl.metrics.refcoco import hits
+from e2e_vl.run import evaluate as evaluation
 from e2e_vl.run.build import build_examples
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate, evaluate_run
@@ -29,20 +30,6 @@ def predictions(path: Path) -> list[dict]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_a_saved_model_is_the_model_in_memory(trained_run):
-    config, model, tokenizer = load_model(trained_run.path)
-    assert not model.training
-    assert tokenizer.get_vocab() == trained_run.run.tokenizer.get_vocab()
-    saved, kept = model.state_dict(), trained_run.model.state_dict()
-    assert set(saved) == set(kept)
-    assert all(torch.equal(value, kept[name]) for name, value in saved.items())
-    assert model.detector.config == trained_run.model.detector.config
-    examples = build_examples(config, model, tokenizer, "val", boxes="online")
-    accelerator = make_accelerator("no")
-    answers = [evaluate(config, one, examples, accelerator) for one in (model, trained_run.model)]
-    assert_same(answers[0], answers[1])
-
-
 @pytest.mark.parametrize("boxes", BOXES)
 def test_evaluating_a_run_gives_the_numbers_of_its_training(trained_run, boxes, tmp_path):
     metrics, path = evaluate_run(trained_run.path, split="val", boxes=boxes, output=tmp_path / "deep" / "p.json")
@@ -51,22 +38,16 @@ def test_evaluating_a_run_gives_the_numbers_of_its_training(trained_run, boxes, 
     assert_same(predictions(path), predictions(trained_run.path / f"predictions_val_{boxes}.json"))
 
 
-def test_boxes_of_a_detector_that_never_learned_to_find_any_are_warned_of(tiny_config, caplog):
+def test_boxes_of_a_detector_that_never_learned_to_find_any_are_warned_of(tiny_config, trained_run, caplog):
     config = tiny_config("detector.loss_weight=0", "data.boxes.train=gt", "train.max_steps=1", "eval.boxes=[gt]")
     train(config)
     run = Path(config.output)
     assert "random" not in caplog.text
-    evaluate_run(run, split="val", boxes="gt", output=run / "gt.json")
-    assert "random" not in caplog.text
+    evaluate_run(trained_run.path, split="val", boxes="online", output=run / "trained.json")
+    assert "random" not in caplog.text and detector_of_run(trained_run.path).warning == ""
     evaluate_run(run, split="val", boxes="online", output=run / "online.json")
     assert "The detector's predicted boxes are random" in caplog.text
     assert detector_of_run(run).warning.startswith("The run's detector learned to describe given")
-
-
-def test_boxes_of_a_trained_detector_are_not_warned_of(trained_run, tmp_path, caplog):
-    evaluate_run(trained_run.path, split="val", boxes="online", output=tmp_path / "again.json")
-    assert "random" not in caplog.text
-    assert detector_of_run(trained_run.path).warning == ""
 
 
 @pytest.mark.parametrize("boxes", BOXES)
@@ -102,6 +83,55 @@ def test_texts_that_are_predicted_twice_are_an_error(trained_run):
     task.predict = lambda batch, output: predict(batch, output) * 2
     with pytest.raises(RuntimeError, match="some are missing or double"):
         evaluate(config, model, examples, make_accelerator("no"))
+
+
+def test_a_corrupt_image_of_the_evaluation_ends_no_run(tiny_words, tiny_config, tmp_path, caplog):
+    [root] = [word.partition("=")[2] for word in tiny_words if word.startswith("data.root=")]
+    shutil.copytree(root, tmp_path / "data")
+    image = sorted((tmp_path / "data" / "images" / "train2014").iterdir())[12]
+    image.write_bytes(image.read_bytes()[:200])
+    words = ("data.boxes.train=gt", "detector.loss_weight=0", "eval.boxes=[gt]", "train.max_steps=1", "data.workers=1")
+    config = tiny_config(*words, f"data.root={tmp_path / 'data'}")
+    run, metrics = Path(config.output), train(config)
+    assert metrics["val/unreadable_images_gt_boxes"] == 1
+    records = predictions(run / "predictions_val_gt.json")
+    [lost] = predictions(run / "unreadable_val_gt.json")
+    assert lost["images"] == ["13"] and "000000000013" in lost["reason"]
+    assert {record["image_id"] for record in records}.isdisjoint({13})
+    assert sorted([record.get("text_index", 0) for record in records] + lost["texts"]) == list(
+        range(len(records) + len(lost["texts"]))
+    )
+    assert metrics["val/count_gt_boxes"] == len(records)
+    assert "val, gt: " in caplog.text and "000000000013" in caplog.text and "have no prediction" in caplog.text
+    # later, only by request
+    with pytest.raises(ValueError, match=r"000000000013.*skip_broken=true"):
+        evaluate_run(run, split="val", boxes="gt")
+    again, path = evaluate_run(run, split="val", boxes="gt", overrides=["data.skip_broken=true"])
+    assert again["val/unreadable_images_gt_boxes"] == 1
+    assert len(predictions(path.with_name("val_gt_unreadable.json"))) == 1
+
+
+def test_a_checkpoint_comes_before_the_evaluation_of_its_step(tiny_config, monkeypatch):
+    """Whatever happens in an evaluation, its step is saved, and a resumed run makes the evaluation."""
+    every = ("train.save_every_epochs=0.3333333", "eval.every_epochs=0.6666667", "data.texts_per_image=null")
+    config = tiny_config(
+        "data.boxes.train=gt", "detector.loss_weight=0", "eval.boxes=[gt]", "train.max_steps=3", *every
+    )
+    evaluate_all = evaluation.evaluate
+
+    def fail(*arguments, **named):
+        raise ValueError("the annotations of image 13 are damaged")
+
+    monkeypatch.setattr(evaluation, "evaluate", fail)
+    with pytest.raises(ValueError, match="damaged"):
+        train(config)
+    assert (Path(config.output) / "checkpoints" / "step_00000002" / "step.json").is_file()
+    monkeypatch.setattr(evaluation, "evaluate", evaluate_all)
+    train(config, resume=True)
+    lines = read_log(Path(config.output) / "log.jsonl")
+    assert [(line["step"], line["kind"]) for line in lines] == [
+        *((1, "train"), (2, "train"), (2, "eval"), (3, "train"), (3, "eval")),
+    ]
 
 
 # tools/evaluate.py

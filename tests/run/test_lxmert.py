@@ -117,7 +117,7 @@ def test_a_step_of_vcr(config_of, tmp_path):
 
 def test_a_step_of_gqa_with_the_score_of_its_attention(config_of, tmp_path):
     words = ("data.synthetic.formats=[gqa, refcoco+, detections]", "data.config.grounding=true")
-    words += ( "task.config.grounding=true", "task.config.initialise_from_words=false")
+    words += ("task.config.grounding=true", "task.config.initialise_from_words=false")
     metrics = train(config_of("gqa", *words, "data.files.scene_graphs=gqa/sceneGraphs/{part}_sceneGraphs.json"))
     records = json.loads((tmp_path / "run" / "predictions_val_all_gt.json").read_text())
     scored = [record["grounding"] for record in records if record.get("is_balanced", True)]

@@ -1,17 +1,24 @@
-"""What trackers get."""
+"""What trackers get, and what a run prints before training and at its end."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from detector.checkpoint import LoadReport
+from e2e_vl.config import load_config
 from e2e_vl.io import read_log
 from e2e_vl.run import trackers
-from e2e_vl.run.trackers import PICTURES, check_trackers, without_constants
+from e2e_vl.run.build import Start, build_eval_data, build_run, resolve
+from e2e_vl.run.launch import make_accelerator
+from e2e_vl.run.trackers import PICTURES, check_trackers, end_text, result_table, start_text, without_constants
 from e2e_vl.run.train import train
+from tests.run.test_train import GT_ONLY
 
+ROOT = Path(__file__).parents[2]
 BOXES = ("gt", "detections", "online")
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -69,3 +76,108 @@ def test_a_run_without_trackers(tiny_config):
     config = tiny_config("train.trackers=[]", "train.max_steps=1", "eval.boxes=[]")
     train(config)
     assert not (Path(config.output) / "tensorboard").exists()
+
+
+# What a run prints
+
+
+def said(config, *, step: int = 0, starts: tuple[Start, ...] = ()) -> dict[str, str]:
+    """Lines of the block, by what they begin with."""
+    run = build_run(config)
+    build_eval_data(config, run)
+    run.starts += starts
+    first, *lines = start_text(config, run, make_accelerator("no"), step, 8).splitlines()
+    assert first == config.output
+    return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
+
+
+def test_the_block_before_training(tiny_config):
+    lines = said(tiny_config("train.mixed_precision=bf16", "train.accumulate=2"))
+    assert list(lines) == ["device", "training", "evaluation", "steps", "vocabulary", "detector", "encoder", "head"]
+    assert lines["device"].startswith("CPU with 1 of ") and "1 process, bfloat16 mixed with float32" in lines["device"]
+    assert lines["training"].startswith("train: 12 images with ") and lines["training"].endswith("texts, boxes: online")
+    assert lines["evaluation"].endswith("texts, boxes: gt, detections, online")
+    assert lines["steps"] == "8, each with 4 images in 2 parts and at most 3 texts per image (32 images in all)"
+    assert lines["vocabulary"].endswith("wordpieces, built from the training texts")
+    for name in ("detector", "encoder", "head"):
+        assert re.fullmatch(r"[\d,]+ parameters, all random", lines[name])
+
+
+def test_the_documented_block_is_what_a_run_prints(tmp_path):
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    block = text.partition("```\nruns/tiny_refcoco\n")[2].partition("```")[0]
+    documented = {line.split()[0]: line.split(maxsplit=1)[1] for line in block.splitlines()}
+    words = [f"output={tmp_path / 'run'}", f"data.root={tmp_path / 'data'}"]
+    words.append(f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}")
+    printed = said(resolve(load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", words)))
+    assert list(documented) == list(printed)
+    del documented["device"], printed["device"]  # another machine has other threads
+    assert documented == printed
+
+
+def test_the_block_of_a_run_that_goes_on_and_starts_from_files(tiny_config, trained_run):
+    model = trained_run.path / "model"
+    words = (*GT_ONLY, f"detector.weights={model}", f"encoder.weights={model}", "detector.freeze=true")
+    lines = said(tiny_config(*words, f"data.vocabulary={model / 'tokenizer'}", "data.texts_per_image=null"), step=3)
+    assert lines["steps"].startswith("8, 3 of them done, each with 4 images and all texts per image")
+    assert "parameters, frozen, " in lines["detector"]
+    assert f"tensors from {model} (Detectron2 names); random: nothing" in lines["detector"]
+    assert f"tensors from {model} (this project names); random: nothing" in lines["encoder"]
+    assert lines["head"].endswith("all random")
+    assert lines["vocabulary"].endswith(str(model / "tokenizer"))
+    assert "evaluation" not in lines
+
+
+def test_what_stays_random_is_named(tiny_config):
+    names = ["head.output.weight", "head.output.bias"]
+    first = LoadReport(["a"], missing=[*names, "x"], unexpected=["old"], mismatched=[], copied=["m -> head"])
+    second = LoadReport(["x", "y"], missing=names, unexpected=[], mismatched=[], layout="BERT")
+    line = said(tiny_config(*GT_ONLY), starts=(Start("task", "one", first), Start("task", "two", second)))["head"]
+    assert line.partition("parameters, ")[2] == (
+        "1 tensor from one (this detector names) and 2 tensors from two (BERT names); copied: m -> head; "
+        "random: head.output.weight, head.output.bias; not used: old"
+    )
+
+
+def test_the_table_has_a_row_per_family_and_a_column_per_source_of_boxes():
+    metrics = {
+        "val/accuracy_gt_boxes": 0.5,
+        "val/count_gt_boxes": 6.0,
+        "val/accuracy_gt_boxes/yes/no": 0.25,
+        "val/accuracy_predicted_boxes": 1.0,
+        "val/accuracy_predicted_boxes/other": None,
+        "test/AP_precomputed_boxes": 0.125,
+        "steps": 8,
+        "parameters": {"detector": 3},
+    }
+    assert result_table(metrics) == [
+        "                     gt boxes  predicted boxes  precomputed boxes",
+        "val/accuracy            0.500      1.000                  -",
+        "val/accuracy/yes/no     0.250          -                  -",
+        "val/accuracy/other          -          -                  -",
+        "val/count                   6          -                  -",
+        "test/AP                     -          -              0.125",
+    ]
+    first = {"val/count_gt_boxes": 6.0, "val/accuracy_gt_boxes": 0.5, "test/accuracy_gt_boxes": 0.5}
+    assert [line.split()[0] for line in result_table(first)[1:]] == ["val/accuracy", "val/count", "test/accuracy"]
+    assert result_table({"steps": 8}) == []
+
+
+def test_the_end_says_where_everything_is():
+    best = {"metric": "val/x_gt_boxes", "value": 0.5, "step": 900, "images": 2}
+    summary = {"steps": 1200, "seconds_training": 90.0, "best": best}
+    places = [
+        "best model: runs/a/best (val/x_gt_boxes 0.500 at step 900, over 2 images)",
+        "last model: runs/a/model",
+        "report: runs/a/report.html",
+    ]
+    ends = Path("runs/a"), Path("runs/a/report.html")
+    assert end_text(summary, *ends).splitlines() == ["1,200 steps in 90 seconds of training", *places]
+    best["metrics"] = {"val/x_gt_boxes": 0.25}
+    assert end_text(summary | {"val/x_gt_boxes": 0.125, "stopped_early": 3}, *ends).splitlines() == [
+        *("", "last model, step 1,200:", "       gt boxes", "val/x     0.125", ""),
+        *("", "best model, step 900:", "       gt boxes", "val/x     0.250", ""),
+        "1,200 steps in 90 seconds of training",
+        "stopped early: 3 evaluations without a better value",
+        *places,
+    ]
