@@ -15,7 +15,7 @@ import e2e_vl
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.batching import Request
 from e2e_vl.io import read_log
-from e2e_vl.metrics.vcr import VCRPrediction, join_predictions, joint_metrics, write_submission
+from e2e_vl.metrics.vcr import VCRPrediction, joint_metrics, write_submission
 from e2e_vl.predictions import read_predictions
 from e2e_vl.run.build import build_collate, build_examples, build_run, build_tokenizer
 from e2e_vl.run.checkpoint import load_model
@@ -177,7 +177,7 @@ def test_two_runs_of_vcr_make_one_submission(vcr_runs, tmp_path):
     answers = read_predictions(path, VCRPrediction)
     metrics, path = evaluate_run(qa2r, split="test", boxes="gt", output=tmp_path / "rationales.json", overrides=each)
     assert metrics == {}  # the test split has no labels
-    write_submission(tmp_path / "test.csv", join_predictions(answers, read_predictions(path, VCRPrediction)))
+    write_submission(tmp_path / "test.csv", answers, read_predictions(path, VCRPrediction))
     assert read_leaderboard(tmp_path / "test.csv").annot_ids == [one.annot_id for one in answers]
 
 
