@@ -64,7 +64,7 @@ EXPECT: dict[str, dict[str, Sequence[str]]] = {
 
 
 def detector_class(backend: str) -> type[TwoStageDetector]:
-    """The class of a backend; its `config_class` reads the settings it is built from.
+    """The class of a backend.
 
     Raises:
         UserError: the backend does not exist, or Detectron2 is not installed.
@@ -408,8 +408,7 @@ def load_pretrained(directory: str | Path, backend: str = "builtin") -> TwoStage
 
     """
     directory = Path(directory)
-    cls = detector_class(backend)
-    detector = cls(cls.config_class.from_yaml(directory / CONFIG_NAME))
+    detector = detector_class(backend)(DetectorConfig.from_yaml(directory / CONFIG_NAME))
     load_strictly(detector, directory / WEIGHTS_NAME)
     load_class_names(detector, directory)
     return detector.eval()

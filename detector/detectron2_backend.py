@@ -100,29 +100,23 @@ class Detectron2Detector(TwoStageDetector):
     Images come normalised, so Detectron2's own preprocessing (`GeneralizedRCNN.preprocess_image`) is not used.
     """
 
-    config_class = DetectorConfig
-
     def __init__(self, config: DetectorConfig) -> None:
         """
         Raises:
             ValueError: Detectron2 refuses a value, or lacks a setting of `BUILTIN_KEYS`.
         """
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         flat = config.to_flat()  # it holds keys of ours only where they differ from their default
         unread = [key for key in BUILTIN_KEYS if key in flat]
         if unread:
             raise UserError(f"Detectron2 has no {unread[0]}; leave it out, or use detector.backend builtin.")
         try:
-            cfg = make_cfg(self.config)
+            cfg = make_cfg(config)
             self.backbone, self.proposal_generator, self.roi_heads = build_parts(cfg, config)
         except (AssertionError, KeyError, ValueError) as error:
             raise UserError(f"Detectron2 refuses the detector's config: {error}") from error
-        adapt(self.backbone, self.proposal_generator, self.roi_heads, self.config)
+        adapt(self.backbone, self.proposal_generator, self.roi_heads, config)
         head_dim = self.roi_heads.box_predictor.cls_score.in_features
-        self.feature_dim = config.feature_dim
-        self.num_classes = self.roi_heads.num_classes
-        self.map_size = config.map_size
         predictor = OutputLayers(cfg, ShapeSpec(channels=head_dim, height=1, width=1))
         predictor.add_attribute_layers(head_dim, config.attributes)
         self.roi_heads.box_predictor = predictor

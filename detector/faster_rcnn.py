@@ -56,8 +56,6 @@ class TwoStageDetector(Detector):
     (height, width) of the images without padding.
     """
 
-    config: DetectorConfig
-
     @abc.abstractmethod
     def features(self, images: ImageBatch) -> FeatureMaps:
         """Feature maps of the batch, padded further where the backbone needs it (`size_divisibility`)."""
@@ -243,16 +241,10 @@ class FasterRCNN(TwoStageDetector):
         ValueError: settings of another detector.
     """
 
-    config_class = DetectorConfig
-
     def __init__(self, config: DetectorConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         if config.is_r2c:
             raise UserError("MODEL.R2C.FEATURE_DIM is for the network of R2C; set detector.backend to r2c.")
-        self.config = config
-        self.feature_dim = config.feature_dim
-        self.num_classes = config.roi_heads.num_classes
-        self.map_size = config.map_size
         if config.is_mobilenet:
             self.backbone = make_mobilenet(config.resnet)
         else:

@@ -21,13 +21,9 @@ class PrecomputedDetector(Detector):
         config: settings of the detector that made the features: their width and the number of classes follow from it.
     """
 
-    config_class = DetectorConfig
-
     def __init__(self, config: DetectorConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.feature_dim = config.feature_dim
-        self.num_classes = config.roi_heads.num_classes
+        super().__init__(config)
+        self.map_size = None
 
     def recompute_activations(self) -> None:
         """There are no activations to keep."""

@@ -134,17 +134,12 @@ class R2CNetwork(Detector):
         ValueError: settings of another detector.
     """
 
-    config_class = DetectorConfig
     reads_classes = True
 
     def __init__(self, config: DetectorConfig, sizes: NetworkSizes | None = None) -> None:
-        super().__init__()
+        super().__init__(config)
         if not config.is_r2c:
             raise UserError("The network of R2C needs MODEL.R2C.FEATURE_DIM; use a config such as r2c_R_50.yaml.")
-        self.config = config
-        self.feature_dim = config.feature_dim
-        self.num_classes = config.roi_heads.num_classes
-        self.map_size = config.map_size
         sizes = sizes or NetworkSizes.of(config.resnet)
         self.backbone = R2CTrunk(config, sizes)
         self.roi_heads = R2CHead(config, sizes)

@@ -35,6 +35,7 @@ import torch
 from jaxtyping import Float, Float32, Int64, Num
 from torch import Tensor, nn
 
+from detector.config import DetectorConfig
 from detector.errors import UserError
 
 FeatureMap = Float[Tensor, "N channels h w"]
@@ -136,12 +137,15 @@ class Regions(Movable):
 class Detector(nn.Module, abc.ABC):
     """images (+ boxes) -> regions with differentiable features, and detection losses from the same backbone pass."""
 
-    config_class: ClassVar[type]  # of the constructor's one argument; it has `from_yaml`, `to_yaml` and `input`
-    feature_dim: int  # D
-    num_classes: int  # K
-    class_names: tuple[str, ...] | None = None  # of the classes 0 .. K-1; None: unknown
-    map_size: int | None = None  # S of the RoI masks; None where it is unknown before a map is computed
     reads_classes: ClassVar[bool] = False  # `forward` also takes `box_classes`, N entries, the class of each given box
+
+    def __init__(self, config: DetectorConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.feature_dim = config.feature_dim  # D
+        self.num_classes = config.roi_heads.num_classes  # K
+        self.class_names: tuple[str, ...] | None = None  # of the classes 0 .. K-1; None: unknown
+        self.map_size: int | None = config.map_size  # S of the RoI masks; None: this detector reads none
 
     def recompute_activations(self) -> None:
         """Save memory in training: compute activations again in the backward pass instead of keeping them.

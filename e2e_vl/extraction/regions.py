@@ -19,7 +19,7 @@ from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 
 from detector.boxes import decode_deltas, is_larger
 from detector.checkpoint import BACKENDS, CONFIG_NAME, detector_class, find_weights, load_checkpoint
-from detector.config import SelectionRule
+from detector.config import DetectorConfig, SelectionRule
 from detector.errors import MissingFileError, UserError, user_path
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
@@ -286,13 +286,13 @@ def open_detector(
     """
     backend = backend or "builtin"
     cls = detector_class(backend)
-    settings = cls.config_class.from_yaml(config)
+    settings = DetectorConfig.from_yaml(config)
     weights = None if weights is None else find_weights(weights)  # before the network is built, which takes seconds
     if max_proposals is not None:
         if max_proposals < 1:
             raise UserError(f"The detector needs at least 1 proposal, not {max_proposals} proposals.")
         changes = {"MODEL.RPN.POST_NMS_TOPK_TEST": min(settings.rpn.post_nms_topk_test, max_proposals)}
-        settings = cls.config_class.from_flat(settings.to_flat() | changes, str(config))
+        settings = DetectorConfig.from_flat(settings.to_flat() | changes, str(config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         detector = cls(settings).eval()

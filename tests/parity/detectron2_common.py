@@ -74,7 +74,7 @@ class GoldenSet:
             for parent in parents:
                 node = node.setdefault(parent, {})
             node[leaf] = value
-        model = self.detector_class(self.detector_class.config_class.from_yaml(tree))
+        model = self.detector_class(DetectorConfig.from_yaml(tree))
         load_weights(model, self.weights, "state_dict.safetensors")
         return model.eval()
 

@@ -9,6 +9,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from detector.config import DetectorConfig
 from detector.roi_pooler import to_rois
 from detector.structures import ImageBatch
 from tests.parity import detectron2_common as common
@@ -65,7 +66,7 @@ def test_bottom_up_attention_attributes(golden: GoldenSet, images: ImageBatch, g
     }
     tree = yaml.safe_load(yaml.safe_dump(golden.config))
     tree["MODEL"].setdefault("ROI_BOX_HEAD", {})["ATTRIBUTES"] = attributes
-    model = golden.detector_class(golden.detector_class.config_class.from_yaml(tree)).eval()
+    model = golden.detector_class(DetectorConfig.from_yaml(tree)).eval()
     extra = {f"roi_heads.box_predictor.{name}": value for name, value in parameters.items()}
     model.load_state_dict(golden.weights | extra, strict=True)
 

@@ -18,6 +18,7 @@ import yaml
 from torch import Tensor
 
 from detector.checkpoint import load_weights, read_tensors
+from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN, TwoStageDetector
 from detector.structures import DetectionTargets, ImageBatch, Regions
 
@@ -195,7 +196,7 @@ def pair(request: pytest.FixtureRequest, backends: ModuleType, tmp_path_factory)
     adapter = backends.detector_class("detectron2")
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "config.yaml").write_text(yaml.safe_dump(make_tree(request.param)), encoding="utf-8")
-    models = [cls(cls.config_class.from_yaml(folder / "config.yaml")) for cls in (FasterRCNN, adapter)]
+    models = [cls(DetectorConfig.from_yaml(folder / "config.yaml")) for cls in (FasterRCNN, adapter)]
     make_lively(models[0])
     torch.save(models[0].state_dict(), folder / "model.pth")
     for model in models:
