@@ -214,7 +214,7 @@ def predict_split(
         wanted = "one run" if task.second_run is None else f"two runs, the other one as {task.second_run_option}"
         raise UserError(f"The submission file of the task '{config.task.name}' needs {wanted}.")
     if second_run_dir is not None:
-        same = f"train.mixed_precision={config.train.mixed_precision}"
+        same = f'train.mixed_precision="{config.train.mixed_precision}"'
         loaded.append(load_model(second_run_dir, overrides=[*overrides, *task.second_run, same]))
         if loaded[1][0].task.name != config.task.name:
             raise UserError(f"{second_run_dir} and {run_dir} were trained for different tasks; give two runs of one.")
