@@ -386,7 +386,9 @@ def make_synthetic_data(config: RunConfig) -> None:
         config=synthetic.config.scene,
         language=synthetic.config.language,
         formats=synthetic.formats,
-        workers=max(config.data.workers, os.cpu_count() or 1) if config.data.workers else 0,  # nothing else is at work yet
+        workers=max(config.data.workers, os.cpu_count() or 1)
+        if config.data.workers
+        else 0,  # nothing else is at work yet
     )
 
 

@@ -32,7 +32,7 @@ def test_box_coder(golden: GoldenSet):
 
 
 def test_state_dict_loads_strictly(golden: GoldenSet):
-    model = golden.detector_class(golden.detector_class.config_class.from_yaml(golden.config))
+    model = golden.detector_class(DetectorConfig.from_yaml(golden.config))
     model.load_state_dict(golden.weights, strict=True)
     assert set(model.state_dict()) == set(golden.weights)
 
