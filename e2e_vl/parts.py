@@ -36,20 +36,24 @@ Decoded = TypeVar("Decoded", bound=Settings)
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The two classes of a part, as "module:Class"; they are imported when they are used."""
+    """The two classes of a part; those given as "module:Class" are imported when they are used."""
 
-    settings: str
-    implementation: str
+    settings: str | type[Settings]
+    implementation: str | type[Any]
 
     @property
     def config_class(self) -> type[Settings]:
         """The Struct of its settings."""
-        return pkgutil.resolve_name(self.settings)
+        return _resolved(self.settings)
 
     @property
     def cls(self) -> type[Any]:
         """What is built from them."""
-        return pkgutil.resolve_name(self.implementation)
+        return _resolved(self.implementation)
+
+
+def _resolved(named: str | type[Any]) -> type[Any]:
+    return pkgutil.resolve_name(named) if isinstance(named, str) else named
 
 
 DETECTORS = {  # their settings are Detectron2 YAML files

@@ -109,7 +109,7 @@ def saved_model(**settings) -> VisionLanguageModel:
     }
     task = PretrainingTask(
         config.hidden_size,
-        PretrainingConfig(vocab_size=config.vocab_size, **own | settings),
+        PretrainingConfig(**own | settings),
         build_objectives(OBJECTIVES, sizes),
     )
     assert Ability.MASKED_FEATURES in task.needs

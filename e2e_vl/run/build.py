@@ -38,7 +38,7 @@ from e2e_vl.structures import Ability, Batch
 from e2e_vl.synthetic import FORMATS, make_scenes
 from e2e_vl.synthetic.generate import STAMP
 from e2e_vl.tasks.base import Sizes, Task
-from e2e_vl.tasks.config import ObjectiveConfig
+from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Objective
 from e2e_vl.tasks.phrase_head import PhraseHead
 from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
@@ -359,9 +359,13 @@ def build_task(config: RunConfig, sizes: Sizes, shared: SharedReads | None = Non
     return task_class.build(sizes, settings)
 
 
-def build_objectives(settings: Mapping[str, ObjectiveConfig], sizes: Sizes) -> dict[str, Objective]:
+def build_objectives(settings: Mapping[str, Any], sizes: Sizes) -> dict[str, Objective]:
     """All objectives whose weight is not 0, in the order of `OBJECTIVES`; see `PretrainingConfig.objectives`."""
-    return {name: OBJECTIVES[name].cls(sizes, with_answers(own)) for name, own in settings.items() if own.weight}
+    return {
+        name: OBJECTIVES[name].cls(sizes, with_answers(own))
+        for name, own in PretrainingConfig(objectives=dict(settings)).objectives.items()
+        if own.weight
+    }
 
 
 # The data of a run: from settings to texts, loaded images and batches.

@@ -16,9 +16,10 @@ from detector.config import SelectionRule
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Request, collate
 from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.config import NoOptions
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.image_loader import open_boxes
-from e2e_vl.parts import DATASETS
+from e2e_vl.parts import DATASETS, Part
 from e2e_vl.run.build import build_collate, build_examples, build_model, build_tokenizer
 from e2e_vl.samples import AnnotatedObjects, Sample, SampleImage, SampleText
 from tests.data.roads import DOUBLE, SAME, examples
@@ -142,7 +143,7 @@ def test_of_a_pair_each_broken_image_counts(album, tiny):
 
 @pytest.mark.parametrize("boxes", ["gt", "detections", "online"])
 def test_the_whole_road_from_settings_to_answers(album, tiny_config, monkeypatch, boxes):
-    monkeypatch.setitem(DATASETS, "album", Album)
+    monkeypatch.setitem(DATASETS, "album", Part(NoOptions, Album))
     config = tiny_config(
         "data.name=album", f"data.root={album}", "data.files.images=.", "data.files.detections=dets.json"
     )

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.converter import from_dict
 from e2e_vl.data.base import open_options
 from e2e_vl.data.config import CLASS_NAMES, VCROptions
 from e2e_vl.data.vcr import VCRDataset, mentioned_objects, relevant_objects
+from e2e_vl.parts import decode
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage
 from tests.data.roads import examples, open_dataset
 from tests.data.tiny_vcr import BOXES, OBJECTS, TinyVCR
@@ -203,7 +203,7 @@ def test_missing_metadata_names_the_question(tiny):
 )
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
-        from_dict(VCROptions, options, "data.config")
+        decode(options, VCROptions, "data.config")
 
 
 def test_from_settings(tiny):

@@ -20,7 +20,6 @@ from detector.structures import Regions
 from e2e_vl.data.answer_lists import read_answers
 from e2e_vl.data.features import RegionFeatures, TsvStore
 from e2e_vl.data.image_loader import StoredBoxes
-from e2e_vl.parts import TASKS
 from e2e_vl.region_masking import replace_features, sample_masked_regions, sample_replacements
 from e2e_vl.run.build import ADAPTERS, build_objectives
 from e2e_vl.samples import DETECTED, Sample, SampleText, ScoredAnswers
@@ -185,7 +184,7 @@ def make_preprocessor(golden, rules, tokenizer) -> PretrainingPreprocessor:
         "image_qa": {"weight": 1.0, "answers": answers},
     }
     objectives = build_objectives(settings, Sizes(8, len(tokenizer)))
-    task = PretrainingTask(8, PretrainingConfig(vocab_size=len(tokenizer)), objectives)
+    task = PretrainingTask(Sizes(8, len(tokenizer)), PretrainingConfig(), objectives)
     return task.preprocessor(TextTokenizer(tokenizer, max_length=rules["config"]["max_length"], training=True))
 
 
@@ -308,7 +307,7 @@ def test_an_answer_head_that_starts_from_pretraining(golden, rules, tmp_path):
     (tmp_path / "all_ans.json").write_text(json.dumps(table), encoding="utf-8")
     task = answering_task(hidden, len(recorded["label2ans"]))
     task.answer_list.answers[:] = recorded["label2ans"]
-    report = load_task(task, tmp_path / "Epoch20_LXRT.pth", StartRules("vqa", TASKS, ADAPTERS["lxmert"]))
+    report = load_task(task, tmp_path / "Epoch20_LXRT.pth", StartRules("vqa", ADAPTERS["lxmert"]))
     places = {"0": "transform.dense", "2": "transform.norm", "3": "output"}
     state = task.head.state_dict()
     for name, value in golden.part("data", "head.after.").items():

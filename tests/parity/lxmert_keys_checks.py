@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from e2e_vl.config import load_config
-from e2e_vl.converter import from_dict
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
+from e2e_vl.parts import decode
 from e2e_vl.run.build import build_objectives
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import GQAConfig, NLVR2Config, PretrainingConfig, VQAConfig
@@ -44,14 +44,14 @@ def shipped_task(kind: str, answers: int) -> nn.Module:
             summary_size=encoder.summary_size,
         )
         if kind == "nlvr2":
-            return NLVR2Task.build(sizes, from_dict(NLVR2Config, settings, "task.config"))
+            return NLVR2Task.build(sizes, decode(settings, NLVR2Config, "task.config"))
         if kind in ANSWERING:
             task, settings_of = ANSWERING[kind]
-            return task.build(sizes, from_dict(settings_of, settings | {"answers": names}, "task.config"))
+            return task.build(sizes, decode(settings | {"answers": names}, settings_of, "task.config"))
         objectives = settings["objectives"]
         objectives = objectives | {"image_qa": objectives["image_qa"] | {"answers": names}}
-        own = from_dict(PretrainingConfig, settings | {"vocab_size": sizes.vocab_size}, "task.config")
-        return PretrainingTask(sizes.hidden_size, own, build_objectives(objectives, sizes))
+        own = decode(settings, PretrainingConfig, "task.config")
+        return PretrainingTask(sizes, own, build_objectives(objectives, sizes))
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "vqa", "gqa", "nlvr2"])

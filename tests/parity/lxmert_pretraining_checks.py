@@ -78,8 +78,8 @@ def make_model(golden) -> VisionLanguageModel:
     detector = PrecomputedDetector(DetectorConfig())
     detector.feature_dim = config.feature_dim  # small, as no ResNet has it
     sizes = Sizes(config.hidden_size, config.vocab_size, config.feature_dim)
-    settings = PretrainingConfig(vocab_size=config.vocab_size, teacher="file", max_length=None)
-    task = PretrainingTask(config.hidden_size, settings, build_objectives(objective_settings(golden), sizes))
+    settings = PretrainingConfig(teacher="file", max_length=None)
+    task = PretrainingTask(sizes, settings, build_objectives(objective_settings(golden), sizes))
     model = VisionLanguageModel(detector, LxmertEncoder(config), task)
     encoder, head = common.our_weights(common.official_weights(golden, "pretrain"))
     model.encoder.load_state_dict(encoder, strict=True)

@@ -65,7 +65,7 @@ def worded(
     settings = {"masked_text": 0.0, "masked_regions": 0.0} | objectives
     settings["masked_words"] = {"weight": 1.0, "whole_words": False} | settings.get("masked_words", {})
     made = build_objectives(settings, Sizes(8, len(rules_tokenizer)))
-    task = PretrainingTask(8, PretrainingConfig(vocab_size=len(rules_tokenizer), cut_pairs="fronts_too_much"), made)
+    task = PretrainingTask(Sizes(8, len(rules_tokenizer)), PretrainingConfig(cut_pairs="fronts_too_much"), made)
     preprocessor = task.preprocessor(TextTokenizer(rules_tokenizer, VisualBertEncoder.layout, training=True))
     sample = Sample((), (dataclasses.replace(text, image_index=()),), pool=pool, own_texts=list(own))
     [example] = preprocessor(sample, (), lambda _: draws)

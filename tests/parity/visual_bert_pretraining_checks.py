@@ -43,7 +43,7 @@ def official_task(golden: Golden, **objectives: Any) -> PretrainingTask:
     config = golden.meta["configs"]["encoder"]
     sizes = Sizes(config["hidden_size"], config["vocab_size"])
     made = build_objectives(OFFICIAL | objectives, sizes)
-    task = PretrainingTask(sizes.hidden_size, PretrainingConfig(vocab_size=sizes.vocab_size), made)
+    task = PretrainingTask(sizes, PretrainingConfig(), made)
     weights = recorded_parts(golden, "pretrain").task
     task.load_state_dict({name: weights[name] for name in task.state_dict()}, strict=True)
     return task.eval()

@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.structures import ImageBatch
 from e2e_vl.config import load_config
-from e2e_vl.converter import from_dict
 from e2e_vl.data.flickr30k import EntitySentence, read_sentences
 from e2e_vl.data.nlvr2 import read_examples
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, box_numbers
 from e2e_vl.examples import TextExample
 from e2e_vl.metrics.flickr30k import right_candidates
+from e2e_vl.parts import decode
 from e2e_vl.samples import CorrectChoice, HumanAnswers, PhraseBoxes, SampleText
 from e2e_vl.structures import Batch, ModelOutput, TaskOutput, TextBatch
 from e2e_vl.tasks.base import Task
@@ -52,7 +52,7 @@ def answering(data_rules: dict[str, Any], **fields: Any) -> VQATask:
     """The shipped task with the recorded answers."""
     settings = load_config(CONFIGS / "vqa/visual_bert.yaml", ["data.root=DATA"]).task.config
     answers = part_of(data_rules, "vqa", "answers")
-    return VQATask(8, from_dict(VQAConfig, settings | {"answers": answers} | fields, "task.config"))
+    return VQATask(8, decode(settings | {"answers": answers} | fields, VQAConfig, "task.config"))
 
 
 def test_texts_of_questions(data_rules, rules_tokenizer):

@@ -18,7 +18,6 @@ from detector.images import ResizeRule
 from detector.r2c import NetworkSizes, R2CNetwork
 from detector.structures import ImageBatch
 from e2e_vl.config import DataSettings, RunConfig, load_config
-from e2e_vl.converter import from_dict
 from e2e_vl.data.base import DataFiles, Wants
 from e2e_vl.data.config import VCROptions
 from e2e_vl.data.image_loader import instance_mask
@@ -55,7 +54,7 @@ def texts_of(data_rules, rules_tokenizer, settings, kind: str) -> list[TextExamp
     corners = np.tile([0.0, 0.0, 9.0, 9.0], (number, 1))
     objects = AnnotatedObjects(corners, "recorded", names=tuple(item["objects"]))
     image = SampleImage("7", Path("photo.jpg"), objects=objects, candidates=tuple(boxes))
-    config = from_dict(VCRConfig, dict(settings.task.config), "task.config")
+    config = settings.task.config
     preprocessor = VCRTask(8, config).preprocessor(
         TextTokenizer(rules_tokenizer, VisualBertEncoder.layout, training=True)
     )
@@ -156,7 +155,7 @@ def test_images_on_their_canvas(data_rules, settings):
 def test_masks_of_objects(data_rules, settings):
     case = part_of(data_rules, "vcr_mask")
     outlines = [np.array(polygon) for polygon in case["polygons"]]
-    at = settings.task.config["mask_at"]
+    at = settings.task.config.mask_at
     mask = instance_mask(outlines, np.array(case["box"][:4]), len(case["mask"]), at)
     np.testing.assert_array_equal(mask, np.array(case["mask"]))
 

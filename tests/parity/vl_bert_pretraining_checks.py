@@ -61,7 +61,7 @@ def make_model(golden, keys, name: str) -> VisionLanguageModel:
         masked_region_feature=precomputed or not network["MASK_RAW_PIXELS"],
     )
     task = PretrainingTask(
-        config.hidden_size, PretrainingConfig(vocab_size=config.vocab_size), make_objectives(network, config)
+        Sizes(config.hidden_size, config.vocab_size), PretrainingConfig(), make_objectives(network, config)
     )
     detector = (PrecomputedDetector if precomputed else FasterRCNN)(common.detector_config(golden, name))
     model = VisionLanguageModel(detector, VLBertModel(config), task)

@@ -36,7 +36,7 @@ def region_loss(logits: Tensor, truth: Tensor) -> Tensor:
     count, classes = logits.shape
     objective = MaskedRegions(Sizes(classes, vocab_size=2), MaskedRegionsConfig(classes=classes))
     objective.classify = lambda states: states  # the states are the logits
-    task = PretrainingTask(classes, PretrainingConfig(vocab_size=2), {"masked_regions": objective})
+    task = PretrainingTask(Sizes(classes, 2), PretrainingConfig(), {"masked_regions": objective})
     batch = Batch(
         images=ImageBatch(torch.zeros(1, 3, 4, 4), torch.full((1, 2), 4), torch.full((1, 2), 4), ["image"]),
         boxes=[torch.zeros(count, 4)],

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 
 import pytest
 
 from detector.errors import UserError
 from e2e_vl.data.answer_lists import read_answers
+from e2e_vl.data.config import NoOptions
 from e2e_vl.metrics.vqa import vocabulary_answer
+from e2e_vl.parts import DATASETS, TASKS, Part
 from e2e_vl.run import build as answer_lists
 from e2e_vl.run.build import frequent_answers, official_lines, possible_answers
 from e2e_vl.tasks.config import VQAConfig
 from e2e_vl.tasks.vqa import VQATask
 from tests.run.extensions.statements import StatementTask
+from tests.weights.starts import replaced
 
 GIVEN = dict(enumerate(["Two, three"] * 3 + ["2 3"] * 3 + ["the box"] * 2))
 
@@ -38,12 +40,14 @@ def test_the_task_spells_the_answers(tiny_config, monkeypatch, tmp_path, task, b
     config = tiny_config()
     monkeypatch.setattr(answer_lists, "open_options", lambda *_: (None, None))
     dataset = types.SimpleNamespace(answers_of=lambda *_: GIVEN)
-    assert possible_answers(config, dataset, task, 2) == built
+    monkeypatch.setitem(DATASETS, config.data.name, Part(NoOptions, dataset))
+    monkeypatch.setitem(TASKS, config.task.name, Part(VQAConfig, task))
+    assert possible_answers(config, 2) == built
     assert not (tmp_path / "run").exists()  # the run writes the list, see `build_run`
     (tmp_path / "a.txt").write_text("<unk>\nT - shirt\n")
     answers = {"answers": str(tmp_path / "a.txt")}
-    given = dataclasses.replace(config, task=dataclasses.replace(config.task, config=answers))
-    assert possible_answers(given, dataset, task, 2) == read
+    given = replaced(config, task={"config": answers})
+    assert possible_answers(given, 2) == read
 
 
 def test_lines_that_are_read_back_as_another_answer_are_refused():

@@ -14,7 +14,7 @@ import yaml
 from detector.config import DetectorConfig
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.base import open_options
-from e2e_vl.run.build import build_examples, build_model, build_objectives, named_parts, resolve, task_config
+from e2e_vl.run.build import build_examples, build_model, build_objectives, named_parts, resolve
 from e2e_vl.samples import CorrectAnswer, CorrectChoice, HumanAnswers
 from e2e_vl.tasks.objectives.base import Objective, Sizes
 from e2e_vl.text import load_tokenizer
@@ -138,7 +138,7 @@ def test_the_ablations_differ_in_their_switches_only():
     }
 
     def objectives_of(name: str) -> dict[str, Objective]:
-        return build_objectives(task_config(runs[name]).objectives, Sizes(hidden_size=8, vocab_size=10))
+        return build_objectives(runs[name].task.config.objectives, Sizes(hidden_size=8, vocab_size=10))
 
     switches = {
         name.removeprefix("ablation_"): (

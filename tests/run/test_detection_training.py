@@ -17,7 +17,7 @@ from e2e_vl.api.model import load
 from e2e_vl.config import RunConfig, load_config, read_detector_config
 from e2e_vl.data.batching import Request
 from e2e_vl.io import read_log
-from e2e_vl.run.build import build_collate, build_examples, build_model, build_run, build_tokenizer, named_parts
+from e2e_vl.run.build import build_collate, build_examples, build_model, build_run, build_tokenizer
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
 
@@ -156,4 +156,3 @@ def test_settings_that_detection_cannot_work_with_are_one_sentence(detection_con
 def test_shipped_configs_build_their_detector(name):
     config = load_config(ROOT / "configs" / f"{name}.yaml", ["data.root=unused"])
     assert read_detector_config(config.detector).attributes.num_classes == 0
-    assert named_parts(config).task[1].__name__ == "DetectionTask"

@@ -15,12 +15,15 @@ import numpy as np
 import pytest
 import torch
 
+from e2e_vl import parts
 from e2e_vl.cli import predict as tool
 from e2e_vl.config import EncoderSettings, RunConfig, TaskSettings, load_config
 from e2e_vl.data.base import Wants, open_options
 from e2e_vl.data.batching import Request
+from e2e_vl.data.config import NoOptions
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.io import read_log
+from e2e_vl.parts import Part
 from e2e_vl.run import build
 from e2e_vl.run.build import build_collate, build_examples, build_run, make_synthetic_data
 from e2e_vl.run.checkpoint import load_model
@@ -87,7 +90,7 @@ def asked(run: Path, folder: Path, image: Path | tuple[Path, ...], text: str, *m
 # An encoder
 
 
-POOLED = EncoderSettings(name="pooled", config={"hidden_size": 16})
+POOLED = {"name": "pooled", "config": {"hidden_size": 16}}
 QUESTIONS = {
     "refcoco": ("the red circle", ()),
     "vqa": ("what color is the circle?", ()),
@@ -101,7 +104,7 @@ QUESTIONS = {
 
 @pytest.mark.parametrize("task", QUESTIONS)
 def test_an_encoder(settings, monkeypatch, tmp_path, task):
-    monkeypatch.setitem(build.ENCODERS, "pooled", (pooled_encoder.PooledConfig, pooled_encoder.PooledEncoder))
+    monkeypatch.setitem(parts.ENCODERS, "pooled", Part(pooled_encoder.PooledSettings, pooled_encoder.PooledEncoder))
     run = live(settings(config=ROOT / "configs" / "tiny" / f"{task}.yaml", encoder=POOLED))
     _, model, _ = load_model(run)
     assert (
@@ -116,9 +119,9 @@ def test_an_encoder(settings, monkeypatch, tmp_path, task):
 
 
 def test_an_encoder_that_lacks_an_ability_is_refused(settings, monkeypatch):
-    monkeypatch.setitem(build.ENCODERS, "pooled", (pooled_encoder.PooledConfig, pooled_encoder.PooledEncoder))
-    monkeypatch.setitem(build.DATASETS, "pairs", image_pairs.PairDataset)
-    monkeypatch.setitem(build.TASKS, "statements", (statements.StatementConfig, statements.StatementTask))
+    monkeypatch.setitem(parts.ENCODERS, "pooled", Part(pooled_encoder.PooledSettings, pooled_encoder.PooledEncoder))
+    monkeypatch.setitem(parts.DATASETS, "pairs", Part(NoOptions, image_pairs.PairDataset))
+    monkeypatch.setitem(parts.TASKS, "statements", Part(statements.StatementConfig, statements.StatementTask))
     message = r"The task statements needs an encoder with a way to tell the images of one text apart; choose another"
     with pytest.raises(ValueError, match=message):
         build_run(settings("data.name=pairs", "task.name=statements", encoder=POOLED))
@@ -130,8 +133,8 @@ def test_an_encoder_that_lacks_an_ability_is_refused(settings, monkeypatch):
 
 
 def test_a_task_about_two_images(settings, monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(build.DATASETS, "pairs", image_pairs.PairDataset)
-    monkeypatch.setitem(build.TASKS, "statements", (statements.StatementConfig, statements.StatementTask))
+    monkeypatch.setitem(parts.DATASETS, "pairs", Part(NoOptions, image_pairs.PairDataset))
+    monkeypatch.setitem(parts.TASKS, "statements", Part(statements.StatementConfig, statements.StatementTask))
     words = "data.name=pairs", "task.name=statements", "encoder.config.max_images=2", "train.lr=0.02"
     run = live(settings(*words, "eval.boxes=[gt,online]", task=TaskSettings("statements", {"dropout": 0.0})))
     records = saved(run)
@@ -173,9 +176,9 @@ def test_a_task_about_two_images(settings, monkeypatch, tmp_path, capsys):
 
 def test_a_summary_of_another_width(settings, monkeypatch):
     """One vector per image, side by side: the summary is twice as wide as the states."""
-    monkeypatch.setitem(build.ENCODERS, "paired", (pooled_encoder.PooledConfig, pooled_encoder.PairedEncoder))
-    monkeypatch.setitem(build.DATASETS, "pairs", image_pairs.PairDataset)
-    monkeypatch.setitem(build.TASKS, "statements", (statements.StatementConfig, statements.StatementTask))
+    monkeypatch.setitem(parts.ENCODERS, "paired", Part(pooled_encoder.PooledSettings, pooled_encoder.PairedEncoder))
+    monkeypatch.setitem(parts.DATASETS, "pairs", Part(NoOptions, image_pairs.PairDataset))
+    monkeypatch.setitem(parts.TASKS, "statements", Part(statements.StatementConfig, statements.StatementTask))
     paired = EncoderSettings(name="paired", config={"hidden_size": 16})
     run = live(settings("data.name=pairs", "task.name=statements", encoder=paired))
     config, model, tokenizer = load_model(run)
@@ -197,8 +200,8 @@ class DataWithFacts(image_pairs.PairDataset):
 
 
 def test_texts_without_an_image_beside_texts_about_two(settings, monkeypatch):
-    monkeypatch.setitem(build.DATASETS, "facts", DataWithFacts)
-    monkeypatch.setitem(build.TASKS, "statements", (statements.StatementConfig, statements.StatementTask))
+    monkeypatch.setitem(parts.DATASETS, "facts", Part(NoOptions, DataWithFacts))
+    monkeypatch.setitem(parts.TASKS, "statements", Part(statements.StatementConfig, statements.StatementTask))
     words = "data.name=facts", "encoder.config.max_images=2", "encoder.config.text_only_embedding=true"
     records = saved(live(settings(*words, task=TaskSettings("statements", {}))))
     assert ["file_name" in record for record in records] == [True, False] * 4
@@ -208,8 +211,8 @@ def test_texts_without_an_image_beside_texts_about_two(settings, monkeypatch):
 
 
 def test_a_task_with_several_boxes_for_each_of_several_phrases(settings, monkeypatch, tmp_path):
-    monkeypatch.setitem(build.DATASETS, "phrases", phrases.PhraseDataset)
-    monkeypatch.setitem(build.TASKS, "grounding", (grounding.GroundingConfig, grounding.GroundingTask))
+    monkeypatch.setitem(parts.DATASETS, "phrases", Part(NoOptions, phrases.PhraseDataset))
+    monkeypatch.setitem(parts.TASKS, "grounding", Part(grounding.GroundingConfig, grounding.GroundingTask))
     run = live(settings("data.name=phrases", "task.name=grounding", "data.workers=1"))
     records = saved(run)
     assert len({len(record["phrases"]) for record in records}) > 1
@@ -240,7 +243,7 @@ def test_a_task_with_several_boxes_for_each_of_several_phrases(settings, monkeyp
 
 
 def test_a_reader_with_names_as_ids(settings, monkeypatch, tmp_path):
-    monkeypatch.setitem(build.DATASETS, "named_scenes", named_scenes.NamedSceneDataset)
+    monkeypatch.setitem(parts.DATASETS, "named_scenes", Part(NoOptions, named_scenes.NamedSceneDataset))
     words = "data.name=named_scenes", "data.files.detections=found.json"
     config = settings(*words, "data.boxes.train=detections+gt", "eval.boxes=[gt,detections]")
     make_synthetic_data(config)
@@ -261,7 +264,7 @@ def test_a_reader_with_names_as_ids(settings, monkeypatch, tmp_path):
 
 
 def test_names_as_ids_in_a_file_of_features(settings, monkeypatch):
-    monkeypatch.setitem(build.DATASETS, "named_scenes", named_scenes.NamedSceneDataset)
+    monkeypatch.setitem(parts.DATASETS, "named_scenes", Part(NoOptions, named_scenes.NamedSceneDataset))
     config = settings(
         *("data.name=named_scenes", "data.files.features=features", "data.flip=0"),
         *("detector.backend=precomputed", "data.boxes.train=precomputed", "eval.boxes=[precomputed]"),
@@ -290,8 +293,8 @@ def test_names_as_ids_in_a_file_of_features(settings, monkeypatch):
 
 
 def test_an_objective(settings, monkeypatch, tmp_path):
-    entry = (region_features.RegionFeaturesConfig, region_features.RegionFeatures)
-    monkeypatch.setitem(build.OBJECTIVES, "region_features", entry)
+    entry = Part(region_features.RegionFeaturesConfig, region_features.RegionFeatures)
+    monkeypatch.setitem(parts.OBJECTIVES, "region_features", entry)
     pretraining = ROOT / "configs" / "tiny" / "pretraining.yaml"
     words = "task.config.region_probability=0.5", "task.config.objectives.region_features={weight: 2.0}"
     run = live(settings(*words, config=pretraining))
@@ -307,9 +310,9 @@ def test_an_objective(settings, monkeypatch, tmp_path):
 
 def test_an_objective_alone(settings, monkeypatch, tmp_path):
     """Nothing of the other objectives is left: no word head, and nothing to say but its own lines."""
-    entry = (region_features.RegionFeaturesConfig, region_features.RegionFeatures)
-    monkeypatch.setitem(build.OBJECTIVES, "region_features", entry)
-    monkeypatch.setitem(build.ENCODERS, "pooled", (pooled_encoder.PooledConfig, pooled_encoder.PooledEncoder))
+    entry = Part(region_features.RegionFeaturesConfig, region_features.RegionFeatures)
+    monkeypatch.setitem(parts.OBJECTIVES, "region_features", entry)
+    monkeypatch.setitem(parts.ENCODERS, "pooled", Part(pooled_encoder.PooledSettings, pooled_encoder.PooledEncoder))
     weights = "{masked_words: 0, masked_text: 0, masked_regions: 0, relationship: 0, region_features: 1}"
     words = "task.config.region_probability=0.5", f"task.config.objectives={weights}"
     run = live(settings(*words, encoder=POOLED, config=ROOT / "configs" / "tiny" / "pretraining.yaml"))
@@ -321,8 +324,8 @@ def test_an_objective_alone(settings, monkeypatch, tmp_path):
 
 def test_an_objective_on_saved_features(settings, monkeypatch, tmp_path):
     """The features to be predicted come from the file."""
-    entry = (region_features.RegionFeaturesConfig, region_features.RegionFeatures)
-    monkeypatch.setitem(build.OBJECTIVES, "region_features", entry)
+    entry = Part(region_features.RegionFeaturesConfig, region_features.RegionFeatures)
+    monkeypatch.setitem(parts.OBJECTIVES, "region_features", entry)
     frcnn = "conceptual/{split}_frcnn.json"
     config = settings(
         "data.config.source=json_lines",

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.config import load_config
-from e2e_vl.run.build import task_config
 
 ROOT = Path(__file__).parents[2]
 # peak rate, epochs, warm-up, batch, clipping
@@ -58,22 +57,22 @@ def test_the_best_epoch_is_judged_by_what_is_evaluated(name):
 def test_from_scratch_means_all_parameters_in_the_paper_only():
     official, paper = load("pretraining/lxmert"), load("pretraining/lxmert_paper")
     assert (official.encoder.weights, official.task.weights) == (None, "bert-base-uncased")
-    assert task_config(official).word_start == "bias"
+    assert official.task.config.word_start == "bias"
     assert (paper.encoder.weights, paper.task.weights) == (None, None)
 
 
 def test_heads_are_the_official_ones():
     for name in ("vqa/lxmert", "gqa/lxmert"):
-        head = task_config(load(name))
+        head = load(name).task.config
         assert (head.loss, head.dropout, head.head_width, head.new_layers) == ("binary", 0.0, 2, "normal")
         assert not head.initialise_from_words
-    pairs = task_config(load("nlvr2/lxmert"))
+    pairs = load("nlvr2/lxmert").task.config
     assert (pairs.loss, pairs.dropout, pairs.hidden_layer) == ("softmax", 0.0, True)
     assert load("nlvr2/lxmert").encoder.config == {"max_images": 2}
 
 
 def test_pre_training_sums_five_objectives():
-    config = task_config(load("pretraining/lxmert"))
+    config = load("pretraining/lxmert").task.config
     weights = {name: value["weight"] if isinstance(value, dict) else value for name, value in config.objectives.items()}
     of_regions = dict.fromkeys(("object_labels", "attribute_labels", "region_features"), pytest.approx(1 / 0.15))
     assert weights == of_regions | {

@@ -237,7 +237,7 @@ def test_captions_of_other_images(one_thing, tmp_path):
         "train={images_per_batch: 16, max_steps: 250}",
     )
     sizes = ("hidden_size", "num_attention_heads", "intermediate_size", "initializer_range")
-    own = {name: config.encoder.config[name] for name in sizes}
+    own = {name: getattr(config.encoder.config, name) for name in sizes}
     own |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 2}
     encoder = {"name": "visual_bert", "config": own | {"train_pooler": True}}  # it starts at random
     found = learned(replaced(config, encoder=encoder))

@@ -185,7 +185,7 @@ def test_detector_and_images(name):
 @pytest.mark.parametrize("name", [name for name in OFFICIAL if name.startswith("pretraining/")])
 def test_pretraining(name):
     config = load(name)
-    task, with_texts = task_config(config), OFFICIAL[name].texts > 0
+    task, with_texts = config.task.config, OFFICIAL[name].texts > 0
     objectives = build_objectives(task.objectives, Sizes(hidden_size=8, vocab_size=10))
     weights = {objective: module.config.weight for objective, module in objectives.items()}
     assert weights == {"masked_words": 1.0, "masked_regions": 1.0} | ({"masked_text": 1.0} if with_texts else {})
@@ -205,7 +205,7 @@ def test_pretraining(name):
 @pytest.mark.parametrize("name", [name for name in OFFICIAL if not name.startswith("pretraining/")])
 def test_fine_tuning(name):
     config = load(name)
-    task, track = task_config(config), name.split("/")[0]
+    task, track = config.task.config, name.split("/")[0]
     assert task.dropout == (0.0 if track == "refcoco" else 0.1)
     boxes = (config.data.boxes.train, config.eval.boxes)
     if track == "refcoco":
@@ -217,8 +217,8 @@ def test_fine_tuning(name):
         assert (config.data.train_split, config.data.eval_splits) == ("train2014+val2014", ["val2014"])
     else:
         assert boxes == ("gt", ["gt"])
-        assert config.data.config["question"] == ("answer" if "q2a" in name else "rationale")
-        assert config.data.config["objects"] == "all"  # not ONLY_USE_RELEVANT_DETS
+        assert config.data.config.question == ("answer" if "q2a" in name else "rationale")
+        assert config.data.config.objects == "all"  # not ONLY_USE_RELEVANT_DETS
         losses = (task.loss, task.region_loss_weight, task.num_classes, task.region_dropout)
         assert losses == ("sigmoid", 1.0, 81, 0.0)
 

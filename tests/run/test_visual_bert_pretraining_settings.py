@@ -40,7 +40,7 @@ def load_phase(name: str) -> RunConfig:
 
 
 def objectives_of(config: RunConfig) -> dict[str, Any]:
-    return build_objectives(task_config(config).objectives, Sizes(hidden_size=8, vocab_size=10))
+    return build_objectives(config.task.config.objectives, Sizes(hidden_size=8, vocab_size=10))
 
 
 def test_every_phase_is_there():
@@ -68,7 +68,7 @@ def test_batch_rate_and_schedule(name):
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_texts_and_encoder(name):
     config = load_phase(name)
-    task, objectives = task_config(config), objectives_of(config)
+    task, objectives = config.task.config, objectives_of(config)
     judged = JUDGED[name.split("_")[0]]
     assert list(objectives) == ["masked_words", "relationship"] if judged else ["masked_words"]
     assert all(objective.config.weight == 1 for objective in objectives.values())
@@ -82,7 +82,7 @@ def test_texts_and_encoder(name):
     if name == "vcr":  # 128 with [CLS] and two [SEP]
         assert task.choices.config["max_pieces"] == 125
         assert task.choices.config["names_restart_in_choices"] is True
-        assert (task.choices.drawn, config.data.config["question"]) == ("in_turn", "in_turn")
+        assert (task.choices.drawn, config.data.config.question) == ("in_turn", "in_turn")
     else:
         assert (config.data.max_text_length, task.choices) == (128, None)
     encoder = VisualBertEncoderConfig(**config.encoder.config)
@@ -113,7 +113,7 @@ def test_a_phase_starts_from_the_one_before(name):
 def test_the_first_phase_of_vcr_reads_masks_and_classes():
     first, second = load_phase("coco_vcr"), load_phase("vcr")
     assert (first.detector.backend, first.detector.overrides) == (second.detector.backend, second.detector.overrides)
-    assert (first.data.config["min_object_score"], first.data.boxes.train) == (0.7, "gt")
+    assert (first.data.config.min_object_score, first.data.boxes.train) == (0.7, "gt")
     assert first.data.resize == second.data.resize
     task, choices = task_config(first), task_config(second).choices.config
     assert (task.mask_size, task.mask_at) == (14, choices["mask_at"])

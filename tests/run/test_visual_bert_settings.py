@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.config import RunConfig, load_config, read_detector_config
-from e2e_vl.converter import from_dict
 from e2e_vl.encoders.visual_bert import VisualBertEncoderConfig
 from e2e_vl.parts import TASKS
 
@@ -104,5 +103,5 @@ def test_task(name):
             0.1,
         )
         assert len(task.people_names) == 15 and task.people_names.count("Peyton") == 2
-        assert config.data.config["objects"] == "r2c_all_texts" and not config.detector.freeze
-        assert config.data.config["question"] == ("rationale" if name.endswith("qa2r") else "answer")
+        assert config.data.config.objects == "r2c_all_texts" and not config.detector.freeze
+        assert config.data.config.question == ("rationale" if name.endswith("qa2r") else "answer")

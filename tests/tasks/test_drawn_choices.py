@@ -98,7 +98,8 @@ def test_settings_that_cannot_work(tiny):
     dataset, tokenizer = tiny.dataset(), tiny.tokenizer
     with pytest.raises(ValueError, match=r"set task\.config\.objectives\.relationship\.texts to stated"):
         texts_of(task_of(tokenizer, texts="pair"), dataset, tokenizer, 0)
-    objectives = build_objectives({"masked_text": 0.0, "masked_regions": 0.0}, Sizes(8, len(tokenizer)))
-    task = PretrainingTask(8, PretrainingConfig(vocab_size=len(tokenizer)), objectives)
+    sizes = Sizes(8, len(tokenizer))
+    objectives = build_objectives({"masked_text": 0.0, "masked_regions": 0.0}, sizes)
+    task = PretrainingTask(sizes, PretrainingConfig(), objectives)
     with pytest.raises(ValueError, match=r"set task\.config\.choices\.task, which words them"):
         texts_of(task, dataset, tokenizer, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 
 import pytest
@@ -35,7 +34,7 @@ OBJECTIVES = {
 
 
 def make_task(*names: str, **config) -> PretrainingTask:
-    return PretrainingTask(8, PretrainingConfig(vocab_size=5, **config), {name: OBJECTIVES[name] for name in names})
+    return PretrainingTask(SIZES, PretrainingConfig(**config), {name: OBJECTIVES[name] for name in names})
 
 
 # Losses
@@ -217,12 +216,7 @@ def test_settings_that_cannot_work(options, message):
 
 
 def test_messages_name_an_objective_as_settings_do():
-    assert {name: config.name for name, (config, _) in BUILDABLE.items()} == {name: name for name in BUILDABLE}
-
-
-def test_the_size_of_the_vocabulary_is_needed():
-    with pytest.raises(ValueError, match="vocab_size is missing"):
-        PretrainingTask(8, PretrainingConfig(), OBJECTIVES)
+    assert {name: part.config_class.name for name, part in BUILDABLE.items()} == {name: name for name in BUILDABLE}
 
 
 def test_objectives_need_their_data():
@@ -246,11 +240,3 @@ def test_objectives_need_their_data():
 def test_vocabulary_of_the_head_is_that_of_the_encoder():
     model = make_model()
     assert model.task.word_head.bias.shape == (VOCABULARY,)
-    fewer = dataclasses.replace(model.task.config, objectives={})
-    assert fewer.vocab_size == VOCABULARY
-
-
-@pytest.mark.parametrize("number", [-1, 0])
-def test_a_number_of_own_regions_that_would_drop_some_or_all_is_refused(number: int):
-    with pytest.raises(ValueError, match=f"task.config.max_detected_regions is {number}; it must be positive"):
-        PretrainingConfig(max_detected_regions=number)

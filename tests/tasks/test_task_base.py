@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 
-from e2e_vl.converter import from_dict
-from e2e_vl.run import build
+from e2e_vl import parts
+from e2e_vl.parts import decode
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import ReferringConfig, VCRConfig, VQAConfig
 from e2e_vl.tasks.refcoco import ReferringTask
@@ -44,7 +44,7 @@ def test_heads_start_as_in_the_official_code_or_as_in_the_paper(name):
 
 @pytest.mark.parametrize("name", ["vqa", "vcr"])
 def test_heads_on_the_summary_have_its_width(name):
-    config_class, task_class = build.TASKS[name]
+    config_class, task_class = parts.TASKS[name].config_class, parts.TASKS[name].cls
     config = VQAConfig(answers=["yes", "no"]) if name == "vqa" else config_class()
     task = task_class.build(Sizes(hidden_size=8, vocab_size=9, summary_size=24), config)
     assert task.head.output.in_features == 24
@@ -73,5 +73,5 @@ def test_answers_start_from_words_of_their_width_only():
     ],
 )
 def test_values_are_among_the_choices(name, setting, choices):
-    with pytest.raises(ValueError, match=f"task.config.{setting} is 'other'; it must be one of {choices}"):
-        from_dict(build.TASKS[name][0], {setting: "other"}, "task.config")
+    with pytest.raises(ValueError, match=rf"Invalid enum value 'other' - at `\$.{setting}`"):
+        decode({setting: "other"}, parts.TASKS[name].config_class, "task.config")

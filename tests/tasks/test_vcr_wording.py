@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from e2e_vl.converter import from_dict
 from e2e_vl.data.config import VCROptions
+from e2e_vl.parts import decode
 from e2e_vl.tasks.config import NEUTRAL_NAMES, VCRConfig
 from e2e_vl.tasks.vcr import VCRTask
 from e2e_vl.text import TextTokenizer
@@ -152,11 +152,11 @@ def test_the_test_split_has_no_targets(tiny):
 )
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
-        from_dict(VCRConfig, options, "task.config")
+        decode(options, VCRConfig, "task.config")
 
 
 def test_options_that_may_be_left_open():
-    config = from_dict(VCRConfig, {"mask_size": None, "join_word": None}, "task.config")
+    config = decode({"mask_size": None, "join_word": None}, VCRConfig, "task.config")
     assert config == VCRConfig(mask_size=None, join_word=None)
 
 

@@ -90,8 +90,8 @@ def put_together(
         ValueError: settings that cannot work.
     """
     sizes = Sizes(16, VOCABULARY, detector.feature_dim, detector.num_classes, encoder.summary_size)
-    config = PretrainingConfig(vocab_size=VOCABULARY, objectives=objectives, **options)
-    task = PretrainingTask(16, config, build_objectives(objectives, sizes))
+    config = PretrainingConfig(objectives=objectives, **options)
+    task = PretrainingTask(sizes, config, build_objectives(objectives, sizes))
     for ability in task.needs:
         encoder.require(ability, "The task")
     task.initialise(None, encoder, detector)

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
+from e2e_vl import parts
 from e2e_vl.cli import convert_weights
 from e2e_vl.config import RunConfig
-from e2e_vl.encoders.base import Encoder
+from e2e_vl.encoders.base import Encoder, EncoderConfig
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.parts import Settings
 from e2e_vl.run import build
 from e2e_vl.run.build import build_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model
@@ -26,16 +27,16 @@ from tests.weights.starts import replaced
 WEIGHTS = Path(__file__).parents[2] / "e2e_vl" / "weights"
 
 
-class AverageConfig(PreTrainedConfig):
-    model_type = "average"
-
-    vocab_size: int = 0
-    feature_dim: int = 0
+class AverageSettings(Settings, frozen=True):
     hidden_size: int = 8
     uses_whole_image: bool = False
     power: int = 1  # no shape shows it
     with_summary: bool = False
     with_noise: bool = False
+
+
+class AverageConfig(EncoderConfig, settings=AverageSettings):
+    model_type = "average"
 
 
 class AverageEncoder(Encoder):
@@ -97,7 +98,7 @@ class AverageFiles(WeightAdapter):
 @pytest.fixture
 def config_of(monkeypatch, tmp_path, tiny_config: Callable[..., RunConfig]) -> Callable[..., RunConfig]:
     """`config_of(task, words, encoder fields)`, where `build.py` knows the encoder and its adapter."""
-    monkeypatch.setitem(build.ENCODERS, "average", (AverageConfig, AverageEncoder))
+    monkeypatch.setitem(parts.ENCODERS, "average", parts.Part(AverageSettings, AverageEncoder))
     monkeypatch.setitem(build.ADAPTERS, "average", (AverageFiles(),))
     build_vocabulary(["the red circle"], tmp_path / "vocab.txt")
     own = ("encoder.name=average", f"data.vocabulary={tmp_path / 'vocab.txt'}")
@@ -187,7 +188,7 @@ def test_the_tool_writes_the_format_and_a_run_starts_from_it(config_of, tmp_path
 @pytest.mark.parametrize("file", ["base.py", "start.py"])
 def test_only_adapters_know_names(file):
     tree = ast.parse((WEIGHTS / file).read_text(encoding="utf-8"))
-    names = {*build.TASKS, *build.ENCODERS, *build.OBJECTIVES, *build.DATASETS, *build.ADAPTERS, "bert"}
+    names = {*parts.TASKS, *parts.ENCODERS, *parts.OBJECTIVES, *parts.DATASETS, *build.ADAPTERS, "bert"}
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     assert not names & texts
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

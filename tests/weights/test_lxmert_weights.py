@@ -22,7 +22,6 @@ from detector.precomputed import PrecomputedDetector
 from e2e_vl.encoders.base import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.parts import TASKS
 from e2e_vl.run.build import ADAPTERS
 from e2e_vl.tasks.config import VQAConfig
 from e2e_vl.tasks.objectives.base import Sizes
@@ -46,7 +45,7 @@ THEIRS = {name: SMALL[name] for name in SMALL if name != "feature_dim"} | {"visu
 
 
 def rules(task_name: str) -> StartRules:
-    return StartRules(task_name, TASKS, ADAPTERS["lxmert"])
+    return StartRules(task_name, ADAPTERS["lxmert"])
 
 
 def fill(module: nn.Module, seed: int) -> nn.Module:

@@ -13,7 +13,6 @@ from detector.config import DetectorConfig
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.parts import TASKS
 from e2e_vl.run.build import ADAPTERS, Start
 from e2e_vl.run.trackers import origin_text
 from e2e_vl.tasks.config import VQAConfig
@@ -50,7 +49,7 @@ def published(encoder: Encoder, name: str, folder: Path) -> Path:
 
 
 def rules(name: str) -> StartRules:
-    return StartRules("vqa", TASKS, ADAPTERS[name])
+    return StartRules("vqa", ADAPTERS[name])
 
 
 @pytest.mark.parametrize("save", [own_run, published])

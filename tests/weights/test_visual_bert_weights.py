@@ -26,7 +26,6 @@ from detector.r2c import NetworkSizes, R2CNetwork
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.parts import TASKS
 from e2e_vl.run.build import ADAPTERS
 from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config, VCRConfig, VQAConfig
 from e2e_vl.tasks.flickr30k import Flickr30KTask
@@ -51,7 +50,7 @@ export_official, export_folder = OfficialVisualBert().export, TransformersVisual
 
 
 def rules(task_name: str) -> StartRules:
-    return StartRules(task_name, TASKS, ADAPTERS["visual_bert"])
+    return StartRules(task_name, ADAPTERS["visual_bert"])
 
 
 def make_encoder(**fields: Any) -> VisualBertEncoder:

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from detector.boxes import pairwise_iou
 from detector.structures import Loss
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Ragged, Targets, TextExample, nested, ragged
+from e2e_vl.parts import Settings
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Task
 from e2e_vl.text import TextTokenizer
 
 
-@dataclasses.dataclass(frozen=True)
-class GroundingConfig:
+class GroundingConfig(Settings, frozen=True):
     positive_iou: float = 0.5
 
 

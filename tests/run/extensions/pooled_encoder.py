@@ -6,19 +6,19 @@ import dataclasses
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
-from e2e_vl.encoders.base import Encoder, read_summary
+from e2e_vl.encoders.base import Encoder, EncoderConfig, read_summary
+from e2e_vl.parts import Settings
 from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
 
 
-class PooledConfig(PreTrainedConfig):
-    model_type = "pooled"
-
-    vocab_size: int = 100
-    feature_dim: int = 2048
+class PooledSettings(Settings, frozen=True):
     hidden_size: int = 16
     uses_whole_image: bool = False
+
+
+class PooledConfig(EncoderConfig, settings=PooledSettings):
+    model_type = "pooled"
 
 
 class PooledEncoder(Encoder):

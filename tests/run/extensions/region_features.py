@@ -8,7 +8,6 @@ Shape legend
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from torch import nn
@@ -23,8 +22,7 @@ from e2e_vl.tasks.config import ObjectiveConfig
 from e2e_vl.tasks.objectives.base import Objective, ObjectiveOutput, Sizes, WordHead
 
 
-@dataclasses.dataclass(frozen=True)
-class RegionFeaturesConfig(ObjectiveConfig):
+class RegionFeaturesConfig(ObjectiveConfig, frozen=True):
     """The weight is 0 unless a run asks for it, so that other runs stay as they are.
 
     Attributes:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from detector.structures import Loss
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
+from e2e_vl.parts import Settings
 from e2e_vl.samples import Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Sizes, Task
 from e2e_vl.text import TextTokenizer
 
 
-@dataclasses.dataclass(frozen=True)
-class StatementConfig:
+class StatementConfig(Settings, frozen=True):
     dropout: float = 0.1
 
 

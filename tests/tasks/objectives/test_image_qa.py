@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from e2e_vl.converter import from_dict
+from e2e_vl.parts import decode
 from e2e_vl.samples import CorrectAnswer, HumanAnswers, ReferredBox, ScoredAnswers
 from e2e_vl.tasks.config import ImageQAConfig
 from e2e_vl.tasks.objectives.image_qa import DrawnAnswer, ImageQA, draw_answer, scores_of
@@ -62,7 +62,7 @@ def test_the_best_answer(tokenizer):
         texts = worded(tokenizer, questions(*(ScoredAnswers(scores) for scores, _ in cases)), image_qa=best)
         assert [text.record.get("drawn_answer") for text in texts] == [answer for _, answer in cases]
     with pytest.raises(ValueError, match="label is 'worst'; it must be one of drawn, best"):
-        from_dict(ImageQAConfig, best | {"label": "worst"}, "task.config.objectives.image_qa")
+        decode(best | {"label": "worst"}, ImageQAConfig, "task.config.objectives.image_qa")
 
 
 @pytest.fixture

@@ -65,10 +65,9 @@ def model() -> VisionLanguageModel:
     )
     detector = PrecomputedDetector(DetectorConfig())
     detector.feature_dim = FEATURE
-    objectives = build_objectives(SETTINGS, Sizes(WIDTH, VOCABULARY, FEATURE, CLASSES))
-    task = PretrainingTask(
-        WIDTH, PretrainingConfig(vocab_size=VOCABULARY, teacher="file", mask_pixels=False, max_length=None), objectives
-    )
+    sizes = Sizes(WIDTH, VOCABULARY, FEATURE, CLASSES)
+    config = PretrainingConfig(teacher="file", mask_pixels=False, max_length=None)
+    task = PretrainingTask(sizes, config, build_objectives(SETTINGS, sizes))
     return VisionLanguageModel(detector, LxmertEncoder(config), task).eval()
 
 

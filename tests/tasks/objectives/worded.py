@@ -19,7 +19,7 @@ def make_task(tokenizer: PreTrainedTokenizerBase, **objectives) -> PretrainingTa
     """Masked words alone, unless other objectives are named with their weight or settings."""
     sizes = Sizes(hidden_size=4, vocab_size=len(tokenizer))
     made: dict[str, Objective] = build_objectives(ONLY_WORDS | objectives, sizes)
-    return PretrainingTask(4, PretrainingConfig(vocab_size=len(tokenizer)), made)
+    return PretrainingTask(sizes, PretrainingConfig(), made)
 
 
 def make_preprocessor(

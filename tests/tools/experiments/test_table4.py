@@ -44,7 +44,7 @@ def test_rows_are_switches_of_one_configuration(tmp_path, name, monkeypatch):
     if name.startswith("pretrain"):
         letter = name.removeprefix("pretrain").removesuffix(".yaml")
         sizes = Sizes(hidden_size=8, vocab_size=9, feature_dim=8, num_classes=6)
-        objectives = build_objectives(config.task.config.get("objectives", {}), sizes)
+        objectives = build_objectives(config.task.config.objectives, sizes)
         assert ("masked_regions" in objectives) == (letter != "_a")
         assert ("relationship" in objectives) == (letter == "_c")
         assert ("masked_text" in objectives) == (letter in ("_d", "")) == ("corpus" in config.data.files)
