@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-import itertools
 import logging
-import math
 import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +21,7 @@ from detector.images import make_image_batch
 from detector.structures import DetectionTargets, ImageBatch, PrecomputedFeatures
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.image_loader import ImageLoader
+from e2e_vl.data.tables import TextGroups
 from e2e_vl.examples import (
     DetectionObjects,
     Example,
@@ -54,35 +53,6 @@ def random_generator(seed: int, epoch: int, text: int) -> np.random.Generator:
 
 
 # Batches of images with several of their texts, so that the detector runs once per image.
-
-
-class ConsecutiveGroups(Sequence):
-    """Groups whose texts are numbered one after the other, without a Python object for each of them.
-
-    Args:
-        counts: int [groups], texts of each group.
-    """
-
-    def __init__(self, counts: Sequence[int] | np.ndarray) -> None:
-        self.starts = np.concatenate([[0], np.cumsum(np.asarray(counts, dtype=np.int64))])
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    @property
-    def num_texts(self) -> int:
-        """Texts of all groups."""
-        return int(self.starts[-1])
-
-    def of_text(self, text: int) -> int:
-        """The group of a text."""
-        return int(np.searchsorted(self.starts, text, side="right")) - 1
-
-    def __getitem__(self, group: int | slice) -> range | list[range]:
-        if isinstance(group, slice):
-            return [self[index] for index in range(*group.indices(len(self)))]
-        index = range(len(self))[group]  # IndexError outside, and negative numbers count from the end
-        return range(int(self.starts[index]), int(self.starts[index + 1]))
 
 
 class GroupedBatchSampler(Sampler[list[Request]]):
@@ -125,12 +95,6 @@ class GroupedBatchSampler(Sampler[list[Request]]):
                 f"images_per_batch is {images_per_batch}, which cannot be split evenly over {world_size} processes; "
                 "choose a multiple of the number of processes"
             )
-        if texts_per_image is not None and texts_per_image < 1:
-            raise UserError(f"texts_per_image is {texts_per_image}; choose a positive number, or null for all texts")
-        if accumulate < 1:
-            raise UserError(f"accumulate is {accumulate}; choose a positive number of batches")
-        if not 0 <= rank < world_size:
-            raise UserError(f"rank {rank} does not exist among {world_size} processes")
         self._texts, starts = _flat(groups)
         if not len(self._texts):
             raise UserError("there are no texts to sample from; check the split and the annotation files")
@@ -209,87 +173,58 @@ class GroupedBatchSampler(Sampler[list[Request]]):
 
 def _flat(groups: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """All texts int64 [texts], and where the texts of each group begin, int64 [groups + 1]."""
-    if isinstance(groups, ConsecutiveGroups):
-        return np.arange(groups.num_texts), groups.starts
+    if isinstance(groups, TextGroups):
+        return groups.texts, groups.starts
     counts = np.fromiter((len(texts) for texts in groups), dtype=np.int64, count=len(groups))
     texts = np.fromiter((text for texts in groups for text in texts), dtype=np.int64, count=int(counts.sum()))
     return texts, np.concatenate([[0], np.cumsum(counts)])
 
 
-# A batch on its way from a worker: a few large tensors in the place of the many small ones of its images.
+# A batch on its way from a worker.
 
-
-_Place = tuple[int, int, tuple[int, ...]]  # which of the joined tensors, first entry in it, shape
+_LARGE = 1 << 20  # bytes
 
 
 class PackedBatch(NamedTuple):
-    """A batch (or any other picklable value) whose tensors stand apart."""
+    """A batch whose large tensors travel in shared memory, and everything else in one pickle.
 
-    content: bytes  # a pickle that names the tensors by their place
-    joined: list[Tensor]  # the entries of the largest tensor, then those of all others, a flat tensor for each dtype
+    By itself every tensor takes a file descriptor, and a batch of many images has thousands of small ones.
+    """
+
+    content: bytes
+    large: list[Tensor]
 
 
 def pack(batch: Any) -> PackedBatch:
-    """Take out all tensors of a batch and join those of one dtype.
-
-    The largest tensor, which are the pixels, stays alone, because joining is copying.
-    """
-    tensors = _Collector()
-    tensors.dump(batch)
-    largest = max(tensors.found, key=lambda one: one.numel() * one.element_size(), default=None)
-    joined: list[list[Tensor]] = [[]]  # the first holds the largest
-    rows: dict[torch.dtype, int] = {}
-    ends = [0]
-    places: list[_Place] = []
-    for one in tensors.found:
-        row = 0 if one is largest else rows.setdefault(one.dtype, len(rows) + 1)
-        if row == len(joined):
-            joined.append([])
-            ends.append(0)
-        places.append((row, ends[row], tuple(one.shape)))
-        joined[row].append(one.reshape(-1))
-        ends[row] += one.numel()
-    flat = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in joined if parts]
-    return PackedBatch(pickle.dumps((places, tensors.stream.getvalue()), pickle.HIGHEST_PROTOCOL), flat)
+    """What a worker sends."""
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(batch)
+    return PackedBatch(stream.getvalue(), pickler.large)
 
 
 def unpack(packed: PackedBatch) -> Any:
-    """The batch again; its tensors are parts of the joined ones."""
-    places, content = pickle.loads(packed.content)
-    parts = [packed.joined[row][start : start + math.prod(shape)].view(shape) for row, start, shape in places]
-    return _Filler(content, parts).load()
+    """The batch again."""
+    unpickler = pickle.Unpickler(io.BytesIO(packed.content))
+    unpickler.persistent_load = packed.large.__getitem__
+    return unpickler.load()
 
 
-class _Collector(pickle.Pickler):
-    """Pickles a value without its tensors, which it numbers; one that is there twice has one number."""
+class _Pickler(pickle.Pickler):
+    """Pickles small tensors as arrays, which is much faster, and leaves large ones out."""
 
-    def __init__(self) -> None:
-        self.stream = io.BytesIO()
-        self.found: list[Tensor] = []
-        self._numbers: dict[int, int] = {}
-        super().__init__(self.stream, pickle.HIGHEST_PROTOCOL)
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=5)
+        self.large: list[Tensor] = []
 
     def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or value.nbytes < _LARGE:
             return None
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self.found)
-            self.found.append(value)
-        return self._numbers[id(value)]
+        self.large.append(value)
+        return len(self.large) - 1
 
-
-class _Filler(pickle.Unpickler):
-    """The other way round; the content comes from a process of our own."""
-
-    def __init__(self, content: bytes, tensors: list[Tensor]) -> None:
-        super().__init__(io.BytesIO(content))
-        self.tensors = tensors
-
-    def persistent_load(self, number: int) -> Tensor:
-        return self.tensors[number]
-
-
-DATA_ERRORS = (ValueError, OSError)  # what readers raise about files and records
+    def reducer_override(self, value: Any) -> Any:
+        return (torch.from_numpy, (value.numpy(),)) if isinstance(value, Tensor) else NotImplemented
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,15 +278,14 @@ class BatchLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self._loader:
-            if isinstance(batch, Exception):
-                raise batch
+        for loaded in self._loader:
+            if isinstance(loaded, Exception):
+                raise loaded
+            batch, unreadable = loaded
             if self._unreadable is not None:
-                batch, unreadable = batch
                 self._unreadable += unreadable
-                if batch is None:  # nothing of it is left
-                    continue
-            yield unpack(batch) if isinstance(batch, PackedBatch) else batch
+            if batch is not None:  # something of it is left
+                yield unpack(batch) if isinstance(batch, PackedBatch) else batch
 
 
 @dataclasses.dataclass
@@ -360,34 +294,26 @@ class _Batches(Dataset):
     collate: Callable[[list[Example]], Batch]
     leaves_out: bool = False
 
-    def __getitems__(
-        self, requests: list[Request]
-    ) -> Batch | PackedBatch | tuple[Batch | PackedBatch | None, list[Unreadable]] | Exception:
-        """A worker packs its batch. An error travels in its place; with `leaves_out`, what is left out beside it."""
+    def __getitems__(self, requests: list[Request]) -> tuple[Any, list[Unreadable]] | Exception:
+        """A batch and what is left out of it; a worker packs its batch. An error travels in their place."""
+        examples, unreadable = [], []
         try:
-            if not self.leaves_out:
-                return packed(self.collate([self.dataset[request] for request in requests]))
-            examples, unreadable = [], []
             for request in requests:
                 try:
-                    examples.append(self.dataset.read(request))
+                    examples.append(self.dataset.read(request) if self.leaves_out else self.dataset[request])
                 except BrokenImageError as error:
-                    ids = self.dataset.image_ids_of(request.texts)
+                    ids = tuple(image.id for image in self.dataset.dataset.sample(request.texts).images)
                     unreadable.append(Unreadable(ids, request.texts, str(error.__cause__)))
-            return (packed(self.collate(examples)) if examples else None), unreadable
-        except DATA_ERRORS as error:
+            batch = self.collate(examples) if examples else None
+        except (ValueError, OSError) as error:  # what readers raise about files and records
             return error
+        return pack(batch) if batch is not None and get_worker_info() is not None else batch, unreadable
 
 
 def _leave_signals_to_the_run(worker: int) -> None:
     """Launchers send SIGTERM to workers, too, and the run needs them until it has saved a checkpoint."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-
-
-def packed(batch: Batch) -> Batch | PackedBatch:
-    """What travels from a worker to the main process: few storages, not one for each tensor of each image."""
-    return batch if get_worker_info() is None else pack(batch)
 
 
 def unchanged(loaded: Any) -> Any:
@@ -421,20 +347,18 @@ def collate(
         The batch: N images and M texts in the order of the examples, `image_index` [M, I], padded with -1.
 
     Raises:
-        ValueError: examples that do not go together: some with candidate boxes and some without, some with annotated
+        UserError: examples that do not go together: some with candidate boxes and some without, some with annotated
             objects and some without, or texts with different targets.
     """
     images = [image for example in examples for image in example.images]
     texts = [text for example in examples for text in example.texts]
-    if not images or not texts:
-        raise UserError(f"a batch needs images and texts, this one has {len(images)} images and {len(texts)} texts")
     if pad_to is None and canvas is not None:
         pad_to = canvas_size([image.image_transform.size for image in images], canvas)
     return Batch(
         images=_image_batch(images, pixel_mean, pixel_std, pad_to),
         boxes=_column(images, "boxes", "candidate boxes"),
         texts=pad_texts(texts, pad_id),
-        image_index=_looks_at(examples),
+        image_index=_image_index(examples),
         targets=_targets(texts),
         detection_targets=_detection_targets(images),
         region_labels=RegionLabels(
@@ -470,10 +394,6 @@ def pad_texts(texts: Sequence[TextExample], pad_id: int = 0) -> TextBatch:
 
     Returns:
         `TextBatch` with L = the longest sequence (at least 1). `region_of_token` is there if any text has it.
-
-    Raises:
-        ValueError: texts that are read at a place of their own beside others that are not, or region indices of another
-            length than the wordpieces.
     """
     lengths = [len(text.encoding.input_ids) for text in texts]
     shape = (len(texts), max(lengths, default=0) or 1)
@@ -487,16 +407,9 @@ def pad_texts(texts: Sequence[TextExample], pad_id: int = 0) -> TextBatch:
         token_type_ids[row, :length] = torch.from_numpy(text.encoding.token_type_ids)
         attention_mask[row, :length] = True
         if text.region_of_token is not None:
-            if len(text.region_of_token) != length:
-                raise UserError(
-                    f"text {row} of the batch has {length} wordpieces but {len(text.region_of_token)} region indices"
-                )
             region_of_token[row, :length] = torch.from_numpy(text.region_of_token)
     summaries = [text.encoding.summary for text in texts]
-    has_place = [summary is not None for summary in summaries]
-    if any(has_place) and not all(has_place):
-        raise UserError("texts with a place for an answer and texts without one cannot be in one batch")
-    summary = torch.tensor(summaries, dtype=torch.int64) if any(has_place) else None
+    summary = None if all(one is None for one in summaries) else torch.tensor(summaries)
     return TextBatch(input_ids, token_type_ids, attention_mask, summary, region_of_token)
 
 
@@ -539,17 +452,12 @@ def _column(images: Sequence[ImageExample], field: str, what: str) -> list[Tenso
     return [torch.from_numpy(np.ascontiguousarray(getattr(image, field))) for image in images]
 
 
-def _looks_at(examples: Sequence[Example]) -> Tensor:
+def _image_index(examples: Sequence[Example]) -> Tensor:
     """int64 [M, I]: rows of each example's own images become rows of the batch."""
     slots = max((len(text.image_index) for example in examples for text in example.texts), default=0) or 1
     rows, first = [], 0
     for example in examples:
         for text in example.texts:
-            for image in text.image_index:
-                if not 0 <= image < len(example.images):
-                    raise UserError(
-                        f"a text looks at image {image} of an example that has {len(example.images)} images"
-                    )
             rows.append([first + image for image in text.image_index] + [-1] * (slots - len(text.image_index)))
         first += len(example.images)
     return torch.tensor(rows, dtype=torch.int64)
@@ -568,20 +476,20 @@ def _detection_targets(images: Sequence[ImageExample]) -> DetectionTargets | Non
     if not _all_or_none(images, "objects", "annotated objects"):
         return None
     objects: list[DetectionObjects] = [image.objects for image in images]
-    has_attributes = [one.attributes is not None for one in objects]
-    if any(has_attributes) and not all(has_attributes):
+    has_attributes = {one.attributes is not None for one in objects}
+    if len(has_attributes) > 1:
         raise UserError("one batch cannot mix objects with attributes and objects without")
+    attributes = None
+    if has_attributes == {True}:
+        slots = max(one.attributes.shape[1] for one in objects)
+        attributes = [torch.full((len(one.boxes), slots), -1) for one in objects]
+        for padded, one in zip(attributes, objects, strict=True):
+            padded[:, : one.attributes.shape[1]] = torch.from_numpy(one.attributes)
     return DetectionTargets(
         boxes=[torch.from_numpy(np.ascontiguousarray(one.boxes)) for one in objects],
         classes=[torch.from_numpy(one.classes) for one in objects],
-        attributes=_padded_attributes([one.attributes for one in objects]) if has_attributes[0] else None,
+        attributes=attributes,
     )
-
-
-def _padded_attributes(rows: Sequence[Any]) -> list[Tensor]:
-    slots = max(one.shape[1] for one in rows)
-    padded = [np.pad(one, ((0, 0), (0, slots - one.shape[1])), constant_values=-1) for one in rows]
-    return [torch.from_numpy(one.astype(np.int64)) for one in padded]
 
 
 # From the facts of a data set to examples: read, load, word, in this order and for every data set alike.
@@ -601,7 +509,7 @@ class ExampleDataset(Dataset):
     Args:
         dataset: states the facts.
         loader: makes pixels and moves boxes.
-        wording: puts the texts into wordpieces.
+        preprocessor: encodes the texts.
         seed: all randomness depends on (seed, epoch, text) only.
         skip_broken: take the next image in place of one that is missing or cannot be read, and log it.
 
@@ -643,13 +551,19 @@ class ExampleDataset(Dataset):
             try:
                 return self.read(request, texts)
             except BrokenImageError as error:
+                cause = error.__cause__
                 if not self.skip_broken:
-                    raise _as_reader_error(error) from error.__cause__
-                last = self.dataset.sample(texts).images[0].id
-                group, texts = self._next(group, len(texts), error)
-        raise UserError(
-            f"{_BROKEN_IN_A_ROW} images in a row cannot be read, the last is image {last}; check where the data are"
-        )
+                    kind = MissingFileError if isinstance(cause, FileNotFoundError) else UserError
+                    raise kind(f"{cause} {_HINT}") from cause
+                self.broken.add(group)
+                logger.warning(
+                    "%s The next image takes its place (%d unreadable images so far in this process).",
+                    *(cause, len(self.broken)),
+                )
+            others = (other % len(self.groups) for other in range(group + 1, group + 1 + len(self.groups)))
+            group = next(other for other in others if len(self.groups[other]))
+            texts = tuple(self.groups[group][: len(request.texts)])
+        raise UserError(f"{_BROKEN_IN_A_ROW} images in a row cannot be read; check where the data are")
 
     def read(self, request: Request, texts: tuple[int, ...] | None = None) -> Example:
         """Load an image with all texts of the request, or with `texts`, but with the request's randomness.
@@ -663,26 +577,3 @@ class ExampleDataset(Dataset):
         sample = self.dataset.sample(request.texts if texts is None else texts)
         images = [self.loader.load(image, augmentation) for image in sample.images]
         return Example(images, list(self.preprocessor(sample, images, make_generator)))
-
-    def image_ids_of(self, texts: tuple[int, ...]) -> tuple[str, ...]:
-        """Ids of the images that some texts of one group are about."""
-        return tuple(image.id for image in self.dataset.sample(texts).images)
-
-    def _next(self, group: int, num_texts: int, error: BrokenImageError) -> tuple[int, tuple[int, ...]]:
-        """The next image with texts, and its first ones, in place of an image that cannot be read."""
-        self.broken.add(group)
-        others = itertools.chain(range(group + 1, len(self.groups)), range(group))
-        group = next((other for other in others if len(self.groups[other])), None)
-        if group is None:
-            raise error.__cause__
-        logger.warning(
-            "%s The next image takes its place (%d unreadable images so far in this process).",
-            *(error.__cause__, len(self.broken)),
-        )
-        return group, tuple(self.groups[group][:num_texts])
-
-
-def _as_reader_error(error: BrokenImageError) -> Exception:
-    """What is raised where nothing may be skipped."""
-    kind = MissingFileError if isinstance(error.__cause__, FileNotFoundError) else UserError
-    return kind(f"{error.__cause__} {_HINT}")

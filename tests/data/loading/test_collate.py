@@ -207,23 +207,6 @@ WITH_ATTRIBUTES = DetectionObjects(np.ones((1, 4), np.float32), np.array([3]), n
             Example([image()], [text(targets=None)]),
             "texts with targets BoxTargets and NoneType",
         ),
-        (
-            Example([image()], [text()]),
-            Example([image()], [text(targets=BoxTargets())]),
-            "box is known for some texts of a batch and unknown for others",
-        ),
-        (
-            Example([image()], [text()]),
-            Example([image()], [text(targets=BoxTargets(np.zeros(3, np.float32)))]),
-            r"BoxTargets\.box has different shapes in one batch: \[\(3,\), \(4,\)\]",
-        ),
-        (Example([image()], [text()]), Example([image()], [text(image_index=(1,))]), "looks at image 1 of an example"),
-        (
-            Example([image()], [text()]),
-            Example([image()], [text(encoding=encoding([5], summary=0))]),
-            "a place for an ans",
-        ),
-        (Example([], [text(image_index=())]), Example([], []), "0 images and 1 texts"),
     ],
 )
 def test_examples_that_do_not_go_together(first, second, message):
@@ -275,18 +258,3 @@ def test_places_of_answers_and_regions_of_tokens():
     batch = pad_texts([one, other])
     assert batch.summary.tolist() == [1, 0] and batch.summary.dtype == torch.int64
     assert batch.region_of_token.tolist() == [[-1, -1, -1], [1, -1, -1]]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (text(encoding=encoding([2, 3], summary=0)), "texts with a place for an answer and texts without one"),
-        (
-            text(encoding=encoding([2, 3]), region_of_token=np.array([0])),
-            "text 1 of the batch has 2 wordpieces but 1 region indices",
-        ),
-    ],
-)
-def test_texts_that_do_not_fit(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        pad_texts([text(encoding=encoding([2, 3])), wrong])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from e2e_vl.data.batching import ConsecutiveGroups, GroupedBatchSampler
+from e2e_vl.data.batching import GroupedBatchSampler
+from e2e_vl.data.tables import TextGroups
 
 GROUPS = [[0, 1, 2, 3, 4], [5], [6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17], [18, 19, 20]]
 TEXTS = list(range(21))
@@ -144,7 +145,7 @@ def test_the_order_stays_what_it_always_was():
 def test_consecutive_groups_give_what_lists_give(shuffle, texts_per_image):
     counts = [len(group) for group in GROUPS]
     counts.insert(2, 0)
-    groups = ConsecutiveGroups(counts)
+    groups = TextGroups.consecutive(counts)
     lists = [list(group) for group in groups]
     assert [text for texts in lists for text in texts] == TEXTS
     options = {"seed": 4, "epoch": 1, "shuffle": shuffle}
@@ -155,19 +156,8 @@ def test_consecutive_groups_give_what_lists_give(shuffle, texts_per_image):
     assert {type(text) for text in request.texts} == {int}
 
 
-def test_consecutive_groups_are_a_sequence():
-    groups = ConsecutiveGroups([2, 0, 3])
-    assert (len(groups), groups.num_texts) == (3, 5)
-    assert [list(group) for group in groups] == [[0, 1], [], [2, 3, 4]]
-    assert list(groups[-1]) == [2, 3, 4]
-    assert [list(group) for group in groups[:2]] == [[0, 1], []]
-    assert [groups.of_text(text) for text in range(5)] == [0, 0, 2, 2, 2]
-    with pytest.raises(IndexError):
-        groups[3]
-
-
 def test_millions_of_groups_take_a_few_bytes_each():
-    sampler = GroupedBatchSampler(ConsecutiveGroups(np.ones(300_000, dtype=np.int64)), 8, 1)
+    sampler = GroupedBatchSampler(TextGroups.consecutive(np.ones(300_000, dtype=np.int64)), 8, 1)
     arrays = [value for value in vars(sampler).values() if isinstance(value, np.ndarray)]
     assert sum(array.nbytes for array in arrays) <= 40 * 300_000
     assert len(next(iter(sampler))) == 8
@@ -189,9 +179,6 @@ def test_works_as_the_batch_sampler_of_a_data_loader():
     [
         ({"images_per_batch": 3, "world_size": 2}, "cannot be split evenly over 2 processes"),
         ({"images_per_batch": 0}, "cannot be split evenly"),
-        ({"images_per_batch": 2, "texts_per_image": 0}, "texts_per_image is 0"),
-        ({"images_per_batch": 2, "accumulate": 0}, "accumulate is 0"),
-        ({"images_per_batch": 2, "rank": 1}, "rank 1 does not exist among 1"),
         ({"images_per_batch": 2, "groups": [[], []]}, "no texts to sample from"),
     ],
 )
