@@ -83,11 +83,11 @@ OBJECTIVES = {  # of pre-training; texts are changed in this order
     "masked_words": Part("e2e_vl.tasks.config:MaskedWordsConfig", f"{_OBJECTIVES}.words:MaskedWords"),
     "masked_text": Part("e2e_vl.tasks.config:MaskedTextConfig", f"{_OBJECTIVES}.words:MaskedText"),
     "masked_regions": Part("e2e_vl.tasks.config:MaskedRegionsConfig", f"{_OBJECTIVES}.regions:MaskedRegions"),
-    "relationship": Part("e2e_vl.tasks.config:RelationshipConfig", f"{_OBJECTIVES}.relationship:Relationship"),
+    "relationship": Part("e2e_vl.tasks.config:RelationshipConfig", f"{_OBJECTIVES}.texts:Relationship"),
     "object_labels": Part("e2e_vl.tasks.config:ObjectLabelsConfig", f"{_OBJECTIVES}.regions:ObjectLabels"),
     "attribute_labels": Part("e2e_vl.tasks.config:AttributeLabelsConfig", f"{_OBJECTIVES}.regions:AttributeLabels"),
     "region_features": Part("e2e_vl.tasks.config:RegionFeaturesConfig", f"{_OBJECTIVES}.regions:RegressedFeatures"),
-    "image_qa": Part("e2e_vl.tasks.config:ImageQAConfig", f"{_OBJECTIVES}.image_qa:ImageQA"),
+    "image_qa": Part("e2e_vl.tasks.config:ImageQAConfig", f"{_OBJECTIVES}.texts:ImageQA"),
 }
 DATASETS = {
     "refcoco": Part("e2e_vl.data.config:NoOptions", "e2e_vl.data.refcoco:RefCOCODataset"),

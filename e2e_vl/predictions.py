@@ -65,13 +65,13 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ty
     """What every prediction has; the class of a task adds its answer and the truth.
 
     Attributes:
-        text_index: number of the text in its data set.
+        text_index: number of the text in its data set; -1: it is from none.
         correct: how right the answer is, 0 to 1, see `Task.correct`; None: the truth is unknown.
         grounded: the phrases of the text; empty for a run that does not ground phrases.
         facts: whatever else the data set states about the text, such as ids.
     """
 
-    text_index: Count = 0
+    text_index: int = -1
     text: str = ""
     family: str | None = None  # kind of text, in the drawn data sets
     file_name: str | None = None  # of the (first) image

@@ -205,7 +205,7 @@ class TaskOutput:
 
     losses: dict[str, Loss]
     logits: Float[Tensor, "*shape"]  # what the task predicts from; the task's file gives the shape
-    details: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # other outputs it predicts from, M rows each
+    details: dict[str, Any] = dataclasses.field(default_factory=dict)  # whatever else it predicts from, by name
     parts: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # logits of each part of a task that is a sum
 
 

@@ -129,7 +129,7 @@ class Predictor:
 
     @torch.no_grad()
     def _replies(self, output: ModelOutput) -> list[Reply]:
-        predictions = self.model.task.replies(with_phrases(output), self.tokenizer)
+        predictions = self.model.task.replies(with_phrases(output))
         texts_of_each = len(output.batch) // len(predictions)  # a question with four choices is four texts
         return [
             self._reply(prediction, output, number * texts_of_each + prediction.chosen_text)
@@ -205,7 +205,7 @@ def predict_split(
     loaded = [load_model(run_dir, overrides=overrides)]
     config, model, _ = loaded[0]
     task = model.task
-    if not task.writes_submission:
+    if task.write_submission is None:
         raise UserError(
             f"{run_dir} was trained for the task '{config.task.name}', which has no submission file; write its "
             "predictions with tools/evaluate.py."

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -106,7 +105,7 @@ class Head(nn.Module):
 
 
 def check_masks(side: int | None, detector: Detector) -> None:
-    """Raises ValueError unless instance masks of this side fit the detector's maps; None: there are no masks."""
+    """Raise a UserError unless instance masks of this side fit the detector's maps; None: there are no masks."""
     if side is None:
         return
     size = detector.map_size
@@ -196,7 +195,9 @@ class Task(nn.Module, abc.ABC):
     """
 
     points_at_box: ClassVar[bool] = False  # answers a phrase with `box`, `score` and their candidates
-    writes_submission: ClassVar[bool] = False  # there is a file that a server or the literature expects
+    # writes the predictions of a whole split, in the order of the data set, as a server or the literature expects them;
+    # of a task that has `second_run` the predictions of both runs. None: there is no such file.
+    write_submission: ClassVar[Callable[..., None] | None] = None
     # `key=value` settings under which a second run predicts the other half of that file; None: one run is enough
     second_run: ClassVar[tuple[str, ...] | None] = None
     second_run_option: ClassVar[str] = ""  # how users give that run
@@ -213,7 +214,6 @@ class Task(nn.Module, abc.ABC):
     transferable: ClassVar[tuple[str, ...]] = ()  # prefixes of its parameters from which heads of other tasks may start
     # a second text segment starts as a copy of the first, which alone was trained before (official VL-BERT code)
     copies_first_segment: ClassVar[bool] = False
-    renamed: ClassVar[Mapping[str, str]] = {}  # prefixes of parameter names in models that were saved before -> now
     prediction_class: ClassVar[type[Prediction]] = Prediction  # what `predict` returns
     # properties where they follow from the config
     needs: tuple[Ability, ...] = ()  # what the encoder must be able to do
@@ -245,31 +245,20 @@ class Task(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def preprocessor(self, text_tokenizer: TextTokenizer) -> Preprocessor:
-        """What puts the data's texts into wordpieces."""
+        """What encodes the data's texts, in data workers."""
 
     def question(self, question: Question) -> Sample:
-        """The sample of a user's question.
-
-        Raises:
-            ValueError: something that the task needs or does not take.
-        """
+        """The sample of a user's question; raises UserError for what the task lacks or does not take."""
         raise UserError(f"{type(self).__name__} does not answer a text about an image.")
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
         """Take starting values from the other parts; nothing by default.
 
         Called once when a model is built, after the starting weights of detector and encoder were loaded.
-
-        Raises:
-            ValueError: the parts do not fit.
         """
 
-    def check_data(self, facts: DatasetInfo, detector: Detector) -> None:
-        """Check once, before training, that the data have what the task learns from; nothing by default.
-
-        Raises:
-            ValueError: the task has nothing to learn from, or data and detector do not fit.
-        """
+    def check_data(self, info: DatasetInfo, detector: Detector) -> None:
+        """Check once, before training, that the data have what the task learns from; nothing by default."""
 
     @abc.abstractmethod
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
@@ -285,7 +274,7 @@ class Task(nn.Module, abc.ABC):
             return PhrasesOnly.of({name: value for name, value in record.items() if name != ONLY_PHRASES})
         return self.prediction_class.of(record, **answer)
 
-    def replies(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> list[Prediction]:
+    def replies(self, output: ModelOutput) -> list[Prediction]:
         """The predictions for users' questions, by default as in `predict`."""
         return self.predict(output.batch, output)
 
@@ -296,17 +285,6 @@ class Task(nn.Module, abc.ABC):
     @abc.abstractmethod
     def metrics(self, predictions: list[Prediction]) -> dict[str, float]:
         """Score the predictions for a whole split."""
-
-    def write_submission(
-        self, path: Path, predictions: list[Prediction], second: list[Prediction] | None = None
-    ) -> None:
-        """Write the predictions for a whole split in the format that the task's server or the literature expects.
-
-        Args:
-            predictions: in the order of the data set.
-            second: the same of the second run, for a task that has `second_run`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no submission file.")
 
     def joint_metrics(self, predictions: list[Prediction], second: list[Prediction]) -> dict[str, float]:
         """Scores that need both runs, where the split has labels; for a task that has `second_run`."""

@@ -12,7 +12,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -111,8 +110,9 @@ def first_occurrence(words: str, span: tuple[int, int]) -> tuple[int, int]:
 class Flickr30KTask(Task):
     """A share of attention per region for each phrase; the region with the largest is the answer."""
 
-    writes_submission = True
     prediction_class = Flickr30KPrediction
+    metrics = staticmethod(phrase_metrics)
+    write_submission = staticmethod(write_submission)
     example_call = '"photo.jpg", "[a man] in [a red shirt]"'
 
     def __init__(self, hidden_size: int, config: Flickr30KConfig | None = None):
@@ -224,16 +224,6 @@ class Flickr30KTask(Task):
         """Share of the phrases whose region is right; None where the truth is unknown."""
         ranks = prediction.ranks
         return None if ranks is None else sum(rank == 0 for rank in ranks) / len(ranks)
-
-    def metrics(self, predictions: list[Flickr30KPrediction]) -> dict[str, float]:
-        """Recalls over all phrases and by their types; see `e2e_vl.metrics.flickr30k`."""
-        return phrase_metrics(predictions)
-
-    def write_submission(
-        self, path: Path, predictions: list[Flickr30KPrediction], second: list[Flickr30KPrediction] | None = None
-    ) -> None:
-        """A JSON list of sentences with the boxes of their phrases, see `e2e_vl.metrics.flickr30k`."""
-        write_submission(path, predictions)
 
     def answer_lines(self, prediction: Flickr30KPrediction) -> list[str]:
         """Where each phrase is, in their order."""

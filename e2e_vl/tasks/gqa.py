@@ -5,11 +5,8 @@ Shape legend: see `e2e_vl/structures.py`.
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
@@ -20,8 +17,7 @@ from e2e_vl.metrics.gqa import GQAPrediction, belongs, gqa_metrics, grounding, w
 from e2e_vl.samples import CorrectAnswer, ScoredAnswers
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch
 from e2e_vl.tasks.base import PredictionWords
-from e2e_vl.tasks.choice import AnswerPreprocessor, AnswerTargets, AnswerTask
-from e2e_vl.text import TextTokenizer
+from e2e_vl.tasks.question_answering import AnswerTargets, AnswerTask, Judged, PossibleAnswers
 
 # Attention of an answer over regions, read from the maps that an encoder gives.
 
@@ -49,33 +45,20 @@ def attention_to_regions(
     return found / found.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-@dataclasses.dataclass
-class GQATargets(AnswerTargets):
-    """1 for the right answer; nothing for an answer that is not in the list."""
-
-
-@dataclasses.dataclass(frozen=True)
-class GQAPreprocessor(AnswerPreprocessor):
-    """In a mirrored image an answer "left" becomes "right" as the words of the question do."""
+class GQAAnswers(PossibleAnswers):
+    """1 for the right answer, or for the one with the best score; nothing for an answer that is not in the list."""
 
     learns_from = (CorrectAnswer, ScoredAnswers)
-    targets = GQATargets
 
-    def judged(self, truth: Any, *, mirrored: bool) -> tuple[GQATargets, dict[str, Any]]:
-        answer = right_answer(truth)
+    def judge(self, truth: Any, *, mirrored: bool = False) -> Judged | None:
+        answer = truth.answer if isinstance(truth, CorrectAnswer) else None
+        if isinstance(truth, ScoredAnswers):
+            answer = max(truth.scores, key=truth.scores.get, default=None)
         if answer is None:
-            return GQATargets(), {}
+            return None
         if mirrored:
             answer = {"left": "right", "right": "left"}.get(answer, answer)
-        best = np.int64(self.answers.class_of.get(answer, -1))
-        return GQATargets(self.answers.targets_of({answer: 1.0}), best), {"right_answer": answer}
-
-
-def right_answer(truth: Any) -> str | None:
-    """The one right answer: the given one, or the one with the best score; None where it is unknown."""
-    if isinstance(truth, ScoredAnswers):
-        return max(truth.scores, key=truth.scores.get, default=None)
-    return truth.answer if isinstance(truth, CorrectAnswer) else None
+        return Judged({answer: 1.0}, self.class_of.get(answer, -1), {"right_answer": answer})
 
 
 class GQATask(AnswerTask):
@@ -83,17 +66,15 @@ class GQATask(AnswerTask):
 
     loss_name = "gqa"
     prediction_class = GQAPrediction
+    metrics = staticmethod(gqa_metrics)
+    write_submission = staticmethod(write_submission)
 
     @property
     def reads_attention(self) -> bool:
         return self.config.grounding
 
-    def make_preprocessor(self, text_tokenizer: TextTokenizer) -> GQAPreprocessor:
-        return GQAPreprocessor(text_tokenizer, self.answer_list)
-
-    def best_class(self, truth: Any) -> int | None:
-        answer = right_answer(truth)
-        return None if answer is None else self.answer_list.class_of.get(answer, -1)
+    def make_list(self, answers: Sequence[str]) -> GQAAnswers:
+        return GQAAnswers(answers)
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[GQAPrediction]:
         """See `AnswerTask.predict`; the choices of a question become `is_valid` and `is_plausible` of its answer, and
@@ -135,10 +116,6 @@ class GQATask(AnswerTask):
         """1 if the answer is the annotated one, letter by letter; None where it is unknown."""
         return None if prediction.right_answer is None else float(prediction.is_hit)
 
-    def metrics(self, predictions: list[GQAPrediction]) -> dict[str, float]:
-        """The official scores; see `e2e_vl.metrics.gqa`."""
-        return gqa_metrics(predictions)
-
     def describe(self, prediction: GQAPrediction) -> PredictionWords:
         """The question with its structural type, the best answer and the right one."""
         return PredictionWords(
@@ -149,9 +126,3 @@ class GQATask(AnswerTask):
             "" if prediction.is_balanced else "not balanced: it counts only where another question entails it",
             prediction.types.get("structural", ""),
         )
-
-    def write_submission(
-        self, path: Path, predictions: list[GQAPrediction], second: list[GQAPrediction] | None = None
-    ) -> None:
-        """The file of the GQA server: a JSON list of {"questionId", "prediction"}."""
-        write_submission(path, predictions)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -69,8 +68,9 @@ class NLVR2Preprocessor(Preprocessor):
 class NLVR2Task(Task):
     """Two classes, or one score, from the summary."""
 
-    writes_submission = True
     prediction_class = NLVR2Prediction
+    metrics = staticmethod(truth_metrics)
+    write_submission = staticmethod(write_submission)
     blind_without_boxes = True  # the numbers of boxes say how many things there are
     needs = (Ability.SUMMARY_OF_SINGLE, Ability.IMAGE_PAIRS)
     example_call = '("left.jpg", "right.jpg"), "both images show a dog"'
@@ -129,16 +129,6 @@ class NLVR2Task(Task):
     def correct(self, prediction: NLVR2Prediction) -> float | None:
         """1 if the prediction is the label; None where it is unknown."""
         return None if prediction.label is None else float(prediction.prediction == prediction.label)
-
-    def metrics(self, predictions: list[NLVR2Prediction]) -> dict[str, float]:
-        """Accuracy and consistency; see `e2e_vl.metrics.nlvr2`."""
-        return truth_metrics(predictions)
-
-    def write_submission(
-        self, path: Path, predictions: list[NLVR2Prediction], second: list[NLVR2Prediction] | None = None
-    ) -> None:
-        """The CSV file of the official script: identifier,True or identifier,False without a header."""
-        write_submission(path, predictions)
 
     def ranked(self, prediction: NLVR2Prediction) -> Ranked:
         """Both answers."""

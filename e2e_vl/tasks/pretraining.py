@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
-import torch
 from jaxtyping import Int64
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -38,51 +37,12 @@ from e2e_vl.tasks.objectives.base import (
     Draft,
     FoundItems,
     Objective,
+    ObjectiveOutput,
     ObjectivePreprocessor,
     PretrainingPrediction,
     WordHead,
 )
 from e2e_vl.text import TextEncoding, TextTokenizer, Truncation, word_pieces
-
-# Pre-training on questions with several choices: one choice of each is drawn, worded as by the task that judges it.
-
-
-@dataclasses.dataclass(frozen=True)
-class ChoiceDraw:
-    """Draws one choice of a question. It is sent to data workers."""
-
-    preprocessor: Preprocessor  # yields one text per choice, in their order
-    drawn: Literal["random", "in_turn"] = "random"
-
-    def __call__(
-        self,
-        text: ChoiceText,
-        sample: Sample,
-        images: Sequence[ImageExample],
-        make_generator: GeneratorFactory,
-        generator: np.random.Generator,
-    ) -> tuple[TextExample, bool | None]:
-        """The text of one choice, and whether it is the right one; None where nobody says."""
-        examples = list(self.preprocessor.encode_text(text, sample, images, make_generator))
-        is_random = self.drawn == "random"
-        number = int(generator.integers(len(examples))) if is_random else text.index % len(examples)
-        return examples[number], text.truth.number == number if isinstance(text.truth, CorrectChoice) else None
-
-
-def given_pieces(encoding: TextEncoding) -> Int64[np.ndarray, " pieces"]:
-    """The wordpieces that a text was laid out from; 0 for those that were cut off before the last one that stays."""
-    is_given = encoding.source >= 0
-    pieces = np.zeros(encoding.source.max(initial=-1) + 1, dtype=np.int64)
-    pieces[encoding.source[is_given]] = encoding.input_ids[is_given]
-    return pieces
-
-
-def with_pieces(encoding: TextEncoding, pieces: Int64[np.ndarray, " pieces"]) -> TextEncoding:
-    """A copy with other wordpieces in the places of the given ones."""
-    return dataclasses.replace(
-        encoding, input_ids=np.where(encoding.source >= 0, encoding.place(pieces), encoding.input_ids)
-    )
-
 
 WORD_BIAS = "word_head.bias"  # the parameter
 
@@ -104,82 +64,80 @@ class PretrainingPreprocessor(Preprocessor):
     learns_from = (object,)
     parts: Mapping[str, ObjectivePreprocessor] = dataclasses.field(default_factory=dict)
     cut_pairs: Truncation = "ends"
-    choices: ChoiceDraw | None = None
+    # preprocessor of the task that turns a question with choices into texts, one per choice; None: other data
+    choices: Preprocessor | None = None
+    drawn: Literal["random", "in_turn"] = "random"  # which of them is read, see `ChoiceTextsConfig`
 
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
         own, other = make_generator(text.index).spawn(2)
         draft = Draft("" if self.text_tokenizer.is_blank else text.words, sample, text=text)
-        region_of_token = None
+        region_of_token = other_words = None
         if isinstance(text, ChoiceText):
-            encoding, region_of_token = self._choice(draft, images, make_generator, own)
+            encoding, region_of_token = self._encode_choice(draft, images, make_generator, own)
         else:
-            encoding = self._written(draft, own)
+            encoding = self._encode_words(draft, own)
+            other_words = None if draft.words == text.words else draft.words
         targets = self._targets(draft, encoding)
         seed = int(own.integers(2**62))
-        said = {"text": draft.words} | ({} if draft.second is None else {"second": draft.second})
+        texts = {"text": draft.words} | ({} if draft.second is None else {"second": draft.second})
         if self.text_tokenizer.is_blank:
-            said = dict.fromkeys(said, "")
-        record = self.record(text, images, encoding) | said | draft.record
-        is_other = not isinstance(text, ChoiceText) and draft.words != text.words
+            texts = dict.fromkeys(texts, "")
+        record = self.record(text, images, encoding) | texts | draft.record
         yield TextExample(
-            encoding,
-            text.image_index,
-            record,
-            targets,
-            seed=seed,
+            *(encoding, text.image_index, record, targets, seed),
             region_of_token=region_of_token,
-            other_words=draft.words if is_other else None,
+            other_words=other_words,
         )
         for part in self.parts.values():
-            for extra, extra_laid in part.beside(sample, other):
+            for extra, extra_encoding in part.extra_texts(sample, other):
                 image_index = text.image_index if extra.has_image else ()
-                targets = self._targets(extra, extra_laid)
-                yield TextExample(extra_laid, image_index, {}, targets, seed=0, other_words=extra.words)
+                targets = self._targets(extra, extra_encoding)
+                yield TextExample(extra_encoding, image_index, {}, targets, seed=0, other_words=extra.words)
 
-    def _written(self, draft: Draft, generator: np.random.Generator) -> TextEncoding:
+    def _encode_words(self, draft: Draft, generator: np.random.Generator) -> TextEncoding:
         """The words of the data, or what the objectives put in their place, masked."""
+        tokenizer = self.text_tokenizer
         for part in self.parts.values():
             part.exchange(draft, draft.text.index, generator)
         texts = [draft.words] if draft.second is None else [draft.words, draft.second]
-        words = [
-            word_pieces("" if self.text_tokenizer.is_blank else one, self.text_tokenizer.tokenizer) for one in texts
-        ]
+        words = [word_pieces("" if tokenizer.is_blank else one, tokenizer.tokenizer) for one in texts]
         draft.pieces = list(itertools.chain(*words))
         draft.ids = np.array([piece for word in draft.pieces for piece in word], dtype=np.int64)
         for part in self.parts.values():
             part.mask(draft, generator)
-        return self._lay(draft, sum(map(len, words[0])))
+        if draft.second is None:
+            return tokenizer.single(draft.ids)
+        tokenizer.require_room(tokenizer.layout.pair)
+        first = sum(map(len, words[0]))
+        return tokenizer.pair(draft.ids[:first], draft.ids[first:], self.cut_pairs)
 
-    def _choice(
+    def _encode_choice(
         self,
         draft: Draft,
         images: Sequence[ImageExample],
         make_generator: GeneratorFactory,
         generator: np.random.Generator,
     ) -> tuple[TextEncoding, Int64[np.ndarray, " L"] | None]:
-        """A question with one of its choices, each wordpiece a word of its own, and the regions that they name.
-
-        Raises:
-            ValueError: nobody words choices.
-        """
+        """A question with one of its choices, each wordpiece a word of its own, and the regions that they name."""
         if self.choices is None:
-            raise UserError("The data have questions with choices; set task.config.choices.task, which words them.")
-        example, draft.is_choice = self.choices(draft.text, draft.sample, images, make_generator, generator)
-        draft.ids = given_pieces(example.encoding)
+            raise UserError("The data have questions with choices; set task.config.choices.task, which encodes them.")
+        text = draft.text
+        examples = list(self.choices.encode_text(text, draft.sample, images, make_generator))
+        number = int(generator.integers(len(examples))) if self.drawn == "random" else text.index % len(examples)
+        draft.is_choice = text.truth.number == number if isinstance(text.truth, CorrectChoice) else None
+        encoding = examples[number].encoding
+        is_given = encoding.source >= 0
+        # those that were cut off before the last one that stays are 0, and are not placed again
+        draft.ids = np.zeros(encoding.source.max(initial=-1) + 1, dtype=np.int64)
+        draft.ids[encoding.source[is_given]] = encoding.input_ids[is_given]
         draft.pieces = [[int(piece)] for piece in draft.ids]
         draft.words = self.text_tokenizer.tokenizer.decode(draft.ids)
         for part in self.parts.values():
             part.mask(draft, generator)
-        return with_pieces(example.encoding, draft.ids), example.region_of_token
-
-    def _lay(self, draft: Draft, first: int) -> TextEncoding:
-        """One text, or a pair whose first text has so many wordpieces."""
-        if draft.second is None:
-            return self.text_tokenizer.single(draft.ids)
-        self.text_tokenizer.require_room(self.text_tokenizer.layout.pair)
-        return self.text_tokenizer.pair(draft.ids[:first], draft.ids[first:], self.cut_pairs)
+        masked = np.where(is_given, encoding.place(draft.ids), encoding.input_ids)
+        return dataclasses.replace(encoding, input_ids=masked), examples[number].region_of_token
 
     def _targets(self, draft: Draft, encoding: TextEncoding) -> PretrainingTargets:
         return PretrainingTargets({name: part.targets(draft, encoding) for name, part in self.parts.items()})
@@ -198,12 +156,6 @@ class PretrainingTask(Task):
         random=("",),
         region_classes=("masked_regions.output.",),
     )
-    renamed: ClassVar[Mapping[str, str]] = {
-        "mlm.": "word_head.",
-        "region_classifier.": "masked_regions.",
-        "relationship.weight": "relationship.head.weight",
-        "relationship.bias": "relationship.head.bias",
-    }
 
     def __init__(self, sizes: Sizes, config: PretrainingConfig, objectives: Mapping[str, Objective]):
         super().__init__()
@@ -262,17 +214,13 @@ class PretrainingTask(Task):
     def preprocessor(self, text_tokenizer: TextTokenizer) -> PretrainingPreprocessor:
         text_tokenizer.require_room(text_tokenizer.layout.single)
         parts = {name: objective.preprocessor(text_tokenizer) for name, objective in self.objectives.items()}
-        choices = None
+        choices = drawn = None
         if self.choice_preprocessor is not None:
-            choices = ChoiceDraw(self.choice_preprocessor(text_tokenizer), self.config.choices.drawn)
-        return PretrainingPreprocessor(text_tokenizer, parts, self.config.cut_pairs, choices)
+            choices, drawn = self.choice_preprocessor(text_tokenizer), self.config.choices.drawn
+        return PretrainingPreprocessor(text_tokenizer, parts, self.config.cut_pairs, choices, drawn)
 
     def question(self, question: Question) -> Sample:
-        """A user's text: words at [MASK] and hidden regions are to be named.
-
-        Raises:
-            ValueError: nothing is to be predicted, or boxes are to be hidden although no objective predicts regions.
-        """
+        """A user's text: words at [MASK] and hidden regions are to be named."""
         question.refuse_choices("A pre-training run")
         if question.boxes_to_mask is not None and not self.region_masking.enabled:
             raise UserError("The run was pre-trained without masked regions; mask no boxes.")
@@ -281,60 +229,63 @@ class PretrainingTask(Task):
         return question.sample(SampleText(0, question.text, {}), masks_regions=True)
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
-        """Keep the names of the wordpieces. Raises ValueError if an objective does not fit the detector."""
+        """Keep the names of the wordpieces, and check that the objectives fit the detector."""
         if tokenizer is not None:
             self.wordpieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         for objective in self.objectives.values():
             objective.check(None, detector, self.region_masking)
 
-    def check_data(self, facts: DatasetInfo, detector: Detector) -> None:
-        """Raises ValueError if an objective lacks its data, or if the masks do not fit the detector's maps."""
+    def check_data(self, info: DatasetInfo, detector: Detector) -> None:
         check_masks(self.mask_size, detector)
         for objective in self.objectives.values():
-            objective.check(facts, detector, self.region_masking)
+            objective.check(info, detector, self.region_masking)
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """The weighted losses of all objectives.
 
         Returns:
-            Empty `logits` [M, 0]; `parts` with the logits of each objective; and in `details` what `predict` counts:
-            for each objective how many items a text has and how many were right, float [M].
+            Empty `logits` [M, 0]; by the objectives' names `parts` with their logits and `details` with their outputs.
         """
-        losses, details, parts = {}, {}, {}
+        details = {}
         transformed = encoded
         if self.region_transform is not None:
             transformed = dataclasses.replace(encoded, regions=self.region_transform(encoded.regions))
         for name, objective in self.objectives.items():
             states = transformed if objective.transforms_regions else encoded
-            found = objective(batch.targets.parts[name], batch, regions, states, self.word_head)
-            losses[name], parts[name] = found.loss, found.logits
-            details[name] = torch.bincount(found.text, minlength=len(batch)).float()
-            details[f"{name}_right"] = torch.bincount(found.text, weights=found.is_right.float(), minlength=len(batch))
-        return TaskOutput(losses=losses, logits=encoded.text.new_zeros(len(batch), 0), details=details, parts=parts)
+            details[name] = objective(batch.targets.parts[name], batch, regions, states, self.word_head)
+        return TaskOutput(
+            losses={name: found.loss for name, found in details.items()},
+            logits=encoded.text.new_zeros(len(batch), 0),
+            details=details,
+            parts={name: found.logits for name, found in details.items()},
+        )
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[PretrainingPrediction]:
         """How many items of each text there were and were found, for each objective, and what was chosen for them."""
-        details = {name: values.tolist() for name, values in output.task.details.items()}
-        found = [
-            {name: FoundItems(details[name][row], details[f"{name}_right"][row], []) for name in self.objectives}
-            for row in range(len(batch))
-        ]
+        found = [{name: FoundItems(0, 0, []) for name in self.objectives} for _ in range(len(batch))]
         for name, objective in self.objectives.items():
-            parts = batch.targets.parts[name], output, output.task.parts[name]
-            for row, choice in objective.choices(*parts, self.wordpieces, self.region_masking):
-                found[row][name].choices.append(choice)
+            items: ObjectiveOutput = output.task.details[name]
+            names = objective.class_names(output, self.wordpieces, self.region_masking)
+            chosen = [None] * len(items.text)
+            if names is not None:
+                columns = zip(items.position.tolist(), items.best.tolist(), items.truth.tolist(), strict=True)
+                chosen = [Choice(place, names[best], names[truth]) for place, best, truth in columns]
+            for text, is_right, choice in zip(items.text.tolist(), items.is_right.tolist(), chosen, strict=True):
+                own = found[text][name]
+                own.count += 1
+                own.right += is_right
+                if choice is not None:
+                    own.choices.append(choice)
         rows = zip(batch.records, found, strict=True)
         return [self.prediction(record, objectives=own) for record, own in rows if record]
 
-    def replies(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> list[PretrainingPrediction]:
-        """What every objective says to the one text of a batch.
-
-        That is the best words at every [MASK], and the best classes of every hidden region.
-        """
-        said: dict[str, Any] = {}
+    def replies(self, output: ModelOutput) -> list[PretrainingPrediction]:
+        """The answers of all objectives to the one text of a batch: words at every [MASK], classes of hidden regions."""
+        answers: dict[str, Any] = {}
         for name, objective in self.objectives.items():
-            said |= objective.answer(output, output.task.parts[name], tokenizer, self.region_masking)
-        return [self.prediction(output.batch.records[0], **said)]
+            names = objective.class_names(output, self.wordpieces, self.region_masking)
+            answers |= objective.answer(output, output.task.parts[name], names)
+        return [self.prediction(output.batch.records[0], **answers)]
 
     def answer_lines(self, prediction: PretrainingPrediction) -> list[str]:
         """The text with the best words in it, then the alternatives."""
@@ -352,7 +303,7 @@ class PretrainingTask(Task):
         for name, items in prediction.objectives.items():
             words, kind = name.replace("_", " "), name.rpartition("_")[2]
             if items.count:
-                found.append(f"{items.right:.0f} of {items.count:.0f} {words}")
+                found.append(f"{items.right} of {items.count} {words}")
             wrong = [one for one in items.choices if one.chosen != one.truth]
             mistakes += [(f"{one.truth} ({kind})", f"{one.chosen} ({kind})") for one in wrong]
             if items.choices:

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -90,7 +89,7 @@ class ReferringTask(Task):
     points_at_box = True
     prediction_class = ReferringPrediction
     example_call = '"photo.jpg", "the small red circle"'
-    writes_submission = True
+    write_submission = staticmethod(write_submission)
     starts_from = HeadStart(copies={"masked_regions.transform.": "head.transform."}, random=("head.output.",))
 
     def __init__(self, hidden_size: int, config: ReferringConfig | None = None):
@@ -200,12 +199,6 @@ class ReferringTask(Task):
     def metrics(self, predictions: list[ReferringPrediction]) -> dict[str, float]:
         """Accuracies and the ceiling of the candidate boxes, see `e2e_vl.metrics.refcoco`."""
         return referring_metrics(predictions, self.config.iou_convention)
-
-    def write_submission(
-        self, path: Path, predictions: list[ReferringPrediction], second: list[ReferringPrediction] | None = None
-    ) -> None:
-        """A JSON list of {"ref_id", "sent_id", "box"}, see `e2e_vl.metrics.refcoco`."""
-        write_submission(path, predictions)
 
     def ranked(self, prediction: ReferringPrediction) -> Ranked:
         """Where the box is, and its score."""

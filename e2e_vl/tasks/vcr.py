@@ -12,7 +12,6 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -51,7 +50,7 @@ from e2e_vl.tasks.base import (
 from e2e_vl.tasks.config import NEUTRAL_NAMES, VCRConfig
 from e2e_vl.text import TextEncoding, TextTokenizer, truncate_fronts
 
-# VCR's sentences as wordpieces that know which object they name, as the official codes of VL-BERT and VisualBERT do.
+# Sentences of words and of objects' names. As the official codes of VL-BERT and VisualBERT have them.
 
 
 PERSON = "person"
@@ -125,7 +124,7 @@ def encode_sentence(
     join_word: str | None = "and",
     first_word: int = 0,
 ) -> list[Piece]:
-    """Split every token into wordpieces; pieces of an object's name carry the row of its box.
+    """Split every word into wordpieces; pieces of an object's name carry the row of its box.
 
     Args:
         names: what each object is called.
@@ -138,12 +137,6 @@ def encode_sentence(
         ids = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(word))
         pieces += [Piece(piece, rows[named] if named >= 0 else -1, number) for piece in ids]
     return pieces
-
-
-def number_of_words(sentence: Sentence, join_word: str | None = "and") -> int:
-    """Words of a sentence as `encode_sentence` counts them, those without a wordpiece included."""
-    joints = int(bool(join_word))
-    return sum(1 if isinstance(token, str) else len(token) + joints * (len(token) - 1) for token in sentence)
 
 
 def rows_by_word_number(encoding: TextEncoding, *texts: Sequence[Piece]) -> Int64[np.ndarray, " L"]:
@@ -168,9 +161,6 @@ def cut_choices(front: Sequence[Piece], choices: list[list[Piece]], limit: int) 
 
     (A mistake of the official VisualBERT code, which means to cut the front too, as `e2e_vl.text.truncate_fronts` does,
     but takes the length of a pair for its length.)
-
-    Raises:
-        ValueError: what stands in front is too long by itself.
     """
     if len(front) > limit:
         raise UserError(f"The {len(front)} wordpieces in front of the choices are more than the limit, {limit}.")
@@ -205,11 +195,7 @@ def cut_rationales(question: list[Piece], answer: list[Piece], rationales: list[
 
 
 def read_sentence(text: str, num_objects: int) -> Sentence:
-    """Words and lists of objects of a text such as "Why is [0] smiling at [1,2]?".
-
-    Raises:
-        ValueError: a tag of an object that is not given, or no word at all.
-    """
+    """Words and lists of objects of a text such as "Why is [0] smiling at [1,2]?"."""
     sentence: Sentence = []
     for position, part in enumerate(_TAG.split(text)):  # text, tag, text, tag, ...
         if position % 2 == 0:
@@ -227,26 +213,23 @@ def read_sentence(text: str, num_objects: int) -> Sentence:
     return sentence
 
 
-# Phrases of VCR's texts: the names of objects, which the sentences mark, as phrases for the objects' boxes.
-
-
 def choice_phrases(
     encoding: TextEncoding,
     texts: Sequence[Sequence[Piece]],
     words: Sequence[Sequence[str]],
     boxes: Float[np.ndarray, "R 4"] | None,
 ) -> TextPhrases:
-    """The phrases of what stands in front of a choice, and of the choice.
+    """The phrases of what stands in front of a choice, and of the choice: the names of objects, for the objects' boxes.
 
     Args:
-        laid: both, joined.
-        texts: the wordpieces of both that were laid out, in the same order.
+        encoding: of both, joined.
+        texts: the wordpieces of both, after truncation, in the same order.
         words: of both, to which the pieces refer; a space stands between them.
         boxes: of the objects, by the rows of the pieces, xyxy in pixels of the resized image; None: the text states no
             phrases.
 
-    A wordpiece is placed at the characters of its whole word, because texts are split into wordpieces word by word. A
-    name of which every wordpiece was cut off is left out.
+    A wordpiece has the offsets of its whole word, because texts are split into wordpieces word by word. A name of which
+    every wordpiece was cut off is left out.
     """
     characters = np.zeros((sum(map(len, texts)) + 1, 2), dtype=np.int64)  # the last row is for special wordpieces
     runs: list[tuple[int, int, int]] = []  # row of the box, first piece and the last plus one
@@ -275,9 +258,6 @@ def choice_phrases(
     )
 
 
-# How VCR's questions and choices become texts, and the settings of the task.
-
-
 @dataclasses.dataclass
 class VCRTargets(Targets):
     """Which choices are right."""
@@ -298,12 +278,40 @@ class VCRPreprocessor(Preprocessor):
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
-        if isinstance(text, ChoiceText):
-            yield from self._choices(text, sample, images, make_generator)
-        else:
-            yield self._other(text, images)
+        if not isinstance(text, ChoiceText):
+            yield self._encode_without_choices(text, images)
+            return
+        [image], config = sample.images, self.config
+        names, rows = self._names(text, image.objects, image.candidates, make_generator)
+        in_choices = self._names_in_choices(text, image.objects, names)
+        fronts, choices = self._pieces(text, names, in_choices, rows)
+        named = zip(names, rows, image.objects.boxes, strict=True)
+        query = [said_words(sentence, names, config.join_word) for sentence in text.query]
+        said = [said_words(*one, config.join_word) for one in zip(text.choices, in_choices, strict=True)]
+        record = self.record(text, images) | {
+            "text": " ".join(word for sentence in query for word, _ in sentence),
+            "choices": [" ".join(word for word, _ in choice) for choice in said],
+            "named_boxes": [(name, tuple(box.tolist())) for name, row, box in named if row >= 0],
+        }
+        boxes, phrases = self._phrase_boxes(text, images[text.image_index[0]]), None
+        for number, pieces in enumerate(zip(fronts, choices, strict=True)):
+            encoding = self.text_tokenizer.pair(*([piece.id for piece in own] for own in pieces))
+            region_of_token = None
+            if config.ground_words and config.ground_at == "word_number":
+                region_of_token = rows_by_word_number(encoding, *pieces)
+            elif config.ground_words:
+                region_of_token = encoding.place([piece.row for own in pieces for piece in own])
+            if self.text_tokenizer.with_phrase_spans:
+                words = [word for sentence in query for word, _ in sentence], [word for word, _ in said[number]]
+                phrases = choice_phrases(encoding, pieces, words, boxes)
+            is_right = None if text.truth is None else np.float32(number == text.truth.number)
+            yield TextExample(
+                *(encoding, text.image_index, record, VCRTargets(is_right)),
+                region_of_token=region_of_token,
+                phrases=phrases,
+            )
 
-    def _other(self, text: SampleText, images: Sequence[ImageExample]) -> TextExample:
+    def _encode_without_choices(self, text: SampleText, images: Sequence[ImageExample]) -> TextExample:
         """A text of joined data that has phrases and no choices; it is cut to `max_pieces` too."""
         if not self.lacks_target(text):
             raise UserError(
@@ -313,60 +321,10 @@ class VCRPreprocessor(Preprocessor):
         mirrored = bool(text.image_index) and images[text.image_index[0]].image_transform.flipped
         pieces = self.text_tokenizer.pieces(text.words, mirrored=mirrored)
         encoding = self.text_tokenizer.single(pieces[: self.config.max_pieces])
-        record = self.record(text, images, encoding)
-        return TextExample(encoding, text.image_index, record, self.no_target())
-
-    def _choices(
-        self, text: ChoiceText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
-    ) -> Iterable[TextExample]:
-        [stated] = sample.images
-        names, rows = self._names(text, stated.objects, stated.candidates, make_generator)
-        in_choices = self._names_in_choices(text, stated.objects, names)
-        fronts, choices = self._pieces(text, names, in_choices, rows)
-        join_word = self.config.join_word
-        record = self.record(text, images) | {
-            "text": " ".join(plain_text(sentence, names, join_word) for sentence in text.query),
-            "choices": [plain_text(*named, join_word) for named in zip(text.choices, in_choices, strict=True)],
-            "named_boxes": [
-                [name, box.tolist()]
-                for name, row, box in zip(names, rows, stated.objects.boxes, strict=True)
-                if row >= 0
-            ],
-        }
-        boxes = self._phrase_boxes(text, images[text.image_index[0]])
-        for number, (query, choice) in enumerate(zip(fronts, choices, strict=True)):
-            encoding = self.text_tokenizer.pair([piece.id for piece in query], [piece.id for piece in choice])
-            yield TextExample(
-                encoding,
-                text.image_index,
-                record,
-                VCRTargets(None if text.truth is None else np.float32(number == text.truth.number)),
-                region_of_token=self._regions_of_words(encoding, query, choice),
-                phrases=self._phrases(text, encoding, (query, choice), (names, in_choices[number]), number, boxes),
-            )
-
-    def _phrases(
-        self,
-        text: ChoiceText,
-        encoding: TextEncoding,
-        pieces: tuple[list[Piece], list[Piece]],
-        names: tuple[list[str], list[str]],
-        choice: int,
-        boxes: np.ndarray | None,
-    ) -> TextPhrases | None:
-        """The phrases of one of the texts; pieces and names are of what stands in front and of the choice."""
-        if not self.text_tokenizer.with_phrase_spans:
-            return None
-        sentences = [*((one, names[0]) for one in text.query), (text.choices[choice], names[1])]
-        *front, last = ([word for word, _ in said_words(*one, self.config.join_word)] for one in sentences)
-        return choice_phrases(encoding, pieces, ([word for words in front for word in words], last), boxes)
+        return TextExample(encoding, text.image_index, self.record(text, images, encoding), self.no_target())
 
     def _phrase_boxes(self, text: ChoiceText, image: ImageExample) -> np.ndarray | None:
-        """Boxes that names point at, by row; None where names are no phrases.
-
-        Raises:
-            UserError: a name would carry the region that it is to point at.
-        """
+        """Boxes that names point at, by row; None where names are no phrases."""
         if not (text.names_are_phrases and self.text_tokenizer.with_phrase_spans):
             return None
         if self.config.ground_words:
@@ -375,14 +333,6 @@ class VCRPreprocessor(Preprocessor):
                 "region to the name; set task.config.ground_words to false, or names_are_phrases."
             )
         return image.boxes
-
-    def _regions_of_words(self, encoding: TextEncoding, query: list[Piece], choice: list[Piece]) -> np.ndarray | None:
-        """int64 [L]; None: words carry no region."""
-        if not self.config.ground_words:
-            return None
-        if self.config.ground_at == "word_number":
-            return rows_by_word_number(encoding, query, choice)
-        return encoding.place([piece.row for piece in (*query, *choice)])
 
     def _names(
         self,
@@ -421,32 +371,30 @@ class VCRPreprocessor(Preprocessor):
         self, text: ChoiceText, names: list[str], in_choices: list[list[str]], rows: list[int]
     ) -> tuple[list[list[Piece]], list[list[Piece]]]:
         """Wordpieces of what stands in front of each of the four choices, and of the choices, cut to their limit."""
-        join_word, limit = self.config.join_word, self.config.max_pieces
+        config, limit = self.config, self.config.max_pieces
 
         def encode(sentence: Sentence, names: list[str], first_word: int = 0) -> list[Piece]:
             if self.text_tokenizer.is_blank:
                 return []
-            return encode_sentence(sentence, names, rows, self.text_tokenizer.tokenizer, join_word, first_word)
+            tokenizer = self.text_tokenizer.tokenizer
+            return encode_sentence(sentence, names, rows, tokenizer, config.join_word, first_word)
 
-        front, words = [], 0
+        front, num_words = [], 0
         for sentence in text.query:
-            front.append([] if self.config.blank_question else encode(sentence, names, words))
-            words += number_of_words(sentence, join_word)
+            front.append([] if config.blank_question else encode(sentence, names, num_words))
+            num_words += len(said_words(sentence, names, config.join_word))
         choices = [encode(*named) for named in zip(text.choices, in_choices, strict=True)]
-        if self.config.cut == "longer":
+        if config.cut == "longer":
             cut = cut_answers if len(front) == 1 else cut_rationales
             cut(*front, choices, limit)
         query = [piece for sentence in front for piece in sentence]
-        if self.config.cut == "longer":
-            return [query] * len(choices), choices
-        if self.config.cut_choices_only:
+        if config.cut_choices_only:
             cut_choices(query, choices, limit)
+        if config.cut == "longer" or config.cut_choices_only:
             return [query] * len(choices), choices
         lost = [truncate_fronts(len(query), len(choice), limit) for choice in choices]
-        return (
-            [query[number:] for number, _ in lost],
-            [choice[number:] for choice, (_, number) in zip(choices, lost, strict=True)],
-        )
+        cut_queries = [query[number:] for number, _ in lost]
+        return cut_queries, [choice[number:] for choice, (_, number) in zip(choices, lost, strict=True)]
 
 
 class VCRTask(Task):
@@ -457,8 +405,8 @@ class VCRTask(Task):
     "Why is [0] smiling at [1] ?",
     boxes=["person:10,20,80,200", "person:90,30,160,210"],
     choices=["[1] told a joke", "[0] is tired", "it is raining", "[1] has left"]"""
-    writes_submission = True
     prediction_class = VCRPrediction
+    write_submission = staticmethod(write_submission)
     second_run = ("data.config.condition_on=each",)  # rationales, given each of the four answers
     second_run_option = "--rationale-run"
     copies_first_segment = True
@@ -506,7 +454,6 @@ class VCRTask(Task):
         return (*config.people_names, config.join_word or "")
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> VCRPreprocessor:
-        """Raises ValueError for a length limit that is not this task's own."""
         if text_tokenizer.max_length is not None:
             raise UserError("VCR cuts question and choice by a rule of its own; set task.config.max_pieces instead.")
         return VCRPreprocessor(text_tokenizer, self.config)
@@ -515,9 +462,6 @@ class VCRTask(Task):
         """A user's question with four choices; texts name the given boxes as [0] or [1,2].
 
         Boxes without a class name are people; without outlines the whole rectangle counts as the object.
-
-        Raises:
-            ValueError: no boxes, a class that the data do not have, or other than four choices.
         """
         question.refuse_masked_boxes()
         given = question.boxes
@@ -556,9 +500,8 @@ class VCRTask(Task):
         )
         return question.sample(text, objects=objects)
 
-    def check_data(self, facts: DatasetInfo, detector: Detector) -> None:
-        """The data's classes and the size of the masks must fit the region classifier and the detector's maps."""
-        names = facts.class_names
+    def check_data(self, info: DatasetInfo, detector: Detector) -> None:
+        names = info.class_names
         if self.region_classifier is not None and names is not None and len(names) >= self.config.num_classes:
             raise UserError(
                 f"task.config.num_classes is {self.config.num_classes}, but the data have {len(names)} classes and the "
@@ -659,12 +602,6 @@ class VCRTask(Task):
             "" if label in (None, choice) else f"the right choice has {shares[label]:.2f}",
             prediction.family or "",
         )
-
-    def write_submission(
-        self, path: Path, predictions: list[VCRPrediction], second: list[VCRPrediction] | None = None
-    ) -> None:
-        """The leaderboard's CSV of 21 columns: answers, and rationales given each answer (`second`)."""
-        write_submission(path, predictions, second or [])
 
     def joint_metrics(self, predictions: list[VCRPrediction], second: list[VCRPrediction]) -> dict[str, float]:
         """ "Q->A", "QA->R" and "Q->AR"; empty without labels."""

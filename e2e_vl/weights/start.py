@@ -85,7 +85,7 @@ def read_source(path: str | Path, part: Literal["encoder", "task"], rules: Start
     task_class = Task if task_part is None else task_part.cls
     background_last = None
     if part == "task":
-        tensors = todays_names(tensors, task_class)
+        tensors = {name: value for name, value in tensors.items() if not name.startswith(TEACHER)}
         if settings and task_part is not None and hasattr(task_part.config_class, "has_background_last"):
             background_last = decode(
                 settings.get("config", {}), task_part.config_class, "task.config"
@@ -273,14 +273,6 @@ def _moved(tensors: Mapping[str, Tensor], start: str, to: str) -> dict[str, Tens
 
 def _modules(names: Iterable[str]) -> set[str]:
     return {name.split(".")[0] for name in names}
-
-
-def todays_names(tensors: Mapping[str, Tensor], task_class: type[Task]) -> dict[str, Tensor]:
-    """Parameters of a head that this project saved, perhaps in an earlier version."""
-    own = {name: value for name, value in tensors.items() if not name.startswith(TEACHER)}
-    for old, new in task_class.renamed.items():
-        own = {(new + name.removeprefix(old) if name.startswith(old) else name): own[name] for name in own}
-    return own
 
 
 def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None:

@@ -19,9 +19,9 @@ from e2e_vl.data.image_loader import StoredBoxes
 from e2e_vl.data.lxmert import ImageSentenceDataset, ListedPairDataset, ScoredQuestionDataset
 from e2e_vl.metrics.vqa import VQAPrediction
 from e2e_vl.samples import ScoredAnswers
-from e2e_vl.tasks.choice import AnswerTask
 from e2e_vl.tasks.config import GQAConfig, VQAConfig
 from e2e_vl.tasks.gqa import GQATask
+from e2e_vl.tasks.question_answering import AnswerTask
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.text import simplify_answer
 from tests.parity import lxmert_common as common

@@ -21,7 +21,8 @@ from e2e_vl.structures import Batch, EncoderOutput, TextRegions
 from e2e_vl.tasks.base import Head, Transform
 from e2e_vl.tasks.config import GQAConfig, VQAConfig
 from e2e_vl.tasks.gqa import GQATask
-from e2e_vl.tasks.vqa import VQATargets, VQATask
+from e2e_vl.tasks.question_answering import AnswerTargets
+from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.base import ModelWeights
 from e2e_vl.weights.lxmert import official_lxmert_state
 from tests.parity import lxmert_common as common
@@ -81,7 +82,7 @@ def batch_of(arrays: Mapping[str, Tensor]) -> Batch:
         boxes=None,
         texts=texts_of(arrays),
         image_index=torch.arange(count)[:, None],
-        targets=VQATargets(arrays["target"], arrays["target"].argmax(dim=1)),
+        targets=AnswerTargets(arrays["target"], arrays["target"].argmax(dim=1)),
     )
 
 
@@ -129,7 +130,7 @@ def test_the_other_loss_of_gqa(golden):
     config = GQAConfig(answers=names, loss="softmax_times_answers", unlisted_is_first=True)
     target = arrays["in.target"]
     best = torch.where(target.any(dim=1), target.argmax(dim=1), -1)
-    loss = GQATask(1, config)._loss(arrays["out.logits"], VQATargets(target, best)).mean
+    loss = GQATask(1, config)._loss(arrays["out.logits"], AnswerTargets(target, best)).mean
     assert_near(loss, recorded, "gqa: mce_option")
 
 

@@ -19,8 +19,7 @@ from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Batch, ModelOutput, RegionLabels, RegionMasks
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
-from e2e_vl.tasks.objectives.image_qa import DrawnAnswer
-from e2e_vl.tasks.objectives.relationship import MatchTargets
+from e2e_vl.tasks.objectives.texts import DrawnAnswer, MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
 from e2e_vl.weights.base import ModelWeights

@@ -24,8 +24,9 @@ from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config, VCRConfig, VQAConfig
 from e2e_vl.tasks.flickr30k import Flickr30KTargets, Flickr30KTask
 from e2e_vl.tasks.nlvr2 import LABELS, NLVR2Targets, NLVR2Task
+from e2e_vl.tasks.question_answering import AnswerTargets
 from e2e_vl.tasks.vcr import CHOICES, VCRTargets, VCRTask
-from e2e_vl.tasks.vqa import VQATargets, VQATask
+from e2e_vl.tasks.vqa import VQATask
 from tests.parity import visual_bert_common as common
 from tests.parity import visual_bert_optimiser_checks as optimiser
 from tests.parity.visual_bert_common import (
@@ -111,7 +112,7 @@ def answering(golden: Golden, **fields: Any) -> tuple[Answering, Batch]:
         **{"dropout": 0.1, **fields},
     )
     model = Answering(golden, "vqa", VQATask(golden.meta["configs"]["encoder"]["hidden_size"], config))
-    batch = batch_of(model.texts(), VQATargets(target, target.argmax(dim=1)))
+    batch = batch_of(model.texts(), AnswerTargets(target, target.argmax(dim=1)))
     return model, batch
 
 
@@ -141,7 +142,7 @@ def test_a_row_without_a_known_answer_costs_nothing_but_counts(visual_golden):
     rows[0] = 0
     with torch.no_grad():
         all_rows, one_less = (
-            model.run(dataclasses.replace(batch, targets=VQATargets(one, one.argmax(dim=1)))).losses["vqa"]
+            model.run(dataclasses.replace(batch, targets=AnswerTargets(one, one.argmax(dim=1)))).losses["vqa"]
             for one in (batch.targets.scores, rows)
         )
     assert float(one_less.count) == float(all_rows.count) == len(rows)

@@ -29,7 +29,8 @@ from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config, VQAConfig
 from e2e_vl.tasks.flickr30k import Flickr30KTask
 from e2e_vl.tasks.nlvr2 import NLVR2Task
-from e2e_vl.tasks.vqa import VQATargets, VQATask
+from e2e_vl.tasks.question_answering import AnswerTargets
+from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.text import TextTokenizer
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of
@@ -85,7 +86,7 @@ def test_the_file_of_answers_may_hold_the_unknown_one(data_rules, tmp_path):
         None,
         texts,
         torch.arange(len(written))[:, None],
-        VQATargets(),
+        AnswerTargets(),
         records=[{"question_id": one["question_id"], "question": "what?"} for one in written],
     )
     task = answering(data_rules, unknown_can_win=True)

@@ -24,7 +24,7 @@ from e2e_vl.tasks.config import (
 )
 from e2e_vl.tasks.objectives.base import NO_LABEL, Objective, Sizes
 from e2e_vl.tasks.objectives.regions import MaskedRegions
-from e2e_vl.tasks.objectives.relationship import MatchTargets, Relationship
+from e2e_vl.tasks.objectives.texts import MatchTargets, Relationship
 from e2e_vl.tasks.objectives.words import MaskedText, MaskedWords, WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
 from tests.parity import vl_bert_common as common

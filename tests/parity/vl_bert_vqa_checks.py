@@ -17,7 +17,8 @@ from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
 from e2e_vl.tasks.config import VQAConfig
-from e2e_vl.tasks.vqa import VQATargets, VQATask
+from e2e_vl.tasks.question_answering import AnswerTargets
+from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.text import swap_left_right
 from tests.parity import vl_bert_common as common
 
@@ -69,7 +70,7 @@ def make_batch(golden, name: str, dtype: torch.dtype = torch.float32) -> Batch:
         boxes=[image_rows[kept][1:, :4].to(dtype) for image_rows, kept in zip(rows, real, strict=True)],
         texts=texts,
         image_index=torch.arange(len(rows))[:, None],
-        targets=VQATargets(scores=data["in.label"].to(dtype)),
+        targets=AnswerTargets(scores=data["in.label"].to(dtype)),
     )
 
 

@@ -16,7 +16,7 @@ from e2e_vl.io import read_log
 from e2e_vl.run.build import build_model
 from e2e_vl.run.train import train
 from e2e_vl.structures import Batch, TextBatch
-from e2e_vl.tasks.objectives.relationship import MatchTargets
+from e2e_vl.tasks.objectives.texts import MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets
 

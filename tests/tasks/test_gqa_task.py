@@ -15,7 +15,8 @@ from e2e_vl.samples import CorrectAnswer, Question, SampleText, ScoredAnswers
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, TextRegions
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import GQAConfig
-from e2e_vl.tasks.gqa import GQATargets, GQATask
+from e2e_vl.tasks.gqa import GQATask
+from e2e_vl.tasks.question_answering import AnswerTargets
 from e2e_vl.text import TextTokenizer
 from tests.regions import regions_of_own_images
 from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, spoken, word
@@ -30,7 +31,7 @@ def make_task(**config) -> GQATask:
 
 
 def make_batch(*answers: str | None, **record) -> Batch:
-    known = [GQATargets() if one is None else target(one) for one in answers]
+    known = [AnswerTargets() if one is None else target(one) for one in answers]
     sizes = torch.tensor([[10, 10]])
     texts = TextBatch(*(torch.ones(len(answers), 3, dtype=kind) for kind in (torch.long, torch.long, torch.bool)))
     records = [{"questionId": str(n), "question": "Is it?", "isBalanced": True, **record} for n in range(len(answers))]
@@ -42,14 +43,14 @@ def make_batch(*answers: str | None, **record) -> Batch:
         boxes=None,
         texts=texts,
         image_index=torch.zeros(len(answers), 1, dtype=torch.long),
-        targets=GQATargets.join(known),
+        targets=AnswerTargets.join(known),
         records=records,
     )
 
 
-def target(answer: str) -> GQATargets:
+def target(answer: str) -> AnswerTargets:
     possible = make_task().answer_list
-    return GQATargets(possible.targets_of({answer: 1.0}), np.int64(possible.class_of.get(answer, -1)))
+    return AnswerTargets(possible.targets_of({answer: 1.0}), np.int64(possible.class_of.get(answer, -1)))
 
 
 def run(task: GQATask, batch: Batch) -> TaskOutput:

@@ -14,7 +14,7 @@ from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.samples import AnnotatedObjects, Question
 from e2e_vl.structures import Batch, TextBatch
-from e2e_vl.tasks.objectives.relationship import MatchTargets
+from e2e_vl.tasks.objectives.texts import MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets
 from tests.tasks.tiny_pretraining import BOXES, CLASSES, assert_same, make_batch, make_model

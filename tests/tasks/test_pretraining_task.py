@@ -19,7 +19,7 @@ from e2e_vl.tasks.config import (
 )
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.objectives.regions import MaskedRegions
-from e2e_vl.tasks.objectives.relationship import Relationship
+from e2e_vl.tasks.objectives.texts import Relationship
 from e2e_vl.tasks.objectives.words import MaskedText, MaskedWords
 from e2e_vl.tasks.pretraining import PretrainingTask
 from tests.tasks.tiny_pretraining import BOXES, CLASSES, VOCABULARY, make_batch, make_model, make_pairs

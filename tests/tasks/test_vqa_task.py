@@ -16,7 +16,8 @@ from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.samples import HumanAnswers
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, gather_regions
 from e2e_vl.tasks.config import VQAConfig
-from e2e_vl.tasks.vqa import AnswerList, VQATargets, VQATask
+from e2e_vl.tasks.question_answering import AnswerTargets
+from e2e_vl.tasks.vqa import AnswerList, VQATask
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 HIDDEN, LENGTH = 8, 6
@@ -31,17 +32,17 @@ def make_task(**config) -> VQATask:
     return VQATask(HIDDEN, VQAConfig(**{"answers": ANSWERS} | config)).eval()
 
 
-def targets_of(*answers: list[str] | None, normalised: bool = False) -> VQATargets:
+def targets_of(*answers: list[str] | None, normalised: bool = False) -> AnswerTargets:
     """What the wording of a task makes of the answers to each question; None: they are unknown."""
     possible = AnswerList(ANSWERS, normalised=normalised)
     texts = [
-        VQATargets() if given is None else VQATargets(possible.soft_targets(given), possible.most_frequent(given))
+        AnswerTargets() if given is None else AnswerTargets(possible.soft_targets(given), possible.most_frequent(given))
         for given in answers
     ]
-    return VQATargets.join(texts)
+    return AnswerTargets.join(texts)
 
 
-def make_batch(*answers: list[str] | None, targets: VQATargets | None = None) -> Batch:
+def make_batch(*answers: list[str] | None, targets: AnswerTargets | None = None) -> Batch:
     sizes = torch.tensor([[10, 10]])
     records = [{"question_id": number, "answers": given} for number, given in enumerate(answers)]
     return Batch(
@@ -107,7 +108,7 @@ def test_the_most_frequent_known_answer_is_the_best():
 
 def test_losses_learn_from_any_scores():
     scores, best = torch.rand(2, len(ANSWERS)), torch.tensor([3, 0])
-    batch = make_batch(None, None, targets=VQATargets(scores, best))
+    batch = make_batch(None, None, targets=AnswerTargets(scores, best))
     output, _ = run(make_task(), batch)
     expected = F.binary_cross_entropy_with_logits(output.task.logits, scores) * len(ANSWERS)
     torch.testing.assert_close(output.losses["vqa"].mean, expected)
@@ -209,7 +210,7 @@ def test_what_the_encoder_must_be_able_to_do():
 def test_the_divergence_of_scores_that_need_not_sum_to_one():
     """A text without a known answer costs nothing, but counts."""
     scores = torch.tensor([[0.9, 0.9, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0.0]])
-    batch = make_batch(None, None, targets=VQATargets(scores, torch.tensor([0, -1])))
+    batch = make_batch(None, None, targets=AnswerTargets(scores, torch.tensor([0, -1])))
     task = make_task(loss="divergence")
     output, states = run(task, batch)
     shares = output.task.logits[0].log_softmax(dim=0)
@@ -237,7 +238,7 @@ def test_a_head_without_a_hidden_layer():
 
 def test_the_unknown_answer_wins_only_where_it_may():
     logits = torch.tensor([[0.0, 2.0, 1.0, 0, 9.0, 0], [0, 0, 3.0, 1.0, 0.0, 0]])
-    batch = make_batch(None, None, targets=VQATargets())
+    batch = make_batch(None, None, targets=AnswerTargets())
     for may, expected in ((False, ["no", "2"]), (True, ["<unk>", "2"])):
         task = make_task(unknown_can_win=may)
         output, _ = run(task, batch)
@@ -249,7 +250,7 @@ def test_the_first_of_equal_answers_wins():
     task = make_task(answers=[f"answer {number}" for number in range(40)], top_answers=3)
     logits = torch.zeros(2, 40)
     logits[1, [30, 7, 12]] = 1.0
-    batch = make_batch(None, None, targets=VQATargets())
+    batch = make_batch(None, None, targets=AnswerTargets())
     found = task.predict(batch, ModelOutput(TaskOutput({}, logits), None, None, None, batch))
     assert [record["answer"] for record in found] == ["answer 0", "answer 7"]
     top = [[answer for answer, _ in record["top_answers"]] for record in found]

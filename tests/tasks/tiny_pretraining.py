@@ -19,7 +19,7 @@ from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Batch, TextBatch
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
-from e2e_vl.tasks.objectives.relationship import MatchTargets
+from e2e_vl.tasks.objectives.texts import MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
 

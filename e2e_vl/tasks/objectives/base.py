@@ -1,4 +1,4 @@
-"""One part of pre-training: how it words a text, what it hides and labels, its loss, its metric and its answer.
+"""One part of pre-training: how it changes a text, its loss, which of its items were found, and its answer.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from detector.structures import Detector, Loss
 from e2e_vl.examples import Targets
@@ -28,7 +27,7 @@ from e2e_vl.tasks.base import Sizes, Transform, start_head
 from e2e_vl.tasks.config import ObjectiveConfig
 from e2e_vl.text import TextEncoding, TextTokenizer
 
-MASK = "[MASK]"  # a hidden wordpiece in a text
+MASK = "[MASK]"  # a masked wordpiece in a text
 NO_LABEL = -1
 
 
@@ -45,7 +44,7 @@ class Draft:
     pieces: list[list[int]] = dataclasses.field(default_factory=list)
     ids: Int64[np.ndarray, " pieces"] | None = None  # after masking
     labels: Int64[np.ndarray, " pieces"] | None = None  # the masked wordpieces; `NO_LABEL` elsewhere
-    is_match: bool | None = True  # the text belongs to its image, or is true of it; None: nobody says
+    is_match: bool | None = True  # the text belongs to its image, or is true of it; None: unknown
     is_choice: bool | None = None  # of a text that is one of several choices: it is the right one; None: it is none
     record: dict[str, Any] = dataclasses.field(default_factory=dict)  # what the objectives add to the record
 
@@ -63,13 +62,13 @@ class ObjectivePreprocessor:
         """
 
     def mask(self, draft: Draft, generator: np.random.Generator) -> None:
-        """Then: perhaps hide wordpieces."""
+        """Then: perhaps mask wordpieces."""
 
     def targets(self, draft: Draft, encoding: TextEncoding) -> Targets:
         """Last: what is to be learned from the text; the same kind for every text."""
         return Targets()
 
-    def beside(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, TextEncoding]]:
+    def extra_texts(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, TextEncoding]]:
         """Further texts beside each text of the data; those with an image look at the images of that text.
 
         They have no record, so predictions and metrics leave them out.
@@ -79,16 +78,39 @@ class ObjectivePreprocessor:
 
 @dataclasses.dataclass
 class ObjectiveOutput:
-    """Loss and count of one objective."""
+    """The loss of one objective, and of each item (a masked word, a region or a text) what was predicted."""
 
     loss: Loss  # weighted
     text: Int64[Tensor, " items"]  # which text an item belongs to
-    is_right: Bool[Tensor, " items"]  # whether its truth was found
+    is_right: Bool[Tensor, " items"]
     logits: Float[Tensor, "items ..."]
+    # of an objective that chooses classes: position in the text, the most probable class and the true one
+    position: Int64[Tensor, " items"] | None = None
+    best: Int64[Tensor, " items"] | None = None
+    truth: Int64[Tensor, " items"] | None = None
+
+
+def classified(
+    weight: float,
+    is_labelled: Bool[Tensor, M * positions],
+    logits: Float[Tensor, "items classes"],
+    truth: Int64[Tensor, " items"],
+    losses: Float[Tensor, " items"] | None = None,
+) -> ObjectiveOutput:
+    """The output of an objective that chooses classes for the labelled texts, or positions of texts.
+
+    Args:
+        losses: of each item; None: the cross entropy.
+    """
+    index, best = is_labelled.nonzero(), logits.argmax(dim=1)
+    total = F.cross_entropy(logits, truth, reduction="sum") if losses is None else losses.sum()
+    loss = Loss(weight * total, logits.new_tensor(float(len(logits))))
+    position = index[:, 1] if is_labelled.ndim > 1 else torch.zeros_like(index[:, 0])
+    return ObjectiveOutput(loss, index[:, 0], best == truth, logits, position, best, truth)
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """What was chosen for one hidden item."""
+    """What was chosen for one item."""
 
     place: int  # of the wordpiece or of the region in its text, from 0; region 0 is the whole image, where there is one
     chosen: str
@@ -96,15 +118,15 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class FoundItems(msgspec.Struct):
-    """How many items of a text one objective hid, and how many of them were found."""
+    """How many items of a text one objective had, and how many of them were found."""
 
-    count: float  # float32 sums
-    right: float
-    choices: list[Choice] = []  # what was chosen for each, for an objective that shows it
+    count: int
+    right: int
+    choices: list[Choice] = []  # what was chosen for each, for an objective whose classes have names
 
 
 class PretrainingPrediction(Prediction, kw_only=True):
-    """What each objective found in a text; for a user's question also what it fills in."""
+    """What each objective found in a text; for a user's text also what it fills in."""
 
     objectives: dict[str, FoundItems] = msgspec.field(default_factory=dict)
     second: str | None = None  # the second text of a pair
@@ -115,7 +137,7 @@ class PretrainingPrediction(Prediction, kw_only=True):
 
 
 class WordHead(nn.Module):
-    """BERT's masked-language-modelling head: Linear, GELU, LayerNorm, then the encoder's own word table and a bias."""
+    """BERT's masked-language-modelling head: Linear, GELU, LayerNorm, then the encoder's word embeddings and a bias."""
 
     def __init__(self, hidden_size: int, vocab_size: int):
         super().__init__()
@@ -126,15 +148,14 @@ class WordHead(nn.Module):
     def forward(
         self, states: Float[Tensor, "*shape E"], word_embeddings: Float[Tensor, "V E"]
     ) -> Float[Tensor, "*shape V"]:
-        """States and the encoder's word table -> logits."""
         return F.linear(self.transform(states), word_embeddings, self.bias)
 
 
 class Objective(nn.Module, abc.ABC):
-    """Built as `Objective(sizes, config)`; the config dataclass is a subclass of `ObjectiveConfig`."""
+    """Built as `Objective(sizes, config)`; the config is a subclass of `ObjectiveConfig`."""
 
     needs: ClassVar[tuple[Ability, ...]] = ()  # what the encoder must be able to do
-    predicts_regions: ClassVar[bool] = False  # regions are hidden for it
+    predicts_regions: ClassVar[bool] = False  # regions are masked for it
     reads_words: ClassVar[bool] = False  # it uses the word head, which all objectives share
     # the states of regions come to it through the `Transform` that all such objectives share
     transforms_regions: ClassVar[bool] = False
@@ -149,8 +170,8 @@ class Objective(nn.Module, abc.ABC):
         """What it does to texts in data workers."""
         return ObjectivePreprocessor(text_tokenizer)
 
-    def check(self, facts: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
-        """Raises ValueError if data (where they are known), detector or rule do not fit; nothing by default."""
+    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
+        """Raises UserError if data (where they are known), detector or rule do not fit; nothing by default."""
 
     @abc.abstractmethod
     def forward(
@@ -158,24 +179,20 @@ class Objective(nn.Module, abc.ABC):
     ) -> ObjectiveOutput:
         """The weighted loss over all labelled items of the batch, and which of them were found."""
 
-    def choices(
-        self, targets: Targets, output: ModelOutput, logits: Tensor, wordpieces: Sequence[str], rule: RegionMasking
-    ) -> list[tuple[int, Choice]]:
-        """The number of a text and the choice for an item of it, for each row of the objective's logits.
-
-        None by default: reports show nothing then.
+    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], rule: RegionMasking) -> Sequence[str] | None:
+        """Names of the classes that it chooses from, for reports and answers; None: they have none.
 
         Args:
             wordpieces: the vocabulary, by wordpiece id.
+            rule: says where the background stands among the classes of regions.
         """
-        return []
+        return None
 
-    def answer(
-        self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: RegionMasking
-    ) -> dict[str, Any]:
-        """What it says to a user's question, from its own logits: fields of `PretrainingPrediction`, or facts.
+    def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str] | None) -> dict[str, Any]:
+        """Its answer to a user's text, from its own logits: fields of `PretrainingPrediction`, or facts.
 
-        `rule` says who names regions, and where the background stands among the classes.
+        Args:
+            names: see `class_names`.
         """
         return {}
 
@@ -184,11 +201,11 @@ class Objective(nn.Module, abc.ABC):
         return []
 
 
-def best_columns(probabilities: Float[Tensor, "rows columns"], names: Sequence[str]) -> list[list[tuple[str, float]]]:
+def best_columns(probabilities: Float[Tensor, "rows columns"], names: Sequence[str]) -> list[Ranked]:
     """The names of the five best columns of each row with their probabilities, best first."""
     values, numbers = probabilities.topk(min(5, probabilities.shape[1]), dim=1)
     return [
-        [(names[number], value) for number, value in zip(*row, strict=True)]
+        tuple((names[number], value) for number, value in zip(*row, strict=True))
         for row in zip(numbers.tolist(), values.tolist(), strict=True)
     ]
 

@@ -1,4 +1,4 @@
-"""Masked RoI classification with linguistic clues (VL-BERT, section 3.3): what is in the hidden regions?
+"""Objectives on regions: classes of masked regions, classes and attributes of all, and features of masked ones.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
 from detector.structures import Detector, Loss
@@ -24,15 +23,17 @@ from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, Region
 from e2e_vl.tasks.base import Transform, start_head
 from e2e_vl.tasks.config import AttributeLabelsConfig, MaskedRegionsConfig, ObjectLabelsConfig, RegionFeaturesConfig
 from e2e_vl.tasks.objectives.base import (
-    Choice,
     Objective,
     ObjectiveOutput,
     PretrainingPrediction,
     Sizes,
     WordHead,
     best_columns,
+    classified,
     listed,
 )
+
+# Masked RoI classification with linguistic clues (VL-BERT, section 3.3): what is in the masked regions?
 
 
 class MaskedRegions(Objective):
@@ -51,13 +52,8 @@ class MaskedRegions(Objective):
         self.output = nn.Linear(sizes.hidden_size, config.classes)
         start_head((self.transform["dense"], self.output), "normal")
 
-    def check(self, facts: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
-        """Raises ValueError unless a detector that labels regions has the objective's classes."""
-        if rule.teacher != "file" and detector.num_classes + 1 != self.config.classes:
-            raise UserError(
-                f"task.config.objectives.masked_regions.classes is {self.config.classes}, but the detector has "
-                f"{detector.num_classes} classes and the background; make them agree."
-            )
+    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
+        _check_classes(self.config, detector, rule, detector.num_classes + 1, "classes and the background")
 
     def classify(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, "*shape C"]:
         """States -> logits."""
@@ -66,29 +62,7 @@ class MaskedRegions(Objective):
     def forward(
         self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
     ) -> ObjectiveOutput:
-        """Its logits are float32 [labelled regions, C].
-
-        Raises:
-            ValueError: class distributions of another width.
-        """
-        is_usable, probabilities = self._labels(batch, regions)
-        logits = self.classify(encoded.regions[is_usable])
-        best = probabilities.argmax(dim=1)
-        if self.config.labels == "class":
-            each = F.cross_entropy(logits, best, reduction="none")
-        else:
-            each = -(probabilities.to(logits.dtype) * logits.log_softmax(dim=1)).sum(dim=1)
-        loss = Loss(self.config.weight * each.sum(), each.new_tensor(float(len(each))))
-        return ObjectiveOutput(loss, is_usable.nonzero()[:, 0], logits.argmax(dim=1) == best, logits)
-
-    def _labels(
-        self, batch: Batch, regions: TextRegions
-    ) -> tuple[Bool[Tensor, "M R"], Float[Tensor, "labelled_regions C"]]:
-        """The labelled regions whose class distributions can be used, and these distributions.
-
-        Raises:
-            ValueError: class distributions of another width.
-        """
+        """Its logits are float32 [labelled regions, C]."""
         chosen = regions.gather(batch.masked_regions.is_labelled, fill=False)
         known = batch.region_labels.class_probs
         if known is None:
@@ -96,32 +70,30 @@ class MaskedRegions(Objective):
         probabilities = regions.gather(known, fill=0.0)[chosen]
         if probabilities.shape[1] != self.config.classes:
             raise UserError(
-                f"The class distributions have {probabilities.shape[1]} columns, but "
-                f"task.config.objectives.masked_regions.classes is {self.config.classes}; make them agree."
+                f"The class distributions have {probabilities.shape[1]} columns, but {self.config.key('classes')} is "
+                f"{self.config.classes}; make them agree."
             )
         usable = (probabilities.sum(dim=1) - 1).abs() < 0.1
-        return chosen.masked_scatter(chosen, usable), probabilities[usable]
+        chosen, probabilities = chosen.masked_scatter(chosen, usable), probabilities[usable]
+        logits = self.classify(encoded.regions[chosen])
+        best = probabilities.argmax(dim=1)
+        losses = None
+        if self.config.labels == "distribution":
+            losses = -(probabilities.to(logits.dtype) * logits.log_softmax(dim=1)).sum(dim=1)
+        return classified(self.config.weight, chosen, logits, best, losses)
 
-    def choices(
-        self, targets: Targets, output: ModelOutput, logits: Tensor, wordpieces: Sequence[str], rule: RegionMasking
-    ) -> list[tuple[int, Choice]]:
-        is_usable, probabilities = self._labels(output.batch, output.text_regions)
-        names = self._class_names(output.class_names, rule)
-        rows = zip(
-            is_usable.nonzero().tolist(),
-            logits.argmax(dim=1).tolist(),
-            probabilities.argmax(dim=1).tolist(),
-            strict=True,
-        )
-        return [(text, Choice(place, names[best], names[truth])) for (text, place), best, truth in rows]
+    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], rule: RegionMasking) -> Sequence[str]:
+        """C names; the detector's classes are numbered from 0 where their names are unknown."""
+        names, count = output.class_names, self.config.classes - 1
+        if names is None or len(names) != count or rule.teacher == "file":
+            names = [f"class {row}" for row in range(count)]
+        return ["background", *names] if rule.background_first else [*names, "background"]
 
-    def answer(
-        self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: RegionMasking
-    ) -> dict[str, Any]:
-        """`hidden`, see `HiddenRegion`; the detector sees the regions unless nobody labels them.
+    def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str]) -> dict[str, Any]:
+        """`hidden`, see `HiddenRegion`.
 
         Raises:
-            ValueError: the sequence was cut before a hidden region.
+            UserError: the sequence was cut before a masked region.
         """
         batch, regions = output.batch, output.text_regions
         is_masked = batch.masked_regions.is_masked[0]
@@ -130,21 +102,11 @@ class MaskedRegions(Objective):
                 "Text and regions together are longer than task.config.max_length, and a hidden region is cut off; "
                 "shorten the text, or hide fewer regions."
             )
-        names = self._class_names(output.class_names, rule)
-        said = best_columns(self.classify(output.encoded.regions[0, regions.is_masked[0]]).softmax(dim=1), names)
-        scales = batch.images.scales[0]
-        boxes = (batch.boxes[0] / torch.cat([scales, scales]))[is_masked].tolist()
+        classes = best_columns(self.classify(output.encoded.regions[0, regions.is_masked[0]]).softmax(dim=1), names)
+        boxes = (batch.boxes[0] / batch.images.scales[0].repeat(2))[is_masked].tolist()
         known = batch.region_labels.class_probs
         seen = [None] * len(boxes) if known is None else [row[0] for row in best_columns(known[0][is_masked], names)]
-        rows = zip(boxes, said, seen, strict=True)
-        return {"hidden": [HiddenRegion(tuple(box), tuple(classes), best) for box, classes, best in rows]}
-
-    def _class_names(self, names: Sequence[str] | None, rule: RegionMasking) -> list[str]:
-        """C names; the detector's classes are numbered from 0 where their names are unknown."""
-        count = self.config.classes - 1
-        if names is None or len(names) != count or rule.teacher == "file":
-            names = [f"class {row}" for row in range(count)]
-        return ["background", *names] if rule.background_first else [*names, "background"]
+        return {"hidden": [HiddenRegion(tuple(box), *row) for box, *row in zip(boxes, classes, seen, strict=True)]}
 
     def lines(self, prediction: PretrainingPrediction) -> list[str]:
         lines = []
@@ -152,6 +114,17 @@ class MaskedRegions(Objective):
             seen = "" if region.seen is None else f" (not hidden: {listed([region.seen])})"
             lines.append(f"hidden region {number}: {listed(region.classes)}{seen}")
         return lines
+
+
+def _check_classes(
+    config: MaskedRegionsConfig | ObjectLabelsConfig, detector: Detector, rule: RegionMasking, number: int, what: str
+) -> None:
+    """Raises UserError unless a detector that labels regions has the objective's classes."""
+    if rule.teacher != "file" and number != config.classes:
+        raise UserError(
+            f"{config.key('classes')} is {config.classes}, but the detector has {detector.num_classes} {what}; make "
+            "them agree."
+        )
 
 
 # Classes of objects that a detector found in the regions (LXMERT, section 3.1.2): what is in each region?
@@ -173,13 +146,8 @@ class ObjectLabels(Objective):
         self.output = nn.Linear(sizes.hidden_size, config.classes)
         start_head([self.output], "normal")
 
-    def check(self, facts: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
-        """Raises ValueError unless a detector that labels regions has the objective's classes."""
-        if rule.teacher != "file" and detector.num_classes != self.config.classes:
-            raise UserError(
-                f"{self.config.key('classes')} is {self.config.classes}, but the detector has {detector.num_classes} "
-                "classes; make them agree."
-            )
+    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
+        _check_classes(self.config, detector, rule, detector.num_classes, "classes")
 
     def found(self, labels: RegionLabels) -> tuple[list[Tensor] | None, list[Tensor] | None]:
         """Labels of the candidate boxes, and how sure the detector was."""
@@ -188,34 +156,19 @@ class ObjectLabels(Objective):
     def forward(
         self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
     ) -> ObjectiveOutput:
-        """Its logits are float32 [regions, K]; none where a user hides regions, which nobody labels.
-
-        Raises:
-            ValueError: regions without labels, or with a class that the objective does not have.
-        """
-        is_used, truth, sure = self._labels(batch, regions)
-        logits = at_least_float32(self.output(encoded.regions[is_used]))
-        each = F.cross_entropy(logits, truth, reduction="none")
-        if sure is not None:
-            each = each * sure.to(each.dtype)
-        loss = Loss(self.config.weight * each.sum(), each.new_tensor(float(len(each))))
-        return ObjectiveOutput(loss, is_used.nonzero()[:, 0], logits.argmax(dim=1) == truth, logits)
-
-    def _labels(
-        self, batch: Batch, regions: TextRegions
-    ) -> tuple[Bool[Tensor, "M R"], Int64[Tensor, " labelled_regions"], Float[Tensor, " labelled_regions"] | None]:
+        """Its logits are float32 [regions, K]; none where a user hides regions, which nobody labels."""
         is_used = regions.row >= 0
         if self.config.regions == "masked":
             is_used = is_used & regions.gather(batch.masked_regions.is_labelled, fill=False)
         classes, scores = self.found(batch.region_labels)
         if classes is None and batch.boxes_to_mask is not None:
             is_used = torch.zeros_like(is_used)
-            return is_used, is_used.new_zeros(0, dtype=torch.int64), None
+            classes = scores = [rows.new_zeros(len(rows), dtype=torch.int64) for rows in batch.boxes]
         if classes is None or (self.config.confidence and scores is None):
             raise UserError(
                 f"The regions come without the {self.kind} that a detector found in them"
-                f"{'' if classes is None else ', or without their scores'}; {self._remedy}, or set "
-                f"{self.config.key('weight')} to 0."
+                f"{'' if classes is None else ', or without their scores'}; use region features that were extracted "
+                f"with {self.kind}, or a detector that finds them, or set {self.config.key('weight')} to 0."
             )
         truth = regions.gather(classes, fill=0)[is_used]
         if len(truth) and int(truth.max()) >= self.config.classes:
@@ -223,11 +176,11 @@ class ObjectLabels(Objective):
                 f"A region has the label {int(truth.max())} among the {self.kind}, but {self.config.key('classes')} is "
                 f"{self.config.classes}; make them agree."
             )
-        return is_used, truth, regions.gather(scores, fill=0.0)[is_used] if self.config.confidence else None
-
-    @property
-    def _remedy(self) -> str:
-        return f"use region features that were extracted with {self.kind}, or a detector that finds them"
+        logits = at_least_float32(self.output(encoded.regions[is_used]))
+        losses = F.cross_entropy(logits, truth, reduction="none")
+        if self.config.confidence:
+            losses = losses * regions.gather(scores, fill=0)[is_used].to(losses.dtype)
+        return classified(self.config.weight, is_used, logits, truth, losses)
 
 
 # Attributes that a detector found in the regions (LXMERT's official code): what is each region like?
@@ -239,7 +192,7 @@ class AttributeLabels(ObjectLabels):
     kind: ClassVar[str] = "attributes"
     config: AttributeLabelsConfig
 
-    def check(self, facts: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
+    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
         """What a detector's attribute head has shows in the first batch."""
 
     def found(self, labels: RegionLabels) -> tuple[list[Tensor] | None, list[Tensor] | None]:
@@ -268,11 +221,7 @@ class RegressedFeatures(Objective):
     def forward(
         self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
     ) -> ObjectiveOutput:
-        """Its logits are the predicted features, float32 [masked regions, D].
-
-        Raises:
-            ValueError: neither saved features nor a detector gives the target.
-        """
+        """Its logits are the predicted features, float32 [masked regions, D]."""
         is_masked = regions.gather(batch.masked_regions.is_labelled, fill=False)
         logits = at_least_float32(self.output(encoded.regions[is_masked]))
         known = batch.region_labels.features
@@ -286,8 +235,5 @@ class RegressedFeatures(Objective):
         each = error(logits, truth, reduction="none").mean(dim=1)
         counted = is_masked if self.config.average == "masked" else regions.row >= 0
         loss = Loss(self.config.weight * each.sum(), counted.sum().to(each.dtype))
-        return ObjectiveOutput(loss, is_masked.nonzero()[:, 0], self._is_near(logits, truth), logits)
-
-    @staticmethod
-    def _is_near(logits: Tensor, truth: Tensor) -> Tensor:
-        return (logits - truth).norm(dim=1) < truth.norm(dim=1)
+        is_near = (logits - truth).norm(dim=1) < truth.norm(dim=1)
+        return ObjectiveOutput(loss, is_masked.nonzero()[:, 0], is_near, logits)

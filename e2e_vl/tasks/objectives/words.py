@@ -10,13 +10,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import torch.nn.functional as F
 from jaxtyping import Int64
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
-from detector.structures import Detector, Loss
+from detector.structures import Detector
 from e2e_vl.examples import Targets, per_wordpiece
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo, HumanAnswers, Sample
@@ -25,7 +23,6 @@ from e2e_vl.tasks.config import MaskedTextConfig, MaskedWordsConfig
 from e2e_vl.tasks.objectives.base import (
     MASK,
     NO_LABEL,
-    Choice,
     Draft,
     Objective,
     ObjectiveOutput,
@@ -33,6 +30,7 @@ from e2e_vl.tasks.objectives.base import (
     PretrainingPrediction,
     WordHead,
     best_columns,
+    classified,
     listed,
 )
 from e2e_vl.text import TextEncoding, TextTokenizer, word_pieces
@@ -75,27 +73,21 @@ class WordMasking(ObjectivePreprocessor):
 
     def hide(self, words: Sequence[Sequence[int]], generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Ids and labels after the rule of this objective, see `mask_words`."""
-        tokenizer = self.text_tokenizer.tokenizer
-        if not self.config.whole_words:
+        tokenizer, config = self.text_tokenizer.tokenizer, self.config
+        if not config.whole_words:
             words = [[piece] for word in words for piece in word]
-        return mask_words(
-            words,
-            generator,
-            mask_id=tokenizer.mask_token_id,
-            vocab_size=len(tokenizer),
-            probability=self.config.probability,
-            always_mask=self.config.always_mask,
-        )
+        mask_id, size = tokenizer.mask_token_id, len(tokenizer)
+        return mask_words(words, generator, mask_id, size, config.probability, always_mask=config.always_mask)
 
     def targets(self, draft: Draft, encoding: TextEncoding) -> WordLabels:
-        """Raises ValueError if a user's [MASK] is cut off."""
-        if draft.has_image != self.of_images or draft.labels is None:  # `beside` texts of others may have no labels
+        """Raises UserError if a user's [MASK] is cut off."""
+        if draft.has_image != self.of_images or draft.labels is None:  # `extra_texts` of others may have no labels
             return WordLabels(np.full_like(encoding.source, NO_LABEL))
         labels = encoding.place(draft.labels, fill=NO_LABEL)
         if draft.sample.from_user and (labels >= 0).sum() < (draft.labels >= 0).sum():
+            read = len(draft.ids) - encoding.num_truncated
             raise UserError(
-                f"The text has {len(draft.ids)} wordpieces, and the run reads {len(draft.ids) - encoding.num_truncated}, so a "
-                "[MASK] is lost; shorten the text."
+                f"The text has {len(draft.ids)} wordpieces, and the run reads {read}, so a [MASK] is lost; shorten it."
             )
         return WordLabels(labels)
 
@@ -103,13 +95,13 @@ class WordMasking(ObjectivePreprocessor):
 def mask_words(
     words: Sequence[Sequence[int]],
     generator: np.random.Generator,
-    *,
     mask_id: int,
     vocab_size: int,
     probability: float = 0.15,
+    *,
     always_mask: bool = False,
 ) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"]]:
-    """Hide some words of a text (official VL-BERT code).
+    """Mask some words of a text (official VL-BERT code).
 
     Whole words are chosen, before they are split into wordpieces. Of the chosen ones, 80 % become [MASK] at all of
     their pieces, 10 % random entries of the vocabulary (each piece its own, special tokens included) and 10 % stay.
@@ -146,11 +138,11 @@ class MaskedWords(Objective):
     def preprocessor(self, text_tokenizer: TextTokenizer) -> WordMasking:
         return WordMasking(text_tokenizer, self.config)
 
-    def check(self, facts: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
-        """Raises ValueError if answers are to be masked, and the data have none."""
-        if facts is None or self.config.answer == "left_out":
+    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
+        """Raises UserError if answers are to be masked, and the data have none."""
+        if info is None or self.config.answer == "left_out":
             return
-        if not any(isinstance(truth, HumanAnswers) for truth in facts.truths()):
+        if not any(isinstance(truth, HumanAnswers) for truth in info.truths()):
             raise UserError(
                 f"{self.config.key('answer')} is {self.config.answer}, but no text of the data has human answers; set "
                 "it to left_out."
@@ -161,27 +153,17 @@ class MaskedWords(Objective):
     ) -> ObjectiveOutput:
         """Its logits are float32 [masked wordpieces, V]."""
         is_labelled = targets.labels >= 0
-        truth = targets.labels[is_labelled]
         logits = at_least_float32(word_head(encoded.text[is_labelled], encoded.word_embeddings))
-        total = F.cross_entropy(logits, truth, reduction="sum")
-        loss = Loss(self.config.weight * total, is_labelled.sum().to(logits.dtype))
-        return ObjectiveOutput(loss, is_labelled.nonzero()[:, 0], logits.argmax(dim=1) == truth, logits)
+        return classified(self.config.weight, is_labelled, logits, targets.labels[is_labelled])
 
-    def choices(
-        self, targets: WordLabels, output: ModelOutput, logits: Tensor, wordpieces: Sequence[str], rule: RegionMasking
-    ) -> list[tuple[int, Choice]]:
-        is_labelled = targets.labels >= 0
-        places, truths = is_labelled.nonzero().tolist(), targets.labels[is_labelled].tolist()
-        rows = zip(places, logits.argmax(dim=1).tolist(), truths, strict=True)
-        return [(text, Choice(place, wordpieces[best], wordpieces[truth])) for (text, place), best, truth in rows]
+    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], rule: RegionMasking) -> Sequence[str]:
+        return wordpieces
 
-    def answer(
-        self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: RegionMasking
-    ) -> dict[str, Any]:
-        """`filled`, the text with the best word at each [MASK]; `masks`, a list per [MASK] of (word, probability).
+    def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str]) -> dict[str, Any]:
+        """`filled`, the text with the best word at each [MASK], and `masks`.
 
         Raises:
-            ValueError: the sequence was cut before a [MASK].
+            UserError: the sequence was cut before a [MASK].
         """
         text = output.batch.records[0]["text"]
         if len(logits) < text.count(MASK):
@@ -189,8 +171,7 @@ class MaskedWords(Objective):
                 "Text and regions together are longer than task.config.max_length, and a [MASK] is cut off; shorten "
                 "the text."
             )
-        wordpieces = tokenizer.convert_ids_to_tokens(range(logits.shape[1]))
-        masks = best_columns(logits.softmax(dim=1), wordpieces)
+        masks = best_columns(logits.softmax(dim=1), names)
         first, *rest = text.split(MASK)
         best = (words[0][0].removeprefix("##") for words in masks)
         filled = first + "".join(word + part for word, part in zip(best, rest, strict=True))
@@ -211,7 +192,7 @@ class CorpusMasking(WordMasking):
     of_images = False
     config: MaskedTextConfig = dataclasses.field(default_factory=MaskedTextConfig)
 
-    def beside(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, TextEncoding]]:
+    def extra_texts(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, TextEncoding]]:
         if sample.corpus is None:
             return
         words = self.words(sample.corpus, int(generator.integers(len(sample.corpus))))
@@ -247,9 +228,9 @@ class MaskedText(MaskedWords):
     def preprocessor(self, text_tokenizer: TextTokenizer) -> CorpusMasking:
         return CorpusMasking(text_tokenizer, self.config)
 
-    def check(self, facts: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
-        """Raises ValueError if the data have no corpus."""
-        if facts is not None and facts.corpus is None:
+    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
+        """Raises UserError if the data have no corpus."""
+        if info is not None and info.corpus is None:
             raise UserError(
                 f"task.config.objectives.masked_text has the weight {self.config.weight}, but the data have no "
                 "text-only corpus; set data.files.corpus and data.config.use_corpus=true, or "
@@ -257,4 +238,3 @@ class MaskedText(MaskedWords):
             )
 
     answer, lines = Objective.answer, Objective.lines  # a user's text has an image
-    choices = Objective.choices  # texts of the corpus have no record

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from e2e_vl.parts import decode
 from e2e_vl.samples import CorrectAnswer, HumanAnswers, ReferredBox, ScoredAnswers
 from e2e_vl.tasks.config import ImageQAConfig
-from e2e_vl.tasks.objectives.image_qa import DrawnAnswer, ImageQA, draw_answer, scores_of
+from e2e_vl.tasks.objectives.texts import DrawnAnswer, ImageQA, draw_answer, scores_of
 from tests.tasks.objectives.tiny_objectives import SIZES, make_inputs
 from tests.tasks.objectives.worded import make_preprocessor, make_task
 from tests.tasks.preprocessors import make_tokenizer, sample_of, tokens, word

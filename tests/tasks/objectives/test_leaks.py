@@ -25,8 +25,7 @@ from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Batch, RegionLabels, RegionMasks, TextBatch
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import PretrainingConfig
-from e2e_vl.tasks.objectives.image_qa import DrawnAnswer
-from e2e_vl.tasks.objectives.relationship import MatchTargets
+from e2e_vl.tasks.objectives.texts import DrawnAnswer, MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
 

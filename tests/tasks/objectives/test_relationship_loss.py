@@ -12,7 +12,7 @@ from e2e_vl.samples import CorrectChoice
 from e2e_vl.structures import Ability
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import RelationshipConfig
-from e2e_vl.tasks.objectives.relationship import MatchTargets, Relationship
+from e2e_vl.tasks.objectives.texts import MatchTargets, Relationship
 from tests.tasks.objectives.tiny_objectives import SIZES, make_inputs
 
 

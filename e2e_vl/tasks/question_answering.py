@@ -1,7 +1,7 @@
 """Questions with a list of possible answers: a class per answer, read from the encoder's summary of the question.
 
-The list belongs to the task and is saved with it. What makes an answer right is the business of each task: it says what
-the truth of a text means for the classes (`AnswerPreprocessor.judged`), and how a prediction is scored.
+The list belongs to the task and is saved with it. Each task says what the truth of a text means for the classes
+(`PossibleAnswers.judge`), and how a prediction is scored.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -12,7 +12,7 @@ import abc
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -45,12 +45,18 @@ class AnswerTargets(Targets):
     best: int | np.int64 | Int64[Tensor, " M"] | None = stacked()  # class of the best answer; -1: none is known
 
 
-class PossibleAnswers:
-    """A list of answers and the class of each, see `AnswerConfig`.
+class Judged(NamedTuple):
+    """What the truth of a text means for the possible answers."""
 
-    Raises:
-        ValueError: there is no answer but `<unk>`.
-    """
+    scores: Mapping[str, float]  # of some answers, also of some that are not in the list
+    best: int  # class of the best answer; -1: it is not in the list
+    record: dict[str, Any]  # the truth as predictions hold it
+
+
+class PossibleAnswers(abc.ABC):
+    """A list of answers and the class of each, see `AnswerConfig`."""
+
+    learns_from: ClassVar[tuple[type, ...]]  # see `Preprocessor.learns_from`
 
     def __init__(self, answers: Sequence[str]) -> None:
         self.answers = [str(answer) for answer in answers]
@@ -61,22 +67,17 @@ class PossibleAnswers:
         if not self.class_of:
             raise UserError("The list of possible answers is empty.")
 
-    def __len__(self) -> int:
-        return len(self.answers)
+    @abc.abstractmethod
+    def judge(self, truth: Any, *, mirrored: bool = False) -> Judged | None:
+        """What a truth means; None where it is unknown. In a mirrored image "left" and "right" change places."""
 
     def targets_of(self, scores: Mapping[str, float]) -> Float[np.ndarray, " Y"]:
-        """float32 targets of every possible answer from the scores of some; those that are not in the list are left
-        out."""
-        targets = np.zeros(len(self), dtype=np.float32)
+        """float32 targets of every possible answer; scores of answers that are not in the list are left out."""
+        targets = np.zeros(len(self.answers), dtype=np.float32)
         for answer, score in scores.items():
             if answer in self.class_of:
                 targets[self.class_of[answer]] = score
         return targets
-
-    def best_scored(self, scores: Mapping[str, float]) -> int:
-        """Class of the known answer with the highest score above 0, of several the first; -1 if none is known."""
-        known = [answer for answer, score in scores.items() if score > 0 and answer in self.class_of]
-        return self.class_of[max(known, key=scores.get)] if known else -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +85,13 @@ class AnswerPreprocessor(Preprocessor):
     """A question with a place for its answer; in a mirrored image "left" and "right" change places (VL-BERT's code)."""
 
     answers: PossibleAnswers
-    targets: ClassVar[type[AnswerTargets]]
+
+    @property
+    def learns_from(self) -> tuple[type, ...]:
+        return self.answers.learns_from
 
     def no_target(self) -> AnswerTargets:
-        return self.targets(self.answers.targets_of({}), np.int64(-1))
+        return AnswerTargets(self.answers.targets_of({}), np.int64(-1))
 
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
@@ -95,23 +99,17 @@ class AnswerPreprocessor(Preprocessor):
         [image] = images
         mirrored = image.image_transform.flipped
         encoding = self.text_tokenizer.question(self.text_tokenizer.pieces(text.words, mirrored=mirrored))
-        targets, said = self.judged(text.truth, mirrored=mirrored)
-        yield TextExample(encoding, text.image_index, self.record(text, images, encoding) | said, targets)
-
-    @abc.abstractmethod
-    def judged(self, truth: Any, *, mirrored: bool) -> tuple[AnswerTargets, dict[str, Any]]:
-        """Targets from the truth of a text, and what of it changes in the record; without values where it is
-        unknown."""
+        record, targets = self.record(text, images, encoding), AnswerTargets()
+        judged = self.answers.judge(text.truth, mirrored=mirrored)
+        if judged is not None:
+            targets = AnswerTargets(self.answers.targets_of(judged.scores), np.int64(judged.best))
+            record |= judged.record
+        yield TextExample(encoding, text.image_index, record, targets)
 
 
 class AnswerTask(Task):
-    """A score per possible answer, from the summary of question and image; the highest is the answer.
+    """A score per possible answer, from the summary of question and image; the highest is the answer."""
 
-    Raises:
-        ValueError: `config.answers` is not a list (the engine reads files) or lists nothing but `<unk>`.
-    """
-
-    writes_submission = True
     chooses_answers = True
     blind_without_boxes = True  # the number of boxes answers "how many"
     # image question answering is a part of pre-training (LXMERT), or is not (VL-BERT)
@@ -139,9 +137,9 @@ class AnswerTask(Task):
         """The head reads the summary."""
         return cls(sizes.summary_size, config)
 
+    @abc.abstractmethod
     def make_list(self, answers: Sequence[str]) -> PossibleAnswers:
-        """The possible answers."""
-        return PossibleAnswers(answers)
+        """The possible answers, as the task judges them."""
 
     @property
     def answers(self) -> list[str]:
@@ -153,13 +151,9 @@ class AnswerTask(Task):
         words = (Ability.WORD_EMBEDDINGS,) if self.config.initialise_from_words else ()
         return (Ability.SUMMARY_OF_QUESTION, *words)
 
-    @abc.abstractmethod
-    def make_preprocessor(self, text_tokenizer: TextTokenizer) -> AnswerPreprocessor:
-        """What puts the data's questions into wordpieces."""
-
     def preprocessor(self, text_tokenizer: TextTokenizer) -> AnswerPreprocessor:
         text_tokenizer.require_room(text_tokenizer.layout.question)
-        return self.make_preprocessor(text_tokenizer)
+        return AnswerPreprocessor(text_tokenizer, self.answer_list)
 
     def question(self, question: Question) -> Sample:
         """A user's question about an image; without boxes the detector proposes them."""
@@ -167,11 +161,7 @@ class AnswerTask(Task):
 
     @torch.no_grad()
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
-        """Rows of the last Linear from the encoder's word embeddings; an answer without wordpieces keeps its row.
-
-        Raises:
-            ValueError: words and the head's hidden layer have different widths.
-        """
+        """Rows of the last Linear from the encoder's word embeddings; an answer without wordpieces keeps its row."""
         if not self.config.initialise_from_words:
             return
         table, width = encoder.get_input_embeddings().weight, self.head.output.in_features
@@ -187,23 +177,13 @@ class AnswerTask(Task):
             if pieces:
                 self.head.output.weight[row] = table[pieces].mean(dim=0)
 
-    @abc.abstractmethod
-    def best_class(self, truth: Any) -> int | None:
-        """Class of the best answer that a truth names, -1 if it is not in the list; None where the truth is unknown."""
-
-    def check_data(self, facts: DatasetInfo, detector: Detector) -> None:
-        """Log how many questions have no answer that is in the list.
+    def check_data(self, info: DatasetInfo, detector: Detector) -> None:
+        """Log how many questions have no answer that is in the list; raise a UserError if none has.
 
         They do not contribute to the softmax loss, and mean "none of these" to the binary one.
-
-        Raises:
-            ValueError: no question has one.
         """
-        total = without = 0
-        for truth in facts.truths():
-            best = self.best_class(truth)
-            total += best is not None
-            without += best == -1
+        judged = [one for one in map(self.answer_list.judge, info.truths()) if one is not None]
+        total, without = len(judged), sum(one.best == -1 for one in judged)
         if not without:
             return
         if without == total:

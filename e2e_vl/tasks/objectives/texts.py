@@ -1,0 +1,254 @@
+"""Objectives on whole texts, read from the summary: does a text belong to its image, and what answers a question?
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+from torch import Tensor, nn
+
+from detector.errors import UserError
+from detector.structures import Detector
+from e2e_vl.examples import Targets, stacked
+from e2e_vl.metrics.vqa import soft_scores
+from e2e_vl.region_masking import RegionMasking
+from e2e_vl.samples import ChoiceText, CorrectAnswer, CorrectChoice, DatasetInfo, HumanAnswers, ScoredAnswers
+from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
+from e2e_vl.tasks.base import Head, Transform, start_head
+from e2e_vl.tasks.config import ImageQAConfig, RelationshipConfig
+from e2e_vl.tasks.objectives.base import (
+    NO_LABEL,
+    Draft,
+    Objective,
+    ObjectiveOutput,
+    ObjectivePreprocessor,
+    Sizes,
+    WordHead,
+    classified,
+)
+from e2e_vl.text import TextEncoding, TextTokenizer, simplify_answer
+
+# Sentence-image relationship prediction. Three kinds of it: a caption that may be another image's (VL-BERT, table 4,
+# row c; LXMERT); a right caption with a second one that may be another image's (VisualBERT, section 3.3); a text of
+# which the data say whether it is true (VisualBERT's code, pre-training on NLVR2 and VCR).
+
+FEW_IMAGES = "Captions of other images need at least two images."
+FEW_CAPTIONS = (
+    "task.config.objectives.relationship.texts is pair, but an image has one caption only; use data with several "
+    "captions per image, or set it to single."
+)
+
+
+@dataclasses.dataclass
+class MatchTargets(Targets):
+    """Whether each text belongs to its image."""
+
+    # 1 = its own caption, or true; 0 = another image's, or false; -1 = no image, or nobody says
+    is_match: int | np.int64 | Int64[Tensor, " M"] | None = stacked()
+
+
+@dataclasses.dataclass(frozen=True)
+class CaptionExchange(ObjectivePreprocessor):
+    """Puts captions of other images in the place of some, or a second caption behind each."""
+
+    config: RelationshipConfig = dataclasses.field(default_factory=RelationshipConfig)
+
+    def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
+        if draft.sample.from_user or self.config.texts == "stated":
+            return
+        own, pool = draft.sample.own_texts, draft.sample.pool
+        if generator.random() < self.config.probability:  # a caption of another image, drawn from all captions
+            if len(own) >= len(pool):
+                raise UserError(FEW_IMAGES)
+            found, draft.is_match = index, False
+            while found in own:
+                found = int(generator.integers(len(pool)))
+        elif self.config.texts == "pair":  # another caption of the same image
+            others = [number for number in own if number != index]
+            if not others:
+                raise UserError(FEW_CAPTIONS)
+            found = others[int(generator.integers(len(others)))]
+        else:
+            return
+        if self.config.texts == "pair":
+            draft.second = pool[found]
+        else:
+            draft.words = pool[found]
+
+    def targets(self, draft: Draft, encoding: TextEncoding) -> MatchTargets:
+        """Raises UserError for a question with choices unless the data state which are right."""
+        if self.config.texts == "stated":
+            truth = None if draft.text is None else draft.text.truth
+            is_stated = draft.is_choice is None and isinstance(truth, CorrectChoice)
+            draft.is_match = bool(truth.number) if is_stated else draft.is_choice
+        elif isinstance(draft.text, ChoiceText):
+            raise UserError(
+                "Questions with choices stay as they are; set task.config.objectives.relationship.texts to stated."
+            )
+        draft.record["is_match"] = draft.is_match
+        return MatchTargets(np.int64(-1 if draft.is_match is None or not draft.has_image else draft.is_match))
+
+
+class Relationship(Objective):
+    """A Linear on the summary, two classes; cross entropy over the texts that are judged."""
+
+    config: RelationshipConfig
+
+    def __init__(self, sizes: Sizes, config: RelationshipConfig):
+        super().__init__(sizes, config)
+        is_pair = config.texts == "pair"
+        self.needs = (Ability.SUMMARY_OF_PAIR if is_pair else Ability.SUMMARY_OF_SINGLE,)
+        self.head = nn.Linear(sizes.summary_size, 2)
+        start_head([self.head], "normal")
+
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> CaptionExchange:
+        return CaptionExchange(text_tokenizer, self.config)
+
+    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
+        """Raises UserError if there are no other images, no second captions, or no stated truths."""
+        if info is None:
+            return
+        if self.config.texts == "stated":
+            if not any(isinstance(truth, CorrectChoice) for truth in info.truths()):
+                raise UserError(
+                    f"{self.config.key('texts')} is stated, but the data do not say which texts are true; use other "
+                    f"data, or set {self.config.key('weight')} to 0."
+                )
+            return
+        if len(info.groups) < 2:
+            raise UserError(FEW_IMAGES)
+        if self.config.texts == "pair" and any(len(texts) < 2 for texts in info.groups):
+            raise UserError(FEW_CAPTIONS)
+
+    def forward(
+        self, targets: MatchTargets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
+    ) -> ObjectiveOutput:
+        """Its logits are float32 [judged texts, 2], no match and match."""
+        is_judged = targets.is_match >= 0
+        logits = at_least_float32(self.head(encoded.summary[is_judged]))
+        return classified(self.config.weight, is_judged, logits, targets.is_match[is_judged])
+
+
+# Image question answering as a part of pre-training (LXMERT, section 3.1.3): which answer of a list is right?
+
+
+@dataclasses.dataclass
+class DrawnAnswer(Targets):
+    """The answer that was chosen for each text."""
+
+    # class of the answer; -1: the text is no question, nobody's answer is in the list, or the image is another one
+    answer: int | np.int64 | Int64[Tensor, " M"] | None = stacked()
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerDraw(ObjectivePreprocessor):
+    """Chooses one of the answers to a question: draws it anew in each epoch, or takes the best one."""
+
+    class_of: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    takes_best: bool = False
+
+    def mask(self, draft: Draft, generator: np.random.Generator) -> None:
+        """The text itself stays as it is: its answer is not in it."""
+        if draft.sample.from_user or not draft.is_match or draft.text is None:
+            return
+        scores = scores_of(draft.text.truth)
+        if scores is not None:
+            if self.takes_best:
+                known = known_answers(scores, self.class_of)
+                answer = max(known, key=known.get, default=None)
+            else:
+                answer = draw_answer(scores, self.class_of, generator)
+            if answer is not None:
+                draft.record["drawn_answer"] = answer
+
+    def targets(self, draft: Draft, encoding: TextEncoding) -> DrawnAnswer:
+        return DrawnAnswer(np.int64(self.class_of.get(draft.record.get("drawn_answer"), NO_LABEL)))
+
+
+def scores_of(truth: Any) -> Mapping[str, float] | None:
+    """How good each answer to a question is, whatever the data say of it; None for a text that is no question.
+
+    Human answers score as in VQA v2, normalised; the one right answer scores 1. Those are the scores in the files that
+    the official code learns from.
+    """
+    match truth:
+        case ScoredAnswers(scores=scores):
+            return scores
+        case HumanAnswers(answers=answers):
+            return soft_scores(answers, normalised=True)
+        case CorrectAnswer(answer=answer):
+            return {answer: 1.0}
+    return None
+
+
+def known_answers(scores: Mapping[str, float], class_of: Mapping[str, int]) -> dict[str, float]:
+    """Of some answers with their scores those that are in the list.
+
+    Answers are spelled as in the list first (`simplify_answer`). If two become the same, the score of the one that was
+    spelled otherwise counts alone, as in the official code.
+    """
+    spelled = {answer: score for answer, score in scores.items() if answer == simplify_answer(answer)}
+    spelled |= {simplify_answer(answer): score for answer, score in scores.items() if answer != simplify_answer(answer)}
+    return {answer: score for answer, score in spelled.items() if answer in class_of}
+
+
+def draw_answer(scores: Mapping[str, float], class_of: Mapping[str, int], generator: np.random.Generator) -> str | None:
+    """One of `known_answers`, with a probability in proportion to its score; None if there is none.
+
+    Nothing is drawn where there is no choice.
+    """
+    known = known_answers(scores, class_of)
+    if len(known) < 2:
+        return next(iter(known), None)
+    shares = np.array(list(known.values()), dtype=np.float64)
+    return list(known)[int(generator.choice(len(shares), p=shares / shares.sum()))]
+
+
+class ImageQA(Objective):
+    """Linear, GELU, LayerNorm, Linear on the summary; cross entropy over the texts with an answer."""
+
+    needs = (Ability.SUMMARY_OF_SINGLE,)
+    config: ImageQAConfig
+
+    def __init__(self, sizes: Sizes, config: ImageQAConfig):
+        super().__init__(sizes, config)
+        if not isinstance(config.answers, list):
+            raise UserError(
+                f"{config.key('answers')} is missing; give the list of possible answers, or a file of them."
+            )
+        self.answers: Sequence[str] = tuple(config.answers)
+        width = config.head_width * sizes.summary_size
+        transform = Transform(sizes.summary_size, norm=True, width=width)
+        self.head = Head(width, len(self.answers), 0.0, "normal", transform=transform)
+
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> AnswerDraw:
+        class_of = {answer: number for number, answer in enumerate(self.answers)}
+        return AnswerDraw(text_tokenizer, class_of, takes_best=self.config.label == "best")
+
+    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
+        """Raises UserError if no text of the data has an answer that is in the list."""
+        if info is None:
+            return
+        known = set(self.answers)
+        if not any(simplify_answer(answer) in known for truth in info.truths() for answer in scores_of(truth) or ()):
+            raise UserError(
+                f"No text of the data has an answer that is in {self.config.key('answers')}; use data with questions, "
+                f"or set {self.config.key('weight')} to 0."
+            )
+
+    def forward(
+        self, targets: DrawnAnswer, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
+    ) -> ObjectiveOutput:
+        """Its logits are float32 [texts with an answer, Y]."""
+        has_answer = targets.answer >= 0
+        logits = at_least_float32(self.head(encoded.summary[has_answer]))
+        return classified(self.config.weight, has_answer, logits, targets.answer[has_answer])
+
+    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], rule: RegionMasking) -> Sequence[str]:
+        return self.answers
