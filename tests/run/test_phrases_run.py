@@ -354,7 +354,7 @@ def test_data_that_do_not_go_together(folder, tmp_path, monkeypatch):
     part = {"asked": config.data.config["parts"]["asked"]}
     with pytest.raises(ValueError, match=r"no text of joined says .* set it to 0, or join data"):
         build_run(replaced(config, data={"config": {"parts": part}}))
-    with pytest.raises(ValueError, match=r"VQATargets: scores is known for some texts of a batch and unknown"):
+    with pytest.raises(ValueError, match=r"AnswerTargets: scores is known for some texts of a batch and unknown"):
         train(joined("vqa", folder, "phrases.weight=0", f"output={tmp_path / 'vqa'}"))
     with pytest.raises(ValueError, match=r"has no four choices, so VCR has nothing to learn .* phrases.weight"):
         train(joined("vcr", folder, "phrases.weight=0", f"output={tmp_path / 'vcr'}"))
