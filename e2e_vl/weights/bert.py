@@ -16,8 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from detector.errors import UserError
-from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
-from e2e_vl.weights.vl_bert import SEGMENTS, WORD_EMBEDDINGS
+from e2e_vl.weights.base import (
+    WORD_EMBEDDINGS,
+    ModelWeights,
+    WeightAdapter,
+    as_float32,
+    check_tied,
+    replace_module,
+    unknown_name,
+)
+from e2e_vl.weights.vl_bert import SEGMENTS
 
 ENCODER = {
     "embeddings.word_embeddings": "embeddings.word_embeddings",
@@ -34,8 +42,7 @@ WORD_HEAD = {
     "cls.predictions.decoder.bias": "word_head.bias",  # the same, twice in files of some versions
 }
 DECODER = "cls.predictions.decoder.weight"
-# Next-sentence head, and indices that old versions saved.
-UNUSED = ("cls.seq_relationship.", "embeddings.position_ids")
+UNUSED = ("cls.seq_relationship.", "embeddings.position_ids")  # next-sentence head; indices that old versions saved
 POSITIONS = "embeddings.position_embeddings.weight"
 
 
@@ -43,7 +50,7 @@ class BertStart(WeightAdapter):
     """BERT fills the parts of VL-BERT that it has; the rest stays random."""
 
     layout = "BERT"
-    brings = tuple(f"{module}." for module in ENCODER.values() if module != "pooler")
+    required = tuple(f"{module}." for module in ENCODER.values() if module != "pooler")
     names: ClassVar[Mapping[str, str]] = ENCODER  # BERT's -> ours
     head_names: ClassVar[Mapping[str, str]] = WORD_HEAD  # of its heads
     transferable: ClassVar[tuple[str, ...]] = ("word_head.",)  # see `Task.transferable`
@@ -52,30 +59,25 @@ class BertStart(WeightAdapter):
         return any(name.removeprefix("bert.") == "embeddings.token_type_embeddings.weight" for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        """`task` holds the heads that `head_names` names, if the file has them.
-
-        Raises:
-            ValueError: a name that BERT does not have, or a decoder that is not the word table.
-        """
-        encoder, head = {}, {}
-        for name, value in tensors.items():
+        """`task` holds the heads that `head_names` names, if the file has them."""
+        encoder, head, decoder = {}, {}, None
+        for name, value in as_float32(tensors).items():
             new = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)).removeprefix("bert.")
-            value = value.float() if value.is_floating_point() else value
             if (ours := replace_module(new, self.names)) is not None:
                 encoder[ours] = value
             elif (ours := replace_module(new, self.head_names)) is not None:
                 head[ours] = value
-            elif new != DECODER and not new.startswith(UNUSED):
-                raise UserError(f"{source}: {name} is no name of a BERT model.")
-        words = encoder.get(WORD_EMBEDDINGS)
-        if DECODER in tensors and (words is None or not torch.equal(tensors[DECODER].float(), words)):
-            raise UserError(f"{source}: {DECODER} is not the word table; only BERTs that share the two can be loaded.")
+            elif new == DECODER:
+                decoder = value
+            elif not new.startswith(UNUSED):
+                raise unknown_name(name, "BERT", source)
+        check_tied(decoder, encoder, source)
         return ModelWeights({}, encoder, head, transferable=self.transferable)
 
     def fit(
         self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """The encoder's own rows are added to the segment table. Raises ValueError as `check_tables` does."""
+        """The encoder's own rows are added to the segment table."""
         self.check_tables(tensors, encoder, source)
         own = encoder.state_dict()[SEGMENTS]
         segments = tensors.get(SEGMENTS)
@@ -85,21 +87,14 @@ class BertStart(WeightAdapter):
         return tensors, [f"segment rows of BERT -> the first rows of {SEGMENTS}"]
 
     def check_tables(self, tensors: Mapping[str, Tensor], encoder: nn.Module, source: str | Path) -> None:
-        """Compare the tables of words and positions.
-
-        Raises:
-            ValueError: another vocabulary or another number of positions; the message says which setting to change.
-        """
+        """Refuse another vocabulary or another number of positions, with the setting to change."""
         own = encoder.state_dict()
-        rows = {name: (len(tensors.get(name, own[name])), len(own[name])) for name in (WORD_EMBEDDINGS, POSITIONS)}
-        words, positions = rows[WORD_EMBEDDINGS], rows[POSITIONS]
-        if words[0] != words[1]:
-            raise UserError(
-                f"{source}: its word table has {words[0]} wordpieces, but the run's vocabulary has {words[1]}; set "
-                "data.vocabulary to the vocabulary of this BERT."
-            )
-        if positions[0] != positions[1]:
-            raise UserError(
-                f"{source}: its position table has {positions[0]} positions, but the encoder's has {positions[1]}; set "
-                f"encoder.config.max_position_embeddings to {positions[0]}."
-            )
+        for name, what, remedy in (
+            (WORD_EMBEDDINGS, "wordpieces", "data.vocabulary to the vocabulary of this BERT"),
+            (POSITIONS, "positions", "encoder.config.max_position_embeddings to this number"),
+        ):
+            if name in tensors and len(tensors[name]) != len(own[name]):
+                raise UserError(
+                    f"{source}: this BERT has {len(tensors[name])} {what}, the run's encoder {len(own[name])}; set "
+                    f"{remedy}."
+                )

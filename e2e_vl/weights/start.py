@@ -34,27 +34,26 @@ from e2e_vl.weights.base import WeightAdapter
 FILES = ("model.safetensors", "pytorch_model.bin")
 PART_NAMES = {"phrases": "phrase head"}  # of folders whose name says too little
 PUBLISHED_ANSWERS = "all_ans.json"  # of LXMERT's pre-training
-TEACHER = "teacher."  # a frozen detector, which heads of an earlier version of this project carried along
 
 
 @dataclasses.dataclass(frozen=True)
 class StartRules:
-    """What says how encoder and task of a run start."""
+    """How the encoder and the task of a run start from weights."""
 
     task_name: str  # the run's task
     adapters: Sequence[WeightAdapter] = ()  # of the run's encoder; what they say of it holds for our own runs too
 
-    def stated(self, what: str) -> tuple[str, ...]:
+    def of_adapters(self, what: str) -> tuple[str, ...]:
         """An attribute of `WeightAdapter`, from all adapters together."""
         return tuple(value for adapter in self.adapters for value in getattr(adapter, what))
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Weights by our names, and where they come from."""
+    """Weights under our names, and where they come from."""
 
     path: Path
-    tensors: dict[str, Tensor]  # of the part that was asked for
+    tensors: dict[str, Tensor]  # of the encoder or of the task
     adapter: WeightAdapter | None  # what read the file; None: this project's own
     task_name: str | None  # what they were trained for; None: unknown, or none of our tasks
     transferable: tuple[str, ...]  # see `Task.transferable`
@@ -67,11 +66,7 @@ class Source:
 
 
 def read_source(path: str | Path, part: Literal["encoder", "task"], rules: StartRules) -> Source:
-    """Read the encoder's or the task's weights of any kind.
-
-    Raises:
-        FileNotFoundError, ValueError: nothing there, or nothing that can be read.
-    """
+    """Read the encoder's or the task's weights of any kind."""
     file = find_part(str(path), part)
     tensors = read_tensors(file)
     for adapter in rules.adapters:
@@ -79,57 +74,44 @@ def read_source(path: str | Path, part: Literal["encoder", "task"], rules: Start
             found = adapter.convert(tensors, file)
             task_name = rules.task_name if rules.task_name in found.compatible_tasks else found.task_name
             return Source(file, getattr(found, part), adapter, task_name, found.transferable, found.background_last)
-    settings = _task_of_run(file.parent, part, rules)
+    settings = _settings_of_run(file.parent, part).get("task") or {}
     name = settings.get("name")
     task_part = TASKS.get(name or rules.task_name)
     task_class = Task if task_part is None else task_part.cls
     background_last = None
-    if part == "task":
-        tensors = {name: value for name, value in tensors.items() if not name.startswith(TEACHER)}
-        if settings and task_part is not None and hasattr(task_part.config_class, "has_background_last"):
-            background_last = decode(
-                settings.get("config", {}), task_part.config_class, "task.config"
-            ).has_background_last
+    has_background = task_part is not None and hasattr(task_part.config_class, "has_background_last")
+    if part == "task" and settings and has_background:
+        config = decode(settings.get("config", {}), task_part.config_class, "task.config")
+        background_last = config.has_background_last
     return Source(file, tensors, None, name, task_class.transferable, background_last)
 
 
 def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> LoadReport:
-    """Start an encoder.
+    """Start an encoder; the top of this file says what `path` may be.
 
     As in the official VL-BERT code, a task that says so (`Task.copies_first_segment`) starts from pre-training with its
-    second text segment as a copy of the first, and what only some tasks train may be missing or left over. The top
-    of this file says what `path` may be. Relative geometry that the weights have nothing of starts at zero, so that the
-    encoder starts as it was.
-
-    Raises:
-        FileNotFoundError, ValueError: nothing there, or it does not fit, or the `config.json` beside it differs from
-            the encoder's config in a field that no shape shows.
+    second text segment as a copy of the first, and what only some tasks train may be missing or left over. Relative
+    geometry that the weights have nothing of starts at zero, so that the encoder starts as it was.
     """
     source = read_source(path, "encoder", rules)
-    _check_config(source.path, encoder, rules.stated("same_config"))
+    _check_config(source.path, encoder, rules.of_adapters("same_config"))
     tensors, may_miss, copied = source.tensors, [], []
     if source.adapter is not None:
         tensors, copied = source.adapter.fit(tensors, encoder, source.path)
-        may_miss = [name for name in encoder.state_dict() if not name.startswith(source.adapter.brings)]
-    optional, pretraining_only = rules.stated("optional"), rules.stated("pretraining_only")
+        may_miss = [name for name in encoder.state_dict() if not name.startswith(source.adapter.required)]
+    optional, pretraining_only = rules.of_adapters("optional"), rules.of_adapters("pretraining_only")
     if source.task_name not in (None, rules.task_name):
         may_miss += optional if source.transferable else (*optional, *pretraining_only)
         if source.transferable and TASKS[rules.task_name].cls.copies_first_segment:
-            for name in tensors.keys() & rules.stated("segment_tables"):
+            for name in tensors.keys() & rules.of_adapters("segment_tables"):
                 tensors = {**tensors, name: tensors[name][[0, 0, *range(2, len(tensors[name]))]]}
                 copied.append(f"{name} row 0 -> row 1")
-    is_known = source.adapter is not None or source.task_name is not None
-    may_exceed = (*optional, *pretraining_only) if is_known else ()
-    zero = parts_at_zero(encoder, tensors)
+    may_exceed = () if source.adapter is None and source.task_name is None else (*optional, *pretraining_only)
+    zero = [name for name, module in encoder.named_modules() if getattr(module, "starts_at_zero", False)]
+    zero = [part for part in zero if not any(name.startswith(f"{part}.") for name in tensors)]
     may_miss = [*may_miss, *(f"{part}." for part in zero)]
     report = load_weights(encoder, tensors, source.path, may_miss=may_miss, may_exceed=may_exceed, layout=source.layout)
     return dataclasses.replace(report, copied=copied, zero=zero)
-
-
-def parts_at_zero(encoder: nn.Module, tensors: Iterable[str]) -> list[str]:
-    """Names of the parts of an encoder that add nothing before they are trained, and of which the weights lack all."""
-    parts = [name for name, module in encoder.named_modules() if getattr(module, "starts_at_zero", False)]
-    return [part for part in parts if not any(name.startswith(f"{part}.") for name in tensors)]
 
 
 def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_order: bool = True) -> LoadReport:
@@ -139,11 +121,8 @@ def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_or
     switched off in the task may be left over. The top of this file says what `path` may be.
 
     Args:
-        knows_class_order: False: the order of the task's answers was made up. Files of other projects do not name
+        knows_class_order: False: the list of answers was built from annotations. Files of other projects do not name
             their answers, so the same list in the same order must be given.
-
-    Raises:
-        FileNotFoundError, ValueError: nothing there, no rule for such a start, or it does not fit.
     """
     source = read_source(path, "task", rules)
     if source.task_name == rules.task_name or (source.adapter is None and source.task_name is None):
@@ -154,7 +133,7 @@ def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_or
                 "of this run was built from annotations, in an order of its own; give task.config.answers, the answer "
                 "vocabulary that the file was trained with."
             )
-        return _go_on(task, source)
+        return _continue_head(task, source)
     rule = (task.starts_from or HeadStart()).for_weights(source.tensors)
     if not any(prefix.startswith(source.transferable) for prefix in rule.takes):
         theirs = f"a {source.layout}" if source.task_name is None else f"the head of {source.task_name}"
@@ -166,12 +145,7 @@ def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_or
 
 
 def load_phrase_head(head: PhraseHead, path: str | Path) -> LoadReport:
-    """Start the head of phrases from that of another run, whatever its task; all of it must fit.
-
-    Raises:
-        FileNotFoundError: the run has no such head.
-        ValueError: it does not fit, or reads another layer, which no shape shows.
-    """
+    """Start the head of phrases from that of another run, whatever its task; all of it must fit."""
     file = find_part(str(path), "phrases")
     settings = _settings_of_run(file.parent, "phrases").get("phrases") or {}
     if settings.get("layer", head.layer) != head.layer:
@@ -182,7 +156,7 @@ def load_phrase_head(head: PhraseHead, path: str | Path) -> LoadReport:
     return load_head(head, file)
 
 
-def _go_on(task: Task, source: Source) -> LoadReport:
+def _continue_head(task: Task, source: Source) -> LoadReport:
     """Start from a head of the same task."""
     rule = task.starts_from or HeadStart()
     tensors, copied = source.tensors, []
@@ -202,7 +176,7 @@ def _go_on(task: Task, source: Source) -> LoadReport:
 def _start_from_other(task: Task, source: Source, rule: HeadStart) -> LoadReport:
     """Start from a head of another task.
 
-    What is to be copied must be found, unless its part is switched off or the other head does not lend it.
+    What is to be copied must be found, unless its part is switched off or the other head may not be transferred.
     """
     own = task.state_dict()
     modules = _modules(own)
@@ -213,22 +187,27 @@ def _start_from_other(task: Task, source: Source, rule: HeadStart) -> LoadReport
     }
     tensors: dict[str, Tensor] = {}
     copied = []
+
+    def moved(start: str, to: str) -> dict[str, Tensor]:
+        """The parameters whose names begin with `start`, with `to` in its place."""
+        return {
+            to + name.removeprefix(start): value for name, value in source.tensors.items() if name.startswith(start)
+        }
+
     for start, to in copies.items():
-        if found := _moved(source.tensors, start, to):
+        if found := moved(start, to):
             tensors |= found
             copied.append(f"{start.removesuffix('.')} -> {to.removesuffix('.')}")
-    if rule.difference is not None:
+    if rule.difference is not None and (found := moved(*rule.difference)):
         start, to = rule.difference
-        if found := _moved(source.tensors, start, to):
-            tensors |= {name: value[1:2] - value[0:1] for name, value in found.items()}
-            copied.append(f"{start[:-1]} row 1 minus row 0 -> {to[:-1]}")
-    if rule.answer_rows is not None:
+        tensors |= {name: value[1:2] - value[0:1] for name, value in found.items()}
+        copied.append(f"{start[:-1]} row 1 minus row 0 -> {to[:-1]}")
+    if rule.answer_rows is not None and (found := moved(*rule.answer_rows)):
         start, to = rule.answer_rows
-        if found := _moved(source.tensors, start, to):
-            theirs = answers_beside(source.path)
-            tensors |= {name: rows_of_answers(value, theirs, task.answers, name) for name, value in found.items()}
-            count = sum(simplify_answer(answer) in theirs for answer in task.answers)
-            copied.append(f"{start[:-1]} rows of {count} of {len(task.answers)} answers -> {to[:-1]}")
+        theirs = _answers_beside(source.path)
+        tensors |= {name: rows_of_answers(value, theirs, task.answers, name) for name, value in found.items()}
+        count = sum(simplify_answer(answer) in theirs for answer in task.answers)
+        copied.append(f"{start[:-1]} rows of {count} of {len(task.answers)} answers -> {to[:-1]}")
     random = [name for name in own if name.startswith(rule.random) and not name.startswith(tuple(copies.values()))]
     report = load_weights(task, tensors, source.path, may_miss=random, layout=source.layout)
     read = (*copies, *(rule.difference or ())[:1], *(rule.answer_rows or ())[:1])
@@ -236,12 +215,12 @@ def _start_from_other(task: Task, source: Source, rule: HeadStart) -> LoadReport
     return dataclasses.replace(report, unexpected=[*report.unexpected, *left], copied=copied)
 
 
-def answers_beside(path: Path) -> list[str]:
-    """The answers of the head in a file, in the order of their classes, from a list that lies beside it.
+def _modules(names: Iterable[str]) -> set[str]:
+    return {name.split(".")[0] for name in names}
 
-    Raises:
-        FileNotFoundError: there is none.
-    """
+
+def _answers_beside(path: Path) -> list[str]:
+    """The answers of the head in a file, in the order of their classes, from a list that lies beside it."""
     for name in (ANSWERS_FILE, PUBLISHED_ANSWERS):
         if (path.parent / name).is_file():
             return read_answers(path.parent / name)
@@ -255,9 +234,6 @@ def rows_of_answers(rows: Tensor, theirs: Sequence[str], ours: Sequence[str], na
     """A weight or bias with a row per answer, of another list of answers; rows of answers that it lacks are zero.
 
     Our answers are spelled as in the other list first, see `simplify_answer` (official LXMERT code).
-
-    Raises:
-        ValueError: the other list is not the one of the rows.
     """
     if len(rows) != len(theirs):
         raise UserError(f"{name}: the head has {len(rows)} answers, and the list beside it {len(theirs)}.")
@@ -266,36 +242,22 @@ def rows_of_answers(rows: Tensor, theirs: Sequence[str], ours: Sequence[str], na
     return rows[found.clamp(min=0)] * (found >= 0).view(-1, *[1] * (rows.ndim - 1))
 
 
-def _moved(tensors: Mapping[str, Tensor], start: str, to: str) -> dict[str, Tensor]:
-    """The parameters whose names begin with `start`, with `to` in its place."""
-    return {to + name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
-
-
-def _modules(names: Iterable[str]) -> set[str]:
-    return {name.split(".")[0] for name in names}
-
-
 def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None:
     """Compare what no shape shows with the `config.json` beside a weights file, if there is one."""
     path = file.parent / "config.json"
     if not path.is_file():
         return
-    theirs = read_json(path, dict[str, Any])
-    own = encoder.config.to_dict()
+    theirs, own = read_json(path, dict[str, Any]), encoder.config.to_dict()
     for name in fields:
         if name in theirs and name in own and theirs[name] != own[name]:
-            shown = f"{theirs[name]}"[:100]
             raise UserError(
-                f"{path}: {name} is {shown}, but the encoder's is {own[name]}; set encoder.config.{name} to {shown}."
+                f"{path}: {name} is {theirs[name]}, but the encoder's is {own[name]}; set encoder.config.{name} to "
+                f"{theirs[name]}."
             )
 
 
 def check_vocabulary(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that a run's encoder numbers the wordpieces as the tokenizer does; nothing to compare is fine.
-
-    Raises:
-        ValueError: the run that the weights come from had another vocabulary, perhaps of the same size.
-    """
+    """Refuse an encoder of a run with another vocabulary, perhaps of the same size; nothing to compare is fine."""
     path = user_path(path)
     places = [path / "model", path]  # a run, a model folder
     places += [part.parent for part in (path, path.parent) if part.name == "encoder"]  # its part, the part's file
@@ -311,11 +273,7 @@ def check_vocabulary(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def check_answers(folder: Path, task: Task) -> None:
-    """Check that a head of ours, in `folder`, has the task's list of answers; nothing to compare is fine.
-
-    Raises:
-        ValueError: the lists differ, perhaps only in their order.
-    """
+    """Refuse a head of ours, in `folder`, with another list of answers, perhaps only in another order."""
     path = folder / ANSWERS_FILE
     if task.chooses_answers and path.is_file() and read_answers(path) != task.answers:
         raise UserError(
@@ -328,15 +286,21 @@ def find_part(name: str, part: str) -> Path:
     """The file with the weights of a part: `encoder`, `task` or `phrases`.
 
     The top of this file says what `name` may be.
-
-    Raises:
-        FileNotFoundError: there is none.
     """
     path = user_path(name)
     if path.is_file():
         return path
     if not path.exists() and looks_like_hub_name(name):
-        return _fetch_from_hub(name)
+        try:
+            cached_file(name, "config.json")  # fails for all reasons there are; `load_encoder` reads it
+            new, old = FILES
+            found = cached_file(name, new, _raise_exceptions_for_missing_entries=False) or cached_file(name, old)
+        except (OSError, ValueError) as error:
+            raise MissingFileError(
+                f"{name}: neither a local file or folder nor a model that could be fetched from the hub "
+                f"({first_line(error)}); check the name and the connection, or give a local file."
+            ) from error
+        return Path(found)
     if not path.is_dir():
         raise MissingFileError(f"{path}: no such weights file or folder.")
     for folder in (path / "model" / part, path / part, path):
@@ -344,42 +308,12 @@ def find_part(name: str, part: str) -> Path:
             if (folder / file).is_file():
                 return folder / file
     raise MissingFileError(
-        f"{path}: holds no {PART_NAMES.get(part, part)}'s weights; give a run directory, a file, "
-        f"or a folder with {' or '.join(FILES)}."
+        f"{path}: holds no {PART_NAMES.get(part, part)}'s weights; give a run directory, a file, or a folder with "
+        f"{' or '.join(FILES)}."
     )
-
-
-def _fetch_from_hub(name: str) -> Path:
-    """Weights file of a model on the Hugging Face hub, or in its local cache, such as `org/model`.
-
-    Raises:
-        FileNotFoundError: nothing of that name within reach.
-    """
-    try:
-        cached_file(name, "config.json")  # fails for all reasons there are; `load_encoder` reads it
-        new, old = FILES
-        found = cached_file(name, new, _raise_exceptions_for_missing_entries=False) or cached_file(name, old)
-    except (OSError, ValueError) as error:
-        raise MissingFileError(
-            f"{name}: neither a local file or folder nor a model that could be fetched from the hub "
-            f"({first_line(error)}); check the name and the connection, or give a local file."
-        ) from error
-    return Path(found)
-
-
-def _task_of_run(folder: Path, part: str, rules: StartRules) -> dict[str, Any]:
-    """The `task` settings of the run that a part's folder lies in; empty for a folder by itself."""
-    content = _settings_of_run(folder, part)
-    settings = content.get("task")
-    if not isinstance(settings, dict):
-        return {}
-    return settings
 
 
 def _settings_of_run(folder: Path, part: str) -> dict[str, Any]:
     """All settings of the run that a part's folder lies in, as saved; empty for a folder by itself."""
     path = folder.absolute().parent / "config.yaml"
-    if folder.absolute().name != part or not path.is_file():
-        return {}
-    content = read_yaml(path)
-    return content if isinstance(content, dict) else {}
+    return read_yaml(path) if folder.absolute().name == part and path.is_file() else {}

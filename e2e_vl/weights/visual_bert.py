@@ -1,7 +1,7 @@
-"""Names of official VisualBERT checkpoints (`*.th`) <-> names of our encoder and heads; and a BERT as its start.
+"""Names of official VisualBERT checkpoints (`*.th`) and of transformers' VisualBERT <-> names of our encoder and heads.
 
-A file is a bare state dict: `bert.bert.` is the trunk, `bert.` in front of other names a head, and in files of VCR
-`detector.` the network of regions, whose names are in `detector.weight_names`. Our encoder has the names of
+An official file is a bare state dict: `bert.bert.` is the trunk, `bert.` in front of other names a head, and in files
+of VCR `detector.` the network of regions, whose names are in `detector.weight_names`. Our encoder has the names of
 transformers' VisualBERT.
 
 Facts from the official code (uclanlp/visualbert); the published files themselves were not seen.
@@ -12,21 +12,36 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.models.visual_bert.configuration_visual_bert import VisualBertConfig
 
 from detector.errors import UserError
-from detector.io import atomic_file, atomic_files
 from detector.r2c import R2CNetwork
-from detector.structures import Detector
 from detector.weight_names import REGION_NETWORK, from_visual_bert, visual_bert_name
 from e2e_vl.encoders.visual_bert import BOX_NUMBERS, VisualBertEncoder
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module, require_transformers_name
+from e2e_vl.weights.base import (
+    PRETRAINING,
+    WORD_EMBEDDINGS,
+    ModelWeights,
+    WeightAdapter,
+    as_float32,
+    check_detector,
+    check_encoder,
+    check_tied,
+    on_cpu,
+    replace_module,
+    require_task,
+    reverse,
+    save_for_torch,
+    save_for_transformers,
+    shared_fields,
+    state_dicts,
+    unknown_name,
+)
 from e2e_vl.weights.bert import WORD_HEAD, BertStart
 
 TRUNK, HEAD = "bert.bert.", "bert."
@@ -54,14 +69,11 @@ ENCODER = {  # official -> ours; a name is the module that holds the parameters
     "embeddings.projection": "embeddings.visual_projection",
 }
 PROJECTION = "embeddings.visual_projection.weight"
-WORD_EMBEDDINGS = "embeddings.word_embeddings.weight"
 COPIED_TABLES = {  # text -> visual, see `special_visual_initialize`
     "embeddings.token_type_embeddings.weight": "embeddings.visual_token_type_embeddings.weight",
     "embeddings.position_embeddings.weight": "embeddings.visual_position_embeddings.weight",
 }
-DECODER = "cls.predictions.decoder.weight"  # the word table again
-ENCODER_CONFIG = {"region_position": "official", "region_types": [0, 1]}
-PRETRAINING = "pretraining"  # our name of the task
+DECODER = "cls.predictions.decoder.weight"  # the word embeddings again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +89,7 @@ class HeadNames:
 
 
 CLASSIFIER = {"classifier": "head.output"}
-# Our name of a task -> its head. Files of tasks that have none of these heads yet are converted too; the task's own
-# code decides whether its head has these parts.
-HEADS = {
+HEADS = {  # our name of a task -> its head
     PRETRAINING: HeadNames(
         {
             "cls.predictions.transform.dense": "word_head.transform.dense",
@@ -104,53 +114,65 @@ ANSWERS = "vqa"  # the task whose `classifier` may have any number of rows
 CLASSIFIER_ROWS = {1: "vcr", 2: "nlvr2"}  # rows of `classifier` -> task, unless a run of `ANSWERS` asks for it
 
 
-class OfficialVisualBert(WeightAdapter):
+class _VisualBertFiles(WeightAdapter):
+    """What both formats share."""
+
+    needed_config: ClassVar[dict[str, Any]]  # fields of our encoder's config, with their values in the other project
+
+    def fit(
+        self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """Refuses a fusion or features other than the encoder's, with the setting to change."""
+        config = encoder.config
+        is_late = any(name.startswith("additional_layer.") for name in tensors)
+        if is_late != config.bypass_transformer:
+            raise UserError(
+                f"{source}: this VisualBERT has {'late' if is_late else 'early'} fusion; set "
+                f"encoder.config.bypass_transformer to {str(is_late).lower()}."
+            )
+        width = tensors[PROJECTION].shape[1] if PROJECTION in tensors else None
+        if not config.with_box_numbers and width == config.feature_dim + BOX_NUMBERS:
+            raise UserError(
+                f"{source}: this VisualBERT reads {BOX_NUMBERS} numbers of the box behind each feature; set "
+                "encoder.config.with_box_numbers to true."
+            )
+        return tensors, []
+
+    def parts_to_export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> ModelWeights:
+        check_encoder(model, self.needed_config, Path(path))
+        parts = state_dicts(model, task_name)
+        if PROJECTION not in parts.encoder:
+            raise UserError(f"{path}: in such files all features are projected, also with equal sizes.")
+        return parts
+
+
+class OfficialVisualBert(_VisualBertFiles):
     """Models of the official VisualBERT code, in and out."""
 
     layout = "VisualBERT"
     suffix = ".th"
     same_config = ("num_attention_heads", "hidden_act", "layer_norm_eps", "region_position", "region_types")
+    needed_config: ClassVar[dict[str, Any]] = {"region_position": "official", "region_types": [0, 1]}
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
         return any(name.startswith(TRUNK) for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        """Take an official state dict apart, cast to float32.
-
-        Raises:
-            ValueError: a name that no official model has, or a decoder that is not the word table.
-        """
-        trunk = {name.removeprefix(TRUNK): value for name, value in tensors.items() if name.startswith(TRUNK)}
-        head = {
-            name.removeprefix(HEAD): value
-            for name, value in tensors.items()
-            if not name.startswith((TRUNK, REGION_NETWORK))
-        }
-        network = {name: value for name, value in tensors.items() if name.startswith(REGION_NETWORK)}
-        found = converted(trunk, head, ENCODER, source)
+        parts: dict[str, dict[str, Tensor]] = {TRUNK: {}, REGION_NETWORK: {}, HEAD: {}}
+        for name, value in tensors.items():
+            prefix = next((one for one in (TRUNK, REGION_NETWORK) if name.startswith(one)), HEAD)
+            parts[prefix][name if prefix == REGION_NETWORK else name.removeprefix(prefix)] = value
+        found = _converted(parts[TRUNK], parts[HEAD], ENCODER, source)
+        network = parts[REGION_NETWORK]
         return dataclasses.replace(found, detector=from_visual_bert(network, source) if network else {})
 
-    def fit(
-        self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
-    ) -> tuple[dict[str, Tensor], list[str]]:
-        """See `check_architecture`."""
-        check_architecture(tensors, encoder, source)
-        return tensors, []
-
     def export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
-        """Write a `.th` file; returns what was left out, see `official_state`.
-
-        Raises:
-            ValueError: the official code has no such model, or the file's name does not end with `.th`.
-        """
-        path = Path(path)
-        if path.suffix != self.suffix:
-            raise UserError(f"{path}: official VisualBERT files are named *{self.suffix}.")
-        _check_network(model.detector, path)
-        state, left_out = official_state(parts_of(model, task_name, path, ENCODER_CONFIG))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(path) as part, part.open("wb") as file:
-            torch.save({name: value.detach().cpu() for name, value in state.items()}, file)
+        """Write a `.th` file; returns what was left out, see `official_state`."""
+        if isinstance(model.detector, R2CNetwork):
+            settings = model.detector.config.to_flat()
+            check_detector(settings, OFFICIAL_NETWORK, Path(path), "configs/detector/r2c_R_50.yaml")
+        state, left_out = official_state(self.parts_to_export(model, task_name, path))
+        save_for_torch(on_cpu(state), path, self.suffix)
         return left_out
 
 
@@ -161,10 +183,10 @@ class VisualBertFromBert(BertStart):
     BERT's sentence head is converted too; the official code loads it although its own labels have the classes swapped.
     """
 
-    names = {name: name for name in BERT_MODULES}  # noqa: RUF012
+    names: ClassVar[Mapping[str, str]] = {name: name for name in BERT_MODULES}
     head_names = WORD_HEAD | {"cls.seq_relationship": "relationship.head"}
     transferable = ("word_head.", "relationship.")
-    brings = tuple(f"{name}." for name in BERT_MODULES if name != "pooler")
+    required = tuple(f"{name}." for name in BERT_MODULES if name != "pooler")
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
         """A BERT has no tables of regions; our own encoder has, and BERT's other names."""
@@ -173,7 +195,7 @@ class VisualBertFromBert(BertStart):
     def fit(
         self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """Copies for the visual tables. Raises ValueError as `check_tables` does."""
+        """Copies for the visual tables."""
         self.check_tables(tensors, encoder, source)
         if not encoder.config.special_visual_initialize:
             return tensors, []
@@ -182,98 +204,37 @@ class VisualBertFromBert(BertStart):
         return tensors, [f"{text} -> {visual}" for text, visual in copies.items()]
 
 
-# What both formats share
-
-
-def check_architecture(tensors: Mapping[str, Tensor], encoder: nn.Module, source: str | Path) -> None:
-    """Raises ValueError, with the setting to change, for a fusion or for features other than the encoder's."""
-    config = encoder.config
-    is_late = any(name.startswith("additional_layer.") for name in tensors)
-    if is_late != config.bypass_transformer:
-        raise UserError(
-            f"{source}: this VisualBERT has {'late' if is_late else 'early'} fusion; set "
-            f"encoder.config.bypass_transformer to {str(is_late).lower()}."
-        )
-    width = tensors[PROJECTION].shape[1] if PROJECTION in tensors else None
-    if not config.with_box_numbers and width == config.feature_dim + BOX_NUMBERS:
-        raise UserError(
-            f"{source}: this VisualBERT reads {BOX_NUMBERS} numbers of the box behind each feature; set "
-            "encoder.config.with_box_numbers to true."
-        )
-
-
-def converted(
+def _converted(
     trunk: Mapping[str, Tensor], head: Mapping[str, Tensor], names: Mapping[str, str], source: str | Path
 ) -> ModelWeights:
-    """Weights by our names, cast to float32.
+    """Weights under our names in float32.
 
     Args:
         trunk: by names that `names` translates into ours.
         head: by official names without `bert.` in front.
-
-    Raises:
-        ValueError: see `OfficialVisualBert.convert`.
     """
-    task_name = _task_of(head)
+    rows = {len(value) for name, value in head.items() if replace_module(name, CLASSIFIER) is not None}
+    task_name = CLASSIFIER_ROWS.get(min(rows), ANSWERS) if rows else None
+    if any(name.startswith("cls.") for name in head):
+        task_name = PRETRAINING
+    if any(name.startswith("flickr_attention.") for name in head):
+        task_name = "flickr30k"
     rule = HEADS.get(task_name, NO_HEAD)
-    encoder, task = {}, {}
-    for name, value in trunk.items():
-        ours = replace_module(name, names)
-        if ours is None:
-            raise UserError(f"{source}: {name} is no name of a VisualBERT model.")
-        encoder[ours] = _float(value)
+    unused = {module: module for module in rule.unused}
+    encoder, task, head = {}, {}, as_float32(head)
+    for name, value in as_float32(trunk).items():
+        if (ours := replace_module(name, names)) is None:
+            raise unknown_name(name, "VisualBERT", source)
+        encoder[ours] = value
     for name, value in head.items():
         if (ours := replace_module(name, rule.names)) is not None:
-            task[ours] = _float(value)
-        elif name != DECODER and replace_module(name, {module: module for module in rule.unused}) is None:
-            for_task = f" for {task_name}" if task_name else ""
-            raise UserError(f"{source}: {name} is no name of a VisualBERT model{for_task}.")
-    words = encoder.get(WORD_EMBEDDINGS)
-    if DECODER in head and (words is None or not torch.equal(_float(head[DECODER]), words)):
-        raise UserError(f"{source}: {DECODER} differs from {WORD_EMBEDDINGS}; the file is damaged.")
-    return ModelWeights(
-        {},
-        encoder,
-        task,
-        task_name,
-        transferable=("",) if task_name == PRETRAINING else (),
-        compatible_tasks=(ANSWERS,) if task_name in CLASSIFIER_ROWS.values() else (),
-    )
-
-
-def _float(value: Tensor) -> Tensor:
-    return value.float() if value.is_floating_point() else value
-
-
-def _task_of(head: Mapping[str, Tensor]) -> str | None:
-    """Our name of the task that has such a head, by official names."""
-    if any(name.startswith("flickr_attention.") for name in head):
-        return "flickr30k"
-    if any(name.startswith("cls.") for name in head):
-        return PRETRAINING
-    rows = {len(value) for name, value in head.items() if replace_module(name, CLASSIFIER) is not None}
-    return CLASSIFIER_ROWS.get(min(rows), ANSWERS) if rows else None
-
-
-def parts_of(model: VisionLanguageModel, task_name: str, path: Path, config: Mapping[str, Any]) -> ModelWeights:
-    """The weights of a model of ours.
-
-    Args:
-        config: fields of the encoder's config, with their values in the other project.
-
-    Raises:
-        ValueError: the other project does not have such an encoder.
-    """
-    if not isinstance(model.encoder, VisualBertEncoder):
-        raise UserError(f"{path}: the encoder is a {type(model.encoder).__name__}, not VisualBERT.")
-    settings = model.encoder.config
-    for name, value in config.items():
-        if getattr(settings, name) != value:
-            raise UserError(f"{path}: such files have no encoder with {name} = {getattr(settings, name)}.")
-    if PROJECTION not in model.encoder.state_dict():
-        raise UserError(f"{path}: in such files all features are projected, also with equal sizes.")
-    detector, encoder, task = (dict(part.state_dict()) for part in (model.detector, model.encoder, model.task))
-    return ModelWeights(detector, encoder, task, task_name)
+            task[ours] = value
+        elif name != DECODER and replace_module(name, unused) is None:
+            raise unknown_name(name, f"VisualBERT {task_name or ''}".strip(), source)
+    check_tied(head.get(DECODER), encoder, source)
+    transferable = ("",) if task_name == PRETRAINING else ()
+    compatible = (ANSWERS,) if task_name in CLASSIFIER_ROWS.values() else ()
+    return ModelWeights({}, encoder, task, task_name, transferable, compatible_tasks=compatible)
 
 
 def official_state(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
@@ -281,60 +242,32 @@ def official_state(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
 
     Returns:
         the weights by official names, and what was left out: a detector other than the network of R2C, and what else
-        `head_of` leaves out.
-
-    Raises:
-        ValueError: no official model has such a task, or such a head for it.
+        `_official_head` leaves out.
     """
-    if parts.task_name not in HEADS:
-        known = ", ".join(HEADS)
-        raise UserError(f"There is no official VisualBERT model for the task '{parts.task_name}', only for {known}.")
-    head, left_out = head_of(parts)
-    back = {ours: official for official, ours in ENCODER.items()}
-    state = {f"{TRUNK}{replace_module(name, back)}": value for name, value in parts.encoder.items()}
+    require_task(parts.task_name, list(HEADS), "VisualBERT")
+    head, left_out = _official_head(parts)
+    state = {f"{TRUNK}{replace_module(name, reverse(ENCODER))}": value for name, value in parts.encoder.items()}
     state |= {f"{HEAD}{name}": value for name, value in head.items()}
     if any(name.startswith("cls.predictions.") for name in head):
         state[f"{HEAD}{DECODER}"] = parts.encoder[WORD_EMBEDDINGS]
     if MASK_FILTER in parts.detector:
-        state |= _official_network(parts.detector)
         left_out = [name for name in left_out if not name.startswith("detector.")]
+        network = {visual_bert_name(name): value for name, value in parts.detector.items()}
+        # a frozen norm counts no batches, and official files have the counter
+        for norm in (name.removesuffix("running_var") for name in list(network) if name.endswith("running_var")):
+            network.setdefault(f"{norm}num_batches_tracked", torch.zeros((), dtype=torch.int64))
+        state |= network
     return state, left_out
 
 
-def _official_network(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The network of R2C by official names; a frozen norm counts no batches, and official files have the counter."""
-    state = {visual_bert_name(name): value for name, value in tensors.items()}
-    counters = (name.removesuffix("running_var") for name in list(state) if name.endswith("running_var"))
-    for norm in counters:
-        state.setdefault(f"{norm}num_batches_tracked", torch.zeros((), dtype=torch.int64))
-    return state
-
-
-def _check_network(detector: Detector, path: Path) -> None:
-    """Raises ValueError if the network of R2C has other settings than the official one, that no weight shows."""
-    if not isinstance(detector, R2CNetwork):
-        return
-    own = detector.config.to_flat()
-    wrong = [key for key, value in OFFICIAL_NETWORK.items() if own[key] != value]
-    if wrong:
-        raise UserError(
-            f"{path}: the official network of regions has {wrong[0]} {OFFICIAL_NETWORK[wrong[0]]}, not "
-            f"{own[wrong[0]]}, and would give other features from the same weights; train with "
-            "configs/detector/r2c_R_50.yaml."
-        )
-
-
-def head_of(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
+def _official_head(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
     """The head by official names without `bert.` in front, and what was left out.
 
     Left out are the detector, and side heads and objectives that no official model has (`detector.`, `task.`).
-
-    Raises:
-        ValueError: the official head of this task is another one.
     """
     rule = HEADS.get(parts.task_name, NO_HEAD)
     head: dict[str, Tensor] = {}
-    back = {ours: official for official, ours in rule.names.items()}
+    back = reverse(rule.names)
     modules = {ours.split(".")[0] for ours in back}
     left_out, missing = [f"detector.{name}" for name in parts.detector], set(back) - set(rule.optional)
     for name, value in parts.task.items():
@@ -355,70 +288,49 @@ def head_of(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
 # Folders of transformers' VisualBERT <-> names of our encoder and heads.
 
 
-TRANSFORMERS_CONFIG = {"region_position": "official"}  # users name the types of regions in each call
-TRANSFORMERS_TRUNK = "visual_bert."
+IN_TRANSFORMERS = "visual_bert."  # in front of the trunk
 RENAMED = {"classifier": "cls", "flickr_attention": "attention"}  # official heads; the others have the same names
 WORD_BIAS = "cls.predictions.bias"
 WORD_BIAS_AGAIN = "cls.predictions.decoder.bias"
 POSITION_IDS = "embeddings.position_ids"  # indices that old versions saved
 
 
-class TransformersVisualBert(WeightAdapter):
+class TransformersVisualBert(_VisualBertFiles):
     """VisualBERT of transformers with a head, in and out."""
 
     layout = "transformers' VisualBERT"
     suffix = ".safetensors"
+    # users name the types of regions in each call; transformers' late fusion fails
+    needed_config: ClassVar[dict[str, Any]] = {"region_position": "official", "bypass_transformer": False}
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
         is_old_trunk = POSITION_IDS in tensors and PROJECTION in tensors
-        return is_old_trunk or any(name.startswith(TRANSFORMERS_TRUNK) for name in tensors)
+        return is_old_trunk or any(name.startswith(IN_TRANSFORMERS) for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        """Take a state dict apart, cast to float32.
-
-        Raises:
-            ValueError: a name that no VisualBERT has, or a decoder that is not the word table.
-        """
-        prefix = TRANSFORMERS_TRUNK if any(name.startswith(TRANSFORMERS_TRUNK) for name in tensors) else ""
+        prefix = IN_TRANSFORMERS if any(name.startswith(IN_TRANSFORMERS) for name in tensors) else ""
         trunk = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
         trunk.pop(POSITION_IDS, None)
-        head = {_official(name): value for name, value in tensors.items() if not name.startswith(prefix)}
+        head = {}
+        for name, value in tensors.items():
+            if not name.startswith(prefix):
+                has_same_name = name.startswith(("cls.predictions.", "cls.seq_relationship."))
+                head[name if has_same_name else replace_module(name, reverse(RENAMED)) or name] = value
         bias = head.pop(WORD_BIAS_AGAIN, None)
         if bias is not None and not torch.equal(head.setdefault(WORD_BIAS, bias), bias):
-            raise UserError(f"{source}: {WORD_BIAS_AGAIN} differs from {WORD_BIAS}; the file is damaged.")
-        return converted(trunk, head, {name: name for name in ENCODER.values()}, source)
-
-    def fit(
-        self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
-    ) -> tuple[dict[str, Tensor], list[str]]:
-        """See `check_architecture`."""
-        check_architecture(tensors, encoder, source)
-        return tensors, []
+            raise UserError(f"{source}: {WORD_BIAS_AGAIN} differs from {WORD_BIAS}, which are tied.")
+        return _converted(trunk, head, {name: name for name in ENCODER.values()}, source)
 
     def export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
-        """Write `model.safetensors`, and beside it the `config.json` with which transformers reads the folder.
+        """Write `model.safetensors` and `config.json`.
 
         A task that has no head in transformers gives the trunk alone (`VisualBertModel`). Users of the folder pass
         `visual_token_type_ids` as `region_types` says (transformers takes 1 if they are left out), and features that
         end with the numbers of the boxes if the encoder has `with_box_numbers`.
-
-        Returns:
-            names (`detector.`, `task.`) of what was left out.
-
-        Raises:
-            ValueError: transformers has no such model, or the file has another name.
         """
-        path = Path(path)
-        require_transformers_name(path)
-        parts = parts_of(model, task_name, path, TRANSFORMERS_CONFIG)
-        if model.encoder.config.bypass_transformer:
-            raise UserError(f"{path}: transformers' late fusion (bypass_transformer) fails; write a .th file.")
+        parts = self.parts_to_export(model, task_name, path)
         state, left_out = transformers_state(parts)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-        with atomic_files(path.parent, "config.json") as part:
-            save_file(tensors, part / path.name, metadata={"format": "pt"})
-            transformers_config(model.encoder, parts).save_pretrained(part)
+        save_for_transformers(state, transformers_config(model.encoder, parts), path)
         return left_out
 
 
@@ -426,22 +338,18 @@ def transformers_state(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str
     """The reverse of `TransformersVisualBert.convert`; what is tied to something else is left to transformers.
 
     Returns:
-        the weights by transformers' names, and what was left out, see `head_of`.
-
-    Raises:
-        ValueError: transformers' model for this task has another head.
+        the weights by transformers' names, and what was left out, see `_official_head`.
     """
-    head, left_out = head_of(parts)
-    prefix = TRANSFORMERS_TRUNK if parts.task_name in HEADS else ""
+    head, left_out = _official_head(parts)
+    prefix = IN_TRANSFORMERS if parts.task_name in HEADS else ""
     state = {f"{prefix}{name}": value for name, value in parts.encoder.items()}
     return state | {replace_module(name, RENAMED) or name: value for name, value in head.items()}, left_out
 
 
 def transformers_config(encoder: VisualBertEncoder, parts: ModelWeights) -> VisualBertConfig:
-    """The settings that both projects have. No row of the word table is padding, as in the official code."""
-    rule, own = HEADS.get(parts.task_name, NO_HEAD), encoder.config.to_dict()
-    shared = {field.name for field in dataclasses.fields(VisualBertConfig)} & own.keys()
-    fields = {name: own[name] for name in shared - {"architectures", "model_type", "pad_token_id"}}
+    """The settings that both projects have. No row of the word embeddings is padding, as in the official code."""
+    rule = HEADS.get(parts.task_name, NO_HEAD)
+    fields = shared_fields(encoder.config, VisualBertConfig, "pad_token_id")
     if rule.counts_labels:
         fields["num_labels"] = len(parts.task["head.output.weight"])
     return VisualBertConfig(
@@ -450,10 +358,3 @@ def transformers_config(encoder: VisualBertEncoder, parts: ModelWeights) -> Visu
         pad_token_id=None,
         architectures=[rule.architecture],
     )
-
-
-def _official(name: str) -> str:
-    """The official name of a parameter of a head."""
-    if name.startswith(("cls.predictions.", "cls.seq_relationship.")):
-        return name
-    return replace_module(name, {theirs: official for official, theirs in RENAMED.items()}) or name

@@ -2,7 +2,7 @@
 
 A file is a dict with the weights under `state_dict`, each name with the prefix `module.`, maybe in half precision. The
 fine-tuned model of VCR has `vlbert._module.` where the others have `vlbert.`. Two things are in a file twice: res5 (see
-`detector.weight_names`) and the word table, again as `vlbert.mlm_head.predictions.decoder.weight`.
+`detector.weight_names`) and the word embeddings, again as `vlbert.mlm_head.predictions.decoder.weight`.
 
 Facts from the official code (jackroos/VL-BERT).
 """
@@ -13,20 +13,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from detector.config import DetectorConfig
 from detector.errors import UserError
-from detector.io import atomic_file
 from detector.precomputed import PrecomputedDetector
-from detector.structures import Detector
 from detector.weight_names import VL_BERT, from_vl_bert, to_vl_bert
-from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
+from e2e_vl.weights.base import (
+    PRETRAINING,
+    WORD_EMBEDDINGS,
+    ModelWeights,
+    WeightAdapter,
+    as_float32,
+    check_detector,
+    check_encoder,
+    check_tied,
+    on_cpu,
+    replace_module,
+    require_task,
+    reverse,
+    save_for_torch,
+    state_dicts,
+    unknown_name,
+)
 
-PRETRAINING = "pretraining"  # our name of the task
 # official -> ours; a name is a parameter or, most often, the module that holds it
 ENCODER = {
     "image_feature_extractor.obj_downsample.1": "embeddings.region_projection",
@@ -77,11 +88,9 @@ MARKS = {  # task -> names that only its files have; looked up in this order
     "vqa": ("final_mlp.0.LayerNorm.",),
     "refcoco": ("final_mlp.",),
 }
-WORD_EMBEDDINGS = "embeddings.word_embeddings.weight"
 SEGMENTS = "embeddings.segment_embeddings.weight"
 DECODER = "vlbert.mlm_head.predictions.decoder.weight"
-# Ours of what only the official pre-training model has.
-PRETRAINING_EMBEDDINGS = (
+PRETRAINING_EMBEDDINGS = (  # ours of what only the official pre-training model has
     "embeddings.masked_region_word_embedding.",
     "embeddings.masked_region_feature.",
     "embeddings.text_only_embedding.",
@@ -131,11 +140,7 @@ class OfficialVLBert(WeightAdapter):
         return any(name.removeprefix("module.").startswith("vlbert.") for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        """Take an official state dict apart, cast to float32.
-
-        Raises:
-            ValueError: a name that no official model has, or two copies of one thing that differ.
-        """
+        tensors = as_float32(tensors)
         tensors = {
             name.removeprefix("module.").replace("vlbert._module.", "vlbert.", 1): tensors[name] for name in tensors
         }
@@ -144,7 +149,6 @@ class OfficialVLBert(WeightAdapter):
         )
         encoder, head, has_detector = {}, {}, False
         for name, value in tensors.items():
-            value = value.float() if value.is_floating_point() else value
             if (ours := replace_module(name, ENCODER | SCALARS)) is not None:
                 encoder[ours] = value
             elif name.startswith(VL_BERT):
@@ -152,10 +156,8 @@ class OfficialVLBert(WeightAdapter):
             elif (ours := replace_module(name, HEADS.get(task_name, {}))) is not None:
                 head[ours] = value
             elif name != DECODER:
-                raise UserError(f"{source}: {name} is no name of an official VL-BERT model{_for(task_name)}.")
-        words = encoder.get(WORD_EMBEDDINGS)
-        if DECODER in tensors and (words is None or not torch.equal(tensors[DECODER].float(), words)):
-            raise UserError(f"{source}: {DECODER} differs from vlbert.word_embeddings.weight; the file is damaged.")
+                raise unknown_name(name, f"VL-BERT {task_name or ''}".strip(), source)
+        check_tied(tensors.get(DECODER), encoder, source)
         detector = from_vl_bert(tensors, source) if has_detector else {}
         transferable = ("",) if task_name == PRETRAINING else ()
         return ModelWeights(detector, encoder, head, task_name, transferable, background_last=False)
@@ -164,45 +166,22 @@ class OfficialVLBert(WeightAdapter):
         """Write a `.model` file; returns what was left out, see `to_official`.
 
         Two things of pre-training are written so that the official code computes the same: with `region_word: img` the
-        vector of [IMG] stands in both places, of regions and of hidden regions; and a region classifier with
-        the background last gets it first.
-
-        Raises:
-            ValueError: the official code has no such model (its detector's settings are `OFFICIAL_DETECTOR`; one for
-                precomputed features is not in the file), or the file's name does not end with `.model`.
+        vector of [IMG] stands in both places, of regions and of masked regions; and a region classifier with the
+        background last gets it first.
         """
         path = Path(path)
-        if path.suffix != self.suffix:
-            raise UserError(f"{path}: official VL-BERT files are named *{self.suffix}.")
-        if not isinstance(model.encoder, VLBertModel):
-            raise UserError(f"{path}: the encoder is a {type(model.encoder).__name__}, not VL-BERT.")
-        settings = model.encoder.config
-        for name, value in ENCODER_CONFIG.items():
-            if getattr(settings, name) != value:
-                raise UserError(f"{path}: the official code has no encoder with {name} = {getattr(settings, name)}.")
-        _check_detector(model.detector, path)
-        detector, encoder, task = (dict(part.state_dict()) for part in (model.detector, model.encoder, model.task))
-        if settings.region_word == "img" and task_name == PRETRAINING:
-            encoder[MASKED_REGION_WORD] = encoder[REGION_WORD]
-        if REGION_CLASSES[0] in task and model.task.config.has_background_last:
-            task |= {name: task[name].roll(1, dims=0) for name in REGION_CLASSES}
-        official, left_out = to_official(ModelWeights(detector, encoder, task, task_name))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(path) as part, part.open("wb") as file:
-            torch.save({"state_dict": {name: value.detach().cpu() for name, value in official.items()}}, file)
+        check_encoder(model, ENCODER_CONFIG, path)
+        if not isinstance(model.detector, PrecomputedDetector):
+            settings = DetectorConfig.to_flat(model.detector.config) | model.detector.config.to_flat()
+            check_detector(settings, OFFICIAL_DETECTOR, path, "configs/detector/vl_bert_R_101.yaml")
+        parts = state_dicts(model, task_name)
+        if model.encoder.config.region_word == "img" and task_name == PRETRAINING:
+            parts.encoder[MASKED_REGION_WORD] = parts.encoder[REGION_WORD]
+        if REGION_CLASSES[0] in parts.task and model.task.config.has_background_last:
+            parts.task.update({name: parts.task[name].roll(1, dims=0) for name in REGION_CLASSES})
+        official, left_out = to_official(parts)
+        save_for_torch({"state_dict": on_cpu(official)}, path, self.suffix)
         return left_out
-
-
-def _check_detector(detector: Detector, path: Path) -> None:
-    if isinstance(detector, PrecomputedDetector):
-        return
-    settings = DetectorConfig.to_flat(detector.config) | detector.config.to_flat()  # the latter may lack defaults
-    for key, official in OFFICIAL_DETECTOR.items():
-        if settings[key] != official:
-            raise UserError(
-                f"{path}: the official code has {key} {official}, this model {settings[key]}, so it would compute "
-                "other features from the same weights; train with configs/detector/vl_bert_R_101.yaml."
-            )
 
 
 def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
@@ -211,45 +190,28 @@ def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
     Returns:
         the weights, and the names (`detector.`, `encoder.`, `task.`) of what an official model of this task has no
         place for and was left out: RPN and box head, learned vectors of pre-training, a pooler that nothing reads.
-
-    Raises:
-        ValueError: no official model has such a task, or such an encoder or head.
     """
     task = parts.task_name
-    if task not in HEADS:
-        raise UserError(f"There is no official VL-BERT model for the task '{task}', only for {', '.join(HEADS)}.")
+    require_task(task, list(HEADS), "VL-BERT")
     official = to_vl_bert(parts.detector)
     left_out = [f"detector.{name}" for name in parts.detector if not name.startswith(("backbone.", "roi_heads.res5."))]
+    reads_pooler = task == "vcr" or "relationship.head.weight" in parts.task
     for name, value in parts.encoder.items():
-        if _is_not_of(task, name, parts.task):
+        is_extra = name.startswith(PRETRAINING_EMBEDDINGS) and task != PRETRAINING
+        if is_extra or (name.startswith("pooler.") and not reads_pooler):
             left_out.append(f"encoder.{name}")
             continue
-        theirs = replace_module(name, _reverse(SCALARS if value.ndim == 0 else ENCODER))
+        theirs = replace_module(name, reverse(SCALARS if value.ndim == 0 else ENCODER))
         if theirs is None:
-            raise UserError(f"encoder.{name} has no place in an official VL-BERT model; its encoder has no such part.")
+            raise UserError(f"encoder.{name} has no place in an official VL-BERT model.")
         official[theirs] = value
     for name, value in parts.task.items():
-        theirs = replace_module(name, _reverse(HEADS[task]))
+        theirs = replace_module(name, reverse(HEADS[task]))
         if theirs is None:
-            raise UserError(f"task.{name} has no place in an official VL-BERT model{_for(task)}.")
+            raise UserError(f"task.{name} has no place in an official VL-BERT model for {task}.")
         official[theirs] = value
     if "word_head.bias" in parts.task:
         official[DECODER] = parts.encoder[WORD_EMBEDDINGS]
     if task == "vcr":
         official = {name.replace("vlbert.", "vlbert._module.", 1): value for name, value in official.items()}
     return {f"module.{name}": value for name, value in official.items()}, left_out
-
-
-def _reverse(names: Mapping[str, str]) -> dict[str, str]:
-    return {ours: official for official, ours in names.items()}
-
-
-def _is_not_of(task: str, name: str, head: Mapping[str, Tensor]) -> bool:
-    """Whether the official model of a task lacks this part of our encoder."""
-    if name.startswith(PRETRAINING_EMBEDDINGS):
-        return task != PRETRAINING
-    return name.startswith("pooler.") and not (task == "vcr" or "relationship.head.weight" in head)
-
-
-def _for(task: str | None) -> str:
-    return f" for {task}" if task else " without a head"
