@@ -12,7 +12,7 @@ of one of our runs. Everything else must fit, and what stays random or unused is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 

@@ -152,19 +152,6 @@ def as_saved_before(run: Path) -> None:
     save_file(tensors, path)
 
 
-def test_a_run_that_an_earlier_version_saved_is_a_start(config_of, pretrained):
-    source, paths = pretrained
-    as_saved_before(paths["run"])
-    words = [f"encoder.weights={paths['run']}", f"task.weights={paths['run']}"]
-    started = build(config_of("refcoco", *words), seed=2).task.head.transform["dense"]
-    assert torch.equal(started.weight, source.task.masked_regions.transform["dense"].weight)
-    for background, moved in (("last", 0), ("first", 1)):
-        started = build(with_options(config_of("pretraining", *words), background=background), seed=2).task
-        for name, value in source.task.state_dict().items():
-            step = moved if name.startswith("masked_regions.output.") else 0
-            assert torch.equal(started.state_dict()[name], value.roll(step, dims=0)), name
-
-
 def test_unknown_names_in_a_head_of_ours_are_errors(config_of, tmp_path):
     config = config_of("refcoco")
     save_model(tmp_path / "run" / "model", config, build(config), build_tokenizer(config))

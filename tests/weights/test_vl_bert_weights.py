@@ -363,7 +363,7 @@ def state_of(kind: str, tmp_path: Path) -> dict[str, Tensor]:
         ({"vlbert.end_embedding.weight": None}, "encoder", r"x.model does not fit .*1 missing \(embeddings.end_emb"),
         ({"vlbert.word_embeddings.weight": (41, 16)}, "encoder", r"word_embeddings.weight \[41, 16\] -> \[40, 16\]"),
         ({"final_mlp.2.bias": None}, "task", r"x.model does not fit .*1 missing \(head.output.bias\)"),
-        ({"vlbert.new.weight": (1,)}, "encoder", "x.model: vlbert.new.weight is no name of an official VL-BERT model"),
+        ({"vlbert.new.weight": (1,)}, "encoder", "x.model: vlbert.new.weight is no name of a VL-BERT"),
         ({"image_feature_extractor.new.weight": (1,)}, "encoder", "x.model: image_feature_extractor.new.weight is no"),
         (
             {"image_feature_extractor.head.0.0.conv1.weight": (32, 16, 1, 1)},
@@ -391,7 +391,7 @@ def test_the_decoder_must_be_the_word_table(tmp_path):
     state = state_of("pretraining", tmp_path)
     decoder = "module.vlbert.mlm_head.predictions.decoder.weight"
     state[decoder] = state[decoder] + 1
-    with pytest.raises(ValueError, match=r"x.model: vlbert.mlm_head.predictions.decoder.weight differs from"):
+    with pytest.raises(ValueError, match=r"x.model: the decoder of words differs from"):
         OfficialVLBert().convert(state, "x.model")
 
 
