@@ -188,11 +188,7 @@ def test_the_tool_writes_the_format_and_a_run_starts_from_it(config_of, tmp_path
 @pytest.mark.parametrize("file", ["base.py", "start.py"])
 def test_only_adapters_know_names(file):
     tree = ast.parse((WEIGHTS / file).read_text(encoding="utf-8"))
-<<<<<<< HEAD
-    names = {*parts.TASKS, *parts.ENCODERS, *parts.OBJECTIVES, *parts.DATASETS, *build.ADAPTERS, "bert"}
-=======
-    names = {*build.TASKS, *build.ENCODERS, *build.DATASETS, *build.ADAPTERS, "bert"} - {"pretraining"}
->>>>>>> 51af377 (Tests of weights follow the shared checks)
+    names = {*parts.TASKS, *parts.ENCODERS, *parts.DATASETS, *build.ADAPTERS, "bert"} - {"pretraining"}
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     assert not names & texts
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
