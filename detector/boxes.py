@@ -96,8 +96,8 @@ def decode_deltas(
 ) -> Float[Tensor, "... deltas"]:
     """Boxes moved by their deltas, not clipped to the image; deltas and boxes are broadcast.
 
-    They are float32, or float64 where the deltas are. (The networks hand over deltas in float32 whatever they compute
-    in, as Detectron2 does.)
+    They are float32, or float64 where the deltas are. (As in Detectron2, the networks return deltas in float32 under
+    mixed precision too.)
 
     Args:
         deltas: 4 columns, or 4 for each of several classes.

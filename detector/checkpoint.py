@@ -2,7 +2,7 @@
 
 A saved detector is a folder of `config.yaml` (Detectron2 keys), `model.safetensors` and, where they are known,
 `class_names.json`, a list of strings. Published checkpoints can be loaded too: see `detector.weight_names` for their
-layouts. No file can run code, and nothing is copied into a model before every key of the file has found its place.
+layouts. No file can run code, and nothing is copied into a model unless every key of the file fits.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def load_checkpoint(detector: Detector, path: str | Path, *, expect: str = "all"
 
     Args:
         detector: a detector with Detectron2's names and a `config`.
-        path: a file or a folder, see `read_weights`. Class names are read from beside the file, where they are there.
+        path: a file or a folder, see `read_weights`. Class names are read from the file's folder if it has them.
         expect: the part of the detector that the file must hold. "all": every parameter. "no_attributes": all but the
             attribute head, which may be missing from the file or from the detector. "backbone": stem to res5; RPN and
             box predictor keep their values even where the file holds some.
@@ -319,7 +319,9 @@ def load_checkpoint(detector: Detector, path: str | Path, *, expect: str = "all"
         )
     except (LookupError, TypeError, RuntimeError) as error:  # a layout that is known, with a part missing or misshapen
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{path}: the file is damaged or has another layout than its names say ({reason}).") from error
+        raise UserError(
+            f"{path}: the file is damaged or has another layout than its names suggest ({reason})."
+        ) from error
     options = EXPECT[expect]
     if expect == "backbone":
         options = {"only": next(trunk for trunk in TRUNKS if any(name.startswith(trunk) for name in own))}

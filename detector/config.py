@@ -274,7 +274,7 @@ class FPNConfig(Struct, frozen=True, rename=_under("MODEL.FPN")):
 class AnchorConfig(Struct, frozen=True, rename=_under("MODEL.ANCHOR_GENERATOR")):
     """Anchors: the square roots of their areas in pixels of the resized image, and their height / width.
 
-    `strides` says how far the anchors of a map are apart: "fixed", the map's own stride (Detectron2); "image", the
+    `strides` is the distance between the anchors of a map: "fixed", the map's own stride (Detectron2); "image", the
     padded side of the image divided by the side of the map, rounded down (torchvision; 61, not 64, on p6 for a side of
     800).
 
@@ -298,10 +298,10 @@ class AnchorConfig(Struct, frozen=True, rename=_under("MODEL.ANCHOR_GENERATOR"))
 class RPNConfig(Struct, frozen=True, rename=_under("MODEL.RPN")):
     """Region proposal network: matching, sampling, losses, and the choice of proposals.
 
-    `loss_normaliser` says what divides the losses: "batch_size", BATCH_SIZE_PER_IMAGE of each image (Detectron2), or
+    `loss_normaliser` is what the losses are divided by: "batch_size", BATCH_SIZE_PER_IMAGE of each image (Detectron2), or
     the number of "sampled" anchors (torchvision). Proposals stay whose sides are longer than `min_size` (Detectron2)
     and at least `min_side` (torchvision's min_size), both in pixels, and whose objectness is at least `score_thresh`,
-    a probability (torchvision's score_thresh). A -1 in `conv_dims` stands for the width of the feature map.
+    a probability (torchvision's score_thresh). A -1 in `conv_dims` means the width of the feature map.
     """
 
     in_features: tuple[str, ...] = ("res4",)
@@ -334,8 +334,8 @@ class ROIHeadsConfig(Struct, frozen=True, rename=_under("MODEL.ROI_HEADS")):
     """RoIs: sampling for training, thresholds for testing, pooling, and the box predictor.
 
     `features_of` names the boxes that the features of detections are taken from: "final", the refined boxes, pooled
-    again; or "proposal", the proposals that they came from (as in bottom-up attention). `level_rule` says how exactly a
-    RoI is given a feature map, see `assign_levels`. Final boxes stay whose sides are at least `min_side` pixels long
+    again; or "proposal", the proposals that they came from (as in bottom-up attention). `level_rule` is the
+    rounding by which a RoI is assigned to a feature map, see `assign_levels`. Final boxes stay whose sides are at least `min_side` pixels long
     (torchvision: 0.01; Detectron2 keeps all).
     """
 
@@ -379,7 +379,7 @@ def _check_labels(part: RPNConfig | ROIHeadsConfig, prefix: str) -> None:
 class BoxHeadConfig(Struct, frozen=True, rename=_under("MODEL.ROI_BOX_HEAD")):
     """Convolutions and fully connected layers on RoI maps (`StandardROIHeads`).
 
-    `region_feature` names what describes a region: "head" is the input of the box predictor; "fc6" and "fc7" are the
+    `region_feature` is the output that describes a region: "head" is the input of the box predictor; "fc6" and "fc7" are the
     outputs of the first and second fully connected layer after their ReLU; "mean" is the mean of the pooled RoI map.
     The box predictor always reads the last layer.
     """
@@ -415,7 +415,7 @@ class R2CConfig(Struct, frozen=True, rename=_under("MODEL.R2C")):
 
     `class_dim` is the width of the vector of a box's class; 0 = features without it.
     `canvas` is the (height, width) in pixels of the black canvas on which every image is placed.
-    `frozen_statistics` says what the batch norms of frozen stages normalise by: "stored" statistics, or the ones of the
+    `frozen_statistics`: the batch norms of frozen stages normalise by their "stored" statistics, or by the ones of the
     "batch", in evaluation too (official VisualBERT code).
     """
 
@@ -486,7 +486,7 @@ class DetectorConfig(Struct, frozen=True):
 
     @property
     def map_size(self) -> int:
-        """Side of the RoI masks: of the pooled maps of a box head, or of the output of res5, which they multiply."""
+        """Side of the RoI masks, which multiply the pooled maps of a box head or the output of res5."""
         side = self.roi_heads.pooler_resolution
         if self.is_r2c:
             return 2 * side
@@ -589,9 +589,9 @@ def _check_key(key: str, value: Any, name: str) -> None:
 
 
 def _explained(error: msgspec.ValidationError) -> str:
-    """What msgspec says, with the key in front and the choices of a `Literal`."""
+    """The message of msgspec, with the key in front and the choices of a `Literal`."""
     reason, _, path = str(error).partition(" - at `$")
-    key = next((key for key in KEYS if key in path), None)
+    key = max((key for key in KEYS if key in path), key=len, default=None)
     if key is None:
         return reason
     hint = KEYS[key][1].type
@@ -615,15 +615,10 @@ def _check_parts(config: DetectorConfig) -> None:
             config.backbone == C4_BACKBONE,
             f"MODEL.BACKBONE.NAME {config.backbone} needs MODEL.ROI_HEADS.NAME {STANDARD_HEADS}, not {RES5_HEADS}",
         )
-        lists = {
-            "MODEL.RESNETS.OUT_FEATURES": resnet.out_features,
-            "MODEL.RPN.IN_FEATURES": config.rpn.in_features,
-            "MODEL.ROI_HEADS.IN_FEATURES": pooled,
-        }
-        for key, names in lists.items():
-            _require(
-                names == ("res4",), f"{key} must be [res4] with MODEL.ROI_HEADS.NAME {RES5_HEADS}, not {_shown(names)}"
-            )
+        _require(
+            resnet.out_features == pooled == ("res4",),
+            f"MODEL.RESNETS.OUT_FEATURES and MODEL.ROI_HEADS.IN_FEATURES must be [res4] with {RES5_HEADS}",
+        )
         _require(
             head.region_feature == "head",
             f"MODEL.ROI_BOX_HEAD.REGION_FEATURE {head.region_feature} needs MODEL.ROI_HEADS.NAME {STANDARD_HEADS}",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """A file, a record or a setting is wrong; the message is a whole sentence which says what to do."""
+    """A file, a record or a setting is wrong; the message is a whole sentence that says what to do."""
 
 
 class DiskError(OSError):
@@ -38,7 +38,7 @@ class StoppedRunError(BaseException):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library says went wrong, as a part of a sentence; its class where it says nothing."""
+    """The message of another library's error, as a part of a sentence; its class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -1,4 +1,4 @@
-"""The built-in detector: a Faster R-CNN, C4 or FPN, that gives Detectron2's numbers, on torchvision's operators.
+"""The built-in detector: a Faster R-CNN, C4 or FPN, with the arithmetic of Detectron2, on torchvision's operators.
 
 Shape legend
     N  images in the batch
@@ -52,7 +52,7 @@ from detector.structures import (
 class TwoStageDetector(Detector):
     """What both backends share: the order of the steps of a forward pass. The steps are methods of the subclasses.
 
-    The outputs of `run_rpn` and `sample` may have any type: they are only handed from step to step. `sizes` holds N
+    The outputs of `run_rpn` and `sample` may have any type: they are only passed from step to step. `sizes` holds N
     (height, width) of the images without padding.
     """
 

@@ -1,4 +1,4 @@
-"""A detector that computes nothing: it hands over features that came with the images.
+"""A detector that computes nothing: it returns features that came with the images.
 
 Shape legend: see `detector/structures.py`.
 """

@@ -49,7 +49,7 @@ WHOLE_IMAGE = 0  # class of the whole image; the class k of a box is k + 1
 
 
 class NetworkSizes(NamedTuple):
-    """What the depth of a ResNet says."""
+    """Sizes that follow from the depth of a ResNet."""
 
     stem: int  # channels
     blocks: tuple[int, ...]  # of res2 .. res5
@@ -62,7 +62,7 @@ class NetworkSizes(NamedTuple):
 
 
 class DescribedBoxes(NamedTuple):
-    """What the network says of J boxes."""
+    """The network's output for J boxes."""
 
     pooled: Float[Tensor, "J channels S S"]  # from res4, before anything is added
     mean: Float[Tensor, "J channels5"]  # of the output of res5
@@ -94,7 +94,7 @@ class R2CHead(nn.Module):
     """RoI maps, masks and classes -> features of boxes.
 
     `mask_filter` turns masks of twice the side of the RoI maps into features of the maps' side. With
-    `MODEL.R2C.CLASS_DIM` 0 there are no vectors of classes, and features do not depend on the classes.
+    `MODEL.R2C.CLASS_DIM` 0 there is no class embedding, and features do not depend on the classes.
     """
 
     def __init__(self, config: DetectorConfig, sizes: NetworkSizes) -> None:
@@ -128,7 +128,7 @@ class R2CNetwork(Detector):
 
     Args:
         config: has `MODEL.R2C.FEATURE_DIM`.
-        sizes: of another ResNet than `MODEL.RESNETS.DEPTH` says.
+        sizes: of a ResNet other than `MODEL.RESNETS.DEPTH`.
 
     Raises:
         ValueError: settings of another detector.

@@ -30,9 +30,6 @@ from detector.config import NORM_EPS, STAGES, ResNetConfig
 from detector.errors import UserError
 from detector.structures import FeatureMap, FeatureMaps
 
-# Normalisation layers, chosen by Detectron2's NORM settings of the ResNet, the FPN and the box head.
-
-
 GROUPS = 32  # of GroupNorm (Wu & He, section 4.1)
 BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)  # SyncBatchNorm below is a BatchNorm2d
 
@@ -86,7 +83,7 @@ def make_norm(name: str, channels: int) -> nn.Module:
 
 
 class BatchStatistics(nn.BatchNorm2d):
-    """Batch norm that normalises by the statistics of its batch in evaluation too, and keeps its own as they are.
+    """Batch norm that uses the statistics of the batch in evaluation too, and never updates its running statistics.
 
     (What torch 1.x did with `track_running_stats` switched off after a model was built.)
     """
@@ -105,7 +102,7 @@ def freeze(module: nn.Module, norm: type[FrozenBatchNorm2d] | type[BatchStatisti
         for name, child in list(parent.named_children()):
             if isinstance(child, BATCH_NORMS):
                 frozen = norm(child.num_features, eps=child.eps).to(child.weight.device)
-                if not child.weight.is_meta:  # sizes alone are asked for: there is nothing to copy
+                if not child.weight.is_meta:  # it has no values to copy
                     frozen.load_state_dict(child.state_dict())
                 setattr(parent, name, frozen)
     for parameter in module.parameters():
@@ -203,23 +200,13 @@ class ResidualBlock(nn.Module):
         )
         self.recompute = False  # see `recompute_activations`
 
-    def branch(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
     def forward(self, x: Tensor, pool: Pooling | None = None) -> Tensor:
-        """The block on x; with `pool`, on `pool(x, 1)` (bottleneck blocks only, see `forward_pooled`)."""
-        function = self._forward if pool is None else self.forward_pooled
-        arguments = (x,) if pool is None else (x, pool)
+        """The block on x; with `pool`, on `pool(x, 1)` (bottleneck blocks only, see `ConvNorm.forward_pooled`)."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(function, *arguments, use_reentrant=False)
-        return function(*arguments)
+            return checkpoint(self.residual, x, pool, use_reentrant=False)
+        return self.residual(x, pool)
 
-    def _forward(self, x: Tensor) -> Tensor:
-        out = self.branch(x)
-        out += x if self.shortcut is None else self.shortcut(x)
-        return F.relu_(out)
-
-    def forward_pooled(self, x: Tensor, pool: Pooling) -> Tensor:
+    def residual(self, x: Tensor, pool: Pooling | None) -> Tensor:
         raise NotImplementedError
 
 
@@ -232,8 +219,11 @@ class BasicBlock(ResidualBlock):
         self.conv2 = ConvNorm(out_channels, out_channels, 3, norm=norm, padding=1)
         _scale_down(self.conv2)
 
-    def branch(self, x: Tensor) -> Tensor:
-        return self.conv2(F.relu_(self.conv1(x)))
+    def residual(self, x: Tensor, pool: Pooling | None) -> Tensor:
+        x = x if pool is None else pool(x, 1)
+        out = self.conv2(F.relu_(self.conv1(x)))
+        out += x if self.shortcut is None else self.shortcut(x)
+        return F.relu_(out)
 
 
 class BottleneckBlock(ResidualBlock):
@@ -252,17 +242,15 @@ class BottleneckBlock(ResidualBlock):
         self.conv3 = ConvNorm(width, out_channels, 1, norm=norm)
         _scale_down(self.conv3)
 
-    def branch(self, x: Tensor) -> Tensor:
-        return self._after_conv1(self.conv1(x))
-
-    def forward_pooled(self, x: Tensor, pool: Pooling) -> Tensor:
-        """`self(pool(x, 1))`, with the block's 1x1 convolutions before the pooling; `pool` must be linear."""
-        out = self._after_conv1(self.conv1.forward_pooled(x, pool))
-        out += pool(x, 1) if self.shortcut is None else self.shortcut.forward_pooled(x, pool)
+    def residual(self, x: Tensor, pool: Pooling | None) -> Tensor:
+        """With a pooling, which must be linear, the block's 1x1 convolutions come before it."""
+        out = F.relu_(self.conv1(x) if pool is None else self.conv1.forward_pooled(x, pool))
+        out = self.conv3(F.relu_(self.conv2(out)))
+        if self.shortcut is None:
+            out += x if pool is None else pool(x, 1)
+        else:
+            out += self.shortcut(x) if pool is None else self.shortcut.forward_pooled(x, pool)
         return F.relu_(out)
-
-    def _after_conv1(self, x: Tensor) -> Tensor:
-        return self.conv3(F.relu_(self.conv2(F.relu_(x))))
 
 
 class ResNet(nn.Module):

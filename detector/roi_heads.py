@@ -197,7 +197,7 @@ class BoxPredictor(AttributeHead):
         }
 
 
-CHUNK = 256  # RoIs that go through the head at a time where nothing is kept for a backward pass
+CHUNK = 256  # RoIs that go through the head at a time if no gradient is needed
 
 
 class SampledRoIs(NamedTuple):
@@ -287,29 +287,24 @@ class ROIHeads(nn.Module, abc.ABC):
 
         With PROPOSAL_APPEND_GT the annotated boxes join the proposals first.
         """
-        images = zip(proposals, targets.boxes, targets.classes, strict=True)
-        return SampledRoIs(*map(list, zip(*(self._sample_one(*image) for image in images), strict=True)))
-
-    def _sample_one(
-        self, boxes: Float[Tensor, "P 4"], objects: Float[Tensor, "G 4"], object_classes: Int64[Tensor, " G"]
-    ) -> tuple[Float[Tensor, "sampled 4"], Int64[Tensor, " sampled"], Int64[Tensor, " sampled"]]:
-        """`label_and_sample` of one image: boxes, classes, rows of the matched objects."""
-        if self.config.append_objects:
-            boxes = torch.cat((boxes, objects))
-        matched, label = match(pairwise_iou(objects, boxes), self.config.iou_thresholds, self.config.iou_labels)
-        if len(objects):
-            classes = object_classes[matched].masked_fill(label == 0, self.num_classes)
-            classes = classes.masked_fill(label == -1, -1)
-        else:
+        images = []
+        for boxes, objects, object_classes in zip(proposals, targets.boxes, targets.classes, strict=True):
+            if self.config.append_objects:
+                boxes = torch.cat((boxes, objects))
+            matched, label = match(pairwise_iou(objects, boxes), self.config.iou_thresholds, self.config.iou_labels)
             classes = torch.full_like(matched, self.num_classes)
-        positive, negative = subsample(
-            (classes >= 0) & (classes < self.num_classes),
-            classes == self.num_classes,
-            self.config.batch_size_per_image,
-            self.config.positive_fraction,
-        )
-        rows = torch.cat((positive, negative))
-        return boxes[rows], classes[rows], matched[rows]
+            if len(objects):
+                classes = object_classes[matched].masked_fill(label == 0, self.num_classes)
+                classes = classes.masked_fill(label == -1, -1)
+            positive, negative = subsample(
+                (classes >= 0) & (classes < self.num_classes),
+                classes == self.num_classes,
+                self.config.batch_size_per_image,
+                self.config.positive_fraction,
+            )
+            rows = torch.cat((positive, negative))
+            images.append((boxes[rows], classes[rows], matched[rows]))
+        return SampledRoIs(*map(list, zip(*images, strict=True)))
 
     def losses(
         self, features: Float[Tensor, "J head_dim"], sampled: SampledRoIs, targets: DetectionTargets
@@ -342,24 +337,20 @@ class ROIHeads(nn.Module, abc.ABC):
         """
         counts = [len(boxes) for boxes in proposals]
         decoded = decode_deltas(deltas, torch.cat(proposals), self.config.box_weights)
-        images = zip(decoded.split(counts), logits.softmax(dim=1).split(counts), sizes, strict=True)
-        return Detections(*map(list, zip(*(self._detect_one(*image) for image in images), strict=True)))
-
-    def _detect_one(
-        self, boxes: Float[Tensor, "P deltas"], scores: Float[Tensor, "P K_plus_1"], size: tuple[int, int]
-    ) -> tuple[Float[Tensor, "R 4"], Float[Tensor, " R"], Int64[Tensor, " R"], Int64[Tensor, " R"]]:
-        """`detect` in one image: boxes, scores, classes, rows of the proposals."""
-        finite = torch.isfinite(boxes).all(dim=1) & torch.isfinite(scores).all(dim=1)
-        candidate = (scores[:, :-1] > self.config.score_thresh) & finite[:, None]
-        proposal, category = candidate.nonzero(as_tuple=True)
-        column = torch.zeros_like(category) if self.config.class_agnostic_boxes else category
-        boxes = clip_boxes_to_image(boxes.unflatten(1, (-1, 4))[proposal, column], size)
-        scores = scores[proposal, category]
-        if self.config.min_side > 0:
-            large = is_at_least(boxes, self.config.min_side).nonzero()[:, 0]
-            boxes, scores, proposal, category = boxes[large], scores[large], proposal[large], category[large]
-        kept = batched_nms(boxes, scores, category, self.config.nms_thresh)[: self.config.detections_per_image]
-        return boxes[kept], scores[kept], category[kept], proposal[kept]
+        images = []
+        for boxes, scores, size in zip(decoded.split(counts), logits.softmax(dim=1).split(counts), sizes, strict=True):
+            finite = torch.isfinite(boxes).all(dim=1) & torch.isfinite(scores).all(dim=1)
+            candidate = (scores[:, :-1] > self.config.score_thresh) & finite[:, None]
+            proposal, category = candidate.nonzero(as_tuple=True)
+            column = torch.zeros_like(category) if self.config.class_agnostic_boxes else category
+            boxes = clip_boxes_to_image(boxes.unflatten(1, (-1, 4))[proposal, column], size)
+            scores = scores[proposal, category]
+            if self.config.min_side > 0:
+                large = is_at_least(boxes, self.config.min_side).nonzero()[:, 0]
+                boxes, scores, proposal, category = boxes[large], scores[large], proposal[large], category[large]
+            kept = batched_nms(boxes, scores, category, self.config.nms_thresh)[: self.config.detections_per_image]
+            images.append((boxes[kept], scores[kept], category[kept], proposal[kept]))
+        return Detections(*map(list, zip(*images, strict=True)))
 
 
 class Res5ROIHeads(ROIHeads):

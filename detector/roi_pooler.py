@@ -21,8 +21,6 @@ from detector.boxes import area
 from detector.config import DetectorConfig
 from detector.structures import FeatureMap, ImageBoxes, LevelMaps
 
-# RoIAlign (He et al., Mask R-CNN, section 3) that gives torchvision's numbers and is fast on CPU in both directions.
-
 
 def align_rois(
     features: FeatureMap,
@@ -34,7 +32,7 @@ def align_rois(
     aligned: bool,
     stride: int = 1,
 ) -> Float[Tensor, "J channels S S"]:
-    """Pool RoIs bilinearly.
+    """RoIAlign (He et al., Mask R-CNN, section 3) with torchvision's numbers, fast on CPU in both directions.
 
     Args:
         side: cells of the RoI map along each axis.

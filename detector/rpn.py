@@ -7,7 +7,7 @@ Shape legend
     P     proposals or sampled RoIs of one image
     G     annotated objects of one image
 
-The anchors of all maps stand one map after the other; the h * w * cell_anchors anchors of a map are ordered by (y, x,
+The anchors of all maps are concatenated, map by map; the h * w * cell_anchors anchors of a map are ordered by (y, x,
 cell anchor).
 """
 

@@ -49,8 +49,8 @@ ImageSizes = list[tuple[int, int]]  # one (height, width) per image, without pad
 class Loss:
     """A loss before its mean is taken.
 
-    Sum and count are kept apart so that several processes, each with a different number of regions or words, can divide
-    by the count of *all* of them: two processes then give exactly the gradient of one process with the joined batch.
+    Sum and count are separate so that processes with different numbers of regions or words can divide by the count of
+    *all* of them: two processes then compute exactly the gradient of one process with the whole batch.
     """
 
     total: Float[Tensor, ""]  # with gradient

@@ -66,7 +66,7 @@ class NamedWeights:
     licence: str
     checksum: str = ""  # "sha256:" or "md5:" and the first hexadecimal digits, as many as are known; "" = unknown
     size: int | None = None  # bytes; None = unknown
-    class_names: str = ""  # a file in detector/class_names; "" = the names are not known here, or there are none
+    class_names: str = ""  # a file in detector/class_names; "" = unknown
     expect: str = "all"
     norm_eps: float = NORM_EPS
     rounding: str = "detectron2"  # of the sides of a resized image, see `detector.images.ResizeRule`
@@ -74,7 +74,7 @@ class NamedWeights:
 
     @property
     def config_path(self) -> Path:
-        """The Detectron2 YAML file; it is there wherever this package is installed."""
+        """The Detectron2 YAML file, which is installed with this package."""
         return PUBLISHED / f"{self.config}.yaml"
 
 
