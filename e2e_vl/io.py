@@ -224,24 +224,3 @@ def check_output(path: Path, *, may_replace: bool = False) -> None:
 def _is_run(folder: Path) -> bool:
     """Whether a folder with settings is a run directory, finished or not, or a saved model."""
     return any((folder / part).exists() for part in ("metrics.json", "log.jsonl", "checkpoints", "encoder", "model"))
-
-
-# Only until the readers of data sets no longer call them.
-
-
-def inside(root: str | Path, name: str, where: str = "", *, follows_links: bool = False) -> Path:
-    return Path(root) / name
-
-
-def shown(text: object) -> str:
-    return repr(text)
-
-
-def require_name(text: str, where: str) -> None: ...
-
-
-def require_distinct(texts: Any, where: str) -> None: ...
-
-
-def is_name_pattern(pattern: str, *fields: str) -> bool:
-    return True

@@ -1,7 +1,7 @@
 """What every data set is: facts about images and texts, read from official files.
 
 A reader opens its files and answers with a `Sample`. It knows no tokenizer, no pixels of the network, no encoder and no
-settings of a task, which are the business of `images/loader.py` and of the task's wording.
+settings of a task, which are the business of `image_loader.py` and of the task's preprocessor.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from detector.errors import UserError, user_path
 from e2e_vl.config import BoxSource, DataSettings
-from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
-from e2e_vl.data.storage.record_table import TextGroups
-from e2e_vl.data.storage.shared_reads import SharedReads
 from e2e_vl.parts import check_name
 from e2e_vl.samples import Sample
 
@@ -79,22 +76,6 @@ class VLDataset(abc.ABC):
         """Read the files of a split."""
 
     @classmethod
-    def open(cls, files: DataFiles, options: Any, split: str, wants: Wants) -> VLDataset:
-        """As the constructor."""
-        return cls(files, options, split, wants)
-
-    @classmethod
-    def reads(cls, options: Any, split: str, wants: Wants) -> tuple[str, ...]:
-        """Keys of `data.files` that a split is read from; a run checks their paths before it begins.
-
-        Keys may be left out: `open` finds such a file missing, too, only later and alone.
-        """
-        of_boxes = {key for source in BoxSource for key in source.needs}
-        needed = (*wants.boxes.needs, *(["instances"] if wants.annotations else []))
-        unread = ("images",) if wants.boxes is BoxSource.PRECOMPUTED else ()
-        return tuple(key for key in cls.known_files if key not in unread and (key not in of_boxes or key in needed))
-
-    @classmethod
     @abc.abstractmethod
     def texts_of(cls, files: DataFiles, options: Any, split: str) -> Iterable[str]:
         """All texts of a split, to build a vocabulary from."""
@@ -125,11 +106,7 @@ class VLDataset(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, texts: Sequence[int]) -> Sample:
-        """The facts about some texts of one group.
-
-        Raises:
-            FileNotFoundError, ValueError: a file about the image is missing or damaged.
-        """
+        """The facts about some texts of one group."""
 
     def truths(self) -> Iterable[Any]:
         """The truth about every text that is known without opening an image; None where it is unknown."""
@@ -144,11 +121,8 @@ class VLDataset(abc.ABC):
 
         Args:
             num_classes: foreground classes of the detector.
-            known: their names, where its weights come with them; None: unknown.
-
-        Raises:
-            ValueError: a class has another name, or, of unknown names, another number of them. (A file with only some
-                of the categories would number them anew.)
+            known: their names, where its weights come with them; None: unknown. (A file with only some of the
+                categories would number them anew.)
         """
         names = self.class_names
         if names is None:
@@ -170,44 +144,21 @@ class VLDataset(abc.ABC):
 class DataFiles:
     """The files of `data.files`, relative to `data.root`; {split} and other placeholders stand in their names.
 
-    Attributes:
-        errors: what becomes of an error about one record of a file; readers of such files are given it.
-        shared: what other splits have read already.
-
-    Raises:
-        ValueError: a key that is not among the `known` ones of the data set.
+    Args:
+        known: keys of the files that the data set knows; another one is refused.
     """
 
-    def __init__(
-        self,
-        settings: DataSettings,
-        known: Sequence[str],
-        errors: RecordErrors = RAISE,
-        shared: SharedReads | None = None,
-    ) -> None:
+    def __init__(self, settings: DataSettings, known: Sequence[str]) -> None:
         for key in settings.files:
             check_name(key, known, f"data.files of {settings.name}: the key")
-        self.errors = errors
-        self.shared = SharedReads() if shared is None else shared
         self.root = user_path(settings.root, "data.root")
         self.settings = settings
 
     def __contains__(self, key: str) -> bool:
         return key in self.settings.files
 
-    def read(self, reader: Callable[..., Found], *places: Hashable, **options: Hashable) -> Found:
-        """What a reader that takes `errors` makes of some files, read once for all splits that share them.
-
-        Nobody may change it.
-        """
-        return self.shared.read(reader, *places, errors=self.errors, **options)
-
     def path(self, key: str, **values: str) -> Path:
-        """The path of `data.files.<key>`, with values for its placeholders.
-
-        Raises:
-            ValueError: the key is not set.
-        """
+        """The path of `data.files.<key>`, with values for its placeholders."""
         return self.root / self.name(key, **values)
 
     def name(self, key: str, **values: str) -> str:
@@ -225,36 +176,13 @@ def letters_of(name: str) -> str:
     return "".join(letter for letter in name.casefold() if letter.isalnum()) or name
 
 
-def open_options(
-    dataset: type[VLDataset],
-    settings: DataSettings,
-    errors: RecordErrors = RAISE,
-    shared: SharedReads | None = None,
-) -> tuple[DataFiles, Any]:
-    """The files and the options of a data set.
-
-    Args:
-        errors: what becomes of an error about one record.
-        shared: what other splits have read already; None: nothing.
-
-    Raises:
-        ValueError: an unknown key, or a value of a wrong type.
-    """
-    files = DataFiles(settings, dataset.known_files, errors, shared)
-    return files, settings.config
-
-
-def group_texts(images: Iterable[Any]) -> TextGroups:
-    """Text indices of each image, images in the order of first mention; `images` names the image of every text."""
-    return TextGroups(images)
+def open_options(dataset: type[VLDataset], settings: DataSettings) -> tuple[DataFiles, Any]:
+    """The files and the options of a data set."""
+    return DataFiles(settings, dataset.known_files), settings.config
 
 
 def split_names(split: str) -> list[str]:
-    """Names in a joined split such as train2014+val2014.
-
-    Raises:
-        ValueError: an empty name.
-    """
+    """Names in a joined split such as train2014+val2014."""
     names = [name.strip() for name in split.split("+")]
     if not all(names):
         raise UserError(f"the split {split!r} has an empty name; join splits as in train2014+val2014")
@@ -268,7 +196,7 @@ def coco_image_set(split: str | None) -> str | None:
 
 
 def check_boxes_source(dataset: type[VLDataset], name: str, boxes: BoxSource) -> None:
-    """Raises ValueError unless the data set can have candidate boxes from this source."""
+    """Refuse a source of candidate boxes that makes no sense for the data set."""
     if boxes not in dataset.box_sources:
         raise UserError(
             f"{name} cannot have boxes from '{boxes}'; set data.boxes.train and eval.boxes to one of "

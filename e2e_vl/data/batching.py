@@ -547,6 +547,7 @@ class ExampleDataset(Dataset):
             ValueError: a file that cannot be read, files that contradict each other, or a box outside its image.
         """
         group, texts = request.group, request.texts
+        cause = None
         for _ in range(_BROKEN_IN_A_ROW):
             try:
                 return self.read(request, texts)
@@ -563,7 +564,9 @@ class ExampleDataset(Dataset):
             others = (other % len(self.groups) for other in range(group + 1, group + 1 + len(self.groups)))
             group = next(other for other in others if len(self.groups[other]))
             texts = tuple(self.groups[group][: len(request.texts)])
-        raise UserError(f"{_BROKEN_IN_A_ROW} images in a row cannot be read; check where the data are")
+        raise UserError(
+            f"{_BROKEN_IN_A_ROW} images in a row cannot be read; check where the data are. The last: {cause}"
+        )
 
     def read(self, request: Request, texts: tuple[int, ...] | None = None) -> Example:
         """Load an image with all texts of the request, or with `texts`, but with the request's randomness.

@@ -20,7 +20,7 @@ import contextlib
 import functools
 import logging
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -37,8 +37,8 @@ from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import CLASS_NAMES, CaptionOptions
 from e2e_vl.data.tables import Archives, SerializedList, TextGroups, TextLines, cached_array, read_range
 from e2e_vl.data.vcr import read_detected_objects
-from e2e_vl.records import Count, Id, Name, Record, Side, Words
-from e2e_vl.samples import AnnotatedObjects, CandidateBoxes, ImageBytes, Sample, SampleImage, SampleText, TextPool
+from e2e_vl.io import Count, Id, Name, Record, Side, Words
+from e2e_vl.samples import AnnotatedObjects, CandidateBoxes, ImageBytes, Sample, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
 
@@ -311,89 +311,39 @@ class ShardCaptions(CaptionSource):
 
 
 class CaptionDataset(VLDataset):
-    """Captions of one split, grouped by image.
-
-    Args:
-        source: images and captions.
-        corpus: texts without images, for training.
-        instances: annotated objects of the images.
-        metadata: folder of the files with the objects of the images, in place of `instances`; with `min_object_score`.
-        parts: placeholder values of each split, see `VLDataset.parts`.
-        use_images: see `CaptionOptions`.
-        boxes_come_along: the captions' own file has the boxes, so that no other one is read.
-
-    Raises:
-        ValueError: an image that the instances file lacks.
-    """
+    """Captions of one split, grouped by image; the top of this file says which files there are."""
 
     known_files = ("images", "captions", "shards", "instances", "metadata", "corpus", "detections", "features")
     annotation_files = ("instances", "metadata")
     box_sources = BoxSource.for_evaluation()
 
-    def __init__(
-        self,
-        source: CaptionSource,
-        *,
-        corpus: TextPool | None = None,
-        instances: CocoInstances | None = None,
-        metadata: Path | None = None,
-        min_object_score: float = 0.7,
-        parts: Sequence[Mapping[str, str]] = ({"split": "train"},),
-        boxes_come_along: bool = False,
-        use_images: bool = True,
-    ) -> None:
-        self.source = source
-        self.groups = source.groups
-        self.corpus = corpus
-        self.instances = instances
-        self.metadata = metadata
-        self.min_object_score = min_object_score
-        if metadata is not None:
+    def __init__(self, files: DataFiles, options: CaptionOptions, split: str, wants: Wants) -> None:
+        self.source = _source(files, options, split, wants.boxes)
+        self.groups = self.source.groups
+        self.corpus = _corpus(files, options, split) if wants.training else None
+        self.image_index = (0,) if options.use_images else ()
+        # VL-BERT's files of captions have the boxes, so that no other one is read
+        self.parts = [] if options.source == "json_lines" else _parts(options, split)
+        self.min_object_score = options.min_object_score
+        self.instances: CocoInstances | None = None
+        self.metadata: Path | None = None
+        if not wants.annotations:
+            return
+        if options.source != "coco":
+            raise UserError("annotated objects need data.config.source=coco and data.files.instances (or metadata).")
+        if "metadata" in files:
+            if "instances" in files:
+                raise UserError("data.files has instances and metadata; remove one of them.")
+            self.metadata = files.path("metadata", split=split)
+            if not self.metadata.is_dir():
+                raise MissingFileError(f"{self.metadata}: there is no such folder; correct data.files.metadata.")
             self.class_names = CLASS_NAMES
-        self.parts = [] if boxes_come_along else list(parts)
-        self.image_index = (0,) if use_images else ()
-        if instances is not None:
-            self.class_names = instances.class_names
-            instances.require(self.image_ids())
-
-    @classmethod
-    def open(cls, files: DataFiles, options: CaptionOptions, split: str, wants: Wants) -> CaptionDataset:
-        """The top of this file says which files there are; only training reads a corpus."""
-        instances = metadata = None
-        if wants.annotations:
-            if options.source != "coco":
-                raise UserError(
-                    "annotated objects need data.config.source=coco and data.files.instances (or metadata)."
-                )
-            if "metadata" in files:
-                if "instances" in files:
-                    raise UserError("data.files has instances and metadata; remove one of them.")
-                metadata = files.path("metadata", split=split)
-                if not metadata.is_dir():
-                    raise MissingFileError(f"{metadata}: there is no such folder; correct data.files.metadata.")
-            else:
-                if len(split_names(split)) > 1:
-                    raise UserError(f"annotated objects need a single split, not {split}; use other boxes.")
-                instances = CocoInstances(files.path("instances", split=split))
-        return cls(
-            _source(files, options, split, wants.boxes),
-            corpus=_corpus(files, options, split) if wants.training else None,
-            instances=instances,
-            metadata=metadata,
-            min_object_score=options.min_object_score,
-            parts=_parts(options, split),
-            boxes_come_along=options.source == "json_lines",
-            use_images=options.use_images,
-        )
-
-    @classmethod
-    def reads(cls, options: CaptionOptions, split: str, wants: Wants) -> tuple[str, ...]:
-        """The shards are a pattern, and the corpus is several files; `open` looks for them."""
-        if options.source == "json_lines":
-            return wants.boxes.needs or ("captions",)
-        left_out = {"shards", "corpus", *(["captions", "images"] if options.source == "shards" else [])}
-        left_out |= set() if wants.annotations else {"metadata"}
-        return tuple(key for key in super().reads(options, split, wants) if key not in left_out)
+        else:
+            if len(split_names(split)) > 1:
+                raise UserError(f"annotated objects need a single split, not {split}; use other boxes.")
+            self.instances = CocoInstances(files.path("instances", split=split))
+            self.instances.require(self.image_ids())
+            self.class_names = self.instances.class_names
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: CaptionOptions, split: str) -> Iterable[str]:

@@ -200,10 +200,6 @@ class CocoDetectionDataset(VLDataset):
         self._categories = Categories(tuple(self.instances.category_ids))
 
     @classmethod
-    def reads(cls, options: NoOptions, split: str, wants: Wants) -> tuple[str, ...]:
-        return cls.known_files
-
-    @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
         """The category names: the only words there are for a vocabulary."""
         return CocoInstances(files.path("instances", split=split)).class_names

@@ -85,7 +85,7 @@ class JoinedDataset(VLDataset):
         for name, part, own_files, own_options in self._parts_of(files, options, split):
             kind, own_split = DATASETS[part.name].cls, part.splits[split]
             check_boxes_source(kind, name, wants.boxes)
-            dataset = kind.open(own_files, own_options, own_split, wants)
+            dataset = kind(own_files, own_options, own_split, wants)
             boxes = open_boxes_of(dataset, own_files.settings, wants.boxes)
             kept = _kept_texts(name, part, dataset, files.root)
             member = JoinedPart(part.images or f"of {name}", dataset, boxes, kept)
@@ -136,11 +136,6 @@ class JoinedDataset(VLDataset):
                 yield name, part, *open_options(kind, settings)
             except ValueError as error:
                 raise UserError(f"data.config.parts.{name}: {error}") from error
-
-    @classmethod
-    def reads(cls, options: JoinedOptions, split: str, wants: Wants) -> tuple[str, ...]:
-        """Each part looks for its own files."""
-        return ()
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: JoinedOptions, split: str) -> Iterable[str]:

@@ -251,12 +251,6 @@ class GQADataset(VLDataset):
         return read(paths)
 
     @classmethod
-    def reads(cls, options: GQAOptions, split: str, wants: Wants) -> tuple[str, ...]:
-        """Questions may lie in pieces, and not every split has choices; the data set looks for them."""
-        unread = ("questions", "choices", "answers", "scene_graphs")
-        return tuple(key for key in super().reads(options, split, wants) if key not in unread)
-
-    @classmethod
     def texts_of(cls, files: DataFiles, options: GQAOptions, split: str) -> Iterable[str]:
         """All questions of a split with their answers."""
         for question in read_questions(_question_files(files, split)):

@@ -1,6 +1,6 @@
 """From the facts about an image to pixels and moved boxes: the rules of size, flip, candidate boxes and saved features.
 
-They hold for every data set. Which boxes are candidates is the box source; files of boxes are read by `candidates.py`.
+They hold for every data set. Which boxes are candidates is the box source.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -208,9 +208,7 @@ def open_boxes(
     return DetectedBoxes(paths, selection)
 
 
-def open_boxes_of(
-    dataset: VLDataset, settings: DataSettings, boxes: BoxSource, errors: object = None, shared: object = None
-) -> BoxReader | None:
+def open_boxes_of(dataset: VLDataset, settings: DataSettings, boxes: BoxSource) -> BoxReader | None:
     """The files of boxes or features of an opened split; None where the source reads none or boxes come along."""
     key = next((key for key in boxes.needs if key != "instances"), None)
     if key is None or not dataset.parts:

@@ -247,10 +247,6 @@ class ScoredQuestionDataset(LXMERTDataset):
     record = ScoredQuestion
 
     @classmethod
-    def reads(cls, options: ImageSets, split: str, wants: Wants) -> tuple[str, ...]:
-        return tuple(key for key in super().reads(options, split, wants) if key != "answers")
-
-    @classmethod
     def texts_of(cls, files: DataFiles, options: ImageSets, split: str) -> Iterable[str]:
         """All questions of a split and the best answer to each."""
         return itertools.chain(super().texts_of(files, options, split), cls.answers_of(files, options, split).values())

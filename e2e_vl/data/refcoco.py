@@ -135,11 +135,6 @@ class RefCOCODataset(VLDataset):
         self.class_names = self.instances.class_names
 
     @classmethod
-    def reads(cls, options: NoOptions, split: str, wants: Wants) -> tuple[str, ...]:
-        keys = ("instances", *super().reads(options, split, wants))
-        return keys if wants.phrases else tuple(key for key in keys if not key.startswith("phrase"))
-
-    @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
         """All expressions of a split."""
         refs = read_refs(files.path("refs"))

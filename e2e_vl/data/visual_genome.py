@@ -254,13 +254,6 @@ class VisualGenomeDataset(VLDataset):
         return PhraseBoxes(((0, len(text.words)),), (np.array([text.box]),))
 
     @classmethod
-    def reads(cls, options: GenomeOptions, split: str, wants: Wants) -> tuple[str, ...]:
-        unread = {"regions": {"questions"}, "questions": {"regions", "region_graphs"}}[options.texts]
-        if not wants.phrases:
-            unread = unread | {"region_graphs"}
-        return tuple(key for key in super().reads(options, split, wants) if key not in unread)
-
-    @classmethod
     def texts_of(cls, files: DataFiles, options: GenomeOptions, split: str) -> Iterable[str]:
         """All descriptions, or all questions."""
         return (text.words for text in READ[options.texts](files.path(options.texts, split=split)))

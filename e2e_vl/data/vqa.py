@@ -150,11 +150,6 @@ class VQADataset(VLDataset):
         return bisect.bisect_right(self.starts, text) - 1
 
     @classmethod
-    def reads(cls, options: VQAOptions, split: str, wants: Wants) -> tuple[str, ...]:
-        keys = super().reads(options, split, wants)
-        return tuple(key for key in keys if key != "answers" and (wants.training or key != "annotations"))
-
-    @classmethod
     def texts_of(cls, files: DataFiles, options: VQAOptions, split: str) -> Iterable[str]:
         """All questions of a split and the most frequent answer to each."""
         questions = [one for name in split_names(split) for one in _read_split(files, name, annotated=True)]

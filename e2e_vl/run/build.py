@@ -29,8 +29,6 @@ from e2e_vl.data.answer_lists import ANSWERS_FILE, read_answers, write_answers
 from e2e_vl.data.base import VLDataset, Wants, check_boxes_source, open_options
 from e2e_vl.data.batching import ExampleDataset, collate
 from e2e_vl.data.image_loader import ImageLoader, ImageRules, open_boxes_of
-from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
-from e2e_vl.data.storage.shared_reads import SharedReads
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS, DETECTORS, ENCODERS, OBJECTIVES, TASKS
@@ -71,15 +69,12 @@ def answers_path(config: RunConfig) -> Path | None:
 def possible_answers(
     config: RunConfig,
     min_count: int,
-    errors: RecordErrors = RAISE,
-    shared: SharedReads | None = None,
 ) -> list[str]:
     """Answers in the order of their classes.
 
     `task.config.answers` (a list or a file) or the file `data.files.answers`, under data.root, gives them. Without
     either they are built from the annotations of the training split, where each must answer at least `min_count`
-    questions. The task spells the answers of annotations and of text files. `errors` says what becomes of an error
-    about one annotation, and `shared` is what splits have read already.
+    questions. The task spells the answers of annotations and of text files.
 
     Raises:
         FileNotFoundError, ValueError: see `read_answers`, the data set's reader and `frequent_answers`.
@@ -92,7 +87,7 @@ def possible_answers(
     if path is not None:
         answers = read_answers(path)
         return [task.official_answer(answer) for answer in answers] if path.suffix == ".txt" else answers
-    given = dataset.answers_of(*open_options(dataset, config.data, errors, shared), config.data.train_split)
+    given = dataset.answers_of(*open_options(dataset, config.data), config.data.train_split)
     return frequent_answers(given, min_count, task.spell_answer)
 
 
@@ -237,7 +232,6 @@ def build_model(
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
     tell_start: TellStart = log_start,
-    shared: SharedReads | None = None,
     is_saved: bool = False,
 ) -> VisionLanguageModel:
     """Detector, encoder and task with random or (`weights` of each) given starting values.
@@ -246,7 +240,6 @@ def build_model(
 
     With the tokenizer, the task takes what it wants from the other parts (`Task.initialise`); `task.weights` beat that.
     `tell_start` is called for each part that starts from weights ("detector", "encoder", "task" or "phrases").
-    `shared` is what splits have read already, for a list of answers that is built from the data.
 
     Raises:
         ValueError: the encoder cannot do what the task needs, or weights do not fit.
@@ -266,7 +259,7 @@ def build_model(
     sizes = Sizes(
         encoder.hidden_size, vocab_size, detector.feature_dim, detector.num_classes, summary_size=encoder.summary_size
     )
-    task = build_task(config, sizes, shared)
+    task = build_task(config, sizes)
     for ability in task.needs:
         encoder.require(ability, f"The task {config.task.name}")
     if tokenizer is not None:
@@ -341,12 +334,12 @@ def build_encoder(
     return encoder
 
 
-def build_task(config: RunConfig, sizes: Sizes, shared: SharedReads | None = None) -> Task:
-    """The task with its head; `shared` is what splits have read already, for a list of answers that is built."""
+def build_task(config: RunConfig, sizes: Sizes) -> Task:
+    """The task with its head."""
     task_class, settings = TASKS[config.task.name].cls, config.task.config
     if task_class.chooses_answers:
         least = settings.min_answer_count
-        answers = possible_answers(config, least, RAISE, shared)
+        answers = possible_answers(config, least)
         settings = msgspec.structs.replace(settings, answers=answers)
     if task_class.sums_objectives:
         task = task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
@@ -408,27 +401,24 @@ def is_drawn(config: RunConfig) -> bool:
     return set(FORMATS if formats is None else formats) <= set(present)
 
 
-def build_tokenizer(
-    config: RunConfig, shared: SharedReads | None = None, *, writes: bool = True
-) -> PreTrainedTokenizerBase:
+def build_tokenizer(config: RunConfig, *, writes: bool = True) -> PreTrainedTokenizerBase:
     """The named vocabulary, or one built from the training texts and kept with the run.
 
     Args:
-        shared: what splits have read already; None: nothing.
         writes: this process builds the vocabulary; False: another one has built it for this run.
     """
     if config.data.vocabulary is not None:
         return load_tokenizer(config.data.vocabulary)
     path = Path(config.output) / "tokenizer" / "vocab.txt"
     if writes:
-        build_vocabulary(training_texts(config, shared), path)
+        build_vocabulary(training_texts(config), path)
     return load_tokenizer(path)
 
 
-def training_texts(config: RunConfig, shared: SharedReads | None = None) -> Iterable[str]:
+def training_texts(config: RunConfig) -> Iterable[str]:
     """All texts of the training split and what the task adds to them, to build a vocabulary from."""
     dataset = DATASETS[config.data.name].cls
-    files, options = open_options(dataset, config.data, shared=shared)
+    files, options = open_options(dataset, config.data)
     yield from dataset.texts_of(files, options, config.data.train_split)
     yield from TASKS[config.task.name].cls.own_words(config.task.config)
 
@@ -442,24 +432,22 @@ def build_examples(
     boxes: BoxSource | str,
     training: bool = False,
     dataset: VLDataset | None = None,
-    shared: SharedReads | None = None,
 ) -> ExampleDataset:
     """One split, read, loaded and worded; training adds random resizing, mirroring and detection targets.
 
     Args:
         dataset: the split as `open_split` has read it already; None reads it.
-        shared: what other splits have read already; None: nothing.
 
     Raises:
         FileNotFoundError, ValueError: see `open_split`; or a task scores classes that are not the detector's.
     """
     boxes = BoxSource(boxes)
     if dataset is None:
-        dataset = open_split(config, split, boxes, training=training, shared=shared)
+        dataset = open_split(config, split, boxes, training=training)
     if model.task.predicts_classes and not training:
         dataset.check_classes(model.detector.num_classes, model.detector.class_names)
     preprocessor = model.task.preprocessor(build_text_tokenizer(config, model, tokenizer, training=training))
-    loader = build_loader(config, model, dataset, boxes, training=training, shared=shared)
+    loader = build_loader(config, model, dataset, boxes, training=training)
     loader.require_images(dataset.image_ids(), split)
     return ExampleDataset(
         dataset, loader, preprocessor, seed=config.seed, skip_broken=config.data.skip_broken and training
@@ -478,14 +466,8 @@ def open_split(
     boxes: BoxSource,
     *,
     training: bool,
-    errors: RecordErrors = RAISE,
-    shared: SharedReads | None = None,
 ) -> VLDataset:
     """The facts of one split, read from its files.
-
-    Args:
-        errors: what becomes of an error about one record of a file.
-        shared: what other splits have read already; None: nothing.
 
     Raises:
         ValueError: precomputed features for a detector that needs pixels, or the other way round; boxes or a file that
@@ -501,13 +483,13 @@ def open_split(
     kind = DATASETS[config.data.name].cls
     check_boxes_source(kind, config.data.name, boxes)
     wants = wants_of(config, boxes, training=training)
-    files, options = open_options(kind, config.data, errors, shared)
+    files, options = open_options(kind, config.data)
     sources = [key for key in kind.annotation_files if key in kind.known_files]
     if wants.annotations and sources and not any(key in files for key in sources):
         wanted = "the targets of the detection losses" if wants.objects else f"boxes '{boxes}'"
         keys = " or ".join(f"data.files.{key}" for key in sources)
         raise UserError(f"{wanted} come from annotated objects; give an instances file as {keys}.")
-    return kind.open(files, options, split, wants)
+    return kind(files, options, split, wants)
 
 
 def build_text_tokenizer(
@@ -526,13 +508,11 @@ def build_loader(
     boxes: BoxSource,
     *,
     training: bool = False,
-    shared: SharedReads | None = None,
 ) -> ImageLoader:
     """The rules for images of a run, with its files of boxes; in evaluation nothing is random.
 
     Args:
         dataset: whose files of boxes are opened; None: boxes come with each sample, or the detector finds them.
-        shared: what other splits have read already; None: nothing.
     """
     data = config.data
     sizes = data.resize.short_edge if training else data.resize.short_edge[-1:]
@@ -549,7 +529,7 @@ def build_loader(
         mirror_precomputed=data.mirror_precomputed,
         mean_image_feature=data.mean_image_feature,
     )
-    reader = None if dataset is None else open_boxes_of(dataset, data, boxes, shared=shared)
+    reader = None if dataset is None else open_boxes_of(dataset, data, boxes)
     return ImageLoader(rules, boxes, reader)
 
 
@@ -596,34 +576,29 @@ class Run:
     eval_data: dict[tuple[str, BoxSource], ExampleDataset] = dataclasses.field(default_factory=dict)
 
 
-def build_run(
-    config: RunConfig, datasets: DataSets | None = None, shared: SharedReads | None = None, *, writes: bool = True
-) -> Run:
+def build_run(config: RunConfig, datasets: DataSets | None = None, *, writes: bool = True) -> Run:
     """Data (drawn first if the settings ask for it), tokenizer and model of settings as `resolve` returns them.
 
     A vocabulary and a list of answers that are built from the data are written into the run directory.
 
     Args:
         datasets: splits that have been read already, see `splits_of`.
-        shared: what they have read; None: nothing.
         writes: this process writes these files; False: another one has written them.
     """
     make_synthetic_data(config)
-    shared = SharedReads() if shared is None else shared
-    tokenizer = build_tokenizer(config, shared, writes=writes)
+    tokenizer = build_tokenizer(config, writes=writes)
     starts: list[Start] = []
     model = build_model(
         config,
         vocab_size=len(tokenizer),
         tokenizer=tokenizer,
         tell_start=lambda *start: starts.append(Start(*start)),
-        shared=shared,
     )
     if writes and model.task.chooses_answers and not are_given(config):
         write_answers(Path(config.output) / ANSWERS_FILE, model.task.answers)
     [(split, source, _)] = [one for one in splits_of(config) if one[2]]
     read = (datasets or {}).get((split, source, True))
-    examples = build_examples(config, model, tokenizer, split, boxes=source, training=True, dataset=read, shared=shared)
+    examples = build_examples(config, model, tokenizer, split, boxes=source, training=True, dataset=read)
     if config.detector.loss_weight > 0:
         known = model.detector.class_names
         examples.dataset.check_classes(model.detector.num_classes, known)
@@ -655,18 +630,15 @@ def check_phrases(config: RunConfig, examples: ExampleDataset) -> None:
         )
 
 
-def build_eval_data(
-    config: RunConfig, run: Run, datasets: DataSets | None = None, shared: SharedReads | None = None
-) -> None:
+def build_eval_data(config: RunConfig, run: Run, datasets: DataSets | None = None) -> None:
     """Read all splits with all box sources that the settings evaluate, once per run; see `build_run`."""
     if BoxSource.ONLINE in config.eval.boxes:
         warn_of_random_boxes(config.detector)
-    shared = SharedReads() if shared is None else shared
     for split, boxes, training in splits_of(config):
         if not training:
             read = (datasets or {}).get((split, boxes, False))
             run.eval_data[split, boxes] = build_examples(
-                config, run.model, run.tokenizer, split, boxes=boxes, dataset=read, shared=shared
+                config, run.model, run.tokenizer, split, boxes=boxes, dataset=read
             )
 
 

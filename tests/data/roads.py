@@ -11,7 +11,6 @@ from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import VLDataset, Wants, open_options
 from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.data.image_loader import BoxReader, ImageLoader, ImageRules
-from e2e_vl.data.storage.shared_reads import SharedReads
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, TextExample
 from e2e_vl.samples import Sample, SampleText
 from e2e_vl.text import TextTokenizer
@@ -74,11 +73,10 @@ def open_dataset(
     objects: bool = False,
     training: bool = False,
     phrases: bool = False,
-    shared: SharedReads | None = None,
 ) -> VLDataset:
     """A data set as a run opens it."""
-    files, options = open_options(kind, settings, shared=shared)
-    return kind.open(files, options, split, Wants(BoxSource(boxes), objects, training, phrases))
+    files, options = open_options(kind, settings)
+    return kind(files, options, split, Wants(BoxSource(boxes), objects, training, phrases))
 
 
 def words_of(text: TextExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.config import BoxSource, DataSettings
-from e2e_vl.data.base import DataFiles, VLDataset, Wants, check_boxes_source, group_texts, open_options
+from e2e_vl.data.base import DataFiles, VLDataset, Wants, check_boxes_source
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco import CocoDetectionDataset
-from e2e_vl.data.config import NoOptions, VCROptions
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.vcr import VCRDataset
 
@@ -30,23 +29,10 @@ def test_names_of_files_have_placeholders_and_start_from_the_root(tmp_path, monk
 
 
 def test_files_that_are_unknown_or_not_set():
-    with pytest.raises(ValueError, match=r"data\.files has the unknown key 'image'; some takes images"):
+    with pytest.raises(ValueError, match=r"data\.files of some: the key"):
         DataFiles(DataSettings(name="some", root=".", files={"image": "x"}), KNOWN)
     with pytest.raises(ValueError, match=r"data\.files\.corpus is not set; it names the corpus of some"):
         DataFiles(DataSettings(name="some", root="."), KNOWN).path("corpus")
-
-
-def test_options_are_checked_by_their_dataclass():
-    files, options = open_options(RefCOCODataset, DataSettings(name="refcoco", root="r"))
-    assert options == NoOptions() and files.root == Path("r")
-    _, options = open_options(VCRDataset, DataSettings(name="vcr", root="r", config={"question": "rationale"}))
-    assert options == VCROptions(question="rationale")
-    with pytest.raises(ValueError, match=r"data\.config\.question is 'neither'"):
-        open_options(VCRDataset, DataSettings(name="vcr", root="r", config={"question": "neither"}))
-
-
-def test_texts_are_grouped_in_the_order_of_first_mention():
-    assert group_texts(["b", "a", "b", 3, "a"]) == [[0, 2], [1, 4], [3]]
 
 
 @pytest.mark.parametrize(

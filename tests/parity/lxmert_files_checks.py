@@ -62,7 +62,7 @@ def opened(golden, kind: type[VLDataset], files: dict[str, str], sets: dict[str,
     golden.require("data")
     options = {"image_sets": sets, "leave_out_unseen": True}
     settings = DataSettings(name="data", root=str(golden.folder / "data"), files=files, config=options)
-    return kind.open(*open_options(kind, settings), split, Wants(BoxSource.PRECOMPUTED))
+    return kind(*open_options(kind, settings), split, Wants(BoxSource.PRECOMPUTED))
 
 
 def test_items_of_pretraining(golden, rules):

@@ -276,7 +276,7 @@ def test_names_as_ids_in_a_file_of_features(settings, monkeypatch):
     width = build.build_detector(config).feature_dim
     for split in ("train", "val"):
         files, options = open_options(named_scenes.NamedSceneDataset, config.data)
-        data = named_scenes.NamedSceneDataset.open(files, options, split, Wants())
+        data = named_scenes.NamedSceneDataset(files, options, split, Wants())
         for index, name in enumerate(data.names):
             [image] = data.sample([index]).images
             boxes = image.objects.boxes.astype(np.float32)
