@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import types
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import yaml
 
 from detector.config import DetectorConfig
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.base import open_options
-from e2e_vl.run.build import build_examples, build_model, build_objectives, named_parts, resolve
+from e2e_vl.parts import TASKS
+from e2e_vl.run.build import build_examples, build_model, resolve
 from e2e_vl.samples import CorrectAnswer, CorrectChoice, HumanAnswers
-from e2e_vl.tasks.objectives.base import Objective, Sizes
 from e2e_vl.text import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 VOCABULARY = 1000
-OBJECTIVES = ("masked_words", "masked_regions", "relationship", "masked_text")
 
 
 def is_run(path: Path) -> bool:
@@ -58,19 +56,17 @@ def test_detector_files_load_and_come_back_equal(path):
 
 def without_files(config: RunConfig) -> RunConfig:
     """Settings of a model that starts at random, with a list of answers if it needs one, which comes with the data."""
-    task = config.task
-    if named_parts(config).task[1].chooses_answers:
-        task = dataclasses.replace(task, config={**task.config, "answers": ["yes", "no"]})
-    objectives = task.config.get("objectives", {})
-    if isinstance(objectives.get("image_qa"), dict):
-        objectives = objectives | {"image_qa": objectives["image_qa"] | {"answers": ["yes", "no"]}}
-        task = dataclasses.replace(task, config={**task.config, "objectives": objectives})
-    task = dataclasses.replace(task, weights=None, fallback_weights=None)
-    return dataclasses.replace(
+    replace, task = msgspec.structs.replace, config.task.config
+    if TASKS[config.task.name].cls.chooses_answers:
+        task = replace(task, answers=["yes", "no"])
+    if config.task.name == "pretraining":
+        image_qa = replace(task.objectives["image_qa"], answers=["yes", "no"])
+        task = replace(task, objectives=task.objectives | {"image_qa": image_qa})
+    return replace(
         config,
-        detector=dataclasses.replace(config.detector, weights=None),
-        encoder=dataclasses.replace(config.encoder, weights=None),
-        task=task,
+        detector=replace(config.detector, weights=None),
+        encoder=replace(config.encoder, weights=None),
+        task=replace(config.task, weights=None, fallback_weights=None, config=task),
     )
 
 
@@ -97,7 +93,7 @@ def test_the_model_of_a_run_can_be_built(run):
     assert any(parameter.requires_grad for parameter in model.parameters())
     if config.task.name in ("pretraining", "vcr"):  # objectives, encoder, detector and data fit each other
         model.task.initialise(None, model.encoder, model.detector)  # needs no words
-        options = open_options(named_parts(config).dataset, config.data)[1]
+        options = config.data.config
         has_corpus = "corpus" in config.data.files and getattr(options, "use_corpus", False)
         facts = types.SimpleNamespace(
             groups=[[0, 1], [2, 3]],
@@ -128,36 +124,6 @@ def test_missing_data_are_named(run, tmp_path):
             boxes=config.data.boxes.train,
             training=True,
         )
-
-
-def test_the_ablations_differ_in_their_switches_only():
-    """Paper, table 4; the full model is the official one."""
-    runs = {
-        name: load_config(ROOT / "configs" / "pretraining" / f"{name}.yaml", ["data.root=DATA", "output=RUN"])
-        for name in ("vl_bert_base_e2e", *(f"ablation_{letter}" for letter in ("a", "b", "c", "d", "full")))
-    }
-
-    def objectives_of(name: str) -> dict[str, Objective]:
-        return build_objectives(runs[name].task.config.objectives, Sizes(hidden_size=8, vocab_size=10))
-
-    switches = {
-        name.removeprefix("ablation_"): (
-            *(objectives_of(name)[key].config.weight if key in objectives_of(name) else 0 for key in OBJECTIVES),
-            config.data.config.get("use_corpus", True),
-            config.detector.freeze,
-        )
-        for name, config in runs.items()
-    }
-    assert objectives_of("ablation_c")["relationship"].config.probability == 0.5
-    assert switches == {
-        "a": (1, 0, 0, 0, False, True),
-        "b": (1, 1, 0, 0, False, True),
-        "c": (1, 1, 1, 0, False, True),
-        "d": (1, 1, 0, 1, True, True),
-        "full": (1, 1, 0, 1, True, False),
-        "vl_bert_base_e2e": (1, 1, 0, 1, True, False),
-    }
-    assert all(config.train == runs["vl_bert_base_e2e"].train for config in runs.values())
 
 
 load_shared = functools.cache(load_config)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from e2e_vl.cli import convert_weights
 from e2e_vl.config import RunConfig
-from e2e_vl.encoders.visual_bert import VisualBertEncoderConfig
+from e2e_vl.encoders.config import VisualBertSettings
 from e2e_vl.io import read_log
 from e2e_vl.run.build import build_encoder
 from e2e_vl.run.checkpoint import load_model
@@ -23,7 +23,7 @@ from tests.same import assert_same
 from tests.weights.starts import replaced
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-KNOWN = {field.name for field in dataclasses.fields(VisualBertEncoderConfig)}  # the tiny config is another encoder's
+KNOWN = set(VisualBertSettings.__struct_fields__)  # the tiny config is another encoder's
 LR = 0.01
 OPTIMISER = (
     "train.optimizer=bert_adam",
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 def settings(tiny_config) -> Callable[..., RunConfig]:
     def make(*words: str, **fields) -> RunConfig:
         config = tiny_config(*OPTIMISER, *SHORT, "encoder.name=visual_bert", *words)
-        own = {name: value for name, value in config.encoder.config.items() if name in KNOWN}
+        own = {name: value for name, value in msgspec.structs.asdict(config.encoder.config).items() if name in KNOWN}
         return replaced(config, encoder={"config": own | SIZES | fields})
 
     return make

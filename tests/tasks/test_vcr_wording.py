@@ -16,7 +16,7 @@ from tests.data.tiny_vcr import TinyVCR
 from tests.tasks.preprocessors import photo, tokens, word
 from tests.tasks.preprocessors import spoken as spoken_by
 
-READER = set(VCROptions.__dataclass_fields__)
+READER = set(VCROptions.__struct_fields__)
 
 
 @pytest.fixture
