@@ -12,16 +12,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from e2e_vl.auto_classes import register_encoders
+from e2e_vl.parts import ENCODERS
 
 if TYPE_CHECKING:
     from e2e_vl.api.detector import TrainedDetector
     from e2e_vl.api.model import TrainedModel
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load", "load_detector"]
-
-register_encoders()
+__all__ = ["__version__", "load", "load_detector", "register_encoders"]
 
 
 def load(source: str | Path, device: Any = None) -> TrainedModel:
@@ -31,9 +29,6 @@ def load(source: str | Path, device: Any = None) -> TrainedModel:
         source: a run directory of tools/train.py, a folder that `save_pretrained` wrote, or a name on the Hugging Face
             hub.
         device: where it runs; None = the GPU if there is one.
-
-    Raises:
-        FileNotFoundError, ValueError: no model there, or files that do not fit together.
     """
     from e2e_vl.api.model import load as load_trained  # torch and transformers take seconds to import
 
@@ -58,10 +53,13 @@ def load_detector(
         class_names: text file with a line for each class of the detector, for weights that come without names
             (bottom-up attention's objects_vocab.txt).
         attribute_names: the same for its attributes (attributes_vocab.txt); regions get attributes then.
-
-    Raises:
-        FileNotFoundError, ValueError: nothing there, or files that do not fit together.
     """
     from e2e_vl.api.detector import load_detector as load_trained  # torch takes seconds to import
 
     return load_trained(source, config, device, class_names=class_names, attribute_names=attribute_names)
+
+
+def register_encoders() -> None:
+    """Make the encoders known to `AutoConfig` and `AutoModel` of transformers."""
+    for part in ENCODERS.values():
+        _ = part.cls  # an encoder registers itself when it is imported
