@@ -252,7 +252,8 @@ def load_weights(
     if not refused.is_complete:
         part = " Or load a part of it: expect no_attributes or backbone." if isinstance(module, Detector) else ""
         raise UserError(
-            f"{source} does not fit the model's config: {refused.summary()}; use the settings it was trained with.{part}"
+            f"{source} does not fit the model's config: {refused.summary()}; use the settings it was trained with."
+            f"{part}"
         )
     for name, value in used.items():
         if own[name].is_floating_point() and not value.is_floating_point():

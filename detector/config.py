@@ -298,8 +298,8 @@ class AnchorConfig(Struct, frozen=True, rename=_under("MODEL.ANCHOR_GENERATOR"))
 class RPNConfig(Struct, frozen=True, rename=_under("MODEL.RPN")):
     """Region proposal network: matching, sampling, losses, and the choice of proposals.
 
-    `loss_normaliser` is what the losses are divided by: "batch_size", BATCH_SIZE_PER_IMAGE of each image (Detectron2), or
-    the number of "sampled" anchors (torchvision). Proposals stay whose sides are longer than `min_size` (Detectron2)
+    `loss_normaliser` divides the losses: "batch_size", BATCH_SIZE_PER_IMAGE of each image (Detectron2), or the number
+    of "sampled" anchors (torchvision). Proposals stay whose sides are longer than `min_size` (Detectron2)
     and at least `min_side` (torchvision's min_size), both in pixels, and whose objectness is at least `score_thresh`,
     a probability (torchvision's score_thresh). A -1 in `conv_dims` means the width of the feature map.
     """
@@ -334,9 +334,9 @@ class ROIHeadsConfig(Struct, frozen=True, rename=_under("MODEL.ROI_HEADS")):
     """RoIs: sampling for training, thresholds for testing, pooling, and the box predictor.
 
     `features_of` names the boxes that the features of detections are taken from: "final", the refined boxes, pooled
-    again; or "proposal", the proposals that they came from (as in bottom-up attention). `level_rule` is the
-    rounding by which a RoI is assigned to a feature map, see `assign_levels`. Final boxes stay whose sides are at least `min_side` pixels long
-    (torchvision: 0.01; Detectron2 keeps all).
+    again; or "proposal", the proposals that they came from (as in bottom-up attention). `level_rule` is the rounding
+    by which a RoI is assigned to a feature map, see `assign_levels`. Final boxes stay whose sides are at least
+    `min_side` pixels long (torchvision: 0.01; Detectron2 keeps all).
     """
 
     name: Literal["Res5ROIHeads", "StandardROIHeads"] = "Res5ROIHeads"
@@ -372,15 +372,15 @@ def _check_labels(part: RPNConfig | ROIHeadsConfig, prefix: str) -> None:
     _require(
         len(part.iou_labels) == len(part.iou_thresholds) + 1
         and list(part.iou_thresholds) == sorted(part.iou_thresholds),
-        f"{prefix}.IOU_THRESHOLDS must rise, and {prefix}.IOU_LABELS must hold one of -1, 0, 1 per interval between them",
+        f"{prefix}.IOU_THRESHOLDS must rise, and {prefix}.IOU_LABELS must hold -1, 0 or 1 per interval between them",
     )
 
 
 class BoxHeadConfig(Struct, frozen=True, rename=_under("MODEL.ROI_BOX_HEAD")):
     """Convolutions and fully connected layers on RoI maps (`StandardROIHeads`).
 
-    `region_feature` is the output that describes a region: "head" is the input of the box predictor; "fc6" and "fc7" are the
-    outputs of the first and second fully connected layer after their ReLU; "mean" is the mean of the pooled RoI map.
+    `region_feature` describes a region: "head" is the input of the box predictor; "fc6" and "fc7" are the outputs of
+    the first and second fully connected layer after their ReLU; "mean" is the mean of the pooled RoI map.
     The box predictor always reads the last layer.
     """
 
@@ -653,7 +653,7 @@ def _check_parts(config: DetectorConfig) -> None:
         _require(
             resnet == ResNetConfig(**{name: getattr(resnet, name) for name in others})
             and resnet.norm in ("FrozenBN", "BN"),
-            f"With MODEL.BACKBONE.NAME {MOBILENET_BACKBONE}, MODEL.RESNETS.NORM must be FrozenBN or BN, and the widths, "
+            f"With MODEL.BACKBONE.NAME {MOBILENET_BACKBONE}, MODEL.RESNETS.NORM must be FrozenBN or BN, and widths, "
             "groups, dilation and pool of a ResNet are not read; leave them out",
         )
     if config.is_fpn:

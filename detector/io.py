@@ -201,17 +201,12 @@ def atomic_file(path: Path) -> Iterator[Path]:
     part = _beside(path, f".{os.getpid()}.{threading.get_native_id()}{_PART}")
     try:
         yield part
-        take_place(part, path)
+        _sync(part)
+        part.replace(path)
+        _sync(path.parent)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-
-
-def take_place(part: Path, path: Path) -> None:
-    """Flush a complete file to disk and rename it; both lie in one folder."""
-    _sync(part)
-    part.replace(path)
-    _sync(path.parent)
 
 
 @contextlib.contextmanager

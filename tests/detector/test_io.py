@@ -120,7 +120,7 @@ def test_arrays_of_every_protocol(tmp_path: Path, protocol: int):
 
 
 def python2_pickle(name: str, array: np.ndarray) -> bytes:
-    """What Python 2's cPickle writes with protocol 2: the name and the bytes of the array are strings of no encoding."""
+    """What Python 2's cPickle writes with protocol 2: name and content of the array are strings of no encoding."""
 
     def text(value: bytes) -> bytes:
         return b"T" + struct.pack("<i", len(value)) + value

@@ -37,9 +37,7 @@ def opened(folder: Path, *left_out: str, phrases: bool = True) -> VisualGenomeDa
     files = {key: name for key, name in FILES.items() if key not in left_out}
     settings = DataSettings(name="visual_genome", root=str(folder), files=files)
     wants = Wants(BoxSource.ONLINE, phrases=phrases)
-    return VisualGenomeDataset(
-        DataFiles(settings, VisualGenomeDataset.known_files), GenomeOptions(), "train", wants
-    )
+    return VisualGenomeDataset(DataFiles(settings, VisualGenomeDataset.known_files), GenomeOptions(), "train", wants)
 
 
 def test_nouns_stand_where_the_graphs_say(folder):
