@@ -347,11 +347,12 @@ def test_the_encoder_is_known_to_transformers(trained_run):
 
 def test_auto_classes_know_the_encoders_after_they_are_registered(trained_run):
     folder = str(trained_run.path / "model" / "encoder")
-    code = "import e2e_vl
+    code = f"""
+import e2e_vl
 from transformers import AutoConfig
 e2e_vl.register_encoders()
-"
-    code += f"print(AutoConfig.from_pretrained({folder!r}).model_type)"
+print(AutoConfig.from_pretrained({folder!r}).model_type)
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "vl_bert"
 
