@@ -21,7 +21,7 @@ KNOWN = ("images", "captions", "corpus")
 def test_names_of_files_have_placeholders_and_start_from_the_root(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     files = {"captions": "cc/{split}.json", "images": "/elsewhere/{images}", "corpus": "a.doc+{split}.doc"}
-    found = DataFiles(DataSettings(name="some", root="~/data", files=files), KNOWN)
+    found = DataFiles(DataSettings(name="captions", root="~/data", files=files), KNOWN)
     assert found.path("captions", split="val") == tmp_path / "data" / "cc" / "val.json"
     assert found.path("images", split="val", images="val2014") == Path("/elsewhere/val2014")
     assert found.name("corpus", split="val") == "a.doc+val.doc"
@@ -29,10 +29,10 @@ def test_names_of_files_have_placeholders_and_start_from_the_root(tmp_path, monk
 
 
 def test_files_that_are_unknown_or_not_set():
-    with pytest.raises(ValueError, match=r"data\.files of some: the key"):
-        DataFiles(DataSettings(name="some", root=".", files={"image": "x"}), KNOWN)
-    with pytest.raises(ValueError, match=r"data\.files\.corpus is not set; it names the corpus of some"):
-        DataFiles(DataSettings(name="some", root="."), KNOWN).path("corpus")
+    with pytest.raises(ValueError, match=r"data\.files of captions: the key"):
+        DataFiles(DataSettings(name="captions", root=".", files={"image": "x"}), KNOWN)
+    with pytest.raises(ValueError, match=r"data\.files\.corpus is not set; it names the corpus of captions"):
+        DataFiles(DataSettings(name="captions", root="."), KNOWN).path("corpus")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
+from e2e_vl.config import DataSettings
 from e2e_vl.data.base import VLDataset
-from e2e_vl.data.captions import CaptionDataset, CocoCaptions
-from e2e_vl.data.coco import CocoDetectionDataset, CocoInstances
+from e2e_vl.data.captions import CaptionDataset
+from e2e_vl.data.coco import CocoDetectionDataset
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.data.vqa import VQADataset
@@ -16,13 +16,17 @@ from tests.data.tiny_refcoco import TinyRefCOCO
 from tests.data.tiny_vqa import write_vqa
 
 
+def settings_of(tiny: TinyRefCOCO, name: str, files: dict[str, str], config: dict | None = None) -> DataSettings:
+    return DataSettings(name=name, root=str(tiny.images_root.parent), files=files, config=config or {})
+
+
 def refcoco(tiny: TinyRefCOCO) -> RefCOCODataset:
     return open_dataset(RefCOCODataset, tiny.settings, "train", "gt")
 
 
 def coco_detection(tiny: TinyRefCOCO) -> CocoDetectionDataset:
-    settings = dataclasses.replace(tiny.settings, files={"images": "images", "instances": "instances.json"})
-    return open_dataset(CocoDetectionDataset, settings, "train")
+    files = {"images": "images", "instances": "instances.json"}
+    return open_dataset(CocoDetectionDataset, settings_of(tiny, "coco_detection", files), "train")
 
 
 def vqa(tiny: TinyRefCOCO) -> VLDataset:
@@ -37,7 +41,8 @@ def captions(tiny: TinyRefCOCO) -> CaptionDataset:
     ]
     file = tiny.images_root.parent / "captions.json"
     file.write_text(json.dumps({"images": tiny.instances["images"], "annotations": rows}), encoding="utf-8")
-    return CaptionDataset(CocoCaptions([(file, tiny.images_root)]), instances=CocoInstances(tiny.instances_file))
+    files = {"images": "images", "instances": "instances.json", "captions": file.name}
+    return open_dataset(CaptionDataset, settings_of(tiny, "captions", files), "train", "gt", objects=True)
 
 
 def vcr(tiny: TinyRefCOCO) -> VCRDataset:
@@ -72,7 +77,7 @@ def vcr(tiny: TinyRefCOCO) -> VCRDataset:
     file = tiny.images_root.parent / "vcr.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     files, config = {"images": "images", "questions": "vcr.jsonl"}, {"class_names": ["square", "box"]}
-    return open_dataset(VCRDataset, dataclasses.replace(tiny.settings, files=files, config=config), "train", "gt")
+    return open_dataset(VCRDataset, settings_of(tiny, "vcr", files, config), "train", "gt")
 
 
 READERS = {reader.__name__: reader for reader in (refcoco, coco_detection, vqa, captions, vcr)}

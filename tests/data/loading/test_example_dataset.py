@@ -193,7 +193,7 @@ def data_look(example) -> tuple[bool, float]:
 
 
 def test_nothing_but_broken_images_is_an_error(tiny):
-    with pytest.raises(ValueError, match=r"20 images in a row cannot be read; .* The last: .*seven"):
+    with pytest.raises(ValueError, match="20 images in a row cannot be read"):
         broken(tiny, 3, skip_broken=True)[Request(0, (0,))]
     dataset = captions(tiny)
     dataset.groups = TextGroups.consecutive([2])
