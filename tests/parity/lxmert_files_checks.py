@@ -18,6 +18,7 @@ from e2e_vl.data.features import TsvStore
 from e2e_vl.data.image_loader import StoredBoxes
 from e2e_vl.data.lxmert import ImageSentenceDataset, ListedPairDataset, ScoredQuestionDataset
 from e2e_vl.metrics.vqa import VQAPrediction
+from e2e_vl.parts import DATASETS
 from e2e_vl.samples import ScoredAnswers
 from e2e_vl.tasks.config import GQAConfig, VQAConfig
 from e2e_vl.tasks.gqa import GQATask
@@ -61,7 +62,8 @@ ANSWERING: dict[str, Callable[[list[str]], AnswerTask]] = {
 def opened(golden, kind: type[VLDataset], files: dict[str, str], sets: dict[str, str], split: str) -> VLDataset:
     golden.require("data")
     options = {"image_sets": sets, "leave_out_unseen": True}
-    settings = DataSettings(name="data", root=str(golden.folder / "data"), files=files, config=options)
+    name = next(name for name, part in DATASETS.items() if part.cls is kind)
+    settings = DataSettings(name=name, root=str(golden.folder / "data"), files=files, config=options)
     return kind(*open_options(kind, settings), split, Wants(BoxSource.PRECOMPUTED))
 
 
@@ -156,15 +158,15 @@ def test_targets_of_fine_tuning(golden, rules, name):
     task = ANSWERING[name](read_answers(golden.folder / "data" / name / "trainval_label2ans.json"))
     by_class = read_answers(golden.folder / "data" / name / "trainval_ans2label.json")
     assert task.answers == by_class
-    preprocessor, labelled = task.make_preprocessor(None), 0
+    labelled = 0
     for splits in (splits for kind, splits in items(rules) if kind == name):
         dataset = open_items(golden, name, splits)
         for number, truth in enumerate(dataset.truths()):
-            targets, _ = preprocessor.judged(truth, mirrored=False)
+            judged = task.answer_list.judge(truth)
             recorded = arrays.get(f"{name}.{'+'.join(splits)}.{number}.target")
-            assert (targets.scores is None) == (recorded is None)
+            assert (judged is None) == (recorded is None)
             if recorded is not None:
-                np.testing.assert_array_equal(targets.scores, recorded)
+                np.testing.assert_array_equal(task.answer_list.targets_of(judged.scores), recorded)
                 labelled += 1
     assert labelled
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 from e2e_vl.config import load_config
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
-from e2e_vl.parts import decode
 from e2e_vl.run.build import build_objectives
 from e2e_vl.tasks.base import Sizes
-from e2e_vl.tasks.config import GQAConfig, NLVR2Config, PretrainingConfig, VQAConfig
 from e2e_vl.tasks.gqa import GQATask
 from e2e_vl.tasks.nlvr2 import NLVR2Task
 from e2e_vl.tasks.pretraining import PretrainingTask
@@ -25,7 +24,7 @@ golden = common.golden
 CONFIGS = Path(__file__).parents[2] / "configs"
 DECODER = "cls.predictions.decoder.weight"  # the word table of the encoder
 TRUNK = ("bert.", "lxrt_encoder.")
-ANSWERING = {"vqa": (VQATask, VQAConfig), "gqa": (GQATask, GQAConfig)}
+ANSWERING = {"vqa": VQATask, "gqa": GQATask}
 
 
 def shipped_task(kind: str, answers: int) -> nn.Module:
@@ -33,10 +32,10 @@ def shipped_task(kind: str, answers: int) -> nn.Module:
     config = load_config(
         CONFIGS / ("pretraining" if kind == "pretrain" else kind) / "lxmert.yaml", ["data.root=unused"]
     )
-    settings = dict(config.task.config)
+    settings = config.task.config
     names = [f"answer {number}" for number in range(answers)]
     with torch.device("meta"):
-        encoder = LxmertEncoder(LxmertEncoderConfig(**config.encoder.config))
+        encoder = LxmertEncoder(LxmertEncoderConfig(**msgspec.structs.asdict(config.encoder.config)))
         sizes = Sizes(
             encoder.hidden_size,
             encoder.config.vocab_size,
@@ -44,14 +43,12 @@ def shipped_task(kind: str, answers: int) -> nn.Module:
             summary_size=encoder.summary_size,
         )
         if kind == "nlvr2":
-            return NLVR2Task.build(sizes, decode(settings, NLVR2Config, "task.config"))
+            return NLVR2Task.build(sizes, settings)
         if kind in ANSWERING:
-            task, settings_of = ANSWERING[kind]
-            return task.build(sizes, decode(settings | {"answers": names}, settings_of, "task.config"))
-        objectives = settings["objectives"]
-        objectives = objectives | {"image_qa": objectives["image_qa"] | {"answers": names}}
-        own = decode(settings, PretrainingConfig, "task.config")
-        return PretrainingTask(sizes, own, build_objectives(objectives, sizes))
+            return ANSWERING[kind].build(sizes, msgspec.structs.replace(settings, answers=names))
+        image_qa = msgspec.structs.replace(settings.objectives["image_qa"], answers=names)
+        objectives = settings.objectives | {"image_qa": image_qa}
+        return PretrainingTask(sizes, settings, build_objectives(objectives, sizes))
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "vqa", "gqa", "nlvr2"])

@@ -15,10 +15,9 @@ from detector.config import DetectorConfig
 from detector.r2c import R2CNetwork
 from e2e_vl.config import load_config
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
-from e2e_vl.parts import decode
 from e2e_vl.run.build import build_objectives
 from e2e_vl.tasks.base import Sizes, Task
-from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config, PretrainingConfig, VCRConfig, VQAConfig
+from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config, VCRConfig, VQAConfig
 from e2e_vl.tasks.flickr30k import Flickr30KTask
 from e2e_vl.tasks.nlvr2 import NLVR2Task
 from e2e_vl.tasks.pretraining import PretrainingTask
@@ -104,8 +103,7 @@ def pretraining_task(name: str, encoder: VisualBertEncoder) -> PretrainingTask:
     settings = load_config(CONFIGS / f"pretraining/visual_bert_coco_{name}.yaml", ["data.root=unused"]).task.config
     sizes = Sizes(encoder.hidden_size, encoder.config.vocab_size, encoder.config.feature_dim)
     with torch.device("meta"):
-        own = decode(settings, PretrainingConfig, "task.config")
-        return PretrainingTask(sizes, own, build_objectives(settings["objectives"], sizes))
+        return PretrainingTask(sizes, settings, build_objectives(settings.objectives, sizes))
 
 
 def task_of(name: str, head: dict[str, Tensor], encoder: VisualBertEncoder) -> Task:

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,11 +23,10 @@ from e2e_vl.data.nlvr2 import read_examples
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, box_numbers
 from e2e_vl.examples import TextExample
 from e2e_vl.metrics.flickr30k import right_candidates
-from e2e_vl.parts import decode
 from e2e_vl.samples import CorrectChoice, HumanAnswers, PhraseBoxes, SampleText
 from e2e_vl.structures import Batch, ModelOutput, TaskOutput, TextBatch
 from e2e_vl.tasks.base import Task
-from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config, VQAConfig
+from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config
 from e2e_vl.tasks.flickr30k import Flickr30KTask
 from e2e_vl.tasks.nlvr2 import NLVR2Task
 from e2e_vl.tasks.question_answering import AnswerTargets
@@ -53,7 +53,7 @@ def answering(data_rules: dict[str, Any], **fields: Any) -> VQATask:
     """The shipped task with the recorded answers."""
     settings = load_config(CONFIGS / "vqa/visual_bert.yaml", ["data.root=DATA"]).task.config
     answers = part_of(data_rules, "vqa", "answers")
-    return VQATask(8, decode(settings | {"answers": answers} | fields, VQAConfig, "task.config"))
+    return VQATask(8, msgspec.structs.replace(settings, answers=answers, **fields))
 
 
 def test_texts_of_questions(data_rules, rules_tokenizer):

@@ -74,7 +74,7 @@ def test_captions_sizes_of_resized_images(golden_root):
 def test_captions_image_boxes_classes_and_words_are_those_of_the_official_code(facts, arrays, source):
     short, long = facts["scales"]
     captions = CaptionDataset(source, boxes_come_along=True)
-    text_tokenizer = TextTokenizer(load_tokenizer(source.path.parent / "vocab.txt"), VLBertModel.layout)
+    text_tokenizer = TextTokenizer(load_tokenizer(source.lines.path.parent / "vocab.txt"), VLBertModel.layout)
     preprocessor = PretrainingPreprocessor(text_tokenizer, {"masked_words": WordMasking(text_tokenizer)})
     for number, case in enumerate(facts["cases"]):
         rules = ImageRules((ResizeRule(short, long, "truncate"),), flip_probability=float(case["flip"]))

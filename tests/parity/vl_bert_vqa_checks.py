@@ -15,6 +15,7 @@ from detector.precomputed import PrecomputedDetector
 from detector.structures import ImageBatch, PrecomputedFeatures
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.samples import HumanAnswers
 from e2e_vl.structures import Batch
 from e2e_vl.tasks.config import VQAConfig
 from e2e_vl.tasks.question_answering import AnswerTargets
@@ -126,6 +127,6 @@ def test_vqa_soft_target_and_swapped_words(golden):
     recorded = json.loads((golden.folder / "data.json").read_text())
     target, words = recorded["vqa_target"], recorded["flip_words"]
     task = VQATask(4, VQAConfig(answers=target["vocab"]))
-    ours = task.answer_list.soft_targets(target["answers"])
+    ours = task.answer_list.targets_of(task.answer_list.judge(HumanAnswers(tuple(target["answers"]))).scores)
     assert ours.tolist() == pytest.approx(target["target"], abs=1e-7)
     assert swap_left_right(words["tokens"]) == words["out"]
