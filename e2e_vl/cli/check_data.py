@@ -205,7 +205,7 @@ class SplitWalk:
             self.tokenizer = None if vocabulary is None else load_tokenizer(vocabulary)
             self.answers: set[str] | None = None
             if self.task.chooses_answers:
-                self.answers = set(possible_answers(config, config.task.config.min_answer_count))
+                self.answers = set(possible_answers(config))
             main = next((one for one in boxes if one.reads_annotations), boxes[0])
             dataset = open_split(config, split, main, training=split == config.data.train_split)
             self._walk(dataset, max_images)

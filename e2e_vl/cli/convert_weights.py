@@ -35,6 +35,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -54,12 +55,8 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     kind.add_argument("--config", type=Path, help="Detectron2 YAML file of the detector to convert")
     kind.add_argument("--run", type=Path, help="YAML file of a run: convert a whole official VL-BERT model")
     parser.add_argument("--output", type=Path, required=True, help="folder, .pth, .safetensors, .model or .th to write")
-    parser.add_argument(
-        "--expect",
-        choices=EXPECTED_PARTS,
-        default="all",
-        help="what the file must hold; only what it holds is written (default: all)",
-    )
+    expect_help = "what the file must hold; only what it holds is written (default: all)"
+    parser.add_argument("--expect", choices=EXPECTED_PARTS, default="all", help=expect_help)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --run: settings that beat the file")
     return parser
 
@@ -74,20 +71,15 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         raise UserError(f"{options.overrides[0]}: settings are for --run.")
     elif options.config is not None:
         convert(options.weights, options.config, options.output, options.expect)
-    elif options.output.suffix in (suffixes := official_suffixes()):
-        export_official(options.weights, options.output)
     else:
-        raise UserError(
-            f"What is {options.weights}? Give --config for a detector, --run for an official model, or a run "
-            f"directory and an --output that ends with {' or '.join(suffixes)}."
-        )
+        export_official(options.weights, options.output)
     return 0
 
 
 def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
     """Read, check, print the report, and write the tensors that were matched: nothing random gets into the file."""
     is_folder = output.suffix not in (".pth", ".safetensors")
-    if is_folder and (output.is_file() or output.suffix in (".pkl", ".pt", ".bin", ".model")):
+    if is_folder and output.suffix in (".pkl", ".pt", ".bin", ".model"):
         raise UserError(f"{output} is not a folder, a .pth or a .safetensors file.")
     # late: they import torch
     from detector.checkpoint import CONFIG_NAME, WEIGHTS_NAME, load_checkpoint, save_weights
@@ -107,7 +99,7 @@ def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
 
 def import_official(weights: Path, run: Path, output: Path, overrides: list[str]) -> None:
     """Write a model folder with the weights of an official file; what it lacks stays random, and is reported."""
-    if output.suffix or output.is_file():
+    if output.suffix:
         raise UserError(f"{output} is not a folder.")
     if not weights.is_file():
         raise MissingFileError(f"{weights}: no such weights file.")
@@ -118,12 +110,11 @@ def import_official(weights: Path, run: Path, output: Path, overrides: list[str]
     from e2e_vl.run.checkpoint import save_model
 
     start = {"weights": str(weights)}
-    if config.detector.backend != "precomputed":
-        config = msgspec.structs.replace(
-            config, detector=msgspec.structs.replace(config.detector, **start, expect="backbone")
-        )
+    detector = config.detector
+    if detector.backend != "precomputed":
+        detector = msgspec.structs.replace(detector, **start, expect="backbone")
     encoder, task = (msgspec.structs.replace(part, **start) for part in (config.encoder, config.task))
-    config = resolve(msgspec.structs.replace(config, encoder=encoder, task=task))
+    config = resolve(msgspec.structs.replace(config, detector=detector, encoder=encoder, task=task))
     tokenizer = build_tokenizer(config)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     with atomic_files(output, "config.yaml") as part:
@@ -131,35 +122,56 @@ def import_official(weights: Path, run: Path, output: Path, overrides: list[str]
     print(f"written: {output}")
 
 
-def official_suffixes() -> list[str]:
-    """Of the official files that models of ours can be written as."""
-    from e2e_vl.run.build import ADAPTERS  # late: it imports torch
-
-    return sorted({adapter.suffix for adapters in ADAPTERS.values() for adapter in adapters if adapter.suffix})
-
-
 def export_official(folder: Path, output: Path) -> None:
     """Write a trained model of ours as an official file, and say what has no place in it.
 
     The answers of VQA, in the order of the classes, are written beside it.
     """
-    from e2e_vl.run.build import (
-        ADAPTERS,  # late: it imports torch
-        OFFICIAL_SUFFIX,
-        official_lines,
-    )
+    from e2e_vl.run.build import ADAPTERS  # late: it imports torch
     from e2e_vl.run.checkpoint import load_model
 
+    suffixes = sorted({adapter.suffix for adapters in ADAPTERS.values() for adapter in adapters if adapter.suffix})
+    if output.suffix not in suffixes:
+        raise UserError(
+            f"What is {folder}? Give --config for a detector, --run for an official model, or a run directory and an "
+            f"--output that ends with {' or '.join(suffixes)}."
+        )
     config, model, _ = load_model(folder)
     adapters = [adapter for adapter in ADAPTERS.get(config.encoder.name, ()) if adapter.suffix == output.suffix]
     if not adapters:
         raise UserError(
             f"{folder}: its encoder '{config.encoder.name}' has no official format that ends with {output.suffix}."
         )
-    lines = official_lines(model.task) if model.task.chooses_answers else None  # before anything is written
+    lines = None
+    if model.task.chooses_answers:  # before anything is written
+        lines = official_lines(model.task.answers, model.task.official_answer)
     left_out = adapters[0].export(model, config.task.name, output)
     print(f"left out: {len(left_out)}", *(f"  {name}" for name in left_out), f"written: {output}", sep="\n")
     if lines is not None:
-        path = output.with_suffix(OFFICIAL_SUFFIX)
-        write_text(path, lines)
-        print(f"written: {path} ({len(model.task.answers)} answers in the order of the classes; a run needs both)")
+        path = output.with_suffix(".answers.txt")
+        write_text(path, "".join(f"{line}\n" for line in lines))
+        print(f"written: {path} ({len(lines)} answers in the order of the classes; a run needs both)")
+
+
+def official_lines(answers: Sequence[str], read: Callable[[str], str]) -> list[str]:
+    """The lines of an answer vocabulary of official code, one per answer in the order of their classes.
+
+    Lines of an official file that are read alike are one answer with several classes, of which the first counts; they
+    are written as different lines again ("t shirt", then "t-shirt"), since `read_answers` refuses equal ones.
+
+    Args:
+        read: the answer that official code reads in a line.
+    """
+    used: dict[str, int] = {}  # line -> number of its answer
+    for number, answer in enumerate(answers):
+        own = answer.strip().lower()
+        # official code deletes the first 32 periods that no digit follows
+        spellings = (own, own.replace(" ", "-"), own.replace(" ", "-", 1), *(own + "." * dots for dots in range(1, 33)))
+        line = next((one for one in spellings if one and one not in used and read(one) == answer), None)
+        if line is None or "\n" in line:
+            raise UserError(
+                f"Answer {number} is {answer!r}, which an official answer vocabulary (one answer per line, each once) "
+                "cannot hold; train with a list without it, task.config.answers."
+            )
+        used[line] = number
+    return list(used)

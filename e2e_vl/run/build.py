@@ -1,8 +1,4 @@
-"""From settings to objects: the only place that knows which detectors, encoders, tasks, objectives and data sets exist.
-
-A new encoder, task, objective or data set is a file of its own and one entry in a dict below; CONTRIBUTING.md walks
-through it.
-"""
+"""From settings to objects: model, tokenizer and data of a run. `e2e_vl/parts.py` lists the parts by name."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import dataclasses
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,125 +43,7 @@ from e2e_vl.weights.start import StartRules, check_vocabulary, load_encoder, loa
 from e2e_vl.weights.visual_bert import OfficialVisualBert, TransformersVisualBert, VisualBertFromBert
 from e2e_vl.weights.vl_bert import OfficialVLBert
 
-# The list of possible answers of a task: read, or built from the training annotations, and kept with the model.
-
-
-OFFICIAL_SUFFIX = ".answers.txt"
-
-
-def are_given(config: RunConfig) -> bool:
-    """Whether the settings name the answers, so that the order of the classes is theirs."""
-    return getattr(config.task.config, "answers", None) is not None or "answers" in config.data.files
-
-
-def answers_path(config: RunConfig) -> Path | None:
-    """The file that gives the answers; None where they are a list in the settings, or are built."""
-    given = getattr(config.task.config, "answers", None)
-    if given is None and "answers" in config.data.files:
-        return user_path(config.data.root, "data.root") / config.data.files["answers"]
-    return user_path(given, "task.config.answers") if isinstance(given, str) else None
-
-
-def possible_answers(
-    config: RunConfig,
-    min_count: int,
-) -> list[str]:
-    """Answers in the order of their classes.
-
-    `task.config.answers` (a list or a file) or the file `data.files.answers`, under data.root, gives them. Without
-    either they are built from the annotations of the training split, where each must answer at least `min_count`
-    questions. The task spells the answers of annotations and of text files.
-
-    Raises:
-        FileNotFoundError, ValueError: see `read_answers`, the data set's reader and `frequent_answers`.
-    """
-    task, dataset = TASKS[config.task.name].cls, DATASETS[config.data.name].cls
-    given = getattr(config.task.config, "answers", None)
-    if given is not None and not isinstance(given, str):
-        return list(given)
-    path = answers_path(config)
-    if path is not None:
-        answers = read_answers(path)
-        return [task.official_answer(answer) for answer in answers] if path.suffix == ".txt" else answers
-    given = dataset.answers_of(*open_options(dataset, config.data), config.data.train_split)
-    return frequent_answers(given, min_count, task.spell_answer)
-
-
-def with_answers(objective: Any) -> Any:
-    """The settings of an objective, with the list in the place of a file of answers.
-
-    Raises:
-        FileNotFoundError, ValueError: see `read_answers`.
-    """
-    path = getattr(objective, "answers", None)
-    if not isinstance(path, str):
-        return objective
-    return msgspec.structs.replace(objective, answers=list(read_answers(path, objective.answer_sources)))
-
-
-def frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spell: Callable[[str], str]) -> list[str]:
-    """A list of answers from the most frequent answer to each question, by question id.
-
-    Those that, spelled alike, at least `min_count` questions have. The empty answer may be one of them. Ordered by
-    falling count, then alphabetically; published vocabularies have orders of their own.
-
-    Raises:
-        ValueError: no answer is frequent enough.
-    """
-    counts = Counter(spell(answer) for answer in most_frequent.values())
-    kept = [answer for answer, count in counts.items() if count >= min_count]
-    if not kept:
-        raise UserError(
-            f"no answer belongs to at least {min_count} of the {len(most_frequent)} questions; lower the least count"
-        )
-    return sorted(kept, key=lambda answer: (-counts[answer], answer))
-
-
-def official_lines(task: Task) -> str:
-    """A task's answers as the text file of official code, one per line in the order of their classes.
-
-    Lines of an official file that the task spells alike are one answer with several classes, of which the first counts;
-    they are written as different lines again ("t shirt", then "t-shirt"), since `read_answers` refuses equal ones.
-
-    Raises:
-        ValueError: an answer that such a file cannot hold: an empty one, one that is read back as another (lines are
-            stripped and lower-cased, and the task spells them as official code does), or one that is there several
-            times and that no other line is read as.
-    """
-    used: dict[str, int] = {}  # line -> number of its answer
-    for number, answer in enumerate(task.answers):
-        own = answer.strip().lower()
-        if len(own.splitlines()) != 1 or task.official_answer(own) != answer:
-            raise UserError(
-                f"Answer {number} is {answer!r}, which an official answer vocabulary (one answer per line) cannot "
-                "hold; train with a list without it, task.config.answers."
-            )
-        lines = (one for one in _spellings(own) if one not in used and task.official_answer(one) == answer)
-        line = next(lines, None)
-        if line is None:
-            raise UserError(
-                f"Answers {used[own]} and {number} are both {answer!r}, which an official answer vocabulary holds once "
-                "only; train with a list that has it once, task.config.answers."
-            )
-        used[line] = number
-    return "".join(f"{line}\n" for line in used)
-
-
-def _spellings(line: str) -> Iterator[str]:
-    """The line, then lines that official code may read as the same answer: with a hyphen, or with periods at the end.
-
-    Official code deletes the first 32 periods that no digit follows.
-    """
-    yield line
-    if " " in line:
-        yield line.replace(" ", "-")
-        yield line.replace(" ", "-", 1)
-    for number in range(1, 33):
-        yield line + "." * number
-
-
 logger = logging.getLogger(__name__)
-
 
 ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # of encoders that start from files of other projects
     "vl_bert": (OfficialVLBert(), BertStart()),
@@ -173,18 +51,11 @@ ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # of encoders that start fro
     "lxmert": (OfficialLxmert(), TransformersLxmert(), BertBelow()),
 }
 
-# told which part's weights came from which path, and how they fit
-TellStart = Callable[[str, str, LoadReport], None]
-
 
 def resolve(config: RunConfig) -> RunConfig:
     """The settings with everything that follows from files; nothing changes them later.
 
     `data.resize` comes from the detector's YAML file where it is null, so that the saved settings hold numbers.
-
-    Raises:
-        UserError: predicted boxes of a detector that never learns to find any, a selection of boxes that
-            nothing reads, or sizes of training and testing that `data.resize` cannot express together.
     """
     is_random = config.detector.loss_weight == 0 and config.detector.weights is None
     if config.data.boxes.train is BoxSource.ONLINE and is_random:
@@ -220,10 +91,62 @@ def resolve(config: RunConfig) -> RunConfig:
     return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, resize=resize))
 
 
-def log_start(part: str, path: str, report: LoadReport) -> None:
+# The list of possible answers of a task: read, or built from the training annotations, and kept with the model.
+
+
+def has_answers(config: RunConfig) -> bool:
+    """Whether the settings name the answers, so that the order of the classes is theirs."""
+    return getattr(config.task.config, "answers", None) is not None or "answers" in config.data.files
+
+
+def possible_answers(config: RunConfig) -> list[str]:
+    """Answers in the order of their classes.
+
+    `task.config.answers` (a list or a file) or the file `data.files.answers`, under data.root, gives them. Without
+    either they are built from the annotations of the training split, where each must answer at least
+    `task.config.min_answer_count` questions. The task spells the answers of annotations and of text files.
+    """
+    task, dataset, settings = TASKS[config.task.name].cls, DATASETS[config.data.name].cls, config.task.config
+    if settings.answers is not None and not isinstance(settings.answers, str):
+        return list(settings.answers)
+    if not has_answers(config):
+        given = dataset.answers_of(*open_options(dataset, config.data), config.data.train_split)
+        return frequent_answers(given, settings.min_answer_count, task.spell_answer)
+    path = user_path(settings.answers or Path(config.data.root, config.data.files["answers"]), "task.config.answers")
+    answers = read_answers(path)
+    return [task.official_answer(answer) for answer in answers] if path.suffix == ".txt" else answers
+
+
+def frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spell: Callable[[str], str]) -> list[str]:
+    """A list of answers from the most frequent answer to each question, by question id.
+
+    Those that, spelled alike, at least `min_count` questions have. The empty answer may be one of them. Ordered by
+    falling count, then alphabetically; published vocabularies have orders of their own.
+    """
+    counts = Counter(spell(answer) for answer in most_frequent.values())
+    kept = [answer for answer, count in counts.items() if count >= min_count]
+    if not kept:
+        raise UserError(
+            f"no answer belongs to at least {min_count} of the {len(most_frequent)} questions; lower the least count"
+        )
+    return sorted(kept, key=lambda answer: (-counts[answer], answer))
+
+
+# The model.
+
+
+class Start(NamedTuple):
+    """Weights that a part of the model started from."""
+
+    part: str  # detector, encoder, task or phrases
+    path: str
+    report: LoadReport
+
+
+def log_start(start: Start) -> None:
     """Log what came from a weights file; a warning if something stayed random or unused."""
-    level = logging.INFO if report.is_complete else logging.WARNING
-    logger.log(level, "%s (%s names): %s.", path, report.layout, report.summary())
+    level = logging.INFO if start.report.is_complete else logging.WARNING
+    logger.log(level, "%s (%s names): %s.", start.path, start.report.layout, start.report.summary())
 
 
 def build_model(
@@ -231,18 +154,16 @@ def build_model(
     *,
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    tell_start: TellStart = log_start,
+    on_start: Callable[[Start], None] = log_start,
     is_saved: bool = False,
 ) -> VisionLanguageModel:
     """Detector, encoder and task with random or (`weights` of each) given starting values.
 
-    With `is_saved` the weights of a saved model are to be loaded afterwards, so that starting values are left out.
-
-    With the tokenizer, the task takes what it wants from the other parts (`Task.initialise`); `task.weights` beat that.
-    `tell_start` is called for each part that starts from weights ("detector", "encoder", "task" or "phrases").
-
-    Raises:
-        ValueError: the encoder cannot do what the task needs, or weights do not fit.
+    Args:
+        tokenizer: with it the task takes what it wants from the other parts (`Task.initialise`); `task.weights` beat
+            that.
+        on_start: called for each part that starts from weights.
+        is_saved: the weights of a saved model are loaded afterwards, so starting values are left out.
     """
     if is_saved:
         none = {"weights": None, "fallback_weights": None}
@@ -254,83 +175,69 @@ def build_model(
         )
     if tokenizer is not None and config.encoder.weights is not None:
         check_vocabulary(config.encoder.weights, tokenizer)
-    detector = build_detector(config, tell_start)
-    encoder = build_encoder(config, vocab_size=vocab_size, feature_dim=detector.feature_dim, tell_start=tell_start)
-    sizes = Sizes(
-        encoder.hidden_size, vocab_size, detector.feature_dim, detector.num_classes, summary_size=encoder.summary_size
-    )
+    detector = build_detector(config, on_start)
+    encoder = build_encoder(config, vocab_size=vocab_size, feature_dim=detector.feature_dim, on_start=on_start)
+    summary_size = encoder.summary_size
+    sizes = Sizes(encoder.hidden_size, vocab_size, detector.feature_dim, detector.num_classes, summary_size)
     task = build_task(config, sizes)
     for ability in task.needs:
         encoder.require(ability, f"The task {config.task.name}")
     if tokenizer is not None:
         task.initialise(tokenizer, encoder, detector)
-    for weights in (config.task.fallback_weights, config.task.weights):
-        if weights is not None:
-            knows_order = are_given(config) or not task.chooses_answers
-            report = load_task(task, weights, start_rules(config), knows_class_order=knows_order)
-            tell_start("task", weights, report)
-    rule = task.region_masking
-    needs_copy = rule is not None and rule.enabled and rule.teacher == "frozen"
-    teacher = copy.deepcopy(detector) if needs_copy else None
-    phrase_head = build_phrase_head(config, encoder, tell_start)
-    freeze = config.detector.freeze
+    rules = StartRules(config.task.name, ADAPTERS.get(config.encoder.name, ()))
+    knows_order = has_answers(config) or not task.chooses_answers
+    for weights in filter(None, (config.task.fallback_weights, config.task.weights)):
+        on_start(Start("task", weights, load_task(task, weights, rules, knows_class_order=knows_order)))
+    masking, phrase_head = task.region_masking, None
+    needs_teacher = masking is not None and masking.enabled and masking.teacher == "frozen"
+    if config.phrases.weight:
+        encoder.require(Ability.INTERMEDIATE_STATES, "phrases.weight")
+        if config.phrases.layer > encoder.num_joint_layers:
+            raise UserError(
+                f"phrases.layer is {config.phrases.layer}, but the encoder has {encoder.num_joint_layers} layers in "
+                "which words and regions read each other; set a number from 0 to that."
+            )
+        phrase_head = PhraseHead(encoder.hidden_size, config.phrases.size, config.phrases.layer)
+        if config.phrases.weights is not None:
+            report = load_phrase_head(phrase_head, config.phrases.weights)
+            on_start(Start("phrases", config.phrases.weights, report))
     return VisionLanguageModel(
-        detector, encoder, task, teacher=teacher, phrase_head=phrase_head, freeze_detector=freeze
+        detector,
+        encoder,
+        task,
+        teacher=copy.deepcopy(detector) if needs_teacher else None,
+        phrase_head=phrase_head,
+        freeze_detector=config.detector.freeze,
     )
 
 
-def build_phrase_head(config: RunConfig, encoder: Encoder, tell_start: TellStart = log_start) -> PhraseHead | None:
-    """The head that grounds phrases, if the settings have one.
-
-    Raises:
-        FileNotFoundError, ValueError: a layer that is not there, or weights that do not fit.
-    """
-    settings = config.phrases
-    if not settings.weight:
-        return None
-    encoder.require(Ability.INTERMEDIATE_STATES, "phrases.weight")
-    if settings.layer > encoder.num_joint_layers:
-        raise UserError(
-            f"phrases.layer is {settings.layer}, but the encoder has {encoder.num_joint_layers} layers in which words "
-            "and regions read each other; set a number from 0 to that."
-        )
-    head = PhraseHead(encoder.hidden_size, settings.size, settings.layer)
-    if settings.weights is not None:
-        tell_start("phrases", settings.weights, load_phrase_head(head, settings.weights))
-    return head
-
-
-def build_detector(config: RunConfig, tell_start: TellStart = log_start) -> Detector:
-    if config.detector.backend == "precomputed" and (config.detector.weights or config.detector.loss_weight):
+def build_detector(config: RunConfig, on_start: Callable[[Start], None] = log_start) -> Detector:
+    settings = config.detector
+    if settings.backend == "precomputed" and (settings.weights or settings.loss_weight):
         raise UserError(
             "detector.backend is precomputed: there is no network that detector.weights or detector.loss_weight could "
             "be for; leave them out."
         )
     try:
-        detector_class = DETECTORS[config.detector.backend].cls
+        detector_class = DETECTORS[settings.backend].cls
     except ImportError as error:  # Detectron2 is not installed
         raise UserError(str(error)) from error
-    detector = detector_class(read_detector_config(config.detector))
-    if config.detector.weights is not None:
-        report = load_checkpoint(detector, config.detector.weights, expect=config.detector.expect)
-        tell_start("detector", config.detector.weights, report)
+    detector = detector_class(read_detector_config(settings))
+    if settings.weights is not None:
+        on_start(
+            Start("detector", settings.weights, load_checkpoint(detector, settings.weights, expect=settings.expect))
+        )
     return detector
 
 
-def start_rules(config: RunConfig) -> StartRules:
-    """What says how the encoder and the task of the settings start from weights."""
-    return StartRules(config.task.name, ADAPTERS.get(config.encoder.name, ()))
-
-
 def build_encoder(
-    config: RunConfig, *, vocab_size: int, feature_dim: int, tell_start: TellStart = log_start
+    config: RunConfig, *, vocab_size: int, feature_dim: int, on_start: Callable[[Start], None] = log_start
 ) -> Encoder:
-    model_class = ENCODERS[config.encoder.name].cls
-    own = msgspec.structs.asdict(config.encoder.config)
+    model_class, own = ENCODERS[config.encoder.name].cls, msgspec.structs.asdict(config.encoder.config)
     encoder = model_class(model_class.config_class(vocab_size=vocab_size, feature_dim=feature_dim, **own))
-    for weights in (config.encoder.fallback_weights, config.encoder.weights):
-        if weights is not None:
-            tell_start("encoder", weights, load_encoder(encoder, weights, start_rules(config)))
+    rules = StartRules(config.task.name, ADAPTERS.get(config.encoder.name, ()))
+    for weights in filter(None, (config.encoder.fallback_weights, config.encoder.weights)):
+        on_start(Start("encoder", weights, load_encoder(encoder, weights, rules)))
     return encoder
 
 
@@ -338,27 +245,28 @@ def build_task(config: RunConfig, sizes: Sizes) -> Task:
     """The task with its head."""
     task_class, settings = TASKS[config.task.name].cls, config.task.config
     if task_class.chooses_answers:
-        least = settings.min_answer_count
-        answers = possible_answers(config, least)
-        settings = msgspec.structs.replace(settings, answers=answers)
-    if task_class.sums_objectives:
-        task = task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
-        if settings.choices is not None:
-            # the task that words texts for this one, which uses nothing else of it but the size of its masks
-            words_choices = TASKS[settings.choices.task].cls.build(sizes, settings.choices.config)
-            task.choice_preprocessor = words_choices.preprocessor
-            task.mask_size, task.mask_at = words_choices.mask_size, words_choices.mask_at
-        return task
-    return task_class.build(sizes, settings)
+        settings = msgspec.structs.replace(settings, answers=possible_answers(config))
+    if not task_class.sums_objectives:
+        return task_class.build(sizes, settings)
+    task = task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
+    if settings.choices is not None:
+        # the task that preprocesses texts for this one, which uses nothing else of it but the size of its masks
+        other = TASKS[settings.choices.task].cls.build(sizes, settings.choices.config)
+        task.choice_preprocessor = other.preprocessor
+        task.mask_size, task.mask_at = other.mask_size, other.mask_at
+    return task
 
 
 def build_objectives(settings: Mapping[str, Any], sizes: Sizes) -> dict[str, Objective]:
     """All objectives whose weight is not 0, in the order of `OBJECTIVES`; see `PretrainingConfig.objectives`."""
-    return {
-        name: OBJECTIVES[name].cls(sizes, with_answers(own))
-        for name, own in PretrainingConfig(objectives=dict(settings)).objectives.items()
-        if own.weight
-    }
+    objectives = {}
+    for name, own in PretrainingConfig(objectives=dict(settings)).objectives.items():
+        path = getattr(own, "answers", None)
+        if isinstance(path, str):
+            own = msgspec.structs.replace(own, answers=read_answers(path, own.answer_sources))
+        if own.weight:
+            objectives[name] = OBJECTIVES[name].cls(sizes, own)
+    return objectives
 
 
 # The data of a run: from settings to texts, loaded images and batches.
@@ -383,9 +291,7 @@ def make_synthetic_data(config: RunConfig) -> None:
         config=synthetic.config.scene,
         language=synthetic.config.language,
         formats=synthetic.formats,
-        workers=max(config.data.workers, os.cpu_count() or 1)
-        if config.data.workers
-        else 0,  # nothing else is at work yet
+        workers=max(config.data.workers, os.cpu_count() or 1) if config.data.workers else 0,  # all cores are idle yet
     )
 
 
@@ -395,10 +301,7 @@ def is_drawn(config: RunConfig) -> bool:
     if not stamp.is_file():
         return False
     formats = config.data.synthetic.formats
-    present = read_json(stamp, dict[str, Any]).get("formats", FORMATS)
-    if not isinstance(present, list | tuple) or not all(isinstance(name, str) for name in present):
-        raise UserError(f"{stamp}: formats is not a list of names; remove the folder and draw the data again.")
-    return set(FORMATS if formats is None else formats) <= set(present)
+    return set(FORMATS if formats is None else formats) <= set(read_json(stamp, dict[str, Any]).get("formats", FORMATS))
 
 
 def build_tokenizer(config: RunConfig, *, writes: bool = True) -> PreTrainedTokenizerBase:
@@ -431,48 +334,21 @@ def build_examples(
     *,
     boxes: BoxSource | str,
     training: bool = False,
-    dataset: VLDataset | None = None,
 ) -> ExampleDataset:
-    """One split, read, loaded and worded; training adds random resizing, mirroring and detection targets.
-
-    Args:
-        dataset: the split as `open_split` has read it already; None reads it.
-
-    Raises:
-        FileNotFoundError, ValueError: see `open_split`; or a task scores classes that are not the detector's.
-    """
+    """One split, read, loaded and preprocessed; training adds random resizing, mirroring and detection targets."""
     boxes = BoxSource(boxes)
-    if dataset is None:
-        dataset = open_split(config, split, boxes, training=training)
+    dataset = open_split(config, split, boxes, training=training)
     if model.task.predicts_classes and not training:
         dataset.check_classes(model.detector.num_classes, model.detector.class_names)
     preprocessor = model.task.preprocessor(build_text_tokenizer(config, model, tokenizer, training=training))
     loader = build_loader(config, model, dataset, boxes, training=training)
     loader.require_images(dataset.image_ids(), split)
-    return ExampleDataset(
-        dataset, loader, preprocessor, seed=config.seed, skip_broken=config.data.skip_broken and training
-    )
+    skip_broken = config.data.skip_broken and training
+    return ExampleDataset(dataset, loader, preprocessor, seed=config.seed, skip_broken=skip_broken)
 
 
-def wants_of(config: RunConfig, boxes: BoxSource, *, training: bool) -> Wants:
-    """What the settings read of a split that is trained or evaluated with these boxes."""
-    objects = training and config.detector.loss_weight > 0
-    return Wants(boxes, objects=objects, training=training, phrases=config.phrases.weight > 0)
-
-
-def open_split(
-    config: RunConfig,
-    split: str,
-    boxes: BoxSource,
-    *,
-    training: bool,
-) -> VLDataset:
-    """The facts of one split, read from its files.
-
-    Raises:
-        ValueError: precomputed features for a detector that needs pixels, or the other way round; boxes or a file that
-            the data set does not know; and see the data set.
-    """
+def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: bool) -> VLDataset:
+    """The facts of one split, read from its files."""
     if (boxes is BoxSource.PRECOMPUTED) != (config.detector.backend == "precomputed"):
         raise UserError(
             f"The box source is {boxes} and detector.backend is {config.detector.backend}: precomputed features need "
@@ -482,7 +358,8 @@ def open_split(
         logger.warning("%s.", config.data.boxes.unread_by_predicted_boxes)
     kind = DATASETS[config.data.name].cls
     check_boxes_source(kind, config.data.name, boxes)
-    wants = wants_of(config, boxes, training=training)
+    objects = training and config.detector.loss_weight > 0
+    wants = Wants(boxes, objects=objects, training=training, phrases=config.phrases.weight > 0)
     files, options = open_options(kind, config.data)
     sources = [key for key in kind.annotation_files if key in kind.known_files]
     if wants.annotations and sources and not any(key in files for key in sources):
@@ -543,24 +420,12 @@ def warn_of_random_boxes(settings: DetectorSettings) -> None:
     """To be called where a detector's predicted boxes are evaluated."""
     if settings.proposes_at_random:
         logger.warning(
-            "The detector's predicted boxes are random: it was neither trained (detector.loss_weight is 0, or it is frozen) "
-            "nor loaded with an RPN (detector.weights), so accuracies with boxes 'online' mean nothing."
+            "The detector's predicted boxes are random: it was neither trained (detector.loss_weight is 0, or it is "
+            "frozen) nor loaded with an RPN (detector.weights), so accuracies with boxes 'online' mean nothing."
         )
 
 
 # A run as a whole: model, tokenizer, data.
-
-
-# by split, boxes, and whether it is for training
-DataSets = dict[tuple[str, BoxSource, bool], VLDataset]
-
-
-class Start(NamedTuple):
-    """Weights that a part of the model started from."""
-
-    part: str  # detector, encoder, task or phrases
-    path: str
-    report: LoadReport
 
 
 @dataclasses.dataclass
@@ -576,29 +441,22 @@ class Run:
     eval_data: dict[tuple[str, BoxSource], ExampleDataset] = dataclasses.field(default_factory=dict)
 
 
-def build_run(config: RunConfig, datasets: DataSets | None = None, *, writes: bool = True) -> Run:
-    """Data (drawn first if the settings ask for it), tokenizer and model of settings as `resolve` returns them.
+def build_run(config: RunConfig, *, writes: bool = True) -> Run:
+    """Training data (drawn first if the settings ask for it), tokenizer and model of settings that `resolve` returned.
 
     A vocabulary and a list of answers that are built from the data are written into the run directory.
 
     Args:
-        datasets: splits that have been read already, see `splits_of`.
         writes: this process writes these files; False: another one has written them.
     """
     make_synthetic_data(config)
     tokenizer = build_tokenizer(config, writes=writes)
     starts: list[Start] = []
-    model = build_model(
-        config,
-        vocab_size=len(tokenizer),
-        tokenizer=tokenizer,
-        tell_start=lambda *start: starts.append(Start(*start)),
-    )
-    if writes and model.task.chooses_answers and not are_given(config):
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer, on_start=starts.append)
+    if writes and model.task.chooses_answers and not has_answers(config):
         write_answers(Path(config.output) / ANSWERS_FILE, model.task.answers)
-    [(split, source, _)] = [one for one in splits_of(config) if one[2]]
-    read = (datasets or {}).get((split, source, True))
-    examples = build_examples(config, model, tokenizer, split, boxes=source, training=True, dataset=read)
+    boxes = config.data.boxes.train
+    examples = build_examples(config, model, tokenizer, config.data.train_split, boxes=boxes, training=True)
     if config.detector.loss_weight > 0:
         known = model.detector.class_names
         examples.dataset.check_classes(model.detector.num_classes, known)
@@ -611,11 +469,7 @@ def build_run(config: RunConfig, datasets: DataSets | None = None, *, writes: bo
 
 
 def check_phrases(config: RunConfig, examples: ExampleDataset) -> None:
-    """Check once, before training, that there are phrases to learn from.
-
-    Raises:
-        ValueError: the data state none, or the task cannot take the texts of the data set that states them.
-    """
+    """Check once, before training, that there are phrases to learn from."""
     weight, dataset, takes_others = config.phrases.weight, examples.dataset, bool(examples.preprocessor.learns_from)
     if not dataset.has_phrases:
         remedy = ", or join data that do (data.name=joined, see docs/training.md)" if takes_others else ""
@@ -630,19 +484,10 @@ def check_phrases(config: RunConfig, examples: ExampleDataset) -> None:
         )
 
 
-def build_eval_data(config: RunConfig, run: Run, datasets: DataSets | None = None) -> None:
-    """Read all splits with all box sources that the settings evaluate, once per run; see `build_run`."""
+def build_eval_data(config: RunConfig, run: Run) -> None:
+    """Read all splits with all box sources that the settings evaluate, once per run."""
     if BoxSource.ONLINE in config.eval.boxes:
         warn_of_random_boxes(config.detector)
-    for split, boxes, training in splits_of(config):
-        if not training:
-            read = (datasets or {}).get((split, boxes, False))
-            run.eval_data[split, boxes] = build_examples(
-                config, run.model, run.tokenizer, split, boxes=boxes, dataset=read
-            )
-
-
-def splits_of(config: RunConfig) -> list[tuple[str, BoxSource, bool]]:
-    """What a run reads: (split, boxes, whether it is for training)."""
-    evaluated = [(split, boxes, False) for split in config.data.eval_splits for boxes in config.eval.boxes]
-    return [(config.data.train_split, config.data.boxes.train, True), *evaluated]
+    for split in config.data.eval_splits:
+        for boxes in config.eval.boxes:
+            run.eval_data[split, boxes] = build_examples(config, run.model, run.tokenizer, split, boxes=boxes)

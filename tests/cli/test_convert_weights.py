@@ -11,8 +11,11 @@ from safetensors.torch import load_file
 
 from detector.checkpoint import load_checkpoint, load_pretrained
 from detector.config import DetectorConfig
+from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.cli import convert_weights
+from e2e_vl.data.answer_lists import read_answers
+from e2e_vl.tasks.vqa import VQATask
 
 TINY = "MODEL: {RESNETS: {DEPTH: 18, STEM_OUT_CHANNELS: 8, RES2_OUT_CHANNELS: 8}, ROI_HEADS: {NUM_CLASSES: 5}}"
 
@@ -104,3 +107,23 @@ def test_errors_are_one_line(
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and word in message
     assert config.read_text() == config_text and not (tmp_path / "out").exists()
+
+
+OFFICIAL = "<unk>\nt shirt\nt-shirt\nyes\nt/shirt\nu.s.\nus\nred, white\n"
+
+
+def test_answers_that_are_spelled_alike_are_written_as_lines_that_are_read_back(tmp_path):
+    """An official file may have several lines that its code reads as one answer; each keeps its class."""
+    (tmp_path / "official.txt").write_text(OFFICIAL)
+    answers = [VQATask.official_answer(line) for line in read_answers(tmp_path / "official.txt")]
+    assert len(set(answers)) == len(answers) - 3
+    lines = convert_weights.official_lines(answers, VQATask.official_answer)
+    assert lines == ["<unk>", "t shirt", "t-shirt", "yes", "t shirt.", "us", "us.", "red white"]
+    (tmp_path / "again.txt").write_text("".join(f"{line}\n" for line in lines))
+    assert [VQATask.official_answer(line) for line in read_answers(tmp_path / "again.txt")] == answers
+
+
+@pytest.mark.parametrize("answers", [["<unk>", "t - shirt"], ["no", "<unk>", "<unk>"], ["two\nlines"]])
+def test_an_answer_that_a_file_cannot_hold_is_refused(answers):
+    with pytest.raises(UserError, match=rf"Answer {len(answers) - 1} is .* task\.config\.answers"):
+        convert_weights.official_lines(answers, VQATask.official_answer)
