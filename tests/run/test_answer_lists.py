@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import types
 
-import msgspec
 import pytest
 
+from e2e_vl.data.config import NoOptions
 from e2e_vl.metrics.vqa import vocabulary_answer
-from e2e_vl.parts import DATASETS, TASKS
+from e2e_vl.parts import DATASETS, TASKS, Part
 from e2e_vl.run import build
 from e2e_vl.run.build import frequent_answers, possible_answers
 from e2e_vl.tasks.config import VQAConfig
 from e2e_vl.tasks.vqa import VQATask
 from tests.run.extensions.statements import StatementTask
+from tests.weights.starts import replaced
 
 GIVEN = dict(enumerate(["Two, three"] * 3 + ["2 3"] * 3 + ["the box"] * 2))
 
@@ -34,13 +35,13 @@ def test_a_list_is_ordered_by_count_then_alphabet():
     ],
 )
 def test_the_task_spells_the_answers(tiny_config, monkeypatch, tmp_path, task, built, read):
-    monkeypatch.setitem(TASKS, "vqa", types.SimpleNamespace(cls=task))
-    monkeypatch.setitem(DATASETS, "vqa", types.SimpleNamespace(cls=types.SimpleNamespace(answers_of=lambda *_: GIVEN)))
+    config = tiny_config()
+    dataset = types.SimpleNamespace(answers_of=lambda *_: GIVEN)
+    monkeypatch.setitem(DATASETS, config.data.name, Part(NoOptions, dataset))
+    monkeypatch.setitem(TASKS, config.task.name, Part(VQAConfig, task))
     monkeypatch.setattr(build, "open_options", lambda *_: (None, None))
     (tmp_path / "a.txt").write_text("<unk>\nT - shirt\n")
-    config = tiny_config()
     for answers, expected in ((None, built), (str(tmp_path / "a.txt"), read), (["x", "y"], ["x", "y"])):
-        own = msgspec.structs.replace(config.task, name="vqa", config=VQAConfig(answers=answers, min_answer_count=2))
-        data = msgspec.structs.replace(config.data, name="vqa")
-        assert possible_answers(msgspec.structs.replace(config, task=own, data=data)) == expected
+        given = replaced(config, task={"config": {"answers": answers, "min_answer_count": 2}})
+        assert possible_answers(given) == expected
     assert not (tmp_path / "run").exists()  # the run writes the list, see `build_run`

@@ -59,7 +59,7 @@ def test_a_backbone_alone_must_be_asked_for(
         started = build_detector(tiny_config(f"detector.weights={path}", "detector.expect=backbone"))
     assert "missing (proposal_generator" in caplog.text
     assert torch.equal(started.backbone.stem.conv1.weight, source.backbone.stem.conv1.weight)
-    with pytest.raises(ValueError, match=r"detector\.expect is 'most'"):
+    with pytest.raises(ValueError, match=r"detector\.expect: Invalid enum value 'most'"):
         tiny_config("detector.expect=most")
 
 
