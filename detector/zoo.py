@@ -21,7 +21,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock
 
 from detector.config import NORM_EPS, flatten, load_tree
@@ -273,6 +272,8 @@ def published_class_names(weights: NamedWeights) -> tuple[str, ...] | None:
 
 
 def cache_folder() -> Path:
+    import torch  # late: it takes seconds
+
     return Path(torch.hub.get_dir(), "checkpoints")
 
 
@@ -285,6 +286,8 @@ def cached_weights(weights: NamedWeights) -> Path:
         MissingFileError: the file is not in the cache and cannot be downloaded.
         UserError: the file in the cache, or the one that was downloaded, is not the published one.
     """
+    import torch  # late: it takes seconds
+
     path = cache_folder() / weights.file
     by_hand = f"download it by other means and save it as {path}, or give the path of your file instead of the name"
     if path.is_file():

@@ -23,6 +23,7 @@ from msgspec import Meta
 from detector.config import DetectorConfig, SelectionRule
 from detector.errors import MissingFileError, UserError, user_path
 from detector.io import decode_yaml, read_yaml, write_text
+from detector.zoo import NamedWeights, resolve_weights, similar_names
 from e2e_vl.parts import (
     DATASETS,
     DETECTORS,
@@ -521,7 +522,9 @@ def _choices_of(kind: Any) -> list[str]:
 
 
 def _near(name: str, known: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(name, [key.rpartition(".")[2] for key in known], n=1)
+    """The nearest last part of a key: by its spelling, or by its initials (learning_rate: lr)."""
+    names, initials = [key.rpartition(".")[2] for key in known], "".join(word[:1] for word in name.split("_"))
+    return [initials] if len(initials) > 1 and initials in names else difflib.get_close_matches(name, names, n=1)
 
 
 def _known_keys(layers: list[tuple[str, Tree]]) -> dict[str, Any]:
@@ -570,8 +573,6 @@ def read_detector_config(settings: DetectorSettings) -> DetectorConfig:
     Raises:
         FileNotFoundError, ValueError: no such file, or keys or values that no detector can be built from.
     """
-    from detector.zoo import NamedWeights, resolve_weights, similar_names  # late: it imports torch
-
     published = resolve_weights(settings.config)
     path = published.config_path if isinstance(published, NamedWeights) else published
     if not path.is_file():

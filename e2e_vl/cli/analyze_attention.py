@@ -28,7 +28,7 @@ import msgspec
 from detector.errors import UserError
 from e2e_vl.analysis.options import AttentionChoices, option_name, options, parse_head
 from e2e_vl.cli.common import make_parser, says_errors
-from e2e_vl.config import BoxSource, load_config, parse_overrides
+from e2e_vl.config import BoxSource, load_config
 from e2e_vl.io import model_folder
 
 
@@ -73,11 +73,11 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 @says_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     arguments = build_parser(prog).parse_intermixed_args(argv)
-    model_folder(arguments.run)
-    parse_overrides(arguments.overrides)
+    of_data = [word for word in arguments.overrides if arguments.data is not None and word.startswith("data.")]
+    words = [word for word in arguments.overrides if word not in of_data]
+    load_config(model_folder(arguments.run) / "config.yaml", words)  # before torch is imported
     if arguments.data is not None:
-        own = [word for word in arguments.overrides if word.startswith("data.")]
-        load_config(arguments.data, [*own, "output=unused"])
+        load_config(arguments.data, [*of_data, "output=unused"])
     if arguments.pictures < 0 or (arguments.max_images is not None and arguments.max_images < 1):
         raise UserError("--pictures must not be negative, and --max-images must be at least 1.")
     values = {name: getattr(arguments, name) for name, *_ in options()}

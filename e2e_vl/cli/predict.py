@@ -29,7 +29,7 @@ import msgspec
 from detector.errors import UserError
 from detector.io import read_json, write_json
 from e2e_vl.cli.common import make_parser, says_errors
-from e2e_vl.config import BoxSource, parse_overrides
+from e2e_vl.config import BoxSource, load_config
 from e2e_vl.data.user_inputs import read_boxes
 from e2e_vl.io import is_shared_model, model_folder, write_png
 from e2e_vl.samples import Question
@@ -129,8 +129,7 @@ def ask_main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 
 def write_split(options: argparse.Namespace) -> None:
-    model_folder(options.run)
-    parse_overrides(options.overrides)
+    load_config(model_folder(options.run) / "config.yaml", options.overrides)  # before torch is imported
     from e2e_vl.run.inference import predict_split  # late: it imports torch
 
     metrics, is_main = predict_split(

@@ -15,7 +15,7 @@ import os
 import sys
 
 from e2e_vl.cli.common import make_parser, says_errors
-from e2e_vl.config import load_config
+from e2e_vl.config import load_config, read_detector_config
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -31,6 +31,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     arguments = build_parser(prog).parse_intermixed_args(argv)
     config = load_config(arguments.config, arguments.overrides)
+    read_detector_config(config.detector)  # names its mistakes before torch is imported
     # torch's C++ code warns every process of several that no parameter is unused, which a run need not know
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:

@@ -43,9 +43,9 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 @pytest.fixture
 def settings(tiny_config) -> Callable[..., RunConfig]:
     def make(*words: str, **fields) -> RunConfig:
-        config = tiny_config(*OPTIMISER, *SHORT, "encoder.name=visual_bert", *words)
+        config = tiny_config(*OPTIMISER, *SHORT, *words)
         own = {name: value for name, value in msgspec.structs.asdict(config.encoder.config).items() if name in KNOWN}
-        return replaced(config, encoder={"config": own | SIZES | fields})
+        return replaced(config, encoder={"name": "visual_bert", "config": own | SIZES | fields})
 
     return make
 

@@ -101,10 +101,10 @@ def config_of(monkeypatch, tmp_path, tiny_config: Callable[..., RunConfig]) -> C
     monkeypatch.setitem(parts.ENCODERS, "average", parts.Part(AverageSettings, AverageEncoder))
     monkeypatch.setitem(build.ADAPTERS, "average", (AverageFiles(),))
     build_vocabulary(["the red circle"], tmp_path / "vocab.txt")
-    own = ("encoder.name=average", f"data.vocabulary={tmp_path / 'vocab.txt'}")
+    own = (f"data.vocabulary={tmp_path / 'vocab.txt'}",)
 
     def make(task: str, *words: str, **fields: object) -> RunConfig:
-        config = replaced(tiny_config(*own, *words), encoder={"config": fields})
+        config = replaced(tiny_config(*own, *words), encoder={"name": "average", "config": fields})
         return replaced(config, task={"name": task, "config": {}})
 
     return make
