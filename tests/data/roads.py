@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
+import pytest
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import UserError
 from detector.images import ResizeRule
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import VLDataset, Wants, open_options
@@ -77,6 +80,15 @@ def open_dataset(
     """A data set as a run opens it."""
     files, options = open_options(kind, settings)
     return kind(files, options, split, Wants(BoxSource(boxes), objects, training, phrases))
+
+
+@contextlib.contextmanager
+def refused(*parts: str) -> Iterator[None]:
+    """What is done within must raise a UserError whose sentence has all of these parts."""
+    with pytest.raises(UserError) as caught:
+        yield
+    missing = [part for part in parts if part not in str(caught.value)]
+    assert not missing, f"{missing} not in {caught.value}"
 
 
 def words_of(text: TextExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:

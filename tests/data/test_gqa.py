@@ -1,19 +1,29 @@
-"""What the reader of GQA states: questions, answers, choices, boxes of scene graphs or of instances."""
+"""GQA: questions in one file or in pieces, answers, choices, boxes of scene graphs or of instances."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
+from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
-from e2e_vl.data.batching import Request
-from e2e_vl.data.gqa import GQADataset
+from e2e_vl.data.gqa import (
+    GQADataset,
+    pieces_of,
+    read_choices,
+    read_questions,
+    read_scene_graphs,
+    reasoning_steps,
+)
 from e2e_vl.samples import CorrectAnswer
-from tests.data.roads import examples, open_dataset
+from tests.data.roads import open_dataset, refused
 from tests.data.tiny_gqa import CHOICES, QUESTIONS, put, question, write_gqa
+
+BOX = {"name": "cup", "x": 1, "y": 2, "w": 3, "h": 4}
 
 
 @pytest.fixture
@@ -27,32 +37,42 @@ def make(settings, split="train_balanced", boxes="gt", *, training=True, objects
 
 def changed(settings, **files: str | None) -> DataSettings:
     joined = {name: path for name, path in (settings.files | files).items() if path is not None}
-    return dataclasses.replace(settings, files=joined)
+    return msgspec.structs.replace(settings, files=joined)
 
 
 def test_questions_and_answers(settings):
     dataset = make(settings)
-    assert len(dataset) == 3 and [list(texts) for texts in dataset.groups] == [[0, 1], [2]]
+    assert len(dataset) == 3 and list(dataset.groups) == [[0, 2], [1]]
     assert list(dataset.image_ids()) == ["7", "3"]
-    sample = dataset.sample((0, 1))
+    sample = dataset.sample((0, 2))
     [image] = sample.images
-    assert image.id == "7" and image.size == (60, 100) and len(image.objects) == 3
+    assert image.id == "7" and image.size == (60, 100)
+    assert image.objects.boxes.tolist() == [[10, 20, 30, 40], [60, 10, 90, 40], [0, 0, 100, 60]]
+    assert image.objects.ids == (100, 101, 102) and image.objects.names == ("box",) * 3
     assert image.locate().name == "7.jpg" and image.locate().is_file()
     first, second = sample.texts
     assert (first.words, first.truth) == ("What color is it?", CorrectAnswer("red"))
-    assert (first.metadata["questionId"], second.metadata["entailed"]) == ("05", ["2", "3"])
+    assert (first.metadata["question_id"], second.metadata["entailed"]) == ("05", ["2", "3"])
+    assert (first.metadata["steps"], first.metadata["group"]) == (2, "color")
+    assert set(first.metadata["types"]) == {"structural", "semantic", "detailed"}
+    assert first.metadata == json.loads(json.dumps(first.metadata))
     assert "choices" not in first.metadata  # only evaluation reads them
     assert list(dataset.truths()) == [CorrectAnswer("red"), CorrectAnswer("yes"), CorrectAnswer("yes")]
+    assert make(settings, boxes="online").sample((0,)).images[0].objects is None
 
 
-def test_choices_of_balanced_questions_are_read_for_scores(settings, caplog):
+def test_choices_of_balanced_questions_are_read_for_scores(settings, tiny, caplog):
     first, second = make(settings, "val_all", training=False).sample((0, 1)).texts
     assert first.metadata["choices"] == CHOICES and "choices" not in second.metadata
     assert second.words == "é?"
     dataset = make(settings, "test_balanced", "online", training=False)
-    assert "test_choices.json: there is no such file of choices" in caplog.text
+    assert "test_choices.json: there is no such file" in caplog.text
     [text] = dataset.sample((0,)).texts
-    assert text.truth is None and "answer" not in text.metadata and list(dataset.truths()) == [None]
+    assert text.truth is None and "right_answer" not in text.metadata and list(dataset.truths()) == [None]
+    path = tiny.images_root.parent / "questions" / "val_all_questions.json"
+    put(path, QUESTIONS["val_all"] | {"99": question(9, "What?")})
+    with refused("val_choices.json", "99"):
+        make(settings, "val_all", training=False).sample((2,))
 
 
 def test_boxes_that_a_question_names_are_stated_for_the_grounding_score(settings, tiny, caplog):
@@ -61,14 +81,14 @@ def test_boxes_that_a_question_names_are_stated_for_the_grounding_score(settings
     put(path, {"8": question(7, "Is it?", annotations=named), "9": question(7, "So?", isBalanced=False)})
     graphs = tiny.images_root.parent / "sceneGraphs"
     (graphs / "train_sceneGraphs.json").rename(graphs / "named_sceneGraphs.json")
-    settings = dataclasses.replace(changed(settings, choices=None), config={"grounding": True})
+    settings = msgspec.structs.replace(changed(settings, choices=None), config={"grounding": True})
     first, second = make(settings, "named", "online", training=False).sample((0, 1)).texts
     left = [0.1, 20 / 60, 0.3, 40 / 60]
     np.testing.assert_allclose(first.metadata["named_boxes"], [left, [0.6, 1 / 6, 0.9, 4 / 6], left])
     assert "named_boxes" not in second.metadata
     assert "named_boxes" not in make(settings, "named", "online").sample((0,)).texts[0].metadata
     put(path, {"8": question(7, "Is it?", annotations={"question": {"0": "77"}})})
-    with pytest.raises(ValueError, match="question 8 names the object 77, which the scene graph of image 7 lacks"):
+    with refused("question 8", "object 77", "image 7"):
         make(settings, "named", "online", training=False).sample((0,))
     (graphs / "named_sceneGraphs.json").unlink()
     make(settings, "named", "online", training=False)
@@ -83,14 +103,14 @@ def test_splits_are_joined(settings):
     answers = GQADataset.answers_of(*options, "train_balanced+val_all")
     assert sorted(answers.values()) == ["box", "red", "yes", "yes"]
     assert list(GQADataset.texts_of(*options, "val_all")) == ["What is it?", "box", "é?", "box"]
-    with pytest.raises(ValueError, match=r"question \d+ is there twice; name each split once"):
+    with refused("question 05", "twice"):
         make(settings, "train_balanced+train_balanced")
-    with pytest.raises(ValueError, match="question 6 has no answer"):
+    with refused("test_balanced", "no answers"):
         GQADataset.answers_of(*options, "test_balanced")
 
 
 def test_instances_have_classes_and_scene_graphs_have_none(settings, tiny):
-    with pytest.raises(ValueError, match="names in scene graphs are no classes of a detector"):
+    with refused("names in scene graphs are no classes of a detector"):
         make(settings, objects=True)
     with_instances = changed(settings, instances="instances.json")
     dataset = make(with_instances, objects=True)
@@ -99,37 +119,79 @@ def test_instances_have_classes_and_scene_graphs_have_none(settings, tiny):
     tiny.instances["images"] = [row for row in tiny.instances["images"] if row["id"] != 3]
     tiny.instances["annotations"] = [row for row in tiny.instances["annotations"] if row["image_id"] != 3]
     tiny.write()
-    with pytest.raises(ValueError, match=r"instances\.json: has no image 3 and 0 more of the texts"):
+    with refused("instances.json", "such as 3"):
         make(with_instances)
-    path = tiny.images_root.parent / "sceneGraphs" / "train_sceneGraphs.json"
-    put(path, {"7": {}})
-    with pytest.raises(ValueError, match=r"train_sceneGraphs\.json: there is no entry 3 among the scene graphs"):
+    put(
+        tiny.images_root.parent / "sceneGraphs" / "train_sceneGraphs.json",
+        {"7": {**BOX, "width": 1, "height": 1, "objects": {}}},
+    )
+    with refused("train_sceneGraphs.json", "entry 3"):
         make(settings)
 
 
-def test_boxes_of_other_files(settings, tiny):
-    dataset = make(settings, boxes="online")
-    assert dataset.sample((0,)).images[0].objects is None
-    assert len(examples(make(settings), tiny.tokenizer)[Request(0, (0, 1))].texts) == 2
-
-
-def test_images_may_have_other_names(settings, tiny):
-    named = dataclasses.replace(settings, config={"image_name": "COCO_{id:0>12}.jpg"})
+def test_settings_that_do_not_fit(settings):
+    named = msgspec.structs.replace(settings, config={"image_name": "COCO_{id:0>12}.jpg"})
     assert make(named).sample((0,)).images[0].locate().name == "COCO_000000000007.jpg"
-    for name, message in (("a.jpg", r"it must hold \{id\}"), ("{name}.jpg", r"it takes \{id\} alone")):
-        with pytest.raises(ValueError, match=message):
-            make(dataclasses.replace(settings, config={"image_name": name}))
+    for name in ("a.jpg", "{name}.jpg"):
+        with refused("image_name", "{id}"):
+            msgspec.structs.replace(settings, config={"image_name": name})
+    for key in ("questions", "images"):
+        with refused(f"data.files.{key} is not set"):
+            make(changed(settings, **{key: None}), boxes="online")
 
 
-@pytest.mark.parametrize("key", ["questions", "images"])
-def test_files_that_are_not_set(settings, key):
-    with pytest.raises(ValueError, match=rf"data\.files\.{key} is not set"):
-        make(changed(settings, **{key: None}), boxes="online")
+def test_pieces_are_read_in_the_order_of_their_numbers(tmp_path):
+    folder = tmp_path / "train_all_questions"
+    folder.mkdir()
+    for number in range(11):
+        put(folder / f"{folder.name}_{number}.json", {f"q{number}": question(number, "a")})
+    pieces = pieces_of(tmp_path / "train_all_questions.json")
+    assert [path.stem.rpartition("_")[2] for path in pieces] == [str(number) for number in range(11)]
+    assert pieces_of(folder) == pieces
+    assert [one.id for one in read_questions(pieces)] == [f"q{number}" for number in range(11)]
+    (folder / f"{folder.name}_4.json").unlink()
+    with refused("train_all_questions"):
+        pieces_of(folder)
+    with refused("none.json"):
+        pieces_of(tmp_path / "none.json")
 
 
-def test_a_question_without_its_choices_is_named(settings, tiny):
-    path = tiny.images_root.parent / "questions" / "val_all_questions.json"
-    put(path, QUESTIONS["val_all"] | {"99": question(9, "What?")})
-    dataset = make(settings, "val_all", training=False)
-    with pytest.raises(ValueError, match="there is no entry 99 among the choices"):
-        dataset.sample((2,))
+def test_steps_that_only_read_the_answer_do_not_count():
+    program = [("select", "dog"), ("filter color", "blue"), ("exist", "?"), ("query", "name"), ("choose name", "a|b")]
+    assert reasoning_steps(SimpleNamespace(operation=one, argument=other) for one, other in program) == 2
+
+
+@pytest.mark.parametrize(
+    ("record", "part"),
+    [
+        ([], "9"),
+        ({"question": "a", "imageId": "1"}, "isBalanced"),
+        (question(1, " "), "question"),
+        (question(1, "a", imageId=1), "imageId"),
+        (question(1, "a", isBalanced=1), "isBalanced"),
+        (question(1, "a", 3), "answer"),
+        (question(1, "a", types={"semantic": "a"}), "structural"),
+        (question(1, "a", groups={}), "global"),
+        (question(1, "a", types=None), "question 9"),
+        (question(1, "a", None), "question 9"),
+    ],
+)
+def test_damaged_questions_are_named(tmp_path, record, part):
+    put(tmp_path / "x.json", {"8": question(1, "a"), "9": record})
+    with refused("x.json", part):
+        list(read_questions([tmp_path / "x.json"]))
+
+
+@pytest.mark.parametrize(
+    ("read", "content", "parts"),
+    [
+        (read_choices, {"2": {"valid": []}}, ["entry 2", "plausible"]),
+        (read_scene_graphs, {"6": {"width": 1, "height": 1}}, ["entry 6", "objects"]),
+        (read_scene_graphs, {"6": {"width": 9, "height": 9, "objects": {"1": BOX | {"w": 0}}}}, ["entry 6", ".w"]),
+        (read_scene_graphs, {"6": {"width": 9, "height": 9, "objects": {"1": BOX | {"y": None}}}}, ["entry 6", ".y"]),
+    ],
+)
+def test_damaged_entries_are_named(tmp_path, read, content, parts):
+    put(tmp_path / "x.json", content)
+    with refused("x.json", *parts):
+        read([tmp_path / "x.json"])

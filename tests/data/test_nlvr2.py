@@ -1,21 +1,19 @@
-"""What the reader of NLVR2 states: sentences about pairs, where their images are, and files that are damaged."""
+"""NLVR2: sentences about pairs, where their images are, and damaged lines."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 import pytest
-from PIL import Image
 
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.nlvr2 import NLVR2Dataset, read_examples
 from e2e_vl.samples import CorrectChoice
-from tests.data.roads import open_dataset
+from tests.data.roads import open_dataset, refused
 
 
 def line(identifier: str, label: str | None = "True", **more: Any) -> dict[str, Any]:
@@ -48,9 +46,6 @@ def settings(tmp_path) -> DataSettings:
         put(tmp_path / "data" / f"{split}.json", rows)
     instances: dict[str, list] = {"images": [], "annotations": [], "categories": [{"id": 1, "name": "cup"}]}
     for number, name in enumerate(("train-3-0-img0", "train-3-0-img1", "train-3-1-img0", "train-3-1-img1"), start=1):
-        path = tmp_path / "images" / "train" / "17" / f"{name}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.full((20, 30 + number, 3), 90, np.uint8)).save(path, "JPEG")  # as many of the release
         instances["images"].append(
             {"id": number, "file_name": f"train/17/{name}.png", "width": 30 + number, "height": 20}
         )
@@ -66,14 +61,13 @@ def make(settings, split="train", boxes="online", *, training=False, objects=Fal
 
 def test_sentences_about_the_same_pair_are_one_group(settings, tmp_path):
     dataset = make(settings)
-    assert len(dataset) == 3 and dataset.groups == [[0, 2], [1]]
+    assert len(dataset) == 3 and list(dataset.groups) == [[0, 2], [1]]
     sample = dataset.sample((0, 2))
     assert [image.id for image in sample.images] == ["train-3-0-img0", "train-3-0-img1"]
     assert sample.images[0].locate() == tmp_path / "images" / "train" / "17" / "train-3-0-img0.png"
     first, second = sample.texts
     assert first.image_index == second.image_index == (0, 1)
     assert (first.words, first.truth) == ("Is it train-3-0-0?", CorrectChoice(1))
-    assert dataset.sample((1,)).texts[0].truth == CorrectChoice(0)
     assert first.metadata == {"identifier": "train-3-0-0", "sent": first.words, "label": "True", "synset": "cup"}
     assert list(dataset.truths()) == [CorrectChoice(1), CorrectChoice(0), CorrectChoice(1)]
     assert list(dataset.image_ids()) == [f"train-3-{pair}-img{side}" for pair in (0, 1) for side in (0, 1)]
@@ -83,7 +77,7 @@ def test_images_lie_in_the_folder_of_the_first_part_of_the_identifier(settings, 
     for split in ("dev", "balanced/balanced_dev"):
         [image, _] = make(settings, split).sample((0,)).images
         assert image.locate() == tmp_path / "images" / "dev" / "dev-8-2-img0.png"
-    flat = dataclasses.replace(settings, config={"use_directories": False, "suffix": ".jpg"})
+    flat = msgspec.structs.replace(settings, config={"use_directories": False, "suffix": ".jpg"})
     assert make(flat).sample((0,)).images[1].locate() == tmp_path / "images" / "train" / "train-3-0-img1.jpg"
 
 
@@ -92,7 +86,7 @@ def test_annotated_objects_are_found_by_file_name(settings):
     left, right = dataset.sample((1,)).images
     assert left.objects.boxes.tolist() == [[1, 2, 4, 7]] and right.objects.boxes.tolist() == [[1, 2, 5, 7]]
     assert left.size == (20, 33) and left.id == "train-3-1-img0" and dataset.class_names == ["cup"]
-    with pytest.raises(ValueError, match=r"instances\.json: no image has the file name dev-8-2-img0"):
+    with refused("instances.json", "dev-8-2-img0"):
         make(settings, "dev", boxes="gt")
 
 
@@ -101,43 +95,40 @@ def test_splits_are_joined(settings):
     assert len(dataset) == 4 and [part["images"] for part in dataset.parts] == ["train", "dev"]
     options = open_options(NLVR2Dataset, settings)
     assert list(NLVR2Dataset.texts_of(*options, "dev+train"))[:2] == ["Is it dev-8-2-1?", "Is it train-3-0-0?"]
-    with pytest.raises(ValueError, match=r"example dev-8-2-1 is in two of the splits dev\+balanced/balanced_dev"):
+    with refused("dev-8-2-1", "dev+balanced/balanced_dev", "twice"):
         make(settings, "dev+balanced/balanced_dev")
-    with pytest.raises(ValueError, match="have labels and some have none"):
+    with refused("dev+test2", "labels"):
         make(settings, "dev+test2")
 
 
 def test_a_split_without_labels_can_be_predicted_but_not_learned(settings):
     [text] = make(settings, "test2").sample((0,)).texts
     assert text.truth is None and "label" not in text.metadata
-    with pytest.raises(ValueError, match="test2 has no labels to learn from"):
+    with refused("test2", "labels"):
         make(settings, "test2", training=True)
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "parts"),
     [
-        ("no json", r"line 2 is a str, expected an object"),
-        ({"identifier": "dev-1-0-0"}, r"line 2 \(dev-1-0-0\) has no 'sentence'"),
-        (line("dev-1-0"), r"line 2 \(dev-1-0\): the identifier is not split-set-pair-sentence"),
-        (line("../dev-1-0-0"), r"the identifier is not split-set-pair-sentence"),
-        (line("dev-1-0-0", "true"), r'label is \'true\', expected the text "True" or "False"'),
-        (line("dev-1-0-0", None), r"line 2 \(dev-1-0-0\) has no label, unlike the lines before"),
-        (line("dev-1-0-0", directory="../3"), r"directory is '../3'; it must be a number"),
-        (DEV[0], r"line 2 \(dev-8-2-1\): the identifier is there twice"),
-        (line("dev-1-0-0", sentence=" "), r"sentence is ' ', expected a text that is not blank"),
+        ("no json", ["line 2"]),
+        ({"identifier": "dev-1-0-0"}, ["line 2", "sentence"]),
+        (line("dev-1-0"), ["line 2", "identifier"]),
+        (line("../dev-1-0-0"), ["line 2", "identifier"]),
+        (line("dev-1-0-0", "true"), ["line 2", "label"]),
+        (line("dev-1-0-0", None), ["label"]),
+        (DEV[0], ["dev-8-2-1", "twice"]),
+        (line("dev-1-0-0", sentence=" "), ["line 2", "sentence"]),
     ],
 )
-def test_damaged_lines_are_named(tmp_path, row, message):
-    with pytest.raises(ValueError, match=message):
+def test_damaged_lines_are_named(tmp_path, row, parts):
+    with refused("dev.json", *parts):
         read_examples(put(tmp_path / "dev.json", [*DEV, row]))
 
 
 def test_files_that_are_no_lines_of_json(tmp_path):
     path = tmp_path / "dev.json"
-    path.write_text(json.dumps(DEV, indent=1))
-    with pytest.raises(ValueError, match=r"dev\.json, line 1 is not valid JSON .* one object per line is expected"):
-        read_examples(path)
-    path.write_text("\n")
-    with pytest.raises(ValueError, match="there is no example in the file"):
-        read_examples(path)
+    for content in (json.dumps(DEV, indent=1), "\n"):
+        path.write_text(content)
+        with refused("dev.json"):
+            read_examples(path)

@@ -1,0 +1,142 @@
+"""COCO's instances files, and detection on them; pixels are tested once for all readers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+
+import numpy as np
+import pytest
+
+from e2e_vl.config import DataSettings
+from e2e_vl.data.base import open_options
+from e2e_vl.data.coco import CocoDetectionDataset, CocoInstances
+from e2e_vl.samples import Categories
+from tests.data.roads import open_dataset, refused
+
+NO_OBJECTS = {"id": 11, "file_name": "eleven.png", "width": 30, "height": 20}
+
+
+def test_every_image_and_annotation_is_what_the_file_says(tiny):
+    rows = tiny.instances["annotations"]
+    rows[0]["area"] = 12.5
+    tiny.instances["images"].append(NO_OBJECTS)
+    instances = CocoInstances(tiny.write().instances_file)
+    assert (instances.category_ids, instances.class_names) == ([2, 90], ["square", "box"])
+    assert instances.attribute_names == ["blue", "red", "green"]
+    assert [image.id for image in instances.images] == [7, 3, 9, 11]
+    for row in rows:
+        [found] = [one for one in instances[row["image_id"]].objects if one.id == row["id"]]
+        x, y, width, height = row["bbox"]
+        assert found.box == (x, y, x + width, y + height)
+        assert instances.category_ids[found.class_index] == row["category_id"]
+        assert (found.is_crowd, found.area) == (bool(row["iscrowd"]), row.get("area"))
+    again = pickle.loads(pickle.dumps(instances))
+    assert again["7"] == instances[7] and 8 not in again
+    objects = instances.objects(7)
+    assert objects.ids == (100, 101, 102) and objects.names == ("square", "square", "box")
+    np.testing.assert_array_equal(objects.attributes, [[1, -1], [0, 2], [-1, -1]])
+    assert instances.objects("11").boxes.shape == (0, 4)
+
+
+def test_ids_may_be_numbers_and_texts(tiny):
+    tiny.instances["images"][0]["id"] = "photo 7"
+    for row in tiny.instances["annotations"]:
+        row["image_id"] = "photo 7" if row["image_id"] == 7 else row["image_id"]
+    tiny.instances["annotations"][0]["id"] = "first"
+    tiny.instances_file.write_text(json.dumps(tiny.instances))
+    instances = CocoInstances(tiny.instances_file)
+    assert instances.objects("photo 7").ids == ("first", 101, 102) and "7" not in instances
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda c: c.pop("categories"), ["categories"]),
+        (lambda c: c["annotations"][0].update(image_id=8), ["annotation 100", "image_id"]),
+        (lambda c: c["annotations"][0].update(category_id=8), ["annotation 100", "category_id"]),
+        (lambda c: c["annotations"][0].update(attribute_ids=[8]), ["annotation 100", "attribute"]),
+        (lambda c: c["annotations"][0].update(id=101), ["annotation 101", "twice"]),
+        (lambda c: c["annotations"][0].pop("bbox"), ["annotations[0]", "bbox"]),
+        (lambda c: c["annotations"][1].update(bbox=[10, 20, 5]), ["annotations[1].bbox"]),
+        (lambda c: c["annotations"][1].update(bbox=[100, 20, 5, 5]), ["annotation 101", "outside"]),
+        (lambda c: c["annotations"][1].update(bbox=[-9, 20, 5, 5]), ["annotation 101", "outside"]),
+        (lambda c: c["images"][0].update(id="3"), ["image 3", "twice"]),
+        (lambda c: c["images"][0].update(width=0), ["images[0].width"]),
+        (lambda c: c["categories"][0].update(id=2), ["category 2", "twice"]),
+        (lambda c: c["categories"][0].update(name="square"), ["category square", "twice"]),
+    ],
+)
+def test_a_bad_record_is_named(tiny, change, parts):
+    change(tiny.instances)
+    tiny.instances_file.write_text(json.dumps(tiny.instances))
+    with refused("instances.json", *parts):
+        CocoInstances(tiny.instances_file)
+
+
+def settings_of(tiny, **changes) -> DataSettings:
+    files = {"images": "images", "instances": "{split}.json"}
+    root = str(tiny.images_root.parent)
+    return DataSettings(**({"name": "coco_detection", "root": root, "files": files} | changes))
+
+
+def dataset_of(tiny, *, training: bool = False, **changes) -> CocoDetectionDataset:
+    return open_dataset(CocoDetectionDataset, settings_of(tiny, **changes), "instances", training=training)
+
+
+def test_every_image_has_one_empty_text(tiny):
+    tiny.instances["images"].append(NO_OBJECTS)
+    tiny.instances["annotations"][0]["area"] = 123.5
+    dataset = dataset_of(tiny.write())
+    assert len(dataset) == 4 and dataset.groups == [[0], [1], [2], [3]]
+    sample = dataset.sample((0,))
+    [image], [text] = sample.images, sample.texts
+    assert (image.id, image.size, image.boxes) == ("7", (60, 100), None)
+    assert (text.words, text.image_index, text.index, text.truth) == ("", (0,), 0, Categories((2, 90)))
+    assert text.metadata["image_id"] == 7
+    assert [entry["is_crowd"] for entry in text.metadata["objects"]] == [False, False, True]
+    assert text.metadata["objects"][0] == {
+        "box": [10, 20, 30, 40],
+        "category_id": 2,
+        "category": "square",
+        "area": 123.5,
+        "is_crowd": False,
+    }
+    assert dataset.sample((3,)).texts[0].metadata["objects"] == []
+    assert list(CocoDetectionDataset.texts_of(*open_options(CocoDetectionDataset, settings_of(tiny)), "instances")) == [
+        *("square", "box")
+    ]
+
+
+def test_images_without_objects_can_be_left_out_in_training(tiny):
+    tiny.instances["images"].insert(0, NO_OBJECTS)
+    tiny.instances["annotations"][3]["iscrowd"] = 1  # the only one of image 3
+    tiny.write()
+    dataset = dataset_of(tiny, training=True, keep_empty_images=False)
+    assert [dataset.instances.images[index].id for [index] in dataset.groups] == [7, 9]
+    assert len(dataset_of(tiny, training=True).groups) == len(dataset_of(tiny, keep_empty_images=False).groups) == 4
+    tiny.instances["annotations"] = []
+    tiny.write()
+    with refused("instances.json", "no images with objects"):
+        dataset_of(tiny, training=True, keep_empty_images=False)
+
+
+def test_settings_that_do_not_fit(tiny):
+    with refused("data.files.instances is not set"):
+        dataset_of(tiny, files={"images": "images"})
+    with refused("other.json"):
+        open_dataset(CocoDetectionDataset, settings_of(tiny), "other")
+    dataset = dataset_of(tiny)
+    dataset.check_classes(2)
+    for classes in (1, 3):
+        with refused(f"2 categories, but the detector has {classes} classes"):
+            dataset.check_classes(classes)
+
+
+def test_objects_without_extent_are_left_out_and_logged(tiny, caplog):
+    tiny.instances["annotations"][0]["bbox"] = [10, 20, 0, 5]
+    with caplog.at_level(logging.WARNING):
+        sample = dataset_of(tiny.write()).sample((0,))
+    assert "left out 1 annotations with empty boxes: [100]" in caplog.text
+    assert len(sample.images[0].objects) == 2
