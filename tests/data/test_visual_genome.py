@@ -1,26 +1,29 @@
-"""What the reader of Visual Genome states: texts, answers, where images are, which of them COCO has."""
+"""Visual Genome: texts, answers, where images are, which of them COCO has, and what descriptions name."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import logging
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
-from e2e_vl.data.visual_genome import VisualGenomeDataset
+from e2e_vl.data.visual_genome import VisualGenomeDataset, read_region_graphs
 from e2e_vl.samples import CorrectAnswer
-from tests.data.roads import open_dataset
+from tests.data.roads import open_dataset, refused
 
 IMAGES = [
     {"image_id": 1, "width": 30, "height": 20, "url": "https://host/VG_100K_2/1.jpg", "coco_id": None},
     {"image_id": 5, "width": 40, "height": 10, "url": "https://host/VG_100K/5.jpg", "coco_id": 99},
     {"image_id": 6, "width": 40, "height": 10, "url": "https://host/VG_100K/6.jpg", "coco_id": None},
 ]
+PLACE = {"x": 5, "y": 6, "width": 70, "height": 80}
 REGIONS = [
-    {"id": 1, "regions": [{"region_id": n, "phrase": f"phrase {n}", "x": 0, "y": 0} for n in (11, 12)]},
+    {"id": 1, "regions": [{"region_id": n, "phrase": f"phrase {n}", **PLACE} for n in (11, 12)]},
     {"id": 5, "regions": [{"region_id": 51, "phrase": "red hat"}]},
     {"id": 6, "regions": []},
 ]
@@ -28,30 +31,34 @@ QUESTIONS = [
     {"id": 5, "qas": [{"qa_id": 501, "question": "What color?", "answer": "Red."}]},
     {"id": 1, "qas": [{"qa_id": 101, "question": "Who?", "answer": "A man."}]},
 ]
+MAN = {"object_id": 1, "x": 10, "y": 20, "w": 30, "h": 40, "name": "man", "synsets": ["man.n.01"]}
+OTHER = MAN | {"object_id": 2, "x": 60}
+HORSE = {"object_id": 3, "x": 0, "y": 0, "w": 5, "h": 6, "name": "Horse", "synsets": []}
+FLAT = {"object_id": 4, "x": 0, "y": 0, "w": 5, "h": 0, "name": "grass", "synsets": ["grass.n.01"]}
+
+
+def put(path: Path, content: Any) -> Path:
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    return path
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> DataSettings:
-    files = {}
-    for key, name, content in (
-        ("image_data", "image_data", IMAGES),
-        ("regions", "region_descriptions", REGIONS),
-        ("questions", "question_answers", QUESTIONS),
-    ):
-        files[key] = f"{name}.json"
-        (tmp_path / files[key]).write_text(json.dumps(content), encoding="utf-8")
-    return DataSettings(name="genome", root=str(tmp_path), files=files | {"images": "images"})
+    contents = {"image_data": IMAGES, "regions": REGIONS, "questions": QUESTIONS}
+    files = {key: put(tmp_path / f"{key}.json", content).name for key, content in contents.items()}
+    return DataSettings(name="visual_genome", root=str(tmp_path), files=files | {"images": "images"})
 
 
-def opened(settings: DataSettings, **options) -> VisualGenomeDataset:
-    own = DataSettings(name=settings.name, root=settings.root, files=settings.files, config=options)
-    return open_dataset(VisualGenomeDataset, own, "all")
+def opened(settings: DataSettings, *, phrases: bool = False, **options) -> VisualGenomeDataset:
+    own = msgspec.structs.replace(settings, config=options)
+    return open_dataset(VisualGenomeDataset, own, "all", phrases=phrases)
 
 
 def test_regions_are_captions(settings, tmp_path):
     dataset = opened(settings)
     assert [dataset[number] for number in range(len(dataset))] == ["phrase 11", "phrase 12", "red hat"]
     assert list(dataset.image_ids()) == ["1", "5"] and list(dataset.truths()) == [None] * 3
+    assert not dataset.has_truths and not dataset.has_phrases
     sample = dataset.sample(dataset.groups[0])
     [image] = sample.images
     assert (image.id, image.size) == ("1", (20, 30))
@@ -60,6 +67,8 @@ def test_regions_are_captions(settings, tmp_path):
     assert sample.pool is dataset and list(sample.own_texts) == [0, 1]
     [image] = opened(settings, use_folders=False).sample([2]).images
     assert image.locate() == tmp_path / "images" / "5.jpg"
+    names = [dataset.sample(texts).images[0].photo_aliases for texts in dataset.groups]
+    assert names == [(("vg", "1"),), (("vg", "5"), ("coco", "99"))]
 
 
 def test_questions_have_one_answer(settings):
@@ -67,28 +76,9 @@ def test_questions_have_one_answer(settings):
     assert [dataset[0], dataset[1]] == ["What color?", "Who?"]
     assert list(dataset.truths()) == [CorrectAnswer("Red."), CorrectAnswer("A man.")]
     assert dataset.sample([1]).texts[0].metadata == {"qa_id": 101, "sent": "Who?"}
-    own = dataclasses.replace(settings, config={"texts": "questions"})
+    own = msgspec.structs.replace(settings, config={"texts": "questions"})
     found = VisualGenomeDataset.answers_of(*open_options(VisualGenomeDataset, own), "all")
     assert found == {501: "Red.", 101: "A man."}
-
-
-def test_descriptions_of_the_region_graphs_are_compared_when_the_files_are_read(settings, caplog):
-    def graph(number: int, words: str) -> dict:
-        word = {"entity_idx_start": 0, "entity_idx_end": len(words.split()[0]), "entity_name": words.split()[0]}
-        named = {"x": 1, "y": 2, "w": 3, "h": 4, "name": words.split()[0]}
-        return {"region_id": number, "phrase": words, "synsets": [word], "objects": [named]}
-
-    with_graphs = dataclasses.replace(settings, files=settings.files | {"region_graphs": "graphs.json"})
-    path = Path(settings.root) / "graphs.json"
-    regions = [graph(11, "phrase  11"), graph(12, "sentence 12")], [graph(51, "red hat ")]
-    path.write_text(json.dumps([{"image_id": n, "regions": own} for n, own in zip((1, 5), regions, strict=True)]))
-    dataset = open_dataset(VisualGenomeDataset, with_graphs, "all", phrases=True)
-    assert "graphs.json: 1 of 3 regions, region 12 the first of them, have other descriptions" in caplog.text
-    phrases = [text.phrases for texts in dataset.groups for text in dataset.sample(texts).texts]
-    assert [None if one is None else one.spans for one in phrases] == [((0, 6),), None, ((0, 3),)]
-    path.write_text(json.dumps([{"image_id": 1, "regions": [graph(11, "a"), graph(12, "b")]}]))
-    with pytest.raises(ValueError, match=r"graphs\.json: 2 of 2 regions, region 11 .* use files of the same release"):
-        open_dataset(VisualGenomeDataset, with_graphs, "all", phrases=True)
 
 
 def test_images_that_coco_has(settings):
@@ -96,22 +86,98 @@ def test_images_that_coco_has(settings):
     assert list(opened(settings, coco="only", texts="questions").image_ids()) == ["5"]
 
 
-def test_damaged_files(settings):
-    path = Path(settings.root) / "image_data.json"
-    path.write_text(json.dumps(IMAGES[:1]), encoding="utf-8")
-    with pytest.raises(ValueError, match="image 5 is not among the images of image_data"):
+def test_damaged_files(settings, tmp_path):
+    put(tmp_path / "image_data.json", IMAGES[:1])
+    with refused("image_data.json", "image 5"):
         opened(settings)
-    with pytest.raises(ValueError, match=r"data\.config\.coco is 'some'"):
-        opened(settings, coco="some")
-    path.write_text(json.dumps([*IMAGES, IMAGES[0]]), encoding="utf-8")
-    with pytest.raises(ValueError, match="image 1 is listed twice"):
+    put(tmp_path / "image_data.json", [*IMAGES, IMAGES[0]])
+    with refused("image_data.json", "image 1", "twice"):
         opened(settings)
-    (Path(settings.root) / "region_descriptions.json").write_text('[{"id": 1, "regions": [{"region_id": 3}]}]')
-    with pytest.raises(ValueError, match="region 3 has no 'phrase'"):
+    put(tmp_path / "image_data.json", IMAGES)
+    put(tmp_path / "regions.json", [{"id": 1, "regions": [{"region_id": 3}]}])
+    with refused("regions.json", "regions[0]", "phrase"):
+        opened(settings)
+    put(tmp_path / "regions.json", REGIONS[2:])
+    with refused("regions.json", "no text"):
         opened(settings)
 
 
-def test_an_image_says_what_its_photo_is_called(settings):
-    dataset = opened(settings)
-    names = [dataset.sample(texts).images[0].photo_aliases for texts in dataset.groups]
-    assert names == [(("vg", "1"),), (("vg", "5"), ("coco", "99"))]
+def entity(start: int, end: int, name: str) -> dict:
+    return {"entity_idx_start": start, "entity_idx_end": end, "entity_name": name, "synset_name": f"{name}.n.01"}
+
+
+def region(number: int, phrase: str, entities: list, objects: list) -> dict:
+    return {"region_id": number, "phrase": phrase, "synsets": entities, "objects": objects, **PLACE}
+
+
+def test_words_name_the_objects_of_their_synset_or_their_name(tmp_path, caplog):
+    regions = [
+        region(12, "men on a horse", [entity(0, 3, "man"), entity(9, 14, "horse")], [MAN, OTHER, MAN, HORSE]),
+        region(11, "the grass", [entity(4, 9, "grass")], [FLAT]),
+        region(9, "é man", [entity(2, 5, "man"), entity(2, 9, "man"), entity(3, 3, "man")], [MAN]),
+    ]
+    path = put(tmp_path / "graphs.json", [{"image_id": 7, "regions": []}, {"image_id": 1, "regions": regions}])
+    with caplog.at_level(logging.WARNING):
+        found = read_region_graphs(path)
+    phrases = found[12].of("men on a horse")
+    assert phrases.spans == ((0, 3), (9, 14)) and not phrases.is_complete
+    assert [boxes.tolist() for boxes in phrases.boxes] == [[[10, 20, 40, 60], [60, 20, 90, 60]], [[0, 0, 5, 6]]]
+    phrases = found[9].of("é man")
+    assert phrases.spans == ((2, 5),) and phrases.boxes[0].tolist() == [[10, 20, 40, 60]]
+    assert 11 not in found and found[12].of("a horse") is None
+    assert "left out are 1 objects without an area and 2 words that are no characters" in caplog.text
+    for words, spans in (
+        ("men on a horse ", ((0, 3), (9, 14))),
+        ("men  on a horse", ((0, 3), (10, 15))),
+        ("\tmen on a horse", ((1, 4), (10, 15))),
+    ):
+        phrases = found[12].of(words)
+        assert phrases.spans == spans and [words[slice(*span)] for span in spans] == ["men", "horse"]
+
+
+def test_places_with_space_around_them_are_those_of_their_words(tmp_path):
+    entities = [entity(0, 4, "man"), entity(0, 3, "man"), entity(3, 4, "man"), entity(3, 7, "hat")]
+    regions = [region(3, "man hat", entities, [MAN, HORSE | {"name": "hat"}])]
+    found = read_region_graphs(put(tmp_path / "graphs.json", [{"image_id": 1, "regions": regions}]))
+    assert found[3].of("man hat").spans == ((0, 3), (4, 7))
+
+
+def test_phrases_of_descriptions(settings, tmp_path):
+    """The box of the region without region graphs; with them, other words have no phrases."""
+    dataset = opened(settings, phrases=True)
+    first, *_, last = [text.phrases for texts in dataset.groups for text in dataset.sample(texts).texts]
+    assert first.spans == ((0, 9),) and first.boxes[0].tolist() == [[5, 6, 75, 86]] and last is None
+
+    def named(number: int, phrase: str) -> dict:
+        word = phrase.split()[0]
+        return region(number, phrase, [entity(0, len(word), word)], [MAN | {"name": word}])
+
+    settings = msgspec.structs.replace(settings, files=settings.files | {"region_graphs": "graphs.json"})
+    regions = [named(11, "phrase  11"), named(12, "sentence 12")], [named(51, "red hat ")]
+    graphs = [{"image_id": n, "regions": own} for n, own in zip((1, 5), regions, strict=True)]
+    put(tmp_path / "graphs.json", graphs)
+    dataset = opened(settings, phrases=True)
+    phrases = [text.phrases for texts in dataset.groups for text in dataset.sample(texts).texts]
+    assert [None if one is None else one.spans for one in phrases] == [((0, 6),), None, ((0, 3),)]
+    put(tmp_path / "graphs.json", [{"image_id": 1, "regions": [named(11, "a"), named(12, "b")]}])
+    with refused("graphs.json", "same release"):
+        opened(settings, phrases=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"objects": [{"object_id": 1, "x": 1, "y": 1, "w": 1}]}, "objects[0]"),
+        ({"objects": [MAN | {"w": "9"}]}, "objects[0].w"),
+        ({"synsets": [{"entity_idx_start": 0}]}, "entity_idx_end"),
+        ({"objects": [MAN | {"synsets": [], "name": 3}]}, "objects[0].name"),
+        ({"region_id": "3"}, "region_id"),
+        ({"phrase": None}, "phrase"),
+        ({"region_id": 4}, "entry 4"),
+    ],
+)
+def test_damaged_region_graphs_are_named(tmp_path, change, part):
+    good = region(4, "man", [entity(0, 3, "man")], [MAN])
+    path = put(tmp_path / "graphs.json", [{"image_id": 1, "regions": [good, good | {"region_id": 3} | change]}])
+    with refused("graphs.json", part):
+        read_region_graphs(path)
