@@ -62,7 +62,7 @@ class Encoder(PreTrainedModel):
 
     layout: ClassVar[TextLayout] = TextLayout()
     abilities: ClassVar[frozenset[Ability]] = frozenset()  # what it can do with every config
-    # where transformers finds the word table [vocabulary, E], a part of `embeddings`; `get_input_embeddings` returns it
+    # where transformers finds the word embeddings [V, E], a part of `embeddings`; `get_input_embeddings` returns it
     _input_embed_layer = "word_embeddings"
     images_setting: ClassVar[str] = "max_images"  # field of its config that decides `max_images`
 
@@ -110,7 +110,7 @@ class Encoder(PreTrainedModel):
         return None if ability in self.abilities else "choose another encoder.name"
 
     def require(self, ability: Ability, who: str) -> None:
-        """Raises ValueError with the remedy if the encoder lacks the ability that `who` needs."""
+        """Refuse an encoder that lacks the ability that `who` needs, with the remedy."""
         if (remedy := self.lacks(ability)) is not None:
             raise UserError(f"{who} needs an encoder with {ability.value}; {remedy}.")
 
@@ -140,8 +140,8 @@ class Encoder(PreTrainedModel):
     ) -> EncoderOutput:
         """Encode M texts together with the regions they look at; vectors are zero at padding.
 
-        With `output_attentions` the output has the attention maps too, and with `intermediate_layer` the states after so many
-        of the `num_joint_layers` (0: before the first).
+        With `output_attentions` the output has the attention maps too, and with `intermediate_layer` the states after so
+        many of the `num_joint_layers` (0: before the first).
         """
         raise NotImplementedError
 

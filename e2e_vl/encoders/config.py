@@ -67,13 +67,13 @@ class VLBertSettings(TransformerSettings, frozen=True):
     # [END] carries the vector of region 0 as words do (paper); False: no visual part (official)
     visual_part_on_end: bool = False
     text_only_embedding: bool = False  # a learned vector that words of texts without a region carry (pre-training)
-    # what stands in a region's place of a word. "learned": a learned vector, and another one for hidden regions with
-    # `masked_region_embedding` (official code). "img": the one vector of the token [IMG], hidden or not (paper, section
+    # what stands in a region's place of a word. "learned": a learned vector, and another one for masked regions with
+    # `masked_region_embedding` (official code). "img": the one vector of the token [IMG], masked or not (paper, section
     # 3.2). It lies beside the word table, so that the vocabulary stays BERT's.
     region_word: Literal["learned", "img"] = "learned"
-    # another learned vector stands in a hidden region's place of a word (pre-training)
+    # another learned vector stands in a masked region's place of a word (pre-training)
     masked_region_embedding: bool = False
-    # a learned vector replaces the feature of a hidden region (pre-training on precomputed features, or without hiding
+    # a learned vector replaces the feature of a masked region (pre-training on precomputed features, or without masking
     # pixels)
     masked_region_feature: bool = False
     # start of the Linear that makes region vectors. "official": PyTorch's default. "normal": N(0, `initializer_range`)
@@ -99,7 +99,7 @@ class VLBertSettings(TransformerSettings, frozen=True):
             raise UserError("visual_part_on_end needs image_feature_on_words; set it to true, or both to false")
         if self.region_word == "img" and self.masked_region_embedding:
             raise UserError(
-                "region_word: img leaves hidden regions no vector of their own; set masked_region_embedding to false"
+                "region_word: img leaves masked regions no vector of their own; set masked_region_embedding to false"
             )
 
 
@@ -153,7 +153,7 @@ class LxmertSettings(TransformerSettings, frozen=True):
     # which layers of a BERT the layers over words start from. "first": by their numbers (official code). "last": the
     # top ones (paper).
     bert_layers: Literal["first", "last"] = "first"
-    # zeros replace the feature of a hidden region (pre-training on saved features; official code). False: it is what
+    # zeros replace the feature of a masked region (pre-training on saved features; official code). False: it is what
     # the detector makes of hidden pixels.
     masked_region_feature: bool = False
     # a region also carries the mean of the position vectors of the words that name it, as VisualBERT's do (for VCR);

@@ -1,9 +1,6 @@
-"""BERT's layer with fused attention, and its attention maps where somebody asks for them.
+"""BERT's layer with fused attention and optional attention maps, packed sequences, and the geometry of regions.
 
-Shape legend
-    M  texts in the batch
-    Z  positions of the longest packed sequence
-    E  hidden size of the encoder
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertAttention, BertIntermediate, BertOutput, BertSelfAttention
 
+from detector.errors import UserError
 from e2e_vl.structures import TextBatch, TextRegions, take_along_dim
 
 
@@ -93,6 +91,22 @@ def attention_probabilities(
 
 
 # Texts and regions as one sequence without gaps.
+
+
+def check_length(texts: TextBatch, limit: int, extra: int = 0) -> int:
+    """The number of wordpieces of the longest text.
+
+    Args:
+        limit: rows of the table of positions.
+        extra: positions that do not belong to wordpieces.
+    """
+    length = texts.input_ids.shape[1]
+    if length + extra > limit:
+        raise UserError(
+            f"A text of {length} wordpieces (with all positions {length + extra}) does not fit into "
+            f"max_position_embeddings = {limit}; set data.max_text_length, or raise the encoder's limit."
+        )
+    return length
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,6 @@
 """LXMERT (Tan and Bansal, EMNLP 2019): a Transformer over words, one over regions, and cross attention between them.
 
-Shape legend
-    M  texts in the batch
-    I  images that one text looks at, at most
-    L  wordpieces of the longest text
-    R  regions (candidate boxes) of one image; where padded: of the text or image with the most
-    E  hidden size of the encoder
-    X  width of a summary
+Shape legend: see `e2e_vl/structures.py`; `passes` is M x I, and `own` the regions of the image with the most.
 """
 
 from __future__ import annotations
@@ -21,10 +15,9 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert.modeling_bert import BertIntermediate, BertOutput, BertPooler, BertSelfOutput
 
-from detector.errors import UserError
 from e2e_vl.encoders.base import Encoder, EncoderConfig
 from e2e_vl.encoders.config import LxmertSettings
-from e2e_vl.encoders.layers import GEOMETRY_LAYERS, RelativeGeometryBias, region_word_alignment
+from e2e_vl.encoders.layers import GEOMETRY_LAYERS, RelativeGeometryBias, check_length, region_word_alignment
 from e2e_vl.structures import (
     Ability,
     AttentionBlock,
@@ -60,13 +53,7 @@ class TextEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, texts: TextBatch) -> Float[Tensor, "M L E"]:
-        """Raises ValueError for texts that are longer than the position table."""
-        length, limit = texts.input_ids.shape[1], self.position_embeddings.num_embeddings
-        if length > limit:
-            raise UserError(
-                f"A text of {length} wordpieces does not fit into max_position_embeddings = {limit}; cut the texts or "
-                "raise the encoder's limit."
-            )
+        length = check_length(texts, self.position_embeddings.num_embeddings)
         positions = torch.arange(length, device=texts.input_ids.device)
         vectors = self.word_embeddings(texts.input_ids) + self.position_embeddings(positions)
         if self.token_type_embeddings is not None:
@@ -246,16 +233,11 @@ class ImagePasses:
 
     @classmethod
     def of(cls, regions: TextRegions, count: int) -> ImagePasses:
-        """The passes of texts with room for `count` images. Raises ValueError if a text looks at more."""
+        """The passes of texts that look at up to `count` images."""
         attention_mask, slot = regions.attention_mask, regions.image_slot.masked_fill(~regions.attention_mask, count)
         if count == 1:
             row = torch.arange(attention_mask.shape[1], device=attention_mask.device).expand_as(attention_mask)
             return cls(row[:, None], attention_mask[:, None], slot, row)
-        if int(regions.image_slot.max()) >= count:
-            raise UserError(
-                f"A text looks at {int(regions.image_slot.max()) + 1} images, but encoder.config.max_images is "
-                f"{count}; make them agree."
-            )
         is_own = slot[:, None] == torch.arange(count, device=slot.device)[:, None]  # [M, I, R]
         own = max(int(is_own.sum(dim=2).max()), 1)
         row = (~is_own).to(torch.uint8).argsort(dim=2, stable=True)[:, :, :own]
@@ -280,7 +262,7 @@ class ImagePasses:
 
 
 class AttentionMaps:
-    """Collects the maps of each step over the slots [words | regions] of M texts, L + R of them."""
+    """Collects the maps of all layers over the L + R slots [words | regions] of M texts."""
 
     def __init__(self, texts: TextBatch, passes: ImagePasses):
         self.texts, self.passes = texts, passes
@@ -307,9 +289,10 @@ class AttentionMaps:
     ) -> None:
         """Two steps of words and regions, first from one to the other and then among themselves, image by image."""
         none = torch.zeros_like
-        across = _joined(none(among_words), to_regions, to_words, none(among_regions))
-        inside = _joined(among_words, none(to_regions), none(to_words), among_regions)
-        for steps in zip(self._of_images(across), self._of_images(inside), strict=True):
+        across = (none(among_words), to_regions, to_words, none(among_regions))
+        inside = (among_words, none(to_regions), none(to_words), among_regions)
+        joined = (torch.cat([torch.cat([a, b], 3), torch.cat([c, d], 3)], dim=2) for a, b, c, d in (across, inside))
+        for steps in zip(*map(self._of_images, joined), strict=True):
             self.found += steps
 
     def _of_images(self, maps: Float[Tensor, "passes heads places places"]) -> list[Float[Tensor, "M heads _ _"]]:
@@ -325,16 +308,6 @@ class AttentionMaps:
             is_real = torch.cat([attention_mask, self.passes.slot == image], dim=1)
             found.append(rows * (is_real[:, None, :, None] & is_real[:, None, None, :]))
         return found
-
-
-def _joined(
-    among_words: Float[Tensor, "passes heads L L"],
-    to_regions: Float[Tensor, "passes heads L own"],
-    to_words: Float[Tensor, "passes heads own L"],
-    among_regions: Float[Tensor, "passes heads own own"],
-) -> Float[Tensor, "passes heads places places"]:
-    """Four blocks as one map."""
-    return torch.cat([torch.cat([among_words, to_regions], 3), torch.cat([to_words, among_regions], 3)], dim=2)
 
 
 class LxmertEncoderConfig(EncoderConfig, settings=LxmertSettings):
@@ -435,102 +408,61 @@ class LxmertEncoder(Encoder):
         output_attentions: bool = False,
         intermediate_layer: int | None = None,
     ) -> EncoderOutput:
-        """See `Encoder.forward`, and above.
-
-        Raises:
-            ValueError: texts longer than the position table, or with more images than `max_images`.
-        """
+        """See `Encoder.forward`, and above."""
         passes = ImagePasses.of(regions, self.config.max_images)
-        maps = AttentionMaps(texts, passes) if output_attentions else None
-        words = self.encode_words(texts, maps)
-        biases = self.biases(regions, passes)
-        objects = self.encode_regions(texts, regions, passes, maps, biases)
-        words, objects, between = self.encode_together(words, objects, texts, passes, maps, biases, intermediate_layer)
+        region_mask = passes.attention_mask.flatten(0, 1)
+        maps = AttentionMaps(texts, passes)
+        biases = [None] * (self.config.r_layers + self.config.x_layers)  # of the layers over regions, then of both
+        if self.relative_geometry is not None:
+            is_pair = region_mask[:, :, None] & region_mask[:, None]
+            biases = self.relative_geometry(passes.split(regions.boxes), passes.split(regions.image_sizes), is_pair)
+
+        words = self.embeddings(texts)  # the layers over words do not depend on images
+        for layer in self.encoder.layer:
+            words, found = layer(words, texts.attention_mask, output_attentions)
+            if output_attentions:
+                maps.add_words(found)
+        objects = self.embed_regions(texts, regions, passes)
+        for layer, bias in zip(self.encoder.r_layers, biases[: self.config.r_layers], strict=True):
+            objects, found = layer(objects, region_mask, output_attentions, bias)
+            if output_attentions:
+                maps.add_regions(found)
+        # from here on each image of a text has words of its own
+        words, word_mask, intermediate = passes.repeat(words), passes.repeat(texts.attention_mask), None
+        for number, (layer, bias) in enumerate(zip(self.encoder.x_layers, biases[self.config.r_layers :], strict=True)):
+            if number == intermediate_layer:
+                intermediate = words, objects
+            words, objects, found = layer(words, objects, word_mask, region_mask, output_attentions, bias)
+            if output_attentions:
+                maps.add_cross(*found)
+
         pooled = words[:, 0] if self.pooler is None else self.pooler(words)
         states = self.of_texts(words, objects, texts, passes)
+        if intermediate_layer is not None:
+            intermediate = states if intermediate is None else self.of_texts(*intermediate, texts, passes)
         return EncoderOutput(
             text=states.text,
             regions=states.regions,
             summary=pooled.unflatten(0, (len(texts), -1)).flatten(1),
             attentions=tuple(maps.found) if output_attentions else None,
             word_embeddings=self.get_input_embeddings().weight,
-            intermediate=None if intermediate_layer is None else self.of_texts(*between, texts, passes),
+            intermediate=intermediate,
         )
 
-    def biases(self, regions: TextRegions, passes: ImagePasses) -> list[Float[Tensor, "passes heads own own"] | None]:
-        """What is added to the attention logits among regions: for each layer over regions, then for each of both."""
-        if self.relative_geometry is None:
-            return [None] * (self.config.r_layers + self.config.x_layers)
-        attention_mask = passes.attention_mask.flatten(0, 1)
-        is_pair = attention_mask[:, :, None] & attention_mask[:, None]
-        return self.relative_geometry(passes.split(regions.boxes), passes.split(regions.image_sizes), is_pair)
-
-    def encode_words(self, texts: TextBatch, maps: AttentionMaps | None) -> Float[Tensor, "M L E"]:
-        """Through the layers over words, which do not depend on images."""
-        words = self.embeddings(texts)
-        for layer in self.encoder.layer:
-            words, found = layer(words, texts.attention_mask, maps is not None)
-            if maps is not None:
-                maps.add_words(found)
-        return words
-
-    def encode_regions(
-        self,
-        texts: TextBatch,
-        regions: TextRegions,
-        passes: ImagePasses,
-        maps: AttentionMaps | None,
-        biases: list[Float[Tensor, "passes heads own own"] | None],
+    def embed_regions(
+        self, texts: TextBatch, regions: TextRegions, passes: ImagePasses
     ) -> Float[Tensor, "passes own E"]:
-        """Through the layers over regions, image by image."""
+        """What goes into the layers over regions, image by image."""
         features = regions.features
         if self.config.masked_region_feature:
             features = features.masked_fill(regions.is_masked[..., None], 0.0)
-        shares = regions.boxes / regions.image_sizes.flip(-1).repeat(1, 1, 2)  # x by the width, y by the height
-        objects = self.encoder.visn_fc(passes.split(features), passes.split(shares))
+        relative_boxes = regions.boxes / regions.image_sizes.flip(-1).repeat(1, 1, 2)  # x by the width, y by the height
+        objects = self.encoder.visn_fc(passes.split(features), passes.split(relative_boxes))
         places = self.embeddings.position_embeddings.weight[: texts.input_ids.shape[1]]
         named = region_word_alignment(texts, regions, places.dtype) if self.config.named_regions else None
         if named is not None:
             objects = objects + passes.split(named / named.sum(dim=2, keepdim=True).clamp(min=1) @ places)
-        attention_mask = passes.attention_mask.flatten(0, 1)
-        for layer, bias in zip(self.encoder.r_layers, biases[: self.config.r_layers], strict=True):
-            objects, found = layer(objects, attention_mask, maps is not None, bias)
-            if maps is not None:
-                maps.add_regions(found)
         return objects
-
-    def encode_together(
-        self,
-        words: Float[Tensor, "M L E"],
-        objects: Float[Tensor, "passes own E"],
-        texts: TextBatch,
-        passes: ImagePasses,
-        maps: AttentionMaps | None,
-        biases: list[Float[Tensor, "passes heads own own"] | None],
-        intermediate_layer: int | None,
-    ) -> tuple[
-        Float[Tensor, "passes L E"],
-        Float[Tensor, "passes own E"],
-        tuple[Float[Tensor, "passes L E"], Float[Tensor, "passes own E"]],
-    ]:
-        """Through the layers with cross attention; from here on each image of a text has words of its own.
-
-        Returns:
-            Words, regions, and both after `intermediate_layer` of these layers (None: after all).
-        """
-        words, text_mask, attention_mask = (
-            passes.repeat(words),
-            passes.repeat(texts.attention_mask),
-            passes.attention_mask.flatten(0, 1),
-        )
-        between = None
-        for number, (layer, bias) in enumerate(zip(self.encoder.x_layers, biases[self.config.r_layers :], strict=True)):
-            if number == intermediate_layer:
-                between = words, objects
-            words, objects, found = layer(words, objects, text_mask, attention_mask, maps is not None, bias)
-            if maps is not None:
-                maps.add_cross(*found)
-        return words, objects, between or (words, objects)
 
     def of_texts(
         self,
@@ -539,18 +471,16 @@ class LxmertEncoder(Encoder):
         texts: TextBatch,
         passes: ImagePasses,
     ) -> IntermediateStates:
-        """Words and regions of passes -> of texts, zero at padding."""
-        return IntermediateStates(
-            self.mean_of_images(words, passes) * texts.attention_mask[..., None], passes.join(objects)
-        )
+        """States of passes -> of texts, zero at padding.
 
-    def mean_of_images(self, words: Float[Tensor, "passes L E"], passes: ImagePasses) -> Float[Tensor, "M L E"]:
-        """The mean over the passes with an image, or over all where a text has none."""
+        Those of words are the mean over the passes with an image, or over all where a text has none.
+        """
         words = words.unflatten(0, (-1, passes.row.shape[1]))
         has_image = passes.attention_mask.any(dim=2)
-        shares = (has_image | ~has_image.any(dim=1, keepdim=True)).to(words.dtype)
-        shares = shares / shares.sum(dim=1, keepdim=True)
-        return (words * shares[..., None, None]).sum(dim=1)
+        weights = (has_image | ~has_image.any(dim=1, keepdim=True)).to(words.dtype)
+        weights = weights / weights.sum(dim=1, keepdim=True)
+        mean = (words * weights[..., None, None]).sum(dim=1)
+        return IntermediateStates(mean * texts.attention_mask[..., None], passes.join(objects))
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

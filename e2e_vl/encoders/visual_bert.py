@@ -1,11 +1,6 @@
 """VisualBERT (Li et al., arXiv 1908.03557, ACL 2020): one BERT over words and regions, with BERT's own parameters.
 
-Shape legend
-    M  texts in the batch
-    L  wordpieces of the longest text
-    R  regions (candidate boxes) of one image; where padded: of the text or image with the most
-    Z  positions of the longest packed sequence
-    E  hidden size of the encoder
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +14,6 @@ from torch import Tensor, nn
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertPooler
 
-from detector.errors import UserError
 from e2e_vl.encoders.base import Encoder, EncoderConfig, read_summary
 from e2e_vl.encoders.config import VisualBertSettings
 from e2e_vl.encoders.layers import (
@@ -28,6 +22,7 @@ from e2e_vl.encoders.layers import (
     LayersRun,
     RelativeGeometryBias,
     SequenceLayout,
+    check_length,
     packed_biases,
     region_word_alignment,
     run_layers,
@@ -88,11 +83,7 @@ class VisualBertEmbeddings(nn.Module):
         self.visual_position_embeddings.weight.copy_(self.position_embeddings.weight)
 
     def forward(self, texts: TextBatch, regions: TextRegions) -> tuple[Float[Tensor, "M Z E"], SequenceLayout]:
-        """Args: M texts and their regions. Returns: the input, and which slot sits at which position.
-
-        Raises:
-            ValueError: texts longer than the position table.
-        """
+        """Args: M texts and their regions. Returns: the input, and which slot sits at which position."""
         return self.join(texts, regions, self.alignment(texts, regions))
 
     def alignment(self, texts: TextBatch, regions: TextRegions) -> Float[Tensor, "M R L"] | None:
@@ -113,31 +104,20 @@ class VisualBertEmbeddings(nn.Module):
         Returns:
             The input after LayerNorm and dropout; the layout.
         """
-        length, limit = texts.input_ids.shape[1], self.config.max_position_embeddings
-        if length > limit:
-            raise UserError(
-                f"A text of {length} wordpieces does not fit into max_position_embeddings = {limit}; cut the texts or "
-                "raise the encoder's limit."
-            )
+        length = check_length(texts, self.config.max_position_embeddings)
         words = self.word_embeddings(texts.input_ids) + self.token_type_embeddings(texts.token_type_ids)
         words = words + self.position_embeddings.weight[:length]
-        objects = self.visual_projection(self.region_features(regions))
-        objects = objects + self.region_types(regions) + self.region_positions(alignment)
+        features = regions.features
+        if self.config.with_box_numbers:
+            numbers = box_numbers(regions.boxes, regions.image_sizes)
+            features = torch.cat([features, numbers.to(features.dtype)], dim=-1)
+        # the segment says from which of the text's images a region comes
+        types = torch.stack([self.visual_token_type_embeddings.weight[row] for row in self.config.region_types])
+        objects = self.visual_projection(features) + F.embedding(regions.image_slot, types)
+        objects = objects + self.region_positions(alignment)
         layout = SequenceLayout.from_masks(texts.attention_mask, regions.attention_mask, has_end=False)
         slots = torch.cat([words, objects.to(words.dtype)], dim=1)
         return self.dropout(self.LayerNorm(layout.pack(slots))), layout
-
-    def region_features(self, regions: TextRegions) -> Float[Tensor, "M R _"]:
-        """The features, with `config.with_box_numbers` followed by the six numbers of the box."""
-        if not self.config.with_box_numbers:
-            return regions.features
-        numbers = box_numbers(regions.boxes, regions.image_sizes)
-        return torch.cat([regions.features, numbers.to(regions.features.dtype)], dim=-1)
-
-    def region_types(self, regions: TextRegions) -> Float[Tensor, "M R E"]:
-        """The segment vector of each region, which says from which of the text's images it comes."""
-        rows = torch.stack([self.visual_token_type_embeddings.weight[row] for row in self.config.region_types])
-        return F.embedding(regions.image_slot, rows)
 
     def region_positions(self, alignment: Float[Tensor, "M R L"] | None) -> Float[Tensor, "*shape E"]:
         """The position vector of each region, from the vectors of the words that are listed for it; or one for all."""
@@ -168,8 +148,8 @@ class VisualBertEncoderConfig(EncoderConfig, BertConfig, settings=VisualBertSett
 class VisualBertEncoder(Encoder):
     """Words and regions in one sequence through BERT layers; parameter names are those of transformers' VisualBERT.
 
-    The sequence of a text is `words, regions`; see `VisualBertEmbeddings` for what each position is made of. Attention maps
-    come back over the L + R slots [words | regions] of the padded batch.
+    The sequence of a text is `words, regions`; see `VisualBertEmbeddings` for what each position is made of. Attention
+    maps come back over the L + R slots [words | regions] of the padded batch.
     """
 
     config_class = VisualBertEncoderConfig
@@ -252,9 +232,6 @@ class VisualBertEncoder(Encoder):
         Returns:
             Vectors that are zero at padding; as summary the state at the place of an answer, or else the pooled state
             of [CLS]; maps (query, key).
-
-        Raises:
-            ValueError: see `VisualBertEmbeddings.forward`.
         """
         hidden, layout = self.embeddings(texts, regions)
         biases = [] if self.relative_geometry is None else packed_biases(self.relative_geometry, regions, layout)

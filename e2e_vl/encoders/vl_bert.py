@@ -1,11 +1,6 @@
 """VL-BERT (Su et al., ICLR 2020): one BERT over words and regions.
 
-Shape legend
-    M  texts in the batch
-    L  wordpieces of the longest text
-    R  regions (candidate boxes) of one image; where padded: of the text or image with the most
-    Z  positions of the longest packed sequence
-    E  hidden size of the encoder
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -30,6 +25,7 @@ from e2e_vl.encoders.layers import (
     RelativeGeometryBias,
     SequenceLayout,
     attention_probabilities,
+    check_length,
     geometry_embedding,
     packed_biases,
     run_layers,
@@ -110,7 +106,7 @@ class VisualPart(nn.Module):
 
 
 class MaskedRegionFeature(nn.Module):
-    """One learned feature, zero at the start, in place of the features of hidden regions."""
+    """One learned feature, zero at the start, in place of the features of masked regions."""
 
     def __init__(self, feature_dim: int):
         super().__init__()
@@ -166,12 +162,7 @@ class VLBertEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, texts: TextBatch, regions: TextRegions) -> tuple[Float[Tensor, "M Z E"], SequenceLayout]:
-        """Args: M texts and their regions. Returns: the input, and which slot sits at which position.
-
-        Raises:
-            ValueError: texts longer than the position table, or words that name regions in a model whose words have
-                no visual part.
-        """
+        """Args: M texts and their regions. Returns: the input, and which slot sits at which position."""
         vectors = self.region_vectors(regions)
         word_vectors = self.word_vectors(texts, vectors, regions)
         region_words = self.region_word_embedding.weight.expand(*regions.attention_mask.shape, -1)
@@ -247,6 +238,7 @@ class VLBertEmbeddings(nn.Module):
         Returns:
             The input after LayerNorm and dropout; the layout.
         """
+        check_length(texts, self.config.max_position_embeddings, extra=self.config.max_images + 1)
         words = self.word_embeddings(texts.input_ids)
         if word_vectors is not None:
             words = words + self.text_visual(word_vectors)
@@ -269,12 +261,6 @@ class VLBertEmbeddings(nn.Module):
 
         Regions of the text's second image have n + 1, and so on: each image has a position of its own.
         """
-        longest, limit = text_mask.shape[1] + self.config.max_images + 1, self.config.max_position_embeddings
-        if longest > limit:
-            raise UserError(
-                f"A text of {text_mask.shape[1]} wordpieces (with the regions' and [END]'s positions {longest}) does "
-                f"not fit into max_position_embeddings = {limit}; cut the texts or raise the encoder's limit."
-            )
         length = text_mask.sum(dim=1, keepdim=True)
         words = (text_mask.cumsum(dim=1) - 1).clamp(min=0)
         regions = length + image_slot
@@ -404,9 +390,6 @@ class VLBertModel(Encoder):
         Returns:
             Vectors that are zero at padding; a summary where an answer has its place or with `config.with_pooler`; maps
             (query, key).
-
-        Raises:
-            ValueError: see `VLBertEmbeddings.forward`.
         """
         hidden, layout = self.embeddings(texts, regions)
         run = self.encode(hidden, layout, regions, output_attentions, intermediate_layer)
