@@ -159,9 +159,10 @@ def _read_file(path: Path) -> AnnotatedObjects:
     if path.suffix == ".npz":
         try:
             with np.load(path, allow_pickle=False) as file:
-                return AnnotatedObjects(_checked(file["boxes"].tolist(), str(path)), str(path))
-        except (KeyError, OSError, BadZipFile) as error:
+                rows = file["boxes"].tolist()
+        except (KeyError, OSError, ValueError, BadZipFile) as error:
             raise UserError(f"{path}: there is no array 'boxes' that can be read.") from error
+        return AnnotatedObjects(_checked(rows, str(path)), str(path))
     content = read_json(path, list[_Corners] | _BoxesFile)
     content = _BoxesFile(content) if isinstance(content, list) else content
     lists = (content.boxes, content.names, content.segms)

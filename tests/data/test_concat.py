@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pickle
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,9 +16,8 @@ from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.concat import JoinedDataset
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.overlap import PhotoIds, number_of_photos
-from e2e_vl.run.build import AnyJoined
 from e2e_vl.samples import HumanAnswers, PhraseBoxes, SampleText
-from tests.data.roads import examples, open_dataset
+from tests.data.roads import examples, open_dataset, refused
 from tests.data.tiny_refcoco import TinyRefCOCO
 from tests.data.tiny_vqa import write_vqa
 
@@ -41,18 +40,18 @@ def settings(tiny: TinyRefCOCO) -> DataSettings:
     (root / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
     parts = {
         "said": part("captions", {"captions": "captions.json", "images": str(tiny.images_root)}, images="photos"),
-        "asked": part("vqa", dict(vqa.files), images="photos", config=dict(vqa.config)),
+        "asked": part("vqa", dict(vqa.files), images="photos", config=msgspec.to_builtins(vqa.config)),
     }
-    return dataclasses.replace(vqa, name="joined", files={}, config={"parts": parts})
+    return DataSettings(name="joined", root=vqa.root, config={"parts": parts})
 
 
 def changed(settings: DataSettings, member: str, **changes: Any) -> DataSettings:
-    parts = settings.config["parts"]
-    return dataclasses.replace(settings, config={"parts": parts | {member: parts[member] | changes}})
+    parts = msgspec.to_builtins(settings.config.parts)
+    return DataSettings(name="joined", root=settings.root, config={"parts": parts | {member: parts[member] | changes}})
 
 
 def opened(settings: DataSettings, boxes: BoxSource | str = "online", split: str = "train") -> JoinedDataset:
-    return open_dataset(AnyJoined, settings, split, boxes, training=True)
+    return open_dataset(JoinedDataset, settings, split, boxes, training=True)
 
 
 def test_texts_come_part_by_part(settings):
@@ -98,7 +97,7 @@ def test_images_may_be_left_out(settings):
         ("asked", {"without_images": "some.txt"}, {"3"}),
     ):
         dataset = opened(changed(settings, name, **change))
-        number = list(settings.config["parts"]).index(name)
+        number = list(settings.config.parts).index(name)
         own = [group for group in dataset.groups if dataset._find(group[0])[0] is dataset.members[number]]
         samples = [dataset.sample(group) for group in own]
         assert {sample.images[0].id.partition("/")[2] for sample in samples} == wanted
@@ -123,7 +122,7 @@ def test_each_part_reads_boxes_of_its_own(settings, tiny):
                 image_id, size, np.array([[1, 2, 11, 12]], np.float32), np.full((1, 3), value, np.float32)
             )
             save_npz(Path(settings.root) / name / f"{image_id}.npz", features)
-        files = settings.config["parts"][name]["files"]
+        files = settings.config.parts[name].files
         settings = changed(settings, name, files=files | {"features": name}, images=None)
     dataset = opened(settings, "precomputed")
     made = examples(dataset, tiny.tokenizer, "precomputed")
@@ -137,15 +136,14 @@ def test_each_part_reads_boxes_of_its_own(settings, tiny):
 
 
 def test_what_does_not_fit(settings):
-    with pytest.raises(ValueError, match=r"no part of data\.config\.parts has the split val"):
+    with refused("data.config.parts", "split val"):
         opened(settings, split="val")
-    with pytest.raises(ValueError, match=r"parts\.asked: data\.files has the unknown key 'captoins'"):
+    with refused("parts.asked", "captoins"):
         opened(changed(settings, "asked", files={"captoins": "x"}))
-    with pytest.raises(ValueError, match=r"parts\.<part>\.name is 'vqaa'"):
-        opened(changed(settings, "asked", name="vqaa"))
-    with pytest.raises(ValueError, match=r"data\.config\.parts\.asked\.splits has no value"):
-        parts = settings.config["parts"] | {"asked": {"name": "vqa"}}
-        opened(dataclasses.replace(settings, config={"parts": parts}))
+    with refused("vqaa"):
+        changed(settings, "asked", name="vqaa")
+    with refused("splits"):
+        changed(settings, "asked", splits={})
 
 
 def test_a_photo_of_coco_that_visual_genome_has_too_is_one_photo(settings):
@@ -158,8 +156,9 @@ def test_a_photo_of_coco_that_visual_genome_has_too_is_one_photo(settings):
     (root / "image_data.json").write_text(json.dumps(images), encoding="utf-8")
     (root / "regions.json").write_text(json.dumps(regions), encoding="utf-8")
     files = {"image_data": "image_data.json", "regions": "regions.json", "images": "genome"}
-    parts = settings.config["parts"] | {"described": part("visual_genome", files, config={"texts": "regions"})}
-    dataset = opened(dataclasses.replace(settings, config={"parts": parts}))
+    described = {"described": part("visual_genome", files, config={"texts": "regions"})}
+    parts = msgspec.to_builtins(settings.config.parts) | described
+    dataset = opened(DataSettings(name="joined", root=settings.root, config={"parts": parts}))
     found = {}
     for texts in dataset.groups:
         [image] = dataset.sample(texts).images

@@ -1,0 +1,53 @@
+"""Lists of answers in every format."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from e2e_vl.data.answer_lists import read_answers, write_answers
+from tests.data.roads import refused
+
+
+def test_answers_of_every_format(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeff<unk>\r\nYes\n\nt - shirt \n".encode())
+    (tmp_path / "label2ans.json").write_text('["", "yes", "no"]')
+    (tmp_path / "ans2label.json").write_text('{"no": 1, "yes": 0}')
+    rows = [{"ans": "a", "dsets": ["vqa"]}, {"ans": "b", "dsets": ["gqa"]}, {"ans": "c", "dsets": ["gqa", "vqa"]}]
+    (tmp_path / "all_ans.json").write_text(json.dumps(rows))
+    assert read_answers(tmp_path / "a.txt") == ["<unk>", "yes", "t - shirt"]
+    assert read_answers(tmp_path / "label2ans.json") == ["", "yes", "no"]
+    assert read_answers(tmp_path / "ans2label.json") == ["yes", "no"]
+    assert read_answers(tmp_path / "all_ans.json") == ["a", "b", "c"]
+    assert read_answers(tmp_path / "all_ans.json", ["vqa"]) == ["a", "c"]
+    answers = ["", "yes", "café", "yes"]  # a task spells the lines of a text file, so that two of them may become one
+    write_answers(tmp_path / "new" / "answers.json", answers)
+    assert read_answers(tmp_path / "new" / "answers.json") == answers
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("a.pkl", "x", "JSON"),
+        ("a.txt", "\n", "no answers"),
+        ("a.txt", "no\nyes\n Yes\n", "yes"),
+        ("a.json", "3", "array"),
+        ("a.json", '["yes", 1]', "[1]"),
+        ("a.json", '{"yes": 1, "no": 2}', "0 to 1"),
+        ("a.json", '["", "no", "yes", "no"]', "no"),
+    ],
+)
+def test_answer_files_that_are_none(tmp_path, name, content, part):
+    (tmp_path / name).write_text(content)
+    with refused(name, part):
+        read_answers(tmp_path / name)
+
+
+def test_sources_of_a_list_that_has_none(tmp_path):
+    (tmp_path / "a.json").write_text('["yes"]')
+    with refused("a.json", "sources"):
+        read_answers(tmp_path / "a.json", ["vqa"])
+    (tmp_path / "b.txt").write_bytes("yes\n".encode("utf-16"))
+    with refused("b.txt"):
+        read_answers(tmp_path / "b.txt")

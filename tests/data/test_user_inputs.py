@@ -1,0 +1,150 @@
+"""Lists of images, and boxes that users write on a command line or in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from e2e_vl.data.user_inputs import list_images, read_boxes, read_given_boxes, require_inside
+from tests.data.roads import refused
+
+
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
+def test_images_of_a_folder(tmp_path):
+    touch(tmp_path, "b.JPG", "sub/a.png", "x.1.jpeg", "notes.txt")
+    found = [(image.id, image.path.name) for image in list_images(tmp_path)]
+    assert found == [("b", "b.JPG"), ("sub/a", "a.png"), ("x.1", "x.1.jpeg")]
+    touch(tmp_path, "sub/a.jpg")
+    with refused("a.jpg", "a.png", "same id sub/a"):
+        list_images(tmp_path)
+
+
+def test_images_of_lists(tmp_path):
+    (tmp_path / "list.txt").write_bytes(f"\ufeffone/b.jpg\r\n\n{tmp_path}/c.png\n../d.png\n".encode())
+    found = list_images(tmp_path / "list.txt")
+    assert [image.id for image in found] == ["one/b", "c", "d"]
+    assert [image.path for image in found] == [tmp_path / "one/b.jpg", tmp_path / "c.png", tmp_path / "../d.png"]
+    assert list_images(tmp_path / "list.txt", "/photos")[0].path == Path("/photos/one/b.jpg")
+    path = tmp_path / "images.json"
+    path.write_text(json.dumps({"images": [{"id": 7, "file_name": "a/x.jpg"}, {"id": 3, "file_name": "y.jpg"}]}))
+    found = [(image.id, image.path) for image in list_images(path, tmp_path / "r")]
+    assert found == [("7", tmp_path / "r/a/x.jpg"), ("3", tmp_path / "r/y.jpg")]
+
+
+def test_lists_that_hold_no_images(tmp_path):
+    with refused("no images"):
+        list_images(tmp_path)
+    touch(tmp_path, "a\tb.jpg")
+    with refused("a\\tb"):
+        list_images(tmp_path)
+    with refused("none.txt"):
+        list_images(tmp_path / "none.txt")
+    (tmp_path / "bad.json").write_text('{"images": [{"id": 1}]}')
+    with refused("bad.json", "images[0]", "file_name"):
+        list_images(tmp_path / "bad.json")
+
+
+def test_given_boxes_of_detections_and_of_instances(tmp_path):
+    rows = [
+        {"image_id": 2, "bbox": [1, 2, 3, 4], "category_id": 1, "score": 0.5},
+        {"image_id": 1, "box": [0, 0, 2, 2], "det_id": 70},
+        {"image_id": 2, "bbox": [5, 5, 1, 1]},
+    ]
+    (tmp_path / "d.json").write_text(json.dumps(rows))
+    found = read_given_boxes(tmp_path / "d.json")
+    assert set(found) == {"1", "2"}
+    assert np.array_equal(found["2"].boxes, [[1, 2, 4, 6], [5, 5, 6, 6]])
+    assert found["2"].ids.tolist() == [0, 2] and found["1"].ids.tolist() == [70]
+    for bad in ({"bbox": [1, 1, 0, 2]}, {}):
+        (tmp_path / "d.json").write_text(json.dumps([{"image_id": 1, **bad}]))
+        with refused("d.json", "detection 0"):
+            read_given_boxes(tmp_path / "d.json")
+    content = {
+        "images": [{"id": i, "file_name": "x", "width": 9, "height": 9} for i in (1, 2)],
+        "annotations": [
+            {"id": 11, "image_id": 1, "category_id": 5, "bbox": [1, 1, 2, 3]},
+            {"id": 10, "image_id": 1, "category_id": 5, "bbox": [0, 0, 4, 4], "iscrowd": 1},
+        ],
+        "categories": [{"id": 5, "name": "thing"}],
+    }
+    (tmp_path / "i.json").write_text(json.dumps(content))
+    found = read_given_boxes(tmp_path / "i.json")
+    assert found["1"].ids.tolist() == [11, 10] and found["2"].boxes.shape == (0, 4)
+    assert np.array_equal(found["1"].boxes, [[1, 1, 3, 4], [0, 0, 4, 4]])
+
+
+def test_boxes_in_words():
+    given = read_boxes(["1,2,3,4", "0.5,0,9,8.25"])
+    np.testing.assert_array_equal(given.boxes, [[1, 2, 3, 4], [0.5, 0, 9, 8.25]])
+    assert given.names is None and given.outlines is None
+    assert read_boxes(["person:1,2,3,4", "hot:dog:1,2,3,4"]).names == ("person", "hot:dog")
+
+
+def test_boxes_of_a_file(tmp_path):
+    outline = [[[1, 2], [3, 2], [3, 4]]]
+    content = {"boxes": [[1, 2, 3, 4, 0.75]], "names": ["cat"], "segms": [outline], "width": 9, "height": 9}
+    (tmp_path / "one.json").write_text(json.dumps(content))
+    given = read_boxes([str(tmp_path / "one.json")])
+    np.testing.assert_array_equal(given.boxes, [[1, 2, 3, 4]])
+    assert given.names == ("cat",) and given.origin.endswith("one.json")
+    np.testing.assert_array_equal(given.outlines[0], outline)
+    (tmp_path / "none.json").write_text("[]")
+    assert read_boxes([str(tmp_path / "none.json")]).boxes.shape == (0, 4)
+    np.savez(tmp_path / "some.npz", boxes=np.array([[1, 2, 3, 4]]))
+    np.testing.assert_array_equal(read_boxes([str(tmp_path / "some.npz")]).boxes, [[1, 2, 3, 4]])
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("[[1, 2, 3]]", "[0]"),
+        ("[[1, 2, 3, true]]", "[0]"),
+        ("[[1, 2, 3, 4], [5, 6, 5, 9]]", "box 1"),
+        ("[[1, 2, 3, NaN]]", "JSON"),
+        ("3", "array"),
+        ("[", "JSON"),
+        ('{"boxes": [[1, 2, 3, 4]], "names": ["a", "b"]}', "names"),
+        ('{"boxes": [[1, 2, 3, 4]], "segms": []}', "segms"),
+        ('{"boxes": [[1, 2, 3, 4]], "segms": [[[1, 2]]]}', "segms[0]"),
+    ],
+)
+def test_files_that_hold_no_boxes(tmp_path, content, part):
+    (tmp_path / "bad.json").write_text(content)
+    with refused("bad.json", part):
+        read_boxes([str(tmp_path / "bad.json")])
+
+
+def test_arrays_that_hold_no_boxes(tmp_path):
+    np.savez(tmp_path / "code.npz", boxes=np.array([{}], dtype=object))
+    np.savez(tmp_path / "flat.npz", boxes=np.array([1, 2, 3, 4]))
+    np.savez(tmp_path / "other.npz", rows=np.array([[1, 2, 3, 4]]))
+    (tmp_path / "text.npz").write_text("no archive")
+    for name in ("code.npz", "flat.npz", "other.npz", "text.npz"):
+        with refused(name):
+            read_boxes([str(tmp_path / name)])
+
+
+def test_words_that_are_no_boxes(tmp_path):
+    with refused("--hide", "none.json"):
+        read_boxes([str(tmp_path / "none.json")], "--hide")
+    with refused("'1,2,x,4'"):
+        read_boxes(["1,2,3,4", "1,2,x,4"])
+    with refused("--boxes", "box 0"):
+        read_boxes(["5,2,3,4"])
+    with refused("Some boxes have a class"):
+        read_boxes(["cat:1,2,3,4", "1,2,3,4"])
+
+
+def test_boxes_must_lie_in_their_image():
+    require_inside(np.array([[-1.0, 0, 101, 61]]), (60, 100), "--boxes", "a.jpg")
+    for box in ([0, 0, 102, 5], [0, 0, 5, 62], [-2, 0, 5, 5]):
+        with refused("--boxes", "box 0", "a.jpg", "100 x 60"):
+            require_inside(np.array([box], dtype=float), (60, 100), "--boxes", "a.jpg")
