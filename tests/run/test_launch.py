@@ -1,9 +1,9 @@
+"""The `Accelerator` of a command; test_two_processes.py launches real processes."""
+
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -11,58 +11,6 @@ import pytest
 import torch
 
 from e2e_vl.run.launch import NUMBERS_OF_PROCESSES, gather_to_main, make_accelerator, on_main
-
-ROOT = Path(__file__).parents[2]
-PROBE = """
-import json, sys, torch
-from e2e_vl.run.launch import make_accelerator
-try:
-    accelerator = make_accelerator("no")
-except ValueError as error:
-    sys.exit(str(error))
-number = accelerator.reduce(torch.ones(())).item()
-facts = [number, accelerator.process_index, accelerator.device.type, torch.get_num_threads()]
-sys.stdout.write(json.dumps(facts) + "\\n")  # in one piece: two processes write
-accelerator.end_training()
-"""
-
-
-@pytest.fixture
-def launch(tmp_path: Path):
-    """`launch("-m", module, ...)`: what a script prints that makes an accelerator, and what it says of an error."""
-    (tmp_path / "probe.py").write_text(PROBE, encoding="utf-8")
-    names = (*NUMBERS_OF_PROCESSES, "MASTER_ADDR", "OMP_NUM_THREADS")
-    environment = {name: value for name, value in os.environ.items() if name not in names}
-
-    def run(*words: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, *words, str(tmp_path / "probe.py"), "--run", "x"],
-            env={**environment, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-
-    return run
-
-
-def test_one_process_of_accelerate_has_all_cores(launch):
-    done = launch("-m", "accelerate.commands.launch")
-    assert done.stdout.splitlines() == [f'[1.0, 0, "cpu", {os.cpu_count()}]'], done.stderr
-
-
-def test_processes_of_torch_find_each_other(launch):
-    done = launch("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--")
-    assert sorted(done.stdout.splitlines()) == ['[2.0, 0, "cpu", 1]', '[2.0, 1, "cpu", 1]'], done.stderr
-
-
-def test_processes_that_accelerate_does_not_start_are_refused(launch):
-    done = launch("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
-    assert done.returncode != 0 and done.stdout == ""
-    assert "asked for several processes, but it starts only one" in done.stderr
-    assert "`torchrun --standalone --nproc_per_node N -- " in done.stderr and "probe.py ...`" in done.stderr
 
 
 @pytest.fixture
@@ -174,11 +122,7 @@ def meet(rank: int, number: int, folder: Path) -> None:
     )
     one = types.SimpleNamespace(num_processes=number, is_main_process=rank == 0)
     gathered = gather_to_main(one, [{"rank": rank}] * (rank + 1))
-    facts = [gathered, on_main(one, lambda: {"number": len(gathered)})]
-    try:
-        on_main(one, lambda: 1 / 0 if rank == 0 else pytest.fail("only the main process computes"))
-    except ZeroDivisionError as error:
-        facts.append(str(error))
+    facts = [gathered, on_main(one, lambda: {"number": len(gathered)} if rank == 0 else pytest.fail("only on main"))]
     (folder / f"{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
     torch.distributed.destroy_process_group()
 
@@ -189,7 +133,7 @@ def test_predictions_are_gathered_to_the_main_process_and_scores_are_told_to_all
     found = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(3)]
     all_of_them = [{"rank": rank} for rank in (0, 1, 1, 2, 2, 2)]
     assert [one[0] for one in found] == [all_of_them, [], []]
-    assert [one[1:] for one in found] == [[{"number": 6}, "division by zero"]] * 3
+    assert [one[1] for one in found] == [{"number": 6}] * 3
 
 
 def test_one_process_needs_no_group():

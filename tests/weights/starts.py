@@ -20,9 +20,16 @@ def rules(task_name: str) -> StartRules:
 
 
 def replaced(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
-    """Settings with other values: `replaced(config, task={"name": "vqa"})`."""
-    changed = {name: msgspec.structs.replace(getattr(config, name), **fields) for name, fields in sections.items()}
-    return msgspec.structs.replace(config, **changed)
+    """Settings with other values: `replaced(config, task={"name": "vqa", "config": {}})`."""
+    tree = msgspec.to_builtins(config, str_keys=True)
+    for name, fields in sections.items():
+        tree[name] |= msgspec.to_builtins(fields, str_keys=True)
+    return msgspec.convert(tree, RunConfig)
+
+
+def options(config: msgspec.Struct) -> dict[str, Any]:
+    """The options of a task, an encoder or a data set, to be changed and given to `replaced`."""
+    return msgspec.to_builtins(config, str_keys=True)
 
 
 def pretraining_task(hidden_size: int, vocab_size: int, objectives: dict[str, Any], **settings: Any) -> PretrainingTask:
