@@ -140,7 +140,6 @@ def _without_start(config: RunConfig, folder: Path, overrides: list[str]) -> Run
         config.detector,
         config=str(folder / "detector" / "config.yaml"),
         overrides=changes.get("detector", {}).get("overrides", {}),
-        weights=None,
     )
     answers, own = folder / "task" / ANSWERS_FILE, config.task.config
     if TASKS[config.task.name].cls.chooses_answers:
@@ -307,8 +306,8 @@ def _architecture(config: RunConfig) -> dict[str, Any]:
     """The settings that decide which parameters exist and what they mean."""
     return {
         "detector": decode_yaml(read_detector_config(config.detector).to_yaml(), config.detector.config),
-        "encoder": {"name": config.encoder.name, **config.encoder.config},
-        "task": {"name": config.task.name, **config.task.config},
+        "encoder": {"name": config.encoder.name, **msgspec.to_builtins(config.encoder.config)},
+        "task": {"name": config.task.name, **msgspec.to_builtins(config.task.config)},
         "phrases": {"layer": config.phrases.layer, "size": config.phrases.size} if config.phrases.weight else None,
     }
 

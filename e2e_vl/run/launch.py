@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
-    broadcast_object_list,
     get_cpu_distributed_information,
     get_int_from_env,
     parse_flag_from_env,
@@ -106,7 +105,9 @@ def on_main(accelerator: Accelerator, compute: Callable[[], Found]) -> Found:
     An error ends the main process alone, and the launcher ends the others, which wait.
     """
     found = [compute() if accelerator.is_main_process else None]
-    return broadcast_object_list(found)[0]
+    if accelerator.num_processes > 1:
+        torch.distributed.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def refuse_missing_gpus() -> None:

@@ -152,7 +152,7 @@ def test_best_of_saved_configs_is_a_loss_where_the_official_code_judges_by_it():
 
 
 def test_settings_that_need_each_other(tiny_config):
-    with pytest.raises(ValueError, match=r"train\.patience needs train\.keep_best"):
+    with pytest.raises(ValueError, match=r"patience needs keep_best"):
         tiny_config("train.patience=2")
     with pytest.raises(ValueError, match=r"train\.patience counts the evaluations of eval\.every_epochs, which is 0"):
         tiny_config("train.patience=2", "train.keep_best=x", "eval.every_epochs=0")

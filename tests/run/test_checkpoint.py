@@ -9,7 +9,6 @@ import pytest
 import torch
 import yaml
 
-from e2e_vl.extraction.regions import detector_of_run
 from e2e_vl.run.build import build_examples
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate
@@ -57,16 +56,6 @@ def test_paths_in_the_settings_of_a_model_are_not_read(vqa_run, tmp_path):
     (tmp_path / "shared" / "task" / "answers.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"shared/task/answers.json: the model lacks its list of answers"):
         load_model(tmp_path / "shared")
-
-
-@pytest.mark.parametrize("file", ["config.yaml", "detector/config.yaml"])
-def test_settings_that_name_other_files_are_refused(trained_run, tmp_path, file):
-    shutil.copytree(trained_run.path / "model", tmp_path / "shared")
-    key = "base" if file == "config.yaml" else "_BASE_"
-    change(tmp_path / "shared" / file, **{key: str(trained_run.path / "model" / file)})
-    for load in (load_model, detector_of_run):
-        with pytest.raises(ValueError, match=file):
-            load(tmp_path / "shared")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from e2e_vl.io import read_log
 from e2e_vl.run.build import build_collate, build_examples, build_model, build_run, build_tokenizer
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
+from tests.weights.starts import replaced
 
 ROOT = Path(__file__).parents[2]
 SMALL = "detector.overrides.MODEL"
@@ -47,7 +47,7 @@ def detection_config(tiny_words: list[str], tmp_path: Path) -> Callable[..., Run
         ]
         config = load_config(ROOT / "configs" / "demo" / "detection.yaml", [*small, *words])
         drawn = load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [*tiny_words, "output=unused"])
-        return dataclasses.replace(config, data=dataclasses.replace(config.data, synthetic=drawn.data.synthetic))
+        return replaced(config, data={"synthetic": drawn.data.synthetic})
 
     return make
 

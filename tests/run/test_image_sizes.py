@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from e2e_vl.api.model import load
@@ -16,6 +16,7 @@ from e2e_vl.run.build import build_run, resolve
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.inference import predict_split
 from e2e_vl.run.train import train
+from tests.weights.starts import replaced
 
 ROOT = Path(__file__).parents[2]
 TESTED_AT_96 = "{MIN_SIZE_TRAIN: [96, 112, 128], MAX_SIZE_TRAIN: 160, MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 160}"
@@ -28,10 +29,9 @@ def test_the_sizes_are_those_of_the_yaml_file_and_are_saved_with_the_run(tiny_co
     assert resolved.data.resize == ResizeSettings([112, 128, 96], 160, "detectron2")  # testing takes the last
     assert resolve(resolved) == resolved
     assert config.data.resize is None  # settings never change
-    train_data = build_run(dataclasses.replace(resolved, output=f"{config.output}_built")).train_data
+    train_data = build_run(msgspec.structs.replace(resolved, output=f"{config.output}_built")).train_data
     assert {rule.short_edge for rule in train_data.loader.rules.resize} == {112, 128, 96}
-    short = dataclasses.replace(config.train, max_steps=1)
-    train(dataclasses.replace(config, train=short, eval=dataclasses.replace(config.eval, boxes=["gt"])))
+    train(replaced(config, train={"max_steps": 1}, eval={"boxes": ["gt"]}))
     for name in ("config.yaml", "model/config.yaml"):
         assert load_config(Path(config.output) / name).data.resize == resolved.data.resize
 
@@ -97,6 +97,6 @@ def test_a_trained_model_sees_images_on_the_canvas_of_its_settings(trained_run, 
 def test_images_of_vcr_lie_on_the_official_canvas(path):
     """Its official code alone pads to a fixed size, which the resize rule has, too."""
     data = load_config(path, ["data.root=unused"]).data
-    assert data.canvas == [*data.resize.short_edge, data.resize.long_edge] == [600, 1200]
+    assert data.canvas == (*data.resize.short_edge, data.resize.long_edge) == (600, 1200)
     pretraining = load_config(ROOT / "configs" / "pretraining" / "vl_bert_base_e2e.yaml", ["data.root=unused"])
     assert pretraining.data.canvas is None

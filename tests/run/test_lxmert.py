@@ -15,7 +15,7 @@ from e2e_vl.run.build import build_model, build_tokenizer, make_synthetic_data
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.train import train
 from e2e_vl.synthetic import make_scenes
-from tests.weights.starts import replaced
+from tests.weights.starts import options, replaced
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -76,7 +76,7 @@ def test_a_step_of_pretraining_from_pixels(config_of, tmp_path):
         "data.config.use_corpus=false",
     )
     config = config_of("pretraining", *settings)
-    task = config.task.config | {"objectives": OBJECTIVES, "region_probability": 0.5, "max_length": None}
+    task = options(config.task.config) | {"objectives": OBJECTIVES, "region_probability": 0.5, "max_length": None}
     train(replaced(config, task={"config": task}))
     [losses] = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] == "train"]
     for name in ("masked_words", "relationship", "object_labels", "region_features"):
@@ -91,7 +91,7 @@ def test_a_saved_model_keeps_the_answers_of_pretraining(config_of, tmp_path):
     config = config_of("pretraining", "data.config.use_corpus=false")
     make_synthetic_data(config)
     answers = {"weight": 1.0, "answers": str(listed), "answer_sources": ["gqa"]}
-    task = config.task.config | {"objectives": OBJECTIVES | {"image_qa": answers}}
+    task = options(config.task.config) | {"objectives": OBJECTIVES | {"image_qa": answers}}
     config = replaced(config, task={"config": task})
     tokenizer = build_tokenizer(config)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
@@ -140,7 +140,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(name: str, data: Path, output: Path, *words: str) -> RunConfig:
     """A published config with the parts of configs/tiny/lxmert_files.yaml in the place of the large ones."""
     tiny = load_config(CONFIGS / "tiny" / "lxmert_files.yaml")
-    encoder = [f"encoder.config.{key}={value}" for key, value in tiny.encoder.config.items()
+    encoder = [f"encoder.config.{key}={value}" for key, value in options(tiny.encoder.config).items()
                if key != "masked_region_feature"]  # fmt: skip
     common = [f"data.root={data}", f"output={output}", "data.vocabulary=null", "data.workers=0", "train.max_steps=2"]
     common += [f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}", "train.images_per_batch=2"]

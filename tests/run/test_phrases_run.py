@@ -27,7 +27,7 @@ from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.trackers import start_text
 from e2e_vl.run.train import train
 from tests.same import assert_same
-from tests.weights.starts import replaced
+from tests.weights.starts import options, replaced
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny"
@@ -123,7 +123,8 @@ def joined(task: str, folder: Path, *words: str, instances: bool | None = None) 
     part, of_task, _ = TASKS[task]
     is_vcr = task == "vcr"
     known = {key: file for key, file in config.data.files.items() if is_vcr or key != "detections"}
-    own = {"name": task, "splits": {"train": "train", "val": "val"}, "files": known, "config": config.data.config}
+    own = {"name": task, "splits": {"train": "train", "val": "val"}, "files": known}
+    own["config"] = options(config.data.config)
     has_instances = not is_vcr if instances is None else instances
     files = {key: file for key, file in CAPTIONS["files"].items() if has_instances or key != "instances"}
     return replaced(
@@ -135,7 +136,7 @@ def joined(task: str, folder: Path, *words: str, instances: bool | None = None) 
             "train_split": "train",
             "eval_splits": ["val"],
         },
-        task={"config": config.task.config | of_task},
+        task={"config": options(config.task.config) | of_task},
     )
 
 
@@ -200,7 +201,7 @@ def starts_from_another_run(tiny_config, run: Path, count: int) -> None:
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=sentence):
             build_model(tiny_config(*OWN_PHRASES, f"phrases.weights={run}", change), vocab_size=50)
-    with pytest.raises(ValueError, match=r"phrases.weights is set, but phrases.weight is 0"):
+    with pytest.raises(ValueError, match=r"weights is set, but weight is 0"):
         tiny_config(f"phrases.weights={run}")
     started = replaced(load_config(run / "model" / "config.yaml"), phrases={"weights": str(run)})
     save_config(started, run / "model" / "config.yaml")
@@ -339,7 +340,7 @@ def test_questions_beside_descriptions_of_regions(tmp_path):
     words = ("detector.loss_weight=0", "data.boxes.train=detections", "eval.boxes=[detections]")
     config = joined("vqa", tmp_path, *words, "data.synthetic.formats=[refcoco+, detections, vqa, visual_genome]")
     regions = {"name": "visual_genome", "splits": {"train": "train"}, "files": GENOME}
-    parts = {"asked": config.data.config["parts"]["asked"], "said": regions}
+    parts = {"asked": options(config.data.config)["parts"]["asked"], "said": regions}
     metrics = train(replaced(config, data={"config": {"parts": parts}}))
     assert all(any(line[loss] > 0 for line in losses_of(tmp_path / "run")) for loss in ("vqa", "phrases"))
     records = json.loads((tmp_path / "run" / "predictions_val_detections.json").read_text())
@@ -351,10 +352,10 @@ def test_data_that_do_not_go_together(folder, tmp_path, monkeypatch):
     config = joined("vqa", folder)
     with pytest.raises(ValueError, match=r"no text of vcr says what its phrases name; set it to 0, or join data"):
         build_run(alone("vcr", folder))
-    part = {"asked": config.data.config["parts"]["asked"]}
+    part = {"asked": options(config.data.config)["parts"]["asked"]}
     with pytest.raises(ValueError, match=r"no text of joined says .* set it to 0, or join data"):
         build_run(replaced(config, data={"config": {"parts": part}}))
-    with pytest.raises(ValueError, match=r"AnswerTargets: scores is known for some texts of a batch and unknown"):
+    with pytest.raises(ValueError, match=r"AnswerTargets: some texts of a batch have scores and others do not"):
         train(joined("vqa", folder, "phrases.weight=0", f"output={tmp_path / 'vqa'}"))
     with pytest.raises(ValueError, match=r"has no four choices, so VCR has nothing to learn .* phrases.weight"):
         train(joined("vcr", folder, "phrases.weight=0", f"output={tmp_path / 'vcr'}"))

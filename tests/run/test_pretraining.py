@@ -20,7 +20,7 @@ from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.optim import build_optimizer
 from e2e_vl.run.train import train
 from e2e_vl.structures import Batch, TextBatch
-from e2e_vl.tasks.objectives.relationship import MatchTargets
+from e2e_vl.tasks.objectives.texts import MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets
 from tests.run.test_resume import assert_same_run, lose_newest

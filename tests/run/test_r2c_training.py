@@ -13,7 +13,7 @@ from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.train import train
 from e2e_vl.weights.visual_bert import OfficialVisualBert
 from tests.data.drawn_metadata import write_metadata
-from tests.weights.starts import replaced
+from tests.weights.starts import options, replaced
 
 ROOT = Path(__file__).parents[2]
 NETWORK = {
@@ -42,7 +42,7 @@ def test_a_step_with_the_shipped_settings(tmp_path):
             "loss_weight": 0.0,
             "loss_weights": {},
         },
-        encoder={"name": shipped.encoder.name, "config": shipped.encoder.config | SMALL},
+        encoder={"name": shipped.encoder.name, "config": options(shipped.encoder.config) | SMALL},
         task={"config": shipped.task.config},
     )
     metrics = train(config)
@@ -72,10 +72,10 @@ def test_the_first_phase_trains_the_network_and_the_next_goes_on_with_it(tmp_pat
             "loss_weight": 0.0,
             "loss_weights": {},
         },
-        encoder={"config": tiny.encoder.config | {"uses_whole_image": True}},
+        encoder={"config": options(tiny.encoder.config) | {"uses_whole_image": True}},
         task={"config": shipped.task.config},
         data={
-            "config": shipped.data.config | {"min_object_score": 0.15},
+            "config": options(shipped.data.config) | {"min_object_score": 0.15},
             "files": {key: tiny.data.files[key] for key in ("images", "captions")} | {"metadata": str(metadata)},
         },
     )

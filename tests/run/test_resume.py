@@ -6,7 +6,6 @@ a gradient near zero into a whole step. For two processes see test_two_processes
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import logging
@@ -30,6 +29,7 @@ from e2e_vl.run import evaluate as evaluation
 from e2e_vl.run import train as training
 from e2e_vl.run.train import place_after, steps_to, train
 from tests.conftest import cpu_with_one_thread
+from tests.weights.starts import replaced
 
 ROOT = Path(__file__).parents[2]
 # Dropout, sampled RoIs, flips, batch statistics and a worker: all that draws random numbers or keeps a state.
@@ -77,10 +77,6 @@ def lose_newest(run: Path, copy: Path) -> None:
     shutil.copytree(run, copy)
     shutil.rmtree(sorted((copy / "checkpoints").iterdir())[-1])
     (copy / "metrics.json").unlink()
-
-
-def changed(config: RunConfig, section: str, **values) -> RunConfig:
-    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
 
 
 def assert_same_run(one: str | Path, other: str | Path) -> None:
@@ -235,7 +231,7 @@ def test_a_missing_run_and_a_run_without_a_checkpoint(tiny_config):
 
 
 def test_other_settings_are_used_and_logged(stopped, caplog):
-    other = changed(stopped, "train", lr=0.125, warmup_steps=0, schedule="constant", weight_decay=0.0)
+    other = replaced(stopped, train={"lr": 0.125, "warmup_steps": 0, "schedule": "constant", "weight_decay": 0.0})
     with caplog.at_level(logging.WARNING):
         train(other, resume=True)
     [message] = [record.getMessage() for record in caplog.records if "Resuming" in record.getMessage()]
@@ -265,7 +261,7 @@ def test_wordpieces_and_processes_that_do_not_fit_the_checkpoint(stopped, tmp_pa
     words[-1], words[-2] = words[-2], words[-1]
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
     with pytest.raises(ValueError, match=r"its encoder knows the \d+ wordpieces in .*; set data.vocabulary="):
-        train(changed(stopped, "data", vocabulary=str(tmp_path / "vocab.txt")), resume=True)
+        train(replaced(stopped, data={"vocabulary": str(tmp_path / "vocab.txt")}), resume=True)
     position = Path(stopped.output) / "checkpoints" / "step_00000004" / "step.json"
     position.write_text(json.dumps({**json.loads(position.read_text()), "processes": 2}))
     sign(position.parent)

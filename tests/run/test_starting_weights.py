@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
@@ -16,12 +15,11 @@ from e2e_vl.config import RunConfig, read_detector_config
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import build_model, build_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model
-from e2e_vl.tasks.pretraining import PretrainingTask
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.start import check_vocabulary
 from e2e_vl.weights.vl_bert import OfficialVLBert
 from tests.weights.official_detector import OFFICIAL_DETECTOR
-from tests.weights.starts import replaced
+from tests.weights.starts import options, replaced
 
 # The official architecture, small: the tiny config's own departs from it.
 ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -47,9 +45,9 @@ def config_of(tiny_config: Callable[..., RunConfig]) -> Callable[..., RunConfig]
     return make
 
 
-def with_options(config: RunConfig, **options: object) -> RunConfig:
+def with_options(config: RunConfig, **changed: object) -> RunConfig:
     """Settings with more entries of `task.config`."""
-    return replaced(config, task={"config": {**config.task.config, **options}})
+    return replaced(config, task={"config": options(config.task.config) | changed})
 
 
 def build(config: RunConfig, seed: int = 0) -> VisionLanguageModel:
@@ -131,25 +129,6 @@ def test_region_classes_of_a_run_with_the_background_first(config_of, tmp_path, 
         started = build(with_options(config, **more), seed=2).task.masked_regions.output
         for name, value in model.task.masked_regions.output.state_dict().items():
             assert torch.equal(started.state_dict()[name], value.roll(moved, dims=0)), (more, name)
-
-
-def as_saved_before(run: Path) -> None:
-    """Make it a run of settings version 1: other keys and names, and the teacher among the head's weights."""
-    settings = yaml.safe_load((run / "model" / "config.yaml").read_text())
-    del settings["version"]
-    settings["task"]["config"] = {
-        "region_classes": settings["task"]["config"]["objectives"]["masked_regions"]["classes"]
-    }
-    settings["data"]["config"] = {"word_probability": 0.2, "relationship": 0.0}
-    (run / "model" / "config.yaml").write_text(yaml.safe_dump(settings))
-    path = run / "model" / "task" / "model.safetensors"
-    old = {new: old for old, new in PretrainingTask.renamed.items()}
-    tensors = {"teacher.backbone.weight": torch.zeros(2)}
-    for name, value in load_file(path).items():
-        start = next(start for start in old if name.startswith(start))
-        tensors[old[start] + name.removeprefix(start)] = value
-    assert {name.split(".")[0] for name in tensors} == {"mlm", "region_classifier", "teacher"}
-    save_file(tensors, path)
 
 
 def test_unknown_names_in_a_head_of_ours_are_errors(config_of, tmp_path):

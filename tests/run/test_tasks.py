@@ -24,7 +24,7 @@ from e2e_vl.run.train import train
 from tests.leaderboard import read_leaderboard
 from tests.official_vqa import vqa_accuracy
 from tests.same import assert_same
-from tests.weights.starts import replaced
+from tests.weights.starts import options, replaced
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny"
@@ -217,14 +217,14 @@ def test_captions_and_questions_in_one_run(settings, tmp_path):
                       "data.synthetic.formats=[captions, vqa, detection]", "train.max_steps=2",
                       "train.warmup_steps=0", "eval.report_pictures=0")  # fmt: skip
     parts = {name: part | {"splits": splits, "images": "scenes"} for name, part in parts.items()}
-    objectives = config.task.config["objectives"] | {
+    objectives = options(config.task.config)["objectives"] | {
         "masked_text": 0.0,
         "image_qa": {"weight": 1.0, "answers": ["yes", "no", *map(str, range(6))]},
     }
     config = replaced(
         config,
         data={"name": "joined", "config": {"parts": parts}, "files": files},
-        task={"config": config.task.config | {"objectives": objectives}},
+        task={"config": options(config.task.config) | {"objectives": objectives}},
     )
     metrics = train(config)
     assert "val/image_qa_gt_boxes" in metrics and "val/relationship_gt_boxes" in metrics

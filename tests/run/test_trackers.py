@@ -152,11 +152,11 @@ def test_the_table_has_a_row_per_family_and_a_column_per_source_of_boxes():
     }
     assert result_table(metrics) == [
         "                     gt boxes  predicted boxes  precomputed boxes",
-        "val/accuracy            0.500      1.000                  -",
-        "val/accuracy/yes/no     0.250          -                  -",
-        "val/accuracy/other          -          -                  -",
-        "val/count                   6          -                  -",
-        "test/AP                     -          -              0.125",
+        "val/accuracy            0.500            1.000                  -",
+        "val/accuracy/yes/no     0.250                -                  -",
+        "val/accuracy/other          -                -                  -",
+        "val/count                   6                -                  -",
+        "test/AP                     -                -              0.125",
     ]
     first = {"val/count_gt_boxes": 6.0, "val/accuracy_gt_boxes": 0.5, "test/accuracy_gt_boxes": 0.5}
     assert [line.split()[0] for line in result_table(first)[1:]] == ["val/accuracy", "val/count", "test/accuracy"]

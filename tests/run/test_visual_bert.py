@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,17 +10,17 @@ import torch
 
 from e2e_vl.cli import convert_weights
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.encoders.visual_bert import VisualBertEncoderConfig
+from e2e_vl.encoders.config import VisualBertSettings
 from e2e_vl.io import read_log
 from e2e_vl.run.build import build_encoder
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.train import train
 from tests.run.test_resume import assert_same_run, lose_newest
-from tests.weights.starts import replaced
+from tests.weights.starts import options, replaced
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-KNOWN = {field.name for field in dataclasses.fields(VisualBertEncoderConfig)}  # the tiny config is another encoder's
+KNOWN = set(VisualBertSettings.__struct_fields__)  # the tiny config is another encoder's
 LR = 0.01
 OPTIMISER = (
     "train.optimizer=bert_adam",
@@ -42,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 def settings(tiny_config) -> Callable[..., RunConfig]:
     def make(*words: str, **fields) -> RunConfig:
         config = tiny_config(*OPTIMISER, *SHORT, "encoder.name=visual_bert", *words)
-        own = {name: value for name, value in config.encoder.config.items() if name in KNOWN}
+        own = {name: value for name, value in options(config.encoder.config).items() if name in KNOWN}
         return replaced(config, encoder={"config": own | SIZES | fields})
 
     return make
