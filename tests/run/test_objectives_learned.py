@@ -312,8 +312,8 @@ def test_words_of_texts_without_images(tmp_path):
 
 
 # LXMERT from raw pixels, with the detector trained along. Of each drawn thing four regions are given, its quarters, and
-# what is hidden of them is hidden in the pixels. All texts are alike, so the colour of a hidden quarter can be told from
-# the visible pixels of the others and from nothing else.
+# what is masked of them is masked in the pixels. All texts are alike, so the colour of a masked quarter can be told
+# from the visible pixels of the others and from nothing else.
 
 
 QUARTERS = np.array([[0, 0, 0.5, 0.5], [0.5, 0, 1, 0.5], [0, 0.5, 0.5, 1], [0.5, 0.5, 1, 1]], dtype=np.float32)
