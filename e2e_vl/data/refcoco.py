@@ -108,6 +108,13 @@ def split_contains(asked: str, name: str) -> bool:
     return asked == name
 
 
+def require_split(path: Path, split: str, rows: Iterable[Ref | Expression]) -> None:
+    """Refuse a split that the file does not have."""
+    names = sorted({row.split for row in rows})
+    if not any(split_contains(split, name) for name in names):
+        raise UserError(f"{path}: no split {split!r}; the file has {', '.join(names)}")
+
+
 class RefCOCODataset(VLDataset):
     """Expressions of one split, grouped by image; a split is named by the rules of `split_contains`.
 
@@ -124,9 +131,7 @@ class RefCOCODataset(VLDataset):
         self.instances = CocoInstances(files.path("instances"))
         every = read_expressions(path := files.path("refs"), self.instances)
         self.expressions = SerializedList((one for one in every if split_contains(split, one.split)), Expression)
-        if not self.expressions:
-            splits = ", ".join(sorted({one.split for one in every}))
-            raise UserError(f"{path}: no split {split!r}; the file has {splits}")
+        require_split(path, split, every)
         self.groups = TextGroups.of_images(expression.image_id for expression in self.expressions)
         self.phrases = None
         if "phrases" in files and wants.phrases:
@@ -137,7 +142,8 @@ class RefCOCODataset(VLDataset):
     @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
         """All expressions of a split."""
-        refs = read_refs(files.path("refs"))
+        refs = read_refs(path := files.path("refs"))
+        require_split(path, split, refs)
         return [one.sent for ref in refs if split_contains(split, ref.split) for one in ref.sentences]
 
     def __len__(self) -> int:
