@@ -98,7 +98,7 @@ def run_command(command: str, placeholders: dict[str, str]) -> None:
         "tools/explore.py": lambda: parse(explore.build_parser(), options),
         "tools/analyze_attention.py": lambda: parse(analyze_attention.build_parser(), options),
         "tools/experiments/pairs.py": lambda: run_tool([program, *options, "--dry-run"]),
-        "tools/benchmarks/benchmark.py": lambda: run_tool([program, *options, "--repetitions", "1"]),
+        "tools/benchmark.py": lambda: run_tool([program, *options, "--repetitions", "1"]),
     }
     assert program in runners, f"no test knows how to run: {command}"
     assert runners[program]() == 0, command
