@@ -182,7 +182,7 @@ def _checked(boxes: Iterable[Sequence[float]], where: str) -> np.ndarray:
     for number, box in enumerate(boxes):
         if np.ndim(box) != 1 or len(box) != 4 or not np.isfinite(box).all() or box[2] <= box[0] or box[3] <= box[1]:
             raise UserError(
-                f"{where}: box {number} {[*box]} is no box; write the corners x1,y1,x2,y2 in pixels of the original "
+                f"{where}: box {number} {box} is no box; write the corners x1,y1,x2,y2 in pixels of the original "
                 "image, x1 < x2 and y1 < y2."
             )
     return np.array(boxes, dtype=np.float64).reshape(-1, 4)

@@ -16,9 +16,9 @@ from detector.images import ResizeRule
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.batching import ExampleDataset, GroupedBatchSampler, Request, collate
-from e2e_vl.data.captions import CaptionDataset, CocoCaptions
+from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco import CocoInstances
-from e2e_vl.data.image_loader import DetectedBoxes, DetectionsFile
+from e2e_vl.data.image_loader import DetectedBoxes, read_detections
 from e2e_vl.data.refcoco import Expression, RefCOCODataset, read_expressions, read_refs
 from e2e_vl.data.vqa import VQADataset
 from e2e_vl.encoders.vl_bert import VLBertModel
@@ -55,8 +55,8 @@ def expressions(root, instances) -> list[Expression]:
 
 
 @pytest.fixture(scope="module")
-def detections(root) -> DetectionsFile:
-    return DetectionsFile(root / "detections" / "refcoco+_unc" / "res101_coco_minus_refer_notime_dets.json")
+def detections(root) -> Path:
+    return root / "detections" / "refcoco+_unc" / "res101_coco_minus_refer_notime_dets.json"
 
 
 @pytest.fixture(scope="module")
@@ -81,19 +81,20 @@ def test_the_files_hold_what_they_should(root, instances, expressions, detection
     objects = [one for image in instances.images for one in image.objects]
     assert (len(instances.images), len(objects), len(instances.class_names)) == (10, 47, 80)
     assert sum(one.is_crowd for one in objects) == 1
-    assert sum(len(found.boxes) for found in detections.by_image.values()) == 158
+    assert sum(len(boxes) for boxes, _ in read_detections(detections).values()) == 158
     assert read_refs(root / "refcoco+" / "refs.json") == read_refs(root / "refcoco+" / "refs(unc).p")
 
 
 def test_every_referred_box_is_within_reach_of_a_detection(instances, expressions, detections):
+    detected = read_detections(detections)
     for expression in expressions:
         [gt_box] = [one.box for one in instances[expression.image_id].objects if one.id == expression.ann_id]
-        best = box_iou(detections.by_image[expression.image_id].boxes, np.array(gt_box), "mattnet").max()
+        best = box_iou(detected[str(expression.image_id)][0], np.array(gt_box), "mattnet").max()
         assert 0.6 <= best <= 0.95 + 1e-6, expression
 
 
 def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, instances, detections, tokenizer):
-    seen = 0
+    seen, detected = 0, read_detections(detections)
     for split in SPLITS:
         reader = DetectedBoxes([detections], SelectionRule(min_score=0.0, max_regions=1000))
         dataset = make(root, tokenizer, split, "detections+gt", reader, with_objects=True)
@@ -111,7 +112,7 @@ def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, i
                 back = (batch.targets.box[row] / scales[image]).numpy()
                 np.testing.assert_allclose(back, record["gt_box"], atol=1e-3)
 
-                num_detections = len(detections.by_image[record["image_id"]].boxes)
+                num_detections = len(detected[str(record["image_id"])][0])
                 annotations = info.objects
                 assert len(batch.boxes[image]) == num_detections + len(annotations)
                 referred = num_detections + [a.id for a in annotations].index(record["ann_id"])
@@ -147,14 +148,14 @@ def test_the_folder_holds_every_photo_that_is_annotated(root, instances):
         assert (root / "images" / "train2014" / image.file_name).is_file()
 
 
-def test_the_50_captions_belong_to_the_ten_photos(root, instances, tmp_path):
-    source = CocoCaptions([(root / "captions" / "captions_train2014.json", root / "images" / "train2014")])
-    assert len(source.groups) == 10
-    assert len(source.groups.texts) == 50
-    captions = [source.caption(text) for text in range(50)]
+def test_the_50_captions_belong_to_the_ten_photos(root, tmp_path):
+    files = {"captions": "captions/captions_{split}.json", "images": "images/{images}"}
+    settings = DataSettings(name="captions", root=str(root), files=files | {"instances": "refcoco+/instances.json"})
+    captioned = open_dataset(CaptionDataset, settings, "train2014", "gt")
+    assert (len(captioned.groups), len(captioned)) == (10, 50)
+    captions = [captioned[text] for text in range(50)]
     build_vocabulary(captions, tmp_path / "vocab.txt")
     tokenizer = load_tokenizer(tmp_path / "vocab.txt")
-    captioned = CaptionDataset(source, instances=instances)
     preprocessor = make_preprocessor(tokenizer)
     dataset = examples(captioned, preprocessor, resize=VL_BERT, flip_probability=0.5, seed=3)
     for request in (request for batch in GroupedBatchSampler(dataset.groups, 1) for request in batch):
