@@ -27,7 +27,7 @@ from e2e_vl.structures import Ability, Batch, RegionLabels, RegionMasks, TextBat
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
-from tests.encoders.test_lxmert import SMALL
+from tests.encoders.small import LXMERT as SMALL
 from tests.tasks.tiny_pretraining import make_batch, make_model
 
 COUNTS, WIDTH = (3, 0, 2), SMALL["feature_dim"]

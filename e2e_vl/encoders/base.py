@@ -140,8 +140,8 @@ class Encoder(PreTrainedModel):
     ) -> EncoderOutput:
         """Encode M texts together with the regions they look at; vectors are zero at padding.
 
-        With `output_attentions` the output has the attention maps too, and with `intermediate_layer` the states after so
-        many of the `num_joint_layers` (0: before the first).
+        With `output_attentions` the output has the attention maps too, and with `intermediate_layer` the states after
+        so many of the `num_joint_layers` (0: before the first).
         """
         raise NotImplementedError
 

@@ -1,62 +1,18 @@
-"""LXMERT's behaviour beyond the recorded numbers: padding, texts without regions, two images, variants, start."""
+"""LXMERT beyond the recorded numbers: texts without regions, two images, the paper's side, named regions, start."""
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel
 
-from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
-from e2e_vl.structures import Ability, TextRegions, gather_regions
-from tests.encoders.test_vl_bert import changed, make_inputs, select
-from tests.encoders.test_vl_bert_image_slots import SIZES, make_regions, one_text
+from e2e_vl.structures import Ability
+from tests.encoders.small import changed, make_inputs, one_text
+from tests.encoders.small import look as look_at
+from tests.encoders.small import make_lxmert as make_model
 
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "l_layers": 2,
-    "r_layers": 1,
-    "x_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 24,
-    "feature_dim": 12,
-    "initializer_range": 0.2,  # so that parts matter
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-VARIANTS = {
-    "official": {},
-    "paper": {"cross_attention": "separate", "with_segments": False, "pooled": "state"},
-    "two images": {"max_images": 2},
-    "hidden features": {"masked_region_feature": True},
-}
 TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
-
-
-def make_model(**changes) -> LxmertEncoder:
-    torch.manual_seed(0)
-    return LxmertEncoder(LxmertEncoderConfig(**{**SMALL, **changes})).eval()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_results_do_not_depend_on_the_batch(variant):
-    """The third text has no region at all."""
-    model, (texts, regions) = make_model(**VARIANTS[variant]), make_inputs()
-    together = model(texts, regions, output_attentions=True)
-    assert not together.text[~texts.attention_mask].any()
-    assert not together.regions[~regions.attention_mask].any()
-    for row in range(len(texts)):
-        alone = model(*select(texts, regions, row))
-        length, count = int(texts.attention_mask[row].sum()), int(regions.attention_mask[row].sum())
-        torch.testing.assert_close(together.text[row, :length], alone.text[0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(together.regions[row, :count], alone.regions[0, :count], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(together.summary[row], alone.summary[0], rtol=1e-4, atol=1e-5)
-    for values in (together.text, together.regions, together.summary, *together.attentions):
-        assert values.isfinite().all()
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -113,14 +69,10 @@ def test_boxes_are_shares_of_the_image():
     torch.testing.assert_close(model(texts, regions).summary, model(texts, stretched).summary)
 
 
-def look(*image_index: tuple[int, ...]) -> TextRegions:
-    return gather_regions(make_regions(), SIZES, torch.tensor(image_index))
-
-
 def test_swapped_images_swap_the_halves_of_the_summary():
     model = make_model(max_images=2)
     assert model.summary_size == 64
-    output = model(one_text(2), look((0, 1), (1, 0)))
+    output = model(one_text(2), look_at((0, 1), (1, 0), whole_image=False))
     assert output.summary.shape == (2, 64)
     assert changed(output.summary[0], output.summary[1])
     torch.testing.assert_close(output.summary[0], output.summary[1].roll(32))
@@ -132,8 +84,8 @@ def test_swapped_images_swap_the_halves_of_the_summary():
 def test_two_images_are_two_passes():
     pair, single = make_model(max_images=2), make_model()
     single.load_state_dict(pair.state_dict())
-    both = pair(one_text(), look((0, 1)), output_attentions=True)
-    passes = [single(one_text(), look((image,)), output_attentions=True) for image in (0, 1)]
+    both = pair(one_text(), look_at((0, 1), whole_image=False), output_attentions=True)
+    passes = [single(one_text(), look_at((image,), whole_image=False), output_attentions=True) for image in (0, 1)]
     torch.testing.assert_close(both.summary, torch.cat([one.summary for one in passes], dim=1))
     torch.testing.assert_close(both.regions, torch.cat([one.regions for one in passes], dim=1))
     torch.testing.assert_close(both.text, sum(one.text for one in passes) / 2)
@@ -151,20 +103,12 @@ def test_two_images_are_two_passes():
 
 def test_images_may_be_missing():
     model = make_model(max_images=2)
-    output = model(one_text(3), look((0, 1), (1, -1), (-1, -1)))
-    alone = model(one_text(), look((1, -1)))
+    output = model(one_text(3), look_at((0, 1), (1, -1), (-1, -1), whole_image=False))
+    alone = model(one_text(), look_at((1, -1), whole_image=False))
     torch.testing.assert_close(output.summary[1], alone.summary[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(output.summary[1, 32:], output.summary[2, :32], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(output.summary[2, :32], output.summary[2, 32:], rtol=1e-4, atol=1e-5)
     assert output.text.isfinite().all()
-
-
-def test_too_many_images_and_too_long_texts_are_refused():
-    with pytest.raises(ValueError, match=r"looks at 3 images, but encoder\.config\.max_images is 2"):
-        make_model(max_images=2)(one_text(), look((0, 1, 0)))
-    model = make_model(max_position_embeddings=4)
-    with pytest.raises(ValueError, match="5 wordpieces does not fit into max_position_embeddings = 4"):
-        model(one_text(), look((0,)))
 
 
 def test_padding_rows_start_like_others_and_get_no_gradient_through_the_lookup():
@@ -254,43 +198,6 @@ def test_abilities():
     assert make_model(named_regions=True).lacks(Ability.NAMED_REGIONS) is None
     assert make_model(max_images=2).lacks(Ability.IMAGE_PAIRS) is None
     assert all(template.summary is None for template in vars(model.layout).values())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"cross_attention": "both"}, 'must be "shared" or "separate"'),
-        ({"pooled": "mean"}, 'must be "tanh" or "state"'),
-        ({"x_layers": -1}, "x_layers is -1; it must be a whole number from 0 to 500"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be a whole number from 1 to 1024"),
-        ({"num_attention_heads": 5}, "not a multiple of num_attention_heads 5"),
-        ({"max_images": 0}, "room for one image"),
-    ],
-)
-def test_wrong_settings(changes, message):
-    with pytest.raises(ValueError, match=message):
-        LxmertEncoderConfig(**{**SMALL, **changes})
-
-
-def test_saving_and_loading(tmp_path: Path):
-    model, (texts, regions) = make_model(cross_attention="separate"), make_inputs()
-    model.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path)
-    assert type(loaded) is LxmertEncoder
-    torch.testing.assert_close(loaded.eval()(texts, regions).summary, model(texts, regions).summary)
-
-
-def test_recomputed_activations_give_the_same_gradients():
-    texts, regions = make_inputs()
-    gradients = []
-    for recompute in (False, True):
-        model = make_model().train()
-        if recompute:
-            model.recompute_activations()
-        output = model(texts, regions)
-        (output.summary.sum() + output.regions.sum()).backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    torch.testing.assert_close(*gradients)
 
 
 def test_dropout_is_where_the_official_code_has_it():

@@ -1,172 +1,27 @@
-"""VisualBERT's behaviour beyond the recorded numbers: saving, padding, fusion, variants, transformers' own model."""
+"""VisualBERT beyond the recorded numbers: summary, embeddings, fusion, transformers' own model."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, VisualBertConfig, VisualBertModel
+from transformers import AutoConfig, VisualBertConfig, VisualBertModel
 
-import e2e_vl
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig, box_numbers
-from e2e_vl.structures import Ability, TextBatch
+from e2e_vl.structures import Ability
 from e2e_vl.text import CLS, MASK, SEP, Template
-from tests.encoders.test_vl_bert import changed, make_inputs, select
-from tests.encoders.test_vl_bert_image_slots import look, one_text
+from tests.encoders.small import VISUAL_BERT, changed, look, make_inputs, name_regions, one_text
+from tests.encoders.small import make_visual_bert as make_encoder
 
-assert e2e_vl.__version__  # its import makes the encoders known to `AutoModel`
-
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 24,
-    "feature_dim": 12,
-    "initializer_range": 0.3,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-VARIANTS = {
-    "official": {},
-    "late_fusion": {"bypass_transformer": True},
-    "box_numbers": {"with_box_numbers": True},
-    "paper": {"region_position": "paper", "project_equal_sizes": False, "train_pooler": True},
-    "paper_without_projection": {"project_equal_sizes": False, "hidden_size": 12, "num_attention_heads": 3},
-    "types_of_transformers": {"region_types": [1]},
-    "own_start": {"special_visual_initialize": False},
-}
 POSITIONS, VISUAL_POSITIONS = "position_embeddings", "visual_position_embeddings"
-
-
-def make_encoder(seed: int = 0, **changes) -> VisualBertEncoder:
-    torch.manual_seed(seed)
-    return VisualBertEncoder(VisualBertEncoderConfig(**{**SMALL, **changes})).eval()
-
-
-def name_regions(texts: TextBatch, rows: list[list[int]]) -> TextBatch:
-    """The first words of each text name these regions, -1 = none; the other words name none."""
-    named = torch.full_like(texts.input_ids, -1)
-    for text, wanted in enumerate(rows):
-        named[text, : len(wanted)] = torch.tensor(wanted)
-    return dataclasses.replace(texts, region_of_token=named)
-
-
-# As every encoder
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_save_and_load_give_the_same_model(tmp_path, variant):
-    model = make_encoder(**VARIANTS[variant])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path)
-    assert isinstance(loaded, VisualBertEncoder)
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "visual_bert_encoder"
-    for name, value in VARIANTS[variant].items():
-        assert getattr(loaded.config, name) == value
-    assert loaded.state_dict().keys() == model.state_dict().keys()
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
-    assert {one.requires_grad for one in loaded.pooler.parameters()} == {loaded.config.train_pooler}
-    torch.testing.assert_close(loaded(*make_inputs()).regions, model(*make_inputs()).regions, rtol=1e-5, atol=1e-6)
 
 
 def test_transformers_keeps_its_own_visual_bert():
     assert isinstance(AutoConfig.for_model("visual_bert"), VisualBertConfig)
     assert isinstance(AutoConfig.for_model("visual_bert_encoder"), VisualBertEncoderConfig)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_text_does_not_depend_on_its_batch(variant):
-    model = make_encoder(**VARIANTS[variant])
-    texts, regions = make_inputs()
-    texts = name_regions(texts, [[-1, 1, 0], [2, -1], [-1]])
-    together = model(texts, regions, output_attentions=True)
-    assert together.text[~texts.attention_mask].abs().sum() == 0
-    assert together.regions[~regions.attention_mask].abs().sum() == 0
-    for row in range(len(texts)):
-        one, own = select(texts, regions, row)
-        one.region_of_token = texts.region_of_token[row : row + 1, : one.input_ids.shape[1]]
-        alone = model(one, own, output_attentions=True)
-        length, count = int(texts.attention_mask[row].sum()), int(regions.attention_mask[row].sum())
-        torch.testing.assert_close(together.text[row, :length], alone.text[0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(together.regions[row, :count], alone.regions[0, :count], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(together.summary[row], alone.summary[0], rtol=1e-4, atol=1e-5)
-        for ours, theirs in zip(together.attentions, alone.attentions, strict=True):
-            blocks = (ours[row, :, :length, :length], theirs[0, :, :length, :length])
-            torch.testing.assert_close(*blocks, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_trained_parameter_takes_part(variant):
-    model = make_encoder(**VARIANTS[variant]).train()
-    texts, regions = make_inputs()
-    regions.features.requires_grad_()
-    output = model(name_regions(texts, [[-1, 1, 0], [2], []]), regions)
-    (output.text.pow(3).sum() + output.regions.pow(3).sum() + output.summary.pow(3).sum()).backward()
-    unused = [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
-    is_paper = model.config.region_position == "paper"
-    assert unused == ([f"embeddings.{VISUAL_POSITIONS}.weight"] if is_paper else [])
-    gradients = regions.features.grad.abs().sum(dim=-1)
-    assert (gradients[regions.attention_mask] > 0).all()
-    assert (gradients[~regions.attention_mask] == 0).all()
-
-
-def test_attention_maps_cover_the_slots_and_sum_to_one():
-    model = make_encoder(num_hidden_layers=3)
-    texts, regions = make_inputs()
-    plain, output = model(texts, regions), model(texts, regions, output_attentions=True)
-    assert plain.attentions is None
-    torch.testing.assert_close(plain.text, output.text, rtol=1e-5, atol=1e-6)
-    slots = torch.cat([texts.attention_mask, regions.attention_mask], dim=1)
-    assert len(output.attentions) == 3
-    for maps in output.attentions:
-        assert maps.shape == (3, 4, slots.shape[1], slots.shape[1])
-        torch.testing.assert_close(maps.sum(dim=-1), slots[:, None].expand(-1, 4, -1).float())
-        assert (maps.transpose(1, 3)[~slots] == 0).all()
-
-
-def test_batch_of_texts_only():
-    for late in (False, True):
-        output = make_encoder(bypass_transformer=late)(*make_inputs(counts=(0, 0, 0)))
-        assert output.regions.shape == (3, 1, 32) and not output.regions.any()
-        assert output.text.isfinite().all() and output.text.abs().sum() > 0
-
-
-def test_bfloat16_autocast_stays_close():
-    model = make_encoder(initializer_range=0.1, with_box_numbers=True)
-    texts, regions = make_inputs()
-    texts = name_regions(texts, [[-1, 1, 0], [2], []])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        half = model(texts, regions).regions
-    torch.testing.assert_close(half.float(), model(texts, regions).regions, rtol=0.1, atol=0.1)
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.filterwarnings("error")
-def test_recomputed_activations_change_nothing(late):
-    model = make_encoder(bypass_transformer=late).train()
-    texts, regions = make_inputs()
-    trained = [one for one in model.parameters() if one.requires_grad]
-
-    def gradients() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(model(texts, regions).text.square().sum(), trained, allow_unused=True)
-
-    before, calls = gradients(), []
-    model.encoder["layer"][0].intermediate.register_forward_hook(lambda *_: calls.append(1))
-    model.recompute_activations()
-    after = gradients()
-    assert len(calls) == 2  # forward, and again in the backward pass
-    for one, other in zip(before, after, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 # Summary and abilities
@@ -258,7 +113,7 @@ def test_box_numbers():
     expected = [[[0.125, 0.1, 0.375, 0.4, 0.25, 0.3], [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]]]
     torch.testing.assert_close(box_numbers(boxes, sizes), torch.tensor(expected))
     model, (texts, regions) = make_encoder(with_box_numbers=True), make_inputs()
-    assert model.embeddings.visual_projection.in_features == SMALL["feature_dim"] + 6
+    assert model.embeddings.visual_projection.in_features == VISUAL_BERT["feature_dim"] + 6
     other = dataclasses.replace(regions, boxes=regions.boxes * 0.5)
     assert torch.equal(changed(model(texts, other).regions, model(texts, regions).regions), regions.attention_mask)
     plain = make_encoder()
@@ -293,7 +148,7 @@ def test_words_meet_regions_in_the_additional_layer_alone():
     output = model(texts, regions, output_attentions=True)
     length, reads = texts.attention_mask.shape[1], regions.attention_mask.any(dim=1)
     *first, last = output.attentions
-    assert len(first) == SMALL["num_hidden_layers"]
+    assert len(first) == VISUAL_BERT["num_hidden_layers"]
     for maps in first:
         assert not maps[:, :, length:].any() and not maps[:, :, :, length:].any()
         torch.testing.assert_close(maps[:, :, :length].sum(-1), texts.attention_mask[:, None].expand(-1, 4, -1).float())
@@ -313,30 +168,6 @@ def test_a_text_without_regions_skips_the_additional_layer():
     assert changed(late.text[:2], early.text[:2])[texts.attention_mask[:2]].all()
 
 
-# Errors
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"region_position": "mean"}, 'region_position is "mean"; it must be "official" or "paper"'),
-        ({"hidden_size": -4}, "hidden_size is -4; it must be a whole number from 1 to 65536"),
-        ({"num_attention_heads": 5}, "hidden_size 32 is not a multiple of num_attention_heads 5"),
-        ({"region_types": []}, "region_types is []; give a row"),
-        ({"region_types": [0, 2]}, "region_types is [0, 2]; give a row of the visual segment table, 0 to 1, for each"),
-    ],
-)
-def test_bad_config_is_one_clear_sentence(changes, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        VisualBertEncoderConfig(**{**SMALL, **changes})
-
-
-def test_text_longer_than_the_position_table_is_an_error():
-    model = make_encoder(max_position_embeddings=5)
-    with pytest.raises(ValueError, match=r"A text of 6 wordpieces .* max_position_embeddings = 5"):
-        model(*make_inputs())
-
-
 # transformers
 
 
@@ -349,9 +180,9 @@ def lists_of(alignment: Tensor) -> Tensor:
 def test_transformers_computes_the_same_where_it_is_right(named):
     """With the region types given, no padding row, and early fusion."""
     model = make_encoder(special_visual_initialize=False, train_pooler=True)
-    shared = {name: SMALL[name] for name in SMALL if name != "feature_dim"}
+    shared = {name: VISUAL_BERT[name] for name in VISUAL_BERT if name != "feature_dim"}
     config = VisualBertConfig(
-        **shared, visual_embedding_dim=SMALL["feature_dim"], pad_token_id=None, attn_implementation="eager"
+        **shared, visual_embedding_dim=VISUAL_BERT["feature_dim"], pad_token_id=None, attn_implementation="eager"
     )
     theirs = VisualBertModel(config).eval()
     theirs.load_state_dict(model.state_dict(), strict=True)

@@ -1,173 +1,19 @@
-"""VL-BERT's behaviour beyond the recorded numbers: saving, padding, text-only rows, variants, start values."""
+"""VL-BERT beyond the recorded numbers: what words and regions carry, paper and official code, two images, start."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 
 import pytest
 import torch
 from torch import nn
 
-from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
-from e2e_vl.structures import TextBatch, TextRegions
-from tests.regions import learn_geometry, regions_of_own_images
-
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 24,
-    "feature_dim": 12,
-    "geometry_dim": 32,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "region_dropout_prob": 0.0,
-    "visual_scale_text_init": 0.5,
-    "visual_scale_object_init": 0.5,
-}
-VARIANTS = {
-    "official": {},
-    "official_zero_scale": {"visual_scale_text_init": 0.0, "visual_scale_object_init": 0.0},
-    "scalar_factor_and_projection": {"visual_layer_norm": False, "visual_size": 20},
-    "pre_ln": {"norm_first": True, "embedding_init_std": 0.5},
-    "relative_geometry": {"norm_first": True, "relative_geometry": True, "relative_geometry_size": 16},
-    "no_image_on_words": {"image_feature_on_words": False, "uses_whole_image": False},
-    "paper": {"region_word": "img", "new_layers": "normal", "whole_image_in_sequence": False},
-    "pooler_and_text_only": {"with_pooler": True, "text_only_embedding": True, "geometry": "corners"},
-    "two_images": {"max_images": 2},
-}
-
-
-def make_model(**changes) -> VLBertModel:
-    torch.manual_seed(0)
-    return VLBertModel(VLBertConfig(**{**SMALL, **changes})).eval()
-
-
-def make_inputs(lengths=(6, 3, 5), counts=(2, 4, 0), seed=1) -> tuple[TextBatch, TextRegions]:
-    """Texts of the given lengths with the given numbers of regions, padded to the longest."""
-    generator = torch.Generator().manual_seed(seed)
-    texts, length, count = len(lengths), max(lengths), max(*counts, 1)
-    attend_text = torch.arange(length) < torch.tensor(lengths)[:, None]
-    attention_mask = torch.arange(count) < torch.tensor(counts)[:, None]
-    corner = torch.rand(texts, count, 2, generator=generator) * 40
-    side = torch.rand(texts, count, 2, generator=generator) * 20 + 2
-    ids = torch.randint(1, SMALL["vocab_size"], (texts, length), generator=generator)
-    features = torch.randn(texts, count, SMALL["feature_dim"], generator=generator)
-    return (
-        TextBatch(ids * attend_text, (torch.arange(length) > 2).long() * attend_text, attend_text),
-        regions_of_own_images(
-            features=features * attention_mask[..., None],
-            boxes=torch.cat([corner, corner + side], dim=-1) * attention_mask[..., None],
-            image_sizes=torch.where(attention_mask[..., None], torch.tensor([60.0, 80.0]), torch.ones(2)),
-            attention_mask=attention_mask,
-            image_slot=torch.zeros(texts, count, dtype=torch.long),
-        ),
-    )
-
-
-def changed(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """bool [M, L or R]: vectors that differ by more than rounding."""
-    return (one - other).abs().sum(dim=-1) > 1e-4
-
-
-def select(texts: TextBatch, regions: TextRegions, row: int) -> tuple[TextBatch, TextRegions]:
-    """One text alone, without any padding."""
-    length, count = int(texts.attention_mask[row].sum()), max(int(regions.attention_mask[row].sum()), 1)
-    return (
-        TextBatch(
-            *(
-                getattr(texts, name)[row : row + 1, :length]
-                for name in ("input_ids", "token_type_ids", "attention_mask")
-            )
-        ),
-        TextRegions(*(getattr(regions, f.name)[row : row + 1, :count] for f in dataclasses.fields(regions))),
-    )
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_save_and_load_give_the_same_model(tmp_path, variant):
-    model = make_model(**VARIANTS[variant])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(tmp_path)
-    loaded = VLBertModel.from_pretrained(tmp_path)
-    assert (tmp_path / "model.safetensors").exists()
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "vl_bert"
-    for name, value in VARIANTS[variant].items():
-        assert getattr(loaded.config, name) == value
-    assert {name: value.tolist() for name, value in loaded.state_dict().items()} == {
-        name: value.tolist() for name, value in model.state_dict().items()
-    }
-    torch.testing.assert_close(loaded(*make_inputs()).regions, model(*make_inputs()).regions, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_text_does_not_depend_on_its_batch(variant):
-    model = make_model(**VARIANTS[variant])
-    if model.relative_geometry is not None:
-        learn_geometry(model)
-    texts, regions = make_inputs()
-    together = model(texts, regions, output_attentions=True)
-    assert together.text[~texts.attention_mask].abs().sum() == 0
-    assert together.regions[~regions.attention_mask].abs().sum() == 0
-    for row in range(len(texts)):
-        alone = model(*select(texts, regions, row))
-        length, count = int(texts.attention_mask[row].sum()), int(regions.attention_mask[row].sum())
-        torch.testing.assert_close(together.text[row, :length], alone.text[0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(together.regions[row, :count], alone.regions[0, :count], rtol=1e-4, atol=1e-5)
-        if model.pooler is not None:
-            torch.testing.assert_close(together.summary[row], alone.summary[0], rtol=1e-4, atol=1e-5)
-
-
-def test_attention_maps_cover_the_slots_and_sum_to_one():
-    model = make_model(num_hidden_layers=3)
-    texts, regions = make_inputs()
-    plain, output = model(texts, regions), model(texts, regions, output_attentions=True)
-    assert plain.attentions is None
-    torch.testing.assert_close(plain.text, output.text, rtol=1e-5, atol=1e-6)
-    slots = torch.cat([texts.attention_mask, regions.attention_mask, torch.ones(len(texts), 1).bool()], dim=1)
-    assert len(output.attentions) == 3
-    for maps in output.attentions:
-        assert maps.shape == (3, 4, slots.shape[1], slots.shape[1])
-        torch.testing.assert_close(maps.sum(dim=-1), slots[:, None].expand(-1, 4, -1).float())
-        assert (maps.transpose(1, 3)[~slots] == 0).all()
-
-
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "official_zero_scale"])
-def test_region_features_get_gradients(variant):
-    model = make_model(**VARIANTS[variant]).train()
-    texts, regions = make_inputs()
-    regions.features.requires_grad_()
-    output = model(texts, regions)
-    (output.text.square().sum() + output.regions.square().sum()).backward()
-    gradients = regions.features.grad.abs().sum(dim=-1)
-    assert (gradients[regions.attention_mask] > 0).all()
-    assert (gradients[~regions.attention_mask] == 0).all()
-
-
-def test_zero_visual_scale_passes_no_gradient_at_first():
-    model = make_model(**VARIANTS["official_zero_scale"])
-    texts, regions = make_inputs()
-    regions.features.requires_grad_()
-    model(texts, regions).regions.pow(3).sum().backward()
-    assert regions.features.grad.abs().max() == 0
-    assert model.embeddings.region_projection.weight.grad.abs().max() == 0
-    assert model.embeddings.region_visual.norm.weight.grad.abs().max() > 0  # so the next step is different
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_parameter_takes_part(variant):
-    """Data-parallel training waits for the gradient of every parameter, in every batch."""
-    model = make_model(**VARIANTS[variant])
-    output = model(*make_inputs())
-    loss = output.text.sum() + output.regions.sum() + (0 if output.summary is None else output.summary.sum())
-    loss.backward()
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+from e2e_vl.encoders.layers import pairs_of_one_image
+from e2e_vl.encoders.vl_bert import VLBertModel
+from e2e_vl.structures import TextRegions
+from tests.encoders.small import COUNTS, VL_BERT, changed, look, make_inputs, make_regions, one_text
+from tests.encoders.small import make_vl_bert as make_model
+from tests.regions import learn_geometry
 
 
 def test_whole_image_reaches_words_only_through_region_0():
@@ -201,12 +47,14 @@ def test_whole_image_reaches_the_end_only_if_asked_for(has_visual_part):
     other = dataclasses.replace(regions, features=regions.features.clone())
     other.features[:, 0] += 1
     last = (texts.attention_mask.sum(dim=1) + regions.attention_mask.sum(dim=1))[:, None, None]
-    ends = [embeddings(texts, rows)[0].gather(1, last.expand(-1, 1, SMALL["hidden_size"])) for rows in (regions, other)]
+    ends = [
+        embeddings(texts, rows)[0].gather(1, last.expand(-1, 1, VL_BERT["hidden_size"])) for rows in (regions, other)
+    ]
     assert changed(*ends)[:, 0].tolist() == [has_visual_part] * 3
 
 
 def test_naming_regions_without_visual_words_is_an_error():
-    model = make_model(**VARIANTS["no_image_on_words"])
+    model = make_model(image_feature_on_words=False, uses_whole_image=False)
     texts, regions = make_inputs()
     with pytest.raises(ValueError, match="image_feature_on_words is off"):
         model(dataclasses.replace(texts, region_of_token=torch.zeros_like(texts.input_ids)), regions)
@@ -223,13 +71,6 @@ def test_text_without_regions_carries_the_text_only_vector():
     assert changed(before.text[2], after.text[2]).any()
 
 
-def test_batch_of_texts_only():
-    output = make_model()(*make_inputs(counts=(0, 0, 0)))
-    assert output.regions.shape == (3, 1, 32)
-    assert output.regions.abs().sum() == 0
-    assert output.text.isfinite().all()
-
-
 def test_order_of_regions_does_not_matter():
     """All regions share one position; only row 0, the whole image, is special."""
     model = make_model()
@@ -241,24 +82,6 @@ def test_order_of_regions_does_not_matter():
     torch.testing.assert_close(first.text, second.text, rtol=1e-4, atol=1e-5)
 
 
-def test_relative_geometry_changes_the_result_only_when_learned():
-    plain, paired = make_model(norm_first=True), make_model(norm_first=True, relative_geometry=True)
-    missing, unexpected = paired.load_state_dict(plain.state_dict(), strict=False)
-    assert {name.split(".")[0] for name in missing} == {"relative_geometry"} and not unexpected
-    inputs = make_inputs()
-    torch.testing.assert_close(paired(*inputs).regions, plain(*inputs).regions, rtol=1e-4, atol=1e-5)
-    learn_geometry(paired)
-    assert not torch.allclose(paired(*inputs).regions, plain(*inputs).regions, atol=1e-2)
-
-
-def test_bfloat16_autocast_stays_close():
-    model = make_model(relative_geometry=True, relative_geometry_size=16)
-    inputs = make_inputs()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        half = model(*inputs).regions
-    torch.testing.assert_close(half.float(), model(*inputs).regions, rtol=0.1, atol=0.1)
-
-
 def test_start_values():
     model = make_model(vocab_size=2000, initializer_range=0.05, embedding_init_std=0.4).requires_grad_(False)
     embeddings = model.embeddings
@@ -266,7 +89,7 @@ def test_start_values():
     assert model.layers[0].intermediate.dense.weight.std() == pytest.approx(0.05, rel=0.1)
     assert embeddings.text_visual.norm.weight.unique().tolist() == [0.5]
     assert embeddings.norm.weight.unique().tolist() == [1]
-    bound = (SMALL["geometry_dim"] + SMALL["feature_dim"]) ** -0.5  # torch's default for a Linear
+    bound = (VL_BERT["geometry_dim"] + VL_BERT["feature_dim"]) ** -0.5  # torch's default for a Linear
     assert embeddings.region_projection.weight.abs().max() == pytest.approx(bound, rel=0.05)
     assert make_model(visual_layer_norm=False).embeddings.text_visual.norm.weight == 0.5
 
@@ -300,56 +123,240 @@ def test_pre_ln_learns_to_find_the_named_region():
     assert torch.stack(correct[-20:]).mean() > 0.85
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"geometry": "center"}, 'geometry is "center"'),
-        ({"geometry_dim": 36}, "geometry_dim is 36; it must be a positive multiple of 8"),
-        ({"num_hidden_layers": 100_000}, "num_hidden_layers is 100000; it must be a whole number from 0 to 500"),
-        ({"visual_size": 0}, "visual_size is 0; it must be a whole number from 1 to 65536"),
-        ({"num_attention_heads": 5}, "hidden_size 32 is not a multiple of num_attention_heads 5"),
-        ({"type_vocab_size": 2}, "type_vocab_size is 2"),
-        ({"max_images": 0}, "max_images is 0; every text needs room for one image"),
-        ({"uses_whole_image": False}, "image_feature_on_words needs the whole image"),
-        ({"region_word": "word"}, 'region_word is "word"; it must be "learned" or "img"'),
-        ({"new_layers": "xavier"}, 'new_layers is "xavier"; it must be "official" or "normal"'),
-        ({"region_word": "img", "masked_region_embedding": True}, "set masked_region_embedding to false"),
-        (
-            {"image_feature_on_words": False, "visual_part_on_end": True},
-            "visual_part_on_end needs image_feature_on_words",
-        ),
-    ],
-)
-def test_bad_config_is_one_clear_sentence(changes, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        VLBertConfig(**{**SMALL, **changes})
+# Where paper and official code differ
 
 
-def test_text_longer_than_the_position_table_is_an_error():
-    model = make_model(max_position_embeddings=7)
-    with pytest.raises(ValueError, match=r"A text of 6 wordpieces .* max_position_embeddings = 7"):
-        model(*make_inputs())
+def with_whole_image(regions: TextRegions) -> TextRegions:
+    """The same regions; row 0 of each text that has one is the whole image."""
+    return dataclasses.replace(regions, row=regions.row - regions.attention_mask.long())
 
 
-@pytest.mark.filterwarnings("error")
-def test_recomputed_activations_change_nothing():
-    model = make_model().train()
+def with_other_feature(regions: TextRegions, row: int | slice) -> TextRegions:
+    other = dataclasses.replace(regions, features=regions.features.clone())
+    other.features[:, row] += 1
+    return other
+
+
+@pytest.mark.parametrize("word", ["learned", "img"])
+def test_masked_regions_have_a_word_of_their_own_only_in_the_official_code(word):
+    model = make_model(region_word=word, masked_region_embedding=word == "learned")
     texts, regions = make_inputs()
+    hidden = dataclasses.replace(regions, is_masked=regions.attention_mask.clone())
+    differs = changed(model(texts, hidden).regions, model(texts, regions).regions)
+    assert differs.any() == (word == "learned")
+    with torch.no_grad():
+        before = model(texts, hidden).regions
+        model.embeddings.region_word_embedding.weight += torch.randn(1, VL_BERT["hidden_size"])
+        moved = changed(model(texts, hidden).regions, before)
+    assert torch.equal(moved, regions.attention_mask) == (
+        word == "img"
+    )  # [IMG] stands in the place of hidden regions too
 
-    def gradients() -> list[torch.Tensor]:
-        loss = model(texts, regions).text.square().sum()
-        return torch.autograd.grad(loss, [*model.layers.parameters()])
 
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    model.embeddings.region_projection.dropout = 0.0
-    for layer in model.layers:
-        layer.attention.self.dropout.p = 0.0
-    before = gradients()
-    calls = []
-    model.layers[0].intermediate.register_forward_hook(lambda *_: calls.append(1))
-    model.recompute_activations()
-    after = gradients()
-    assert len(calls) == 2  # forward, and again in the backward pass
-    assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(before, after, strict=True))
+def test_img_is_no_wordpiece():
+    """It lies beside the word table, whose size is the vocabulary's, and starts as BERT's embeddings do."""
+    model = make_model(region_word="img", hidden_size=512, initializer_range=0.3).requires_grad_(False)
+    assert len(model.get_input_embeddings().weight) == VL_BERT["vocab_size"]
+    assert model.embeddings.region_word_embedding.weight.shape == (1, 512)
+    assert model.embeddings.region_word_embedding.weight.std() == pytest.approx(0.3, rel=0.15)
+    assert model.embeddings.masked_region_word_embedding is None
+
+
+def test_the_whole_image_is_no_region_of_the_sequence():
+    """Without its part on words the model computes what it does without any whole image."""
+    model = make_model(image_feature_on_words=False, whole_image_in_sequence=False)
+    without = make_model(image_feature_on_words=False, uses_whole_image=False)
+    assert (model.uses_whole_image, model.whole_image_is_region) == (True, False)
+    assert not without.whole_image_is_region and make_model().whole_image_is_region
+    texts, regions = make_inputs(counts=(2, 4, 1))
+    rest = TextRegions(*(getattr(regions, field.name)[:, 1:] for field in dataclasses.fields(regions)))
+    output, expected = model(texts, with_whole_image(regions)), without(texts, rest)
+    torch.testing.assert_close(output.text, expected.text, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output.regions[:, 1:], expected.regions, rtol=1e-4, atol=1e-5)
+    assert output.regions[:, 0].abs().sum() == 0
+    assert not torch.allclose(make_model(image_feature_on_words=False)(texts, regions).text, output.text, atol=1e-3)
+
+
+def test_words_still_carry_the_whole_image():
+    model = make_model(num_hidden_layers=0, whole_image_in_sequence=False, text_only_embedding=True)
+    texts, regions = make_inputs(counts=(2, 1, 0))  # the second image has no other region
+    regions = with_whole_image(regions)
+    first, second = model(texts, regions), model(texts, with_other_feature(regions, 0))
+    assert torch.equal(changed(first.text, second.text), texts.attention_mask & torch.tensor([[True], [True], [False]]))
+    assert not changed(first.regions, second.regions).any()
+
+
+def test_nothing_attends_to_the_whole_image():
+    model = make_model(whole_image_in_sequence=False)
+    texts, regions = make_inputs(counts=(2, 4, 1))
+    output = model(texts, with_whole_image(regions), output_attentions=True)
+    column = texts.attention_mask.shape[1]
+    for maps in output.attentions:
+        assert maps[..., column].abs().sum() == maps[:, :, column].abs().sum() == 0
+        assert (maps[1, :, :, column + 1 : column + 4].sum(dim=(0, 1)) > 0).all()
+
+
+def test_one_text_with_two_images_loses_both_whole_images():
+    model = make_model(whole_image_in_sequence=False)
+    texts, regions = make_inputs(lengths=(5,), counts=(5,))
+    regions = dataclasses.replace(regions, row=torch.tensor([[-1, 0, -1, 0, 1]]))
+    kept = (model(texts, regions).regions.abs().sum(dim=-1) > 0).tolist()
+    assert kept == [[False, True, False, True, True]]
+    assert regions.without_whole_image().attention_mask.tolist() == kept
+    assert regions.attention_mask.all()
+
+
+def test_new_layers_can_all_start_as_in_bert():
+    official, normal = (
+        make_model(new_layers=kind, initializer_range=0.05, visual_size=40, feature_dim=600)
+        .requires_grad_(False)
+        .embeddings
+        for kind in ("official", "normal")
+    )
+    assert normal.region_projection.weight.std() == pytest.approx(0.05, rel=0.05)
+    assert normal.region_projection.weight.abs().max() > 0.15  # a normal distribution has tails
+    assert normal.region_projection.bias.abs().sum() == 0
+    bound = (VL_BERT["geometry_dim"] + 600) ** -0.5
+    assert official.region_projection.weight.abs().max() == pytest.approx(bound, rel=0.01)
+    assert official.region_projection.bias.abs().sum() > 0
+    for part in (normal.text_visual, normal.region_visual):
+        assert part.projection.weight.std() == pytest.approx(0.05, rel=0.1)
+
+
+# Two images per text
+
+
+SLOTS = "embeddings.image_slot_embeddings.weight"
+VARIANTS = {
+    "official": {},
+    "whole image not in the sequence": {"whole_image_in_sequence": False},
+    "relative geometry": {"norm_first": True, "relative_geometry": True, "relative_geometry_size": 16},
+    "visual part on [END]": {"visual_part_on_end": True, "text_only_embedding": True},
+    "no whole image": {"image_feature_on_words": False, "uses_whole_image": False},
+    "pooler": {"with_pooler": True},
+}
+
+
+def make_slots(**changes) -> VLBertModel:
+    model = make_model(**{"max_images": 2} | changes)
+    if model.relative_geometry is not None:
+        learn_geometry(model)
+    return model
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_swapped_images_give_another_result(variant):
+    """Already at the start, where the vectors of the slots are zero: each image has a position of its own."""
+    changes = VARIANTS[variant]
+    model = make_slots(**changes)
+    assert not model.embeddings.image_slot_embeddings.weight.any()
+    output = model(one_text(2), look((0, 1), (1, 0), whole_image=changes.get("uses_whole_image", True)))
+    assert changed(output.text[0], output.text[1]).all()
+    if output.summary is not None:
+        assert changed(output.summary[0], output.summary[1])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_text_of_two_images_does_not_depend_on_its_batch(variant):
+    changes = VARIANTS[variant]
+    whole_image = changes.get("uses_whole_image", True)
+    model = make_slots(**changes)
+    with torch.no_grad():
+        model.embeddings.image_slot_embeddings.weight.normal_()
+    image_index = ((0, 1), (1, -1), (-1, -1), (1, 0))
+    together = model(one_text(4), look(*image_index, whole_image=whole_image))
+    for row, images in enumerate(image_index):
+        alone = model(one_text(), look(images, whole_image=whole_image))
+        torch.testing.assert_close(together.text[row], alone.text[0], rtol=1e-4, atol=1e-5)
+        count = alone.regions.shape[1]
+        torch.testing.assert_close(together.regions[row, :count], alone.regions[0], rtol=1e-4, atol=1e-5)
+        assert not together.regions[row, count:].any()
+
+
+def test_the_vector_of_a_slot_tells_images_apart_by_itself():
+    """Where all positions are alike, nothing else does."""
+    model = make_slots()
+    with torch.no_grad():
+        positions = model.embeddings.position_embeddings.weight
+        positions.copy_(positions[:1].expand_as(positions).clone())
+        same = model(one_text(2), look((0, 1), (1, 0)))
+        model.embeddings.image_slot_embeddings.weight.normal_()
+        other = model(one_text(2), look((0, 1), (1, 0)))
+    torch.testing.assert_close(same.text[0], same.text[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(same.regions[0, :3], same.regions[1, 4:], rtol=1e-4, atol=1e-5)
+    assert changed(other.text[0], other.text[1]).all()
+
+
+def test_swapped_images_give_the_vectors_of_the_slots_other_gradients():
+    gradients = []
+    for images in ((0, 1), (1, 0)):
+        model = make_slots()
+        model(one_text(), look(images)).text.pow(3).sum().backward()
+        gradients.append(model.embeddings.image_slot_embeddings.weight.grad)
+    assert all((gradient.abs().sum(dim=1) > 0).all() for gradient in gradients)
+    assert not torch.allclose(*gradients, rtol=0.01)
+    assert not torch.allclose(gradients[0], gradients[1].flip(0), rtol=0.01)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_image_is_as_if_there_were_no_slots(variant):
+    changes = VARIANTS[variant]
+    whole_image = changes.get("uses_whole_image", True)
+    plain, slots = make_slots(**changes, max_images=1), make_slots(**changes)
+    missing, unexpected = slots.load_state_dict(plain.state_dict(), strict=False)
+    assert (missing, unexpected) == ([SLOTS], [])
+    expected = plain(one_text(3), look((0,), (1,), (-1,), whole_image=whole_image))
+    for regions in (
+        look((0,), (1,), (-1,), whole_image=whole_image),
+        look((0, -1), (1, -1), (-1, -1), whole_image=whole_image),
+    ):
+        output = slots(one_text(3), regions)
+        torch.testing.assert_close(output.text, expected.text, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(output.regions, expected.regions, rtol=1e-5, atol=1e-6)
+        if expected.summary is not None:
+            torch.testing.assert_close(output.summary, expected.summary, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_sequence", [True, False])
+def test_words_carry_the_mean_of_the_whole_images(in_sequence):
+    embeddings = make_slots(whole_image_in_sequence=in_sequence, text_only_embedding=True).embeddings
+    regions = look((0, 1), (1, -1), (-1, -1), (-1, 1))
+    vectors = embeddings.region_vectors(regions)
+    words = embeddings.word_vectors(one_text(4), vectors, regions)
+    assert words.shape == (4, 1, VL_BERT["hidden_size"])
+    torch.testing.assert_close(words[0, 0], (vectors[0, 0] + vectors[0, 3]) / 2)
+    torch.testing.assert_close(words[1, 0], vectors[1, 0])
+    torch.testing.assert_close(words[2, 0], embeddings.text_only_embedding.weight[0])
+    torch.testing.assert_close(words[3, 0], vectors[3, 0])
+    named = dataclasses.replace(one_text(4), region_of_token=torch.tensor([[-1, 0, 1, -1, -1]] * 4))
+    words = embeddings.word_vectors(named, vectors, regions)
+    torch.testing.assert_close(words[0, [0, 3]], ((vectors[0, 0] + vectors[0, 3]) / 2).expand(2, -1))
+    torch.testing.assert_close(words[0, [1, 2]], vectors[0, [1, 2]])  # regions of the first image
+
+
+def test_positions_and_segments_of_two_images():
+    embeddings = make_slots().embeddings
+    regions = look((0, 1), (1, -1))
+    positions = embeddings.position_ids(one_text(2).attention_mask, regions.image_slot)
+    assert positions.tolist() == [
+        [0, 1, 2, 3, 4, 5, 5, 5, 6, 6, 6, 6, 7],
+        [0, 1, 2, 3, 4, 5, 5, 5, 5, 5, 5, 5, 6],
+    ]
+
+
+def test_both_images_get_gradients():
+    regions = make_regions()
+    for rows in regions.features:
+        rows.requires_grad_()
+    make_slots()(one_text(), look((0, 1), regions=regions)).text.square().sum().backward()
+    assert all((rows.grad.abs().sum(dim=1) > 0).all() for rows in regions.features)
+
+
+def test_no_bias_joins_regions_of_two_images():
+    """Boxes lie in another image: how far they are from each other says nothing."""
+    model = make_slots(**VARIANTS["relative geometry"])
+    learn_geometry(model)
+    regions = look((0, 1))
+    bias = torch.stack(model.relative_geometry(regions.boxes, regions.image_sizes, pairs_of_one_image(regions)))
+    is_pair = torch.block_diag(*(torch.ones(count, count) for count in COUNTS)).bool()
+    assert (bias[..., is_pair] != 0).all() and not bias[..., ~is_pair].any()

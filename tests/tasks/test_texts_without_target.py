@@ -24,7 +24,7 @@ from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vcr import VCRTask
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.text import TextTokenizer
-from tests.encoders.test_vl_bert import make_inputs
+from tests.encoders.small import make_inputs
 from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, word
 
 SIZE = 32  # of `make_inputs` there are three texts

@@ -21,8 +21,8 @@ from e2e_vl.tasks.nlvr2 import NLVR2Task
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.lxmert import OfficialLxmert, TransformersLxmert
 from e2e_vl.weights.start import load_encoder, load_task
-from tests.encoders.test_lxmert import SMALL
-from tests.encoders.test_vl_bert import make_inputs
+from tests.encoders.small import LXMERT as SMALL
+from tests.encoders.small import make_inputs
 from tests.weights.starts import pretraining_task
 from tests.weights.test_lxmert_weights import ANSWERS, HEADS, assert_same, make_encoder, make_task, rules
 

@@ -27,7 +27,7 @@ from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.lxmert import OfficialLxmert
 from e2e_vl.weights.start import StartRules, load_encoder, load_task, rows_of_answers
-from tests.encoders.test_lxmert import SMALL
+from tests.encoders.small import LXMERT as SMALL
 from tests.weights.starts import pretraining_task
 
 ANSWERS = [f"answer {number}" for number in range(7)]

@@ -21,14 +21,13 @@ from e2e_vl.weights.lxmert import OfficialLxmert
 from e2e_vl.weights.start import StartRules, load_encoder
 from e2e_vl.weights.visual_bert import OfficialVisualBert
 from e2e_vl.weights.vl_bert import OfficialVLBert
-from tests.encoders import test_lxmert, test_visual_bert, test_vl_bert
-from tests.encoders.test_vl_bert import make_inputs
+from tests.encoders.small import make_inputs, make_lxmert, make_visual_bert, make_vl_bert
 from tests.regions import learn_geometry
 
 ENCODERS = {
-    "vl_bert": (test_vl_bert.make_model, OfficialVLBert, {}),
-    "visual_bert": (test_visual_bert.make_encoder, OfficialVisualBert, {"hidden_layer": False}),
-    "lxmert": (test_lxmert.make_model, OfficialLxmert, {"head_width": 2}),
+    "vl_bert": (make_vl_bert, OfficialVLBert, {}),
+    "visual_bert": (make_visual_bert, OfficialVisualBert, {"hidden_layer": False}),
+    "lxmert": (make_lxmert, OfficialLxmert, {"head_width": 2}),
 }
 
 
@@ -90,9 +89,9 @@ def test_a_part_of_it_is_not_enough(tmp_path, name):
 
 
 def test_a_second_start_that_has_it_counts(tmp_path):
-    without, with_it = test_lxmert.make_model(), test_lxmert.make_model(relative_geometry=True)
+    without, with_it = make_lxmert(), make_lxmert(relative_geometry=True)
     learn_geometry(with_it)
-    target = test_lxmert.make_model(relative_geometry=True)
+    target = make_lxmert(relative_geometry=True)
     starts = [
         Start("encoder", place, load_encoder(target, own_run(encoder, "lxmert", tmp_path / place), rules("lxmert")))
         for place, encoder in (("one", without), ("two", with_it))

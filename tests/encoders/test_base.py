@@ -1,0 +1,466 @@
+"""What all encoders promise, whatever their config: saving, padding, gradients, attention maps, abilities, geometry."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel
+from transformers.models.bert.modeling_bert import BertIntermediate
+
+from detector.checkpoint import load_strictly
+from detector.errors import UserError
+from e2e_vl.encoders.base import Encoder, NoEncoder, NoEncoderConfig, read_summary
+from e2e_vl.encoders.layers import pairs_of_one_image
+from e2e_vl.structures import Ability, AttentionBlock, TextBatch
+from e2e_vl.text import CLS, SEP, Template
+from tests.encoders.small import (
+    look,
+    make_inputs,
+    make_lxmert,
+    make_visual_bert,
+    make_vl_bert,
+    name_regions,
+    one_text,
+    select,
+)
+from tests.regions import learn_geometry, regions_of_own_images
+
+VARIANTS = {
+    "vl_bert": (make_vl_bert, {}),
+    "vl_bert zero scale": (make_vl_bert, {"visual_scale_text_init": 0.0, "visual_scale_object_init": 0.0}),
+    "vl_bert scalar factor": (make_vl_bert, {"visual_layer_norm": False, "visual_size": 20}),
+    "vl_bert pre-LN": (make_vl_bert, {"norm_first": True, "embedding_init_std": 0.5}),
+    "vl_bert no image on words": (make_vl_bert, {"image_feature_on_words": False, "uses_whole_image": False}),
+    "vl_bert paper": (
+        make_vl_bert,
+        {
+            "geometry": "corners",
+            "visual_part_on_end": True,
+            "region_word": "img",
+            "new_layers": "normal",
+            "whole_image_in_sequence": False,
+            "text_only_embedding": True,
+        },
+    ),
+    "vl_bert pooler": (make_vl_bert, {"with_pooler": True, "text_only_embedding": True}),
+    "vl_bert two images": (make_vl_bert, {"max_images": 2}),
+    "visual_bert": (make_visual_bert, {}),
+    "visual_bert late fusion": (make_visual_bert, {"bypass_transformer": True}),
+    "visual_bert box numbers": (make_visual_bert, {"with_box_numbers": True}),
+    "visual_bert paper": (
+        make_visual_bert,
+        {"region_position": "paper", "project_equal_sizes": False, "train_pooler": True},
+    ),
+    "visual_bert no projection": (
+        make_visual_bert,
+        {"project_equal_sizes": False, "hidden_size": 12, "num_attention_heads": 3},
+    ),
+    "visual_bert own start": (make_visual_bert, {"special_visual_initialize": False, "region_types": [1]}),
+    "lxmert": (make_lxmert, {}),
+    "lxmert paper": (make_lxmert, {"cross_attention": "separate", "with_segments": False, "pooled": "state"}),
+    "lxmert two images": (make_lxmert, {"max_images": 2}),
+    "lxmert masked features": (make_lxmert, {"masked_region_feature": True}),
+}
+OF_PAIRS = {
+    "vl_bert": {"max_images": 2, "image_feature_on_words": False, "uses_whole_image": False},
+    "visual_bert": {},
+    "lxmert": {"max_images": 2},
+}
+LAYERED = ("vl_bert", "vl_bert pre-LN", "visual_bert", "visual_bert late fusion", "lxmert")
+
+
+def make(variant: str, **changes) -> Encoder:
+    maker, own = VARIANTS[variant]
+    return maker(**own, **changes)
+
+
+def inputs_of(encoder: Encoder) -> tuple:
+    """Three texts, the last without a region; where words may name regions, some do."""
+    texts, regions = make_inputs()
+    is_able = encoder.lacks(Ability.NAMED_REGIONS) is None
+    return (name_regions(texts, [[-1, 0, 0], [2, -1], [-1]]) if is_able else texts), regions
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_save_and_load_give_the_same_model(tmp_path, variant):
+    model = make(variant)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert type(loaded) is type(model) and (tmp_path / "model.safetensors").exists()
+    for name, value in VARIANTS[variant][1].items():
+        assert getattr(loaded.config, name) == value
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+    inputs = inputs_of(model)
+    torch.testing.assert_close(loaded(*inputs).regions, model(*inputs).regions, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_text_does_not_depend_on_its_batch(variant):
+    """Padding changes nothing, and its outputs are zero."""
+    model = make(variant)
+    texts, regions = inputs_of(model)
+    together = model(texts, regions, output_attentions=True)
+    assert not together.text[~texts.attention_mask].any() and not together.regions[~regions.attention_mask].any()
+    assert all(maps.isfinite().all() for maps in together.attentions)
+    for row in range(len(texts)):
+        one, own = select(texts, regions, row)
+        if texts.region_of_token is not None:
+            one.region_of_token = texts.region_of_token[row : row + 1, : one.input_ids.shape[1]]
+        alone = model(one, own, output_attentions=True)
+        length, count = int(texts.attention_mask[row].sum()), int(regions.attention_mask[row].sum())
+        torch.testing.assert_close(together.text[row, :length], alone.text[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(together.regions[row, :count], alone.regions[0, :count], rtol=1e-4, atol=1e-5)
+        if together.summary is not None:
+            torch.testing.assert_close(together.summary[row], alone.summary[0], rtol=1e-4, atol=1e-5)
+        for ours, theirs in zip(together.attentions, alone.attentions, strict=True):
+            blocks = ours[row, :, :length, :length], theirs[0, :, :length, :length]
+            torch.testing.assert_close(*blocks, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_trained_parameter_and_every_real_region_gets_a_gradient(variant):
+    """Data-parallel training waits for the gradient of every parameter, in every batch."""
+    model = make(variant).train()
+    texts, regions = inputs_of(model)
+    regions.features.requires_grad_()
+    output = model(texts, regions)
+    loss = output.text.pow(3).sum() + output.regions.pow(3).sum()
+    (loss if output.summary is None else loss + output.summary.pow(3).sum()).backward()
+    unused = {name for name, one in model.named_parameters() if one.requires_grad and one.grad is None}
+    assert unused <= {"embeddings.visual_position_embeddings.weight"}, "the paper's VisualBERT has no such table"
+    assert not unused or model.config.region_position == "paper"
+    gradients = regions.features.grad.abs().sum(dim=-1)
+    if variant == "vl_bert zero scale":  # as the official code starts: the visual part is exactly zero at first
+        assert not gradients.any() and not model.embeddings.region_projection.weight.grad.any()
+        assert model.embeddings.region_visual.norm.weight.grad.any()
+    else:
+        assert (gradients[regions.attention_mask] > 0).all() and not gradients[~regions.attention_mask].any()
+
+
+@pytest.mark.parametrize("variant", LAYERED)
+def test_a_batch_of_texts_only(variant):
+    output = make(variant)(*make_inputs(counts=(0, 0, 0)))
+    assert output.regions.shape == (3, 1, 32) and not output.regions.any()
+    assert output.text.isfinite().all() and output.text.any()
+
+
+@pytest.mark.parametrize("variant", ["vl_bert", "visual_bert box numbers"])
+def test_bfloat16_autocast_stays_close(variant):
+    model = make(variant, relative_geometry=True, initializer_range=0.1)
+    inputs = inputs_of(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = model(*inputs).regions
+    torch.testing.assert_close(half.float(), model(*inputs).regions, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("variant", LAYERED)
+@pytest.mark.filterwarnings("error")
+def test_recomputed_activations_change_nothing(variant):
+    model = make(variant).train()
+    texts, regions = make_inputs()
+    trained = [one for one in model.parameters() if one.requires_grad]
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(model(texts, regions).text.square().sum(), trained, allow_unused=True)
+
+    before, calls = gradients(), []
+    inner = next(one for one in joint_layers(model, variant)[0].modules() if isinstance(one, BertIntermediate))
+    inner.register_forward_hook(lambda *_: calls.append(1))
+    model.recompute_activations()
+    for one, other in zip(before, gradients(), strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert len(calls) == 2  # forward, and again in the backward pass
+
+
+@pytest.mark.parametrize("variant", LAYERED)
+def test_a_text_longer_than_the_position_table_is_an_error(variant):
+    with pytest.raises(UserError, match=r"A text of 6 wordpieces .* max_position_embeddings = 5"):
+        make(variant, max_position_embeddings=5)(*make_inputs())
+
+
+@pytest.mark.parametrize(
+    ("maker", "changes"),
+    [
+        (make_vl_bert, {"geometry": "center"}),
+        (make_vl_bert, {"geometry_dim": 36}),
+        (make_vl_bert, {"type_vocab_size": 2}),
+        (make_vl_bert, {"uses_whole_image": False}),
+        (make_vl_bert, {"region_word": "img", "masked_region_embedding": True}),
+        (make_vl_bert, {"visual_part_on_end": True, "image_feature_on_words": False}),
+        (make_visual_bert, {"region_position": "mean"}),
+        (make_visual_bert, {"num_attention_heads": 5}),
+        (make_visual_bert, {"region_types": []}),
+        (make_visual_bert, {"region_types": [0, 2]}),
+        (make_lxmert, {"cross_attention": "both"}),
+        (make_lxmert, {"x_layers": -1}),
+        (make_lxmert, {"max_images": 0}),
+    ],
+)
+def test_a_bad_config_names_its_field(maker, changes):
+    with pytest.raises(UserError, match=next(iter(changes))):
+        maker(**changes)
+
+
+# Attention maps
+
+
+GRAPHS = {
+    "one stack, with an end": (make_vl_bert, {"joint": 2}),
+    "one stack": (make_visual_bert, {"joint": 2}),
+    "late fusion": (lambda: make_visual_bert(bypass_transformer=True), {"language": 2, "joint": 1}),
+    "three stacks": (make_lxmert, {"language": 4, "vision": 3, "cross": 2}),
+    "three stacks, two images": (lambda: make_lxmert(max_images=2), {"language": 4, "vision": 3, "cross": 2}),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_blocks_of_each_graph_are_those_that_are_not_zero(name):
+    make, layers = GRAPHS[name]
+    encoder: Encoder = make()
+    texts, regions = make_inputs()
+    maps = encoder(texts, regions, output_attentions=True).attentions
+    graphs = encoder.attention_graphs
+    assert {name: len(graph.steps) for name, graph in graphs.items()} == layers
+    length, count = texts.attention_mask.shape[1], regions.attention_mask.shape[1]
+    words, places = slice(0, length), slice(length, length + count)
+    blocks = {
+        AttentionBlock.WORDS_TO_WORDS: (words, words),
+        AttentionBlock.WORDS_TO_REGIONS: (words, places),
+        AttentionBlock.REGIONS_TO_WORDS: (places, words),
+        AttentionBlock.REGIONS_TO_REGIONS: (places, places),
+    }
+    used: dict[int, set[AttentionBlock]] = {}
+    for graph in graphs.values():
+        for step in graph.steps:
+            for block in graph.blocks:
+                queries, keys = blocks[block]
+                assert maps[step][1, :, queries, keys].any(), f"step {step} has no {block}"
+            assert not used.setdefault(step, set()) & graph.blocks, "a block of a map is in one graph only"
+            used[step] |= graph.blocks
+    for step, found in used.items():  # what no graph names is zero
+        for block in set(blocks) - found:
+            queries, keys = blocks[block]
+            assert not maps[step][1, :, queries, keys].any(), f"step {step} also has {block}"
+    if "two images" not in name:
+        assert set(used) == set(range(len(maps)))
+
+
+@pytest.mark.parametrize("name", ["one stack, with an end", "one stack"])
+def test_attention_maps_cover_the_slots_and_sum_to_one(name):
+    model, (texts, regions) = GRAPHS[name][0](), make_inputs()
+    plain, output = model(texts, regions), model(texts, regions, output_attentions=True)
+    assert plain.attentions is None
+    torch.testing.assert_close(plain.text, output.text, rtol=1e-5, atol=1e-6)
+    end = torch.ones(len(texts), int("end" in name), dtype=torch.bool)
+    slots = torch.cat([texts.attention_mask, regions.attention_mask, end], dim=1)
+    for maps in output.attentions:
+        torch.testing.assert_close(maps.sum(dim=-1), slots[:, None].expand(-1, 4, -1).float())
+        assert not maps.transpose(1, 3)[~slots].any()
+
+
+# Intermediate states and relative geometry
+
+
+def joint_layers(encoder: Encoder, name: str) -> list[nn.Module]:
+    if name == "lxmert":
+        return list(encoder.encoder.x_layers)
+    if name == "visual_bert late fusion":
+        return [encoder.additional_layer]
+    return list(encoder.layers if name.startswith("vl_bert") else encoder.encoder["layer"])
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_inner_states_are_those_after_so_many_layers(name):
+    encoder, inputs = make(name), make_inputs()
+    layers = joint_layers(encoder, name)
+    assert encoder.num_joint_layers == len(layers)
+    plain = encoder(*inputs)
+    assert plain.intermediate is None
+    last = encoder(*inputs, intermediate_layer=len(layers))
+    torch.testing.assert_close(last.intermediate.text, plain.text)
+    torch.testing.assert_close(last.intermediate.regions, plain.regions)
+    first = encoder(*inputs, intermediate_layer=len(layers) - 1).intermediate
+    assert (first.text - plain.text).abs().max() > 1e-3 and (first.regions - plain.regions).abs().max() > 1e-3
+    texts, regions = inputs
+    assert not first.text[~texts.attention_mask].any() and not first.regions[~regions.attention_mask].any()
+    for parameter in layers[-1].parameters():  # what comes later does not matter
+        nn.init.normal_(parameter)
+    changed = encoder(*inputs, intermediate_layer=len(layers) - 1)
+    assert torch.equal(changed.intermediate.text, first.text) and torch.equal(
+        changed.intermediate.regions, first.regions
+    )
+    assert not torch.allclose(changed.text, plain.text, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_relative_geometry_starts_as_nothing_and_reads_places_when_learned(name):
+    plain, paired = make(name), make(name, relative_geometry=True)
+    missing, unexpected = paired.load_state_dict(plain.state_dict(), strict=False)
+    assert {key.split(".")[0] for key in missing} == {"relative_geometry"} and not unexpected
+    texts, regions = make_inputs()
+    before = paired(texts, regions)
+    torch.testing.assert_close(before.regions, plain(texts, regions).regions, rtol=1e-4, atol=1e-5)
+    learn_geometry(paired)
+    after = paired(texts, regions)
+    assert not torch.allclose(after.regions, before.regions, atol=1e-2)
+    torch.testing.assert_close(after.text[2], before.text[2], rtol=1e-4, atol=1e-5)  # it has no region
+    assert after.text.isfinite().all() and after.regions.isfinite().all()
+    for row in range(len(texts)):
+        alone = paired(*select(texts, regions, row))
+        count = int(regions.attention_mask[row].sum())
+        torch.testing.assert_close(after.regions[row, :count], alone.regions[0, :count], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_attention_maps_with_relative_geometry_add_up_to_one(name):
+    paired = make(name, relative_geometry=True)
+    learn_geometry(paired)
+    output = paired(*make_inputs(), output_attentions=True)
+    for found in output.attentions:
+        sums = found.sum(dim=-1)
+        assert (((sums - 1).abs() < 1e-5) | (sums == 0)).all()
+    # the same states as without maps
+    torch.testing.assert_close(output.regions, paired(*make_inputs()).regions, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OF_PAIRS)
+def test_geometry_of_one_image_says_nothing_about_the_other(name):
+    """Moving all boxes of the second image together changes no place relative to the others of that image."""
+    paired = make(name, relative_geometry=True, **OF_PAIRS[name])
+    learn_geometry(paired)
+    regions = look((0, 1), whole_image=False)
+    moved = dataclasses.replace(regions, boxes=regions.boxes + 3.0 * (regions.image_slot == 1)[..., None])
+    first, second = (
+        paired.relative_geometry(one.boxes, one.image_sizes, pairs_of_one_image(one)) for one in (regions, moved)
+    )
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert paired(one_text(), regions).regions.isfinite().all()
+
+
+def test_gradients_reach_the_geometry_of_every_layer():
+    paired = make("lxmert", relative_geometry=True)
+    learn_geometry(paired)
+    paired(*make_inputs()).regions.square().sum().backward()
+    assert all(one.weight.grad.abs().max() > 0 for one in paired.relative_geometry.hidden)
+
+
+# Abilities
+
+
+REMEDIES = {
+    "with_pooler": {Ability.SUMMARY_OF_SINGLE, Ability.SUMMARY_OF_PAIR},
+    "masked_region_embedding": {Ability.MASKED_REGIONS},
+    "masked_region_feature": {Ability.MASKED_FEATURES},
+    "image_feature_on_words": {Ability.NAMED_REGIONS},
+    "max_images": {Ability.IMAGE_PAIRS},
+}
+ALWAYS = {Ability.SUMMARY_OF_QUESTION, Ability.WORD_EMBEDDINGS, Ability.INTERMEDIATE_STATES}
+ABLE = {
+    "with_pooler": True,
+    "masked_region_embedding": True,
+    "masked_region_feature": True,
+    "image_feature_on_words": True,
+    "max_images": 2,
+}
+UNABLE = {"image_feature_on_words": False, "uses_whole_image": False}
+
+
+def abilities(encoder: Encoder) -> set[Ability]:
+    return {ability for ability in Ability if encoder.lacks(ability) is None}
+
+
+def test_every_ability_ends_a_sentence():
+    for ability in Ability:
+        needed = f"The task needs an encoder with {ability.value}"
+        sentence = f"{needed}; this one reads no words and has no layers, so choose"
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            NoEncoder(NoEncoderConfig()).require(ability, "The task")
+
+
+@pytest.mark.parametrize("setting", REMEDIES)
+def test_every_remedy_of_vl_bert_helps(setting):
+    """The message names the setting and its value; with that the encoder has the ability, and nothing else."""
+    unable = make_vl_bert(**UNABLE)
+    assert abilities(unable) == ALWAYS and abilities(make_vl_bert(**ABLE)) == set(Ability)
+    for ability in REMEDIES[setting]:
+        with pytest.raises(UserError, match=f"^The task x needs an encoder with {ability.value}; set ") as caught:
+            unable.require(ability, "The task x")
+        [(name, value)] = re.findall(r"encoder\.config\.(\w+) to (\w+)", str(caught.value))
+        assert (name, value) == (setting, {True: "true"}.get(ABLE[setting], str(ABLE[setting])))
+    changes = UNABLE | ({"uses_whole_image": True} if setting == "image_feature_on_words" else {})
+    able = make_vl_bert(**changes | {setting: ABLE[setting]})
+    assert abilities(able) == ALWAYS | REMEDIES[setting]
+    for ability in REMEDIES[setting]:
+        able.require(ability, "The task x")
+
+
+def test_the_papers_word_of_regions_masks_them_too():
+    make_vl_bert(region_word="img").require(Ability.MASKED_REGIONS, "The task x")
+
+
+# Layout and summary
+
+
+def test_an_encoder_lays_texts_out_as_bert_unless_it_says_otherwise():
+    assert NoEncoder.layout.single == NoEncoder.layout.question == Template((CLS, 0, SEP), (0, 0, 0))
+    assert NoEncoder.layout.pair == Template((CLS, 0, SEP, 1, SEP), (0, 0, 0, 1, 1))
+    assert NoEncoder.layout.question.summary is None  # the pooled vector
+
+
+def test_the_summary_is_read_at_its_place_or_pooled():
+    text, pooled = torch.randn(2, 3, 4), torch.randn(2, 4)
+    assert torch.equal(read_summary(text, pooled, torch.tensor([2, 0])), torch.stack([text[0, 2], text[1, 0]]))
+    assert read_summary(text, None, torch.tensor([2, 0])) is not None
+    assert read_summary(text, pooled, None) is pooled
+    assert read_summary(text, None, None) is None
+
+
+@pytest.mark.parametrize("with_pooler", [False, True])
+def test_vl_bert_reads_a_place_before_its_pooler(with_pooler):
+    model = make_vl_bert(with_pooler=with_pooler)
+    texts, regions = make_inputs()
+    pooled = model(texts, regions).summary
+    assert (pooled is not None) == with_pooler
+    texts.summary = torch.tensor([3, 2, 0])
+    output = model(texts, regions)
+    torch.testing.assert_close(output.summary, output.text[torch.arange(3), texts.summary])
+    if with_pooler:
+        assert not torch.allclose(output.summary, pooled, atol=1e-2)
+
+
+# No encoder
+
+
+def test_regions_go_through_unchanged_with_their_gradient():
+    features = torch.randn(2, 4, 7, requires_grad=True)
+    attention_mask = torch.tensor([[True] * 4, [True] * 3 + [False]])
+    regions = regions_of_own_images(
+        features, torch.rand(2, 4, 4), torch.ones(2, 4, 2), attention_mask, torch.zeros(2, 4).long()
+    )
+    texts = TextBatch(torch.zeros(2, 3).long(), torch.zeros(2, 3).long(), torch.ones(2, 3, dtype=torch.bool))
+    encoder = NoEncoder(NoEncoderConfig(vocab_size=5, feature_dim=7))
+    encoded = encoder(texts, regions)
+    assert encoder.hidden_size == 7 and not encoder.attention_graphs
+    assert not encoder.uses_whole_image
+    assert torch.equal(encoded.regions, features)
+    assert torch.equal(encoded.text, torch.zeros(2, 3, 7))
+    encoded.regions.sum().backward()
+    assert torch.equal(features.grad, torch.ones(2, 4, 7))
+
+
+def test_no_encoder_is_saved_and_loaded_like_every_encoder(tmp_path):
+    encoder = NoEncoder(NoEncoderConfig(vocab_size=5, feature_dim=7))
+    assert list(encoder.parameters()) == []
+    encoder.save_pretrained(tmp_path)
+    load_strictly(encoder, tmp_path / "model.safetensors")
+    assert NoEncoder.from_pretrained(tmp_path).hidden_size == 7
