@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from detector.structures import ImageBatch, Regions
 from e2e_vl.examples import PhraseBatch, Ragged
+from e2e_vl.predictions import Prediction
 from e2e_vl.structures import (
     Batch,
     EncoderOutput,
@@ -30,7 +31,6 @@ from e2e_vl.tasks.phrase_head import (
     load_head,
     tags_of_words,
     with_phrases,
-    with_short_phrases,
 )
 
 HIDDEN, LENGTH = 6, 5
@@ -169,25 +169,13 @@ def learn(head: PhraseHead, phrases: PhraseBatch) -> None:
     head.learned_from({name: loss.count for name, loss in losses.items()})
 
 
-@pytest.mark.parametrize("moved", [0.0, 0.25])
-def test_a_head_that_was_saved_without_the_flag_has_it_if_its_tags_have_learned(tmp_path, moved):
-    old = make_head()
-    with torch.no_grad():
-        old.tags.bias[1] = moved
-    tensors = old.state_dict()
-    del tensors["finds_phrases"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    for load in (
-        lambda head: load_head(head, tmp_path / "model.safetensors"),
-        lambda head: head.load_state_dict(tensors),
-    ):
-        head = make_head()
-        head.finds_phrases.fill_(1 - float(moved > 0))
-        load(head)
-        assert head.finds_phrases == float(moved > 0) and torch.equal(head.tags.bias, old.tags.bias)
-    whole = torch.nn.Sequential(make_head())
-    whole.load_state_dict({f"0.{name}": value for name, value in tensors.items()})  # as a checkpoint's state
-    assert whole[0].finds_phrases == float(moved > 0)
+def test_a_saved_head_is_loaded_with_its_flag(tmp_path):
+    old, new = make_head(), make_head()
+    torch.nn.init.normal_(old.tags.bias)
+    old.finds_phrases.fill_(1)
+    save_file(old.state_dict(), tmp_path / "model.safetensors")
+    load_head(new, tmp_path / "model.safetensors")
+    assert new.finds_phrases == 1 and torch.equal(new.tags.bias, old.tags.bias)
 
 
 def test_records_hold_phrases_in_pixels_of_the_original_image():
@@ -200,25 +188,18 @@ def test_records_hold_phrases_in_pixels_of_the_original_image():
     output.batch.records = [{"a": 1}, {"a": 2}]
     first, second = with_phrases(output).batch.records
     assert "grounded" not in output.batch.records[0]
-    assert first["a"] == 1 and [phrase["text"] for phrase in first["grounded"]] == ["the star", "here"]
+    assert first["a"] == 1 and [phrase.text for phrase in first["grounded"]] == ["the star", "here"]
     best = output.phrases.log_attention.argmax(dim=1)
     for phrase, row in zip(first["grounded"], best[:2], strict=True):
-        assert phrase["box"] == (REGIONS[row] * 2).tolist()  # the image is twice as large
+        assert phrase.box == tuple((REGIONS[row] * 2).tolist())  # the image is twice as large
     right = output.phrases.is_right
-    assert [phrase.get("correct") for phrase in first["grounded"]] == [bool(right[n, best[n]]) for n in range(2)]
+    assert [phrase.correct for phrase in first["grounded"]] == [bool(right[n, best[n]]) for n in range(2)]
     [found] = second["grounded"]
-    assert found["text"] == "the star here" and found["characters"] == [0, 13] and "correct" not in found
-    short = with_short_phrases(first)["grounded"]
-    assert [list(phrase) for phrase in short] == [["text", "box", "score", "correct"]] * 2
-    for phrase, whole in zip(short, first["grounded"], strict=True):
-        assert phrase["box"] == pytest.approx(whole["box"], abs=0.006) and phrase["text"] == whole["text"]
-        assert phrase["score"] == round(whole["score"], 4) and phrase["correct"] == whole["correct"]
-    assert list(with_short_phrases(second)["grounded"][0]) == ["text", "box", "score"] and with_short_phrases(
-        {"a": 1}
-    ) == {"a": 1}
-    metrics = grounding_metrics([first, second])
+    assert found.text == "the star here" and found.characters == (0, 13) and found.correct is None
+    predictions = [Prediction(grounded=tuple(record["grounded"])) for record in (first, second)]
+    metrics = grounding_metrics(predictions)
     assert metrics == {"phrase_accuracy": sum(bool(right[n, best[n]]) for n in range(2)) / 2}
-    assert grounding_metrics([second]) == {}
+    assert grounding_metrics(predictions[1:]) == {}
 
 
 def test_a_text_without_regions_points_at_nothing():
@@ -226,8 +207,7 @@ def test_a_text_without_regions_points_at_nothing():
     output.batch.records = [{"a": 1}, {}]
     [first, second] = with_phrases(output).batch.records
     assert second == {}  # such as a text of a corpus, of which nothing is predicted
-    for record in (first, with_short_phrases(first)):
-        assert [(phrase["box"], phrase["score"]) for phrase in record["grounded"]] == [(None, 0.0)] * 2
+    assert [(phrase.box, phrase.score) for phrase in first["grounded"]] == [(None, 0.0)] * 2
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from detector.boxes import pairwise_iou
 from detector.structures import Loss
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Ragged, Targets, TextExample, nested, ragged
 from e2e_vl.parts import Settings
+from e2e_vl.predictions import Box, Prediction
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Task
@@ -67,8 +67,16 @@ class GroundingPreprocessor(Preprocessor):
         yield TextExample(encoding, text.image_index, record, targets)
 
 
+class GroundingPrediction(Prediction, kw_only=True):
+    phrases: tuple[str, ...]
+    boxes: tuple[Box, ...]
+    gt_boxes: tuple[tuple[Box, ...], ...] = ()
+
+
 class GroundingTask(Task):
     """The dot product of a phrase and a region; `logits` [P, R]."""
+
+    prediction_class = GroundingPrediction
 
     def __init__(self, hidden_size: int, config: GroundingConfig):
         super().__init__()
@@ -102,24 +110,24 @@ class GroundingTask(Task):
                 each.append(logits[row].logsumexp(dim=0) - logits[row, is_right].logsumexp(dim=0))
         return Loss(torch.stack(each).sum() if each else 0 * logits.sum(), logits.new_tensor(float(len(each))))
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+    def predict(self, batch: Batch, output: ModelOutput) -> list[GroundingPrediction]:
         regions, counts = output.text_regions, batch.targets.spans.counts.tolist()
         best = output.task.logits.argmax(dim=1).split(counts)
         scales = batch.images.scales[batch.image_index[:, 0]]
         found = []
         for row, (record, own) in enumerate(zip(batch.records, best, strict=True)):
             boxes = regions.boxes[row, own] / torch.cat([scales[row], scales[row]])
-            found.append(record | {"boxes": boxes.tolist()})
+            found.append(self.prediction(record, boxes=boxes.tolist()))
         return found
 
-    def correct(self, record: dict[str, Any]) -> float | None:
+    def correct(self, prediction: GroundingPrediction) -> float | None:
         """Share of the phrases with a true box that found one."""
-        named = [(box, truth) for box, truth in zip(record["boxes"], record["gt_boxes"], strict=True) if truth]
+        named = [(box, truth) for box, truth in zip(prediction.boxes, prediction.gt_boxes, strict=True) if truth]
         hits = [bool((pairwise_iou(np.array([box]), np.array(truth)) > 0.5).any()) for box, truth in named]
         return sum(hits) / len(hits)
 
-    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
-        return {"accuracy": sum(map(self.correct, records)) / len(records)}
+    def metrics(self, predictions: list[GroundingPrediction]) -> dict[str, float]:
+        return {"accuracy": sum(map(self.correct, predictions)) / len(predictions)}
 
-    def answer_lines(self, record: dict[str, Any]) -> list[str]:
-        return [f"{phrase}: {box}" for phrase, box in zip(record["phrases"], record["boxes"], strict=True)]
+    def answer_lines(self, prediction: GroundingPrediction) -> list[str]:
+        return [f"{phrase}: {box}" for phrase, box in zip(prediction.phrases, prediction.boxes, strict=True)]

@@ -8,18 +8,17 @@ Shape legend
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor, nn
 
 from detector.structures import Loss
 from e2e_vl.examples import Targets
-from e2e_vl.region_masking import RegionMasking
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import start_head
 from e2e_vl.tasks.config import ObjectiveConfig
-from e2e_vl.tasks.objectives.base import Objective, ObjectiveOutput, Sizes, WordHead
+from e2e_vl.tasks.objectives.base import Objective, ObjectiveOutput, PretrainingPrediction, Sizes, WordHead
 
 
 class RegionFeaturesConfig(ObjectiveConfig, frozen=True):
@@ -55,10 +54,8 @@ class RegionFeatures(Objective):
         loss = Loss(self.config.weight * each.sum(), each.new_tensor(float(len(each))))
         return ObjectiveOutput(loss, chosen.nonzero()[:, 0], each < self.config.near, found)
 
-    def answer(
-        self, output: ModelOutput, logits: Any, tokenizer: PreTrainedTokenizerBase, rule: RegionMasking
-    ) -> dict[str, Any]:
+    def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str] | None) -> dict[str, Any]:
         return {"feature_norms": logits.norm(dim=1).tolist()}
 
-    def lines(self, record: dict[str, Any]) -> list[str]:
-        return [f"length of the hidden feature: {value:.3f}" for value in record["feature_norms"]]
+    def lines(self, prediction: PretrainingPrediction) -> list[str]:
+        return [f"length of the hidden feature: {value:.3f}" for value in prediction.facts["feature_norms"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from detector.structures import Loss
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.parts import Settings
+from e2e_vl.predictions import Prediction
 from e2e_vl.samples import Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Sizes, Task
@@ -35,13 +36,20 @@ class StatementPreprocessor(Preprocessor):
         encoding = self.text_tokenizer.single(
             self.text_tokenizer.pieces(text.words, mirrored=images[0].image_transform.flipped)
         )
-        record = self.record(text, images, encoding) | {"file_names": [image.name for image in images]}
+        record = self.record(text, images, encoding)
         targets = StatementTargets(None if text.truth is None else np.int64(text.truth.number))
         yield TextExample(encoding, text.image_index, record, targets)
 
 
+class StatementPrediction(Prediction, kw_only=True):
+    true: float
+    label: int | None = None
+
+
 class StatementTask(Task):
     """A Linear on the summary: [M, 2]."""
+
+    prediction_class = StatementPrediction
 
     needs = (Ability.SUMMARY_OF_SINGLE, Ability.IMAGE_PAIRS)
 
@@ -60,7 +68,7 @@ class StatementTask(Task):
     def question(self, question: Question) -> Sample:
         question.refuse_choices("A statement")
         question.refuse_masked_boxes()
-        return question.sample(SampleText(0, question.text, {"sent": question.text}, image_index=(0, 1)))
+        return question.sample(SampleText(0, question.text, {}, image_index=(0, 1)))
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         logits = at_least_float32(self.output(self.dropout(encoded.summary)))
@@ -70,15 +78,15 @@ class StatementTask(Task):
             losses["statement"] = Loss(total, logits.new_tensor(float(len(logits))))
         return TaskOutput(losses=losses, logits=logits)
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+    def predict(self, batch: Batch, output: ModelOutput) -> list[StatementPrediction]:
         shares = output.task.logits.softmax(dim=1)[:, 1].tolist()
-        return [record | {"true": share} for record, share in zip(batch.records, shares, strict=True)]
+        return [self.prediction(record, true=share) for record, share in zip(batch.records, shares, strict=True)]
 
-    def correct(self, record: dict[str, Any]) -> float:
-        return float((record["true"] > 0.5) == record["label"])
+    def correct(self, prediction: StatementPrediction) -> float:
+        return float((prediction.true > 0.5) == prediction.label)
 
-    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
-        return {"accuracy": sum(map(self.correct, records)) / len(records)}
+    def metrics(self, predictions: list[StatementPrediction]) -> dict[str, float]:
+        return {"accuracy": sum(map(self.correct, predictions)) / len(predictions)}
 
-    def answer_lines(self, record: dict[str, Any]) -> list[str]:
-        return [f"{record['true']:.3f}  true"]
+    def answer_lines(self, prediction: StatementPrediction) -> list[str]:
+        return [f"{prediction.true:.3f}  true"]

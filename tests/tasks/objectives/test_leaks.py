@@ -65,13 +65,17 @@ def model() -> VisionLanguageModel:
     detector = PrecomputedDetector(DetectorConfig())
     detector.feature_dim = FEATURE
     sizes = Sizes(WIDTH, VOCABULARY, FEATURE, CLASSES)
-    config = PretrainingConfig(teacher="file", mask_pixels=False, max_length=None)
-    task = PretrainingTask(sizes, config, build_objectives(SETTINGS, sizes))
+    settings = PretrainingConfig(teacher="file", mask_pixels=False, max_length=None)
+    task = PretrainingTask(sizes, settings, build_objectives(SETTINGS, sizes))
     return VisionLanguageModel(detector, LxmertEncoder(config), task).eval()
 
 
 def make_batch(*, hides: bool = True, replacement_index: bool = False) -> Batch:
-    """Two texts about an image each. `replacement_index`: the chosen region has the feature of another one instead of none."""
+    """Two texts about an image each.
+
+    Args:
+        replacement_index: the chosen region has the feature of another one instead of none.
+    """
     generator = torch.Generator().manual_seed(1)
     corners = torch.rand(IMAGES, REGIONS, 2, generator=generator) * 4
     labelled = [torch.zeros(REGIONS, dtype=torch.bool) for _ in range(IMAGES)]
@@ -189,7 +193,7 @@ def test_every_objective_is_learned(model):
     for name, loss in output.losses.items():
         assert loss.mean.item() < 0.3 * before[name], name
     for name in OBJECTIVES:
-        assert torch.equal(output.details[f"{name}_right"], output.details[name]), name
+        assert output.details[name].is_right.all(), name
 
 
 def test_chosen_regions_are_hidden_or_swapped_never_both():

@@ -6,19 +6,24 @@ import logging
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from detector.structures import ImageBatch, Regions
+from e2e_vl.data.batching import pad_texts
 from e2e_vl.encoders.base import read_summary
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
-from e2e_vl.samples import HumanAnswers
+from e2e_vl.metrics.vqa import VQAPrediction
+from e2e_vl.samples import HumanAnswers, Question, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, gather_regions
+from e2e_vl.tasks.base import PredictionWords
 from e2e_vl.tasks.config import VQAConfig
 from e2e_vl.tasks.question_answering import AnswerTargets
-from e2e_vl.tasks.vqa import AnswerList, VQATask
-from e2e_vl.text import build_vocabulary, load_tokenizer
+from e2e_vl.tasks.vqa import VQAAnswers, VQATask
+from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
 
 HIDDEN, LENGTH = 8, 6
 ANSWERS = ["yes", "no", "2", "", "<unk>", "yes"]
@@ -34,12 +39,11 @@ def make_task(**config) -> VQATask:
 
 def targets_of(*answers: list[str] | None, normalised: bool = False) -> AnswerTargets:
     """What the wording of a task makes of the answers to each question; None: they are unknown."""
-    possible = AnswerList(ANSWERS, normalised=normalised)
-    texts = [
-        AnswerTargets() if given is None else AnswerTargets(possible.soft_targets(given), possible.most_frequent(given))
-        for given in answers
-    ]
-    return AnswerTargets.join(texts)
+    possible = VQAAnswers(ANSWERS, normalised=normalised)
+    judged = [None if given is None else possible.judge(HumanAnswers(tuple(given))) for given in answers]
+    return AnswerTargets.join(
+        [AnswerTargets() if one is None else AnswerTargets(possible.targets_of(one.scores), one.best) for one in judged]
+    )
 
 
 def make_batch(*answers: list[str] | None, targets: AnswerTargets | None = None) -> Batch:
@@ -120,7 +124,7 @@ def test_without_answers_there_is_no_loss():
     task = make_task()
     output, _ = run(task, make_batch(None, None))
     assert output.losses == {}
-    with pytest.raises(ValueError, match="scores is known for some texts of a batch and unknown for others"):
+    with pytest.raises(ValueError, match="some texts of a batch have scores and others do not"):
         make_batch(FIRST, None)
 
 
@@ -130,16 +134,16 @@ def test_predictions_and_metrics():
     logits = torch.tensor([[0.0, 2.0, 1.0, 0, 9.0, 0], [0, 0, 3.0, 1.0, 9.0, 0]])
     scored = ModelOutput(TaskOutput({}, logits), output.regions, output.text_regions, output.encoded, batch)
     first, second = task.predict(batch, scored)
-    assert first["answer"] == "no" and second["answer"] == "2"  # never <unk>
-    assert [answer for answer, _ in first["top_answers"]] == ["no", "2"]
-    assert first["score"] == pytest.approx(1 / (1 + math.exp(-2)))
-    assert first["question_id"] == 0
+    assert first.answer == "no" and second.answer == "2"  # never <unk>
+    assert [answer for answer, _ in first.top_answers] == ["no", "2"]
+    assert first.score == pytest.approx(1 / (1 + math.exp(-2)))
+    assert first.question_id == 0
     assert task.correct(first) == pytest.approx(0.9) and task.correct(second) == pytest.approx(1)
     assert task.metrics([first, second])["accuracy"] == pytest.approx(0.95)
-    assert task.correct({"answer": "no", "answers": None}) is None
+    assert task.correct(VQAPrediction(answer="no", score=1)) is None
     shares = make_task(loss="softmax").predict(batch, scored)[0]
-    assert shares["score"] == pytest.approx(float(logits[0].softmax(0)[1]))
-    assert len(shares["top_answers"]) == 5
+    assert shares.score == pytest.approx(float(logits[0].softmax(0)[1]))
+    assert len(shares.top_answers) == 5
 
 
 def test_rows_start_from_word_embeddings(tmp_path):
@@ -187,19 +191,10 @@ def test_questions_without_a_known_answer_are_counted_before_training(caplog):
         task.check_data(questions(["Two"]), None)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"dropout": 1.5}, r"task\.config\.dropout is 1.5"),
-        ({"answers": None}, "needs the list of possible answers"),
-        ({"answers": "answers.txt"}, "needs the list of possible answers"),
-        ({"answers": ["<unk>"]}, "is empty"),
-        ({"min_answer_count": 0}, "must be at least 1"),
-    ],
-)
-def test_settings_that_do_not_fit(config, message):
-    with pytest.raises(ValueError, match=message):
-        make_task(**config)
+@pytest.mark.parametrize("answers", [None, "answers.txt", ["<unk>"]])
+def test_a_list_of_answers_is_needed(answers):
+    with pytest.raises(ValueError, match="list of possible answers"):
+        make_task(answers=answers)
 
 
 def test_what_the_encoder_must_be_able_to_do():
@@ -220,7 +215,7 @@ def test_the_divergence_of_scores_that_need_not_sum_to_one():
     assert torch.isfinite(states.grad).all() and not states.grad[1].any()
     record = task.predict(batch, output)[0]
     known = [number for number, answer in enumerate(ANSWERS) if answer != "<unk>"]
-    assert record["score"] == pytest.approx(float(shares.exp()[known].max()))
+    assert record.score == pytest.approx(float(shares.exp()[known].max()))
 
 
 def test_a_head_without_a_hidden_layer():
@@ -232,7 +227,7 @@ def test_a_head_without_a_hidden_layer():
     output, states = run(task, make_batch(FIRST, SECOND))
     summary = states[torch.arange(2), MASK]
     torch.testing.assert_close(output.task.logits, task.head.output(summary))
-    with pytest.raises(ValueError, match=r"task\.config\.head_width is 2, but the head has no hidden layer"):
+    with pytest.raises(ValueError, match="head_width is 2, but the head has no hidden_layer"):
         VQAConfig(hidden_layer=False, head_width=2)
 
 
@@ -243,7 +238,7 @@ def test_the_unknown_answer_wins_only_where_it_may():
         task = make_task(unknown_can_win=may)
         output, _ = run(task, batch)
         scored = ModelOutput(TaskOutput({}, logits), output.regions, output.text_regions, output.encoded, batch)
-        assert [record["answer"] for record in task.predict(batch, scored)] == expected
+        assert [record.answer for record in task.predict(batch, scored)] == expected
 
 
 def test_the_first_of_equal_answers_wins():
@@ -252,6 +247,90 @@ def test_the_first_of_equal_answers_wins():
     logits[1, [30, 7, 12]] = 1.0
     batch = make_batch(None, None, targets=AnswerTargets())
     found = task.predict(batch, ModelOutput(TaskOutput({}, logits), None, None, None, batch))
-    assert [record["answer"] for record in found] == ["answer 0", "answer 7"]
-    top = [[answer for answer, _ in record["top_answers"]] for record in found]
+    assert [record.answer for record in found] == ["answer 0", "answer 7"]
+    top = [[answer for answer, _ in record.top_answers] for record in found]
     assert top == [["answer 0", "answer 1", "answer 2"], ["answer 7", "answer 12", "answer 30"]]
+
+
+def test_a_question_is_described_with_what_people_said():
+    task = VQATask(8, VQAConfig(answers=["red", "blue"]))
+    base = {"text": "What color?", "answer": "red", "score": 0.75}
+    answers = {"answers": ["blue", "red", "blue"], "multiple_choice_answer": "blue", "question_type": "what"}
+    note = "people said: blue (2), red (1)"
+    assert task.describe(VQAPrediction.of(base | answers)) == PredictionWords(
+        "What color?", "red", 0.75, "blue", note, "what"
+    )
+    assert task.describe(VQAPrediction.of(base)) == PredictionWords("What color?", "red", 0.75)
+
+
+# A question in wordpieces with a place for its answer
+
+
+GIVEN = HumanAnswers(("left side",) * 6 + ("left",) * 4)
+SIDES = ["<unk>", "left", "right", "left side", "right side"]
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return make_tokenizer(tmp_path, "red square left right blue side")
+
+
+def preprocessor(tokenizer, **options):
+    task = VQATask(8, VQAConfig(answers=SIDES))
+    return task.preprocessor(TextTokenizer(tokenizer, **({"layout": VLBertModel.layout} | options)))
+
+
+def asked(*words: str, truth: HumanAnswers | None = GIVEN):
+    facts = {"question_id": 5} if truth is None else {"question_id": 5, "answers": list(truth.answers)}
+    return sample_of(*(SampleText(2 * n, text, facts, truth) for n, text in enumerate(words)))
+
+
+def test_the_answer_is_read_where_the_encoder_says(tokenizer):
+    first, second = texts = word(preprocessor(tokenizer), asked("red square left", "blue"))
+    assert tokens(first, tokenizer) == ["[CLS]", "red", "square", "left", "[SEP]", "[MASK]", "[SEP]"]
+    assert first.encoding.token_type_ids.tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert (first.encoding.summary, second.encoding.summary) == (5, 3)
+    assert pad_texts(texts).summary.tolist() == [5, 3]
+    assert (first.record["text_index"], second.record["text_index"]) == (0, 2)
+    assert first.record["answers"] == list(GIVEN.answers)
+    [plain] = word(preprocessor(tokenizer, layout=type(VLBertModel.layout)()), asked("blue"))
+    assert tokens(plain, tokenizer) == ["[CLS]", "blue", "[SEP]"] and plain.encoding.summary is None
+
+
+def test_targets_of_the_answers(tokenizer):
+    [text] = word(preprocessor(tokenizer), asked("blue"))
+    np.testing.assert_allclose(text.targets.scores, [0, 1, 0, 1, 0])
+    assert text.targets.scores.dtype == np.float32
+    assert text.targets.best == 3
+    [unknown] = word(preprocessor(tokenizer), asked("blue", truth=HumanAnswers(("green",) * 10)))
+    assert not unknown.targets.scores.any() and unknown.targets.best == -1
+
+
+def test_a_mirrored_image_swaps_left_and_right_in_question_and_answers(tokenizer):
+    [text] = word(preprocessor(tokenizer), asked("red square left"), photo(flipped=True))
+    assert tokens(text, tokenizer)[1:4] == ["red", "square", "right"]
+    assert text.record["answers"] == ["right side"] * 6 + ["right"] * 4
+    np.testing.assert_allclose(text.targets.scores, [0, 0, 1, 0, 1])
+    assert text.targets.best == 4 and text.record["flipped"] is True
+
+
+def test_without_answers_there_is_nothing_to_learn(tokenizer, tmp_path):
+    [text] = word(preprocessor(tokenizer), asked("blue", truth=None))
+    assert text.targets.scores is text.targets.best is None and "answers" not in text.record
+    task = VQATask(8, VQAConfig(answers=SIDES))
+    [text] = word(preprocessor(tokenizer), task.question(Question(tmp_path / "photo.jpg", "left?")))
+    assert text.targets.scores is None
+
+
+def test_a_blank_question_keeps_the_place_of_its_answer(tokenizer):
+    [text] = word(preprocessor(tokenizer, is_blank=True), asked("red square left"))
+    assert tokens(text, tokenizer) == ["[CLS]", "[SEP]", "[MASK]", "[SEP]"]
+    assert text.encoding.token_type_ids.tolist() == [0, 0, 1, 1] and text.encoding.summary == 2
+
+
+def test_long_questions_lose_their_last_pieces(tokenizer):
+    [text] = word(preprocessor(tokenizer, max_length=5), asked("red square left"))
+    assert tokens(text, tokenizer) == ["[CLS]", "red", "[SEP]", "[MASK]", "[SEP]"]
+    assert text.record["cut_wordpieces"] == 2
+    with pytest.raises(ValueError, match="alone need 4"):
+        preprocessor(tokenizer, max_length=3)

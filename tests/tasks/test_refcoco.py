@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
+from pathlib import Path
 
+import cv2
+import msgspec
+import numpy as np
 import pytest
 import torch
 
 from detector.structures import ImageBatch, Regions
+from e2e_vl.drawing import BLUE, GREEN, RED
+from e2e_vl.metrics.refcoco import CONVENTIONS, ReferringPrediction
+from e2e_vl.predictions import GroundedPhrase
+from e2e_vl.samples import Question, ReferredBox, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, TextRegions, gather_regions
+from e2e_vl.tasks.base import PredictionWords, phrase_marks
 from e2e_vl.tasks.config import ReferringConfig
-from e2e_vl.tasks.refcoco import ReferringTargets, ReferringTask
+from e2e_vl.tasks.refcoco import OTHER_COLOURS, ReferringTargets, ReferringTask
+from e2e_vl.text import TextTokenizer
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
 
 HIDDEN = 8
 SIZES = torch.tensor([[60, 80], [100, 50]])  # resized (height, width) of the two images
@@ -152,27 +161,16 @@ def test_highest_real_region_wins_and_padding_never():
     batch, regions, text_regions = make_batch()
     output = scored(task, batch, regions, text_regions, [[0, 1, 2, 9], [3, 1, 2, 0], [0, 1, 2, 3.0]])
     predictions = task.predict(batch, output)
-    assert [prediction["box"] for prediction in predictions] == [
-        [20, 10, 30, 25],  # [40, 20, 60, 50] / (2, 2)
-        [0, 0, 24.5, 198],  # the whole image / (2, 0.5)
-        [0, 0, 5, 20],
+    assert [prediction.box for prediction in predictions] == [
+        (20, 10, 30, 25),  # [40, 20, 60, 50] / (2, 2)
+        (0, 0, 24.5, 198),  # the whole image / (2, 0.5)
+        (0, 0, 5, 20),
     ]
-    assert [prediction["sent_id"] for prediction in predictions] == [10, 11, 12]
-    assert predictions[0]["score"] == pytest.approx(1 / (1 + math.exp(-2)))
-    assert [len(prediction["candidate_boxes"]) for prediction in predictions] == [3, 4, 4]
-    assert predictions[1]["candidate_boxes"][2] == [10, 120, 20, 180]
-    assert predictions[1]["image_size"] == [200, 25]
-    assert json.loads(json.dumps(predictions)) == predictions
+    assert [prediction.sent_id for prediction in predictions] == [10, 11, 12]
+    assert predictions[0].score == pytest.approx(1 / (1 + math.exp(-2)))
+    assert [len(prediction.candidate_boxes) for prediction in predictions] == [3, 4, 4]
+    assert predictions[1].candidate_boxes[2] == (10, 120, 20, 180)
     assert "box" not in batch.records[0]
-
-
-def test_a_batch_without_records_is_answered_too():
-    batch, regions, text_regions = make_batch()
-    output = scored(make_task(), batch, regions, text_regions, [[0, 1, 2, 9.0]] * 3)
-    predictions = make_task().predict(dataclasses.replace(batch, records=[]), output)
-    assert [row | {"sent_id": 10 + index} for index, row in enumerate(predictions)] == make_task().predict(
-        batch, output
-    )
 
 
 def test_whole_image_cannot_win_if_told_so():
@@ -186,16 +184,16 @@ def test_whole_image_cannot_win_if_told_so():
     ]
     assert task(batch, text_regions, states).losses["referring"].count.item() == 8
     predictions = task.predict(batch, scored(task, batch, regions, text_regions, [[9, 1, 2, 0.0]] * 3))
-    assert predictions[0]["box"] == [20, 10, 30, 25]
-    assert [len(prediction["candidate_boxes"]) for prediction in predictions] == [2, 3, 3]
+    assert predictions[0].box == (20, 10, 30, 25)
+    assert [len(prediction.candidate_boxes) for prediction in predictions] == [2, 3, 3]
 
 
 def test_whole_image_is_the_answer_where_there_is_nothing_else():
     task = make_task(whole_image_can_win=False)
     batch, regions, text_regions = make_batch(boxes=([], BOXES[1]))
     predictions = task.predict(batch, scored(task, batch, regions, text_regions, [[9, 1, 2, 0.0]] * 3))
-    assert predictions[0]["box"] == [0, 0, 39.5, 29.5]
-    assert predictions[1]["box"] == [10, 120, 20, 180]
+    assert predictions[0].box == (0, 0, 39.5, 29.5)
+    assert predictions[1].box == (10, 120, 20, 180)
 
 
 def test_the_whole_image_is_no_answer_where_no_region_is_a_miss():
@@ -206,9 +204,9 @@ def test_the_whole_image_is_no_answer_where_no_region_is_a_miss():
         found = make_task(whole_image_can_win=False, no_region_is_miss=True, loss=loss)(batch, text_regions, states)
         assert torch.isfinite(found.losses["referring"].total)
     predictions = task.predict(batch, scored(task, batch, regions, text_regions, [[9, 1, 2, 0.0]] * 3))
-    assert (predictions[0]["box"], predictions[0]["score"], predictions[0]["candidate_boxes"]) == (None, 0, [])
+    assert (predictions[0].box, predictions[0].score, predictions[0].candidate_boxes) == (None, 0, ())
     assert task.answer_lines(predictions[0]) == ["nothing: there is no region to choose from"]
-    assert predictions[1]["box"] == [10, 120, 20, 180]
+    assert predictions[1].box == (10, 120, 20, 180)
 
 
 def test_an_object_as_large_as_the_image_stays_a_candidate():
@@ -229,8 +227,8 @@ def test_text_without_any_region_can_count_as_a_miss():
     task = make_task(no_region_is_miss=True)
     batch, regions, text_regions = make_batch(whole_image=False, boxes=(BOXES[0], []))
     predictions = task.predict(batch, scored(task, batch, regions, text_regions, [[0.0, 1.0]] * 3))
-    assert predictions[0]["box"] == [20, 10, 30, 25]
-    assert (predictions[1]["box"], predictions[1]["score"], predictions[1]["candidate_boxes"]) == (None, 0, [])
+    assert predictions[0].box == (20, 10, 30, 25)
+    assert (predictions[1].box, predictions[1].score, predictions[1].candidate_boxes) == (None, 0, ())
 
 
 def test_metrics_score_the_predictions():
@@ -238,7 +236,10 @@ def test_metrics_score_the_predictions():
     batch, regions, text_regions = make_batch()
     predictions = task.predict(batch, scored(task, batch, regions, text_regions, [[0, 1, 2, 9.0]] * 3))
     truths = ([20, 10, 30, 25], [2.5, 10, 12.5, 90], [100, 100, 110, 110])
-    records = [{**prediction, "gt_box": truth} for prediction, truth in zip(predictions, truths, strict=True)]
+    records = [
+        msgspec.structs.replace(prediction, gt_box=tuple(truth))
+        for prediction, truth in zip(predictions, truths, strict=True)
+    ]
     metrics = task.metrics(records)
     assert metrics["accuracy"] == pytest.approx(1 / 3)  # the last text's region 3 is wrong, so is the second's
     assert metrics["ceiling"] == pytest.approx(2 / 3)
@@ -253,9 +254,9 @@ def test_texts_about_two_images_use_each_image_scale():
     scores = [[0.0] * 7 for _ in range(3)]
     scores[0][4] = scores[1][6] = scores[2][1] = 1.0  # box 0 of image 1, box 1 of image 0, box 0 of image 1
     predictions = task.predict(batch, scored(task, batch, regions, text_regions, scores))
-    assert predictions[0]["box"] == [2.5, 10, 12.5, 90]
-    assert predictions[1]["box"] == [20, 10, 30, 25]
-    assert predictions[2]["box"] == [2.5, 10, 12.5, 90]
+    assert predictions[0].box == (2.5, 10, 12.5, 90)
+    assert predictions[1].box == (20, 10, 30, 25)
+    assert predictions[2].box == (2.5, 10, 12.5, 90)
 
 
 def test_head_starts_as_in_the_official_code():
@@ -269,14 +270,194 @@ def test_head_starts_as_in_the_official_code():
     }
 
 
+# Pictures and descriptions
+
+
+@pytest.fixture
+def grey(tmp_path: Path) -> str:
+    cv2.imwrite(str(tmp_path / "grey.png"), np.full((60, 90), 200, np.uint8))
+    return str(tmp_path / "grey.png")
+
+
+def prediction_of(grey: str = "", **changes) -> ReferringPrediction:
+    base = {"file_name": grey, "text": "x", "score": 0.5, "correct": 1.0, "candidate_boxes": []}
+    return ReferringPrediction.of({**base, "gt_box": [10, 10, 40, 40], "box": [50, 10, 80, 50], **changes})
+
+
+def phrase(text: str, box: tuple | None, score: float, correct: bool | None = None) -> GroundedPhrase:
+    return GroundedPhrase(text, (0, len(text)), box, score, correct)
+
+
+def coloured(picture: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
+    return np.abs(picture.astype(int) - colour).max(axis=2) < 12
+
+
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("changes", "seen", "unseen"),
     [
-        ({"loss": "hinge"}, 'loss is "hinge"'),
-        ({"positive_iou": 1.5}, "positive_iou is 1.5"),
-        ({"iou_convention": "giou"}, 'convention is "giou"'),
+        ({}, (GREEN, BLUE), (RED,)),
+        ({"correct": 0.0}, (GREEN, RED), (BLUE,)),
+        ({"box": None}, (GREEN,), (BLUE, RED)),
     ],
 )
-def test_bad_config_is_one_clear_sentence(config, message):
-    with pytest.raises(ValueError, match=message):
-        ReferringConfig(**config)
+def test_truth_is_green_right_is_blue_and_wrong_is_red(grey, changes, seen, unseen):
+    picture = ReferringTask(8).draw(prediction_of(grey, **changes))
+    assert all(coloured(picture, colour).sum() > 100 for colour in seen)
+    assert not any(coloured(picture, colour).any() for colour in unseen)
+
+
+def test_phrases_have_other_colours_and_the_first_is_left_out_where_it_names_the_answer(grey):
+    own, other = phrase("a cat", (50.004, 10, 80, 50), 0.9, True), phrase("a dog", (5, 60, 30, 90), 0.9, False)
+    picture = ReferringTask(8).draw(prediction_of(grey, grounded=[own, other]))
+    assert coloured(picture, OTHER_COLOURS[0]).sum() > 100 and not coloured(picture, OTHER_COLOURS[1]).any()
+    picture = ReferringTask(8).draw(prediction_of(grey, grounded=[other, msgspec.structs.replace(own, score=0.1)]))
+    assert coloured(picture, OTHER_COLOURS[0]).any() and not coloured(picture, OTHER_COLOURS[1]).any()
+
+
+def test_an_unsure_landmark_of_a_wrong_answer_is_dashed(grey):
+    own, landmark = phrase("a cat", (50, 10, 80, 50), 0.9, False), phrase("a dog", (5, 5, 30, 30), 0.3, False)
+    shown = {}
+    for name, score, correct, number in (
+        ("clear", 0.9, 0.0, 2),
+        ("unsure", 0.3, 0.0, 2),
+        ("right", 0.3, 1.0, 1),
+        ("unknown", 0.3, None, 1),
+    ):
+        marks = [own, msgspec.structs.replace(landmark, score=score)]
+        found = prediction_of(grey, grounded=marks, correct=correct, gt_box=[82, 52, 88, 58])
+        assert len(phrase_marks(found)[0]) == number
+        shown[name] = coloured(ReferringTask(8).draw(found), OTHER_COLOURS[0])
+    scale = 480 / 90
+    edge = {name: one[round(5 * scale) : round(30 * scale), round(5 * scale) + 1].mean() for name, one in shown.items()}
+    assert edge["clear"] > 0.9 and 0.3 < edge["unsure"] < 0.7, "the left side of the box"
+    assert not shown["right"].any()
+    _, labels, unsure = phrase_marks(prediction_of(grounded=[own, landmark], correct=0.0), 1)
+    assert (labels, unsure) == (["a dog? 0.30, unsure"], [True])
+    nowhere = prediction_of(grounded=[own, phrase("a star", None, 0.0)], correct=0.0)
+    assert phrase_marks(nowhere) == ([own.box], ["a cat?"], [False])
+
+
+def test_the_truth_is_drawn_where_it_is(grey):
+    picture = ReferringTask(8).draw(prediction_of(grey, box=None))
+    rows, columns = np.nonzero(coloured(picture, GREEN))
+    scale = picture.shape[1] / 90
+    assert columns.max() == pytest.approx(40 * scale, abs=4)
+    assert rows.max() == pytest.approx(40 * scale, abs=4)
+
+
+def test_an_expression_is_described_with_both_boxes_and_whether_there_was_a_right_one():
+    task, found = ReferringTask(8), {"text": "a <b>", "score": 0.256, "gt_box": [10, 10, 40, 40.2], "family": "f"}
+    truth, chosen = [10, 10, 40, 40.2], [50, 10, 80, 50]
+    boxes = "x 50 to 80, y 10 to 50", 0.256, "x 10 to 40, y 10 to 40"
+    words = task.describe(prediction_of(**found, candidate_boxes=[chosen, truth]))
+    assert words == PredictionWords("a <b>", *boxes, "a right box was among 2 candidates", "f")
+    words = task.describe(prediction_of(**found, candidate_boxes=[chosen]))
+    assert words.note == "no right box was among 1 candidates"
+    words = task.describe(prediction_of(**found | {"score": 0.0}, box=None))
+    assert (words.answer, words.score) == ("no box", None)
+
+
+def test_mistakes_are_compared_by_class_where_both_are_known():
+    for known, mistakes in (
+        ({"category": "cat", "detected_class": "dog"}, (("cat", "dog"),)),
+        ({"category": "cat", "detected_class": "cat"}, (("cat", "another cat"),)),
+        ({"category": "cat", "detected_class": None}, None),  # then by coordinates
+        ({}, None),
+    ):
+        assert ReferringTask(8).describe(prediction_of(**known)).mistakes == mistakes
+
+
+def test_every_iou_convention_judges_single_predictions():
+    near = [0, 0, 10, 9]
+    candidates = [near, [0, 0, 10, 10]]
+    record = prediction_of(
+        box=near,
+        gt_box=candidates[1],
+        candidate_boxes=candidates,
+        image_size=[20, 20],
+        ann_id=7,
+        candidate_ann_ids=[6, 7],
+    )
+    right = {name: ReferringTask(8, ReferringConfig(iou_convention=name)).correct(record) for name in CONVENTIONS}
+    assert right == {"mattnet": 1.0, "vlbert": 1.0, "strict": 1.0, "same_annotation": 0.0}
+
+
+# Expressions in wordpieces
+
+
+TRUTH = ReferredBox((10, 20, 30, 40))
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return make_tokenizer(tmp_path, "red square on the left right blue thing")
+
+
+def preprocessor(tokenizer, **options):
+    return ReferringTask(8).preprocessor(TextTokenizer(tokenizer, **options))
+
+
+def expressions(*words: str, truth: ReferredBox | None = TRUTH):
+    return sample_of(*(SampleText(n + 3, text, {"ann_id": 9}, truth) for n, text in enumerate(words)))
+
+
+def test_an_expression_and_its_box_in_resized_pixels(tokenizer):
+    first, second = word(preprocessor(tokenizer), expressions("Red square on the left", "blue"), photo(scale=2))
+    assert tokens(first, tokenizer) == ["[CLS]", "red", "square", "on", "the", "left", "[SEP]"]
+    assert first.encoding.token_type_ids.tolist() == [0] * 7
+    assert first.encoding.summary is None and first.region_of_token is None and first.seed is None
+    assert first.image_index == second.image_index == (0,)
+    np.testing.assert_array_equal(first.targets.box, [20, 40, 60, 80])
+    assert first.targets.box.dtype == np.float32
+    assert tokens(second, tokenizer) == ["[CLS]", "blue", "[SEP]"]
+
+
+def test_a_mirrored_image_swaps_left_and_right(tokenizer):
+    sample = expressions("red square on the left", "right thing left")
+    first, second = word(preprocessor(tokenizer), sample, photo(flipped=True))
+    assert tokens(first, tokenizer) == ["[CLS]", "red", "square", "on", "the", "right", "[SEP]"]
+    assert tokens(second, tokenizer) == ["[CLS]", "left", "thing", "right", "[SEP]"]
+    np.testing.assert_array_equal(first.targets.box, [69, 20, 89, 40])
+    assert first.record["flipped"] is True and first.record["text"] == "red square on the left"
+
+
+def test_the_target_is_not_clamped(tokenizer):
+    [text] = word(preprocessor(tokenizer), expressions("red", truth=ReferredBox((-4, 20, 20, 65))))
+    np.testing.assert_array_equal(text.targets.box, [-4, 20, 20, 65])
+
+
+def test_records_are_plain_and_about_the_stored_image(tokenizer):
+    [text] = word(preprocessor(tokenizer), expressions("red"), photo(scale=2, box_ids=(100, 101)))
+    assert text.record == {
+        "text_index": 3,
+        "text": "red",
+        "ann_id": 9,
+        "file_name": "photo.jpg",
+        "image_size": [60, 100],
+        "flipped": False,
+        "candidate_ann_ids": [100, 101],
+    }
+    [text] = word(preprocessor(tokenizer), expressions("red"))
+    assert "candidate_ann_ids" not in text.record
+
+
+def test_blank_text_drops_all_words(tokenizer):
+    texts = word(preprocessor(tokenizer, is_blank=True), expressions("red square", "blue"))
+    assert {tuple(tokens(text, tokenizer)) for text in texts} == {("[CLS]", "[SEP]")}
+
+
+def test_a_length_limit_keeps_the_separator_and_records_the_loss(tokenizer):
+    long, short = word(preprocessor(tokenizer, max_length=5), expressions("red square on the left", "blue square"))
+    assert tokens(long, tokenizer) == ["[CLS]", "red", "square", "on", "[SEP]"]
+    assert long.record["cut_wordpieces"] == 2
+    assert tokens(short, tokenizer) == ["[CLS]", "blue", "square", "[SEP]"]
+    assert "cut_wordpieces" not in short.record
+    with pytest.raises(ValueError, match="max_text_length is 1, but the special tokens alone need 2"):
+        preprocessor(tokenizer, max_length=1)
+
+
+def test_a_question_of_a_user_has_no_target(tokenizer, tmp_path):
+    sample = ReferringTask(8).question(Question(tmp_path / "photo.jpg", "the red square"))
+    [text] = word(preprocessor(tokenizer), sample)
+    assert tokens(text, tokenizer) == ["[CLS]", "the", "red", "square", "[SEP]"]
+    assert text.targets.box is None and text.record["text"] == "the red square"

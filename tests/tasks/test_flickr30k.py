@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import cv2
@@ -12,6 +11,7 @@ import torch
 
 from detector.structures import ImageBatch, Regions
 from e2e_vl.drawing import PALETTE
+from e2e_vl.metrics.flickr30k import Flickr30KPrediction
 from e2e_vl.samples import PhraseBoxes, Question, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch, gather_regions
 from e2e_vl.tasks.config import Flickr30KConfig
@@ -38,7 +38,7 @@ def make_batch(*boxes: list[np.ndarray] | None, spans=SPANS, scale: float = 1.0)
     ]
     sizes = torch.tensor([[60, 80]])
     shape = len(texts), LENGTH
-    records = [{"sent": "s", "phrases": [f"p{n}" for n in range(len(own))]} for own in spans]
+    records = [{"phrases": [f"p{n}" for n in range(len(own))]} for own in spans]
     for record, some in zip(records, boxes, strict=True):
         if some is not None:
             record |= {"gt_boxes": [one.tolist() for one in some], "phrase_types": [["people"]] * len(some)}
@@ -113,8 +113,8 @@ def test_texts_without_regions_or_without_right_ones_have_no_gradient_problem():
         assert loss.total == 0 or len(boxes)
         assert torch.isfinite(output.encoded.text.grad).all()
     [record, _] = make_task().predict(output.batch, run(make_task(), make_batch(FIRST, SECOND), BOXES[:0]))
-    assert record["boxes"] == [None, None] and record["ranks"] == [None, None] and record["scores"] == [0, 0]
-    assert make_task().answer_lines(record | {"phrases": ["a", "b"]})[0].endswith("there is no region to choose from")
+    assert record.boxes == (None, None) == record.ranks and record.scores == (0, 0)
+    assert make_task().answer_lines(record)[0].endswith("there is no region to choose from")
 
 
 def test_phrases_of_a_batch_may_have_no_box_at_all():
@@ -137,10 +137,9 @@ def test_predictions_are_in_pixels_of_the_original_image():
     output = run(task, batch, BOXES * 2)
     output.task.logits = torch.tensor([[0.1, 0.6, 0.2, 0.1], [0.7, 0.1, 0.1, 0.1], [0.1, 0.1, 0.7, 0.1]]).log()
     first, second = task.predict(batch, output)
-    assert first["boxes"] == [[5, 0, 15, 10], [0, 0, 10, 10]] and first["ranks"] == [1, None]
-    assert second["boxes"] == [[20, 20, 30, 40]] and second["ranks"] == [0]
-    assert first["scores"] == pytest.approx([0.6, 0.7])
-    assert first == json.loads(json.dumps(first))
+    assert first.boxes == ((5, 0, 15, 10), (0, 0, 10, 10)) and first.ranks == (1, None)
+    assert second.boxes == ((20, 20, 30, 40),) and second.ranks == (0,)
+    assert first.scores == pytest.approx([0.6, 0.7])
     assert (task.correct(first), task.correct(second)) == (0, 1)
     metrics = task.metrics([first, second])
     assert metrics["accuracy"] == pytest.approx(1 / 3) and metrics["recall_5"] == metrics["ceiling"] == pytest.approx(
@@ -152,37 +151,23 @@ def test_predictions_are_in_pixels_of_the_original_image():
     assert described.mistakes == (("people", "another region"), ("people", "no right candidate"))
     unknown = make_batch(None, None)
     [record, _] = task.predict(unknown, run(task, unknown))
-    assert record["ranks"] is None and task.correct(record) is None and task.metrics([record]) == {"count": 1}
-
-
-def test_the_file_of_predictions(tmp_path):
-    record = {
-        "image_id": "7",
-        "sentence": 2,
-        "phrase_ids": ["1"],
-        "phrases": ["it"],
-        "boxes": [[1, 2, 3, 4]],
-        "scores": [0.5],
-    }
-    make_task().write_submission(tmp_path / "p.json", [record])
-    [row] = json.loads((tmp_path / "p.json").read_text())
-    assert row["phrases"] == [{"id": "1", "phrase": "it", "box": [1, 2, 3, 4], "score": 0.5}]
+    assert record.ranks is None and task.correct(record) is None and task.metrics([record]) == {"count": 1}
 
 
 def test_each_phrase_is_drawn_in_its_own_colour(tmp_path):
     path = str(tmp_path / "grey.png")
     cv2.imwrite(path, np.full((60, 90), 200, np.uint8))
-    record = {
-        "file_name": path,
-        "phrases": ["a", "b"],
-        "boxes": [[5, 5, 30, 30], [50, 20, 80, 50]],
-        "scores": [0.5, 0.5],
-    }
-    record |= {"ranks": [0, None], "gt_boxes": [[[5, 5, 30, 30]], [[10, 35, 30, 55]]]}
+    record = Flickr30KPrediction.of(
+        {"file_name": path, "phrases": ["a", "b"], "phrase_types": [[], []]},
+        boxes=[[5, 5, 30, 30], [50, 20, 80, 50]],
+        scores=[0.5, 0.5],
+        ranks=[0, None],
+        gt_boxes=[[[5, 5, 30, 30]], [[10, 35, 30, 55]]],
+    )
     picture = make_task().draw(record).astype(int)
     seen = [np.argwhere(np.abs(picture - colour).max(axis=2) < 12) for colour in PALETTE[:3]]
     assert len(seen[0]) > 100 and len(seen[1]) > len(seen[0]) and not len(seen[2])
-    assert make_task().pointed(record) == [("a 0.50", [5, 5, 30, 30]), ("b 0.50", [50, 20, 80, 50])]
+    assert make_task().pointed(record) == [("a 0.50", (5, 5, 30, 30)), ("b 0.50", (50, 20, 80, 50))]
 
 
 # Preprocessor
@@ -247,4 +232,4 @@ def test_small_shares_keep_their_order():
     output = run(task, batch)
     output.task.logits = torch.tensor([[-200.0, -190.0, -150.0, 0.0]])
     [found] = task.predict(batch, output)
-    assert found["ranks"] == [1]
+    assert found.ranks == (1,)

@@ -1,14 +1,23 @@
+"""Detection: predictions in original pixels, F1 of an image, COCO's metrics, pictures."""
+
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
+import cv2
+import numpy as np
 import pytest
 import torch
 
 from detector.structures import DetectionTargets, ImageBatch, Regions
+from e2e_vl.drawing import BLUE, GREEN, RED
+from e2e_vl.samples import Categories, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch, gather_regions
-from e2e_vl.tasks.config import DetectionConfig
-from e2e_vl.tasks.detection import CategoryTargets, DetectionTask
+from e2e_vl.tasks.base import PredictionWords
+from e2e_vl.tasks.detection import CategoryTargets, DetectionPrediction, DetectionTask
+from e2e_vl.text import TextTokenizer
+from tests.tasks.preprocessors import make_tokenizer, sample_of, word
 
 CATEGORY_IDS = torch.tensor([[4, 9, 30]] * 2)
 
@@ -52,14 +61,9 @@ def output_of(task: DetectionTask, batch: Batch, regions: Regions) -> ModelOutpu
 def test_predictions_are_in_original_pixels_with_category_ids():
     task, batch = DetectionTask(5).eval(), batch_of()
     first, second = task.predict(batch, output_of(task, batch, regions_of()))
-    assert first == {"image_id": 22, "objects": [], "boxes": [], "scores": [], "category_ids": []}
-    assert second == {
-        "image_id": 11,
-        "objects": [],
-        "boxes": [[20, 40, 220, 120], [0, 0, 400, 200]],
-        "scores": [0.75, 0.25],
-        "category_ids": [30, 4],
-    }
+    assert (first.image_id, first.boxes, first.scores, first.category_ids) == (22, (), (), ())
+    assert second.image_id == 11 and second.boxes == ((20, 40, 220, 120), (0, 0, 400, 200))
+    assert second.scores == (0.75, 0.25) and second.category_ids == (30, 4)
 
 
 def test_it_adds_no_loss_and_no_parameter():
@@ -91,6 +95,12 @@ def entry(box: list[float], category_id: int = 4, *, is_crowd: bool = False) -> 
     return {"box": box, "category_id": category_id, "category": "x", "area": None, "is_crowd": is_crowd}
 
 
+def prediction(objects: list[dict], *found: tuple[list[float], int, float], **more) -> DetectionPrediction:
+    boxes, category_ids, scores = zip(*found, strict=True) if found else ((), (), ())
+    base = {"image_id": 1, "objects": objects, "boxes": boxes, "category_ids": category_ids, "scores": scores}
+    return DetectionPrediction.of(base | more)
+
+
 A, B, FAR = [0.0, 0.0, 10.0, 10.0], [20.0, 0.0, 30.0, 10.0], [50.0, 50.0, 60.0, 60.0]
 
 
@@ -112,23 +122,63 @@ A, B, FAR = [0.0, 0.0, 10.0, 10.0], [20.0, 0.0, 30.0, 10.0], [50.0, 50.0, 60.0, 
     ],
 )
 def test_correct_is_the_f1_of_an_image(objects, found, expected):
-    record = {
-        "image_id": 1,
-        "objects": objects,
-        "boxes": [box for box, _, _ in found],
-        "category_ids": [category for _, category, _ in found],
-        "scores": [score for _, _, score in found],
-    }
-    assert DetectionTask(5).correct(record) == pytest.approx(expected)
+    assert DetectionTask(5).correct(prediction(objects, *found)) == pytest.approx(expected)
 
 
 def test_metrics_are_cocos():
-    record = {"image_id": 1, "boxes": [A], "scores": [0.9], "category_ids": [4], "objects": [entry(A)]}
-    metrics = DetectionTask(5).metrics([record, record | {"image_id": 2, "boxes": [FAR], "scores": [0.1]}])
+    found = prediction([entry(A)], (A, 4, 0.9)), prediction([entry(A)], (FAR, 4, 0.1), image_id=2)
+    metrics = DetectionTask(5).metrics(found)
     assert metrics["AP50"] == metrics["AP/x"] == pytest.approx(51 / 101)
 
 
-@pytest.mark.parametrize("field", ["shown_score", "positive_iou"])
-def test_thresholds_lie_between_0_and_1(field):
-    with pytest.raises(ValueError, match=f"task.config.{field} is 1.5"):
-        DetectionConfig(**{field: 1.5})
+BOX = [9.0, 9, 99, 99]
+
+
+@pytest.fixture
+def grey(tmp_path) -> str:
+    path = tmp_path / "grey.png"
+    cv2.imwrite(str(path), np.full((480, 480, 3), 128, dtype=np.uint8))
+    return str(path)
+
+
+def test_pictures_show_sure_detections_and_missed_objects_only(grey):
+    def colours(score: float, *objects: dict) -> list[bool]:
+        picture = DetectionTask(8).draw(prediction(list(objects), (BOX, 4, score), file_name=grey)).astype(int)
+        return [(np.abs(picture - colour).max(axis=2) < 12).sum() > 100 for colour in (BLUE, RED, GREEN)]
+
+    assert colours(0.4) == [False, False, False]
+    assert colours(0.6, entry(BOX)) == [True, False, False]
+    assert colours(0.6, entry([200.0, 200, 300, 300])) == [False, True, True]
+    assert colours(0.4, entry(BOX, is_crowd=True)) == [False, False, True]
+
+
+def test_detections_are_described_by_what_was_found():
+    one = prediction([entry(BOX), entry([200.0, 200, 300, 300])], (BOX, 4, 0.6))
+    words = DetectionTask(8).describe(one)
+    assert words == PredictionWords("image 1", "objects found: 1 of 2, wrong boxes: 0", note="F1 0.67")
+
+
+def test_categories_that_an_image_lacks_have_their_names_after_the_data_were_checked(grey, monkeypatch):
+    labels = []
+    monkeypatch.setattr(
+        "e2e_vl.tasks.detection.draw_boxes", lambda image, boxes, labels, colours: seen(labels) or image
+    )
+    seen = labels.append
+    task = DetectionTask(8)
+    task.draw(prediction([], (BOX, 1, 0.6), file_name=grey))
+    facts = SimpleNamespace(truths=lambda: iter([Categories((4, 1))]), class_names=["dog", "cat"])
+    task.check_data(facts, None)
+    task.draw(prediction([], (BOX, 1, 0.6), file_name=grey))
+    assert labels == [["category 1 0.60"], ["cat 0.60"]]
+
+
+@pytest.mark.parametrize("max_length", [None, 2])
+def test_an_empty_text_with_the_numbers_of_the_categories(tmp_path, max_length):
+    tokenizer = make_tokenizer(tmp_path, "square")
+    sample = sample_of(SampleText(4, "", {"image_id": 7, "objects": []}, Categories((2, 90))))
+    [text] = word(DetectionTask(8).preprocessor(TextTokenizer(tokenizer, max_length=max_length)), sample)
+    assert text.encoding.input_ids.tolist() == tokenizer("")["input_ids"]
+    assert text.image_index == (0,)
+    assert text.targets.category_ids.tolist() == [2, 90]
+    assert text.record["text_index"] == 4 and text.record["image_id"] == 7
+    assert text.record["image_size"] == [60, 100] and "cut_wordpieces" not in text.record

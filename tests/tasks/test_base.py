@@ -1,15 +1,18 @@
-"""What tasks share: the start of their heads, and choices in their settings."""
+"""What tasks share: the start of their heads, and pictures."""
 
 from __future__ import annotations
 
 import types
+from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 import torch
 
 from e2e_vl import parts
-from e2e_vl.parts import decode
-from e2e_vl.tasks.base import Sizes
+from e2e_vl.predictions import GroundedPhrase, Prediction
+from e2e_vl.tasks.base import Sizes, Task
 from e2e_vl.tasks.config import ReferringConfig, VCRConfig, VQAConfig
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vcr import VCRTask
@@ -61,17 +64,28 @@ def test_answers_start_from_words_of_their_width_only():
         task.initialise(None, encoder, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "setting", "choices"),
-    [
-        *((name, "new_layers", "official, normal") for name in TASKS),
-        ("refcoco", "loss", "binary, softmax"),
-        ("vqa", "loss", "binary, softmax"),
-        ("pretraining", "teacher", "frozen, current, file"),
-        ("pretraining", "masked_pixels", "mean, black"),
-        ("pretraining", "background", "last, first"),
-    ],
-)
-def test_values_are_among_the_choices(name, setting, choices):
-    with pytest.raises(ValueError, match=rf"Invalid enum value 'other' - at `\$.{setting}`"):
-        decode({setting: "other"}, parts.TASKS[name].config_class, "task.config")
+@pytest.fixture
+def grey(tmp_path: Path) -> str:
+    cv2.imwrite(str(tmp_path / "grey.png"), np.full((60, 90), 200, np.uint8))
+    return str(tmp_path / "grey.png")
+
+
+def test_phrases_of_an_answer_in_words_are_drawn(grey):
+    clear, unsure, nowhere = (
+        GroundedPhrase("a cat", (0, 5), box, score)
+        for box, score in (((5, 5, 40, 40), 0.9), ((5, 5, 40, 40), 0.2), (None, 0.2))
+    )
+
+    def draw(*phrases: GroundedPhrase, correct: float | None = None) -> np.ndarray:
+        return Task.draw(None, Prediction(file_name=grey, grounded=phrases, correct=correct))
+
+    assert (draw(clear) != draw()).any()
+    for correct, is_drawn in ((0.0, True), (0.3, False), (1.0, False), (None, False)):
+        assert (draw(nowhere, unsure, correct=correct) != draw()).any() == is_drawn
+
+
+def test_a_task_shows_the_image_alone_unless_it_says_otherwise(grey):
+    assert Task.draw(None, Prediction()) is None
+    assert Task.draw(None, Prediction(file_name=grey)).shape == (320, 480, 3)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        Task.draw(None, Prediction(file_name="gone.jpg"))

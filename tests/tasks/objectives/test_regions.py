@@ -1,0 +1,286 @@
+"""Objectives on regions: which regions count, what their truth is, and that they are learned without a leak."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from e2e_vl.examples import Targets
+from e2e_vl.region_masking import RegionMasking
+from e2e_vl.structures import RegionLabels, RegionMasks
+from e2e_vl.tasks.config import AttributeLabelsConfig, MaskedRegionsConfig, ObjectLabelsConfig, RegionFeaturesConfig
+from e2e_vl.tasks.objectives.regions import AttributeLabels, MaskedRegions, ObjectLabels, RegressedFeatures
+from tests.tasks.objectives.tiny_objectives import CLASSES, SIZES, Inputs, make_inputs
+
+# Classes of masked regions
+
+
+def masked_regions(**settings) -> MaskedRegions:
+    torch.manual_seed(0)
+    return MaskedRegions(SIZES, MaskedRegionsConfig(**{"classes": CLASSES} | settings))
+
+
+def with_probs(inputs: Inputs, seed: int = 2) -> list[torch.Tensor]:
+    """Class distributions of the candidate boxes, also put into the batch."""
+    generator = torch.Generator().manual_seed(seed)
+    probs = [torch.rand(len(rows), CLASSES, generator=generator).softmax(dim=1) for rows in inputs.batch.boxes]
+    inputs.batch.region_labels = RegionLabels(class_probs=probs)
+    return probs
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_loss_is_a_cross_entropy_with_the_whole_distribution(weight):
+    inputs, objective = make_inputs(), masked_regions(weight=weight)
+    probs = with_probs(inputs)
+    output = inputs.run(objective, Targets())
+    # box 0 of either image is labelled; row 0 of a text is the whole image
+    logits = objective.classify(inputs.encoded.regions[[0, 1], [1, 1]])
+    torch.testing.assert_close(output.logits, logits)
+    expected = -(torch.stack([probs[0][0], probs[1][0]]) * logits.log_softmax(dim=1)).sum(dim=1).mean()
+    torch.testing.assert_close(output.loss.mean, weight * expected)
+    assert output.loss.count == 2 and output.text.tolist() == [0, 1]
+    best = torch.stack([probs[0][0], probs[1][0]]).argmax(dim=1)
+    assert output.is_right.tolist() == (logits.argmax(dim=1) == best).tolist()
+
+
+def test_the_paper_learns_the_best_class():
+    inputs, objective = make_inputs(), masked_regions(labels="class")
+    probs = with_probs(inputs)
+    output = inputs.run(objective, Targets())
+    best = torch.stack([probs[0][0], probs[1][0]]).argmax(dim=1)
+    torch.testing.assert_close(output.loss.mean, F.cross_entropy(output.logits, best))
+
+
+def test_a_region_counts_for_every_text_that_reads_it_in_either_slot():
+    inputs, objective = make_inputs([[0, 1], [1, 0], [1, -1]]), masked_regions()
+    probs = with_probs(inputs)
+    output = inputs.run(objective, Targets())
+    # text 0: whole, a0, a1, whole, b0; text 1: whole, b0, whole, a0, a1; text 2: whole, b0
+    assert output.text.tolist() == [0, 0, 1, 1, 2]
+    logits = objective.classify(inputs.encoded.regions[[0, 0, 1, 1, 2], [1, 4, 1, 3, 1]])
+    truth = torch.stack([probs[image][0] for image in (0, 1, 1, 0, 1)])
+    torch.testing.assert_close(output.loss.mean, -(truth * logits.log_softmax(dim=1)).sum(dim=1).mean())
+
+
+def test_only_labelled_regions_get_gradients():
+    inputs, objective = make_inputs(), masked_regions()
+    with_probs(inputs)
+    inputs.run(objective, Targets()).loss.mean.backward()
+    assert (inputs.encoded.regions.grad.abs().sum(dim=2) > 0).nonzero().tolist() == [[0, 1], [1, 1]]
+
+
+def test_distributions_that_do_not_add_up_to_one_are_left_out():
+    inputs, objective = make_inputs(), masked_regions()
+    with_probs(inputs)[0][0] *= 0.85
+    output = inputs.run(objective, Targets())
+    assert output.loss.count == 1 and output.text.tolist() == [1] and output.logits.shape == (1, CLASSES)
+    inputs.batch.region_labels.class_probs[1][0] *= 1.05  # near enough
+    assert inputs.run(objective, Targets()).loss.count == 1
+
+
+def test_what_nobody_labelled_does_not_contribute():
+    """Regions that a user hides in a run that learned from a file."""
+    inputs, objective = make_inputs(), masked_regions()
+    output = inputs.run(objective, Targets())
+    assert output.loss.count == 0 and output.loss.mean == 0 and output.logits.shape == (0, CLASSES)
+
+
+def test_no_labelled_region_is_loss_zero_with_gradients():
+    inputs, objective = make_inputs(), masked_regions()
+    with_probs(inputs)
+    none = [torch.zeros(len(rows), dtype=torch.bool) for rows in inputs.batch.boxes]
+    inputs.batch.masked_regions = RegionMasks(none, none)
+    output = inputs.run(objective, Targets())
+    assert output.loss.mean == 0
+    output.loss.mean.backward()
+    assert all(not parameter.grad.any() for parameter in objective.parameters())
+    assert not inputs.encoded.regions.grad.any()
+
+
+def test_losses_are_never_computed_in_half_precision():
+    inputs, objective = make_inputs(), masked_regions()
+    with_probs(inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = inputs.run(objective, Targets())
+    assert output.logits.dtype == output.loss.total.dtype == torch.float32
+
+
+def test_distributions_of_another_width_are_an_error():
+    inputs = make_inputs()
+    with_probs(inputs)
+    with pytest.raises(ValueError, match=r"have 4 columns, but .*masked_regions\.classes is 7"):
+        inputs.run(masked_regions(classes=7), Targets())
+
+
+def test_a_detector_that_labels_must_have_the_classes():
+    detector = SimpleNamespace(num_classes=CLASSES - 1)
+    masked_regions().check(None, detector, RegionMasking())
+    masked_regions(classes=7).check(None, detector, RegionMasking(teacher="file"))
+    with pytest.raises(ValueError, match="classes is 7, but the detector has 3 classes and the background"):
+        masked_regions(classes=7).check(None, detector, RegionMasking())
+
+
+def test_it_is_what_regions_are_hidden_for():
+    assert MaskedRegions.predicts_regions and not MaskedRegions.reads_words
+    assert MaskedRegionsConfig().classes == 1601  # Visual Genome's
+
+
+# Labels of a detector
+
+
+def object_labels(**settings) -> ObjectLabels:
+    torch.manual_seed(0)
+    return ObjectLabels(SIZES, ObjectLabelsConfig(**{"weight": 1.0, "classes": SIZES.num_classes} | settings))
+
+
+def with_detected(inputs: Inputs) -> None:
+    """Image a has two candidate boxes and image b one."""
+    inputs.batch.region_labels = RegionLabels(
+        detected_classes=[torch.tensor([2, 0]), torch.tensor([1])],
+        detected_scores=[torch.tensor([0.5, 0.25]), torch.tensor([1.0])],
+        detected_attributes=[torch.tensor([4, 3]), torch.tensor([0])],
+        detected_attribute_scores=[torch.tensor([0.1, 0.2]), torch.tensor([0.4])],
+    )
+
+
+def test_every_region_counts_as_much_as_the_detector_was_sure():
+    inputs, objective = make_inputs(), object_labels(weight=1 / 0.15)
+    with_detected(inputs)
+    output = inputs.run(objective, Targets())
+    states = inputs.encoded.regions[[0, 0, 1], [1, 2, 1]]  # row 0 of a text is the whole image
+    torch.testing.assert_close(output.logits, objective.output(states))
+    each = F.cross_entropy(output.logits, torch.tensor([2, 0, 1]), reduction="none")
+    expected = (each * torch.tensor([0.5, 0.25, 1.0])).sum() / 3 / 0.15
+    torch.testing.assert_close(output.loss.mean, expected)
+    assert output.text.tolist() == [0, 0, 1]
+    assert output.is_right.tolist() == (output.logits.argmax(dim=1) == torch.tensor([2, 0, 1])).tolist()
+
+
+def test_the_papers_side():
+    inputs, objective = make_inputs(), object_labels(regions="masked", confidence=False)
+    with_detected(inputs)
+    output = inputs.run(objective, Targets())
+    assert output.text.tolist() == [0, 1]  # the first box of either image is to be predicted
+    torch.testing.assert_close(output.loss.mean, F.cross_entropy(output.logits, torch.tensor([2, 1])))
+
+
+def test_attributes():
+    inputs = make_inputs()
+    with_detected(inputs)
+    objective = AttributeLabels(SIZES, AttributeLabelsConfig(weight=1.0, classes=5))
+    output = inputs.run(objective, Targets())
+    each = F.cross_entropy(output.logits, torch.tensor([4, 3, 0]), reduction="none")
+    torch.testing.assert_close(output.loss.mean, (each * torch.tensor([0.1, 0.2, 0.4])).mean())
+
+
+def test_labels_that_are_missing_or_do_not_fit():
+    inputs, objective = make_inputs(), object_labels()
+    with pytest.raises(ValueError, match=r"without the classes that a detector found.*object_labels\.weight to 0"):
+        inputs.run(objective, Targets())
+    with_detected(inputs)
+    inputs.batch.region_labels.detected_scores = None
+    with pytest.raises(ValueError, match="or without their scores"):
+        inputs.run(objective, Targets())
+    with_detected(inputs)
+    with pytest.raises(ValueError, match="has the label 2 among the classes"):
+        inputs.run(object_labels(classes=2), Targets())
+
+
+def test_nothing_is_learned_where_a_user_hides_regions():
+    inputs = make_inputs()
+    inputs.batch.boxes_to_mask = [torch.zeros(0, 4)] * 2
+    output = inputs.run(object_labels(), Targets())
+    assert len(output.logits) == 0 and output.loss.mean == 0
+
+
+def test_it_is_learned_from_the_states_alone():
+    """The labels reach the loss only: other labels change no logit, and the loss falls."""
+    inputs, objective = make_inputs(), object_labels(confidence=False)
+    with_detected(inputs)
+    before = inputs.run(objective, Targets())
+    other = dataclasses.replace(inputs, batch=dataclasses.replace(inputs.batch))
+    other.batch.region_labels = RegionLabels(detected_classes=[torch.tensor([0, 1]), torch.tensor([2])])
+    assert torch.equal(other.run(objective, Targets()).logits, before.logits)
+    optimiser = torch.optim.Adam(objective.parameters(), lr=0.1)
+    for _ in range(60):
+        optimiser.zero_grad()
+        inputs.run(objective, Targets()).loss.mean.backward()
+        optimiser.step()
+    after = inputs.run(objective, Targets())
+    assert after.is_right.all() and after.loss.mean < 0.1 * before.loss.mean
+
+
+# Features of masked regions
+
+
+def region_features(**settings) -> RegressedFeatures:
+    torch.manual_seed(0)
+    return RegressedFeatures(SIZES, RegionFeaturesConfig(**{"weight": 1.0} | settings))
+
+
+def with_features(inputs: Inputs) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    features = [3 * torch.randn(len(rows), SIZES.feature_dim, generator=generator) for rows in inputs.batch.boxes]
+    inputs.batch.region_labels = RegionLabels(features=features)
+    return features
+
+
+@pytest.mark.parametrize(
+    ("settings", "divisor", "error"),
+    [
+        ({"weight": 1 / 0.15}, 3 * 0.15, F.smooth_l1_loss),  # official: over all three regions
+        ({"loss": "l2", "average": "masked"}, 2, F.mse_loss),  # paper
+    ],
+)
+def test_the_masked_regions_count(settings, divisor, error):
+    inputs, objective = make_inputs(), region_features(**settings)
+    features = with_features(inputs)
+    output = inputs.run(objective, Targets())
+    predicted = objective.output(inputs.encoded.regions[[0, 1], [1, 1]])
+    torch.testing.assert_close(output.logits, predicted)
+    truth = torch.stack([features[0][0], features[1][0]])
+    expected = error(predicted, truth, reduction="none").mean(dim=1).sum() / divisor
+    torch.testing.assert_close(output.loss.mean, expected)
+    assert output.text.tolist() == [0, 1]
+
+
+def test_no_masked_region_gives_a_loss_of_zero():
+    inputs = make_inputs()
+    with_features(inputs)
+    none = [rows & False for rows in inputs.batch.masked_regions.is_labelled]
+    inputs.batch.masked_regions = RegionMasks(none, none)
+    for average in ("all", "masked"):
+        assert inputs.run(region_features(average=average), Targets()).loss.mean == 0
+
+
+def test_the_target_is_a_constant_and_reaches_the_loss_only():
+    inputs, objective = make_inputs(), region_features()
+    features = with_features(inputs)
+    features[0].requires_grad_()
+    first = inputs.run(objective, Targets())
+    first.loss.mean.backward()
+    assert features[0].grad is None
+    inputs.batch.region_labels.features = [rows.detach() + 1 for rows in features]
+    assert torch.equal(inputs.run(objective, Targets()).logits, first.logits)
+
+
+def test_features_are_learned():
+    inputs, objective = make_inputs(), region_features()
+    with_features(inputs)
+    before = inputs.run(objective, Targets())
+    optimiser = torch.optim.Adam(objective.parameters(), lr=0.1)
+    for _ in range(150):
+        optimiser.zero_grad()
+        inputs.run(objective, Targets()).loss.mean.backward()
+        optimiser.step()
+    after = inputs.run(objective, Targets())
+    assert after.is_right.all() and after.loss.mean < 0.1 * before.loss.mean
+
+
+def test_features_are_needed():
+    with pytest.raises(ValueError, match="no feature of the unmasked regions"):
+        make_inputs().run(region_features(), Targets())

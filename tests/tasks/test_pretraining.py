@@ -1,0 +1,644 @@
+"""Pre-training: the sum of its objectives, predictions, answers to users, texts, and questions with choices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from detector.structures import ImageBatch
+from e2e_vl.config import load_config
+from e2e_vl.data.batching import random_generator
+from e2e_vl.examples import Targets, TextExample, stacked
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.region_masking import RegionMasking
+from e2e_vl.run.build import build_objectives, build_task
+from e2e_vl.samples import AnnotatedObjects, HumanAnswers, PhraseBoxes, Question, Sample, SampleText
+from e2e_vl.structures import Ability, Batch, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.tasks.config import (
+    MaskedRegionsConfig,
+    MaskedTextConfig,
+    MaskedWordsConfig,
+    PretrainingConfig,
+    RelationshipConfig,
+    VCRConfig,
+)
+from e2e_vl.tasks.objectives.base import Draft, FoundItems, ObjectivePreprocessor, PretrainingPrediction, Sizes
+from e2e_vl.tasks.objectives.regions import MaskedRegions
+from e2e_vl.tasks.objectives.texts import MatchTargets, Relationship
+from e2e_vl.tasks.objectives.words import MaskedText, MaskedWords, WordLabels, WordMasking
+from e2e_vl.tasks.pretraining import PretrainingPreprocessor, PretrainingTargets, PretrainingTask
+from e2e_vl.tasks.vcr import VCRPreprocessor
+from e2e_vl.text import TextEncoding, TextTokenizer
+from tests.data.tiny_vcr import TinyVCR
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, spoken, word
+from tests.tasks.tiny_pretraining import BOXES, CLASSES, VOCABULARY, assert_same, make_batch, make_model, make_pairs
+from tests.weights.starts import replaced
+
+SIZES = Sizes(hidden_size=8, vocab_size=5, feature_dim=4, num_classes=6)
+OBJECTIVES = {
+    "masked_words": MaskedWords(SIZES, MaskedWordsConfig()),
+    "masked_text": MaskedText(SIZES, MaskedTextConfig(weight=1.0)),
+    "masked_regions": MaskedRegions(SIZES, MaskedRegionsConfig(classes=7)),
+    "relationship": Relationship(SIZES, RelationshipConfig(weight=1.0)),
+}
+
+
+def make_task(*names: str, **config) -> PretrainingTask:
+    return PretrainingTask(SIZES, PretrainingConfig(**config), {name: OBJECTIVES[name] for name in names})
+
+
+# Losses
+
+
+def test_losses_are_means_over_labelled_items():
+    objectives = {"masked_words": 0.5, "masked_text": 1.0, "relationship": 2.0}
+    model = make_model(teacher="file", objectives=objectives).eval()
+    batch = make_batch()
+    probabilities = [torch.rand(len(rows), CLASSES).softmax(dim=1) for rows in BOXES]
+    probabilities[0][0] *= 0.5  # does not add up to 1: ignored
+    batch.region_labels = RegionLabels(class_probs=probabilities)
+    labelled = [torch.tensor([True, True, False]), torch.tensor([False, True])]
+    batch.masked_regions = RegionMasks(labelled, [torch.zeros(len(rows), dtype=torch.bool) for rows in BOXES])
+    output = model(batch)
+    counts = {name: float(loss.count) for name, loss in output.losses.items()}
+    assert counts == {"masked_words": 2, "masked_text": 1, "masked_regions": 3, "relationship": 3}
+
+    words = model.task.word_head(output.encoded.text, output.encoded.word_embeddings).log_softmax(dim=2)
+    expected = -0.5 * (words[0, 1, 9] + words[1, 2, 8]) / 2
+    torch.testing.assert_close(output.losses["masked_words"].mean, expected)
+    torch.testing.assert_close(output.losses["masked_text"].mean, -words[3, 0, 7])
+    regions = model.task.masked_regions.classify(output.encoded.regions).log_softmax(dim=2)
+    rows = [(0, 2, probabilities[0][1]), (1, 2, probabilities[0][1]), (2, 2, probabilities[1][1])]
+    expected = -sum((regions[text, row] * truth).sum() for text, row, truth in rows) / 3
+    torch.testing.assert_close(output.losses["masked_regions"].mean, expected)
+    matches = model.task.relationship.head(output.encoded.summary).log_softmax(dim=1)
+    expected = -2.0 * (matches[0, 1] + matches[1, 0] + matches[2, 1]) / 3
+    torch.testing.assert_close(output.losses["relationship"].mean, expected)
+
+
+def test_nothing_masked_is_loss_zero_with_gradients():
+    model = make_model(region_probability=0.0, objectives={"relationship": 1.0}).train()
+    output = model(make_batch(masks=False))
+    losses = {name: loss.mean for name, loss in output.losses.items()}
+    assert list(losses) == ["masked_words", "masked_text", "masked_regions", "relationship"]
+    assert {name for name, loss in losses.items() if loss == 0} == {"masked_words", "masked_text", "masked_regions"}
+    sum(losses.values()).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_texts_of_two_images_share_all_objectives():
+    """A region counts once for every text that reads it, whichever of the text's images it is in."""
+    model = make_model(encoder={"max_images": 2}, objectives={"relationship": 1.0}, region_probability=1.0).eval()
+    output = model(make_pairs())
+    counts = {name: float(loss.count) for name, loss in output.losses.items()}
+    assert counts == {"masked_words": 2, "masked_text": 1, "masked_regions": 5 + 5 + 2, "relationship": 3}
+    truth = torch.cat(output.batch.region_labels.class_probs)
+    logits = output.task.parts["masked_regions"].log_softmax(dim=1)
+    order = [0, 1, 2, 3, 4, 3, 4, 0, 1, 2, 3, 4]  # regions of the two images, then of the second and the first
+    expected = -(truth[order] * logits).sum(dim=1).mean()
+    torch.testing.assert_close(output.losses["masked_regions"].mean, expected)
+    sum(loss.mean for loss in output.losses.values()).backward()
+    assert model.detector.backbone.stem.conv1.weight.grad.abs().sum() > 0
+
+
+def test_only_objectives_of_the_run_have_parameters_and_losses():
+    task = make_task("relationship")
+    assert {name.partition(".")[0] for name, _ in task.named_parameters()} == {"relationship"}
+    assert not task.region_masking.enabled and list(task.objectives) == ["relationship"]
+    task = make_task("masked_text", "masked_regions")
+    assert {name.partition(".")[0] for name, _ in task.named_parameters()} == {"word_head", "masked_regions"}
+    with pytest.raises(ValueError, match="nothing to learn"):
+        make_task()
+
+
+def test_a_text_that_is_not_masked_has_a_record_without_an_error():
+    model = make_model(objectives=dict.fromkeys(("masked_text", "masked_regions"), 0.0)).eval()
+    batch = make_batch(masks=False)
+    with torch.no_grad():
+        records = model.task.predict(batch, model(batch))
+    assert [record.objectives["masked_words"].count for record in records] == [0, 0, 0]
+    assert model.task.metrics(records) == {} and model.task.correct(records[0]) is None
+
+
+# Predictions
+
+
+def test_predictions_count_captions_only():
+    model = make_model(region_probability=1.0, objectives={"relationship": 1.0}).eval()
+    batch = make_batch()
+    with torch.no_grad():
+        output = model(batch)
+    records = model.task.predict(batch, output)
+    assert [record.text_index for record in records] == [0, 1, 2]
+    counts = {name: [record.objectives[name].count for record in records] for name in model.task.objectives}
+    assert counts["masked_words"] == [1, 1, 0] and counts["masked_regions"] == [3, 3, 2]
+    assert counts["relationship"] == [1, 1, 1]
+    regions = [record.objectives["masked_regions"] for record in records]
+    assert [[choice.place for choice in own.choices] for own in regions] == [[1, 2, 3], [1, 2, 3], [1, 2]]
+    assert [sum(one.chosen == one.truth for one in own.choices) for own in regions] == [own.right for own in regions]
+    scores = model.task.metrics(records)
+    assert set(scores) == {"masked_words", "masked_regions", "relationship"}
+    right = sum(own.right for own in regions)
+    assert scores["masked_regions"] == pytest.approx(right / 8)
+    batch.records[1] = {}  # an objective's own text about an image, beside those of the data
+    assert [record.text_index for record in model.task.predict(batch, output)] == [0, 2]
+    nothing = PretrainingPrediction(objectives={name: FoundItems(0, 0) for name in model.task.objectives})
+    assert model.task.correct(nothing) is None and model.task.describe(nothing).answer == "nothing was hidden"
+    assert output.task.logits.shape == (4, 0)
+    assert {name: len(logits) for name, logits in output.task.parts.items()} == {
+        "masked_words": 2,
+        "masked_text": 1,
+        "masked_regions": 8,
+        "relationship": 3,
+    }
+
+
+def test_what_is_right_is_counted_per_text_and_objective():
+    model = make_model(objectives={"relationship": 1.0}, region_probability=0.0).eval()
+    for bias in (model.task.word_head.bias, model.task.relationship.head.bias):
+        bias.data.fill_(-100.0)
+    model.task.word_head.bias.data[9] = model.task.relationship.head.bias.data[0] = 100.0
+    batch = make_batch()  # words 9 and 8 of texts 0 and 1; texts 0 and 2 match
+    with torch.no_grad():
+        records = model.task.predict(batch, model(batch))
+    assert [record.objectives["masked_words"].right for record in records] == [1, 0, 0]
+    assert [record.objectives["relationship"].right for record in records] == [0, 1, 0]
+    assert [model.task.correct(record) for record in records] == [0.5, 0.5, 0.0]
+    words = model.task.describe(msgspec.structs.replace(records[0], text="a caption"))
+    assert (words.asked, words.answer) == ("a caption", "1 of 1 masked words, 0 of 1 relationship found")
+    [[right], [wrong]] = (record.objectives["masked_words"].choices for record in records[:2])
+    assert (right.chosen, right.truth) == ("wordpiece 9", "wordpiece 9")  # there is no tokenizer
+    assert (wrong.chosen, wrong.truth) == ("wordpiece 9", "wordpiece 8")
+    assert words.mistakes == () and words.note == f"masked words: {right.place}: wordpiece 9"
+    words = model.task.describe(records[1])
+    assert words.mistakes == (("wordpiece 8 (words)", "wordpiece 9 (words)"),)
+    assert words.note == f"masked words: {wrong.place}: wordpiece 9 instead of wordpiece 8"
+    assert model.task.metrics(records) == {"masked_words": 0.5, "relationship": pytest.approx(1 / 3)}
+
+
+# What the parts must be able to do
+
+
+def test_an_encoder_needs_what_the_objectives_read():
+    assert make_task("masked_words", "masked_text").needs == (Ability.WORD_EMBEDDINGS,)
+    assert make_task("relationship", mask_pixels=False).needs == (Ability.SUMMARY_OF_SINGLE,)
+    assert make_task("masked_regions").needs == (Ability.MASKED_REGIONS,)
+    hidden = make_task("masked_words", "masked_regions", mask_pixels=False).needs
+    assert hidden == (Ability.WORD_EMBEDDINGS, Ability.MASKED_REGIONS, Ability.MASKED_FEATURES)
+
+
+def test_the_rule_of_hiding_follows_the_settings():
+    assert make_task("masked_regions").region_masking == RegionMasking()  # both have the official defaults
+    changed = make_task("masked_regions", teacher="file", masked_pixels="black", max_length=None).region_masking
+    assert changed == RegionMasking(teacher="file", colour="black", max_length=None, background_first=True)
+    changed = make_task("masked_words", mask_pixels=False, background="first", max_detected_regions=None).region_masking
+    assert changed == RegionMasking(enabled=False, pixels=False, background_first=True, max_detected_regions=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objectives": {"masked_regions": {"classes": 7}}}, "classes is 7, but the detector has 4 classes"),
+        ({"mask_pixels": False}, "encoder.config.masked_region_feature to true"),
+        (
+            {"encoder": {"masked_region_embedding": False}},
+            "encoder.config.masked_region_embedding to true, or region_word to img",
+        ),
+        (
+            {"encoder": {"with_pooler": False}, "objectives": {"relationship": 1.0}},
+            "encoder.config.with_pooler to true",
+        ),
+    ],
+)
+def test_settings_that_cannot_work(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_model(**options)
+
+
+def test_objectives_need_their_data():
+    detector = types.SimpleNamespace(num_classes=6)
+
+    def check(*names: str, corpus: object = "corpus", images: int = 2) -> None:
+        facts = types.SimpleNamespace(corpus=corpus, groups=[[0]] * images)
+        make_task(*names).check_data(facts, detector)
+
+    check(*OBJECTIVES)
+    check("masked_words", corpus=None, images=1)
+    with pytest.raises(ValueError, match=r"masked_text has the weight 1.0, but the data have no .*masked_text=0"):
+        check(*OBJECTIVES, corpus=None)
+    with pytest.raises(ValueError, match="need at least two images"):
+        check("relationship", images=1)
+    detector.num_classes = 5
+    with pytest.raises(ValueError, match=r"masked_regions\.classes is 7, but the detector has 5 classes"):
+        check("masked_regions")
+
+
+def test_vocabulary_of_the_head_is_that_of_the_encoder():
+    model = make_model()
+    assert model.task.word_head.bias.shape == (VOCABULARY,)
+
+
+# Answers to users
+
+
+CORNER = [[6.0, 6.0, 40.0, 40.0]]
+
+
+def question_batch(hidden: list[list[float]] | None = None, mask_at: int = 1) -> Batch:
+    """One text with one [MASK] about the first image; boxes of it that a user hides."""
+    batch = make_batch()
+    images = batch.images
+    labels, corpus = torch.full((2, 1, 7), -1)
+    labels[0, mask_at] = 9
+    parts = {
+        "masked_words": WordLabels(labels),
+        "masked_text": WordLabels(corpus),
+        "masked_regions": Targets(),
+        "relationship": MatchTargets(torch.tensor([1])),
+    }
+    return dataclasses.replace(
+        batch,
+        images=ImageBatch(images.pixels[:1], images.sizes[:1], images.original_sizes[:1] * 2, images.names[:1]),
+        boxes=batch.boxes[:1],
+        texts=TextBatch(
+            *(rows[:1] for rows in (batch.texts.input_ids, batch.texts.token_type_ids, batch.texts.attention_mask))
+        ),
+        image_index=batch.image_index[:1],
+        targets=PretrainingTargets(parts),
+        seeds=batch.seeds[:1],
+        boxes_to_mask=[torch.tensor(hidden or [], dtype=torch.float32).reshape(-1, 4)],
+        records=[{"text_index": 0, "text": "[MASK] b"}],
+    )
+
+
+def answer(model: VisionLanguageModel, batch: Batch) -> PretrainingPrediction:
+    with torch.no_grad():
+        return model.task.replies(model(batch))[0]
+
+
+# Hidden regions
+
+
+def test_every_hidden_box_is_named():
+    hidden = [*CORNER, [60.0, 5.0, 90.0, 25.0]]
+    record = answer(make_model(region_probability=1.0).eval(), question_batch(hidden))
+    assert [list(region.box) for region in record.hidden] == (2 * torch.tensor(hidden)).tolist()  # original pixels
+    assert all(len(region.classes) == CLASSES and region.seen is not None for region in record.hidden)
+    shares = [share for _, share in record.hidden[0].classes]
+    assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
+    assert {name for name, _ in record.hidden[0].classes} == {*"abcd", "background"}
+
+
+def test_answers_are_those_of_the_colour_that_training_hides_with():
+    black, mean = (make_model(masked_pixels=colour).eval() for colour in ("black", "mean"))
+    answers = [answer(model, question_batch(CORNER)).hidden[0] for model in (black, mean)]
+    assert answers[0].seen == (answers[1].seen[0], pytest.approx(answers[1].seen[1]))  # the teacher sees it
+    one, other = (dict(region.classes) for region in answers)
+    assert one != pytest.approx(other)
+
+
+def test_names_of_hidden_regions_follow_the_order_of_the_classes():
+    """The same model with its classes in another order says the same."""
+    answers = []
+    for place in ("last", "first"):
+        model = make_model(background=place).eval()
+        if place == "first":
+            for name in ("weight", "bias"):
+                rows = getattr(model.task.masked_regions.output, name)
+                rows.data = rows.data.roll(1, dims=0)
+        answers += answer(model, question_batch(CORNER)).hidden
+    assert answers[0].seen[0] == answers[1].seen[0] in [*"abcd", "background"]
+    assert answers[0].seen[1] == pytest.approx(answers[1].seen[1])
+    assert [name for name, _ in answers[0].classes] == [name for name, _ in answers[1].classes]
+
+
+def test_classes_of_a_file_have_numbers_and_nobody_sees_the_hidden_region():
+    model = make_model(teacher="file").eval()
+    with torch.no_grad():
+        output = model(question_batch([[0.0, 0.0, 9.0, 9.0]]))
+        [region] = model.task.replies(output)[0].hidden
+        states = output.encoded.regions[output.text_regions.is_masked]
+        shares = model.task.masked_regions.classify(states)[0].softmax(dim=0)
+    assert region.seen is None
+    names = ["background", "class 0", "class 1", "class 2", "class 3"]
+    assert region.classes == tuple(
+        (names[row], pytest.approx(float(shares[row]))) for row in shares.argsort(descending=True)
+    )
+
+
+@pytest.mark.parametrize("names", [None, ["a", "b"]])
+def test_classes_without_names_have_numbers(names):
+    model = make_model().eval()
+    model.detector.class_names = names
+    [region] = answer(model, question_batch(CORNER)).hidden
+    assert {name for name, _ in region.classes} == {"background", *(f"class {number}" for number in range(4))}
+
+
+def test_a_hidden_region_that_is_cut_off_is_an_error():
+    model = make_model(max_length=5).eval()
+    batch = question_batch([[10.0 * row, 5.0, 10.0 * row + 8, 30.0] for row in range(4)])
+    batch.records[0]["text"] = "b"
+    with pytest.raises(ValueError, match="hidden region is cut off; shorten the text, or hide fewer regions"):
+        answer(model, batch)
+
+
+# Words
+
+
+def test_nothing_to_hide_hides_nothing():
+    model = make_model(region_probability=1.0).eval()
+    batch = question_batch()
+    with torch.no_grad():
+        output = model(batch)
+        record = model.task.replies(output)[0]
+    assert output.batch.boxes[0].tolist() == BOXES[0] and not output.batch.masked_regions.is_masked[0].any()
+    plain = make_model(objectives={"masked_regions": 0.0}).eval()
+    missing, unexpected = plain.load_state_dict(model.state_dict(), strict=False)
+    of_regions = ("teacher.", "task.masked_regions.")
+    assert not missing and unexpected and all(name.startswith(of_regions) for name in unexpected)
+    with torch.no_grad():
+        expected = plain(dataclasses.replace(batch, boxes_to_mask=None)).task.parts["masked_words"]
+    assert_same(output.task.parts["masked_words"], expected)
+    best = int(expected[0].argmax())
+    assert record.filled == f"wordpiece {best} b" and record.hidden == ()
+    assert record.masks[0][0] == (f"wordpiece {best}", pytest.approx(float(expected[0].softmax(dim=0)[best])))
+    assert answer(plain, batch).masks and not answer(plain, batch).hidden
+
+
+def test_a_mask_that_is_cut_off_is_an_error():
+    model = make_model(max_length=5).eval()
+    with pytest.raises(ValueError, match=r"longer than task.config.max_length, and a \[MASK\] is cut off; shorten"):
+        answer(model, question_batch(mask_at=5))
+
+
+def test_an_answer_in_words():
+    record = answer(make_model().eval(), question_batch(CORNER))
+    filled, mask, region = make_model().task.answer_lines(record)
+    assert filled == record.filled and mask.startswith("[MASK] 1: word")
+    name, share = record.hidden[0].classes[0]
+    seen, seen_share = record.hidden[0].seen
+    assert region.startswith(f"hidden region 1: {name} {share:.3f}, ")
+    assert region.endswith(f" (not hidden: {seen} {seen_share:.3f})")
+
+
+# Questions
+
+
+def ask(text: str = "a [MASK] dog", **more) -> Question:
+    return Question(Path("photo.jpg"), text, **more)
+
+
+def boxes(*rows: list[float]) -> AnnotatedObjects:
+    return AnnotatedObjects(np.array(rows, dtype=np.float64).reshape(-1, 4), "--boxes")
+
+
+def test_a_question_is_a_sample_with_the_given_boxes():
+    task = make_model().task
+    sample = task.question(ask(boxes=boxes([1, 2, 3, 4]), boxes_to_mask=boxes([5, 6, 7, 8])))
+    [image], [text] = sample.images, sample.texts
+    assert sample.from_user and image.file == Path("photo.jpg")
+    assert image.boxes.boxes.tolist() == [[1, 2, 3, 4]] and image.boxes_to_mask.tolist() == [[5, 6, 7, 8]]
+    assert text.words == "a [MASK] dog"
+    assert task.question(ask()).images[0].boxes_to_mask.shape == (0, 4)  # none but the given ones: here none
+    assert task.question(ask("a dog", boxes_to_mask=boxes([5, 6, 7, 8]))).images[0].boxes is None
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        (ask("a dog"), r"write \[MASK\] in the text, or hide boxes"),
+        (ask("a dog", boxes_to_mask=boxes()), r"write \[MASK\] in the text"),
+        (ask(choices=["yes"]), "takes neither choices nor an answer"),
+        (ask(answer="yes"), "takes neither choices nor an answer"),
+    ],
+)
+def test_questions_that_cannot_be_answered(question, message):
+    with pytest.raises(ValueError, match=message):
+        make_model().task.question(question)
+
+
+def test_a_model_that_never_saw_hidden_regions_names_none():
+    with pytest.raises(ValueError, match="without masked regions"):
+        make_model(objectives={"masked_regions": 0.0}).task.question(ask(boxes_to_mask=boxes([0, 0, 9, 9])))
+
+
+# Texts of the data as the objectives change them
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return make_tokenizer(tmp_path, "what is red", "the red box", "a dog and a cat")
+
+
+def with_part(tokenizer, part: type[ObjectivePreprocessor], **options) -> PretrainingPreprocessor:
+    text_tokenizer = TextTokenizer(tokenizer, **options)
+    return PretrainingPreprocessor(text_tokenizer, {"part": part(text_tokenizer)})
+
+
+# Texts of the data, and texts beside them
+
+
+@dataclasses.dataclass
+class NumberOfAnswers(Targets):
+    known: np.ndarray | None = stacked()
+
+
+class AnswerOfText(ObjectivePreprocessor):
+    """Learns the answers that the reader states, and asks once more beside each question."""
+
+    def targets(self, draft: Draft, encoding: TextEncoding) -> NumberOfAnswers:
+        return NumberOfAnswers(np.int64(-1 if draft.text is None else len(draft.text.truth.answers)))
+
+    def extra_texts(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, TextEncoding]]:
+        for has_image in (True, False):
+            yield Draft("", sample, has_image=has_image), self.text_tokenizer.single([])
+
+
+def test_an_objective_reads_the_truth_of_a_text(tokenizer):
+    question = SampleText(0, "what is red", {}, HumanAnswers(("the box", "a dog")))
+    texts = word(with_part(tokenizer, AnswerOfText), sample_of(question))
+    assert [int(text.targets.parts["part"].known) for text in texts] == [2, -1, -1]
+
+
+def test_texts_beside_look_at_the_images_of_the_text_if_they_have_any(tokenizer):
+    question = SampleText(0, "what is red", {}, HumanAnswers(()), image_index=(0,))
+    texts = word(with_part(tokenizer, AnswerOfText), sample_of(question))
+    assert [text.image_index for text in texts] == [(0,), (0,), ()]
+    assert [bool(text.record) for text in texts] == [True, False, False]
+
+
+# Pairs of texts
+
+
+class TwoCaptions(ObjectivePreprocessor):
+    """Puts the next text of the data behind each, as the second text of a pair."""
+
+    def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
+        draft.second = draft.sample.pool[index + 1]
+
+
+def pair_of(tokenizer, probability: float = 0.0, **options) -> TextExample:
+    text_tokenizer = TextTokenizer(tokenizer, **options)
+    masking = WordMasking(text_tokenizer, MaskedWordsConfig(probability=probability, always_mask=True))
+    preprocessor = PretrainingPreprocessor(
+        text_tokenizer, {"pair": TwoCaptions(text_tokenizer), "masked_words": masking}
+    )
+    [text] = word(preprocessor, sample_of("the red box", pool=["the red box", "a dog and a cat"]))
+    return text
+
+
+def test_two_texts_are_laid_out_as_a_pair(tokenizer):
+    text = pair_of(tokenizer)
+    assert spoken(text, tokenizer) == "[CLS] the red box [SEP] a dog and a cat [SEP]"
+    assert text.encoding.token_type_ids.tolist() == [0] * 5 + [1] * 6
+    assert spoken(pair_of(tokenizer, is_blank=True), tokenizer) == "[CLS] [SEP] [SEP]"
+
+
+def test_words_of_both_texts_are_masked(tokenizer):
+    text = pair_of(tokenizer, probability=1.0)
+    assert spoken(text, tokenizer) == " ".join(["[CLS]", *["[MASK]"] * 3, "[SEP]", *["[MASK]"] * 5, "[SEP]"])
+    labels = text.targets.parts["masked_words"].labels
+    np.testing.assert_array_equal(
+        np.where(labels < 0, text.encoding.input_ids, labels), pair_of(tokenizer).encoding.input_ids
+    )
+
+
+def test_a_pair_that_is_too_long_is_cut_with_its_labels(tokenizer):
+    text = pair_of(tokenizer, probability=1.0, max_length=8)
+    whole = pair_of(tokenizer, max_length=8)
+    assert spoken(whole, tokenizer) == "[CLS] the red box [SEP] a dog [SEP]"
+    assert text.record["cut_wordpieces"] == 3
+    labels = text.targets.parts["masked_words"].labels
+    np.testing.assert_array_equal(np.where(labels < 0, text.encoding.input_ids, labels), whole.encoding.input_ids)
+    with pytest.raises(ValueError, match=r"data\.max_text_length is 2, but the special tokens alone need 3"):
+        pair_of(tokenizer, max_length=2)
+
+
+# Phrases
+
+
+class OtherCaption(ObjectivePreprocessor):
+    """Puts the next text of the data in the place of each."""
+
+    def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
+        draft.words = draft.sample.pool[index + 1]
+
+
+@pytest.mark.parametrize(
+    ("part", "spans"), [(TwoCaptions, [[1, 4]]), (OtherCaption, []), (ObjectivePreprocessor, [[1, 4]])]
+)
+def test_phrases_belong_to_the_text_of_the_data(tokenizer, part, spans):
+    """They stay with a first text of two, and are not those of another caption in its place."""
+    text = SampleText(0, "the red box", {}, phrases=PhraseBoxes(((0, 11),), (np.zeros((1, 4)),), is_complete=True))
+    text_tokenizer = TextTokenizer(tokenizer, with_phrase_spans=True)
+    masking = WordMasking(text_tokenizer, MaskedWordsConfig(probability=0.9, always_mask=True))
+    preprocessor = PretrainingPreprocessor(text_tokenizer, {"part": part(text_tokenizer), "masked_words": masking})
+    [example] = word(preprocessor, sample_of(text, pool=["the red box", "a dog and a cat"]))
+    assert example.phrases.spans.tolist() == spans and example.phrases.is_complete == bool(spans)
+    is_other = part is OtherCaption
+    assert example.phrases.words == ("a dog and a cat" if is_other else "the red box")
+    characters = [example.phrases.words[slice(*place)] for place in example.phrases.offsets if place[1]]
+    assert characters == example.phrases.words.split()
+
+
+def test_a_text_beside_has_no_phrases_of_the_text_of_the_data(tokenizer):
+    text = SampleText(0, "the red box", {}, HumanAnswers(()), phrases=PhraseBoxes(((0, 3),), (np.zeros((1, 4)),)))
+    own, *beside = word(with_part(tokenizer, AnswerOfText, with_phrase_spans=True), sample_of(text))
+    assert [len(one.phrases.spans) for one in (own, *beside)] == [1, 0, 0]
+
+
+# Questions with choices
+
+
+CONFIG = "configs/tiny/visual_bert_pretraining.yaml"
+WORDS = {"mask_size": None, "turn_names": False}
+
+
+@pytest.fixture
+def tiny(tmp_path) -> TinyVCR:
+    return TinyVCR(tmp_path)
+
+
+def choice_task(
+    tokenizer, drawn: str = "random", texts: str = "stated", mask_size: int | None = None, **masking
+) -> PretrainingTask:
+    config = load_config(CONFIG)
+    settings = {
+        "objectives": {
+            "masked_words": {"weight": 1.0, **masking},
+            "masked_text": 0.0,
+            "masked_regions": 0.0,
+            "relationship": {"weight": 1.0, "texts": texts},
+        },
+        "choices": {"task": "vcr", "config": WORDS | {"mask_size": mask_size}, "drawn": drawn},
+    }
+    return build_task(replaced(config, task={"config": settings}), Sizes(8, len(tokenizer)))
+
+
+def choices_of(task, dataset, tokenizer, index: int, epoch: int = 0, config: VCRConfig | None = None) -> list:
+    text_tokenizer = TextTokenizer(tokenizer, training=True)
+    preprocessor = task.preprocessor(text_tokenizer) if config is None else VCRPreprocessor(text_tokenizer, config)
+    draw = functools.partial(random_generator, 0, epoch)
+    return list(preprocessor(dataset.sample((index,)), [photo()], draw))
+
+
+def test_a_random_choice_is_read_as_the_other_task_words_it(tiny):
+    dataset, tokenizer = tiny.dataset(), tiny.tokenizer
+    task = choice_task(tokenizer, probability=0.0)
+    choices = choices_of(task, dataset, tokenizer, 0, config=VCRConfig(**WORDS))
+    shown = set()
+    for epoch in range(40):
+        [text] = choices_of(task, dataset, tokenizer, 0, epoch)
+        [number] = [
+            n for n, one in enumerate(choices) if np.array_equal(one.encoding.input_ids, text.encoding.input_ids)
+        ]
+        np.testing.assert_array_equal(text.encoding.token_type_ids, choices[number].encoding.token_type_ids)
+        np.testing.assert_array_equal(text.region_of_token, choices[number].region_of_token)
+        assert int(text.targets.parts["relationship"].is_match) == (number == 2) == text.record["is_match"]
+        shown.add(number)
+    assert shown == {0, 1, 2, 3} and not [name for name, _ in task.named_modules() if "region_classifier" in name]
+
+
+def test_masks_of_objects_are_those_of_the_other_task(tiny):
+    assert [choice_task(tiny.tokenizer, mask_size=size).mask_size for size in (None, 7)] == [None, 7]
+
+
+def test_choices_in_turn_are_the_same_in_every_epoch(tiny):
+    dataset, tokenizer = tiny.dataset(), tiny.tokenizer
+    task = choice_task(tokenizer, "in_turn", probability=0.0)
+    for index in range(3):
+        expected = choices_of(task, dataset, tokenizer, index, config=VCRConfig(**WORDS))[index]
+        for epoch in range(3):
+            [text] = choices_of(task, dataset, tokenizer, index, epoch)
+            np.testing.assert_array_equal(text.encoding.input_ids, expected.encoding.input_ids)
+
+
+def test_wordpieces_are_masked_where_they_stand(tiny):
+    dataset, tokenizer = tiny.dataset(), tiny.tokenizer
+    plain, masked = (choice_task(tokenizer, "in_turn", probability=p, always_mask=True) for p in (0.0, 0.5))
+    [before], [after] = (choices_of(task, dataset, tokenizer, 0) for task in (plain, masked))
+    labels = after.targets.parts["masked_words"].labels
+    is_masked = labels >= 0
+    assert 0 < is_masked.sum() < len(labels) and not is_masked[before.encoding.source < 0].any()
+    np.testing.assert_array_equal(labels[is_masked], before.encoding.input_ids[is_masked])
+    assert (after.encoding.input_ids[is_masked] == tokenizer.mask_token_id).all()
+    np.testing.assert_array_equal(after.encoding.input_ids[~is_masked], before.encoding.input_ids[~is_masked])
+
+
+def test_choices_that_cannot_be_read(tiny):
+    dataset, tokenizer = tiny.dataset(), tiny.tokenizer
+    with pytest.raises(ValueError, match=r"set task\.config\.objectives\.relationship\.texts to stated"):
+        choices_of(choice_task(tokenizer, texts="pair"), dataset, tokenizer, 0)
+    sizes = Sizes(8, len(tokenizer))
+    objectives = build_objectives({"masked_text": 0.0, "masked_regions": 0.0}, sizes)
+    task = PretrainingTask(sizes, PretrainingConfig(), objectives)
+    with pytest.raises(ValueError, match=r"set task\.config\.choices\.task"):
+        choices_of(task, dataset, tokenizer, 0)
