@@ -28,7 +28,7 @@ from e2e_vl.run import build
 from e2e_vl.run.build import build_collate, build_examples, build_run, make_synthetic_data
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run
-from e2e_vl.run.inference import reply_to
+from e2e_vl.run.inference import Predictor
 from e2e_vl.run.train import train
 from e2e_vl.samples import Sample
 from e2e_vl.tasks.objectives.base import Sizes
@@ -138,7 +138,7 @@ def test_a_task_about_two_images(settings, monkeypatch, tmp_path, capsys):
     words = "data.name=pairs", "task.name=statements", "encoder.config.max_images=2", "train.lr=0.02"
     run = live(settings(*words, "eval.boxes=[gt,online]", task=TaskSettings("statements", {"dropout": 0.0})))
     records = saved(run)
-    assert len(records) == 8 and all(len(set(record["file_names"])) == 2 for record in records)
+    assert len(records) == 8 and all(len(set(record["facts"]["image_ids"])) == 2 for record in records)
 
     config, model, tokenizer = load_model(run)
     data = build_examples(config, model, tokenizer, "val", boxes="gt")
@@ -152,19 +152,21 @@ def test_a_task_about_two_images(settings, monkeypatch, tmp_path, capsys):
     assert (output.task.logits - swapped.task.logits).abs().min() > 1e-4
 
     sample = data.dataset.sample(data.groups[0][:1])
-    [[told]] = reply_to(config, model, tokenizer, [dataclasses.replace(sample, from_user=True)])
-    assert told.record["true"] == pytest.approx(records[0]["true"], abs=1e-3)  # without the padding of a batch
+    [[told]] = Predictor(config, model, tokenizer).reply([dataclasses.replace(sample, from_user=True)])
+    assert told.prediction.true == pytest.approx(records[0]["true"], abs=1e-3)  # without the padding of a batch
     boxes = [image.objects.boxes for image in sample.images]
     np.testing.assert_allclose(told.boxes, np.concatenate(boxes), atol=1.5)  # clamped to the last pixel
     assert told.images.tolist() == [0] * len(boxes[0]) + [1] * len(boxes[1])
     assert len(told.attention) == len(told.boxes) and 0 < told.attention.sum() < 1
     bare = [dataclasses.replace(image, objects=None) for image in sample.images]
-    [[own]] = reply_to(config, model, tokenizer, [dataclasses.replace(sample, images=tuple(bare), from_user=True)])
+    [[own]] = Predictor(config, model, tokenizer).reply(
+        [dataclasses.replace(sample, images=tuple(bare), from_user=True)]
+    )
     assert own.lines[0].endswith("true") and set(own.images) == {0, 1}
 
     pair = tuple(image.file for image in sample.images)
     answered = asked(run, tmp_path / "answer", pair, sample.texts[0].words)
-    assert answered["true"] == pytest.approx(own.record["true"], abs=1e-5)
+    assert answered["true"] == pytest.approx(own.prediction.true, abs=1e-5)
     assert answered["region_images"] == own.images.tolist() and answered["other_images"] == [str(pair[1])]
     assert is_picture(tmp_path / "answer" / "regions_2.png") and is_picture(tmp_path / "answer" / "answer_2.png")
     capsys.readouterr()
@@ -218,7 +220,7 @@ def test_a_task_with_several_boxes_for_each_of_several_phrases(settings, monkeyp
     assert len({len(record["phrases"]) for record in records}) > 1
     assert len({len(boxes) for record in records for boxes in record["gt_boxes"]}) > 2
     for record in records:
-        assert " and ".join(record["phrases"]) == record["sent"]
+        assert " and ".join(record["phrases"]) == record["text"]
         assert len(record["boxes"]) == len(record["phrases"]) == len(record["gt_boxes"])
 
     config, model, tokenizer = load_model(run)
@@ -256,7 +258,7 @@ def test_a_reader_with_names_as_ids(settings, monkeypatch, tmp_path):
     run = live(config)
     records = saved(run)
     assert all(record["image_id"].startswith("scene-") for record in records)
-    assert {record["expression_id"] for record in records} == {f"{record['image_id']}/0" for record in records}
+    assert {record["facts"]["expression_id"] for record in records} == {f"{record['image_id']}/0" for record in records}
     for one, other in zip(records, saved(run, "predictions_val_detections.json"), strict=True):
         np.testing.assert_allclose(one["candidate_boxes"], other["candidate_boxes"], atol=1e-3)
     record = asked(run, tmp_path / "answer", first_image(run), "the first circle")
@@ -303,7 +305,9 @@ def test_an_objective(settings, monkeypatch, tmp_path):
     metrics = json.loads((run / "metrics.json").read_text())
     assert 0 <= metrics["val/region_features_gt_boxes"] <= 1
     record = asked(run, tmp_path / "answer", first_image(run), "a [MASK] circle", "--hide", "5,6,40,50")
-    assert len(record["feature_norms"]) == len(record["hidden"]) == 1 and record["feature_norms"][0] > 0
+    assert (
+        len(record["facts"]["feature_norms"]) == len(record["hidden"]) == 1 and record["facts"]["feature_norms"][0] > 0
+    )
     others = build.build_task(settings(config=pretraining), Sizes(hidden_size=8, vocab_size=9, feature_dim=7))
     assert "region_features" not in others.objectives and {"masked_words", "relationship"} <= set(others.objectives)
 
@@ -319,7 +323,7 @@ def test_an_objective_alone(settings, monkeypatch, tmp_path):
     _, model, _ = load_model(run)
     assert {name.split(".")[0] for name in model.task.state_dict()} == {"region_features"}
     record = asked(run, tmp_path / "answer", first_image(run), "a circle", "--hide", "5,6,40,50")
-    assert len(record["feature_norms"]) == 1
+    assert len(record["facts"]["feature_norms"]) == 1
 
 
 def test_an_objective_on_saved_features(settings, monkeypatch, tmp_path):
