@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 
-from detector.config import SelectionRule
 from detector.errors import UserError
 from detector.images import ResizeRule, load_image, load_resized
 from e2e_vl.api.inputs import content_key, for_each_question, given_boxes, image_file
@@ -167,10 +166,3 @@ def test_one_value_for_all_questions_or_one_for_each():
     for value, message in ((["a"], "each of the 2"), ([1, 2], "x, or a list"), (3, "x, or a list")):
         with pytest.raises(UserError, match=message):
             for_each_question(value, 2, is_text, "x")
-
-
-@pytest.mark.parametrize("value", [None, "x", float("nan"), float("inf"), 10**400])
-@pytest.mark.parametrize("name", ["min_score", "min_regions", "max_regions"])
-def test_numbers_of_regions(name, value):
-    with pytest.raises(UserError, match=f"Selection rule: {name} .* must be a finite number"):
-        SelectionRule(**{name: value})

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from e2e_vl.api.results import Answer, GroundedPhrase
+from e2e_vl.api.results import Answer
 from e2e_vl.drawing import PALETTE
+from e2e_vl.predictions import GroundedPhrase, Prediction
 from e2e_vl.samples import ImageBytes
 
 SIZE = (600, 800)  # height and width: the picture is as large, below its title
@@ -36,10 +37,9 @@ def answer(*phrases: GroundedPhrase, pointed: list[tuple[str, list[float]]] | No
         "box_names": [],
         "attention": None,
         "unknown_words": (),
-        "record": {},
+        "prediction": Prediction(grounded=phrases),
         "images": (ImageBytes(stream.getvalue(), "grey.png"),),
         "pointed": [("circle 0.90", BOX)] if pointed is None else pointed,
-        "phrases": list(phrases),
     }
     return Answer(**values | changes)
 

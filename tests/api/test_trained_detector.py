@@ -66,7 +66,7 @@ def test_a_saved_detector_and_a_file_with_its_config(detector, photo, tmp_path, 
     ):
         assert again.class_names == detector.class_names
         assert again.regions(photo, boxes=[[2, 3, 40, 50]]).features.shape == expected.shape
-    with pytest.raises(ValueError, match="give its Detectron2 YAML as config"):
+    with pytest.raises(ValueError, match="give its Detectron2 YAML"):
         e2e_vl.load_detector(tmp_path / "saved" / "model.safetensors")
     with pytest.raises(FileNotFoundError, match="no such weights file"):
         e2e_vl.load_detector(tmp_path / "nothing.pth")
@@ -137,7 +137,7 @@ def test_names_of_classes_and_attributes_from_files(tmp_path: Path):
     given = loaded.regions(tmp_path / "photo.png", boxes=[[2, 3, 40, 50]])
     assert len(given.attributes) == 1
     assert np.any(np.asarray(found.draw()) != np.asarray(unnamed.draw()))
-    with pytest.raises(ValueError, match="names 2 classes, but the detector has 3"):
+    with pytest.raises(ValueError, match="detector has 3 classes"):
         e2e_vl.load_detector(tmp_path / "saved", class_names=tmp_path / "attributes.txt")
 
 

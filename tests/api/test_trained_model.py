@@ -60,10 +60,10 @@ def test_questions_share_the_detector_pass_and_get_the_answers_of_the_evaluation
     passes = Passes(model, monkeypatch)
     images = list(dict.fromkeys(record["file_name"] for record in records))
     assert len(records) > 2 * len(images), "several texts per image, or the test shows nothing"
-    answers = model.ask([record["file_name"] for record in records], [record["sent"] for record in records])
+    answers = model.ask([record["file_name"] for record in records], [record["text"] for record in records])
     assert sorted(passes.images) == sorted(images)
     for answer, record in zip(answers, records, strict=True):
-        assert answer.text == record["sent"]
+        assert answer.text == record["text"]
         assert answer.box == pytest.approx(record["box"], abs=1e-3)
         assert answer.score == pytest.approx(record["score"], abs=1e-5)
 
@@ -90,7 +90,7 @@ def test_a_hundred_questions_about_twenty_images_cost_twenty_passes(model, tiny_
 
 
 def test_every_form_of_an_image_gives_the_same_answer(model, records):
-    path, text = Path(records[0]["file_name"]), records[0]["sent"]
+    path, text = Path(records[0]["file_name"]), records[0]["text"]
     picture = Image.open(path)
     forms = [path, str(path), path.read_bytes(), picture, np.array(picture.convert("RGB"))]
     boxes = [model.ask(form, text).box for form in forms]
@@ -135,13 +135,13 @@ def test_words_that_the_vocabulary_lacks_are_named(model, records):
     assert [one.filename for one in said] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        assert model.ask(records[0]["file_name"], records[0]["sent"]).unknown_words == ()
+        assert model.ask(records[0]["file_name"], records[0]["text"]).unknown_words == ()
 
 
 def test_pictures(model, records):
-    answer = model.ask(records[0]["file_name"], records[0]["sent"])
-    assert set(answer.box_names) <= set(model.class_names) and answer.record["class"] in answer.box_names
-    assert answer.answer.startswith("x ") and answer.top == [(answer.answer, answer.score)]
+    answer = model.ask(records[0]["file_name"], records[0]["text"])
+    assert set(answer.box_names) <= set(model.class_names) and answer.prediction.detected_class in answer.box_names
+    assert answer.answer.startswith("x ") and list(answer.top) == [(answer.answer, answer.score)]
     found = model.regions(Path(records[0]["file_name"]).read_bytes(), min_regions=3, max_regions=5)
     for result in (answer, found):
         assert min(result.draw().size) > 100
@@ -166,7 +166,7 @@ def saved_records(run: Path, name: str = "predictions_val_gt.json") -> list[dict
 def test_answers_of_a_vqa_run(vqa_run):
     model = e2e_vl.load(vqa_run)
     records = saved_records(vqa_run)[:3]
-    answers = model.ask([one["file_name"] for one in records], [one["question"] for one in records])
+    answers = model.ask([one["file_name"] for one in records], [one["text"] for one in records])
     for answer in answers:
         assert answer.box is None and len(answer.top) >= 3 and answer.top[0] == (answer.answer, answer.score)
         assert [score for _, score in answer.top] == sorted((score for _, score in answer.top), reverse=True)
@@ -174,7 +174,7 @@ def test_answers_of_a_vqa_run(vqa_run):
         assert set(answer.box_names) <= set(model.class_names)
         assert min(answer.draw().size) > 100 and min(answer.draw_candidates().size) > 100
     with pytest.raises(ValueError, match="takes neither choices nor an answer"):
-        model.ask(records[0]["file_name"], records[0]["question"], choices=["yes", "no"])
+        model.ask(records[0]["file_name"], records[0]["text"], choices=["yes", "no"])
     with pytest.raises(ValueError, match="Only a pre-training run"):
         model.hide(records[0]["file_name"], [[1, 2, 30, 40]])
 
@@ -185,10 +185,11 @@ def test_choices_of_vcr_runs(vcr_runs):
     choices = ["[0] is tall", "[1] is small", "no", "yes"]
     model = e2e_vl.load(vcr_runs[0])
     answer = model.ask(image, "Why is [0] there ?", boxes=boxes, choices=choices)
-    assert answer.record["choice"] in range(4) and len(answer.top) == 4
+    assert answer.prediction.choice in range(4) and len(answer.top) == 4
     assert sum(score for _, score in answer.top) == pytest.approx(1)
     assert answer.boxes == pytest.approx(np.array([[5, 6, 40, 50], [30, 20, 70, 61]]), abs=1e-3)
-    assert answer.box_names == answer.record["objects"] and len(answer.box_names) == 2 and min(answer.draw().size) > 100
+    assert list(answer.box_names) == list(answer.prediction.box_names) and len(answer.box_names) == 2
+    assert min(answer.draw().size) > 100
     assert {"tall", "Why", "yes"} <= set(answer.unknown_words)
     with pytest.raises(ValueError, match="choices must be"):
         model.ask(image, "Why is [0] there ?", boxes=boxes, choices=[choices] * 3)
@@ -197,7 +198,7 @@ def test_choices_of_vcr_runs(vcr_runs):
     several = model.ask([image, image], "Why is [0] there ?", boxes=boxes, choices=[choices, choices[::-1]])
     assert [dict(one.top) for one in several] == [pytest.approx(dict(answer.top), abs=1e-5)] * 2
     reason = e2e_vl.load(vcr_runs[1]).ask(image, "Why is [0] there ?", boxes=boxes, choices=choices, answer="yes")
-    assert reason.record["choice"] in range(4) and "yes" in reason.unknown_words
+    assert reason.prediction.choice in range(4) and "yes" in reason.unknown_words
     with pytest.raises(ValueError, match="here are 0; give four choices"):
         model.ask(image, "Why is [0] there ?", boxes=boxes)
     with pytest.raises(ValueError, match="it needs the answer"):
@@ -208,13 +209,13 @@ def test_hidden_regions_and_masked_words_of_a_pretraining_run(pretraining_run):
     model = e2e_vl.load(pretraining_run)
     image = saved_records(pretraining_run)[0]["file_name"]
     answer = model.hide(image, [[5, 6, 40, 50], [30, 20, 70, 61]], "a [MASK] circle")
-    hidden = answer.record["hidden"]
-    assert [one["box"] for one in hidden] == [pytest.approx([5, 6, 40, 50]), pytest.approx([30, 20, 70, 61])]
+    hidden = answer.prediction.hidden
+    assert [one.box for one in hidden] == [pytest.approx([5, 6, 40, 50]), pytest.approx([30, 20, 70, 61])]
     numbers = {f"class {number}" for number in range(6)}  # the detector of this run was not trained: it knows no names
-    assert {name for one in hidden for name, _ in one["classes"]} <= {*numbers, "background"}
+    assert {name for one in hidden for name, _ in one.classes} <= {*numbers, "background"}
     assert model.class_names is None and len(answer.lines) == 4 and min(answer.draw().size) > 100
     words = model.ask(image, "a [MASK] circle")
-    assert "hidden" not in words.record or not words.record["hidden"]
+    assert not words.prediction.hidden
     assert words.answer == words.lines[0] and "circle" in words.answer
     with pytest.raises(ValueError, match="fills in what is missing"):
         model.ask(image, "a red circle")
@@ -232,7 +233,7 @@ def test_an_answer_does_not_depend_on_the_images_that_are_asked_about_beside_it(
 
 
 def test_threads_get_the_same_answers(model, records):
-    questions = [(record["file_name"], record["sent"]) for record in records[:8]]
+    questions = [(record["file_name"], record["text"]) for record in records[:8]]
     alone = [model.ask(*question).box for question in questions]
     with ThreadPoolExecutor(4) as pool:
         together = [answer.box for answer in pool.map(lambda question: model.ask(*question), questions)]
@@ -248,7 +249,7 @@ def test_saved_and_loaded_again(model, records, tmp_path):
     assert 'e2e_vl.load("' in card and "`vl_bert`" in card and "| val/accuracy_predicted_boxes | " in card
     assert "count" not in card and "ceiling" not in card and "license" not in card
     assert 'model.ask("photo.jpg", "the small red circle")' in card
-    text, image = records[0]["sent"], records[0]["file_name"]
+    text, image = records[0]["text"], records[0]["file_name"]
     for again in (TrainedModel.from_pretrained(tmp_path / "shared"), e2e_vl.load(tmp_path / "shared")):
         assert np.array_equal(again.ask(image, text).box, model.ask(image, text).box)
 
@@ -313,7 +314,7 @@ def test_only_the_download_of_a_hub_model_is_caught(trained_run, tmp_path, monke
     shutil.copytree(trained_run.path / "model", folder)
     monkeypatch.setattr(trained_model, "snapshot_download", lambda name: str(folder))
     assert e2e_vl.load("someone/model").source == folder
-    (folder / "config.yaml").write_text("version: 2\nnonsense: 1\n")
+    (folder / "config.yaml").write_text("nonsense: 1\n")
     with pytest.raises(ValueError, match="there is no setting 'nonsense'"):
         e2e_vl.load("someone/model")
 

@@ -164,7 +164,7 @@ def test_names_of_classes_from_a_file(config: Path, tmp_path: Path, capsys: pyte
     capsys.readouterr()
     assert_error([*arguments, "--attribute-names", str(names)], "no attribute head", capsys)
     names.write_text("one")
-    assert_error(arguments, "names 1 classes, but the detector has 5", capsys)
+    assert_error(arguments, "detector has 5 classes", capsys)
 
 
 def test_phrase(trained_run, tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -177,7 +177,7 @@ def test_phrase(trained_run, tmp_path: Path, capsys: pytest.CaptureFixture):
         expected = model.ask(record["file_name"], "the red elephant")
     found = json.loads((tmp_path / "phrase.json").read_text("utf-8"))
     assert found["box"] == pytest.approx(expected.box, abs=1e-3) and found["text"] == "the red elephant"
-    assert len(found["boxes"]) == len(found["scores"]) == len(expected.record["candidate_boxes"])
+    assert len(found["boxes"]) == len(found["scores"]) == len(expected.prediction.candidate_boxes)
     printed = capsys.readouterr()
     assert f'"the red elephant" is at {expected.answer} (score' in printed.out and printed.err == ""
     assert "words that the vocabulary lacks: elephant\n" in printed.out
@@ -414,16 +414,16 @@ def test_backends_precisions_and_kinds_of_weights(words, tmp_path, images):
     (tmp_path / "list.txt").write_text(f"{images}/003.png\n{images}/001.png\n")
     words[1] = str(tmp_path / "list.txt")
 
-    def extract(weights: str, *more: str):
+    def features(weights: str, *more: str):
         output = tmp_path / f"{weights}{''.join(more)}.tsv"
         assert extract.many_images([*words, "--weights", str(tmp_path / weights), "--output", str(output), *more]) == 0
         AcceleratorState._reset_state()  # one process has one precision
         return open_features(output)
 
-    expected = extract("w.pth")
-    exact, rough = [extract("w.pkl")], extract("w.pth", "--precision", "bf16")
+    expected = features("w.pth")
+    exact, rough = [features("w.pkl")], features("w.pth", "--precision", "bf16")
     if importlib.util.find_spec("detectron2") is not None:
-        exact.append(extract("w.pkl", "--backend", "detectron2"))
+        exact.append(features("w.pkl", "--backend", "detectron2"))
         assert exact[-1].stamp["backend"] == "detectron2"
     for found in exact:
         assert found.ids == expected.ids

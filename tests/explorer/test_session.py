@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,6 @@ from PIL import Image
 import e2e_vl
 from detector.errors import UserError
 from detector.pixel_masking import mask_rectangles
-from e2e_vl.api.results import GroundedPhrase
 from e2e_vl.drawing import PALETTE
 from e2e_vl.explorer.session import (
     GREY,
@@ -29,6 +29,7 @@ from e2e_vl.explorer.session import (
     read_photo,
 )
 from e2e_vl.explorer.web_page import _values
+from e2e_vl.predictions import GroundedPhrase
 from e2e_vl.run.build import build_model
 from e2e_vl.run.checkpoint import save_model
 from e2e_vl.samples import Question
@@ -54,7 +55,7 @@ def explorer(trained_run) -> Explorer:
 @pytest.fixture(scope="module")
 def asked(explorer, record) -> Session:
     photo = read_photo(Path(record["file_name"]), Limits())
-    return explorer.ask(Session(photo), record["sent"])
+    return explorer.ask(Session(photo), record["text"])
 
 
 def with_item(session: Session, item: int, **more) -> Session:
@@ -71,7 +72,7 @@ def test_the_answer_is_the_one_of_the_evaluation(explorer, asked, record):
 
 def test_attention_of_a_word_and_of_a_region(explorer, asked, record):
     seen = asked.before
-    pieces = explorer.model.tokenizer.tokenize(record["sent"])
+    pieces = explorer.model.tokenizer.tokenize(record["text"])
     assert list(seen.words[1 : 1 + len(pieces)]) == pieces
     count = len(seen.words) + len(seen)
     encoder = explorer.model.settings.encoder
@@ -221,7 +222,7 @@ def test_layers_are_named_as_in_an_analysis(name, trained_run, record, tmp_path)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     save_model(tmp_path / "run" / "model", config, model, tokenizer)
     explorer = Explorer(e2e_vl.load(tmp_path / "run", device="cpu"))
-    asked = explorer.ask(Session(read_photo(Path(record["file_name"]), Limits())), record["sent"])
+    asked = explorer.ask(Session(read_photo(Path(record["file_name"]), Limits())), record["text"])
     seen, count = asked.before, len(asked.before.words)
     assert list(seen.step_names) == names and len(seen.attention) == len(names)
     assert {one.partition(":")[0] for one in names} == set(explorer.model.network.encoder.attention_graphs)
@@ -246,7 +247,7 @@ def test_layers_are_named_as_in_an_analysis(name, trained_run, record, tmp_path)
 def test_a_run_that_answers_questions(vqa_run):
     explorer = Explorer(e2e_vl.load(vqa_run, device="cpu"))
     record = json.loads((vqa_run / "predictions_val_gt.json").read_text("utf-8"))[0]
-    asked = explorer.ask(Session(read_photo(Path(record["file_name"]), Limits())), record["question"])
+    asked = explorer.ask(Session(read_photo(Path(record["file_name"]), Limits())), record["text"])
     assert asked.before.answer.answer in explorer.model.network.task.answers and len(asked.before) > 1
     assert asked.before.step_names[0] == "joint:0"
     assert draw_pointed(asked, asked.before) is not None
@@ -261,10 +262,10 @@ def test_the_phrases_of_a_run_that_grounds_them(phrase_run, record):
     seen = asked.before
     phrases, shown = seen.answer.phrases, seen.answer.shown_phrases()
     assert [one.text for one in phrases] == ["big", "red", "star"]
-    assert all((seen.answer.boxes == np.float32(one.box)).all(axis=1).any() for one in phrases)
+    assert all(np.isclose(seen.answer.boxes, one.box).all(axis=1).any() for one in phrases)
     [(label, box), *others] = seen.shown_boxes()
     assert label != "answer" and box == pytest.approx(seen.answer.box.tolist())
-    assert shown and others == [(f"{one.text} {one.score:.2f}", one.box) for one in shown]
+    assert shown and others == [(f"{one.text} {one.score:.2f}", list(one.box)) for one in shown]
     lines = said_on_page(asked)[PHRASES_ROW]["value"].split("\n")
     assert lines == [
         f"{one.text}: {', '.join(f'{side:.1f}' for side in one.box)}  ({one.score:.2f})" for one in phrases
@@ -282,13 +283,14 @@ def said_on_page(session: Session) -> list:
 
 def test_phrases_are_drawn_in_other_colours_than_the_answer_and_dashed_where_they_are_unsure(asked):
     assert said_on_page(asked)[PHRASES_ROW] == {"value": "", "visible": False}, "a run without phrases"
-    here, there = asked.before.answer.box.tolist(), [1.0, 2.0, 60.0, 50.0]
+    here, there = tuple(asked.before.answer.box.tolist()), (1.0, 2.0, 60.0, 50.0)
     pixels = {}
     for score in (0.9, 0.4):
         found = [GroundedPhrase("star", (0, 4), here, 0.9), GroundedPhrase("circle", (5, 11), there, score)]
-        look = dataclasses.replace(asked.before, answer=dataclasses.replace(asked.before.answer, phrases=found))
+        prediction = msgspec.structs.replace(asked.before.answer.prediction, grounded=tuple(found))
+        look = dataclasses.replace(asked.before, answer=dataclasses.replace(asked.before.answer, prediction=prediction))
         label = "circle 0.90" if score == 0.9 else "circle 0.40, unsure"
-        assert look.shown_boxes() == [asked.before.shown_boxes()[0], (label, there)], (
+        assert look.shown_boxes() == [asked.before.shown_boxes()[0], (label, list(there))], (
             "the answer's box is not named twice"
         )
         drawn = draw_pointed(asked, look)
@@ -304,14 +306,14 @@ def test_phrases_are_drawn_in_other_colours_than_the_answer_and_dashed_where_the
 def test_a_detector_that_describes_proposals_is_asked_in_one_way_before_and_after(trained_run, record):
     model = e2e_vl.load(trained_run.path, device="cpu")
     config = model.network.detector.config
-    heads = dataclasses.replace(config.roi_heads, features_of="proposal")
-    model.network.detector.config = dataclasses.replace(config, roi_heads=heads)
+    heads = msgspec.structs.replace(config.roi_heads, features_of="proposal")
+    model.network.detector.config = msgspec.structs.replace(config, roi_heads=heads)
     explorer, photo = Explorer(model), read_photo(Path(record["file_name"]), Limits())
-    before = explorer.ask(Session(photo), record["sent"]).before
-    again = explorer.inspect(photo, record["sent"], before, ())
+    before = explorer.ask(Session(photo), record["text"]).before
+    again = explorer.inspect(photo, record["text"], before, ())
     assert again.answer.score == pytest.approx(before.answer.score, abs=1e-6)
     assert np.allclose(again.attention, before.attention, atol=1e-6) and again.names == before.names
-    found, _ = model.look(Question(photo.file, record["sent"]))
+    found, _ = model.look(Question(photo.file, record["text"]))
     assert abs(found.score - before.answer.score) > 1e-6, "the detector itself describes other boxes"
     assert "FEATURES_OF" in explorer.note
 

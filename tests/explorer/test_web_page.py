@@ -38,7 +38,7 @@ def asked(trained_run) -> SimpleNamespace:
     record = json.loads((trained_run.path / "predictions_val_online.json").read_text("utf-8"))[0]
     file, box = Path(record["file_name"]), record["box"]
     far = max(record["candidate_boxes"], key=lambda one: math.dist(middle(one), middle(box)))
-    return SimpleNamespace(file=file, size=Image.open(file).size, text=record["sent"], box=box, far=far)
+    return SimpleNamespace(file=file, size=Image.open(file).size, text=record["text"], box=box, far=far)
 
 
 def middle(box: list[float]) -> tuple[float, float]:
