@@ -8,6 +8,7 @@ than memory (text corpora, zip archives, shards) only a numpy index is kept, mem
 from __future__ import annotations
 
 import hashlib
+import mmap
 import re
 import struct
 import zipfile
@@ -17,13 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import ijson
 import msgspec
 import numpy as np
 from filelock import FileLock
 from tqdm.auto import tqdm
 
-from detector.errors import MissingFileError, UserError, first_line, user_path
+from detector.errors import MissingFileError, UserError, user_path
 from detector.io import atomic_file, decode_json
 
 Item = TypeVar("Item")
@@ -173,14 +173,34 @@ class TextGroups(Sequence):
         return self.texts[self.starts[index] : self.starts[index + 1]].tolist()
 
 
-def stream_list(path: str | Path, type: Any = Any, prefix: str = "item") -> Iterator[Any]:
-    """The values of a list in a JSON file of any size, one by one, each converted to `type`.
+def stream_list(path: str | Path, type: Any = Any, key: str = "") -> Iterator[Any]:
+    """The values of a list in a JSON file of any size, decoded one by one; the file is memory-mapped, not read.
 
     Args:
-        prefix: where the values lie, as ijson writes it: "item" for a file that is one list, "questions.item" for the
-            list under the key "questions".
+        key: of the list, where the file is an object with one.
     """
-    return (value for _, value in _stream(path, type, enumerate(_parsed(path, ijson.items, prefix))))
+    content = _mapped(path)
+    if key:
+        entries = decode_json(content, str(path), dict[str, msgspec.Raw])
+        if key not in entries:
+            raise UserError(f"{path} has no '{key}'; give another file")
+        content = entries[key]
+    for number, value in enumerate(decode_json(content, str(path), list[msgspec.Raw])):
+        yield decode_json(value, f"{path}: entry {number}", type)
+
+
+def stream_dict(path: str | Path, type: Any = Any) -> Iterator[tuple[str, Any]]:
+    """Keys and values of a JSON file of any size that holds one object, as `stream_list`."""
+    for key, value in decode_json(_mapped(path), str(path), dict[str, msgspec.Raw]).items():
+        yield key, decode_json(value, f"{path}: entry {key}", type)
+
+
+def _mapped(path: str | Path) -> mmap.mmap | bytes:
+    path = user_path(path)
+    if not path.is_file():
+        raise MissingFileError(f"{path}: there is no such file; check the path in the data config")
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
 
 
 def stream_lines(path: str | Path, type: Any = Any) -> Iterator[Any]:
@@ -192,29 +212,6 @@ def stream_lines(path: str | Path, type: Any = Any) -> Iterator[Any]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield decode_json(line, f"{path}, line {number}", type)
-
-
-def stream_dict(path: str | Path, type: Any = Any) -> Iterator[tuple[str, Any]]:
-    """Keys and values of a JSON file of any size that holds one object, each value converted to `type`."""
-    return _stream(path, type, _parsed(path, ijson.kvitems, ""))
-
-
-def _stream(path: str | Path, type: Any, entries: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    for key, value in entries:
-        try:
-            yield key, msgspec.convert(value, type)
-        except msgspec.ValidationError as error:
-            raise UserError(f"{path}: entry {key}: {error}; correct the file") from error
-
-
-def _parsed(path: str | Path, parse: Any, prefix: str) -> Iterator[Any]:
-    try:
-        with Path(path).open("rb") as file:
-            yield from parse(file, prefix, use_float=True)
-    except FileNotFoundError as error:
-        raise MissingFileError(f"{path}: there is no such file; check the path in the data config") from error
-    except ijson.JSONError as error:
-        raise UserError(f"{path} is not valid JSON ({first_line(error)}); copy or download the file again") from error
 
 
 def cached_array(sources: Sequence[Path], folder: Path, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:

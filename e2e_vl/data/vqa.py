@@ -94,7 +94,7 @@ def read_questions(questions: Path, annotations: Path | None = None, split: str 
     require_unique((row.question_id for row in content.questions), f"{questions}: question")
     asked = {row.question_id: row for row in content.questions}
     answered: dict[Id, tuple[Any, ...]] = {}
-    for row in stream_list(annotations, _Annotation, "annotations.item") if annotations is not None else ():
+    for row in stream_list(annotations, _Annotation, "annotations") if annotations is not None else ():
         question = asked.get(row.question_id)
         if question is None or question.image_id != row.image_id or row.question_id in answered:
             raise UserError(

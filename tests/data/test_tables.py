@@ -72,13 +72,13 @@ def test_streamed_json(tmp_path):
     path = tmp_path / "a.json"
     notes = [[1, "größer", ["a"]], [2, None, []]]
     path.write_text(json.dumps({"info": {}, "notes": notes}), encoding="utf-8")
-    assert list(stream_list(path, Note, "notes.item")) == [Note(1, "größer", ("a",)), Note(2, None)]
+    assert list(stream_list(path, Note, "notes")) == [Note(1, "größer", ("a",)), Note(2, None)]
     path.write_text(json.dumps({"x.y": {"z": 1.5}, "w": {}}))
     assert list(stream_dict(path)) == [("x.y", {"z": 1.5}), ("w", {})]
     with pytest.raises(UserError, match=r"a\.json: entry x\.y: Expected `int`, got `float` - at `\$\[\.\.\.\]`"):
         list(stream_dict(path, dict[str, int]))
     path.write_text('{"w": [1, ')
-    with pytest.raises(UserError, match=r"a\.json is not valid JSON"):
+    with pytest.raises(UserError, match=r"a\.json: not valid JSON"):
         list(stream_dict(path))
     with pytest.raises(FileNotFoundError, match=r"none\.json"):
         list(stream_list(tmp_path / "none.json"))
