@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -119,7 +120,7 @@ def test_a_region_that_gets_anothers_feature_does_not_show_its_own(encoder):
     batch = with_targets(make_batch())
     shown = make_model(encoder, mask_probability=0.0)
     swapped = make_model(encoder, mask_probability=0.0)
-    swapped.task.config = dataclasses.replace(swapped.task.config, replace_probability=1.0)
+    swapped.task.config = msgspec.structs.replace(swapped.task.config, replace_probability=1.0)
     prepared = swapped.mask_regions(batch)
     assert any((replacement_index >= 0).any() for replacement_index in prepared.masked_regions.replacement_index)
     with torch.no_grad():

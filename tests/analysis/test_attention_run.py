@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 import os
 import re
@@ -12,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -242,7 +242,7 @@ def test_boxes_of_the_detector_itself_with_an_encoder_that_reads_the_whole_image
     words = ["detector.backend=builtin", "detector.overrides.MODEL.RESNETS.DEPTH=18", "eval.boxes=[online]"]
     widths = [f"detector.overrides.MODEL.RESNETS.{name}=8" for name in ("STEM_OUT_CHANNELS", "WIDTH_PER_GROUP")]
     config = load_config(run.parent / "config.yaml", [*words, *widths, "data.boxes.train=online"])
-    config = dataclasses.replace(config, encoder=EncoderSettings("vl_bert", {**sizes, "geometry_dim": 16}))
+    config = msgspec.structs.replace(config, encoder=EncoderSettings("vl_bert", {**sizes, "geometry_dim": 16}))
     tokenizer = load_tokenizer(run / "vocab.txt")
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     save_model(tmp_path / "run" / "model", config, model, tokenizer)
@@ -262,7 +262,7 @@ def test_three_graphs_are_measured_one_by_one(run, parses, tmp_path):
     layers = {"l_layers": 2, "r_layers": 1, "x_layers": 1}
     sizes = {"num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
     config = load_config(run.parent / "config.yaml")
-    config = dataclasses.replace(config, encoder=EncoderSettings("lxmert", layers | sizes))
+    config = msgspec.structs.replace(config, encoder=EncoderSettings("lxmert", layers | sizes))
     tokenizer = load_tokenizer(run / "vocab.txt")
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     save_model(tmp_path / "run" / "model", config, model, tokenizer)

@@ -11,13 +11,14 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from e2e_vl import parts
 from e2e_vl.cli import predict as tool
-from e2e_vl.config import EncoderSettings, RunConfig, TaskSettings, load_config
+from e2e_vl.config import RunConfig, TaskSettings, load_config
 from e2e_vl.data.base import Wants, open_options
 from e2e_vl.data.batching import Request
 from e2e_vl.data.config import NoOptions
@@ -54,10 +55,11 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 
 @pytest.fixture
 def settings(tmp_path) -> Callable[..., RunConfig]:
-    def make(*words: str, config: Path = TINY, **sections) -> RunConfig:
+    def make(*words: str, config: Path = TINY, **sections: dict) -> RunConfig:
         places = f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}", f"data.root={tmp_path / 'data'}"
         loaded = load_config(config, [*places, f"output={tmp_path / 'run'}", *SHORT, *words])
-        return dataclasses.replace(loaded, **sections)
+        changed = {name: type(getattr(loaded, name))(**fields) for name, fields in sections.items()}
+        return msgspec.structs.replace(loaded, **changed)
 
     return make
 
@@ -181,7 +183,7 @@ def test_a_summary_of_another_width(settings, monkeypatch):
     monkeypatch.setitem(parts.ENCODERS, "paired", Part(pooled_encoder.PooledSettings, pooled_encoder.PairedEncoder))
     monkeypatch.setitem(parts.DATASETS, "pairs", Part(NoOptions, image_pairs.PairDataset))
     monkeypatch.setitem(parts.TASKS, "statements", Part(statements.StatementConfig, statements.StatementTask))
-    paired = EncoderSettings(name="paired", config={"hidden_size": 16})
+    paired = {"name": "paired", "config": {"hidden_size": 16}}
     run = live(settings("data.name=pairs", "task.name=statements", encoder=paired))
     config, model, tokenizer = load_model(run)
     assert model.encoder.hidden_size == 16 and model.task.output.in_features == 32
@@ -340,7 +342,7 @@ def test_an_objective_on_saved_features(settings, monkeypatch, tmp_path):
         *("task.config.region_probability=0.5", "task.config.objectives.region_features=1", "eval.report_pictures=0"),
         config=ROOT / "configs" / "tiny" / "pretraining.yaml",
     )
-    run = build_run(dataclasses.replace(config, output=str(tmp_path / "built")))
+    run = build_run(msgspec.structs.replace(config, output=str(tmp_path / "built")))
     data = run.train_data
     batch = run.collate([data[Request(number, tuple(data.groups[number]))] for number in range(2)])
     output = run.model(batch)

@@ -206,7 +206,7 @@ def test_the_top_layers_of_bert_are_the_papers_side(tmp_path: Path):
         elif name.startswith("embeddings."):
             assert torch.equal(value, theirs[name]), name
     assert checked == 2 * 16
-    with pytest.raises(ValueError, match='bert_layers is "top"; it must be "first" or "last"'):
+    with pytest.raises(ValueError, match="bert_layers"):
         make_encoder(bert_layers="top")
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pickle
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -189,7 +189,7 @@ def test_region_classes_of_a_file_begin_with_the_background(tmp_path, saved, loa
     """Official region classifiers have it there, whatever the order of the run is."""
     source, target, path = tiny_model("pretraining", 1), tiny_model("pretraining", 2), tmp_path / "x.model"
     for model, options in ((source, saved), (target, loaded)):
-        model.task.config = dataclasses.replace(model.task.config, **options)
+        model.task.config = msgspec.structs.replace(model.task.config, **options)
     output = source.task.masked_regions.output
     save_official(source, "pretraining", path)
     report = load_task(target.task, path, rules("pretraining"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 import sys
@@ -10,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import yaml
 
@@ -198,9 +198,9 @@ def guess(tiny_words):
         config = load_config(
             ROOT / "configs" / "tiny" / f"{task}.yaml", [root, f"detector.config={ROOT}/configs/detector/tiny.yaml"]
         )
-        synthetic = dataclasses.replace(config.data.synthetic, scenes={})  # they are drawn
+        synthetic = msgspec.structs.replace(config.data.synthetic, scenes={})  # they are drawn
         return tool.chance_of(
-            dataclasses.replace(config, data=dataclasses.replace(config.data, synthetic=synthetic)), split
+            msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, synthetic=synthetic)), split
         )
 
     chance.root = Path(root.removeprefix("data.root="))
