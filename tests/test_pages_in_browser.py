@@ -84,7 +84,7 @@ def report(tmp_path_factory) -> Path:
             {"text": "the otorhinolaryngologists", "box": other, "score": 0.3, "correct": bool(number % 2)},
         ]
         for family, correct in (("relation", 0.0), ("attribute", 1.0)):
-            record = {"file_name": str(file), "sent": "an elephant near the " + "otorhinolaryngologists" * 3}
+            record = {"file_name": str(file), "text": "an elephant near the " + "otorhinolaryngologists" * 3}
             record |= {"box": box, "gt_box": other, "score": 0.5, "correct": correct, "grounded": phrases}
             record |= {"family": family, "candidate_boxes": [box, other], "image_size": list(size)}
             records.append(record | {"category": "elephant", "class": "a class with a long name"})

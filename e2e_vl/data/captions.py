@@ -379,7 +379,7 @@ class CaptionDataset(VLDataset):
             boxes=self.source.boxes(group),
         )
         stated = tuple(
-            SampleText(text, caption, {"image_id": name, "sent": caption}, image_index=self.image_index)
+            SampleText(text, caption, {"image_id": name}, image_index=self.image_index)
             for text, caption in ((text, self.source.caption(text)) for text in texts)
         )
         return Sample((image,), stated, pool=self, own_texts=self.groups[group], corpus=self.corpus)

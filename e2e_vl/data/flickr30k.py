@@ -212,7 +212,6 @@ class Flickr30KDataset(VLDataset):
         facts = {
             "image_id": caption.image_id,
             "sentence": caption.line,
-            "sent": words,
             "phrases": [words[slice(*phrase.span)] for phrase, _ in boxed],
             "phrase_ids": [phrase.chain for phrase, _ in boxed],
             "phrase_types": [list(phrase.types) for phrase, _ in boxed],

@@ -91,7 +91,7 @@ class GQAQuestion(Record, array_like=True):
 
     def facts(self) -> dict[str, Any]:
         """What predictions and scores need; see `e2e_vl.metrics.gqa.GQAPrediction`."""
-        facts: dict[str, Any] = {"question_id": self.id, "image_id": self.image_id, "question": self.question}
+        facts: dict[str, Any] = {"question_id": self.id, "image_id": self.image_id}
         facts["is_balanced"] = self.is_balanced
         if self.answer is not None:
             facts |= {"right_answer": self.answer, "types": self.types, "group": self.group}

@@ -64,7 +64,7 @@ class SourcedSentence(Record, array_like=True):
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"image_id": self.img_id, "uid": self.id, "source": self.source, "sent": self.sent}
+        return {"image_id": self.img_id, "uid": self.id, "source": self.source}
 
 
 class ScoredQuestion(Record):
@@ -91,7 +91,7 @@ class ScoredQuestion(Record):
 
     @property
     def facts(self) -> dict[str, Any]:
-        facts = {"question_id": self.question_id, "question": self.sent, "image_id": self.img_id}
+        facts = {"question_id": self.question_id, "image_id": self.img_id}
         optional = {"question_type": self.question_type, "answer_type": self.answer_type, "answer_scores": self.label}
         return facts | {key: one for key, one in optional.items() if one is not None}
 
@@ -120,7 +120,7 @@ class ListedPair(Record):
 
     @property
     def facts(self) -> dict[str, Any]:
-        facts = {"identifier": self.identifier, "sent": self.sent}
+        facts = {"identifier": self.identifier}
         return facts if self.label is None else facts | {"label": LABELS[self.label]}
 
 

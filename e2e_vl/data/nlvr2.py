@@ -137,7 +137,7 @@ class NLVR2Dataset(VLDataset):
 
     def _text(self, index: int) -> SampleText:
         example = self.examples[index]
-        facts = {"identifier": example.identifier, "sent": example.sentence}
+        facts = {"identifier": example.identifier}
         optional = {"label": example.label, "synset": example.synset, "family": example.family}
         facts |= {key: value for key, value in optional.items() if value is not None}
         return SampleText(index, example.sentence, facts, example.truth, image_index=(0, 1))

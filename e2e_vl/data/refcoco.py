@@ -169,7 +169,6 @@ class RefCOCODataset(VLDataset):
             "sent_id": expression.sent_id,
             "image_id": expression.image_id,
             "ann_id": expression.ann_id,
-            "sent": expression.sentence,
             "category": self.class_names[target.class_index],
             "gt_box": list(target.box),
         }

@@ -295,4 +295,4 @@ class VisualGenomeDataset(VLDataset):
         text = self.texts[index]
         kind = "region_id" if text.answer is None else "qa_id"
         phrases = self._phrases(text) if self.has_phrases else None
-        return SampleText(index, text.words, {kind: text.number, "sent": text.words}, text.truth, phrases=phrases)
+        return SampleText(index, text.words, {kind: text.number}, text.truth, phrases=phrases)

@@ -71,7 +71,7 @@ class VQAQuestion(Record, array_like=True):
 
     def record(self) -> dict[str, Any]:
         """Plain values under the names of the files, for predictions and metrics."""
-        record: dict[str, Any] = {"question_id": self.question_id, "image_id": self.image_id, "question": self.text}
+        record: dict[str, Any] = {"question_id": self.question_id, "image_id": self.image_id}
         if self.answers is not None:
             record |= {
                 "answers": list(self.answers),

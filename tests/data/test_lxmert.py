@@ -119,13 +119,12 @@ def test_truths_and_facts(root):
     assert list(sentences.truths()) == [None] * 4 and sentences[3] == "b 1"
     sample = sentences.sample([2])
     assert sample.pool is sentences and list(sample.own_texts) == [2, 3]
-    assert sample.texts[0].metadata == {"image_id": "b", "uid": "b_vg_000", "source": "vg", "sent": "b 0"}
+    assert sample.texts[0].metadata == {"image_id": "b", "uid": "b_vg_000", "source": "vg"}
     questions = opened(root, "scored_questions", "train")
     assert list(questions.truths()) == [ScoredAnswers({"yes": 1.0})] * 2
     [text] = questions.sample([0]).texts
     assert text.metadata == {
         "question_id": "train a",
-        "question": "Is it a?",
         "image_id": "a",
         "answer_scores": {"yes": 1.0},
     }

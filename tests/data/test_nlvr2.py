@@ -68,7 +68,7 @@ def test_sentences_about_the_same_pair_are_one_group(settings, tmp_path):
     first, second = sample.texts
     assert first.image_index == second.image_index == (0, 1)
     assert (first.words, first.truth) == ("Is it train-3-0-0?", CorrectChoice(1))
-    assert first.metadata == {"identifier": "train-3-0-0", "sent": first.words, "label": "True", "synset": "cup"}
+    assert first.metadata == {"identifier": "train-3-0-0", "label": "True", "synset": "cup"}
     assert list(dataset.truths()) == [CorrectChoice(1), CorrectChoice(0), CorrectChoice(1)]
     assert list(dataset.image_ids()) == [f"train-3-{pair}-img{side}" for pair in (0, 1) for side in (0, 1)]
 

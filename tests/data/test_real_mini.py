@@ -125,7 +125,7 @@ def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, i
                 assert ids[0] == tokenizer.cls_token_id
                 assert ids[-1] == tokenizer.sep_token_id
                 assert tokenizer.unk_token_id not in ids
-                assert tokenizer.decode(ids[1:-1]).split() == " ".join(tokenizer.tokenize(record["sent"])).split()
+                assert tokenizer.decode(ids[1:-1]).split() == " ".join(tokenizer.tokenize(record["text"])).split()
                 seen += 1
     assert seen == 78
 
@@ -160,7 +160,7 @@ def test_the_50_captions_belong_to_the_ten_photos(root, tmp_path):
     dataset = examples(captioned, preprocessor, resize=VL_BERT, flip_probability=0.5, seed=3)
     for request in (request for batch in GroupedBatchSampler(dataset.groups, 1) for request in batch):
         example = dataset[request]
-        assert [text.record["sent"] for text in example.texts] == [captions[text] for text in request.texts]
+        assert [text.record["text"] for text in example.texts] == [captions[text] for text in request.texts]
         assert len(example.images[0].boxes) == len(example.images[0].box_classes) >= 1
         batch = collate([example], (0, 0, 0), (1, 1, 1))
         assert batch.targets.parts["masked_words"].labels.shape == batch.texts.input_ids.shape

@@ -54,7 +54,6 @@ def test_facts_and_truth_in_pixels_of_the_stored_image(tiny):
         "sent_id": 10,
         "image_id": 7,
         "ann_id": 100,
-        "sent": "red square on the left",
         "category": "square",
         "gt_box": [10, 20, 30, 40],
         "family": "relation",

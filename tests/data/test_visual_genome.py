@@ -63,7 +63,7 @@ def test_regions_are_captions(settings, tmp_path):
     [image] = sample.images
     assert (image.id, image.size) == ("1", (20, 30))
     assert image.locate() == tmp_path / "images" / "VG_100K_2" / "1.jpg"
-    assert sample.texts[1].metadata == {"region_id": 12, "sent": "phrase 12"}
+    assert sample.texts[1].metadata == {"region_id": 12}
     assert sample.pool is dataset and list(sample.own_texts) == [0, 1]
     [image] = opened(settings, use_folders=False).sample([2]).images
     assert image.locate() == tmp_path / "images" / "5.jpg"
@@ -75,7 +75,7 @@ def test_questions_have_one_answer(settings):
     dataset = opened(settings, texts="questions")
     assert [dataset[0], dataset[1]] == ["What color?", "Who?"]
     assert list(dataset.truths()) == [CorrectAnswer("Red."), CorrectAnswer("A man.")]
-    assert dataset.sample([1]).texts[0].metadata == {"qa_id": 101, "sent": "Who?"}
+    assert dataset.sample([1]).texts[0].metadata == {"qa_id": 101}
     own = msgspec.structs.replace(settings, config={"texts": "questions"})
     found = VisualGenomeDataset.answers_of(*open_options(VisualGenomeDataset, own), "all")
     assert found == {501: "Red.", 101: "A man."}

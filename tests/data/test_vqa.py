@@ -39,7 +39,7 @@ def test_questions_and_answers(settings):
     first, second = sample.texts
     assert (first.index, second.index) == (0, 2)
     assert first.words == "red square left" and first.truth == HumanAnswers(tuple(ANSWERS))
-    assert first.metadata["question_id"] == 7000 and first.metadata["question"] == "red square left"
+    assert first.metadata["question_id"] == 7000 and first.words == "red square left"
     assert first.metadata["answers"] == ANSWERS and first.metadata["answer_type"] == "other"
     assert list(dataset.truths()) == [HumanAnswers(tuple(ANSWERS))] * 3
 

@@ -34,7 +34,7 @@ class PairDataset(SceneDataset):
     def _text(self, index: int, pair: tuple[int, int]) -> SampleText:
         shape = SHAPES[index % len(SHAPES)]
         holds = all(shape in self.instances.objects(image_id).names for image_id in pair)
-        facts = {"image_ids": list(pair), "sent": _statement(shape), "label": int(holds)}
+        facts = {"image_ids": list(pair), "label": int(holds)}
         return SampleText(index, _statement(shape), facts, CorrectChoice(int(holds)), image_index=(0, 1))
 
 

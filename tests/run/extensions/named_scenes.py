@@ -33,5 +33,5 @@ class NamedSceneDataset(SceneDataset):
         [index] = texts
         name, image = self.names[index], self.image(self.ids[index], self.names[index])
         words, box = f"the first {image.objects.names[0]}", tuple(image.objects.boxes[0].tolist())
-        facts = {"image_id": name, "expression_id": f"{name}/0", "sent": words, "gt_box": list(box)}
+        facts = {"image_id": name, "expression_id": f"{name}/0", "gt_box": list(box)}
         return Sample((image,), (SampleText(index, words, facts, ReferredBox(box)),))

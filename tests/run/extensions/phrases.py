@@ -29,7 +29,7 @@ class PhraseDataset(SceneDataset):
         phrases, boxes = [*phrases, "the left or right scene"], [*boxes, np.zeros((0, 4))]
         words = " and ".join(phrases)
         truth = PhraseBoxes(tuple(spans_of(words)), tuple(boxes))
-        facts = {"image_id": self.ids[index], "sent": words, "gt_boxes": [rows.tolist() for rows in boxes]}
+        facts = {"image_id": self.ids[index], "gt_boxes": [rows.tolist() for rows in boxes]}
         return Sample((image,), (SampleText(index, words, facts, truth),))
 
 
