@@ -14,7 +14,7 @@ from detector.io import write_json
 from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, MeasureKey
 from e2e_vl.analysis.figures import Overlay, draw_entity_figure, draw_relation_figure
 from e2e_vl.analysis.measures import HeadSums
-from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.run import write_page
 from e2e_vl.analysis.tables import AttentionResults
 from e2e_vl.config import RunConfig, save_config
@@ -113,13 +113,13 @@ def analysis(tmp_path_factory) -> Path:
     labels = ["amod", "nsubjpass", "prep_of_a_very_long_relation", "det", "pobj", "dobj"]
     generator = np.random.default_rng(0)
     sums = {}
-    for graph, stated in graphs.items():
-        shape = (len(stated.steps), 12)
+    for graph, phrases in graphs.items():
+        shape = (len(phrases.steps), 12)
         for key in (MeasureKey(graph, ENTITIES), *(MeasureKey(graph, RELATIONS, label) for label in ("all", *labels))):
             sums[key] = some_sums(shape, generator)
     results = AttentionResults(
         *("a_run_with_a_long_name" * 4, "visual_bert", "flickr30k", "val", "gt", "/parses" * 20 + ".conllu"),
-        AttentionChoices(),
+        AttentionOptions(),
         graphs,
         sums,
         {"captions": 12345, "phrases that have no box": 7},

@@ -217,7 +217,7 @@ def _spacy_sentences(pipeline, texts: Iterable[str]) -> Iterator[list[ParsedWord
         ]
 
 
-RECORD = "attention"  # key of a record under which the `CaptionFacts` are
+RECORD = "attention"  # key of a record under which the `CaptionAnnotations` are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Relation:
 
 
 @dataclasses.dataclass(frozen=True)
-class CaptionFacts:
+class CaptionAnnotations:
     """What is known about one caption. Positions are wordpieces: the first and the last plus one."""
 
     words: str  # as written
@@ -266,16 +266,16 @@ class CaptionPreprocessor(Preprocessor):
         encoding = self.text_tokenizer.single(pieces)
         own = encoding.source >= 0
         at = np.where(own[:, None], places[encoding.source], 0) if len(places) else np.zeros((len(own), 2), np.int64)
-        record = {**self.record(text, images, encoding), RECORD: self.facts(text, at, own, places)}
+        record = {**self.record(text, images, encoding), RECORD: self.caption(text, at, own, places)}
         yield TextExample(encoding, text.image_index, record)
 
-    def facts(
+    def caption(
         self,
         text: SampleText,
         places: Int64[np.ndarray, "L 2"],
         own: Bool[np.ndarray, " L"],
         uncut: Int64[np.ndarray, "pieces 2"],
-    ) -> CaptionFacts:
+    ) -> CaptionAnnotations:
         """What the measures need of a text.
 
         Args:
@@ -283,12 +283,12 @@ class CaptionPreprocessor(Preprocessor):
             own: wordpieces of the text, not of the layout.
             uncut: the places of all wordpieces that the text has before it is cut.
         """
-        stated = text.phrases
-        if stated is None or stated.boxes is None or not text.image_index:
+        phrases = text.phrases
+        if phrases is None or phrases.boxes is None or not text.image_index:
             raise UserError(
                 f"text {text.index} ('{text.words}') has no phrases with boxes; give data that state phrases."
             )
-        found = [covered_pieces(places, own, uncut, span) for span in stated.spans]
+        found = [covered_pieces(places, own, uncut, span) for span in phrases.spans]
         kept = [row for row, span in enumerate(found) if span is not None]
         parsed = None if self.parses is None else self.parses.find(text.words)
         if parsed is None and self.parses is not None and self.needs_parses:
@@ -298,12 +298,12 @@ class CaptionPreprocessor(Preprocessor):
             )
         words = [(word, covered_pieces(places, own, uncut, word.span)) for word in parsed or plain_words(text.words)]
         new_row = {row: new for new, row in enumerate(row for row, (_, span) in enumerate(words) if span is not None)}
-        phrase_of = [_phrase_of(word.span, [stated.spans[row] for row in kept]) for word, _ in words]
-        return CaptionFacts(
+        phrase_of = [_phrase_of(word.span, [phrases.spans[row] for row in kept]) for word, _ in words]
+        return CaptionAnnotations(
             words=text.words,
-            phrases=[text.words[slice(*stated.spans[row])] for row in kept],
+            phrases=[text.words[slice(*phrases.spans[row])] for row in kept],
             phrase_spans=np.array([found[row] for row in kept], dtype=np.int64).reshape(-1, 2),
-            boxes=[np.asarray(stated.boxes[row], dtype=np.float64).reshape(-1, 4) for row in kept],
+            boxes=[np.asarray(phrases.boxes[row], dtype=np.float64).reshape(-1, 4) for row in kept],
             forms=[text.words[slice(*words[row][0].span)] for row in new_row],
             word_spans=np.array([words[row][1] for row in new_row], dtype=np.int64).reshape(-1, 2),
             phrase_of=[phrase_of[row] for row in new_row],

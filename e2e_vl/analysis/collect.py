@@ -18,17 +18,17 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from e2e_vl.analysis.captions import RECORD, CaptionFacts
+from e2e_vl.analysis.captions import RECORD, CaptionAnnotations
 from e2e_vl.analysis.measures import (
     HeadSums,
-    Judged,
+    Measurement,
     entity_grounding,
     region_grouping,
     region_naming,
     right_by_rule,
     word_dependency,
 )
-from e2e_vl.analysis.options import AttentionChoices, WordPiece
+from e2e_vl.analysis.options import AttentionOptions, WordPiece
 from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler
 from e2e_vl.metrics.flickr30k import right_candidates
 from e2e_vl.model import VisionLanguageModel
@@ -46,22 +46,22 @@ class PhraseQueries:
     piece: WordPiece  # which wordpieces of a span attend
 
 
-def phrase_queries(facts: CaptionFacts, choices: AttentionChoices) -> PhraseQueries:
-    """The wordpieces that `choices.entity_piece` chooses.
+def phrase_queries(caption: CaptionAnnotations, options: AttentionOptions) -> PhraseQueries:
+    """The wordpieces that `options.entity_piece` chooses.
 
-    With "head" it is the head word of the parse, of several ones the first, read at `choices.word_piece`. A phrase has
+    With "head" it is the head word of the parse, of several ones the first, read at `options.word_piece`. A phrase has
     none where its caption has no parse, or where no word belongs to it (its words belong to phrases inside of it).
     """
-    spans, attends = facts.phrase_spans, np.ones(len(facts.phrases), dtype=bool)
-    if choices.entity_piece != "head":
-        return PhraseQueries(spans, attends, choices.entity_piece)
+    spans, attends = caption.phrase_spans, np.ones(len(caption.phrases), dtype=bool)
+    if options.entity_piece != "head":
+        return PhraseQueries(spans, attends, options.entity_piece)
     spans = spans.copy()
-    for phrase in range(len(facts.phrases)):
-        heads = [row for row, own in enumerate(facts.phrase_of) if own == phrase and facts.is_head[row]]
-        attends[phrase] = facts.is_parsed and len(heads) > 0
+    for phrase in range(len(caption.phrases)):
+        heads = [row for row, own in enumerate(caption.phrase_of) if own == phrase and caption.is_head[row]]
+        attends[phrase] = caption.is_parsed and len(heads) > 0
         if attends[phrase]:
-            spans[phrase] = facts.word_spans[heads[0]]
-    return PhraseQueries(spans, attends, choices.word_piece)
+            spans[phrase] = caption.word_spans[heads[0]]
+    return PhraseQueries(spans, attends, options.word_piece)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,29 +83,29 @@ def shares_piece(spans: Int64[np.ndarray, "words 2"], first: int, second: int) -
     return bool(max(spans[first, 0], spans[second, 0]) < min(spans[first, 1], spans[second, 1]))
 
 
-def word_pairs(facts: CaptionFacts, choices: AttentionChoices) -> Pairs:
+def word_pairs(caption: CaptionAnnotations, options: AttentionOptions) -> Pairs:
     """Both directions of every relation: (attending word w2, word w1)."""
     sources, targets, labels = [], [], []
-    for relation in facts.relations:
+    for relation in caption.relations:
         for source, target, direction in (
             (relation.dependent, relation.governor, "to its governor"),
             (relation.governor, relation.dependent, "from its governor"),
         ):
             sources.append(source)
             targets.append(target)
-            labels.append(relation.label if choices.directions == "pooled" else f"{relation.label}, {direction}")
+            labels.append(relation.label if options.directions == "pooled" else f"{relation.label}, {direction}")
     return Pairs((sources, targets), labels)
 
 
-def grounded_pairs(facts: CaptionFacts, counted: Sequence[bool], choices: AttentionChoices) -> Pairs:
+def grounded_pairs(caption: CaptionAnnotations, counted: Sequence[bool], options: AttentionOptions) -> Pairs:
     """The pairs whose word w1 is in a counted phrase: (attending word w2, phrase of w1)."""
-    pairs = word_pairs(facts, choices)
+    pairs = word_pairs(caption, options)
     rows = [
-        (source, facts.phrase_of[target], label)
+        (source, caption.phrase_of[target], label)
         for source, target, label in zip(*pairs.columns, pairs.labels, strict=True)
-        if facts.phrase_of[target] >= 0
-        and counted[facts.phrase_of[target]]
-        and (choices.phrase_word == "any" or facts.is_head[target])
+        if caption.phrase_of[target] >= 0
+        and counted[caption.phrase_of[target]]
+        and (options.phrase_word == "any" or caption.is_head[target])
     ]
     return Pairs(([row[0] for row in rows], [row[1] for row in rows]), [row[2] for row in rows])
 
@@ -136,11 +136,11 @@ class MeasureKey:
 
 
 @dataclasses.dataclass
-class SeenText:
+class RecordedText:
     """One text as pictures show it, on the CPU. Boxes are xyxy in pixels of the stored image."""
 
     index: int
-    facts: CaptionFacts
+    caption: CaptionAnnotations
     file_name: str
     region_boxes: np.ndarray  # float64 [R, 4]
     allowed: np.ndarray  # bool [R]
@@ -155,13 +155,13 @@ class Collected:
 
     sums: dict[MeasureKey, HeadSums] = dataclasses.field(default_factory=dict)
     numbers: Counter[str] = dataclasses.field(default_factory=Counter)
-    seen: list[SeenText] = dataclasses.field(default_factory=list)
+    seen: list[RecordedText] = dataclasses.field(default_factory=list)
 
-    def add(self, key: MeasureKey, judged: Judged, *, per_sentence: bool) -> None:
+    def add(self, key: MeasureKey, measured: Measurement, *, per_sentence: bool) -> None:
         """Add the examples of one text."""
         if key not in self.sums:
-            self.sums[key] = HeadSums.zero(*judged.hits.shape[:2], list(judged.baselines))
-        self.sums[key].add(judged, per_sentence=per_sentence)
+            self.sums[key] = HeadSums.zero(*measured.hits.shape[:2], list(measured.baselines))
+        self.sums[key].add(measured, per_sentence=per_sentence)
 
     def join(self, other: Collected) -> None:
         """Add what another process has collected."""
@@ -173,20 +173,20 @@ class Collected:
         self.numbers.update(other.numbers)
         self.seen += other.seen
 
-    def labels(self, graph: str, measure: str, choices: AttentionChoices) -> list[str]:
+    def labels(self, graph: str, measure: str, options: AttentionOptions) -> list[str]:
         """The most common relations of a measure, by falling number of examples."""
         found = {
             key.label: sums.examples for key, sums in self.sums.items() if (key.graph, key.measure) == (graph, measure)
         }
-        found = {label: count for label, count in found.items() if label != ALL and count >= choices.min_count}
-        return sorted(found, key=lambda label: (-found[label], label))[: choices.most_relations]
+        found = {label: count for label, count in found.items() if label != ALL and count >= options.min_count}
+        return sorted(found, key=lambda label: (-found[label], label))[: options.most_relations]
 
 
 @dataclasses.dataclass
 class TextView:
     """The regions of one text, and which of them are right for its phrases."""
 
-    facts: CaptionFacts
+    caption: CaptionAnnotations
     length: int  # L
     boxes: np.ndarray  # float64 [R, 4], xyxy in pixels of the stored image
     allowed: Bool[Tensor, " R"]
@@ -207,7 +207,7 @@ def collect_attention(
     model: VisionLanguageModel,
     examples: ExampleDataset,
     collate: Callable[..., Batch],
-    choices: AttentionChoices,
+    options: AttentionOptions,
     accelerator: Accelerator,
     *,
     images_per_batch: int,
@@ -239,7 +239,7 @@ def collect_attention(
     )
     with torch.no_grad(), bar:  # in float32 also where the run was trained in less: rounded shares would be equal
         for batch in bar:
-            add_batch(found, model, batch.to(accelerator.device), graphs, choices, sorted_boxes, shown)
+            add_batch(found, model, batch.to(accelerator.device), graphs, options, sorted_boxes, shown)
     everything = Collected()
     for other in gather_object([found]):
         everything.join(other)
@@ -252,7 +252,7 @@ def add_batch(
     model: VisionLanguageModel,
     batch: Batch,
     graphs: Mapping[str, AttentionGraph],
-    choices: AttentionChoices,
+    options: AttentionOptions,
     sorted_boxes: bool,
     shown: Collection[int],
 ) -> None:
@@ -268,14 +268,14 @@ def add_batch(
     confidence = None if scores is None else text_regions.gather(scores, fill=-torch.inf)
     length = batch.texts.input_ids.shape[1]
     for text, record in enumerate(batch.records):
-        view = view_of(batch, text_regions, text, length, choices, None if confidence is None else confidence[text])
+        view = view_of(batch, text_regions, text, length, options, None if confidence is None else confidence[text])
         maps = {
             name: torch.stack([encoded.attentions[step][text] for step in graph.steps]).float()
             for name, graph in graphs.items()
         }
         for name, graph in graphs.items():
-            add_text(found, name, graph, maps[name], view, choices)
-        count_text(found.numbers, view, choices)
+            add_text(found, name, graph, maps[name], view, options)
+        count_text(found.numbers, view, options)
         if record["text_index"] in shown:
             found.seen.append(seen_text(record, view, maps))
 
@@ -285,33 +285,33 @@ def view_of(
     regions: TextRegions,
     text: int,
     length: int,
-    choices: AttentionChoices,
+    options: AttentionOptions,
     confidence: Float[Tensor, " R"] | None,
 ) -> TextView:
     """What the measures need of one text."""
-    facts: CaptionFacts = batch.records[text][RECORD]
+    caption: CaptionAnnotations = batch.records[text][RECORD]
     allowed = regions.attention_mask[text] & (regions.image_slot[text] == 0)
-    if choices.whole_image == "excluded":
+    if options.whole_image == "excluded":
         allowed = allowed & (regions.row[text] >= 0)
     scales = batch.images.scales[regions.image[text].clamp(min=0)].double()
     boxes = (regions.boxes[text].double() / torch.cat([scales, scales], dim=1)).cpu().numpy()
-    right = [right_regions_of(boxes, own, choices) for own in facts.boxes]
+    right = [right_regions_of(boxes, own, options) for own in caption.boxes]
     is_right = torch.tensor(np.array(right, dtype=bool).reshape(-1, len(boxes)), device=allowed.device) & allowed
     sides = torch.from_numpy(boxes[:, 2:] - boxes[:, :2]).to(allowed.device)
     rules = {LARGEST: sides.prod(dim=1).float()}
     if confidence is not None:
         rules = {CONFIDENCE: confidence.float(), **rules}
-    return TextView(facts, length, boxes, allowed, is_right, rules)
+    return TextView(caption, length, boxes, allowed, is_right, rules)
 
 
-def right_regions_of(regions: np.ndarray, boxes: np.ndarray, choices: AttentionChoices) -> np.ndarray:
-    """bool [R]: the regions that overlap the boxes of a phrase enough, as `choices.gold_boxes` says."""
+def right_regions_of(regions: np.ndarray, boxes: np.ndarray, options: AttentionOptions) -> np.ndarray:
+    """bool [R]: the regions that overlap the boxes of a phrase enough, as `options.gold_boxes` says."""
     if not len(boxes):
         return np.zeros(len(regions), dtype=bool)
-    if choices.gold_boxes == "union":
+    if options.gold_boxes == "union":
         boxes = np.concatenate([boxes[:, :2].min(axis=0), boxes[:, 2:].max(axis=0)])[None]
     # boxes come back from the resized image with rounding, which must not decide where the overlap is exactly that
-    return right_candidates(regions, boxes, choices.min_iou - ROUNDING)
+    return right_candidates(regions, boxes, options.min_iou - ROUNDING)
 
 
 def add_text(
@@ -320,18 +320,18 @@ def add_text(
     graph: AttentionGraph,
     maps: Float[Tensor, "layers heads slots slots"],
     view: TextView,
-    choices: AttentionChoices,
+    options: AttentionOptions,
 ) -> None:
     """The measures of one graph of one text."""
-    per_sentence = choices.mean_over == "sentences"
-    facts, device = view.facts, maps.device
-    queries = phrase_queries(facts, choices)
-    counted = counted_phrases(view, choices)
+    per_sentence = options.mean_over == "sentences"
+    caption, device = view.caption, maps.device
+    queries = phrase_queries(caption, options)
+    counted = counted_phrases(view, options)
 
-    def put(measure: str, judged: Judged, label: str = ALL) -> None:
-        found.add(MeasureKey(graph_name, measure, label), judged, per_sentence=per_sentence)
+    def put(measure: str, measured: Measurement, label: str = ALL) -> None:
+        found.add(MeasureKey(graph_name, measure, label), measured, per_sentence=per_sentence)
 
-    spans = torch.from_numpy(facts.phrase_spans).to(device)
+    spans = torch.from_numpy(caption.phrase_spans).to(device)
     if NEEDS[ENTITIES] in graph.blocks:
         asked = counted & torch.from_numpy(queries.attends).to(device)
         right, own = view.is_right[asked], torch.from_numpy(queries.spans).to(device)[asked]
@@ -340,85 +340,87 @@ def add_text(
             entity_grounding(*(maps, own, view.regions, view.allowed, right, view.baselines(right), queries.piece)),
         )
     if NEEDS[NAMING] in graph.blocks:
-        is_word = torch.from_numpy(facts.is_word).to(device)
+        is_word = torch.from_numpy(caption.is_word).to(device)
         padded = torch.zeros(view.length, dtype=torch.bool, device=device)
         padded[: len(is_word)] = is_word
         put(NAMING, region_naming(maps, view.regions, view.is_right, spans, padded))
     if NEEDS[GROUPING] in graph.blocks:
         put(GROUPING, region_grouping(maps, view.regions, view.allowed, view.is_right))
-    if not facts.is_parsed:
+    if not caption.is_parsed:
         return
-    words = torch.from_numpy(facts.word_spans).to(device)
+    words = torch.from_numpy(caption.word_spans).to(device)
     if NEEDS[RELATIONS] in graph.blocks:
-        pairs = grounded_pairs(facts, counted.tolist(), choices)
+        pairs = grounded_pairs(caption, counted.tolist(), options)
         source, phrase = (torch.tensor(column, dtype=torch.int64, device=device) for column in pairs.columns)
         right = view.is_right[phrase]
-        judged = entity_grounding(
-            *(maps, words[source], view.regions, view.allowed, right, view.baselines(right), choices.word_piece)
+        measured = entity_grounding(
+            *(maps, words[source], view.regions, view.allowed, right, view.baselines(right), options.word_piece)
         )
-        put_by_label(put, RELATIONS, judged, pairs.labels)
+        put_by_label(put, RELATIONS, measured, pairs.labels)
     if NEEDS[DEPENDENCIES] in graph.blocks:
-        pairs = word_pairs(facts, choices).apart(facts.word_spans)
+        pairs = word_pairs(caption, options).apart(caption.word_spans)
         source, target = (torch.tensor(column, dtype=torch.int64, device=device) for column in pairs.columns)
-        put_by_label(put, DEPENDENCIES, word_dependency(maps, words, target, source, choices.word_piece), pairs.labels)
+        put_by_label(put, DEPENDENCIES, word_dependency(maps, words, target, source, options.word_piece), pairs.labels)
 
 
-def put_by_label(put: Callable[..., None], measure: str, judged: Judged, labels: Sequence[str]) -> None:
+def put_by_label(put: Callable[..., None], measure: str, measured: Measurement, labels: Sequence[str]) -> None:
     """Add the examples to the sums over all relations and of each relation."""
-    put(measure, judged)
+    put(measure, measured)
     for label in dict.fromkeys(labels):
-        kept = torch.tensor([own == label for own in labels], device=judged.hits.device)
-        put(measure, judged.select(kept), label)
+        kept = torch.tensor([own == label for own in labels], device=measured.hits.device)
+        put(measure, measured.select(kept), label)
 
 
-def counted_phrases(view: TextView, choices: AttentionChoices) -> Bool[Tensor, " phrases"]:
+def counted_phrases(view: TextView, options: AttentionOptions) -> Bool[Tensor, " phrases"]:
     """The phrases that are measured: with or without boxes and right regions, as the choices say."""
-    has_box = torch.tensor([len(own) > 0 for own in view.facts.boxes], dtype=torch.bool, device=view.allowed.device)
+    has_box = torch.tensor([len(own) > 0 for own in view.caption.boxes], dtype=torch.bool, device=view.allowed.device)
     has_region = view.is_right.any(dim=1)
-    counted = has_box if choices.without_box == "skip" else torch.ones_like(has_box)
-    if choices.without_proposal == "skip":
+    counted = has_box if options.without_box == "skip" else torch.ones_like(has_box)
+    if options.without_proposal == "skip":
         counted = counted & (has_region | ~has_box)
     return counted
 
 
-def count_text(numbers: Counter[str], view: TextView, choices: AttentionChoices) -> None:
+def count_text(numbers: Counter[str], view: TextView, options: AttentionOptions) -> None:
     """What is said about the data beside the measures."""
-    facts = view.facts
-    has_box = [len(own) > 0 for own in facts.boxes]
+    caption = view.caption
+    has_box = [len(own) > 0 for own in caption.boxes]
     has_region = view.is_right.any(dim=1).tolist()
     numbers.update(
         {
             "captions": 1,
-            "captions without a parse": int(not facts.is_parsed),
-            "phrases": len(facts.phrases) + facts.phrases_cut,
-            "phrases cut off with the end of a caption": facts.phrases_cut,
-            "words cut off with the end of a caption": facts.words_cut,
+            "captions without a parse": int(not caption.is_parsed),
+            "phrases": len(caption.phrases) + caption.phrases_cut,
+            "phrases cut off with the end of a caption": caption.phrases_cut,
+            "words cut off with the end of a caption": caption.words_cut,
             "relations of words that share a wordpiece, left out of word dependency": sum(
-                shares_piece(facts.word_spans, one.governor, one.dependent) for one in facts.relations
+                shares_piece(caption.word_spans, one.governor, one.dependent) for one in caption.relations
             ),
             "phrases without a box": has_box.count(False),
             "phrases with a box, without a right region": sum(
                 box and not region for box, region in zip(has_box, has_region, strict=True)
             ),
-            **_without_query(view.facts, choices),
+            **_without_query(view.caption, options),
             "candidate regions": int(view.allowed.sum()),
         }
     )
 
 
-def _without_query(facts: CaptionFacts, choices: AttentionChoices) -> dict[str, int]:
+def _without_query(caption: CaptionAnnotations, options: AttentionOptions) -> dict[str, int]:
     """How many phrases attend from nowhere; only a choice of their words can do that."""
-    if choices.entity_piece != "head":
+    if options.entity_piece != "head":
         return {}
-    missing = int((~phrase_queries(facts, choices).attends).sum())
+    missing = int((~phrase_queries(caption, options).attends).sum())
     return {"phrases without a head word, left out of entity grounding": missing}
 
 
-def seen_text(record: dict, view: TextView, maps: Mapping[str, Float[Tensor, "layers heads slots slots"]]) -> SeenText:
+def seen_text(
+    record: dict, view: TextView, maps: Mapping[str, Float[Tensor, "layers heads slots slots"]]
+) -> RecordedText:
     """What pictures need of a text."""
-    return SeenText(
+    return RecordedText(
         index=record["text_index"],
-        facts=view.facts,
+        caption=view.caption,
         file_name=record["file_name"],
         region_boxes=view.boxes,
         allowed=view.allowed.cpu().numpy(),

@@ -27,16 +27,16 @@ from e2e_vl.analysis.collect import (
     GROUPING,
     LARGEST,
     NEEDS,
+    RELATIONS,
     MeasureKey,
-    SeenText,
+    RecordedText,
     phrase_queries,
 )
 from e2e_vl.analysis.measures import HeadSums, attention_from
-from e2e_vl.analysis.options import AttentionChoices, parse_head
+from e2e_vl.analysis.options import AttentionOptions, parse_head
 from e2e_vl.analysis.tables import AttentionResults
 from e2e_vl.drawing import BLUE, GREEN, LONGEST, RED, draw_boxes
 from e2e_vl.structures import AttentionBlock, AttentionGraph
-from e2e_vl.synthetic.config import RELATIONS
 
 ACTIVE, INACTIVE = "#1f5fa8", "#b9cfe8"  # colours of active heads and of others
 LINES = {CONFIDENCE: ("#b3261e", "--"), LARGEST: ("#8a5a00", "-."), "chance": ("#666666", ":")}
@@ -82,14 +82,14 @@ def draw_relation_figure(results: AttentionResults, graph: str, measure: str = R
 
 def _panel(axes: Axes, results: AttentionResults, key: MeasureKey, top: float | None = None) -> None:
     """A point per head, light for inactive heads, with the number of the best active one; lines for baselines."""
-    choices, place = results.choices, (key.graph, key.measure, key.label)
+    options, place = results.options, (key.graph, key.measure, key.label)
     sums, active, best = results.of(*place), results.active(*place), results.best_active(*place)
     layers, heads = sums.hits.shape
     for wanted, colour, order in ((False, INACTIVE, 1), (True, ACTIVE, 2)):
         places = [
             (layer, head) for layer in range(layers) for head in range(heads) if bool(active[layer, head]) is wanted
         ]
-        x = [layer + choices.first_number + _spread(head, heads) for layer, head in places]
+        x = [layer + options.first_number + _spread(head, heads) for layer, head in places]
         y = [float(sums.accuracy[place]) for place in places]
         axes.scatter(x, y, s=14, color=colour, zorder=order + 2, linewidths=0, clip_on=False)
     for name in sums.baselines:
@@ -97,15 +97,15 @@ def _panel(axes: Axes, results: AttentionResults, key: MeasureKey, top: float | 
         axes.axhline(sums.baseline(name), color=colour, linestyle=style, linewidth=1.2, zorder=0)
     highest = max(float(sums.accuracy.max()), *(sums.baseline(name) for name in sums.baselines), top or 0)
     axes.set_ylim(0, min(1.18 * highest, 1.12) if highest else 1)
-    axes.set_xlim(choices.first_number - 0.6, choices.first_number + layers - 0.4)
+    axes.set_xlim(options.first_number - 0.6, options.first_number + layers - 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
     if best is not None:
-        at = best[0] + choices.first_number + _spread(best[1], heads)
+        at = best[0] + options.first_number + _spread(best[1], heads)
         is_right = best[0] >= layers / 2
         axes.annotate(
-            f"{choices.number(*best)}: {float(sums.accuracy[best]):.2f}",
+            f"{options.number(*best)}: {float(sums.accuracy[best]):.2f}",
             (at, float(sums.accuracy[best])),
             xytext=(-4 if is_right else 4, 4),
             textcoords="offset points",
@@ -186,7 +186,7 @@ class Overlay:
 
 
 def chosen_heads(
-    words: Sequence[str], graphs: Mapping[str, AttentionGraph], choices: AttentionChoices, num_heads: int
+    words: Sequence[str], graphs: Mapping[str, AttentionGraph], options: AttentionOptions, num_heads: int
 ) -> list[ChosenHead]:
     """The heads that a user names; without a graph it is the first one in which words read regions.
 
@@ -196,11 +196,11 @@ def chosen_heads(
     reads = [name for name, graph in graphs.items() if AttentionBlock.WORDS_TO_REGIONS in graph.blocks]
     found = []
     for word in words:
-        graph, layer, head = parse_head(word, choices.first_number)
+        graph, layer, head = parse_head(word, options.first_number)
         graph = graph or reads[0]
         if graph not in graphs:
             raise UserError(f"--heads has '{word}', but the encoder has the graphs {', '.join(graphs)}.")
-        layers, first = len(graphs[graph].steps), choices.first_number
+        layers, first = len(graphs[graph].steps), options.first_number
         if layer >= layers or head >= num_heads:
             raise UserError(
                 f"--heads has '{word}', but the graph {graph} has the layers {first} to {layers - 1 + first} with the "
@@ -213,12 +213,12 @@ def chosen_heads(
 def best_heads(results: AttentionResults) -> list[ChosenHead]:
     """The best heads of each graph: in entity grounding the best active ones, else in what the graph can do."""
     found = []
-    for graph, stated in results.graphs.items():
+    for graph, phrases in results.graphs.items():
         number = 1
-        if NEEDS[ENTITIES] in stated.blocks:
+        if NEEDS[ENTITIES] in phrases.blocks:
             measure, number = ENTITIES, HEADS
         else:
-            measure = DEPENDENCIES if NEEDS[DEPENDENCIES] in stated.blocks else GROUPING
+            measure = DEPENDENCIES if NEEDS[DEPENDENCIES] in phrases.blocks else GROUPING
         sums = results.of(graph, measure)
         if sums is None:
             found.append(ChosenHead(graph, 0, 0))
@@ -233,7 +233,7 @@ def best_heads(results: AttentionResults) -> list[ChosenHead]:
 
 
 def draw_overlays(
-    folder: Path, results: AttentionResults, texts: Sequence[SeenText], heads: Sequence[ChosenHead]
+    folder: Path, results: AttentionResults, texts: Sequence[RecordedText], heads: Sequence[ChosenHead]
 ) -> list[Overlay]:
     """Write a picture for each text, phrase and head (no heads: the best ones)."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -247,16 +247,16 @@ def draw_overlays(
 
 
 def _of_head(
-    folder: Path, results: AttentionResults, text: SeenText, head: ChosenHead, blocks: frozenset[AttentionBlock]
+    folder: Path, results: AttentionResults, text: RecordedText, head: ChosenHead, blocks: frozenset[AttentionBlock]
 ) -> list[Overlay]:
-    choices = results.choices
-    name = f"head {choices.number(head.layer, head.head)}"
-    file = f"{text.index:06d}_{head.graph}_{choices.number(head.layer, head.head)}"
+    options = results.options
+    name = f"head {options.number(head.layer, head.head)}"
+    file = f"{text.index:06d}_{head.graph}_{options.number(head.layer, head.head)}"
     own = torch.from_numpy(text.maps[head.graph][head.layer, head.head]).float()[None, None]
     regions = slice(text.length, text.length + len(text.allowed))
-    phrases = [row for row, boxes in enumerate(text.facts.boxes) if len(boxes)][:PHRASES]
+    phrases = [row for row, boxes in enumerate(text.caption.boxes) if len(boxes)][:PHRASES]
     if AttentionBlock.WORDS_TO_REGIONS in blocks:
-        queries = phrase_queries(text.facts, choices)
+        queries = phrase_queries(text.caption, options)
         seen = attention_from(own, torch.from_numpy(queries.spans), queries.piece)[0, 0, :, regions].numpy()
         phrases = [row for row in phrases if queries.attends[row]]
         return [
@@ -267,7 +267,7 @@ def _of_head(
                 seen[row],
                 text.allowed,
                 row,
-                f"“{text.facts.phrases[row]}”, {name}",
+                f"“{text.caption.phrases[row]}”, {name}",
             )
             for row in phrases
         ]
@@ -278,7 +278,7 @@ def _of_head(
             if len(right):
                 others = text.allowed & (np.arange(len(text.allowed)) != right[0])
                 seen = own[0, 0, regions, regions][right[0]].numpy()
-                title = f"from the region of “{text.facts.phrases[row]}” to the others, {name}"
+                title = f"from the region of “{text.caption.phrases[row]}” to the others, {name}"
                 overlays.append(
                     _region_overlay(folder / f"{file}_{row}.jpg", text, head, seen, others, row, title, source=right[0])
                 )
@@ -288,7 +288,7 @@ def _of_head(
 
 def _region_overlay(
     path: Path,
-    text: SeenText,
+    text: RecordedText,
     head: ChosenHead,
     seen: np.ndarray,
     allowed: np.ndarray,
@@ -304,7 +304,7 @@ def _region_overlay(
     note = f"{100 * total:.0f} % of the attention is on regions"
     if best is not None and source is None:
         note += f"; the most attended one is {'right' if is_right else 'wrong'}"
-    shown = Overlay(text.index, text.facts.words, head.graph, title, note, path)
+    shown = Overlay(text.index, text.caption.words, head.graph, title, note, path)
     try:
         image = load_image(text.file_name, "RGB")
     except (FileNotFoundError, ValueError) as error:  # it lies in an archive, or was not needed for saved features
@@ -321,7 +321,7 @@ def _region_overlay(
         labels.append("this region")
         colours.append(GREEN)
     else:
-        gold = text.facts.boxes[phrase] * factor
+        gold = text.caption.boxes[phrase] * factor
         boxes += list(gold)
         labels += ["annotated"] * len(gold)
         colours += [GREEN] * len(gold)
@@ -365,13 +365,13 @@ def heat_on(image: np.ndarray, boxes: np.ndarray, values: np.ndarray) -> np.ndar
     return np.round((1 - share) * faded + share * heat).clip(0, 255).astype(np.uint8)
 
 
-def _word_overlay(path: Path, text: SeenText, head: ChosenHead, own: torch.Tensor, name: str) -> Overlay:
+def _word_overlay(path: Path, text: RecordedText, head: ChosenHead, own: torch.Tensor, name: str) -> Overlay:
     """The attention among the words of a caption; of a word's wordpieces rows are averaged and columns summed."""
-    spans = torch.from_numpy(text.facts.word_spans)
+    spans = torch.from_numpy(text.caption.word_spans)
     slots = torch.arange(own.shape[3])
     inside = ((slots >= spans[:, :1]) & (slots < spans[:, 1:])).float()
     values = (attention_from(own, spans, "mean")[0, 0] @ inside.T).numpy()
-    path.write_bytes(draw_word_map(f"{head.graph}, {name}", text.facts.forms, values))
+    path.write_bytes(draw_word_map(f"{head.graph}, {name}", text.caption.forms, values))
     return Overlay(
-        text.index, text.facts.words, head.graph, f"words to words, {name}", "each row attends to the columns", path
+        text.index, text.caption.words, head.graph, f"words to words, {name}", "each row attends to the columns", path
     )

@@ -1,7 +1,7 @@
 """Measures of attention heads, each a function of the maps of one text, and sums that do not grow with the data.
 
 Entity and syntactic grounding are those of section 3 of VisualBERT's ACL paper, as far as it defines them; what it
-leaves open is in `AttentionChoices`. The measures among words alone and among regions alone are for encoders whose
+leaves open is in `AttentionOptions`. The measures among words alone and among regions alone are for encoders whose
 words and regions attend in graphs of their own.
 
 All maps are probabilities of one text, [layers heads slots slots] (query, key), with slots as in `EncoderOutput`.
@@ -24,7 +24,7 @@ Maps = Float[Tensor, "layers heads slots slots"]
 
 
 @dataclasses.dataclass
-class Judged:
+class Measurement:
     """What a measure says of the examples of one text."""
 
     hits: Bool[Tensor, "layers heads examples"]  # whether the largest attention is where it should be
@@ -34,10 +34,10 @@ class Judged:
     def __len__(self) -> int:
         return self.hits.shape[2]
 
-    def select(self, kept: Bool[Tensor, " examples"]) -> Judged:
+    def select(self, kept: Bool[Tensor, " examples"]) -> Measurement:
         """Some of the examples."""
         baselines = {name: values[kept] for name, values in self.baselines.items()}
-        return Judged(self.hits[:, :, kept], self.attention[:, :, kept], baselines)
+        return Measurement(self.hits[:, :, kept], self.attention[:, :, kept], baselines)
 
 
 @dataclasses.dataclass
@@ -56,19 +56,19 @@ class HeadSums:
         none = torch.zeros(layers, heads, dtype=torch.float64)
         return cls(none, none.clone(), dict.fromkeys(names, 0.0))
 
-    def add(self, judged: Judged, *, per_sentence: bool = False) -> None:
+    def add(self, measured: Measurement, *, per_sentence: bool = False) -> None:
         """Add the examples of one text; with `per_sentence` their mean counts once."""
-        number = len(judged)
+        number = len(measured)
         if not number:
             return
         weight = 1 / number if per_sentence else 1.0
-        self.hits += judged.hits.sum(dim=2).double().cpu() * weight
-        self.attention += judged.attention.double().sum(dim=2).cpu() * weight
-        if set(judged.baselines) != set(self.baselines):
+        self.hits += measured.hits.sum(dim=2).double().cpu() * weight
+        self.attention += measured.attention.double().sum(dim=2).cpu() * weight
+        if set(measured.baselines) != set(self.baselines):
             raise UserError(
                 "Some regions have scores and others have none, so their baselines differ; give boxes of one kind."
             )
-        for name, values in judged.baselines.items():
+        for name, values in measured.baselines.items():
             self.baselines[name] += float(values.double().sum()) * weight
         self.count += 1 if per_sentence else number
         self.examples += number
@@ -135,12 +135,12 @@ def attention_from(
     return maps[:, :, first if piece == "first" else end - 1]
 
 
-def judge(
+def measure_hits(
     attention: Float[Tensor, "layers heads examples choices"],
     allowed: Bool[Tensor, "examples choices"],
     is_right: Bool[Tensor, "examples choices"],
     baselines: Mapping[str, Float[Tensor, " examples"]] | None = None,
-) -> Judged:
+) -> Measurement:
     """A hit is a right choice with the largest attention among the allowed ones; of equal ones the first counts.
 
     The baseline "chance" is added: the share of right choices among the allowed ones.
@@ -156,7 +156,7 @@ def judge(
         rows = torch.arange(len(right), device=right.device)
         hits = right[rows, places]
     total = (attention * allowed).sum(dim=3)
-    return Judged(hits, total, {**(baselines or {}), "chance": chance.to(attention.dtype)})
+    return Measurement(hits, total, {**(baselines or {}), "chance": chance.to(attention.dtype)})
 
 
 def right_by_rule(
@@ -178,7 +178,7 @@ def entity_grounding(
     is_right: Bool[Tensor, "examples R"],
     baselines: Mapping[str, Float[Tensor, " examples"]],
     piece: str = "last",
-) -> Judged:
+) -> Measurement:
     """How often phrases attend most, among the regions, to a right region.
 
     Syntactic grounding is the same with the words w2 as queries and the regions of w1 as right ones.
@@ -188,7 +188,7 @@ def entity_grounding(
         allowed: candidate regions.
     """
     seen = attention_from(maps, spans, piece)[..., regions]
-    return judge(seen, allowed.expand_as(is_right), is_right, baselines)
+    return measure_hits(seen, allowed.expand_as(is_right), is_right, baselines)
 
 
 def region_naming(
@@ -197,7 +197,7 @@ def region_naming(
     is_right: Bool[Tensor, "entities R"],
     spans: Int64[Tensor, "entities 2"],
     is_word: Bool[Tensor, " L"],
-) -> Judged:
+) -> Measurement:
     """How often the regions of entities attend most, among the words, to a word of a phrase that names them.
 
     An example is a region that is right for some phrase; special wordpieces are no choice.
@@ -208,12 +208,12 @@ def region_naming(
     inside = (slots >= spans[:, :1]) & (slots < spans[:, 1:])  # [entities, L]
     names = (is_right[:, named].T.float() @ inside.float()) > 0  # [examples, L]
     seen = maps[:, :, regions][:, :, named, :length]
-    return judge(seen, is_word.expand_as(names), names)
+    return measure_hits(seen, is_word.expand_as(names), names)
 
 
 def region_grouping(
     maps: Maps, regions: slice, allowed: Bool[Tensor, " R"], is_right: Bool[Tensor, "entities R"]
-) -> Judged:
+) -> Measurement:
     """How often a region of an entity with several ones attends most, among the others, to another one of them.
 
     An example is a region of a phrase that has at least two right ones.
@@ -222,7 +222,7 @@ def region_grouping(
     phrase, region = (right & (right.sum(dim=1, keepdim=True) > 1)).nonzero().unbind(dim=1)
     others = torch.arange(len(allowed), device=maps.device) != region[:, None]
     seen = maps[:, :, regions, regions][:, :, region]
-    return judge(seen, allowed & others, right[phrase] & others)
+    return measure_hits(seen, allowed & others, right[phrase] & others)
 
 
 def word_dependency(
@@ -231,7 +231,7 @@ def word_dependency(
     targets: Int64[Tensor, " examples"],
     sources: Int64[Tensor, " examples"],
     piece: str = "last",
-) -> Judged:
+) -> Measurement:
     """How often words attend most, among the other words of the sentence, to the word that they are related to.
 
     The attention on a word is the sum over its wordpieces; special wordpieces are no words. Words of the same
@@ -250,4 +250,4 @@ def word_dependency(
     others = (inside[choice[sources]] @ inside.T) == 0  # [examples, choices]
     step = choice[targets] - choice[sources]
     baselines = {"word before": (step == -1).to(maps.dtype), "word behind": (step == 1).to(maps.dtype)}
-    return judge(seen, others, rows == choice[targets][:, None], baselines)
+    return measure_hits(seen, others, rows == choice[targets][:, None], baselines)

@@ -14,7 +14,7 @@ from detector.errors import UserError
 WordPiece = Literal["last", "first", "mean"]
 
 
-class AttentionChoices(msgspec.Struct, frozen=True):
+class AttentionOptions(msgspec.Struct, frozen=True):
     """The options of an analysis; `describe` repeats them in its output. The metadata of a type is its help."""
 
     entity_piece: Annotated[
@@ -101,8 +101,8 @@ class AttentionChoices(msgspec.Struct, frozen=True):
 
 def options() -> Iterator[tuple[str, Any, Any, str]]:
     """(field, type, default, meaning) of every option."""
-    types = typing.get_type_hints(AttentionChoices, include_extras=True)
-    for field in msgspec.structs.fields(AttentionChoices):
+    types = typing.get_type_hints(AttentionOptions, include_extras=True)
+    for field in msgspec.structs.fields(AttentionOptions):
         kind, meta = typing.get_args(types[field.name])
         yield field.name, kind, field.default, meta.description
 

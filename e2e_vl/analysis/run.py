@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from detector.errors import UserError
 from detector.io import atomic_folder, write_json, write_text
 from e2e_vl.analysis.captions import CaptionPreprocessor, Parses, parse_with_spacy, read_parses
-from e2e_vl.analysis.collect import ENTITIES, Collected, collect_attention, texts_to_show
+from e2e_vl.analysis.collect import ENTITIES, RELATIONS, Collected, collect_attention, texts_to_show
 from e2e_vl.analysis.figures import (
     ChosenHead,
     Overlay,
@@ -29,7 +29,7 @@ from e2e_vl.analysis.figures import (
     draw_overlays,
     draw_relation_figure,
 )
-from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.tables import BASELINE_WORDS, AttentionResults, write_tables
 from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.base import open_options
@@ -47,7 +47,6 @@ from e2e_vl.run.build import (
 )
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.launch import make_accelerator
-from e2e_vl.synthetic.config import RELATIONS
 
 PAGE = Path(__file__).with_name("attention_page.html.jinja")
 LONGEST_SIDE = 720  # of a picture in the page, pixels
@@ -131,7 +130,7 @@ class AttentionRequest:
     data: Path | None = None  # config whose `data` says where the captions are; None: the run's own
     parses: Path | None = None  # CoNLL-U
     spacy_model: str | None = None
-    choices: AttentionChoices = dataclasses.field(default_factory=AttentionChoices)
+    options: AttentionOptions = dataclasses.field(default_factory=AttentionOptions)
     heads: tuple[str, ...] = ()  # whose pictures are drawn; none given: the best ones
     pictures: int = 6  # captions with pictures
     max_images: int | None = None
@@ -153,7 +152,7 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
         FileNotFoundError, ValueError: no model there, data that do not fit or state no phrases, an encoder without
             attention maps, a head that does not exist, or a choice that needs parses without any.
     """
-    request.choices.require_parses(given=request.parses is not None or request.spacy_model is not None)
+    request.options.require_parses(given=request.parses is not None or request.spacy_model is not None)
     check_results_folder(request.folder)
     own, of_data = divided(request.overrides, has_data=request.data is not None)
     config, model, tokenizer = load_model(request.run, overrides=own)
@@ -174,9 +173,9 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
     examples = caption_examples(config, model, tokenizer, request, parses)
     groups = examples.groups if request.max_images is None else examples.groups[: request.max_images]
     number = model.encoder.config.num_attention_heads
-    heads = chosen_heads(request.heads, model.encoder.attention_graphs, request.choices, number)
+    heads = chosen_heads(request.heads, model.encoder.attention_graphs, request.options, number)
     found = collect_attention(
-        *(model, examples, build_collate(config, model), request.choices, accelerator),
+        *(model, examples, build_collate(config, model), request.options, accelerator),
         images_per_batch=config.eval.images_per_batch,
         workers=config.data.workers,
         sorted_boxes=isinstance(examples.loader.boxes, DetectedBoxes),
@@ -190,14 +189,14 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
         split=request.split,
         boxes=str(request.boxes),
         parses=None if parses is None else parses.origin,
-        choices=request.choices,
+        options=request.options,
         graphs=model.encoder.attention_graphs,
         sums=found.sums,
         numbers={
             **found.numbers,
             "captions of the whole split that the data set leaves out": examples.dataset.left_out,
         },
-        relations={graph: found.labels(graph, RELATIONS, request.choices) for graph in model.encoder.attention_graphs},
+        relations={graph: found.labels(graph, RELATIONS, request.options) for graph in model.encoder.attention_graphs},
         images=len(groups),
     )
     page = write_results(request.folder, results, found, heads, accelerator)
@@ -291,5 +290,5 @@ def caption_examples(
     loader = build_loader(config, model, dataset, request.boxes)
     loader.require_images(dataset.image_ids(), request.split)
     writer = dataclasses.replace(build_text_tokenizer(config, model, tokenizer), with_phrase_spans=False)
-    preprocessor = CaptionPreprocessor(writer, parses, request.choices.missing_parse == "error")
+    preprocessor = CaptionPreprocessor(writer, parses, request.options.missing_parse == "error")
     return ExampleDataset(dataset, loader, preprocessor, seed=config.seed)

@@ -12,11 +12,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from e2e_vl.analysis.collect import ALL, CONFIDENCE, ENTITIES, LARGEST, NEEDS, MeasureKey
+from e2e_vl.analysis.collect import ALL, CONFIDENCE, ENTITIES, LARGEST, NEEDS, RELATIONS, MeasureKey
 from e2e_vl.analysis.measures import HeadSums
-from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.structures import AttentionBlock, AttentionGraph
-from e2e_vl.synthetic.config import RELATIONS
 
 # What a baseline is, in words.
 BASELINE_WORDS = {
@@ -42,7 +41,7 @@ class AttentionResults:
     split: str
     boxes: str
     parses: str | None  # file or model; None: there are none
-    choices: AttentionChoices
+    options: AttentionOptions
     graphs: Mapping[str, AttentionGraph]
     sums: Mapping[MeasureKey, HeadSums]
     numbers: Mapping[str, int]
@@ -71,17 +70,17 @@ class AttentionResults:
         notes = [] if self.has_confidence else [NO_CONFIDENCE]
         if self.parses is None:
             notes.append("No parses were given, so there is no syntactic grounding; give --parses or --spacy.")
-        share = f"{100 * self.choices.active_above:g} %"
+        share = f"{100 * self.options.active_above:g} %"
         notes.append(
             f"A head is called active where more than {share} of the attention of the measured words (entities, or the "
             "attending words of relations) lies on regions, as a mean over the same examples as the accuracy."
-            if self.choices.active_over == "examples"
+            if self.options.active_over == "examples"
             else f"A head is called active where more than {share} of the attention of the entities lies on regions, "
             "as a mean over all measured entities; the same heads are active for relations."
         )
         notes.append(
-            f"A region is right where its IoU with an annotated box is at least {self.choices.min_iou:g}; an IoU of "
-            f"exactly {self.choices.min_iou:g} counts as a match."
+            f"A region is right where its IoU with an annotated box is at least {self.options.min_iou:g}; an IoU of "
+            f"exactly {self.options.min_iou:g} counts as a match."
         )
         notes.append(
             "Where several regions share the largest attention of a head, or the highest score of a baseline, the "
@@ -90,17 +89,17 @@ class AttentionResults:
         return notes
 
     def activity(self, graph: str, measure: str, label: str = ALL) -> HeadSums | None:
-        """The sums whose attention says which heads are active, as `choices.active_over` chooses."""
-        if self.choices.active_over == "entities" and NEEDS[measure] is AttentionBlock.WORDS_TO_REGIONS:
+        """The sums whose attention says which heads are active, as `options.active_over` chooses."""
+        if self.options.active_over == "entities" and NEEDS[measure] is AttentionBlock.WORDS_TO_REGIONS:
             return self.of(graph, ENTITIES)
         return self.of(graph, measure, label)
 
     def active(self, graph: str, measure: str, label: str = ALL) -> Bool[Tensor, "layers heads"]:
         """The active heads of a measure; none without samples of `activity`."""
-        sums, stated = self.activity(graph, measure, label), self.of(graph, measure, label)
+        sums, phrases = self.activity(graph, measure, label), self.of(graph, measure, label)
         if sums is None:
-            return torch.zeros_like(stated.hits, dtype=torch.bool)
-        return sums.active(self.choices.active_above)
+            return torch.zeros_like(phrases.hits, dtype=torch.bool)
+        return sums.active(self.options.active_above)
 
     def best_active(self, graph: str, measure: str, label: str = ALL) -> tuple[int, int] | None:
         """Layer and head of the active head with the highest accuracy; None without examples or an active head."""
@@ -120,7 +119,7 @@ class AttentionResults:
             found[name] = None
             if place is not None:
                 found[name] = {
-                    "head": self.choices.number(*place),
+                    "head": self.options.number(*place),
                     "accuracy": float(sums.accuracy[place]),
                     "attention": float(sums.mean_attention[place]),
                 }
@@ -143,7 +142,7 @@ class AttentionResults:
     def as_json(self) -> dict[str, Any]:
         """All numbers and choices in plain values; matrices are [layer][head]."""
         graphs: dict[str, Any] = {}
-        for graph, stated in self.graphs.items():
+        for graph, phrases in self.graphs.items():
             measures = {}
             for measure in self.measures(graph):
                 labels = sorted({key.label for key in self.sums if (key.graph, key.measure) == (graph, measure)})
@@ -157,8 +156,8 @@ class AttentionResults:
                     },
                 }
             graphs[graph] = {
-                "layers": len(stated.steps),
-                "reads": sorted(map(str, stated.blocks)),
+                "layers": len(phrases.steps),
+                "reads": sorted(map(str, phrases.blocks)),
                 "shown_relations": self.relations[graph],
                 "measures": measures,
             }
@@ -170,7 +169,7 @@ class AttentionResults:
             "images": self.images,
             "boxes": self.boxes,
             "parses": self.parses,
-            "choices": {choice["name"]: choice["value"] for choice in self.choices.describe()},
+            "options": {choice["name"]: choice["value"] for choice in self.options.describe()},
             "notes": self.notes,
             "numbers": dict(self.numbers),
             "graphs": graphs,
@@ -191,7 +190,7 @@ class AttentionResults:
                     "relation": label,
                     "pairs": sums.examples,
                     **{name: sums.baseline(name) for name in sums.baselines},
-                    "best active head": "" if place is None else self.choices.number(*place),
+                    "best active head": "" if place is None else self.options.number(*place),
                     "accuracy": None if place is None else float(sums.accuracy[place]),
                     "attention on regions": None if place is None else float(sums.mean_attention[place]),
                 }
@@ -209,7 +208,7 @@ def write_tables(folder: Path, results: AttentionResults) -> None:
 
 
 def _head_rows(results: AttentionResults, *, only_all: bool) -> Iterable[dict[str, Any]]:
-    first = results.choices.first_number
+    first = results.options.first_number
     for key, sums in results.sums.items():
         if not sums.examples or (key.label == ALL) != only_all:
             continue

@@ -10,7 +10,7 @@ the run, or those of another config (--data). Words are read as they are, whatev
 Entity grounding: how often a phrase attends most, among the regions, to a region with IoU of at least 0.5 with its box.
 Syntactic grounding: the same for the word at the other end of a relation; parses come from a CoNLL-U file (--parses) or
 from an installed spaCy model (--spacy). A head is active if more than 20 % of that attention is on regions. Both follow
-section 3 of VisualBERT's ACL paper; what the paper leaves open are the options under "choices", which stand in the
+section 3 of VisualBERT's ACL paper; what the paper leaves open are the options under "options", which stand in the
 output too. An encoder with several graphs of attention (LXMERT: language, vision, cross) is measured graph by graph.
 
 Writes into --output: attention.html (everything on one page), attention.json, heads.csv, relations.csv, table2_*.csv,
@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from detector.errors import UserError
-from e2e_vl.analysis.options import AttentionChoices, option_name, options, parse_head
+from e2e_vl.analysis.options import AttentionOptions, option_name, options, parse_head
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.config import BoxSource, load_config
 from e2e_vl.io import model_folder
@@ -58,9 +58,9 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--max-images", type=int, help="only the first images of the split (default: all)")
     parser.add_argument("--output", type=Path, help="folder of the results (default: one in RUN/attention)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
-    choices = parser.add_argument_group("choices", "what the paper leaves open")
+    group = parser.add_argument_group("options", "what the paper leaves open")
     for name, kind, default, meaning in options():
-        choices.add_argument(
+        group.add_argument(
             option_name(name),
             type=type(default),
             default=default,
@@ -81,10 +81,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if arguments.pictures < 0 or (arguments.max_images is not None and arguments.max_images < 1):
         raise UserError("--pictures must not be negative, and --max-images must be at least 1.")
     values = {name: getattr(arguments, name) for name, *_ in options()}
-    choices = msgspec.convert(values, AttentionChoices)
-    choices.require_parses(given=arguments.parses is not None or arguments.spacy is not None)
+    chosen = msgspec.convert(values, AttentionOptions)
+    chosen.require_parses(given=arguments.parses is not None or arguments.spacy is not None)
     for head in arguments.heads:
-        parse_head(head, choices.first_number)
+        parse_head(head, chosen.first_number)
     from e2e_vl.analysis.run import AttentionRequest, analyze_attention  # late: it imports torch
 
     request = AttentionRequest(
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         data=arguments.data,
         parses=arguments.parses,
         spacy_model=arguments.spacy,
-        choices=choices,
+        options=chosen,
         heads=tuple(arguments.heads),
         pictures=arguments.pictures,
         max_images=arguments.max_images,

@@ -25,7 +25,7 @@ from e2e_vl.synthetic.config import (
     SceneConfig,
 )
 from e2e_vl.synthetic.language import Reference
-from e2e_vl.synthetic.scenes import Look, Scene, SceneFacts, SceneObject, box_iou
+from e2e_vl.synthetic.scenes import Appearance, Scene, SceneFacts, SceneObject, box_iou
 
 # What every format is written from: the names and ids of a data set, and one record per scene without its pixels.
 
@@ -52,7 +52,7 @@ class ScenePlace:
 class ObjectRecord:
     """One object as COCO annotates it."""
 
-    look: Look
+    appearance: Appearance
     box: list[float]  # [x, y, width, height] of the visible part, pixels
     area: int  # number of visible pixels
     outlines: list[list[int]]  # per visible part x, y, x, y, ... in pixels (see ``polygons``)
@@ -61,17 +61,21 @@ class ObjectRecord:
     def of(cls, item: SceneObject) -> ObjectRecord:
         """The record of a drawn object."""
         x1, y1, x2, y2 = item.box
-        return cls(item.look, [float(x1), float(y1), float(x2 - x1), float(y2 - y1)], item.area, polygons(item.visible))
+        return cls(
+            item.appearance, [float(x1), float(y1), float(x2 - x1), float(y2 - y1)], item.area, polygons(item.visible)
+        )
 
     @property
     def category_id(self) -> int:
         """Id of its shape in ``CATEGORIES``."""
-        return CATEGORY_IDS[self.look.shape]
+        return CATEGORY_IDS[self.appearance.shape]
 
     @property
     def attribute_ids(self) -> list[int]:
         """Indices of its colour, texture and size in ``ATTRIBUTES``."""
-        return [_ATTRIBUTE_IDS[value] for value in (self.look.colour, self.look.texture, self.look.size)]
+        return [
+            _ATTRIBUTE_IDS[value] for value in (self.appearance.colour, self.appearance.texture, self.appearance.size)
+        ]
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ def draw_detections(scene: Scene, config: ImitatedDetectorConfig, rng: np.random
     detections = []
     for i in found:
         box = _jittered(truth[i], size, config.min_iou, rng)
-        category = CATEGORY_IDS[scene.objects[i].look.shape]
+        category = CATEGORY_IDS[scene.objects[i].appearance.shape]
         if rng.random() < config.wrong_category:
             category = CATEGORIES[rng.integers(len(CATEGORIES))]["id"]
         detections.append(_record(box, category, rng.uniform(0.75, 1.0)))

@@ -113,7 +113,7 @@ def _query(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Ques
     if found is None or len(values[slot]) < 2:
         return None
     index, description = found
-    thing, answer, name = noun_phrase(description), getattr(facts.looks[index], slot), _SPELLED.get(slot, slot)
+    thing, answer, name = noun_phrase(description), getattr(facts.appearances[index], slot), _SPELLED.get(slot, slot)
     others = without(values[slot], answer)
     other = others[rng.integers(len(others))]
     start = {"objects": [index], "balanced": False}
@@ -146,7 +146,7 @@ def _choose(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Que
     if found is None or len(values[slot]) < 2:
         return None
     index, description = found
-    thing, answer, name = noun_phrase(description), getattr(facts.looks[index], slot), _SPELLED.get(slot, slot)
+    thing, answer, name = noun_phrase(description), getattr(facts.appearances[index], slot), _SPELLED.get(slot, slot)
     others = without(values[slot], answer)
     both = [answer, others[rng.integers(len(others))]]
     both = [both[number] for number in rng.permutation(2)]
@@ -207,8 +207,8 @@ def _compare(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Qu
         if None in found:
             return None
         (one, first), (other, second) = found
-        looks = [getattr(facts.looks[index], slot) for index in (one, other)]
-        if one != other and (looks[0] == looks[1]) == wanted:
+        appearances = [getattr(facts.appearances[index], slot) for index in (one, other)]
+        if one != other and (appearances[0] == appearances[1]) == wanted:
             break
     else:
         return None
@@ -265,12 +265,12 @@ def _graph(scene: SceneRecord[dict[str, Any]]) -> dict[str, Any]:
         x, y, w, h = (int(value) for value in item.box)
         behind = [anchor for anchor, front in enumerate(scene.drawn["in_front"]) if index in front]
         objects[str(scene.first_annotation_id + index)] = {
-            "name": item.look.shape,
+            "name": item.appearance.shape,
             "x": x,
             "y": y,
             "w": w,
             "h": h,
-            "attributes": [item.look.colour, item.look.texture, item.look.size],
+            "attributes": [item.appearance.colour, item.appearance.texture, item.appearance.size],
             "relations": [
                 {"name": "in front of", "object": str(scene.first_annotation_id + anchor)} for anchor in behind
             ],

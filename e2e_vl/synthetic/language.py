@@ -17,7 +17,7 @@ import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.synthetic.config import FAMILIES, LanguageConfig
-from e2e_vl.synthetic.scenes import Look, SceneFacts, members
+from e2e_vl.synthetic.scenes import Appearance, SceneFacts, members
 
 SLOTS = ("size", "texture", "colour", "shape")
 
@@ -263,8 +263,8 @@ class _Speaker:
         self._descriptions: list[list[tuple[Description, int]]] = []
         self._unique: list[list[Description]] = []
         self._minimal: list[list[Description]] = []
-        for look in facts.looks:
-            described = [Description(**{slot: getattr(look, slot) for slot in slots}) for slots in _SUBSETS]
+        for appearance in facts.appearances:
+            described = [Description(**{slot: getattr(appearance, slot) for slot in slots}) for slots in _SUBSETS]
             masks = [description.mask(facts) for description in described]
             rows = zip(_SUBSETS, described, masks, strict=True)
             unique = {frozenset(slots): item for slots, item, mask in rows if mask.bit_count() == 1}
@@ -349,18 +349,18 @@ def all_descriptions(slots: Sequence[str], values: Values) -> list[Description]:
 def identify(facts: SceneFacts, slots: Sequence[str], rng: np.random.Generator) -> tuple[int, Description] | None:
     """An object drawn at random and attributes among these slots that only it has; None if there is no such object."""
     for index in rng.permutation(facts.count):
-        look = facts.looks[index]
+        appearance = facts.appearances[index]
         subsets = [subset for number in range(1, len(slots) + 1) for subset in combinations(slots, number)]
-        descriptions = [Description(**{slot: getattr(look, slot) for slot in subset}) for subset in subsets]
+        descriptions = [Description(**{slot: getattr(appearance, slot) for slot in subset}) for subset in subsets]
         identifying = [one for one in descriptions if members(one.mask(facts)) == [index]]
         if identifying:
             return int(index), identifying[rng.integers(len(identifying))]
     return None
 
 
-def is_true_of(description: Description, look: Look) -> bool:
+def is_true_of(description: Description, appearance: Appearance) -> bool:
     """The look has everything that the description names."""
-    return all(getattr(description, slot) in (None, getattr(look, slot)) for slot in SLOTS)
+    return all(getattr(description, slot) in (None, getattr(appearance, slot)) for slot in SLOTS)
 
 
 def noun_phrase(description: Description, *, plural: bool = False) -> str:
@@ -398,14 +398,14 @@ def draw_captions(facts: SceneFacts, rng: np.random.Generator, count: int = 5) -
 
 
 def _count(slot: str, noun: str, most: int | None, facts: SceneFacts, rng: np.random.Generator) -> str:
-    counts = Counter(getattr(look, slot) for look in facts.looks)
+    counts = Counter(getattr(appearance, slot) for appearance in facts.appearances)
     names = [str(name) for name in rng.permutation(sorted(counts))][:most]
     return _listed([_counted(counts[name], noun.format(name)) for name in names])
 
 
 def _name_some(facts: SceneFacts, rng: np.random.Generator) -> str:
     some = rng.permutation(facts.count)[: rng.integers(1, 4)]
-    text = _listed([_article(_named(facts.looks[i], rng)) for i in some])
+    text = _listed([_article(_named(facts.appearances[i], rng)) for i in some])
     rest = facts.count - len(some)
     if rest and rng.random() < 0.5:
         text += " with " + _counted(rest, "other shape")
@@ -418,14 +418,14 @@ def _relate_two(facts: SceneFacts, rng: np.random.Generator) -> str | None:
     others = members(facts.holds[relation][anchor])
     if not others:
         return None
-    looks = facts.looks[others[rng.integers(len(others))]], facts.looks[anchor]
-    first, second = (_article(_named(look, rng)) for look in looks)
+    appearances = facts.appearances[others[rng.integers(len(others))]], facts.appearances[anchor]
+    first, second = (_article(_named(appearance, rng)) for appearance in appearances)
     return f"{first} {_RELATIONS[relation]} {second}"
 
 
-def _named(look: Look, rng: np.random.Generator) -> str:
-    said = [word for word in (look.size, look.texture, look.colour) if rng.random() < 0.5]
-    return " ".join([*said, look.shape])
+def _named(appearance: Appearance, rng: np.random.Generator) -> str:
+    said = [word for word in (appearance.size, appearance.texture, appearance.colour) if rng.random() < 0.5]
+    return " ".join([*said, appearance.shape])
 
 
 def _article(phrase: str) -> str:

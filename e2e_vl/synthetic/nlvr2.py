@@ -48,7 +48,7 @@ class PairSentence:
 
 def count_of(description: Description, scene: _Scene) -> int:
     """Number of objects that a description is true of."""
-    return sum(is_true_of(description, item.look) for item in scene.objects)
+    return sum(is_true_of(description, item.appearance) for item in scene.objects)
 
 
 def draw_sentence(values: Values, rng: np.random.Generator, wanted: Sequence[str] = PAIR_FAMILIES) -> PairSentence:

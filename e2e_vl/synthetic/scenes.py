@@ -26,7 +26,7 @@ _MIN_GAP = 3  # pixels between objects that keep apart
 
 
 @dataclass(frozen=True)
-class Look:
+class Appearance:
     """The four attributes that words can name."""
 
     shape: str
@@ -39,7 +39,7 @@ class Look:
 class SceneObject:
     """One object of a scene."""
 
-    look: Look
+    appearance: Appearance
     extent: float  # longer side of its unoccluded outline, pixels
     full: np.ndarray  # bool [height, width], its pixels before anything was painted over it
     visible: np.ndarray  # bool [height, width], its pixels that can be seen
@@ -83,7 +83,7 @@ def draw_scene(config: SceneConfig, rng: np.random.Generator) -> Scene:
         )
     image = painting.paint_background(h, w, rng)
     for item, patch in placed:
-        painting.paint(image, patch, item.look.colour, item.look.texture, rng)
+        painting.paint(image, patch, item.appearance.colour, item.appearance.texture, rng)
     image += rng.standard_normal((h, w), np.float32)[..., None] * 2.5
     image = np.clip(np.rint(image), 0, 255).astype(np.uint8)
     return Scene(image=image, objects=[item for item, _ in placed])
@@ -96,9 +96,9 @@ def _place_objects(
     objects: list[SceneObject] = []
     patches: list[painting.Patch] = []
     for _ in range(count):
-        look = _draw_look(config, [item.look for item in objects], rng)
-        extent = float(rng.uniform(*(config.small if look.size == "small" else config.big)))
-        points = painting.outline(look.shape, extent, rng.uniform(-_MAX_ROTATION, _MAX_ROTATION))
+        appearance = _draw_look(config, [item.appearance for item in objects], rng)
+        extent = float(rng.uniform(*(config.small if appearance.size == "small" else config.big)))
+        points = painting.outline(appearance.shape, extent, rng.uniform(-_MAX_ROTATION, _MAX_ROTATION))
         for _ in range(_ATTEMPTS_PER_OBJECT):
             centre = _draw_centre(config, h, w, points, objects, rng)
             if centre is None or _boxes_overlap_too_much(points, centre, objects, config.max_box_iou):
@@ -107,7 +107,7 @@ def _place_objects(
             full = np.zeros((h, w), bool)
             (x0, y0), (ph, pw) = patch[2], patch[0].shape
             full[y0 : y0 + ph, x0 : x0 + pw] = patch[0] >= 0.5
-            updated = _put_in_front(objects, SceneObject(look, extent, full, full, _tight_box(full)), config)
+            updated = _put_in_front(objects, SceneObject(appearance, extent, full, full, _tight_box(full)), config)
             if updated is not None:
                 objects = updated
                 patches.append(patch)
@@ -117,19 +117,19 @@ def _place_objects(
     return list(zip(objects, patches, strict=True))
 
 
-def _draw_look(config: SceneConfig, earlier: list[Look], rng: np.random.Generator) -> Look:
+def _draw_look(config: SceneConfig, earlier: list[Appearance], rng: np.random.Generator) -> Appearance:
     if not earlier or rng.random() >= config.share:
-        return Look(**{name: values[rng.integers(len(values))] for name, values in config.values.items()})
-    look = earlier[rng.integers(len(earlier))]
+        return Appearance(**{name: values[rng.integers(len(values))] for name, values in config.values.items()})
+    appearance = earlier[rng.integers(len(earlier))]
     if rng.random() < config.twin:
-        return look
+        return appearance
     choices = list(config.values.items())
     for i in rng.permutation(len(choices))[: rng.integers(1, 3)]:
         name, values = choices[i]
-        others = [value for value in values if value != getattr(look, name)]
+        others = [value for value in values if value != getattr(appearance, name)]
         if others:
-            look = replace(look, **{name: others[rng.integers(len(others))]})
-    return look
+            appearance = replace(appearance, **{name: others[rng.integers(len(others))]})
+    return appearance
 
 
 def _draw_centre(
@@ -229,12 +229,12 @@ class SceneFacts:
     def __init__(self, scene: Scene) -> None:
         objects = scene.objects
         self.count = len(objects)
-        self.looks = [item.look for item in objects]
+        self.appearances = [item.appearance for item in objects]
         self.everything = (1 << self.count) - 1
         self.attribute_masks: dict[tuple[str, str], int] = {}
-        for i, look in enumerate(self.looks):
+        for i, appearance in enumerate(self.appearances):
             for slot in ("shape", "colour", "texture", "size"):
-                key = (slot, getattr(look, slot))
+                key = (slot, getattr(appearance, slot))
                 self.attribute_masks[key] = self.attribute_masks.get(key, 0) | 1 << i
 
         self.gap = _gaps(scene)

@@ -80,7 +80,7 @@ def _draw_questions(facts: SceneFacts, rng: np.random.Generator, families: Seque
         dicts of "family", "question", and "answer_choices", "answer_label", "rationale_choices" and "rationale_label",
         the right choice at a random place.
     """
-    colours = [look.colour for look in facts.looks]
+    colours = [appearance.colour for appearance in facts.appearances]
     draws = {"colour": _ask_colour, "match": _ask_match, "pair": _ask_pair}
     found: dict[str, _Question] = {}
     for attempt in range(_ATTEMPTS):
@@ -168,7 +168,7 @@ def _metadata(scene: SceneRecord[Any]) -> dict[str, Any]:
     return {
         "boxes": [[x, y, x + w, y + h, 1.0] for x, y, w, h in boxes],
         "segms": [[np.reshape(flat, (-1, 2)).tolist() for flat in item.outlines] for item in scene.objects],
-        "names": [CLASS_OF[item.look.shape] for item in scene.objects],
+        "names": [CLASS_OF[item.appearance.shape] for item in scene.objects],
         "width": scene.size[1],
         "height": scene.size[0],
         "attribute_ids": [item.attribute_ids for item in scene.objects],

@@ -67,7 +67,7 @@ def _region(number: int, scene: SceneRecord[Any], reference: Reference, caption:
             place = {"entity_idx_start": start, "entity_idx_end": start + len(noun)}
             synsets.append({**place, "entity_name": noun, "synset_name": f"{noun}.n.01"})
         for index in named:
-            objects[index] = _object(scene, index, noun or scene.objects[index].look.shape)
+            objects[index] = _object(scene, index, noun or scene.objects[index].appearance.shape)
         words += part.words
     target, *others = objects.values()
     start = {"subject_id": target["object_id"], "predicate": _link(caption), "synsets": []}

@@ -90,7 +90,7 @@ def _ask_value(slot: str, question_type: str, facts: SceneFacts, values: Values,
     if found is None:
         return None
     index, description = found
-    answer = getattr(facts.looks[index], slot)
+    answer = getattr(facts.appearances[index], slot)
     return f"{question_type} {noun_phrase(description)}", question_type, answer, without(values[slot], answer)
 
 
@@ -121,7 +121,7 @@ def _ask_yes_or_no(facts: SceneFacts, values: Values, rng: np.random.Generator) 
     if found is None or len(values[slot]) < 2:
         return None
     index, description = found
-    true = getattr(facts.looks[index], slot)
+    true = getattr(facts.appearances[index], slot)
     is_true = bool(rng.random() < 0.5)
     others = without(values[slot], true)
     said = true if is_true else others[rng.integers(len(others))]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from e2e_vl.analysis.collect import view_of
-from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.run import AttentionRequest, caption_examples
 from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.batching import Request
@@ -129,8 +129,8 @@ def lesson(model: VisionLanguageModel, batch):
         _, regions, _ = model.encode(batch)
     owner, place, wanted = [], [], []
     for text in range(len(batch)):
-        view = view_of(batch, regions, text, batch.texts.input_ids.shape[1], AttentionChoices(), None)
-        for (_, end), right in zip(view.facts.phrase_spans.tolist(), view.is_right, strict=True):
+        view = view_of(batch, regions, text, batch.texts.input_ids.shape[1], AttentionOptions(), None)
+        for (_, end), right in zip(view.caption.phrase_spans.tolist(), view.is_right, strict=True):
             if right.any():
                 owner.append(text)
                 place.append(end - 1)

@@ -17,15 +17,14 @@ import pytest
 from PIL import Image
 
 from e2e_vl.analysis.captions import read_parses
-from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, Collected, MeasureKey, collect_attention
-from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, Collected, MeasureKey, collect_attention
+from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.run import AttentionRequest, caption_examples, divided, with_data_of
 from e2e_vl.cli.analyze_attention import main
 from e2e_vl.config import BoxSource, EncoderSettings, load_config, save_config
 from e2e_vl.run.build import build_collate, build_model
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.launch import make_accelerator
-from e2e_vl.synthetic.config import RELATIONS
 from e2e_vl.text import load_tokenizer
 from tests.analysis.miniature import SCENES, train_miniature
 from tests.conftest import cpu_with_one_thread
@@ -56,18 +55,18 @@ def output(run, parses) -> Path:
     return folder
 
 
-def measured(run: Path, parses: Path, choices: AttentionChoices, accelerator) -> Collected:
+def measured(run: Path, parses: Path, options: AttentionOptions, accelerator) -> Collected:
     config, model, tokenizer = load_model(run)
-    request = AttentionRequest(run, "val", BoxSource.PRECOMPUTED, choices=choices)
+    request = AttentionRequest(run, "val", BoxSource.PRECOMPUTED, options=options)
     examples = caption_examples(config, model, tokenizer, request, read_parses(parses))
     collate = build_collate(config, model)
-    return collect_attention(model, examples, collate, choices, accelerator, images_per_batch=8, shown=[0, 7])
+    return collect_attention(model, examples, collate, options, accelerator, images_per_batch=8, shown=[0, 7])
 
 
 @pytest.fixture(scope="module")
 def alone(run, parses) -> Collected:
     with cpu_with_one_thread():
-        return measured(run, parses, AttentionChoices(), make_accelerator("no"))
+        return measured(run, parses, AttentionOptions(), make_accelerator("no"))
 
 
 def test_heads_of_the_miniature_ground_entities_far_above_the_baselines(alone):
@@ -130,7 +129,7 @@ def test_the_command_writes_tables_of_what_was_measured(alone, output):
     sums = alone.sums[MeasureKey("joint", ENTITIES)]
     entities = found["graphs"]["joint"]["measures"][ENTITIES]
     assert entities["examples"] == sums.examples and entities["accuracy"] == sums.accuracy.tolist()
-    assert found["choices"]["--entity-piece"] == "last" and found["numbers"]["captions without a parse"] == 0
+    assert found["options"]["--entity-piece"] == "last" and found["numbers"]["captions without a parse"] == 0
     assert not any("highest one" in note for note in found["notes"]), "there are confidences"
     assert entities["baselines"][CONFIDENCE] == sums.baseline(CONFIDENCE) > 0
     with (output / "heads.csv").open() as file:

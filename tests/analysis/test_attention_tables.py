@@ -7,13 +7,12 @@ import csv
 import pytest
 import torch
 
-from e2e_vl.analysis.collect import ALL, DEPENDENCIES, ENTITIES, MeasureKey
+from e2e_vl.analysis.collect import ALL, DEPENDENCIES, ENTITIES, RELATIONS, MeasureKey
 from e2e_vl.analysis.figures import ChosenHead, best_heads, draw_relation_figure
 from e2e_vl.analysis.measures import HeadSums
-from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.tables import AttentionResults, write_tables
 from e2e_vl.structures import AttentionBlock, AttentionGraph
-from e2e_vl.synthetic.config import RELATIONS
 
 
 def sums(accuracy: list[float], attention: list[float]) -> HeadSums:
@@ -34,8 +33,8 @@ def results(*, has_entities: bool = True, **change) -> AttentionResults:
     if not has_entities:
         own[MeasureKey("g", ENTITIES)] = HeadSums.zero(1, 2, ["chance"])
     graphs = {"g": AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS, AttentionBlock.WORDS_TO_WORDS}))}
-    choices = AttentionChoices(**change)
-    return AttentionResults("r", "e", "d", "val", "gt", "p", choices, graphs, own, {}, {"g": ["amod"]}, 1)
+    options = AttentionOptions(**change)
+    return AttentionResults("r", "e", "d", "val", "gt", "p", options, graphs, own, {}, {"g": ["amod"]}, 1)
 
 
 @pytest.mark.parametrize(

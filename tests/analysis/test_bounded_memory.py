@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from e2e_vl.analysis.captions import read_parses
-from e2e_vl.analysis.collect import ENTITIES, Collected, MeasureKey, collect_attention
-from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.analysis.collect import ENTITIES, RELATIONS, Collected, MeasureKey, collect_attention
+from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.run import AttentionRequest, caption_examples
 from e2e_vl.config import BoxSource, load_config
 from e2e_vl.data.features import write_tsv
 from e2e_vl.run.build import build_collate, build_model, training_texts
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.synthetic import SceneConfig, make_scenes
-from e2e_vl.synthetic.config import RELATIONS
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from tests.analysis.miniature import CONFIG, ROOT, perfect_features
 
@@ -64,7 +63,7 @@ def collected(folder: Path, split: str, shown: range) -> Collected:
     parses = read_parses(folder / "data" / "flickr30k" / "parses" / "val.conllu")
     examples = caption_examples(config, model, tokenizer, request, parses)
     return collect_attention(
-        *(model, examples, build_collate(config, model), AttentionChoices(), make_accelerator("no")),
+        *(model, examples, build_collate(config, model), AttentionOptions(), make_accelerator("no")),
         images_per_batch=2,
         shown=shown,
     )

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from e2e_vl.analysis.captions import RECORD, CaptionFacts, CaptionPreprocessor, ParsedWord, Parses
+from e2e_vl.analysis.captions import RECORD, CaptionAnnotations, CaptionPreprocessor, ParsedWord, Parses
 from e2e_vl.samples import PhraseBoxes, SampleText
 from e2e_vl.text import TextTokenizer, load_tokenizer
 from tests.tasks.preprocessors import make_tokenizer, photo, sample_of
@@ -27,7 +27,7 @@ PARSE = [
 
 def facts_of(
     tmp_path, *, parse: list[ParsedWord] | None = PARSE, max_length: int | None = None, **options
-) -> CaptionFacts:
+) -> CaptionAnnotations:
     """The vocabulary spells "star" as st ##ar."""
     pieces = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "red", "st", "##ar", "and", "it", ".", "x")
     (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces))
@@ -40,37 +40,37 @@ def facts_of(
 
 
 def test_phrases_and_words_have_their_wordpieces(tmp_path):
-    facts = facts_of(tmp_path)
-    assert facts.phrases == ["The red star", "it"] and facts.phrase_spans.tolist() == [[1, 5], [6, 7]]
-    assert facts.forms == ["The", "red", "star", "and", "it", "."]
-    assert facts.word_spans.tolist() == [[1, 2], [2, 3], [3, 5], [5, 6], [6, 7], [7, 8]]
-    assert facts.phrase_of == [0, 0, 0, -1, 1, -1]
-    assert facts.is_head == [False, False, True, False, True, False]
-    found = {(facts.forms[one.governor], facts.forms[one.dependent], one.label) for one in facts.relations}
+    caption = facts_of(tmp_path)
+    assert caption.phrases == ["The red star", "it"] and caption.phrase_spans.tolist() == [[1, 5], [6, 7]]
+    assert caption.forms == ["The", "red", "star", "and", "it", "."]
+    assert caption.word_spans.tolist() == [[1, 2], [2, 3], [3, 5], [5, 6], [6, 7], [7, 8]]
+    assert caption.phrase_of == [0, 0, 0, -1, 1, -1]
+    assert caption.is_head == [False, False, True, False, True, False]
+    found = {(caption.forms[one.governor], caption.forms[one.dependent], one.label) for one in caption.relations}
     assert found == {
         *(("star", "The", "det"), ("star", "red", "amod"), ("star", "and", "cc"), ("star", "it", "conj")),
         ("star", ".", "punct"),
     }
-    assert facts.is_word.tolist() == [False, *[True] * 7, False]
-    assert [len(own) for own in facts.boxes] == [1, 0] and facts.is_parsed
+    assert caption.is_word.tolist() == [False, *[True] * 7, False]
+    assert [len(own) for own in caption.boxes] == [1, 0] and caption.is_parsed
 
 
 def test_what_is_cut_off_is_counted(tmp_path):
-    facts = facts_of(tmp_path, max_length=6)  # [CLS] the red st ##ar [SEP]
-    assert facts.phrases == ["The red star"] and facts.phrases_cut == 1
-    assert facts.forms == ["The", "red", "star"] and facts.words_cut == 3
-    assert [one.label for one in facts.relations] == ["det", "amod"]
+    caption = facts_of(tmp_path, max_length=6)  # [CLS] the red st ##ar [SEP]
+    assert caption.phrases == ["The red star"] and caption.phrases_cut == 1
+    assert caption.forms == ["The", "red", "star"] and caption.words_cut == 3
+    assert [one.label for one in caption.relations] == ["det", "amod"]
 
 
 def test_a_phrase_that_is_cut_in_its_middle_is_left_out(tmp_path):
-    facts = facts_of(tmp_path, max_length=5)  # [CLS] the red st [SEP]
-    assert facts.phrases == [] and facts.phrases_cut == 2
-    assert facts.forms == ["The", "red"] and facts.words_cut == 4
+    caption = facts_of(tmp_path, max_length=5)  # [CLS] the red st [SEP]
+    assert caption.phrases == [] and caption.phrases_cut == 2
+    assert caption.forms == ["The", "red"] and caption.words_cut == 4
 
 
 def test_without_a_parse_there_are_words_without_relations(tmp_path):
-    facts = facts_of(tmp_path, parse=None)
-    assert facts.forms == TEXT.split() and not facts.relations and not facts.is_parsed
+    caption = facts_of(tmp_path, parse=None)
+    assert caption.forms == TEXT.split() and not caption.relations and not caption.is_parsed
     other = [dataclasses.replace(word, form="x") for word in PARSE]
     with pytest.raises(ValueError, match=r"here: the caption 'The red star and it \.' has no parse"):
         facts_of(tmp_path, parse=other)

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from detector.structures import ImageBatch, Regions
-from e2e_vl.analysis.captions import RECORD, CaptionFacts, Relation
+from e2e_vl.analysis.captions import RECORD, CaptionAnnotations, Relation
 from e2e_vl.analysis.collect import (
     ALL,
     CONFIDENCE,
     DEPENDENCIES,
     ENTITIES,
     LARGEST,
+    RELATIONS,
     Collected,
     MeasureKey,
     TextView,
@@ -30,13 +31,12 @@ from e2e_vl.analysis.collect import (
     texts_to_show,
     word_pairs,
 )
-from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, EncoderOutput, TextBatch, gather_regions
-from e2e_vl.synthetic.config import RELATIONS
 
 # [CLS] red star on it [SEP] | three regions. "red star" names region 0 or 1, "it" has no box; a third phrase ("on")
 # has a box that no region overlaps.
-FACTS = CaptionFacts(
+FACTS = CaptionAnnotations(
     words="red star on it",
     phrases=["red star", "it", "on"],
     phrase_spans=np.array([[1, 3], [4, 5], [3, 4]]),
@@ -52,22 +52,22 @@ FACTS = CaptionFacts(
 BOXES = np.array([[0.0, 0, 10, 10], [20, 0, 30, 10], [0, 0, 30, 10]])
 
 
-def view(choices: AttentionChoices) -> TextView:
-    right = np.array([right_regions_of(BOXES, own, choices) for own in FACTS.boxes])
+def view(options: AttentionOptions) -> TextView:
+    right = np.array([right_regions_of(BOXES, own, options) for own in FACTS.boxes])
     areas = torch.tensor([100.0, 100, 300])
     return TextView(FACTS, 6, BOXES, torch.ones(3, dtype=torch.bool), torch.from_numpy(right), {LARGEST: areas})
 
 
 def test_several_gold_boxes_are_any_of_them_or_one_around_all():
     def right(**change):
-        return right_regions_of(BOXES, FACTS.boxes[0], AttentionChoices(**change)).tolist()
+        return right_regions_of(BOXES, FACTS.boxes[0], AttentionOptions(**change)).tolist()
 
     assert right() == [True, True, False]
     assert right(gold_boxes="union") == [False, False, True]
     assert right(min_iou=1 / 3) == [True, True, True]  # 100 / 300, inclusive
-    assert not right_regions_of(BOXES, FACTS.boxes[1], AttentionChoices()).any()
+    assert not right_regions_of(BOXES, FACTS.boxes[1], AttentionOptions()).any()
     half = np.array([[0, 0, 10, 20.000001], [0, 0, 10, 20.01]])  # the first is half covered but for rounding
-    assert right_regions_of(half, np.array([[0.0, 0, 10, 10]]), AttentionChoices()).tolist() == [True, False]
+    assert right_regions_of(half, np.array([[0.0, 0, 10, 10]]), AttentionOptions()).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_several_gold_boxes_are_any_of_them_or_one_around_all():
     ],
 )
 def test_phrases_without_boxes_or_regions_are_missed_or_left_out(change, expected):
-    choices = AttentionChoices(**change)
-    assert counted_phrases(view(choices), choices).tolist() == expected
+    options = AttentionOptions(**change)
+    assert counted_phrases(view(options), options).tolist() == expected
 
 
 def told(pairs) -> set[tuple[int, int, str]]:
@@ -89,18 +89,18 @@ def told(pairs) -> set[tuple[int, int, str]]:
 
 
 def test_relations_have_two_directions():
-    assert told(word_pairs(FACTS, AttentionChoices())) == {
+    assert told(word_pairs(FACTS, AttentionOptions())) == {
         *((0, 1, "amod"), (1, 0, "amod"), (2, 1, "prep"), (1, 2, "prep"), (3, 2, "pobj"), (2, 3, "pobj")),
     }
-    labels = word_pairs(FACTS, AttentionChoices(directions="separate")).labels
+    labels = word_pairs(FACTS, AttentionOptions(directions="separate")).labels
     assert labels[:2] == ["amod, to its governor", "amod, from its governor"]
 
 
 def test_w1_is_any_word_of_a_counted_phrase_or_its_head():
     counted = [True, False, False]
-    found = told(grounded_pairs(FACTS, counted, AttentionChoices()))
+    found = told(grounded_pairs(FACTS, counted, AttentionOptions()))
     assert found == {(0, 0, "amod"), (1, 0, "amod"), (2, 0, "prep")}  # attending word, phrase
-    head = told(grounded_pairs(FACTS, counted, AttentionChoices(phrase_word="head")))
+    head = told(grounded_pairs(FACTS, counted, AttentionOptions(phrase_word="head")))
     assert head == {(0, 0, "amod"), (2, 0, "prep")}  # "red" is not the head of its phrase
 
 
@@ -111,8 +111,8 @@ def test_the_measures_of_a_text():
     maps[0, 0, 2, 7], maps[0, 0, 2, 0] = 0.3, 0.7
     maps[0, 0, 4, 0] = 1.0
     graph = AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS, AttentionBlock.WORDS_TO_WORDS}))
-    found, choices = Collected(), AttentionChoices()
-    add_text(found, "g", graph, maps, view(choices), choices)
+    found, options = Collected(), AttentionOptions()
+    add_text(found, "g", graph, maps, view(options), options)
     entities = found.sums[MeasureKey("g", ENTITIES)]
     assert entities.examples == 2 and entities.accuracy.item() == 0.5  # "on" has no right region
     assert entities.mean_attention.item() == pytest.approx((0.3 + 1.0) / 2)
@@ -125,9 +125,9 @@ def test_the_measures_of_a_text():
     assert prep.mean_attention.item() == pytest.approx((1.0 + 0.3) / 2)
     assert found.sums[MeasureKey("g", RELATIONS, ALL)].examples == 5  # pobj: "it" to "on", whose phrase is counted
     assert found.sums[MeasureKey("g", DEPENDENCIES)].examples == 6
-    assert found.labels("g", RELATIONS, choices) == ["amod", "prep", "pobj"]
-    assert found.labels("g", RELATIONS, AttentionChoices(min_count=2, most_relations=1)) == ["amod"]
-    count_text(found.numbers, view(choices), choices)
+    assert found.labels("g", RELATIONS, options) == ["amod", "prep", "pobj"]
+    assert found.labels("g", RELATIONS, AttentionOptions(min_count=2, most_relations=1)) == ["amod"]
+    count_text(found.numbers, view(options), options)
     assert found.numbers["phrases without a box"] == 1
     assert found.numbers["phrases with a box, without a right region"] == 1
 
@@ -169,7 +169,7 @@ def test_confidences_come_from_the_detector_or_from_the_order_of_a_file(scores, 
     found = {}
     for whole_image in ("excluded", "candidate"):
         one = Collected()
-        add_batch(one, model, batch, graphs, AttentionChoices(whole_image=whole_image), sorted_boxes, [0])
+        add_batch(one, model, batch, graphs, AttentionOptions(whole_image=whole_image), sorted_boxes, [0])
         found[whole_image] = one.sums[MeasureKey("g", ENTITIES)]
         assert one.seen[0].region_boxes[1:].tolist() == BOXES.tolist(), "in pixels of the stored image"
     sums = found["excluded"]
@@ -181,20 +181,20 @@ def test_confidences_come_from_the_detector_or_from_the_order_of_a_file(scores, 
 
 
 def test_related_words_that_share_a_wordpiece_are_counted_and_left_out():
-    facts = dataclasses.replace(FACTS, word_spans=np.array([[1, 2], [1, 3], [3, 4], [4, 5]]))  # "red" is in "star"
-    assert told(word_pairs(facts, AttentionChoices()).apart(facts.word_spans)) == {
+    caption = dataclasses.replace(FACTS, word_spans=np.array([[1, 2], [1, 3], [3, 4], [4, 5]]))  # "red" is in "star"
+    assert told(word_pairs(caption, AttentionOptions()).apart(caption.word_spans)) == {
         *((2, 1, "prep"), (1, 2, "prep"), (3, 2, "pobj"), (2, 3, "pobj")),
     }
     graph = AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_WORDS}))
-    found, shared = Collected(), dataclasses.replace(view(AttentionChoices()), facts=facts)
-    add_text(found, "g", graph, torch.full((1, 1, 9, 9), 1 / 9), shared, AttentionChoices())
+    found, shared = Collected(), dataclasses.replace(view(AttentionOptions()), caption=caption)
+    add_text(found, "g", graph, torch.full((1, 1, 9, 9), 1 / 9), shared, AttentionOptions())
     assert found.sums[MeasureKey("g", DEPENDENCIES)].examples == 4
-    count_text(found.numbers, shared, AttentionChoices())
+    count_text(found.numbers, shared, AttentionOptions())
     assert found.numbers["relations of words that share a wordpiece, left out of word dependency"] == 1
 
 
 # [CLS] old st ##ar behind [SEP]; one phrase of all words, whose head is in its middle, and one that no word belongs to
-LONG = CaptionFacts(
+LONG = CaptionAnnotations(
     words="old star behind",
     phrases=["old star behind", "old star behind"],
     phrase_spans=np.array([[1, 5], [1, 5]]),
@@ -222,20 +222,20 @@ LONG = CaptionFacts(
 def test_the_head_word_of_a_phrase_attends(change, examples, accuracy, attention):
     maps = torch.zeros(1, 1, 9, 9)
     maps[0, 0, 1, 8], maps[0, 0, 2, 7], maps[0, 0, 3, 6], maps[0, 0, 4, 7] = 0.1, 0.8, 0.3, 0.5
-    choices = AttentionChoices(**change)
-    found, long = Collected(), dataclasses.replace(view(choices), facts=LONG)
+    options = AttentionOptions(**change)
+    found, long = Collected(), dataclasses.replace(view(options), caption=LONG)
     long.is_right = torch.tensor([[True, False, False], [False, True, False]])
-    add_text(found, "g", AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS})), maps, long, choices)
+    add_text(found, "g", AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS})), maps, long, options)
     sums = found.sums[MeasureKey("g", ENTITIES)]
     assert sums.examples == examples and sums.accuracy.item() == accuracy
     assert sums.mean_attention.item() == pytest.approx(attention)
-    count_text(found.numbers, long, choices)
+    count_text(found.numbers, long, options)
     left_out = found.numbers.get("phrases without a head word, left out of entity grounding")
     assert left_out == (1 if "head" in change.values() else None), "only this choice leaves phrases out"
 
 
 def test_a_phrase_has_no_head_word_without_a_parse_and_the_first_of_several():
-    head = AttentionChoices(entity_piece="head")
+    head = AttentionOptions(entity_piece="head")
     assert phrase_queries(dataclasses.replace(LONG, is_parsed=False), head).attends.tolist() == [False, False]
     several = phrase_queries(dataclasses.replace(LONG, is_head=[True, True, False]), head)
     assert several.spans.tolist() == [[1, 2], [1, 5]] and LONG.phrase_spans.tolist() == [[1, 5], [1, 5]]

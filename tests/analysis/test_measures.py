@@ -9,7 +9,7 @@ from e2e_vl.analysis.measures import (
     HeadSums,
     attention_from,
     entity_grounding,
-    judge,
+    measure_hits,
     region_grouping,
     region_naming,
     right_by_rule,
@@ -79,10 +79,10 @@ def test_only_candidates_are_chosen_and_counted():
 
 def test_equal_attention_counts_for_the_first_choice_and_none_for_no_choice():
     equal = torch.full((1, 1, 2, 3), 0.2)
-    assert judge(equal, EVERY.expand(2, 3), right([1, 0, 0], [0, 1, 1])).hits.flatten().tolist() == [True, False]
-    none = judge(equal[..., :0], EVERY[:0].expand(2, 0), right([1, 0, 0], [0, 1, 1])[:, :0])
+    assert measure_hits(equal, EVERY.expand(2, 3), right([1, 0, 0], [0, 1, 1])).hits.flatten().tolist() == [True, False]
+    none = measure_hits(equal[..., :0], EVERY[:0].expand(2, 0), right([1, 0, 0], [0, 1, 1])[:, :0])
     assert none.hits.flatten().tolist() == [False, False]
-    assert len(judge(equal[:, :, :0], EVERY.expand(0, 3), right())) == 0
+    assert len(measure_hits(equal[:, :, :0], EVERY.expand(0, 3), right())) == 0
 
 
 def test_a_rule_chooses_the_candidate_with_the_highest_score():
@@ -139,16 +139,16 @@ def test_words_that_share_a_wordpiece_are_one_choice_or_none():
     assert like.baselines["word behind"].tolist() == [1, 1]
 
 
-def judged(hits: list[list[bool]], attention: list[list[float]], rule: list[float]):
+def measured(hits: list[list[bool]], attention: list[list[float]], rule: list[float]):
     """Examples of one layer with two heads."""
-    found = judge(torch.zeros(1, 2, len(rule), 3), EVERY.expand(len(rule), 3), right(*[[0, 0, 0]] * len(rule)))
+    found = measure_hits(torch.zeros(1, 2, len(rule), 3), EVERY.expand(len(rule), 3), right(*[[0, 0, 0]] * len(rule)))
     found.hits, found.attention = torch.tensor([hits]), torch.tensor([attention])
     found.baselines = {"rule": torch.tensor(rule)}
     return found
 
 
-FIRST = judged([[True, False], [True, True]], [[0.1, 0.2], [0.4, 0.2]], [1.0, 0.0])
-SECOND = judged([[True], [False]], [[0.3], [0.0]], [1.0])
+FIRST = measured([[True, False], [True, True]], [[0.1, 0.2], [0.4, 0.2]], [1.0, 0.0])
+SECOND = measured([[True], [False]], [[0.3], [0.0]], [1.0])
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from e2e_vl.analysis.options import AttentionChoices, parse_head
+from e2e_vl.analysis.options import AttentionOptions, parse_head
 
 
 def test_every_option_says_what_it_means_and_what_was_chosen():
-    described = {choice["name"]: choice for choice in AttentionChoices(gold_boxes="union").describe()}
+    described = {choice["name"]: choice for choice in AttentionOptions(gold_boxes="union").describe()}
     assert described["--gold-boxes"]["value"] == "union" and described["--gold-boxes"]["default"] == "any"
     assert described["--active-above"]["value"] == 0.2
     assert len(described) >= 12 and all(choice["meaning"] for choice in described.values())
@@ -18,18 +18,18 @@ def test_every_option_says_what_it_means_and_what_was_chosen():
 @pytest.mark.parametrize("change", [{"entity_piece": "middle"}, {"active_above": 20}, {"min_count": 0}])
 def test_other_values_are_refused(change):
     with pytest.raises(msgspec.ValidationError, match=next(iter(change))):
-        msgspec.convert(change, AttentionChoices)
+        msgspec.convert(change, AttentionOptions)
 
 
 def test_head_words_need_parses():
-    AttentionChoices().require_parses(given=False)
-    AttentionChoices(entity_piece="head").require_parses(given=True)
+    AttentionOptions().require_parses(given=False)
+    AttentionOptions(entity_piece="head").require_parses(given=True)
     with pytest.raises(ValueError, match=r"--entity-piece head needs parses, .* give --parses or --spacy, or choose"):
-        AttentionChoices(entity_piece="head").require_parses(given=False)
+        AttentionOptions(entity_piece="head").require_parses(given=False)
 
 
 def test_heads_are_named_from_zero_or_one():
-    assert AttentionChoices().number(10, 1) == "10-1" and AttentionChoices(first_number=1).number(10, 1) == "11-2"
+    assert AttentionOptions().number(10, 1) == "10-1" and AttentionOptions(first_number=1).number(10, 1) == "11-2"
     assert parse_head("10-1") == (None, 10, 1) and parse_head("cross:2-3", 1) == ("cross", 1, 2)
     for text in ("10", "1-", "a-b", ":1-1", "1-2-3"):
         with pytest.raises(ValueError, match="write a head as LAYER-HEAD"):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from e2e_vl.analysis.captions import CaptionFacts
-from e2e_vl.analysis.collect import SeenText
+from e2e_vl.analysis.captions import CaptionAnnotations
+from e2e_vl.analysis.collect import RecordedText
 from e2e_vl.analysis.figures import ChosenHead, chosen_heads, draw_overlays, heat_on
-from e2e_vl.analysis.options import AttentionChoices
+from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.run import write_page
 from e2e_vl.analysis.tables import AttentionResults
 from e2e_vl.structures import AttentionBlock, AttentionGraph
@@ -34,22 +34,22 @@ def test_the_most_attended_region_is_the_reddest_and_the_rest_is_grey():
     assert (heat_on(image, boxes[:0], np.zeros(0)) == found[10, 25]).all()
 
 
-def seen(file: str, size: tuple[int, int], phrase: str) -> SeenText:
+def seen(file: str, size: tuple[int, int], phrase: str) -> RecordedText:
     """A text with one phrase, [CLS] phrase | two regions."""
     height, width = size
     boxes = np.array([[0.0, 0, width / 2, height], [width / 4, height / 4, width, height]])
-    facts = CaptionFacts(
+    caption = CaptionAnnotations(
         *("a caption", [phrase], np.array([[1, 2]]), [boxes[:1]], ["word"], np.array([[1, 2]]), [0], [True], []),
         np.array([False, True]),
     )
     maps = {name: np.full((len(graph.steps), 1, 4, 4), 0.25, np.float16) for name, graph in GRAPHS.items()}
-    return SeenText(7, facts, file, boxes, np.ones(2, bool), np.array([[True, False]]), 2, maps)
+    return RecordedText(7, caption, file, boxes, np.ones(2, bool), np.array([[True, False]]), 2, maps)
 
 
-def results(choices: AttentionChoices | None = None, **sums) -> AttentionResults:
-    choices = choices or AttentionChoices(first_number=1)
+def results(options: AttentionOptions | None = None, **sums) -> AttentionResults:
+    options = options or AttentionOptions(first_number=1)
     return AttentionResults(
-        "r", "e", "d", "val", "gt", None, choices, GRAPHS, sums, {}, {name: [] for name in GRAPHS}, 1
+        "r", "e", "d", "val", "gt", None, options, GRAPHS, sums, {}, {name: [] for name in GRAPHS}, 1
     )
 
 
@@ -73,15 +73,15 @@ def test_pictures_of_images_of_any_shape(tmp_path, size):
 
 def test_pictures_show_what_the_head_word_attends_to(tmp_path):
     """[CLS] of two words, the first of which is the head, | two regions; a second phrase has no words."""
-    facts = CaptionFacts(
+    caption = CaptionAnnotations(
         *("a caption", ["the head", "none"], np.array([[0, 2], [0, 2]]), [np.array([[0.0, 0, 5, 9]])] * 2),
         *(["the", "head"], np.array([[0, 1], [1, 2]]), [0, 0], [True, False], [], np.array([True, True]), True),
     )
     text = seen(str(tmp_path / "no.png"), (9, 9), "x")
-    text = dataclasses.replace(text, facts=facts, is_right=np.array([[True, False]] * 2))
+    text = dataclasses.replace(text, caption=caption, is_right=np.array([[True, False]] * 2))
     text.maps["joint"][:, :, 0] = (0.1, 0.1, 0.2, 0.6)
-    choices = AttentionChoices(entity_piece="head")
-    [head] = draw_overlays(tmp_path / "out", results(choices), [text], [ChosenHead("joint", 0, 0)])
+    options = AttentionOptions(entity_piece="head")
+    [head] = draw_overlays(tmp_path / "out", results(options), [text], [ChosenHead("joint", 0, 0)])
     assert "80 % of the attention is on regions" in head.note and "the head" in head.title
     last = draw_overlays(tmp_path / "out", results(), [text], [ChosenHead("joint", 0, 0)])
     assert ["50 %" in one.note for one in last] == [True, True]
@@ -118,10 +118,10 @@ def test_equal_captions_of_two_images_have_a_heading_each(tmp_path):
 
 
 def test_heads_are_chosen_by_graph_and_number():
-    choices = AttentionChoices(first_number=1)
-    assert chosen_heads(["1-3", "language:2-1"], GRAPHS, choices, 3) == [
+    options = AttentionOptions(first_number=1)
+    assert chosen_heads(["1-3", "language:2-1"], GRAPHS, options, 3) == [
         *(ChosenHead("joint", 0, 2), ChosenHead("language", 1, 0)),
     ]
     for word in ("2-1", "1-4", "language:3-1"):
         with pytest.raises(ValueError, match=r"has the layers 1 to [12] with the heads 1 to 3"):
-            chosen_heads([word], GRAPHS, choices, 3)
+            chosen_heads([word], GRAPHS, options, 3)

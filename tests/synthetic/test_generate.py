@@ -183,7 +183,7 @@ class GraphWriter(FormatWriter[list[float]]):
                 {
                     "image_id": scene.image_id,
                     "id": scene.first_annotation_id + i,
-                    "name": item.look.shape,
+                    "name": item.appearance.shape,
                     "weight": weight,
                 }
                 for scene in part

@@ -5,7 +5,7 @@ import pytest
 
 from e2e_vl.synthetic.config import LanguageConfig, SceneConfig
 from e2e_vl.synthetic.language import Description, ReferringExpression, as_typed, draw_references, referent, to_words
-from e2e_vl.synthetic.scenes import Look, Scene, SceneFacts, SceneObject, draw_scene, members
+from e2e_vl.synthetic.scenes import Appearance, Scene, SceneFacts, SceneObject, draw_scene, members
 from tests.synthetic.parsing import parse
 
 
@@ -26,7 +26,7 @@ def make_scene(*boxes: tuple[str, tuple[int, int, int, int]]) -> Scene:
         box = (int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1)
         rows, columns = np.nonzero(masks[i])
         extent = float(max(np.ptp(rows), np.ptp(columns)) + 1)
-        objects.append(SceneObject(Look(shape, colour, texture, size), extent, masks[i], visible, box))
+        objects.append(SceneObject(Appearance(shape, colour, texture, size), extent, masks[i], visible, box))
     return Scene(np.zeros((100, 100, 3), np.uint8), objects)
 
 

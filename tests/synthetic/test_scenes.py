@@ -30,10 +30,10 @@ def test_number_and_sizes_of_objects(scenes):
         assert scene.image.shape == (128, 128, 3)
         assert scene.image.dtype == np.uint8
         for item in scene.objects:
-            low, high = CONFIG.small if item.look.size == "small" else CONFIG.big
+            low, high = CONFIG.small if item.appearance.size == "small" else CONFIG.big
             assert low <= item.extent <= high
             # What can be seen never takes a big object for a small one.
-            assert (item.visible_extent > (CONFIG.small[1] + CONFIG.big[0]) / 2 - 2) == (item.look.size == "big")
+            assert (item.visible_extent > (CONFIG.small[1] + CONFIG.big[0]) / 2 - 2) == (item.appearance.size == "big")
 
 
 def test_boxes_fit_what_is_visible(scenes):
@@ -79,10 +79,10 @@ def test_pixels_show_the_annotated_colour(scenes):
         image = cv2.imdecode(encoded, cv2.IMREAD_COLOR)[..., ::-1]
         for item in scene.objects:
             inner = cv2.erode(item.visible.view(np.uint8), np.ones((5, 5), np.uint8)) > 0
-            if item.look.texture != "plain" or inner.sum() < 8:
+            if item.appearance.texture != "plain" or inner.sum() < 8:
                 continue
             colour = np.median(image[inner], axis=0)
-            assert names[np.argmin(np.linalg.norm(palette - colour, axis=1))] == item.look.colour
+            assert names[np.argmin(np.linalg.norm(palette - colour, axis=1))] == item.appearance.colour
             background = np.median(image[~np.any([other.full for other in scene.objects], axis=0)], axis=0)
             assert np.linalg.norm(colour - background) > 60
             seen += 1
@@ -124,7 +124,7 @@ def test_varying_sides():
     drawn = [draw_scene(config, np.random.default_rng(i)) for i in range(8)]
     assert len({scene.image.shape for scene in drawn}) > 4
     assert all(112 <= side <= 144 for scene in drawn for side in scene.image.shape[:2])
-    assert {item.look.colour for scene in drawn for item in scene.objects} == {"red", "blue"}
+    assert {item.appearance.colour for scene in drawn for item in scene.objects} == {"red", "blue"}
 
 
 @pytest.mark.parametrize(

@@ -170,12 +170,12 @@ def test_one_attribute_is_rarely_enough(coco, said):
     for ref, sentence in said:
         if sentence["family"] != "attribute":
             continue
-        looks = [
+        appearances = [
             {"shape": shapes[item["category_id"]], "colour": names[item["attribute_ids"][0]]}
             for item in coco.imgToAnns[ref["image_id"]]
         ]
         for slot, values in chances.items():
-            fitting = [look for look in looks if look[slot] in sentence["tokens"]]
-            values.append(1 / len(fitting or looks))
+            fitting = [appearance for appearance in appearances if appearance[slot] in sentence["tokens"]]
+            values.append(1 / len(fitting or appearances))
     assert np.mean(chances["shape"]) < 0.65
     assert np.mean(chances["colour"]) < 0.65
