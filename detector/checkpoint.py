@@ -14,13 +14,14 @@ import pickle
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from detector.config import BACKENDS, NORM_EPS, DetectorConfig
+from detector.config import NORM_EPS, DetectorConfig
 from detector.errors import MissingFileError, UserError, first_line
 from detector.faster_rcnn import FasterRCNN, TwoStageDetector
 from detector.io import atomic_file, read_json, read_pickle, write_text
@@ -63,16 +64,14 @@ EXPECT: dict[str, dict[str, Sequence[str]]] = {
 }
 
 
-def detector_class(backend: str) -> type[TwoStageDetector]:
+def detector_class(backend: Literal["builtin", "detectron2"]) -> type[TwoStageDetector]:
     """The class of a backend.
 
     Raises:
-        UserError: the backend does not exist, or Detectron2 is not installed.
+        UserError: Detectron2 is not installed.
     """
     if backend == "builtin":
         return FasterRCNN
-    if backend != "detectron2":
-        raise UserError(f"There is no detector backend '{backend}'; use one of {', '.join(BACKENDS)}.")
     try:
         from detector.detectron2_backend import Detectron2Detector  # imported only when it is chosen
     except ImportError as error:
@@ -137,8 +136,7 @@ def read_weights(path: str | Path) -> WeightsFile:
         raise UserError(
             f"{path}: cannot be read as weights ({reason}), and nothing in it was executed; {remedy(path)}."
         ) from error
-    if not isinstance(loaded, dict):
-        raise UserError(f"{path}: expected weights by name, found {type(loaded).__name__}; {remedy(path)}.")
+    loaded = loaded if isinstance(loaded, dict) else {type(loaded).__name__: loaded}
     heuristics = bool(loaded.get("matching_heuristics")) or loaded.get("__author__") == "Caffe2"
     state = next((loaded[key] for key in ("model", "state_dict", "blobs") if isinstance(loaded.get(key), dict)), loaded)
     if is_pickle and "model" not in loaded:  # Detectron2 takes it for a file of Caffe2, too
@@ -292,7 +290,9 @@ def load_strictly(module: nn.Module, path: str | Path) -> LoadReport:
     return load_weights(module, read_tensors(path), path)
 
 
-def load_checkpoint(detector: Detector, path: str | Path, *, expect: str = "all") -> LoadReport:
+def load_checkpoint(
+    detector: Detector, path: str | Path, *, expect: Literal["all", "no_attributes", "backbone"] = "all"
+) -> LoadReport:
     """Start a detector from its own or a published checkpoint.
 
     Args:
@@ -305,8 +305,6 @@ def load_checkpoint(detector: Detector, path: str | Path, *, expect: str = "all"
     Raises:
         FileNotFoundError, ValueError: the file does not exist, is damaged, has an unknown layout, or does not fit.
     """
-    if expect not in EXPECT:
-        raise UserError(f"Weights cannot be expected to hold '{expect}'; use one of {', '.join(EXPECT)}.")
     weights = read_weights(path)
     own = detector.state_dict()
     try:
@@ -353,22 +351,15 @@ def _warn_of_conventions(config: DetectorConfig, published: NamedWeights) -> Non
 
 
 def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
-    """Write tensors as a `.safetensors` file, or as a `.pth` that Detectron2 loads ({"model": state dict}).
-
-    Raises:
-        UserError: a different suffix.
-    """
+    """Write tensors as a `.safetensors` file, or else as a file that Detectron2 loads ({"model": state dict})."""
     path = Path(path)
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".safetensors":
-        with atomic_file(path) as part:
+    with atomic_file(path) as part:
+        if path.suffix == ".safetensors":
             save_file(plain, part)
-    elif path.suffix == ".pth":
-        with atomic_file(path) as part, part.open("wb") as file:
-            torch.save({"model": plain}, file)
-    else:
-        raise UserError(f"{path}: weights are written as .pth or .safetensors; use one of these suffixes.")
+        else:
+            torch.save({"model": plain}, part)
 
 
 def save_pretrained(detector: TwoStageDetector, directory: str | Path) -> None:

@@ -47,8 +47,10 @@ def reading(path: str | Path) -> Iterator[None]:
     """A context in which a file is opened and read; the system's errors become a UserError that names the file."""
     try:
         yield
-    except FileNotFoundError:  # has a sentence of its own everywhere
+    except MissingFileError:
         raise
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{path}: no such file; check the path.") from error
     except MemoryError as error:
         raise UserError(f"{path}: it does not fit into memory; check that it is the right file.") from error
     except OSError as error:

@@ -156,12 +156,10 @@ def make_image_batch(
             little on the padding, so a fixed size makes them independent of the other images in the batch.
 
     Raises:
-        UserError: an image of another type, or one that is larger than `pad_to`.
+        UserError: an image is larger than `pad_to`.
     """
     assert len(images) == len(original_sizes) == len(names)
     for image, name in zip(images, names, strict=True):
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
-            raise UserError(f"{name} must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}.")
         if pad_to is not None and (image.shape[0] > pad_to[0] or image.shape[1] > pad_to[1]):
             raise UserError(
                 f"{name}: the resized image has {image.shape[0]} x {image.shape[1]} pixels (height x width) and does "
@@ -200,13 +198,11 @@ def _read(source: str | Path | bytes, name: str) -> Image.Image:
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:
-    if image.mode.startswith("I"):  # 16-bit grey; PIL's own conversion would clip it at 255
+    if image.mode.startswith(("I", "F")):  # 16-bit grey; PIL's own conversion would clip it at 255
         values = np.asarray(image)
-        if values.min() < 0 or values.max() > 65535:
-            raise UserError(f"Image {name} has 32-bit pixels; save it with 8 or 16 bits per channel.")
+        if image.mode == "F" or values.min() < 0 or values.max() > 65535:
+            raise UserError(f"Image {name} has pixels of 32 bits; save it with 8 or 16 bits per channel.")
         return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
-    if image.mode == "F":
-        raise UserError(f"Image {name} has floating-point pixels; save it with 8 or 16 bits per channel.")
     if "transparency" in image.info:  # converting this kind to RGB in one step makes PIL warn
         image = image.convert("RGBA")
     return image.convert("RGB")

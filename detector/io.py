@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from detector.errors import MissingFileError, UserError, first_line, reading
+from detector.errors import UserError, first_line, reading
 
 T = TypeVar("T")
 
@@ -122,11 +122,8 @@ def read_pickle(path: str | Path, encoding: str = "latin1") -> Any:
         MissingFileError: there is no such file.
         UserError: it is damaged, or holds an instance of another class.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise MissingFileError(f"{path}: no such file; check the path.")
     try:
-        with reading(path), path.open("rb") as file:
+        with reading(path), Path(path).open("rb") as file:
             return Unpickler(file, encoding=encoding).load()
     except UserError:
         raise
@@ -138,11 +135,8 @@ def read_pickle(path: str | Path, encoding: str = "latin1") -> Any:
 
 
 def _read_bytes(path: str | Path) -> bytes:
-    path = Path(path)
-    if not path.is_file():
-        raise MissingFileError(f"{path}: no such file; check the path.")
     with reading(path):
-        return path.read_bytes()
+        return Path(path).read_bytes()
 
 
 def write_text(path: Path, text: str) -> None:

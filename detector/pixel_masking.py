@@ -10,6 +10,7 @@ Shape legend: see `detector/structures.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int64
@@ -18,11 +19,9 @@ from torchvision.ops import clip_boxes_to_image
 
 from detector.errors import UserError
 
-_ROUNDINGS = ("outward", "truncate")
-
 
 def mask_rectangles(
-    boxes: Float[Tensor, "Q 4"], size: Sequence[int], rounding: str = "outward"
+    boxes: Float[Tensor, "Q 4"], size: Sequence[int], rounding: Literal["outward", "truncate"] = "outward"
 ) -> Int64[Tensor, "Q 4"]:
     """Whole-pixel rectangles that boxes hide.
 
@@ -36,10 +35,8 @@ def mask_rectangles(
         x1, y1, x2, y2, half-open (pixels [y1:y2, x1:x2]) and clipped to the image.
 
     Raises:
-        ValueError: a box that is not finite or is inverted, or an unknown rounding.
+        UserError: a box that is not finite or is inverted.
     """
-    if rounding not in _ROUNDINGS:
-        raise UserError(f"Pixel masking: rounding '{rounding}' is unknown; use one of {', '.join(_ROUNDINGS)}.")
     is_bad = ~boxes.isfinite().all(1) | (boxes[:, 2:] < boxes[:, :2]).any(1)
     if is_bad.any():
         row = int(is_bad.nonzero()[0])
@@ -67,18 +64,11 @@ def mask_pixels(
         sizes: (height, width) of each image without padding.
         masks: N entries, xyxy in pixels of the resized image, rounded outward; Q may be 0.
         fill: the colour after normalisation; None = 0, which is the mean colour.
-
-    Raises:
-        ValueError: see `mask_rectangles`; the message has the image's number in the batch.
     """
     assert len(pixels) == len(sizes) == len(masks)
     masked = pixels.clone()
     colour = 0.0 if fill is None else fill.to(pixels)[:, None, None]
     for number, (size, boxes) in enumerate(zip(sizes.tolist(), masks, strict=True)):
-        try:
-            rectangles = mask_rectangles(boxes, size)
-        except ValueError as error:
-            raise UserError(f"Image {number} of the batch: {error}") from error
-        for x1, y1, x2, y2 in rectangles.tolist():
+        for x1, y1, x2, y2 in mask_rectangles(boxes, size).tolist():
             masked[number, :, y1:y2, x1:x2] = colour
     return masked

@@ -206,11 +206,8 @@ class R2CNetwork(Detector):
             classes: 0 = the whole image, 1 .. K.
 
         Raises:
-            ValueError: masks of another size, or a class beyond the number of classes.
+            UserError: a class beyond the number of classes.
         """
-        side = self.map_size
-        if masks.shape[1:] != (side, side):
-            raise UserError(f"Instance masks are {list(masks.shape[1:])}, but the network of R2C reads {[side, side]}.")
         if len(classes) and int(classes.max()) > self.num_classes:
             raise UserError(
                 f"A box has the class {int(classes.max()) - 1}, but MODEL.ROI_HEADS.NUM_CLASSES is {self.num_classes}; "

@@ -15,6 +15,7 @@ All feature maps are kept in channels-last memory, in which convolutions on CPU 
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Callable
 
@@ -65,9 +66,6 @@ def make_norm(name: str, channels: int) -> nn.Module:
     Args:
         name: FrozenBN (fixed affine map), BN, SyncBN (statistics of all processes) or GN (32 groups, or the greatest
             common divisor of 32 and the channels where 32 does not divide them; Detectron2 refuses that).
-
-    Raises:
-        ValueError: a different name.
     """
     if name == "FrozenBN":
         norm = FrozenBatchNorm2d(channels, eps=NORM_EPS)
@@ -77,9 +75,7 @@ def make_norm(name: str, channels: int) -> nn.Module:
         return nn.BatchNorm2d(channels)
     if name == "SyncBN":
         return SyncBatchNorm(channels)
-    if name == "GN":
-        return nn.GroupNorm(math.gcd(GROUPS, channels), channels)
-    raise UserError(f"MODEL.RESNETS.NORM = {name!r} is not supported; use FrozenBN, BN, SyncBN or GN.")
+    return nn.GroupNorm(math.gcd(GROUPS, channels), channels)
 
 
 class BatchStatistics(nn.BatchNorm2d):
@@ -186,7 +182,7 @@ class BasicStem(nn.Module):
         return F.max_pool2d(x, kernel_size=3, stride=2, padding=1)
 
 
-class ResidualBlock(nn.Module):
+class ResidualBlock(nn.Module, abc.ABC):
     """Common part of both block types: shortcut, sum, ReLU.
 
     A network that is trained from scratch needs a norm that learns. With FrozenBN nothing keeps the activations of a
@@ -206,8 +202,9 @@ class ResidualBlock(nn.Module):
             return checkpoint(self.residual, x, pool, use_reentrant=False)
         return self.residual(x, pool)
 
+    @abc.abstractmethod
     def residual(self, x: Tensor, pool: Pooling | None) -> Tensor:
-        raise NotImplementedError
+        """`forward` without recomputation."""
 
 
 class BasicBlock(ResidualBlock):

@@ -52,25 +52,14 @@ _LAYERS = {
 }
 
 
-def from_torchvision_detector(
-    tensors: Mapping[str, Tensor], source: str | Path, *, norm_eps: float = NORM_EPS
-) -> dict[str, Tensor]:
+def from_torchvision_detector(tensors: Mapping[str, Tensor], *, norm_eps: float = NORM_EPS) -> dict[str, Tensor]:
     """A state dict in Detectron2's names and conventions. Names that no part of a Faster R-CNN has are kept.
 
     Args:
         norm_eps: epsilon of the frozen batch norms that the numbers are meant for. Torchvision sets it to 0 in models
             that start from its COCO_V1 weights of `fasterrcnn_resnet50_fpn`, and in what they become; no number shows
             it. If it is not 1e-5, every norm is written for variance 1 (`fold_norms`).
-
-    Raises:
-        ValueError: the box predictor's two layers do not fit together.
     """
-    logits, deltas = (tensors.get(f"{PREDICTOR}{layer}.bias") for layer in ("cls_score", "bbox_pred"))
-    if logits is not None and deltas is not None and len(deltas) != 4 * len(logits):
-        raise UserError(
-            f"{source}: {PREDICTOR}bbox_pred has {len(deltas)} rows for {len(logits)} classes; torchvision's files "
-            "have 4 per class, background included."
-        )
     names = detector_names(tensors)
     converted = {}
     for name, value in tensors.items():
@@ -159,7 +148,7 @@ def from_visual_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[
     """The network of an official VisualBERT model, in float32; everything else is left out.
 
     Raises:
-        UserError: the file has no such network, or an unknown part of it.
+        UserError: the file has no such network.
     """
     renamed = {}
     for name, value in tensors.items():
@@ -168,7 +157,8 @@ def from_visual_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[
         rest = name.removeprefix(REGION_NETWORK)
         old = next((old for old in _R2C_NAMES if rest.startswith(old)), None)
         if old is None:
-            raise UserError(f"{source}: {name} is not a name of the official VisualBERT code.")
+            renamed[name] = value  # no detector has it
+            continue
         new = trunk_name(_R2C_NAMES[old] + rest.removeprefix(old))
         if not new.startswith("roi_heads."):
             new = f"roi_heads.{new}" if new.startswith("res5.") else f"backbone.{new}"
@@ -274,7 +264,7 @@ def to_detector_names(
     if any(name.startswith(("bert.bert.", f"{REGION_NETWORK}after_roi_align.")) for name in tensors):
         return from_visual_bert(tensors, source), "VisualBERT"
     if any(name.startswith(BODY) for name in tensors):  # no other software has these names
-        return from_torchvision_detector(tensors, source, norm_eps=norm_eps), "torchvision"
+        return from_torchvision_detector(tensors, norm_eps=norm_eps), "torchvision"
     if any(name.startswith(("backbone.", "proposal_generator.", "roi_heads.")) for name in tensors):
         logits, deltas = (tensors.get(f"{RPN_HEAD}{name}.bias") for name in ("objectness_logits", "anchor_deltas"))
         if logits is not None and deltas is not None and 2 * len(logits) == len(deltas):  # two logits per anchor
@@ -371,8 +361,8 @@ def from_vl_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[str,
     encoder, heads, and `image_feature_extractor.obj_downsample`, which is part of our encoder.
 
     Raises:
-        ValueError: the file has no such network (files for precomputed features have none), an unknown part of it, or
-            two copies of res5 that differ.
+        UserError: the file has no such network (files for precomputed features have none), or two copies of res5 that
+            differ.
     """
     renamed = {}
     for name, value in tensors.items():
@@ -386,8 +376,6 @@ def from_vl_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[str,
             renamed[f"roi_heads.{rest}"] = value
         elif name.startswith(VL_BERT) and rest.startswith("backbone."):
             renamed[f"backbone.{trunk_name(rest.removeprefix('backbone.'))}"] = value
-        elif name.startswith(VL_BERT) and not rest.startswith("obj_downsample."):
-            raise UserError(f"{source}: {name} is not a name of the official VL-BERT code; use a file that it wrote.")
     if not renamed:
         raise UserError(
             f"{source}: this VL-BERT model was made for precomputed features and holds no detector; leave out "

@@ -358,7 +358,7 @@ def make_detectors(file: Path) -> dict[str, nn.Module]:
         else:
             backbone = resnet_fpn_backbone(backbone_name="resnet50", weights=None, trainable_layers=3)
             model = TorchvisionModel(backbone, **options)
-        load_weights(builtin, from_torchvision_detector(model.state_dict(), file.stem), file.stem)
+        load_weights(builtin, from_torchvision_detector(model.state_dict()), file.stem)
         return {"builtin": builtin, "torchvision": TorchvisionDetector(model)}
     try:
         from detector.detectron2_backend import Detectron2Detector

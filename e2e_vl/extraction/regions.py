@@ -18,8 +18,8 @@ from torch import Tensor
 from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 
 from detector.boxes import decode_deltas, is_larger
-from detector.checkpoint import BACKENDS, CONFIG_NAME, detector_class, find_weights, load_checkpoint
-from detector.config import DetectorConfig, SelectionRule
+from detector.checkpoint import CONFIG_NAME, detector_class, find_weights, load_checkpoint
+from detector.config import BACKENDS, DetectorConfig, SelectionRule
 from detector.errors import MissingFileError, UserError, user_path
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes

@@ -175,7 +175,7 @@ def test_no_image(tmp_path: Path):
     with pytest.raises(UserError, match=r"text\.jpg cannot be read"):
         load_image(tmp_path / "text.jpg")
     Image.fromarray(np.ones((4, 4), dtype=np.float32)).save(tmp_path / "a.tiff")
-    with pytest.raises(UserError, match="floating-point"):
+    with pytest.raises(UserError, match="pixels of 32 bits"):
         load_image(tmp_path / "a.tiff")
 
 
@@ -267,11 +267,6 @@ def test_batch_of_fixed_size():
     assert batch.pixels.sum() == image.astype(int).sum()
     with pytest.raises(ValueError, match=r"photo\.jpg.*5 x 9.*4 x 12"):
         make_image_batch([image], [(5, 9)], ["photo.jpg"], [0] * 3, [1] * 3, pad_to=(4, 12))
-
-
-def test_batch_errors():
-    with pytest.raises(ValueError, match=r"photo\.jpg.*uint8"):
-        make_image_batch([np.zeros((4, 4), np.uint8)], [(4, 4)], ["photo.jpg"], [0] * 3, [1] * 3)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])

@@ -169,7 +169,6 @@ def test_it_starts_from_torchvision(tmp_path):
         ({"boxes": None}, "finds none"),
         ({"box_classes": None}, "of known classes"),
         ({"targets": DetectionTargets([BOXES], [CLASSES])}, "no detection losses"),
-        ({"roi_masks": [torch.ones(2, 7, 7)]}, r"masks are \[7, 7\], but the network of R2C reads \[14, 14\]"),
         ({"box_classes": [CLASSES + 1]}, "has the class 5, but MODEL.ROI_HEADS.NUM_CLASSES is 5"),
         ({"boxes": [BOXES.flip(1)]}, "0.jpg"),
     ],

@@ -109,7 +109,7 @@ def builtin(name: str, model: nn.Module, proposals: int) -> FasterRCNN:
     flat = flatten(load_tree(PUBLISHED / f"{MODELS[name]}.yaml")) | {"MODEL.ROI_HEADS.NUM_CLASSES": CLASSES}
     flat |= {f"MODEL.RPN.POST_NMS_TOPK_{mode}": proposals for mode in ("TRAIN", "TEST")}
     detector = FasterRCNN(DetectorConfig.from_flat(flat)).double()
-    load_weights(detector, from_torchvision_detector(model.state_dict(), name), name)
+    load_weights(detector, from_torchvision_detector(model.state_dict()), name)
     return detector.eval()
 
 
