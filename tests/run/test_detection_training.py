@@ -148,7 +148,7 @@ def test_the_gradient_reaches_the_whole_detector_also_in_images_without_objects(
 def test_settings_that_detection_cannot_work_with_are_one_sentence(detection_config):
     with pytest.raises(ValueError, match=r"cannot have boxes from 'gt'; set data.boxes.train and .* online"):
         build_run(detection_config("data.boxes.train=gt"))
-    with pytest.raises(ValueError, match="has 6 categories, but the detector has 7 classes"):
+    with pytest.raises(ValueError, match="6 categories, but the detector has 7 classes"):
         build_run(detection_config(f"{SMALL}.ROI_HEADS.NUM_CLASSES=7"))
 
 

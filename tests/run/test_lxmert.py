@@ -139,9 +139,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(name: str, data: Path, output: Path, *words: str) -> RunConfig:
     """A published config with the parts of configs/tiny/lxmert_files.yaml in the place of the large ones."""
-    tiny = load_config(CONFIGS / "tiny" / "lxmert_files.yaml")
-    encoder = [f"encoder.config.{key}={value}" for key, value in options(tiny.encoder.config).items()
-               if key != "masked_region_feature"]  # fmt: skip
+    encoder = [f"encoder.config.{key}={value}" for key, value in ENCODER["config"].items()]
     common = [f"data.root={data}", f"output={output}", "data.vocabulary=null", "data.workers=0", "train.max_steps=2"]
     common += [f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}", "train.images_per_batch=2"]
     common += ["detector.overrides={MODEL: {RESNETS: {DEPTH: 18, STEM_OUT_CHANNELS: 8, RES2_OUT_CHANNELS: 8, "

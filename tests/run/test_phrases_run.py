@@ -361,7 +361,7 @@ def test_data_that_do_not_go_together(folder, tmp_path, monkeypatch):
         train(joined("vcr", folder, "phrases.weight=0", f"output={tmp_path / 'vcr'}"))
     with pytest.raises(ValueError, match="annotated objects of different classes"):
         build_run(joined("vcr", folder, instances=True))
-    monkeypatch.setattr("e2e_vl.tasks.vqa.VQAPreprocessor.learns_from", ())
+    monkeypatch.setattr("e2e_vl.tasks.question_answering.AnswerPreprocessor.learns_from", ())
     with pytest.raises(ValueError, match=r"the task vqa cannot take texts that have phrases and no target of its own"):
         build_run(config)
 

@@ -10,17 +10,15 @@ import torch
 
 from e2e_vl.cli import convert_weights
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.encoders.config import VisualBertSettings
 from e2e_vl.io import read_log
 from e2e_vl.run.build import build_encoder
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.train import train
 from tests.run.test_resume import assert_same_run, lose_newest
-from tests.weights.starts import options, replaced
+from tests.weights.starts import replaced
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-KNOWN = set(VisualBertSettings.__struct_fields__)  # the tiny config is another encoder's
 LR = 0.01
 OPTIMISER = (
     "train.optimizer=bert_adam",
@@ -40,9 +38,8 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 @pytest.fixture
 def settings(tiny_config) -> Callable[..., RunConfig]:
     def make(*words: str, **fields) -> RunConfig:
-        config = tiny_config(*OPTIMISER, *SHORT, "encoder.name=visual_bert", *words)
-        own = {name: value for name, value in options(config.encoder.config).items() if name in KNOWN}
-        return replaced(config, encoder={"config": own | SIZES | fields})
+        config = tiny_config(*OPTIMISER, *SHORT, *words)
+        return replaced(config, encoder={"name": "visual_bert", "config": SIZES | fields})
 
     return make
 
@@ -77,8 +74,8 @@ def test_a_run_is_trained_resumed_evaluated_and_exported(settings, tmp_path, cap
 
 
 def test_settings_reach_the_encoder(settings):
-    words = ["encoder.config.region_types=[1]", "encoder.config.bypass_transformer=true"]
-    encoder = build_encoder(settings(*words, with_box_numbers=True), vocab_size=9, feature_dim=4)
+    own = {"region_types": [1], "bypass_transformer": True, "with_box_numbers": True}
+    encoder = build_encoder(settings(**own), vocab_size=9, feature_dim=4)
     assert encoder.additional_layer is not None and encoder.embeddings.visual_projection.in_features == 10
     assert encoder.config.region_types == [1]
     with pytest.raises(ValueError, match=r"region_types is \[2\]; give a row"):

@@ -17,7 +17,7 @@ class PhraseDataset(SceneDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
-        data = cls.open(files, options, split, Wants())
+        data = cls(files, options, split, Wants())
         return [data.sample([number]).texts[0].words for number in range(len(data))]
 
     def sample(self, texts: Sequence[int]) -> Sample:
