@@ -3,25 +3,56 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 
+import msgspec
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from safetensors.numpy import load_file
+from torch import Tensor, nn
 
-from detector.config import InputConfig
+from detector.config import DetectorConfig, InputConfig
 from detector.images import make_image_batch
-from detector.structures import ImageBatch, PrecomputedFeatures
+from detector.precomputed import PrecomputedDetector
+from detector.structures import ImageBatch, PrecomputedFeatures, Regions
+from e2e_vl.encoders.base import Encoder
+from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
+from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
+from e2e_vl.examples import Targets
+from e2e_vl.model import VisionLanguageModel
 from e2e_vl.region_masking import (
     RegionMasking,
     describe_regions,
-    label_regions,
     mask_regions,
+    replace_features,
     sample_masked_regions,
+    sample_replacements,
+    truncate_batch,
+    truncate_texts,
+    truncated_lengths,
 )
-from e2e_vl.structures import Batch, RegionLabels, RegionMasks
-from tests.tasks.tiny_pretraining import BOXES, CLASSES, PAPER, assert_same, is_same, make_batch, make_model, make_pairs
+from e2e_vl.run.build import build_objectives
+from e2e_vl.structures import Ability, Batch, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.tasks.config import PretrainingConfig
+from e2e_vl.tasks.objectives.base import Sizes
+from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
+from tests.encoders.small import LXMERT as SMALL
+from tests.tasks.tiny_pretraining import (
+    BOXES,
+    CLASSES,
+    PAPER,
+    SEP,
+    VOCABULARY,
+    assert_same,
+    is_same,
+    make_batch,
+    make_detector,
+    make_model,
+    make_pairs,
+    put_together,
+)
 
 EVERY = {"region_probability": 1.0, "mask_probability": 1.0}
 
@@ -69,15 +100,6 @@ def test_choice_depends_on_the_seed_of_the_first_text():
     chosen = [chosen_with(batch) for batch in batches]
     assert same_choice(chosen[0], chosen[1])
     assert not same_choice(chosen[0], chosen[2])
-
-
-def test_the_first_text_about_either_image_of_a_pair_counts():
-    """Here text 0 looks at both images."""
-    batches = [make_pairs(), make_pairs(), make_batch()]
-    batches[1].seeds = torch.tensor([11, 0, 0, 0])
-    batches[2].seeds = torch.tensor([11, 0, 11, 0])
-    chosen = [chosen_with(batch, make_model(encoder={"max_images": 2}, region_probability=0.5)) for batch in batches]
-    assert same_choice(chosen[0], chosen[1]) and same_choice(chosen[0], chosen[2])
 
 
 def test_without_seeds_torchs_own_randomness_chooses():
@@ -244,17 +266,6 @@ def test_own_boxes_come_from_the_teacher():
     assert all(parameter.grad is None for parameter in model.teacher.parameters())
 
 
-def test_own_boxes_are_found_although_nothing_is_hidden():
-    """The cut needs to know how many there are."""
-    model = make_model(objectives={"masked_regions": 0.0}, max_detected_regions=4, max_length=6).eval()
-    assert model.teacher is None
-    batch = model.mask_regions(make_batch(boxes=False))
-    assert 0 < len(batch.boxes[0]) <= 4 and batch.masked_regions is None and batch.pixel_masks is None
-    with torch.no_grad():
-        output = model(make_batch(boxes=False))
-    assert (output.batch.texts.attention_mask.sum(dim=1) + output.text_regions.attention_mask.sum(dim=1))[:3].max() <= 6
-
-
 def test_frozen_teacher_stays_as_it_was():
     model = make_model(norm="BN").train()
     assert not any(module.training for module in model.teacher.modules())
@@ -273,13 +284,6 @@ def test_own_boxes_are_labelled_in_the_order_of_the_file():
     for rows, wanted in zip(prepared.region_labels.class_probs, expected.class_probs, strict=True):
         torch.testing.assert_close(rows, wanted)
         assert not torch.allclose(rows, wanted.roll(-1, dims=1))
-
-
-def test_labels_of_a_file_stay_as_they_are():
-    model = make_model(teacher="file").eval()
-    labels = RegionLabels(class_probs=[torch.rand(len(rows), CLASSES) for rows in BOXES])
-    prepared = model.mask_regions(dataclasses.replace(make_batch(), region_labels=labels))
-    assert prepared.region_labels is labels
 
 
 def test_file_labels_must_be_there():
@@ -354,14 +358,6 @@ def test_a_users_boxes_come_before_the_detectors_own(teacher):
     assert [int(rows.sum()) for rows in batch.masked_regions.is_masked] == [1, 0]
 
 
-def test_a_user_who_hides_nothing_sees_everything():
-    model = make_model(**EVERY).eval()
-    batch = model.mask_regions(with_user_boxes([]))
-    assert [rows.tolist() for rows in batch.boxes] == BOXES
-    assert not any(rows.any() for rows in [*batch.masked_regions.is_masked, *batch.masked_regions.is_labelled])
-    assert all(rows.any() for rows in model.mask_regions(make_batch()).masked_regions.is_masked)
-
-
 def test_a_users_boxes_are_painted_black_where_training_paints_them_black():
     model = make_model(masked_pixels="black").eval()
     batch = with_user_boxes([[6.0, 6.0, 40.0, 40.0]])
@@ -374,8 +370,406 @@ def test_a_users_boxes_are_painted_black_where_training_paints_them_black():
     assert torch.equal(prepared.images.pixels[1], before[1])
 
 
-def test_labelling_alone_hides_nothing():
-    model = make_model().eval()
-    batch = label_regions(make_batch(), model.detector, model.teacher, model.task.region_masking)
-    assert batch.masked_regions is None and batch.pixel_masks is None and batch.region_limit is None
-    assert isinstance(model.mask_regions(make_batch()).masked_regions, RegionMasks)
+# Truncation
+
+
+def by_dropping_one_by_one(text: int, regions: int, limit: int) -> tuple[int, int]:
+    """The rule in its own words."""
+    while text + regions > limit and text > 0 and regions > 0:
+        if regions > text:
+            regions -= 1
+        else:
+            text -= 1
+    return max(text, 2), max(regions, 1)
+
+
+# One image
+
+
+def test_cutting_drops_from_the_longer_one():
+    for limit in (*range(1, 20), 63, 64):
+        for text in range(2, 90, 1 if limit < 20 else 7):
+            for regions in range(1, 90, 1 if limit < 20 else 5):
+                assert truncated_lengths(text, regions, limit) == by_dropping_one_by_one(text, regions, limit)
+
+
+def test_cutting_is_that_of_the_official_code(golden_root):
+    facts = json.loads((golden_root / "vl_bert" / "data.json").read_text())["cc"]
+    arrays = load_file(golden_root / "vl_bert" / "data.safetensors")
+    text = len(facts["caption_ids"]) + 2
+    regions = len(arrays["cc.boxes"]) + 1  # and the whole image
+    for number, case in enumerate(facts["cases"]):
+        kept_text, kept_regions = truncated_lengths(text, regions, case["seq_len"])
+        assert (kept_text, kept_regions) == (case["kept_text"], case["kept_boxes"])
+        assert len(arrays[f"cc.{number}.text"]) == kept_text
+        assert len(arrays[f"cc.{number}.boxes"]) == kept_regions
+        before = arrays[f"cc.{number}.mvrc_ops_before_truncation"]
+        assert before[:kept_regions].tolist() == arrays[f"cc.{number}.mvrc_ops"].tolist()
+        assert before[kept_regions:].sum() == case["masked_boxes_cut_off_but_zeroed"]
+
+
+def test_cutting_keeps_the_last_wordpiece_and_the_first_regions():
+    batch = make_batch()
+    batch.targets.parts["masked_words"].labels[0, 5] = 30
+    cut = truncate_batch(batch, 6, whole_image=True)
+    assert cut.texts.attention_mask.sum(dim=1).tolist() == [3, 3, 3, 6]  # the corpus text stays
+    assert cut.texts.input_ids[0, :3].tolist() == [*batch.texts.input_ids[0, :2].tolist(), SEP]
+    labels = {name: cut.targets.parts[name].labels.tolist() for name in ("masked_words", "masked_text")}
+    assert labels["masked_words"][0] == [-1, 9, -1, -1, -1, -1]
+    assert labels["masked_text"][3] == batch.targets.parts["masked_text"].labels[3, :6].tolist()
+    assert cut.targets.parts["relationship"] == batch.targets.parts["relationship"]
+    assert cut.region_limit.tolist() == [[2], [2], [2], [0]]
+    assert cut.boxes is batch.boxes and batch.texts.attention_mask.shape[1] == 7
+
+
+def test_a_whole_image_that_is_no_region_takes_no_place_of_the_length():
+    limits = []
+    for in_sequence in (True, False):
+        model = make_model(encoder={"whole_image_in_sequence": in_sequence}, max_length=5).eval()
+        limits.append(model.mask_regions(make_batch()).region_limit.tolist())
+        with torch.no_grad():
+            output = model(make_batch())
+        assert (output.text_regions.row.ge(0) == output.text_regions.attention_mask).all() == (not in_sequence)
+    assert limits == [[[2], [2], [2], [0]], [[3], [3], [2], [0]]]
+
+
+def test_places_in_a_text_follow_its_wordpieces():
+    batch = make_batch()
+    batch.texts.summary = torch.tensor([6, 0, 1, 5])  # the first text's last wordpiece
+    batch.texts.region_of_token = torch.arange(28).reshape(4, 7)
+    texts, index = truncate_texts(batch.texts, torch.tensor([3, 4, 3, 2]))
+    assert index.tolist() == [[0, 1, 6, 3], [0, 1, 2, 3], [0, 1, 4, 3], [0, 5, 2, 3]]
+    assert texts.attention_mask.sum(dim=1).tolist() == [3, 4, 3, 2]
+    assert texts.summary.tolist() == [2, 0, 1, 1]
+    assert texts.region_of_token.tolist() == [[0, 1, 6, -1], [7, 8, 9, 10], [14, 15, 18, -1], [21, 26, -1, -1]]
+
+
+def test_the_place_of_a_summary_is_never_cut_away():
+    """It stands two before the end, as a [MASK] before [SEP], and its state is read where it went."""
+    batch = make_batch()
+    lengths = batch.texts.attention_mask.sum(dim=1)
+    batch.texts.summary = lengths - 2
+    batch.texts.input_ids[torch.arange(4), lengths - 2] = 39
+    for limit in range(3, 12):
+        texts = truncate_batch(batch, limit, whole_image=True).texts
+        kept = texts.attention_mask.sum(dim=1)
+        assert texts.summary.tolist() == (kept - 2).tolist()
+        assert (texts.input_ids.gather(1, texts.summary[:, None]) == 39).all()
+        assert (texts.input_ids.gather(1, kept[:, None] - 1) == SEP).all()
+    assert kept.tolist() == lengths.tolist()
+
+
+# Two images
+
+
+def pairs_of(counts: tuple[int, int], length: int) -> Batch:
+    """One text about two images, with these numbers of wordpieces and of candidate boxes."""
+    batch = make_pairs()
+    position = torch.arange(length)[None]
+    texts = dataclasses.replace(
+        batch.texts, input_ids=position, token_type_ids=position * 0, attention_mask=position >= 0
+    )
+    boxes = [torch.zeros(count, 4) for count in counts]
+    image_index = torch.tensor([[0, 1]])
+    return dataclasses.replace(
+        batch, texts=texts, boxes=boxes, image_index=image_index, targets=None, seeds=batch.seeds[:1]
+    )
+
+
+def shares_one_by_one(first: int, second: int, total: int) -> tuple[int, int]:
+    """The rule in its own words: the fuller image loses a region, of two equally full ones the second."""
+    while first + second > total:
+        if first > second:
+            first -= 1
+        else:
+            second -= 1
+    return first, second
+
+
+@pytest.mark.parametrize("whole_image", [True, False])
+@pytest.mark.parametrize("limit", [6, 9, 12])
+def test_the_fuller_image_loses_first(whole_image, limit):
+    for first in range(0, 9, 2):
+        for second in range(1, 9, 3):
+            for length in (2, 4, 8):
+                batch = pairs_of((first, second), length)
+                cut = truncate_batch(batch, limit, whole_image=whole_image)
+                counts = first + whole_image, second + whole_image
+                text, regions = by_dropping_one_by_one(length, sum(counts), limit)
+                kept = shares_one_by_one(*counts, regions)
+                assert cut.texts.attention_mask.sum() == text
+                assert cut.region_limit.tolist() == [[count - whole_image for count in kept]]
+
+
+@pytest.mark.parametrize("in_sequence", [True, False])
+def test_the_model_reads_what_the_cut_leaves(in_sequence):
+    encoder = {"max_images": 2, "whole_image_in_sequence": in_sequence}
+    model = make_model(encoder=encoder, max_length=7, region_probability=1.0).eval()
+    with torch.no_grad():
+        output = model(make_pairs())
+    regions, limit = output.text_regions, output.batch.region_limit
+    positions = output.batch.texts.attention_mask.sum(dim=1) + regions.attention_mask.sum(dim=1)
+    assert positions[:3].max() <= 7
+    for slot in range(2):
+        own = regions.attention_mask & (regions.image_slot == slot) & ~regions.is_whole_image
+        available = torch.tensor([[3, 2], [2, 3], [2, 0], [0, 0]])[:, slot]
+        assert own.sum(dim=1).tolist() == limit[:, slot].minimum(available).tolist()
+    assert regions.is_whole_image.sum(dim=1).tolist() == ([2, 2, 1, 0] if in_sequence else [0] * 4)
+    assert output.losses["masked_regions"].count == (regions.row >= 0).sum()
+
+
+# Other regions' features
+
+
+COUNTS, WIDTH = (3, 0, 2), SMALL["feature_dim"]
+OFFICIAL = RegionMasking(mask_probability=0.8, replace_probability=0.1, pixels=False, teacher="file")
+OBJECTIVES = {
+    **dict.fromkeys(("masked_words", "masked_text", "masked_regions"), 0.0),
+    "object_labels": {"weight": 1.0, "classes": 4},
+    "region_features": 1.0,
+}
+
+
+def test_shares_of_the_official_code():
+    chosen, hidden, swapped = sample_masked_regions(100_000, np.random.default_rng(0), 0.15, 0.8, 0.1)
+    assert chosen.mean() == pytest.approx(0.15, abs=0.005)
+    assert hidden[chosen].mean() == pytest.approx(0.8, abs=0.01)
+    assert swapped[chosen].mean() == pytest.approx(0.1, abs=0.01)
+    assert not (hidden & swapped).any() and not (swapped & ~chosen).any()
+    chosen, hidden, swapped = sample_masked_regions(1000, np.random.default_rng(0))
+    assert not swapped.any()
+
+
+def test_donors_are_drawn_image_by_image():
+    swapped = np.ones(30_000, dtype=bool)
+    replacement_index = sample_replacements(swapped, COUNTS, np.random.default_rng(0))
+    shares = np.bincount(replacement_index + 1, minlength=6) / len(replacement_index)
+    np.testing.assert_allclose(shares, [1 / 3, 1 / 9, 1 / 9, 1 / 9, 1 / 6, 1 / 6], atol=0.01)  # -1: an empty image
+    assert (sample_replacements(~swapped, COUNTS, np.random.default_rng(0)) == -1).all()
+
+
+@pytest.mark.parametrize("whole_image", [False, True])
+def test_swapped_regions_have_the_features_of_their_donors(whole_image):
+    features = [torch.rand(count + whole_image, 4) for count in COUNTS]
+    boxes = [torch.rand(count + whole_image, 4) for count in COUNTS]
+    regions = Regions(boxes, features, [torch.zeros(len(rows), 0) for rows in boxes])
+    replacement_index = [torch.tensor([-1, 4, 0]), torch.zeros(0, dtype=torch.long), torch.tensor([2, -1])]
+    nothing = [torch.zeros(count, dtype=torch.bool) for count in COUNTS]
+    found = replace_features(
+        regions, RegionMasks(nothing, nothing, replacement_index), whole_image=whole_image
+    ).features
+    first = int(whole_image)
+    for rows, own in zip(found, features, strict=True):
+        assert torch.equal(rows[:first], own[:first])
+    assert torch.equal(found[0][first:], torch.stack([features[0][first], features[2][first + 1], features[0][first]]))
+    assert torch.equal(found[2][first:], torch.stack([features[0][first + 2], features[2][first + 1]]))
+    assert replace_features(regions, RegionMasks(nothing, nothing), whole_image=whole_image) is regions
+    assert replace_features(regions, None, whole_image=whole_image) is regions
+
+
+def saved_batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    boxes = [torch.tensor([[0.0, 0, 10, 10], [5, 5, 30, 20], [2, 3, 20, 30]])[:count] for count in (3, 2)]
+    features = [torch.randn(len(rows), WIDTH, generator=generator) for rows in boxes]
+    sizes = torch.tensor([[40, 40], [32, 40]])
+    ids = torch.randint(5, 40, (2, 4), generator=generator)
+    return Batch(
+        images=ImageBatch(torch.zeros(2, 3, 0, 0), sizes, sizes, ["a", "b"], PrecomputedFeatures(features)),
+        boxes=boxes,
+        texts=TextBatch(ids, torch.zeros_like(ids), torch.ones_like(ids).bool()),
+        image_index=torch.tensor([[0], [1]]),
+        targets=PretrainingTargets({name: Targets() for name in ("object_labels", "region_features")}),
+        region_labels=RegionLabels(
+            detected_classes=[torch.tensor([1, 2, 3]), torch.tensor([0, 1])],
+            detected_scores=[torch.rand(len(rows), generator=generator) for rows in boxes],
+        ),
+        seeds=torch.tensor([3, 4]),
+    )
+
+
+def saved_model(**settings) -> VisionLanguageModel:
+    torch.manual_seed(0)
+    config = LxmertEncoderConfig(**SMALL, masked_region_feature=True)
+    sizes = Sizes(config.hidden_size, config.vocab_size, WIDTH)
+    own = {
+        "teacher": "file",
+        "mask_pixels": False,
+        "max_length": None,
+        "mask_probability": 0.8,
+        "replace_probability": 0.1,
+    }
+    task = PretrainingTask(sizes, PretrainingConfig(**own | settings), build_objectives(OBJECTIVES, sizes))
+    assert Ability.MASKED_FEATURES in task.needs
+    detector = PrecomputedDetector(DetectorConfig())
+    detector.feature_dim = WIDTH
+    return VisionLanguageModel(detector, LxmertEncoder(config), task).eval()
+
+
+def test_hidden_features_do_not_leak_into_what_predicts_them():
+    """Another feature of a hidden region changes the target, and nothing that the model computes."""
+    model = saved_model(region_probability=0.6, mask_probability=1.0, replace_probability=0.0)
+    batch = saved_batch()
+    first = model(batch)
+    hidden = [rows.clone() for rows in first.batch.masked_regions.is_masked]
+    assert any(rows.any() for rows in hidden) and not all(rows.all() for rows in hidden)
+    features = [
+        rows + 3 * is_masked[:, None] for rows, is_masked in zip(batch.images.precomputed.features, hidden, strict=True)
+    ]
+    images = dataclasses.replace(batch.images, precomputed=PrecomputedFeatures(features))
+    second = model(dataclasses.replace(batch, images=images))
+    for name in OBJECTIVES.keys() & first.task.parts.keys():
+        assert torch.equal(first.task.parts[name], second.task.parts[name])
+    assert first.losses["region_features"].mean != second.losses["region_features"].mean
+    assert first.losses["object_labels"].mean == second.losses["object_labels"].mean
+
+
+def test_saved_features_are_the_target_whatever_the_model_sees():
+    model, batch = saved_model(region_probability=1.0, mask_probability=0.0, replace_probability=1.0), saved_batch()
+    output = model(batch)
+    assert all((rows >= 0).all() for rows in output.batch.masked_regions.replacement_index)
+    given = torch.cat(batch.images.precomputed.features)
+    for rows, replacement_index in zip(
+        output.regions.features, output.batch.masked_regions.replacement_index, strict=True
+    ):
+        assert torch.equal(rows, given[replacement_index])
+    assert output.batch.region_labels.features is batch.images.precomputed.features
+    assert set(output.losses) == {"object_labels", "region_features"}
+
+
+def test_the_draws_of_an_image_follow_from_the_seed_of_its_first_text():
+    model, batch = saved_model(region_probability=0.7), saved_batch()
+    one, other = model.mask_regions(batch).masked_regions, model.mask_regions(batch).masked_regions
+    changed = model.mask_regions(dataclasses.replace(batch, seeds=torch.tensor([3, 99]))).masked_regions
+    for name in ("is_labelled", "is_masked", "replacement_index"):
+        assert all(map(torch.equal, getattr(one, name), getattr(other, name)))
+        assert torch.equal(getattr(one, name)[0], getattr(changed, name)[0])
+
+
+def test_donors_are_only_drawn_where_they_are_asked_for():
+    assert (
+        mask_regions(
+            saved_batch(), None, dataclasses.replace(OFFICIAL, replace_probability=0.0)
+        ).masked_regions.replacement_index
+        is None
+    )
+    assert mask_regions(saved_batch(), None, OFFICIAL).masked_regions.replacement_index is not None
+
+
+def test_a_teacher_says_what_it_found():
+    model = make_model()
+    labels = model.mask_regions(make_batch()).region_labels
+    for probabilities, classes, scores in zip(
+        labels.class_probs, labels.detected_classes, labels.detected_scores, strict=True
+    ):
+        best = probabilities[:, :-1].max(dim=1)  # without the background
+        assert torch.equal(classes, best.indices) and torch.equal(scores, best.values)
+    first = make_model(background="first").mask_regions(make_batch()).region_labels
+    assert all(map(torch.equal, first.detected_classes, labels.detected_classes))
+
+
+# Other encoders
+
+
+ATTRIBUTES = 6
+REGION_OBJECTIVES = ("object_labels", "attribute_labels", "region_features")
+ALL_OBJECTIVES = {
+    "masked_words": {"weight": 1.0},
+    "masked_text": 0.0,
+    "masked_regions": 0.0,
+    "relationship": 1.0,
+    "object_labels": {"weight": 1.0, "classes": CLASSES - 1},
+    "attribute_labels": {"weight": 1.0, "classes": ATTRIBUTES},
+    "region_features": 1.0,
+}
+LAYERS = {"lxmert": {"l_layers": 1, "r_layers": 1, "x_layers": 1}, "visual_bert": {"num_hidden_layers": 2}}
+OF_TWO_IMAGES = {"lxmert": {"max_images": 2}, "visual_bert": {"region_types": [0, 1]}}
+
+
+def make_other_model(
+    name: str, colour: str = "mean", mask_probability: float = 1.0, **encoder: object
+) -> VisionLanguageModel:
+    """With the same random weights for every chance of a region to be hidden."""
+    torch.manual_seed(0)
+    detector = make_detector(attributes=ATTRIBUTES)
+    common = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    common |= {"feature_dim": detector.feature_dim, "initializer_range": 0.3, "max_position_embeddings": 16}
+    settings = common | LAYERS[name] | OF_TWO_IMAGES[name]
+    made: Encoder
+    if name == "lxmert":
+        made = LxmertEncoder(LxmertEncoderConfig(**settings))
+    else:
+        made = VisualBertEncoder(VisualBertEncoderConfig(**settings))
+    rule = {"region_probability": 0.6, "mask_probability": mask_probability, "masked_pixels": colour}
+    return put_together(detector, made, ALL_OBJECTIVES, max_length=None, **rule).eval()
+
+
+def with_targets(batch: Batch) -> Batch:
+    """The batch with what the objectives of regions learn from, which is nothing of a text."""
+    parts = {name: part for name, part in batch.targets.parts.items() if ALL_OBJECTIVES.get(name)}
+    parts |= {name: Targets() for name in REGION_OBJECTIVES}
+    return dataclasses.replace(batch, targets=PretrainingTargets(parts))
+
+
+def with_other_pixels(batch: Batch, hidden: list[Tensor]) -> Batch:
+    """Noise in these boxes, in the last row and column too."""
+    pixels = batch.images.pixels.clone()
+    torch.manual_seed(1)
+    for own, rows in zip(pixels, hidden, strict=True):
+        for x1, y1, x2, y2 in rows.int().tolist():
+            own[:, y1 : y2 + 1, x1 : x2 + 1] += 100 * torch.randn(3, y2 + 1 - y1, x2 + 1 - x1)
+    return dataclasses.replace(batch, images=dataclasses.replace(batch.images, pixels=pixels))
+
+
+@pytest.mark.parametrize("colour", ["mean", "black"])
+@pytest.mark.parametrize("make", [make_batch, make_pairs])
+@pytest.mark.parametrize("encoder", LAYERS)
+def test_hidden_pixels_change_no_logit_of_a_region_objective(encoder, make, colour):
+    model, open_model = make_other_model(encoder, colour), make_other_model(encoder, colour, mask_probability=0.0)
+    batch = with_targets(make())
+    prepared = model.mask_regions(batch)
+    hidden = [rows[mask] for rows, mask in zip(prepared.boxes, prepared.masked_regions.is_masked, strict=True)]
+    assert sum(map(len, hidden)) in range(1, sum(map(len, prepared.boxes)))
+    other = with_other_pixels(batch, hidden)
+    with torch.no_grad():
+        first, second = model(batch), model(other)
+        seen = [open_model(one) for one in (batch, other)]
+    for name in (*REGION_OBJECTIVES, "masked_words", "relationship"):
+        assert len(first.task.parts[name]) > 0
+        assert_same(first.task.parts[name], second.task.parts[name])
+        assert not is_same(*(output.task.parts[name] for output in seen)), name
+    for name in ("regions", "text", "summary"):
+        assert_same(getattr(first.encoded, name), getattr(second.encoded, name))
+    assert not any(rows.any() for rows in seen[0].batch.masked_regions.is_masked)
+    for rows, wanted in zip(
+        seen[0].batch.masked_regions.is_labelled, first.batch.masked_regions.is_labelled, strict=True
+    ):
+        assert torch.equal(rows, wanted)  # the same regions are predicted, and now they are seen
+
+    # What is to be learned is another one, so the losses of the same logits differ.
+    labels = [output.batch.region_labels for output in (first, second)]
+    for name in ("features", "detected_scores", "detected_attribute_scores"):
+        assert not is_same(*(torch.cat(getattr(one, name)) for one in labels)), name
+    for name in REGION_OBJECTIVES:
+        assert not is_same(*(output.losses[name].mean for output in (first, second))), name
+
+
+@pytest.mark.parametrize("encoder", LAYERS)
+def test_a_region_that_gets_anothers_feature_does_not_show_its_own(encoder):
+    """LXMERT swaps some of the chosen regions instead of hiding them: their pixels stay, their feature goes."""
+    batch = with_targets(make_batch())
+    shown = make_other_model(encoder, mask_probability=0.0)
+    swapped = make_other_model(encoder, mask_probability=0.0)
+    swapped.task.config = msgspec.structs.replace(swapped.task.config, replace_probability=1.0)
+    prepared = swapped.mask_regions(batch)
+    assert any((replacement_index >= 0).any() for replacement_index in prepared.masked_regions.replacement_index)
+    with torch.no_grad():
+        outputs = [model(batch) for model in (shown, swapped)]
+        regions, _, _ = swapped.encode(prepared)
+    own = torch.cat(outputs[0].regions.features)
+    replacement_index = torch.cat(prepared.masked_regions.replacement_index)
+    expected = torch.where((replacement_index >= 0)[:, None], own[replacement_index.clamp(min=0)], own)
+    assert_same(torch.cat(regions.features), expected)
+    for name in REGION_OBJECTIVES:
+        assert not is_same(*(output.task.parts[name] for output in outputs)), name
+        # the label is still the region's own
+    assert_same(*(torch.cat(output.batch.region_labels.features) for output in outputs))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.samples import AnnotatedObjects, ImageBytes, Question, SampleImage, SampleText
+from e2e_vl.samples import AnnotatedObjects, Question, SampleText
 
 BOXES = AnnotatedObjects(np.array([[1.0, 2, 30, 40]]), "boxes.json", names=("cat",))
 TEXT = SampleText(0, "the cat", {})
@@ -49,8 +49,3 @@ def test_what_a_task_does_not_take_is_refused():
             question(**fields).refuse_choices("A caption")
     with pytest.raises(ValueError, match="mask no boxes"):
         question(boxes_to_mask=BOXES).refuse_masked_boxes()
-
-
-def test_an_image_may_be_found_when_it_is_needed():
-    encoded = ImageBytes(b"", "a.tar: b.png")
-    assert SampleImage("b", lambda: encoded).locate() is encoded

@@ -84,12 +84,6 @@ def test_gradients_of_all_texts_add_up(regions):
     assert regions.features[2].grad.unique().tolist() == [101]
 
 
-def test_padding_gets_no_gradient(regions):
-    gathered = gather_regions(regions, SIZES, torch.tensor([[0], [2]]))
-    gathered.features[0, 2].sum().backward()  # a padding row; it is filled with some region's row, times zero
-    assert all(rows.grad is None or rows.grad.abs().sum() == 0 for rows in regions.features)
-
-
 def test_rows_of_candidate_boxes_behind_the_whole_image(regions):
     image_index = torch.tensor([[0, 2], [2, -1], [-1, -1]])
     gathered = gather_regions(regions, SIZES, image_index, whole_image=True)
@@ -174,19 +168,6 @@ def test_gathering_of_labels_follows_the_cut_and_knows_no_order_of_images(region
     copied = gathered.gather(known, fill=False)
     assert copied.dtype == torch.bool
     assert copied.tolist() == [[False, True, True], [True, False, False], [False] * 3]
-
-
-def test_nothing_known_about_no_box():
-    empty = Regions([torch.zeros(0, 4)], [torch.zeros(0, 6)], [torch.zeros(0, 2)])
-    gathered = gather_regions(empty, SIZES[:1], torch.tensor([[0], [-1]]))
-    assert gathered.gather([torch.zeros(0, 3)], fill=-1.0).tolist() == [[[-1.0] * 3]] * 2
-
-
-def test_gathered_values_have_gradients(regions):
-    values = [torch.zeros(count, requires_grad=True) for count in COUNTS]
-    gathered = gather_regions(regions, SIZES, torch.tensor([[0], [2], [2]]))
-    gathered.gather(values, fill=0.0).sum().backward()
-    assert [rows.grad.tolist() for rows in values] == [[1, 1], [], [2, 2, 2]]
 
 
 # Moving a batch

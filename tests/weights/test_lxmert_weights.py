@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
-    LxmertConfig,
     LxmertForPreTraining,
     LxmertForQuestionAnswering,
     LxmertModel,
 )
 
 from detector.config import DetectorConfig
+from detector.errors import UserError
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import ADAPTERS
-from e2e_vl.tasks.config import VQAConfig
+from e2e_vl.structures import TextBatch, TextRegions
+from e2e_vl.tasks.config import GQAConfig, NLVR2Config, VQAConfig
+from e2e_vl.tasks.gqa import GQATask
+from e2e_vl.tasks.nlvr2 import NLVR2Task
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vqa import VQATask
-from e2e_vl.weights.lxmert import OfficialLxmert
+from e2e_vl.weights.lxmert import OfficialLxmert, TransformersLxmert
 from e2e_vl.weights.start import StartRules, load_encoder, load_task, rows_of_answers
 from tests.encoders.small import LXMERT as SMALL
+from tests.encoders.small import make_inputs
 from tests.weights.starts import pretraining_task
 
 ANSWERS = [f"answer {number}" for number in range(7)]
@@ -115,39 +120,6 @@ def test_a_head_of_image_pairs_is_told_by_its_width():
     assert (found.task_name, found.compatible_tasks) == ("nlvr2", ())
 
 
-def test_transformers_pretraining_model(tmp_path: Path):
-    config = LxmertConfig(**THEIRS, num_object_labels=5, num_attr_labels=4, num_qa_labels=len(ANSWERS))
-    theirs = fill(LxmertForPreTraining(config), 3)
-    theirs.save_pretrained(tmp_path)
-    encoder, task = make_encoder(1), make_task("pretraining", 1)
-    assert load_encoder(encoder, tmp_path, rules("pretraining")).is_complete
-    assert load_task(task, tmp_path, rules("pretraining")).is_complete
-    assert_same(encoder, theirs.lxmert)
-    assert torch.equal(task.image_qa.head.output.weight, theirs.answer_head.logit_fc[3].weight)
-    assert torch.equal(task.object_labels.output.weight, theirs.obj_predict_head.decoder_dict["obj"].weight)
-    assert torch.equal(task.region_features.output.bias, theirs.obj_predict_head.decoder_dict["feat"].bias)
-
-
-def test_transformers_question_answering_and_bare_models(tmp_path: Path):
-    answering = fill(LxmertForQuestionAnswering(LxmertConfig(**THEIRS, num_qa_labels=len(ANSWERS))), 4)
-    answering.save_pretrained(tmp_path / "answering")
-    encoder, task = make_encoder(1), make_task("vqa", 1)
-    assert load_encoder(encoder, tmp_path / "answering", rules("vqa")).is_complete
-    assert load_task(task, tmp_path / "answering", rules("vqa")).is_complete
-    assert_same(encoder, answering.lxmert)
-    assert torch.equal(task.head.transform["norm"].bias, answering.answer_head.logit_fc[2].bias)
-    bare = fill(LxmertModel(LxmertConfig(**THEIRS)), 5)
-    bare.save_pretrained(tmp_path / "bare")
-    assert load_encoder(encoder, tmp_path / "bare", rules("vqa")).is_complete
-    assert_same(encoder, bare)
-
-
-def test_another_number_of_heads_is_refused(tmp_path: Path):
-    LxmertModel(LxmertConfig(**{**THEIRS, "num_attention_heads": 8})).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"num_attention_heads is 8, but the encoder's is 4"):
-        load_encoder(make_encoder(), tmp_path, rules("vqa"))
-
-
 def test_our_own_encoder_is_not_taken_for_another(tmp_path: Path):
     encoder = make_encoder(6)
     encoder.save_pretrained(tmp_path)
@@ -225,13 +197,6 @@ def test_the_output_bias_of_words_alone_starts_from_bert(tmp_path: Path):
     assert_same(model.task, task)  # a pre-training that goes on takes everything
 
 
-@pytest.mark.parametrize("which", ["first", "last"])
-def test_a_bert_with_too_few_layers_is_refused(tmp_path: Path, which):
-    save_bert(tmp_path, layers=1)
-    with pytest.raises(ValueError, match=r"encoder\.layer\.1"):
-        load_encoder(make_encoder(bert_layers=which), tmp_path, rules("pretraining"))
-
-
 def test_answers_start_from_the_rows_of_the_same_answers(tmp_path: Path):
     model, path = make_model("pretraining"), tmp_path / "Epoch20_LXRT.pth"
     OfficialLxmert().export(model, "pretraining", path)
@@ -280,3 +245,168 @@ def test_models_that_the_official_code_does_not_have(tmp_path: Path):
     parts = PrecomputedDetector(DetectorConfig()), make_encoder(), ReferringTask(32)
     with pytest.raises(ValueError, match="no official LXMERT model for the task 'refcoco'"):
         export(VisionLanguageModel(*parts), "refcoco", tmp_path / "a.pth")
+
+
+# Folders of transformers
+
+
+export_folder = TransformersLxmert().export
+
+
+def moderate(module: nn.Module, seed: int) -> nn.Module:
+    """Random values, small enough that outputs can be compared."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + 0.05)
+    return module
+
+
+def model_of(task: nn.Module, seed: int = 1, **fields: Any) -> VisionLanguageModel:
+    model = VisionLanguageModel(PrecomputedDetector(DetectorConfig()), make_encoder(**fields), task)
+    return moderate(model, seed).eval()
+
+
+def load_strictly(architecture: type, folder: Path) -> nn.Module:
+    """As `from_pretrained`, and nothing is missing or left over."""
+    model, found = architecture.from_pretrained(folder, output_loading_info=True)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def their_inputs(texts: TextBatch, regions: TextRegions) -> dict[str, Tensor]:
+    return {
+        "input_ids": texts.input_ids,
+        "token_type_ids": texts.token_type_ids,
+        "attention_mask": texts.attention_mask.float(),
+        "visual_feats": regions.features,
+        "visual_pos": regions.boxes / regions.image_sizes.flip(-1).repeat(1, 1, 2),
+        "visual_attention_mask": regions.attention_mask.float(),
+    }
+
+
+def assert_trunks_agree(model: VisionLanguageModel, theirs: nn.Module) -> None:
+    """States of words and regions and the summary, apart from padding."""
+    texts, regions = make_inputs(counts=(2, 4, 1))
+    with torch.no_grad():
+        ours, found = model.encoder(texts, regions), theirs(**their_inputs(texts, regions))
+    torch.testing.assert_close(ours.summary, found.pooled_output, rtol=1e-5, atol=1e-5)
+    text, seen = (
+        found.language_output * texts.attention_mask[..., None],
+        found.vision_output * regions.attention_mask[..., None],
+    )
+    torch.testing.assert_close(ours.text, text, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.regions, seen, rtol=1e-5, atol=1e-5)
+    assert ours.text.std() > 0.05 and ours.summary.std() > 0.05
+
+
+def gqa_task() -> GQATask:
+    return GQATask(32, GQAConfig(answers=ANSWERS))
+
+
+@pytest.mark.parametrize("name", ["vqa", "gqa"])
+def test_a_model_of_questions_there_and_back(tmp_path: Path, name):
+    """A run of VQA or GQA, `LxmertForQuestionAnswering`, and again ours."""
+    make = {"vqa": lambda: make_task("vqa"), "gqa": gqa_task}[name]
+    model = model_of(make())
+    assert export_folder(model, name, tmp_path / "model.safetensors") == []
+    theirs = load_strictly(LxmertForQuestionAnswering, tmp_path)
+    assert (theirs.config.num_qa_labels, theirs.config.visual_feat_dim) == (len(ANSWERS), SMALL["feature_dim"])
+    assert_same(model.encoder, theirs.lxmert)
+    assert_trunks_agree(model, theirs.lxmert)
+    texts, regions = make_inputs(counts=(2, 4, 1))
+    with torch.no_grad():
+        ours = model.task.head(model.encoder(texts, regions).summary)
+        found = theirs(**their_inputs(texts, regions)).question_answering_score
+    torch.testing.assert_close(ours, found, rtol=1e-5, atol=1e-5)
+    assert found.std() > 0.05
+    theirs.save_pretrained(tmp_path / "again")
+    for folder in (tmp_path, tmp_path / "again"):
+        encoder, task = make_encoder(1), moderate(make(), 2)
+        report = load_encoder(encoder, folder, rules(name))
+        assert report.is_complete and report.layout == "transformers' LXMERT"
+        assert load_task(task, folder, rules(name)).is_complete
+        assert_same(model.encoder, encoder)
+        assert_same(model.task, task)
+
+
+def test_a_model_of_pre_training_there_and_back(tmp_path: Path):
+    model = model_of(make_task("pretraining"))
+    assert export_folder(model, "pretraining", tmp_path / "model.safetensors") == []
+    theirs = load_strictly(LxmertForPreTraining, tmp_path)
+    config = theirs.config
+    assert (config.num_object_labels, config.num_attr_labels, config.num_qa_labels) == (5, 4, len(ANSWERS))
+    assert config.visual_loss_normalizer == pytest.approx(1 / 0.15)
+    assert_trunks_agree(model, theirs.lxmert)
+    texts, regions = make_inputs(counts=(2, 4, 1))
+    with torch.no_grad():
+        ours, found = model.encoder(texts, regions), theirs(**their_inputs(texts, regions))
+        words = model.task.word_head(ours.text, ours.word_embeddings)
+        match = model.task.relationship.head(ours.summary)
+        answers = model.task.image_qa.head(ours.summary)
+        seen = model.task.region_transform(ours.regions)
+        objects = theirs.obj_predict_head(ours.regions)
+    attention_mask = texts.attention_mask
+    torch.testing.assert_close(words[attention_mask], found.prediction_logits[attention_mask], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(match, found.cross_relationship_score, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(answers, found.question_answering_score, rtol=1e-5, atol=1e-5)
+    assert ours.regions.any()
+    for kind, head in {"obj": "object_labels", "attr": "attribute_labels", "feat": "region_features"}.items():
+        torch.testing.assert_close(getattr(model.task, head).output(seen), objects[kind], rtol=1e-5, atol=1e-5)
+    theirs.save_pretrained(tmp_path / "again")
+    for folder in (tmp_path, tmp_path / "again"):
+        encoder, task = make_encoder(1), make_task("pretraining", 1)
+        assert load_encoder(encoder, folder, rules("pretraining")).is_complete
+        assert load_task(task, folder, rules("pretraining")).is_complete
+        assert_same(model.encoder, encoder)
+        assert_same(model.task, task)
+
+
+def test_some_objectives_only(tmp_path: Path):
+    """Transformers' config says which heads there are; regions of VL-BERT's kind have no place."""
+    objectives = HEADS | {"masked_regions": 1.0, "attribute_labels": 0.0, "image_qa": 0.0, "region_features": 0.0}
+    model = model_of(pretraining_task(32, SMALL["vocab_size"], objectives))
+    left_out = export_folder(model, "pretraining", tmp_path / "model.safetensors")
+    assert left_out and all(name.startswith("task.masked_regions.") for name in left_out)
+    theirs = load_strictly(LxmertForPreTraining, tmp_path)
+    assert set(theirs.obj_predict_head.decoder_dict) == {"obj"} and not theirs.config.task_qa
+
+
+def test_a_trunk_alone_has_our_names(tmp_path: Path):
+    """A task, a head or objectives that transformers does not have."""
+    narrow = VQATask(32, VQAConfig(answers=ANSWERS, initialise_from_words=False))
+    without_match = pretraining_task(32, SMALL["vocab_size"], HEADS | {"relationship": 0.0})
+    tasks = {"nlvr2": NLVR2Task(32, NLVR2Config()), "vqa": narrow, "pretraining": without_match}
+    for name, task in tasks.items():
+        model, folder = model_of(task), tmp_path / name
+        left_out = export_folder(model, name, folder / "model.safetensors")
+        assert left_out == [f"task.{key}" for key in task.state_dict()]
+        theirs = load_strictly(LxmertModel, folder)
+        assert theirs.config.architectures == ["LxmertModel"]
+        assert_trunks_agree(model, theirs)
+        encoder = make_encoder(2)
+        assert load_encoder(encoder, folder, rules(name)).is_complete
+        assert_same(model.encoder, encoder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_images", 2),
+        ("named_regions", True),
+        ("cross_attention", "separate"),
+        ("relative_geometry", True),
+        ("with_segments", False),
+        ("pooled", "state"),
+        ("layer_norm_eps", 1e-5),
+    ],
+)
+def test_what_transformers_cannot_compute_is_not_written(tmp_path: Path, field, value):
+    with pytest.raises(UserError, match=f"such files have no encoder with {field} = {value}"):
+        export_folder(model_of(make_task("vqa"), **{field: value}), "vqa", tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_file_name_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match=r"name the output .*out/model\.safetensors"):
+        export_folder(model_of(make_task("vqa")), "vqa", tmp_path / "out.safetensors")

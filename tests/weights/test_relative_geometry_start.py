@@ -86,15 +86,3 @@ def test_a_part_of_it_is_not_enough(tmp_path, name):
     save_file({key: value for key, value in tensors.items() if key != lost}, path)
     with pytest.raises(ValueError, match=rf"does not fit the model's config: .* 1 missing \({lost}\)"):
         load_encoder(make(relative_geometry=True), tmp_path, rules(name))
-
-
-def test_a_second_start_that_has_it_counts(tmp_path):
-    without, with_it = make_lxmert(), make_lxmert(relative_geometry=True)
-    learn_geometry(with_it)
-    target = make_lxmert(relative_geometry=True)
-    starts = [
-        Start("encoder", place, load_encoder(target, own_run(encoder, "lxmert", tmp_path / place), rules("lxmert")))
-        for place, encoder in (("one", without), ("two", with_it))
-    ]
-    assert "starts at zero" not in origin_text(target, starts)
-    assert torch.equal(target.relative_geometry.output[0].weight, with_it.relative_geometry.output[0].weight)
