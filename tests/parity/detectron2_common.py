@@ -19,9 +19,8 @@ from detector.config import DetectorConfig
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import make_image_batch
 from detector.structures import ImageBatch
+from tests.parity.tolerances import NETWORK
 
-TOLERANCE = 1e-4
-GRADIENT_TOLERANCE = 1e-2
 BATCH_NORMS = ("BN", "SyncBN")
 
 
@@ -128,7 +127,7 @@ def given(golden: GoldenSet) -> list[Tensor]:
     return golden.of_images("given.{}.boxes")
 
 
-def assert_near(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float = NETWORK) -> None:
     assert actual.shape == expected.shape
     if not expected.numel():
         return

@@ -18,7 +18,8 @@ from detector.faster_rcnn import TwoStageDetector, pad_to_multiple
 from detector.images import make_image_batch, resize_image
 from detector.roi_pooler import to_rois
 from detector.structures import DetectionTargets, ImageBatch
-from tests.parity.detectron2_common import GRADIENT_TOLERANCE, TOLERANCE, GoldenSet, assert_near, with_area
+from tests.parity.detectron2_common import GoldenSet, assert_near, with_area
+from tests.parity.tolerances import ARITHMETIC, GRADIENT, NETWORK
 
 
 def test_box_coder(golden: GoldenSet):
@@ -27,8 +28,8 @@ def test_box_coder(golden: GoldenSet):
         values = tuple(float(value) for value in stated[1].split(","))
         decoded = decode_deltas(golden["coder.deltas"], golden["coder.boxes"], values)
         encoded = encode_deltas(golden["coder.boxes"], golden["coder.targets"], values)
-        assert_near(decoded, golden[f"coder.{name}.decoded"], 1e-6)
-        assert_near(encoded, golden[f"coder.{name}.encoded"], 1e-6)
+        assert_near(decoded, golden[f"coder.{name}.decoded"], ARITHMETIC)
+        assert_near(encoded, golden[f"coder.{name}.encoded"], ARITHMETIC)
 
 
 def test_state_dict_loads_strictly(golden: GoldenSet):
@@ -51,7 +52,7 @@ def test_config_is_the_effective_one(golden: GoldenSet):
 def test_preprocessing(golden: GoldenSet, images: ImageBatch):
     assert torch.equal(images.sizes, golden["pre.image_sizes"])
     padded = pad_to_multiple(images.pixels, DetectorConfig.from_yaml(golden.config).size_divisibility)
-    assert_near(padded, golden["pre.batch"], 1e-6)
+    assert_near(padded, golden["pre.batch"], ARITHMETIC)
 
 
 def test_anchors(golden: GoldenSet, model: TwoStageDetector, rpn_output: Any, backends: ModuleType):
@@ -103,7 +104,7 @@ def test_detections_at_another_size(golden: GoldenSet, sizes: list[tuple[int, in
     for number, size in enumerate(sizes):
         prefix = f"det.image{number}."
         boxes, kept = rescale_detections(golden[f"{prefix}boxes"], size, golden[f"{prefix}post.output_size"].tolist())
-        assert_near(boxes, golden[f"{prefix}post.boxes"], 1e-6)
+        assert_near(boxes, golden[f"{prefix}post.boxes"], ARITHMETIC)
         assert torch.equal(golden[f"{prefix}scores"][kept], golden[f"{prefix}post.scores"])
         assert torch.equal(golden[f"{prefix}classes"][kept], golden[f"{prefix}post.classes"])
 
@@ -161,8 +162,8 @@ def test_training_targets(golden: GoldenSet, images: ImageBatch, sizes: list[tup
 
     boxes, objectness = backends.proposals(model, output, sizes)
     for number in range(golden.num_images):
-        assert_near(boxes[number], golden[f"train.image{number}.proposal_boxes"], TOLERANCE * golden.noise)
-        assert_near(objectness[number], golden[f"train.image{number}.proposal_logits"], TOLERANCE * golden.noise)
+        assert_near(boxes[number], golden[f"train.image{number}.proposal_boxes"], NETWORK * golden.noise)
+        assert_near(objectness[number], golden[f"train.image{number}.proposal_logits"], NETWORK * golden.noise)
 
     sampled = backends.sampled_arrays(model.sample(boxes, targets, sizes), targets)
     for number in range(golden.num_images):
@@ -171,8 +172,8 @@ def test_training_targets(golden: GoldenSet, images: ImageBatch, sizes: list[tup
         distances = torch.cdist(expected, sampled.boxes[number])  # sampling shuffles the RoIs
         order = distances.argmin(dim=1)
         assert len(sampled.boxes[number]) == len(expected)
-        assert_near(sampled.boxes[number][order], expected, TOLERANCE * golden.noise)
-        assert_near(sampled.boxes[number], expected[distances.argmin(dim=0)], TOLERANCE * golden.noise)
+        assert_near(sampled.boxes[number][order], expected, NETWORK * golden.noise)
+        assert_near(sampled.boxes[number], expected[distances.argmin(dim=0)], NETWORK * golden.noise)
         assert torch.equal(sampled.classes[number][order], golden[f"{prefix}roi_classes"])
         foreground = golden[f"{prefix}roi_classes"] < model.num_classes
         objects = targets.boxes[number][golden[f"{prefix}roi_matched_gt"]]
@@ -189,9 +190,9 @@ def test_training_losses_and_gradients(golden: GoldenSet, images: ImageBatch, gi
     losses = {name: loss.mean for name, loss in regions.losses.items()}
     assert set(losses) == {"loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg"}
     for name, value in losses.items():
-        assert value.item() == pytest.approx(golden[f"train.loss.{name}"].item(), rel=TOLERANCE), name
+        assert value.item() == pytest.approx(golden[f"train.loss.{name}"].item(), rel=NETWORK), name
     total = sum(losses.values())
-    assert total.item() == pytest.approx(golden["train.loss.total"].item(), rel=TOLERANCE)
+    assert total.item() == pytest.approx(golden["train.loss.total"].item(), rel=NETWORK)
 
     total.backward()
     parameters = dict(model.named_parameters())
@@ -200,7 +201,7 @@ def test_training_losses_and_gradients(golden: GoldenSet, images: ImageBatch, gi
     for name in names:
         expected = golden[f"grad.{name}"]
         distance = (parameters[name].grad - expected).norm()
-        assert distance <= GRADIENT_TOLERANCE * golden.noise * expected.norm(), name
+        assert distance <= GRADIENT * golden.noise * expected.norm(), name
     if with_boxes:
         assert_near(torch.cat(regions.features).detach(), golden["given.pooled_features"][rows])
 

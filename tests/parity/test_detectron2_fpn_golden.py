@@ -1,7 +1,7 @@
 """Both backends against arrays of an FPN detector recorded from stock Detectron2: every stage of the forward pass.
 
 Config, sizes and names of levels are read from the set, so that another set (`--golden-root`) is tested by the same
-file. Tolerances are as for C4 sets, see tests/parity/test_detectron2_golden.py.
+file. Tolerances: tests/parity/tolerances.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from detector.images import make_image_batch
 from detector.roi_pooler import assign_levels, to_rois
 from detector.structures import ImageBatch
 from tests.parity import detectron2_common as common
-from tests.parity.detectron2_common import TOLERANCE, GoldenSet, assert_near, with_area
+from tests.parity.detectron2_common import GoldenSet, assert_near, with_area
 from tests.parity.detectron2_stage_checks import *  # noqa: F403
 from tests.parity.detectron2_stage_checks import targets_of
+from tests.parity.tolerances import GRADIENT_FLOAT64, LOSS_FLOAT64
 
 model = common.model
 images = common.images
@@ -148,16 +149,16 @@ def test_gradients_in_float64(golden: GoldenSet, images: ImageBatch):
     batch = ImageBatch(images.pixels.double(), images.sizes, images.original_sizes, images.names)
     losses = {name: loss.mean for name, loss in model(batch, None, targets_of(golden)).losses.items()}
     for name, value in losses.items():
-        assert value.item() == pytest.approx(golden[f"train.loss64.{name}"].item(), rel=1e-6), name
+        assert value.item() == pytest.approx(golden[f"train.loss64.{name}"].item(), rel=LOSS_FLOAT64), name
     sum(losses.values()).backward()
     names = [key.removeprefix("grad64.") for key in golden.tensors if key.startswith("grad64.")]
     assert names
     for name in names:
         expected = golden[f"grad64.{name}"].double()
         distance = (model.get_parameter(name).grad - expected).norm()
-        assert distance <= TOLERANCE * expected.norm(), name
+        assert distance <= GRADIENT_FLOAT64 * expected.norm(), name
     for name, norm in golden.meta["train_mode"]["grad64_norms_of_all_parameters"].items():
-        assert model.get_parameter(name).grad.norm().item() == pytest.approx(norm, rel=TOLERANCE), name
+        assert model.get_parameter(name).grad.norm().item() == pytest.approx(norm, rel=GRADIENT_FLOAT64), name
 
 
 def test_poolers(golden: GoldenSet, images: ImageBatch, features: Any, given: list[Tensor], backends: ModuleType):

@@ -1,9 +1,8 @@
 """Both backends against arrays of a C4 detector recorded from stock Detectron2: every stage of the forward pass.
 
 Configs, sizes and options are read from the set, so that another set (`--golden-root`) is tested by the same file.
-Floats agree to 1e-4 of the largest value of a tensor, discrete results exactly. Gradients are compared by their
-relative L2 distance: single ReLU sign flips between two correct float32 kernels move them by about 1e-3. Trained batch
-norms multiply all this by ten: the statistics of the batch pass every rounding error on to all pixels.
+Floats agree as tests/parity/tolerances.py says, discrete results exactly. Trained batch norms multiply tolerances by
+ten: the statistics of the batch pass every rounding error on to all pixels.
 The Detectron2 backend is skipped where Detectron2 is not installed.
 """
 
