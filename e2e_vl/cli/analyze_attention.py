@@ -81,7 +81,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if arguments.pictures < 0 or (arguments.max_images is not None and arguments.max_images < 1):
         raise UserError("--pictures must not be negative, and --max-images must be at least 1.")
     values = {name: getattr(arguments, name) for name, *_ in options()}
-    chosen = msgspec.convert(values, AttentionOptions)
+    try:
+        chosen = msgspec.convert(values, AttentionOptions)
+    except msgspec.ValidationError as error:
+        raise UserError(f"An option is out of its range: {error}.") from error
     chosen.require_parses(given=arguments.parses is not None or arguments.spacy is not None)
     for head in arguments.heads:
         parse_head(head, chosen.first_number)

@@ -13,7 +13,7 @@ from e2e_vl.cli.main import COMMANDS
 from e2e_vl.config import load_config, save_config
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
+SCRIPTS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if path.stem != "benchmark")
 SLOW = ("torch", "torchvision", "transformers", "accelerate", "matplotlib", "tensorboard", "scipy")
 
 # Runs a module or script as __main__ and says what it left behind.
@@ -118,12 +118,12 @@ def run(tmp_path_factory) -> Path:
         ("evaluate --run RUN train.learning_rate=1", NEAR),
         ("evaluate --run nowhere", "nowhere holds no trained model"),
         ("analyze-attention --run nowhere", "nowhere holds no trained model"),
-        ("analyze-attention --run RUN --min-iou 2", "--min-iou is 2.0; it must be from 0 to 1"),
+        ("analyze-attention --run RUN --min-iou 2", "min_iou"),
         ("analyze-attention --run RUN --heads ten", "write a head as LAYER-HEAD"),
         ("predict split --run RUN --split val --boxes gt --output x train.learning_rate=1", NEAR),
         ("predict split --run nowhere --split val --boxes gt --output x", "nowhere holds no trained model"),
         ("ask --run nowhere --image x --text y", "nowhere holds no trained model"),
-        ("ask --run RUN --image x --text y --boxes 3,2,1", "box 0 ('3,2,1') is no box"),
+        ("ask --run RUN --image x --text y --boxes 3,2,1", "box 0 [3.0, 2.0, 1.0] is no box"),
         ("extract x.jpg --output x --text y", "--text needs --run"),
         ("extract x.jpg --output x --max-regions 0", "max_regions 0"),
         ("extract --images nowhere.txt --output x", "nowhere.txt"),

@@ -38,7 +38,7 @@ def test_command_line(tmp_path):
 def test_bad_arguments_are_one_sentence(tmp_path):
     for options, words in (
         (("--families", "attribute"), "NAME=SHARE"),
-        (("--min-objects", 12), "scene.min_objects 12"),
+        (("--min-objects", 12), "min_objects"),
         (("--textures", "furry"), "furry"),
     ):
         result = run("--output", tmp_path / "data", *options)

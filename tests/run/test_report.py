@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 
 from detector.errors import UserError
 from detector.io import write_json
-from e2e_vl.config import BoxSource, EvalSettings, RunConfig, save_config
+from e2e_vl.config import BoxSource, EvalSettings, RunConfig, load_config, save_config
 from e2e_vl.io import RunLog
 from e2e_vl.metrics.names import named_metrics
 from e2e_vl.predictions import GroundedPhrase, Prediction
@@ -266,10 +266,15 @@ def text_of(page: str) -> str:
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", body)).split())
 
 
+def settings(run: Path, **evaluation) -> RunConfig:
+    config = load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [f"output={run}"])
+    return msgspec.structs.replace(config, eval=EvalSettings(**evaluation))
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run directory with nothing but what the report reads."""
-    save_config(RunConfig(output=str(tmp_path)), tmp_path / "config.yaml")
+    save_config(settings(tmp_path), tmp_path / "config.yaml")
     write_json(tmp_path / "metrics.json", {"val/accuracy_gt_boxes": 0.5, "val/none": None, "parameters": {"task": 3}})
     return tmp_path
 
@@ -280,8 +285,7 @@ def guess(**changes) -> Guess:
 
 def report(run: Path, *predictions: Guess, number: int = 12) -> str:
     write_json(run / "predictions_val_gt.json", msgspec.to_builtins(predictions))
-    config = RunConfig(output=str(run), eval=EvalSettings(report_pictures=number))
-    return write_report(run, config, FakeTask()).read_text(encoding="utf-8")
+    return write_report(run, settings(run, report_pictures=number), FakeTask()).read_text(encoding="utf-8")
 
 
 def test_the_report_of_a_run_is_one_self_contained_page(trained_run):
@@ -345,7 +349,7 @@ def test_a_prediction_without_a_label_is_not_wrong(run):
 
 def test_a_run_without_evaluations_or_losses_has_a_report(run):
     RunLog(run / "log.jsonl", enabled=True).write(1, "eval", {"val/accuracy_gt_boxes": None})
-    page = write_report(run, RunConfig(output=str(run)), FakeTask()).read_text(encoding="utf-8")
+    page = write_report(run, settings(run), FakeTask()).read_text(encoding="utf-8")
     assert images_of(page) == [] and "Curves" not in page
     assert "val gt boxes accuracy 0.500" in text_of(page)
     assert "parameters of the task 3" in text_of(page)
@@ -380,7 +384,7 @@ def test_wrong_relations_say_whether_the_landmark_was_right(run):
 def test_sections_are_in_the_order_of_the_settings(run):
     for name in ("val_online", "val_gt", "more_detections"):
         write_json(run / f"predictions_{name}.json", [])
-    config = RunConfig(output=str(run), eval=EvalSettings(boxes=["online", "gt"]))
+    config = settings(run, boxes=[BoxSource.ONLINE, BoxSource.GT])
     page = write_report(run, config, FakeTask()).read_text(encoding="utf-8")
     assert re.findall("Predictions: ([^<]+)", page) == ["val, predicted boxes", "val, gt boxes", "more, detected boxes"]
 
@@ -388,7 +392,7 @@ def test_sections_are_in_the_order_of_the_settings(run):
 def test_predictions_of_another_kind_are_named(run):
     write_json(run / "predictions_val_gt.json", [{"type": "Guess", "correct": "yes"}])
     with pytest.raises(UserError, match=r"predictions_val_gt\.json"):
-        write_report(run, RunConfig(output=str(run)), FakeTask())
+        write_report(run, settings(run), FakeTask())
 
 
 def test_an_installed_package_has_the_template():
@@ -410,6 +414,6 @@ def test_an_installed_package_has_the_template():
 
 def test_only_changed_settings_are_shown(trained_run):
     found = {one.name: (one.value, one.default) for one in changed_settings(trained_run.config)}
-    assert found["task.name"] == ("refcoco", "") and "train.max_steps" in found
+    assert found["task.config.loss"] == ("softmax", "binary") and "train.max_steps" in found
     assert found["train.warmup_steps"][0] != found["train.warmup_steps"][1]
     assert "data.blank_image" not in found
