@@ -197,29 +197,24 @@ def resolve_weights(name: str | Path) -> Path | NamedWeights:
     path, whether it exists or not.
 
     Raises:
-        UserError: a name or an address that the table does not have, a shortened name of several weights, or weights
-            that no detector here can load.
+        UserError: a name or an address that the table does not have, or weights that no detector here can load.
     """
     path = Path(name) if "://" in str(name) else user_path(name)
     if path.exists():
         return path
     key = _key(name)
     found = _find(key)
-    if len(found) > 1:
-        raise UserError(f"{key} is the end of several names; write {' or '.join(weights.name for weights in found)}.")
-    if found:
-        if found[0].unsupported:
-            raise UserError(f"{found[0].name} cannot be loaded: {found[0].unsupported}.")
-        return found[0]
-    if "://" in key:
-        raise UserError(f"{key}: only the addresses of named weights are downloaded; save the file and give its path.")
+    if found is not None:
+        if found.unsupported:
+            raise UserError(f"{found.name} cannot be loaded: {found.unsupported}.")
+        return found
     if key.startswith(PREFIXES):
         publisher = key.partition("/")[0]
         names = [w.name for w in NAMED_WEIGHTS if w.name.startswith(f"{publisher}/") and not w.unsupported]
         close = difflib.get_close_matches(key, names, n=3, cutoff=0.7)
         hint = f"did you mean {' or '.join(close)}?" if close else f"{publisher} has {', '.join(names)}."
         raise UserError(f"{key}: neither a file nor the name of published weights; {hint}")
-    return path
+    return user_path(key) if "://" in key else path
 
 
 def known_weights(name: str | Path) -> NamedWeights | None:
@@ -227,8 +222,7 @@ def known_weights(name: str | Path) -> NamedWeights | None:
     of_file = next((weights for weights in NAMED_WEIGHTS if Path(name).name == weights.file), None)
     if of_file is not None or Path(name).exists():
         return of_file
-    found = _find(_key(name))
-    return found[0] if len(found) == 1 else None
+    return _find(_key(name))
 
 
 def similar_names(name: str | Path) -> list[str]:
@@ -237,11 +231,10 @@ def similar_names(name: str | Path) -> list[str]:
     return [names[last] for last in difflib.get_close_matches(_last(_key(name)), names, n=3, cutoff=0.7)]
 
 
-def _find(key: str) -> list[NamedWeights]:
-    """The entry that has this name or address, or else all whose names end with it."""
-    exact = [weights for weights in NAMED_WEIGHTS if key in (weights.name, weights.address)]
+def _find(key: str) -> NamedWeights | None:
+    """The entry that has this address, or a name that ends with it after a slash."""
     end = f"/{key.removesuffix('.yaml')}"
-    return exact or [weights for weights in NAMED_WEIGHTS if f"/{weights.name}".endswith(end)]
+    return next((one for one in NAMED_WEIGHTS if key == one.address or f"/{one.name}".endswith(end)), None)
 
 
 def _last(key: str) -> str:

@@ -50,6 +50,8 @@ def config_of(weights: NamedWeights) -> DetectorConfig:
 
 
 def test_names_addresses_and_files_are_unique() -> None:
+    ends = [weights.name.rpartition("/")[2] for weights in NAMED_WEIGHTS]  # by which they may be named
+    assert len(set(ends)) == len(ends)
     for field in ("name", "address", "file"):
         values = [getattr(weights, field).lower() for weights in NAMED_WEIGHTS]
         assert len(set(values)) == len(values), field
@@ -242,8 +244,8 @@ def test_a_file_of_a_published_name_is_known(tmp_path: Path) -> None:
         ),
         ("bottom-up-attention/from_caffe", "did you mean bottom-up-attention/faster_rcnn_from_caffe"),
         ("torchvision/", "; torchvision has torchvision/fasterrcnn_resnet50_fpn-coco, "),
-        ("detectron2://COCO-Detection/other.pkl", "only the addresses of named weights are downloaded"),
-        ("https://example.com/weights.pth", "only the addresses of named weights are downloaded"),
+        ("detectron2://COCO-Detection/other.pkl", "is an address and not a path"),
+        ("https://example.com/weights.pth", "is an address and not a path"),
         ("bottom-up-attention/bua-caffe-frcn-r152", "cannot be loaded: its network or its attribute head is not built"),
     ],
 )
