@@ -197,7 +197,7 @@ def test_a_mistyped_objective_is_named(name):
 
 
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere.yaml"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml"):
         load_config(tmp_path / "nowhere.yaml")
 
 

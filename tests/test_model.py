@@ -130,7 +130,7 @@ def test_the_whole_image_can_be_kept_from_the_sequence_in_all_tasks(tiny_words, 
         records = model.task.predict(batch, output)
         if name == "refcoco":
             assert output.losses["referring"].count == count.sum()
-            assert [len(record["candidate_boxes"]) for record in records] == count.tolist()
+            assert [len(record.candidate_boxes) for record in records] == count.tolist()
         if name == "vcr":
             assert output.losses["region_class"].count == count.sum()
     assert torch.equal(counts[True], counts[False] + reads_image.long())

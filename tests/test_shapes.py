@@ -137,14 +137,6 @@ def test_the_detectors_interfaces_are_checked(call: Callable[[], object]):
         call()
 
 
-def test_regions_have_the_same_rows_in_all_lists():
-    Regions([BOX], [FEATURE], [LOGITS], classes=[torch.tensor([1])])
-    with pytest.raises(ValueError, match=r"Regions.features must have as many rows per image as boxes, \[1\], .*\[2\]"):
-        Regions([BOX], [torch.zeros(2, 6)], [LOGITS])
-    with pytest.raises(ValueError, match=r"Regions.classes .*, \[1\], but has \[1, 1\]"):
-        Regions([BOX], [FEATURE], [LOGITS], classes=[torch.tensor([1])] * 2)
-
-
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_checks_can_be_switched_off_for_a_test():
     assert batch(pixels=torch.zeros(1, 4, 8, 8)).pixels.shape[1] == 4

@@ -150,7 +150,7 @@ def test_a_truth_that_is_missing_by_mistake_is_an_error(tmp_path, name):
     for options in ({"may_lack": False}, {"with_phrase_spans": False}):
         for other in other_truths(preprocessor_of(task, tmp_path)):
             targets = [text.targets for text in texts_of(task, tmp_path, own, other, **options)]
-            with pytest.raises(ValueError, match="some texts of a batch have .* and others do not"):
+            with pytest.raises(ValueError, match=r"some texts of a batch have .* and others do not"):
                 type(targets[0]).join(targets)
 
 
