@@ -15,8 +15,9 @@ from typing import Any, ClassVar, TypeVar
 
 from detector.errors import UserError, user_path
 from e2e_vl.config import BoxSource, DataSettings
+from e2e_vl.data.tables import SerializedList, TextGroups, require_unique
 from e2e_vl.parts import check_name
-from e2e_vl.samples import Sample
+from e2e_vl.samples import Sample, SampleImage, SampleText
 
 Found = TypeVar("Found")
 
@@ -139,6 +140,63 @@ class VLDataset(abc.ABC):
                     "with the categories of the weights, or start a detector of the data's own classes from a backbone "
                     "(detector.expect=backbone)."
                 )
+
+
+class RecordDataset(VLDataset):
+    """A data set whose texts are records of one kind, serialised and grouped by their images.
+
+    A record is a Struct with `id`, `image_names`, `words`, `truth` (None where it is unknown) and `metadata`.
+
+    Attributes:
+        texts: the records; their indices are text indices.
+        is_pool: texts of other images may be drawn, as captions are.
+    """
+
+    is_pool: ClassVar[bool] = False
+    texts: SerializedList[Any]
+    groups: TextGroups
+
+    def set_texts(self, records: Sequence[Any], where: str, images: Iterable[Any] | None = None) -> None:
+        """Keep the records.
+
+        Args:
+            records: with an id of its own each.
+            where: names them in errors.
+            images: of each record, by which texts are grouped, where the same name may mean two images.
+        """
+        require_unique((record.id for record in records), where)
+        self.texts = records if isinstance(records, SerializedList) else SerializedList(records, type(records[0]))
+        self.groups = TextGroups.of_images(images or (record.image_names for record in records))
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, text: int) -> str:
+        """The words of a text."""
+        return self.texts[text].words
+
+    def image_ids(self) -> Iterable[str]:
+        return (name for own in self.groups for name in self.texts[own[0]].image_names)
+
+    def truths(self) -> Iterable[Any]:
+        return (record.truth for record in self.texts)
+
+    def sample(self, texts: Sequence[int]) -> Sample:
+        images = tuple(self.image(name, texts[0]) for name in self.texts[texts[0]].image_names)
+        stated = tuple(self.text(index) for index in texts)
+        if not self.is_pool:
+            return Sample(images, stated)
+        return Sample(images, stated, pool=self, own_texts=self.groups[self.groups.group_of(texts[0])])
+
+    @abc.abstractmethod
+    def image(self, name: str, text: int) -> SampleImage:
+        """The facts about an image that a text is about."""
+
+    def text(self, index: int) -> SampleText:
+        """The facts about a text."""
+        record = self.texts[index]
+        image_index = tuple(range(len(record.image_names)))
+        return SampleText(index, record.words, record.metadata, record.truth, image_index=image_index)
 
 
 class DataFiles:

@@ -15,20 +15,21 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from msgspec import Meta, field
 
 from detector.errors import MissingFileError, UserError, user_path
-from e2e_vl.data.base import DataFiles, VLDataset, Wants, split_names
+from e2e_vl.data.base import DataFiles, RecordDataset, Wants, split_names
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import GQAOptions
-from e2e_vl.data.tables import SerializedDict, SerializedList, TextGroups, require_unique, stream_dict
+from e2e_vl.data.tables import SerializedDict, SerializedList, stream_dict
 from e2e_vl.io import Pixel, Record, Side, Words
-from e2e_vl.samples import AnnotatedObjects, CorrectAnswer, Sample, SampleImage, SampleText
+from e2e_vl.samples import AnnotatedObjects, CorrectAnswer, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class GQAQuestion(Record, array_like=True):
 
     id: str
     image_id: str
-    question: str
+    words: str
     is_balanced: bool
     answer: str | None = None
     types: dict[str, str | None] = field(default_factory=dict)
@@ -85,18 +86,21 @@ class GQAQuestion(Record, array_like=True):
     named: list[str] = field(default_factory=list)  # objects that the question and its full answer name
 
     @property
+    def image_names(self) -> tuple[str, ...]:
+        return (self.image_id,)
+
+    @property
     def truth(self) -> CorrectAnswer | None:
-        """The right answer; None where it is unknown."""
         return None if self.answer is None else CorrectAnswer(self.answer)
 
-    def facts(self) -> dict[str, Any]:
+    @property
+    def metadata(self) -> dict[str, Any]:
         """What predictions and scores need; see `e2e_vl.metrics.gqa.GQAPrediction`."""
-        facts: dict[str, Any] = {"question_id": self.id, "image_id": self.image_id}
-        facts["is_balanced"] = self.is_balanced
+        metadata: dict[str, Any] = {"question_id": self.id, "image_id": self.image_id, "is_balanced": self.is_balanced}
         if self.answer is not None:
-            facts |= {"right_answer": self.answer, "types": self.types, "group": self.group}
-            facts |= {"entailed": self.entailed, "steps": self.steps}
-        return facts
+            metadata |= {"right_answer": self.answer, "types": self.types, "group": self.group}
+            metadata |= {"entailed": self.entailed, "steps": self.steps}
+        return metadata
 
 
 class Choices(Record):
@@ -192,11 +196,10 @@ def _joined(paths: Iterable[Path], kind: type) -> SerializedDict:
     return SerializedDict(entries, kind, ", ".join(map(str, paths)))
 
 
-class GQADataset(VLDataset):
+class GQADataset(RecordDataset):
     """Questions of one split, or of several joined by "+", grouped by image.
 
     Attributes:
-        questions: the texts, split after split; their indices are text indices.
         choices, grounds: for the scores; None: they are not needed.
         scene_graphs: of all images, whose objects are candidates; None: they are not needed.
         instances: annotated objects of all images, in place of the scene graphs.
@@ -213,12 +216,10 @@ class GQADataset(VLDataset):
         self.settings = options
         self.folder = files.path("images")
         self.parts = [{"split": name, "part": name.partition("_")[0]} for name in split_names(split)]
-        self.questions = SerializedList(read_questions(_question_files(files, split)), GQAQuestion)
-        require_unique((question.id for question in self.questions), f"the splits {split}: question")
-        self.groups = TextGroups.of_images(question.image_id for question in self.questions)
-        if not self.questions:
+        questions = SerializedList(read_questions(_question_files(files, split)), GQAQuestion)
+        if not questions:
             raise UserError(f"{files.path('questions', **self.parts[0])}: there is no question in it")
-
+        self.set_texts(questions, f"the splits {split}: question")
         self.instances = self.scene_graphs = self.choices = self.grounds = None
         if wants.annotations and "instances" in files:
             paths = {files.path("instances", **values) for values in self.parts}
@@ -254,7 +255,7 @@ class GQADataset(VLDataset):
     def texts_of(cls, files: DataFiles, options: GQAOptions, split: str) -> Iterable[str]:
         """All questions of a split with their answers."""
         for question in read_questions(_question_files(files, split)):
-            yield question.question
+            yield question.words
             if question.answer is not None:
                 yield question.answer
 
@@ -267,29 +268,15 @@ class GQADataset(VLDataset):
             raise UserError(f"the split {split} has no answers; build the list of answers from another split")
         return found
 
-    def __len__(self) -> int:
-        """Number of questions."""
-        return len(self.questions)
-
-    def image_ids(self) -> Iterable[str]:
-        return (self.questions[texts[0]].image_id for texts in self.groups)
-
-    def truths(self) -> Iterable[CorrectAnswer | None]:
-        return (question.truth for question in self.questions)
-
-    def sample(self, texts: Sequence[int]) -> Sample:
-        """Some questions about one image."""
-        image_id = self.questions[texts[0]].image_id
-        file = self.settings.file(self.folder, image_id)
+    def image(self, name: str, text: int) -> SampleImage:
+        file = self.settings.file(self.folder, name)
         if self.instances is not None:
-            image = self.instances.sample_image(image_id, file)
-        elif self.scene_graphs is not None:
-            graph = self.scene_graphs[image_id]
-            objects = self._objects(graph, f"scene graph of image {image_id}")
-            image = SampleImage(image_id, file, (graph.height, graph.width), objects)
-        else:
-            image = SampleImage(image_id, file)
-        return Sample((image,), tuple(self._text(index) for index in texts))
+            return self.instances.sample_image(name, file)
+        if self.scene_graphs is None:
+            return SampleImage(name, file)
+        graph = self.scene_graphs[name]
+        objects = self._objects(graph, f"scene graph of image {name}")
+        return SampleImage(name, file, (graph.height, graph.width), objects)
 
     @staticmethod
     def _objects(graph: SceneGraph, origin: str) -> AnnotatedObjects:
@@ -299,16 +286,14 @@ class GQADataset(VLDataset):
         ids = tuple(int(key) if key.isdecimal() else number for number, key in enumerate(found))
         return AnnotatedObjects(boxes, origin, ids=ids, names=tuple(one.name for one in found.values()))
 
-    def _text(self, index: int) -> SampleText:
-        question = self.questions[index]
-        facts = question.facts()
+    def text(self, index: int) -> SampleText:
+        question, text = self.texts[index], super().text(index)
         if question.answer is not None and question.is_balanced:
             if self.choices is not None:
-                own = self.choices[question.id]
-                facts["choices"] = {"valid": own.valid, "plausible": own.plausible}
+                text.metadata["choices"] = msgspec.to_builtins(self.choices[question.id])
             if self.grounds is not None:
-                facts["named_boxes"] = named_boxes(question, self.grounds[question.image_id])
-        return SampleText(index, question.question, facts, question.truth)
+                text.metadata["named_boxes"] = named_boxes(question, self.grounds[question.image_id])
+        return text
 
 
 def named_boxes(question: GQAQuestion, graph: SceneGraph) -> list[list[float]]:

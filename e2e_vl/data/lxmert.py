@@ -10,10 +10,9 @@ Sources are those that the file names, such as "mscoco" and "vg" (captions, whic
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -21,13 +20,13 @@ from msgspec import field
 
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, VLDataset, Wants, split_names
+from e2e_vl.data.base import DataFiles, RecordDataset, Wants, split_names
 from e2e_vl.data.config import ImageSets, SentenceOptions
 from e2e_vl.data.features import open_features
 from e2e_vl.data.overlap import known_by_number
-from e2e_vl.data.tables import SerializedList, TextGroups, require_unique, stream_list
+from e2e_vl.data.tables import stream_list
 from e2e_vl.io import Id, Name, Record, Score
-from e2e_vl.samples import CorrectChoice, Sample, SampleImage, SampleText, ScoredAnswers
+from e2e_vl.samples import CorrectChoice, SampleImage, ScoredAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ class SourcedSentence(Record, array_like=True):
     img_id: str
     source: str
     number: int  # among the sentences of its source about the image
-    sent: str
+    words: str
     label: dict[str, float] | None = None  # None: it is no question
 
     @property
@@ -55,7 +54,7 @@ class SourcedSentence(Record, array_like=True):
         return f"{self.img_id}_{self.source}_{self.number:03d}"
 
     @property
-    def images(self) -> tuple[str, ...]:
+    def image_names(self) -> tuple[str, ...]:
         return (self.img_id,)
 
     @property
@@ -63,7 +62,7 @@ class SourcedSentence(Record, array_like=True):
         return None if self.label is None else ScoredAnswers(self.label)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         return {"image_id": self.img_id, "uid": self.id, "source": self.source}
 
 
@@ -72,7 +71,7 @@ class ScoredQuestion(Record):
 
     question_id: Id  # a number in VQA's files, a text in GQA's
     img_id: Name
-    sent: str
+    words: str = field(name="sent")
     label: dict[str, Score] | None = None  # None: the file has no labels; empty: no answer is good
     question_type: str | None = None
     answer_type: str | None = None
@@ -82,7 +81,7 @@ class ScoredQuestion(Record):
         return self.question_id
 
     @property
-    def images(self) -> tuple[str, ...]:
+    def image_names(self) -> tuple[str, ...]:
         return (self.img_id,)
 
     @property
@@ -90,10 +89,10 @@ class ScoredQuestion(Record):
         return None if self.label is None else ScoredAnswers(self.label)
 
     @property
-    def facts(self) -> dict[str, Any]:
-        facts = {"question_id": self.question_id, "image_id": self.img_id}
+    def metadata(self) -> dict[str, Any]:
+        metadata = {"question_id": self.question_id, "image_id": self.img_id}
         optional = {"question_type": self.question_type, "answer_type": self.answer_type, "answer_scores": self.label}
-        return facts | {key: one for key, one in optional.items() if one is not None}
+        return metadata | {key: one for key, one in optional.items() if one is not None}
 
 
 class ListedPair(Record):
@@ -102,7 +101,7 @@ class ListedPair(Record):
     identifier: Name
     img0: Name
     img1: Name
-    sent: str
+    words: str = field(name="sent")
     label: Literal[0, 1] | None = None  # 1 = true; None: the file has no labels
     uid: str | None = None
 
@@ -111,7 +110,7 @@ class ListedPair(Record):
         return self.identifier
 
     @property
-    def images(self) -> tuple[str, ...]:
+    def image_names(self) -> tuple[str, ...]:
         return self.img0, self.img1
 
     @property
@@ -119,19 +118,18 @@ class ListedPair(Record):
         return None if self.label is None else CorrectChoice(self.label)
 
     @property
-    def facts(self) -> dict[str, Any]:
-        facts = {"identifier": self.identifier}
-        return facts if self.label is None else facts | {"label": LABELS[self.label]}
+    def metadata(self) -> dict[str, Any]:
+        metadata = {"identifier": self.identifier}
+        return metadata if self.label is None else metadata | {"label": LABELS[self.label]}
 
 
-class LXMERTDataset(VLDataset):
+class LXMERTDataset(RecordDataset):
     """Texts of one split, or of several joined by "+", grouped by image or by pair of images.
 
     Attributes:
         key: of `data.files`, the file of the texts.
         record: what a text is.
         needs_labels: training needs the label of every text.
-        texts: the records; their indices are text indices.
         folders: of the images of each split; empty: no image is read.
     """
 
@@ -154,9 +152,7 @@ class LXMERTDataset(VLDataset):
             self._ends.append(len(texts))
             if wants.boxes is not BoxSource.PRECOMPUTED:
                 self.folders.append(files.path("images", **values))
-        require_unique((text.id for text in texts), f"the splits {split}: text")
-        self.texts = SerializedList(texts, self.record)
-        self.groups = TextGroups.of_images(text.images for text in texts)
+        self.set_texts(texts, f"the splits {split}: text")
 
     @classmethod
     def read(cls, path: Path, options: ImageSets) -> list[Any]:
@@ -170,40 +166,12 @@ class LXMERTDataset(VLDataset):
     def texts_of(cls, files: DataFiles, options: ImageSets, split: str) -> Iterable[str]:
         """All texts of a split."""
         paths = [files.path(cls.key, **options.values(name)) for name in split_names(split)]
-        return [text.sent for path in paths for text in cls.read(path, options)]
+        return [text.words for path in paths for text in cls.read(path, options)]
 
-    def __len__(self) -> int:
-        """Number of texts."""
-        return len(self.texts)
-
-    def __getitem__(self, text: int) -> str:
-        """One text; the data set is a pool of texts."""
-        return self.texts[text].sent
-
-    def image_ids(self) -> Iterable[str]:
-        return (name for own in self.groups for name in self.texts[own[0]].images)
-
-    def truths(self) -> Iterable[ScoredAnswers | CorrectChoice | None]:
-        return (text.truth for text in self.texts)
-
-    def sample(self, texts: Sequence[int]) -> Sample:
-        """Some texts about one image, or one pair of images."""
-        part = next(number for number, end in enumerate(self._ends) if texts[0] < end)
+    def image(self, name: str, text: int) -> SampleImage:
+        part = next(number for number, end in enumerate(self._ends) if text < end)
         folder = self.folders[part] if self.folders else Path()
-        images = tuple(
-            SampleImage(name, self.settings.file(folder, name), photo_aliases=self.photo_aliases(name))
-            for name in self.texts[texts[0]].images
-        )
-        return Sample(images, tuple(self._text(index) for index in texts))
-
-    @staticmethod
-    def photo_aliases(image_id: str) -> tuple[tuple[str, str], ...]:
-        """See `SampleImage.photo_aliases`."""
-        return known_by_number(image_id)
-
-    def _text(self, index: int) -> SampleText:
-        text = self.texts[index]
-        return SampleText(index, text.sent, text.facts, text.truth, image_index=tuple(range(len(text.images))))
+        return SampleImage(name, self.settings.file(folder, name), photo_aliases=known_by_number(name))
 
 
 class ImageSentenceDataset(LXMERTDataset):
@@ -213,6 +181,7 @@ class ImageSentenceDataset(LXMERTDataset):
     key = "sentences"
     record = SourcedSentence
     needs_labels = False
+    is_pool = True
 
     @classmethod
     def read(cls, path: Path, options: SentenceOptions) -> list[SourcedSentence]:
@@ -232,11 +201,6 @@ class ImageSentenceDataset(LXMERTDataset):
         if not found:
             raise UserError(f"{path}: there is no sentence of the sources {options.sources or 'in it'}")
         return found
-
-    def sample(self, texts: Sequence[int]) -> Sample:
-        """Some sentences about one image, with all others to draw from."""
-        own = self.groups[self.groups.group_of(texts[0])]
-        return dataclasses.replace(super().sample(texts), pool=self, own_texts=own)
 
 
 class ScoredQuestionDataset(LXMERTDataset):
@@ -266,10 +230,6 @@ class ListedPairDataset(LXMERTDataset):
     key = "examples"
     record = ListedPair
 
-    @staticmethod
-    def photo_aliases(image_id: str) -> tuple[tuple[str, str], ...]:
-        return ()
-
 
 def _kept(texts: list[Any], options: ImageSets, files: DataFiles, values: dict[str, str], wants: Wants) -> list[Any]:
     """The texts of a split that `leave_out_unseen` and `first_rows` leave."""
@@ -285,12 +245,12 @@ def _kept(texts: list[Any], options: ImageSets, files: DataFiles, values: dict[s
     store = open_features(files.path(wants.boxes.needs[-1], **values))
     kept = texts
     if options.leave_out_unseen:
-        kept = [text for text in texts if all(image in store for image in text.images)]
+        kept = [text for text in texts if all(image in store for image in text.image_names)]
     if rows is not None:
         if store.path.is_dir():
             raise UserError(f"{store.path}: is a folder, which has no rows for data.config.first_rows.{split}")
         behind = set(store.ids[rows:])
-        kept = [text for text in kept if behind.isdisjoint(text.images)]
+        kept = [text for text in kept if behind.isdisjoint(text.image_names)]
     if not kept:
         raise UserError(f"{store.path}: has features of no image of the split {split}; give another file")
     if len(kept) < len(texts):

@@ -10,19 +10,19 @@ before the first hyphen of the identifiers, which differs for balanced/balanced_
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from detector.errors import UserError
-from e2e_vl.data.base import DataFiles, VLDataset, Wants, split_names
+from e2e_vl.data.base import DataFiles, RecordDataset, Wants, split_names
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import NLVR2Options
-from e2e_vl.data.tables import SerializedList, TextGroups, require_unique, stream_lines
+from e2e_vl.data.tables import stream_lines
 from e2e_vl.io import Id, Record, Words
-from e2e_vl.samples import CorrectChoice, Sample, SampleImage, SampleText
+from e2e_vl.samples import CorrectChoice, SampleImage
 
 LABELS = ("False", "True")  # as they are written; the index is the class
 
@@ -38,36 +38,44 @@ class PairStatement(Record):
     family: str | None = None  # kind of statement, where the file says it (drawn scenes do)
 
     @property
-    def pair(self) -> str:
-        """The identifier without its sentence: the pair of images."""
-        return self.identifier.rpartition("-")[0]
+    def id(self) -> str:
+        return self.identifier
 
     @property
-    def images(self) -> tuple[str, str]:
-        """Names of the left and the right image, without suffix."""
-        return f"{self.pair}-img0", f"{self.pair}-img1"
+    def image_names(self) -> tuple[str, ...]:
+        """Names of the left and the right image, without suffix: the identifier without its sentence, and the side."""
+        pair = self.identifier.rpartition("-")[0]
+        return f"{pair}-img0", f"{pair}-img1"
+
+    @property
+    def words(self) -> str:
+        return self.sentence
 
     @property
     def truth(self) -> CorrectChoice | None:
-        """The right label; None where it is unknown."""
         return None if self.label is None else CorrectChoice(LABELS.index(self.label))
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Plain values for predictions and metrics."""
+        values = {"identifier": self.identifier, "label": self.label, "synset": self.synset, "family": self.family}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 def read_examples(path: str | Path) -> list[PairStatement]:
     """The examples of a file, in its order; all of them have a label, or none has."""
     examples = list(stream_lines(path, PairStatement))
-    require_unique((example.identifier for example in examples), f"{path}: example")
     if len({example.label is None for example in examples}) != 1:
         raise UserError(f"{path}: there is no example in it, or some have a label and others have none")
     return examples
 
 
-class NLVR2Dataset(VLDataset):
+class NLVR2Dataset(RecordDataset):
     """Sentences of one split, or of several joined by "+", grouped by their pair of images.
 
     Attributes:
-        examples: the sentences; their indices are text indices.
         folders: of the images, by the first part of the identifiers.
+        objects: the annotated objects, by the name of the image; None: they are not needed.
     """
 
     known_files = ("images", "examples", "instances", "detections", "features")
@@ -89,15 +97,13 @@ class NLVR2Dataset(VLDataset):
                 self.class_names = instances.class_names
             examples += own
             self.parts.append(values)
-        require_unique((example.identifier for example in examples), f"the splits {split}: example")
         labelled = {example.label is not None for example in examples}
         if len(labelled) > 1 or (wants.training and labelled == {False}):
             raise UserError(
                 f"{files.path('examples')}: the split {split} has no labels, at least in part; train on another split, "
                 "and join splits of one kind"
             )
-        self.examples = SerializedList(examples, PairStatement)
-        self.groups = TextGroups.of_images(example.pair for example in examples)
+        self.set_texts(examples, f"the splits {split}: example")
         self.objects = objects if wants.annotations else None
         missing = next((name for name in self.image_ids() if wants.annotations and name not in objects), None)
         if missing is not None:
@@ -109,24 +115,8 @@ class NLVR2Dataset(VLDataset):
         paths = [files.path("examples", split=name) for name in split_names(split)]
         return [example.sentence for path in paths for example in read_examples(path)]
 
-    def __len__(self) -> int:
-        """Number of sentences about pairs."""
-        return len(self.examples)
-
-    def image_ids(self) -> Iterable[str]:
-        return (name for texts in self.groups for name in self.examples[texts[0]].images)
-
-    def truths(self) -> Iterable[CorrectChoice | None]:
-        return (example.truth for example in self.examples)
-
-    def sample(self, texts: Sequence[int]) -> Sample:
-        """Some sentences about one pair."""
-        example = self.examples[texts[0]]
-        images = tuple(self._image(example, name) for name in example.images)
-        return Sample(images, tuple(self._text(index) for index in texts))
-
-    def _image(self, example: PairStatement, name: str) -> SampleImage:
-        place = f"{name}{self.settings.suffix}"
+    def image(self, name: str, text: int) -> SampleImage:
+        example, place = self.texts[text], f"{name}{self.settings.suffix}"
         if example.directory is not None and self.settings.use_directories:
             place = f"{example.directory}/{place}"
         file = self.folders[name.partition("-")[0]] / place
@@ -134,10 +124,3 @@ class NLVR2Dataset(VLDataset):
             return SampleImage(name, file)
         instances, image_id = self.objects[name]
         return dataclasses.replace(instances.sample_image(image_id, file), id=name)
-
-    def _text(self, index: int) -> SampleText:
-        example = self.examples[index]
-        facts = {"identifier": example.identifier}
-        optional = {"label": example.label, "synset": example.synset, "family": example.family}
-        facts |= {key: value for key, value in optional.items() if value is not None}
-        return SampleText(index, example.sentence, facts, example.truth, image_index=(0, 1))

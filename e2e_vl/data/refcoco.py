@@ -10,9 +10,10 @@ Files (`data.files`, relative to `data.root`)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -20,13 +21,13 @@ from msgspec import Meta
 
 from detector.errors import MissingFileError, UserError, user_path
 from detector.io import read_json, read_pickle
-from e2e_vl.data.base import DataFiles, VLDataset, Wants
-from e2e_vl.data.coco import CocoInstances, CocoObject
+from e2e_vl.data.base import DataFiles, RecordDataset, Wants
+from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import NoOptions
 from e2e_vl.data.flickr30k import AnnotatedImage, EntitySentence, read_annotation, read_sentences
-from e2e_vl.data.tables import SerializedList, TextGroups, require_unique
-from e2e_vl.io import Id, Record, Words
-from e2e_vl.samples import PhraseBoxes, ReferredBox, Sample, SampleText
+from e2e_vl.data.tables import require_unique
+from e2e_vl.io import FourNumbers, Id, Record, Words
+from e2e_vl.samples import PhraseBoxes, ReferredBox, SampleImage, SampleText
 
 
 class Sentence(Record):
@@ -56,8 +57,29 @@ class Expression(Record, array_like=True):
     ann_id: Id
     image_id: Id
     split: str
-    sentence: str
+    words: str
+    category: str  # of the annotated object
+    box: FourNumbers  # xyxy, pixels of the stored image
     family: str | None = None  # kind of expression, in our synthetic files only
+
+    @property
+    def id(self) -> Id:
+        return self.sent_id
+
+    @property
+    def image_names(self) -> tuple[str, ...]:
+        return (str(self.image_id),)
+
+    @property
+    def truth(self) -> ReferredBox:
+        return ReferredBox(self.box)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Plain values for predictions and metrics."""
+        names = ("ref_id", "sent_id", "image_id", "ann_id", "category")
+        metadata = {name: getattr(self, name) for name in names} | {"gt_box": list(self.box)}
+        return metadata if self.family is None else metadata | {"family": self.family}
 
 
 def read_refs(path: str | Path) -> list[Ref]:
@@ -79,20 +101,22 @@ def read_expressions(path: str | Path, instances: CocoInstances) -> list[Express
     """All expressions of a refs file, in its order, about the annotations of the instances."""
     refs = read_refs(path)
     require_unique((ref.ref_id for ref in refs), f"{path}: ref")
-    require_unique((one.sent_id for ref in refs for one in ref.sentences), f"{path}: sentence")
-    image_of = {annotation.id: image.id for image in instances.images for annotation in image.objects}
+    targets = {one.id: (image.id, one) for image in instances.images for one in image.objects}
+    expressions = []
     for ref in refs:
-        if ref.image_id != image_of.get(ref.ann_id):
+        image_id, target = targets.get(ref.ann_id, (None, None))
+        if ref.image_id != image_id:
             raise UserError(
                 f"{path}: ref {ref.ref_id} is about annotation {ref.ann_id} of image {ref.image_id}, which "
                 f"{instances.path} has not, has with an empty box or has of another image; use the instances.json that "
                 "belongs to this refs file"
             )
-    return [
-        Expression(ref.ref_id, one.sent_id, ref.ann_id, ref.image_id, ref.split, one.sent, one.family or ref.family)
-        for ref in refs
-        for one in ref.sentences
-    ]
+        ids, category = (ref.ann_id, ref.image_id, ref.split), instances.class_names[target.class_index]
+        expressions += [
+            Expression(ref.ref_id, one.sent_id, *ids, one.sent, category, target.box, one.family or ref.family)
+            for one in ref.sentences
+        ]
+    return expressions
 
 
 def split_contains(asked: str, name: str) -> bool:
@@ -115,11 +139,10 @@ def require_split(path: Path, split: str, rows: Iterable[Ref | Expression]) -> N
         raise UserError(f"{path}: no split {split!r}; the file has {', '.join(names)}")
 
 
-class RefCOCODataset(VLDataset):
+class RefCOCODataset(RecordDataset):
     """Expressions of one split, grouped by image; a split is named by the rules of `split_contains`.
 
     Attributes:
-        expressions: the texts, in file order; their indices are text indices.
         phrases: of all expressions; None: each expression is one phrase.
     """
 
@@ -130,9 +153,8 @@ class RefCOCODataset(VLDataset):
         self.folder = files.path("images")
         self.instances = CocoInstances(files.path("instances"))
         every = read_expressions(path := files.path("refs"), self.instances)
-        self.expressions = SerializedList((one for one in every if split_contains(split, one.split)), Expression)
         require_split(path, split, every)
-        self.groups = TextGroups.of_images(expression.image_id for expression in self.expressions)
+        self.set_texts([one for one in every if split_contains(split, one.split)], f"{path}: sentence")
         self.phrases = None
         if "phrases" in files and wants.phrases:
             self.phrases = NounPhrases(files.path("phrases"), files.path("phrase_boxes"))
@@ -146,39 +168,16 @@ class RefCOCODataset(VLDataset):
         require_split(path, split, refs)
         return [one.sent for ref in refs if split_contains(split, ref.split) for one in ref.sentences]
 
-    def __len__(self) -> int:
-        """Number of expressions."""
-        return len(self.expressions)
+    def image(self, name: str, text: int) -> SampleImage:
+        return self.instances.sample_image(name, self.instances.file(self.folder, name))
 
-    def image_ids(self) -> Iterable[str]:
-        return (str(self.expressions[texts[0]].image_id) for texts in self.groups)
-
-    def sample(self, texts: Sequence[int]) -> Sample:
-        """Some expressions about one image."""
-        image_id = self.expressions[texts[0]].image_id
-        # the `file_name` of a ref is not a file
-        image = self.instances.sample_image(image_id, self.instances.file(self.folder, image_id))
-        objects = {one.id: one for one in self.instances[image_id].objects}
-        return Sample((image,), tuple(self._text(index, objects) for index in texts))
-
-    def _text(self, index: int, objects: dict[Id, CocoObject]) -> SampleText:
-        expression = self.expressions[index]
-        target = objects[expression.ann_id]
-        facts = {
-            "ref_id": expression.ref_id,
-            "sent_id": expression.sent_id,
-            "image_id": expression.image_id,
-            "ann_id": expression.ann_id,
-            "category": self.class_names[target.class_index],
-            "gt_box": list(target.box),
-        }
-        if expression.family is not None:
-            facts["family"] = expression.family
+    def text(self, index: int) -> SampleText:
+        expression = self.texts[index]
         if self.phrases is None:
-            phrases = PhraseBoxes(((0, len(expression.sentence)),), (np.array([target.box]),))
+            phrases = PhraseBoxes(((0, len(expression.words)),), (np.array([expression.box]),))
         else:
-            phrases = self.phrases.of(expression.image_id, expression.sentence)
-        return SampleText(index, expression.sentence, facts, ReferredBox(target.box), phrases=phrases)
+            phrases = self.phrases.of(expression.image_id, expression.words)
+        return dataclasses.replace(super().text(index), phrases=phrases)
 
 
 class NounPhrases:

@@ -14,6 +14,7 @@ description that has other words in the region graphs has no phrases; where only
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,12 +25,12 @@ import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, VLDataset, Wants
+from e2e_vl.data.base import DataFiles, RecordDataset, Wants
 from e2e_vl.data.config import GenomeOptions
 from e2e_vl.data.overlap import COCO, VISUAL_GENOME
-from e2e_vl.data.tables import SerializedDict, SerializedList, TextGroups, require_unique, stream_list
+from e2e_vl.data.tables import SerializedDict, SerializedList, require_unique, stream_list
 from e2e_vl.io import FourNumbers, Pixel, Record, Side
-from e2e_vl.samples import CorrectAnswer, PhraseBoxes, Sample, SampleImage, SampleText
+from e2e_vl.samples import CorrectAnswer, PhraseBoxes, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
 
@@ -103,16 +104,24 @@ class _GraphsOfImage(Record):
 class GenomeText(Record, array_like=True):
     """A description of a region, or a question with its answer."""
 
-    number: int  # id of the region or of the question
+    id: int  # of the region or of the question
     image_id: int
     words: str
     answer: str | None = None  # None: it is no question
     box: FourNumbers | None = None  # xyxy, of the region
 
     @property
+    def image_names(self) -> tuple[str, ...]:
+        return (str(self.image_id),)
+
+    @property
     def truth(self) -> CorrectAnswer | None:
-        """The right answer; None: it is no question."""
         return None if self.answer is None else CorrectAnswer(self.answer)
+
+    @property
+    def metadata(self) -> dict[str, int]:
+        """Plain values for predictions."""
+        return {"region_id" if self.answer is None else "qa_id": self.id}
 
 
 class RegionPhrases(Record, array_like=True):
@@ -203,11 +212,10 @@ def _corners(x: float, y: float, width: float, height: float) -> FourNumbers | N
 READ = {"regions": read_region_descriptions, "questions": read_genome_questions}
 
 
-class VisualGenomeDataset(VLDataset):
+class VisualGenomeDataset(RecordDataset):
     """Texts about images; the texts of an image stand one after the other.
 
     Attributes:
-        texts: descriptions or questions; their indices are text indices.
         images: the facts about the images.
         graphs: what the words of descriptions name; None: nobody asks for it, or there are no region graphs.
     """
@@ -215,6 +223,7 @@ class VisualGenomeDataset(VLDataset):
     known_files = ("images", "image_data", "regions", "region_graphs", "questions", "detections", "features")
     box_sources = (BoxSource.ONLINE, BoxSource.DETECTIONS, BoxSource.PRECOMPUTED)
     id_space = VISUAL_GENOME
+    is_pool = True
 
     def __init__(self, files: DataFiles, options: GenomeOptions, split: str, wants: Wants) -> None:
         self.settings = options
@@ -232,10 +241,10 @@ class VisualGenomeDataset(VLDataset):
                     yield text
 
         path = files.path(options.texts, split=split)
-        self.texts = SerializedList(texts(), GenomeText)
-        if not self.texts:
+        kept_texts = SerializedList(texts(), GenomeText)
+        if not kept_texts:
             raise UserError(f"{path}: no text about an image is left with data.config.coco={options.coco}")
-        self.groups = TextGroups.of_images(text.image_id for text in self.texts)
+        self.set_texts(kept_texts, f"{path}: text")
         self.images: Mapping[int, GenomeImage] = SerializedDict(images.items(), GenomeImage, str(image_data))
         self.has_truths = options.texts == "questions"
         self.has_phrases = wants.phrases and options.texts == "regions"
@@ -248,7 +257,7 @@ class VisualGenomeDataset(VLDataset):
     def _phrases(self, text: GenomeText) -> PhraseBoxes | None:
         """What a description names; None: nothing that is known."""
         if self.graphs is not None:
-            return self.graphs[text.number].of(text.words) if text.number in self.graphs else None
+            return self.graphs[text.id].of(text.words) if text.id in self.graphs else None
         if text.box is None or not text.words.strip():
             return None
         return PhraseBoxes(((0, len(text.words)),), (np.array([text.box]),))
@@ -263,36 +272,15 @@ class VisualGenomeDataset(VLDataset):
         """The answer to each question."""
         if options.texts != "questions":
             return super().answers_of(files, options, split)
-        return {text.number: text.answer for text in read_genome_questions(files.path("questions", split=split))}
+        return {text.id: text.answer for text in read_genome_questions(files.path("questions", split=split))}
 
-    def __len__(self) -> int:
-        """int of texts."""
-        return len(self.texts)
+    def image(self, name: str, text: int) -> SampleImage:
+        image = self.images[name]
+        folder = PurePosixPath(image.url or "").parent.name if self.settings.use_folders else ""
+        aliases = ((VISUAL_GENOME, name), *(() if image.coco_id is None else ((COCO, str(image.coco_id)),)))
+        file = self.folder / folder / f"{name}.jpg"
+        return SampleImage(name, file, (image.height, image.width), photo_aliases=aliases)
 
-    def __getitem__(self, text: int) -> str:
-        """One text; the data set is a pool of texts."""
-        return self.texts[text].words
-
-    def image_ids(self) -> Iterable[str]:
-        return (str(self.texts[own[0]].image_id) for own in self.groups)
-
-    def truths(self) -> Iterable[CorrectAnswer | None]:
-        return (text.truth for text in self.texts)
-
-    def sample(self, texts: Sequence[int]) -> Sample:
-        """Some texts about one image."""
-        image = self.images[self.texts[texts[0]].image_id]
-        name, folder = str(image.image_id), PurePosixPath(image.url or "").parent.name
-        place = f"{folder}/{name}.jpg" if folder and self.settings.use_folders else f"{name}.jpg"
-        in_coco = () if image.coco_id is None else ((COCO, str(image.coco_id)),)
-        stated = SampleImage(
-            name, self.folder / place, (image.height, image.width), photo_aliases=((VISUAL_GENOME, name), *in_coco)
-        )
-        own = self.groups[self.groups.group_of(texts[0])]
-        return Sample((stated,), tuple(self._text(index) for index in texts), pool=self, own_texts=own)
-
-    def _text(self, index: int) -> SampleText:
-        text = self.texts[index]
-        kind = "region_id" if text.answer is None else "qa_id"
-        phrases = self._phrases(text) if self.has_phrases else None
-        return SampleText(index, text.words, {kind: text.number}, text.truth, phrases=phrases)
+    def text(self, index: int) -> SampleText:
+        phrases = self._phrases(self.texts[index]) if self.has_phrases else None
+        return dataclasses.replace(super().text(index), phrases=phrases)

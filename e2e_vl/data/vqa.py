@@ -12,7 +12,7 @@ test-dev2015)
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,12 +20,12 @@ from msgspec import Meta
 
 from detector.errors import UserError
 from detector.io import read_json
-from e2e_vl.data.base import DataFiles, VLDataset, Wants, coco_image_set, split_names
+from e2e_vl.data.base import DataFiles, RecordDataset, Wants, coco_image_set, split_names
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import VQAOptions
-from e2e_vl.data.tables import SerializedList, TextGroups, require_unique, stream_list
+from e2e_vl.data.tables import require_unique, stream_list
 from e2e_vl.io import Id, Record, Words
-from e2e_vl.samples import HumanAnswers, Sample, SampleImage, SampleText
+from e2e_vl.samples import HumanAnswers, SampleImage
 
 
 class _Question(Record):
@@ -58,28 +58,32 @@ class VQAQuestion(Record, array_like=True):
     question_id: Id
     image_id: Id
     image_set: str  # COCO's, such as "train2014"
-    text: str
+    words: str
     answers: tuple[str, ...] | None = None  # ten human answers, as written; None without annotations
     most_frequent: str | None = None  # `multiple_choice_answer`
     answer_type: str | None = None  # yes/no, number or other
     question_type: str | None = None  # one of 65 prefixes, such as "how many"
 
     @property
+    def id(self) -> Id:
+        return self.question_id
+
+    @property
+    def image_names(self) -> tuple[str, ...]:
+        return (str(self.image_id),)
+
+    @property
     def truth(self) -> HumanAnswers | None:
-        """What people answered; None where it is unknown."""
         return None if self.answers is None else HumanAnswers(self.answers)
 
-    def record(self) -> dict[str, Any]:
+    @property
+    def metadata(self) -> dict[str, Any]:
         """Plain values under the names of the files, for predictions and metrics."""
-        record: dict[str, Any] = {"question_id": self.question_id, "image_id": self.image_id}
-        if self.answers is not None:
-            record |= {
-                "answers": list(self.answers),
-                "multiple_choice_answer": self.most_frequent,
-                "answer_type": self.answer_type,
-                "question_type": self.question_type,
-            }
-        return record
+        metadata: dict[str, Any] = {"question_id": self.question_id, "image_id": self.image_id}
+        if self.answers is None:
+            return metadata
+        kinds = {"answer_type": self.answer_type, "question_type": self.question_type}
+        return metadata | {"answers": list(self.answers), "multiple_choice_answer": self.most_frequent} | kinds
 
 
 def read_questions(questions: Path, annotations: Path | None = None, split: str = "") -> list[VQAQuestion]:
@@ -112,11 +116,10 @@ def read_questions(questions: Path, annotations: Path | None = None, split: str 
     ]
 
 
-class VQADataset(VLDataset):
+class VQADataset(RecordDataset):
     """Questions of one split, or of several joined by "+" (train2014+val2014), grouped by image.
 
     Attributes:
-        questions: the texts, split after split; their indices are text indices.
         starts: the first question of each split.
         folders, instances: of each split.
     """
@@ -141,49 +144,24 @@ class VQADataset(VLDataset):
             self.starts.append(len(questions))
             self.folders.append(files.path("images", **values))
             questions += own
-        require_unique((question.question_id for question in questions), f"the splits {split}: question")
-        self.questions = SerializedList(questions, VQAQuestion)
-        self.groups = TextGroups.of_images((self._part_of(row), one.image_id) for row, one in enumerate(questions))
-
-    def _part_of(self, text: int) -> int:
-        """The split of a question."""
-        return bisect.bisect_right(self.starts, text) - 1
+        images = ((question.image_set, question.image_id) for question in questions)
+        self.set_texts(questions, f"the splits {split}: question", images)
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: VQAOptions, split: str) -> Iterable[str]:
         """All questions of a split and the most frequent answer to each."""
         questions = [one for name in split_names(split) for one in _read_split(files, name, annotated=True)]
-        return (text for question in questions for text in (question.text, question.most_frequent))
+        return (text for question in questions for text in (question.words, question.most_frequent))
 
     @classmethod
     def answers_of(cls, files: DataFiles, options: VQAOptions, split: str) -> dict[Any, str]:
         questions = [one for name in split_names(split) for one in _read_split(files, name, annotated=True)]
         return {question.question_id: question.most_frequent for question in questions}
 
-    def __len__(self) -> int:
-        """Number of questions."""
-        return len(self.questions)
-
-    def image_ids(self) -> Iterable[str]:
-        return (str(self.questions[texts[0]].image_id) for texts in self.groups)
-
-    def truths(self) -> Iterable[HumanAnswers | None]:
-        return (question.truth for question in self.questions)
-
-    def sample(self, texts: Sequence[int]) -> Sample:
-        """Some questions about one image."""
-        image_id, part = self.questions[texts[0]].image_id, self._part_of(texts[0])
-        name = self.settings.image_name.format(id=image_id, images=self.parts[part]["images"])
-        file = self.folders[part] / name
-        if self.instances:
-            image = self.instances[part].sample_image(image_id, file)
-        else:
-            image = SampleImage(str(image_id), file)
-        return Sample((image,), tuple(self._text(index) for index in texts))
-
-    def _text(self, index: int) -> SampleText:
-        question = self.questions[index]
-        return SampleText(index, question.text, question.record(), question.truth)
+    def image(self, name: str, text: int) -> SampleImage:
+        part, image_id = bisect.bisect_right(self.starts, text) - 1, self.texts[text].image_id
+        file = self.folders[part] / self.settings.image_name.format(id=image_id, images=self.parts[part]["images"])
+        return self.instances[part].sample_image(image_id, file) if self.instances else SampleImage(name, file)
 
 
 def _read_split(files: DataFiles, name: str, *, annotated: bool) -> list[VQAQuestion]:

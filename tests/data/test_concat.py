@@ -60,7 +60,7 @@ def test_texts_come_part_by_part(settings):
     assert len(dataset) == len(captions) + len(questions)
     words = [dataset[number] for number in range(len(dataset))]
     assert words[:6] == [f"caption {image} {number}" for image in (7, 3, 9) for number in range(2)]
-    assert words[6:] == [question.text for question in questions.questions]
+    assert words[6:] == [question.words for question in questions.texts]
     assert sorted(text for group in dataset.groups for text in group) == list(range(len(dataset)))
     truths = list(dataset.truths())
     assert len(truths) == 0 or all(isinstance(truth, HumanAnswers) for truth in truths[-len(questions) :])

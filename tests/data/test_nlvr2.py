@@ -117,7 +117,6 @@ def test_a_split_without_labels_can_be_predicted_but_not_learned(settings):
         (line("../dev-1-0-0"), ["line 2", "identifier"]),
         (line("dev-1-0-0", "true"), ["line 2", "label"]),
         (line("dev-1-0-0", None), ["label"]),
-        (DEV[0], ["dev-8-2-1", "twice"]),
         (line("dev-1-0-0", sentence=" "), ["line 2", "sentence"]),
     ],
 )

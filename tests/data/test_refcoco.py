@@ -33,11 +33,17 @@ def test_texts_are_grouped_by_image(tiny):
     assert len(examples(dataset, tiny.tokenizer)) == 7
     options = open_options(RefCOCODataset, tiny.settings)
     texts = list(RefCOCODataset.texts_of(*options, "train"))
-    assert texts == [expression.sentence for expression in dataset.expressions]
+    assert texts == [expression.words for expression in dataset.texts]
     with refused("task.config.answers"):
         RefCOCODataset.answers_of(*options, "train")
     with refused("refs(unc).p", "'val'", "testA, testB, train"):
         make(tiny, "val")
+
+
+def test_a_sentence_must_have_an_id_of_its_own(tiny):
+    tiny.refs[1]["sentences"][0].update(sent_id=10)
+    with refused("refs(unc).p", "sentence 10", "twice"):
+        make(tiny.write())
 
 
 def test_facts_and_truth_in_pixels_of_the_stored_image(tiny):
@@ -107,7 +113,6 @@ def test_split_names_follow_the_refer_api(asked, name, inside):
         (lambda refs: refs[1].update(image_id=3), ["ref 2", "image 3", "instances.json"]),
         (lambda refs: refs[1].update(ref_id=1), ["ref 1", "twice"]),
         (lambda refs: refs[1].update(sentences=[]), ["[1].sentences"]),
-        (lambda refs: refs[1]["sentences"][0].update(sent_id=10), ["sentence 10", "twice"]),
         (lambda refs: refs[1]["sentences"][0].pop("sent"), ["[1].sentences[0]", "sent"]),
         (lambda refs: refs[1].pop("split"), ["[1]", "split"]),
     ],

@@ -148,11 +148,11 @@ def test_the_files_are_joined_by_question(tmp_path):
     files = Files(tmp_path)
     first, second = files.read()
     assert (first.question_id, second.question_id) == (7001, 7000)
-    assert second.text == "Is it left?" and second.image_set == "val2014"
+    assert second.words == "Is it left?" and second.image_set == "val2014"
     assert second.answers == ("left",) * 3 + ("no",) * 7
-    assert second.record()["multiple_choice_answer"] == "no"
+    assert second.metadata["multiple_choice_answer"] == "no"
     plain = files.read(annotated=False)
-    assert plain[0].answers is None and "answers" not in plain[0].record()
+    assert plain[0].answers is None and "answers" not in plain[0].metadata
 
 
 def _set(name: str, index: int, **values):

@@ -31,7 +31,7 @@ def gqa_records(gqa_folder: Path) -> list[GQAPrediction]:
     predicted = {row["questionId"]: row["prediction"] for row in json.loads(predictions.read_text("utf-8"))}
     file, records = {} if choices is None else read_choices([choices]), []
     for question in read_questions([questions]):
-        facts, answer = question.facts(), predicted[question.id]
+        facts, answer = question.metadata, predicted[question.id]
         if question.id in file:
             own = file[question.id]
             facts["is_valid"] = belongs(answer, own.valid, facts["types"])

@@ -88,7 +88,7 @@ def test_without_files_of_phrases_an_expression_is_one(synthetic_folder):
 
 
 def test_phrases_of_other_expressions_are_refused(dataset, tmp_path):
-    image_id = dataset.expressions[0].image_id
+    image_id = dataset.texts[0].image_id
     with pytest.raises(ValueError, match=f"{image_id}.txt: no line has the expression 'a fox'"):
         dataset.phrases.of(image_id, "a fox")
     with pytest.raises(FileNotFoundError, match="no such folder"):
