@@ -83,7 +83,7 @@ def test_a_hundred_questions_about_twenty_images_cost_twenty_passes(model, tiny_
     assert len(images) == 20 and len(asked) == 100
     files = [root / "images" / "train2014" / instances[one.image_id].file_name for one in asked]
     passes = Passes(model, monkeypatch)
-    answers = model.ask(files, [one.sentence for one in asked])
+    answers = model.ask(files, [one.words for one in asked])
     assert sorted(passes.images) == sorted(set(map(str, files)))
     for answer, one in zip(answers, asked, strict=True):
         assert answer.box == pytest.approx(boxes[one.sent_id], abs=1e-3)

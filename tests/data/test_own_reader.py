@@ -43,10 +43,6 @@ class Album(VLDataset):
         self.parts = [{}]
 
     @classmethod
-    def open(cls, files, options, split, wants):
-        return cls(files.path("images"))
-
-    @classmethod
     def texts_of(cls, files, options, split):
         return ["red square"]
 
@@ -141,9 +137,14 @@ def test_of_a_pair_each_broken_image_counts(album, tiny):
     assert data.broken == {1, 2}
 
 
+class OpenedAlbum(Album):
+    def __init__(self, files, options, split, wants) -> None:
+        super().__init__(files.path("images"))
+
+
 @pytest.mark.parametrize("boxes", ["gt", "detections", "online"])
 def test_the_whole_road_from_settings_to_answers(album, tiny_config, monkeypatch, boxes):
-    monkeypatch.setitem(DATASETS, "album", Part(NoOptions, Album))
+    monkeypatch.setitem(DATASETS, "album", Part(NoOptions, OpenedAlbum))
     config = tiny_config(
         "data.name=album", f"data.root={album}", "data.files.images=.", "data.files.detections=dets.json"
     )
@@ -153,7 +154,7 @@ def test_the_whole_road_from_settings_to_answers(album, tiny_config, monkeypatch
     batch = build_collate(config, model)([data[Request(0, (0,))], data[Request(1, (1, 2))]])
     with torch.no_grad():
         records = model.task.predict(batch, model(batch))
-    assert [record["id"] for record in records] == ["holiday/one red", "holiday/zwei", "holiday/zwei"]
-    assert [record["text_index"] for record in records] == [0, 1, 2]
+    assert [record.facts["id"] for record in records] == ["holiday/one red", "holiday/zwei", "holiday/zwei"]
+    assert [record.text_index for record in records] == [0, 1, 2]
     if boxes == "detections":
-        np.testing.assert_allclose([record["box"] for record in records], np.repeat(BOX, 3, axis=0), atol=1e-4)
+        np.testing.assert_allclose([record.box for record in records], np.repeat(BOX, 3, axis=0), atol=1e-4)

@@ -62,7 +62,7 @@ def detections(root) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(expressions, tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "vocab.txt"
-    build_vocabulary((expression.sentence for expression in expressions), path)
+    build_vocabulary((expression.words for expression in expressions), path)
     return load_tokenizer(path)
 
 
