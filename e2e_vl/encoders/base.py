@@ -5,6 +5,7 @@ Shape legend: see `e2e_vl/structures.py`.
 
 from __future__ import annotations
 
+import inspect
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +39,7 @@ class EncoderConfig(PreTrainedConfig):
 
     def __init_subclass__(cls, settings: type[Settings], **kwargs: Any) -> None:
         cls.settings_class = settings
-        cls.__annotations__ = dict(cls.__dict__.get("__annotations__", {}))
+        cls.__annotations__ = inspect.get_annotations(cls)
         for field in msgspec.structs.fields(settings):
             cls.__annotations__[field.name] = field.type
             has_factory = field.default_factory is not msgspec.NODEFAULT

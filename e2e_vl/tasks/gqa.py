@@ -5,6 +5,7 @@ Shape legend: see `e2e_vl/structures.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch

@@ -280,7 +280,7 @@ class PretrainingTask(Task):
         return [self.prediction(record, objectives=own) for record, own in rows if record]
 
     def replies(self, output: ModelOutput) -> list[PretrainingPrediction]:
-        """The answers of all objectives to the one text of a batch: words at every [MASK], classes of hidden regions."""
+        """The answers of all objectives to the one text of a batch: words at each [MASK], classes of hidden regions."""
         answers: dict[str, Any] = {}
         for name, objective in self.objectives.items():
             names = objective.class_names(output, self.wordpieces, self.region_masking)
