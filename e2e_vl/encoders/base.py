@@ -5,8 +5,8 @@ Shape legend: see `e2e_vl/structures.py`.
 
 from __future__ import annotations
 
-import inspect
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar

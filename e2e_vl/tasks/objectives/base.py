@@ -92,7 +92,7 @@ class ObjectiveOutput:
 
 def classified(
     weight: float,
-    is_labelled: Bool[Tensor, "M *positions"],
+    is_labelled: Bool[Tensor, "M ..."],
     logits: Float[Tensor, "items classes"],
     truth: Int64[Tensor, " items"],
     losses: Float[Tensor, " items"] | None = None,
