@@ -17,7 +17,7 @@ import torch
 
 from e2e_vl import parts
 from e2e_vl.cli import predict as tool
-from e2e_vl.config import RunConfig, TaskSettings, load_config
+from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.base import Wants, open_options
 from e2e_vl.data.batching import Request
 from e2e_vl.data.config import NoOptions
@@ -136,7 +136,7 @@ def test_a_task_about_two_images(settings, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(parts.DATASETS, "pairs", Part(NoOptions, image_pairs.PairDataset))
     monkeypatch.setitem(parts.TASKS, "statements", Part(statements.StatementConfig, statements.StatementTask))
     words = "data.name=pairs", "task.name=statements", "encoder.config.max_images=2", "train.lr=0.02"
-    run = live(settings(*words, "eval.boxes=[gt,online]", task=TaskSettings("statements", {"dropout": 0.0})))
+    run = live(settings(*words, "eval.boxes=[gt,online]", task={"name": "statements", "config": {"dropout": 0.0}}))
     records = saved(run)
     assert len(records) == 8 and all(len(set(record["facts"]["image_ids"])) == 2 for record in records)
 
@@ -205,7 +205,7 @@ def test_texts_without_an_image_beside_texts_about_two(settings, monkeypatch):
     monkeypatch.setitem(parts.DATASETS, "facts", Part(NoOptions, DataWithFacts))
     monkeypatch.setitem(parts.TASKS, "statements", Part(statements.StatementConfig, statements.StatementTask))
     words = "data.name=facts", "encoder.config.max_images=2", "encoder.config.text_only_embedding=true"
-    records = saved(live(settings(*words, task=TaskSettings("statements", {}))))
+    records = saved(live(settings(*words, task={"name": "statements", "config": {}})))
     assert ["file_name" in record for record in records] == [True, False] * 4
 
 
