@@ -86,7 +86,9 @@ OBJECTIVES = {  # of pre-training; texts are changed in this order
     "relationship": Part("e2e_vl.tasks.config:RelationshipConfig", f"{_OBJECTIVES}.texts:Relationship"),
     "object_labels": Part("e2e_vl.tasks.config:ObjectLabelsConfig", f"{_OBJECTIVES}.regions:ObjectLabels"),
     "attribute_labels": Part("e2e_vl.tasks.config:AttributeLabelsConfig", f"{_OBJECTIVES}.regions:AttributeLabels"),
-    "region_features": Part("e2e_vl.tasks.config:RegionFeaturesConfig", f"{_OBJECTIVES}.regions:RegressedFeatures"),
+    "region_features": Part(
+        "e2e_vl.tasks.config:RegionFeaturesConfig", f"{_OBJECTIVES}.regions:RegionFeatureRegression"
+    ),
     "image_qa": Part("e2e_vl.tasks.config:ImageQAConfig", f"{_OBJECTIVES}.texts:ImageQA"),
 }
 DATASETS = {

@@ -189,7 +189,7 @@ class TrainedModel(
         groups: dict[Any, list[int]] = {}
         for number, question in enumerate(questions):
             key: Any = number
-            if self.network.task.answers_together:
+            if self.network.task.batches_questions:
                 key = (*map(content_key, question.images), id(question.boxes), id(question.boxes_to_mask))
             groups.setdefault(key, []).append(number)
         samples = [self._sample([questions[number] for number in group]) for group in groups.values()]
@@ -257,7 +257,7 @@ class TrainedModel(
     def _answer(self, question: Question, reply: Reply) -> Answer:
         task, prediction = reply.task, reply.prediction
         ranked, lines = task.ranked(prediction), task.answer_lines(prediction)
-        box = prediction.box if task.points_at_box else None
+        box = prediction.box if task.predicts_box else None
         texts = [question.text, *question.choices, *([] if question.answer is None else [question.answer])]
         return Answer(
             text=question.text,
@@ -271,7 +271,7 @@ class TrainedModel(
             box_names=prediction.box_names or reply.names,
             attention=reply.attention,
             unknown_words=tuple(dict.fromkeys(word for text in texts for word in unknown_words(text, self.tokenizer))),
-            pointed=task.pointed(prediction),
+            answer_boxes=task.answer_boxes(prediction),
             prediction=prediction,
             images=question.images,
         )

@@ -53,7 +53,7 @@ class Answer(Picture):
     box_names: list[str]  # R names: what was detected, or in VCR what the user called the box; "" where it is unknown
     attention: np.ndarray | None  # float32 [R], attention of the answer to each; None: the task points at a box
     unknown_words: tuple[str, ...]  # of the text, the choices and the given answer: the vocabulary lacks them
-    pointed: list[tuple[str, Box]]  # labels and boxes that the answer points at; empty for most tasks
+    answer_boxes: list[tuple[str, Box]]  # labels and boxes that the answer points at; empty for most tasks
     prediction: Prediction  # all of it, of the task's own class
     images: tuple[ImageFile, ...] = dataclasses.field(repr=False)
 
@@ -71,8 +71,8 @@ class Answer(Picture):
             image: number of the image, for a text about several images.
         """
         phrases = self.shown_phrases() if image == 0 else []
-        if self.pointed:
-            labels, boxes = map(list, zip(*self.pointed, strict=True))
+        if self.answer_boxes:
+            labels, boxes = map(list, zip(*self.answer_boxes, strict=True))
             return draw_on(self.images[image], boxes, labels, self.text, phrases=phrases)
         title = f"{self.text} -> {self.answer}" if self.answer else self.text
         masked = self.prediction.hidden  # the first of the candidates
@@ -98,7 +98,7 @@ class Answer(Picture):
         The first phrase is about the answer itself; where no other one, such as the landmark of a relation, is clear,
         the other one with the best score is shown too. Left out are boxes that the answer points at anyway.
         """
-        taken = [box for _, box in self.pointed]
+        taken = [box for _, box in self.answer_boxes]
         free = [
             number
             for number, one in enumerate(self.phrases)

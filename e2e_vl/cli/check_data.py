@@ -280,7 +280,7 @@ class SplitWalk:
             answers = [truth.answer] if isinstance(truth, CorrectAnswer) else []
             answers = truth.answers if isinstance(truth, HumanAnswers) else answers
             answers = truth.scores if isinstance(truth, ScoredAnswers) else answers
-            report.texts_without_known_answer += self.answers.isdisjoint(map(self.task.spell_answer, answers))
+            report.texts_without_known_answer += self.answers.isdisjoint(map(self.task.canonical_answer, answers))
 
 
 def _words(token: str | list[int], objects: AnnotatedObjects | None) -> str:

@@ -144,7 +144,7 @@ def export_official(folder: Path, output: Path) -> None:
         )
     lines = None
     if model.task.chooses_answers:  # before anything is written
-        lines = official_lines(model.task.answers, model.task.official_answer)
+        lines = official_lines(model.task.answers, model.task.parse_official_answer)
     left_out = adapters[0].export(model, config.task.name, output)
     print(f"left out: {len(left_out)}", *(f"  {name}" for name in left_out), f"written: {output}", sep="\n")
     if lines is not None:

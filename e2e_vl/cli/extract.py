@@ -158,7 +158,7 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
         from e2e_vl.api.model import load  # imports transformers, which takes seconds
 
         model = load(options.run)
-        if not model.network.task.points_at_box:
+        if not model.network.task.predicts_box:
             raise UserError(
                 f"{options.run}: the task '{model.settings.task.name}' does not answer a phrase with a box."
             )

@@ -122,7 +122,10 @@ class Inspection:
     def shown_boxes(self) -> list[tuple[str, list[float]]]:
         """Labels and boxes, in pixels of the original photo: the answer's, then those of `Answer.shown_phrases`."""
         found = []
-        for label, box in self.answer.pointed:  # with the detector's name, which an answer about given regions lacks
+        for (
+            label,
+            box,
+        ) in self.answer.answer_boxes:  # with the detector's name, which an answer about given regions lacks
             rows = np.flatnonzero(np.isclose(self.answer.boxes, box, atol=1e-3).all(axis=1))
             name = self.names[rows[0]] if len(rows) else ""
             label = label if label.startswith(name) else f"{name} {label}".strip()
@@ -296,7 +299,7 @@ def draw_pointed(session: Session, found: Inspection | None, hidden: tuple[int, 
         return None
     shown = found.shown_boxes()
     boxes = _on_picture(session.photo, np.array([box for _, box in shown]))
-    labels = [label for label, _ in shown[: len(found.answer.pointed)]]
+    labels = [label for label, _ in shown[: len(found.answer.answer_boxes)]]
     marks = marks_of(labels, found.answer.shown_phrases())
     return draw_boxes(_covered(session.photo, found, hidden), boxes, **marks)
 

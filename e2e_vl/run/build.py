@@ -111,10 +111,10 @@ def possible_answers(config: RunConfig) -> list[str]:
         return list(settings.answers)
     if not has_answers(config):
         given = dataset.answers_of(*open_options(dataset, config.data), config.data.train_split)
-        return frequent_answers(given, settings.min_answer_count, task.spell_answer)
+        return frequent_answers(given, settings.min_answer_count, task.canonical_answer)
     path = user_path(settings.answers or Path(config.data.root, config.data.files["answers"]), "task.config.answers")
     answers = read_answers(path)
-    return [task.official_answer(answer) for answer in answers] if path.suffix == ".txt" else answers
+    return [task.parse_official_answer(answer) for answer in answers] if path.suffix == ".txt" else answers
 
 
 def frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spell: Callable[[str], str]) -> list[str]:
@@ -323,7 +323,7 @@ def training_texts(config: RunConfig) -> Iterable[str]:
     dataset = DATASETS[config.data.name].cls
     files, options = open_options(dataset, config.data)
     yield from dataset.texts_of(files, options, config.data.train_split)
-    yield from TASKS[config.task.name].cls.own_words(config.task.config)
+    yield from TASKS[config.task.name].cls.extra_words(config.task.config)
 
 
 def build_examples(

@@ -74,7 +74,7 @@ class Predictor:
             For each sample the replies in the order of its texts.
         """
         answers: list[list[Reply] | Exception] = [[] for _ in samples]
-        limit = self.config.eval.images_per_batch if self.model.task.answers_together else 1
+        limit = self.config.eval.images_per_batch if self.model.task.batches_questions else 1
         waiting: dict[int, Example] = {}
 
         def answer_waiting() -> None:
@@ -144,7 +144,7 @@ class Predictor:
         slots = regions.image_slot[text, kept].cpu().numpy()
         names = [name for name, is_kept in zip(class_names_of(output)[text], kept.tolist(), strict=True) if is_kept]
         maps, attention = output.encoded.attentions, None
-        if maps is not None and not task.points_at_box:
+        if maps is not None and not task.predicts_box:
             length = batch.texts.input_ids.shape[1]
             position = _answer_position(output, text)
             rows = [one[text, :, position, length : length + len(kept)] for one in maps]

@@ -26,7 +26,7 @@ from e2e_vl.config import BoxSource, DataSettings, EncoderSettings, RunConfig, T
 from e2e_vl.io import file_name, read_log, read_text, text_of_name
 from e2e_vl.metrics.names import MetricName
 from e2e_vl.predictions import Prediction, read_predictions, with_target
-from e2e_vl.tasks.base import PredictionWords, Task
+from e2e_vl.tasks.base import PredictionSummary, Task
 
 # Losses and evaluations of a run over its steps, as one picture.
 
@@ -195,7 +195,7 @@ class Described(NamedTuple):
     """One prediction and what the task says of it."""
 
     prediction: Prediction
-    words: PredictionWords
+    words: PredictionSummary
 
     @property
     def outcome(self) -> str:
@@ -296,7 +296,7 @@ WIDE = 2.0  # width by height from which a picture has a row of its own
 class Card(NamedTuple):
     """One prediction as the page shows it."""
 
-    words: PredictionWords
+    words: PredictionSummary
     outcome: str
     picture: str  # a data URI; "" without a picture
     problem: str  # why there is no picture; "" where there is one, or nothing to draw

@@ -76,7 +76,7 @@ def track_pictures(
     for number, prediction in enumerate(list(first_of.values())[:PICTURES]):
         words = task.describe(prediction)
         try:
-            picture = draw_boxes(task.draw(prediction), [], title=f"{words.asked} -> {words.answer}")
+            picture = draw_boxes(task.draw(prediction), [], title=f"{words.question} -> {words.answer}")
         except (FileNotFoundError, ValueError):  # it lies in an archive, or was moved meanwhile
             continue
         for tracker in takers:

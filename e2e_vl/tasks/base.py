@@ -25,10 +25,9 @@ from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOu
 from e2e_vl.tasks.config import NewLayers
 from e2e_vl.text import TextTokenizer
 
-# The layers that heads on an encoder's states are made of, and their start values.
+# The layers of heads on an encoder's states, and their initial values.
 
-
-STD_OF_NEW_LAYERS = 0.02  # VL-BERT, section 4.1, as in BERT
+NEW_LAYERS_STD = 0.02  # VL-BERT, section 4.1, as in BERT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +45,8 @@ class Sizes:
             object.__setattr__(self, "summary_size", self.hidden_size)
 
 
-def start_head(linears: Iterable[nn.Linear], start: NewLayers | float) -> None:
-    """Start values of a head; all biases are zero.
+def init_head(linears: Iterable[nn.Linear], start: NewLayers | float) -> None:
+    """Set the initial values of a head; all biases are zero.
 
     Args:
         start: "official": Xavier uniform weights, as in the official VL-BERT code. "normal": N(0, 0.02), which the
@@ -57,7 +56,7 @@ def start_head(linears: Iterable[nn.Linear], start: NewLayers | float) -> None:
         if start == "official":
             nn.init.xavier_uniform_(linear.weight)
         else:
-            nn.init.normal_(linear.weight, std=STD_OF_NEW_LAYERS if start == "normal" else start)
+            nn.init.normal_(linear.weight, std=NEW_LAYERS_STD if start == "normal" else start)
         nn.init.zeros_(linear.bias)
 
 
@@ -95,7 +94,7 @@ class Head(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(hidden_size, outputs or 1)
         self.is_score = outputs is None
-        start_head([self.output] if transform is None else [transform["dense"], self.output], start)
+        init_head([self.output] if transform is None else [transform["dense"], self.output], start)
 
     def forward(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, "*scores"]:
         if self.transform is not None:
@@ -117,10 +116,10 @@ def check_masks(side: int | None, detector: Detector) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class PredictionWords:
-    """One prediction in words, for reports."""
+class PredictionSummary:
+    """A prediction in words, for reports."""
 
-    asked: str  # the text of the data set
+    question: str  # the text of the data set
     answer: str  # what was chosen
     score: float | None = None  # of that answer; None: it has none
     truth: str = ""  # what would have been right; "" where it is unknown
@@ -131,17 +130,17 @@ class PredictionWords:
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadStart:
-    """How a head starts from the weights of other heads. All names are prefixes of parameter names."""
+class HeadInit:
+    """How a head is initialised from the weights of other heads. All names are prefixes of parameter names."""
 
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)  # in the other head -> in this one
     # (in the other head, in this one): row 1 minus row 0 of a classifier of two classes becomes a score
     difference: tuple[str, str] | None = None
-    random: tuple[str, ...] = ()  # of this head, may keep its random start
+    random: tuple[str, ...] = ()  # of this head, may keep its random initial values
     # (in the other head, in this one): a classifier of answers takes the rows of the same answers from another list;
     # rows of answers that this list lacks become zero
     answer_rows: tuple[str, str] | None = None
-    otherwise: HeadStart | None = None  # the rule for a head that has nothing of what this one takes
+    otherwise: HeadInit | None = None  # the rule for a head that has nothing of what this one takes
     # of this head, has a row per region class; `task.config.has_background_last` says which of them is the background
     region_classes: tuple[str, ...] = ()
 
@@ -158,7 +157,7 @@ class HeadStart:
             *(self.otherwise.parts if self.otherwise is not None else ()),
         )
 
-    def for_weights(self, names: Iterable[str]) -> HeadStart:
+    def for_weights(self, names: Iterable[str]) -> HeadInit:
         """This rule, or the one for a head with other parameters."""
         names = tuple(names)
         if self.otherwise is None or any(name.startswith(self.takes) for name in names):
@@ -166,7 +165,7 @@ class HeadStart:
         return self.otherwise.for_weights(names)
 
 
-def phrase_marks(prediction: Prediction, first: int = 0) -> tuple[list[Box], list[str], list[bool]]:
+def phrase_boxes(prediction: Prediction, first: int = 0) -> tuple[list[Box], list[str], list[bool]]:
     """Boxes and labels of what the phrases of a prediction name, for its picture, and which of them are unsure.
 
     Phrases that several regions fit about equally well are left out, except the second and later ones of a wrong
@@ -189,12 +188,12 @@ def phrase_marks(prediction: Prediction, first: int = 0) -> tuple[list[Box], lis
 
 
 class Task(nn.Module, abc.ABC):
-    """batch + encoder output -> losses, predictions and their metric. Works with any encoder that gives what it reads.
+    """From a batch and the encoder's output to losses, predictions and metrics, whichever the encoder is.
 
-    Each task has a config dataclass of its own, with which `build` makes it; its targets are a class of its own too.
+    Each task has settings, targets and predictions of its own classes; `build` makes it from its settings.
     """
 
-    points_at_box: ClassVar[bool] = False  # answers a phrase with `box`, `score` and their candidates
+    predicts_box: ClassVar[bool] = False  # its predictions have a `box` with a `score`, chosen from candidates
     # writes the predictions of a whole split, in the order of the data set, as a server or the literature expects them;
     # of a task that has `second_run` the predictions of both runs. None: there is no such file.
     write_submission: ClassVar[Callable[..., None] | None] = None
@@ -205,12 +204,12 @@ class Task(nn.Module, abc.ABC):
     answers_questions: ClassVar[bool] = True  # a user may ask about an image
     # arguments of `e2e_vl.load(run).ask` that fit the task, for model cards
     example_call: ClassVar[str] = '"photo.jpg", "what is in the picture"'
-    answers_together: ClassVar[bool] = True  # ... and one batch may hold several questions
+    batches_questions: ClassVar[bool] = True  # ... and one batch may hold several questions
     # its config has `answers`, a list that may be built from the data with its `min_answer_count`
     chooses_answers: ClassVar[bool] = False
     sums_objectives: ClassVar[bool] = False  # its config has `objectives`, which are built for it
     blind_without_boxes: ClassVar[bool] = False  # the control without image sees no candidate boxes either
-    starts_from: ClassVar[HeadStart | None] = None  # how its head starts from another task's; None: not at all
+    starts_from: ClassVar[HeadInit | None] = None  # how its head starts from another task's; None: not at all
     transferable: ClassVar[tuple[str, ...]] = ()  # prefixes of its parameters from which heads of other tasks may start
     # a second text segment starts as a copy of the first, which alone was trained before (official VL-BERT code)
     copies_first_segment: ClassVar[bool] = False
@@ -229,30 +228,30 @@ class Task(nn.Module, abc.ABC):
         return cls(sizes.hidden_size, config)
 
     @classmethod
-    def own_words(cls, config: Any) -> Iterable[str]:
-        """Words that the wording adds to the words of the data, for a vocabulary."""
+    def extra_words(cls, config: Any) -> Iterable[str]:
+        """Words that the preprocessor adds to those of the data, for a vocabulary that is built from the data."""
         return ()
 
     @classmethod
-    def spell_answer(cls, answer: str) -> str:
-        """An annotated answer as a list of answers that is built from the data holds it."""
+    def canonical_answer(cls, answer: str) -> str:
+        """The spelling of an annotated answer in a list of answers that is built from the data."""
         return answer
 
     @classmethod
-    def official_answer(cls, line: str) -> str:
-        """A line of an official text file of answers, stripped and in lower case, as the list of answers holds it."""
+    def parse_official_answer(cls, line: str) -> str:
+        """The answer in a line, stripped and in lower case, of an official text file of answers."""
         return line
 
     @abc.abstractmethod
     def preprocessor(self, text_tokenizer: TextTokenizer) -> Preprocessor:
-        """What encodes the data's texts, in data workers."""
+        """The preprocessor of the data's texts, which runs in data workers."""
 
     def question(self, question: Question) -> Sample:
         """The sample of a user's question; raises UserError for what the task lacks or does not take."""
         raise UserError(f"{type(self).__name__} does not answer a text about an image.")
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
-        """Take starting values from the other parts; nothing by default.
+        """Take initial values from the other parts; nothing by default.
 
         Called once when a model is built, after the starting weights of detector and encoder were loaded.
         """
@@ -298,12 +297,9 @@ class Task(nn.Module, abc.ABC):
         """One prediction in words, the answer first; by default the ranked answers."""
         return [f"{score:.3f}  {answer}" for answer, score in self.ranked(prediction)]
 
-    def pointed(self, prediction: Prediction) -> list[tuple[str, Box]]:
-        """Labels and boxes that one prediction points at.
-
-        By default the one of a task that `points_at_box`, and none of others.
-        """
-        if not self.points_at_box or prediction.box is None:
+    def answer_boxes(self, prediction: Prediction) -> list[tuple[str, Box]]:
+        """Boxes that answer a text, with labels; by default the one box of a task that `predicts_box`."""
+        if not self.predicts_box or prediction.box is None:
             return []
         return [(f"{prediction.detected_class or ''} {prediction.score:.2f}".strip(), prediction.box)]
 
@@ -317,10 +313,10 @@ class Task(nn.Module, abc.ABC):
         """
         if prediction.file_name is None:
             return None
-        boxes, labels, unsure = phrase_marks(prediction)
+        boxes, labels, unsure = phrase_boxes(prediction)
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels, dashed=unsure)
 
-    def describe(self, prediction: Prediction) -> PredictionWords:
-        """What was asked, answered and right."""
+    def describe(self, prediction: Prediction) -> PredictionSummary:
+        """The question, the answer and the truth in words."""
         answer = next(iter(self.answer_lines(prediction)), "")
-        return PredictionWords(prediction.text, answer, group=prediction.family or "")
+        return PredictionSummary(prediction.text, answer, group=prediction.family or "")

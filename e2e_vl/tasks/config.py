@@ -43,7 +43,7 @@ class ReferringConfig(Settings, frozen=True):
     # a text without any region counts as a wrong answer (`box` None) instead of an error; for a detector that may find
     # nothing
     no_region_is_miss: bool = False
-    new_layers: NewLayers = "official"  # start of the head, see `e2e_vl.tasks.base.start_head`
+    new_layers: NewLayers = "official"  # start of the head, see `e2e_vl.tasks.base.init_head`
     # how `metrics` compares boxes, see `e2e_vl.metrics.refcoco`
     iou_convention: Literal["mattnet", "vlbert", "strict", "same_annotation"] = "mattnet"
 
@@ -65,7 +65,7 @@ class Flickr30KConfig(Settings, frozen=True):
     # the box of the whole image is a candidate like every other. False: it is neither trained nor predicted, unless a
     # text has no other region.
     whole_image_can_win: bool = False
-    new_layers: NewLayers = "normal"  # start of the head's Linears, see `e2e_vl.tasks.base.start_head`
+    new_layers: NewLayers = "normal"  # start of the head's Linears, see `e2e_vl.tasks.base.init_head`
 
 
 class DetectionConfig(Settings, frozen=True):
@@ -102,7 +102,7 @@ class AnswerConfig(Settings, frozen=True):
     # the head has a hidden layer with GELU and LayerNorm; False: dropout and one Linear (official VisualBERT code)
     hidden_layer: bool = True
     head_width: PositiveInt = 1  # that hidden layer is this number of times as wide as the summary (LXMERT: 2)
-    new_layers: NewLayers = "official"  # start of the head's Linears, see `e2e_vl.tasks.base.start_head`
+    new_layers: NewLayers = "official"  # start of the head's Linears, see `e2e_vl.tasks.base.init_head`
     top_answers: PositiveInt = 5  # how many of the best answers a prediction lists
     # `<unk>` may be predicted, as in the test file of the official VisualBERT code (its validation leaves it out)
     unknown_can_win: bool = False
@@ -153,7 +153,7 @@ class NLVR2Config(Settings, frozen=True):
     # "softmax": a cross entropy over the two classes (both official codes). "sigmoid": a binary cross entropy of one
     # score (LXMERT's paper).
     loss: Literal["softmax", "sigmoid"] = "softmax"
-    new_layers: NewLayers = "normal"  # start of the head's Linears, see `e2e_vl.tasks.base.start_head`
+    new_layers: NewLayers = "normal"  # start of the head's Linears, see `e2e_vl.tasks.base.init_head`
 
 
 NEUTRAL_NAMES = (
@@ -183,8 +183,9 @@ class VCRConfig(Settings, frozen=True):
     ground_at: Literal["pieces", "word_number"] = "pieces"
     # question and choice are cut to this number of wordpieces together, [CLS] and [SEP] not counted
     max_pieces: Annotated[int, Meta(ge=2)] = 64
-    # how: "longer" takes the last pieces of the longer text, see `cut_answers` and `cut_rationales`. "fronts" takes the
-    # first pieces of both, of the choice and of what stands in front, see `cut_fronts`.
+    # how: "longer" takes the last pieces of the longer text, see `truncate_answers` and
+    # `truncate_rationales`. "fronts" takes the first pieces of both, of the choice and of what stands in front, see
+    # `truncate_fronts`.
     cut: Literal["longer", "fronts"] = "longer"
     # with "fronts": the choice alone is cut, and what stands in front must fit (a mistake of the official VisualBERT
     # code, which takes the length of a pair for the length of what stands in front)
@@ -201,7 +202,7 @@ class VCRConfig(Settings, frozen=True):
     num_classes: PositiveInt = 81  # C, classes of regions, the whole image (class 0) included
     region_dropout: Dropout = 0.0  # dropout between the two Linears of that classification
     initializer_range: NonNegativeFloat = 0.02  # standard deviation of their start values
-    new_layers: NewLayers = "official"  # start of the Linear that scores a choice, see `e2e_vl.tasks.base.start_head`
+    new_layers: NewLayers = "official"  # start of the Linear that scores a choice, see `e2e_vl.tasks.base.init_head`
 
     def __post_init__(self) -> None:
         if self.names_restart_in_choices and self.names_by != "mention":

@@ -26,7 +26,7 @@ from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Target
 from e2e_vl.predictions import Box, Id, Prediction, Score
 from e2e_vl.samples import Categories, DatasetInfo, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.base import PredictionWords, Task
+from e2e_vl.tasks.base import PredictionSummary, Task
 from e2e_vl.tasks.config import DetectionConfig
 from e2e_vl.text import TextTokenizer
 
@@ -183,9 +183,9 @@ class DetectionTask(Task):
         boxes, labels, colours = [list(column) for column in zip(*drawn, strict=True)] or [[], [], []]
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels=labels, colours=colours)
 
-    def describe(self, prediction: DetectionPrediction) -> PredictionWords:
+    def describe(self, prediction: DetectionPrediction) -> PredictionSummary:
         """How many objects were found, and how many boxes are wrong."""
         shown, found = self._matches(prediction)
         total = sum(not entry.is_crowd for entry in prediction.objects)
         answer = f"objects found: {len(found)} of {total}, wrong boxes: {len(shown) - len(found)}"
-        return PredictionWords(f"image {prediction.image_id}", answer, note=f"F1 {self.correct(prediction):.2f}")
+        return PredictionSummary(f"image {prediction.image_id}", answer, note=f"F1 {self.correct(prediction):.2f}")

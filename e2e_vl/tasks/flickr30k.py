@@ -43,12 +43,12 @@ from e2e_vl.predictions import Box, box_text
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import (
-    PredictionWords,
+    PredictionSummary,
     Task,
-    start_head,
+    init_head,
 )
 from e2e_vl.tasks.config import Flickr30KConfig
-from e2e_vl.tasks.phrase_head import overlapping, pointing_loss
+from e2e_vl.tasks.phrase_head import grounding_loss, overlapping
 from e2e_vl.text import TextTokenizer
 
 _BRACKETS = re.compile(r"\[([^\[\]]+)\]")  # phrases in a user's text
@@ -120,7 +120,7 @@ class Flickr30KTask(Task):
         self.config = config or Flickr30KConfig()
         width = self.config.num_heads * self.config.head_size
         self.query, self.key = (nn.Linear(hidden_size, width) for _ in range(2))
-        start_head([self.query, self.key], self.config.new_layers)
+        init_head([self.query, self.key], self.config.new_layers)
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> Flickr30KPreprocessor:
         text_tokenizer.require_room(text_tokenizer.layout.single)
@@ -196,7 +196,7 @@ class Flickr30KTask(Task):
         return torch.where(others.any(dim=1, keepdim=True), others, regions.attention_mask)
 
     def _loss(self, shares: Float[Tensor, "P R"], is_right: Bool[Tensor, "P R"], texts: int) -> Loss:
-        loss = pointing_loss(shares, is_right)
+        loss = grounding_loss(shares, is_right)
         return loss if self.config.loss_per == "phrase" else Loss(loss.total, shares.new_tensor(float(texts)))
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[Flickr30KPrediction]:
@@ -233,7 +233,7 @@ class Flickr30KTask(Task):
             for phrase, box, score in rows
         ]
 
-    def pointed(self, prediction: Flickr30KPrediction) -> list[tuple[str, Box]]:
+    def answer_boxes(self, prediction: Flickr30KPrediction) -> list[tuple[str, Box]]:
         """Each phrase with its box."""
         rows = zip(prediction.phrases, prediction.boxes, prediction.scores, strict=True)
         return [(f"{phrase} {score:.2f}", box) for phrase, box, score in rows if box is not None]
@@ -252,7 +252,7 @@ class Flickr30KTask(Task):
             colours += [PALETTE[number % len(PALETTE)]] * (len(boxes) - len(colours))
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels, colours)
 
-    def describe(self, prediction: Flickr30KPrediction) -> PredictionWords:
+    def describe(self, prediction: Flickr30KPrediction) -> PredictionSummary:
         """The sentence, where its phrases are, and how many are right; the group is the type that all of them have."""
         ranks, types = prediction.ranks, {kind for own in prediction.phrase_types or () for kind in own}
         note, truth, mistakes = "", "", None
@@ -267,7 +267,7 @@ class Flickr30KTask(Task):
             )
             rows = zip(prediction.phrases, prediction.gt_boxes, strict=True)
             truth = "; ".join(f"{phrase}: {' or '.join(map(_box_or_nothing, boxes))}" for phrase, boxes in rows)
-        return PredictionWords(
+        return PredictionSummary(
             prediction.text,
             "; ".join(self.answer_lines(prediction)),
             truth=truth,

@@ -17,8 +17,8 @@ from detector.structures import Loss
 from e2e_vl.metrics.gqa import GQAPrediction, belongs, gqa_metrics, grounding, write_submission
 from e2e_vl.samples import CorrectAnswer, ScoredAnswers
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch
-from e2e_vl.tasks.base import PredictionWords
-from e2e_vl.tasks.question_answering import AnswerTargets, AnswerTask, Judged, PossibleAnswers
+from e2e_vl.tasks.base import PredictionSummary
+from e2e_vl.tasks.question_answering import AnswerLabels, AnswerTargets, AnswerTask, AnswerVocabulary
 
 # Attention of an answer over regions, read from the maps that an encoder gives.
 
@@ -46,12 +46,12 @@ def attention_to_regions(
     return found / found.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-class GQAAnswers(PossibleAnswers):
+class GQAVocabulary(AnswerVocabulary):
     """1 for the right answer, or for the one with the best score; nothing for an answer that is not in the list."""
 
     learns_from = (CorrectAnswer, ScoredAnswers)
 
-    def judge(self, truth: Any, *, mirrored: bool = False) -> Judged | None:
+    def judge(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
         answer = truth.answer if isinstance(truth, CorrectAnswer) else None
         if isinstance(truth, ScoredAnswers):
             answer = max(truth.scores, key=truth.scores.get, default=None)
@@ -59,7 +59,7 @@ class GQAAnswers(PossibleAnswers):
             return None
         if mirrored:
             answer = {"left": "right", "right": "left"}.get(answer, answer)
-        return Judged({answer: 1.0}, self.class_of.get(answer, -1), {"right_answer": answer})
+        return AnswerLabels({answer: 1.0}, self.class_of.get(answer, -1), {"right_answer": answer})
 
 
 class GQATask(AnswerTask):
@@ -74,8 +74,8 @@ class GQATask(AnswerTask):
     def reads_attention(self) -> bool:
         return self.config.grounding
 
-    def make_list(self, answers: Sequence[str]) -> GQAAnswers:
-        return GQAAnswers(answers)
+    def make_vocabulary(self, answers: Sequence[str]) -> GQAVocabulary:
+        return GQAVocabulary(answers)
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[GQAPrediction]:
         """See `AnswerTask.predict`; the choices of a question become `is_valid` and `is_plausible` of its answer, and
@@ -117,9 +117,9 @@ class GQATask(AnswerTask):
         """1 if the answer is the annotated one, letter by letter; None where it is unknown."""
         return None if prediction.right_answer is None else float(prediction.is_hit)
 
-    def describe(self, prediction: GQAPrediction) -> PredictionWords:
+    def describe(self, prediction: GQAPrediction) -> PredictionSummary:
         """The question with its structural type, the best answer and the right one."""
-        return PredictionWords(
+        return PredictionSummary(
             prediction.text,
             prediction.answer,
             prediction.score,

@@ -28,7 +28,7 @@ from e2e_vl.samples import CorrectChoice, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import (
     Head,
-    PredictionWords,
+    PredictionSummary,
     Sizes,
     Task,
     Transform,
@@ -139,9 +139,9 @@ class NLVR2Task(Task):
         """Both images side by side."""
         return draw_side_by_side([load_image(name, "RGB") for name in prediction.file_names])
 
-    def describe(self, prediction: NLVR2Prediction) -> PredictionWords:
+    def describe(self, prediction: NLVR2Prediction) -> PredictionSummary:
         """The sentence, the prediction and the label."""
-        return PredictionWords(
+        return PredictionSummary(
             prediction.text,
             prediction.prediction,
             prediction.score,

@@ -27,7 +27,7 @@ from detector.structures import Loss
 from e2e_vl.examples import PhraseBatch, Ragged, characters_of
 from e2e_vl.predictions import GroundedPhrase, Prediction
 from e2e_vl.structures import Batch, IntermediateStates, ModelOutput, PhraseOutput, TextRegions, at_least_float32
-from e2e_vl.tasks.base import start_head
+from e2e_vl.tasks.base import init_head
 
 MIN_IOU = 0.5
 TAGS = "phrase_tags"  # the loss of finding phrases, counted in words of texts whose phrases are all known
@@ -51,7 +51,7 @@ class PhraseHead(nn.Module):
         self.layer = layer
         self.query, self.key = (nn.Linear(hidden_size, size) for _ in range(2))
         self.tags = nn.Linear(hidden_size, 3)
-        start_head([self.query, self.key, self.tags], "official")
+        init_head([self.query, self.key, self.tags], "official")
         self.register_buffer("finds_phrases", torch.zeros(()))
         self.register_load_state_dict_pre_hook(_add_flag)
 
@@ -67,15 +67,15 @@ class PhraseHead(nn.Module):
         tags = at_least_float32(self.tags(states.text))
         spans, is_stated = stated.spans, slice(None)
         if not self.training:
-            found = found_spans(tags, stated) if self.finds_phrases else whole_spans(is_word(stated))
-            spans = with_found(stated, found)
+            found = predicted_spans(tags, stated) if self.finds_phrases else whole_spans(is_word(stated))
+            spans = fill_in_spans(stated, found)
             is_stated = stated.spans.counts[spans.owner] > 0
         log_attention = self.point(spans, regions, states)
-        is_right = right_regions(regions, stated)
-        losses = {"phrases": pointing_loss(log_attention[is_stated], is_right), TAGS: tagging_loss(tags, stated)}
+        is_right = positive_regions_of(regions, stated)
+        losses = {"phrases": grounding_loss(log_attention[is_stated], is_right), TAGS: tagging_loss(tags, stated)}
         return PhraseOutput(spans, log_attention, is_right, losses)
 
-    def learned_from(self, counts: Mapping[str, Tensor]) -> None:
+    def update_flag(self, counts: Mapping[str, Tensor]) -> None:
         """To be called in each training step, on all processes, with the same numbers of items behind the losses.
 
         (A flag that each process set from its own texts would be lost: the processes take over the buffers of the first
@@ -93,7 +93,7 @@ class PhraseHead(nn.Module):
         query = self.query(states.text[owner, spans.values[:, 1] - 1])
         key = self.key(states.regions)[owner]
         scores = at_least_float32(torch.einsum("pd,prd->pr", query, key)) / math.sqrt(query.shape[1])
-        allowed = nameable_regions(regions)[owner]
+        allowed = candidate_regions(regions)[owner]
         # the lowest number while the sum is formed: a text without regions must not give NaN
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).log_softmax(dim=1)
         return scores.masked_fill(~allowed, -torch.inf)
@@ -120,15 +120,15 @@ def load_head(head: PhraseHead, path: str | Path) -> LoadReport:
     return load_weights(head, tensors, path, layout="this project")
 
 
-def nameable_regions(regions: TextRegions) -> Bool[Tensor, "M R"]:
+def candidate_regions(regions: TextRegions) -> Bool[Tensor, "M R"]:
     """Regions that a phrase may name: candidate boxes of the text's first image."""
     return regions.attention_mask & (regions.row >= 0) & (regions.image_slot == 0)
 
 
-def right_regions(regions: TextRegions, phrases: PhraseBatch) -> Bool[Tensor, "P R"]:
+def positive_regions_of(regions: TextRegions, phrases: PhraseBatch) -> Bool[Tensor, "P R"]:
     """Candidates that the stated phrases name."""
     text = phrases.spans.owner
-    return overlapping(regions, text, phrases.boxes) & nameable_regions(regions)[text]
+    return overlapping(regions, text, phrases.boxes) & candidate_regions(regions)[text]
 
 
 def overlapping(regions: TextRegions, text: Int64[Tensor, " P"], boxes: Ragged) -> Bool[Tensor, "P R"]:
@@ -148,7 +148,7 @@ def overlapping(regions: TextRegions, text: Int64[Tensor, " P"], boxes: Ragged) 
     return found.index_add(0, phrase, hits.long()) > 0
 
 
-def pointing_loss(log_attention: Float[Tensor, "P R"], is_right: Bool[Tensor, "P R"]) -> Loss:
+def grounding_loss(log_attention: Float[Tensor, "P R"], is_right: Bool[Tensor, "P R"]) -> Loss:
     """Divergence (Kullback-Leibler) of the attention from equal shares for all right regions.
 
     Its count is the number of phrases that have a right region; the others add nothing.
@@ -179,19 +179,19 @@ def is_word(phrases: PhraseBatch) -> Bool[Tensor, "M L"]:
     return phrases.offsets[..., 1] > 0
 
 
-def found_spans(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> list[list[tuple[int, int]]]:
+def predicted_spans(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> list[list[tuple[int, int]]]:
     """The phrases of each text that the tags say: whole words, without punctuation at either end.
 
     (A phrase that ends inside a word names nothing, and where no text of the training ends with a mark, its state says
     nothing.)
     """
-    spans = find_spans(tags_of_words(tags, phrases.continues_word), is_word(phrases))
+    spans = find_spans(word_level_tags(tags, phrases.continues_word), is_word(phrases))
     marks = phrases.is_punctuation().tolist()
     trimmed = ([_without_marks(span, own) for span in found] for found, own in zip(spans, marks, strict=True))
     return [[span for span in found if span[0] < span[1]] for found in trimmed]
 
 
-def tags_of_words(tags: Float[Tensor, "M L 3"], continues: Bool[Tensor, "M L"]) -> Int64[Tensor, "M L"]:
+def word_level_tags(tags: Float[Tensor, "M L 3"], continues: Bool[Tensor, "M L"]) -> Int64[Tensor, "M L"]:
     """The most probable tags among those that take each word as a whole.
 
     Args:
@@ -237,7 +237,7 @@ def whole_spans(is_real: Bool[Tensor, "M L"]) -> list[list[tuple[int, int]]]:
     return [[(own[0], own[-1] + 1)] if own else [] for own in places]
 
 
-def with_found(stated: PhraseBatch, found: list[list[tuple[int, int]]]) -> Ragged:
+def fill_in_spans(stated: PhraseBatch, found: list[list[tuple[int, int]]]) -> Ragged:
     """The stated spans of each text; of texts that state none, those that were found."""
     rows = [
         own if len(own) or is_complete else own.new_tensor(spans).reshape(-1, 2)

@@ -22,25 +22,25 @@ from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import ChoiceText, CorrectChoice, DatasetInfo, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.base import (
-    HeadStart,
-    PredictionWords,
+    HeadInit,
+    PredictionSummary,
     Sizes,
     Task,
     Transform,
     check_masks,
-    start_head,
+    init_head,
 )
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import (
     MASK,
     Choice,
-    Draft,
-    FoundItems,
+    MLMHead,
     Objective,
+    ObjectiveCounts,
     ObjectiveOutput,
     ObjectivePreprocessor,
     PretrainingPrediction,
-    WordHead,
+    TextDraft,
 )
 from e2e_vl.text import TextEncoding, TextTokenizer, Truncation, word_pieces
 
@@ -72,7 +72,7 @@ class PretrainingPreprocessor(Preprocessor):
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
         own, other = make_generator(text.index).spawn(2)
-        draft = Draft("" if self.text_tokenizer.is_blank else text.words, sample, text=text)
+        draft = TextDraft("" if self.text_tokenizer.is_blank else text.words, sample, text=text)
         region_of_token = other_words = None
         if isinstance(text, ChoiceText):
             encoding, region_of_token = self._encode_choice(draft, images, make_generator, own)
@@ -96,7 +96,7 @@ class PretrainingPreprocessor(Preprocessor):
                 targets = self._targets(extra, extra_encoding)
                 yield TextExample(extra_encoding, image_index, {}, targets, seed=0, other_words=extra.words)
 
-    def _encode_words(self, draft: Draft, generator: np.random.Generator) -> TextEncoding:
+    def _encode_words(self, draft: TextDraft, generator: np.random.Generator) -> TextEncoding:
         """The words of the data, or what the objectives put in their place, masked."""
         tokenizer = self.text_tokenizer
         for part in self.parts.values():
@@ -115,7 +115,7 @@ class PretrainingPreprocessor(Preprocessor):
 
     def _encode_choice(
         self,
-        draft: Draft,
+        draft: TextDraft,
         images: Sequence[ImageExample],
         make_generator: GeneratorFactory,
         generator: np.random.Generator,
@@ -139,7 +139,7 @@ class PretrainingPreprocessor(Preprocessor):
         masked = np.where(is_given, encoding.place(draft.ids), encoding.input_ids)
         return dataclasses.replace(encoding, input_ids=masked), examples[number].region_of_token
 
-    def _targets(self, draft: Draft, encoding: TextEncoding) -> PretrainingTargets:
+    def _targets(self, draft: TextDraft, encoding: TextEncoding) -> PretrainingTargets:
         return PretrainingTargets({name: part.targets(draft, encoding) for name, part in self.parts.items()})
 
 
@@ -147,11 +147,11 @@ class PretrainingTask(Task):
     """The objectives of a run. Each loss is a mean over all labelled items of the batch, 0 if there is none."""
 
     example_call = '"photo.jpg", "a [MASK] on a table"'
-    answers_together = False  # [MASK] and hidden regions are read for one text at a time
+    batches_questions = False  # [MASK] and hidden regions are read for one text at a time
     sums_objectives = True
     prediction_class = PretrainingPrediction
     transferable = ("",)
-    starts_from = HeadStart(
+    starts_from = HeadInit(
         copies={"word_head.": "word_head.", "relationship.": "relationship."},
         random=("",),
         region_classes=("masked_regions.output.",),
@@ -171,11 +171,11 @@ class PretrainingTask(Task):
         self.wordpieces = [f"wordpiece {number}" for number in range(sizes.vocab_size)]  # until there is a tokenizer
         self.word_head = None
         if any(objective.reads_words for objective in objectives.values()):
-            self.word_head = WordHead(sizes.hidden_size, sizes.vocab_size)
+            self.word_head = MLMHead(sizes.hidden_size, sizes.vocab_size)
         self.region_transform = None
         if any(objective.transforms_regions for objective in objectives.values()):
             self.region_transform = Transform(sizes.hidden_size, norm=True)
-            start_head([self.region_transform["dense"]], "normal")
+            init_head([self.region_transform["dense"]], "normal")
         for name, objective in objectives.items():
             self.add_module(name, objective)
 
@@ -262,7 +262,7 @@ class PretrainingTask(Task):
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[PretrainingPrediction]:
         """How many items of each text there were and were found, for each objective, and what was chosen for them."""
-        found = [{name: FoundItems(0, 0, []) for name in self.objectives} for _ in range(len(batch))]
+        found = [{name: ObjectiveCounts(0, 0, []) for name in self.objectives} for _ in range(len(batch))]
         for name, objective in self.objectives.items():
             items: ObjectiveOutput = output.task.details[name]
             names = objective.class_names(output, self.wordpieces, self.region_masking)
@@ -280,7 +280,7 @@ class PretrainingTask(Task):
         return [self.prediction(record, objectives=own) for record, own in rows if record]
 
     def replies(self, output: ModelOutput) -> list[PretrainingPrediction]:
-        """The answers of all objectives to the one text of a batch: words at each [MASK], classes of hidden regions."""
+        """All objectives' answers to the one text of a batch: words at each [MASK], classes of hidden regions."""
         answers: dict[str, Any] = {}
         for name, objective in self.objectives.items():
             names = objective.class_names(output, self.wordpieces, self.region_masking)
@@ -297,7 +297,7 @@ class PretrainingTask(Task):
         total = sum(one.count for one in found)
         return sum(one.right for one in found) / total if total else None
 
-    def describe(self, prediction: PretrainingPrediction) -> PredictionWords:
+    def describe(self, prediction: PretrainingPrediction) -> PredictionSummary:
         """The caption, how many of its hidden items each objective found, and what was chosen for each."""
         found, notes, mistakes = [], [], []
         for name, items in prediction.objectives.items():
@@ -308,7 +308,7 @@ class PretrainingTask(Task):
             mistakes += [(f"{one.truth} ({kind})", f"{one.chosen} ({kind})") for one in wrong]
             if items.choices:
                 notes.append(f"{words}: {', '.join(map(_in_words, items.choices))}")
-        return PredictionWords(
+        return PredictionSummary(
             prediction.text,
             f"{', '.join(found)} found" if found else "nothing was hidden",
             note="; ".join(notes),

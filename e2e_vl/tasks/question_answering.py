@@ -1,7 +1,7 @@
 """Questions with a list of possible answers: a class per answer, read from the encoder's summary of the question.
 
 The list belongs to the task and is saved with it. Each task says what the truth of a text means for the classes
-(`PossibleAnswers.judge`), and how a prediction is scored.
+(`AnswerVocabulary.judge`), and how a prediction is scored.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -29,7 +29,7 @@ from e2e_vl.metrics.vqa import UNKNOWN, VQAPrediction
 from e2e_vl.predictions import Prediction, Ranked
 from e2e_vl.samples import DatasetInfo, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
-from e2e_vl.tasks.base import Head, HeadStart, Sizes, Task, Transform
+from e2e_vl.tasks.base import Head, HeadInit, Sizes, Task, Transform
 from e2e_vl.tasks.config import AnswerConfig
 from e2e_vl.text import TextTokenizer
 
@@ -45,7 +45,7 @@ class AnswerTargets(Targets):
     best: int | np.int64 | Int64[Tensor, " M"] | None = stacked()  # class of the best answer; -1: none is known
 
 
-class Judged(NamedTuple):
+class AnswerLabels(NamedTuple):
     """What the truth of a text means for the possible answers."""
 
     scores: Mapping[str, float]  # of some answers, also of some that are not in the list
@@ -53,7 +53,7 @@ class Judged(NamedTuple):
     record: dict[str, Any]  # the truth as predictions hold it
 
 
-class PossibleAnswers(abc.ABC):
+class AnswerVocabulary(abc.ABC):
     """A list of answers and the class of each, see `AnswerConfig`."""
 
     learns_from: ClassVar[tuple[type, ...]]  # see `Preprocessor.learns_from`
@@ -68,7 +68,7 @@ class PossibleAnswers(abc.ABC):
             raise UserError("The list of possible answers is empty.")
 
     @abc.abstractmethod
-    def judge(self, truth: Any, *, mirrored: bool = False) -> Judged | None:
+    def judge(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
         """What a truth means; None where it is unknown. In a mirrored image "left" and "right" change places."""
 
     def targets_of(self, scores: Mapping[str, float]) -> Float[np.ndarray, " Y"]:
@@ -84,7 +84,7 @@ class PossibleAnswers(abc.ABC):
 class AnswerPreprocessor(Preprocessor):
     """A question with a place for its answer; in a mirrored image "left" and "right" change places (VL-BERT's code)."""
 
-    answers: PossibleAnswers
+    answers: AnswerVocabulary
 
     @property
     def learns_from(self) -> tuple[type, ...]:
@@ -113,10 +113,10 @@ class AnswerTask(Task):
     chooses_answers = True
     blind_without_boxes = True  # the number of boxes answers "how many"
     # image question answering is a part of pre-training (LXMERT), or is not (VL-BERT)
-    starts_from = HeadStart(
+    starts_from = HeadInit(
         copies={"image_qa.head.transform.": "head.transform."},
         answer_rows=("image_qa.head.output.", "head.output."),
-        otherwise=HeadStart(copies={"word_head.transform.": "head.transform."}, random=("head.output.",)),
+        otherwise=HeadInit(copies={"word_head.transform.": "head.transform."}, random=("head.output.",)),
     )
     loss_name: ClassVar[str]  # in the log
 
@@ -125,7 +125,7 @@ class AnswerTask(Task):
         if not isinstance(config.answers, Sequence) or isinstance(config.answers, str):
             raise UserError(f"{type(self).__name__} needs the list of possible answers in its config.")
         self.config = config
-        self.answer_list = self.make_list(config.answers)
+        self.answer_vocabulary = self.make_vocabulary(config.answers)
         width = config.head_width * summary_size
         transform = Transform(summary_size, norm=True, width=width) if config.hidden_layer else None
         self.head = Head(width, len(self.answers), config.dropout, config.new_layers, transform=transform)
@@ -138,13 +138,13 @@ class AnswerTask(Task):
         return cls(sizes.summary_size, config)
 
     @abc.abstractmethod
-    def make_list(self, answers: Sequence[str]) -> PossibleAnswers:
+    def make_vocabulary(self, answers: Sequence[str]) -> AnswerVocabulary:
         """The possible answers, as the task judges them."""
 
     @property
     def answers(self) -> list[str]:
         """The possible answers, in the order of their classes."""
-        return self.answer_list.answers
+        return self.answer_vocabulary.answers
 
     @property
     def needs(self) -> tuple[Ability, ...]:
@@ -153,7 +153,7 @@ class AnswerTask(Task):
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> AnswerPreprocessor:
         text_tokenizer.require_room(text_tokenizer.layout.question)
-        return AnswerPreprocessor(text_tokenizer, self.answer_list)
+        return AnswerPreprocessor(text_tokenizer, self.answer_vocabulary)
 
     def question(self, question: Question) -> Sample:
         """A user's question about an image; without boxes the detector proposes them."""
@@ -182,7 +182,7 @@ class AnswerTask(Task):
 
         They do not contribute to the softmax loss, and mean "none of these" to the binary one.
         """
-        judged = [one for one in map(self.answer_list.judge, info.truths()) if one is not None]
+        judged = [one for one in map(self.answer_vocabulary.judge, info.truths()) if one is not None]
         total, without = len(judged), sum(one.best == -1 for one in judged)
         if not without:
             return

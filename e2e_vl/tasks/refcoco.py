@@ -36,11 +36,11 @@ from e2e_vl.structures import (
 )
 from e2e_vl.tasks.base import (
     Head,
-    HeadStart,
-    PredictionWords,
+    HeadInit,
+    PredictionSummary,
     Task,
     Transform,
-    phrase_marks,
+    phrase_boxes,
 )
 from e2e_vl.tasks.config import ReferringConfig
 from e2e_vl.text import TextTokenizer
@@ -86,11 +86,11 @@ class ReferringTask(Task):
     (In the official code the padded boxes of a batch can win, because it does not mask them.)
     """
 
-    points_at_box = True
+    predicts_box = True
     prediction_class = ReferringPrediction
     example_call = '"photo.jpg", "the small red circle"'
     write_submission = staticmethod(write_submission)
-    starts_from = HeadStart(copies={"masked_regions.transform.": "head.transform."}, random=("head.output.",))
+    starts_from = HeadInit(copies={"masked_regions.transform.": "head.transform."}, random=("head.output.",))
 
     def __init__(self, hidden_size: int, config: ReferringConfig | None = None):
         super().__init__()
@@ -215,7 +215,7 @@ class ReferringTask(Task):
         """The true box in green, the predicted one, if any, in blue (wrong: red), phrases in other colours.
 
         The first phrase is about the answer itself: where it names the predicted box, it is left out. Boxes of unsure
-        phrases are dashed, see `phrase_marks`.
+        phrases are dashed, see `phrase_boxes`.
         """
         box, phrases = prediction.box, prediction.grounded
         chosen = f"chosen: {prediction.detected_class}" if prediction.detected_class else "chosen"
@@ -227,12 +227,12 @@ class ReferringTask(Task):
             marks.append((box, f"{chosen} {prediction.score:.2f}", BLUE if prediction.correct else RED, False))
         names_answer = box is not None and bool(phrases) and phrases[0].box is not None
         first = 1 if names_answer and np.allclose(phrases[0].box, box, atol=0.5) else 0  # the boxes are rounded
-        others = zip(*phrase_marks(prediction, first), itertools.cycle(OTHER_COLOURS))
+        others = zip(*phrase_boxes(prediction, first), itertools.cycle(OTHER_COLOURS))
         marks += [(own, label, colour, is_unsure) for own, label, is_unsure, colour in others]
         boxes, labels, colours, dashed = zip(*marks, strict=True) if marks else ((), (), (), ())
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels, colours, dashed=dashed)
 
-    def describe(self, prediction: ReferringPrediction) -> PredictionWords:
+    def describe(self, prediction: ReferringPrediction) -> PredictionSummary:
         """The expression, the two boxes, and whether there was a right one to choose."""
         note, mistakes = "", None
         count = len(prediction.candidate_boxes)
@@ -242,7 +242,7 @@ class ReferringTask(Task):
         meant, chosen = prediction.category, prediction.detected_class
         if meant and chosen:
             mistakes = ((meant, f"another {chosen}" if chosen == meant else chosen),)
-        return PredictionWords(
+        return PredictionSummary(
             prediction.text,
             "no box" if prediction.box is None else box_text(prediction.box),
             None if prediction.box is None else prediction.score,

@@ -40,8 +40,8 @@ from e2e_vl.samples import (
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import (
     Head,
-    HeadStart,
-    PredictionWords,
+    HeadInit,
+    PredictionSummary,
     Sizes,
     Task,
     Transform,
@@ -65,7 +65,7 @@ class Piece(NamedTuple):
     word: int  # which word of the sentence it belongs to; "and" between two objects is a word of its own
 
 
-def names_of(objects: Sequence[str], names: Sequence[str] = NEUTRAL_NAMES, start: int = 0) -> list[str]:
+def name_objects(objects: Sequence[str], names: Sequence[str] = NEUTRAL_NAMES, start: int = 0) -> list[str]:
     """What the text calls each object: people get the neutral names in turn, from `start` on; others their class."""
     result, person = [], start
     for name in objects:
@@ -74,7 +74,7 @@ def names_of(objects: Sequence[str], names: Sequence[str] = NEUTRAL_NAMES, start
     return result
 
 
-def names_by_mention(
+def name_objects_by_mention(
     sentence: Sentence,
     objects: Sequence[str],
     names: Sequence[str],
@@ -97,7 +97,7 @@ def names_by_mention(
     return called
 
 
-def said_words(sentence: Sentence, names: Sequence[str], join_word: str | None = "and") -> list[tuple[str, int]]:
+def sentence_words(sentence: Sentence, names: Sequence[str], join_word: str | None = "and") -> list[tuple[str, int]]:
     """The words of the sentence, objects replaced by their names, each with the object that it names (-1 = none)."""
     words: list[tuple[str, int]] = []
     for token in sentence:
@@ -111,9 +111,9 @@ def said_words(sentence: Sentence, names: Sequence[str], join_word: str | None =
     return words
 
 
-def plain_text(sentence: Sentence, names: Sequence[str], join_word: str | None = "and") -> str:
+def sentence_text(sentence: Sentence, names: Sequence[str], join_word: str | None = "and") -> str:
     """The sentence in words, objects replaced by their names."""
-    return " ".join(word for word, _ in said_words(sentence, names, join_word))
+    return " ".join(word for word, _ in sentence_words(sentence, names, join_word))
 
 
 def encode_sentence(
@@ -133,7 +133,7 @@ def encode_sentence(
         first_word: number of the sentence's first word.
     """
     pieces = []
-    for number, (word, named) in enumerate(said_words(sentence, names, join_word), start=first_word):
+    for number, (word, named) in enumerate(sentence_words(sentence, names, join_word), start=first_word):
         ids = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(word))
         pieces += [Piece(piece, rows[named] if named >= 0 else -1, number) for piece in ids]
     return pieces
@@ -156,7 +156,7 @@ def rows_by_word_number(encoding: TextEncoding, *texts: Sequence[Piece]) -> Int6
     return rows
 
 
-def cut_choices(front: Sequence[Piece], choices: list[list[Piece]], limit: int) -> None:
+def truncate_choices(front: Sequence[Piece], choices: list[list[Piece]], limit: int) -> None:
     """Cut what stands in front + choice to `limit` wordpieces, in place: the choice loses its first pieces.
 
     (A mistake of the official VisualBERT code, which means to cut the front too, as `e2e_vl.text.truncate_fronts` does,
@@ -168,7 +168,7 @@ def cut_choices(front: Sequence[Piece], choices: list[list[Piece]], limit: int) 
         del choice[: max(len(front) + len(choice) - limit, 0)]
 
 
-def cut_answers(question: list[Piece], answers: list[list[Piece]], limit: int) -> None:
+def truncate_answers(question: list[Piece], answers: list[list[Piece]], limit: int) -> None:
     """Cut question + answer to `limit` wordpieces, in place: the longer loses its last piece, on a tie the question.
 
     The four choices share the question, so what one of them takes away is gone for all (official code).
@@ -178,7 +178,7 @@ def cut_answers(question: list[Piece], answers: list[list[Piece]], limit: int) -
             (answer if len(answer) > len(question) else question).pop()
 
 
-def cut_rationales(question: list[Piece], answer: list[Piece], rationales: list[list[Piece]], limit: int) -> None:
+def truncate_rationales(question: list[Piece], answer: list[Piece], rationales: list[list[Piece]], limit: int) -> None:
     """Cut question + answer + rationale to `limit` wordpieces, in place.
 
     The rationale is cut while it is longer than question and answer together; else the question down to one piece, then
@@ -194,7 +194,7 @@ def cut_rationales(question: list[Piece], answer: list[Piece], rationales: list[
                 answer.pop()
 
 
-def read_sentence(text: str, num_objects: int) -> Sentence:
+def parse_sentence(text: str, num_objects: int) -> Sentence:
     """Words and lists of objects of a text such as "Why is [0] smiling at [1,2]?"."""
     sentence: Sentence = []
     for position, part in enumerate(_TAG.split(text)):  # text, tag, text, tag, ...
@@ -286,8 +286,8 @@ class VCRPreprocessor(Preprocessor):
         in_choices = self._names_in_choices(text, image.objects, names)
         fronts, choices = self._pieces(text, names, in_choices, rows)
         named = zip(names, rows, image.objects.boxes, strict=True)
-        query = [said_words(sentence, names, config.join_word) for sentence in text.query]
-        said = [said_words(*one, config.join_word) for one in zip(text.choices, in_choices, strict=True)]
+        query = [sentence_words(sentence, names, config.join_word) for sentence in text.query]
+        said = [sentence_words(*one, config.join_word) for one in zip(text.choices, in_choices, strict=True)]
         record = self.record(text, images) | {
             "text": " ".join(word for sentence in query for word, _ in sentence),
             "choices": [" ".join(word for word, _ in choice) for choice in said],
@@ -348,12 +348,12 @@ class VCRPreprocessor(Preprocessor):
             start = int(make_generator(text.index).random(3)[2] * len(people))
         kept = range(len(objects)) if candidates is None else candidates
         names, rows = list(objects.names), [-1] * len(objects)
-        called = names_of([objects.names[number] for number in kept], people, start)
+        called = name_objects([objects.names[number] for number in kept], people, start)
         for row, (number, name) in enumerate(zip(kept, called, strict=True)):
             names[number], rows[number] = name, row
         if self.config.names_by == "mention":
             said = [token for sentence in text.query for token in sentence]
-            called = names_by_mention(said, objects.names, people, {})
+            called = name_objects_by_mention(said, objects.names, people, {})
             names = [called.get(number, name) for number, name in enumerate(objects.names)]
         return names, rows
 
@@ -364,7 +364,7 @@ class VCRPreprocessor(Preprocessor):
         said = {number for sentence in text.query for token in sentence if isinstance(token, list) for number in token}
         known, people = {number: names[number] for number in said}, self.config.people_names
         restarts = self.config.names_restart_in_choices
-        called = [names_by_mention(one, objects.names, people, known, restarts=restarts) for one in text.choices]
+        called = [name_objects_by_mention(one, objects.names, people, known, restarts=restarts) for one in text.choices]
         return [[own.get(number, name) for number, name in enumerate(names)] for own in called]
 
     def _pieces(
@@ -382,14 +382,14 @@ class VCRPreprocessor(Preprocessor):
         front, num_words = [], 0
         for sentence in text.query:
             front.append([] if config.blank_question else encode(sentence, names, num_words))
-            num_words += len(said_words(sentence, names, config.join_word))
+            num_words += len(sentence_words(sentence, names, config.join_word))
         choices = [encode(*named) for named in zip(text.choices, in_choices, strict=True)]
         if config.cut == "longer":
-            cut = cut_answers if len(front) == 1 else cut_rationales
+            cut = truncate_answers if len(front) == 1 else truncate_rationales
             cut(*front, choices, limit)
         query = [piece for sentence in front for piece in sentence]
         if config.cut_choices_only:
-            cut_choices(query, choices, limit)
+            truncate_choices(query, choices, limit)
         if config.cut == "longer" or config.cut_choices_only:
             return [query] * len(choices), choices
         lost = [truncate_fronts(len(query), len(choice), limit) for choice in choices]
@@ -410,7 +410,7 @@ class VCRTask(Task):
     second_run = ("data.config.condition_on=each",)  # rationales, given each of the four answers
     second_run_option = "--rationale-run"
     copies_first_segment = True
-    starts_from = HeadStart(
+    starts_from = HeadInit(
         copies={"masked_regions.transform.": "region_classifier.transform."},
         difference=("relationship.head.", "head.output."),
         random=("region_classifier.output.", "head.output."),
@@ -449,7 +449,7 @@ class VCRTask(Task):
         return self.config.mask_at
 
     @classmethod
-    def own_words(cls, config: VCRConfig) -> Iterable[str]:
+    def extra_words(cls, config: VCRConfig) -> Iterable[str]:
         """What people are called."""
         return (*config.people_names, config.join_word or "")
 
@@ -495,8 +495,8 @@ class VCRTask(Task):
             0,
             question.text,
             {"annot_id": "asked", "kind": "rationale" if question.answer else "answer", "label": None},
-            query=tuple(read_sentence(one, len(given)) for one in texts),
-            choices=tuple(read_sentence(one, len(given)) for one in question.choices),
+            query=tuple(parse_sentence(one, len(given)) for one in texts),
+            choices=tuple(parse_sentence(one, len(given)) for one in question.choices),
         )
         return question.sample(text, objects=objects)
 
@@ -590,11 +590,11 @@ class VCRTask(Task):
         names, boxes = zip(*prediction.named_boxes, strict=True) if prediction.named_boxes else ((), ())
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, names)
 
-    def describe(self, prediction: VCRPrediction) -> PredictionWords:
+    def describe(self, prediction: VCRPrediction) -> PredictionSummary:
         """The question, the chosen and the right text, and the probability of the right one if it was not chosen."""
         label, choice = prediction.label, prediction.choice
         choices, shares = prediction.choices, prediction.probabilities
-        return PredictionWords(
+        return PredictionSummary(
             prediction.text,
             choices[choice],
             shares[choice],

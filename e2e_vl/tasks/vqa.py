@@ -20,12 +20,12 @@ from e2e_vl.metrics.vqa import (
     write_submission,
 )
 from e2e_vl.samples import HumanAnswers, ScoredAnswers
-from e2e_vl.tasks.base import PredictionWords
-from e2e_vl.tasks.question_answering import AnswerTask, Judged, PossibleAnswers
+from e2e_vl.tasks.base import PredictionSummary
+from e2e_vl.tasks.question_answering import AnswerLabels, AnswerTask, AnswerVocabulary
 from e2e_vl.text import swap_left_right
 
 
-class VQAAnswers(PossibleAnswers):
+class VQAVocabulary(AnswerVocabulary):
     """The possible answers; with `normalised`, normalised human answers are counted.
 
     In a mirrored image the answers change too (official code). Scores of answers are targets as they are.
@@ -37,7 +37,7 @@ class VQAAnswers(PossibleAnswers):
         super().__init__(answers)
         self.normalised = normalised
 
-    def judge(self, truth: Any, *, mirrored: bool = False) -> Judged | None:
+    def judge(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
         """The best answer is the known one with the highest score, or the most frequent one, of several the first."""
 
         def spelled(answer: str) -> str:
@@ -47,14 +47,14 @@ class VQAAnswers(PossibleAnswers):
             scores = {spelled(answer): score for answer, score in truth.scores.items()}
             known = [answer for answer, score in scores.items() if score > 0 and answer in self.class_of]
             best = self.class_of[max(known, key=scores.get)] if known else -1
-            return Judged(scores, best, {"answer_scores": scores})
+            return AnswerLabels(scores, best, {"answer_scores": scores})
         if not isinstance(truth, HumanAnswers):
             return None
         given = [spelled(answer) for answer in truth.answers]
         counted = [normalise_answer(answer) for answer in given] if self.normalised else given
         known = Counter(self.class_of[answer] for answer in counted if answer in self.class_of)
         best = known.most_common(1)[0][0] if known else -1
-        return Judged(soft_scores(given, normalised=self.normalised), best, {"answers": given})
+        return AnswerLabels(soft_scores(given, normalised=self.normalised), best, {"answers": given})
 
 
 class VQATask(AnswerTask):
@@ -65,16 +65,16 @@ class VQATask(AnswerTask):
     metrics = staticmethod(vqa_metrics)
     write_submission = staticmethod(write_submission)
 
-    def make_list(self, answers: Sequence[str]) -> VQAAnswers:
-        return VQAAnswers(answers, normalised=self.config.normalised_targets)
+    def make_vocabulary(self, answers: Sequence[str]) -> VQAVocabulary:
+        return VQAVocabulary(answers, normalised=self.config.normalised_targets)
 
     @classmethod
-    def spell_answer(cls, answer: str) -> str:
+    def canonical_answer(cls, answer: str) -> str:
         """As BAN's tool for answer vocabularies."""
         return vocabulary_answer(answer)
 
     @classmethod
-    def official_answer(cls, line: str) -> str:
+    def parse_official_answer(cls, line: str) -> str:
         """Through the punctuation step of the official evaluation (official VL-BERT code)."""
         return line if line == UNKNOWN else strip_punctuation(line)
 
@@ -82,10 +82,10 @@ class VQATask(AnswerTask):
         """The official accuracy of one prediction, 0 to 1; None for a question whose answers are unknown."""
         return prediction.accuracy
 
-    def describe(self, prediction: VQAPrediction) -> PredictionWords:
+    def describe(self, prediction: VQAPrediction) -> PredictionSummary:
         """The question with its type, the best answer, and what people said, the most frequent answer first."""
         said, scored = Counter(prediction.answers or ()), prediction.answer_scores or {}
-        return PredictionWords(
+        return PredictionSummary(
             prediction.text,
             prediction.answer,
             prediction.score,

@@ -26,7 +26,7 @@ from detector.errors import MissingFileError, UserError, first_line, user_path
 from detector.io import read_json, read_yaml
 from e2e_vl.data.answer_lists import ANSWERS_FILE, read_answers
 from e2e_vl.parts import TASKS, decode
-from e2e_vl.tasks.base import HeadStart, Task
+from e2e_vl.tasks.base import HeadInit, Task
 from e2e_vl.tasks.phrase_head import PhraseHead, load_head
 from e2e_vl.text import load_tokenizer, looks_like_hub_name, simplify_answer
 from e2e_vl.weights.base import WeightAdapter
@@ -134,7 +134,7 @@ def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_or
                 "vocabulary that the file was trained with."
             )
         return _continue_head(task, source)
-    rule = (task.starts_from or HeadStart()).for_weights(source.tensors)
+    rule = (task.starts_from or HeadInit()).for_weights(source.tensors)
     if not any(prefix.startswith(source.transferable) for prefix in rule.takes):
         theirs = f"a {source.layout}" if source.task_name is None else f"the head of {source.task_name}"
         raise UserError(
@@ -158,7 +158,7 @@ def load_phrase_head(head: PhraseHead, path: str | Path) -> LoadReport:
 
 def _continue_head(task: Task, source: Source) -> LoadReport:
     """Start from a head of the same task."""
-    rule = task.starts_from or HeadStart()
+    rule = task.starts_from or HeadInit()
     tensors, copied = source.tensors, []
     moved = {name: value for name, value in tensors.items() if name.startswith(rule.region_classes)}
     if moved and source.background_last not in (None, task.config.has_background_last):
@@ -173,7 +173,7 @@ def _continue_head(task: Task, source: Source) -> LoadReport:
     return dataclasses.replace(report, copied=copied)
 
 
-def _start_from_other(task: Task, source: Source, rule: HeadStart) -> LoadReport:
+def _start_from_other(task: Task, source: Source, rule: HeadInit) -> LoadReport:
     """Start from a head of another task.
 
     What is to be copied must be found, unless its part is switched off or the other head may not be transferred.

@@ -22,7 +22,7 @@ def phrase(score: float, box: list[float] | None = None, text: str = "it") -> Gr
     return GroundedPhrase(text, (0, len(text)), box, score)
 
 
-def answer(*phrases: GroundedPhrase, pointed: list[tuple[str, list[float]]] | None = None, **changes) -> Answer:
+def answer(*phrases: GroundedPhrase, answer_boxes: list[tuple[str, list[float]]] | None = None, **changes) -> Answer:
     stream = io.BytesIO()
     Image.new("RGB", SIZE[::-1], (128, 128, 128)).save(stream, "PNG")
     values = {
@@ -39,7 +39,7 @@ def answer(*phrases: GroundedPhrase, pointed: list[tuple[str, list[float]]] | No
         "unknown_words": (),
         "prediction": Prediction(grounded=phrases),
         "images": (ImageBytes(stream.getvalue(), "grey.png"),),
-        "pointed": [("circle 0.90", BOX)] if pointed is None else pointed,
+        "answer_boxes": [("circle 0.90", BOX)] if answer_boxes is None else answer_boxes,
     }
     return Answer(**values | changes)
 
@@ -87,14 +87,14 @@ def test_of_unsure_landmarks_only_the_best_is_shown():
     assert answer(phrase(0.7, far), low).shown_phrases() == [phrase(0.7, far), low]
     assert answer(first).shown_phrases() == answer().shown_phrases() == []
     assert answer(first, phrase(0.0), phrase(0.3, BOX)).shown_phrases() == [], "nowhere, or where the answer is"
-    assert answer(first, low, pointed=[]).shown_phrases() == [low], "also where the answer is in words"
+    assert answer(first, low, answer_boxes=[]).shown_phrases() == [low], "also where the answer is in words"
 
 
 def test_no_phrase_has_the_colour_of_the_answer():
     boxes = [[10.0 + 86 * number, 300.0, 70.0 + 86 * number, 360.0] for number in range(9)]
     phrases = [phrase(0.9, box, "") for box in boxes]
-    for pointed in (None, []):
-        drawn = answer(phrase(0.9, BOX), *phrases, pointed=pointed)
+    for answer_boxes in (None, []):
+        drawn = answer(phrase(0.9, BOX), *phrases, answer_boxes=answer_boxes)
         assert not coloured(drawn, 0)[201:].any()
     colours = [
         next(row for row in range(8) if coloured(drawn, row)[300:360, int(x) : int(x) + 60].sum() > 500)

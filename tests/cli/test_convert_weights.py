@@ -209,18 +209,18 @@ OFFICIAL = "<unk>\nt shirt\nt-shirt\nyes\nt/shirt\nu.s.\nus\nred, white\n"
 def test_answers_that_are_spelled_alike_are_written_as_lines_that_are_read_back(tmp_path):
     """An official file may have several lines that its code reads as one answer; each keeps its class."""
     (tmp_path / "official.txt").write_text(OFFICIAL)
-    answers = [VQATask.official_answer(line) for line in read_answers(tmp_path / "official.txt")]
+    answers = [VQATask.parse_official_answer(line) for line in read_answers(tmp_path / "official.txt")]
     assert len(set(answers)) == len(answers) - 3
-    lines = tool.official_lines(answers, VQATask.official_answer)
+    lines = tool.official_lines(answers, VQATask.parse_official_answer)
     assert lines == ["<unk>", "t shirt", "t-shirt", "yes", "t shirt.", "us", "us.", "red white"]
     (tmp_path / "again.txt").write_text("".join(f"{line}\n" for line in lines))
-    assert [VQATask.official_answer(line) for line in read_answers(tmp_path / "again.txt")] == answers
+    assert [VQATask.parse_official_answer(line) for line in read_answers(tmp_path / "again.txt")] == answers
 
 
 @pytest.mark.parametrize("answers", [["<unk>", "t - shirt"], ["no", "<unk>", "<unk>"], ["two\nlines"]])
 def test_an_answer_that_a_file_cannot_hold_is_refused(answers):
     with pytest.raises(UserError, match=rf"Answer {len(answers) - 1} is .* task\.config\.answers"):
-        tool.official_lines(answers, VQATask.official_answer)
+        tool.official_lines(answers, VQATask.parse_official_answer)
 
 
 def test_a_detector_that_the_official_code_does_not_have(settings, tmp_path):

@@ -306,7 +306,7 @@ def test_an_answer_head_that_starts_from_pretraining(golden, rules, tmp_path):
     table = [{"ans": answer, "dsets": ["vqa"]} for answer in recorded["table"]]
     (tmp_path / "all_ans.json").write_text(json.dumps(table), encoding="utf-8")
     task = answering_task(hidden, len(recorded["label2ans"]))
-    task.answer_list.answers[:] = recorded["label2ans"]
+    task.answer_vocabulary.answers[:] = recorded["label2ans"]
     report = load_task(task, tmp_path / "Epoch20_LXRT.pth", StartRules("vqa", ADAPTERS["lxmert"]))
     places = {"0": "transform.dense", "2": "transform.norm", "3": "output"}
     state = task.head.state_dict()

@@ -162,11 +162,11 @@ def test_targets_of_fine_tuning(golden, rules, name):
     for splits in (splits for kind, splits in items(rules) if kind == name):
         dataset = open_items(golden, name, splits)
         for number, truth in enumerate(dataset.truths()):
-            judged = task.answer_list.judge(truth)
+            judged = task.answer_vocabulary.judge(truth)
             recorded = arrays.get(f"{name}.{'+'.join(splits)}.{number}.target")
             assert (judged is None) == (recorded is None)
             if recorded is not None:
-                np.testing.assert_array_equal(task.answer_list.targets_of(judged.scores), recorded)
+                np.testing.assert_array_equal(task.answer_vocabulary.targets_of(judged.scores), recorded)
                 labelled += 1
     assert labelled
 

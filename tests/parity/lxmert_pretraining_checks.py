@@ -19,7 +19,7 @@ from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Batch, ModelOutput, RegionLabels, RegionMasks
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
-from e2e_vl.tasks.objectives.texts import DrawnAnswer, MatchTargets
+from e2e_vl.tasks.objectives.texts import AnswerLabel, MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
 from e2e_vl.weights.base import ModelWeights
@@ -108,7 +108,7 @@ def make_batch(golden, dtype: torch.dtype = torch.float32) -> Batch:
     parts: dict[str, Targets] = {
         "masked_words": WordLabels(arrays.get("lm_labels", torch.full_like(arrays["input_ids"], -1))),
         "relationship": MatchTargets(arrays.get("matched_label", torch.ones(count, dtype=torch.int64))),
-        "image_qa": DrawnAnswer(arrays.get("ans", torch.full((count,), -1))),
+        "image_qa": AnswerLabel(arrays.get("ans", torch.full((count,), -1))),
         **{name: Targets() for name in ("object_labels", "attribute_labels", "region_features")},
     }
     labels = {ours: list(arrays[theirs]) for theirs, ours in DETECTED.items() if theirs in arrays}
@@ -193,11 +193,11 @@ def edge_case(batch: Batch, name: str) -> Batch:
     if name == "no_word_chosen":
         parts["masked_words"] = WordLabels(torch.full_like(parts["masked_words"].labels, -1))
     elif name == "no_answer":
-        parts["image_qa"] = DrawnAnswer(nothing)
+        parts["image_qa"] = AnswerLabel(nothing)
     elif name == "no_region_chosen":
         batch.masked_regions.is_labelled = [rows & False for rows in batch.masked_regions.is_labelled]
     elif name == "all_unmatched":
-        parts |= {"image_qa": DrawnAnswer(nothing), "relationship": MatchTargets(nothing + 1)}
+        parts |= {"image_qa": AnswerLabel(nothing), "relationship": MatchTargets(nothing + 1)}
     else:
         pytest.fail(f"no such edge case is known: {name}")
     return dataclasses.replace(batch, targets=PretrainingTargets(parts))

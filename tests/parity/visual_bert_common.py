@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from e2e_vl.encoders.layers import SequenceLayout
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
 from e2e_vl.structures import EncoderOutput, TextBatch, TextRegions
-from e2e_vl.tasks.objectives.base import WordHead
+from e2e_vl.tasks.objectives.base import MLMHead
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.base import ModelWeights
 from e2e_vl.weights.visual_bert import OfficialVisualBert
@@ -185,7 +185,7 @@ class PretrainingHeads(nn.Module):
 
     def __init__(self, hidden_size: int, vocab_size: int):
         super().__init__()
-        self.word_head = WordHead(hidden_size, vocab_size)
+        self.word_head = MLMHead(hidden_size, vocab_size)
         self.relationship = nn.ModuleDict({"head": nn.Linear(hidden_size, 2)})
 
 

@@ -25,7 +25,7 @@ from e2e_vl.data.vcr import VCRDataset, relevant_objects
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from e2e_vl.examples import TextExample
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, SampleImage
-from e2e_vl.tasks.vcr import Piece, VCRTask, cut_choices, plain_text
+from e2e_vl.tasks.vcr import Piece, VCRTask, sentence_text, truncate_choices
 from e2e_vl.text import TextTokenizer
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of
@@ -81,7 +81,7 @@ def test_people_have_recorded_names(data_rules, rules_tokenizer, settings, kind)
     found = texts_of(data_rules, rules_tokenizer, settings, kind)[0].record
     said = part_of(data_rules, "vcr", kind)
     assert found["text"] == " ".join(said["context"])
-    assert found["choices"] == [plain_text(choice, []) for choice in said["choices"]]
+    assert found["choices"] == [sentence_text(choice, []) for choice in said["choices"]]
 
 
 def test_boxes_of_all_texts(data_rules):
@@ -123,7 +123,7 @@ def test_the_choice_alone_is_cut(data_rules):
     for case in part_of(data_rules, "truncate_vcr"):
         front = [Piece(number, -1, number) for number in range(case["len_a"])]
         choice = [Piece(number, -1, number) for number in range(case["len_b"])]
-        cut_choices(front, [choice], case["max_seq_length"] - 3)
+        truncate_choices(front, [choice], case["max_seq_length"] - 3)
         assert len(front) == case["kept_a"] and case["first_a"] == 0
         assert [piece.id for piece in choice] == list(range(case["len_b"]))[case["len_b"] - case["kept_b"] :]
         assert case["first_b"] == (choice[0].id if choice else None)

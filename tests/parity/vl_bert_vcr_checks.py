@@ -21,7 +21,7 @@ from e2e_vl.examples import TextExample
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, RegionLabels
 from e2e_vl.tasks.config import NEUTRAL_NAMES, VCRConfig
-from e2e_vl.tasks.vcr import CHOICES, VCRTargets, VCRTask, encode_sentence, names_of
+from e2e_vl.tasks.vcr import CHOICES, VCRTargets, VCRTask, encode_sentence, name_objects
 from tests.parity.vl_bert_common import (
     RELATIVE,
     STAGES,
@@ -237,7 +237,7 @@ def test_vcr_names_and_wordpieces(data):
 def test_vcr_people_are_named_in_turn(data):
     recorded = data["vcr_text"]["object_names"]
     assert set(recorded) & set(NEUTRAL_NAMES)
-    assert names_of(["person" if name in NEUTRAL_NAMES else name for name in recorded]) == recorded
+    assert name_objects(["person" if name in NEUTRAL_NAMES else name for name in recorded]) == recorded
 
 
 def test_vcr_instance_mask(folder, data):

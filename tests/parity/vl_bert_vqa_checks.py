@@ -127,6 +127,8 @@ def test_vqa_soft_target_and_swapped_words(golden):
     recorded = json.loads((golden.folder / "data.json").read_text())
     target, words = recorded["vqa_target"], recorded["flip_words"]
     task = VQATask(4, VQAConfig(answers=target["vocab"]))
-    ours = task.answer_list.targets_of(task.answer_list.judge(HumanAnswers(tuple(target["answers"]))).scores)
+    ours = task.answer_vocabulary.targets_of(
+        task.answer_vocabulary.judge(HumanAnswers(tuple(target["answers"]))).scores
+    )
     assert ours.tolist() == pytest.approx(target["target"], abs=1e-7)
     assert swap_left_right(words["tokens"]) == words["out"]

@@ -35,7 +35,7 @@ from e2e_vl.run.report import (
     metric_tables,
     write_report,
 )
-from e2e_vl.tasks.base import PredictionWords
+from e2e_vl.tasks.base import PredictionSummary
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,9 +60,9 @@ class FakeTask:
             raise FileNotFoundError("Image lost does not exist.")
         return np.full((*prediction.size, 3), (200, 30, 10), np.uint8) if prediction.has_picture else None
 
-    def describe(self, prediction: Guess) -> PredictionWords:
+    def describe(self, prediction: Guess) -> PredictionSummary:
         words = (prediction.text, prediction.said, 0.256, prediction.truth)
-        return PredictionWords(*words, group=prediction.family or "", mistakes=prediction.mistakes)
+        return PredictionSummary(*words, group=prediction.family or "", mistakes=prediction.mistakes)
 
 
 # Curves
@@ -163,7 +163,7 @@ def guesses(outcomes: dict[str, list[float | None]]) -> list[Guess]:
 
 
 def asked(sample: Sampled) -> list[str]:
-    return [one.words.asked for one in sample.shown]
+    return [one.words.question for one in sample.shown]
 
 
 def test_predictions_are_counted_by_group_and_outcome():

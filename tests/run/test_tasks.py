@@ -75,7 +75,7 @@ def test_flickr30k(run_of):
     assert all(len(record["boxes"]) == len(record["phrases"]) == len(record["ranks"]) for record in records)
     assert len({len(record["phrases"]) for record in records}) > 1
     answer = e2e_vl.load(run).ask(records[0]["file_name"], "[the star] and [a red thing]")
-    assert len(answer.lines) == len(answer.pointed) == 2 and answer.pointed[0][0].startswith("the star")
+    assert len(answer.lines) == len(answer.answer_boxes) == 2 and answer.answer_boxes[0][0].startswith("the star")
     assert min(answer.draw().size) >= 60
 
 

@@ -14,7 +14,7 @@ from detector.structures import DetectionTargets, ImageBatch, Regions
 from e2e_vl.drawing import BLUE, GREEN, RED
 from e2e_vl.samples import Categories, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch, gather_regions
-from e2e_vl.tasks.base import PredictionWords
+from e2e_vl.tasks.base import PredictionSummary
 from e2e_vl.tasks.detection import CategoryTargets, DetectionPrediction, DetectionTask
 from e2e_vl.text import TextTokenizer
 from tests.tasks.preprocessors import make_tokenizer, sample_of, word
@@ -155,7 +155,7 @@ def test_pictures_show_sure_detections_and_missed_objects_only(grey):
 def test_detections_are_described_by_what_was_found():
     one = prediction([entry(BOX), entry([200.0, 200, 300, 300])], (BOX, 4, 0.6))
     words = DetectionTask(8).describe(one)
-    assert words == PredictionWords("image 1", "objects found: 1 of 2, wrong boxes: 0", note="F1 0.67")
+    assert words == PredictionSummary("image 1", "objects found: 1 of 2, wrong boxes: 0", note="F1 0.67")
 
 
 def test_categories_that_an_image_lacks_have_their_names_after_the_data_were_checked(grey, monkeypatch):

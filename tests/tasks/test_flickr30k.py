@@ -167,7 +167,7 @@ def test_each_phrase_is_drawn_in_its_own_colour(tmp_path):
     picture = make_task().draw(record).astype(int)
     seen = [np.argwhere(np.abs(picture - colour).max(axis=2) < 12) for colour in PALETTE[:3]]
     assert len(seen[0]) > 100 and len(seen[1]) > len(seen[0]) and not len(seen[2])
-    assert make_task().pointed(record) == [("a 0.50", (5, 5, 30, 30)), ("b 0.50", (50, 20, 80, 50))]
+    assert make_task().answer_boxes(record) == [("a 0.50", (5, 5, 30, 30)), ("b 0.50", (50, 20, 80, 50))]
 
 
 # Preprocessor

@@ -51,7 +51,7 @@ def make_batch(*answers: str | None, **record) -> Batch:
 
 
 def target(answer: str) -> AnswerTargets:
-    possible = make_task().answer_list
+    possible = make_task().answer_vocabulary
     return AnswerTargets(possible.targets_of({answer: 1.0}), np.int64(possible.class_of.get(answer, -1)))
 
 
@@ -151,8 +151,10 @@ def test_attention_on_named_boxes_becomes_the_grounding_score(grounding):
 def test_questions_with_scored_answers_have_an_accuracy_alone():
     """LXMERT's files have no types of questions."""
     task = make_task()
-    judged = task.answer_list.judge(ScoredAnswers({"no": 1.0, "yes": 0.3}))
-    assert judged == ({"no": 1.0}, 1, {"right_answer": "no"}) and task.answer_list.judge(ScoredAnswers({})) is None
+    judged = task.answer_vocabulary.judge(ScoredAnswers({"no": 1.0, "yes": 0.3}))
+    assert (
+        judged == ({"no": 1.0}, 1, {"right_answer": "no"}) and task.answer_vocabulary.judge(ScoredAnswers({})) is None
+    )
     records = [GQAPrediction(answer="no", score=1, right_answer=answer) for answer in ("no", "yes")]
     assert task.metrics(records) == {"count": 2, "accuracy": 0.5}
 

@@ -26,11 +26,11 @@ from e2e_vl.tasks.phrase_head import (
     INSIDE,
     PhraseHead,
     find_spans,
-    found_spans,
     grounding_metrics,
     load_head,
-    tags_of_words,
+    predicted_spans,
     with_phrases,
+    word_level_tags,
 )
 
 HIDDEN, LENGTH = 6, 5
@@ -166,7 +166,7 @@ def test_a_text_is_one_phrase_unless_the_head_was_trained_to_find_phrases():
 def learn(head: PhraseHead, phrases: PhraseBatch) -> None:
     """As a training step does."""
     losses = run(head, phrases).phrases.losses
-    head.learned_from({name: loss.count for name, loss in losses.items()})
+    head.update_flag({name: loss.count for name, loss in losses.items()})
 
 
 def test_a_saved_head_is_loaded_with_its_flag(tmp_path):
@@ -222,7 +222,7 @@ def test_a_text_without_regions_points_at_nothing():
     ],
 )
 def test_tags_are_those_of_whole_words(scores, continues, tags):
-    found = tags_of_words(torch.tensor([scores], dtype=torch.float32), torch.tensor([continues], dtype=torch.bool))
+    found = word_level_tags(torch.tensor([scores], dtype=torch.float32), torch.tensor([continues], dtype=torch.bool))
     assert found.tolist() == [tags]
 
 
@@ -236,4 +236,4 @@ def test_found_phrases_have_no_punctuation_at_their_ends():
         continues_word=torch.zeros(2, 6, dtype=torch.bool),
     )
     inside = torch.tensor([0.0, 1, 0]).expand(2, 6, 3)
-    assert found_spans(inside, phrases) == [[(2, 4)], []]
+    assert predicted_spans(inside, phrases) == [[(2, 4)], []]

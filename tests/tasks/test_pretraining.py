@@ -30,7 +30,7 @@ from e2e_vl.tasks.config import (
     RelationshipConfig,
     VCRConfig,
 )
-from e2e_vl.tasks.objectives.base import Draft, FoundItems, ObjectivePreprocessor, PretrainingPrediction, Sizes
+from e2e_vl.tasks.objectives.base import ObjectiveCounts, ObjectivePreprocessor, PretrainingPrediction, Sizes, TextDraft
 from e2e_vl.tasks.objectives.regions import MaskedRegions
 from e2e_vl.tasks.objectives.texts import MatchTargets, Relationship
 from e2e_vl.tasks.objectives.words import MaskedText, MaskedWords, WordLabels, WordMasking
@@ -150,7 +150,7 @@ def test_predictions_count_captions_only():
     assert scores["masked_regions"] == pytest.approx(right / 8)
     batch.records[1] = {}  # an objective's own text about an image, beside those of the data
     assert [record.text_index for record in model.task.predict(batch, output)] == [0, 2]
-    nothing = PretrainingPrediction(objectives={name: FoundItems(0, 0) for name in model.task.objectives})
+    nothing = PretrainingPrediction(objectives={name: ObjectiveCounts(0, 0) for name in model.task.objectives})
     assert model.task.correct(nothing) is None and model.task.describe(nothing).answer == "nothing was hidden"
     assert output.task.logits.shape == (4, 0)
     assert {name: len(logits) for name, logits in output.task.parts.items()} == {
@@ -173,7 +173,7 @@ def test_what_is_right_is_counted_per_text_and_objective():
     assert [record.objectives["relationship"].right for record in records] == [0, 1, 0]
     assert [model.task.correct(record) for record in records] == [0.5, 0.5, 0.0]
     words = model.task.describe(msgspec.structs.replace(records[0], text="a caption"))
-    assert (words.asked, words.answer) == ("a caption", "1 of 1 masked words, 0 of 1 relationship found")
+    assert (words.question, words.answer) == ("a caption", "1 of 1 masked words, 0 of 1 relationship found")
     [[right], [wrong]] = (record.objectives["masked_words"].choices for record in records[:2])
     assert (right.chosen, right.truth) == ("wordpiece 9", "wordpiece 9")  # there is no tokenizer
     assert (wrong.chosen, wrong.truth) == ("wordpiece 9", "wordpiece 8")
@@ -454,12 +454,12 @@ class NumberOfAnswers(Targets):
 class AnswerOfText(ObjectivePreprocessor):
     """Learns the answers that the reader states, and asks once more beside each question."""
 
-    def targets(self, draft: Draft, encoding: TextEncoding) -> NumberOfAnswers:
+    def targets(self, draft: TextDraft, encoding: TextEncoding) -> NumberOfAnswers:
         return NumberOfAnswers(np.int64(-1 if draft.text is None else len(draft.text.truth.answers)))
 
-    def extra_texts(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, TextEncoding]]:
+    def extra_texts(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[TextDraft, TextEncoding]]:
         for has_image in (True, False):
-            yield Draft("", sample, has_image=has_image), self.text_tokenizer.single([])
+            yield TextDraft("", sample, has_image=has_image), self.text_tokenizer.single([])
 
 
 def test_an_objective_reads_the_truth_of_a_text(tokenizer):
@@ -481,7 +481,7 @@ def test_texts_beside_look_at_the_images_of_the_text_if_they_have_any(tokenizer)
 class TwoCaptions(ObjectivePreprocessor):
     """Puts the next text of the data behind each, as the second text of a pair."""
 
-    def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
+    def exchange(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
         draft.second = draft.sample.pool[index + 1]
 
 
@@ -528,7 +528,7 @@ def test_a_pair_that_is_too_long_is_cut_with_its_labels(tokenizer):
 class OtherCaption(ObjectivePreprocessor):
     """Puts the next text of the data in the place of each."""
 
-    def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
+    def exchange(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
         draft.words = draft.sample.pool[index + 1]
 
 

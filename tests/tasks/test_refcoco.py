@@ -17,7 +17,7 @@ from e2e_vl.metrics.refcoco import CONVENTIONS, ReferringPrediction
 from e2e_vl.predictions import GroundedPhrase
 from e2e_vl.samples import Question, ReferredBox, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, TextRegions, gather_regions
-from e2e_vl.tasks.base import PredictionWords, phrase_marks
+from e2e_vl.tasks.base import PredictionSummary, phrase_boxes
 from e2e_vl.tasks.config import ReferringConfig
 from e2e_vl.tasks.refcoco import OTHER_COLOURS, ReferringTargets, ReferringTask
 from e2e_vl.text import TextTokenizer
@@ -325,16 +325,16 @@ def test_an_unsure_landmark_of_a_wrong_answer_is_dashed(grey):
     ):
         marks = [own, msgspec.structs.replace(landmark, score=score)]
         found = prediction_of(grey, grounded=marks, correct=correct, gt_box=[82, 52, 88, 58])
-        assert len(phrase_marks(found)[0]) == number
+        assert len(phrase_boxes(found)[0]) == number
         shown[name] = coloured(ReferringTask(8).draw(found), OTHER_COLOURS[0])
     scale = 480 / 90
     edge = {name: one[round(5 * scale) : round(30 * scale), round(5 * scale) + 1].mean() for name, one in shown.items()}
     assert edge["clear"] > 0.9 and 0.3 < edge["unsure"] < 0.7, "the left side of the box"
     assert not shown["right"].any()
-    _, labels, unsure = phrase_marks(prediction_of(grounded=[own, landmark], correct=0.0), 1)
+    _, labels, unsure = phrase_boxes(prediction_of(grounded=[own, landmark], correct=0.0), 1)
     assert (labels, unsure) == (["a dog? 0.30, unsure"], [True])
     nowhere = prediction_of(grounded=[own, phrase("a star", None, 0.0)], correct=0.0)
-    assert phrase_marks(nowhere) == ([own.box], ["a cat?"], [False])
+    assert phrase_boxes(nowhere) == ([own.box], ["a cat?"], [False])
 
 
 def test_the_truth_is_drawn_where_it_is(grey):
@@ -350,7 +350,7 @@ def test_an_expression_is_described_with_both_boxes_and_whether_there_was_a_righ
     truth, chosen = [10, 10, 40, 40.2], [50, 10, 80, 50]
     boxes = "x 50 to 80, y 10 to 50", 0.256, "x 10 to 40, y 10 to 40"
     words = task.describe(prediction_of(**found, candidate_boxes=[chosen, truth]))
-    assert words == PredictionWords("a <b>", *boxes, "a right box was among 2 candidates", "f")
+    assert words == PredictionSummary("a <b>", *boxes, "a right box was among 2 candidates", "f")
     words = task.describe(prediction_of(**found, candidate_boxes=[chosen]))
     assert words.note == "no right box was among 1 candidates"
     words = task.describe(prediction_of(**found | {"score": 0.0}, box=None))

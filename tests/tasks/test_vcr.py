@@ -25,18 +25,18 @@ from e2e_vl.structures import (
     TextRegions,
     gather_regions,
 )
-from e2e_vl.tasks.base import PredictionWords
+from e2e_vl.tasks.base import PredictionSummary
 from e2e_vl.tasks.config import NEUTRAL_NAMES, VCRConfig
 from e2e_vl.tasks.vcr import (
     Piece,
     VCRTargets,
     VCRTask,
-    cut_answers,
-    cut_rationales,
     encode_sentence,
-    names_of,
-    plain_text,
-    read_sentence,
+    name_objects,
+    parse_sentence,
+    sentence_text,
+    truncate_answers,
+    truncate_rationales,
 )
 from e2e_vl.text import TextTokenizer
 from tests.data.tiny_vcr import TinyVCR
@@ -204,11 +204,11 @@ def grey(tmp_path: Path) -> str:
 def test_a_choice_is_described_with_the_right_one():
     base = {"text": "Why ?", "choices": ["a", "b", "c", "d"], "choice": 1, "probabilities": [0.1, 0.6, 0.2, 0.1]}
 
-    def words(**more) -> PredictionWords:
+    def words(**more) -> PredictionSummary:
         return VCRTask(8).describe(VCRPrediction.of(base | more))
 
-    assert words(label=2, family="f") == PredictionWords("Why ?", "b", 0.6, "c", "the right choice has 0.20", "f")
-    assert words(label=1).note == "" and words() == PredictionWords("Why ?", "b", 0.6)
+    assert words(label=2, family="f") == PredictionSummary("Why ?", "b", 0.6, "c", "the right choice has 0.20", "f")
+    assert words(label=1).note == "" and words() == PredictionSummary("Why ?", "b", 0.6)
 
 
 def test_a_picture_of_a_choice_has_the_named_boxes(grey):
@@ -224,9 +224,9 @@ def test_a_picture_of_a_choice_has_the_named_boxes(grey):
 
 
 def test_people_are_named_in_turn():
-    assert names_of(["person", "cup", "person"], ["A", "B"], 1) == ["B", "cup", "A"]
+    assert name_objects(["person", "cup", "person"], ["A", "B"], 1) == ["B", "cup", "A"]
     assert len(NEUTRAL_NAMES) == 13
-    assert names_of(["person"] * 14)[-1] == names_of(["person"])[0]
+    assert name_objects(["person"] * 14)[-1] == name_objects(["person"])[0]
 
 
 def pieces(number: int) -> list[Piece]:
@@ -235,7 +235,7 @@ def pieces(number: int) -> list[Piece]:
 
 def test_the_longer_of_question_and_answer_is_cut():
     question, answers = pieces(6), [pieces(3), pieces(9), pieces(5)]
-    cut_answers(question, answers, limit=8)
+    truncate_answers(question, answers, limit=8)
     # 6 + 3: the question -> 5; 5 + 9: the answer -> 5, a tie, the question -> 4, ... and the third sees what is left
     assert ([len(answer) for answer in answers], len(question)) == ([3, 4, 4], 4)
     assert question == pieces(4)
@@ -243,16 +243,16 @@ def test_the_longer_of_question_and_answer_is_cut():
 
 def test_cutting_rationales():
     question, answer, rationales = pieces(4), pieces(3), [pieces(9), pieces(5)]
-    cut_rationales(question, answer, rationales, limit=10)
+    truncate_rationales(question, answer, rationales, limit=10)
     assert (len(question), len(answer), [len(rationale) for rationale in rationales]) == (2, 3, [5, 5])
     question, answer, rationales = pieces(2), pieces(6), [pieces(4)]
-    cut_rationales(question, answer, rationales, limit=8)
+    truncate_rationales(question, answer, rationales, limit=8)
     assert (len(question), len(answer), len(rationales[0])) == (1, 3, 4)
 
 
 def test_sentences_in_words():
-    assert plain_text(["Is", [2, 0], "?"], ["a", "b", "c"]) == "Is c and a ?"
-    assert plain_text(["Is", [2, 0], "?"], ["a", "b", "c"], None) == "Is c a ?"
+    assert sentence_text(["Is", [2, 0], "?"], ["a", "b", "c"]) == "Is c and a ?"
+    assert sentence_text(["Is", [2, 0], "?"], ["a", "b", "c"], None) == "Is c a ?"
 
 
 def test_pieces_know_their_row_and_their_word(tmp_path):
@@ -265,12 +265,12 @@ def test_pieces_know_their_row_and_their_word(tmp_path):
 
 
 def test_sentences_of_users_name_objects():
-    assert read_sentence("Why is [0, 2] near [1]'s hat ?", 3) == ["Why", "is", [0, 2], "near", [1], "'s", "hat", "?"]
-    assert read_sentence("[sic] 3", 0) == ["[sic]", "3"]
+    assert parse_sentence("Why is [0, 2] near [1]'s hat ?", 3) == ["Why", "is", [0, 2], "near", [1], "'s", "hat", "?"]
+    assert parse_sentence("[sic] 3", 0) == ["[sic]", "3"]
     with pytest.raises(ValueError, match="names the object \\[3\\], but 3 boxes"):
-        read_sentence("[0,3] waits", 3)
+        parse_sentence("[0,3] waits", 3)
     with pytest.raises(ValueError, match="empty"):
-        read_sentence(" ", 3)
+        parse_sentence(" ", 3)
 
 
 # A question as four texts
@@ -392,7 +392,7 @@ def test_the_test_split_has_no_targets(tiny):
 
 
 def test_words_that_a_vocabulary_needs_beside_those_of_the_data():
-    words = list(VCRTask.own_words(VCRConfig()))
+    words = list(VCRTask.extra_words(VCRConfig()))
     assert set(NEUTRAL_NAMES) <= set(words) and "and" in words
 
 

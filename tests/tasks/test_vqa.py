@@ -18,10 +18,10 @@ from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.metrics.vqa import VQAPrediction
 from e2e_vl.samples import HumanAnswers, Question, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, gather_regions
-from e2e_vl.tasks.base import PredictionWords
+from e2e_vl.tasks.base import PredictionSummary
 from e2e_vl.tasks.config import VQAConfig
 from e2e_vl.tasks.question_answering import AnswerTargets
-from e2e_vl.tasks.vqa import VQAAnswers, VQATask
+from e2e_vl.tasks.vqa import VQATask, VQAVocabulary
 from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
 from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
 
@@ -39,7 +39,7 @@ def make_task(**config) -> VQATask:
 
 def targets_of(*answers: list[str] | None, normalised: bool = False) -> AnswerTargets:
     """What the wording of a task makes of the answers to each question; None: they are unknown."""
-    possible = VQAAnswers(ANSWERS, normalised=normalised)
+    possible = VQAVocabulary(ANSWERS, normalised=normalised)
     judged = [None if given is None else possible.judge(HumanAnswers(tuple(given))) for given in answers]
     return AnswerTargets.join(
         [AnswerTargets() if one is None else AnswerTargets(possible.targets_of(one.scores), one.best) for one in judged]
@@ -257,10 +257,10 @@ def test_a_question_is_described_with_what_people_said():
     base = {"text": "What color?", "answer": "red", "score": 0.75}
     answers = {"answers": ["blue", "red", "blue"], "multiple_choice_answer": "blue", "question_type": "what"}
     note = "people said: blue (2), red (1)"
-    assert task.describe(VQAPrediction.of(base | answers)) == PredictionWords(
+    assert task.describe(VQAPrediction.of(base | answers)) == PredictionSummary(
         "What color?", "red", 0.75, "blue", note, "what"
     )
-    assert task.describe(VQAPrediction.of(base)) == PredictionWords("What color?", "red", 0.75)
+    assert task.describe(VQAPrediction.of(base)) == PredictionSummary("What color?", "red", 0.75)
 
 
 # A question in wordpieces with a place for its answer

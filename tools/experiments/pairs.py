@@ -304,7 +304,7 @@ def chance_of(config: RunConfig, split: str) -> float:
     """
     make_synthetic_data(config)
     dataset = open_split(config, split, BoxSource.GT, training=False)
-    spell = TASKS[config.task.name].cls.spell_answer
+    spell = TASKS[config.task.name].cls.canonical_answer
     usual: list[str] = []
 
     def guess(own: Callable[[SampleText], str | None]) -> str:

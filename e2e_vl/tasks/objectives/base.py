@@ -23,7 +23,7 @@ from e2e_vl.predictions import Prediction, Ranked
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions
-from e2e_vl.tasks.base import Sizes, Transform, start_head
+from e2e_vl.tasks.base import Sizes, Transform, init_head
 from e2e_vl.tasks.config import ObjectiveConfig
 from e2e_vl.text import TextEncoding, TextTokenizer
 
@@ -32,7 +32,7 @@ NO_LABEL = -1
 
 
 @dataclasses.dataclass
-class Draft:
+class TextDraft:
     """A text on its way to wordpieces, as the objectives change it one after the other."""
 
     words: str
@@ -55,20 +55,20 @@ class ObjectivePreprocessor:
 
     text_tokenizer: TextTokenizer
 
-    def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
+    def exchange(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
         """First: perhaps put other words in the place of the text of this index, or a second text behind it.
 
         A second text needs `Ability.SUMMARY_OF_PAIR`, if the objective reads the summary.
         """
 
-    def mask(self, draft: Draft, generator: np.random.Generator) -> None:
+    def mask(self, draft: TextDraft, generator: np.random.Generator) -> None:
         """Then: perhaps mask wordpieces."""
 
-    def targets(self, draft: Draft, encoding: TextEncoding) -> Targets:
+    def targets(self, draft: TextDraft, encoding: TextEncoding) -> Targets:
         """Last: what is to be learned from the text; the same kind for every text."""
         return Targets()
 
-    def extra_texts(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, TextEncoding]]:
+    def extra_texts(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[TextDraft, TextEncoding]]:
         """Further texts beside each text of the data; those with an image look at the images of that text.
 
         They have no record, so predictions and metrics leave them out.
@@ -92,7 +92,7 @@ class ObjectiveOutput:
 
 def classified(
     weight: float,
-    is_labelled: Bool[Tensor, "M ..."],
+    is_labelled: Bool[Tensor, " *labelled"],
     logits: Float[Tensor, "items classes"],
     truth: Int64[Tensor, " items"],
     losses: Float[Tensor, " items"] | None = None,
@@ -117,7 +117,7 @@ class Choice(msgspec.Struct, frozen=True):
     truth: str
 
 
-class FoundItems(msgspec.Struct):
+class ObjectiveCounts(msgspec.Struct):
     """How many items of a text one objective had, and how many of them were found."""
 
     count: int
@@ -128,7 +128,7 @@ class FoundItems(msgspec.Struct):
 class PretrainingPrediction(Prediction, kw_only=True):
     """What each objective found in a text; for a user's text also what it fills in."""
 
-    objectives: dict[str, FoundItems] = msgspec.field(default_factory=dict)
+    objectives: dict[str, ObjectiveCounts] = msgspec.field(default_factory=dict)
     second: str | None = None  # the second text of a pair
     is_match: bool | None = None  # the text belongs to its image, or is true of it
     drawn_answer: str | None = None  # the answer to be predicted by `image_qa`
@@ -136,14 +136,14 @@ class PretrainingPrediction(Prediction, kw_only=True):
     masks: tuple[Ranked, ...] = ()  # the best words at each [MASK]
 
 
-class WordHead(nn.Module):
+class MLMHead(nn.Module):
     """BERT's masked-language-modelling head: Linear, GELU, LayerNorm, then the encoder's word embeddings and a bias."""
 
     def __init__(self, hidden_size: int, vocab_size: int):
         super().__init__()
         self.transform = Transform(hidden_size, norm=True)
         self.bias = nn.Parameter(torch.zeros(vocab_size))
-        start_head([self.transform["dense"]], "normal")
+        init_head([self.transform["dense"]], "normal")
 
     def forward(
         self, states: Float[Tensor, "*shape E"], word_embeddings: Float[Tensor, "V E"]
@@ -175,7 +175,7 @@ class Objective(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(
-        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
+        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
         """The weighted loss over all labelled items of the batch, and which of them were found."""
 
@@ -201,7 +201,7 @@ class Objective(nn.Module, abc.ABC):
         return []
 
 
-def best_columns(probabilities: Float[Tensor, "rows columns"], names: Sequence[str]) -> list[Ranked]:
+def top_classes(probabilities: Float[Tensor, "rows columns"], names: Sequence[str]) -> list[Ranked]:
     """The names of the five best columns of each row with their probabilities, best first."""
     values, numbers = probabilities.topk(min(5, probabilities.shape[1]), dim=1)
     return [

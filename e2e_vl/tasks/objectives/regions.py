@@ -20,17 +20,17 @@ from e2e_vl.predictions import HiddenRegion
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, RegionLabels, TextRegions, at_least_float32
-from e2e_vl.tasks.base import Transform, start_head
+from e2e_vl.tasks.base import Transform, init_head
 from e2e_vl.tasks.config import AttributeLabelsConfig, MaskedRegionsConfig, ObjectLabelsConfig, RegionFeaturesConfig
 from e2e_vl.tasks.objectives.base import (
+    MLMHead,
     Objective,
     ObjectiveOutput,
     PretrainingPrediction,
     Sizes,
-    WordHead,
-    best_columns,
     classified,
     listed,
+    top_classes,
 )
 
 # Masked RoI classification with linguistic clues (VL-BERT, section 3.3): what is in the masked regions?
@@ -50,7 +50,7 @@ class MaskedRegions(Objective):
         super().__init__(sizes, config)
         self.transform = Transform(sizes.hidden_size)
         self.output = nn.Linear(sizes.hidden_size, config.classes)
-        start_head((self.transform["dense"], self.output), "normal")
+        init_head((self.transform["dense"], self.output), "normal")
 
     def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
         _check_classes(self.config, detector, rule, detector.num_classes + 1, "classes and the background")
@@ -60,7 +60,7 @@ class MaskedRegions(Objective):
         return at_least_float32(self.output(self.transform(states)))
 
     def forward(
-        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
+        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
         """Its logits are float32 [labelled regions, C]."""
         chosen = regions.gather(batch.masked_regions.is_labelled, fill=False)
@@ -102,10 +102,10 @@ class MaskedRegions(Objective):
                 "Text and regions together are longer than task.config.max_length, and a hidden region is cut off; "
                 "shorten the text, or hide fewer regions."
             )
-        classes = best_columns(self.classify(output.encoded.regions[0, regions.is_masked[0]]).softmax(dim=1), names)
+        classes = top_classes(self.classify(output.encoded.regions[0, regions.is_masked[0]]).softmax(dim=1), names)
         boxes = (batch.boxes[0] / batch.images.scales[0].repeat(2))[is_masked].tolist()
         known = batch.region_labels.class_probs
-        seen = [None] * len(boxes) if known is None else [row[0] for row in best_columns(known[0][is_masked], names)]
+        seen = [None] * len(boxes) if known is None else [row[0] for row in top_classes(known[0][is_masked], names)]
         return {"hidden": [HiddenRegion(tuple(box), *row) for box, *row in zip(boxes, classes, seen, strict=True)]}
 
     def lines(self, prediction: PretrainingPrediction) -> list[str]:
@@ -144,7 +144,7 @@ class ObjectLabels(Objective):
     def __init__(self, sizes: Sizes, config: ObjectLabelsConfig):
         super().__init__(sizes, config)
         self.output = nn.Linear(sizes.hidden_size, config.classes)
-        start_head([self.output], "normal")
+        init_head([self.output], "normal")
 
     def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
         _check_classes(self.config, detector, rule, detector.num_classes, "classes")
@@ -154,7 +154,7 @@ class ObjectLabels(Objective):
         return labels.detected_classes, labels.detected_scores
 
     def forward(
-        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
+        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
         """Its logits are float32 [regions, K]; none where a user hides regions, which nobody labels."""
         is_used = regions.row >= 0
@@ -203,7 +203,7 @@ class AttributeLabels(ObjectLabels):
 # Regression of the features of masked regions (LXMERT, section 3.1.2): what would the detector say of a region?
 
 
-class RegressedFeatures(Objective):
+class RegionFeatureRegression(Objective):
     """A Linear on the transformed state of a masked region; the target is its feature as the detector sees it unmasked.
 
     A region counts as found if the prediction is nearer to its feature than zeros are.
@@ -216,10 +216,10 @@ class RegressedFeatures(Objective):
     def __init__(self, sizes: Sizes, config: RegionFeaturesConfig):
         super().__init__(sizes, config)
         self.output = nn.Linear(sizes.hidden_size, sizes.feature_dim)
-        start_head([self.output], "normal")
+        init_head([self.output], "normal")
 
     def forward(
-        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
+        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
         """Its logits are the predicted features, float32 [masked regions, D]."""
         is_masked = regions.gather(batch.masked_regions.is_labelled, fill=False)

@@ -20,16 +20,16 @@ from e2e_vl.metrics.vqa import soft_scores
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import ChoiceText, CorrectAnswer, CorrectChoice, DatasetInfo, HumanAnswers, ScoredAnswers
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
-from e2e_vl.tasks.base import Head, Transform, start_head
+from e2e_vl.tasks.base import Head, Transform, init_head
 from e2e_vl.tasks.config import ImageQAConfig, RelationshipConfig
 from e2e_vl.tasks.objectives.base import (
     NO_LABEL,
-    Draft,
+    MLMHead,
     Objective,
     ObjectiveOutput,
     ObjectivePreprocessor,
     Sizes,
-    WordHead,
+    TextDraft,
     classified,
 )
 from e2e_vl.text import TextEncoding, TextTokenizer, simplify_answer
@@ -54,12 +54,12 @@ class MatchTargets(Targets):
 
 
 @dataclasses.dataclass(frozen=True)
-class CaptionExchange(ObjectivePreprocessor):
+class CaptionReplacement(ObjectivePreprocessor):
     """Puts captions of other images in the place of some, or a second caption behind each."""
 
     config: RelationshipConfig = dataclasses.field(default_factory=RelationshipConfig)
 
-    def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
+    def exchange(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
         if draft.sample.from_user or self.config.texts == "stated":
             return
         own, pool = draft.sample.own_texts, draft.sample.pool
@@ -81,7 +81,7 @@ class CaptionExchange(ObjectivePreprocessor):
         else:
             draft.words = pool[found]
 
-    def targets(self, draft: Draft, encoding: TextEncoding) -> MatchTargets:
+    def targets(self, draft: TextDraft, encoding: TextEncoding) -> MatchTargets:
         """Raises UserError for a question with choices unless the data state which are right."""
         if self.config.texts == "stated":
             truth = None if draft.text is None else draft.text.truth
@@ -105,10 +105,10 @@ class Relationship(Objective):
         is_pair = config.texts == "pair"
         self.needs = (Ability.SUMMARY_OF_PAIR if is_pair else Ability.SUMMARY_OF_SINGLE,)
         self.head = nn.Linear(sizes.summary_size, 2)
-        start_head([self.head], "normal")
+        init_head([self.head], "normal")
 
-    def preprocessor(self, text_tokenizer: TextTokenizer) -> CaptionExchange:
-        return CaptionExchange(text_tokenizer, self.config)
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> CaptionReplacement:
+        return CaptionReplacement(text_tokenizer, self.config)
 
     def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
         """Raises UserError if there are no other images, no second captions, or no stated truths."""
@@ -127,7 +127,7 @@ class Relationship(Objective):
             raise UserError(FEW_CAPTIONS)
 
     def forward(
-        self, targets: MatchTargets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
+        self, targets: MatchTargets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
         """Its logits are float32 [judged texts, 2], no match and match."""
         is_judged = targets.is_match >= 0
@@ -139,7 +139,7 @@ class Relationship(Objective):
 
 
 @dataclasses.dataclass
-class DrawnAnswer(Targets):
+class AnswerLabel(Targets):
     """The answer that was chosen for each text."""
 
     # class of the answer; -1: the text is no question, nobody's answer is in the list, or the image is another one
@@ -147,13 +147,13 @@ class DrawnAnswer(Targets):
 
 
 @dataclasses.dataclass(frozen=True)
-class AnswerDraw(ObjectivePreprocessor):
+class AnswerSampling(ObjectivePreprocessor):
     """Chooses one of the answers to a question: draws it anew in each epoch, or takes the best one."""
 
     class_of: Mapping[str, int] = dataclasses.field(default_factory=dict)
     takes_best: bool = False
 
-    def mask(self, draft: Draft, generator: np.random.Generator) -> None:
+    def mask(self, draft: TextDraft, generator: np.random.Generator) -> None:
         """The text itself stays as it is: its answer is not in it."""
         if draft.sample.from_user or not draft.is_match or draft.text is None:
             return
@@ -163,12 +163,12 @@ class AnswerDraw(ObjectivePreprocessor):
                 known = known_answers(scores, self.class_of)
                 answer = max(known, key=known.get, default=None)
             else:
-                answer = draw_answer(scores, self.class_of, generator)
+                answer = sample_answer(scores, self.class_of, generator)
             if answer is not None:
                 draft.record["drawn_answer"] = answer
 
-    def targets(self, draft: Draft, encoding: TextEncoding) -> DrawnAnswer:
-        return DrawnAnswer(np.int64(self.class_of.get(draft.record.get("drawn_answer"), NO_LABEL)))
+    def targets(self, draft: TextDraft, encoding: TextEncoding) -> AnswerLabel:
+        return AnswerLabel(np.int64(self.class_of.get(draft.record.get("drawn_answer"), NO_LABEL)))
 
 
 def scores_of(truth: Any) -> Mapping[str, float] | None:
@@ -198,7 +198,9 @@ def known_answers(scores: Mapping[str, float], class_of: Mapping[str, int]) -> d
     return {answer: score for answer, score in spelled.items() if answer in class_of}
 
 
-def draw_answer(scores: Mapping[str, float], class_of: Mapping[str, int], generator: np.random.Generator) -> str | None:
+def sample_answer(
+    scores: Mapping[str, float], class_of: Mapping[str, int], generator: np.random.Generator
+) -> str | None:
     """One of `known_answers`, with a probability in proportion to its score; None if there is none.
 
     Nothing is drawn where there is no choice.
@@ -227,9 +229,9 @@ class ImageQA(Objective):
         transform = Transform(sizes.summary_size, norm=True, width=width)
         self.head = Head(width, len(self.answers), 0.0, "normal", transform=transform)
 
-    def preprocessor(self, text_tokenizer: TextTokenizer) -> AnswerDraw:
+    def preprocessor(self, text_tokenizer: TextTokenizer) -> AnswerSampling:
         class_of = {answer: number for number, answer in enumerate(self.answers)}
-        return AnswerDraw(text_tokenizer, class_of, takes_best=self.config.label == "best")
+        return AnswerSampling(text_tokenizer, class_of, takes_best=self.config.label == "best")
 
     def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
         """Raises UserError if no text of the data has an answer that is in the list."""
@@ -243,7 +245,7 @@ class ImageQA(Objective):
             )
 
     def forward(
-        self, targets: DrawnAnswer, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
+        self, targets: AnswerLabel, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
         """Its logits are float32 [texts with an answer, Y]."""
         has_answer = targets.answer >= 0

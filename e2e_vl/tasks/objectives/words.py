@@ -23,15 +23,15 @@ from e2e_vl.tasks.config import MaskedTextConfig, MaskedWordsConfig
 from e2e_vl.tasks.objectives.base import (
     MASK,
     NO_LABEL,
-    Draft,
+    MLMHead,
     Objective,
     ObjectiveOutput,
     ObjectivePreprocessor,
     PretrainingPrediction,
-    WordHead,
-    best_columns,
+    TextDraft,
     classified,
     listed,
+    top_classes,
 )
 from e2e_vl.text import TextEncoding, TextTokenizer, word_pieces
 
@@ -51,7 +51,7 @@ class WordMasking(ObjectivePreprocessor):
     of_images: ClassVar[bool] = True  # it masks texts that have an image; False: texts that have none
     config: MaskedWordsConfig = dataclasses.field(default_factory=MaskedWordsConfig)
 
-    def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
+    def exchange(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
         """Put the answer behind a question, with one question mark between them."""
         if self.config.answer == "left_out" or draft.sample.from_user or draft.has_image != self.of_images:
             return
@@ -62,7 +62,7 @@ class WordMasking(ObjectivePreprocessor):
                 f"{draft.words.rstrip(' ?')} ? {' '.join(answer) if self.config.answer == 'letters' else answer}"
             )
 
-    def mask(self, draft: Draft, generator: np.random.Generator) -> None:
+    def mask(self, draft: TextDraft, generator: np.random.Generator) -> None:
         if draft.has_image != self.of_images:
             return
         if draft.sample.from_user:
@@ -79,7 +79,7 @@ class WordMasking(ObjectivePreprocessor):
         mask_id, size = tokenizer.mask_token_id, len(tokenizer)
         return mask_words(words, generator, mask_id, size, config.probability, always_mask=config.always_mask)
 
-    def targets(self, draft: Draft, encoding: TextEncoding) -> WordLabels:
+    def targets(self, draft: TextDraft, encoding: TextEncoding) -> WordLabels:
         """Raises UserError if a user's [MASK] is cut off."""
         if draft.has_image != self.of_images or draft.labels is None:  # `extra_texts` of others may have no labels
             return WordLabels(np.full_like(encoding.source, NO_LABEL))
@@ -149,7 +149,7 @@ class MaskedWords(Objective):
             )
 
     def forward(
-        self, targets: WordLabels, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
+        self, targets: WordLabels, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
         """Its logits are float32 [masked wordpieces, V]."""
         is_labelled = targets.labels >= 0
@@ -171,7 +171,7 @@ class MaskedWords(Objective):
                 "Text and regions together are longer than task.config.max_length, and a [MASK] is cut off; shorten "
                 "the text."
             )
-        masks = best_columns(logits.softmax(dim=1), names)
+        masks = top_classes(logits.softmax(dim=1), names)
         first, *rest = text.split(MASK)
         best = (words[0][0].removeprefix("##") for words in masks)
         filled = first + "".join(word + part for word, part in zip(best, rest, strict=True))
@@ -192,7 +192,7 @@ class CorpusMasking(WordMasking):
     of_images = False
     config: MaskedTextConfig = dataclasses.field(default_factory=MaskedTextConfig)
 
-    def extra_texts(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, TextEncoding]]:
+    def extra_texts(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[TextDraft, TextEncoding]]:
         if sample.corpus is None:
             return
         words = self.words(sample.corpus, int(generator.integers(len(sample.corpus))))
@@ -202,7 +202,7 @@ class CorpusMasking(WordMasking):
         )
         text_tokenizer = dataclasses.replace(self.text_tokenizer, max_length=None)
         encoding = (text_tokenizer.single if self.config.special_tokens else text_tokenizer.bare)(ids[:kept])
-        yield Draft("", sample, has_image=False, ids=ids, labels=labels), encoding
+        yield TextDraft("", sample, has_image=False, ids=ids, labels=labels), encoding
 
     def words(self, corpus: Sequence[str], number: int) -> list[list[int]]:
         """Wordpieces of the words of the text that begins with a line; after the last line the first one follows.

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from detector.structures import Loss
 from e2e_vl.examples import Targets
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
-from e2e_vl.tasks.base import start_head
+from e2e_vl.tasks.base import init_head
 from e2e_vl.tasks.config import ObjectiveConfig
-from e2e_vl.tasks.objectives.base import Objective, ObjectiveOutput, PretrainingPrediction, Sizes, WordHead
+from e2e_vl.tasks.objectives.base import MLMHead, Objective, ObjectiveOutput, PretrainingPrediction, Sizes
 
 
 class RegionFeaturesConfig(ObjectiveConfig, frozen=True):
@@ -41,10 +41,10 @@ class RegionFeatures(Objective):
     def __init__(self, sizes: Sizes, config: RegionFeaturesConfig):
         super().__init__(sizes, config)
         self.output = nn.Linear(sizes.hidden_size, sizes.feature_dim)
-        start_head([self.output], "normal")
+        init_head([self.output], "normal")
 
     def forward(
-        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
+        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
         """Its logits are the features, float32 [labelled regions, D]."""
         chosen = regions.gather(batch.masked_regions.is_labelled, fill=False)

@@ -25,7 +25,7 @@ from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Batch, RegionLabels, RegionMasks, TextBatch
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import PretrainingConfig
-from e2e_vl.tasks.objectives.texts import DrawnAnswer, MatchTargets
+from e2e_vl.tasks.objectives.texts import AnswerLabel, MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
 
@@ -91,7 +91,7 @@ def make_batch(*, hides: bool = True, replacement_index: bool = False) -> Batch:
     parts: dict[str, Targets] = {
         "masked_words": WordLabels(torch.tensor([[-1, 7, -1, -1, -1], [-1, -1, 3, -1, -1]])),
         "relationship": MatchTargets(torch.tensor([1, 1])),
-        "image_qa": DrawnAnswer(torch.tensor([0, 2])),
+        "image_qa": AnswerLabel(torch.tensor([0, 2])),
         **{name: Targets() for name in ("object_labels", "attribute_labels", "region_features")},
     }
     return Batch(
@@ -144,7 +144,7 @@ def with_other_labels(batch: Batch) -> Batch:
                 **parts,
                 "masked_words": WordLabels(torch.where(words >= 0, words + 1, words)),
                 "relationship": MatchTargets(1 - parts["relationship"].is_match),
-                "image_qa": DrawnAnswer(2 - parts["image_qa"].answer),
+                "image_qa": AnswerLabel(2 - parts["image_qa"].answer),
             }
         ),
     )

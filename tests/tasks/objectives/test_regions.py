@@ -13,7 +13,7 @@ from e2e_vl.examples import Targets
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.structures import RegionLabels, RegionMasks
 from e2e_vl.tasks.config import AttributeLabelsConfig, MaskedRegionsConfig, ObjectLabelsConfig, RegionFeaturesConfig
-from e2e_vl.tasks.objectives.regions import AttributeLabels, MaskedRegions, ObjectLabels, RegressedFeatures
+from e2e_vl.tasks.objectives.regions import AttributeLabels, MaskedRegions, ObjectLabels, RegionFeatureRegression
 from tests.tasks.objectives.tiny_objectives import CLASSES, SIZES, Inputs, make_inputs
 
 # Classes of masked regions
@@ -217,9 +217,9 @@ def test_it_is_learned_from_the_states_alone():
 # Features of masked regions
 
 
-def region_features(**settings) -> RegressedFeatures:
+def region_features(**settings) -> RegionFeatureRegression:
     torch.manual_seed(0)
-    return RegressedFeatures(SIZES, RegionFeaturesConfig(**{"weight": 1.0} | settings))
+    return RegionFeatureRegression(SIZES, RegionFeaturesConfig(**{"weight": 1.0} | settings))
 
 
 def with_features(inputs: Inputs) -> list[torch.Tensor]:

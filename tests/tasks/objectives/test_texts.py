@@ -15,7 +15,7 @@ from e2e_vl.samples import CorrectAnswer, CorrectChoice, HumanAnswers, Question,
 from e2e_vl.structures import Ability
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import ImageQAConfig, RelationshipConfig
-from e2e_vl.tasks.objectives.texts import DrawnAnswer, ImageQA, MatchTargets, Relationship, draw_answer, scores_of
+from e2e_vl.tasks.objectives.texts import AnswerLabel, ImageQA, MatchTargets, Relationship, sample_answer, scores_of
 from tests.tasks.objectives.tiny_objectives import SIZES, make_inputs
 from tests.tasks.objectives.worded import make_preprocessor, make_task
 from tests.tasks.preprocessors import make_tokenizer, sample_of, tokens, word
@@ -239,7 +239,7 @@ QUESTION = "is it a b"
 
 def drawn(scores: dict[str, float], count: int = 1) -> Counter:
     generator = np.random.default_rng(0)
-    return Counter(draw_answer(scores, CLASS_OF, generator) for _ in range(count))
+    return Counter(sample_answer(scores, CLASS_OF, generator) for _ in range(count))
 
 
 def test_answers_are_drawn_in_proportion_to_their_scores():
@@ -257,9 +257,9 @@ def test_answers_that_are_spelled_otherwise_replace_others():
 
 def test_one_answer_or_none_needs_no_draw():
     generator = SimpleNamespace()  # it has nothing to draw with
-    assert draw_answer({"The dog": 0.3, "horse": 1.0}, CLASS_OF, generator) == "dog"
-    assert draw_answer({"horse": 1.0}, CLASS_OF, generator) is None
-    assert draw_answer({}, CLASS_OF, generator) is None
+    assert sample_answer({"The dog": 0.3, "horse": 1.0}, CLASS_OF, generator) == "dog"
+    assert sample_answer({"horse": 1.0}, CLASS_OF, generator) is None
+    assert sample_answer({}, CLASS_OF, generator) is None
 
 
 def test_the_best_answer(tokenizer):
@@ -339,16 +339,16 @@ def image_qa(**settings) -> ImageQA:
 def test_loss_is_a_cross_entropy_over_the_texts_with_an_answer():
     inputs, objective = make_inputs(), image_qa(weight=2.0)
     assert objective.head.transform["dense"].out_features == 2 * SIZES.summary_size
-    output = inputs.run(objective, DrawnAnswer(torch.tensor([3, -1, 0])))
+    output = inputs.run(objective, AnswerLabel(torch.tensor([3, -1, 0])))
     logits = objective.head(inputs.encoded.summary[[0, 2]])
     torch.testing.assert_close(output.loss.mean, 2 * F.cross_entropy(logits, torch.tensor([3, 0])))
     assert output.text.tolist() == [0, 2]
-    nothing = inputs.run(objective, DrawnAnswer(torch.tensor([-1, -1, -1])))
+    nothing = inputs.run(objective, AnswerLabel(torch.tensor([-1, -1, -1])))
     assert nothing.loss.mean == 0 and nothing.loss.count == 0
 
 
 def test_it_is_learned():
-    inputs, objective, targets = make_inputs(), image_qa(), DrawnAnswer(torch.tensor([3, 1, 0]))
+    inputs, objective, targets = make_inputs(), image_qa(), AnswerLabel(torch.tensor([3, 1, 0]))
     optimiser = torch.optim.Adam(objective.parameters(), lr=0.05)
     for _ in range(40):
         optimiser.zero_grad()

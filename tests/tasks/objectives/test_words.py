@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from e2e_vl.samples import HumanAnswers, Question, SampleText
 from e2e_vl.tasks.config import MaskedTextConfig, MaskedWordsConfig
-from e2e_vl.tasks.objectives.base import Draft
+from e2e_vl.tasks.objectives.base import TextDraft
 from e2e_vl.tasks.objectives.words import CorpusMasking, MaskedText, MaskedWords, WordLabels, mask_words
 from e2e_vl.text import TextTokenizer
 from tests.tasks.objectives.tiny_objectives import HIDDEN, LENGTH, SIZES, VOCABULARY, make_inputs
@@ -141,7 +141,7 @@ def test_mirroring_changes_no_word_and_no_mask(tokenizer):
 def test_a_further_text_of_another_objective_has_nothing_masked(tokenizer):
     preprocessor = make_preprocessor(tokenizer).parts["masked_words"]
     encoding = preprocessor.text_tokenizer.single([7, 8])
-    assert preprocessor.targets(Draft("", sample_of(CAPTION)), encoding).labels.tolist() == [-1] * 4
+    assert preprocessor.targets(TextDraft("", sample_of(CAPTION)), encoding).labels.tolist() == [-1] * 4
 
 
 def test_blank_and_cut_captions(tokenizer):

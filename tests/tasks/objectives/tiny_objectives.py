@@ -8,7 +8,7 @@ import torch
 
 from detector.structures import ImageBatch, Regions
 from e2e_vl.structures import Batch, EncoderOutput, RegionMasks, TextBatch, TextRegions, gather_regions
-from e2e_vl.tasks.objectives.base import Objective, ObjectiveOutput, Sizes, WordHead
+from e2e_vl.tasks.objectives.base import MLMHead, Objective, ObjectiveOutput, Sizes
 
 HIDDEN, VOCABULARY, CLASSES = 6, 9, 4
 SIZES = Sizes(HIDDEN, VOCABULARY, feature_dim=3, num_classes=CLASSES - 1)
@@ -23,7 +23,7 @@ class Inputs:
     batch: Batch
     regions: TextRegions
     encoded: EncoderOutput
-    word_head: WordHead
+    word_head: MLMHead
 
     def run(self, objective: Objective, targets) -> ObjectiveOutput:
         return objective(targets, self.batch, self.regions, self.encoded, self.word_head)
@@ -57,4 +57,4 @@ def make_inputs(image_index: list[list[int]] | None = None) -> Inputs:
         word_embeddings=torch.randn(VOCABULARY, HIDDEN, generator=generator).requires_grad_(),
     )
     torch.manual_seed(1)
-    return Inputs(batch, gathered, encoded, WordHead(HIDDEN, VOCABULARY))
+    return Inputs(batch, gathered, encoded, MLMHead(HIDDEN, VOCABULARY))
