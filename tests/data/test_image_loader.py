@@ -1,8 +1,9 @@
-"""From the facts about an image to pixels and moved boxes, for all data sets alike."""
+"""From facts about images to pixels, boxes and masks."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 
 import numpy as np
@@ -10,13 +11,25 @@ import pytest
 from PIL import Image
 
 from detector.config import SelectionRule
+from detector.errors import UserError
+from detector.images import ResizeRule
 from e2e_vl.data.coco import CocoInstances
-from e2e_vl.data.features import RegionFeatures, save_npz
-from e2e_vl.data.image_loader import Augmentation, BoxReader, open_boxes
-from e2e_vl.examples import ImageExample
+from e2e_vl.data.features import RegionFeatures, open_features, save_npz
+from e2e_vl.data.image_loader import (
+    Augmentation,
+    BoxReader,
+    DetectedBoxes,
+    ImageSizeError,
+    StoredBoxes,
+    instance_mask,
+    open_boxes,
+    read_detections,
+    read_image,
+)
+from e2e_vl.examples import ImageExample, ImageTransform
 from e2e_vl.samples import AnnotatedObjects, BrokenImageError, CandidateBoxes, ImageBytes, SampleImage
 from tests.data.roads import DOUBLE, SAME, make_loader
-from tests.data.tiny_refcoco import DETECTIONS_7, GT_7
+from tests.data.tiny_refcoco import DETECTIONS_7, GT_7, detection
 
 ALL = SelectionRule(min_score=0.0, min_regions=0, max_regions=100)
 BY_SCORE = DETECTIONS_7[::-1]
@@ -368,3 +381,204 @@ def test_nothing_is_said_about_images_in_order(photo, caplog):
     with caplog.at_level(logging.INFO):
         load(photo, with_objects=True)
     assert not caplog.records
+
+
+NAMED = {"flip": False, "channel_order": "BGR", "name": "image 5"}
+
+
+def test_pixels_are_resized_flipped_and_ordered(tmp_path):
+    pixels = np.zeros((4, 8, 3), dtype=np.uint8)
+    pixels[:, :4] = (250, 100, 10)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    rule = ResizeRule(short_edge=8, long_edge=100)
+    image, image_transform = read_image(tmp_path / "a.png", (4, 8), rule, **NAMED)
+    assert image.shape == (8, 16, 3)
+    assert image_transform == ImageTransform((4, 8), (8, 16), False)
+    np.testing.assert_array_equal(image[0, 0], [10, 100, 250])
+    mirrored, image_transform = read_image(
+        tmp_path / "a.png", (4, 8), rule, **NAMED | {"flip": True, "channel_order": "RGB"}
+    )
+    assert image_transform.flipped
+    np.testing.assert_array_equal(mirrored[:, ::-1, ::-1], image)
+    encoded = ImageBytes((tmp_path / "a.png").read_bytes(), "a.tar: a.png")
+    np.testing.assert_array_equal(read_image(encoded, None, rule, **NAMED)[0], image)
+
+
+def test_missing_file_and_other_size_are_named(tmp_path):
+    Image.new("RGB", (8, 4)).save(tmp_path / "a.png")
+    with pytest.raises(FileNotFoundError, match=r"b\.png: the file of image 5 is missing"):
+        read_image(tmp_path / "b.png", (4, 8), ResizeRule(), **NAMED)
+    with pytest.raises(ImageSizeError, match=r"a\.png: image 5 is 8 x 4 pixels, but its annotation file says 4 x 8"):
+        read_image(tmp_path / "a.png", (8, 4), ResizeRule(), **NAMED)
+    with pytest.raises(ValueError, match=r"a\.tar: b\.png"):
+        read_image(ImageBytes(b"no image", "a.tar: b.png"), None, ResizeRule(), **NAMED)
+
+
+def picture(mask: np.ndarray) -> list[str]:
+    return ["".join("#" if value else "." for value in row) for row in mask]
+
+
+def test_grid_points_on_the_outline_count():
+    """A box of 13 x 13 pixels has a grid point per pixel: coordinates are multiplied by 14 / (13 + 1)."""
+    square = np.array([[2, 1], [5, 1], [5, 3], [2, 3]])
+    mask = instance_mask([square], np.array([0, 0, 13, 13]))
+    assert mask.shape == (14, 14)
+    assert mask.dtype == np.float32
+    assert (np.argwhere(mask).min(0).tolist(), np.argwhere(mask).max(0).tolist()) == ([1, 2], [3, 5])
+    assert mask.sum() == 3 * 4
+
+
+def test_a_slanted_outline():
+    """As `skimage.draw.polygon` draws it."""
+    triangle = np.array([[0, 0], [5.5, 0.2], [0.3, 5]])
+    mask = instance_mask([triangle], np.array([0, 0, 5, 5]), side=6)
+    assert picture(mask) == ["#.....", ".####.", ".###..", ".##...", ".#....", "......"]
+
+
+def test_points_outside_of_the_box_are_moved_onto_its_edge():
+    outline = np.array([[-50, -50], [50, -50], [50, 50], [-50, 50]])
+    assert instance_mask([outline], np.array([10, 10, 20, 20])).all()
+
+
+def test_several_outlines_are_joined_and_none_is_empty():
+    left, right = ([[x, 0], [x + 1, 0], [x + 1, 13], [x, 13]] for x in (0, 9))
+    mask = instance_mask([np.array(left), np.array(right)], np.array([0, 0, 13, 13]))
+    assert picture(mask)[0] == "##.......##..."
+    assert not instance_mask([], np.array([0, 0, 13, 13])).any()
+
+
+def test_the_hole_of_a_crossing_outline():
+    """Where an outline runs around a point twice, the point is outside: the even-odd rule."""
+    twice = np.array([[1, 1], [11, 1], [11, 11], [1, 11], [1, 1], [4, 4], [8, 4], [8, 8], [4, 8], [4, 4]])
+    mask = instance_mask([twice], np.array([0, 0, 13, 13]))
+    assert mask[2, 2] and not mask[6, 6]
+
+
+@pytest.mark.parametrize("points", [[[3, 3]], [[3, 3], [6, 3]]])
+def test_outlines_without_area(points):
+    mask = instance_mask([np.array(points)], np.array([0, 0, 13, 13]))
+    assert np.argwhere(mask)[:, ::-1].min(0).tolist() == [3, 3]
+    assert np.argwhere(mask)[:, ::-1].max(0).tolist() == points[-1]
+
+
+def test_centres_of_cells():
+    """A triangle over half of its box, boxes, and an outline that runs round twice."""
+    triangle = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0]])
+    mask = instance_mask([triangle], np.array([0, 0, 4, 4]), side=4, at="centres")
+    inside = np.add.outer(np.arange(4), np.arange(4)) < 3  # the centres of the diagonal lie on the outline
+    np.testing.assert_array_equal(mask.astype(bool)[inside], True)
+    np.testing.assert_array_equal(mask[np.add.outer(np.arange(4), np.arange(4)) > 3], 0)
+    whole = np.array([[10.0, 20.0], [18.0, 20.0], [18.0, 24.0], [10.0, 24.0]])
+    assert instance_mask([whole], np.array([10, 20, 18, 24]), at="centres").all()
+    left = instance_mask([whole - [4, 0]], np.array([10, 20, 18, 24]), side=4, at="centres")
+    np.testing.assert_array_equal(left, [[1, 1, 0, 0]] * 4)
+    twice = np.concatenate([whole, whole])
+    assert not instance_mask([twice], np.array([10, 20, 18, 24]), at="centres").any()  # even-odd
+    assert not instance_mask([], np.array([0, 0, 4, 4]), at="centres").any()
+
+
+RULE = SelectionRule(min_score=0.5, min_regions=1, max_regions=100)
+BOXES = np.array([[0, 0, 9, 9], [10, 10, 40, 40], [5, 5, 60, 60]], dtype=np.float32)
+SCORES = np.array([0.2, 0.9, 0.6], dtype=np.float32)
+
+
+@pytest.fixture
+def store(tmp_path):
+    def write(*ids: str, **columns):
+        columns = {"scores": SCORES} | columns
+        for image_id in ids:
+            path = tmp_path / "features" / f"{image_id}.npz"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_npz(path, RegionFeatures(image_id, (60, 100), BOXES, np.eye(3, dtype=np.float32), **columns))
+        return tmp_path / "features"
+
+    return write
+
+
+def test_detections_come_by_falling_score_as_the_rule_keeps_them(tiny):
+    found = DetectedBoxes([tiny.detections_file], SelectionRule(min_score=0.0)).read("7")
+    np.testing.assert_array_equal(found.boxes, DETECTIONS_7[::-1])
+    assert found.origin == f"{tiny.detections_file}: image 7"
+    assert found.features is found.class_probs is found.image_size is None
+    kept = open_boxes([tiny.detections_file], RULE, with_features=False).read("7")
+    np.testing.assert_array_equal(kept.boxes, [DETECTIONS_7[1]])
+
+
+def test_several_files_of_detections_each_know_other_images(tiny, tmp_path):
+    more = tmp_path / "more.json"
+    more.write_text(json.dumps([detection(0, 12, [0, 0, 5, 5], 0.9), detection(1, 7, [0, 0, 6, 6], 0.9)]))
+    reader = open_boxes([tiny.detections_file, more], RULE, with_features=False)
+    np.testing.assert_array_equal(reader.read("12").boxes, [[0, 0, 5, 5]])
+    np.testing.assert_array_equal(reader.read("7").boxes, [DETECTIONS_7[1]], "the first file that has it")
+    reader.require_images(["3", "7", "9", "12"], "val")
+    with pytest.raises(ValueError, match=r"dets\.json, .*more\.json: no detections for image 13 of the split val"):
+        reader.require_images(["12", "13"], "val")
+
+
+def test_images_without_detections_are_named_and_counted(tiny):
+    reader = DetectedBoxes([tiny.detections_file], RULE)
+    reader.require_images(["3", "7", "9"], "train")
+    with pytest.raises(ValueError, match=r"dets\.json: no detections for image 12 \(and 1 more images\) of the split"):
+        reader.require_images(["3", "12", "13"], "train")
+    with pytest.raises(ValueError, match=r"dets\.json: no detections for image 12 "):
+        reader.read("12")
+
+
+def test_features_that_were_detected_come_by_falling_score(store):
+    reader = open_boxes([store("7")], RULE, with_features=False)
+    found = reader.read("7")
+    np.testing.assert_array_equal(found.boxes, BOXES[[1, 2]])
+    assert found.features is None and found.image_size == (60, 100)
+    whole = open_boxes([store("7")], RULE, with_features=True).read("7")
+    np.testing.assert_array_equal(whole.boxes, BOXES[[1, 2, 0]])
+    np.testing.assert_array_equal(whole.features, np.eye(3)[[1, 2, 0]])
+    assert whole.image_feature is None
+
+
+@pytest.mark.parametrize("columns", [{"scores": None}, {"box_ids": np.array([5, 6, 7])}])
+def test_features_of_given_boxes_keep_their_order(store, columns):
+    path = store("7", image_feature=np.ones(3, dtype=np.float32), **columns)
+    np.testing.assert_array_equal(open_boxes([path], RULE, with_features=False).read("7").boxes, BOXES)
+    whole = open_boxes([path], RULE, with_features=True).read("7")
+    np.testing.assert_array_equal(whole.boxes, BOXES)
+    np.testing.assert_array_equal(whole.features, np.eye(3))
+    np.testing.assert_array_equal(whole.image_feature, [1, 1, 1])
+
+
+def test_images_without_features_are_named_and_counted(store):
+    reader = StoredBoxes([open_features(store("7", "8"))], RULE, with_features=False)
+    reader.require_images(["8", "7"], "train")
+    with pytest.raises(ValueError, match="features: has no features of image 9 and 1 more of the split train"):
+        reader.require_images(["7", "9", "10"], "train")
+    with pytest.raises(ValueError, match="features: has no features of image 9"):
+        reader.read("9")
+
+
+def test_boxes_without_features_cannot_replace_the_detector(tiny):
+    with pytest.raises(ValueError, match=r"dets\.json: boxes in MAttNet's format have no features"):
+        open_boxes([tiny.detections_file], RULE, with_features=True)
+
+
+def test_a_file_of_detections_is_grouped_by_image_in_file_order(tiny):
+    found = read_detections(tiny.detections_file)
+    assert set(found) == {"3", "7", "9"}
+    boxes, scores = found["7"]
+    np.testing.assert_array_equal(boxes, [[61, 11, 89, 39], [11, 21, 29, 39]])
+    np.testing.assert_allclose(scores, [0.4, 0.8])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"box": [1, 1, 0, 5]}, r"detection 1: .*empty or inverted"),
+        ({"box": [1, 1, -3, 5]}, r"detection 1: .*empty or inverted"),
+        ({"box": {"x": 1, "y": 1, "w": 3, "h": 5}}, r".*\[1\]\.box"),
+        ({"score": "x"}, r".*\[1\]\.score"),
+        ({"score": 7}, r".*\[1\]\.score"),
+    ],
+)
+def test_a_bad_detection_is_named(tiny, change, message):
+    tiny.detections[1].update(change)
+    tiny.detections_file.write_text(json.dumps(tiny.detections))
+    with pytest.raises(UserError, match=rf"dets\.json: {message}"):
+        read_detections(tiny.detections_file)

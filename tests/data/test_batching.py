@@ -1,0 +1,615 @@
+"""Batches from a data set: sampling, workers and collating."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler, Request, collate, pack, pad_texts, unpack
+from e2e_vl.data.tables import TextGroups
+from e2e_vl.examples import (
+    DetectionObjects,
+    Example,
+    ImageExample,
+    ImageTransform,
+    Targets,
+    TextExample,
+    per_wordpiece,
+    stacked,
+)
+from e2e_vl.structures import RegionLabels
+from e2e_vl.tasks.refcoco import ReferringPreprocessor
+from e2e_vl.text import TextEncoding, TextTokenizer
+from tests.data.roads import examples
+from tests.data.tiny_readers import refcoco
+
+GROUPS = [[0, 1, 2, 3, 4], [5], [6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17], [18, 19, 20]]
+TEXTS = list(range(21))
+ORDER_IN_PAIRS = [2, 5, 3, 4, 6, 15, 1, 9, 2, 5]
+ORDER_OF_IMAGES = [3, 0, 2, 1, 4, 6, 7, 13, 14, 8, 10, 11, 12, 9, 16, 17, 15, 5, 20, 18, 19]
+
+
+def make(*arguments, epoch: int = 0, start_batch: int = 0, **options) -> GroupedBatchSampler:
+    sampler = GroupedBatchSampler(*arguments, **options)
+    sampler.set_epoch(epoch, start_batch)
+    return sampler
+
+
+def texts_of(batches) -> list[int]:
+    return [text for batch in batches for request in batch for text in request.texts]
+
+
+@pytest.mark.parametrize("texts_per_image", [1, 2, 3, None])
+def test_every_text_once_an_epoch_and_only_the_last_batch_is_filled_up(texts_per_image):
+    sampler = make(GROUPS, 4, texts_per_image, seed=3)
+    batches = list(sampler)
+    requests = [request for batch in batches for request in batch]
+    once, filling = requests[: sampler.num_groups], requests[sampler.num_groups :]
+    assert sorted(text for request in once for text in request.texts) == TEXTS
+    assert filling == requests[: len(filling)]
+    assert {len(batch) for batch in batches} == {4}
+    assert len(filling) < 4
+    for request in requests:
+        assert set(request.texts) <= set(GROUPS[request.group])
+        assert len(request.texts) <= (texts_per_image or 99)
+
+
+def test_an_epoch_smaller_than_a_batch_fills_up_by_repeating():
+    [batch] = make([[0], [1, 2]], 7, seed=1)
+    assert len(batch) == 7
+    assert set(texts_of([batch])) == {0, 1, 2}
+
+
+def test_accumulation_fills_up_the_last_step_and_leaves_the_order():
+    whole = make(GROUPS, 6, 2, seed=4, epoch=3)
+    parts = make(GROUPS, 2, 2, seed=4, epoch=3, accumulate=3)
+    assert whole.num_groups % 6, "the last batch should need filling"
+    assert len(parts) == 3 * len(whole)
+    assert [request for batch in parts for request in batch] == [request for batch in whole for request in batch]
+    evaluation = make(GROUPS, 2, 2, shuffle=False, accumulate=3)
+    assert texts_of(evaluation) == TEXTS
+
+
+def test_one_text_per_image_is_sampling_of_single_texts():
+    requests = [request for batch in make(GROUPS, 3, 1, shuffle=False) for request in batch]
+    assert [request.texts for request in requests] == [(text,) for text in TEXTS]
+
+
+def of_ranks(world_size: int, images_per_batch: int, **options) -> list[GroupedBatchSampler]:
+    return [
+        make(GROUPS, images_per_batch, 2, rank=rank, world_size=world_size, **options) for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_training_batches_of_all_ranks_joined_are_those_of_one_process(world_size):
+    options = {"seed": 5, "epoch": 2}
+    one = list(make(GROUPS, 6, 2, **options))
+    parts = [list(sampler) for sampler in of_ranks(world_size, 6, **options)]
+    assert {len(part) for part in parts} == {len(one)}
+    assert {len(batch) for part in parts for batch in part} == {6 // world_size}
+    assert [[request for part in parts for request in part[number]] for number in range(len(one))] == one
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_evaluation_deals_whole_batches_and_repeats_nothing(world_size):
+    one = list(make(GROUPS, 3, 2, shuffle=False))
+    assert texts_of(one) == TEXTS
+    assert [len(batch) for batch in one] == [3, 3, 3, 3, 1]
+    samplers = of_ranks(world_size, 3, shuffle=False)
+    for rank, sampler in enumerate(samplers):
+        assert list(sampler) == one[rank::world_size]
+        assert len(sampler) == len(one[rank::world_size])
+
+
+def test_epochs_and_seeds_differ_but_are_repeatable():
+    def order(seed: int, epoch: int) -> list[int]:
+        return texts_of(make(GROUPS, 4, 2, seed=seed, epoch=epoch))
+
+    assert order(1, 0) == order(1, 0)
+    assert len({tuple(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1, 2)}) == 6
+    sampler = make(GROUPS, 4, 2, seed=1)
+    sampler.set_epoch(2)
+    assert texts_of(sampler) == order(1, 2)
+    assert {request.epoch for batch in sampler for request in batch} == {2}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_resuming_gives_the_rest_of_the_epoch(world_size):
+    options = {"seed": 9, "rank": world_size - 1, "world_size": world_size, "epoch": 1}
+    full = list(make(GROUPS, 4, 2, **options))
+    for start in range(len(full) + 1):
+        rest = make(GROUPS, 4, 2, start_batch=start, **options)
+        assert list(rest) == full[start:]
+        assert len(rest) == len(full) - start
+    rest.set_epoch(1)
+    assert list(rest) == full
+
+
+def test_resuming_an_evaluation_counts_batches_of_all_ranks():
+    one = list(make(GROUPS, 3, 2, shuffle=False))
+    for start in range(len(one) + 1):
+        samplers = of_ranks(2, 3, shuffle=False, start_batch=start)
+        rest = [batch for sampler in samplers for batch in sampler]
+        assert sorted(texts_of(rest)) == texts_of(one[start:])
+        assert [len(list(sampler)) for sampler in samplers] == [len(sampler) for sampler in samplers]
+
+
+def test_images_without_texts_keep_the_numbers_of_the_others():
+    groups = [[], [0], [], [1, 2]]
+    requests = [request for batch in make(groups, 2, shuffle=False) for request in batch]
+    assert [(request.group, request.texts) for request in requests] == [(1, (0,)), (3, (1, 2))]
+
+
+def test_all_texts_of_one_image_appear_in_all_arrangements():
+    seen = collections.Counter(
+        request.texts for epoch in range(40) for batch in make([[0, 1, 2]], 1, epoch=epoch) for request in batch
+    )
+    assert len(seen) == 6
+
+
+def test_the_order_stays_what_it_always_was():
+    """Runs can be resumed and repeated with later versions."""
+    assert texts_of(make([[3, 1, 4, 15], [9], [], [2, 6, 5]], 2, 2, seed=1, epoch=2)) == ORDER_IN_PAIRS
+    assert texts_of(make(GROUPS, 3, None, seed=7, epoch=1)) == ORDER_OF_IMAGES
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("texts_per_image", [1, 2, None])
+def test_consecutive_groups_give_what_lists_give(shuffle, texts_per_image):
+    counts = [len(group) for group in GROUPS]
+    counts.insert(2, 0)
+    groups = TextGroups.consecutive(counts)
+    lists = [list(group) for group in groups]
+    assert [text for texts in lists for text in texts] == TEXTS
+    options = {"seed": 4, "epoch": 1, "shuffle": shuffle}
+    arrays = list(make(groups, 3, texts_per_image, **options))
+    assert arrays == list(make(lists, 3, texts_per_image, **options))
+    request = arrays[0][0]
+    assert type(request.group) is int
+    assert {type(text) for text in request.texts} == {int}
+
+
+def test_millions_of_groups_take_a_few_bytes_each():
+    sampler = GroupedBatchSampler(TextGroups.consecutive(np.ones(300_000, dtype=np.int64)), 8, 1)
+    arrays = [value for value in vars(sampler).values() if isinstance(value, np.ndarray)]
+    assert sum(array.nbytes for array in arrays) <= 40 * 300_000
+    assert len(next(iter(sampler))) == 8
+
+
+def test_works_as_the_batch_sampler_of_a_data_loader():
+    class Echo:
+        def __getitem__(self, request):
+            return request
+
+    sampler = GroupedBatchSampler(GROUPS, 4, 2, seed=3)
+    loader = DataLoader(Echo(), batch_sampler=sampler, collate_fn=list)
+    assert list(loader) == list(sampler)
+    assert len(loader) == len(sampler)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"images_per_batch": 3, "world_size": 2}, "cannot be split evenly over 2 processes"),
+        ({"images_per_batch": 0}, "cannot be split evenly"),
+        ({"images_per_batch": 2, "groups": [[], []]}, "no texts to sample from"),
+    ],
+)
+def test_numbers_that_do_not_fit(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GroupedBatchSampler(**{"groups": GROUPS, **arguments})
+
+
+def test_an_epoch_cannot_start_behind_its_end():
+    with pytest.raises(ValueError, match="cannot start at batch 4, an epoch has 3 batches"):
+        GroupedBatchSampler(GROUPS, 2).set_epoch(0, 4)
+
+
+THREE_GROUPS = [[0, 1], [2], [3, 4, 5]]
+
+
+@dataclasses.dataclass
+class Echo:
+    """Answers a request with its texts."""
+
+    broken: int | None = None  # a text that cannot be read
+    error: type[Exception] = FileNotFoundError
+
+    def __getitem__(self, request):
+        if self.broken in request.texts:
+            raise self.error(f"photo_{self.broken}.jpg is missing")
+        return request.texts
+
+
+def join_or_refuse(examples):
+    if (5,) in examples and len(examples) == 1:
+        raise ValueError("these do not go together")
+    return examples
+
+
+def echo_loader(dataset, workers: int, **options) -> BatchLoader:
+    sampler = GroupedBatchSampler(THREE_GROUPS, 2, 1, shuffle=False)
+    return BatchLoader(dataset, sampler, list, workers=workers, **options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_in_the_order_of_the_sampler(workers):
+    batches = echo_loader(Echo(), workers)
+    assert len(batches) == 3
+    for _ in range(2):
+        assert list(batches) == [[(0,), (1,)], [(2,), (3,)], [(4,), (5,)]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("error", [FileNotFoundError, ValueError])
+def test_an_error_about_the_data_is_raised_as_it_was(workers, error):
+    seen = []
+    with pytest.raises(error) as caught:
+        seen += echo_loader(Echo(3, error), workers)
+    assert str(caught.value) == "photo_3.jpg is missing", "and no traceback of a worker"
+    iterator = iter(echo_loader(Echo(3, error), workers))
+    assert next(iterator) == [(0,), (1,)], "the batches before it are whole"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_joining_is_raised_as_it_was(workers):
+    batches = BatchLoader(
+        Echo(), GroupedBatchSampler(THREE_GROUPS, 5, 1, shuffle=False), join_or_refuse, workers=workers
+    )
+    with pytest.raises(ValueError) as caught:
+        list(batches)
+    assert str(caught.value) == "these do not go together"
+
+
+def test_workers_may_stay_for_the_next_epoch():
+    batches = echo_loader(Echo(), 1, keep_workers=True)
+    first = list(batches)
+    batches._loader.batch_sampler.set_epoch(1)
+    assert list(batches) == first
+
+
+def test_no_seed_is_drawn_from_the_generator_of_the_model():
+    torch.manual_seed(0)
+    before = torch.random.get_rng_state()
+    list(echo_loader(Echo(), 0))
+    list(echo_loader(Echo(), 1))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+IMAGES = 256  # of a batch, each with boxes, features and labels of other numbers
+
+
+def example(number: int, *, saved: bool = True) -> Example:
+    count = number % 4
+    rows = functools.partial(np.full, fill_value=number, dtype=np.float32)
+    pixels = np.full((4, 6, 3), number % 250, dtype=np.uint8)
+    image = ImageExample(pixels, ImageTransform((8, 12), (4, 6)), f"photo_{number}", boxes=rows((count, 4)))
+    image.class_probs, image.detected_classes = rows((count, 5)), np.full(count, number)
+    image.objects = DetectionObjects(rows((count + 1, 4)), np.full(count + 1, number))
+    if saved:
+        image.features, image.image_feature = rows((count, 3)), rows(3)
+    ids = np.full(2 + count, number)
+    return Example([image], [TextExample(TextEncoding(ids, ids, ids), (0,), {"number": number}, seed=number)])
+
+
+@dataclasses.dataclass
+class Examples:
+    saved: bool = True
+
+    def __getitem__(self, request) -> Example:
+        return example(request.group, saved=self.saved)
+
+
+def join_images(examples: list[Example]):
+    return collate(examples, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+
+
+def plain(value: Any) -> Any:
+    """A value in which tensors are lists with their dtype and shape, so that two can be compared."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.tolist()
+    if dataclasses.is_dataclass(value):
+        return type(value), {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def image_loader(batches: int, *, saved: bool, workers: int) -> BatchLoader:
+    sampler = GroupedBatchSampler([[number] for number in range(batches * IMAGES)], IMAGES, shuffle=False)
+    return BatchLoader(Examples(saved), sampler, join_images, workers=workers)
+
+
+@contextlib.contextmanager
+def few_file_descriptors(number: int, seconds: int) -> Iterator[None]:
+    """This process and its workers may open `number` more files; TimeoutError once they hang."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError("no batch came")
+
+    highest = max(int(file.name) for file in Path("/dev/fd").iterdir())
+    before = signal.signal(signal.SIGALRM, stop)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + number, hard))
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["features", "pixels"])
+def test_batches_of_many_images_need_few_file_descriptors(saved):
+    expected = plain(join_images([example(number, saved=saved) for number in range(IMAGES)]))
+    with few_file_descriptors(64, seconds=120):
+        batches = list(image_loader(3, saved=saved, workers=1))  # all kept: each holds its descriptors
+    assert len(batches) == 3
+    assert plain(batches[0]) == expected
+
+
+def test_packing_changes_nothing():
+    same = torch.arange(3)
+    value = {
+        "pixels": torch.rand(2, 300, 600),
+        "rows": [torch.zeros(0, 4), torch.ones(2, 4).T, torch.tensor(True), torch.zeros(0, 4, dtype=torch.int64)],
+        "same": [same, same],
+        "plain": [("a", None), 1.5],
+    }
+    packed = pack(value)
+    assert len(packed.large) == 1 and packed.large[0] is value["pixels"], "pixels are not copied"
+    found = unpack(packed)
+    assert plain(found) == plain(value)
+    assert found["same"][0] is found["same"][1]
+    assert plain(unpack(pack({"no": "tensor"}))) == {"no": "tensor"}
+
+
+MEAN, STD = (10.0, 20.0, 30.0), (1.0, 2.0, 4.0)
+
+
+@dataclasses.dataclass
+class BoxTargets(Targets):
+    box: torch.Tensor | None = stacked()
+    labels: torch.Tensor | None = per_wordpiece()
+
+
+def image(height=4, width=6, boxes=2, value=50, **fields) -> ImageExample:
+    return ImageExample(
+        pixels=np.full((height, width, 3), value, dtype=np.uint8),
+        image_transform=ImageTransform((2 * height, 2 * width), (height, width)),
+        name=f"photo_{height}x{width}",
+        boxes=None if boxes is None else np.arange(4 * boxes, dtype=np.float32).reshape(boxes, 4),
+        **fields,
+    )
+
+
+def encoding(ids, segments=None, summary=None) -> TextEncoding:
+    ids = np.array(ids, dtype=np.int64)
+    segments = np.zeros_like(ids) if segments is None else np.array(segments, dtype=np.int64)
+    return TextEncoding(ids, segments, np.arange(len(ids)), summary)
+
+
+def text(length=3, image_index=(0,), **changes) -> TextExample:
+    fields = {
+        "encoding": encoding(range(5, 5 + length)),
+        "image_index": image_index,
+        "targets": BoxTargets(np.full(4, length, dtype=np.float32)),
+        "record": {"length": length},
+    }
+    return TextExample(**{**fields, **changes})
+
+
+def join(*examples, **options):
+    return collate(examples, MEAN, STD, **options)
+
+
+def test_images_are_padded_and_texts_point_at_their_rows():
+    batch = join(
+        Example([image(4, 6)], [text(3), text(2)]),
+        Example([image(5, 3), image(2, 2)], [text(4, (0, 1)), text(1, (1,)), text(1, ())]),
+    )
+    assert batch.images.pixels.shape == (3, 3, 5, 6)
+    assert batch.images.sizes.tolist() == [[4, 6], [5, 3], [2, 2]]
+    assert batch.images.original_sizes.tolist() == [[8, 12], [10, 6], [4, 4]]
+    assert batch.images.names == ["photo_4x6", "photo_5x3", "photo_2x2"]
+    np.testing.assert_array_equal(batch.images.pixels[0, :, 0, 0], [40, 15, 5])
+    assert batch.images.pixels[0, :, 4].abs().sum() == 0
+    assert batch.image_index.tolist() == [[0, -1], [0, -1], [1, 2], [2, -1], [-1, -1]]
+    assert batch.texts.attention_mask.sum(1).tolist() == [3, 2, 4, 1, 1]
+    assert batch.targets.box[:, 0].tolist() == [3, 2, 4, 1, 1]
+    assert batch.targets.box.dtype == torch.float32
+    assert [record["length"] for record in batch.records] == [3, 2, 4, 1, 1]
+    assert [len(boxes) for boxes in batch.boxes] == [2, 2, 2]
+    assert batch.detection_targets is None
+    assert batch.targets.labels is None
+    assert batch.pixel_masks is batch.boxes_to_mask is batch.masked_regions is batch.seeds is batch.roi_masks is None
+    assert batch.region_labels == RegionLabels()
+    assert len(batch) == 5
+
+
+def test_pad_to_fixes_the_size():
+    assert join(Example([image()], [text()]), pad_to=(8, 9)).images.pixels.shape == (1, 3, 8, 9)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([(4, 6), (7, 8)], (8, 10)),
+        ([(5, 5)], (8, 10)),  # a square image lies as a wide one
+        ([(6, 4)], (10, 8)),
+        ([(4, 6), (6, 4)], (10, 10)),
+        ([(4, 20)], (8, 20)),  # a canvas grows with its image
+        ([(9, 4), (12, 11)], (12, 11)),
+    ],
+)
+def test_images_lie_on_a_canvas(sizes, expected):
+    batch = join(*(Example([image(*size)], [text()]) for size in sizes), canvas=(8, 10))
+    assert batch.images.pixels.shape == (len(sizes), 3, *expected)
+    assert batch.images.sizes.tolist() == [list(size) for size in sizes]
+    for pixels, (height, width) in zip(batch.images.pixels, sizes, strict=True):
+        assert pixels[:, :height, :width].abs().min() > 0
+        assert pixels[:, height:].abs().sum() == pixels[:, :, width:].abs().sum() == 0
+
+
+def test_a_canvas_makes_an_image_independent_of_others_that_lie_as_it_does():
+    one, other = Example([image(4, 6)], [text()]), Example([image(5, 9)], [text()])
+    alone, together = join(one, canvas=(8, 10)).images.pixels, join(one, other, canvas=(8, 10)).images.pixels
+    assert torch.equal(alone[0], together[0])
+    assert join(one).images.pixels.shape != join(one, other).images.pixels.shape
+    assert join(one, canvas=(8, 10), pad_to=(4, 7)).images.pixels.shape == (1, 3, 4, 7)
+
+
+def test_online_boxes_are_none_and_no_boxes_are_empty():
+    assert join(Example([image(boxes=None)], [text()])).boxes is None
+    assert join(Example([image(boxes=0)], [text()])).boxes[0].shape == (0, 4)
+
+
+def test_precomputed_features_come_without_pixels():
+    one, two = image(4, 6, boxes=2), image(5, 3, boxes=0)
+    one.features, two.features = np.ones((2, 7), dtype=np.float32), np.zeros((0, 7), dtype=np.float32)
+    images = join(Example([one], [text()]), Example([two], [text()])).images
+    assert images.pixels.shape == (2, 3, 0, 0) and len(images) == 2
+    assert images.sizes.tolist() == [[4, 6], [5, 3]] and images.original_sizes.tolist() == [[8, 12], [10, 6]]
+    moved = images.to("cpu").precomputed
+    assert [rows.shape for rows in moved.features] == [(2, 7), (0, 7)] and moved.image_features is None
+    with pytest.raises(ValueError, match="photo_4x6 comes with precomputed features, photo_2x2 without"):
+        join(Example([one, image(2, 2)], [text()]))
+    one.image_feature = np.ones(7, dtype=np.float32)
+    with pytest.raises(ValueError, match="a feature of the whole image, photo_5x3 without"):
+        join(Example([one, two], [text()]))
+
+
+def test_detection_targets_pad_attributes_to_the_most_slots():
+    one = DetectionObjects(np.ones((1, 4), np.float32), np.array([3]), np.array([[5, 6]]))
+    none = DetectionObjects(np.ones((0, 4), np.float32), np.array([], dtype=np.int64), np.zeros((0, 1), np.int64))
+    two = DetectionObjects(np.ones((2, 4), np.float32), np.array([0, 1]), np.array([[7], [-1]]))
+    targets = join(*(Example([image(objects=o)], [text()]) for o in (one, none, two))).detection_targets
+    assert [boxes.shape for boxes in targets.boxes] == [(1, 4), (0, 4), (2, 4)]
+    assert [classes.tolist() for classes in targets.classes] == [[3], [], [0, 1]]
+    assert [attributes.tolist() for attributes in targets.attributes] == [[[5, 6]], [], [[7, -1], [-1, -1]]]
+    assert targets.attributes[1].shape == (0, 2)
+    plain = DetectionObjects(np.ones((1, 4), np.float32), np.array([3]))
+    assert join(Example([image(objects=plain)], [text()])).detection_targets.attributes is None
+
+
+def test_what_is_known_about_boxes_stays_with_their_image():
+    def example(boxes: int) -> Example:
+        classes, probabilities = np.arange(boxes), np.full((boxes, 3), boxes, dtype=np.float32)
+        masks, hide = np.ones((boxes, 7, 7), dtype=np.float32), np.ones((boxes, 4), dtype=np.float32)
+        shown = image(boxes=boxes, box_classes=classes, class_probs=probabilities, roi_masks=masks, boxes_to_mask=hide)
+        return Example([shown], [text(seed=boxes + 5)])
+
+    batch = join(example(2), example(0))
+    assert [rows.tolist() for rows in batch.region_labels.classes] == [[0, 1], []]
+    assert [rows.tolist() for rows in batch.region_labels.class_probs] == [[[2, 2, 2], [2, 2, 2]], []]
+    assert [tuple(masks.shape) for masks in batch.roi_masks] == [(2, 7, 7), (0, 7, 7)]
+    assert [tuple(boxes.shape) for boxes in batch.boxes_to_mask] == [(2, 4), (0, 4)]
+    assert batch.seeds.tolist() == [7, 5]
+    other = example(2)
+    for field, what in (("box_classes", "classes of the"), ("class_probs", "class dist"), ("roi_masks", "instance")):
+        lacks = Example([dataclasses.replace(other.images[0], **{field: None})], other.texts)
+        with pytest.raises(ValueError, match=f"photo_4x6 comes with {what}.*photo_4x6 without"):
+            join(example(2), lacks)
+
+
+def test_seeds_are_known_for_all_texts_or_for_none():
+    assert join(Example([image()], [text(seed=1), text()])).seeds is None
+
+
+OBJECTS = DetectionObjects(np.ones((1, 4), np.float32), np.array([3]))
+WITH_ATTRIBUTES = DetectionObjects(np.ones((1, 4), np.float32), np.array([3]), np.array([[1]]))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            Example([image()], [text()]),
+            Example([image(2, 2, boxes=None)], [text()]),
+            "photo_4x6 comes with candidate boxes",
+        ),
+        (
+            Example([image(2, 2, objects=OBJECTS)], [text()]),
+            Example([image()], [text()]),
+            "photo_2x2 comes with annotated",
+        ),
+        (
+            Example([image(objects=OBJECTS)], [text()]),
+            Example([image(objects=WITH_ATTRIBUTES)], [text()]),
+            "cannot mix objects with attributes",
+        ),
+        (
+            Example([image()], [text()]),
+            Example([image()], [text(targets=Targets())]),
+            "texts with targets BoxTargets and Targets cannot",
+        ),
+        (
+            Example([image()], [text()]),
+            Example([image()], [text(targets=None)]),
+            "texts with targets BoxTargets and NoneType",
+        ),
+    ],
+)
+def test_examples_that_do_not_go_together(first, second, message):
+    with pytest.raises(ValueError, match=message):
+        join(first, second)
+
+
+def test_a_dataset_in_groups_gives_the_rows_of_single_texts(tiny):
+    dataset = examples(refcoco(tiny), ReferringPreprocessor(TextTokenizer(tiny.tokenizer)), with_objects=True)
+    grouped = join(dataset[Request(0, (0, 1, 2))], dataset[Request(1, (5, 6))])
+    single = join(*(dataset[Request(int(text > 4), (text,))] for text in (0, 1, 2, 5, 6)))
+    assert grouped.image_index.flatten().tolist() == [0, 0, 0, 1, 1]
+    assert single.image_index.flatten().tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(grouped.texts.input_ids, single.texts.input_ids)
+    assert torch.equal(grouped.targets.box, single.targets.box)
+    assert grouped.records == single.records
+    for row, image_row in enumerate(grouped.image_index.flatten()):
+        assert torch.equal(grouped.images.pixels[image_row], single.images.pixels[row])
+        assert torch.equal(grouped.boxes[image_row], single.boxes[row])
+        assert torch.equal(
+            grouped.detection_targets.attributes[image_row], single.detection_targets.attributes[row][:, :2]
+        )
+
+
+def test_labels_are_padded_like_the_wordpieces():
+    texts = [text(length, targets=BoxTargets(labels=np.full(length, length))) for length in (3, 1, 2)]
+    batch = join(Example([image()], texts))
+    assert batch.targets.box is None
+    assert batch.targets.labels.tolist() == [[3, 3, 3], [1, -1, -1], [2, 2, -1]]
+
+
+def test_texts_are_padded_at_the_end():
+    one, other = text(encoding=encoding([2, 9, 3], [0, 1, 1])), text(encoding=encoding([2, 3]))
+    batch = pad_texts([one, other], pad_id=7)
+    assert batch.input_ids.tolist() == [[2, 9, 3], [2, 3, 7]]
+    assert batch.token_type_ids.tolist() == [[0, 1, 1], [0, 0, 0]]
+    assert batch.attention_mask.tolist() == [[True] * 3, [True, True, False]]
+    assert batch.summary is None
+    assert batch.region_of_token is None
+    assert len(batch) == 2
+    empty = pad_texts([text(encoding=encoding([]))])
+    assert empty.input_ids.shape == (1, 1) and not empty.attention_mask.any()
+    assert join(Example([image()], [one, other]), pad_id=7).texts.input_ids[1, 2] == 7
+
+
+def test_places_of_answers_and_regions_of_tokens():
+    one = text(encoding=encoding([2, 9, 3], summary=1))
+    other = text(encoding=encoding([4, 3], summary=0), region_of_token=np.array([1, -1]))
+    batch = pad_texts([one, other])
+    assert batch.summary.tolist() == [1, 0] and batch.summary.dtype == torch.int64
+    assert batch.region_of_token.tolist() == [[-1, -1, -1], [1, -1, -1]]
