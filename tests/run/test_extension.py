@@ -162,7 +162,7 @@ def test_a_task_about_two_images(settings, monkeypatch, tmp_path, capsys):
     [[own]] = Predictor(config, model, tokenizer).reply(
         [dataclasses.replace(sample, images=tuple(bare), from_user=True)]
     )
-    assert own.lines[0].endswith("true") and set(own.images) == {0, 1}
+    assert own.task.answer_lines(own.prediction)[0].endswith("true") and set(own.images) == {0, 1}
 
     pair = tuple(image.file for image in sample.images)
     answered = asked(run, tmp_path / "answer", pair, sample.texts[0].words)
