@@ -102,7 +102,7 @@ CAPTIONS = 5
 _TYPES = dict(
     zip(SHAPES, ("people", "clothing", "bodyparts", "animals", "vehicles", "instruments"), strict=True)
 )  # of phrases that name a shape; others are "other"
-_NUMBERS_FLICKR30K_WRITER = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_COUNTS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _SEVERAL = 4  # most objects of one phrase
 _GROUPED = (("shape",), ("colour",), ("colour", "shape"), ("texture", "shape"))
 _ATTEMPTS = 20
@@ -213,7 +213,7 @@ def _group(facts: SceneFacts, values: Values, rng: np.random.Generator) -> Drawn
     if not some:
         return None
     description, mask = some[rng.integers(len(some))]
-    words = f"{_NUMBERS[mask.bit_count()]} {noun_phrase(description, plural=True)}"
+    words = f"{_COUNTS[mask.bit_count()]} {noun_phrase(description, plural=True)}"
     return DrawnPhrase(words, _TYPES.get(description.shape, "other"), tuple(members(mask)))
 
 

@@ -379,7 +379,7 @@ def without(values: Sequence[str], value: str) -> list[str]:
 
 
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-_RELATIONS_CAPTIONING = {"near": "next to", "in front": "in front of", "behind": "behind"}
+_LINKS = {"near": "next to", "in front": "in front of", "behind": "behind"}
 _ATTEMPTS = 20
 
 
@@ -413,14 +413,14 @@ def _name_some(facts: SceneFacts, rng: np.random.Generator) -> str:
 
 
 def _relate_two(facts: SceneFacts, rng: np.random.Generator) -> str | None:
-    relation = str(rng.choice(list(_RELATIONS_CAPTIONING)))
+    relation = str(rng.choice(list(_LINKS)))
     anchor = int(rng.integers(facts.count))
     others = members(facts.holds[relation][anchor])
     if not others:
         return None
     appearances = facts.appearances[others[rng.integers(len(others))]], facts.appearances[anchor]
     first, second = (_article(_named(appearance, rng)) for appearance in appearances)
-    return f"{first} {_RELATIONS[relation]} {second}"
+    return f"{first} {_LINKS[relation]} {second}"
 
 
 def _named(appearance: Appearance, rng: np.random.Generator) -> str:
