@@ -101,9 +101,10 @@ def learned(config: RunConfig) -> dict[str, tuple[float, float]]:
             output = model(collate([data[Request(number, tuple(data.groups[number]))] for number in numbers]))
             for name, own in truths.items():
                 own.append(TRUTHS[name](output))
-                count[name] += int(output.task.details[name].sum())
-                right[name] += int(output.task.details[f"{name}_right"].sum())
-                assert len(own[-1]) == output.task.details[name].sum()
+                is_right = output.task.details[name].is_right
+                count[name] += len(is_right)
+                right[name] += int(is_right.sum())
+                assert len(own[-1]) == len(is_right)
             if "region_features" in truths:
                 errors.append(output.task.parts["region_features"] - truths["region_features"][-1])
     found = {}
@@ -303,8 +304,7 @@ def test_words_of_texts_without_images(tmp_path):
     with torch.no_grad():
         for _ in range(4):
             batch = corpus_batch(ids[:100], tokenizer.mask_token_id, generator)
-            details = model.eval()(batch).task.details
-            right += int(details["masked_text_right"].sum())
+            right += int(model.eval()(batch).task.details["masked_text"].is_right.sum())
             labels = batch.targets.parts["masked_text"].labels
             truths += labels[labels >= 0].tolist()
     share = Counter(truths).most_common(1)[0][1] / len(truths)
@@ -382,9 +382,9 @@ def share_found(config: RunConfig, change: Callable[[Batch], Batch]) -> tuple[fl
     for first in range(0, len(data.groups), 25):
         batch = collate([data[Request(number, tuple(data.groups[number]))] for number in range(first, first + 25)])
         with torch.no_grad():
-            details = model(change(batch)).task.details
-        right += int(details["attribute_labels_right"].sum())
-        count += int(details["attribute_labels"].sum())
+            is_right = model(change(batch)).task.details["attribute_labels"].is_right
+        right += int(is_right.sum())
+        count += len(is_right)
     return right / count, model, batch
 
 
