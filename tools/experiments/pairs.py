@@ -33,6 +33,7 @@ import torch
 from detector.boxes import pairwise_iou
 from detector.errors import UserError
 from detector.io import read_yaml
+from e2e_vl import parts
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.config import BoxSource, EncoderSettings, RunConfig, load_config, save_config
 from e2e_vl.data.base import VLDataset
@@ -304,7 +305,7 @@ def chance_of(config: RunConfig, split: str) -> float:
     """
     make_synthetic_data(config)
     dataset = open_split(config, split, BoxSource.GT, training=False)
-    spell = TASKS[config.task.name].cls.canonical_answer
+    spell = parts.TASKS[config.task.name].cls.canonical_answer
     usual: list[str] = []
 
     def guess(own: Callable[[SampleText], str | None]) -> str:
