@@ -26,7 +26,7 @@ from e2e_vl.metrics.names import named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.predictions import Prediction, with_target
 from e2e_vl.run.build import build_collate, build_examples, build_loader, build_text_tokenizer, warn_of_random_boxes
-from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.checkpoint import load_model, saved_settings
 from e2e_vl.run.evaluate import evaluate
 from e2e_vl.run.launch import make_accelerator, on_main
 from e2e_vl.samples import BrokenImageError, Sample, SampleImage
@@ -214,10 +214,10 @@ def predict_split(
         wanted = "one run" if task.second_run is None else f"two runs, the other one as {task.second_run_option}"
         raise UserError(f"The submission file of the task '{config.task.name}' needs {wanted}.")
     if second_run_dir is not None:
+        if saved_settings(second_run_dir).task.name != config.task.name:
+            raise UserError(f"{second_run_dir} and {run_dir} were trained for different tasks; give two runs of one.")
         same = f'train.mixed_precision="{config.train.mixed_precision}"'
         loaded.append(load_model(second_run_dir, overrides=[*overrides, *task.second_run, same]))
-        if loaded[1][0].task.name != config.task.name:
-            raise UserError(f"{second_run_dir} and {run_dir} were trained for different tasks; give two runs of one.")
     data = [build_examples(*parts, split, boxes=boxes) for parts in loaded]  # errors early
     accelerator = make_accelerator(config.train.mixed_precision, max_wait_minutes=config.train.max_wait_minutes)
     predictions = []
