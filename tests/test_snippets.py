@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,8 +39,8 @@ pytestmark = [
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_run: SimpleNamespace) -> Path:
     """A working directory with what a clone and a reader have: configs, tools and a photo."""
     monkeypatch.chdir(tmp_path)
-    for name in ("configs", "tools"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")  # no link: relative paths are looked for beside a config
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
     records = json.loads((trained_run.path / "predictions_val_gt.json").read_text("utf-8"))
     (tmp_path / "photo.jpg").write_bytes(Path(records[0]["file_name"]).read_bytes())
     return tmp_path

@@ -326,7 +326,7 @@ def chance_of(config: RunConfig, split: str) -> float:
         elif isinstance(truth, HumanAnswers):
             scores.append(answer_accuracy(guess(lambda one: _most_frequent(one, spell)), truth.answers))
         elif isinstance(truth, CorrectAnswer):
-            if text.metadata.get("isBalanced", True):  # only they are scored
+            if text.metadata.get("is_balanced", True):  # only they are scored
                 scores.append(float(guess(lambda one: spell(one.truth.answer)) == spell(truth.answer)))
         elif isinstance(text, ChoiceText):
             scores.append(1 / len(text.choices))
