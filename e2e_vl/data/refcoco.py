@@ -107,9 +107,9 @@ def read_expressions(path: str | Path, instances: CocoInstances) -> list[Express
         image_id, target = targets.get(ref.ann_id, (None, None))
         if ref.image_id != image_id:
             raise UserError(
-                f"{path}: ref {ref.ref_id} is about annotation {ref.ann_id} of image {ref.image_id}, which "
-                f"{instances.path} has not, has with an empty box or has of another image; use the instances.json that "
-                "belongs to this refs file"
+                f"{path}: ref {ref.ref_id} refers to annotation {ref.ann_id} of image {ref.image_id}, but in "
+                f"{instances.path} it is missing, has an empty box or belongs to another image; use the instances.json "
+                "of this refs file"
             )
         ids, category = (ref.ann_id, ref.image_id, ref.split), instances.class_names[target.class_index]
         expressions += [
