@@ -233,7 +233,7 @@ ENCODERS = {
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of this session, the same for all processes of it."""
+    """A folder of the test run, the same for all processes of it."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     folder.mkdir(exist_ok=True)
