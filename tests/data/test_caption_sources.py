@@ -139,7 +139,7 @@ def test_a_pattern_names_some_shards_and_names_may_be_long(tmp_path):
 
 
 def test_webdataset_reads_the_same_records(folder, tmp_path):
-    webdataset = pytest.importorskip("webdataset")
+    webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed; it reads what we write")
     source = make(folder, tmp_path)
     urls = sorted(str(path) for path in folder.glob("*.tar"))
     samples = [
