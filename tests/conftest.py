@@ -213,7 +213,6 @@ def phrase_run(trained_run: SimpleNamespace, tmp_path_factory: pytest.TempPathFa
     with torch.no_grad():
         head.tags.weight.zero_()
         head.tags.bias.copy_(torch.tensor([0.0, 0.0, 1.0]))
-        head.finds_phrases.fill_(1)
         for part in (head.query, head.key):
             part.weight.mul_(1000)
     save_model(path / "model", config, model, tokenizer)

@@ -288,8 +288,6 @@ class Trainer:
                     logged[name] = logged.get(name, 0) + total / divisor
                     logged["loss"] = logged.get("loss", 0) + weights[name] * total / divisor
                 accelerator.backward(loss)
-            if self.built.model.phrase_head is not None:
-                self.built.model.phrase_head.update_flag(dict(zip(losses, counts, strict=True)))
         limit = math.inf if settings.clip_norm is None else settings.clip_norm
         logged["grad_norm"] = accelerator.clip_grad_norm_(self.model.parameters(), limit)
         stop = torch.full((1,), float(self.stop.number or 0), device=accelerator.device)

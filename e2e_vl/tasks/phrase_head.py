@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +40,6 @@ class PhraseHead(nn.Module):
         hidden_size: E.
         size: width of queries and keys.
         layer: number of layers with words and regions after which states are read.
-
-    Attributes:
-        finds_phrases: 1 once it learned from a text whose phrases are all known, otherwise 0; saved with the weights.
     """
 
     def __init__(self, hidden_size: int, size: int, layer: int):
@@ -52,8 +48,6 @@ class PhraseHead(nn.Module):
         self.query, self.key = (nn.Linear(hidden_size, size) for _ in range(2))
         self.tags = nn.Linear(hidden_size, 3)
         init_head([self.query, self.key, self.tags], "official")
-        self.register_buffer("finds_phrases", torch.zeros(()))
-        self.register_load_state_dict_pre_hook(_add_flag)
 
     def forward(self, batch: Batch, regions: TextRegions, states: IntermediateStates) -> PhraseOutput:
         """Find the phrases of M texts where they are not stated, and point at regions.
@@ -75,17 +69,10 @@ class PhraseHead(nn.Module):
         losses = {"phrases": grounding_loss(log_attention[is_stated], is_right), TAGS: tagging_loss(tags, stated)}
         return PhraseOutput(spans, log_attention, is_right, losses)
 
-    def update_flag(self, counts: Mapping[str, Tensor]) -> None:
-        """To be called in each training step, on all processes, with the same numbers of items behind the losses.
-
-        (A flag that each process set from its own texts would be lost: the processes take over the buffers of the first
-        one before every step.)
-
-        Args:
-            counts: of each loss, over all processes; losses of others are allowed.
-        """
-        seen = (counts[TAGS] > 0).to(self.finds_phrases)
-        self.finds_phrases.copy_(torch.maximum(self.finds_phrases, seen))
+    @property
+    def finds_phrases(self) -> bool:
+        """It learned from texts whose phrases are all known: the bias of its tags, which starts at 0, has moved."""
+        return bool(self.tags.bias.any())
 
     def point(self, spans: Ragged, regions: TextRegions, states: IntermediateStates) -> Float[Tensor, "P R"]:
         """Logarithm of each phrase's attention on the regions of its text."""
@@ -99,25 +86,13 @@ class PhraseHead(nn.Module):
         return scores.masked_fill(~allowed, -torch.inf)
 
 
-def _add_flag(head: PhraseHead, tensors: MutableMapping[str, Tensor], prefix: str, *_: Any) -> None:
-    """Before a state dict is loaded: add `finds_phrases` to a head that was saved before there was such a flag.
-
-    It learned to find phrases if the bias of its tags, which starts at 0, has moved.
-    """
-    bias = tensors.get(f"{prefix}tags.bias")
-    if bias is not None:
-        tensors.setdefault(f"{prefix}finds_phrases", bias.any().float())
-
-
 def load_head(head: PhraseHead, path: str | Path) -> LoadReport:
     """Load a saved head; all of it must fit.
 
     Raises:
         FileNotFoundError, ValueError: no such file, a damaged one, or one that does not fit.
     """
-    tensors = read_tensors(path)
-    _add_flag(head, tensors, "")
-    return load_weights(head, tensors, path, layout="this project")
+    return load_weights(head, read_tensors(path), path, layout="this project")
 
 
 def candidate_regions(regions: TextRegions) -> Bool[Tensor, "M R"]:
