@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,17 +23,70 @@ from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
 from e2e_vl.tasks.phrase_head import TAGS
 
-# BertAdam, with which the official VisualBERT and LXMERT code trains.
+
+class OfficialAdam(torch.optim.AdamW, ABC):
+    """An Adam of the official code, computed by torch's AdamW with a rate, a decay and an epsilon of its own.
+
+    Every group brings its own `lr` and `weight_decay`. Each parameter counts its own updates: one without a gradient is
+    left alone, and parameters with the same count are updated together.
+    """
+
+    @abstractmethod
+    def converted(self, rate: float, decay: float, eps: float, corrections: tuple[float, float]) -> dict[str, float]:
+        """The `lr`, `weight_decay` and `eps` with which torch's AdamW makes this update.
+
+        Args:
+            corrections: `1 - beta1**t` and `1 - beta2**t` of update t, by which torch's AdamW divides m and v.
+        """
+
+    def rate_of(self, group: dict[str, Any], updates: int) -> float:
+        """The learning rate of parameters that have had this number of updates."""
+        return group["lr"]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """One update of all parameters that have a gradient."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        groups = self.param_groups
+        self.param_groups = [part for group in groups for part in self._parts(group)]
+        super().step()
+        self.param_groups = groups
+        return loss
+
+    def _parts(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The group, split by the number of updates so far, as torch's AdamW is to see it."""
+        beta1, beta2 = group["betas"]
+        by_updates = defaultdict(list)
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                by_updates[int(state["step"]) if state else 0].append(parameter)  # torch keeps the count on the CPU
+        for updates, parameters in by_updates.items():
+            corrections = 1 - beta1 ** (updates + 1), 1 - beta2 ** (updates + 1)
+            rate = self.rate_of(group, updates)
+            changed = self.converted(rate, group["weight_decay"], group["eps"], corrections)
+            yield {**group, **changed, "params": parameters}
 
 
-class BertAdam(torch.optim.Optimizer):
-    """Adam without bias correction, whose decay is a part of the scheduled update.
+class OfficialAdamW(OfficialAdam):
+    """AdamW of the old transformers, with which the official VL-BERT code trains.
 
-    `weight -= rate * (m / (sqrt(v) + eps) + weight_decay * weight)`, with m and v of the new gradient. Every parameter
-    counts its own updates: one without a gradient is left alone, and its schedule waits.
+    Against `torch.optim.AdamW`: the epsilon is added before the bias correction, `sqrt(v) + eps`, and the decay,
+    `lr * weight_decay * weight`, is taken off after the update.
+    """
+
+    def converted(self, rate: float, decay: float, eps: float, corrections: tuple[float, float]) -> dict[str, float]:
+        kept = 1 - rate * decay  # decay after the update also shrinks the update
+        return {"lr": rate * kept, "weight_decay": decay / kept, "eps": eps / math.sqrt(corrections[1])}
+
+
+class BertAdam(OfficialAdam):
+    """Adam without bias correction, whose decay is a part of the scheduled update: VisualBERT's and LXMERT's code.
+
+    `weight -= rate * (m / (sqrt(v) + eps) + weight_decay * weight)`, with m and v of the new gradient. The schedule of
+    a parameter without a gradient waits.
 
     Args:
-        groups: every group brings its own `lr` and `weight_decay`.
         clip_tensor_norm: the gradient of each parameter is cut to this norm first; None: it is left as it is.
     """
 
@@ -45,83 +99,28 @@ class BertAdam(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         clip_tensor_norm: float | None = None,
+        fused: bool | None = None,
     ):
-        super().__init__(groups, {"betas": betas, "eps": eps, "clip_tensor_norm": clip_tensor_norm})
+        super().__init__(groups, betas=betas, eps=eps, fused=fused)
+        self.clip_tensor_norm = clip_tensor_norm
+
+    def converted(self, rate: float, decay: float, eps: float, corrections: tuple[float, float]) -> dict[str, float]:
+        scale = corrections[0] / math.sqrt(corrections[1])  # undoes the bias correction
+        return {"lr": rate * scale, "weight_decay": decay / scale, "eps": eps / math.sqrt(corrections[1])}
+
+    def rate_of(self, group: dict[str, Any], updates: int) -> float:
+        return group["lr"] if self.factor is None else group["initial_lr"] * self.factor(updates)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """One update of all parameters that have a gradient."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            of_age = defaultdict(list)  # updates so far -> parameters, which have the same rate
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = 0
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-                of_age[state["step"]].append(parameter)
-                state["step"] += 1
-            for age, parameters in of_age.items():
-                rate = group["lr"] if self.factor is None else group["initial_lr"] * self.factor(age)
-                self._update(parameters, group, rate)
-        return loss
-
-    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any], rate: float) -> None:
-        beta1, beta2 = group["betas"]
-        gradients = [parameter.grad for parameter in parameters]
-        if group["clip_tensor_norm"] is not None:
-            norms = torch.stack(torch._foreach_norm(gradients))
-            factors = (group["clip_tensor_norm"] / (norms + 1e-6)).clamp(max=1.0)  # as torch's `clip_grad_norm_`
-            torch._foreach_mul_(gradients, list(factors.unbind()))
-        means = [self.state[parameter]["exp_avg"] for parameter in parameters]
-        squares = [self.state[parameter]["exp_avg_sq"] for parameter in parameters]
-        torch._foreach_mul_(means, beta1)
-        torch._foreach_add_(means, gradients, alpha=1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
-        updates = torch._foreach_sqrt(squares)
-        torch._foreach_add_(updates, group["eps"])
-        updates = torch._foreach_div(means, updates)
-        if group["weight_decay"]:
-            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
-        torch._foreach_add_(parameters, updates, alpha=-rate)
-
-
-class OfficialAdamW(torch.optim.Optimizer):
-    """AdamW of the old transformers, which the official VL-BERT code trains with.
-
-    Against `torch.optim.AdamW`: the epsilon is added before the bias correction, `sqrt(v) + eps`, and the decay,
-    `lr * weight_decay * weight`, is taken off after the update. Every group brings its own `lr` and `weight_decay`.
-    """
-
-    def __init__(self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], eps: float):
-        super().__init__(groups, {"betas": betas, "eps": eps})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """One update of all parameters that have a gradient."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = 0
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-                state["step"] += 1
-                mean, square = state["exp_avg"], state["exp_avg_sq"]
-                mean.mul_(beta1).add_(parameter.grad, alpha=1 - beta1)
-                square.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
-                correction = math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
-                parameter.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-group["lr"] * correction)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        return loss
+        if self.clip_tensor_norm is not None:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+            factors = (self.clip_tensor_norm / (norms + 1e-6)).clamp(max=1.0)  # as torch's `clip_grad_norm_`
+            for gradient, factor in zip(gradients, factors, strict=True):
+                gradient.mul_(factor)
+        return super().step(closure)
 
 
 def build_optimizer(
@@ -155,12 +154,10 @@ def build_optimizer(
         raise UserError("No parameter of detector, encoder or task is trainable.")
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=settings.momentum)
-    betas = tuple(settings.betas)
+    options = {"betas": tuple(settings.betas), "eps": settings.eps, "fused": on_cpu or None}
     if settings.optimizer == "bert_adam":
-        return BertAdam(groups, betas, settings.eps, settings.clip_tensor_norm)
-    if settings.optimizer == "adamw_official":
-        return OfficialAdamW(groups, betas=betas, eps=settings.eps)
-    return torch.optim.AdamW(groups, betas=betas, eps=settings.eps, fused=on_cpu or None)
+        return BertAdam(groups, clip_tensor_norm=settings.clip_tensor_norm, **options)
+    return (OfficialAdamW if settings.optimizer == "adamw_official" else torch.optim.AdamW)(groups, **options)
 
 
 def _split_by_decay(module: nn.Module, *, decay_bn_scales: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
