@@ -245,7 +245,7 @@ class TrainedModel(
         """Questions about the same images as one sample."""
         known = {
             "class_names": self._dataset.class_names_of(self._options),
-            "accepts_answer": self._dataset.wants_given_answer(self._options),
+            "accepts_answer": self._dataset.takes_answer(self._options),
         }
         samples = []
         for question in questions:
@@ -337,7 +337,7 @@ class TrainedModel(
             example = "# it reads saved region features, so `tools/evaluate.py` and `tools/predict.py split` run it"
         elif not task.answers_questions:
             example = 'found = model.regions("photo.jpg")'
-        elif self._dataset.wants_given_answer(self._options):
+        elif self._dataset.takes_answer(self._options):
             example = f'answer = model.ask({task.example_call}, answer="because [1] is happy")'
         return ModelCard.from_template(
             card_data=data,

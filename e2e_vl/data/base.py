@@ -23,7 +23,7 @@ Found = TypeVar("Found")
 
 
 @dataclasses.dataclass(frozen=True)
-class Wants:
+class DataNeeds:
     """What a run reads of a data set, so that nothing else has to be opened."""
 
     boxes: BoxSource = BoxSource.GT  # source of the candidate boxes
@@ -43,7 +43,7 @@ class VLDataset(abc.ABC):
     Attributes:
         known_files: keys of `data.files`.
         box_sources: the sources of candidate boxes that make sense.
-        annotation_files: keys of `data.files`, any one of which gives the annotated objects; those of `known_files`.
+        annotation_files: keys of `data.files`, any one of which gives the annotated objects; those of `file_keys`.
         id_space: whose ids the images have, such as "vg"; None: COCO's where file names are COCO's, else no
             one's. See `e2e_vl/data/overlap.py`.
         groups: text indices of each image (or pair of images).
@@ -58,7 +58,7 @@ class VLDataset(abc.ABC):
         left_out: number of texts of the split that its files have, and that are not among the texts.
     """
 
-    known_files: ClassVar[tuple[str, ...]]
+    file_keys: ClassVar[tuple[str, ...]]
     box_sources: ClassVar[tuple[BoxSource, ...]] = tuple(BoxSource)
     annotation_files: ClassVar[tuple[str, ...]] = ("instances",)
     id_space: ClassVar[str | None] = None
@@ -73,7 +73,7 @@ class VLDataset(abc.ABC):
     left_out: int = 0
 
     @abc.abstractmethod
-    def __init__(self, files: DataFiles, options: Any, split: str, wants: Wants) -> None:
+    def __init__(self, files: DataFiles, options: Any, split: str, needs: DataNeeds) -> None:
         """Read the files of a split."""
 
     @classmethod
@@ -92,7 +92,7 @@ class VLDataset(abc.ABC):
         return None
 
     @classmethod
-    def wants_given_answer(cls, options: Any) -> bool:
+    def takes_answer(cls, options: Any) -> bool:
         """Texts are about a question and an answer that is given, as reasons for an answer are."""
         return False
 
@@ -236,7 +236,7 @@ def letters_of(name: str) -> str:
 
 def open_options(dataset: type[VLDataset], settings: DataSettings) -> tuple[DataFiles, Any]:
     """The files and the options of a data set."""
-    return DataFiles(settings, dataset.known_files), settings.config
+    return DataFiles(settings, dataset.file_keys), settings.config
 
 
 def split_names(split: str) -> list[str]:

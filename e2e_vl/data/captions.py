@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 from detector.errors import MissingFileError, UserError, user_path
 from detector.io import decode_json, read_json
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, VLDataset, Wants, coco_image_set, split_names
+from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset, coco_image_set, split_names
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import CLASS_NAMES, CaptionOptions
 from e2e_vl.data.tables import Archives, SerializedList, TextGroups, TextLines, cached_array, read_range
@@ -313,21 +313,21 @@ class ShardCaptions(CaptionSource):
 class CaptionDataset(VLDataset):
     """Captions of one split, grouped by image; the top of this file says which files there are."""
 
-    known_files = ("images", "captions", "shards", "instances", "metadata", "corpus", "detections", "features")
+    file_keys = ("images", "captions", "shards", "instances", "metadata", "corpus", "detections", "features")
     annotation_files = ("instances", "metadata")
     box_sources = BoxSource.for_evaluation()
 
-    def __init__(self, files: DataFiles, options: CaptionOptions, split: str, wants: Wants) -> None:
-        self.source = _source(files, options, split, wants.boxes)
+    def __init__(self, files: DataFiles, options: CaptionOptions, split: str, needs: DataNeeds) -> None:
+        self.source = _source(files, options, split, needs.boxes)
         self.groups = self.source.groups
-        self.corpus = _corpus(files, options, split) if wants.training else None
+        self.corpus = _corpus(files, options, split) if needs.training else None
         self.image_index = (0,) if options.use_images else ()
         # VL-BERT's files of captions have the boxes, so that no other one is read
         self.parts = [] if options.source == "json_lines" else _parts(options, split)
         self.min_object_score = options.min_object_score
         self.instances: CocoInstances | None = None
         self.metadata: Path | None = None
-        if not wants.annotations:
+        if not needs.annotations:
             return
         if options.source != "coco":
             raise UserError("annotated objects need data.config.source=coco and data.files.instances (or metadata).")

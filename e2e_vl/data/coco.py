@@ -17,7 +17,7 @@ from msgspec import Meta, field
 from detector.errors import UserError, user_path
 from detector.io import read_json
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, VLDataset, Wants
+from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset
 from e2e_vl.data.config import NoOptions
 from e2e_vl.data.tables import RowIndex, SerializedList, require_unique
 from e2e_vl.io import FourNumbers, Id, Name, Record, Side, Words
@@ -184,13 +184,13 @@ class CocoDetectionDataset(VLDataset):
     In training, `data.keep_empty_images: false` leaves out the images that have no object, or only crowds.
     """
 
-    known_files = ("images", "instances")
+    file_keys = ("images", "instances")
     box_sources = (BoxSource.ONLINE,)  # it is about the boxes that the detector finds
 
-    def __init__(self, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> None:
+    def __init__(self, files: DataFiles, options: NoOptions, split: str, needs: DataNeeds) -> None:
         self.instances = CocoInstances(files.path("instances", split=split))
         self.folder = files.path("images", split=split)
-        keeps_all = files.settings.keep_empty_images or not wants.training
+        keeps_all = files.settings.keep_empty_images or not needs.training
         images = enumerate(self.instances.images)
         self.groups = [[row] for row, image in images if keeps_all or not all(one.is_crowd for one in image.objects)]
         if not self.groups:

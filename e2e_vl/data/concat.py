@@ -19,7 +19,7 @@ import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, VLDataset, Wants, check_boxes_source, letters_of, open_options
+from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset, check_boxes_source, letters_of, open_options
 from e2e_vl.data.config import JoinedOptions, PartSettings
 from e2e_vl.data.image_loader import BoxReader, open_boxes_of
 from e2e_vl.io import read_text
@@ -74,19 +74,19 @@ class JoinedDataset(VLDataset):
     not learn from objects, parts without classes may stand beside parts with classes; their objects get the class -1.
     """
 
-    known_files = ("images", "instances", "detections", "features")  # that all parts share
+    file_keys = ("images", "instances", "detections", "features")  # that all parts share
     box_sources = BoxSource.for_evaluation()
     annotation_files = ()  # each part has its own
     parts = ()  # boxes come with the samples
     mixes_objects = True
 
-    def __init__(self, files: DataFiles, options: JoinedOptions, split: str, wants: Wants) -> None:
+    def __init__(self, files: DataFiles, options: JoinedOptions, split: str, needs: DataNeeds) -> None:
         self.members: list[JoinedPart] = []
         for name, part, own_files, own_options in self._parts_of(files, options, split):
             kind, own_split = DATASETS[part.name].cls, part.splits[split]
-            check_boxes_source(kind, name, wants.boxes)
-            dataset = kind(own_files, own_options, own_split, wants)
-            boxes = open_boxes_of(dataset, own_files.settings, wants.boxes)
+            check_boxes_source(kind, name, needs.boxes)
+            dataset = kind(own_files, own_options, own_split, needs)
+            boxes = open_boxes_of(dataset, own_files.settings, needs.boxes)
             kept = _kept_texts(name, part, dataset, files.root)
             member = JoinedPart(part.images or f"of {name}", dataset, boxes, kept)
             if boxes is not None:
@@ -103,7 +103,7 @@ class JoinedDataset(VLDataset):
             self._group_of[np.asarray(texts)] = number
         self._same_image = self._find_same_images()
         names = {tuple(map(letters_of, member.dataset.class_names or ())) for member in self.members}
-        if len(names if wants.objects else names - {()}) > 1:
+        if len(names if needs.objects else names - {()}) > 1:
             raise UserError(
                 "the joined data sets have annotated objects of different classes, or some have none; use boxes of a "
                 "file or of the detector, and set detector.loss_weight to 0"
@@ -128,7 +128,7 @@ class JoinedDataset(VLDataset):
             raise UserError(f"no part of data.config.parts has the split {split}; name it in its `splits`")
         for name, part in chosen.items():
             kind = DATASETS[part.name].cls
-            shared = {key: file for key, file in files.settings.files.items() if key in kind.known_files}
+            shared = {key: file for key, file in files.settings.files.items() if key in kind.file_keys}
             settings = msgspec.structs.replace(
                 files.settings, name=part.name, files={**shared, **part.files}, config=part.config
             )
@@ -149,8 +149,8 @@ class JoinedDataset(VLDataset):
         return next((names for kind, own in cls._kinds_of(options) if (names := kind.class_names_of(own))), None)
 
     @classmethod
-    def wants_given_answer(cls, options: JoinedOptions) -> bool:
-        return any(kind.wants_given_answer(own) for kind, own in cls._kinds_of(options))
+    def takes_answer(cls, options: JoinedOptions) -> bool:
+        return any(kind.takes_answer(own) for kind, own in cls._kinds_of(options))
 
     @classmethod
     def narrowed(cls, sample: Sample, options: JoinedOptions) -> Sample:

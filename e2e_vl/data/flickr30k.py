@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from detector.errors import MissingFileError, UserError
-from e2e_vl.data.base import DataFiles, VLDataset, Wants, split_names
+from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset, split_names
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import Flickr30KOptions
 from e2e_vl.data.tables import SerializedDict, SerializedList, TextGroups, require_unique
@@ -130,7 +130,7 @@ class Caption(Record, array_like=True):
 class Flickr30KDataset(VLDataset):
     """Captions of one split, or of several joined by "+"; those of an image stand one after the other."""
 
-    known_files = (
+    file_keys = (
         *("images", "ids", "sentences", "annotations"),
         *("instances", "detections", "features"),
     )
@@ -138,12 +138,12 @@ class Flickr30KDataset(VLDataset):
     id_space = "flickr"
     has_phrases = True
 
-    def __init__(self, files: DataFiles, options: Flickr30KOptions, split: str, wants: Wants) -> None:
+    def __init__(self, files: DataFiles, options: Flickr30KOptions, split: str, needs: DataNeeds) -> None:
         self.settings = options
         self.parts = [{"split": name} for name in split_names(split)]
         self.folder = files.path("images")
         self.annotations_folder = files.path("annotations")
-        if wants.objects and "instances" not in files:
+        if needs.objects and "instances" not in files:
             raise UserError(
                 "The annotated boxes have no classes of a detector; give an instances file as data.files.instances, or "
                 "set detector.loss_weight to 0."
@@ -161,7 +161,7 @@ class Flickr30KDataset(VLDataset):
         self.captions = SerializedList(boxed, Caption)
         self.groups = TextGroups.of_images(caption.image_id for caption in boxed)
         self.instances = None
-        if wants.annotations and "instances" in files:
+        if needs.annotations and "instances" in files:
             self.instances = CocoInstances(files.path("instances", split=split))
             self.instances.require(self.image_ids())
             self.class_names = self.instances.class_names

@@ -24,7 +24,7 @@ import numpy as np
 from msgspec import Meta, field
 
 from detector.errors import MissingFileError, UserError, user_path
-from e2e_vl.data.base import DataFiles, RecordDataset, Wants, split_names
+from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, split_names
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import GQAOptions
 from e2e_vl.data.tables import SerializedDict, SerializedList, stream_dict
@@ -205,14 +205,14 @@ class GQADataset(RecordDataset):
         instances: annotated objects of all images, in place of the scene graphs.
     """
 
-    known_files = (
+    file_keys = (
         *("images", "questions", "choices", "answers", "scene_graphs"),
         *("instances", "detections", "features"),
     )
     annotation_files = ("instances", "scene_graphs")
     id_space = "vg"
 
-    def __init__(self, files: DataFiles, options: GQAOptions, split: str, wants: Wants) -> None:
+    def __init__(self, files: DataFiles, options: GQAOptions, split: str, needs: DataNeeds) -> None:
         self.settings = options
         self.folder = files.path("images")
         self.parts = [{"split": name, "part": name.partition("_")[0]} for name in split_names(split)]
@@ -221,24 +221,24 @@ class GQADataset(RecordDataset):
             raise UserError(f"{files.path('questions', **self.parts[0])}: there is no question in it")
         self.set_texts(questions, f"the splits {split}: question")
         self.instances = self.scene_graphs = self.choices = self.grounds = None
-        if wants.annotations and "instances" in files:
+        if needs.annotations and "instances" in files:
             paths = {files.path("instances", **values) for values in self.parts}
             if len(paths) > 1:
                 raise UserError("data.files.instances must be one file for splits that are joined.")
             self.instances = CocoInstances(paths.pop())
             self.instances.require(self.image_ids())
             self.class_names = self.instances.class_names
-        elif wants.objects:
+        elif needs.objects:
             raise UserError(
                 "The names in scene graphs are no classes of a detector; give an instances file as "
                 "data.files.instances, or set detector.loss_weight to 0."
             )
-        elif wants.annotations:
+        elif needs.annotations:
             self.scene_graphs = read_scene_graphs(files.path("scene_graphs", **values) for values in self.parts)
             self.scene_graphs.require(self.image_ids())
-        if "choices" in files and not wants.training:
+        if "choices" in files and not needs.training:
             self.choices = self._for_scores(files, "choices", read_choices, "validity and plausibility are")
-        if options.grounding and not wants.training:
+        if options.grounding and not needs.training:
             graphs = self.scene_graphs
             self.grounds = graphs or self._for_scores(files, "scene_graphs", read_scene_graphs, "grounding is")
 

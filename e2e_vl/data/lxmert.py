@@ -20,7 +20,7 @@ from msgspec import field
 
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, RecordDataset, Wants, split_names
+from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, split_names
 from e2e_vl.data.config import ImageSets, SentenceOptions
 from e2e_vl.data.features import open_features
 from e2e_vl.data.overlap import known_by_number
@@ -138,7 +138,7 @@ class LXMERTDataset(RecordDataset):
     needs_labels: ClassVar[bool] = True
     box_sources = (BoxSource.ONLINE, BoxSource.DETECTIONS, BoxSource.PRECOMPUTED)
 
-    def __init__(self, files: DataFiles, options: ImageSets, split: str, wants: Wants) -> None:
+    def __init__(self, files: DataFiles, options: ImageSets, split: str, needs: DataNeeds) -> None:
         self.settings = options
         self.parts = [options.values(name) for name in split_names(split)]
         self.folders: list[Path] = []
@@ -146,11 +146,11 @@ class LXMERTDataset(RecordDataset):
         self._ends: list[int] = []
         for values in self.parts:
             own = self.read(path := files.path(self.key, **values), options)
-            if wants.training and self.needs_labels and own[0].truth is None:
+            if needs.training and self.needs_labels and own[0].truth is None:
                 raise UserError(f"{path}: has no labels to learn from; train on another split")
-            texts += _kept(own, options, files, values, wants)
+            texts += _kept(own, options, files, values, needs)
             self._ends.append(len(texts))
-            if wants.boxes is not BoxSource.PRECOMPUTED:
+            if needs.boxes is not BoxSource.PRECOMPUTED:
                 self.folders.append(files.path("images", **values))
         self.set_texts(texts, f"the splits {split}: text")
 
@@ -177,7 +177,7 @@ class LXMERTDataset(RecordDataset):
 class ImageSentenceDataset(LXMERTDataset):
     """Sentences of several sources about images, for pre-training."""
 
-    known_files = ("images", "sentences", "detections", "features")
+    file_keys = ("images", "sentences", "detections", "features")
     key = "sentences"
     record = SourcedSentence
     needs_labels = False
@@ -206,7 +206,7 @@ class ImageSentenceDataset(LXMERTDataset):
 class ScoredQuestionDataset(LXMERTDataset):
     """Questions whose answers have scores: the files of VQA and GQA."""
 
-    known_files = ("images", "questions", "answers", "detections", "features")
+    file_keys = ("images", "questions", "answers", "detections", "features")
     key = "questions"
     record = ScoredQuestion
 
@@ -226,15 +226,17 @@ class ScoredQuestionDataset(LXMERTDataset):
 class ListedPairDataset(LXMERTDataset):
     """Sentences about pairs of images that are named one by one: the files of NLVR2."""
 
-    known_files = ("images", "examples", "detections", "features")
+    file_keys = ("images", "examples", "detections", "features")
     key = "examples"
     record = ListedPair
 
 
-def _kept(texts: list[Any], options: ImageSets, files: DataFiles, values: dict[str, str], wants: Wants) -> list[Any]:
+def _kept(
+    texts: list[Any], options: ImageSets, files: DataFiles, values: dict[str, str], needs: DataNeeds
+) -> list[Any]:
     """The texts of a split that `leave_out_unseen` and `first_rows` leave."""
     split, rows = values["split"], options.first_rows.get(values["split"])
-    reads_file = wants.boxes in (BoxSource.PRECOMPUTED, BoxSource.DETECTIONS)
+    reads_file = needs.boxes in (BoxSource.PRECOMPUTED, BoxSource.DETECTIONS)
     if rows is not None and not reads_file:
         raise UserError(
             f"data.config.first_rows.{split} counts rows of a file of boxes, but boxes are '{wants.boxes}'; take boxes "
@@ -242,7 +244,7 @@ def _kept(texts: list[Any], options: ImageSets, files: DataFiles, values: dict[s
         )
     if not reads_file or (rows is None and not options.leave_out_unseen):
         return texts
-    store = open_features(files.path(wants.boxes.needs[-1], **values))
+    store = open_features(files.path(needs.boxes.needs[-1], **values))
     kept = texts
     if options.leave_out_unseen:
         kept = [text for text in texts if all(image in store for image in text.image_names)]

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from detector.errors import UserError
-from e2e_vl.data.base import DataFiles, RecordDataset, Wants, split_names
+from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, split_names
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import NLVR2Options
 from e2e_vl.data.tables import stream_lines
@@ -78,10 +78,10 @@ class NLVR2Dataset(RecordDataset):
         objects: the annotated objects, by the name of the image; None: they are not needed.
     """
 
-    known_files = ("images", "examples", "instances", "detections", "features")
+    file_keys = ("images", "examples", "instances", "detections", "features")
     id_space = "nlvr2"
 
-    def __init__(self, files: DataFiles, options: NLVR2Options, split: str, wants: Wants) -> None:
+    def __init__(self, files: DataFiles, options: NLVR2Options, split: str, needs: DataNeeds) -> None:
         self.settings = options
         self.folders: dict[str, Path] = {}
         self.parts: list[dict[str, str]] = []
@@ -91,21 +91,21 @@ class NLVR2Dataset(RecordDataset):
             own = read_examples(files.path("examples", split=name))
             values = {"split": name, "images": own[0].identifier.partition("-")[0]}
             self.folders[values["images"]] = files.path("images", **values)
-            if wants.annotations:
+            if needs.annotations:
                 instances = CocoInstances(files.path("instances", **values))
                 objects |= {PurePosixPath(one.file_name).stem: (instances, one.id) for one in instances.images}
                 self.class_names = instances.class_names
             examples += own
             self.parts.append(values)
         labelled = {example.label is not None for example in examples}
-        if len(labelled) > 1 or (wants.training and labelled == {False}):
+        if len(labelled) > 1 or (needs.training and labelled == {False}):
             raise UserError(
                 f"{files.path('examples')}: the split {split} has no labels, at least in part; train on another split, "
                 "and join splits of one kind"
             )
         self.set_texts(examples, f"the splits {split}: example")
-        self.objects = objects if wants.annotations else None
-        missing = next((name for name in self.image_ids() if wants.annotations and name not in objects), None)
+        self.objects = objects if needs.annotations else None
+        missing = next((name for name in self.image_ids() if needs.annotations and name not in objects), None)
         if missing is not None:
             raise UserError(f"{instances.path}: no image has the file name {missing}; use the instances of these pairs")
 

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from detector.errors import MissingFileError, UserError, user_path
 from detector.io import read_json, read_pickle
-from e2e_vl.data.base import DataFiles, RecordDataset, Wants
+from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import NoOptions
 from e2e_vl.data.flickr30k import AnnotatedImage, EntitySentence, read_annotation, read_sentences
@@ -146,17 +146,17 @@ class RefCOCODataset(RecordDataset):
         phrases: of all expressions; None: each expression is one phrase.
     """
 
-    known_files = ("images", "instances", "refs", "phrases", "phrase_boxes", "detections", "features")
+    file_keys = ("images", "instances", "refs", "phrases", "phrase_boxes", "detections", "features")
     has_phrases = True
 
-    def __init__(self, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> None:
+    def __init__(self, files: DataFiles, options: NoOptions, split: str, needs: DataNeeds) -> None:
         self.folder = files.path("images")
         self.instances = CocoInstances(files.path("instances"))
         every = read_expressions(path := files.path("refs"), self.instances)
         require_split(path, split, every)
         self.set_texts([one for one in every if split_contains(split, one.split)], f"{path}: sentence")
         self.phrases = None
-        if "phrases" in files and wants.phrases:
+        if "phrases" in files and needs.phrases:
             self.phrases = NounPhrases(files.path("phrases"), files.path("phrase_boxes"))
         self.parts = [{"split": split}]
         self.class_names = self.instances.class_names

@@ -18,7 +18,7 @@ from msgspec import Meta
 from detector.errors import UserError
 from detector.io import read_json
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, VLDataset, Wants
+from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset
 from e2e_vl.data.config import CLASS_NAMES, VCROptions
 from e2e_vl.data.tables import SerializedList, TextGroups, stream_lines
 from e2e_vl.io import Count, Name, Pixel, Record, Side
@@ -162,11 +162,11 @@ class VCRDataset(VLDataset):
         has_labels: the questions have both labels.
     """
 
-    known_files = ("images", "questions")
+    file_keys = ("images", "questions")
     id_space = "vcr"
     box_sources = (BoxSource.GT,)  # the sentences name the boxes that are given
 
-    def __init__(self, files: DataFiles, options: VCROptions, split: str, wants: Wants) -> None:
+    def __init__(self, files: DataFiles, options: VCROptions, split: str, needs: DataNeeds) -> None:
         self.folder = files.path("images", split=split)
         self.path = files.path("questions", split=split)
         self.questions = read_questions(self.path)
@@ -176,10 +176,10 @@ class VCRDataset(VLDataset):
         self.has_phrases = options.names_are_phrases
         self.parts = [{}]
         self._needs_right_answer = options.question != "answer" and options.condition_on == "right"
-        if wants.training and options.condition_on == "each":
+        if needs.training and options.condition_on == "each":
             raise UserError("data.config.condition_on=each makes prediction files; train with condition_on=right.")
-        if not self.has_labels and (wants.training or self._needs_right_answer):
-            remedy = "train on another split" if wants.training else "set data.config.condition_on=each"
+        if not self.has_labels and (needs.training or self._needs_right_answer):
+            remedy = "train on another split" if needs.training else "set data.config.condition_on=each"
             raise UserError(f"{self.path}: the questions have no labels, as in the test split; {remedy}.")
         self._class_of = {name: number for number, name in enumerate(self.class_names)}
         unknown = {name for question in self.questions for name in question.objects} - self._class_of.keys()
@@ -214,7 +214,7 @@ class VCRDataset(VLDataset):
         return options.class_names
 
     @classmethod
-    def wants_given_answer(cls, options: VCROptions) -> bool:
+    def takes_answer(cls, options: VCROptions) -> bool:
         return options.question == "rationale"
 
     @classmethod

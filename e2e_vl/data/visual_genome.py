@@ -25,7 +25,7 @@ import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, RecordDataset, Wants
+from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset
 from e2e_vl.data.config import GenomeOptions
 from e2e_vl.data.overlap import COCO, VISUAL_GENOME
 from e2e_vl.data.tables import SerializedDict, SerializedList, require_unique, stream_list
@@ -220,14 +220,14 @@ class VisualGenomeDataset(RecordDataset):
         graphs: what the words of descriptions name; None: nobody asks for it, or there are no region graphs.
     """
 
-    known_files = ("images", "image_data", "regions", "region_graphs", "questions", "detections", "features")
+    file_keys = ("images", "image_data", "regions", "region_graphs", "questions", "detections", "features")
     box_sources = (BoxSource.ONLINE, BoxSource.DETECTIONS, BoxSource.PRECOMPUTED)
     id_space = VISUAL_GENOME
     is_pool = True
 
-    def __init__(self, files: DataFiles, options: GenomeOptions, split: str, wants: Wants) -> None:
+    def __init__(self, files: DataFiles, options: GenomeOptions, split: str, needs: DataNeeds) -> None:
         self.settings = options
-        self.folder = Path() if wants.boxes is BoxSource.PRECOMPUTED else files.path("images", split=split)
+        self.folder = Path() if needs.boxes is BoxSource.PRECOMPUTED else files.path("images", split=split)
         self.parts = [{"split": split}]
         images = read_genome_images(image_data := files.path("image_data", split=split))
         of_coco = {"all": (True, False), "without": (False,), "only": (True,)}[options.coco]
@@ -247,7 +247,7 @@ class VisualGenomeDataset(RecordDataset):
         self.set_texts(kept_texts, f"{path}: text")
         self.images: Mapping[int, GenomeImage] = SerializedDict(images.items(), GenomeImage, str(image_data))
         self.has_truths = options.texts == "questions"
-        self.has_phrases = wants.phrases and options.texts == "regions"
+        self.has_phrases = needs.phrases and options.texts == "regions"
         self.graphs = None
         if self.has_phrases and "region_graphs" in files:
             self.graphs = read_region_graphs(graphs := files.path("region_graphs", split=split))

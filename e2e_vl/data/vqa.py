@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from detector.errors import UserError
 from detector.io import read_json
-from e2e_vl.data.base import DataFiles, RecordDataset, Wants, coco_image_set, split_names
+from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, coco_image_set, split_names
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import VQAOptions
 from e2e_vl.data.tables import require_unique, stream_list
@@ -124,9 +124,9 @@ class VQADataset(RecordDataset):
         folders, instances: of each split.
     """
 
-    known_files = ("images", "questions", "annotations", "answers", "instances", "detections", "features")
+    file_keys = ("images", "questions", "annotations", "answers", "instances", "detections", "features")
 
-    def __init__(self, files: DataFiles, options: VQAOptions, split: str, wants: Wants) -> None:
+    def __init__(self, files: DataFiles, options: VQAOptions, split: str, needs: DataNeeds) -> None:
         self.settings = options
         self.parts: list[dict[str, str]] = []
         self.starts: list[int] = []
@@ -134,9 +134,9 @@ class VQADataset(RecordDataset):
         self.instances: list[CocoInstances] = []
         questions: list[VQAQuestion] = []
         for name in split_names(split):
-            own = _read_split(files, name, annotated=wants.training)
+            own = _read_split(files, name, annotated=needs.training)
             values = {"split": name, "images": own[0].image_set}
-            if wants.annotations and "instances" in files:
+            if needs.annotations and "instances" in files:
                 self.instances.append(CocoInstances(files.path("instances", **values)))
                 self.instances[-1].require(question.image_id for question in own)
                 self.class_names = self.instances[-1].class_names

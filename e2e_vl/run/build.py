@@ -22,7 +22,7 @@ from detector.io import read_json
 from detector.structures import Detector
 from e2e_vl.config import BoxSource, DetectorSettings, ResizeSettings, RunConfig, read_detector_config
 from e2e_vl.data.answer_lists import ANSWERS_FILE, read_answers, write_answers
-from e2e_vl.data.base import VLDataset, Wants, check_boxes_source, open_options
+from e2e_vl.data.base import DataNeeds, VLDataset, check_boxes_source, open_options
 from e2e_vl.data.batching import ExampleDataset, collate
 from e2e_vl.data.image_loader import ImageLoader, ImageRules, open_boxes_of
 from e2e_vl.encoders.base import Encoder
@@ -359,14 +359,14 @@ def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: boo
     kind = DATASETS[config.data.name].cls
     check_boxes_source(kind, config.data.name, boxes)
     objects = training and config.detector.loss_weight > 0
-    wants = Wants(boxes, objects=objects, training=training, phrases=config.phrases.weight > 0)
+    needs = DataNeeds(boxes, objects=objects, training=training, phrases=config.phrases.weight > 0)
     files, options = open_options(kind, config.data)
-    sources = [key for key in kind.annotation_files if key in kind.known_files]
-    if wants.annotations and sources and not any(key in files for key in sources):
-        wanted = "the targets of the detection losses" if wants.objects else f"boxes '{boxes}'"
+    sources = [key for key in kind.annotation_files if key in kind.file_keys]
+    if needs.annotations and sources and not any(key in files for key in sources):
+        wanted = "the targets of the detection losses" if needs.objects else f"boxes '{boxes}'"
         keys = " or ".join(f"data.files.{key}" for key in sources)
         raise UserError(f"{wanted} come from annotated objects; give an instances file as {keys}.")
-    return kind(files, options, split, wants)
+    return kind(files, options, split, needs)
 
 
 def build_text_tokenizer(

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from detector.errors import UserError
 from detector.images import ResizeRule
 from e2e_vl.config import BoxSource, DataSettings
-from e2e_vl.data.base import VLDataset, Wants, open_options
+from e2e_vl.data.base import DataNeeds, VLDataset, open_options
 from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.data.image_loader import BoxReader, ImageLoader, ImageRules
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, TextExample
@@ -79,7 +79,7 @@ def open_dataset(
 ) -> VLDataset:
     """A data set as a run opens it."""
     files, options = open_options(kind, settings)
-    return kind(files, options, split, Wants(BoxSource(boxes), objects, training, phrases))
+    return kind(files, options, split, DataNeeds(BoxSource(boxes), objects, training, phrases))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.config import BoxSource, DataSettings
-from e2e_vl.data.base import DataFiles, VLDataset, Wants, check_boxes_source
+from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset, check_boxes_source
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco import CocoDetectionDataset
 from e2e_vl.data.refcoco import RefCOCODataset
@@ -36,17 +36,17 @@ def test_files_that_are_unknown_or_not_set():
 
 
 @pytest.mark.parametrize(
-    ("wants", "annotations"),
+    ("needs", "annotations"),
     [
-        (Wants(BoxSource.GT), True),
-        (Wants(BoxSource.DETECTIONS_GT), True),
-        (Wants(BoxSource.ONLINE), False),
-        (Wants(BoxSource.ONLINE, objects=True), True),
-        (Wants(BoxSource.PRECOMPUTED, training=True), False),
+        (DataNeeds(BoxSource.GT), True),
+        (DataNeeds(BoxSource.DETECTIONS_GT), True),
+        (DataNeeds(BoxSource.ONLINE), False),
+        (DataNeeds(BoxSource.ONLINE, objects=True), True),
+        (DataNeeds(BoxSource.PRECOMPUTED, training=True), False),
     ],
 )
-def test_when_annotations_are_read(wants, annotations):
-    assert wants.annotations is annotations
+def test_when_annotations_are_read(needs, annotations):
+    assert needs.annotations is annotations
 
 
 def test_sources_of_boxes_that_make_sense():

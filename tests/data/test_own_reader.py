@@ -33,7 +33,7 @@ BOX = np.array([[1, 2, 9, 8]], dtype=np.float32)
 class Album(VLDataset):
     """Photos with names as ids; each text compares a photo with the next one."""
 
-    known_files = ("images", "instances", "refs", "detections")
+    file_keys = ("images", "instances", "refs", "detections")
     ids = ("holiday/one red", "holiday/zwei", "x")
 
     def __init__(self, folder: Path, *, pairs: bool = False) -> None:
@@ -138,7 +138,7 @@ def test_of_a_pair_each_broken_image_counts(album, tiny):
 
 
 class OpenedAlbum(Album):
-    def __init__(self, files, options, split, wants) -> None:
+    def __init__(self, files, options, split, needs) -> None:
         super().__init__(files.path("images"))
 
 

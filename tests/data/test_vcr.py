@@ -225,8 +225,8 @@ def test_what_is_known_without_opening_a_split(tiny):
     assert len(texts) == 3 * 9
     assert texts[:3] == ["Why is person chair there ?", "No person .", "Yes ."]
     assert VCRDataset.class_names_of(options[1]) == CLASS_NAMES
-    assert not VCRDataset.wants_given_answer(options[1])
-    assert VCRDataset.wants_given_answer(VCROptions(question="rationale"))
+    assert not VCRDataset.takes_answer(options[1])
+    assert VCRDataset.takes_answer(VCROptions(question="rationale"))
 
 
 @pytest.mark.parametrize(("which", "kept"), [("all", None), ("mentioned", (2, 1)), ("r2c", (1, 2))])

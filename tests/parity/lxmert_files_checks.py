@@ -13,7 +13,7 @@ import torch
 
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.answer_lists import read_answers
-from e2e_vl.data.base import VLDataset, Wants, open_options
+from e2e_vl.data.base import DataNeeds, VLDataset, open_options
 from e2e_vl.data.features import TsvStore
 from e2e_vl.data.image_loader import StoredBoxes
 from e2e_vl.data.lxmert import ImageSentenceDataset, ListedPairDataset, ScoredQuestionDataset
@@ -64,7 +64,7 @@ def opened(golden, kind: type[VLDataset], files: dict[str, str], sets: dict[str,
     options = {"image_sets": sets, "leave_out_unseen": True}
     name = next(name for name, part in DATASETS.items() if part.cls is kind)
     settings = DataSettings(name=name, root=str(golden.folder / "data"), files=files, config=options)
-    return kind(*open_options(kind, settings), split, Wants(BoxSource.PRECOMPUTED))
+    return kind(*open_options(kind, settings), split, DataNeeds(BoxSource.PRECOMPUTED))
 
 
 def test_items_of_pretraining(golden, rules):

@@ -18,7 +18,7 @@ from detector.images import ResizeRule
 from detector.r2c import NetworkSizes, R2CNetwork
 from detector.structures import ImageBatch
 from e2e_vl.config import DataSettings, RunConfig, load_config
-from e2e_vl.data.base import DataFiles, Wants
+from e2e_vl.data.base import DataFiles, DataNeeds
 from e2e_vl.data.config import VCROptions
 from e2e_vl.data.image_loader import instance_mask
 from e2e_vl.data.vcr import VCRDataset, relevant_objects
@@ -100,7 +100,7 @@ def test_boxes_of_a_question(data_rules, tmp_path, kind, objects):
     options = VCROptions(question=kind, objects=objects, class_names=names)
     files = {"images": ".", "questions": "val.jsonl"}
     settings = DataSettings(name="vcr", root=str(tmp_path), files=files)
-    dataset = VCRDataset(DataFiles(settings, VCRDataset.known_files), options, "val", Wants())
+    dataset = VCRDataset(DataFiles(settings, VCRDataset.file_keys), options, "val", DataNeeds())
     [group] = dataset.groups
     corners = [[0, 0, 9, 9, 0.9]] * len(item["objects"])
     (tmp_path / "a.json").write_text(

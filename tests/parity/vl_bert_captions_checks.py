@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from detector.images import ResizeRule
 from detector.pixel_masking import mask_rectangles
 from e2e_vl.config import BoxSource, DataSettings
-from e2e_vl.data.base import DataFiles, Wants
+from e2e_vl.data.base import DataFiles, DataNeeds
 from e2e_vl.data.batching import ExampleDataset, Request, collate
 from e2e_vl.data.captions import CaptionDataset, VLBertCaptions
 from e2e_vl.data.config import CaptionOptions
@@ -78,7 +78,7 @@ def test_captions_image_boxes_classes_and_words_are_those_of_the_official_code(f
     files = {"detections": source.lines.path.name}
     settings = DataSettings(name="captions", root=str(source.lines.path.parent), files=files)
     options = CaptionOptions(source="json_lines")
-    captions = CaptionDataset(DataFiles(settings, tuple(files)), options, "val", Wants(BoxSource.DETECTIONS))
+    captions = CaptionDataset(DataFiles(settings, tuple(files)), options, "val", DataNeeds(BoxSource.DETECTIONS))
     text_tokenizer = TextTokenizer(load_tokenizer(source.lines.path.parent / "vocab.txt"), VLBertModel.layout)
     preprocessor = PretrainingPreprocessor(text_tokenizer, {"masked_words": WordMasking(text_tokenizer)})
     for number, case in enumerate(facts["cases"]):

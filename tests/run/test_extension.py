@@ -18,7 +18,7 @@ import torch
 from e2e_vl import parts
 from e2e_vl.cli import predict as tool
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.base import Wants, open_options
+from e2e_vl.data.base import DataNeeds, open_options
 from e2e_vl.data.batching import Request
 from e2e_vl.data.config import NoOptions
 from e2e_vl.data.features import RegionFeatures, save_npz
@@ -278,7 +278,7 @@ def test_names_as_ids_in_a_file_of_features(settings, monkeypatch):
     width = build.build_detector(config).feature_dim
     for split in ("train", "val"):
         files, options = open_options(named_scenes.NamedSceneDataset, config.data)
-        data = named_scenes.NamedSceneDataset(files, options, split, Wants())
+        data = named_scenes.NamedSceneDataset(files, options, split, DataNeeds())
         for index, name in enumerate(data.names):
             [image] = data.sample([index]).images
             boxes = image.objects.boxes.astype(np.float32)

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from e2e_vl.config import BoxSource, DataSettings
-from e2e_vl.data.base import DataFiles, Wants
+from e2e_vl.data.base import DataFiles, DataNeeds
 from e2e_vl.data.config import GenomeOptions
 from e2e_vl.data.visual_genome import VisualGenomeDataset
 from e2e_vl.synthetic import make_scenes
@@ -36,8 +36,8 @@ def read(folder: Path, name: str) -> list[dict]:
 def opened(folder: Path, *left_out: str, phrases: bool = True) -> VisualGenomeDataset:
     files = {key: name for key, name in FILES.items() if key not in left_out}
     settings = DataSettings(name="visual_genome", root=str(folder), files=files)
-    wants = Wants(BoxSource.ONLINE, phrases=phrases)
-    return VisualGenomeDataset(DataFiles(settings, VisualGenomeDataset.known_files), GenomeOptions(), "train", wants)
+    needs = DataNeeds(BoxSource.ONLINE, phrases=phrases)
+    return VisualGenomeDataset(DataFiles(settings, VisualGenomeDataset.file_keys), GenomeOptions(), "train", needs)
 
 
 def test_nouns_stand_where_the_graphs_say(folder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from e2e_vl.data.base import DataFiles, Wants
+from e2e_vl.data.base import DataFiles, DataNeeds
 from e2e_vl.data.config import NoOptions
 from e2e_vl.samples import CorrectChoice, Sample, SampleText
 from tests.run.extensions.scenes import SceneDataset
@@ -15,8 +15,8 @@ SHAPES = ("circle", "star")  # two statements about each pair
 class PairDataset(SceneDataset):
     """Each image of an instances file with the next one."""
 
-    def __init__(self, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> None:
-        super().__init__(files, options, split, wants)
+    def __init__(self, files: DataFiles, options: NoOptions, split: str, needs: DataNeeds) -> None:
+        super().__init__(files, options, split, needs)
         self.pairs = list(zip(self.ids, [*self.ids[1:], self.ids[0]], strict=True))
         self.groups = [[2 * number, 2 * number + 1] for number in range(len(self.pairs))]
 

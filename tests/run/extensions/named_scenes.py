@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, Wants
+from e2e_vl.data.base import DataFiles, DataNeeds
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import NoOptions
 from e2e_vl.samples import ReferredBox, Sample, SampleText
@@ -15,11 +15,11 @@ from tests.run.extensions.scenes import SceneDataset
 class NamedSceneDataset(SceneDataset):
     """One expression for the first object of each scene; scene 7 is called "scene-7.b"."""
 
-    known_files = ("images", "instances", "detections", "features")
+    file_keys = ("images", "instances", "detections", "features")
     box_sources = tuple(BoxSource)
 
-    def __init__(self, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> None:
-        super().__init__(files, options, split, wants)
+    def __init__(self, files: DataFiles, options: NoOptions, split: str, needs: DataNeeds) -> None:
+        super().__init__(files, options, split, needs)
         self.names = [f"scene-{number}.b" for number in self.ids]
 
     @classmethod

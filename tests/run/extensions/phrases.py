@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from e2e_vl.data.base import DataFiles, Wants
+from e2e_vl.data.base import DataFiles, DataNeeds
 from e2e_vl.data.config import NoOptions
 from e2e_vl.samples import PhraseBoxes, Sample, SampleText
 from tests.run.extensions.scenes import SceneDataset
@@ -17,7 +17,7 @@ class PhraseDataset(SceneDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
-        data = cls(files, options, split, Wants())
+        data = cls(files, options, split, DataNeeds())
         return [data.sample([number]).texts[0].words for number in range(len(data))]
 
     def sample(self, texts: Sequence[int]) -> Sample:

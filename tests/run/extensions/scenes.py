@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, VLDataset, Wants
+from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import NoOptions
 from e2e_vl.samples import SampleImage
 
 
 class SceneDataset(VLDataset):
-    known_files = ("images", "instances")
+    file_keys = ("images", "instances")
     box_sources = (BoxSource.GT, BoxSource.ONLINE)
 
-    def __init__(self, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> None:
+    def __init__(self, files: DataFiles, options: NoOptions, split: str, needs: DataNeeds) -> None:
         self.images_root = files.path("images")
         self.instances = CocoInstances(files.path("instances", split=split))
         self.ids = [image.id for image in self.instances.images]
