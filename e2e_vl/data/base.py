@@ -41,7 +41,7 @@ class VLDataset(abc.ABC):
     """Facts about the images and texts of one split.
 
     Attributes:
-        known_files: keys of `data.files`.
+        file_keys: keys of `data.files`.
         box_sources: the sources of candidate boxes that make sense.
         annotation_files: keys of `data.files`, any one of which gives the annotated objects; those of `file_keys`.
         id_space: whose ids the images have, such as "vg"; None: COCO's where file names are COCO's, else no

@@ -239,7 +239,7 @@ def _kept(
     reads_file = needs.boxes in (BoxSource.PRECOMPUTED, BoxSource.DETECTIONS)
     if rows is not None and not reads_file:
         raise UserError(
-            f"data.config.first_rows.{split} counts rows of a file of boxes, but boxes are '{wants.boxes}'; take boxes "
+            f"data.config.first_rows.{split} counts rows of a file of boxes, but boxes are '{needs.boxes}'; take boxes "
             "of a file, or leave first_rows out."
         )
     if not reads_file or (rows is None and not options.leave_out_unseen):
