@@ -43,20 +43,27 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def reading(path: str | Path) -> Iterator[None]:
-    """A context in which a file is opened and read; the system's errors become a UserError that names the file."""
+def reading(path: str | Path, *damage: type[Exception]) -> Iterator[None]:
+    """A context in which a file is opened and read; errors of the system become a UserError that names the file.
+
+    Args:
+        path: the file, or the record of a file that is read.
+        damage: what the library in use raises about a file that is damaged or of another format; named as well.
+    """
     try:
         yield
-    except MissingFileError:
+    except UserError:
         raise
     except FileNotFoundError as error:
         raise MissingFileError(f"{path}: no such file; check the path.") from error
     except MemoryError as error:
         raise UserError(f"{path}: it does not fit into memory; check that it is the right file.") from error
-    except OSError as error:
-        if error.errno is None:  # a library's, about what the file holds
+    except (OSError, *damage) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions and its disk.") from error
+        if not isinstance(error, damage):
             raise
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions and its disk.") from error
+        raise UserError(f"{path}: damaged, or of another format ({first_line(error)}); get it again.") from error
 
 
 def user_path(written: str | Path, what: str = "The path") -> Path:
