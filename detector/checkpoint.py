@@ -28,16 +28,7 @@ from detector.io import atomic_file, read_json, read_pickle, write_text
 from detector.rpn import configured_cell_anchors
 from detector.structures import Detector
 from detector.weight_names import CELL_ANCHORS, LEFTOVERS, PREDICTOR, to_detector_names
-from detector.zoo import (
-    NamedWeights,
-    cached_weights,
-    known_weights,
-    published_class_names,
-    remedy,
-    resolve_weights,
-    settings_of,
-    similar_names,
-)
+from detector.zoo import NamedWeights, cached_weights, known_weights, resolve_weights, similar_names
 
 logger = logging.getLogger(__name__)
 
@@ -65,17 +56,11 @@ EXPECT: dict[str, dict[str, Sequence[str]]] = {
 
 
 def detector_class(backend: Literal["builtin", "detectron2"]) -> type[TwoStageDetector]:
-    """The class of a backend.
-
-    Raises:
-        UserError: Detectron2 is not installed.
-    """
+    """The class of a backend."""
     if backend == "builtin":
         return FasterRCNN
-    try:
-        from detector.detectron2_backend import Detectron2Detector  # imported only when it is chosen
-    except ImportError as error:
-        raise UserError(str(error)) from error
+    from detector.detectron2_backend import Detectron2Detector  # imported only when it is chosen
+
     return Detectron2Detector
 
 
@@ -92,24 +77,18 @@ class WeightsFile:
 def find_weights(path: str | Path) -> Path:
     """A file as it is; the detector's weights in a folder; or published weights (`detector.zoo`) in the cache, where
     they are downloaded once.
-
-    Raises:
-        FileNotFoundError: the file does not exist, the folder holds no weights, or a download fails.
-        ValueError: an unknown name of published weights, or a file in the cache that is not the published one.
     """
     path = resolve_weights(path)
     if isinstance(path, NamedWeights):
         return cached_weights(path)
-    if path.is_dir():
-        found = next((path / name for name in IN_FOLDERS if (path / name).is_file()), None)
-        if found is None:
-            raise MissingFileError(f"{path}: holds no detector's weights; expected one of {', '.join(IN_FOLDERS)}.")
-        return found
-    if not path.is_file():
+    found = next((file for file in (path, *(path / name for name in IN_FOLDERS)) if file.is_file()), None)
+    if found is None:
         similar = similar_names(path)
         hint = f" Did you mean the published weights {' or '.join(similar)}?" if similar else ""
+        if path.is_dir():
+            hint = f" A folder must hold one of {', '.join(IN_FOLDERS)}."
         raise MissingFileError(f"{path}: no such weights file.{hint}")
-    return path
+    return found
 
 
 def read_weights(path: str | Path) -> WeightsFile:
@@ -118,9 +97,6 @@ def read_weights(path: str | Path) -> WeightsFile:
     A pickle holds arrays by name: bare, under `model` (Detectron2) or under `blobs` (Caffe2; the optimiser's momentum
     is left out). A torch file holds a state dict: bare, or under `model` (Detectron2) or `state_dict`. `path` may also
     be a folder or the name of published weights, see `find_weights`.
-
-    Raises:
-        FileNotFoundError, ValueError: the file is missing, damaged, of an unknown kind, or holds more than tensors.
     """
     published = known_weights(path)
     norm_eps = NORM_EPS if published is None else published.norm_eps
@@ -134,7 +110,7 @@ def read_weights(path: str | Path) -> WeightsFile:
         is_refused = isinstance(error, pickle.UnpicklingError)
         reason = "it is damaged or holds more than tensors" if is_refused else first_line(error).rstrip(".")
         raise UserError(
-            f"{path}: cannot be read as weights ({reason}), and nothing in it was executed; {remedy(path)}."
+            f"{path}: cannot be read as weights ({reason}), and nothing in it was executed; copy or download it again."
         ) from error
     loaded = loaded if isinstance(loaded, dict) else {type(loaded).__name__: loaded}
     heuristics = bool(loaded.get("matching_heuristics")) or loaded.get("__author__") == "Caffe2"
@@ -142,15 +118,15 @@ def read_weights(path: str | Path) -> WeightsFile:
     if is_pickle and "model" not in loaded:  # Detectron2 takes it for a file of Caffe2, too
         heuristics = True
         state = {name: value for name, value in state.items() if not str(name).endswith("_momentum")}
-    tensors = {}
-    for name, value in state.items():
-        is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
-        tensors[name] = torch.from_numpy(value) if is_array else value
-        if not isinstance(tensors[name], Tensor):
-            raise UserError(
-                f"{path}: expected a state dict of tensors, bare or under the key `model`; {name!r} is not a tensor: "
-                f"{remedy(path)}."
-            )
+    tensors = {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
+        for name, value in state.items()
+    }
+    other = next((name for name, value in tensors.items() if not isinstance(value, Tensor)), None)
+    if other is not None:
+        raise UserError(
+            f"{path}: expected a state dict of tensors, bare or under the key `model`; {other!r} is not a tensor."
+        )
     return WeightsFile(path, tensors, heuristics, norm_eps)
 
 
@@ -211,7 +187,7 @@ def load_weights(
     only: Sequence[str] = ("",),
     layout: str = LoadReport.layout,
 ) -> LoadReport:
-    """Load a state dict; every key must fit, or nothing is loaded.
+    """Load a state dict of finite numbers; every key must fit, or nothing is loaded.
 
     Buffers of old Detectron2 checkpoints that repeat a detector's config are compared with it.
 
@@ -223,10 +199,6 @@ def load_weights(
 
     Returns:
         the report, in which the permitted misfits are listed too.
-
-    Raises:
-        UserError: any other misfit, buffers that contradict the config, or weights that are whole numbers, NaN or
-            infinite.
     """
     if isinstance(module, Detector):
         tensors = _drop_config_buffers(module.config, tensors, source)
@@ -253,21 +225,18 @@ def load_weights(
             f"{source} does not fit the model's config: {refused.summary()}; use the settings it was trained with."
             f"{part}"
         )
-    for name, value in used.items():
-        if own[name].is_floating_point() and not value.is_floating_point():
-            raise UserError(f"{source}: {name} holds {value.dtype} instead of floating-point numbers.")
-        wrong = int((~torch.isfinite(value)).sum())
-        if wrong:
-            raise UserError(
-                f"{source}: {name} has {wrong} values that are NaN or infinite, of {value.numel()}; the training that "
-                "wrote it has diverged or the file is damaged: use another checkpoint."
-            )
+    diverged = next((name for name, value in used.items() if not torch.isfinite(value).all()), None)
+    if diverged is not None:
+        raise UserError(
+            f"{source}: {diverged} has values that are NaN or infinite; the training that wrote it has diverged or the "
+            "file is damaged: use another checkpoint."
+        )
     module.load_state_dict(used, strict=False)  # the keys were judged above
     return report
 
 
 def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], source: str | Path) -> dict[str, Tensor]:
-    """Compare the buffers of old checkpoints that repeat the config with it, and leave them out."""
+    """The tensors without the buffers of old checkpoints that repeat the config, after a comparison with it."""
     expected = {
         "pixel_mean": (torch.tensor(config.input.pixel_mean), "MODEL.PIXEL_MEAN"),
         "pixel_std": (torch.tensor(config.input.pixel_std), "MODEL.PIXEL_STD"),
@@ -301,26 +270,17 @@ def load_checkpoint(
         expect: the part of the detector that the file must hold. "all": every parameter. "no_attributes": all but the
             attribute head, which may be missing from the file or from the detector. "backbone": stem to res5; RPN and
             box predictor keep their values even where the file holds some.
-
-    Raises:
-        FileNotFoundError, ValueError: the file does not exist, is damaged, has an unknown layout, or does not fit.
     """
     weights = read_weights(path)
     own = detector.state_dict()
-    try:
-        tensors, layout = to_detector_names(
-            weights.tensors,
-            own,
-            detector.config,
-            weights.path,
-            matching_heuristics=weights.matching_heuristics,
-            norm_eps=weights.norm_eps,
-        )
-    except (LookupError, TypeError, RuntimeError) as error:  # a layout that is known, with a part missing or misshapen
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(
-            f"{path}: the file is damaged or has another layout than its names suggest ({reason})."
-        ) from error
+    tensors, layout = to_detector_names(
+        weights.tensors,
+        own,
+        detector.config,
+        weights.path,
+        matching_heuristics=weights.matching_heuristics,
+        norm_eps=weights.norm_eps,
+    )
     options = EXPECT[expect]
     if expect == "backbone":
         options = {"only": next(trunk for trunk in TRUNKS if any(name.startswith(trunk) for name in own))}
@@ -332,7 +292,7 @@ def load_checkpoint(
         return report
     load_class_names(detector, weights.path.parent)
     if detector.class_names is None and published is not None:
-        names = published_class_names(published)
+        names = published.read_class_names()
         if names is not None and len(names) == detector.num_classes:  # a file of the same name may be another one
             detector.class_names = names
     return report
@@ -340,7 +300,7 @@ def load_checkpoint(
 
 def _warn_of_conventions(config: DetectorConfig, published: NamedWeights) -> None:
     """Warn of settings that differ from the ones that published weights were made with, and that no shape shows."""
-    own, theirs = config.to_flat(), DetectorConfig.from_flat(settings_of(published)).to_flat()
+    own, theirs = config.to_flat(), DetectorConfig.from_yaml(published.config_path).to_flat()
     different = [f"{key} {theirs[key]}" for key in CONVENTIONS if own.get(key) != theirs.get(key) and key in theirs]
     if different:
         logger.warning(
@@ -378,11 +338,7 @@ def save_settings(detector: Detector, directory: str | Path) -> None:
 
 
 def load_class_names(detector: Detector, directory: str | Path) -> None:
-    """Set the detector's class names to the ones in a folder, if it holds any.
-
-    Raises:
-        UserError: the file is damaged, or holds another number of names than the detector has classes.
-    """
+    """Set the detector's class names to the ones in a folder, if it holds any."""
     path = Path(directory, CLASS_NAMES)
     if not path.is_file():
         return
@@ -399,7 +355,6 @@ def load_pretrained(directory: str | Path, backend: str = "builtin") -> TwoStage
 
     Args:
         backend: builtin or detectron2; each reads the files of the other.
-
     """
     directory = Path(directory)
     detector = detector_class(backend)(DetectorConfig.from_yaml(directory / CONFIG_NAME))

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import ast
 import difflib
-import itertools
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -26,7 +25,7 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct, field
 
-from detector.errors import MissingFileError, UserError, user_path
+from detector.errors import UserError, user_path
 from detector.io import read_yaml
 
 # Keys that have one possible value here.
@@ -67,8 +66,13 @@ PORT_KEYS: dict[str, str] = {
 IGNORED: tuple[str, ...] = (
     *("CUDNN_BENCHMARK", "DATALOADER.", "DATASETS.", "FLOAT32_PRECISION", "GLOBAL.", "OUTPUT_DIR", "SEED", "SOLVER."),
     *("VIS_PERIOD", "INPUT.CROP.", "INPUT.MASK_FORMAT", "MODEL.DEVICE", "MODEL.ANCHOR_GENERATOR.ANGLES"),
-    "INPUT.RANDOM_FLIP",  # augmentation belongs to the data config
-    *("MODEL.PANOPTIC_FPN.", "MODEL.RESNETS.DEFORM_MODULATED", "MODEL.RESNETS.DEFORM_NUM_GROUPS", "MODEL.RETINANET."),
+    *(
+        "INPUT.RANDOM_FLIP",
+        "MODEL.PANOPTIC_FPN.",
+        "MODEL.RESNETS.DEFORM_MODULATED",
+        "MODEL.RESNETS.DEFORM_NUM_GROUPS",
+        "MODEL.RETINANET.",
+    ),
     *("MODEL.ROI_BOX_CASCADE_HEAD.", "MODEL.ROI_BOX_HEAD.FED_LOSS_", "MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES"),
     *("MODEL.ROI_KEYPOINT_HEAD.", "MODEL.ROI_MASK_HEAD.", "MODEL.SEM_SEG_HEAD."),
     *("TEST.AUG.", "TEST.EVAL_PERIOD", "TEST.EXPECTED_RESULTS", "TEST.KEYPOINT_OKS_SIGMAS", "TEST.PRECISE_BN."),
@@ -87,9 +91,8 @@ OUR_KEYS: tuple[str, ...] = (
 )
 
 C4_BACKBONE, FPN_BACKBONE = "build_resnet_backbone", "build_resnet_fpn_backbone"
-MOBILENET_BACKBONE = "build_mobilenet_v3_large_fpn_backbone"  # not a name of Detectron2, see `detector.fpn`
+MOBILENET_BACKBONE = "build_mobilenet_v3_large_fpn_backbone"  # not a name of Detectron2
 RES5_HEADS, STANDARD_HEADS = "Res5ROIHeads", "StandardROIHeads"
-BOX_HEAD = "FastRCNNConvFCHead"
 STAGES = ("res2", "res3", "res4", "res5")
 NORM_EPS = 1e-5  # of frozen batch norms, in Detectron2 and here
 BACKENDS = ("builtin", "detectron2")  # detectors that compute their features from pixels, see `detector_class`
@@ -112,32 +115,20 @@ OptionalNorm = Literal["", "FrozenBN", "BN", "SyncBN", "GN"]
 BoxLoss = Literal["smooth_l1", "giou", "diou", "ciou"]
 
 
-def load_tree(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A YAML file with its `_BASE_` files merged below it; `chain` are the files that led here.
-
-    Raises:
-        MissingFileError: the file does not exist.
-        UserError: it is not a YAML mapping, or its own base.
-    """
-    if not path.is_file():
-        raise MissingFileError(f"{path}: no such config file" + (f" (_BASE_ of {chain[-1]})." if chain else "."))
-    if path.resolve() in chain:
-        raise UserError(f"{path}: _BASE_ leads back to this file; remove it from one of the files.")
+def load_tree(path: Path) -> dict[str, Any]:
+    """A YAML file with its `_BASE_` files merged below it."""
     tree = read_yaml(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected a mapping of keys, found {type(tree).__name__}.")
-    return merge_bases(tree, path.parent, (*chain, path.resolve()))
+    return merge_bases(tree, path.parent)
 
 
-def merge_bases(tree: dict[str, Any], folder: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+def merge_bases(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     """`tree` on top of the files (one or a list) in its `_BASE_`, whose paths are relative to `folder`."""
     bases = tree.get("_BASE_", [])
-    bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise UserError(f"{folder}: _BASE_ is {bases!r}; it must be the path of a YAML file, or a list of paths.")
     merged: dict[str, Any] = {}
-    for base in bases:
-        merged = _merge(merged, load_tree(folder / user_path(base), chain))
+    for base in [bases] if isinstance(bases, str) else bases:
+        merged = _merge(merged, load_tree(folder / user_path(base)))
     return _merge(merged, {key: value for key, value in tree.items() if key != "_BASE_"})
 
 
@@ -177,20 +168,6 @@ def _literal(value: Any) -> Any:
         except (ValueError, SyntaxError):
             return value
     return value
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists, for YAML."""
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _require(holds: bool, rule: str) -> None:
-    if not holds:
-        raise UserError(f"{rule}.")
-
-
-def _shown(values: Iterable[Any]) -> str:
-    return f"[{', '.join(map(str, values))}]"
 
 
 def _under(section: str) -> Callable[[str], str]:
@@ -240,16 +217,6 @@ class ResNetConfig(Struct, frozen=True, rename=_under("MODEL.RESNETS")):
     freeze_at: Literal[0, 1, 2, 3, 4, 5] = field(default=2, name="MODEL.BACKBONE.FREEZE_AT")
     out_features: tuple[Stage, ...] = ("res4",)
     stem_pool: Literal["max", "caffe_max", "none"] = "max"
-
-    def __post_init__(self) -> None:
-        _require(
-            len(self.out_features) > 0 and list(self.out_features) == sorted(set(self.out_features)),
-            "MODEL.RESNETS.OUT_FEATURES must name stages from res2 to res5, in order",
-        )
-        _require(
-            self.depth >= 50 or (self.num_groups == 1 and (self.res5_dilation, self.out_features[-1]) != (2, "res5")),
-            "MODEL.RESNETS.NUM_GROUPS and RES5_DILATION must be 1 for depths 18 and 34",
-        )
 
     @property
     def shapes(self) -> dict[str, MapShape]:
@@ -326,9 +293,6 @@ class RPNConfig(Struct, frozen=True, rename=_under("MODEL.RPN")):
     score_thresh: Fraction = 0.0
     loss_normaliser: Literal["batch_size", "sampled"] = "batch_size"
 
-    def __post_init__(self) -> None:
-        _check_labels(self, "MODEL.RPN")
-
 
 class ROIHeadsConfig(Struct, frozen=True, rename=_under("MODEL.ROI_HEADS")):
     """RoIs: sampling for training, thresholds for testing, pooling, and the box predictor.
@@ -364,17 +328,6 @@ class ROIHeadsConfig(Struct, frozen=True, rename=_under("MODEL.ROI_HEADS")):
     level_rule: Literal["detectron2", "torchvision"] = field(default="detectron2", name="MODEL.ROI_BOX_HEAD.LEVEL_RULE")
     features_of: Literal["final", "proposal"] = "final"
 
-    def __post_init__(self) -> None:
-        _check_labels(self, "MODEL.ROI_HEADS")
-
-
-def _check_labels(part: RPNConfig | ROIHeadsConfig, prefix: str) -> None:
-    _require(
-        len(part.iou_labels) == len(part.iou_thresholds) + 1
-        and list(part.iou_thresholds) == sorted(part.iou_thresholds),
-        f"{prefix}.IOU_THRESHOLDS must rise, and {prefix}.IOU_LABELS must hold -1, 0 or 1 per interval between them",
-    )
-
 
 class BoxHeadConfig(Struct, frozen=True, rename=_under("MODEL.ROI_BOX_HEAD")):
     """Convolutions and fully connected layers on RoI maps (`StandardROIHeads`).
@@ -391,14 +344,6 @@ class BoxHeadConfig(Struct, frozen=True, rename=_under("MODEL.ROI_BOX_HEAD")):
     fc_dim: Positive = 1024
     norm: OptionalNorm = ""
     region_feature: Literal["head", "fc6", "fc7", "mean"] = "head"
-
-    def __post_init__(self) -> None:
-        needed = {"fc6": 1, "fc7": 2}.get(self.region_feature, 0)
-        _require(
-            self.num_fc >= needed,
-            f"MODEL.ROI_BOX_HEAD.REGION_FEATURE {self.region_feature} needs at least {needed} fully connected layers, "
-            f"but NUM_FC is {self.num_fc}",
-        )
 
 
 class AttributeConfig(Struct, frozen=True, rename=_under("MODEL.ROI_BOX_HEAD.ATTRIBUTES")):
@@ -505,16 +450,47 @@ class DetectorConfig(Struct, frozen=True):
         return head.fc_dim if head.num_fc else head.conv_dim * self.roi_heads.pooler_resolution**2
 
     def __post_init__(self) -> None:
-        _check_parts(self)
+        """Reject keys that contradict each other and would, without an error, build another network."""
+        resnet, head, pooled = self.resnet, self.box_head, self.roi_heads.in_features
+        c4 = (C4_BACKBONE, ("res4",), ("res4",))
+        if not self.has_box_head and (self.backbone, resnet.out_features, pooled) != c4:
+            raise UserError(
+                f"MODEL.ROI_HEADS.NAME {RES5_HEADS} needs MODEL.BACKBONE.NAME {C4_BACKBONE}, and [res4] as "
+                f"MODEL.RESNETS.OUT_FEATURES and MODEL.ROI_HEADS.IN_FEATURES; other backbones need {STANDARD_HEADS}."
+            )
+        if head.region_feature != "head" and (
+            not self.has_box_head or head.num_fc < {"mean": 0, "fc6": 1, "fc7": 2}[head.region_feature]
+        ):
+            raise UserError(
+                f"MODEL.ROI_BOX_HEAD.REGION_FEATURE {head.region_feature} needs MODEL.ROI_HEADS.NAME {STANDARD_HEADS} "
+                "and as many layers in MODEL.ROI_BOX_HEAD.NUM_FC."
+            )
+        if self.is_r2c and (
+            self.has_box_head
+            or self.roi_heads.pooler_type == "ROIPool"
+            or resnet.stem_pool != "max"
+            or resnet.res2_out_channels != 4 * resnet.width_per_group
+            or resnet.num_groups > 1
+            or resnet.freeze_at > 4
+        ):
+            raise UserError(
+                f"MODEL.R2C.FEATURE_DIM needs MODEL.ROI_HEADS.NAME {RES5_HEADS}, MODEL.ROI_BOX_HEAD.POOLER_TYPE "
+                "ROIAlign, MODEL.BACKBONE.FREEZE_AT 4 or less, and of MODEL.RESNETS STEM_POOL max, NUM_GROUPS 1 and "
+                "RES2_OUT_CHANNELS 4 times WIDTH_PER_GROUP."
+            )
+        maps = self.map_shapes
+        if not {*self.rpn.in_features, *pooled} <= maps.keys():
+            raise UserError(
+                "MODEL.RPN.IN_FEATURES and MODEL.ROI_HEADS.IN_FEATURES must name maps of the backbone, which are "
+                f"{', '.join(maps)}."
+            )
+        strides = [maps[name].stride for name in pooled]
+        if strides != [strides[0] * 2**level for level in range(len(strides))]:
+            raise UserError(f"MODEL.ROI_HEADS.IN_FEATURES {', '.join(pooled)} must be consecutive, finest map first.")
 
     @classmethod
     def from_yaml(cls, source: str | Path | dict[str, Any]) -> DetectorConfig:
-        """Read a Detectron2 YAML file, or a nested dict of the same keys. `_BASE_` files are merged first.
-
-        Raises:
-            FileNotFoundError: the file or a `_BASE_` of it does not exist.
-            ValueError: a key is unknown, has a value of the wrong type, or a value that is not supported.
-        """
+        """Read a Detectron2 YAML file, or a nested dict of the same keys. `_BASE_` files are merged first."""
         if isinstance(source, dict):
             return cls.from_flat(flatten(merge_bases(source, Path())))
         return cls.from_flat(flatten(load_tree(Path(source))), str(source))
@@ -524,7 +500,15 @@ class DetectorConfig(Struct, frozen=True):
         """Build from dotted keys, e.g. {"MODEL.RESNETS.DEPTH": 101}; `name` is used in error messages."""
         flat = {key: _literal(value) for key, value in flat.items()}
         for key, value in flat.items():
-            _check_key(key, value, name)
+            if key in FIXED and (list(value) if isinstance(value, tuple) else value) != FIXED[key]:
+                supported = SUPPORTED.get(key, f"the only value is {FIXED[key]!r}")
+                raise UserError(f"{name}: {key} = {value!r} is not supported; {supported}.")
+            if key not in KEYS and key not in FIXED and not key.startswith(IGNORED):
+                close = difflib.get_close_matches(key, [*KEYS, *FIXED], n=1)
+                hint = f" Did you mean {close[0]}?" if close else ""
+                if key in PORT_KEYS:
+                    hint = f" It belongs to a port of bottom-up attention; here it is {PORT_KEYS[key]}."
+                raise UserError(f"{name}: {key} is neither a key of Detectron2 nor one of this project.{hint}")
         if isinstance(flat.get("INPUT.MIN_SIZE_TRAIN"), int):  # Detectron2 accepts a single size too
             flat["INPUT.MIN_SIZE_TRAIN"] = [flat["INPUT.MIN_SIZE_TRAIN"]]
         unused = _unused_groups(flat.get("MODEL.BACKBONE.NAME"), flat.get("MODEL.ROI_HEADS.NAME"))
@@ -547,7 +531,7 @@ class DetectorConfig(Struct, frozen=True):
         for key, (group, found) in KEYS.items():
             value = getattr(getattr(self, group) if group else self, found.name)
             if value != found.default if key in OUR_KEYS else group not in unused:
-                flat[key] = _plain(value)
+                flat[key] = msgspec.to_builtins(value)
         return flat
 
     def to_yaml(self) -> str:
@@ -569,25 +553,6 @@ def _keys() -> dict[str, tuple[str | None, msgspec.structs.FieldInfo]]:
 KEYS = _keys()
 
 
-def _check_key(key: str, value: Any, name: str) -> None:
-    """Refuse a key or value that no detector here is built from; values of `KEYS` are checked later."""
-    if key in FIXED:
-        if (list(value) if isinstance(value, tuple) else value) != FIXED[key]:
-            supported = SUPPORTED.get(key, f"the only value is {FIXED[key]!r}")
-            raise UserError(f"{name}: {key} = {value!r} is not supported; {supported}.")
-    elif key == "INPUT.RANDOM_FLIP" and value not in ("horizontal", "none"):
-        raise UserError(
-            f"{name}: {key} = {value!r} is not supported; images are mirrored left and right only, with the "
-            "probability data.flip."
-        )
-    elif key not in KEYS and not key.startswith(IGNORED):
-        close = difflib.get_close_matches(key, [*KEYS, *FIXED], n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
-        if key in PORT_KEYS:
-            hint = f" It belongs to a port of bottom-up attention; here it is {PORT_KEYS[key]}."
-        raise UserError(f"{name}: {key} is neither a key of Detectron2 nor one of this project.{hint}")
-
-
 def _explained(error: msgspec.ValidationError) -> str:
     """The message of msgspec, with the key in front and the choices of a `Literal`."""
     reason, _, path = str(error).partition(" - at `$")
@@ -607,115 +572,17 @@ def _unused_groups(backbone: Any, heads: Any) -> set[str]:
     return {group for group, is_used in parts.items() if not is_used}
 
 
-def _check_parts(config: DetectorConfig) -> None:
-    """Refuse parts that do not fit together."""
-    resnet, head, pooled = config.resnet, config.box_head, config.roi_heads.in_features
-    if not config.has_box_head:
-        _require(
-            config.backbone == C4_BACKBONE,
-            f"MODEL.BACKBONE.NAME {config.backbone} needs MODEL.ROI_HEADS.NAME {STANDARD_HEADS}, not {RES5_HEADS}",
-        )
-        _require(
-            resnet.out_features == pooled == ("res4",),
-            f"MODEL.RESNETS.OUT_FEATURES and MODEL.ROI_HEADS.IN_FEATURES must be [res4] with {RES5_HEADS}",
-        )
-        _require(
-            head.region_feature == "head",
-            f"MODEL.ROI_BOX_HEAD.REGION_FEATURE {head.region_feature} needs MODEL.ROI_HEADS.NAME {STANDARD_HEADS}",
-        )
-    else:
-        _require(
-            head.name == BOX_HEAD and head.num_conv + head.num_fc > 0,
-            f"With MODEL.ROI_HEADS.NAME {STANDARD_HEADS}, MODEL.ROI_BOX_HEAD.NAME must be {BOX_HEAD} and NUM_FC or "
-            "NUM_CONV positive",
-        )
-        _require(resnet.stem_pool != "none", f"MODEL.RESNETS.STEM_POOL none needs MODEL.ROI_HEADS.NAME {RES5_HEADS}")
-        _require(
-            config.backbone != C4_BACKBONE or len(config.rpn.in_features) == len(pooled) == 1,
-            f"MODEL.RPN.IN_FEATURES and MODEL.ROI_HEADS.IN_FEATURES must name one map each without {FPN_BACKBONE}",
-        )
-    if config.is_r2c:
-        _require(
-            not config.has_box_head
-            and config.roi_heads.pooler_type != "ROIPool"
-            and resnet.depth >= 50
-            and resnet.freeze_at <= 4
-            and resnet.stride_in_1x1
-            and resnet.stem_pool == "max"
-            and resnet.num_groups == 1
-            and resnet.res2_out_channels == 4 * resnet.width_per_group,
-            f"MODEL.R2C.FEATURE_DIM needs MODEL.ROI_HEADS.NAME {RES5_HEADS}, MODEL.ROI_BOX_HEAD.POOLER_TYPE ROIAlign, "
-            "MODEL.BACKBONE.FREEZE_AT 4 or less, and of MODEL.RESNETS DEPTH 50 or more, STRIDE_IN_1X1 true, STEM_POOL "
-            "max, NUM_GROUPS 1 and RES2_OUT_CHANNELS 4 times WIDTH_PER_GROUP",
-        )
-    if config.is_mobilenet:
-        others = ("depth", "norm", "freeze_at", "stride_in_1x1", "out_features")
-        _require(
-            resnet == ResNetConfig(**{name: getattr(resnet, name) for name in others})
-            and resnet.norm in ("FrozenBN", "BN"),
-            f"With MODEL.BACKBONE.NAME {MOBILENET_BACKBONE}, MODEL.RESNETS.NORM must be FrozenBN or BN, and widths, "
-            "groups, dilation and pool of a ResNet are not read; leave them out",
-        )
-    if config.is_fpn:
-        inputs = config.fpn.in_features
-        _require(
-            len(inputs) > 0 and inputs == STAGES[-len(inputs) :],
-            f"MODEL.FPN.IN_FEATURES must be consecutive stages that end with res5, not {_shown(inputs)}",
-        )
-        _require(
-            set(inputs) <= set(resnet.out_features),
-            f"MODEL.RESNETS.OUT_FEATURES {_shown(resnet.out_features)} lacks maps of MODEL.FPN.IN_FEATURES "
-            f"{_shown(inputs)}",
-        )
-        _require(resnet.res5_dilation == 1, "MODEL.RESNETS.RES5_DILATION must be 1 with FPN")
-
-    maps = config.map_shapes
-    for key, names in (("MODEL.RPN.IN_FEATURES", config.rpn.in_features), ("MODEL.ROI_HEADS.IN_FEATURES", pooled)):
-        _require(
-            0 < len(set(names)) == len(names) and set(names) <= set(maps),
-            f"{key} {_shown(names)} must name maps of the backbone, which are {_shown(maps)}",
-        )
-    _require(
-        all(maps[coarse].stride == 2 * maps[fine].stride for fine, coarse in itertools.pairwise(pooled)),
-        f"MODEL.ROI_HEADS.IN_FEATURES {_shown(pooled)} must be consecutive levels, finest first",
-    )
-    anchors, num_maps = config.anchors, len(config.rpn.in_features)
-    for key, lists in (("SIZES", anchors.sizes), ("ASPECT_RATIOS", anchors.aspect_ratios)):
-        _require(
-            len(lists) in (1, num_maps),
-            f"MODEL.ANCHOR_GENERATOR.{key} must hold one list for all maps of MODEL.RPN.IN_FEATURES, or one per map "
-            f"({num_maps}), not {len(lists)}",
-        )
-    counts = [len(sizes) * len(ratios) for sizes, ratios in anchors.pairs(num_maps)]
-    _require(
-        len(set(counts)) == 1,
-        "MODEL.ANCHOR_GENERATOR.SIZES and ASPECT_RATIOS must give every feature map as many anchors per cell, "
-        f"not {_shown(counts)}",
-    )
-    _require(
-        len(anchors.cell_anchors) in (0, sum(counts)),
-        "MODEL.ANCHOR_GENERATOR.CELL_ANCHORS must hold a box for each pair of SIZES and ASPECT_RATIOS of each map "
-        f"({sum(counts)}), not {len(anchors.cell_anchors)}",
-    )
-
-
-class SelectionRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SelectionRule(Struct, frozen=True, forbid_unknown_fields=True):
     """Keep scores of at least `min_score`, but never fewer than `min_regions` nor more than `max_regions` boxes.
 
     The defaults are VL-BERT's (section 4.1). Bottom-up attention uses 0.2 with 10 to 100; a fixed number, such as
     LXMERT's 36, is `min_regions == max_regions`.
-
-    Raises:
-        UserError: numbers that contradict each other.
     """
 
     min_score: float = 0.5
-    min_regions: Annotated[int, msgspec.Meta(ge=0)] = 10
-    max_regions: Annotated[int, msgspec.Meta(ge=1)] = 100
+    min_regions: Count = 10
+    max_regions: Positive = 100
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_regions <= self.max_regions or self.max_regions < 1:
-            raise UserError(
-                f"min_regions {self.min_regions} and max_regions {self.max_regions} must satisfy "
-                "0 <= min_regions <= max_regions and max_regions >= 1."
-            )
+        if self.min_regions > self.max_regions:
+            raise UserError(f"min_regions {self.min_regions} exceeds max_regions {self.max_regions}.")

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
+from detector.backbones import BLOCKS_PER_STAGE
 from detector.config import OUR_KEYS, STAGES, DetectorConfig, ResNetConfig, nest
-from detector.errors import UserError
+from detector.errors import MissingPackageError, UserError
 from detector.faster_rcnn import TwoStageDetector, pad_to_multiple
-from detector.resnet import BLOCKS_PER_STAGE
-from detector.roi_heads import CHUNK, AttributeHead, Detections, mask_maps
+from detector.roi_heads import CHUNK, AttributeHead, Detections
 from detector.rpn import configured_cell_anchors
 from detector.structures import (
     DetectionTargets,
@@ -44,7 +44,7 @@ try:
     from detectron2.structures import Boxes, Instances
     from detectron2.utils.events import EventStorage
 except ImportError as error:
-    raise ImportError(
+    raise MissingPackageError(
         f"The detectron2 backend needs Detectron2, which cannot be imported here ({error}); install it with: "
         "python -m pip install 'git+https://github.com/facebookresearch/detectron2.git'"
     ) from error
@@ -101,20 +101,15 @@ class Detectron2Detector(TwoStageDetector):
     """
 
     def __init__(self, config: DetectorConfig) -> None:
-        """
-        Raises:
-            ValueError: Detectron2 refuses a value, or lacks a setting of `BUILTIN_KEYS`.
-        """
         super().__init__(config)
         flat = config.to_flat()  # it holds keys of ours only where they differ from their default
         unread = [key for key in BUILTIN_KEYS if key in flat]
+        if config.has_box_head and config.resnet.stem_pool == "none":
+            unread.append("MODEL.RESNETS.STEM_POOL none for a box head")
         if unread:
             raise UserError(f"Detectron2 has no {unread[0]}; leave it out, or use detector.backend builtin.")
-        try:
-            cfg = make_cfg(config)
-            self.backbone, self.proposal_generator, self.roi_heads = build_parts(cfg, config)
-        except (AssertionError, KeyError, ValueError) as error:
-            raise UserError(f"Detectron2 refuses the detector's config: {error}") from error
+        cfg = make_cfg(config)
+        self.backbone, self.proposal_generator, self.roi_heads = build_parts(cfg, config)
         adapt(self.backbone, self.proposal_generator, self.roi_heads, config)
         head_dim = self.roi_heads.box_predictor.cls_score.in_features
         predictor = OutputLayers(cfg, ShapeSpec(channels=head_dim, height=1, width=1))
@@ -200,7 +195,7 @@ class Detectron2Detector(TwoStageDetector):
         if not self.config.has_box_head:
             maps = self.roi_heads.res5(maps)
         if masks is not None:
-            maps = mask_maps(maps, masks[order])
+            maps = maps * masks[order].to(maps.dtype)[:, None]
         if not self.config.has_box_head:
             mean = maps.mean(dim=(2, 3))[back]
             return RoIFeatures(mean, mean)
@@ -230,11 +225,7 @@ class Detectron2Detector(TwoStageDetector):
 
 
 def make_cfg(config: DetectorConfig) -> CfgNode:
-    """Detectron2's own config of the same keys. Settings that it cannot build keep their default there; see `adapt`.
-
-    Raises:
-        KeyError, ValueError: Detectron2 does not know a key, or expects another type.
-    """
+    """Detectron2's own config of the same keys. Settings that it cannot build keep their default there; see `adapt`."""
     flat = {key: value for key, value in config.to_flat().items() if key not in OUR_KEYS}
     if not config.has_box_head:
         flat["MODEL.RESNETS.RES5_DILATION"] = 1

@@ -1,6 +1,6 @@
-"""The errors that a user can mend: one sentence which names the file, the record and the remedy.
+"""Errors that a user can correct: the message is one sentence that names the file, the record and the remedy.
 
-Only these become one sentence on the command line; every other error is a fault of the program and keeps its traceback.
+The command line prints the message of these errors only; every other error is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ class UserError(ValueError):
 
 
 class DiskError(OSError):
-    """Something cannot be written, as the disk is full or the folder is read-only; the message says what to do."""
+    """A file cannot be written because the disk is full or the folder is read-only; the message says what to do."""
 
 
 class MissingFileError(UserError, FileNotFoundError):
     """A file or folder does not exist; the message names it and says where it comes from."""
 
 
-class StoppedRunError(BaseException):
-    """A run was asked to stop and did; it is not at fault.
+class MissingPackageError(UserError, ImportError):
+    """An optional package is not installed; the message gives the command that installs it."""
 
-    As a KeyboardInterrupt, it must pass what catches every `Exception`.
+
+class StoppedRunError(BaseException):
+    """A run stopped because it was asked to. Like KeyboardInterrupt, it is no `Exception`, so nothing catches it.
 
     Args:
         sentence: for the user; "" on processes that say nothing.
@@ -38,17 +40,17 @@ class StoppedRunError(BaseException):
 
 
 def first_line(error: BaseException) -> str:
-    """The message of another library's error, as a part of a sentence; its class if it has none."""
+    """The first line of a library's error message, or the error's class if there is none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextlib.contextmanager
 def reading(path: str | Path, *damage: type[Exception]) -> Iterator[None]:
-    """A context in which a file is opened and read; errors of the system become a UserError that names the file.
+    """A context in which a file is opened and read; its errors become a UserError that names the file.
 
     Args:
         path: the file, or the record of a file that is read.
-        damage: what the library in use raises about a file that is damaged or of another format; named as well.
+        damage: what the library in use raises about a file that is damaged or of another format.
     """
     try:
         yield
@@ -56,33 +58,16 @@ def reading(path: str | Path, *damage: type[Exception]) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         raise MissingFileError(f"{path}: no such file; check the path.") from error
-    except MemoryError as error:
-        raise UserError(f"{path}: it does not fit into memory; check that it is the right file.") from error
-    except (OSError, *damage) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions and its disk.") from error
-        if not isinstance(error, damage):
-            raise
+    except damage as error:
         raise UserError(f"{path}: damaged, or of another format ({first_line(error)}); get it again.") from error
 
 
 def user_path(written: str | Path, what: str = "The path") -> Path:
-    """The path that a user wrote, with `~` expanded; the file need not exist.
+    """The path that a user wrote, with `~` expanded; the file need not exist. A web address raises UserError.
 
     Args:
         what: begins the error message.
-
-    Raises:
-        UserError: no file can have this name, or it is a web address.
     """
     if str(written).startswith(("http://", "https://", "ftp://", "file://", "s3://")):
         raise UserError(f"{what} '{written}' is an address and not a path; download the file first.")
-    try:
-        path = Path(written).expanduser()
-        path.exists()
-        path.resolve()
-    except (RuntimeError, ValueError, OSError) as error:
-        raise UserError(
-            f"{what} {str(written)!r:.100} cannot be used ({first_line(error)}); give another path."
-        ) from error
-    return path
+    return Path(written).expanduser()

@@ -26,12 +26,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from detector.backbones import FPN, ResNet, make_mobilenet, recompute_activations
 from detector.boxes import check_all_boxes, prepend, whole_image_boxes
 from detector.config import DetectorConfig
 from detector.errors import UserError
-from detector.fpn import FPN, make_mobilenet
-from detector.pixel_masking import mask_pixels
-from detector.resnet import ResNet, recompute_activations
+from detector.images import mask_pixels
 from detector.roi_heads import Detections, Res5ROIHeads, SampledRoIs, StandardROIHeads
 from detector.roi_pooler import to_rois
 from detector.rpn import RPN, RPNOutput

@@ -1,4 +1,4 @@
-"""From an image file to the pixels a network sees: reading, resizing, normalising, padding.
+"""From an image file to the pixels a network sees: reading, resizing, normalising, padding, masking.
 
 An image is a uint8 array [height, width, 3]. Images are resized as uint8 with PIL's antialiased bilinear filter, as in
 Detectron2 and the official VL-BERT code; filters without antialiasing change the features of a shrunken photo by a
@@ -19,8 +19,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int64, UInt8
 from PIL import Image, ImageOps
+from torch import Tensor
+from torchvision.ops import clip_boxes_to_image
 
 from detector.boxes import Array
 from detector.errors import MissingFileError, UserError, first_line
@@ -49,13 +51,6 @@ class ResizeRule:
     short_edge: int = 800
     long_edge: int = 1333
     rounding: Literal["detectron2", "truncate", "torchvision"] = "detectron2"
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.short_edge <= self.long_edge:
-            raise UserError(
-                f"Resize rule: short_edge {self.short_edge} and long_edge {self.long_edge} must be positive, "
-                "and long_edge must not be below short_edge."
-            )
 
     def target_size(self, h: int, w: int) -> tuple[int, int]:
         """(height, width) after resizing an image of height h and width w; no side becomes less than 1."""
@@ -89,10 +84,6 @@ def load_image(path: str | Path, channel_order: ChannelOrder = "BGR") -> Pixels:
 
     Returns:
         a contiguous array.
-
-    Raises:
-        MissingFileError: the file does not exist.
-        UserError: the file is damaged, cut off, or not in one of `FORMATS`.
     """
     return _to_array(_read(path, str(path)), channel_order)
 
@@ -108,9 +99,6 @@ def load_resized(
 
     Returns:
         the resized image, and the (height, width) of the original after its rotation.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_image`.
     """
     found = _read(image, name or ("in memory" if isinstance(image, bytes) else str(image)))
     size = (found.height, found.width)
@@ -154,11 +142,7 @@ def make_image_batch(
         pixel_mean, pixel_std: 3 values in grey levels, in the images' channel order.
         pad_to: (H, W) of the batch; None = the size of its largest image, as in Detectron2. A box's features depend a
             little on the padding, so a fixed size makes them independent of the other images in the batch.
-
-    Raises:
-        UserError: an image is larger than `pad_to`.
     """
-    assert len(images) == len(original_sizes) == len(names)
     for image, name in zip(images, names, strict=True):
         if pad_to is not None and (image.shape[0] > pad_to[0] or image.shape[1] > pad_to[1]):
             raise UserError(
@@ -190,19 +174,65 @@ def _read(source: str | Path | bytes, name: str) -> Image.Image:
             image.load()
             with contextlib.suppress(Exception):  # a damaged EXIF block raises many kinds of errors
                 ImageOps.exif_transpose(image, in_place=True)
-            return _to_rgb(image, name)
-    except UserError:
-        raise
+            return _to_rgb(image)
     except Exception as error:  # PIL raises many kinds, depending on the format and the place of the damage
         raise UserError(f"Image {name} cannot be read ({first_line(error)}); get or convert the file again.") from error
 
 
-def _to_rgb(image: Image.Image, name: str) -> Image.Image:
+def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith(("I", "F")):  # 16-bit grey; PIL's own conversion would clip it at 255
         values = np.asarray(image)
         if image.mode == "F" or values.min() < 0 or values.max() > 65535:
-            raise UserError(f"Image {name} has pixels of 32 bits; save it with 8 or 16 bits per channel.")
+            raise ValueError("it has pixels of 32 bits; save it with 8 or 16 bits per channel")
         return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
     if "transparency" in image.info:  # converting this kind to RGB in one step makes PIL warn
         image = image.convert("RGBA")
     return image.convert("RGB")
+
+
+def mask_rectangles(
+    boxes: Float[Tensor, "Q 4"], size: Sequence[int], rounding: Literal["outward", "truncate"] = "outward"
+) -> Int64[Tensor, "Q 4"]:
+    """Whole-pixel rectangles that cover boxes.
+
+    Args:
+        boxes: xyxy in pixels of the resized image.
+        size: (height, width) of that image without padding.
+        rounding: "outward" takes every pixel that the box touches (floor, floor, ceil, ceil); "truncate" does as the
+            official VL-BERT code: rows int(y1) to int(y2) and columns int(x1) to int(x2), the last ones included.
+
+    Returns:
+        x1, y1, x2, y2, half-open (pixels [y1:y2, x1:x2]) and clipped to the image.
+    """
+    if rounding == "outward":
+        corners = torch.cat([boxes[:, :2].floor(), boxes[:, 2:].ceil()], dim=1)
+    else:
+        corners = boxes.trunc()
+        corners[:, 2:] += 1
+    return clip_boxes_to_image(corners, size).long()
+
+
+def mask_pixels(
+    pixels: Float[Tensor, "N 3 H W"],
+    sizes: Int64[Tensor, "N 2"],
+    masks: list[Float[Tensor, "_Q 4"]],
+    fill: Float[Tensor, " 3"] | None = None,
+) -> Float[Tensor, "N 3 H W"]:
+    """A copy of a normalised batch in which the pixels of boxes have one colour.
+
+    Masked RoI classification (VL-BERT section 3.3) asks for the class of a region from its surroundings and the text.
+    Masking only its feature is not enough: neighbouring features and the whole-image feature are computed from the same
+    pixels.
+
+    Args:
+        pixels: network input after normalisation.
+        sizes: (height, width) of each image without padding.
+        masks: N entries, xyxy in pixels of the resized image, rounded outward; Q may be 0.
+        fill: the colour after normalisation; None = 0, which is the mean colour.
+    """
+    masked = pixels.clone()
+    colour = 0.0 if fill is None else fill.to(pixels)[:, None, None]
+    for number, (size, boxes) in enumerate(zip(sizes.tolist(), masks, strict=True)):
+        for x1, y1, x2, y2 in mask_rectangles(boxes, size).tolist():
+            masked[number, :, y1:y2, x1:x2] = colour
+    return masked

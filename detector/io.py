@@ -1,7 +1,7 @@
-"""Files: JSON and YAML, pickles that run no code, and atomic writes. All that is kept on disk is written here.
+"""Files: JSON and YAML, pickles that run no code, and atomic writes.
 
-An atomic write goes to a temporary name beside its target, is flushed to disk and only then renamed. A killed process
-or a full disk therefore never leaves half a file under the final name. Temporary names begin with a dot and end in
+An atomic write goes to a temporary name beside its target, is flushed to disk and only then renamed, so a killed
+process or a full disk never leaves half a file under the final name. Temporary names begin with a dot and end in
 `.part` or `.old`; `remove_leftovers` deletes what a killed process left.
 """
 
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import pickle
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,12 +29,7 @@ _PART, _OLD = ".part", ".old"
 
 
 def read_json(path: str | Path, type: type[T] | Any = Any) -> T:
-    """The content of a JSON file as an instance of `type`, which may be anything that msgspec can decode.
-
-    Raises:
-        MissingFileError: there is no such file.
-        UserError: it is not JSON, or not of this type.
-    """
+    """The content of a JSON file as an instance of `type`, which may be anything that msgspec can decode."""
     return decode_json(_read_bytes(path), str(path), type)
 
 
@@ -49,12 +43,7 @@ def decode_json(text: str | bytes, name: str, type: type[T] | Any = Any) -> T:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """The content of a YAML file; None for an empty one.
-
-    Raises:
-        MissingFileError: there is no such file.
-        UserError: it is not valid YAML, or a mapping has a key twice.
-    """
+    """The content of a YAML file; None for an empty one. A mapping may not have a key twice."""
     return decode_yaml(_read_bytes(path), str(path))
 
 
@@ -117,21 +106,15 @@ def read_pickle(path: str | Path, encoding: str = "latin1") -> Any:
 
     Args:
         encoding: of the strings that Python 2 wrote; arrays need latin1.
-
-    Raises:
-        MissingFileError: there is no such file.
-        UserError: it is damaged, or holds an instance of another class.
     """
-    try:
-        with reading(path), Path(path).open("rb") as file:
+    with reading(path), Path(path).open("rb") as file:
+        try:
             return Unpickler(file, encoding=encoding).load()
-    except UserError:
-        raise
-    except Exception as error:  # a damaged pickle raises nearly anything
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(
-            f"{path}: not a plain pickle ({reason}); nothing in it was executed. Copy or download the file again."
-        ) from error
+        except Exception as error:  # a damaged pickle raises nearly anything
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(
+                f"{path}: not a plain pickle ({reason}); nothing in it was executed. Copy or download the file again."
+            ) from error
 
 
 def _read_bytes(path: str | Path) -> bytes:
@@ -146,40 +129,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file atomically; raises UserError where a number is NaN or infinite."""
+    """Write a JSON file atomically, see `json_text`."""
     write_text(path, json_text(value, str(path), indent=1) + "\n")
 
 
 def json_text(value: Any, name: str, *, indent: int | None = None) -> str:
-    """JSON as the standard has it, without NaN and infinity.
-
-    Args:
-        name: of the file, for the error message.
-
-    Raises:
-        UserError: a number is NaN or infinite; the message says where it is.
-    """
+    """JSON as the standard has it: a number that is NaN or infinite raises UserError, which names the file `name`."""
     try:
         return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
-        place = next(_not_finite(value), None)
-        if place is None:
-            raise
         raise UserError(
-            f"{name}: {place} is NaN or infinite, so the model has diverged; lower train.lr, or use an earlier "
+            f"{name}: a number is NaN or infinite, so the model has diverged; lower train.lr, or use an earlier "
             "checkpoint."
         ) from error
-
-
-def _not_finite(value: Any, place: str = "") -> Iterator[str]:
-    if isinstance(value, float) and not math.isfinite(value):
-        yield place or "the value"
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _not_finite(one, f"{place}.{key}" if place else str(key))
-    elif isinstance(value, list | tuple):
-        for number, one in enumerate(value):
-            yield from _not_finite(one, f"{place}[{number}]")
 
 
 @contextlib.contextmanager

@@ -27,11 +27,7 @@ from msgspec import structs
 from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from detector.boxes import check_all_boxes, prepend, whole_image_boxes
-from detector.config import DetectorConfig, ResNetConfig
-from detector.errors import UserError
-from detector.pixel_masking import mask_pixels
-from detector.resnet import (
+from detector.backbones import (
     BLOCKS_PER_STAGE,
     BasicStem,
     BatchStatistics,
@@ -40,6 +36,10 @@ from detector.resnet import (
     freeze,
     recompute_activations,
 )
+from detector.boxes import check_all_boxes, prepend, whole_image_boxes
+from detector.config import DetectorConfig, ResNetConfig
+from detector.errors import UserError
+from detector.images import mask_pixels
 from detector.roi_pooler import align_rois, to_rois
 from detector.structures import DetectionTargets, Detector, FeatureMap, ImageBatch, Regions
 

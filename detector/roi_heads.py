@@ -24,10 +24,10 @@ from jaxtyping import Float, Float32, Int64, Shaped
 from torch import Tensor, nn
 from torchvision.ops import batched_nms, clip_boxes_to_image
 
+from detector.backbones import ConvNorm, Res5
 from detector.boxes import box_regression_loss, decode_deltas, is_at_least, match, pairwise_iou, subsample
 from detector.config import AttributeConfig, BoxHeadConfig, DetectorConfig, ROIHeadsConfig
 from detector.errors import UserError
-from detector.resnet import ConvNorm, make_res5
 from detector.roi_pooler import RoIPooler
 from detector.structures import (
     DetectionTargets,
@@ -358,7 +358,7 @@ class Res5ROIHeads(ROIHeads):
 
     def __init__(self, config: DetectorConfig) -> None:
         super().__init__(config)
-        self.res5 = make_res5(config.resnet)
+        self.res5 = Res5(config.resnet)
         self.box_predictor = BoxPredictor(config.feature_dim, config.roi_heads, config.attributes)
 
     def res5_map(self, features: FeatureMap, rois: Float[Tensor, "J 5"]) -> Float[Tensor, "J D S S"]:

@@ -1,4 +1,4 @@
-"""Input and output of a detector.
+"""Input and output of a detector, its interface, and the detector that returns precomputed features.
 
 Shape legend of the whole package
     N     images in the batch
@@ -7,7 +7,7 @@ Shape legend of the whole package
     R     regions (candidate boxes) of one image; differs from image to image, so regions are lists of N tensors
     G     annotated objects of one image
     P     proposals or sampled RoIs of one image
-    Q     boxes hidden in one image
+    Q     masked boxes of one image
     B     anchors of one image
     J     RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
     S     side of a RoI map
@@ -35,6 +35,7 @@ import torch
 from jaxtyping import Float, Float32, Int64, Num
 from torch import Tensor, nn
 
+from detector.boxes import prepend, whole_image_boxes
 from detector.config import DetectorConfig
 from detector.errors import UserError
 
@@ -148,11 +149,7 @@ class Detector(nn.Module, abc.ABC):
         self.map_size: int | None = config.map_size  # S of the RoI masks; None: this detector reads none
 
     def recompute_activations(self) -> None:
-        """Save memory in training: compute activations again in the backward pass instead of keeping them.
-
-        Raises:
-            ValueError: this detector cannot do that.
-        """
+        """Save memory in training: compute activations again in the backward pass instead of keeping them."""
         raise UserError(
             f"{type(self).__name__} has no activation checkpointing; switch train.activation_checkpointing off or use "
             "detector.backend builtin."
@@ -186,10 +183,59 @@ class Detector(nn.Module, abc.ABC):
                 averaged (the divisor stays S * S, as in VL-BERT on VCR), or the pooled map before a box head; other
                 networks may read them otherwise. Only together with `boxes`.
             whole_image: put the box [0, 0, width - 1, height - 1] in front of each image's regions as row 0.
-
-        Raises:
-            ValueError: a box that is not finite or has no area; the message names the image and the row.
         """
+
+
+class PrecomputedDetector(Detector):
+    """Returns the features in `ImageBatch.precomputed`; it has no parameters and cannot be trained.
+
+    Args:
+        config: settings of the detector that made the features: their width and the number of classes follow from it.
+    """
+
+    def __init__(self, config: DetectorConfig) -> None:
+        super().__init__(config)
+        self.map_size = None
+
+    def recompute_activations(self) -> None:
+        """There are no activations to keep."""
+
+    def forward(
+        self,
+        images: ImageBatch,
+        boxes: list[Float[Tensor, "_R 4"]] | None = None,
+        targets: DetectionTargets | None = None,
+        *,
+        pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None,
+        roi_masks: list[Float[Tensor, "_R S S"]] | None = None,
+        whole_image: bool = False,
+    ) -> Regions:
+        """See `Detector.forward`; `boxes` are the boxes that the features belong to, row by row.
+
+        The class logits have no column: feature files do not hold them.
+        """
+        if targets is not None or pixel_masks is not None or roi_masks is not None:
+            raise UserError(
+                "Precomputed features have no detection losses and no pixel or RoI masks; use the built-in detector."
+            )
+        given = images.precomputed
+        if given is None or boxes is None or (whole_image and given.image_features is None):
+            raise UserError(
+                "The images come without precomputed features, or without the feature of the whole image that the "
+                "encoder needs (extract with --image-feature); set the box source to precomputed, or detector.backend "
+                "to builtin."
+            )
+        for rows, image_boxes, name in zip(given.features, boxes, images.names, strict=True):
+            if len(rows) != len(image_boxes) or (len(rows) and rows.shape[1] != self.feature_dim):
+                raise UserError(
+                    f"{name}: precomputed features {list(rows.shape)} for {len(image_boxes)} boxes, but width "
+                    f"{self.feature_dim} in the detector's config; use the config that they were made with."
+                )
+        features = [rows.reshape(len(rows), self.feature_dim) for rows in given.features]
+        if whole_image:
+            boxes = prepend(whole_image_boxes(images.sizes), boxes)
+            features = prepend(list(given.image_features[:, None]), features)
+        return Regions(boxes=boxes, features=features, class_logits=[rows.new_zeros(len(rows), 0) for rows in features])
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Names and conventions of published checkpoints, turned into the ones of this detector (which are Detectron2's).
 
-Layouts:
+Layouts (from the code of Detectron2, `c2_model_loading.py` and `convert-torchvision-to-d2.py`, and of the two ports):
 
 - Detectron2: used as it is. The `.pkl` files of "py-bottom-up-attention" (the Detectron2 port of bottom-up attention)
   have it too: plain dictionaries with these names and an attribute head.
@@ -14,8 +14,6 @@ Layouts:
   numbers are rearranged exactly. The box arithmetic of that code is not part of the weights and is not reproduced: it
   clips proposals to width - 1, counts a box's last pixel as inside in NMS (x2 - x1 + 1), and decodes final boxes from
   proposals that are one pixel wider. Features of given boxes are not affected.
-
-Facts from the code of Detectron2 (`c2_model_loading.py`, `convert-torchvision-to-d2.py`) and of the two ports.
 
 Shape legend: see `detector/structures.py`; cell_anchors = sizes * ratios.
 """
@@ -144,12 +142,8 @@ _R2C_NAMES = {
 }
 
 
-def from_visual_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[str, Tensor]:
-    """The network of an official VisualBERT model, in float32; everything else is left out.
-
-    Raises:
-        UserError: the file has no such network.
-    """
+def from_visual_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The network of an official VisualBERT model, in float32; everything else is left out."""
     renamed = {}
     for name, value in tensors.items():
         if not name.startswith(REGION_NETWORK):
@@ -163,11 +157,6 @@ def from_visual_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[
         if not new.startswith("roi_heads."):
             new = f"roi_heads.{new}" if new.startswith("res5.") else f"backbone.{new}"
         renamed[new] = value.float() if value.is_floating_point() else value
-    if not renamed:
-        raise UserError(
-            f"{source}: this VisualBERT model was made for given features and holds no network of regions; leave out "
-            "detector.weights, or name a different file."
-        )
     return renamed
 
 
@@ -248,65 +237,59 @@ def to_detector_names(
     Args:
         model_names: keys of the detector's state dict; names without a prefix are matched with their ends.
         config: the anchors and box weights to which the Caffe layout of bottom-up attention is converted.
+        source: for the error message.
         matching_heuristics: names of Detectron2's layout may be matched with the ends of the model's.
         norm_eps: epsilon of the frozen batch norms that the numbers are meant for.
 
     Returns:
         the tensors, and the layout's name for messages.
-
-    Raises:
-        ValueError: an unknown layout, or a name that fits two of the detector's.
     """
-    if tensors and all(name.startswith("module.") for name in tensors):  # DataParallel's prefix
+
+    def has(*prefixes: str) -> bool:
+        return any(name.startswith(prefixes) for name in tensors)
+
+    if all(name.startswith("module.") for name in tensors):  # DataParallel's prefix
         tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
-    if any(name.startswith(VL_BERT) for name in tensors):
-        return from_vl_bert(tensors, source), "VL-BERT"
-    if any(name.startswith(("bert.bert.", f"{REGION_NETWORK}after_roi_align.")) for name in tensors):
-        return from_visual_bert(tensors, source), "VisualBERT"
-    if any(name.startswith(BODY) for name in tensors):  # no other software has these names
+    if has(VL_BERT):
+        return from_vl_bert(tensors), "VL-BERT"
+    if has("bert.bert.", f"{REGION_NETWORK}after_roi_align."):
+        return from_visual_bert(tensors), "VisualBERT"
+    if has(BODY):  # no other software has these names
         return from_torchvision_detector(tensors, norm_eps=norm_eps), "torchvision"
-    if any(name.startswith(("backbone.", "proposal_generator.", "roi_heads.")) for name in tensors):
+    if has("backbone.", "proposal_generator.", "roi_heads."):
         logits, deltas = (tensors.get(f"{RPN_HEAD}{name}.bias") for name in ("objectness_logits", "anchor_deltas"))
         if logits is not None and deltas is not None and 2 * len(logits) == len(deltas):  # two logits per anchor
-            return from_caffe_attention(tensors, config, source), "bottom-up attention, Caffe conventions"
-        if matching_heuristics:
-            tensors = match_ends(tensors, model_names, source)
-        return tensors, "Detectron2"
+            return from_caffe_attention(tensors, config), "bottom-up attention, Caffe conventions"
+        return match_ends(tensors, model_names) if matching_heuristics else tensors, "Detectron2"
     if any(_CAFFE2_BLOCK.match(name) for name in tensors):
         converted, layout = from_caffe2(tensors), "Caffe2"
     elif any(BLOCK.match(name) for name in tensors):
         converted, layout = {trunk_name(name): value for name, value in tensors.items()}, "torchvision"
-    elif any(name.startswith("features.0.") for name in tensors):  # torchvision's MobileNet
+    elif has("features.0."):  # torchvision's MobileNet
         converted = {re.sub(r"^features\.", BODY, name): value for name, value in tensors.items()}
         layout = "torchvision"
-    elif any(name.startswith(("stem.", "res2.")) for name in tensors):
+    elif has("stem.", "res2."):
         converted, layout = tensors, "Detectron2 without prefixes"
     else:
         raise UserError(
             f"{source}: its names are of no known layout ({', '.join(list(tensors)[:3])}, ...); use a file of "
             "Detectron2, Caffe2, torchvision or VL-BERT."
         )
-    return match_ends(converted, model_names, source), layout
+    return match_ends(converted, model_names), layout
 
 
-def match_ends(tensors: dict[str, Tensor], model_names: Iterable[str], source: str | Path) -> dict[str, Tensor]:
+def match_ends(tensors: dict[str, Tensor], model_names: Iterable[str]) -> dict[str, Tensor]:
     """Give each name the full name in the model that ends with it, after a dot; the longest such name wins.
 
     (Detectron2's matching heuristics.) A name without a match is kept.
-
-    Raises:
-        ValueError: one name is the best match of two of the model's.
     """
     full: dict[str, str] = {}
     for model_name in model_names:
         parts = model_name.split(".")
         ends = (".".join(parts[start:]) for start in range(len(parts)))
         name = next((end for end in ends if end in tensors), None)
-        if name is None:
-            continue
-        if name in full:
-            raise UserError(f"{source}: {name} could be {full[name]} or {model_name}; rename it.")
-        full[name] = model_name
+        if name is not None:
+            full[name] = model_name
     return {full.get(name, name): value for name, value in tensors.items()}
 
 
@@ -353,35 +336,23 @@ def _caffe2_name(blob: str) -> str:
     return f"{_CAFFE2_LAYERS[layer]}.{parameter}" if layer in _CAFFE2_LAYERS else blob
 
 
-def from_vl_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[str, Tensor]:
+def from_vl_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The network up to res5 of an official VL-BERT model (without the prefix `module.`), in float32.
 
     `image_feature_extractor.backbone.layer2.0.bn1.weight` -> `backbone.res3.0.conv1.norm.weight`,
     `image_feature_extractor.roi_head_feature_extractor.0.*` -> `roi_heads.res5.0.*`. Everything else is left out:
-    encoder, heads, and `image_feature_extractor.obj_downsample`, which is part of our encoder.
-
-    Raises:
-        UserError: the file has no such network (files for precomputed features have none), or two copies of res5 that
-            differ.
+    encoder, heads, and `image_feature_extractor.obj_downsample`, which is part of our encoder. Files for precomputed
+    features have no such network.
     """
     renamed = {}
+    trunk = f"{VL_BERT}backbone."
     for name, value in tensors.items():
-        rest = name.removeprefix(VL_BERT)
-        if name.startswith(_VL_BERT_RES5_AGAIN):
-            first = tensors.get(_VL_BERT_RES5 + name.removeprefix(_VL_BERT_RES5_AGAIN))
-            if first is not None and not torch.equal(first, value):
-                raise UserError(f"{source}: {name} differs from its copy under {_VL_BERT_RES5}; the file is damaged.")
-        elif name.startswith(_VL_BERT_RES5):
-            rest = trunk_name(f"layer4.{name.removeprefix(_VL_BERT_RES5)}")
-            renamed[f"roi_heads.{rest}"] = value
-        elif name.startswith(VL_BERT) and rest.startswith("backbone."):
-            renamed[f"backbone.{trunk_name(rest.removeprefix('backbone.'))}"] = value
-    if not renamed:
-        raise UserError(
-            f"{source}: this VL-BERT model was made for precomputed features and holds no detector; leave out "
-            "detector.weights, or name a different file."
-        )
-    return {name: value.float() if value.is_floating_point() else value for name, value in renamed.items()}
+        value = value.float() if value.is_floating_point() else value
+        if name.startswith(_VL_BERT_RES5):
+            renamed[f"roi_heads.{trunk_name(f'layer4.{name.removeprefix(_VL_BERT_RES5)}')}"] = value
+        elif name.startswith(trunk):
+            renamed[f"backbone.{trunk_name(name.removeprefix(trunk))}"] = value
+    return renamed
 
 
 def to_vl_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -404,7 +375,7 @@ def to_vl_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return official
 
 
-def from_caffe_attention(tensors: dict[str, Tensor], config: DetectorConfig, source: Path) -> dict[str, Tensor]:
+def from_caffe_attention(tensors: dict[str, Tensor], config: DetectorConfig) -> dict[str, Tensor]:
     """Caffe's conventions of bottom-up attention -> Detectron2's. Exact, apart from rounding in the objectness.
 
     - objectness [2 * cell_anchors]: background logits, then foreground logits -> their difference [cell_anchors] (its
@@ -412,17 +383,9 @@ def from_caffe_attention(tensors: dict[str, Tensor], config: DetectorConfig, sou
     - anchors: ratios outer, sizes inner -> sizes outer; cell anchors count their last pixel -> continuous corners;
     - classes, class embedding and attributes: row 0 (background, "no attribute") -> last row;
     - box deltas: rows of the background dropped; they are in units of the box, here multiplied by BBOX_REG_WEIGHTS.
-
-    Raises:
-        ValueError: the number of anchors differs from the config.
     """
     sizes, ratios = len(config.anchors.sizes[0]), len(config.anchors.aspect_ratios[0])
-    number = len(tensors[f"{RPN_HEAD}objectness_logits.bias"]) // 2
-    if number != sizes * ratios:
-        raise UserError(
-            f"{source}: it has {number} anchors per cell, but MODEL.ANCHOR_GENERATOR gives {sizes} sizes x {ratios} "
-            "ratios; use the config that it came with."
-        )
+    number = sizes * ratios
 
     def sizes_outer(value: Tensor) -> Tensor:
         return value.reshape(ratios, sizes, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)

@@ -1,14 +1,13 @@
-"""Published weights by name: where they are, what they need, and how a name is told from a path.
+"""Published weights by name: their addresses, the config that each needs, and the cache of downloaded files.
 
 Names begin with the software that published the weights: `torchvision/...`, `detectron2/...` (the names of its model
 zoo) and `bottom-up-attention/...`. Detectron2's own addresses (`detectron2://ImageNetPretrained/MSRA/R-50.pkl`) and
 the full addresses of the table are understood too.
 
-Where the facts are from: addresses, sizes and accuracies of torchvision are in its weights enums; their file names hold
-the first 8 hexadecimal digits of the file's sha256. Detectron2's are in `detectron2/model_zoo/model_zoo.py` and
-MODEL_ZOO.md, by which the file names of the detectors hold the first 6 digits of the file's md5; its ImageNet models
-have no published checksum, nor have the files of bottom-up attention. The two sha256 that are given in full, and the
-size beside one of them, are from public records of the same files and agree with the digits in the file names.
+Sources: torchvision's addresses are in its weights enums; its file names end in the first 8 hexadecimal digits of the
+file's sha256. Detectron2's are in `detectron2/model_zoo/model_zoo.py` and MODEL_ZOO.md; the file names of its detectors
+end in the first 6 digits of the file's md5. Its ImageNet models and the files of bottom-up attention have no published
+checksum. The two sha256 in full, and the size beside one of them, are from public records of the same files.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from detector.config import NORM_EPS, flatten, load_tree
-from detector.errors import MissingFileError, UserError, reading, user_path
+from detector.config import NORM_EPS
+from detector.errors import MissingFileError, UserError, first_line, reading, user_path
 from detector.io import atomic_file
 
 PUBLISHED = Path(__file__).with_name("published")  # Detectron2 YAML files
@@ -46,7 +45,6 @@ IMAGENET_CONFIGS = {
     "resnet101": "torchvision_R_101_C4",
     "mobilenet_v3_large": "torchvision_mobilenet_v3_large_fpn",
 }
-OTHER_PORT = "its network or its attribute head is not built here; use bottom-up-attention/bua-caffe-frcn-r101-k10-100"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +67,21 @@ class NamedWeights:
     expect: str = "all"
     norm_eps: float = NORM_EPS
     rounding: str = "detectron2"  # of the sides of a resized image, see `detector.images.ResizeRule`
-    unsupported: str = ""  # why the built-in detector cannot load it, and what can be used instead
 
     @property
     def config_path(self) -> Path:
         """The Detectron2 YAML file, which is installed with this package."""
         return PUBLISHED / f"{self.config}.yaml"
+
+    def read_class_names(self) -> tuple[str, ...] | None:
+        """Names of the classes 0 .. K-1, or None where they are unknown.
+
+        In "coco_ids", class c has the COCO id c + 1; the ten ids that COCO does not use are called "N/A", as in
+        torchvision.
+        """
+        if not self.class_names:
+            return None
+        return tuple((CLASS_LISTS / f"{self.class_names}.txt").read_text(encoding="utf-8").splitlines())
 
 
 def _torchvision(name: str, file: str, config: str, **fields: Any) -> NamedWeights:
@@ -107,10 +114,6 @@ def _port(name: str, address: str, config: str, *, suffix: str, **fields: Any) -
     name = f"bottom-up-attention/{name}"
     file = f"{name.rpartition('/')[2]}{suffix}"
     return NamedWeights(name, address, file, config, PORT_LICENCE, **fields)
-
-
-def _milvlg(name: str, key: str, config: str = "bottom_up_attention_caffe", **fields: Any) -> NamedWeights:
-    return _port(name, f"{MILVLG}{key}?download=1", config, suffix=".pth", **fields)
 
 
 NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
@@ -179,12 +182,13 @@ NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
         )
     ),
     # "bottom-up-attention.pytorch"
-    _milvlg("bua-caffe-frcn-r101-k36", "EUKhQ3hSRv9JrrW64qpNLSIBGoOjEGCkF8zvgBP9gKax-w"),
-    _milvlg("bua-caffe-frcn-r101-k10-100", "EaXvCC3WjtlLvvEfLr3oa8UBLA21tcLh4L8YLbYXl6jgjg"),
-    _milvlg("bua-caffe-frcn-r152", "ETDgy4bY0xpGgsu5tEMzgLcBQjAwpnkKkltNTtPVuMj4GQ", unsupported=OTHER_PORT),
-    _milvlg("bua-d2-frcn-r50", "EfYoinBHrFlKmKonocse8yEBXN-hyCHNygYqjxGpIBsPvQ", unsupported=OTHER_PORT),
-    _milvlg("bua-d2-frcn-r101", "EXXItFlOpHlNq81O1H_cPyoBXUPyXoHmIwPEudnTWKX4rQ", unsupported=OTHER_PORT),
-    _milvlg("bua-d2-frcn-x152", "EdLhYc39P8tBkEDVCDOrNV4BgPhz9M4iBq8oPw1iyVSlmg", unsupported=OTHER_PORT),
+    *(
+        _port(name, f"{MILVLG}{key}?download=1", "bottom_up_attention_caffe", suffix=".pth")
+        for name, key in (
+            ("bua-caffe-frcn-r101-k36", "EUKhQ3hSRv9JrrW64qpNLSIBGoOjEGCkF8zvgBP9gKax-w"),
+            ("bua-caffe-frcn-r101-k10-100", "EaXvCC3WjtlLvvEfLr3oa8UBLA21tcLh4L8YLbYXl6jgjg"),
+        )
+    ),
 )
 PREFIXES = ("torchvision/", "detectron2/", "bottom-up-attention/")
 
@@ -195,9 +199,6 @@ def resolve_weights(name: str | Path) -> Path | NamedWeights:
     A file or folder that exists comes first. The beginning of a name, up to any slash, may be left out where one name
     only ends with the rest, and so may Detectron2's `.yaml`. What has the prefix of no name and is no address is a
     path, whether it exists or not.
-
-    Raises:
-        UserError: a name or an address that the table does not have, or weights that no detector here can load.
     """
     path = Path(name) if "://" in str(name) else user_path(name)
     if path.exists():
@@ -205,15 +206,11 @@ def resolve_weights(name: str | Path) -> Path | NamedWeights:
     key = _key(name)
     found = _find(key)
     if found is not None:
-        if found.unsupported:
-            raise UserError(f"{found.name} cannot be loaded: {found.unsupported}.")
         return found
     if key.startswith(PREFIXES):
         publisher = key.partition("/")[0]
-        names = [w.name for w in NAMED_WEIGHTS if w.name.startswith(f"{publisher}/") and not w.unsupported]
-        close = difflib.get_close_matches(key, names, n=3, cutoff=0.7)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"{publisher} has {', '.join(names)}."
-        raise UserError(f"{key}: neither a file nor the name of published weights; {hint}")
+        names = similar_names(key) or [one.name for one in NAMED_WEIGHTS if one.name.startswith(publisher)]
+        raise UserError(f"{key}: neither a file nor the name of published weights; did you mean {' or '.join(names)}?")
     return user_path(key) if "://" in key else path
 
 
@@ -227,7 +224,7 @@ def known_weights(name: str | Path) -> NamedWeights | None:
 
 def similar_names(name: str | Path) -> list[str]:
     """Names of the table whose last part is nearly the last part of `name`, the most similar first; at most three."""
-    names = {_last(weights.name): weights.name for weights in NAMED_WEIGHTS if not weights.unsupported}
+    names = {_last(weights.name): weights.name for weights in NAMED_WEIGHTS}
     return [names[last] for last in difflib.get_close_matches(_last(_key(name)), names, n=3, cutoff=0.7)]
 
 
@@ -247,23 +244,6 @@ def _key(name: str | Path) -> str:
     return key.replace("detectron2://", DETECTRON2, 1) if key.startswith("detectron2://") else key
 
 
-def settings_of(weights: NamedWeights) -> dict[str, Any]:
-    """The dotted Detectron2 keys that the weights need, for `DetectorConfig.from_flat`."""
-    return flatten(load_tree(weights.config_path))
-
-
-def published_class_names(weights: NamedWeights) -> tuple[str, ...] | None:
-    """Names of the classes 0 .. K-1, or None where they are not known here.
-
-    In "coco_ids", class c has the COCO id c + 1; the ten ids that COCO does not use are called "N/A", as in
-    torchvision.
-    """
-    if not weights.class_names:
-        return None
-    text = (CLASS_LISTS / f"{weights.class_names}.txt").read_text(encoding="utf-8")
-    return tuple(text.splitlines())
-
-
 def cache_folder() -> Path:
     import torch  # late: it takes seconds
 
@@ -271,38 +251,30 @@ def cache_folder() -> Path:
 
 
 def cached_weights(weights: NamedWeights) -> Path:
-    """The path of the file in the cache of torch.hub; it is downloaded and verified if it is not there.
+    """The path of the file in the cache of torch.hub, verified; it is downloaded if it is not there.
 
     Of several processes one downloads, and the others wait for it.
-
-    Raises:
-        MissingFileError: the file is not in the cache and cannot be downloaded.
-        UserError: the file in the cache, or the one that was downloaded, is not the published one.
     """
     import torch  # late: it takes seconds
 
     path = cache_folder() / weights.file
     by_hand = f"download it by other means and save it as {path}, or give the path of your file instead of the name"
-    if path.is_file():
-        if difference := _difference(weights, path):
-            raise UserError(f"{path}: {difference}; delete it, and {weights.name} is downloaded again.")
-        return path
-    try:
+    if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):
-            if not path.is_file():  # another process may have downloaded it meanwhile
-                with atomic_file(path) as part:
-                    torch.hub.download_url_to_file(weights.address, str(part))
-                    if difference := _difference(weights, part):
-                        raise UserError(
-                            f"{weights.name}: {weights.address} did not send the published file: {difference}; "
-                            f"{by_hand}."
-                        )
-    except (OSError, http.client.HTTPException) as error:
-        reason = str(error).strip("<>") or type(error).__name__
-        raise MissingFileError(
-            f"{weights.name} cannot be downloaded from {weights.address} ({reason}); {by_hand}."
-        ) from error
+        try:
+            with FileLock(f"{path}.lock"):
+                if not path.is_file():  # another process may have downloaded it meanwhile
+                    with atomic_file(path) as part:
+                        torch.hub.download_url_to_file(weights.address, str(part))
+        except (OSError, http.client.HTTPException) as error:
+            raise MissingFileError(
+                f"{weights.name} cannot be downloaded from {weights.address} ({first_line(error)}); {by_hand}."
+            ) from error
+    difference = _difference(weights, path)
+    if difference:
+        raise UserError(
+            f"{path} is not the published file: {difference}; delete it to download it again, or {by_hand}."
+        )
     return path
 
 
@@ -323,14 +295,6 @@ def _difference(weights: NamedWeights, path: Path) -> str:
     return ""
 
 
-def remedy(path: Path) -> str:
-    """What to do about a damaged weights file, as half a sentence."""
-    published = known_weights(path)
-    if published is not None and path.parent == cache_folder():
-        return f"delete it, and {published.name} is downloaded again"
-    return "copy or download it again"
-
-
 def read_vocabulary(path: str | Path, number: int, what: str) -> tuple[str, ...]:
     """Names from a text file such as `objects_vocab.txt` or `attributes_vocab.txt`: line i names number i, from 0.
 
@@ -340,15 +304,9 @@ def read_vocabulary(path: str | Path, number: int, what: str) -> tuple[str, ...]
     Args:
         number: how many names are needed.
         what: the plural of what is named, for messages.
-
-    Raises:
-        MissingFileError, UserError: there is no such file, or it has another number of names.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise MissingFileError(f"{path}: no such file of names; give a text file with a line for each of the {what}.")
     with reading(path):
-        lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     names = tuple(line.partition(",")[0].strip() for line in lines)
     if len(names) != number or not all(names):
         raise UserError(

@@ -60,7 +60,7 @@ DETECTORS = {  # their settings are Detectron2 YAML files
     "builtin": Part("detector.config:DetectorConfig", "detector.faster_rcnn:FasterRCNN"),
     "detectron2": Part("detector.config:DetectorConfig", "detector.detectron2_backend:Detectron2Detector"),
     "r2c": Part("detector.config:DetectorConfig", "detector.r2c:R2CNetwork"),
-    "precomputed": Part("detector.config:DetectorConfig", "detector.precomputed:PrecomputedDetector"),
+    "precomputed": Part("detector.config:DetectorConfig", "detector.structures:PrecomputedDetector"),
 }
 ENCODERS = {
     "vl_bert": Part("e2e_vl.encoders.config:VLBertSettings", "e2e_vl.encoders.vl_bert:VLBertModel"),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from detector.boxes import pairwise_iou
 from detector.errors import UserError
-from detector.pixel_masking import mask_pixels, mask_rectangles
+from detector.images import mask_pixels, mask_rectangles
 from detector.structures import Detector, ImageBatch, Regions, evaluation_mode
 from e2e_vl.structures import Batch, RegionLabels, RegionMasks, TextBatch
 

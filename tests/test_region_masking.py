@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from detector.config import DetectorConfig, InputConfig
 from detector.images import make_image_batch
-from detector.precomputed import PrecomputedDetector
-from detector.structures import ImageBatch, PrecomputedFeatures, Regions
+from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeatures, Regions
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig

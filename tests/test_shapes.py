@@ -16,9 +16,8 @@ import detector
 from detector import boxes
 from detector.boxes import match
 from detector.config import DetectorConfig
-from detector.pixel_masking import mask_pixels
-from detector.precomputed import PrecomputedDetector
-from detector.structures import DetectionTargets, ImageBatch, Loss, PrecomputedFeatures, Regions
+from detector.images import mask_pixels
+from detector.structures import DetectionTargets, ImageBatch, Loss, PrecomputedDetector, PrecomputedFeatures, Regions
 
 PLANTED = """
 from __future__ import annotations

@@ -18,8 +18,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from detector.errors import UserError
-from detector.images import ResizeRule, load_resized
-from detector.pixel_masking import mask_pixels, mask_rectangles
+from detector.images import ResizeRule, load_resized, mask_pixels, mask_rectangles
 from e2e_vl.api.model import TrainedModel
 from e2e_vl.api.results import GREY, Answer, marks_of
 from e2e_vl.drawing import BLUE, RED, Colour, draw_boxes

@@ -325,7 +325,6 @@ def find_detector(
         weights = user_path(found)
         if config is None and weights.is_file():  # a file that came by other means, with the published file's name
             published = known_weights(weights)
-            published = None if published is not None and published.unsupported else published
         if config is None and ((weights / "model").is_dir() or (weights / "detector").is_dir()):
             return detector_of_run(weights, backend=backend, max_proposals=max_proposals)
         if config is None and (weights / CONFIG_NAME).is_file():

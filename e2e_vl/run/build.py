@@ -218,11 +218,7 @@ def build_detector(config: RunConfig, on_start: Callable[[Start], None] = log_st
             "detector.backend is precomputed: there is no network that detector.weights or detector.loss_weight could "
             "be for; leave them out."
         )
-    try:
-        detector_class = DETECTORS[settings.backend].cls
-    except ImportError as error:  # Detectron2 is not installed
-        raise UserError(str(error)) from error
-    detector = detector_class(read_detector_config(settings))
+    detector = DETECTORS[settings.backend].cls(read_detector_config(settings))
     if settings.weights is not None:
         on_start(
             Start("detector", settings.weights, load_checkpoint(detector, settings.weights, expect=settings.expect))

@@ -163,8 +163,7 @@ class OfficialVisualBert(_VisualBertFiles):
             prefix = next((one for one in (TRUNK, REGION_NETWORK) if name.startswith(one)), HEAD)
             parts[prefix][name if prefix == REGION_NETWORK else name.removeprefix(prefix)] = value
         found = _converted(parts[TRUNK], parts[HEAD], ENCODER, source)
-        network = parts[REGION_NETWORK]
-        return dataclasses.replace(found, detector=from_visual_bert(network, source) if network else {})
+        return dataclasses.replace(found, detector=from_visual_bert(parts[REGION_NETWORK]))
 
     def export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
         """Write a `.th` file; returns what was left out, see `official_state`."""

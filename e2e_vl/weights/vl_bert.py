@@ -17,7 +17,7 @@ from torch import Tensor
 
 from detector.config import DetectorConfig
 from detector.errors import UserError
-from detector.precomputed import PrecomputedDetector
+from detector.structures import PrecomputedDetector
 from detector.weight_names import VL_BERT, from_vl_bert, to_vl_bert
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import (
@@ -147,18 +147,18 @@ class OfficialVLBert(WeightAdapter):
         task_name = next(
             (task for task, marks in MARKS.items() if any(name.startswith(marks) for name in tensors)), None
         )
-        encoder, head, has_detector = {}, {}, False
+        encoder, head = {}, {}
         for name, value in tensors.items():
             if (ours := replace_module(name, ENCODER | SCALARS)) is not None:
                 encoder[ours] = value
             elif name.startswith(VL_BERT):
-                has_detector = True
+                continue
             elif (ours := replace_module(name, HEADS.get(task_name, {}))) is not None:
                 head[ours] = value
             elif name != DECODER:
                 raise unknown_name(name, f"VL-BERT {task_name or ''}".strip(), source)
         check_tied(tensors.get(DECODER), encoder, source)
-        detector = from_vl_bert(tensors, source) if has_detector else {}
+        detector = from_vl_bert(tensors)
         transferable = ("",) if task_name == PRETRAINING else ()
         return ModelWeights(detector, encoder, head, task_name, transferable, background_last=False)
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from detector.backbones import FPN
 from detector.config import DetectorConfig, load_tree
 from detector.faster_rcnn import FasterRCNN
-from detector.fpn import FPN
 from detector.roi_pooler import to_rois
 from detector.structures import DetectionTargets, ImageBatch, Regions
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from detector.pixel_masking import mask_pixels, mask_rectangles
+from detector.images import mask_pixels, mask_rectangles
 
 
 def test_outward_takes_every_touched_pixel():

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torchvision.models.resnet import Bottleneck, ResNet
 
+from detector.backbones import BatchStatistics
 from detector.checkpoint import load_checkpoint
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.r2c import NetworkSizes, R2CNetwork
-from detector.resnet import BatchStatistics
 from detector.structures import DetectionTargets, ImageBatch, Regions
 
 SETTINGS = {"R2C.FEATURE_DIM": 6, "R2C.MASK_CHANNELS": 4, "R2C.CLASS_DIM": 3, "ROI_HEADS.NUM_CLASSES": 5}

@@ -10,8 +10,8 @@ from msgspec import structs
 from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
+from detector.backbones import ConvNorm, Res5, ResNet, SyncBatchNorm, freeze, make_norm, recompute_activations
 from detector.config import ResNetConfig
-from detector.resnet import ConvNorm, ResNet, SyncBatchNorm, freeze, make_norm, make_res5, recompute_activations
 from detector.roi_pooler import align_rois
 
 TINY = ResNetConfig(depth=18, norm="BN", width_per_group=4, stem_out_channels=8, res2_out_channels=16, freeze_at=0)
@@ -39,7 +39,7 @@ def test_strides_for_sides_that_are_no_multiple(norm: str, pool: str, cells: tup
 
 @pytest.mark.parametrize(("dilation", "side"), [(1, 4), (2, 7)])
 def test_dilated_res5_keeps_the_side(dilation: int, side: int):
-    res5 = make_res5(tiny(res5_dilation=dilation))
+    res5 = Res5(tiny(res5_dilation=dilation))
     assert res5(torch.rand(3, 64, 7, 7)).shape == (3, 128, side, side)
     assert [block.conv2.dilation[0] for block in res5] == [dilation] * 3
 
@@ -49,7 +49,7 @@ def test_dilated_res5_keeps_the_side(dilation: int, side: int):
 @pytest.mark.parametrize("dilation", [1, 2])
 def test_convolutions_before_the_pooling_change_nothing(norm: str, in_1x1: bool, dilation: int):
     torch.manual_seed(0)
-    res5 = make_res5(tiny(norm=norm, stride_in_1x1=in_1x1, res5_dilation=dilation, freeze_at=0)).double()
+    res5 = Res5(tiny(norm=norm, stride_in_1x1=in_1x1, res5_dilation=dilation, freeze_at=0)).double()
     for name, tensor in res5.named_buffers():
         if name.endswith(("running_mean", "running_var", "norm.weight", "norm.bias")):
             tensor.uniform_(0.5, 2)
@@ -129,7 +129,7 @@ def test_group_norm_of_one_image_does_not_depend_on_the_batch():
 def test_recomputed_activations_change_nothing():
     torch.manual_seed(0)
     config = tiny(norm="FrozenBN", depth=50)
-    trunk, res5 = ResNet(config), make_res5(config)
+    trunk, res5 = ResNet(config), Res5(config)
     rois = torch.tensor([[0, 3.0, 5, 60, 50], [0, 10, 10, 30, 30]])
 
     def gradients() -> list[Tensor]:

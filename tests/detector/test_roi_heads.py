@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from detector import roi_heads
-from detector.config import BOX_HEAD, AttributeConfig, BoxHeadConfig, DetectorConfig, ROIHeadsConfig
+from detector.config import AttributeConfig, BoxHeadConfig, DetectorConfig, ROIHeadsConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.roi_heads import BoxHead, BoxPredictor
 from tests.detector import published
@@ -77,7 +77,7 @@ SIDE = 3
 
 def make_head(**options) -> BoxHead:
     torch.manual_seed(0)
-    return BoxHead(BoxHeadConfig(name=BOX_HEAD, fc_dim=10, conv_dim=6, **options), in_channels=4, side=SIDE)
+    return BoxHead(BoxHeadConfig(name="FastRCNNConvFCHead", fc_dim=10, conv_dim=6, **options), in_channels=4, side=SIDE)
 
 
 def test_names_and_shapes_are_detectron2s():

@@ -16,7 +16,7 @@ from PIL import Image
 
 import e2e_vl
 from detector.errors import UserError
-from detector.pixel_masking import mask_rectangles
+from detector.images import mask_rectangles
 from e2e_vl.drawing import PALETTE
 from e2e_vl.explorer.session import (
     GREY,

@@ -12,8 +12,7 @@ import torch
 from PIL import Image
 from safetensors.numpy import load_file
 
-from detector.images import ResizeRule
-from detector.pixel_masking import mask_rectangles
+from detector.images import ResizeRule, mask_rectangles
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import DataFiles, DataNeeds
 from e2e_vl.data.batching import ExampleDataset, Request, collate

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from detector.faster_rcnn import FasterRCNN
-from detector.precomputed import PrecomputedDetector
-from detector.structures import ImageBatch, PrecomputedFeatures
+from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeatures
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel

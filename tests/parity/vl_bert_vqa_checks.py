@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from detector.faster_rcnn import FasterRCNN
-from detector.precomputed import PrecomputedDetector
-from detector.structures import ImageBatch, PrecomputedFeatures
+from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeatures
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.samples import HumanAnswers

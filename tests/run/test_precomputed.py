@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from detector.images import ResizeRule
-from detector.precomputed import PrecomputedDetector
-from detector.structures import ImageBatch, PrecomputedFeatures
+from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeatures
 from e2e_vl.data.batching import Request
 from e2e_vl.data.features import open_features
 from e2e_vl.data.user_inputs import list_images, read_given_boxes

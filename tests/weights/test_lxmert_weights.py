@@ -19,7 +19,7 @@ from transformers import (
 
 from detector.config import DetectorConfig
 from detector.errors import UserError
-from detector.precomputed import PrecomputedDetector
+from detector.structures import PrecomputedDetector
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import ADAPTERS

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from detector.config import DetectorConfig
-from detector.precomputed import PrecomputedDetector
+from detector.structures import PrecomputedDetector
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import ADAPTERS, Start

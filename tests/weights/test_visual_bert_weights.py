@@ -21,8 +21,8 @@ from transformers import (
 
 from detector.checkpoint import load_checkpoint
 from detector.config import DetectorConfig
-from detector.precomputed import PrecomputedDetector
 from detector.r2c import NetworkSizes, R2CNetwork
+from detector.structures import PrecomputedDetector
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import ADAPTERS

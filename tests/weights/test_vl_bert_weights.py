@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from detector.checkpoint import load_checkpoint
 from detector.config import DetectorConfig, flatten
 from detector.faster_rcnn import FasterRCNN
-from detector.precomputed import PrecomputedDetector
+from detector.structures import PrecomputedDetector
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import TextBatch

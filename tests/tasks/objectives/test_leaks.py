@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from detector.config import DetectorConfig
-from detector.precomputed import PrecomputedDetector
-from detector.structures import ImageBatch, PrecomputedFeatures
+from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeatures
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel

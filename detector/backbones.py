@@ -1,12 +1,6 @@
-"""ResNet trunk, and the res5 stage of a C4 detector's RoI head, with Detectron2's module and parameter names.
+"""Backbones with Detectron2's module and parameter names: ResNet, feature pyramid, and res5 of a C4 RoI head.
 
-Shape legend
-    N     images in the batch
-    J     RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
-    H, W  height and width of the padded batch, pixels of the network input
-    h, w  height and width of a feature map, cells
-    S     side of a RoI map
-    D     width of a region feature
+Shape legend: see `detector/structures.py`.
 
 Stage s has RES2_OUT_CHANNELS * 2 ** (s - 2) channels.
 
@@ -25,9 +19,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torch.utils.checkpoint import checkpoint
+from torchvision.models.detection.backbone_utils import BackboneWithFPN, mobilenet_backbone
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from detector.config import NORM_EPS, STAGES, ResNetConfig
+from detector.config import NORM_EPS, STAGES, DetectorConfig, ResNetConfig
 from detector.errors import UserError
 from detector.structures import FeatureMap, FeatureMaps
 
@@ -132,9 +127,12 @@ class ConvNorm(nn.Conv2d):
             return super().forward(x)
         if not isinstance(self.norm, FrozenBatchNorm2d):
             return self.norm(super().forward(x))
+        return self._conv_forward(x, *self._folded())
+
+    def _folded(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias with the frozen norm folded in."""
         scale = self.norm.weight * (self.norm.running_var + self.norm.eps).rsqrt()
-        shift = self.norm.bias - self.norm.running_mean * scale
-        return self._conv_forward(x, self.weight * scale[:, None, None, None], shift)
+        return self.weight * scale[:, None, None, None], self.norm.bias - self.norm.running_mean * scale
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution, called by `forward`.
@@ -154,12 +152,10 @@ class ConvNorm(nn.Conv2d):
         Both are linear, one per cell and one per channel, so their order can be exchanged exactly. The feature map of
         an image has far fewer cells than the maps of many RoIs.
         """
-        weight, stride = self.weight, self.stride[0]
         if not isinstance(self.norm, FrozenBatchNorm2d):
-            return self.norm(pool(F.conv2d(x, weight), stride))
-        scale = self.norm.weight * (self.norm.running_var + self.norm.eps).rsqrt()
-        shift = self.norm.bias - self.norm.running_mean * scale
-        pooled = pool(F.conv2d(x, weight * scale[:, None, None, None]), stride)
+            return self.norm(pool(F.conv2d(x, self.weight), self.stride[0]))
+        weight, shift = self._folded()
+        pooled = pool(F.conv2d(x, weight), self.stride[0])
         # adding in place to a view would make autograd copy the whole map
         return pooled + shift[:, None, None] if pooled.requires_grad else pooled.add_(shift[:, None, None])
 
@@ -277,7 +273,16 @@ class ResNet(nn.Module):
 
 
 class Res5(nn.Sequential):
-    """Three bottleneck blocks on RoI maps."""
+    """The res5 stage of a C4 detector's RoI head: three bottleneck blocks, as in Detectron2, also for depths 18 and 34.
+
+    With RES5_DILATION 2 all blocks have stride 1 and dilation 2, so the output keeps the side of the RoI map. (Stock
+    Detectron2 ignores that key in `Res5ROIHeads`; VL-BERT and bottom-up attention need it.) FREEZE_AT 5 freezes res5.
+    """
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__(*_make_stage(config, "res5", is_roi_head=True))
+        if config.freeze_at >= 5:
+            freeze(self)
 
     def forward(
         self, x: Float[Tensor, "_maps _channels _h _w"], pool: Pooling | None = None
@@ -291,11 +296,7 @@ class Res5(nn.Sequential):
 
 
 def recompute_activations(module: nn.Module) -> None:
-    """Keep only the input of each residual block for the backward pass, and compute the rest again ("checkpointing").
-
-    Raises:
-        ValueError: the network has batch norms that learn; they would count every batch twice.
-    """
+    """Keep only the input of each residual block for the backward pass, and recompute the rest there."""
     for block in module.modules():
         if not isinstance(block, ResidualBlock):
             continue
@@ -305,18 +306,6 @@ def recompute_activations(module: nn.Module) -> None:
                 "use MODEL.RESNETS.NORM FrozenBN or GN, or switch train.activation_checkpointing off."
             )
         block.recompute = True
-
-
-def make_res5(config: ResNetConfig) -> Res5:
-    """The res5 stage of a C4 detector's RoI head: three bottleneck blocks, as in Detectron2, also for depths 18 and 34.
-
-    With RES5_DILATION 2 all blocks have stride 1 and dilation 2, so the output keeps the side of the RoI map. (Stock
-    Detectron2 ignores that key in `Res5ROIHeads`; VL-BERT and bottom-up attention need it.) FREEZE_AT 5 freezes res5.
-    """
-    res5 = Res5(*_make_stage(config, "res5", is_roi_head=True))
-    if config.freeze_at >= 5:
-        freeze(res5)
-    return res5
 
 
 def _make_stage(config: ResNetConfig, name: str, is_roi_head: bool = False) -> nn.Sequential:
@@ -342,3 +331,62 @@ def _make_stage(config: ResNetConfig, name: str, is_roi_head: bool = False) -> n
 def _scale_down(conv: ConvNorm) -> None:
     if isinstance(conv.norm, FrozenBatchNorm2d):
         conv.norm.weight.fill_(FROZEN_BRANCH_SCALE)
+
+
+class FPN(nn.Module):
+    """Feature pyramid network (Lin et al., CVPR 2017, section 3): levels p2, p3, ... of equal width on top of a ResNet,
+    and one more level above them (p6).
+
+    Names are `bottom_up.*`, `fpn_lateral2`, `fpn_output2`, ...; the number of a level is log2 of its stride.
+    """
+
+    def __init__(self, config: DetectorConfig) -> None:
+        super().__init__()
+        self.in_features = config.fpn.in_features
+        self.is_average = config.fpn.fuse_type == "avg"
+        self.out_features = tuple(config.map_shapes)  # one more than `in_features`
+        self.levels = self.out_features[:-1]  # those with a lateral convolution
+        self.bottom_up = ResNet(config.resnet)
+        width, norm = config.fpn.out_channels, config.fpn.norm
+        for level, name in zip(self.levels, self.in_features, strict=True):
+            lateral = ConvNorm(config.resnet.shapes[name].channels, width, 1, norm=norm)
+            output = ConvNorm(width, width, 3, norm=norm, padding=1)
+            for conv in (lateral, output):
+                nn.init.kaiming_uniform_(conv.weight, a=1)
+            self.add_module(f"fpn_lateral{level[1:]}", lateral)
+            self.add_module(f"fpn_output{level[1:]}", output)
+
+    def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMaps:
+        """All levels, finest first. H and W are multiples of the stride of the last input map."""
+        bottom_up = self.bottom_up(pixels)
+        maps = {}
+        x = None
+        for level, name in reversed(list(zip(self.levels, self.in_features, strict=True))):
+            lateral = getattr(self, f"fpn_lateral{level[1:]}")(bottom_up[name])
+            if x is None:
+                x = lateral
+            else:
+                x = lateral + F.interpolate(x, scale_factor=2.0, mode="nearest")
+                x = x / 2 if self.is_average else x
+            maps[level] = getattr(self, f"fpn_output{level[1:]}")(x)
+        maps[self.out_features[-1]] = F.max_pool2d(maps[self.levels[-1]], kernel_size=1, stride=2)
+        return {level: maps[level] for level in self.out_features}
+
+
+def make_mobilenet(config: ResNetConfig) -> BackboneWithFPN:
+    """Torchvision's MobileNetV3 with a feature pyramid and random weights.
+
+    Of the settings, it reads `norm` ("FrozenBN" or "BN") and `freeze_at`: of torchvision's 6 stages, the first
+    `freeze_at` are frozen.
+    """
+    trunk = mobilenet_backbone(
+        backbone_name="mobilenet_v3_large",
+        weights=None,
+        fpn=True,
+        norm_layer={"FrozenBN": FrozenBatchNorm2d, "BN": nn.BatchNorm2d}[config.norm],
+        trainable_layers=6 - config.freeze_at,
+    )
+    for block in trunk.body.children():
+        if not any(parameter.requires_grad for parameter in block.parameters()):
+            freeze(block)  # torchvision leaves batch norms that learn in frozen blocks
+    return trunk
