@@ -54,9 +54,10 @@ def load_detector(
             (bottom-up attention's objects_vocab.txt).
         attribute_names: the same for its attributes (attributes_vocab.txt); regions get attributes then.
     """
-    from e2e_vl.api.detector import load_detector as load_trained  # torch takes seconds to import
+    from e2e_vl.api.detector import TrainedDetector  # torch takes seconds to import
+    from e2e_vl.extraction.regions import find_detector
 
-    return load_trained(source, config, device, class_names=class_names, attribute_names=attribute_names)
+    return TrainedDetector(find_detector(source, config).named(class_names, attribute_names), device)
 
 
 def register_encoders() -> None:

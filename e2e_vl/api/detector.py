@@ -6,17 +6,15 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import parse_flag_from_env
 
 from detector.config import SelectionRule
-from detector.errors import UserError, first_line
 from e2e_vl.api.inputs import ImageFile, ImageInput, given_boxes, image_file
 from e2e_vl.api.results import FoundRegions
-from e2e_vl.extraction.regions import LoadedDetector, extract_image, find_detector
+from e2e_vl.extraction.regions import LoadedDetector, extract_image
 from e2e_vl.extraction.settings import SHOWN
 from e2e_vl.run.launch import refuse_missing_gpus
 from e2e_vl.samples import AnnotatedObjects
@@ -29,13 +27,7 @@ def chosen_device(device: str | torch.device | None) -> torch.device:
         if torch.accelerator.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
             return torch.accelerator.current_accelerator()
         return torch.device("cpu")
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
-        raise UserError(
-            f"device is {str(device)!r}, which torch cannot use on this machine ({first_line(error)}); give a name "
-            "such as 'cpu', 'cuda' or 'cuda:1'."
-        ) from error
+    return torch.device(device)
 
 
 class TrainedDetector:
@@ -65,20 +57,19 @@ class TrainedDetector:
     ) -> FoundRegions:
         """What the detector finds, best score first, or what it says about given boxes, in their order.
 
-        Its own regions are chosen by the rule "score" (`ExtractionSettings`), as in bulk extraction and in training on
-        boxes that the detector finds. The numbers differ: these are for looking at a photo, 0.2 and 10 to 36, where
-        the others take 0.5 and 10 to 100 (VL-BERT, section 4.1).
+        Predicted boxes are chosen by the rule "score" (`ExtractionSettings`), as in bulk extraction and in training.
+        The defaults are for looking at a photo: 0.2 and 10 to 36, not 0.5 and 10 to 100 (VL-BERT, section 4.1).
 
         Args:
             image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.inputs.image_file`).
-            boxes: [R, 4], or words or a file as in `TrainedModel.ask`; None: the detector's own.
-            min_score: its own regions score at least this, but their number stays between the other two.
+            boxes: [R, 4], or words or a file as in `TrainedModel.ask`; None: predicted boxes.
+            min_score: least score of predicted boxes, but their number stays between the other two.
             stacklevel: of the warning about a detector whose predicted boxes are random.
         """
         if boxes is None and self.source.warning:
             warnings.warn(self.source.warning, stacklevel=stacklevel)
         rule = SelectionRule(min_score, min_regions, max_regions)
-        return self.find(image_file(image), given_boxes(boxes, "boxes"), rule)
+        return self.find(image_file(image), given_boxes(boxes), rule)
 
     def find(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> FoundRegions:
         """`regions` without its warning."""
@@ -86,15 +77,3 @@ class TrainedDetector:
         names = [f"class {row}" if self.class_names is None else self.class_names[row] for row in found.classes]
         attributes = [] if found.attributes is None else [self.source.attribute_names[row] for row in found.attributes]
         return FoundRegions(found.boxes, found.scores, found.classes, names, found.features, attributes, file)
-
-
-def load_detector(
-    source: str | Path,
-    config: str | Path | None = None,
-    device: str | torch.device | None = None,
-    *,
-    class_names: str | Path | None = None,
-    attribute_names: str | Path | None = None,
-) -> TrainedDetector:
-    """Load published weights by name, the detector of a run, or a file with its config; see `e2e_vl.load_detector`."""
-    return TrainedDetector(find_detector(source, config).named(class_names, attribute_names), device)

@@ -22,16 +22,21 @@ from detector.io import atomic_files, read_json, read_yaml, write_json
 from e2e_vl.api.detector import TrainedDetector, chosen_device
 from e2e_vl.api.inputs import ImageFile, ImageInput, content_key, for_each_question, given_boxes, image_file
 from e2e_vl.api.results import Answer, FoundRegions
-from e2e_vl.config import RunConfig
-from e2e_vl.data.base import open_options
+from e2e_vl.config import BoxSource, RunConfig
+from e2e_vl.data.batching import random_generator
+from e2e_vl.data.user_inputs import require_inside
+from e2e_vl.examples import Example
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector
 from e2e_vl.io import is_shared_model
+from e2e_vl.metrics.names import MetricName
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS
+from e2e_vl.predictions import Prediction
+from e2e_vl.run.build import build_collate, build_loader, build_text_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model
-from e2e_vl.run.inference import Predictor, Reply
-from e2e_vl.samples import Question, Sample
-from e2e_vl.structures import Batch, ModelOutput
+from e2e_vl.samples import BrokenImageError, Question, Sample
+from e2e_vl.structures import Batch, ModelOutput, class_names_of
+from e2e_vl.tasks.phrase_head import with_phrases
 from e2e_vl.text import unknown_words
 
 CARD = """---
@@ -54,7 +59,6 @@ model = e2e_vl.load("{{ name }}")
 |---|---:|
 {% for key, value in metrics.items() %}| {{ key }} | {{ "%.3f" | format(value) }} |
 {% endfor %}{% endif %}"""
-NOT_SHOWN = ("count", "ceiling")  # metrics that do not measure the model
 
 
 class TrainedModel(
@@ -81,7 +85,6 @@ class TrainedModel(
         """A model in memory; nothing of its files is read again.
 
         Args:
-            settings: with which the network was built.
             source: where it was loaded from, for messages.
             metrics: of the run, for the model card.
             device: see `chosen_device`.
@@ -89,10 +92,13 @@ class TrainedModel(
         self.settings, self.tokenizer, self.source = settings, tokenizer, source
         self.device = chosen_device(device)
         self.network = network.to(self.device).eval()
-        self.predictor = Predictor(settings, self.network, tokenizer)
         self._metrics, self._has_warned_of_boxes = dict(metrics or {}), False
-        self._dataset = DATASETS[settings.data.name].cls
-        self._options = open_options(self._dataset, settings.data)[1]
+        self._dataset, self._options = DATASETS[settings.data.name].cls, settings.data.config
+        self._loaders = {
+            boxes: build_loader(settings, network, None, boxes) for boxes in (BoxSource.ONLINE, BoxSource.GT)
+        }
+        self._preprocessor = network.task.preprocessor(build_text_tokenizer(settings, network, tokenizer))
+        self._collate = build_collate(settings, network)
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -123,28 +129,20 @@ class TrainedModel(
 
         Returns:
             One answer, or a list of answers in the order of the questions.
-
-        Raises:
-            FileNotFoundError, ValueError: no image there, an empty text, a box outside the image, or something that the
-                task needs or does not take.
         """
         lists = [value for value in (image, text) if isinstance(value, list)]
         count = len(lists[-1]) if lists else 1
-        if not count:
-            raise UserError("There is no question in an empty list; give images and texts.")
         images = for_each_question(image, count, lambda one: not isinstance(one, list), "image must be one image")
         texts = for_each_question(text, count, lambda one: isinstance(one, str), "text must be a string")
         all_choices = for_each_question(choices, count, _are_choices, "choices must be a list of strings")
         all_answers = for_each_question(
             answer, count, lambda one: one is None or isinstance(one, str), "answer must be a string"
         )
-        given = given_boxes(boxes, "boxes")
+        given = given_boxes(boxes)
         files: dict[int, ImageFile] = {}  # an object that is given several times is converted once
         questions = []
         for row in range(count):
             several = images[row] if isinstance(images[row], tuple) else (images[row],)
-            if not several:
-                raise UserError("A tuple of images is empty; give the images that the text is about.")
             for one in several:
                 if id(one) not in files:
                     files[id(one)] = image_file(one)
@@ -161,7 +159,7 @@ class TrainedModel(
             boxes: [Q, 4], or words or a file as in `ask`.
             text: a caption, maybe with [MASK].
         """
-        question = Question(image_file(image), text, boxes_to_mask=given_boxes(boxes, "boxes"))
+        question = Question(image_file(image), text, boxes_to_mask=given_boxes(boxes))
         return self._answer_with_warnings([question])[0]
 
     def regions(self, image: ImageInput, **options: Any) -> FoundRegions:
@@ -180,12 +178,13 @@ class TrainedModel(
     def replies(self, questions: Sequence[Question], *, keep_going: bool = False) -> list[Answer | Exception]:
         """Answer prepared questions, without warnings; those about the same images and boxes share one detector pass.
 
+        A batch has at most `eval.images_per_batch` groups of such questions, which follow each other and have images of
+        one size, so that no answer depends on what else is asked: where images are padded, a detector sees other edges.
+
         Args:
-            keep_going: an image that cannot be read, or that a given box leaves, is an error of its questions only,
-                which stands in the place of their answers.
+            keep_going: an image that cannot be read, or a given box outside it, is an error of its questions only, and
+                is returned in the place of their answers.
         """
-        for question in questions:
-            self._require_answerable(question)
         groups: dict[Any, list[int]] = {}
         for number, question in enumerate(questions):
             key: Any = number
@@ -193,32 +192,48 @@ class TrainedModel(
                 key = (*map(content_key, question.images), id(question.boxes), id(question.boxes_to_mask))
             groups.setdefault(key, []).append(number)
         samples = [self._sample([questions[number] for number in group]) for group in groups.values()]
+        limit = self.settings.eval.images_per_batch if self.network.task.batches_questions else 1
         answers: dict[int, Answer | Exception] = {}
-        found = self.predictor.reply(samples, keep_going=keep_going)
-        for group, replies in zip(groups.values(), found, strict=True):
-            if isinstance(replies, Exception):
-                answers |= dict.fromkeys(group, replies)
-            else:
-                answers |= {n: self._answer(questions[n], one) for n, one in zip(group, replies, strict=True)}
+        waiting: list[tuple[list[int], Example]] = []  # numbers of questions, and what the network reads for them
+
+        def answer_waiting() -> None:
+            output = self._run([example for _, example in waiting])
+            numbers = [number for group, _ in waiting for number in group]
+            found = self._answers([questions[number] for number in numbers], output)
+            answers.update(zip(numbers, found, strict=True))
+            waiting.clear()
+
+        for group, sample in zip(groups.values(), samples, strict=True):
+            try:
+                example = self._read(sample)
+            except (ValueError, OSError) as error:
+                if not keep_going:
+                    raise
+                answers |= dict.fromkeys(group, error)
+                continue
+            if waiting and (len(waiting) == limit or _largest_size(example) != _largest_size(waiting[0][1])):
+                answer_waiting()
+            waiting.append((group, example))
+        if waiting:
+            answer_waiting()
         return [answers[number] for number in range(len(questions))]
 
     def look(self, question: Question, change: Callable[[Batch], Batch] | None = None) -> tuple[Answer, ModelOutput]:
-        """Answer one prepared question and keep all that the model computed, attention maps included.
+        """Answer one prepared question, and keep the model's output with its attention maps.
 
         Args:
-            change: see `Predictor.look`.
+            change: makes another batch of the question's own, such as one with masked pixels.
         """
-        self._require_answerable(question)
-        reply, output = self.predictor.look(self._sample([question]), change)
-        return self._answer(question, reply), output
+        output = self._run([self._read(self._sample([question]))], change)
+        [answer] = self._answers([question], output)
+        return answer, output
 
     def check_question(self, question: Question) -> None:
         """Raises UserError if the model does not answer such a question; opens no image."""
-        self._require_answerable(question)
         self._sample([question])
 
     def warning_of_boxes(self, questions: Sequence[Question]) -> str:
-        """One sentence if random boxes stand behind an answer; else empty."""
+        """One sentence if an answer is about random boxes; else empty."""
         if not self.settings.detector.proposes_at_random or all(question.boxes is not None for question in questions):
             return ""
         return (
@@ -235,30 +250,79 @@ class TrainedModel(
             warnings.warn(about_boxes, stacklevel=3)
         unknown = sorted({word for one in answers for word in one.unknown_words})
         if unknown:
-            named = ", ".join(unknown)
             warnings.warn(
-                f"The vocabulary of {self.source} lacks {named}; the model reads such words as unknown.", stacklevel=3
+                f"The vocabulary of {self.source} lacks {', '.join(unknown)}; the model reads such words as unknown.",
+                stacklevel=3,
             )
         return answers
 
     def _sample(self, questions: list[Question]) -> Sample:
         """Questions about the same images as one sample."""
-        known = {
-            "class_names": self._dataset.class_names_of(self._options),
-            "accepts_answer": self._dataset.takes_answer(self._options),
-        }
-        samples = []
+        self._require_detector()
+        data, samples = self.settings.data, []
+        if data.blank_text or data.blank_image:
+            missing = "text" if data.blank_text else "image"
+            raise UserError(f"{self.source} is a control that was trained without any {missing}; give another run.")
         for question in questions:
-            sample = self.network.task.question(dataclasses.replace(question, **known))
-            samples.append(self._dataset.narrowed(sample, self._options))
+            if not question.text.strip() and question.boxes_to_mask is None:
+                raise UserError("The text is empty; write what to ask or to look for.")
+            asked = dataclasses.replace(
+                question,
+                class_names=self._dataset.class_names_of(self._options),
+                accepts_answer=self._dataset.takes_answer(self._options),
+            )
+            samples.append(self._dataset.narrowed(self.network.task.question(asked), self._options))
         texts = [dataclasses.replace(sample.texts[0], index=row) for row, sample in enumerate(samples)]
         return dataclasses.replace(samples[0], texts=tuple(texts))
 
-    def _answer(self, question: Question, reply: Reply) -> Answer:
-        task, prediction = reply.task, reply.prediction
+    def _read(self, sample: Sample) -> Example:
+        """Read and preprocess images and texts as those of a data set are."""
+        loader = self._loaders[BoxSource.ONLINE if sample.images[0].objects is None else BoxSource.GT]
+        make_generator = functools.partial(random_generator, self.settings.seed, 0)
+        images = []
+        for image in sample.images:
+            try:
+                example = loader.load(image, loader.draw_augmentation(make_generator(0)))
+            except BrokenImageError as error:
+                raise error.__cause__ from None
+            size = example.image_transform.original_size
+            for given in (image.boxes, image.objects):
+                if given is not None:
+                    require_inside(given.boxes, size, given.origin, example.name)
+            if image.boxes_to_mask is not None:
+                require_inside(image.boxes_to_mask, size, "boxes to hide", example.name)
+            images.append(example)
+        return Example(images, list(self._preprocessor(sample, images, make_generator)))
+
+    @torch.no_grad()
+    def _run(self, examples: list[Example], change: Callable[[Batch], Batch] | None = None) -> ModelOutput:
+        batch = self._collate(examples).to(self.device)
+        return with_phrases(self.network(batch if change is None else change(batch), output_attentions=True))
+
+    @torch.no_grad()
+    def _answers(self, questions: Sequence[Question], output: ModelOutput) -> list[Answer]:
+        predictions = self.network.task.replies(output)
+        texts_of_each = len(output.batch) // len(predictions)  # a question with four choices is four texts
+        return [
+            self._answer(question, prediction, output, number * texts_of_each + prediction.chosen_text)
+            for number, (question, prediction) in enumerate(zip(questions, predictions, strict=True))
+        ]
+
+    def _answer(self, question: Question, prediction: Prediction, output: ModelOutput, text: int) -> Answer:
+        """The answer to a question from row `text` of the batch."""
+        batch, regions, task = output.batch, output.text_regions, self.network.task
+        kept = regions.row[text] >= 0
+        names = [name for name, is_kept in zip(class_names_of(output)[text], kept.tolist(), strict=True) if is_kept]
+        maps, attention = output.encoded.attentions, None
+        if maps is not None and not task.predicts_box:
+            length = batch.texts.input_ids.shape[1]
+            position = _answer_position(output, text)
+            rows = [one[text, :, position, length : length + len(kept)] for one in maps]
+            last = next((row for row in reversed(rows) if row.any()), rows[-1])  # a map may have no such block
+            attention = last.mean(dim=0)[kept].float().cpu().numpy()
         ranked, lines = task.ranked(prediction), task.answer_lines(prediction)
         box = prediction.box if task.predicts_box else None
-        texts = [question.text, *question.choices, *([] if question.answer is None else [question.answer])]
+        words = [question.text, *question.choices, *([] if question.answer is None else [question.answer])]
         return Answer(
             text=question.text,
             answer=ranked[0][0] if ranked else next(iter(lines), ""),
@@ -266,11 +330,11 @@ class TrainedModel(
             box=None if box is None else np.array(box, dtype=np.float32),
             top=ranked,
             lines=lines,
-            boxes=reply.boxes,
-            box_images=reply.images,
-            box_names=prediction.box_names or reply.names,
-            attention=reply.attention,
-            unknown_words=tuple(dict.fromkeys(word for text in texts for word in unknown_words(text, self.tokenizer))),
+            boxes=regions.original_boxes(batch.images.scales)[text, kept].cpu().numpy(),
+            box_images=regions.image_slot[text, kept].cpu().numpy(),
+            box_names=prediction.box_names or names,
+            attention=attention,
+            unknown_words=tuple(dict.fromkeys(word for one in words for word in unknown_words(one, self.tokenizer))),
             answer_boxes=task.answer_boxes(prediction),
             prediction=prediction,
             images=question.images,
@@ -282,26 +346,10 @@ class TrainedModel(
                 f"{self.source} reads saved region features, so it cannot look at an image; give a run with a detector."
             )
 
-    def _require_answerable(self, question: Question) -> None:
-        self._require_detector()
-        if not self.network.task.answers_questions:
-            raise UserError(
-                f"{self.source} was trained for the task '{self.settings.task.name}', which does not answer a text; "
-                "give a run of a task that does."
-            )
-        data = self.settings.data
-        if data.blank_text or data.blank_image:
-            missing = "text" if data.blank_text else "image"
-            raise UserError(
-                f"{self.source} is a control that was trained without seeing any {missing}; give another run."
-            )
-        if not question.text.strip() and question.boxes_to_mask is None:
-            raise UserError("The text is empty; write what to ask or to look for.")
-
     @classmethod
     def from_folder(cls, folder: str | Path, device: str | torch.device | None = None) -> TrainedModel:
         """Load a run directory of tools/train.py, or a folder that `save_pretrained` wrote."""
-        path, device = Path(folder), chosen_device(device)
+        path = Path(folder)
         metrics = path / "metrics.json"
         found = read_json(metrics, dict[str, Any]) if metrics.is_file() else None
         return cls(*load_model(path), source=path, metrics=found, device=device)
@@ -351,17 +399,33 @@ class TrainedModel(
             metrics={
                 key: value
                 for key, value in self._metrics.items()
-                if isinstance(value, float) and "/" in key and not key.partition("/")[2].startswith(NOT_SHOWN)
+                if isinstance(value, float) and (name := MetricName.read(key)) is not None and name.measures_model
             },
             **more,
         )
+
+
+def _largest_size(example: Example) -> tuple[int, ...]:
+    """Height and width that hold all images of an example."""
+    return tuple(map(max, zip(*(image.pixels.shape[:2] for image in example.images), strict=True)))
+
+
+def _answer_position(output: ModelOutput, text: int) -> int:
+    """Where the answer is read: at its own place, at the first labelled wordpiece, at a masked region, or in front."""
+    batch = output.batch
+    if batch.texts.summary is not None:
+        return int(batch.texts.summary[text])
+    asked = [] if batch.targets is None else batch.targets.labelled_wordpieces(text)
+    if asked:
+        return asked[0]
+    is_masked = output.text_regions.is_masked[text]
+    return batch.texts.input_ids.shape[1] + int(is_masked.int().argmax()) if is_masked.any() else 0
 
 
 def load(source: str | Path, device: str | torch.device | None = None) -> TrainedModel:
     """Load a run directory, a saved model folder, or a model of the Hugging Face hub; see `e2e_vl.load`."""
     if not is_shared_model(source):
         return TrainedModel.from_folder(user_path(source), device)
-    chosen_device(device)  # before the download
     try:
         folder = snapshot_download(str(source))
     except (OSError, ValueError) as error:  # no such model, no connection, or offline

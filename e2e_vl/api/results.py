@@ -6,7 +6,6 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,20 +25,8 @@ MIN_DRAWN_SCORE = 0.05  # of a region in a picture
 GREY = 127  # in place of masked pixels
 
 
-class Picture:
-    """Shows `draw()` in a notebook."""
-
-    def draw(self) -> Image.Image:
-        raise NotImplementedError
-
-    def _repr_png_(self) -> bytes:
-        stream = io.BytesIO()
-        self.draw().save(stream, "PNG")
-        return stream.getvalue()
-
-
 @dataclasses.dataclass(frozen=True, eq=False)  # arrays have no single truth value, so == would fail
-class Answer(Picture):
+class Answer:
     """The answer to one text. All boxes are xyxy in pixels of the original image."""
 
     text: str  # what was asked
@@ -86,6 +73,10 @@ class Answer(Picture):
         labels += [f"{self.box_names[row]} attention {self.attention[row]:.2f}".strip() for row in rows]
         return draw_on(self.images[image], [*covered, *self.boxes[rows]], labels, title, covered, phrases)
 
+    def _repr_png_(self) -> bytes:
+        """For notebooks."""
+        return self.draw()._repr_png_()
+
     def draw_candidates(self, image: int = 0) -> Image.Image:
         """All candidate boxes of one image with their numbers, and their names where they have some."""
         rows = np.flatnonzero(self.box_images == image)
@@ -112,7 +103,7 @@ class Answer(Picture):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # arrays have no single truth value, so == would fail
-class FoundRegions(Picture):
+class FoundRegions:
     """The regions of one image, best score first. Boxes are xyxy in pixels of the original image."""
 
     boxes: np.ndarray  # float32 [R, 4]
@@ -132,6 +123,10 @@ class FoundRegions(Picture):
         attributes = self.attributes or [""] * len(self)
         labels = [f"{attributes[row]} {self.names[row]} {self.scores[row]:.2f}".strip() for row in rows]
         return draw_on(self.image, self.boxes[rows], labels)
+
+    def _repr_png_(self) -> bytes:
+        """For notebooks."""
+        return self.draw()._repr_png_()
 
 
 def draw_on(

@@ -130,7 +130,7 @@ def ask_main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 def write_split(options: argparse.Namespace) -> None:
     load_config(model_folder(options.run) / "config.yaml", options.overrides)  # before torch is imported
-    from e2e_vl.run.inference import predict_split  # late: it imports torch
+    from e2e_vl.run.evaluate import predict_split  # late: it imports torch
 
     metrics, is_main = predict_split(
         options.run,

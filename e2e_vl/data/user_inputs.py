@@ -152,7 +152,7 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObject
         names.append(name)
     if any(names) and not all(names):
         raise UserError("Some boxes have a class and others have none; write all of them as class:x1,y1,x2,y2.")
-    return AnnotatedObjects(_checked(boxes, source), source, names=tuple(names) if any(names) else None)
+    return AnnotatedObjects(checked_boxes(boxes, source), source, names=tuple(names) if any(names) else None)
 
 
 def _read_file(path: Path) -> AnnotatedObjects:
@@ -162,23 +162,25 @@ def _read_file(path: Path) -> AnnotatedObjects:
                 rows = file["boxes"].tolist()
         except (KeyError, OSError, ValueError, BadZipFile) as error:
             raise UserError(f"{path}: there is no array 'boxes' that can be read.") from error
-        return AnnotatedObjects(_checked(rows, str(path)), str(path))
+        return AnnotatedObjects(checked_boxes(rows, str(path)), str(path))
     content = read_json(path, list[_Corners] | _BoxesFile)
     content = _BoxesFile(content) if isinstance(content, list) else content
     lists = (content.boxes, content.names, content.segms)
     if len({len(one) for one in lists if one is not None}) > 1:
         raise UserError(f"{path}: 'names' and 'segms' must hold one entry for each of the {len(content.boxes)} boxes.")
     return AnnotatedObjects(
-        _checked([box[:4] for box in content.boxes], str(path)),
+        checked_boxes([box[:4] for box in content.boxes], str(path)),
         str(path),
         names=None if content.names is None else tuple(content.names),
         outlines=None if content.segms is None else [[np.array(one, float) for one in own] for own in content.segms],
     )
 
 
-def _checked(boxes: Iterable[Sequence[float]], where: str) -> np.ndarray:
-    """float64 [R, 4]; refuses what is no box with an area."""
+def checked_boxes(boxes: Iterable[Sequence[float]], where: str) -> np.ndarray:
+    """A user's boxes as float64 [R, 4]; refuses rows that are no boxes, and no boxes at all."""
     boxes = list(boxes)
+    if not boxes:
+        raise UserError(f"{where}: there is no box; give at least one.")
     for number, box in enumerate(boxes):
         if np.ndim(box) != 1 or len(box) != 4 or not np.isfinite(box).all() or box[2] <= box[0] or box[3] <= box[1]:
             raise UserError(

@@ -23,7 +23,7 @@ from e2e_vl.metrics.names import MetricName, named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.predictions import PhrasesOnly, Prediction, with_target, write_list
 from e2e_vl.run.build import Run, build_collate, build_examples, warn_of_random_boxes
-from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.checkpoint import load_model, saved_settings
 from e2e_vl.run.launch import gather_to_main, make_accelerator, on_main
 from e2e_vl.run.optim import LOSS, LossSums
 from e2e_vl.tasks.base import Task
@@ -242,3 +242,59 @@ def evaluate_run(
         write_list(path, predictions)
     accelerator.wait_for_everyone()
     return metrics, path if accelerator.is_main_process else None
+
+
+def predict_split(
+    run_dir: Path,
+    *,
+    split: str,
+    boxes: BoxSource | str,
+    output: Path,
+    second_run_dir: Path | None = None,
+    overrides: list[str] | None = None,
+) -> tuple[dict[str, Any], bool]:
+    """Write the file that the task's server or the literature expects; called on every process.
+
+    Args:
+        run_dir: run directory of tools/train.py, or a saved model folder.
+        split: any split of the run's data set, also one without labels.
+        output: the file; written by the main process.
+        second_run_dir: the run for the other half of the file, for a task that has `Task.second_run`.
+        overrides: `key=value` settings, the same for both runs.
+
+    Returns:
+        Metrics by name (without labels no accuracy), and whether this is the main process.
+    """
+    check_output(output)
+    boxes, overrides = BoxSource(boxes), overrides or []
+    loaded = [load_model(run_dir, overrides=overrides)]
+    config, model, _ = loaded[0]
+    task = model.task
+    if task.write_submission is None:
+        raise UserError(
+            f"{run_dir} was trained for the task '{config.task.name}', which has no submission file; write its "
+            "predictions with tools/evaluate.py."
+        )
+    second_task = None if second_run_dir is None else saved_settings(second_run_dir).task.name
+    if second_task != (None if task.second_run is None else config.task.name):
+        wanted = "one run" if task.second_run is None else f"two runs of it, the other one as {task.second_run_option}"
+        raise UserError(f"The submission file of the task '{config.task.name}' needs {wanted}.")
+    if second_run_dir is not None:
+        same = f'train.mixed_precision="{config.train.mixed_precision}"'
+        loaded.append(load_model(second_run_dir, overrides=[*overrides, *task.second_run, same]))
+    data = [build_examples(*parts, split, boxes=boxes) for parts in loaded]  # errors early
+    accelerator = make_accelerator(config.train.mixed_precision, max_wait_minutes=config.train.max_wait_minutes)
+    predictions = []
+    for (config, model, _), examples in zip(loaded, data, strict=True):
+        if boxes is BoxSource.ONLINE:
+            warn_of_random_boxes(config.detector)
+        model.to(accelerator.device)
+        predictions.append(with_target(evaluate(config, model, examples, accelerator, name=f"{split}, {boxes}")))
+        model.cpu()
+    metrics = on_main(accelerator, lambda: task.metrics(predictions[0]))
+    if len(predictions) == 2:
+        metrics |= on_main(accelerator, lambda: task.joint_metrics(*predictions))
+    if accelerator.is_main_process:
+        task.write_submission(output, *predictions)
+    accelerator.wait_for_everyone()
+    return named_metrics(metrics, split, boxes), accelerator.is_main_process

@@ -199,7 +199,6 @@ def test_the_tool_never_writes_over_the_files_of_a_run(trained_run, capsys, tmp_
 
 def test_outputs_are_checked_before_anything_is_loaded(trained_run, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("e2e_vl.run.evaluate.load_model", None)
-    monkeypatch.setattr("e2e_vl.run.inference.load_model", None)
     (tmp_path / "file").write_text("")
     arguments = ["--run", str(trained_run.path), "--split", "val", "--boxes", "gt"]
     for main, words in ((tool.main, arguments), (prediction_tool.main, ["split", *arguments])):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import e2e_vl
 from e2e_vl import parts
 from e2e_vl.cli import predict as tool
 from e2e_vl.config import RunConfig, load_config
@@ -28,7 +29,6 @@ from e2e_vl.run import build
 from e2e_vl.run.build import build_collate, build_examples, build_run, make_synthetic_data
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run
-from e2e_vl.run.inference import Predictor
 from e2e_vl.run.train import train
 from e2e_vl.samples import Sample
 from e2e_vl.tasks.objectives.base import Sizes
@@ -152,22 +152,13 @@ def test_a_task_about_two_images(settings, monkeypatch, tmp_path, capsys):
     assert (output.task.logits - swapped.task.logits).abs().min() > 1e-4
 
     sample = data.dataset.sample(data.groups[0][:1])
-    [[told]] = Predictor(config, model, tokenizer).reply([dataclasses.replace(sample, from_user=True)])
-    assert told.prediction.true == pytest.approx(records[0]["true"], abs=1e-3)  # without the padding of a batch
-    boxes = [image.objects.boxes for image in sample.images]
-    np.testing.assert_allclose(told.boxes, np.concatenate(boxes), atol=1.5)  # clamped to the last pixel
-    assert told.images.tolist() == [0] * len(boxes[0]) + [1] * len(boxes[1])
-    assert len(told.attention) == len(told.boxes) and 0 < told.attention.sum() < 1
-    bare = [dataclasses.replace(image, objects=None) for image in sample.images]
-    [[own]] = Predictor(config, model, tokenizer).reply(
-        [dataclasses.replace(sample, images=tuple(bare), from_user=True)]
-    )
-    assert own.task.answer_lines(own.prediction)[0].endswith("true") and set(own.images) == {0, 1}
-
     pair = tuple(image.file for image in sample.images)
+    own = e2e_vl.load(run).ask(pair, sample.texts[0].words)
+    assert own.lines[0].endswith("true") and set(own.box_images) == {0, 1}
+    assert len(own.attention) == len(own.boxes) and 0 < own.attention.sum() < 1
     answered = asked(run, tmp_path / "answer", pair, sample.texts[0].words)
     assert answered["true"] == pytest.approx(own.prediction.true, abs=1e-5)
-    assert answered["region_images"] == own.images.tolist() and answered["other_images"] == [str(pair[1])]
+    assert answered["region_images"] == own.box_images.tolist() and answered["other_images"] == [str(pair[1])]
     assert is_picture(tmp_path / "answer" / "regions_2.png") and is_picture(tmp_path / "answer" / "answer_2.png")
     capsys.readouterr()
     message = refused(ask(run, pair[0], "both images hold a star"), capsys)

@@ -13,8 +13,7 @@ from e2e_vl.config import ResizeSettings, differences, load_config, save_config
 from e2e_vl.data import batching as collate
 from e2e_vl.data.batching import Request
 from e2e_vl.run.build import build_run, resolve
-from e2e_vl.run.evaluate import evaluate_run
-from e2e_vl.run.inference import predict_split
+from e2e_vl.run.evaluate import evaluate_run, predict_split
 from e2e_vl.run.train import train
 from tests.weights.starts import replaced
 

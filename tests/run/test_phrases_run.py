@@ -20,8 +20,7 @@ from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.io import read_log
 from e2e_vl.run.build import build_model, build_run
 from e2e_vl.run.checkpoint import load_model
-from e2e_vl.run.evaluate import evaluate_run
-from e2e_vl.run.inference import predict_split
+from e2e_vl.run.evaluate import evaluate_run, predict_split
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.trackers import start_text
 from e2e_vl.run.train import train

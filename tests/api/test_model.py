@@ -14,19 +14,11 @@ from pathlib import Path
 import huggingface_hub.constants
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from transformers import AutoModel
 
 import e2e_vl
 from e2e_vl.api import model as trained_model
 from e2e_vl.api.model import TrainedModel
-from e2e_vl.cli import predict
-from e2e_vl.config import load_config
-from e2e_vl.data.coco import CocoInstances
-from e2e_vl.data.refcoco import read_expressions
-from e2e_vl.encoders.vl_bert import VLBertModel
-from e2e_vl.run.build import make_synthetic_data
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -68,27 +60,6 @@ def test_questions_share_the_detector_pass_and_get_the_answers_of_the_evaluation
         assert answer.score == pytest.approx(record["score"], abs=1e-5)
 
 
-def test_a_hundred_questions_about_twenty_images_cost_twenty_passes(model, tiny_words, tmp_path, monkeypatch):
-    root = tmp_path / "data"
-    changed = [f"data.root={root}", "data.synthetic.scenes={val: 20}", "data.synthetic.formats=[refcoco+, detections]"]
-    make_synthetic_data(load_config(model.source / "model" / "config.yaml", changed))
-    words = ["--split", "val", "--boxes", "online", "--output", str(tmp_path / "boxes.json"), changed[0]]
-    assert predict.main(["split", "--run", str(model.source), *words]) == 0
-    boxes = {one["sent_id"]: one["box"] for one in json.loads((tmp_path / "boxes.json").read_text("utf-8"))}
-    instances = CocoInstances(root / "refcoco+" / "instances.json")
-    expressions = [one for one in read_expressions(root / "refcoco+" / "refs(unc).p", instances) if one.split == "val"]
-    images = list(dict.fromkeys(one.image_id for one in expressions))
-    asked = [[one for one in expressions if one.image_id == image][:5] for image in images]
-    asked = [one for five in asked for one in five]
-    assert len(images) == 20 and len(asked) == 100
-    files = [root / "images" / "train2014" / instances[one.image_id].file_name for one in asked]
-    passes = Passes(model, monkeypatch)
-    answers = model.ask(files, [one.words for one in asked])
-    assert sorted(passes.images) == sorted(set(map(str, files)))
-    for answer, one in zip(answers, asked, strict=True):
-        assert answer.box == pytest.approx(boxes[one.sent_id], abs=1e-3)
-
-
 def test_every_form_of_an_image_gives_the_same_answer(model, records):
     path, text = Path(records[0]["file_name"]), records[0]["text"]
     picture = Image.open(path)
@@ -104,59 +75,40 @@ def test_one_image_stands_beside_many_texts_and_the_other_way_round(model, recor
     texts = ["the red circle", "the star", "the square"]
     assert [answer.text for answer in model.ask(Image.open(image), texts)] == texts
     assert len(passes.images) == 1
-    assert len(model.ask([image, other], "the star")) == 2
-    for images, sentences in ([image], ["a", "b"]), ([], "a"), (image, [3]):
-        with pytest.raises(ValueError, match=r"question|must be a string"):
+    assert len(model.ask([image, other], "the star")) == 2 and model.ask([], "the star") == []
+    for images, sentences in ([image], ["a", "b"]), (image, [3]):
+        with pytest.raises(ValueError, match="one for each"):
             model.ask(images, sentences)
 
 
 def test_given_boxes_are_the_candidates(model, records):
-    given = [[2.0, 3.0, 40.0, 50.0], [30.0, 20.0, 70.0, 61.0]]
-    answer = model.ask(records[0]["file_name"], "the star", boxes=given)
+    image, given = records[0]["file_name"], [[2.0, 3.0, 40.0, 50.0], [30.0, 20.0, 70.0, 61.0]]
+    answer = model.ask(image, "the star", boxes=given)
     assert answer.boxes == pytest.approx(np.array(given), abs=1e-3)
     assert answer.box.tolist() in answer.boxes.tolist()
-    width, height = Image.open(records[0]["file_name"]).size
-    assert len(model.ask(records[0]["file_name"], "the star", boxes=[-1, 0, width + 1, height]).boxes) == 1
-    for boxes, message in (
-        ([[5, 5, 5, 9]], "boxes: box 0"),
-        ([], "at least one row"),
-        ([[5, 5, 9, 9], [5, 5, width + 2, 9]], f"boxes: box 1 .* outside the image .* of {width} x {height} pixels"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model.ask(records[0]["file_name"], "the star", boxes=boxes)
+    width, height = Image.open(image).size
+    assert len(model.ask(image, "the star", boxes=[-1, 0, width + 1, height]).boxes) == 1
+    with pytest.raises(ValueError, match=f"boxes: box 1 .* outside the image .* of {width} x {height} pixels"):
+        model.ask(image, "the star", boxes=[[5, 5, 9, 9], [5, 5, width + 2, 9]])
 
 
 def test_words_that_the_vocabulary_lacks_are_named(model, records):
-    with pytest.warns(UserWarning, match="lacks elephant; the model reads"):
-        answer = model.ask(records[0]["file_name"], "the red elephant 7 ?")
-    assert answer.unknown_words == ("elephant",)
     with pytest.warns(UserWarning, match="lacks elephant") as said:
-        model.ask(records[0]["file_name"], ["the elephant", "the star"])
+        [answer, _] = model.ask(records[0]["file_name"], ["the red elephant 7 ?", "the star"])
+    assert answer.unknown_words == ("elephant",)
     assert [one.filename for one in said] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        assert model.ask(records[0]["file_name"], records[0]["text"]).unknown_words == ()
 
 
-def test_pictures(model, records):
-    answer = model.ask(records[0]["file_name"], records[0]["text"])
+def test_pictures_and_regions(model, records):
+    image = records[0]["file_name"]
+    answer = model.ask(image, records[0]["text"])
     assert set(answer.box_names) <= set(model.class_names) and answer.prediction.detected_class in answer.box_names
     assert answer.answer.startswith("x ") and list(answer.top) == [(answer.answer, answer.score)]
-    found = model.regions(Path(records[0]["file_name"]).read_bytes(), min_regions=3, max_regions=5)
+    found = model.regions(Path(image).read_bytes(), min_score=0.0, min_regions=4, max_regions=4)
+    assert len(found) == 4 and (np.diff(found.scores) <= 0).all()
+    assert found.names == [model.class_names[number] for number in found.classes] and "star" in model.class_names
     for result in (answer, found):
-        assert min(result.draw().size) > 100
         assert Image.open(io.BytesIO(result._repr_png_())).size == result.draw().size
-
-
-def test_regions(model, records):
-    image = records[0]["file_name"]
-    found = model.regions(image, min_score=0.0, min_regions=4, max_regions=4)
-    width, height = Image.open(image).size
-    assert len(found) == len(found.names) == 4 and found.features.shape == (4, model.network.detector.feature_dim)
-    assert (found.boxes >= 0).all() and (found.boxes[:, 2] <= width).all() and (found.boxes[:, 3] <= height).all()
-    assert (np.diff(found.scores) <= 0).all()
-    known = json.loads((model.source / "model" / "detector" / "class_names.json").read_text("utf-8"))
-    assert "star" in known and found.names == [known[number] for number in found.classes]
 
 
 def saved_records(run: Path, name: str = "predictions_val_gt.json") -> list[dict]:
@@ -173,10 +125,6 @@ def test_answers_of_a_vqa_run(vqa_run):
         assert len(answer.boxes) == len(answer.attention) == len(answer.box_names) == len(answer.box_images)
         assert set(answer.box_names) <= set(model.class_names)
         assert min(answer.draw().size) > 100 and min(answer.draw_candidates().size) > 100
-    with pytest.raises(ValueError, match="takes neither choices nor an answer"):
-        model.ask(records[0]["file_name"], records[0]["text"], choices=["yes", "no"])
-    with pytest.raises(ValueError, match="Only a pre-training run"):
-        model.hide(records[0]["file_name"], [[1, 2, 30, 40]])
 
 
 def test_choices_of_vcr_runs(vcr_runs):
@@ -192,15 +140,11 @@ def test_choices_of_vcr_runs(vcr_runs):
     assert min(answer.draw().size) > 100
     assert {"tall", "Why", "yes"} <= set(answer.unknown_words)
     with pytest.raises(ValueError, match="choices must be"):
-        model.ask(image, "Why is [0] there ?", boxes=boxes, choices=[choices] * 3)
-    with pytest.raises(ValueError, match="must be a list of strings"):
         model.ask(image, "Why is [0] there ?", boxes=boxes, choices="abcd")
     several = model.ask([image, image], "Why is [0] there ?", boxes=boxes, choices=[choices, choices[::-1]])
     assert [dict(one.top) for one in several] == [pytest.approx(dict(answer.top), abs=1e-5)] * 2
     reason = e2e_vl.load(vcr_runs[1]).ask(image, "Why is [0] there ?", boxes=boxes, choices=choices, answer="yes")
     assert reason.prediction.choice in range(4) and "yes" in reason.unknown_words
-    with pytest.raises(ValueError, match="here are 0; give four choices"):
-        model.ask(image, "Why is [0] there ?", boxes=boxes)
     with pytest.raises(ValueError, match="it needs the answer"):
         e2e_vl.load(vcr_runs[1]).ask(image, "Why is [0] there ?", boxes=boxes, choices=choices)
 
@@ -217,8 +161,6 @@ def test_hidden_regions_and_masked_words_of_a_pretraining_run(pretraining_run):
     words = model.ask(image, "a [MASK] circle")
     assert not words.prediction.hidden
     assert words.answer == words.lines[0] and "circle" in words.answer
-    with pytest.raises(ValueError, match="fills in what is missing"):
-        model.ask(image, "a red circle")
 
 
 def test_an_answer_does_not_depend_on_the_images_that_are_asked_about_beside_it(model, records):
@@ -259,11 +201,8 @@ def test_cards_name_a_license_only_if_it_is_given_and_a_call_that_fits(pretraini
     assert "license: mit" in card and 'e2e_vl.load("me/mine")' in card and "a [MASK] on a table" in card
     for run, accepts_answer in zip(vcr_runs, (False, True), strict=True):
         card = str(e2e_vl.load(run).generate_model_card())
-        assert (
-            "boxes=[" in card
-            and "choices=[" in card
-            and ("answer=" in card.partition("model.ask")[2]) == accepts_answer
-        )
+        assert "boxes=[" in card and "choices=[" in card
+        assert ("answer=" in card.partition("model.ask")[2]) == accepts_answer
 
 
 def test_nothing_is_read_again_after_loading(pretraining_run, tmp_path):
@@ -291,24 +230,6 @@ def test_names_and_copies_of_one_image_share_a_pass(model, records, monkeypatch)
     assert len(passes.images) == 2
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:7", "nonsense"])
-def test_a_device_that_is_not_there(trained_run, device, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    for load in (e2e_vl.load, e2e_vl.load_detector):
-        with pytest.raises(ValueError, match="device is") as error:
-            load(trained_run.path, device=device)
-        assert "\n" not in str(error.value)
-
-
-def test_gpus_that_are_asked_for_and_missing(trained_run, monkeypatch):
-    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match="asks for the GPUs 0, but torch finds no GPUs"):
-        e2e_vl.load(trained_run.path)
-    assert e2e_vl.load(trained_run.path, device="cpu").device.type == "cpu"
-
-
 def test_only_the_download_of_a_hub_model_is_caught(trained_run, tmp_path, monkeypatch):
     folder = tmp_path / "downloaded"
     shutil.copytree(trained_run.path / "model", folder)
@@ -319,43 +240,25 @@ def test_only_the_download_of_a_hub_model_is_caught(trained_run, tmp_path, monke
         e2e_vl.load("someone/model")
 
 
-@pytest.mark.parametrize("name", ["no_such_run/here", "runs/nothing.model", "nothing"])
-def test_what_is_not_there_is_one_sentence(name, monkeypatch):
+@pytest.mark.parametrize("name", ["no_such_run/here", "nothing"])
+def test_a_model_that_is_not_there(name, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError) as error:
+    with pytest.raises(FileNotFoundError, match=name):
         e2e_vl.load(name)
-    assert "\n" not in str(error.value) and name in str(error.value)
 
 
-@pytest.mark.parametrize("image", [b"no image", np.zeros((3, 4)), 7, "missing.jpg", ()])
-def test_bad_images_are_one_sentence(model, image):
-    with pytest.raises((ValueError, FileNotFoundError)) as error:
+@pytest.mark.parametrize("image", [b"no image", "missing.jpg"])
+def test_an_image_that_cannot_be_read(model, image):
+    with pytest.raises((ValueError, FileNotFoundError), match=r"the bytes given|missing\.jpg"):
         model.ask(image, "the star")
-    assert "\n" not in str(error.value)
-
-
-def test_an_empty_text_is_refused(model, records):
-    with pytest.raises(ValueError, match="text is empty"):
-        model.ask(records[0]["file_name"], "  ")
-
-
-def test_the_encoder_is_known_to_transformers(trained_run):
-    encoder = AutoModel.from_pretrained(trained_run.path / "model" / "encoder")
-    assert isinstance(encoder, VLBertModel)
-    saved = trained_run.model.encoder.state_dict()
-    assert all(torch.equal(value, saved[name]) for name, value in encoder.state_dict().items())
 
 
 def test_auto_classes_know_the_encoders_after_they_are_registered(trained_run):
     folder = str(trained_run.path / "model" / "encoder")
-    code = f"""
-import e2e_vl
-from transformers import AutoConfig
-e2e_vl.register_encoders()
-print(AutoConfig.from_pretrained({folder!r}).model_type)
-"""
+    code = "import e2e_vl; from transformers import AutoModel; e2e_vl.register_encoders(); "
+    code += f"print(type(AutoModel.from_pretrained({folder!r})).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "vl_bert"
+    assert done.stdout.strip() == "VLBertModel"
 
 
 def test_the_import_is_light():
