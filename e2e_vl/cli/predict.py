@@ -199,8 +199,6 @@ def read_questions(options: argparse.Namespace) -> list[Question]:
     if not asked:
         raise UserError("There is no question; name images, a folder with JPEG or PNG files, or a JSON list.")
     boxes = None if options.boxes is None else read_boxes(options.boxes)
-    if boxes is not None and not len(boxes):
-        raise UserError(f"{boxes.origin}: there is no box; give at least one, or leave --boxes out.")
     to_mask = None if options.hide is None else read_boxes(options.hide, "--hide")
     own: dict[str, Any] = {"choices": tuple(options.choices), "answer": options.answer, "boxes_to_mask": to_mask}
     return [Question(images[0], text, boxes, others=images[1:], **own) for images, text in asked]

@@ -97,7 +97,8 @@ def test_boxes_of_a_file(tmp_path):
     assert given.names == ("cat",) and given.origin.endswith("one.json")
     np.testing.assert_array_equal(given.outlines[0], outline)
     (tmp_path / "none.json").write_text("[]")
-    assert read_boxes([str(tmp_path / "none.json")]).boxes.shape == (0, 4)
+    with refused("none.json"):
+        read_boxes([str(tmp_path / "none.json")])
     np.savez(tmp_path / "some.npz", boxes=np.array([[1, 2, 3, 4]]))
     np.testing.assert_array_equal(read_boxes([str(tmp_path / "some.npz")]).boxes, [[1, 2, 3, 4]])
 
