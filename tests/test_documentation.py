@@ -38,7 +38,7 @@ SETTING = re.compile(r"[a-z_]+(\.\w+)*=\S.*")  # train.lr=1e-5
 DOTTED = re.compile(rf"({'|'.join(SECTIONS)})(\.[a-z_]+)+")  # train.lr
 FILE = re.compile(r"\w+\.(html|json|jsonl|md|toml|txt|yaml)")
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.\w+)*(\(.*\))?")  # ReferringTask, forward(batch, regions, encoded)
-TOOL_CALL = re.compile(r"(?<![\w/])(?:tools/((?:\w+/)?\w+\.py)\b|(?<!`)(e2e-vl) (?=[a-z]))(.*)")
+TOOL_CALL = re.compile(r"(?<![\w/])(?:tools/((?:\w+/)?\w+\.py)\b|(?<!`)(e2e-vl|-m e2e_vl) (?=[a-z]))(.*)")
 OPTION = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
 
 
@@ -67,7 +67,7 @@ def calls_of_tools() -> list[tuple[str, str, list[str]]]:
     configs = [path.relative_to(ROOT).as_posix() for path in CONFIGS]
     files = [*PAGES, *configs, *(f"tools/{tool}" for tool in TOOLS), *COMMANDS]
     found = [(file, *call) for file in files for line in code_lines(file) for call in TOOL_CALL.findall(line)]
-    return [(file, tool or console, shlex.split(rest, comments=True)) for file, tool, console, rest in found]
+    return [(file, tool or CONSOLE, shlex.split(rest, comments=True)) for file, tool, _, rest in found]
 
 
 CALLS = calls_of_tools()
@@ -193,7 +193,7 @@ def test_a_call_of_a_tool_is_valid(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    command = words[:1] if tool in ("benchmark.py", "predict.py", CONSOLE) else []
+    command = words[:1] if tool in ("benchmark.py", CONSOLE) else []
     command += words[1:2] if words[:1] == ["predict"] else []
     with pytest.raises(SystemExit) as stopped:
         tool_mains[tool]([*command, "--help"])

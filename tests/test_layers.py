@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": RUN | {"run", "analysis", "api", "explorer"},
     "tools": RUN | {"run", "analysis", "api", "explorer", "cli"},
 }
-LAYERS = {"model": "model", "__init__": "api"}  # of single modules in e2e_vl/
+LAYERS = {"model": "model", "__init__": "api", "__main__": "cli"}  # of single modules in e2e_vl/
 ONLY_IN = {  # optional packages, each imported by one file
     "detectron2": "detector/detectron2_backend.py",
     "gradio": "e2e_vl/explorer/web_page.py",

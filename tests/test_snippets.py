@@ -86,18 +86,18 @@ def run_command(command: str, placeholders: dict[str, str]) -> None:
     """
     words = shlex.split(command.split("&&")[-1])
     words = [re.sub(r"\b[A-Z]{3,}\b", lambda name: placeholders.get(name[0], name[0]), word) for word in words]
+    for entry in ("e2e-vl", "e2e_vl"):  # the console script, or `accelerate launch -m e2e_vl`
+        if entry in words:
+            words = ["e2e-vl " + words[words.index(entry) + 1], *words[words.index(entry) + 2 :]]
     program = next((word for word in words if word.startswith("tools/")), words[0])
-    if program == "e2e-vl":  # has the same commands
-        program = f"tools/{words[1].replace('-', '_')}.py"
-        words = [program, *words[2:]]
     options = words[words.index(program) + 1 :]
     runners: dict[str, Callable[[], int]] = {
         ".venv/bin/pytest": lambda: 0,  # this very run
         "tools/train.py": lambda: train.main([*options, *reduced(options, placeholders)]),
-        "tools/predict.py": lambda: predict.main(options),
+        "e2e-vl ask": lambda: predict.ask_main(options, "e2e-vl ask"),
         # a server, and a run that no page makes: their own tests run them, here only the options are read
-        "tools/explore.py": lambda: parse(explore.build_parser(), options),
-        "tools/analyze_attention.py": lambda: parse(analyze_attention.build_parser(), options),
+        "e2e-vl explore": lambda: parse(explore.build_parser(), options),
+        "e2e-vl analyze-attention": lambda: parse(analyze_attention.build_parser(), options),
         "tools/experiments/pairs.py": lambda: run_tool([program, *options, "--dry-run"]),
         "tools/benchmark.py": lambda: run_tool([program, *options, "--repetitions", "1"]),
     }

@@ -12,7 +12,7 @@ images of the detector (--detector-images). Photos are found again by COCO's ids
 with --visual-genome, which also says which of them are photos of COCO.
 
 The exit status is 1 if there are problems, and with --no-overlap if photos are shared. Images are not opened, and those
-in archives not looked for. `python tools/check_data.py` is the same command.
+in archives not looked for.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ DIR/model.safetensors (and config.json) for transformers, whose models take DIR:
 Beside a model of VQA its answers are written, in the order of the classes: vqa.model and vqa.answers.txt.
 
 Converting is not needed before training: detector.weights, encoder.weights and task.weights take the published files.
-`python tools/convert_weights.py` is the same command.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A page in the browser that shows what a trained run does with your photos.
 
-    python tools/explore.py --run runs/demo_refcoco
+    e2e-vl explore --run runs/demo_refcoco
     e2e-vl explore --run runs/demo_refcoco --port 7861
 
 Open the printed address, drop a photo, write a phrase or a question, and ask. The page shows the regions, the answer

@@ -4,8 +4,7 @@
     e2e-vl extract FOLDER --output FILE --format tsv
     e2e-vl extract --images instances.json --output FILE --format hdf5
 
-One image is described as by tools/extract_demo.py. A folder, or a list or COCO file that --images names, is described
-as by tools/extract_features.py. Each has options of its own; both follow.
+One image, and many (a folder, or a list or COCO file that --images names), have options of their own; both follow.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ ONE_IMAGE = """Describe the regions of one image, and find what a phrase refers 
     e2e-vl extract IMAGE --output DIR
     e2e-vl extract IMAGE --output DIR --run runs/demo_refcoco --text "the small red circle"
 
-`python tools/extract_demo.py` is the same command. It writes to DIR:
+`python tools/extract_demo.py` is the same command for one image. It writes to DIR:
   regions.npz   boxes float32 [R, 4] (x1, y1, x2, y2 in pixels of the original image, after its EXIF rotation),
                 scores float32 [R], classes int64 [R], features float32 [R, D]; best score first
   regions.png   the image with the boxes that are worth drawing by their scores, their classes and scores
@@ -46,11 +45,9 @@ Without --run, --detector or --weights the detector is a ResNet-101 C4 with rand
 MANY_IMAGES = """Extract boxes, features, classes and attributes of many images, in the formats of the field.
 
     e2e-vl extract DIR --output features --format npz --weights FILE --config FILE
-    accelerate launch --num_processes 4 tools/extract_features.py --images LIST.txt --output train.tsv --format tsv \\
+    accelerate launch --num_processes 4 -m e2e_vl extract --images LIST.txt --output train.tsv --format tsv \\
         --rule maxconf --features-of proposal --min-boxes 10 --max-boxes 100
     e2e-vl extract --images instances.json --root DIR --boxes instances.json --output gt.h5 --format hdf5
-
-`e2e-vl` runs one process, tools/extract_features.py is the same command for several.
 
 Images: a folder, a text file with one path per line, or a COCO JSON file. After an interruption the same command
 continues. Images that cannot be read are listed at the end and the exit code is 1; all others are done. After a repair,
@@ -178,7 +175,7 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 
 def many_images_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The options of tools/extract_features.py."""
+    """The options for many images."""
     parser = make_parser(MANY_IMAGES, prog)
     parser.add_argument("--images", type=Path, required=True, help="folder, list (.txt), or COCO file (.json)")
     parser.add_argument("--root", type=Path, help="folder that listed paths start from (default: the list's)")
@@ -203,7 +200,7 @@ def many_images_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 @says_errors
 def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """tools/extract_features.py: a folder or file of region features."""
+    """A folder or file of region features."""
     options = many_images_parser(prog).parse_args(argv)
     settings = extraction_settings(options)
     from e2e_vl.data.user_inputs import list_images, read_given_boxes

@@ -3,9 +3,7 @@
     e2e-vl train --config configs/demo/refcoco.yaml
     e2e-vl ask --run runs/demo_refcoco --image IMAGE --text "the small red circle" --output DIR
 
-`e2e-vl COMMAND --help` says more about each command. All of them run in one process. `accelerate launch` and `torchrun`
-start several processes of `tools/train.py` and its neighbours, or, where only the package is installed, of this module:
-`accelerate launch -m e2e_vl.cli.main train ...`.
+`e2e-vl COMMAND --help` says more about each command. `accelerate launch -m e2e_vl COMMAND ...` starts several processes.
 """
 
 from __future__ import annotations
@@ -41,7 +39,3 @@ def main(argv: list[str] | None = None) -> int:
     command = parser.parse_args(words[:1]).command  # the command reads the other words itself
     module, _, function = COMMANDS[command][0].partition(":")
     return getattr(importlib.import_module(f"e2e_vl.cli.{module}"), function)(words[1:], f"e2e-vl {command}")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

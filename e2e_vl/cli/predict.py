@@ -2,8 +2,8 @@
 
     e2e-vl predict split --run RUN --split test2015 --boxes online --output vqa.json
     e2e-vl predict split --run RUN --rationale-run RUN --split test --boxes gt --output vcr.csv
-    accelerate launch tools/predict.py split --run RUN --split testA --boxes detections --output refcoco.json
-    python tools/predict.py ask --run RUN --image IMAGE --text "the small red circle" --output DIR
+    accelerate launch -m e2e_vl predict split --run RUN --split testA --boxes detections --output refcoco.json
+    e2e-vl ask --run RUN --image IMAGE --text "the small red circle" --output DIR
 
 split writes what the task's server or the literature expects, in the order of the data set:
   VQA      JSON list of {"question_id", "answer"}
@@ -61,7 +61,6 @@ words at every [MASK], and the best classes of every region that --hide masks in
 task points at no box), regions.png (all regions) and answer.png (the answer's box, or the regions that get much more
 attention than others, without the masked pixels; and boxes of phrases, dashed where they are unsure); for a pair also
 regions_2.png and answer_2.png. Of several questions each has a folder 0001, 0002, ... there.
-`python tools/predict.py ask` is the same command.
 """
 
 

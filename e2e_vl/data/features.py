@@ -231,7 +231,7 @@ class FeatureStore(abc.ABC):
 
 
 def open_features(path: str | Path) -> FeatureStore:
-    """Open region features of any format that tools/extract_features.py writes.
+    """Open region features of any format that e2e-vl extract writes.
 
     Raises:
         MissingFileError: nothing there.
@@ -239,7 +239,7 @@ def open_features(path: str | Path) -> FeatureStore:
     """
     path = user_path(path)
     if not path.exists():
-        raise MissingFileError(f"{path}: there are no region features; make them with tools/extract_features.py")
+        raise MissingFileError(f"{path}: there are no region features; make them with e2e-vl extract")
     kinds = {".tsv": TsvStore, ".h5": Hdf5Store, ".hdf5": Hdf5Store, ".lmdb": LmdbStore}
     if path.suffix not in kinds and not path.is_dir():
         raise UserError(f"{path}: region features are a folder of .npz files or end in {', '.join(kinds)}")

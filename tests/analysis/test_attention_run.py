@@ -101,10 +101,10 @@ def has_box(xml: str, chain: str) -> bool:
 def test_two_processes_measure_what_one_does(run, parses, output, tmp_path):
     """Started as a user starts them: they gather over gloo, and the main one writes."""
     words = ["--run", run, "--boxes", "precomputed", "--parses", parses, "--output", tmp_path / "two", "--pictures", 3]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     own = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *launch, str(ROOT / "tools" / "analyze_attention.py"), *map(str, words)],
+        [sys.executable, *launch, "-m", "e2e_vl", "analyze-attention", *map(str, words)],
         env={**os.environ, **own},
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""Calls of tools/predict.py, and what they leave behind."""
+"""Calls of e2e-vl predict, and what they leave behind."""
 
 from __future__ import annotations
 

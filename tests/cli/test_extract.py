@@ -1,4 +1,4 @@
-"""tools/extract_demo.py and tools/extract_features.py, which are both `e2e-vl extract`."""
+"""`e2e-vl extract` of one image (tools/extract_demo.py) and of many."""
 
 from __future__ import annotations
 
@@ -310,7 +310,6 @@ def test_phrase_without_any_region(config: Path, tmp_path: Path, capsys: pytest.
 # Many images
 
 ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "tools" / "extract_features.py"
 NUMBER = 80
 
 
@@ -336,9 +335,9 @@ def words(images: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_two_processes_that_are_killed_and_one_that_goes_on(words, tmp_path, capsys):
     """Every image is there once, in the order of the list, with the features of an undisturbed extraction."""
     output = tmp_path / "out.tsv"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     process = subprocess.Popen(
-        [sys.executable, *launch, str(TOOL), *words, "--output", str(output)],
+        [sys.executable, *launch, "-m", "e2e_vl", "extract", *words, "--output", str(output)],
         cwd=ROOT,
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -445,7 +444,7 @@ def test_backends_precisions_and_kinds_of_weights(words, tmp_path, images):
         (["--image-feature"], "no place for the whole image's feature"),
         (["--boxes", "x.json"], "leave out the options that choose boxes"),
         (["--batch-size", "0"], "--batch-size is 0"),
-        (["--format", "npz", "--output", str(TOOL)], "is a file"),
+        (["--format", "npz", "--output", __file__], "is a file"),
         (["--output", "features.txt"], "must end in .tsv"),
         (["--images", "nowhere"], "nowhere"),
     ],

@@ -42,7 +42,7 @@ def call(way: str, name: str, *words: object) -> tuple[int, list[str], str]:
 
 
 def console(*words: object) -> tuple[int, list[str], str]:
-    return call("module", "e2e_vl.cli.main", *words)
+    return call("module", "e2e_vl", *words)
 
 
 def script(name: str, *words: object) -> tuple[int, list[str], str]:

@@ -30,14 +30,6 @@ def test_a_command_gets_the_other_words_and_its_name(name, monkeypatch):
     assert calls == [(["--run", "x", "key=value"], f"e2e-vl {name}")]
 
 
-def test_every_script_is_a_command():
-    modules = {place.partition(":")[0] for place, _ in COMMANDS.values()}
-    assert {path.stem for path in (ROOT / "tools").glob("*.py")} - {"benchmark"} == modules - {"extract"} | {
-        "extract_demo",
-        "extract_features",
-    }
-
-
 def test_an_unknown_command_is_answered_with_the_known_ones(capsys):
     with pytest.raises(SystemExit) as stopped:
         main.main(["trian"])

@@ -5,12 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-TOOL = Path(__file__).parents[2] / "tools" / "make_synthetic.py"
+ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=TOOL.parents[1])
+    command = [sys.executable, "-m", "e2e_vl", "synthesize", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 
 def test_command_line(tmp_path):

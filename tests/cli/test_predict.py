@@ -107,10 +107,10 @@ def test_vcr_leaderboard_file(vcr_runs, tmp_path, capsys):
 @pytest.mark.timeout(900)
 def test_two_processes_write_the_same_file(trained_run, tmp_path):
     assert tool.main(split(trained_run.path, "val", tmp_path / "one.json", "eval.images_per_batch=2")) == 0
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     words = split(trained_run.path, "val", tmp_path / "two.json", "eval.images_per_batch=2")
     subprocess.run(
-        [sys.executable, *launch, str(ROOT / "tools" / "predict.py"), *words],
+        [sys.executable, *launch, "-m", "e2e_vl", "predict", *words],
         check=True,
         cwd=ROOT,
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
