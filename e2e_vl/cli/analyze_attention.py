@@ -2,7 +2,7 @@
 
     e2e-vl analyze-attention --run runs/demo_flickr30k --split val --boxes online \\
         --parses data/demo_flickr30k/flickr30k/parses/val.conllu
-    accelerate launch -m e2e_vl analyze-attention --run runs/demo_flickr30k --split val --boxes gt --spacy en_core_web_sm
+    accelerate launch -m e2e_vl analyze-attention --run RUN --split val --boxes gt --spacy en_core_web_sm
 
 Any run with an encoder that attends can be analysed, on data whose captions name boxes (Flickr30K Entities): those of
 the run, or those of another config (--data). Words are read as they are, whatever the task of the run masks or asks.

@@ -3,7 +3,7 @@
     e2e-vl train --config configs/demo/refcoco.yaml
     e2e-vl ask --run runs/demo_refcoco --image IMAGE --text "the small red circle" --output DIR
 
-`e2e-vl COMMAND --help` says more about each command. `accelerate launch -m e2e_vl COMMAND ...` starts several processes.
+`e2e-vl COMMAND --help` says more about each command. `accelerate launch -m e2e_vl COMMAND` starts several processes.
 """
 
 from __future__ import annotations
