@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from detector.boxes import pairwise_iou
 from e2e_vl.predictions import Box, Count, Id, Prediction, Score, write_list
 
 MIN_IOU = 0.5
@@ -37,11 +38,6 @@ class Flickr30KPrediction(Prediction, kw_only=True):
     image_id: Id | None = None
     sentence: Count | None = None  # line of the image's file of sentences
 
-    def __post_init__(self) -> None:
-        lists = (self.boxes, self.scores, self.ranks, self.phrase_types, self.gt_boxes)
-        if any(one is not None and len(one) != len(self.phrases) for one in lists):
-            raise ValueError("phrases, boxes, scores, ranks, phrase_types and gt_boxes have different lengths")
-
 
 def right_candidates(
     candidates: np.ndarray | Sequence[Sequence[float]],
@@ -49,14 +45,8 @@ def right_candidates(
     min_iou: float = MIN_IOU,
 ) -> np.ndarray:
     """bool [R]: which candidates xyxy [R, 4] overlap any of the boxes xyxy [n, 4] enough."""
-    ours = np.asarray(candidates, dtype=np.float64).reshape(-1, 1, 4)
-    true = np.asarray(boxes, dtype=np.float64).reshape(1, -1, 4)
-    sides = (np.minimum(ours[..., 2:], true[..., 2:]) - np.maximum(ours[..., :2], true[..., :2])).clip(min=0)
-    overlap = sides.prod(axis=2)
-    area, true_area = ((some[..., 2:] - some[..., :2]).prod(axis=2) for some in (ours, true))
-    union = area + true_area - overlap
-    iou = np.divide(overlap, union, out=np.zeros_like(overlap), where=union > 0)
-    return (iou >= min_iou).any(axis=1)
+    candidates, boxes = (np.asarray(some, dtype=np.float64).reshape(-1, 4) for some in (candidates, boxes))
+    return (pairwise_iou(candidates, boxes) >= min_iou).any(axis=1)
 
 
 def first_hit(scores: np.ndarray | Sequence[float], is_right: np.ndarray | Sequence[bool]) -> int | None:

@@ -9,17 +9,19 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
+from msgspec import Meta
 
 from detector.errors import UserError
 from detector.io import atomic_file
-from e2e_vl.predictions import Box, Count, Prediction, Ranked, Score
+from e2e_vl.predictions import Box, Prediction, Ranked, Score
 
 CHOICES = 4
+Number = Annotated[int, Meta(ge=0, lt=CHOICES)]  # of a choice
 ANSWER_COLUMNS = tuple(f"answer_{i}" for i in range(CHOICES))
 RATIONALE_COLUMNS = tuple(f"rationale_conditioned_on_a{a}_{r}" for a in range(CHOICES) for r in range(CHOICES))
 COLUMNS = ("annot_id", *ANSWER_COLUMNS, *RATIONALE_COLUMNS)
@@ -28,20 +30,14 @@ COLUMNS = ("annot_id", *ANSWER_COLUMNS, *RATIONALE_COLUMNS)
 class VCRPrediction(Prediction, kw_only=True):
     """Which of four answers, or of four rationales, is right."""
 
-    probabilities: tuple[Score, ...]
-    choice: Count  # the number of the best one
+    probabilities: tuple[Score, Score, Score, Score]
+    choice: Number  # of the best one
     choices: tuple[str, ...] = ()  # in words
-    label: Count | None = None  # of the right one; None: unknown
+    label: Number | None = None  # of the right one; None: unknown
     named_boxes: tuple[tuple[str, Box], ...] = ()  # the objects that the sentences may name
     kind: Literal["answer", "rationale"] = "answer"
     annot_id: str = ""
-    conditioned_on: Count | None = None  # number of the answer that a rationale is for
-
-    def __post_init__(self) -> None:
-        if len(self.probabilities) != CHOICES or len(self.choices) not in (0, CHOICES):
-            raise ValueError(f"{len(self.choices)} choices and {len(self.probabilities)} probabilities, expected 4")
-        if max(self.choice, self.label or 0) >= CHOICES:
-            raise ValueError("'choice' and 'label' must be from 0 to 3")
+    conditioned_on: Number | None = None  # of the answer that a rationale is for
 
     @property
     def chosen_text(self) -> int:
@@ -89,9 +85,6 @@ def join_predictions(answers_run: Sequence[VCRPrediction], rationales_run: Seque
 
     Returns:
         The submission, in the order of `answers_run`.
-
-    Raises:
-        UserError: a prediction of the other kind, or a question that one of the two misses or has twice.
     """
     answers, rationales = _by_question(answers_run, "answer"), _by_question(rationales_run, "rationale")
     wanted = [(annot_id, answer) for annot_id, _ in answers for answer in range(CHOICES)]
@@ -102,59 +95,31 @@ def join_predictions(answers_run: Sequence[VCRPrediction], rationales_run: Seque
             f"There is no rationale prediction for the question {annot_id}, given answer {answer}, and for "
             f"{len(missing) - 1} more; predict rationales of the same split with data.config.condition_on=each."
         )
-    if len(rationales) > len(wanted):
-        annot_id, answer = next(key for key in rationales if (key[0], None) not in answers)
-        raise UserError(f"The question {annot_id} has rationale predictions but no answer prediction; predict both.")
     return Submission(
         [annot_id for annot_id, _ in answers],
-        np.array(list(answers.values()), dtype=np.float64).reshape(-1, CHOICES),
-        np.array([rationales[key] for key in wanted], dtype=np.float64).reshape(-1, CHOICES, CHOICES),
+        np.array([one.probabilities for one in answers.values()], dtype=np.float64).reshape(-1, CHOICES),
+        np.array([rationales[key].probabilities for key in wanted], dtype=np.float64).reshape(-1, CHOICES, CHOICES),
     )
 
 
 def joint_metrics(answers_run: Sequence[VCRPrediction], rationales_run: Sequence[VCRPrediction]) -> dict[str, float]:
     """Accuracies "Q->A", "QA->R" and "Q->AR" of a Q->A run and a QA->R run on the same split, as fractions.
 
-    The first of equal scores wins. Rationales for a wrong answer are not counted.
-
-    Raises:
-        UserError: questions without a label, or that one of the two misses or has twice.
+    Rationales for a wrong answer are not counted.
     """
-    answers = _by_question(answers_run, "answer")
-    truth = {one.annot_id: one.label for one in answers_run}
-    kept = [one for one in rationales_run if one.conditioned_on == truth.get(one.annot_id)]
-    for one in (*answers_run, *kept):
-        if one.label is None:
-            raise UserError(f"The question {one.annot_id} has no label, as in the test split; nothing to score.")
-    rationales = _by_question(kept, "rationale")
-    missing = [annot_id for annot_id, label in truth.items() if (annot_id, label) not in rationales]
-    extra = {one.annot_id for one in rationales_run} - set(truth)
-    if missing or extra:
-        kind, annot_id = ("rationale", missing[0]) if missing else ("answer", sorted(extra)[0])
-        raise UserError(f"There is no {kind} prediction for the question {annot_id}; predict both on the same split.")
-    rationale_truth = {one.annot_id: one.label for one in kept}
-    answer = _hits(answers.values(), truth.values())
-    rationale = _hits((rationales[key] for key in truth.items()), (rationale_truth[annot_id] for annot_id in truth))
+    answers, rationales = _by_question(answers_run, "answer"), _by_question(rationales_run, "rationale")
+    pairs = [(one, rationales[one.annot_id, one.label]) for one in answers.values()]
+    answer, rationale = np.array([[one.choice == one.label for one in pair] for pair in pairs]).T
     found = {"Q->A": answer, "QA->R": rationale, "Q->AR": answer & rationale}
     return {name: float(right.mean()) for name, right in found.items()}
 
 
-def _hits(probabilities: Iterable[Sequence[float]], labels: Iterable[int]) -> np.ndarray:
-    """bool [U]: the label is the best choice."""
-    return np.array(list(probabilities), dtype=np.float64).argmax(axis=1) == list(labels)
-
-
-def _by_question(predictions: Sequence[VCRPrediction], kind: str) -> dict[tuple[str, int | None], tuple[float, ...]]:
-    """(annot_id, conditioned_on) -> probabilities."""
-    found: dict[tuple[str, int | None], tuple[float, ...]] = {}
+def _by_question(predictions: Sequence[VCRPrediction], kind: str) -> dict[tuple[str, int | None], VCRPrediction]:
+    """(annot_id, conditioned_on) -> prediction."""
     for one in predictions:
         if one.kind != kind:
             raise UserError(
                 f"The prediction for {one.annot_id} is about the {one.kind}, expected the {kind}: give the "
                 "predictions of the Q->A run first, then the predictions of the QA->R run."
             )
-        key = (one.annot_id, one.conditioned_on)
-        if key in found:
-            raise UserError(f"There are two {kind} predictions for the question {one.annot_id}; remove one.")
-        found[key] = one.probabilities
-    return found
+    return {(one.annot_id, one.conditioned_on): one for one in predictions}

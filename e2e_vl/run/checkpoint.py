@@ -37,7 +37,6 @@ from e2e_vl.parts import TASKS
 from e2e_vl.run.build import build_model
 from e2e_vl.run.guards import disk_errors_named
 from e2e_vl.run.launch import on_main
-from e2e_vl.tasks.phrase_head import load_head
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.start import check_answers, check_vocabulary
 
@@ -114,12 +113,11 @@ def load_model(
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer, is_saved=True)
     load_class_names(model.detector, folder / "detector")
-    for name, part in {"detector": model.detector, "encoder": model.encoder, "task": model.task}.items():
-        load_strictly(part, folder / name / "model.safetensors")
-    if model.teacher is not None:
-        load_strictly(model.teacher, folder / "teacher" / "model.safetensors")
-    if model.phrase_head is not None:
-        load_head(model.phrase_head, folder / "phrases" / "model.safetensors")
+    parts = {"detector": model.detector, "encoder": model.encoder, "task": model.task}
+    parts |= {"teacher": model.teacher, "phrases": model.phrase_head}
+    for name, part in parts.items():
+        if part is not None:
+            load_strictly(part, folder / name / "model.safetensors")
     return config, model.eval(), tokenizer
 
 

@@ -1,4 +1,4 @@
-"""What every task is: wording, a head on the encoder's output with its loss, its predictions, metric and picture."""
+"""What every task is: a preprocessor of texts, a head with its loss, its predictions, metrics and picture."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Detector
 from e2e_vl.drawing import draw_boxes
@@ -103,16 +103,21 @@ class Head(nn.Module):
         return scores.squeeze(-1) if self.is_score else scores
 
 
-def check_masks(side: int | None, detector: Detector) -> None:
-    """Raise a UserError unless instance masks of this side fit the detector's maps; None: there are no masks."""
-    if side is None:
-        return
-    size = detector.map_size
-    if size is not None and side != size:
-        raise UserError(
-            f"task.config.mask_size is {side}, but the detector's last RoI maps are {size} x {size}; set "
-            f"task.config.mask_size={size}."
-        )
+def candidate_regions(
+    regions: TextRegions, *, whole_image_can_win: bool, may_be_empty: bool = False
+) -> Bool[Tensor, "M R"]:
+    """Regions that may be the answer.
+
+    Args:
+        whole_image_can_win: the box of the whole image is a candidate like every other. False: it is one only for texts
+            without another region, and with `may_be_empty` never.
+    """
+    if whole_image_can_win:
+        return regions.attention_mask
+    others = regions.attention_mask & ~regions.is_whole_image
+    if may_be_empty:
+        return others
+    return torch.where(others.any(dim=1, keepdim=True), others, regions.attention_mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,11 +171,11 @@ class HeadInit:
 
 
 def phrase_boxes(prediction: Prediction, first: int = 0) -> tuple[list[Box], list[str], list[bool]]:
-    """Boxes and labels of what the phrases of a prediction name, for its picture, and which of them are unsure.
+    """Boxes and labels of the grounded phrases of a prediction, for its picture, and which of them are unsure.
 
-    Phrases that several regions fit about equally well are left out, except the second and later ones of a wrong
-    answer, such as the landmark of a relation, which may explain it: they are unsure. Behind the words of wrong phrases
-    stands "?".
+    Phrases that fit several regions about equally well are left out. Only where the answer is wrong, the second and
+    later ones, such as the landmark of a relation, are shown as unsure, because they may explain it. A "?" follows the
+    words of wrong phrases.
 
     Args:
         first: number of the first phrase that may be shown.
@@ -188,10 +193,7 @@ def phrase_boxes(prediction: Prediction, first: int = 0) -> tuple[list[Box], lis
 
 
 class Task(nn.Module, abc.ABC):
-    """From a batch and the encoder's output to losses, predictions and metrics, whichever the encoder is.
-
-    Each task has settings, targets and predictions of its own classes; `build` makes it from its settings.
-    """
+    """From a batch and the output of any encoder to losses, predictions and metrics; `build` makes it from settings."""
 
     predicts_box: ClassVar[bool] = False  # its predictions have a `box` with a `score`, chosen from candidates
     # writes the predictions of a whole split, in the order of the data set, as a server or the literature expects them;
@@ -217,10 +219,10 @@ class Task(nn.Module, abc.ABC):
     # properties where they follow from the config
     needs: tuple[Ability, ...] = ()  # what the encoder must be able to do
     answers: Sequence[str] = ()  # the list that a part of it chooses from; it is saved with the model
-    region_masking: RegionMasking | None = None  # how regions are hidden from the model; None: nothing is hidden
+    region_masking: RegionMasking | None = None  # how regions are masked; None: none is
     reads_attention: bool = False  # its predictions of a split need the encoder's attention maps
     mask_size: int | None = None  # side of the instance masks on the RoI maps; None: the task uses none
-    mask_at: str = "corners"  # which points of the masks' cells are looked at: "corners" or "centres"
+    mask_at: str = "corners"  # where the masks' cells are sampled: at their "corners" or "centres"
 
     @classmethod
     def build(cls, sizes: Sizes, config: Any) -> Self:
@@ -247,8 +249,8 @@ class Task(nn.Module, abc.ABC):
         """The preprocessor of the data's texts, which runs in data workers."""
 
     def question(self, question: Question) -> Sample:
-        """The sample of a user's question; raises UserError for what the task lacks or does not take."""
-        raise UserError(f"{type(self).__name__} does not answer a text about an image.")
+        """The sample of a user's question, where `answers_questions`; raises UserError for what the task cannot use."""
+        raise NotImplementedError
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
         """Take initial values from the other parts; nothing by default.
@@ -307,9 +309,6 @@ class Task(nn.Module, abc.ABC):
         """uint8 RGB picture [height, width, 3] of one prediction with the truth; by default the image with its phrases.
 
         None: the text has no image.
-
-        Raises:
-            FileNotFoundError, ValueError: the image lies in an archive, or is missing now.
         """
         if prediction.file_name is None:
             return None

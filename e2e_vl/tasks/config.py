@@ -53,8 +53,8 @@ class Flickr30KConfig(Settings, frozen=True):
 
     # which state of a phrase asks: of its last wordpiece (official), of its first, or the mean of all
     phrase_state: Literal["last", "first", "mean"] = "last"
-    # a phrase whose words occur several times in its sentence is read where they stand first (official), or where the
-    # data say ("own")
+    # a phrase whose words occur several times in its sentence is read at the "first" occurrence (official), or at its
+    # "own" place in the data
     occurrence: Literal["first", "own"] = "first"
     head_size: PositiveInt = 64  # width of queries and keys per head (official: the width of one head of the encoder)
     # 1: one head (official). More: the mean of the attention of several heads (paper).
@@ -81,15 +81,15 @@ class DetectionConfig(Settings, frozen=True):
 
 
 class AnswerConfig(Settings, frozen=True):
-    """What all tasks with a list of answers can be told; the official VL-BERT code has the same defaults."""
+    """Settings of all tasks with a list of answers; the official VL-BERT code has the same defaults."""
 
-    # the possible answers, the position in the list is the class. In settings also a file, see
+    # the possible answers; the position in the list is the class. In settings also a file, see
     # `e2e_vl.data.answer_lists.read_answers`; None: `data.files.answers`, or built from the annotations of the
     # training split. Of an answer that is listed twice the first counts; `<unk>` is never a target, and predicted only
     # with `unknown_can_win`.
     answers: list[str] | str | None = None
-    # a list built from annotations holds what is the most frequent answer to at least this number of questions; 9 gives
-    # the usual 3,129 answers of VQA v2's train and val
+    # a list built from annotations holds the answers that are the most frequent one to at least this number of
+    # questions; 9 gives the usual 3,129 answers of VQA v2's train and val
     min_answer_count: PositiveInt = 9
     dropout: Dropout = 0.1  # dropout before the last Linear
     # "binary": a binary cross entropy per answer with soft targets, summed over the answers (official). "softmax": a
@@ -101,15 +101,11 @@ class AnswerConfig(Settings, frozen=True):
     initialise_from_words: bool = True
     # the head has a hidden layer with GELU and LayerNorm; False: dropout and one Linear (official VisualBERT code)
     hidden_layer: bool = True
-    head_width: PositiveInt = 1  # that hidden layer is this number of times as wide as the summary (LXMERT: 2)
+    head_width: PositiveInt = 1  # width of that hidden layer, in widths of the summary (LXMERT: 2)
     new_layers: NewLayers = "official"  # start of the head's Linears, see `e2e_vl.tasks.base.init_head`
     top_answers: PositiveInt = 5  # how many of the best answers a prediction lists
     # `<unk>` may be predicted, as in the test file of the official VisualBERT code (its validation leaves it out)
     unknown_can_win: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.hidden_layer and self.head_width > 1:
-            raise UserError(f"head_width is {self.head_width}, but the head has no hidden_layer; set one of them")
 
 
 class VQAConfig(AnswerConfig, frozen=True):
@@ -138,11 +134,6 @@ class GQAConfig(AnswerConfig, frozen=True):
     # `data.config.grounding`, which says where they are
     grounding: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.unlisted_is_first and self.loss != "softmax_times_answers":
-            raise UserError(f"unlisted_is_first needs the loss softmax_times_answers, but loss is {self.loss}")
-
 
 class NLVR2Config(Settings, frozen=True):
     """The official VisualBERT code has the same defaults."""
@@ -169,29 +160,28 @@ class VCRConfig(Settings, frozen=True):
     # "box": people take turns in the order of their boxes. "mention": in the order in which sentences name them
     # (R2C, official VisualBERT code).
     names_by: Literal["box", "mention"] = "box"
-    # in the order of mention: for people whom only a choice names the turn begins with the first name again, so that
-    # two people may share a name (a mistake of R2C's code, which the official VisualBERT code has too)
+    # with "mention": the names of people whom only a choice names begin with the first one again, so that two people
+    # may share a name (a mistake of R2C's code, which the official VisualBERT code has too)
     names_restart_in_choices: bool = False
-    # by boxes and in training the turn begins with a random name (the official code goes on from question to question);
-    # otherwise always with the first
+    # with "box", in training: the first name is random (the official code goes on from question to question); otherwise
+    # it is always the first of the list
     turn_names: bool = True
     join_word: str | None = "and"  # between several objects; None leaves it out (R2C)
     # words that name an object carry its region's vector; False: every word carries the vector of the whole image
     ground_words: bool = True
-    # where those stand: "pieces", at all wordpieces of an object's name. "word_number": at one position, the number of
-    # the name among the words before they were split, see `rows_by_word_number` (official VisualBERT code).
+    # where: "pieces", at all wordpieces of an object's name; "word_number", at the position that is the number of the
+    # name among the words before they were split, see `rows_by_word_number` (official VisualBERT code)
     ground_at: Literal["pieces", "word_number"] = "pieces"
     # question and choice are cut to this number of wordpieces together, [CLS] and [SEP] not counted
     max_pieces: Annotated[int, Meta(ge=2)] = 64
-    # how: "longer" takes the last pieces of the longer text, see `truncate_answers` and
-    # `truncate_rationales`. "fronts" takes the first pieces of both, of the choice and of what stands in front, see
-    # `truncate_fronts`.
+    # how: "longer" removes the last pieces of the longer text, see `truncate_answers` and `truncate_rationales`;
+    # "fronts" removes the first pieces of both, of the choice and of what precedes it, see `truncate_fronts`
     cut: Literal["longer", "fronts"] = "longer"
-    # with "fronts": the choice alone is cut, and what stands in front must fit (a mistake of the official VisualBERT
-    # code, which takes the length of a pair for the length of what stands in front)
+    # with "fronts": the choice alone is cut (a mistake of the official VisualBERT code, which takes the length of a
+    # pair for the length of what precedes the choice)
     cut_choices_only: bool = False
     mask_size: PositiveInt | None = 14  # side of the instance masks and of the detector's RoI maps; None = no masks
-    # a mask's cell belongs to the object if its upper left corner does, or (R2C, official VisualBERT code) its centre
+    # a mask's cell belongs to the object if its upper left corner does or, as in R2C and VisualBERT's code, its centre
     mask_at: MaskAt = "corners"
     blank_question: bool = False  # control that reads the choices only
     dropout: Dropout = 0.1  # on the summary, before the Linear that scores a choice
@@ -203,12 +193,6 @@ class VCRConfig(Settings, frozen=True):
     region_dropout: Dropout = 0.0  # dropout between the two Linears of that classification
     initializer_range: NonNegativeFloat = 0.02  # standard deviation of their start values
     new_layers: NewLayers = "official"  # start of the Linear that scores a choice, see `e2e_vl.tasks.base.init_head`
-
-    def __post_init__(self) -> None:
-        if self.names_restart_in_choices and self.names_by != "mention":
-            raise UserError(f"names_restart_in_choices needs names_by=mention, but names_by is {self.names_by}")
-        if self.cut_choices_only and self.cut != "fronts":
-            raise UserError(f"cut_choices_only needs cut=fronts, but cut is {self.cut}")
 
 
 # Objectives of pre-training.
@@ -235,8 +219,8 @@ class MaskedWordsConfig(ObjectiveConfig, frozen=True):
     always_mask: bool = False  # every chosen word becomes [MASK] (paper), not 80 % of them (official code)
     # all wordpieces of a word or none (VL-BERT); False: each on its own (VisualBERT, LXMERT)
     whole_words: bool = True
-    # one of the human answers to a question, drawn anew in each epoch, stands behind it and is masked with it
-    # (VisualBERT). "letters": its letters as words of their own, as VisualBERT's code has it by mistake.
+    # one of the human answers to a question, drawn anew in each epoch, follows it and is masked with it (VisualBERT).
+    # "letters": each letter of it is a word, a mistake of VisualBERT's code.
     answer: Literal["left_out", "words", "letters"] = "left_out"
 
 
@@ -262,14 +246,14 @@ class MaskedRegionsConfig(ObjectiveConfig, frozen=True):
 
 
 class RelationshipConfig(ObjectiveConfig, frozen=True):
-    """How often texts and images are exchanged."""
+    """Does a text belong to its image? In some texts the caption of another image takes the place of their own."""
 
     name: ClassVar[str] = "relationship"
     # chance that a text is the caption of another image; the official codes use 0.5
     probability: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     # "single": each caption by itself. "pair": each caption is followed by a second one, which is judged; otherwise it
-    # is another caption of the same image. "stated": texts stay as they are, and the data say which are true.
-    texts: Literal["single", "pair", "stated"] = "single"
+    # is another caption of the same image. "labelled": texts stay as they are, and the data say which are true.
+    texts: Literal["single", "pair", "labelled"] = "single"
 
 
 class ObjectLabelsConfig(ObjectiveConfig, frozen=True):
@@ -317,7 +301,7 @@ class ImageQAConfig(ObjectiveConfig, frozen=True):
 class ChoiceTextsConfig(Settings, frozen=True):
     """Which task turns questions with choices into texts, and which of the choices is read."""
 
-    task: str  # a key of TASKS in e2e_vl/parts.py; it cuts the texts by its own rule
+    task: str  # a key of TASKS in e2e_vl/parts.py; its rule truncates the texts
     config: Any = {}  # settings of that task
     # "random": one of the choices, drawn anew in each epoch. "in_turn": of text i the choice i modulo their number, in
     # every epoch (VisualBERT's code, by mistake)
@@ -329,24 +313,24 @@ class ChoiceTextsConfig(Settings, frozen=True):
 
 
 class PretrainingConfig(Settings, frozen=True):
-    """What is predicted and hidden; the defaults follow the official code."""
+    """What is masked and predicted; the defaults follow the official code."""
 
-    # name of an objective -> its settings, or only its weight; a weight of 0 leaves it out. An objective that is not
-    # named has its default weight. See `OBJECTIVES` in `e2e_vl/parts.py`. Read, it has all objectives.
+    # name of an objective, see `OBJECTIVES` in `e2e_vl/parts.py` -> its settings, or only its weight; a weight of 0
+    # leaves it out. Objectives that are not named have their default settings, and are added when settings are read.
     objectives: dict[str, Any] = {}
     region_probability: Probability = 0.15  # chance of a region to be predicted
-    # chance of a region that is to be predicted to be hidden; the paper always hides it (1.0)
+    # chance of a region that is to be predicted to be masked; the paper always masks it (1.0)
     mask_probability: Probability = 0.9
     # chance of a region that is to be predicted to get the feature of another region instead (LXMERT's official code:
     # mask_probability 0.8, replace_probability 0.1)
     replace_probability: Probability = 0.0
-    # who says what the regions are: "frozen" = a copy of the detector as it was when training began; "current" = the
+    # what labels the regions: "frozen" = a copy of the detector as it was when training began; "current" = the
     # detector in training; "file" = class distributions of the data
     teacher: Literal["frozen", "current", "file"] = "frozen"
-    # hide a region in the image, before the detector. False: only its feature, which a learned vector replaces,
-    # although neighbours and the whole image still show it.
+    # mask a region in the image, before the detector. False: a learned vector replaces its feature alone, although
+    # neighbours and the whole image still show it.
     mask_pixels: bool = True
-    # what hidden pixels become. "mean": zero in the network's input, which is the mean colour (official code). "black":
+    # what masked pixels become. "mean": zero in the network's input, which is the mean colour (official code). "black":
     # zero in the image, before the mean is subtracted (paper, section 3.3).
     masked_pixels: Literal["mean", "black"] = "mean"
     # place of the background among the region classes, with a detector as teacher. "last": behind the detector's
@@ -357,22 +341,20 @@ class PretrainingConfig(Settings, frozen=True):
     max_detected_regions: PositiveInt | None = 100
     # wordpieces and regions of a text together; None = no cut
     max_length: Annotated[int, Meta(ge=3)] | None = 64
-    # which wordpieces pairs of texts lose that are longer than data.max_text_length, see `TextTokenizer.pair`;
-    # "fronts_too_much" is VisualBERT's code, and "fronts" the same without its wrong sign
+    # how pairs of texts longer than data.max_text_length are truncated, see `TextTokenizer.pair`; "fronts_too_much" is
+    # VisualBERT's code, and "fronts" the same without its wrong sign
     cut_pairs: Literal["ends", "fronts", "fronts_too_much"] = "ends"
-    # what of the head that names masked words starts from a BERT in task.weights. "head": all that BERT has. "bias":
-    # the output bias alone (official LXMERT code, whose pre-training from scratch leaves BERT's bias there).
+    # what of the masked-language-modelling head starts from a BERT in task.weights: the whole "head", or its output
+    # "bias" alone (official LXMERT code, whose pre-training from scratch leaves BERT's bias there)
     word_start: Literal["head", "bias"] = "head"
-    # data whose texts are questions with several choices: who words them, and which choice is read; None: other data
+    # for data whose texts are questions with several choices; None: other data
     choices: ChoiceTextsConfig | None = None
-    # side of the instance masks that the detector reads (R2C's network: 14), and which points of their cells are looked
-    # at, as in VCR's task; None: it reads none. With `choices` their task says both.
+    # side of the instance masks that the detector reads (R2C's network: 14), and where their cells are sampled, as in
+    # VCR's task; None: it reads none. With `choices` both are settings of that task.
     mask_size: PositiveInt | None = None
     mask_at: MaskAt = "corners"
 
     def __post_init__(self) -> None:
-        if self.mask_size is not None and self.choices is not None:
-            raise UserError("mask_size is given twice; with choices give it there (choices.config.mask_size)")
         if self.mask_probability + self.replace_probability > 1 + 1e-9:
             raise UserError("mask_probability and replace_probability together must not be above 1")
         for name in self.objectives:

@@ -67,10 +67,6 @@ class DetectionPrediction(Prediction, kw_only=True):
     category_ids: tuple[int, ...]
     objects: tuple[TrueObject, ...]
 
-    def __post_init__(self) -> None:
-        if not len(self.boxes) == len(self.scores) == len(self.category_ids):
-            raise ValueError("boxes, scores and category_ids have different lengths")
-
 
 class DetectionTask(Task):
     """No head and no loss of its own: both are the detector's, and so the losses are `Regions.losses`."""
@@ -88,37 +84,21 @@ class DetectionTask(Task):
     def preprocessor(self, text_tokenizer: TextTokenizer) -> DetectionPreprocessor:
         return DetectionPreprocessor(text_tokenizer)
 
-    def check_data(self, facts: DatasetInfo, detector: Detector) -> None:
+    def check_data(self, info: DatasetInfo, detector: Detector) -> None:
         """Remember what the categories are called."""
-        truth = next(iter(facts.truths()), None)
-        if isinstance(truth, Categories) and facts.class_names is not None:
-            self.category_names = dict(zip(truth.ids, facts.class_names, strict=True))
+        truth = next(iter(info.truths()), None)
+        if isinstance(truth, Categories) and info.class_names is not None:
+            self.category_names = dict(zip(truth.ids, info.class_names, strict=True))
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """Nothing to add: no losses, and empty `logits` [M, 0].
-
-        Raises:
-            ValueError: training without detection targets, so without any loss.
-        """
+        """Nothing to add: no losses, and empty `logits` [M, 0]."""
         if self.training and batch.detection_targets is None:
             raise UserError("Detection learns from nothing but the detection losses; set detector.loss_weight to 1.")
         return TaskOutput(losses={}, logits=regions.features.new_zeros(len(batch), 0))
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[DetectionPrediction]:
-        """The detections of each image.
-
-        Raises:
-            UserError: the boxes were given to the detector, or it has another number of classes than the data set.
-        """
-        regions = output.regions
-        if regions.scores is None:
-            raise UserError("Detection needs the detector's predicted boxes; evaluate with boxes 'online'.")
-        category_ids = batch.targets.category_ids
-        if regions.class_logits[0].shape[1] != category_ids.shape[1] + 1:
-            raise UserError(
-                f"The detector has {regions.class_logits[0].shape[1] - 1} classes, but the data set has "
-                f"{category_ids.shape[1]} categories; set MODEL.ROI_HEADS.NUM_CLASSES in the detector's config."
-            )
+        """The detections of each image."""
+        regions, category_ids = output.regions, batch.targets.category_ids
         predictions = []
         for row, image in enumerate(batch.image_index[:, 0].tolist()):
             sizes = batch.images.sizes[image].tolist(), batch.images.original_sizes[image].tolist()

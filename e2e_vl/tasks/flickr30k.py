@@ -1,6 +1,6 @@
 """Flickr30K Entities: which regions do the phrases of a sentence name? All phrases of a sentence at once.
 
-The head is one attention without values: the state of a phrase asks, the states of the regions answer.
+The head is an attention without values: the states of phrases are the queries, those of the regions the keys.
 
 Shape legend: see `e2e_vl/structures.py`; and here
     P   phrases of all texts in the batch
@@ -9,13 +9,12 @@ Shape legend: see `e2e_vl/structures.py`; and here
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from detector.images import load_image
@@ -41,14 +40,10 @@ from e2e_vl.metrics.flickr30k import (
 )
 from e2e_vl.predictions import Box, box_text
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
-from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
-from e2e_vl.tasks.base import (
-    PredictionSummary,
-    Task,
-    init_head,
-)
+from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
+from e2e_vl.tasks.base import PredictionSummary, Task, candidate_regions, init_head
 from e2e_vl.tasks.config import Flickr30KConfig
-from e2e_vl.tasks.phrase_head import grounding_loss, overlapping
+from e2e_vl.tasks.phrase_head import grounding_loss, log_attention_of, overlapping
 from e2e_vl.text import TextTokenizer
 
 _BRACKETS = re.compile(r"\[([^\[\]]+)\]")  # phrases in a user's text
@@ -65,7 +60,7 @@ class Flickr30KTargets(Targets):
 
 @dataclasses.dataclass(frozen=True)
 class Flickr30KPreprocessor(Preprocessor):
-    """A sentence as one text. In a mirrored image "left" and "right" change places."""
+    """A sentence as one text. In a mirrored image "left" and "right" are swapped."""
 
     config: Flickr30KConfig = dataclasses.field(default_factory=Flickr30KConfig)
     learns_from = (PhraseBoxes,)
@@ -79,27 +74,24 @@ class Flickr30KPreprocessor(Preprocessor):
         [image] = images
         pieces, places, _ = self.text_tokenizer.encode(text.words, mirrored=image.image_transform.flipped)
         encoding = self.text_tokenizer.single(pieces)
-        stated = text.truth if isinstance(text.truth, PhraseBoxes) else PhraseBoxes((), None)
-        spans = stated.spans
+        truth = text.truth if isinstance(text.truth, PhraseBoxes) else PhraseBoxes((), None)
+        spans = truth.spans
         if self.config.occurrence == "first":
             spans = [first_occurrence(text.words, span) for span in spans]
         own = encoding.source >= 0
-        at = (
-            np.where(own[:, None], places[encoding.source], 0)
-            if len(places)
-            else np.zeros((len(own), 2), dtype=np.int64)
-        )
-        found = [wordpieces_of(at, own, span) if own.any() else (0, 1) for span in spans]
+        offsets = np.zeros((len(own), 2), dtype=np.int64)
+        offsets[own] = places[encoding.source[own]]
+        found = [wordpieces_of(offsets, own, span) if own.any() else (0, 1) for span in spans]
         targets = Flickr30KTargets(spans=np.array(found, dtype=np.int64).reshape(-1, 2))
-        if stated.boxes is not None:
-            targets.boxes = [image.image_transform.transform_boxes(boxes).astype(np.float32) for boxes in stated.boxes]
+        if truth.boxes is not None:
+            targets.boxes = [image.image_transform.transform_boxes(boxes).astype(np.float32) for boxes in truth.boxes]
         yield TextExample(encoding, text.image_index, self.record(text, images, encoding), targets)
 
 
 def first_occurrence(words: str, span: tuple[int, int]) -> tuple[int, int]:
-    """Characters at which the words of a phrase stand first in a text; words are told apart by single spaces.
+    """Characters of the first occurrence of a phrase's words in a text.
 
-    As in the official code, other words that begin or end alike are no occurrence, and capital letters count.
+    As in the official code, only whole words between single spaces match, and case counts.
     """
     phrase = words[slice(*span)]
     for found in re.finditer(rf"(?<!\S){re.escape(phrase)}(?!\S)", words):
@@ -127,11 +119,7 @@ class Flickr30KTask(Task):
         return Flickr30KPreprocessor(text_tokenizer, self.config)
 
     def question(self, question: Question) -> Sample:
-        """A user's sentence: phrases stand in brackets; without any, all of it is one phrase.
-
-        Raises:
-            ValueError: choices, an answer or boxes to hide; or a sentence without words.
-        """
+        """A user's sentence: phrases stand in brackets; without any, all of it is one phrase."""
         question.refuse_choices("A sentence with phrases")
         question.refuse_masked_boxes()
         words, spans = "", []
@@ -140,8 +128,8 @@ class Flickr30KTask(Task):
                 spans.append((len(words), len(words) + len(part)))
             words += part
         spans = spans or [(0, len(words))]
-        facts = {"phrases": [words[slice(*span)] for span in spans]}
-        return question.sample(SampleText(0, words, facts, PhraseBoxes(tuple(spans), None)))
+        metadata = {"phrases": [words[slice(*span)] for span in spans]}
+        return question.sample(SampleText(0, words, metadata, PhraseBoxes(tuple(spans), None)))
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Score the regions for the P phrases of M texts.
@@ -151,16 +139,19 @@ class Flickr30KTask(Task):
             the loss `flickr30k` if the batch has the target `boxes`: the divergence (Kullback-Leibler) of that
             attention from equal shares for all right regions. Phrases without a right region add nothing to it.
         """
-        owner = batch.targets.spans.owner
-        candidates = self.candidates(regions)[owner]
-        shares = self.log_attention(
-            self._phrase_states(encoded.text, batch.targets.spans), encoded.regions, owner, candidates
-        )
+        targets: Flickr30KTargets = batch.targets
+        owner = targets.spans.owner
+        candidates = candidate_regions(regions, whole_image_can_win=self.config.whole_image_can_win)[owner]
+        query = self.query(self._phrase_states(encoded.text, targets.spans))
+        log_attention = log_attention_of(query, self.key(encoded.regions)[owner], candidates, self.config.num_heads)
         losses = {}
-        if batch.targets.boxes is not None:
-            is_right = overlapping(regions, owner, batch.targets.boxes) & candidates
-            losses["flickr30k"] = self._loss(shares, is_right, len(batch.targets.with_target(batch.image_index)))
-        return TaskOutput(losses=losses, logits=shares.masked_fill(~candidates, -torch.inf))
+        if targets.boxes is not None:
+            loss = grounding_loss(log_attention, overlapping(regions, owner, targets.boxes) & candidates)
+            if self.config.loss_per == "text":
+                number = len(targets.with_target(batch.image_index))
+                loss = Loss(loss.total, loss.count.new_tensor(float(number)))
+            losses["flickr30k"] = loss
+        return TaskOutput(losses=losses, logits=log_attention)
 
     def _phrase_states(self, text: Float[Tensor, "M L E"], spans: Ragged) -> Float[Tensor, "P E"]:
         first, end, owner = spans.values[:, 0], spans.values[:, 1], spans.owner
@@ -169,35 +160,6 @@ class Flickr30KTask(Task):
             inside = ((position >= first[:, None]) & (position < end[:, None])).to(text.dtype)  # [P, L]
             return torch.einsum("pl,ple->pe", inside / inside.sum(dim=1, keepdim=True), text[owner])
         return text[owner, first if self.config.phrase_state == "first" else end - 1]
-
-    def log_attention(
-        self,
-        phrases: Float[Tensor, "P E"],
-        regions: Float[Tensor, "M R E"],
-        owner: Int64[Tensor, " P"],
-        candidates: Bool[Tensor, "P R"],
-    ) -> Float[Tensor, "P R"]:
-        """Logarithm of each phrase's attention on the regions of its text; a very low number at regions that cannot
-        win."""
-        heads, size = self.config.num_heads, self.config.head_size
-        query = self.query(phrases).unflatten(-1, (heads, size))
-        key = self.key(regions).unflatten(-1, (heads, size))[owner]
-        scores = at_least_float32(torch.einsum("phd,prhd->phr", query, key)) / math.sqrt(size)
-        # the lowest number instead of -inf: texts without any region must not turn gradients into NaN
-        scores = scores.masked_fill(~candidates[:, None], torch.finfo(scores.dtype).min)
-        shares = scores.log_softmax(dim=2)
-        return shares[:, 0] if heads == 1 else shares.logsumexp(dim=1) - math.log(heads)
-
-    def candidates(self, regions: TextRegions) -> Bool[Tensor, "M R"]:
-        """Regions that may be the answer."""
-        if self.config.whole_image_can_win:
-            return regions.attention_mask
-        others = regions.attention_mask & ~regions.is_whole_image
-        return torch.where(others.any(dim=1, keepdim=True), others, regions.attention_mask)
-
-    def _loss(self, shares: Float[Tensor, "P R"], is_right: Bool[Tensor, "P R"], texts: int) -> Loss:
-        loss = grounding_loss(shares, is_right)
-        return loss if self.config.loss_per == "phrase" else Loss(loss.total, shares.new_tensor(float(texts)))
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[Flickr30KPrediction]:
         """The region with the largest attention for each phrase, and the rank of the best right one if it is known."""

@@ -20,25 +20,22 @@ from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch
 from e2e_vl.tasks.base import PredictionSummary
 from e2e_vl.tasks.question_answering import AnswerLabels, AnswerTargets, AnswerTask, AnswerVocabulary
 
-# Attention of an answer over regions, read from the maps that an encoder gives.
-
 
 def attention_to_regions(
     encoded: EncoderOutput, texts: TextBatch, attention_mask: Bool[Tensor, "M R"]
 ) -> Float[Tensor, "M R"]:
-    """How much each answer looks at each region; of every text it adds up to 1, or is 0 where it reads no region.
+    """The attention of each answer on each region; the sum of a text is 1, or 0 where it attends to no region.
 
-    Taken from the last step in which the text attends to regions, at the place of its summary ([CLS] where the summary
-    is the pooled vector), as a mean over the heads.
+    Taken from the last layer in which the text attends to regions, at the position of its summary ([CLS] where the
+    summary is the pooled vector), as a mean over the heads.
 
     Args:
         encoded: with attention maps.
-        attend: real regions; a text without regions gets 0 everywhere.
+        attention_mask: of the regions.
     """
     length = texts.input_ids.shape[1]
-    place = torch.zeros(len(texts), dtype=torch.int64, device=attention_mask.device)
-    place = place if texts.summary is None else texts.summary
     rows = torch.arange(len(texts), device=attention_mask.device)
+    place = torch.zeros_like(rows) if texts.summary is None else texts.summary
     found = torch.zeros_like(attention_mask, dtype=torch.float32)
     for one in encoded.attentions:
         seen = one[rows, :, place, length : length + attention_mask.shape[1]].float().mean(dim=1) * attention_mask
@@ -78,8 +75,8 @@ class GQATask(AnswerTask):
         return GQAVocabulary(answers)
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[GQAPrediction]:
-        """See `AnswerTask.predict`; the choices of a question become `is_valid` and `is_plausible` of its answer, and
-        the boxes that it names become `grounding`."""
+        """As `AnswerTask.predict`, with `is_valid` and `is_plausible` from the choices of a question, and `grounding`
+        from the boxes that it names."""
         predictions = super().predict(batch, output)
         for prediction, attended in zip(predictions, self._attended(output), strict=True):
             named = prediction.facts.pop("named_boxes", None)
@@ -118,7 +115,6 @@ class GQATask(AnswerTask):
         return None if prediction.right_answer is None else float(prediction.is_hit)
 
     def describe(self, prediction: GQAPrediction) -> PredictionSummary:
-        """The question with its structural type, the best answer and the right one."""
         return PredictionSummary(
             prediction.text,
             prediction.answer,

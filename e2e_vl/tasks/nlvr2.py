@@ -1,7 +1,7 @@
 """NLVR2: is a sentence true of two photos? Read from the encoder's summary of the sentence and both images.
 
-How an encoder looks at two images (one sequence with the regions of both, or two passes whose summaries stand side by
-side) is its own business, and decides how wide the summary is.
+The encoder decides how it reads two images (the regions of both in one sequence, or two passes with concatenated
+summaries), and so how wide the summary is.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
 from detector.images import load_image
@@ -26,13 +26,7 @@ from e2e_vl.metrics.nlvr2 import LABELS, NLVR2Prediction, truth_metrics, write_s
 from e2e_vl.predictions import Ranked
 from e2e_vl.samples import CorrectChoice, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
-from e2e_vl.tasks.base import (
-    Head,
-    PredictionSummary,
-    Sizes,
-    Task,
-    Transform,
-)
+from e2e_vl.tasks.base import Head, PredictionSummary, Sizes, Task, Transform
 from e2e_vl.tasks.config import NLVR2Config
 from e2e_vl.text import TextTokenizer
 
@@ -109,13 +103,11 @@ class NLVR2Task(Task):
             logits = torch.stack([torch.zeros_like(logits), logits], dim=1)
         losses = {}
         if batch.targets is not None and batch.targets.label is not None:
-            losses["nlvr2"] = self._loss(*map(batch.targets.with_target, (logits, batch.targets.label)))
+            judged, label = map(batch.targets.with_target, (logits, batch.targets.label))
+            # with "sigmoid" the logits are 0 and the score, so their softmax is the sigmoid of the score
+            total = F.cross_entropy(judged, label, reduction="sum")
+            losses["nlvr2"] = Loss(total=total, count=logits.new_tensor(float(len(label))))
         return TaskOutput(losses=losses, logits=logits)
-
-    def _loss(self, logits: Float[Tensor, "known 2"], label: Int64[Tensor, " known"]) -> Loss:
-        """With "sigmoid" the two logits are 0 and the score, whose softmax is the score's sigmoid."""
-        total = F.cross_entropy(logits, label, reduction="sum")
-        return Loss(total=total, count=logits.new_tensor(float(len(logits))))
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[NLVR2Prediction]:
         """The likelier label with its probability."""

@@ -1,8 +1,9 @@
-"""Phrase grounding beside any task: the phrases of a text point at regions, in a layer that is a setting.
+"""Phrase grounding beside any task: the phrases of a text attend to regions, in a layer that is a setting.
 
-The state of a phrase's last wordpiece asks, the states of the regions answer, both between the layers of the encoder
-(VisualBERT's head for Flickr30K Entities does so behind the last one). A second small head finds the phrases in a text
-where nobody marked them; if the data never marked all phrases of a text, it learned nothing, and a text is one phrase.
+The state of a phrase's last wordpiece is the query, the states of the regions are the keys, both between the layers of
+the encoder (VisualBERT's head for Flickr30K Entities reads the last layer). A second small head finds the phrases of
+texts that are not annotated. If the data never annotate all phrases of a text, it learns nothing, and a text is one
+phrase.
 
 Shape legend: see `e2e_vl/structures.py`; and here
     P   phrases of all texts in the batch
@@ -13,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from detector.boxes import area
-from detector.checkpoint import LoadReport, load_weights, read_tensors
 from detector.structures import Loss
 from e2e_vl.examples import PhraseBatch, Ragged, characters_of
 from e2e_vl.predictions import GroundedPhrase, Prediction
@@ -29,12 +28,12 @@ from e2e_vl.structures import Batch, IntermediateStates, ModelOutput, PhraseOutp
 from e2e_vl.tasks.base import init_head
 
 MIN_IOU = 0.5
-TAGS = "phrase_tags"  # the loss of finding phrases, counted in words of texts whose phrases are all known
+TAGS = "phrase_tags"  # the loss of finding phrases, counted in wordpieces of texts whose phrases are all annotated
 INSIDE, FIRST = 1, 2  # tags of wordpieces in a phrase; 0 = outside
 
 
 class PhraseHead(nn.Module):
-    """A share of attention per region for each phrase, and tags that say which wordpieces are phrases.
+    """Attention of each phrase on each region, and tags that say which wordpieces are phrases.
 
     Args:
         hidden_size: E.
@@ -50,67 +49,56 @@ class PhraseHead(nn.Module):
         init_head([self.query, self.key, self.tags], "official")
 
     def forward(self, batch: Batch, regions: TextRegions, states: IntermediateStates) -> PhraseOutput:
-        """Find the phrases of M texts where they are not stated, and point at regions.
+        """Ground the phrases of M texts; those of texts without annotated ones are predicted, outside training.
 
         Returns:
             The losses `phrases`, the divergence (Kullback-Leibler) of the attention from equal shares for all regions
             that a phrase names (IoU of at least 0.5 with one of its boxes), and `phrase_tags`, a cross entropy per
-            wordpiece. Phrases without such a region, and texts whose phrases are not all known, add nothing.
+            wordpiece. Phrases without such a region, and texts whose phrases are not all annotated, add nothing.
         """
-        stated: PhraseBatch = batch.phrases
+        annotated: PhraseBatch = batch.phrases
         tags = at_least_float32(self.tags(states.text))
-        spans, is_stated = stated.spans, slice(None)
+        spans, is_annotated = annotated.spans, slice(None)
         if not self.training:
-            found = predicted_spans(tags, stated) if self.finds_phrases else whole_spans(is_word(stated))
-            spans = fill_in_spans(stated, found)
-            is_stated = stated.spans.counts[spans.owner] > 0
-        log_attention = self.point(spans, regions, states)
-        is_right = positive_regions_of(regions, stated)
-        losses = {"phrases": grounding_loss(log_attention[is_stated], is_right), TAGS: tagging_loss(tags, stated)}
+            found = predicted_spans(tags, annotated) if self.finds_phrases else whole_spans(is_word(annotated))
+            spans = fill_in_spans(annotated, found)
+            is_annotated = annotated.spans.counts[spans.owner] > 0
+        # candidate boxes of a text's first image
+        candidates = regions.attention_mask & (regions.row >= 0) & (regions.image_slot == 0)
+        owner = spans.owner
+        query, key = self.query(states.text[owner, spans.values[:, 1] - 1]), self.key(states.regions)
+        log_attention = log_attention_of(query, key[owner], candidates[owner])
+        text = annotated.spans.owner
+        is_right = overlapping(regions, text, annotated.boxes) & candidates[text]
+        losses = {"phrases": grounding_loss(log_attention[is_annotated], is_right), TAGS: tagging_loss(tags, annotated)}
         return PhraseOutput(spans, log_attention, is_right, losses)
 
     @property
     def finds_phrases(self) -> bool:
-        """It learned from texts whose phrases are all known: the bias of its tags, which starts at 0, has moved."""
+        """It was trained on texts whose phrases are all annotated: the bias of its tags, which starts at 0, has moved."""
         return bool(self.tags.bias.any())
 
-    def point(self, spans: Ragged, regions: TextRegions, states: IntermediateStates) -> Float[Tensor, "P R"]:
-        """Logarithm of each phrase's attention on the regions of its text."""
-        owner = spans.owner
-        query = self.query(states.text[owner, spans.values[:, 1] - 1])
-        key = self.key(states.regions)[owner]
-        scores = at_least_float32(torch.einsum("pd,prd->pr", query, key)) / math.sqrt(query.shape[1])
-        allowed = candidate_regions(regions)[owner]
-        # the lowest number while the sum is formed: a text without regions must not give NaN
-        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).log_softmax(dim=1)
-        return scores.masked_fill(~allowed, -torch.inf)
 
+def log_attention_of(
+    query: Float[Tensor, "P width"], key: Float[Tensor, "P R width"], candidates: Bool[Tensor, "P R"], heads: int = 1
+) -> Float[Tensor, "P R"]:
+    """Logarithm of the attention of each phrase on the regions of its text, -inf where a region is no candidate.
 
-def load_head(head: PhraseHead, path: str | Path) -> LoadReport:
-    """Load a saved head; all of it must fit.
-
-    Raises:
-        FileNotFoundError, ValueError: no such file, a damaged one, or one that does not fit.
+    With several heads it is their mean.
     """
-    return load_weights(head, read_tensors(path), path, layout="this project")
-
-
-def candidate_regions(regions: TextRegions) -> Bool[Tensor, "M R"]:
-    """Regions that a phrase may name: candidate boxes of the text's first image."""
-    return regions.attention_mask & (regions.row >= 0) & (regions.image_slot == 0)
-
-
-def positive_regions_of(regions: TextRegions, phrases: PhraseBatch) -> Bool[Tensor, "P R"]:
-    """Candidates that the stated phrases name."""
-    text = phrases.spans.owner
-    return overlapping(regions, text, phrases.boxes) & candidate_regions(regions)[text]
+    query, key = query.unflatten(-1, (heads, -1)), key.unflatten(-1, (heads, -1))
+    scores = at_least_float32(torch.einsum("phd,prhd->phr", query, key)) / math.sqrt(query.shape[-1])
+    # the lowest number instead of -inf: texts without any region must not turn gradients into NaN
+    scores = scores.masked_fill(~candidates[:, None], torch.finfo(scores.dtype).min)
+    shares = scores.log_softmax(dim=2).logsumexp(dim=1) - math.log(heads)
+    return shares.masked_fill(~candidates, -torch.inf)
 
 
 def overlapping(regions: TextRegions, text: Int64[Tensor, " P"], boxes: Ragged) -> Bool[Tensor, "P R"]:
     """Regions whose IoU with any box of the phrase is at least 0.5.
 
     Args:
-        text: row of each phrase's text.
+        text: index of each phrase's text.
         boxes: xyxy in pixels of the resized image, a list per phrase.
     """
     phrase = boxes.owner  # of each box
@@ -129,14 +117,14 @@ def grounding_loss(log_attention: Float[Tensor, "P R"], is_right: Bool[Tensor, "
     Its count is the number of phrases that have a right region; the others add nothing.
     """
     number = is_right.sum(dim=1)
-    known = number > 0
+    is_reachable = number > 0
     number = number.clamp(min=1)
     each = -(log_attention.masked_fill(~is_right, 0).sum(dim=1) / number) - number.log()
-    return Loss(total=each.masked_fill(~known, 0).sum(), count=known.sum().to(log_attention.dtype))
+    return Loss(total=each.masked_fill(~is_reachable, 0).sum(), count=is_reachable.sum().to(log_attention.dtype))
 
 
 def tagging_loss(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> Loss:
-    """Cross entropy of the tags over the words of texts whose phrases are all known."""
+    """Cross entropy of the tags over the wordpieces of texts whose phrases are all annotated."""
     position = torch.arange(tags.shape[1], device=tags.device)
     first, end = phrases.spans.values.unbind(dim=1)
     inside = (position >= first[:, None]) & (position < end[:, None])  # [P, L]
@@ -155,15 +143,16 @@ def is_word(phrases: PhraseBatch) -> Bool[Tensor, "M L"]:
 
 
 def predicted_spans(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> list[list[tuple[int, int]]]:
-    """The phrases of each text that the tags say: whole words, without punctuation at either end.
+    """The phrases of each text by its tags: whole words, without punctuation at either end.
 
-    (A phrase that ends inside a word names nothing, and where no text of the training ends with a mark, its state says
-    nothing.)
+    (The state of a punctuation mark is not trained to be a query where no phrase of the training ends with one.)
     """
+    found = []
     spans = find_spans(word_level_tags(tags, phrases.continues_word), is_word(phrases))
-    marks = phrases.is_punctuation().tolist()
-    trimmed = ([_without_marks(span, own) for span in found] for found, own in zip(spans, marks, strict=True))
-    return [[span for span in found if span[0] < span[1]] for found in trimmed]
+    for own, is_mark in zip(spans, phrases.is_punctuation().tolist(), strict=True):
+        words = ([place for place in range(*span) if not is_mark[place]] for span in own)
+        found.append([(places[0], places[-1] + 1) for places in words if places])
+    return found
 
 
 def word_level_tags(tags: Float[Tensor, "M L 3"], continues: Bool[Tensor, "M L"]) -> Int64[Tensor, "M L"]:
@@ -180,15 +169,6 @@ def word_level_tags(tags: Float[Tensor, "M L 3"], continues: Bool[Tensor, "M L"]
     sums = torch.zeros_like(each).scatter_add(1, word[..., None].expand_as(each), each)
     best = sums.argmax(dim=2).gather(1, word)
     return best.masked_fill(continues & (best == FIRST), INSIDE)
-
-
-def _without_marks(span: tuple[int, int], is_mark: list[bool]) -> tuple[int, int]:
-    first, end = span
-    while first < end and is_mark[first]:
-        first += 1
-    while first < end and is_mark[end - 1]:
-        end -= 1
-    return first, end
 
 
 def find_spans(tags: Int64[Tensor, "M L"], is_real: Bool[Tensor, "M L"]) -> list[list[tuple[int, int]]]:
@@ -212,20 +192,20 @@ def whole_spans(is_real: Bool[Tensor, "M L"]) -> list[list[tuple[int, int]]]:
     return [[(own[0], own[-1] + 1)] if own else [] for own in places]
 
 
-def fill_in_spans(stated: PhraseBatch, found: list[list[tuple[int, int]]]) -> Ragged:
-    """The stated spans of each text; of texts that state none, those that were found."""
+def fill_in_spans(annotated: PhraseBatch, found: list[list[tuple[int, int]]]) -> Ragged:
+    """The annotated spans of each text; of texts without any, those that were found."""
     rows = [
         own if len(own) or is_complete else own.new_tensor(spans).reshape(-1, 2)
-        for own, spans, is_complete in zip(stated.spans.split(), found, stated.is_complete.tolist(), strict=True)
+        for own, spans, is_complete in zip(annotated.spans.split(), found, annotated.is_complete.tolist(), strict=True)
     ]
-    counts = torch.tensor([len(row) for row in rows], device=stated.spans.counts.device)
+    counts = torch.tensor([len(row) for row in rows], device=annotated.spans.counts.device)
     return Ragged(torch.cat(rows), counts)
 
 
 def with_phrases(output: ModelOutput) -> ModelOutput:
-    """A copy whose records hold what the phrases of each text point at, under `grounded`.
+    """A copy whose records have the grounded phrases of each text under `grounded`; a text without a record keeps none.
 
-    To be called before the task predicts from the records; a text without a record keeps none.
+    Called before the task predicts from the records.
     """
     if output.phrases is None:
         return output
@@ -236,18 +216,18 @@ def with_phrases(output: ModelOutput) -> ModelOutput:
 
 
 def grounding_metrics(predictions: Iterable[Prediction]) -> dict[str, float]:
-    """`phrase_accuracy`, the share of right phrases among those whose boxes are known; empty where none is."""
+    """`phrase_accuracy`, the share of right phrases among those with annotated boxes; empty where none has any."""
     judged = [one.correct for prediction in predictions for one in prediction.grounded if one.correct is not None]
     return {"phrase_accuracy": sum(judged) / len(judged)} if judged else {}
 
 
 def grounded_phrases(output: PhraseOutput, batch: Batch, regions: TextRegions) -> list[list[GroundedPhrase]]:
-    """The phrases of each text. Boxes have two decimals and scores four, all that mean anything in files."""
+    """The phrases of each text, boxes with two decimals and scores with four."""
     boxes = regions.original_boxes(batch.images.scales)
     phrases = batch.phrases
     found: list[list[GroundedPhrase]] = [[] for _ in range(len(batch))]
-    # texts without stated phrases have found ones
-    stated = zip(output.is_right, phrases.boxes.counts.tolist(), strict=True)
+    # of the annotated phrases alone
+    annotated = zip(output.is_right, phrases.boxes.counts.tolist(), strict=True)
     for number, (text, span) in enumerate(zip(output.spans.owner.tolist(), output.spans.values.tolist(), strict=True)):
         first, end = characters_of(phrases.offsets[text], tuple(span))
         shares = output.log_attention[number].detach()
@@ -257,7 +237,7 @@ def grounded_phrases(output: PhraseOutput, batch: Batch, regions: TextRegions) -
             box = tuple(round(value, 2) for value in boxes[text, best].tolist())
             score = round(float(shares[best].exp()), 4)
         if phrases.spans.counts[text] > 0:
-            is_right, num_boxes = next(stated)
+            is_right, num_boxes = next(annotated)
             correct = bool(is_right[best]) if num_boxes else None
         found[text].append(GroundedPhrase(phrases.words[text][first:end], (first, end), box, score, correct))
     return found

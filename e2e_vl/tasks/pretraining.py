@@ -21,15 +21,7 @@ from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Target
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import ChoiceText, CorrectChoice, DatasetInfo, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.base import (
-    HeadInit,
-    PredictionSummary,
-    Sizes,
-    Task,
-    Transform,
-    check_masks,
-    init_head,
-)
+from e2e_vl.tasks.base import HeadInit, PredictionSummary, Sizes, Task, Transform, init_head
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import (
     MASK,
@@ -56,7 +48,7 @@ class PretrainingTargets(Targets):
 
 @dataclasses.dataclass(frozen=True)
 class PretrainingPreprocessor(Preprocessor):
-    """A caption as one text, or as a pair with a second text, which the objectives change one after the other.
+    """A caption as one text, or as a pair with a second text, changed by one objective after the other.
 
     Mirroring changes no word (official).
     """
@@ -64,8 +56,7 @@ class PretrainingPreprocessor(Preprocessor):
     learns_from = (object,)
     parts: Mapping[str, ObjectivePreprocessor] = dataclasses.field(default_factory=dict)
     cut_pairs: Truncation = "ends"
-    # preprocessor of the task that turns a question with choices into texts, one per choice; None: other data
-    choices: Preprocessor | None = None
+    choices: Preprocessor | None = None  # of a task that makes a text of each choice of a question; None: other data
     drawn: Literal["random", "in_turn"] = "random"  # which of them is read, see `ChoiceTextsConfig`
 
     def encode_text(
@@ -129,7 +120,7 @@ class PretrainingPreprocessor(Preprocessor):
         draft.is_choice = text.truth.number == number if isinstance(text.truth, CorrectChoice) else None
         encoding = examples[number].encoding
         is_given = encoding.source >= 0
-        # those that were cut off before the last one that stays are 0, and are not placed again
+        # wordpieces that were truncated before the last one that stays are 0, and are not placed again
         draft.ids = np.zeros(encoding.source.max(initial=-1) + 1, dtype=np.int64)
         draft.ids[encoding.source[is_given]] = encoding.input_ids[is_given]
         draft.pieces = [[int(piece)] for piece in draft.ids]
@@ -147,7 +138,7 @@ class PretrainingTask(Task):
     """The objectives of a run. Each loss is a mean over all labelled items of the batch, 0 if there is none."""
 
     example_call = '"photo.jpg", "a [MASK] on a table"'
-    batches_questions = False  # [MASK] and hidden regions are read for one text at a time
+    batches_questions = False  # answers at [MASK] and at masked regions are read for one text at a time
     sums_objectives = True
     prediction_class = PretrainingPrediction
     transferable = ("",)
@@ -160,13 +151,11 @@ class PretrainingTask(Task):
     def __init__(self, sizes: Sizes, config: PretrainingConfig, objectives: Mapping[str, Objective]):
         super().__init__()
         self.config = config
-        if not objectives:
-            raise UserError("There is nothing to learn: every objective of task.config.objectives has the weight 0.")
         if config.word_start == "bias":
             self.starts_from = dataclasses.replace(type(self).starts_from, copies={WORD_BIAS: WORD_BIAS})
         self.mask_size, self.mask_at = config.mask_size, config.mask_at
         self.objectives = dict(objectives)  # registered below under their own names
-        # how questions with choices are worded; set when the task is built
+        # for questions with choices; set when the task is built
         self.choice_preprocessor: Callable[[TextTokenizer], Preprocessor] | None = None
         self.wordpieces = [f"wordpiece {number}" for number in range(sizes.vocab_size)]  # until there is a tokenizer
         self.word_head = None
@@ -220,12 +209,17 @@ class PretrainingTask(Task):
         return PretrainingPreprocessor(text_tokenizer, parts, self.config.cut_pairs, choices, drawn)
 
     def question(self, question: Question) -> Sample:
-        """A user's text: words at [MASK] and hidden regions are to be named."""
+        """A user's text with words or regions to predict."""
         question.refuse_choices("A pre-training run")
-        if question.boxes_to_mask is not None and not self.region_masking.enabled:
-            raise UserError("The run was pre-trained without masked regions; mask no boxes.")
-        if MASK not in question.text and not question.boxes_to_mask:  # a file may hold no box
-            raise UserError("A pre-training run fills in what is missing: write [MASK] in the text, or hide boxes.")
+        masks_boxes, can_mask = (
+            question.boxes_to_mask is not None and len(question.boxes_to_mask) > 0,
+            self.region_masking.enabled,
+        )
+        if (masks_boxes and not can_mask) or not (masks_boxes or MASK in question.text):
+            raise UserError(
+                f"This run fills in what is missing: write {MASK} in the text"
+                f"{', or mask boxes' if can_mask else '; it was pre-trained without masked regions, so mask no boxes'}."
+            )
         return question.sample(SampleText(0, question.text, {}), masks_regions=True)
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
@@ -236,7 +230,6 @@ class PretrainingTask(Task):
             objective.check(None, detector, self.region_masking)
 
     def check_data(self, info: DatasetInfo, detector: Detector) -> None:
-        check_masks(self.mask_size, detector)
         for objective in self.objectives.values():
             objective.check(info, detector, self.region_masking)
 
@@ -261,7 +254,7 @@ class PretrainingTask(Task):
         )
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[PretrainingPrediction]:
-        """How many items of each text there were and were found, for each objective, and what was chosen for them."""
+        """For each objective the number of items of each text, how many were right, and the prediction of each."""
         found = [{name: ObjectiveCounts(0, 0, []) for name in self.objectives} for _ in range(len(batch))]
         for name, objective in self.objectives.items():
             items: ObjectiveOutput = output.task.details[name]
@@ -280,7 +273,7 @@ class PretrainingTask(Task):
         return [self.prediction(record, objectives=own) for record, own in rows if record]
 
     def replies(self, output: ModelOutput) -> list[PretrainingPrediction]:
-        """All objectives' answers to the one text of a batch: words at each [MASK], classes of hidden regions."""
+        """All objectives' answers to the one text of a batch: words at each [MASK], classes of masked regions."""
         answers: dict[str, Any] = {}
         for name, objective in self.objectives.items():
             names = objective.class_names(output, self.wordpieces, self.region_masking)
@@ -292,13 +285,13 @@ class PretrainingTask(Task):
         return [line for objective in self.objectives.values() for line in objective.lines(prediction)]
 
     def correct(self, prediction: PretrainingPrediction) -> float | None:
-        """Share of all hidden items of the text that were found; None if none was hidden."""
+        """Share of all masked items of the text that were predicted right; None if none was masked."""
         found = prediction.objectives.values()
         total = sum(one.count for one in found)
         return sum(one.right for one in found) / total if total else None
 
     def describe(self, prediction: PretrainingPrediction) -> PredictionSummary:
-        """The caption, how many of its hidden items each objective found, and what was chosen for each."""
+        """The caption, how many of its masked items each objective predicted right, and the prediction of each."""
         found, notes, mistakes = [], [], []
         for name, items in prediction.objectives.items():
             words, kind = name.replace("_", " "), name.rpartition("_")[2]
@@ -310,13 +303,13 @@ class PretrainingTask(Task):
                 notes.append(f"{words}: {', '.join(map(_in_words, items.choices))}")
         return PredictionSummary(
             prediction.text,
-            f"{', '.join(found)} found" if found else "nothing was hidden",
+            f"{', '.join(found)} found" if found else "nothing was masked",
             note="; ".join(notes),
             mistakes=tuple(mistakes),
         )
 
     def metrics(self, predictions: list[PretrainingPrediction]) -> dict[str, float]:
-        """Of each objective the share of its items that were found."""
+        """The accuracy of each objective over its items."""
         scores = {}
         for name in self.objectives:
             total = sum(one.objectives[name].count for one in predictions)

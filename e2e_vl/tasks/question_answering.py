@@ -1,7 +1,7 @@
 """Questions with a list of possible answers: a class per answer, read from the encoder's summary of the question.
 
-The list belongs to the task and is saved with it. Each task says what the truth of a text means for the classes
-(`AnswerVocabulary.judge`), and how a prediction is scored.
+The list belongs to the task and is saved with it. Each task makes targets from the truth of a text
+(`AnswerVocabulary.judge`), and scores predictions.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -64,12 +64,10 @@ class AnswerVocabulary(abc.ABC):
         for number, answer in enumerate(self.answers):
             if answer != UNKNOWN:
                 self.class_of.setdefault(answer, number)
-        if not self.class_of:
-            raise UserError("The list of possible answers is empty.")
 
     @abc.abstractmethod
     def judge(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
-        """What a truth means; None where it is unknown. In a mirrored image "left" and "right" change places."""
+        """What a truth means; None where it is unknown. In a mirrored image "left" and "right" are swapped."""
 
     def targets_of(self, scores: Mapping[str, float]) -> Float[np.ndarray, " Y"]:
         """float32 targets of every possible answer; scores of answers that are not in the list are left out."""
@@ -82,7 +80,7 @@ class AnswerVocabulary(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class AnswerPreprocessor(Preprocessor):
-    """A question with a place for its answer; in a mirrored image "left" and "right" change places (VL-BERT's code)."""
+    """A question with its answer token; in a mirrored image "left" and "right" are swapped (VL-BERT's code)."""
 
     answers: AnswerVocabulary
 
@@ -122,11 +120,9 @@ class AnswerTask(Task):
 
     def __init__(self, summary_size: int, config: AnswerConfig):
         super().__init__()
-        if not isinstance(config.answers, Sequence) or isinstance(config.answers, str):
-            raise UserError(f"{type(self).__name__} needs the list of possible answers in its config.")
         self.config = config
         self.answer_vocabulary = self.make_vocabulary(config.answers)
-        width = config.head_width * summary_size
+        width = config.head_width * summary_size if config.hidden_layer else summary_size
         transform = Transform(summary_size, norm=True, width=width) if config.hidden_layer else None
         self.head = Head(width, len(self.answers), config.dropout, config.new_layers, transform=transform)
         if transform is None:  # only a hidden layer is like one of pre-training
@@ -164,14 +160,7 @@ class AnswerTask(Task):
         """Rows of the last Linear from the encoder's word embeddings; an answer without wordpieces keeps its row."""
         if not self.config.initialise_from_words:
             return
-        table, width = encoder.get_input_embeddings().weight, self.head.output.in_features
-        if table.shape[1] != width:
-            times = self.config.head_width
-            raise UserError(
-                f"The encoder's words have the width {table.shape[1]} and its summary {width // times}, "
-                + (f"which the head makes {times} times as wide, " if times > 1 else "")
-                + "so answers cannot start from words; set task.config.initialise_from_words to false."
-            )
+        table = encoder.get_input_embeddings().weight
         for row, answer in enumerate(self.answers):
             pieces = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(answer))
             if pieces:
@@ -180,7 +169,7 @@ class AnswerTask(Task):
     def check_data(self, info: DatasetInfo, detector: Detector) -> None:
         """Log how many questions have no answer that is in the list; raise a UserError if none has.
 
-        They do not contribute to the softmax loss, and mean "none of these" to the binary one.
+        They do not contribute to the softmax loss, and are negatives of all answers in the binary one.
         """
         judged = [one for one in map(self.answer_vocabulary.judge, info.truths()) if one is not None]
         total, without = len(judged), sum(one.best == -1 for one in judged)

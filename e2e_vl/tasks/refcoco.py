@@ -40,6 +40,7 @@ from e2e_vl.tasks.base import (
     PredictionSummary,
     Task,
     Transform,
+    candidate_regions,
     phrase_boxes,
 )
 from e2e_vl.tasks.config import ReferringConfig
@@ -50,14 +51,13 @@ OTHER_COLOURS = PALETTE[3:]  # of phrases: no green, blue or red
 
 @dataclasses.dataclass
 class ReferringTargets(Targets):
-    """The box that each expression refers to."""
+    """The box that each expression refers to, in pixels of the resized image (scaled and flipped, not clamped)."""
 
-    # in pixels of the resized image (scaled and flipped, not clamped)
     box: Float[np.ndarray, " 4"] | Float[Tensor, "M 4"] | None = stacked()
 
 
 class ReferringPreprocessor(Preprocessor):
-    """An expression as one text. In a mirrored image "left" and "right" change places (official VL-BERT code)."""
+    """An expression as one text. In a mirrored image "left" and "right" are swapped (official VL-BERT code)."""
 
     learns_from = (ReferredBox,)
 
@@ -68,9 +68,8 @@ class ReferringPreprocessor(Preprocessor):
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
         [image] = images
-        encoding = self.text_tokenizer.single(
-            self.text_tokenizer.pieces(text.words, mirrored=image.image_transform.flipped)
-        )
+        pieces = self.text_tokenizer.pieces(text.words, mirrored=image.image_transform.flipped)
+        encoding = self.text_tokenizer.single(pieces)
         record = self.record(text, images, encoding)
         if image.box_ids is not None:
             record["candidate_ann_ids"] = list(image.box_ids)
@@ -94,10 +93,8 @@ class ReferringTask(Task):
 
     def __init__(self, hidden_size: int, config: ReferringConfig | None = None):
         super().__init__()
-        self.config = config or ReferringConfig()
-        self.head = Head(
-            hidden_size, None, self.config.dropout, self.config.new_layers, transform=Transform(hidden_size)
-        )
+        self.config = config = config or ReferringConfig()
+        self.head = Head(hidden_size, None, config.dropout, config.new_layers, transform=Transform(hidden_size))
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> ReferringPreprocessor:
         text_tokenizer.require_room(text_tokenizer.layout.single)
@@ -116,22 +113,16 @@ class ReferringTask(Task):
             texts with a target ("binary") or of texts with a positive region ("softmax").
         """
         scores = at_least_float32(self.head(encoded.regions))
-        candidates = self.candidates(regions)
+        config = self.config
+        candidates = candidate_regions(
+            regions, whole_image_can_win=config.whole_image_can_win, may_be_empty=config.no_region_is_miss
+        )
         losses = {}
         if batch.targets is not None and batch.targets.box is not None:
             positive = self.positive_regions(regions, batch.targets.box) & candidates
-            loss = self._binary_loss if self.config.loss == "binary" else self._softmax_loss
+            loss = self._binary_loss if config.loss == "binary" else self._softmax_loss
             losses["referring"] = loss(*map(batch.targets.with_target, (scores, positive, candidates)))
         return TaskOutput(losses=losses, logits=scores.masked_fill(~candidates, -torch.inf))
-
-    def candidates(self, regions: TextRegions) -> Bool[Tensor, "M R"]:
-        """Regions that may be the answer."""
-        if self.config.whole_image_can_win:
-            return regions.attention_mask
-        others = regions.attention_mask & ~regions.is_whole_image
-        if self.config.no_region_is_miss:
-            return others
-        return torch.where(others.any(dim=1, keepdim=True), others, regions.attention_mask)
 
     def positive_regions(self, regions: TextRegions, referred: Float[Tensor, "M 4"]) -> Bool[Tensor, "M R"]:
         """Regions whose IoU with the referred boxes is above `positive_iou`."""
@@ -158,11 +149,7 @@ class ReferringTask(Task):
         return Loss(total=each.sum(), count=labelled.sum().float())
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[ReferringPrediction]:
-        """The score is the sigmoid of the region's logit; with the softmax loss its share among the candidates.
-
-        Raises:
-            UserError: a text without any region, naming its image, unless `no_region_is_miss`.
-        """
+        """The score is the sigmoid of the region's logit; with the softmax loss its share among the candidates."""
         logits, regions = output.task.logits, output.text_regions
         candidates = logits > -torch.inf
         if not self.config.no_region_is_miss:

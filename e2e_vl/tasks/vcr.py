@@ -38,20 +38,11 @@ from e2e_vl.samples import (
     Sentence,
 )
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
-from e2e_vl.tasks.base import (
-    Head,
-    HeadInit,
-    PredictionSummary,
-    Sizes,
-    Task,
-    Transform,
-    check_masks,
-)
+from e2e_vl.tasks.base import Head, HeadInit, PredictionSummary, Sizes, Task, Transform
 from e2e_vl.tasks.config import NEUTRAL_NAMES, VCRConfig
 from e2e_vl.text import TextEncoding, TextTokenizer, truncate_fronts
 
-# Sentences of words and of objects' names. As the official codes of VL-BERT and VisualBERT have them.
-
+# Sentences of words and of objects' names, as in the official codes of VL-BERT and VisualBERT.
 
 PERSON = "person"
 _TAG = re.compile(r"\[\s*(\d+(?:\s*,\s*\d+)*)\s*\]")
@@ -66,7 +57,7 @@ class Piece(NamedTuple):
 
 
 def name_objects(objects: Sequence[str], names: Sequence[str] = NEUTRAL_NAMES, start: int = 0) -> list[str]:
-    """What the text calls each object: people get the neutral names in turn, from `start` on; others their class."""
+    """The name of each object in the text: people get the names in turn, from `start` on, others their class."""
     result, person = [], start
     for name in objects:
         result.append(names[person % len(names)] if name == PERSON else name)
@@ -82,10 +73,10 @@ def name_objects_by_mention(
     *,
     restarts: bool = False,
 ) -> dict[int, str]:
-    """What the text calls each object that is `known` or that a sentence names: people get the names in turn.
+    """The names of the objects in `known` and of those that the sentence mentions; new people get the names in turn.
 
-    The turn goes on behind the known people. With `restarts` it begins with the first name, whoever is known already,
-    so two people may share a name (R2C's code, which VisualBERT uses).
+    The turn continues after the known people. With `restarts` it begins with the first name, so two people may share a
+    name (R2C's code, which VisualBERT uses).
     """
     called = dict(known)
     person = 0 if restarts else sum(objects[number] == PERSON for number in known)
@@ -142,9 +133,9 @@ def encode_sentence(
 def rows_by_word_number(encoding: TextEncoding, *texts: Sequence[Piece]) -> Int64[np.ndarray, " L"]:
     """The row of each named object at the position that its word would have if no word were split; -1 elsewhere.
 
-    The number of a word counts from the start of its own text. So behind a split word, positions are too small, and at
-    a text whose front was cut off they are too large; what lies behind the end is left out (official VisualBERT code,
-    which mixes up words and wordpieces).
+    Words are numbered from the start of their own text. So positions are too small after a split word, and too large
+    where the front of a text was truncated; those beyond the end are left out (official VisualBERT code, which confuses
+    words and wordpieces).
     """
     rows, first = np.full(len(encoding.input_ids), -1, dtype=np.int64), 0
     for pieces in texts:
@@ -157,13 +148,11 @@ def rows_by_word_number(encoding: TextEncoding, *texts: Sequence[Piece]) -> Int6
 
 
 def truncate_choices(front: Sequence[Piece], choices: list[list[Piece]], limit: int) -> None:
-    """Cut what stands in front + choice to `limit` wordpieces, in place: the choice loses its first pieces.
+    """Cut front + choice to `limit` wordpieces, in place: the choice loses its first pieces.
 
     (A mistake of the official VisualBERT code, which means to cut the front too, as `e2e_vl.text.truncate_fronts` does,
     but takes the length of a pair for its length.)
     """
-    if len(front) > limit:
-        raise UserError(f"The {len(front)} wordpieces in front of the choices are more than the limit, {limit}.")
     for choice in choices:
         del choice[: max(len(front) + len(choice) - limit, 0)]
 
@@ -171,7 +160,7 @@ def truncate_choices(front: Sequence[Piece], choices: list[list[Piece]], limit: 
 def truncate_answers(question: list[Piece], answers: list[list[Piece]], limit: int) -> None:
     """Cut question + answer to `limit` wordpieces, in place: the longer loses its last piece, on a tie the question.
 
-    The four choices share the question, so what one of them takes away is gone for all (official code).
+    The four choices share the question, so the cut for one of them holds for all (official code).
     """
     for answer in answers:
         while len(question) + len(answer) > limit:
@@ -208,8 +197,6 @@ def parse_sentence(text: str, num_objects: int) -> Sentence:
                 "its box too."
             )
         sentence.append(objects)
-    if not sentence:
-        raise UserError("The question or one of the choices is empty.")
     return sentence
 
 
@@ -219,17 +206,17 @@ def choice_phrases(
     words: Sequence[Sequence[str]],
     boxes: Float[np.ndarray, "R 4"] | None,
 ) -> TextPhrases:
-    """The phrases of what stands in front of a choice, and of the choice: the names of objects, for the objects' boxes.
+    """The phrases of a front and its choice: the names of objects, which refer to the objects' boxes.
 
     Args:
         encoding: of both, joined.
         texts: the wordpieces of both, after truncation, in the same order.
-        words: of both, to which the pieces refer; a space stands between them.
-        boxes: of the objects, by the rows of the pieces, xyxy in pixels of the resized image; None: the text states no
+        words: of both, to which the pieces refer; they are joined by spaces.
+        boxes: of the objects, by the rows of the pieces, xyxy in pixels of the resized image; None: names are no
             phrases.
 
-    A wordpiece has the offsets of its whole word, because texts are split into wordpieces word by word. A name of which
-    every wordpiece was cut off is left out.
+    A wordpiece has the offsets of its whole word, because texts are split into wordpieces word by word. A name without
+    any wordpiece left after truncation is left out.
     """
     characters = np.zeros((sum(map(len, texts)) + 1, 2), dtype=np.int64)  # the last row is for special wordpieces
     runs: list[tuple[int, int, int]] = []  # row of the box, first piece and the last plus one
@@ -341,7 +328,7 @@ class VCRPreprocessor(Preprocessor):
         candidates: Sequence[int] | None,
         make_generator: GeneratorFactory,
     ) -> tuple[list[str], list[int]]:
-        """What each object of the question is called in front, and the row of its box (-1 = it has none)."""
+        """The name of each object in the front, and the row of its box (-1 = it has none)."""
         people, start = self.config.people_names, 0
         if self.text_tokenizer.training and self.config.turn_names:
             # the third draw: the first two decide about the image
@@ -358,7 +345,7 @@ class VCRPreprocessor(Preprocessor):
         return names, rows
 
     def _names_in_choices(self, text: ChoiceText, objects: AnnotatedObjects, names: list[str]) -> list[list[str]]:
-        """What each object is called in each of the choices."""
+        """The name of each object in each of the choices."""
         if self.config.names_by == "box":
             return [names] * len(text.choices)
         said = {number for sentence in text.query for token in sentence if isinstance(token, list) for number in token}
@@ -370,7 +357,7 @@ class VCRPreprocessor(Preprocessor):
     def _pieces(
         self, text: ChoiceText, names: list[str], in_choices: list[list[str]], rows: list[int]
     ) -> tuple[list[list[Piece]], list[list[Piece]]]:
-        """Wordpieces of what stands in front of each of the four choices, and of the choices, cut to their limit."""
+        """Wordpieces of the fronts of the four choices, and of the choices, cut to their limit."""
         config, limit = self.config, self.config.max_pieces
 
         def encode(sentence: Sentence, names: list[str], first_word: int = 0) -> list[Piece]:
@@ -418,17 +405,12 @@ class VCRTask(Task):
 
     def __init__(self, hidden_size: int, config: VCRConfig | None = None, summary_size: int | None = None):
         super().__init__()
-        self.config = config or VCRConfig()
-        self.head = Head(summary_size or hidden_size, None, self.config.dropout, self.config.new_layers)
+        self.config = config = config or VCRConfig()
+        self.head = Head(summary_size or hidden_size, None, config.dropout, config.new_layers)
         self.region_classifier = None
-        if self.config.region_loss_weight > 0:
-            self.region_classifier = Head(
-                hidden_size,
-                self.config.num_classes,
-                self.config.region_dropout,
-                self.config.initializer_range,
-                transform=Transform(hidden_size),
-            )
+        if config.region_loss_weight > 0:
+            transform, sizes = Transform(hidden_size), (hidden_size, config.num_classes)
+            self.region_classifier = Head(*sizes, config.region_dropout, config.initializer_range, transform=transform)
 
     @classmethod
     def build(cls, sizes: Sizes, config: VCRConfig) -> Self:
@@ -450,12 +432,10 @@ class VCRTask(Task):
 
     @classmethod
     def extra_words(cls, config: VCRConfig) -> Iterable[str]:
-        """What people are called."""
+        """The names of people, and the word that joins names."""
         return (*config.people_names, config.join_word or "")
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> VCRPreprocessor:
-        if text_tokenizer.max_length is not None:
-            raise UserError("VCR cuts question and choice by a rule of its own; set task.config.max_pieces instead.")
         return VCRPreprocessor(text_tokenizer, self.config)
 
     def question(self, question: Question) -> Sample:
@@ -464,17 +444,10 @@ class VCRTask(Task):
         Boxes without a class name are people; without outlines the whole rectangle counts as the object.
         """
         question.refuse_masked_boxes()
-        given = question.boxes
-        if given is None:
-            raise UserError("VCR's boxes are given, not found: give boxes, such as person:10,20,80,200.")
-        if len(question.choices) != CHOICES:
-            raise UserError(f"VCR chooses one of four texts, here are {len(question.choices)}; give four choices.")
-        if not question.accepts_answer and question.answer is not None:
-            raise UserError("This run chooses answers, so it takes none; leave the answer out.")
-        if question.accepts_answer and question.answer is None:
-            raise UserError(
-                "This run chooses rationales, so it needs the answer that they are for; give the answer too."
-            )
+        given, has_answer = question.boxes, question.answer is not None
+        if given is None or len(question.choices) != CHOICES or has_answer != question.accepts_answer:
+            other = "the answer, for which it chooses a rationale" if question.accepts_answer else "no answer"
+            raise UserError(f"This run takes boxes, such as person:10,20,80,200, four choices, and {other}.")
         names = given.names or (PERSON,) * len(given)
         known = question.class_names or names
         unknown = [name for name in names if name not in known]
@@ -507,7 +480,6 @@ class VCRTask(Task):
                 f"task.config.num_classes is {self.config.num_classes}, but the data have {len(names)} classes and the "
                 f"whole image is one more; set it to {len(names) + 1}."
             )
-        check_masks(self.config.mask_size, detector)
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Score the four choices of U questions; texts that have phrases only are no questions.
@@ -515,16 +487,9 @@ class VCRTask(Task):
         Returns:
             `logits` float32 [U, 4]; the loss `choice` if the batch has labels (count: choices with "sigmoid", questions
             with "softmax"), and with it `region_class`, already weighted (count: regions of all choices).
-
-        Raises:
-            ValueError: texts with a target that do not come in fours, or a class beyond `num_classes`.
         """
         targets = batch.targets or VCRTargets()
-        number = len(batch) if targets.has_target is None else int(targets.has_target.sum())
-        if number % CHOICES:
-            raise UserError(f"VCR's texts come in fours, one per choice; this batch has {number} texts.")
-        scores = at_least_float32(self.head(targets.with_target(encoded.summary)))
-        logits = scores.view(number // CHOICES, CHOICES)
+        logits = at_least_float32(self.head(targets.with_target(encoded.summary))).view(-1, CHOICES)
         losses = {}
         if targets.is_right is not None:
             losses["choice"] = self._choice_loss(logits, targets.with_target(targets.is_right).view_as(logits))
@@ -545,11 +510,6 @@ class VCRTask(Task):
         if batch.targets.has_target is not None:
             kept = kept & batch.targets.has_target[:, None]
         classes = regions.gather(batch.region_labels.classes, fill=-1)[kept] + 1
-        if len(classes) and int(classes.max()) >= self.config.num_classes:
-            raise UserError(
-                f"A region has the class {int(classes.max())}, but task.config.num_classes is "
-                f"{self.config.num_classes}, the whole image included; set it to the number of classes plus one."
-            )
         scores = at_least_float32(self.region_classifier(states[kept]))
         total = F.cross_entropy(scores, classes, reduction="sum") * self.config.region_loss_weight
         return Loss(total=total, count=kept.sum().to(total.dtype))
@@ -586,7 +546,7 @@ class VCRTask(Task):
         return {name: sum(values) / len(values) for name, values in sorted(scores.items())}
 
     def draw(self, prediction: VCRPrediction) -> np.ndarray:
-        """The objects that the sentences may name, with the names that they have there."""
+        """The objects that the sentences may mention, with their names."""
         names, boxes = zip(*prediction.named_boxes, strict=True) if prediction.named_boxes else ((), ())
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, names)
 

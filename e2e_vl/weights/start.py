@@ -27,7 +27,7 @@ from detector.io import read_json, read_yaml
 from e2e_vl.data.answer_lists import ANSWERS_FILE, read_answers
 from e2e_vl.parts import TASKS, decode
 from e2e_vl.tasks.base import HeadInit, Task
-from e2e_vl.tasks.phrase_head import PhraseHead, load_head
+from e2e_vl.tasks.phrase_head import PhraseHead
 from e2e_vl.text import load_tokenizer, looks_like_hub_name, simplify_answer
 from e2e_vl.weights.base import WeightAdapter
 
@@ -153,7 +153,7 @@ def load_phrase_head(head: PhraseHead, path: str | Path) -> LoadReport:
             f"{file}: the head reads the states after {settings['layer']} layers, and phrases.layer is {head.layer}; "
             f"set phrases.layer={settings['layer']}."
         )
-    return load_head(head, file)
+    return load_weights(head, read_tensors(file), file, layout="this project")
 
 
 def _continue_head(task: Task, source: Source) -> LoadReport:

@@ -239,7 +239,7 @@ def test_pretraining_sentences_about_two_images(data_rules, rules_tokenizer):
         pytest.skip("the set has no NLVR2 text of pre-training; it is optional")
     for one in found:
         text = SampleText(0, one["item"]["sentence"], {}, CorrectChoice(one["label"]), image_index=())
-        settings = {"relationship": {"weight": 1.0, "texts": "stated"}}
+        settings = {"relationship": {"weight": 1.0, "texts": "labelled"}}
         example = worded(rules_tokenizer, text, Draws(), settings)
         assert_text(example, one, rules_tokenizer)
         assert int(example.targets.parts["relationship"].is_match) == one["sentence_label"]

@@ -568,7 +568,7 @@ def tiny(tmp_path) -> TinyVCR:
 
 
 def choice_task(
-    tokenizer, drawn: str = "random", texts: str = "stated", mask_size: int | None = None, **masking
+    tokenizer, drawn: str = "random", texts: str = "labelled", mask_size: int | None = None, **masking
 ) -> PretrainingTask:
     config = load_config(CONFIG)
     settings = {
@@ -635,7 +635,7 @@ def test_wordpieces_are_masked_where_they_stand(tiny):
 
 def test_choices_that_cannot_be_read(tiny):
     dataset, tokenizer = tiny.dataset(), tiny.tokenizer
-    with pytest.raises(ValueError, match=r"set task\.config\.objectives\.relationship\.texts to stated"):
+    with pytest.raises(ValueError, match=r"set task\.config\.objectives\.relationship\.texts to labelled"):
         choices_of(choice_task(tokenizer, texts="pair"), dataset, tokenizer, 0)
     sizes = Sizes(8, len(tokenizer))
     objectives = build_objectives({"masked_text": 0.0, "masked_regions": 0.0}, sizes)

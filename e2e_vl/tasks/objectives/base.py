@@ -1,4 +1,4 @@
-"""One part of pre-training: how it changes a text, its loss, which of its items were found, and its answer.
+"""One part of pre-training: how it changes a text, its loss, its predictions, and its answer to a user.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -33,7 +33,7 @@ NO_LABEL = -1
 
 @dataclasses.dataclass
 class TextDraft:
-    """A text on its way to wordpieces, as the objectives change it one after the other."""
+    """A text before it is encoded, as one objective after the other changes it."""
 
     words: str
     sample: Sample
@@ -56,7 +56,7 @@ class ObjectivePreprocessor:
     text_tokenizer: TextTokenizer
 
     def exchange(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
-        """First: perhaps put other words in the place of the text of this index, or a second text behind it.
+        """First: perhaps replace the words of the text of this index, or add a second text.
 
         A second text needs `Ability.SUMMARY_OF_PAIR`, if the objective reads the summary.
         """
@@ -65,20 +65,17 @@ class ObjectivePreprocessor:
         """Then: perhaps mask wordpieces."""
 
     def targets(self, draft: TextDraft, encoding: TextEncoding) -> Targets:
-        """Last: what is to be learned from the text; the same kind for every text."""
+        """Last: what to learn from the text; the same class for every text."""
         return Targets()
 
     def extra_texts(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[TextDraft, TextEncoding]]:
-        """Further texts beside each text of the data; those with an image look at the images of that text.
-
-        They have no record, so predictions and metrics leave them out.
-        """
+        """Further texts beside each text of the data, about its images or none; predictions leave them out."""
         return ()
 
 
 @dataclasses.dataclass
 class ObjectiveOutput:
-    """The loss of one objective, and of each item (a masked word, a region or a text) what was predicted."""
+    """The loss of one objective, and the prediction for each item (a masked word, a region or a text)."""
 
     loss: Loss  # weighted
     text: Int64[Tensor, " items"]  # which text an item belongs to
@@ -110,7 +107,7 @@ def classified(
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """What was chosen for one item."""
+    """The class predicted for one item."""
 
     place: int  # of the wordpiece or of the region in its text, from 0; region 0 is the whole image, where there is one
     chosen: str
@@ -118,15 +115,15 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class ObjectiveCounts(msgspec.Struct):
-    """How many items of a text one objective had, and how many of them were found."""
+    """How many items of a text one objective had, and how many of them were predicted right."""
 
     count: int
     right: int
-    choices: list[Choice] = []  # what was chosen for each, for an objective whose classes have names
+    choices: list[Choice] = []  # of each item, for an objective whose classes have names
 
 
 class PretrainingPrediction(Prediction, kw_only=True):
-    """What each objective found in a text; for a user's text also what it fills in."""
+    """The predictions of each objective for a text; for a user's text also what it fills in."""
 
     objectives: dict[str, ObjectiveCounts] = msgspec.field(default_factory=dict)
     second: str | None = None  # the second text of a pair
@@ -177,7 +174,7 @@ class Objective(nn.Module, abc.ABC):
     def forward(
         self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
-        """The weighted loss over all labelled items of the batch, and which of them were found."""
+        """The weighted loss over all labelled items of the batch, and the predictions."""
 
     def class_names(self, output: ModelOutput, wordpieces: Sequence[str], rule: RegionMasking) -> Sequence[str] | None:
         """Names of the classes that it chooses from, for reports and answers; None: they have none.
@@ -189,7 +186,7 @@ class Objective(nn.Module, abc.ABC):
         return None
 
     def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str] | None) -> dict[str, Any]:
-        """Its answer to a user's text, from its own logits: fields of `PretrainingPrediction`, or facts.
+        """Fields of the `PretrainingPrediction` for a user's text, from the logits of this objective.
 
         Args:
             names: see `class_names`.

@@ -90,17 +90,13 @@ class MaskedRegions(Objective):
         return ["background", *names] if rule.background_first else [*names, "background"]
 
     def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str]) -> dict[str, Any]:
-        """`hidden`, see `HiddenRegion`.
-
-        Raises:
-            UserError: the sequence was cut before a masked region.
-        """
+        """`hidden`, see `HiddenRegion`."""
         batch, regions = output.batch, output.text_regions
         is_masked = batch.masked_regions.is_masked[0]
         if int(regions.is_masked[0].sum()) < int(is_masked.sum()):
             raise UserError(
-                "Text and regions together are longer than task.config.max_length, and a hidden region is cut off; "
-                "shorten the text, or hide fewer regions."
+                "Text and regions together are longer than task.config.max_length, and a masked region is truncated; "
+                "shorten the text, or mask fewer regions."
             )
         classes = top_classes(self.classify(output.encoded.regions[0, regions.is_masked[0]]).softmax(dim=1), names)
         boxes = (batch.boxes[0] / batch.images.scales[0].repeat(2))[is_masked].tolist()
@@ -111,15 +107,15 @@ class MaskedRegions(Objective):
     def lines(self, prediction: PretrainingPrediction) -> list[str]:
         lines = []
         for number, region in enumerate(prediction.hidden, start=1):
-            seen = "" if region.seen is None else f" (not hidden: {listed([region.seen])})"
-            lines.append(f"hidden region {number}: {listed(region.classes)}{seen}")
+            seen = "" if region.seen is None else f" (unmasked: {listed([region.seen])})"
+            lines.append(f"masked region {number}: {listed(region.classes)}{seen}")
         return lines
 
 
 def _check_classes(
     config: MaskedRegionsConfig | ObjectLabelsConfig, detector: Detector, rule: RegionMasking, number: int, what: str
 ) -> None:
-    """Raises UserError unless a detector that labels regions has the objective's classes."""
+    """Raise a UserError unless a detector that labels regions has the objective's classes."""
     if rule.teacher != "file" and number != config.classes:
         raise UserError(
             f"{config.key('classes')} is {config.classes}, but the detector has {detector.num_classes} {what}; make "
@@ -156,7 +152,7 @@ class ObjectLabels(Objective):
     def forward(
         self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
-        """Its logits are float32 [regions, K]; none where a user hides regions, which nobody labels."""
+        """Its logits are float32 [regions, K]; none where a user masks regions, which have no labels."""
         is_used = regions.row >= 0
         if self.config.regions == "masked":
             is_used = is_used & regions.gather(batch.masked_regions.is_labelled, fill=False)
@@ -171,11 +167,6 @@ class ObjectLabels(Objective):
                 f"with {self.kind}, or a detector that finds them, or set {self.config.key('weight')} to 0."
             )
         truth = regions.gather(classes, fill=0)[is_used]
-        if len(truth) and int(truth.max()) >= self.config.classes:
-            raise UserError(
-                f"A region has the label {int(truth.max())} among the {self.kind}, but {self.config.key('classes')} is "
-                f"{self.config.classes}; make them agree."
-            )
         logits = at_least_float32(self.output(encoded.regions[is_used]))
         losses = F.cross_entropy(logits, truth, reduction="none")
         if self.config.confidence:
@@ -193,10 +184,9 @@ class AttributeLabels(ObjectLabels):
     config: AttributeLabelsConfig
 
     def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
-        """What a detector's attribute head has shows in the first batch."""
+        """A detector does not say how many attributes it has."""
 
     def found(self, labels: RegionLabels) -> tuple[list[Tensor] | None, list[Tensor] | None]:
-        """See `ObjectLabels.found`."""
         return labels.detected_attributes, labels.detected_attribute_scores
 
 

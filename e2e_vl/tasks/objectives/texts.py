@@ -1,4 +1,4 @@
-"""Objectives on whole texts, read from the summary: does a text belong to its image, and what answers a question?
+"""Objectives on whole texts, read from the summary: does a text match its image, and what is the answer to a question?
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -38,41 +38,33 @@ from e2e_vl.text import TextEncoding, TextTokenizer, simplify_answer
 # row c; LXMERT); a right caption with a second one that may be another image's (VisualBERT, section 3.3); a text of
 # which the data say whether it is true (VisualBERT's code, pre-training on NLVR2 and VCR).
 
-FEW_IMAGES = "Captions of other images need at least two images."
-FEW_CAPTIONS = (
-    "task.config.objectives.relationship.texts is pair, but an image has one caption only; use data with several "
-    "captions per image, or set it to single."
-)
-
 
 @dataclasses.dataclass
 class MatchTargets(Targets):
     """Whether each text belongs to its image."""
 
-    # 1 = its own caption, or true; 0 = another image's, or false; -1 = no image, or nobody says
+    # 1 = its own caption, or true; 0 = another image's, or false; -1 = no image, or unknown
     is_match: int | np.int64 | Int64[Tensor, " M"] | None = stacked()
 
 
 @dataclasses.dataclass(frozen=True)
 class CaptionReplacement(ObjectivePreprocessor):
-    """Puts captions of other images in the place of some, or a second caption behind each."""
+    """Replaces some captions by those of other images, or adds a second caption to each."""
 
     config: RelationshipConfig = dataclasses.field(default_factory=RelationshipConfig)
 
     def exchange(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
-        if draft.sample.from_user or self.config.texts == "stated":
+        if draft.sample.from_user or self.config.texts == "labelled":
             return
         own, pool = draft.sample.own_texts, draft.sample.pool
         if generator.random() < self.config.probability:  # a caption of another image, drawn from all captions
             if len(own) >= len(pool):
-                raise UserError(FEW_IMAGES)
+                raise UserError("Captions of other images need at least two images.")
             found, draft.is_match = index, False
             while found in own:
                 found = int(generator.integers(len(pool)))
         elif self.config.texts == "pair":  # another caption of the same image
             others = [number for number in own if number != index]
-            if not others:
-                raise UserError(FEW_CAPTIONS)
             found = others[int(generator.integers(len(others)))]
         else:
             return
@@ -82,14 +74,13 @@ class CaptionReplacement(ObjectivePreprocessor):
             draft.words = pool[found]
 
     def targets(self, draft: TextDraft, encoding: TextEncoding) -> MatchTargets:
-        """Raises UserError for a question with choices unless the data state which are right."""
-        if self.config.texts == "stated":
+        if self.config.texts == "labelled":
             truth = None if draft.text is None else draft.text.truth
-            is_stated = draft.is_choice is None and isinstance(truth, CorrectChoice)
-            draft.is_match = bool(truth.number) if is_stated else draft.is_choice
+            is_labelled = draft.is_choice is None and isinstance(truth, CorrectChoice)
+            draft.is_match = bool(truth.number) if is_labelled else draft.is_choice
         elif isinstance(draft.text, ChoiceText):
             raise UserError(
-                "Questions with choices stay as they are; set task.config.objectives.relationship.texts to stated."
+                "Questions with choices stay as they are; set task.config.objectives.relationship.texts to labelled."
             )
         draft.record["is_match"] = draft.is_match
         return MatchTargets(np.int64(-1 if draft.is_match is None or not draft.has_image else draft.is_match))
@@ -111,20 +102,15 @@ class Relationship(Objective):
         return CaptionReplacement(text_tokenizer, self.config)
 
     def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
-        """Raises UserError if there are no other images, no second captions, or no stated truths."""
-        if info is None:
+        if info is None or self.config.texts == "single":
             return
-        if self.config.texts == "stated":
-            if not any(isinstance(truth, CorrectChoice) for truth in info.truths()):
-                raise UserError(
-                    f"{self.config.key('texts')} is stated, but the data do not say which texts are true; use other "
-                    f"data, or set {self.config.key('weight')} to 0."
-                )
-            return
-        if len(info.groups) < 2:
-            raise UserError(FEW_IMAGES)
+        missing = None
         if self.config.texts == "pair" and any(len(texts) < 2 for texts in info.groups):
-            raise UserError(FEW_CAPTIONS)
+            missing = "some images have one caption only"
+        elif self.config.texts == "labelled" and not any(isinstance(truth, CorrectChoice) for truth in info.truths()):
+            missing = "the data do not say which texts are true"
+        if missing is not None:
+            raise UserError(f"{self.config.key('texts')} is {self.config.texts}, but {missing}; set it to single.")
 
     def forward(
         self, targets: MatchTargets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
@@ -142,7 +128,7 @@ class Relationship(Objective):
 class AnswerLabel(Targets):
     """The answer that was chosen for each text."""
 
-    # class of the answer; -1: the text is no question, nobody's answer is in the list, or the image is another one
+    # class of the answer; -1: the text is no question, no answer is in the list, or the image is another one
     answer: int | np.int64 | Int64[Tensor, " M"] | None = stacked()
 
 
@@ -154,7 +140,7 @@ class AnswerSampling(ObjectivePreprocessor):
     takes_best: bool = False
 
     def mask(self, draft: TextDraft, generator: np.random.Generator) -> None:
-        """The text itself stays as it is: its answer is not in it."""
+        """Draws the answer; the text stays as it is."""
         if draft.sample.from_user or not draft.is_match or draft.text is None:
             return
         scores = scores_of(draft.text.truth)
@@ -172,7 +158,7 @@ class AnswerSampling(ObjectivePreprocessor):
 
 
 def scores_of(truth: Any) -> Mapping[str, float] | None:
-    """How good each answer to a question is, whatever the data say of it; None for a text that is no question.
+    """The score of each answer to a question, from any kind of truth; None for a text that is no question.
 
     Human answers score as in VQA v2, normalised; the one right answer scores 1. Those are the scores in the files that
     the official code learns from.
@@ -188,10 +174,10 @@ def scores_of(truth: Any) -> Mapping[str, float] | None:
 
 
 def known_answers(scores: Mapping[str, float], class_of: Mapping[str, int]) -> dict[str, float]:
-    """Of some answers with their scores those that are in the list.
+    """The answers that are in the list, with their scores.
 
-    Answers are spelled as in the list first (`simplify_answer`). If two become the same, the score of the one that was
-    spelled otherwise counts alone, as in the official code.
+    Answers are first spelled as in the list (`simplify_answer`). If two become equal, the score of the one whose
+    spelling changed counts alone, as in the official code.
     """
     spelled = {answer: score for answer, score in scores.items() if answer == simplify_answer(answer)}
     spelled |= {simplify_answer(answer): score for answer, score in scores.items() if answer != simplify_answer(answer)}
@@ -234,7 +220,6 @@ class ImageQA(Objective):
         return AnswerSampling(text_tokenizer, class_of, takes_best=self.config.label == "best")
 
     def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
-        """Raises UserError if no text of the data has an answer that is in the list."""
         if info is None:
             return
         known = set(self.answers)

@@ -1,4 +1,4 @@
-"""Masked language modelling with visual clues (VL-BERT, section 3.3): which words are hidden in a caption?
+"""Masked language modelling with visual clues (VL-BERT, section 3.3): which words are masked in a caption?
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -46,13 +46,13 @@ class WordLabels(Targets):
 
 @dataclasses.dataclass(frozen=True)
 class WordMasking(ObjectivePreprocessor):
-    """Masks words of captions; of a user's text every [MASK] is to be predicted, and nothing is drawn."""
+    """Masks random words of captions; in a user's text every [MASK] is to be predicted, and nothing else."""
 
     of_images: ClassVar[bool] = True  # it masks texts that have an image; False: texts that have none
     config: MaskedWordsConfig = dataclasses.field(default_factory=MaskedWordsConfig)
 
     def exchange(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
-        """Put the answer behind a question, with one question mark between them."""
+        """Append the answer to a question, with one question mark between them."""
         if self.config.answer == "left_out" or draft.sample.from_user or draft.has_image != self.of_images:
             return
         if isinstance(draft.text.truth, HumanAnswers):
@@ -69,10 +69,12 @@ class WordMasking(ObjectivePreprocessor):
             mask_id = self.text_tokenizer.tokenizer.mask_token_id
             draft.labels = np.where(draft.ids == mask_id, draft.ids, NO_LABEL)
         else:
-            draft.ids, draft.labels = self.hide(draft.pieces, generator)
+            draft.ids, draft.labels = self.mask_words(draft.pieces, generator)
 
-    def hide(self, words: Sequence[Sequence[int]], generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and labels after the rule of this objective, see `mask_words`."""
+    def mask_words(
+        self, words: Sequence[Sequence[int]], generator: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and labels by the settings, see the function `mask_words`."""
         tokenizer, config = self.text_tokenizer.tokenizer, self.config
         if not config.whole_words:
             words = [[piece] for word in words for piece in word]
@@ -80,16 +82,9 @@ class WordMasking(ObjectivePreprocessor):
         return mask_words(words, generator, mask_id, size, config.probability, always_mask=config.always_mask)
 
     def targets(self, draft: TextDraft, encoding: TextEncoding) -> WordLabels:
-        """Raises UserError if a user's [MASK] is cut off."""
         if draft.has_image != self.of_images or draft.labels is None:  # `extra_texts` of others may have no labels
             return WordLabels(np.full_like(encoding.source, NO_LABEL))
-        labels = encoding.place(draft.labels, fill=NO_LABEL)
-        if draft.sample.from_user and (labels >= 0).sum() < (draft.labels >= 0).sum():
-            read = len(draft.ids) - encoding.num_truncated
-            raise UserError(
-                f"The text has {len(draft.ids)} wordpieces, and the run reads {read}, so a [MASK] is lost; shorten it."
-            )
-        return WordLabels(labels)
+        return WordLabels(encoding.place(draft.labels, fill=NO_LABEL))
 
 
 def mask_words(
@@ -138,16 +133,6 @@ class MaskedWords(Objective):
     def preprocessor(self, text_tokenizer: TextTokenizer) -> WordMasking:
         return WordMasking(text_tokenizer, self.config)
 
-    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
-        """Raises UserError if answers are to be masked, and the data have none."""
-        if info is None or self.config.answer == "left_out":
-            return
-        if not any(isinstance(truth, HumanAnswers) for truth in info.truths()):
-            raise UserError(
-                f"{self.config.key('answer')} is {self.config.answer}, but no text of the data has human answers; set "
-                "it to left_out."
-            )
-
     def forward(
         self, targets: WordLabels, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
@@ -160,16 +145,12 @@ class MaskedWords(Objective):
         return wordpieces
 
     def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str]) -> dict[str, Any]:
-        """`filled`, the text with the best word at each [MASK], and `masks`.
-
-        Raises:
-            UserError: the sequence was cut before a [MASK].
-        """
+        """`filled`, the text with the best word at each [MASK], and `masks`."""
         text = output.batch.records[0]["text"]
         if len(logits) < text.count(MASK):
             raise UserError(
-                "Text and regions together are longer than task.config.max_length, and a [MASK] is cut off; shorten "
-                "the text."
+                "The text is longer than data.max_text_length, or with the regions longer than task.config.max_length, "
+                f"and a {MASK} is truncated; shorten the text."
             )
         masks = top_classes(logits.softmax(dim=1), names)
         first, *rest = text.split(MASK)
@@ -196,27 +177,21 @@ class CorpusMasking(WordMasking):
         if sample.corpus is None:
             return
         words = self.words(sample.corpus, int(generator.integers(len(sample.corpus))))
-        ids, labels = self.hide(words, generator)
-        kept = self.config.max_length - (
-            self.text_tokenizer.layout.single.num_special if self.config.special_tokens else 0
-        )
-        text_tokenizer = dataclasses.replace(self.text_tokenizer, max_length=None)
-        encoding = (text_tokenizer.single if self.config.special_tokens else text_tokenizer.bare)(ids[:kept])
+        ids, labels = self.mask_words(words, generator)
+        text_tokenizer, kept = dataclasses.replace(self.text_tokenizer, max_length=None), self.config.max_length
+        if self.config.special_tokens:
+            encoding = text_tokenizer.single(ids[: kept - text_tokenizer.layout.single.num_special])
+        else:
+            encoding = text_tokenizer.bare(ids[:kept])
         yield TextDraft("", sample, has_image=False, ids=ids, labels=labels), encoding
 
     def words(self, corpus: Sequence[str], number: int) -> list[list[int]]:
-        """Wordpieces of the words of the text that begins with a line; after the last line the first one follows.
-
-        Raises:
-            ValueError: there is no word in the corpus.
-        """
+        """Wordpieces of the words of the text that begins with a line; after the last line the first one follows."""
         words: list[list[int]] = []
         for step in range(len(corpus) * self.config.min_words):
             words += word_pieces(corpus[(number + step) % len(corpus)], self.text_tokenizer.tokenizer)
             if len(words) >= self.config.min_words:
                 break
-            if step + 1 == len(corpus) and not words:
-                raise UserError("There is no word in the text corpus; check data.files.corpus.")
         return words
 
 
@@ -229,7 +204,6 @@ class MaskedText(MaskedWords):
         return CorpusMasking(text_tokenizer, self.config)
 
     def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
-        """Raises UserError if the data have no corpus."""
         if info is not None and info.corpus is None:
             raise UserError(
                 f"task.config.objectives.masked_text has the weight {self.config.weight}, but the data have no "

@@ -151,7 +151,7 @@ def test_a_users_text_is_alone(tokenizer, tmp_path):
 
 @pytest.mark.parametrize(("truth", "label"), [(CorrectChoice(1), 1), (CorrectChoice(0), 0), (None, -1)])
 def test_stated_truths_are_the_labels(tokenizer, truth, label):
-    preprocessor = make_preprocessor(tokenizer, relationship={"weight": 1.0, "texts": "stated"})
+    preprocessor = make_preprocessor(tokenizer, relationship={"weight": 1.0, "texts": "labelled"})
     for epoch in range(5):
         [text] = word(preprocessor, sample_of(SampleText(0, POOL[0], {}, truth), pool=POOL, own_texts=[0]), epoch=epoch)
         assert text.record["text"] == POOL[0] and int(text.targets.parts["relationship"].is_match) == label
