@@ -75,7 +75,7 @@ class PhraseHead(nn.Module):
 
     @property
     def finds_phrases(self) -> bool:
-        """It was trained on texts whose phrases are all annotated: the bias of its tags, which starts at 0, has moved."""
+        """It was trained with annotated phrases: the bias of its tags, which starts at 0, has moved."""
         return bool(self.tags.bias.any())
 
 
