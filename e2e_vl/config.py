@@ -109,17 +109,6 @@ class BoxSettings(Settings, frozen=True):
     selection: SelectionRule = SelectionRule()  # of boxes that come from a file
     max_precomputed: PositiveInt | None = None  # of precomputed regions, only the first of each image, by falling score
 
-    @property
-    def unread_by_predicted_boxes(self) -> str | None:
-        """A sentence where a selection is set, which boxes 'online' do not read; else None."""
-        if self.selection == SelectionRule():
-            return None
-        return (
-            "data.boxes.selection chooses among boxes of files, so it does not change boxes 'online': these are the "
-            "detector's final detections, which MODEL.ROI_HEADS.SCORE_THRESH_TEST and TEST.DETECTIONS_PER_IMAGE of its "
-            "config limit"
-        )
-
 
 class ResizeSettings(Settings, frozen=True):
     """Sizes of images, in pixels."""
@@ -182,7 +171,10 @@ class DetectorSettings(Settings, frozen=True):
     expect: Literal["all", "no_attributes", "backbone"] = "all"
     freeze: bool = False  # True: the whole detector keeps its starting values (and batch statistics)
     loss_weight: NonNegativeFloat = 0.0  # weight of the detection losses beside the task's; 0 = they are not computed
-    loss_weights: dict[str, float] = {}  # weights of single detection losses; 1 unless named
+    # weights of single detection losses; 1 unless named
+    loss_weights: dict[
+        Literal["loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg", "loss_attribute"], float
+    ] = {}
 
     def __post_init__(self) -> None:
         check_name(self.backend, DETECTORS, "backend")

@@ -248,7 +248,7 @@ def test_a_folder_without_a_model(tmp_path, capfd):
 
 def test_starting_where_a_run_already_is(saved, fails):
     before = (saved / "metrics.json").read_text()
-    assert f"{saved} already holds a run; continue it with --resume, or choose another `output`" in fails()
+    assert f"{saved} holds a run or other files; continue a run with --resume" in fails()
     assert (saved / "metrics.json").read_text() == before
 
 
@@ -259,12 +259,12 @@ def test_resuming_where_no_run_is(fails, tmp_path):
 
 def test_resuming_another_architecture(saved, fails):
     sentence = fails("encoder.config.num_hidden_layers=3", options=("--resume",))
-    assert "its architecture differs from the settings (encoder.num_hidden_layers: 2 -> 3)" in sentence
+    assert "differs from the settings (encoder.num_hidden_layers: 2 -> 3)" in sentence
 
 
 def test_an_output_that_is_a_file(fails, tmp_path):
     (tmp_path / "run").write_text("")
-    assert f"{tmp_path / 'run'} is a file; choose another `output`" in fails()
+    assert f"{tmp_path / 'run'} holds a run or other files" in fails()
 
 
 def test_an_interrupted_run_says_how_to_go_on(tiny_words, tmp_path, monkeypatch, capfd):

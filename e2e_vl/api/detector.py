@@ -16,14 +16,12 @@ from e2e_vl.api.inputs import ImageFile, ImageInput, given_boxes, image_file
 from e2e_vl.api.results import FoundRegions
 from e2e_vl.extraction.regions import LoadedDetector, extract_image
 from e2e_vl.extraction.settings import SHOWN
-from e2e_vl.run.launch import refuse_missing_gpus
 from e2e_vl.samples import AnnotatedObjects
 
 
 def chosen_device(device: str | torch.device | None) -> torch.device:
     """The device that a user names; None: the GPU, or the CPU where there is no GPU or ACCELERATE_USE_CPU is true."""
     if device is None:
-        refuse_missing_gpus()
         if torch.accelerator.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
             return torch.accelerator.current_accelerator()
         return torch.device("cpu")

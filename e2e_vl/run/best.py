@@ -15,10 +15,8 @@ from typing import Any
 
 from detector.errors import UserError
 from detector.io import atomic_folder, write_json
-from e2e_vl.config import BoxSource
-from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.metrics.names import MetricName
-from e2e_vl.run.optim import LOSS
+from e2e_vl.run.evaluate import LOSS
 
 
 @dataclasses.dataclass
@@ -27,7 +25,7 @@ class BestModel:
 
     Attributes:
         folder: of the best model.
-        metric: name of the metric, of which more is better, or of the loss, of which less is; None judges nothing.
+        metric: name of a metric, of which more is better, or of a loss, of which less is; None judges nothing.
         patience: number of evaluations in a row without a better value after which training ends; None = never.
         step, value: of the best evaluation; None before there is one.
         judged_step: of the last evaluation that was judged.
@@ -52,20 +50,13 @@ class BestModel:
         """Metric, value and step of the best model, if there is one."""
         return None if self.step is None else {"metric": self.metric, "value": self.value, "step": self.step}
 
-    @property
-    def prefers_less(self) -> bool:
-        """The model is judged by a loss."""
-        found = MetricName.read(self.metric or "")
-        return found is not None and found.metric == LOSS
-
     def check_name(self, metrics: Mapping[str, Any]) -> None:
-        """Raises UserError unless evaluations give the metric, or the metric that it is a detail of.
+        """Refuse a metric that evaluations do not have, or that training cannot change.
 
-        A metric that training cannot change is refused, too.
+        A detail of a metric, such as a family of texts, may be missing in a part of the images.
         """
         if self.metric is None:
             return
-        # a family of texts may be missing in a part of the images
         found = MetricName.read(self.metric)
         has_details = found is not None and found.metric != LOSS
         is_measured = self.metric in metrics or (has_details and str(found.whole) in metrics)
@@ -84,7 +75,9 @@ class BestModel:
         value = metrics.get(self.metric)
         is_best = value is not None and math.isfinite(value)
         if is_best and self.value is not None:
-            is_best = value < self.value if self.prefers_less else value > self.value
+            name = MetricName.read(self.metric)
+            is_loss = name is not None and name.metric == LOSS
+            is_best = value < self.value if is_loss else value > self.value
         self.judged_step, self.waited = step, 0 if is_best else self.waited + 1
         if is_best:
             self.step, self.value = step, float(value)
@@ -95,17 +88,6 @@ class BestModel:
         with atomic_folder(self.folder) as part:
             save(part)
             write_json(part / "best.json", self.found)
-
-    def judged_images(self, data: Mapping[tuple[str, BoxSource], ExampleDataset], limit: int | None) -> int:
-        """Number of images behind the value that the best model was chosen by.
-
-        Args:
-            data: by split and boxes.
-            limit: most images of an evaluation; None = all.
-        """
-        name = MetricName.read(self.metric)
-        number = len(data[name.split, name.source].groups)
-        return number if limit is None else min(number, limit)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""

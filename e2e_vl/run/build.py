@@ -16,6 +16,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from detector.checkpoint import LoadReport, load_checkpoint
+from detector.config import SelectionRule
 from detector.errors import UserError, user_path
 from detector.images import ResizeRule
 from detector.io import read_json
@@ -53,34 +54,19 @@ ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # of encoders that start fro
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The settings with everything that follows from files; nothing changes them later.
-
-    `data.resize` comes from the detector's YAML file where it is null, so that the saved settings hold numbers.
-    """
+    """The settings with numbers for `data.resize`, which comes from the detector's YAML file where it is null."""
     is_random = config.detector.loss_weight == 0 and config.detector.weights is None
     if config.data.boxes.train is BoxSource.ONLINE and is_random:
         raise UserError(
             "data.boxes.train is online, but the detector starts at random and detector.loss_weight is 0, so its boxes "
             "would never become useful; set detector.loss_weight or detector.weights."
         )
-    sources = {config.data.boxes.train, *config.eval.boxes}
-    unread = config.data.boxes.unread_by_predicted_boxes
-    reads = any(source.reads_selection for source in sources)
-    if unread is not None and reads and config.data.boxes.train is BoxSource.ONLINE:
-        raise UserError(
-            f"{unread}. Training would not read it, only the evaluation with boxes of files; leave it out, set these, "
-            "and give it to tools/evaluate.py afterwards."
-        )
-    if unread is not None and BoxSource.ONLINE in sources and not reads:
-        raise UserError(f"{unread}; leave it out and set these.")
     if config.data.resize is not None:
         return config
     sizes = read_detector_config(config.detector).input
     short = list(sizes.min_size_train)
     if sizes.min_size_train_sampling == "range":
-        if len(short) != 2 or short[0] > short[1]:
-            raise UserError("INPUT.MIN_SIZE_TRAIN_SAMPLING is range: INPUT.MIN_SIZE_TRAIN must be two rising sizes.")
-        short = list(range(short[0], short[1] + 1))
+        short = list(range(short[0], short[-1] + 1))
     if sizes.min_size_test not in short or sizes.max_size_test != sizes.max_size_train:
         raise UserError(
             f"data.resize is null, but {config.detector.config} tests at other sizes than it trains at (INPUT."
@@ -155,7 +141,6 @@ def build_model(
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
     on_start: Callable[[Start], None] = log_start,
-    is_saved: bool = False,
 ) -> VisionLanguageModel:
     """Detector, encoder and task with random or (`weights` of each) given starting values.
 
@@ -163,28 +148,20 @@ def build_model(
         tokenizer: with it the task takes what it wants from the other parts (`Task.initialise`); `task.weights` beat
             that.
         on_start: called for each part that starts from weights.
-        is_saved: the weights of a saved model are loaded afterwards, so starting values are left out.
     """
-    if is_saved:
-        none = {"weights": None, "fallback_weights": None}
-        config = msgspec.structs.replace(
-            config,
-            detector=msgspec.structs.replace(config.detector, weights=None),
-            encoder=msgspec.structs.replace(config.encoder, **none),
-            task=msgspec.structs.replace(config.task, **none),
-        )
     if tokenizer is not None and config.encoder.weights is not None:
         check_vocabulary(config.encoder.weights, tokenizer)
     detector = build_detector(config, on_start)
-    encoder = build_encoder(config, vocab_size=vocab_size, feature_dim=detector.feature_dim, on_start=on_start)
-    summary_size = encoder.summary_size
-    sizes = Sizes(encoder.hidden_size, vocab_size, detector.feature_dim, detector.num_classes, summary_size)
+    rules = StartRules(config.task.name, ADAPTERS.get(config.encoder.name, ()))
+    encoder = build_encoder(config, vocab_size, detector.feature_dim)
+    for weights in filter(None, (config.encoder.fallback_weights, config.encoder.weights)):
+        on_start(Start("encoder", weights, load_encoder(encoder, weights, rules)))
+    sizes = Sizes(encoder.hidden_size, vocab_size, detector.feature_dim, detector.num_classes, encoder.summary_size)
     task = build_task(config, sizes)
     for ability in task.needs:
         encoder.require(ability, f"The task {config.task.name}")
     if tokenizer is not None:
         task.initialise(tokenizer, encoder, detector)
-    rules = StartRules(config.task.name, ADAPTERS.get(config.encoder.name, ()))
     knows_order = has_answers(config) or not task.chooses_answers
     for weights in filter(None, (config.task.fallback_weights, config.task.weights)):
         on_start(Start("task", weights, load_task(task, weights, rules, knows_class_order=knows_order)))
@@ -192,11 +169,6 @@ def build_model(
     needs_teacher = masking is not None and masking.enabled and masking.teacher == "frozen"
     if config.phrases.weight:
         encoder.require(Ability.INTERMEDIATE_STATES, "phrases.weight")
-        if config.phrases.layer > encoder.num_joint_layers:
-            raise UserError(
-                f"phrases.layer is {config.phrases.layer}, but the encoder has {encoder.num_joint_layers} layers in "
-                "which words and regions read each other; set a number from 0 to that."
-            )
         phrase_head = PhraseHead(encoder.hidden_size, config.phrases.size, config.phrases.layer)
         if config.phrases.weights is not None:
             report = load_phrase_head(phrase_head, config.phrases.weights)
@@ -213,28 +185,17 @@ def build_model(
 
 def build_detector(config: RunConfig, on_start: Callable[[Start], None] = log_start) -> Detector:
     settings = config.detector
-    if settings.backend == "precomputed" and (settings.weights or settings.loss_weight):
-        raise UserError(
-            "detector.backend is precomputed: there is no network that detector.weights or detector.loss_weight could "
-            "be for; leave them out."
-        )
     detector = DETECTORS[settings.backend].cls(read_detector_config(settings))
     if settings.weights is not None:
-        on_start(
-            Start("detector", settings.weights, load_checkpoint(detector, settings.weights, expect=settings.expect))
-        )
+        report = load_checkpoint(detector, settings.weights, expect=settings.expect)
+        on_start(Start("detector", settings.weights, report))
     return detector
 
 
-def build_encoder(
-    config: RunConfig, *, vocab_size: int, feature_dim: int, on_start: Callable[[Start], None] = log_start
-) -> Encoder:
+def build_encoder(config: RunConfig, vocab_size: int, feature_dim: int) -> Encoder:
+    """The encoder with random weights."""
     model_class, own = ENCODERS[config.encoder.name].cls, msgspec.structs.asdict(config.encoder.config)
-    encoder = model_class(model_class.config_class(vocab_size=vocab_size, feature_dim=feature_dim, **own))
-    rules = StartRules(config.task.name, ADAPTERS.get(config.encoder.name, ()))
-    for weights in filter(None, (config.encoder.fallback_weights, config.encoder.weights)):
-        on_start(Start("encoder", weights, load_encoder(encoder, weights, rules)))
-    return encoder
+    return model_class(model_class.config_class(vocab_size=vocab_size, feature_dim=feature_dim, **own))
 
 
 def build_task(config: RunConfig, sizes: Sizes) -> Task:
@@ -273,13 +234,6 @@ def make_synthetic_data(config: RunConfig) -> None:
     synthetic = config.data.synthetic
     if not synthetic.scenes:
         return
-    for name, file in config.data.files.items():
-        folder = file.partition("/")[0]
-        if synthetic.formats is not None and folder in set(FORMATS) - set(synthetic.formats):
-            raise UserError(
-                f"data.files.{name} is {file}, but data.synthetic.formats does not have '{folder}', so it would not be "
-                "drawn; add it."
-            )
     make_scenes(
         user_path(config.data.root, "data.root"),
         scenes=synthetic.scenes,
@@ -344,14 +298,17 @@ def build_examples(
 
 
 def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: bool) -> VLDataset:
-    """The facts of one split, read from its files."""
+    """One split, read from its files."""
     if (boxes is BoxSource.PRECOMPUTED) != (config.detector.backend == "precomputed"):
         raise UserError(
             f"The box source is {boxes} and detector.backend is {config.detector.backend}: precomputed features need "
             "both to be precomputed (data.boxes.train, eval.boxes and detector.backend)."
         )
-    if boxes is BoxSource.ONLINE and config.data.boxes.unread_by_predicted_boxes is not None:
-        logger.warning("%s.", config.data.boxes.unread_by_predicted_boxes)
+    if boxes is BoxSource.ONLINE and config.data.boxes.selection != SelectionRule():
+        logger.warning(
+            "data.boxes.selection chooses among boxes of files, so boxes 'online' ignore it: these are limited "
+            "by MODEL.ROI_HEADS.SCORE_THRESH_TEST and TEST.DETECTIONS_PER_IMAGE of the detector's config."
+        )
     kind = DATASETS[config.data.name].cls
     check_boxes_source(kind, config.data.name, boxes)
     objects = training and config.detector.loss_weight > 0
@@ -454,30 +411,19 @@ def build_run(config: RunConfig, *, writes: bool = True) -> Run:
     boxes = config.data.boxes.train
     examples = build_examples(config, model, tokenizer, config.data.train_split, boxes=boxes, training=True)
     if config.detector.loss_weight > 0:
-        known = model.detector.class_names
-        examples.dataset.check_classes(model.detector.num_classes, known)
-        if known is None and examples.dataset.class_names is not None:
+        examples.dataset.check_classes(model.detector.num_classes, model.detector.class_names)
+        if model.detector.class_names is None and examples.dataset.class_names is not None:
             model.detector.class_names = tuple(examples.dataset.class_names)
     model.task.check_data(examples.dataset, model.detector)
     if model.phrase_head is not None:
-        check_phrases(config, examples)
+        takes_others = bool(examples.preprocessor.learns_from)
+        if not examples.dataset.has_phrases or (examples.dataset.mixes_phrases and not takes_others):
+            remedy = "join data that have some (data.name=joined, see docs/training.md), or " if takes_others else ""
+            raise UserError(
+                f"phrases.weight is {config.phrases.weight}, but texts of {config.data.name} do not have the phrases "
+                f"that the task {config.task.name} could learn; {remedy}set it to 0."
+            )
     return Run(model, tokenizer, examples, build_collate(config, model), starts)
-
-
-def check_phrases(config: RunConfig, examples: ExampleDataset) -> None:
-    """Check once, before training, that there are phrases to learn from."""
-    weight, dataset, takes_others = config.phrases.weight, examples.dataset, bool(examples.preprocessor.learns_from)
-    if not dataset.has_phrases:
-        remedy = ", or join data that do (data.name=joined, see docs/training.md)" if takes_others else ""
-        raise UserError(
-            f"phrases.weight is {weight}, but no text of {config.data.name} says what its phrases name; set it to 0"
-            f"{remedy}."
-        )
-    if dataset.mixes_phrases and not takes_others:
-        raise UserError(
-            f"phrases.weight is {weight}, but the task {config.task.name} cannot take texts that have phrases and no "
-            "target of its own, so its data cannot be joined with such texts; set it to 0 and leave them out."
-        )
 
 
 def build_eval_data(config: RunConfig, run: Run) -> None:

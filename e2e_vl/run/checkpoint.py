@@ -15,38 +15,34 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from accelerate import Accelerator
+from msgspec.structs import replace
 from safetensors.torch import save_file
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from detector.checkpoint import load_class_names, load_strictly, save_settings
 from detector.errors import MissingFileError, UserError
-from detector.io import atomic_folder, decode_yaml, read_json, read_yaml, write_json
+from detector.io import atomic_folder, decode_yaml, read_json, write_json
 from e2e_vl.config import RunConfig, differences, load_config, parse_overrides, read_detector_config, save_config
 from e2e_vl.data.answer_lists import ANSWERS_FILE, write_answers
 from e2e_vl.io import find_damage, model_folder, write_checksums
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.parts import TASKS
+from e2e_vl.parts import TASKS, Settings
 from e2e_vl.run.build import build_model
-from e2e_vl.run.guards import disk_errors_named
+from e2e_vl.run.guards import LOCK_FILE
 from e2e_vl.run.launch import on_main
 from e2e_vl.text import load_tokenizer
-from e2e_vl.weights.start import check_answers, check_vocabulary
 
 logger = logging.getLogger(__name__)
-
-# A whole model in `save_pretrained` form, as it is saved in a run, in a checkpoint and by users.
-
-
-# Settings that a trained model does not use.
-OWN_START = (
+OWN_START = (  # settings that a trained model does not use
     "detector.config",
     "detector.weights",
     "encoder.weights",
@@ -63,13 +59,11 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
     save_config(config, folder / "config.yaml")
     with _without_progress_bars():
         model.encoder.save_pretrained(folder / "encoder")
-    parts = {"detector": model.detector, "task": model.task, "teacher": model.teacher, "phrases": model.phrase_head}
-    for name, part in parts.items():
-        if part is None:
-            continue
-        (folder / name).mkdir(exist_ok=True)
-        tensors = {key: value.detach().contiguous().cpu() for key, value in part.state_dict().items()}
-        save_file(tensors, folder / name / "model.safetensors")
+    for name, part in _parts(model).items():
+        if name != "encoder":
+            (folder / name).mkdir(exist_ok=True)
+            tensors = {key: value.detach().contiguous().cpu() for key, value in part.state_dict().items()}
+            save_file(tensors, folder / name / "model.safetensors")
     if model.task.answers:
         write_answers(folder / "task" / ANSWERS_FILE, model.task.answers)
     save_settings(model.detector, folder / "detector")
@@ -107,57 +101,56 @@ def load_model(
     for word in overrides or []:
         if word.partition("=")[0] in OWN_START:
             raise UserError(f"{word}: a trained model brings its own detector and weights; leave this setting out.")
-    # what a part started from means nothing now, and may contradict a setting that is changed
+    # what the phrase head started from may contradict a setting that is changed
     overrides = [*(overrides or []), "phrases.weights=null"]
-    config = _without_start(saved_settings(folder, overrides), folder, overrides)
-    tokenizer = load_tokenizer(str(folder / "tokenizer"))
-    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer, is_saved=True)
-    load_class_names(model.detector, folder / "detector")
-    parts = {"detector": model.detector, "encoder": model.encoder, "task": model.task}
-    parts |= {"teacher": model.teacher, "phrases": model.phrase_head}
-    for name, part in parts.items():
-        if part is not None:
-            load_strictly(part, folder / name / "model.safetensors")
-    return config, model.eval(), tokenizer
-
-
-def saved_settings(run_dir: Path, overrides: list[str] | None = None) -> RunConfig:
-    """The settings that a model was saved with.
-
-    Raises:
-        MissingFileError: no model there.
-    """
-    return load_config(model_folder(run_dir) / "config.yaml", overrides or ())
-
-
-def _without_start(config: RunConfig, folder: Path, overrides: list[str]) -> RunConfig:
-    """The settings of a saved model: detector and answers are its own, and nothing else is loaded."""
-    replace = msgspec.structs.replace
+    config = saved_settings(folder, overrides)
     changes = parse_overrides(word for word in overrides if word.startswith("detector.overrides."))
     detector = replace(
         config.detector,
         config=str(folder / "detector" / "config.yaml"),
         overrides=changes.get("detector", {}).get("overrides", {}),
     )
-    answers, own = folder / "task" / ANSWERS_FILE, config.task.config
-    if TASKS[config.task.name].cls.chooses_answers:
-        if not answers.is_file():
-            raise MissingFileError(
-                f"{answers}: the model lacks its list of answers; save the model again, or get the whole folder."
-            )
-        own = replace(own, answers=str(answers))
-    elif answers.is_file():  # of one of its objectives
-        objectives = {
-            name: replace(value, answers=str(answers), answer_sources=None) if hasattr(value, "answers") else value
-            for name, value in own.objectives.items()
-        }
-        own = replace(own, objectives=objectives)
-    return replace(
+    settings = _with_answers(config, folder / "task" / ANSWERS_FILE)
+    config = replace(
         config,
         detector=detector,
         encoder=replace(config.encoder, weights=None, fallback_weights=None),
-        task=replace(config.task, weights=None, fallback_weights=None, config=own),
+        task=replace(config.task, weights=None, fallback_weights=None, config=settings),
     )
+    tokenizer = load_tokenizer(str(folder / "tokenizer"))
+    # the settings keep the start of the detector, which tells whether its boxes are random
+    unloaded = replace(config, detector=replace(detector, weights=None))
+    model = build_model(unloaded, vocab_size=len(tokenizer), tokenizer=tokenizer)
+    load_class_names(model.detector, folder / "detector")
+    for name, part in _parts(model).items():
+        load_strictly(part, folder / name / "model.safetensors")
+    return config, model.eval(), tokenizer
+
+
+def _parts(model: VisionLanguageModel) -> dict[str, nn.Module]:
+    """The parts that are saved, by the name of their folder."""
+    parts = {"detector": model.detector, "encoder": model.encoder, "task": model.task}
+    parts |= {"teacher": model.teacher, "phrases": model.phrase_head}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def saved_settings(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The settings that a model was saved with."""
+    return load_config(model_folder(run_dir) / "config.yaml", overrides)
+
+
+def _with_answers(config: RunConfig, answers: Path) -> Settings:
+    """The settings of the task, with the saved list of answers as its own, or as that of its objectives."""
+    settings = config.task.config
+    if TASKS[config.task.name].cls.chooses_answers:
+        return replace(settings, answers=str(answers))
+    if not answers.is_file():
+        return settings
+    objectives = {
+        name: replace(own, answers=str(answers), answer_sources=None) if hasattr(own, "answers") else own
+        for name, own in settings.objectives.items()
+    }
+    return replace(settings, objectives=objectives)
 
 
 # Checkpoints of a run
@@ -181,10 +174,6 @@ def save_state(
 
     Args:
         position: `step` and whatever else of the run's position JSON can hold; `load_state` returns it.
-
-    Raises:
-        FloatingPointError: weights are NaN or infinite; nothing is written.
-        DiskError: the disk is full; nothing of it is left, and the earlier checkpoints are as they were.
     """
     bad = [name for name, value in model.named_parameters() if not value.isfinite().all()]
     if bad:
@@ -192,7 +181,7 @@ def save_state(
             f"{bad[0]} became NaN or infinite, so nothing is saved; lower train.lr, or set train.clip_norm. --resume "
             "continues from the newest checkpoint."
         )
-    with disk_errors_named(folder), contextlib.ExitStack() as writing:
+    with contextlib.ExitStack() as writing:
         part = on_main(accelerator, lambda: writing.enter_context(atomic_folder(folder)))
         accelerator.save_state(str(part / "state"))
         accelerator.wait_for_everyone()
@@ -215,23 +204,10 @@ def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folde
     The optimiser keeps the options (rates, decay, ...) of the current settings, which it was built with.
     """
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    try:
-        accelerator.load_state(str(folder / "state"))
-    except ValueError as error:  # of torch, about other parameter groups
-        raise UserError(f"Cannot continue from {folder} ({error}); resume with its own settings.") from error
+    accelerator.load_state(str(folder / "state"))
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
     return read_json(folder / POSITION_FILE)
-
-
-def check_lists(folder: Path, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that wordpieces and answers, which a resumed run reads or builds again, have kept their numbers.
-
-    Raises:
-        UserError: a list differs from the list in the checkpoint folder, perhaps only in its order.
-    """
-    check_vocabulary(folder / "model" / "encoder", tokenizer)
-    check_answers(folder / "model" / "task", model.task)
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
@@ -239,60 +215,35 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(path.parent for path in (run_dir / "checkpoints").glob(f"step_*/{POSITION_FILE}"))
 
 
-def newest_checkpoint(output: Path) -> Path | None:
-    """The newest checkpoint of a run directory whose files are as they were written, or None if there never was one.
-
-    Damaged ones are passed over with a warning.
-
-    Raises:
-        UserError: all are damaged.
-    """
-    damaged: list[str] = []
-    for folder in reversed(complete_checkpoints(output)):
-        damage = find_damage(folder)
-        if damage is None:
-            if damaged:
-                logger.warning("%s; the run goes on from %s.", "; ".join(damaged), folder)
-            return folder
-        damaged.append(f"{folder} is damaged ({damage})")
-    if damaged:
-        raise UserError(
-            f"Cannot resume: {'; '.join(damaged)}; copy another checkpoint there, or choose another `output`."
-        )
-    return None
-
-
 def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path | None:
     """The newest undamaged checkpoint of a run directory, or None if the run never saved one.
 
     Settings may differ from the settings of the checkpoint where they leave the architecture; they are logged.
-
-    Raises:
-        UserError: the checkpoint was made by another architecture, or by another number of processes; or all
-            checkpoints are damaged.
-        MissingFileError: the run directory does not exist.
     """
     if not output.is_dir():
         raise MissingFileError(f"Cannot resume: run directory {output} does not exist; start without --resume.")
-    folder = newest_checkpoint(output)
-    if folder is None:
+    folders, damaged = complete_checkpoints(output), []
+    while folders and (damage := find_damage(folders[-1])) is not None:
+        damaged.append(f"{folders.pop()} is damaged ({damage})")
+    if damaged and not folders:
+        raise UserError(
+            f"Cannot resume: {'; '.join(damaged)}; copy another checkpoint there, or choose another `output`."
+        )
+    if not folders:
         return None
+    folder = folders[-1]
+    if damaged:
+        logger.warning("%s; the run goes on from %s.", "; ".join(damaged), folder)
     written = saved_settings(folder / "model")
-    as_saved = msgspec.structs.replace(
-        written.detector, config=str(folder / "model/detector/config.yaml"), overrides={}
+    detector = replace(written.detector, config=str(folder / "model/detector/config.yaml"), overrides={})
+    processes = read_json(folder / POSITION_FILE)["processes"]
+    changed = differences(
+        _architecture(replace(written, detector=detector), processes), _architecture(config, num_processes)
     )
-    saved = msgspec.structs.replace(written, detector=as_saved)
-    changed = differences(_architecture(saved), _architecture(config))
     if changed:
         raise UserError(
-            f"Cannot resume from {folder}: its architecture differs from the settings ({'; '.join(changed[:3])}); "
-            "resume with the settings in its model/config.yaml, or choose another `output`."
-        )
-    processes = read_json(folder / POSITION_FILE)["processes"]
-    if processes != num_processes:
-        raise UserError(
-            f"Cannot resume from {folder}: it was saved by {processes} processes, and this run has {num_processes}; "
-            f"launch it with --num_processes {processes}."
+            f"Cannot resume from {folder}: its architecture or number of processes differs from the settings "
+            f"({'; '.join(changed[:3])}); resume with those in its model/config.yaml, or choose another `output`."
         )
     changed = [line for line in differences(written, config) if not line.startswith("output:")]
     if changed:
@@ -300,33 +251,23 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     return folder
 
 
-def _architecture(config: RunConfig) -> dict[str, Any]:
-    """The settings that decide which parameters exist and what they mean."""
+def _architecture(config: RunConfig, processes: int) -> dict[str, Any]:
+    """What must not change in a resumed run: which parameters exist, what they mean, and the number of processes."""
     return {
         "detector": decode_yaml(read_detector_config(config.detector).to_yaml(), config.detector.config),
         "encoder": {"name": config.encoder.name, **msgspec.to_builtins(config.encoder.config)},
         "task": {"name": config.task.name, **msgspec.to_builtins(config.task.config)},
         "phrases": {"layer": config.phrases.layer, "size": config.phrases.size} if config.phrases.weight else None,
+        "number of processes": processes,
     }
 
 
 def refuse_to_overwrite(output: Path) -> None:
-    """Raises UserError if the run directory already holds a run, or anything that is no run, or is no directory.
-
-    A run that was stopped before its first checkpoint may begin again.
-    """
-    if output.exists() and not output.is_dir():
-        raise UserError(f"{output} is a file; choose another `output`, a directory for the run.")
-    if complete_checkpoints(output) or (output / "metrics.json").exists():
-        raise UserError(f"{output} already holds a run; continue it with --resume, or choose another `output`.")
-    if output.exists() and not _is_run(output) and any(not path.name.startswith(".") for path in output.iterdir()):
+    """A new run needs an empty folder, or one whose run was stopped before its first checkpoint."""
+    is_run = (output / LOCK_FILE).exists()
+    has_results = bool(complete_checkpoints(output)) or (output / "metrics.json").exists()
+    has_other_files = not is_run and output.exists() and (output.is_file() or any(output.iterdir()))
+    if has_results or has_other_files:
         raise UserError(
-            f"{output} is not empty and holds no run; choose another `output`, so that nothing in it is overwritten."
+            f"{output} holds a run or other files; continue a run with --resume, or choose another `output`."
         )
-
-
-def _is_run(folder: Path) -> bool:
-    """Whether a folder has the complete settings that a run writes first; what people write has fewer keys."""
-    path = folder / "config.yaml"
-    content = read_yaml(path) if path.is_file() else None
-    return isinstance(content, dict) and {"output", "detector", "encoder", "task", "data", "train"} <= content.keys()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tqdm.auto import tqdm
 
 from detector.errors import UserError
 from detector.io import write_json
+from detector.structures import Loss
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Unreadable
 from e2e_vl.io import check_output, file_name, without_nan
@@ -25,13 +25,60 @@ from e2e_vl.predictions import PhrasesOnly, Prediction, with_target, write_list
 from e2e_vl.run.build import Run, build_collate, build_examples, warn_of_random_boxes
 from e2e_vl.run.checkpoint import load_model, saved_settings
 from e2e_vl.run.launch import gather_to_main, make_accelerator, on_main
-from e2e_vl.run.optim import LOSS, LossSums
 from e2e_vl.tasks.base import Task
-from e2e_vl.tasks.phrase_head import grounding_metrics, with_phrases
+from e2e_vl.tasks.phrase_head import TAGS, grounding_metrics, with_phrases
 
 logger = logging.getLogger(__name__)
 
 EVALUATIONS = "evaluations"  # folder of a run directory, for what evaluate_run writes
+LOSS = "loss"  # metric that sums the losses, of which less is better
+
+
+def phrase_weights(config: RunConfig) -> dict[str, float]:
+    """The weights of the losses of phrases, by name; all other losses of a task have weight 1."""
+    phrases = config.phrases
+    return {"phrases": phrases.weight, TAGS: phrases.weight * phrases.tag_weight}
+
+
+class LossSums:
+    """Sums the losses of batches, each process those of its own."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}  # of each loss, and the number of its items
+
+    def add(self, losses: Mapping[str, Loss]) -> None:
+        for name, loss in losses.items():
+            total, count = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = total + float(loss.total), count + float(loss.count)
+
+    def means(self) -> dict[str, float]:
+        """The mean of each loss over the items of all processes, the same on each; without those that have no item."""
+        sums: dict[str, tuple[float, float]] = {}
+        for name, total, count in gather_object([(name, *own) for name, own in self._sums.items()]):
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = before[0] + total, before[1] + count
+        return {name: total / count for name, (total, count) in sums.items() if count}
+
+    def score(self, config: RunConfig) -> dict[str, float]:
+        """The weighted sum of all means as the metric `LOSS`; nothing where no loss has an item."""
+        means, weights = self.means(), phrase_weights(config)
+        return {LOSS: sum(weights.get(name, 1.0) * mean for name, mean in sorted(means.items()))} if means else {}
+
+
+@dataclasses.dataclass
+class Evaluation:
+    """One split, evaluated with boxes of one source."""
+
+    predictions: list[Prediction]  # of all texts on the main process; the others have none
+    metrics: dict[str, Any]  # by names such as `val/accuracy_predicted_boxes`
+    unreadable: list[Unreadable]  # images that were left out
+
+    def write(self, predictions: Path, unreadable: Path) -> None:
+        """Write the predictions, and ids, texts and reason of images that were left out; if there are none, no file."""
+        write_list(predictions, self.predictions)
+        unreadable.unlink(missing_ok=True)
+        if self.unreadable:
+            write_json(unreadable, [dataclasses.asdict(one) for one in self.unreadable])
 
 
 def evaluate_splits(
@@ -49,41 +96,74 @@ def evaluate_splits(
     them, and with `output` they are listed in `unreadable_<split>_<boxes>.json`.
 
     Args:
-        max_images: look only at the first `max_images` images of each split; None = all.
+        max_images: evaluate only the first `max_images` images of each split; None = all.
         output: folder for `predictions_<split>_<boxes>.json`; None writes none.
         show: given the predictions of each split and box source, and their name, on the main process.
 
     Returns:
-        Metrics under names such as `val/accuracy_predicted_boxes` and `val/accuracy_predicted_boxes/relation`; with
-        `val/loss_...`, the sum of the mean losses, if `train.keep_best` judges by it.
+        The metrics of all splits; with `val/loss_...`, the sum of the mean losses, if `train.keep_best` judges by it.
     """
     metrics: dict[str, Any] = {}
     best = MetricName.read(config.train.keep_best or "")
     for split in config.data.eval_splits:
         for boxes in map(BoxSource, config.eval.boxes):
-            examples, name = run.eval_data[split, boxes], f"{split}, {boxes}"
             is_judged = best is not None and (best.metric, best.split, best.source) == (LOSS, split, boxes)
-            losses = LossSums() if is_judged else None
-            unreadable: list[Unreadable] = []
-            predictions = evaluate(
-                *(config, run.model, examples, accelerator),
+            evaluation = evaluate_split(
+                *(config, run.model, run.eval_data[split, boxes], accelerator, split, boxes),
                 max_images=max_images,
-                name=name,
-                losses=losses,
-                unreadable=unreadable,
+                with_loss=is_judged,
             )
-            scores = on_main(accelerator, functools.partial(metrics_of, run.model.task, predictions))
-            if show is not None and accelerator.is_main_process:
-                show(predictions, name)
-            scores |= counted(unreadable)
-            if losses is not None:
-                scores |= losses.score(config)
-            metrics.update(named_metrics(scores, split, boxes))
-            if output is not None and accelerator.is_main_process:
-                ending = f"{file_name(split)}_{boxes}.json"
-                write_list(output / f"predictions_{ending}", predictions)
-                write_unreadable(output / f"unreadable_{ending}", unreadable)
+            metrics |= evaluation.metrics
+            if accelerator.is_main_process:
+                if show is not None:
+                    show(evaluation.predictions, f"{split}, {boxes}")
+                if output is not None:
+                    ending = f"{file_name(split)}_{boxes}.json"
+                    evaluation.write(output / f"predictions_{ending}", output / f"unreadable_{ending}")
     return metrics
+
+
+def evaluate_split(
+    config: RunConfig,
+    model: VisionLanguageModel,
+    examples: ExampleDataset,
+    accelerator: Accelerator,
+    split: str,
+    boxes: BoxSource,
+    *,
+    max_images: int | None = None,
+    with_loss: bool = False,
+    skip_broken: bool = True,
+) -> Evaluation:
+    """Predictions and metrics of one split.
+
+    Args:
+        max_images: evaluate only the first `max_images` images; None = all.
+        with_loss: the metrics have the loss too, if any text has a target.
+        skip_broken: leave out images that are missing or cannot be read; False: such an image is an error.
+    """
+    losses = LossSums() if with_loss else None
+    unreadable: list[Unreadable] = []
+    predictions = evaluate(
+        *(config, model, examples, accelerator),
+        max_images=max_images,
+        name=f"{split}, {boxes}",
+        losses=losses,
+        unreadable=unreadable if skip_broken else None,
+    )
+    scores = on_main(accelerator, lambda: metrics_of(model.task, predictions))
+    if unreadable:
+        scores["unreadable_images"] = len({image for one in unreadable for image in one.images})
+    if losses is not None:
+        scores |= losses.score(config)
+    return Evaluation(predictions, named_metrics(scores, split, boxes), unreadable)
+
+
+def metrics_of(task: Task, predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """The metrics of a task over the texts that have a target of it, and those of phrases over all texts."""
+    judged = with_target(predictions)
+    has_only_phrases = bool(predictions) and not judged
+    return ({} if has_only_phrases else task.metrics(judged)) | grounding_metrics(predictions)
 
 
 def evaluate(
@@ -103,15 +183,11 @@ def evaluate(
     make-up of a batch must not depend on how many processes there are.
 
     Args:
-        max_images: look only at the first `max_images` images; None = all.
+        max_images: evaluate only the first `max_images` images; None = all.
         name: for the progress bar and errors.
         losses: the losses of the task and of phrases are added to it.
         unreadable: images that are missing or cannot be read are left out, logged and added to it, the same on every
             process; None: such an image is an error.
-
-    Raises:
-        RuntimeError: a text was predicted twice or not at all.
-        MissingFileError, UserError: an image is missing or cannot be read; or no image at all could be read.
     """
     groups = examples.groups[:max_images] if max_images is not None else examples.groups
     sampler = GroupedBatchSampler(
@@ -152,36 +228,10 @@ def evaluate(
     predictions.sort(key=lambda prediction: prediction.text_index)
     if unreadable and not predictions:
         raise UserError(f"{name}: no image can be read; {unreadable[0].reason}")
-    lost = {index for one in unreadable or () for index in one.texts}
-    expected = sorted(index for group in groups for index in group if index not in lost)
-    if [prediction.text_index for prediction in predictions] != expected:
-        raise RuntimeError(
-            f"{name}: {len(predictions)} predictions for {len(expected)} texts; some are missing or double."
-        )
     for prediction in predictions:
         if not isinstance(prediction, PhrasesOnly):
             prediction.correct = model.task.correct(prediction)
     return predictions
-
-
-def metrics_of(task: Task, predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """The metrics of a task over the texts that have a target of it, and those of phrases over all texts."""
-    judged = with_target(predictions)
-    has_only_phrases = bool(predictions) and not judged
-    return ({} if has_only_phrases else task.metrics(judged)) | grounding_metrics(predictions)
-
-
-def counted(unreadable: list[Unreadable]) -> dict[str, int]:
-    """The number of images that could not be read, as a metric, if there are any."""
-    return {"unreadable_images": len({image for one in unreadable for image in one.images})} if unreadable else {}
-
-
-def write_unreadable(path: Path, unreadable: list[Unreadable]) -> None:
-    """One JSON list with ids, texts and reason of the images that could not be read; without any, no file."""
-    if unreadable:
-        write_json(path, [dataclasses.asdict(one) for one in unreadable])
-    else:
-        path.unlink(missing_ok=True)
 
 
 def evaluate_run(
@@ -197,16 +247,12 @@ def evaluate_run(
     """Load a trained run and evaluate it; what tools/evaluate.py does.
 
     Args:
-        with_loss: the metrics have the loss too, as `train.keep_best` judges by it; None where no text has a truth.
+        with_loss: the metrics have the loss too, as `train.keep_best` judges by it; None if no text has a target.
         output: file of the predictions; the metrics go beside it, into `<its name>_metrics.json`. None: the folder
             `evaluations` of the run, where an earlier evaluation of the same name is replaced.
 
     Returns:
         The metrics (as in `evaluate_splits`), and the predictions file on the main process (None on the others).
-
-    Raises:
-        FileNotFoundError, ValueError: no model there, an unknown split, data that do not fit, or an output that is a
-            folder or a file of a run itself.
     """
     boxes = BoxSource(boxes)
     name = "_".join([split, boxes, *([iou] if iou is not None else [])])
@@ -223,23 +269,17 @@ def evaluate_run(
     accelerator = make_accelerator(config.train.mixed_precision, max_wait_minutes=waits)
     model.to(accelerator.device)
     examples = build_examples(config, model, tokenizer, split, boxes=boxes)
-    losses = LossSums() if with_loss else None
-    unreadable: list[Unreadable] = []
-    left_out = unreadable if config.data.skip_broken else None
-    predictions = evaluate(
-        config, model, examples, accelerator, name=f"{split}, {boxes}", losses=losses, unreadable=left_out
+    evaluation = evaluate_split(
+        *(config, model, examples, accelerator, split, boxes),
+        with_loss=with_loss,
+        skip_broken=config.data.skip_broken,
     )
-    scores = on_main(accelerator, functools.partial(metrics_of, model.task, predictions)) | counted(unreadable)
-    if losses is not None:
-        scores |= {LOSS: None} | losses.score(config)
-    metrics = named_metrics(scores, split, boxes)
+    metrics = ({str(MetricName(split, LOSS, boxes)): None} if with_loss else {}) | evaluation.metrics
     if accelerator.is_main_process:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_unreadable(path.with_name(f"{path.stem}_unreadable.json"), unreadable)
-        write_json(
-            metrics_path, {**without_nan(metrics), "run": str(run_dir), "settings": [*(overrides or []), *convention]}
-        )
-        write_list(path, predictions)
+        settings = [*(overrides or []), *convention]
+        write_json(metrics_path, {**without_nan(metrics), "run": str(run_dir), "settings": settings})
+        evaluation.write(path, path.with_name(f"{path.stem}_unreadable.json"))
     accelerator.wait_for_everyone()
     return metrics, path if accelerator.is_main_process else None
 

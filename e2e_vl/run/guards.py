@@ -1,12 +1,10 @@
-"""Guards of a training run: one run per folder, checks before it begins, signals, NaN, and full disks."""
+"""Guards of a training run: one run per folder, missing images, signals, and NaN."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
-import shutil
 import signal
 import threading
 import time
@@ -17,73 +15,30 @@ from typing import Self
 
 from filelock import FileLock, Timeout
 
-from detector.errors import DiskError, MissingFileError, StoppedRunError, UserError
+from detector.errors import MissingFileError, StoppedRunError, UserError
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.run.build import Run
 from e2e_vl.structures import Batch
 
-# One run per folder
+LOCK_FILE = ".lock"  # of a run directory
 
 
 @contextlib.contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold a run directory, which is made, for this process; the kernel ends the lock however the process dies.
-
-    Raises:
-        UserError: another training holds it.
-    """
+    """Make a run directory and lock it for this process; the kernel ends the lock however the process dies."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(folder / ".lock", blocking=False):
+        with FileLock(folder / LOCK_FILE, blocking=False):
             yield
     except Timeout:
         raise UserError(f"{folder} is in use by another training; stop it, or choose another `output`.") from None
 
 
-# Checks of what would stop a run hours after its start
-
-
-def check_batch_size(config: RunConfig, processes: int) -> None:
-    """Raises UserError unless the images of a step can be dealt to all processes and micro-batches."""
-    settings = config.train
-    if settings.images_per_batch % (settings.accumulate * processes):
-        raise UserError(
-            f"train.images_per_batch is {settings.images_per_batch}; it must be a multiple of train.accumulate "
-            f"({settings.accumulate}) x the number of processes ({processes})."
-        )
-
-
-def check_disk_space(config: RunConfig, run: Run, existing_checkpoints: int) -> None:
-    """Compare the free disk space with what the checkpoints and models of the run will take.
-
-    Args:
-        existing_checkpoints: that the run directory holds already.
-
-    Raises:
-        UserError: there is too little.
-    """
-    keep, moments = config.train.keep_checkpoints, 1 if config.train.optimizer == "sgd" else 2
-    sizes = [(one.numel() * one.element_size(), one.requires_grad) for one in run.model.parameters()]
-    model = sum(size for size, _ in sizes)
-    checkpoint = 2 * model + moments * sum(size for size, is_trained in sizes if is_trained)
-    # the oldest checkpoint is removed after the newest is written
-    number = max((keep + 1 if config.train.save_every_epochs > 0 else 1) - existing_checkpoints, 1)
-    needed = number * checkpoint + model * (2 if config.train.keep_best is not None else 1)
-    free = shutil.disk_usage(config.output).free
-    if free < needed:
-        raise UserError(
-            f"{config.output}: the disk has {free / 2**30:.1f} GiB left, and the checkpoints of this run (up to "
-            f"{number} at a time) and its models take {needed / 2**30:.1f} GiB; make room, choose another `output`, or "
-            f"lower train.keep_checkpoints ({keep})."
-        )
-
-
 def check_images(config: RunConfig, run: Run) -> None:
-    """Look for `data.check_images` image files of each split, evenly spread.
+    """Look for `data.check_images` image files of each split, evenly spread, before hours of training.
 
-    Raises:
-        MissingFileError: some are missing; the first one is named, and the others are counted.
+    The first missing one is named in the error, and the others are counted.
     """
     splits: dict[str, ExampleDataset] = {split: one for (split, _), one in run.eval_data.items()}
     splits[config.data.train_split] = run.train_data
@@ -182,7 +137,7 @@ class FiniteCheck:
             batches: of this process.
 
         Raises:
-            FloatingPointError: a value is NaN or infinite; the message names it, the step and the images.
+            FloatingPointError: a value is NaN or infinite.
         """
         bad = [name for name, value in values.items() if not math.isfinite(value)]
         is_overflow = self.scaled and bad == ["grad_norm"]
@@ -198,22 +153,3 @@ class FiniteCheck:
             "train.clip_norm, or look at the annotations of these images. --resume continues from the newest "
             "checkpoint."
         )
-
-
-# Full disks
-
-
-@contextlib.contextmanager
-def disk_errors_named(folder: Path) -> Iterator[None]:
-    """What the libraries raise when the disk is full becomes a DiskError that names the folder."""
-    try:
-        yield
-    except Exception as error:  # tokenizers raise nothing more special
-        words = ("No space left", "os error 28", "File too large", "quota", "failed writing file")
-        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if not is_full and not any(word in str(error) for word in words):
-            raise
-        raise DiskError(
-            f"{folder} cannot be written: the disk or a quota is full. Nothing of it is left; make room, and continue "
-            "from the newest checkpoint with --resume."
-        ) from error

@@ -6,22 +6,17 @@ import bisect
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from transformers import get_linear_schedule_with_warmup as get_linear
 
-from detector.errors import UserError
-from detector.structures import Loss
-from e2e_vl.config import RunConfig, TrainSettings
+from e2e_vl.config import TrainSettings
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.structures import Batch
-from e2e_vl.tasks.phrase_head import TAGS
 
 
 class OfficialAdam(torch.optim.AdamW, ABC):
@@ -131,9 +126,6 @@ def build_optimizer(
     Args:
         on_cpu: the model will be trained there, where AdamW takes a third of the time if it updates each parameter in
             one go. (On a GPU torch updates many parameters at once by default.)
-
-    Raises:
-        ValueError: nothing is trainable.
     """
     parts = {
         "detector": (model.detector, settings.detector_lr),
@@ -150,8 +142,6 @@ def build_optimizer(
             groups.append({"name": name, "params": decayed, "lr": rate, "weight_decay": settings.weight_decay})
         if undecayed:
             groups.append({"name": f"{name}_no_decay", "params": undecayed, "lr": rate, "weight_decay": 0.0})
-    if not groups:
-        raise UserError("No parameter of detector, encoder or task is trainable.")
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=settings.momentum)
     options = {"betas": tuple(settings.betas), "eps": settings.eps, "fused": on_cpu or None}
@@ -213,71 +203,3 @@ def _schedule(
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=last)
     build = get_cosine_schedule_with_warmup if settings.schedule == "cosine" else get_linear
     return build(optimizer, warmup, total_steps, last_epoch=last)
-
-
-# Losses of a run: what a training step gets, how losses are weighted, and their means over a whole split.
-
-
-LOSS = "loss"  # metric of an evaluation that sums the losses, of which less is better
-
-
-class LossesOnly(nn.Module):
-    """The model as DistributedDataParallel may see it: it returns nothing but what gradients come from.
-
-    (From the parameters behind any other output it would wait for gradients that never come.)
-    """
-
-    def __init__(self, model: VisionLanguageModel):
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Batch) -> tuple[dict[str, Loss], dict[str, Loss]]:
-        """Task losses (with those of phrases) and detection losses, unweighted."""
-        output = self.model(batch)
-        return output.task_losses, output.regions.losses
-
-
-def loss_weights(
-    config: RunConfig, task_losses: Iterable[str], detection_losses: Collection[str] = ()
-) -> dict[str, float]:
-    """The weights of losses of the task, which are 1, of phrases, and of the detector, by name.
-
-    Raises:
-        UserError: the settings weigh a loss that this detector lacks.
-    """
-    phrases, detector = config.phrases, config.detector
-    unknown = sorted(set(detector.loss_weights) - set(detection_losses)) if detection_losses else []
-    if unknown:
-        raise UserError(
-            f"detector.loss_weights names '{unknown[0]}'; the losses of this detector are "
-            f"{', '.join(detection_losses)}."
-        )
-    of_phrases = {"phrases": phrases.weight, TAGS: phrases.weight * phrases.tag_weight}
-    weights = {name: of_phrases.get(name, 1.0) for name in task_losses}
-    return weights | {name: detector.loss_weight * detector.loss_weights.get(name, 1.0) for name in detection_losses}
-
-
-class LossSums:
-    """Sums the losses of batches, each process those of its own."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[float, float]] = {}  # of each loss, and the number of its items
-
-    def add(self, losses: Mapping[str, Loss]) -> None:
-        for name, loss in losses.items():
-            total, count = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = total + float(loss.total), count + float(loss.count)
-
-    def means(self) -> dict[str, float]:
-        """The mean of each loss over the items of all processes, the same on each; without those that have no item."""
-        sums: dict[str, tuple[float, float]] = {}
-        for name, total, count in gather_object([(name, *own) for name, own in self._sums.items()]):
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = before[0] + total, before[1] + count
-        return {name: total / count for name, (total, count) in sums.items() if count}
-
-    def score(self, config: RunConfig) -> dict[str, float]:
-        """The weighted sum of all means as the metric `LOSS`; nothing where no loss has an item."""
-        means = self.means()
-        weights = loss_weights(config, means)
-        return {LOSS: sum(weights[name] * mean for name, mean in sorted(means.items()))} if means else {}

@@ -10,35 +10,18 @@ from typing import Any
 import msgspec
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from torch import nn
 
-from detector.errors import UserError
-from e2e_vl.config import BoxSource, RunConfig
+from e2e_vl.config import RunConfig
 from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.metrics.names import COUNTS, MetricName
-from e2e_vl.model import VisionLanguageModel
 from e2e_vl.predictions import Prediction, with_target
 from e2e_vl.run.build import Run, Start
 from e2e_vl.tasks.base import Task
 
 PICTURES = 4  # of each evaluation
 PROJECT = "e2e-vl"  # name of the project, or of the folder, that trackers put the run into
-
-
-def installed_trackers() -> set[str]:
-    """Names of the trackers whose packages are installed."""
-    return {str(name) for name in get_available_trackers()}
-
-
-def check_trackers(names: Iterable[str]) -> None:
-    """Raises ValueError for the first tracker that accelerate does not know or that is not installed."""
-    for name in names:
-        if name not in LOGGER_TYPE_TO_CLASS:
-            raise UserError(f"train.trackers has '{name}'; it must be some of {', '.join(LOGGER_TYPE_TO_CLASS)}.")
-        if name not in installed_trackers():
-            raise UserError(f"train.trackers has '{name}', which is not installed; install it or leave it out.")
 
 
 def start_trackers(accelerator: Accelerator, config: RunConfig) -> None:
@@ -88,26 +71,6 @@ def track_pictures(
                 tracker.log_images({key: value}, step=step)
 
 
-def without_constants(config: RunConfig, values: Mapping[str, float | None]) -> dict[str, float]:
-    """The values that can differ from step to step, of those that are logged.
-
-    The number of evaluated texts cannot, nor can the best accuracy that boxes of a file allow (`ceiling`), nor a
-    learning rate of a schedule that neither rises nor falls.
-    """
-    has_warmup = config.train.warmup_steps > 0 or bool(config.train.warmup_share)
-    is_flat = config.train.schedule == "constant" and not has_warmup
-    left = {}
-    for name, value in values.items():
-        found = MetricName.read(name)
-        is_constant = found is not None and found.is_constant
-        if value is not None and not is_constant and not (is_flat and name.startswith("train/lr_")):
-            left[name] = value
-    return left
-
-
-# What a run says: a block of text before training, and a table of results at the end.
-
-
 PRECISIONS = {"no": "float32", "bf16": "bfloat16 mixed with float32", "fp16": "float16 mixed with float32"}
 SHOWN_NAMES = 3  # of parameters that stay random
 
@@ -119,13 +82,13 @@ def start_text(config: RunConfig, run: Run, accelerator: Accelerator, step: int,
         step: optimiser steps that are done already, in a run that goes on.
         total_steps: optimiser steps of the whole run.
     """
-    settings = config.train
+    settings, boxes = config.train, config.eval.boxes
     lines = [
         ("device", f"{_device(accelerator)}, {PRECISIONS[settings.mixed_precision]}"),
         ("training", f"{config.data.train_split}: {_size(run.train_data)}, boxes: {config.data.boxes.train}"),
         *(
-            ("evaluation", f"{split}: {_size(run.eval_data[split, sources[0]])}, boxes: {', '.join(sources)}")
-            for split, sources in _evaluated(run).items()
+            ("evaluation", f"{split}: {_size(run.eval_data[split, boxes[0]])}, boxes: {', '.join(boxes)}")
+            for split in (config.data.eval_splits if boxes else ())
         ),
         ("steps", _steps(config, run, step, total_steps)),
         ("vocabulary", f"{len(run.tokenizer)} wordpieces, {config.data.vocabulary or 'built from the training texts'}"),
@@ -154,14 +117,6 @@ def _size(examples: ExampleDataset) -> str:
     corpus = examples.dataset.corpus
     alone = f" and {len(corpus):,} texts without images" if corpus is not None else ""
     return f"{len(examples.groups):,} images with {len(examples):,} texts{alone}"
-
-
-def _evaluated(run: Run) -> dict[str, list[BoxSource]]:
-    """The box sources of each split."""
-    found: dict[str, list[BoxSource]] = {}
-    for split, boxes in run.eval_data:
-        found.setdefault(split, []).append(boxes)
-    return found
 
 
 def _steps(config: RunConfig, run: Run, step: int, total_steps: int) -> str:
@@ -210,12 +165,6 @@ def _names(names: Iterable[str]) -> str:
     names = list(names)
     more = f", and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
     return ", ".join(names[:SHOWN_NAMES]) + more
-
-
-def parameter_counts(model: VisionLanguageModel) -> dict[str, int]:
-    """Numbers of parameters of the parts that there are."""
-    parts = {"detector": model.detector, "encoder": model.encoder, "task": model.task, "phrases": model.phrase_head}
-    return {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items() if part is not None}
 
 
 def finished_text(output: Path, steps: int) -> str:

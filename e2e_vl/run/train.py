@@ -13,48 +13,35 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, set_seed
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from detector.errors import UserError
 from detector.io import atomic_files, atomic_folder, read_json, remove_leftovers, write_json
+from detector.structures import Loss
 from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler
 from e2e_vl.io import RunLog, without_nan
+from e2e_vl.metrics.names import MetricName
+from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run import checkpoint as checkpoints
 from e2e_vl.run.best import BestModel
 from e2e_vl.run.build import Run, build_eval_data, build_run, resolve
-from e2e_vl.run.evaluate import evaluate_splits
-from e2e_vl.run.guards import (
-    FiniteCheck,
-    StopSignals,
-    check_batch_size,
-    check_disk_space,
-    check_images,
-    run_lock,
-    stopped_by,
-)
+from e2e_vl.run.evaluate import evaluate_splits, phrase_weights
+from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, run_lock, stopped_by
 from e2e_vl.run.launch import make_accelerator, on_main
-from e2e_vl.run.optim import LossesOnly, build_optimizer, build_schedule, loss_weights
-from e2e_vl.run.trackers import (
-    check_trackers,
-    end_text,
-    finished_text,
-    installed_trackers,
-    parameter_counts,
-    start_text,
-    start_trackers,
-    track_pictures,
-    without_constants,
-)
+from e2e_vl.run.optim import build_optimizer, build_schedule
+from e2e_vl.run.trackers import end_text, finished_text, start_text, start_trackers, track_pictures
 from e2e_vl.structures import Batch
+from e2e_vl.weights.start import check_answers, check_vocabulary
 
 
 def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
@@ -66,17 +53,16 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
 
     Returns:
         What `metrics.json` holds.
-
-    Raises:
-        UserError, OSError: settings, data or a checkpoint that do not fit, or a full disk, in one sentence.
-        FloatingPointError: losses or gradients that are NaN or infinite.
-        StoppedRunError: a signal stopped the run.
     """
     started = time.perf_counter()
     output = Path(config.output)
+    installed = {str(name) for name in get_available_trackers()}
+    for name in config.train.trackers:
+        if name not in installed:
+            raise UserError(f"train.trackers has '{name}'; installed trackers are {', '.join(sorted(installed))}.")
     accelerator = make_accelerator(
         config.train.mixed_precision,
-        log_with=[name for name in config.train.trackers if name in installed_trackers()] or None,
+        log_with=config.train.trackers or None,
         project_config=ProjectConfiguration(str(output), logging_dir=str(output / "tensorboard")),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
         max_wait_minutes=config.train.max_wait_minutes,
@@ -86,9 +72,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
     with contextlib.ExitStack() as lock:
 
         def prepare_output() -> Path | None:
-            """Check what needs no data or model, and take the run directory; returns the checkpoint to resume."""
-            check_batch_size(config, accelerator.num_processes)
-            check_trackers(config.train.trackers)
+            """Lock the run directory, and return the checkpoint to resume."""
             checkpoint = checkpoints.find_resumable(output, config, accelerator.num_processes) if resume else None
             if checkpoint is None:
                 checkpoints.refuse_to_overwrite(output)
@@ -106,21 +90,33 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
             build_eval_data(config, run)
         if checkpoint is None:
             on_main(accelerator, lambda: check_images(config, run))
-        else:
-            checkpoints.check_lists(checkpoint, run.model, run.tokenizer)
-        on_main(accelerator, lambda: check_disk_space(config, run, len(checkpoints.complete_checkpoints(output))))
+        else:  # wordpieces and answers were read or built again; they must have kept their numbers
+            check_vocabulary(checkpoint / "model" / "encoder", run.tokenizer)
+            check_answers(checkpoint / "model" / "task", run.model.task)
         trainer = Trainer(config, accelerator, run, checkpoint)
         finished = trainer.finished_metrics()
-        if finished is not None:
-            if is_main:
-                print(finished_text(output, trainer.step), flush=True)
-            accelerator.end_training()
-            return finished
-        try:
+        if finished is None:
             return trainer.run(started)
-        except torch.OutOfMemoryError as error:
-            error.add_note("Raise train.accumulate, lower data.texts_per_image, or set train.activation_checkpointing.")
-            raise
+        if is_main:
+            print(finished_text(output, trainer.step), flush=True)
+        accelerator.end_training()
+        return finished
+
+
+class LossesOnly(nn.Module):
+    """The model as DistributedDataParallel may see it: it returns nothing but what gradients come from.
+
+    (From the parameters behind any other output it would wait for gradients that never come.)
+    """
+
+    def __init__(self, model: VisionLanguageModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> tuple[dict[str, Loss], dict[str, Loss]]:
+        """Task losses (with those of phrases) and detection losses, unweighted."""
+        output = self.model(batch)
+        return output.task_losses, output.regions.losses
 
 
 class Trainer:
@@ -150,17 +146,24 @@ class Trainer:
             world_size=accelerator.num_processes,
         )
         self.steps_per_epoch = self.sampler.batches_per_epoch // settings.accumulate
+        self.order = {  # what decides which images a step has; a resumed run must have the same
+            "train.images_per_batch": settings.images_per_batch,
+            "data.texts_per_image": config.data.texts_per_image,
+            "seed": config.seed,
+            "number of images": self.sampler.num_groups,
+        }
         optimizer = build_optimizer(run.model, settings, on_cpu=accelerator.device.type == "cpu")
         if settings.activation_checkpointing:
             run.model.recompute_activations()
         if settings.channels_last:
             run.model.detector.to(memory_format=torch.channels_last)
         self.model, self.optimizer = accelerator.prepare(LossesOnly(run.model), optimizer)
+        self.task_weights = phrase_weights(config)  # other losses of the task have weight 1
         self.check_finite = FiniteCheck(scaled=accelerator.scaler is not None)
-        # what evaluations during training look at; None: all images, as the last one
+        # most images of each split in an evaluation during training; None: all, as in the last one
         limit = config.eval.max_images
-        looks_at_all = limit is None or all(len(one.groups) <= limit for one in run.eval_data.values())
-        self.eval_images = None if looks_at_all else limit
+        is_limited = limit is not None and any(len(one.groups) > limit for one in run.eval_data.values())
+        self.eval_images = limit if is_limited else None
         self.best = BestModel(self.output / "best", settings.keep_best, settings.patience)
         if settings.keep_best is not None:  # a wrong name is found before training, and before the generators are set
             self.best.check_name(evaluate_splits(config, run, accelerator, max_images=config.eval.images_per_batch))
@@ -170,14 +173,18 @@ class Trainer:
         self.seconds_training = 0.0
         self.loss_sums: dict[str, tuple[float, int]] = {}
         self.saved_step = 0  # of the newest checkpoint
-        self.ahead = 0  # steps of today's size to the place in the data, less the steps that were made
         if checkpoint is not None:
             saved = checkpoints.load_state(accelerator, optimizer, checkpoint)
+            changed = [name for name, value in self.order.items() if saved["order"][name] != value]
+            if changed:
+                raise UserError(
+                    f"Cannot resume from {checkpoint}: {', '.join(changed)} differ, so some images would be repeated "
+                    "and others left out; resume with the earlier settings and data."
+                )
             vars(self).update({name: saved[name] for name in self.POSITION})
             self.saved_step = self.step
-            self.ahead = steps_to(saved["place"], self.sampler) - self.step
             self.best.load_state_dict(saved["best"])
-        self.total_steps = settings.max_steps or math.ceil(settings.epochs * self.steps_per_epoch) - self.ahead
+        self.total_steps = settings.max_steps or math.ceil(settings.epochs * self.steps_per_epoch)
         self.schedule = build_schedule(optimizer, settings, self.total_steps, steps_done=self.step)
 
     def finished_metrics(self) -> dict[str, Any] | None:
@@ -249,7 +256,7 @@ class Trainer:
             keep_workers=True,
         )
         while self.step < self.total_steps and not self.best.is_over:
-            epoch, done = divmod(self.step + self.ahead, self.steps_per_epoch)
+            epoch, done = divmod(self.step, self.steps_per_epoch)
             self.sampler.set_epoch(epoch, start_batch=done * accumulate)
             micro_batches: list[Batch] = []
             for batch in loader:
@@ -267,7 +274,7 @@ class Trainer:
             The losses, the weighted sum `loss` that was minimised, the gradient norm and the learning rates; and the
             number of a signal that came to any process, or 0.
         """
-        accelerator, settings = self.accelerator, self.config.train
+        accelerator, detector, clip_norm = self.accelerator, self.config.detector, self.config.train.clip_norm
         self.model.train()
         logged: dict[str, Tensor] = {}
         for number, batch in enumerate(micro_batches, start=1):
@@ -275,21 +282,23 @@ class Trainer:
             is_last = number == len(micro_batches)
             with contextlib.nullcontext() if is_last else accelerator.no_sync(self.model):
                 task_losses, detection_losses = self.model(batch.to(accelerator.device))
-                losses = dict(sorted({**task_losses, **detection_losses}.items()))
-                weights = loss_weights(self.config, task_losses, detection_losses)
+                weights = {name: self.task_weights.get(name, 1.0) for name in task_losses}
+                for name in detection_losses:
+                    weights[name] = detector.loss_weight * detector.loss_weights.get(name, 1.0)
+                losses = sorted({**task_losses, **detection_losses}.items())
                 # the mean of a loss is over its items on all processes
-                own = [torch.stack([one.total.detach().float(), one.count.float()]) for one in losses.values()]
+                own = [torch.stack([one.total.detach().float(), one.count.float()]) for _, one in losses]
                 totals, counts = accelerator.reduce(torch.stack(own), reduction="sum").unbind(dim=1)
                 loss = torch.zeros((), device=accelerator.device)
-                for (name, one), total, count in zip(losses.items(), totals, counts, strict=True):
+                for (name, one), total, count in zip(losses, totals, counts, strict=True):
                     divisor = count.clamp(min=1) * len(micro_batches)
                     # DDP averages gradients over processes, hence the factor
                     loss = loss + weights[name] * one.total * accelerator.num_processes / divisor
                     logged[name] = logged.get(name, 0) + total / divisor
                     logged["loss"] = logged.get("loss", 0) + weights[name] * total / divisor
                 accelerator.backward(loss)
-        limit = math.inf if settings.clip_norm is None else settings.clip_norm
-        logged["grad_norm"] = accelerator.clip_grad_norm_(self.model.parameters(), limit)
+        max_norm = math.inf if clip_norm is None else clip_norm
+        logged["grad_norm"] = accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
         stop = torch.full((1,), float(self.stop.number or 0), device=accelerator.device)
         logged["stop"] = accelerator.gather(stop).max()
         # the host waits for the device once, here, so that an update is never made with numbers that are not finite
@@ -308,7 +317,7 @@ class Trainer:
         return values, signal_number
 
     def is_due(self, every_epochs: float) -> bool:
-        return every_epochs > 0 and (self.step + self.ahead) % max(round(every_epochs * self.steps_per_epoch), 1) == 0
+        return every_epochs > 0 and self.step % max(round(every_epochs * self.steps_per_epoch), 1) == 0
 
     def log_training(self, values: dict[str, float], bar: tqdm) -> None:
         """Write the averages since the last line, and the rates of the last step, every `log_every` steps."""
@@ -320,12 +329,9 @@ class Trainer:
         means = {name: total / number for name, (total, number) in self.loss_sums.items()}
         means |= {name: value for name, value in values.items() if name.startswith("lr_")}
         self.loss_sums = {}
-        self.log.write(self.step, "train", {"epoch": (self.step + self.ahead) / self.steps_per_epoch, **means})
-        self.track({f"train/{name}": value for name, value in means.items()})
+        self.log.write(self.step, "train", {"epoch": self.step / self.steps_per_epoch, **means})
+        self.accelerator.log({f"train/{name}": value for name, value in means.items()}, step=self.step)
         bar.set_postfix({"loss": f"{means['loss']:.3f}"}, refresh=False)
-
-    def track(self, values: Mapping[str, float | None]) -> None:
-        self.accelerator.log(without_constants(self.config, values), step=self.step)
 
     def evaluate(self, max_images: int | None, *, final: bool = False) -> dict[str, Any]:
         """Evaluate the model as it is, log the metrics, and keep it if it is the best so far.
@@ -349,7 +355,7 @@ class Trainer:
         is_comparable = max_images == self.eval_images  # only evaluations of the same images are
         self.log.write(self.step, "eval" if is_comparable else "final", metrics)
         if is_comparable:
-            self.track(metrics)
+            self.accelerator.log({name: value for name, value in metrics.items() if value is not None}, step=self.step)
             if self.best.judge(self.step, metrics) and self.accelerator.is_main_process:
                 self.best.write(lambda folder: checkpoints.save_model(folder, *self.parts))
         return metrics
@@ -360,7 +366,7 @@ class Trainer:
             return
         folder = self.output / "checkpoints" / f"step_{self.step:08d}"
         position = {name: getattr(self, name) for name in self.POSITION}
-        position |= {"place": place_after(self.step + self.ahead, self.sampler), "best": self.best.state_dict()}
+        position |= {"order": self.order, "best": self.best.state_dict()}
         keep = self.config.train.keep_checkpoints
         checkpoints.save_state(self.accelerator, folder, *self.parts, position=position, keep=keep)
         self.saved_step = self.step
@@ -380,11 +386,15 @@ class Trainer:
             "seconds_training": self.seconds_training,
             "images_per_second": self.images_seen / max(self.seconds_training, 1e-9),
             "processes": self.accelerator.num_processes,
-            "parameters": parameter_counts(model),
+            "parameters": {
+                name: sum(one.numel() for one in part.parameters()) for name, part in model.named_children()
+            },
         }
         self.accelerator.wait_for_everyone()  # the main process may still be writing the best model
         if best.found is not None and best.folder.is_dir():
-            images = best.judged_images(self.built.eval_data, self.eval_images)
+            name = MetricName.read(best.metric)
+            images = len(self.built.eval_data[name.split, name.source].groups)
+            images = images if self.eval_images is None else min(images, self.eval_images)
             summary["best"] = {**read_json(best.folder / "best.json"), "images": images}
             if summary["best"]["step"] != self.step:  # all images, by the best model
                 _, best_model, _ = checkpoints.load_model(best.folder)
@@ -403,45 +413,3 @@ class Trainer:
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         return summary
-
-
-# Where a run is in its data, counted in images, so that a resumed run may have batches of another size.
-
-
-def place_after(steps: int, sampler: GroupedBatchSampler) -> dict[str, Any]:
-    """The place in the data after `steps` steps of the sampler's size, as a checkpoint keeps it."""
-    epoch, done = divmod(steps, sampler.batches_per_epoch // sampler.accumulate)
-    per_step = sampler.images_per_batch * sampler.accumulate
-    return {"epoch": epoch, "images": done * per_step, "images_per_step": per_step, "order": _order(sampler)}
-
-
-def steps_to(place: Mapping[str, Any], sampler: GroupedBatchSampler) -> int:
-    """The number of steps of the sampler's size that lead to a place which `place_after` gave.
-
-    Raises:
-        UserError: no number of whole steps does, or images come in another order now.
-    """
-    per_step, images = sampler.images_per_batch * sampler.accumulate, place["images"]
-    if images and place["order"] != _order(sampler):
-        changed = ", ".join(name for name, value in _order(sampler).items() if place["order"].get(name) != value)
-        raise UserError(
-            f"Cannot resume inside of epoch {place['epoch'] + 1}, after {images} of its images: they would come in "
-            f"another order now ({changed} differ), and some would be repeated or left out; resume with the earlier "
-            "settings."
-        )
-    if images % per_step:
-        raise UserError(
-            f"Cannot resume with train.images_per_batch={per_step}: the checkpoint lies after {images} images of epoch "
-            f"{place['epoch'] + 1}, which is no whole number of batches, so images would be repeated or left out; "
-            f"choose a divisor of {images}, such as the earlier {place['images_per_step']}."
-        )
-    return place["epoch"] * (sampler.batches_per_epoch // sampler.accumulate) + images // per_step
-
-
-def _order(sampler: GroupedBatchSampler) -> dict[str, Any]:
-    """What decides in which order images come."""
-    return {
-        "data.texts_per_image": sampler.texts_per_image,
-        "seed": sampler.seed,
-        "number of images": sampler.num_groups,
-    }

@@ -14,8 +14,7 @@ from e2e_vl.io import read_log
 from e2e_vl.run import evaluate as evaluation
 from e2e_vl.run import train as training
 from e2e_vl.run.best import BestModel
-from e2e_vl.run.evaluate import evaluate_run
-from e2e_vl.run.optim import LossSums
+from e2e_vl.run.evaluate import LossSums, evaluate_run
 from e2e_vl.run.train import train
 from tests.run.test_optim import loss
 
