@@ -38,18 +38,17 @@ from e2e_vl.tasks.objectives.base import Objective
 from e2e_vl.tasks.phrase_head import PhraseHead
 from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
 from e2e_vl.weights.base import WeightAdapter
-from e2e_vl.weights.bert import BertStart
-from e2e_vl.weights.lxmert import BertBelow, OfficialLxmert, TransformersLxmert
+from e2e_vl.weights.lxmert import LxmertFromBert, OfficialLxmert, TransformersLxmert
 from e2e_vl.weights.start import StartRules, check_vocabulary, load_encoder, load_phrase_head, load_task
 from e2e_vl.weights.visual_bert import OfficialVisualBert, TransformersVisualBert, VisualBertFromBert
-from e2e_vl.weights.vl_bert import OfficialVLBert
+from e2e_vl.weights.vl_bert import OfficialVLBert, VLBertFromBert
 
 logger = logging.getLogger(__name__)
 
 ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # of encoders that start from files of other projects
-    "vl_bert": (OfficialVLBert(), BertStart()),
+    "vl_bert": (OfficialVLBert(), VLBertFromBert()),
     "visual_bert": (OfficialVisualBert(), TransformersVisualBert(), VisualBertFromBert()),
-    "lxmert": (OfficialLxmert(), TransformersLxmert(), BertBelow()),
+    "lxmert": (OfficialLxmert(), TransformersLxmert(), LxmertFromBert()),
 }
 
 

@@ -1,6 +1,7 @@
-"""What every weight adapter offers: files of other projects under our names, for the encoder that it serves.
+"""What every weight adapter offers: checkpoints of other projects under our parameter names, and back.
 
-The adapters of each encoder are listed in `ADAPTERS` of `e2e_vl/run/build.py`; `e2e_vl.weights.start` asks them.
+`ADAPTERS` in `e2e_vl/run/build.py` lists the adapters of each encoder; `e2e_vl.weights.start` asks them. Tables of
+names are {theirs: ours}; a name is a parameter or, most often, the module that holds it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_NAME
 
 from detector.errors import UserError
 from detector.io import atomic_file, atomic_files
@@ -23,6 +23,9 @@ from e2e_vl.model import VisionLanguageModel
 
 PRETRAINING = "pretraining"  # our name of the task
 WORD_EMBEDDINGS = "embeddings.word_embeddings.weight"  # in all our encoders, and in BERT
+TIED_DECODER = "predictions.decoder.weight"  # how names end in other projects that hold the word embeddings again
+
+Names = Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +47,9 @@ class WeightAdapter(abc.ABC):
 
     layout: ClassVar[str]  # whose names the files have, for reports
     suffix: ClassVar[str | None] = None  # of the files that `export` writes; None: it writes none
-    required: ClassVar[tuple[str, ...]] = ("",)  # what a file must hold; the rest of the encoder stays random
+    required: Sequence[str] = ("",)  # what a file must hold; the rest of the encoder stays random
 
-    # What holds for the encoder whoever trained it, runs of this project too:
+    # True of the encoder whoever trained it, runs of this project included:
     same_config: ClassVar[tuple[str, ...]] = ()  # fields of its config, not prefixes, that no shape of a weight shows
     optional: ClassVar[tuple[str, ...]] = ()  # only some tasks train them: the weights of another task may lack them
     pretraining_only: ClassVar[tuple[str, ...]] = ()  # fine-tuned weights may lack them
@@ -60,25 +63,20 @@ class WeightAdapter(abc.ABC):
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
         """A state dict under our names in float32; `source` is for error messages."""
 
-    def fit(
-        self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
-    ) -> tuple[dict[str, Tensor], list[str]]:
-        """Converted weights as this encoder can take them, by default as they are, and what was moved, "from -> to".
-
-        Another architecture is a UserError that says which setting to change.
-        """
+    def fit(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
+        """Converted weights as this encoder can take them, by default as they are, and what was moved, "from -> to"."""
         return tensors, []
 
-    def export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
+    def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
         """Write a model in this format, for an adapter with a `suffix`.
 
         Returns:
             names (`detector.`, `encoder.`, `task.`) of what the format has no place for and was left out.
         """
-        raise NotImplementedError(f"{type(self).__name__} writes no files.")
+        raise NotImplementedError
 
 
-def replace_module(name: str, names: Mapping[str, str]) -> str | None:
+def replace_module(name: str, names: Names) -> str | None:
     """The name of a parameter after its module, or the parameter itself, was renamed; None: it is not in `names`."""
     for old, new in names.items():
         if name == old or name.startswith(f"{old}."):
@@ -86,65 +84,79 @@ def replace_module(name: str, names: Mapping[str, str]) -> str | None:
     return None
 
 
-def reverse(names: Mapping[str, str]) -> dict[str, str]:
+def reverse(names: Names) -> dict[str, str]:
     return {new: old for old, new in names.items()}
 
 
-def as_float32(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Floating-point tensors in float32, the others as they are."""
-    return {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
-
-
-def check_tied(decoder: Tensor | None, encoder: Mapping[str, Tensor], source: str | Path) -> None:
-    """A file may hold the word embeddings again, as decoder of the head over words; they must be the same."""
-    words = encoder.get(WORD_EMBEDDINGS)
-    if decoder is not None and (words is None or not torch.equal(decoder, words)):
-        raise UserError(f"{source}: the decoder of words differs from the word embeddings, which are tied in BERT.")
-
-
-def unknown_name(name: str, model: str, source: str | Path) -> UserError:
-    return UserError(f"{source}: {name} is no name of a {model} model.")
-
-
-def check_encoder(model: VisionLanguageModel, needed: Mapping[str, Any], path: Path) -> None:
-    """Refuse an encoder that the other project would compute otherwise with the same weights.
+def split_names(
+    tensors: Mapping[str, Tensor], encoder: Names, head: Names, source: str | Path, unused: Sequence[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The encoder and the head in a file, under our names and in float32.
 
     Args:
-        needed: fields of the encoder's config, with the values that the other project has.
+        unused: their parameters or modules that are left out.
     """
-    for name, value in needed.items():
-        if (own := getattr(model.encoder.config, name)) != value:
-            raise UserError(f"{path}: such files have no encoder with {name} = {own}, only with {name} = {value}.")
+    found: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    for name, value in tensors.items():
+        for part, names in zip(found, (encoder, head), strict=True):
+            if (ours := replace_module(name, names)) is not None:
+                part[ours] = value.float() if value.is_floating_point() else value
+                break
+        else:
+            if not name.endswith(TIED_DECODER) and replace_module(name, dict.fromkeys(unused, "")) is None:
+                raise UserError(f"{source}: {name} is no parameter of a model with this architecture and head.")
+    words = found[0].get(WORD_EMBEDDINGS)
+    for name, value in tensors.items():
+        if name.endswith(TIED_DECODER) and (words is None or not torch.equal(value.float(), words)):
+            raise UserError(f"{source}: {name} differs from the word embeddings, which are tied to it in BERT.")
+    return found
 
 
-def check_detector(settings: Mapping[str, Any], needed: Mapping[str, Any], path: Path, remedy: str) -> None:
-    """Refuse settings of a detector with which the other project would compute other features from the same weights."""
+def rename_head(task: Mapping[str, Tensor], names: Names) -> tuple[dict[str, Tensor], list[str]]:
+    """The head under the names of another project, and what was left out: side heads and objectives of ours alone."""
+    ours_to_theirs = reverse(names)
+    modules = {ours.split(".")[0] for ours in ours_to_theirs}
+    renamed, left_out = {}, []
+    for name, value in task.items():
+        if (theirs := replace_module(name, ours_to_theirs)) is not None:
+            renamed[theirs] = value
+        elif name.split(".")[0] not in modules:
+            left_out.append(f"task.{name}")
+        else:
+            raise UserError(f"task.{name} has no place in the other project, whose head would compute something else.")
+    return renamed, left_out
+
+
+def check_settings(own: Mapping[str, Any], needed: Mapping[str, Any], path: Path) -> None:
+    """Refuse a model that the other project would compute otherwise with the same weights.
+
+    Args:
+        own: settings of our encoder or detector.
+        needed: some of them, with the values that the other project has.
+    """
     for key, value in needed.items():
-        if settings[key] != value:
+        if own[key] != value:
             raise UserError(
-                f"{path}: the official code has {key} {value}, this model {settings[key]}, so it would compute other "
-                f"features from the same weights; train with {remedy}."
+                f"{path}: the other project has {key} = {value}, and this model was trained with {own[key]}."
             )
 
 
-def save_for_torch(content: dict[str, Any], path: str | Path, suffix: str) -> None:
+def require_task(task_name: str | None, choices: Sequence[str], model: str) -> None:
+    if task_name not in choices:
+        raise UserError(
+            f"There is no official {model} model for the task '{task_name}', only for {', '.join(choices)}."
+        )
+
+
+def save_for_torch(content: dict[str, Any], path: Path) -> None:
     """Write a file of an official code."""
-    path = Path(path)
-    if path.suffix != suffix:
-        raise UserError(f"{path}: official files of this model are named *{suffix}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as part, part.open("wb") as file:
         torch.save(content, file)
 
 
-def save_for_transformers(state: Mapping[str, Tensor], config: PreTrainedConfig, path: str | Path) -> None:
-    """Write `model.safetensors`, and beside it the `config.json` with which transformers reads the folder."""
-    path = Path(path)
-    if path.name != SAFE_WEIGHTS_NAME:
-        raise UserError(
-            f"{path}: transformers reads folders with a file {SAFE_WEIGHTS_NAME}; name the output "
-            f"{path.with_suffix('') / SAFE_WEIGHTS_NAME}."
-        )
+def save_for_transformers(state: Mapping[str, Tensor], config: PreTrainedConfig, path: Path) -> None:
+    """Write the weights, and beside them the `config.json` with which transformers reads the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_files(path.parent, "config.json") as part:
         save_file(on_cpu(state), part / path.name, metadata={"format": "pt"})
@@ -166,8 +178,3 @@ def state_dicts(model: VisionLanguageModel, task_name: str) -> ModelWeights:
     """The weights of a model of ours."""
     detector, encoder, task = (dict(part.state_dict()) for part in (model.detector, model.encoder, model.task))
     return ModelWeights(detector, encoder, task, task_name)
-
-
-def require_task(task_name: str | None, known: Sequence[str], model: str) -> None:
-    if task_name not in known:
-        raise UserError(f"There is no official {model} model for the task '{task_name}', only for {', '.join(known)}.")

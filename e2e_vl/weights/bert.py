@@ -1,8 +1,7 @@
-"""BERT checkpoints of transformers as a start for VL-BERT: names, old and new ones. Other encoders change the tables.
+"""BERT checkpoints of transformers as a start: old and new names, and heads.
 
 A file holds `bert.encoder.layer.N.*` or, without the language-modelling head, `encoder.layer.N.*`; the oldest have
-`gamma` and `beta` in LayerNorms. As in the official VL-BERT code, BERT's two segment rows become rows 0 and 1, row 2
-(regions) stays random, and `cls.predictions.*` is the start of the masked-language-modelling head.
+`gamma` and `beta` in LayerNorms. `cls.predictions.*` is the start of the masked-language-modelling head.
 """
 
 from __future__ import annotations
@@ -12,89 +11,48 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from detector.errors import UserError
-from e2e_vl.weights.base import (
-    WORD_EMBEDDINGS,
-    ModelWeights,
-    WeightAdapter,
-    as_float32,
-    check_tied,
-    replace_module,
-    unknown_name,
+from e2e_vl.weights.base import ModelWeights, Names, WeightAdapter, split_names
+
+MODULES = (
+    "embeddings.word_embeddings",
+    "embeddings.position_embeddings",
+    "embeddings.token_type_embeddings",
+    "embeddings.LayerNorm",
+    "encoder.layer",
+    "pooler",
 )
-from e2e_vl.weights.vl_bert import SEGMENTS
-
-ENCODER = {
-    "embeddings.word_embeddings": "embeddings.word_embeddings",
-    "embeddings.position_embeddings": "embeddings.position_embeddings",
-    "embeddings.token_type_embeddings": "embeddings.segment_embeddings",
-    "embeddings.LayerNorm": "embeddings.norm",
-    "encoder.layer": "layers",
-    "pooler": "pooler",
-}
 WORD_HEAD = {
     "cls.predictions.transform.dense": "word_head.transform.dense",
     "cls.predictions.transform.LayerNorm": "word_head.transform.norm",
-    "cls.predictions.bias": "word_head.bias",
-    "cls.predictions.decoder.bias": "word_head.bias",  # the same, twice in files of some versions
+    "cls.predictions.decoder.bias": "word_head.bias",  # the next one again, in files of some versions
+    "cls.predictions.bias": "word_head.bias",  # after it: `reverse` takes the last
 }
-DECODER = "cls.predictions.decoder.weight"
-UNUSED = ("cls.seq_relationship.", "embeddings.position_ids")  # next-sentence head; indices that old versions saved
-POSITIONS = "embeddings.position_embeddings.weight"
+POSITION_IDS = "embeddings.position_ids"  # indices that old versions saved
 
 
 class BertStart(WeightAdapter):
-    """BERT fills the parts of VL-BERT that it has; the rest stays random."""
+    """BERT fills the parts of an encoder that it has; the rest stays random."""
 
     layout = "BERT"
-    required = tuple(f"{module}." for module in ENCODER.values() if module != "pooler")
-    names: ClassVar[Mapping[str, str]] = ENCODER  # BERT's -> ours
-    head_names: ClassVar[Mapping[str, str]] = WORD_HEAD  # of its heads
+    names: ClassVar[Names] = dict(zip(MODULES, MODULES, strict=True))  # of an encoder that has BERT's names
+    head_names: ClassVar[Names] = WORD_HEAD
+    unused: ClassVar[tuple[str, ...]] = ("cls.seq_relationship", POSITION_IDS)
     transferable: ClassVar[tuple[str, ...]] = ("word_head.",)  # see `Task.transferable`
+
+    @property
+    def required(self) -> list[str]:
+        """All that it has but the pooler, which a masked language model lacks."""
+        return [f"{ours}." for ours in self.names.values() if ours != "pooler"]
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
         return any(name.removeprefix("bert.") == "embeddings.token_type_embeddings.weight" for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        """`task` holds the heads that `head_names` names, if the file has them."""
-        encoder, head, decoder = {}, {}, None
-        for name, value in as_float32(tensors).items():
-            new = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)).removeprefix("bert.")
-            if (ours := replace_module(new, self.names)) is not None:
-                encoder[ours] = value
-            elif (ours := replace_module(new, self.head_names)) is not None:
-                head[ours] = value
-            elif new == DECODER:
-                decoder = value
-            elif not new.startswith(UNUSED):
-                raise unknown_name(name, "BERT", source)
-        check_tied(decoder, encoder, source)
+        new = {
+            re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)).removeprefix("bert."): value
+            for name, value in tensors.items()
+        }
+        encoder, head = split_names(new, self.names, self.head_names, source, self.unused)
         return ModelWeights({}, encoder, head, transferable=self.transferable)
-
-    def fit(
-        self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
-    ) -> tuple[dict[str, Tensor], list[str]]:
-        """The encoder's own rows are added to the segment table."""
-        self.check_tables(tensors, encoder, source)
-        own = encoder.state_dict()[SEGMENTS]
-        segments = tensors.get(SEGMENTS)
-        # otherwise the loader's report says what is wrong
-        if segments is not None and segments.shape[1] == own.shape[1] and len(segments) <= len(own):
-            tensors = {**tensors, SEGMENTS: torch.cat([segments, own[len(segments) :].float()])}
-        return tensors, [f"segment rows of BERT -> the first rows of {SEGMENTS}"]
-
-    def check_tables(self, tensors: Mapping[str, Tensor], encoder: nn.Module, source: str | Path) -> None:
-        """Refuse another vocabulary or another number of positions, with the setting to change."""
-        own = encoder.state_dict()
-        for name, what, remedy in (
-            (WORD_EMBEDDINGS, "wordpieces", "data.vocabulary to the vocabulary of this BERT"),
-            (POSITIONS, "positions", "encoder.config.max_position_embeddings to this number"),
-        ):
-            if name in tensors and len(tensors[name]) != len(own[name]):
-                raise UserError(
-                    f"{source}: this BERT has {len(tensors[name])} {what}, the run's encoder {len(own[name])}; set "
-                    f"{remedy}."
-                )

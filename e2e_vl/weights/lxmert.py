@@ -18,42 +18,37 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.models.lxmert.configuration_lxmert import LxmertConfig
 
-from detector.errors import UserError
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import (
     PRETRAINING,
     WORD_EMBEDDINGS,
     ModelWeights,
     WeightAdapter,
-    as_float32,
-    check_encoder,
-    check_tied,
+    check_settings,
     on_cpu,
-    replace_module,
+    rename_head,
     require_task,
-    reverse,
     save_for_torch,
     save_for_transformers,
     shared_fields,
+    split_names,
     state_dicts,
-    unknown_name,
 )
-from e2e_vl.weights.bert import ENCODER as BERT_IN_SEQUENCE
-from e2e_vl.weights.bert import BertStart
+from e2e_vl.weights.bert import WORD_HEAD, BertStart
 
 ANSWERING = ("vqa", "gqa")  # our tasks with the same head over a list of answers
 PAIRS = "nlvr2"  # our task whose head reads the summaries of two images
 FINE_TUNED = "lxrt_encoder.model."
-ENCODER = ("bert", "lxmert")  # official and transformers' prefix
+ENCODER = {  # with the official and with transformers' prefix
+    f"{prefix}.{module}": module for prefix in ("bert", "lxmert") for module in ("embeddings", "encoder", "pooler")
+}
 PRETRAINING_HEADS = {
-    "cls.predictions.transform.dense": "word_head.transform.dense",
-    "cls.predictions.transform.LayerNorm": "word_head.transform.norm",
-    "cls.predictions.bias": "word_head.bias",
+    **WORD_HEAD,
     "cls.seq_relationship": "relationship.head",
     "obj_predict_head.transform.dense": "region_transform.dense",
     "obj_predict_head.transform.LayerNorm": "region_transform.norm",
@@ -70,6 +65,7 @@ FINE_TUNED_HEAD = {
     "logit_fc.3": "head.output",
 }
 QUESTION_ANSWERING_HEAD = {f"answer_head.{name}": ours for name, ours in FINE_TUNED_HEAD.items()}  # transformers
+OFFICIAL_HEADS = {PRETRAINING: PRETRAINING_HEADS, **dict.fromkeys((*ANSWERING, PAIRS), FINE_TUNED_HEAD)}
 SEGMENTS = "embeddings.token_type_embeddings.weight"
 DECODER = "cls.predictions.decoder.weight"  # the word embeddings again
 CROSS, OTHER_CROSS = ".visual_attention.", ".text_attention."
@@ -99,7 +95,7 @@ class OfficialLxmert(WeightAdapter):
         """A state dict, official or of transformers."""
         plain = {
             name.removeprefix("module.").removeprefix(FINE_TUNED).removeprefix("module."): value
-            for name, value in as_float32(tensors).items()
+            for name, value in tensors.items()
         }
         # our task with such a head; a head over answers counts as the first task that has one
         hidden = plain.get("logit_fc.0.weight")
@@ -110,23 +106,12 @@ class OfficialLxmert(WeightAdapter):
         else:
             has_answers = any(name.startswith("answer_head.") for name in plain)
             task_name, names = ANSWERING[0] if has_answers else None, QUESTION_ANSWERING_HEAD
-        encoder, head = {}, {}
-        for name, value in plain.items():
-            prefix, _, rest = name.partition(".")
-            if prefix in ENCODER and rest.startswith(("embeddings.", "encoder.", "pooler.")):
-                encoder[rest] = value
-            elif (ours := replace_module(name, names)) is not None:
-                head[ours] = value
-            elif name != DECODER:
-                raise unknown_name(name, "LXMERT", source)
-        check_tied(plain.get(DECODER), encoder, source)
+        encoder, head = split_names(plain, ENCODER, names, source)
         transferable = ("",) if task_name == PRETRAINING else ()
         compatible = ANSWERING if task_name in ANSWERING else ()
         return ModelWeights({}, encoder, head, task_name, transferable, compatible_tasks=compatible)
 
-    def fit(
-        self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
-    ) -> tuple[dict[str, Tensor], list[str]]:
+    def fit(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
         """Both directions of separate cross attention start from the shared one; parts that are off are left out."""
         moved = []
         if encoder.config.cross_attention == "separate":
@@ -134,25 +119,21 @@ class OfficialLxmert(WeightAdapter):
             moved.append("visual_attention -> text_attention")
         return _without_absent(tensors, encoder), moved
 
-    def export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
+    def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
         """Write a file of the official code: its pre-training names for pre-training, else `BEST.pth`'s."""
-        check_encoder(model, OFFICIAL, Path(path))
+        require_task(task_name, list(OFFICIAL_HEADS), "LXMERT")
+        check_settings(model.encoder.config.to_dict(), OFFICIAL, path)
         parts = state_dicts(model, task_name)
-        save_for_torch(on_cpu(official_lxmert_state(parts)), path, self.suffix)
-        return [f"detector.{name}" for name in parts.detector]
+        save_for_torch(on_cpu(official_lxmert_state(parts)), path)
+        _, left_out = rename_head(parts.task, OFFICIAL_HEADS[task_name])
+        return left_out + [f"detector.{name}" for name in parts.detector]
 
 
 def official_lxmert_state(parts: ModelWeights) -> dict[str, Tensor]:
     """The reverse of `OfficialLxmert.convert`: official names, without `module.`."""
-    heads = {PRETRAINING: PRETRAINING_HEADS, **dict.fromkeys((*ANSWERING, PAIRS), FINE_TUNED_HEAD)}
-    require_task(parts.task_name, list(heads), "LXMERT")
     prefix = "" if parts.task_name == PRETRAINING else FINE_TUNED
     official = {f"{prefix}bert.{name}": value for name, value in parts.encoder.items()}
-    for name, value in parts.task.items():
-        theirs = replace_module(name, reverse(heads[parts.task_name]))
-        if theirs is None:
-            raise UserError(f"task.{name} has no place in an official LXMERT model for {parts.task_name}.")
-        official[theirs] = value
+    official |= rename_head(parts.task, OFFICIAL_HEADS[parts.task_name])[0]
     if "word_head.bias" in parts.task:
         official[DECODER] = parts.encoder[WORD_EMBEDDINGS]
     return official
@@ -165,24 +146,18 @@ def _without_absent(tensors: Mapping[str, Tensor], encoder: nn.Module) -> dict[s
     return {name: value for name, value in tensors.items() if not name.startswith(off)}
 
 
-class BertBelow(BertStart):
+class LxmertFromBert(BertStart):
     """BERT's layers as LXMERT's layers over words: the first by their numbers (official code) or the last (paper).
 
     The layers over regions, the cross attention and the region embeddings stay random.
     """
 
-    required = ("embeddings.", "encoder.layer.")
-    names: ClassVar[Mapping[str, str]] = {name: name for name in BERT_IN_SEQUENCE}  # the encoder has BERT's own names
-
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
         """Not our own encoder, whose names begin as BERT's do."""
         return super().recognise(tensors) and not any(name.startswith("encoder.visn_fc.") for name in tensors)
 
-    def fit(
-        self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
-    ) -> tuple[dict[str, Tensor], list[str]]:
+    def fit(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
         """BERT's other layers are left out, see `bert_layers` of the encoder's config."""
-        self.check_tables(tensors, encoder, source)
         number, wanted = re.compile(r"encoder\.layer\.(\d+)\."), encoder.config.l_layers
         numbers = {name: int(found[1]) for name in tensors if (found := number.match(name))}
         count = max(numbers.values(), default=-1) + 1
@@ -227,30 +202,24 @@ class TransformersLxmert(OfficialLxmert):
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
         return any(name.startswith(f"{TRUNK}encoder.visn_fc.") for name in tensors)
 
-    def export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
-        """Write `model.safetensors` and `config.json`.
+    def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
+        """Write a folder's `model.safetensors` and `config.json`.
 
         Pre-training gives `LxmertForPreTraining`, VQA and GQA `LxmertForQuestionAnswering`. The trunk alone
         (`LxmertModel`) is written for other tasks, for heads of another shape than transformers', and for a
         pre-training without masked words or matching. Users of the folder pass boxes as x1, y1, x2, y2 over the width
         and height of the image.
         """
-        check_encoder(model, IN_TRANSFORMERS, Path(path))
+        check_settings(model.encoder.config.to_dict(), IN_TRANSFORMERS, path)
         config, parts = model.encoder.config, state_dicts(model, task_name)
         taken, fields = _head_for_transformers(parts, config.hidden_size, config.hidden_act)
         names = PRETRAINING_HEADS if task_name == PRETRAINING else QUESTION_ANSWERING_HEAD
-        back = {ours: theirs for theirs, ours in names.items() if ours in taken}
-        state = {f"{TRUNK if taken else ''}{name}": value for name, value in parts.encoder.items()}
-        left_out = [f"detector.{name}" for name in parts.detector]
-        for name, value in parts.task.items():
-            if (theirs := replace_module(name, back)) is None:
-                left_out.append(f"task.{name}")
-            else:
-                state[theirs] = value
+        head, left_out = rename_head(parts.task, {theirs: ours for theirs, ours in names.items() if ours in taken})
+        state = {f"{TRUNK if taken else ''}{name}": value for name, value in parts.encoder.items()} | head
         fields = shared_fields(config, LxmertConfig) | fields
         folder_config = LxmertConfig(**fields, visual_feat_dim=config.feature_dim, visual_pos_dim=4)
         save_for_transformers(state, folder_config, path)
-        return left_out
+        return left_out + [f"detector.{name}" for name in parts.detector]
 
 
 def _head_for_transformers(
@@ -258,22 +227,20 @@ def _head_for_transformers(
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Our modules that transformers' model for this task has too, and the fields of its config that say so."""
     task = parts.task
+    present = {*task, *(name.rpartition(".")[0] for name in task)}
 
-    def has(*modules: str) -> bool:
-        return all(any(replace_module(name, {module: ""}) is not None for name in task) for module in modules)
-
-    def answers(modules: tuple[str, ...]) -> bool:
+    def has_answers(modules: tuple[str, ...]) -> bool:
         """The head has transformers' hidden layer, of twice the width."""
-        return has(*modules) and task[f"{modules[0]}.weight"].shape == (2 * hidden_size, hidden_size)
+        return present.issuperset(modules) and len(task[f"{modules[0]}.weight"]) == 2 * hidden_size
 
-    if parts.task_name in ANSWERING and answers(ANSWERS):
+    if parts.task_name in ANSWERING and has_answers(ANSWERS):
         rows = len(task["head.output.weight"])
         return ANSWERS, {"num_qa_labels": rows, "architectures": ["LxmertForQuestionAnswering"]}
     # transformers' transform of words has the encoder's activation, ours always GELU
-    if parts.task_name != PRETRAINING or not has(*WORDS) or hidden_act != "gelu":
+    if parts.task_name != PRETRAINING or not present.issuperset(WORDS) or hidden_act != "gelu":
         return (), {"architectures": ["LxmertModel"]}
-    outputs = {kind: module for kind, module in REGIONS.items() if has(*TRANSFORM, module)}
-    with_answers = answers(QUESTIONS)
+    outputs = {kind: module for kind, module in REGIONS.items() if present.issuperset((*TRANSFORM, module))}
+    with_answers = has_answers(QUESTIONS)
     taken = (*WORDS, *(TRANSFORM if outputs else ()), *outputs.values(), *(QUESTIONS if with_answers else ()))
     fields: dict[str, Any] = {f"visual_{kind}_loss": kind in outputs for kind in REGIONS}
     counts = {"obj": "num_object_labels", "attr": "num_attr_labels"}

@@ -97,8 +97,8 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> Loa
     _check_config(source.path, encoder, rules.of_adapters("same_config"))
     tensors, may_miss, copied = source.tensors, [], []
     if source.adapter is not None:
-        tensors, copied = source.adapter.fit(tensors, encoder, source.path)
-        may_miss = [name for name in encoder.state_dict() if not name.startswith(source.adapter.required)]
+        tensors, copied = source.adapter.fit(tensors, encoder)
+        may_miss = [name for name in encoder.state_dict() if not name.startswith(tuple(source.adapter.required))]
     optional, pretraining_only = rules.of_adapters("optional"), rules.of_adapters("pretraining_only")
     if source.task_name not in (None, rules.task_name):
         may_miss += optional if source.transferable else (*optional, *pretraining_only)
@@ -301,14 +301,12 @@ def find_part(name: str, part: str) -> Path:
                 f"({first_line(error)}); check the name and the connection, or give a local file."
             ) from error
         return Path(found)
-    if not path.is_dir():
-        raise MissingFileError(f"{path}: no such weights file or folder.")
     for folder in (path / "model" / part, path / part, path):
         for file in FILES:
             if (folder / file).is_file():
                 return folder / file
     raise MissingFileError(
-        f"{path}: holds no {PART_NAMES.get(part, part)}'s weights; give a run directory, a file, or a folder with "
+        f"{path}: no weights of the {PART_NAMES.get(part, part)} there; give a run directory, a file, or a folder with "
         f"{' or '.join(FILES)}."
     )
 

@@ -1,8 +1,8 @@
-"""Names of official VL-BERT checkpoints (`vl-bert-*.model`, fine-tuned ones too) <-> names of our three parts.
+"""Official VL-BERT checkpoints (`vl-bert-*.model`, fine-tuned ones too) and BERT as a start of VL-BERT.
 
-A file is a dict with the weights under `state_dict`, each name with the prefix `module.`, maybe in half precision. The
-fine-tuned model of VCR has `vlbert._module.` where the others have `vlbert.`. Two things are in a file twice: res5 (see
-`detector.weight_names`) and the word embeddings, again as `vlbert.mlm_head.predictions.decoder.weight`.
+An official file is a dict with the weights under `state_dict`, each name with the prefix `module.`, maybe in half
+precision. The fine-tuned model of VCR has `vlbert._module.` where the others have `vlbert.`. A file has two things
+twice: res5 (see `detector.weight_names`), and the word embeddings as `vlbert.mlm_head.predictions.decoder.weight`.
 
 Facts from the official code (jackroos/VL-BERT).
 """
@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from detector.config import DetectorConfig
-from detector.errors import UserError
 from detector.structures import PrecomputedDetector
 from detector.weight_names import VL_BERT, from_vl_bert, to_vl_bert
 from e2e_vl.model import VisionLanguageModel
@@ -24,21 +24,20 @@ from e2e_vl.weights.base import (
     PRETRAINING,
     WORD_EMBEDDINGS,
     ModelWeights,
+    Names,
     WeightAdapter,
-    as_float32,
-    check_detector,
-    check_encoder,
-    check_tied,
+    check_settings,
     on_cpu,
+    rename_head,
     replace_module,
     require_task,
     reverse,
     save_for_torch,
+    split_names,
     state_dicts,
-    unknown_name,
 )
+from e2e_vl.weights.bert import BertStart
 
-# official -> ours; a name is a parameter or, most often, the module that holds it
 ENCODER = {
     "image_feature_extractor.obj_downsample.1": "embeddings.region_projection",
     "object_linguistic_embeddings": "embeddings.region_word_embedding",
@@ -88,6 +87,7 @@ MARKS = {  # task -> names that only its files have; looked up in this order
     "vqa": ("final_mlp.0.LayerNorm.",),
     "refcoco": ("final_mlp.",),
 }
+DETECTOR = VL_BERT.removesuffix(".")  # module of the detector, and of one Linear of our encoder
 SEGMENTS = "embeddings.segment_embeddings.weight"
 DECODER = "vlbert.mlm_head.predictions.decoder.weight"
 PRETRAINING_EMBEDDINGS = (  # ours of what only the official pre-training model has
@@ -102,12 +102,14 @@ ENCODER_CONFIG = {
     "image_feature_on_words": True,
     "uses_whole_image": True,
     "norm_first": False,
+    "relative_geometry": False,
+    "max_images": 1,
 }
 OFFICIAL_DETECTOR: dict[str, Any] = {  # no weight shows it; keys of configs/detector/vl_bert_R_101.yaml
     "MODEL.ROI_HEADS.NAME": "Res5ROIHeads",
     "INPUT.FORMAT": "BGR",
-    "MODEL.PIXEL_MEAN": [102.9801, 115.9465, 122.7717],
-    "MODEL.PIXEL_STD": [1.0, 1.0, 1.0],
+    "MODEL.PIXEL_MEAN": (102.9801, 115.9465, 122.7717),
+    "MODEL.PIXEL_STD": (1.0, 1.0, 1.0),
     "MODEL.RESNETS.STRIDE_IN_1X1": True,
     "MODEL.RESNETS.RES5_DILATION": 2,
     "MODEL.ROI_BOX_HEAD.POOLER_TYPE": "ROIAlign",
@@ -140,47 +142,35 @@ class OfficialVLBert(WeightAdapter):
         return any(name.removeprefix("module.").startswith("vlbert.") for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        tensors = as_float32(tensors)
         tensors = {
-            name.removeprefix("module.").replace("vlbert._module.", "vlbert.", 1): tensors[name] for name in tensors
+            name.removeprefix("module.").replace("vlbert._module.", "vlbert.", 1): value
+            for name, value in tensors.items()
         }
         task_name = next(
             (task for task, marks in MARKS.items() if any(name.startswith(marks) for name in tensors)), None
         )
-        encoder, head = {}, {}
-        for name, value in tensors.items():
-            if (ours := replace_module(name, ENCODER | SCALARS)) is not None:
-                encoder[ours] = value
-            elif name.startswith(VL_BERT):
-                continue
-            elif (ours := replace_module(name, HEADS.get(task_name, {}))) is not None:
-                head[ours] = value
-            elif name != DECODER:
-                raise unknown_name(name, f"VL-BERT {task_name or ''}".strip(), source)
-        check_tied(tensors.get(DECODER), encoder, source)
-        detector = from_vl_bert(tensors)
+        encoder, head = split_names(tensors, ENCODER | SCALARS, HEADS.get(task_name, {}), source, (DETECTOR,))
         transferable = ("",) if task_name == PRETRAINING else ()
-        return ModelWeights(detector, encoder, head, task_name, transferable, background_last=False)
+        return ModelWeights(from_vl_bert(tensors), encoder, head, task_name, transferable, background_last=False)
 
-    def export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
+    def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
         """Write a `.model` file; returns what was left out, see `to_official`.
 
         Two things of pre-training are written so that the official code computes the same: with `region_word: img` the
         vector of [IMG] stands in both places, of regions and of masked regions; and a region classifier with the
         background last gets it first.
         """
-        path = Path(path)
-        check_encoder(model, ENCODER_CONFIG, path)
+        check_settings(model.encoder.config.to_dict(), ENCODER_CONFIG, path)
         if not isinstance(model.detector, PrecomputedDetector):
             settings = DetectorConfig.to_flat(model.detector.config) | model.detector.config.to_flat()
-            check_detector(settings, OFFICIAL_DETECTOR, path, "configs/detector/vl_bert_R_101.yaml")
+            check_settings(settings, OFFICIAL_DETECTOR, path)
         parts = state_dicts(model, task_name)
         if model.encoder.config.region_word == "img" and task_name == PRETRAINING:
             parts.encoder[MASKED_REGION_WORD] = parts.encoder[REGION_WORD]
         if REGION_CLASSES[0] in parts.task and model.task.config.has_background_last:
             parts.task.update({name: parts.task[name].roll(1, dims=0) for name in REGION_CLASSES})
         official, left_out = to_official(parts)
-        save_for_torch({"state_dict": on_cpu(official)}, path, self.suffix)
+        save_for_torch({"state_dict": on_cpu(official)}, path)
         return left_out
 
 
@@ -189,29 +179,45 @@ def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
 
     Returns:
         the weights, and the names (`detector.`, `encoder.`, `task.`) of what an official model of this task has no
-        place for and was left out: RPN and box head, learned vectors of pre-training, a pooler that nothing reads.
+        place for and was left out: RPN and box head, learned vectors of pre-training, a pooler that nothing reads, and
+        other objectives.
     """
-    task = parts.task_name
-    require_task(task, list(HEADS), "VL-BERT")
-    official = to_vl_bert(parts.detector)
-    left_out = [f"detector.{name}" for name in parts.detector if not name.startswith(("backbone.", "roi_heads.res5."))]
-    reads_pooler = task == "vcr" or "relationship.head.weight" in parts.task
+    require_task(parts.task_name, list(HEADS), "VL-BERT")
+    head, left_out = rename_head(parts.task, HEADS[parts.task_name])
+    left_out += [f"detector.{name}" for name in parts.detector if not name.startswith(("backbone.", "roi_heads.res5."))]
+    unread = () if parts.task_name == PRETRAINING else PRETRAINING_EMBEDDINGS
+    if parts.task_name != "vcr" and "relationship.head.weight" not in parts.task:
+        unread += ("pooler.",)
+    official = to_vl_bert(parts.detector) | head
     for name, value in parts.encoder.items():
-        is_extra = name.startswith(PRETRAINING_EMBEDDINGS) and task != PRETRAINING
-        if is_extra or (name.startswith("pooler.") and not reads_pooler):
-            left_out.append(f"encoder.{name}")
-            continue
         theirs = replace_module(name, reverse(SCALARS if value.ndim == 0 else ENCODER))
-        if theirs is None:
-            raise UserError(f"encoder.{name} has no place in an official VL-BERT model.")
-        official[theirs] = value
-    for name, value in parts.task.items():
-        theirs = replace_module(name, reverse(HEADS[task]))
-        if theirs is None:
-            raise UserError(f"task.{name} has no place in an official VL-BERT model for {task}.")
-        official[theirs] = value
+        if theirs is None or name.startswith(unread):
+            left_out.append(f"encoder.{name}")
+        else:
+            official[theirs] = value
     if "word_head.bias" in parts.task:
         official[DECODER] = parts.encoder[WORD_EMBEDDINGS]
-    if task == "vcr":
+    if parts.task_name == "vcr":
         official = {name.replace("vlbert.", "vlbert._module.", 1): value for name, value in official.items()}
     return {f"module.{name}": value for name, value in official.items()}, left_out
+
+
+class VLBertFromBert(BertStart):
+    """BERT's two segment rows become rows 0 and 1 (official code); row 2, of regions, stays random."""
+
+    names: ClassVar[Names] = {
+        "embeddings.word_embeddings": "embeddings.word_embeddings",
+        "embeddings.position_embeddings": "embeddings.position_embeddings",
+        "embeddings.token_type_embeddings": "embeddings.segment_embeddings",
+        "embeddings.LayerNorm": "embeddings.norm",
+        "encoder.layer": "layers",
+        "pooler": "pooler",
+    }
+
+    def fit(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
+        """The encoder's own rows are added to the segment table."""
+        own, segments = encoder.state_dict()[SEGMENTS], tensors.get(SEGMENTS)
+        # otherwise the loader's report says what is wrong
+        if segments is not None and segments.shape[1] == own.shape[1] and len(segments) <= len(own):
+            tensors = {**tensors, SEGMENTS: torch.cat([segments, own[len(segments) :].float()])}
+        return tensors, [f"segment rows of BERT -> the first rows of {SEGMENTS}"]

@@ -239,14 +239,14 @@ def test_a_detector_that_the_official_code_does_not_have(settings, tmp_path):
     official = model.detector.config.to_flat()
     for key, value in other.items():
         model.detector.config = DetectorConfig.from_flat(official | {key: value})
-        with pytest.raises(ValueError, match=rf"x\.model: the official code has {re.escape(key)} .*R_101\.yaml"):
+        with pytest.raises(ValueError, match=rf"x\.model: .*{re.escape(key)}"):
             save_official(model, "refcoco", tmp_path / "x.model")
     model.detector.config = DetectorConfig.from_flat(
         official
         | {"MODEL.ROI_HEADS.NAME": "StandardROIHeads", "MODEL.ROI_BOX_HEAD.NAME": "FastRCNNConvFCHead"}
         | {"MODEL.ROI_BOX_HEAD.NUM_FC": 1}
     )
-    with pytest.raises(ValueError, match=r"has MODEL\.ROI_HEADS\.NAME Res5ROIHeads, this model StandardROIHeads"):
+    with pytest.raises(ValueError, match=r"MODEL\.ROI_HEADS\.NAME"):
         save_official(model, "refcoco", tmp_path / "x.model")
     assert not (tmp_path / "x.model").exists()
 

@@ -232,9 +232,9 @@ def test_an_official_head_needs_the_list_of_its_answers(config_of, tmp_path, mon
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("encoder.weights=./nothing", "nothing: no such weights file or folder"),
-        ("task.weights=./nothing", "nothing: no such weights file or folder"),
-        ("encoder.weights={here}", "holds no encoder's weights"),
+        ("encoder.weights=./nothing", "nothing: no weights"),
+        ("task.weights=./nothing", "nothing: no weights"),
+        ("encoder.weights={here}", "no weights of the encoder"),
     ],
 )
 def test_a_start_that_is_not_there(config_of, tmp_path, word, message):

@@ -1,10 +1,12 @@
-"""What tests of starting weights share: rules of a run, and a pre-training task."""
+"""What tests of starting weights share: rules of a run, values that tell parameters apart, a pre-training task."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import torch
+from torch import Tensor, nn
 
 from e2e_vl.config import RunConfig
 from e2e_vl.run.build import ADAPTERS, build_objectives
@@ -13,10 +15,27 @@ from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.pretraining import PretrainingTask
 from e2e_vl.weights.start import StartRules
 
+Module = TypeVar("Module", bound=nn.Module)
 
-def rules(task_name: str) -> StartRules:
-    """Of a run of VL-BERT."""
-    return StartRules(task_name, ADAPTERS["vl_bert"])
+
+def rules(task_name: str, encoder: str = "vl_bert") -> StartRules:
+    """Of a run with this task and encoder."""
+    return StartRules(task_name, ADAPTERS[encoder])
+
+
+def fill(module: Module, seed: int) -> Module:
+    """Random values everywhere, also where parameters start at 0 or 1 or as copies."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.1)
+    return module
+
+
+def same(one: nn.Module | dict[str, Tensor], other: nn.Module | dict[str, Tensor]) -> bool:
+    """Two state dicts, or those of modules, have the same names and values."""
+    first, second = (part.state_dict() if isinstance(part, nn.Module) else part for part in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 def replaced(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:

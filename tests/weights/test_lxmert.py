@@ -18,11 +18,9 @@ from transformers import (
 )
 
 from detector.config import DetectorConfig
-from detector.errors import UserError
 from detector.structures import PrecomputedDetector
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import ADAPTERS
 from e2e_vl.structures import TextBatch, TextRegions
 from e2e_vl.tasks.config import GQAConfig, NLVR2Config, VQAConfig
 from e2e_vl.tasks.gqa import GQATask
@@ -33,7 +31,8 @@ from e2e_vl.weights.lxmert import OfficialLxmert, TransformersLxmert
 from e2e_vl.weights.start import StartRules, load_encoder, load_task, rows_of_answers
 from tests.encoders.small import LXMERT as SMALL
 from tests.encoders.small import make_inputs
-from tests.weights.starts import pretraining_task
+from tests.weights.starts import fill, pretraining_task, same
+from tests.weights.starts import rules as rules_of
 
 ANSWERS = [f"answer {number}" for number in range(7)]
 HEADS = {
@@ -48,16 +47,7 @@ THEIRS = {name: SMALL[name] for name in SMALL if name != "feature_dim"} | {"visu
 
 
 def rules(task_name: str) -> StartRules:
-    return StartRules(task_name, ADAPTERS["lxmert"])
-
-
-def fill(module: nn.Module, seed: int) -> nn.Module:
-    """Values that tell all parameters apart."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.rand(parameter.shape, generator=generator))
-    return module
+    return rules_of(task_name, "lxmert")
 
 
 def make_encoder(seed: int = 0, **fields) -> LxmertEncoder:
@@ -80,13 +70,6 @@ def make_model(name: str, seed: int = 0, **fields) -> VisionLanguageModel:
     )
 
 
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    state = other.state_dict()
-    assert state.keys() == one.state_dict().keys()
-    for name, value in one.state_dict().items():
-        assert torch.equal(value, state[name]), name
-
-
 @pytest.mark.parametrize("module", ["", "module."])
 @pytest.mark.parametrize("name", ["pretraining", "vqa"])
 def test_official_files_there_and_back(tmp_path: Path, name, module):
@@ -104,18 +87,14 @@ def test_official_files_there_and_back(tmp_path: Path, name, module):
     report = load_encoder(encoder, path, rules(name))
     assert report.is_complete and report.layout == "LXMERT"
     assert load_task(task, path, rules(name)).is_complete
-    assert_same(model.encoder, encoder)
-    assert_same(model.task, task)
+    assert same(model.encoder, encoder)
+    assert same(model.task, task)
 
 
-@pytest.mark.parametrize("name", ["vqa", "gqa"])
-def test_a_fine_tuned_head_fits_every_task_with_a_list_of_answers(name):
+def test_a_fine_tuned_head_is_one_of_answers_or_of_image_pairs_by_its_width():
     found = OfficialLxmert().convert({"logit_fc.0.weight": torch.zeros(4, 2), "logit_fc.3.bias": torch.zeros(9)}, "f")
-    assert name in {found.task_name, *found.compatible_tasks}
+    assert {found.task_name, *found.compatible_tasks} == {"vqa", "gqa"}
     assert set(found.task) == {"head.transform.dense.weight", "head.output.bias"}
-
-
-def test_a_head_of_image_pairs_is_told_by_its_width():
     found = OfficialLxmert().convert({"logit_fc.0.weight": torch.zeros(4, 4)}, "f")
     assert (found.task_name, found.compatible_tasks) == ("nlvr2", ())
 
@@ -126,7 +105,7 @@ def test_our_own_encoder_is_not_taken_for_another(tmp_path: Path):
     other = make_encoder(7)
     report = load_encoder(other, tmp_path, rules("vqa"))
     assert report.is_complete and report.layout == "this project"
-    assert_same(encoder, other)
+    assert same(encoder, other)
 
 
 def test_the_papers_encoder_starts_from_an_official_file(tmp_path: Path):
@@ -178,8 +157,6 @@ def test_the_top_layers_of_bert_are_the_papers_side(tmp_path: Path):
         elif name.startswith("embeddings."):
             assert torch.equal(value, theirs[name]), name
     assert checked == 2 * 16
-    with pytest.raises(ValueError, match="bert_layers"):
-        make_encoder(bert_layers="top")
 
 
 def test_the_output_bias_of_words_alone_starts_from_bert(tmp_path: Path):
@@ -194,7 +171,7 @@ def test_the_output_bias_of_words_alone_starts_from_bert(tmp_path: Path):
     model = make_model("pretraining", 5)
     OfficialLxmert().export(model, "pretraining", tmp_path / "Epoch20_LXRT.pth")
     assert load_task(task, tmp_path / "Epoch20_LXRT.pth", rules("pretraining")).is_complete
-    assert_same(model.task, task)  # a pre-training that goes on takes everything
+    assert same(model.task, task)  # a pre-training that goes on takes everything
 
 
 def test_answers_start_from_the_rows_of_the_same_answers(tmp_path: Path):
@@ -202,19 +179,19 @@ def test_answers_start_from_the_rows_of_the_same_answers(tmp_path: Path):
     OfficialLxmert().export(model, "pretraining", path)
     answers = ["The answer 3.", "unheard of", "answer 0"]
     task = make_task("vqa", 1, answers)
-    with pytest.raises(FileNotFoundError, match=r"put all_ans\.json of the project that published it"):
+    with pytest.raises(FileNotFoundError, match=r"all_ans\.json"):
         load_task(task, path, rules("vqa"))
     listed = [{"ans": answer, "dsets": ["vqa"]} for answer in ANSWERS]
     (tmp_path / "all_ans.json").write_text(json.dumps(listed), encoding="utf-8")
     report = load_task(task, path, rules("vqa"))
     assert "image_qa.head.output rows of 2 of 3 answers -> head.output" in report.copied
     head, theirs = task.head, model.task.image_qa.head
-    assert_same(head.transform, theirs.transform)
+    assert same(head.transform, theirs.transform)
     for kind in ("weight", "bias"):
         rows, given = getattr(head.output, kind), getattr(theirs.output, kind)
         assert torch.equal(rows[[0, 2]], given[[3, 0]]) and not rows[1].any()
     (tmp_path / "all_ans.json").write_text(json.dumps(listed[:-1]), encoding="utf-8")
-    with pytest.raises(ValueError, match="has 7 answers, and the list beside it 6"):
+    with pytest.raises(ValueError, match=r"7 answers, .* 6"):
         load_task(task, path, rules("vqa"))
 
 
@@ -228,9 +205,9 @@ def test_rows_of_answers():
 def test_damaged_and_strange_files():
     adapter, words = OfficialLxmert(), torch.rand(4, 2)
     file = {"bert.embeddings.word_embeddings.weight": words, "cls.predictions.decoder.weight": words + 1}
-    with pytest.raises(ValueError, match=r"f: the decoder of words differs from the word embeddings"):
+    with pytest.raises(ValueError, match=r"f: cls\.predictions\.decoder\.weight"):
         adapter.convert(file, "f")
-    with pytest.raises(ValueError, match=r"f: bert\.unheard\.of is no name of a LXMERT model"):
+    with pytest.raises(ValueError, match=r"f: bert\.unheard\.of"):
         adapter.convert({"bert.unheard.of": words}, "f")
     assert not adapter.recognise({"bert.embeddings.word_embeddings.weight": words})
     assert adapter.recognise({"module.bert.encoder.visn_fc.box_fc.weight": words})
@@ -238,12 +215,10 @@ def test_damaged_and_strange_files():
 
 def test_models_that_the_official_code_does_not_have(tmp_path: Path):
     export = OfficialLxmert().export
-    with pytest.raises(ValueError, match=r"are named \*\.pth"):
-        export(make_model("vqa"), "vqa", tmp_path / "a.model")
-    with pytest.raises(ValueError, match="no encoder with cross_attention = separate"):
+    with pytest.raises(ValueError, match=r"a\.pth: .*cross_attention"):
         export(make_model("vqa", cross_attention="separate"), "vqa", tmp_path / "a.pth")
     parts = PrecomputedDetector(DetectorConfig()), make_encoder(), ReferringTask(32)
-    with pytest.raises(ValueError, match="no official LXMERT model for the task 'refcoco'"):
+    with pytest.raises(ValueError, match="refcoco"):
         export(VisionLanguageModel(*parts), "refcoco", tmp_path / "a.pth")
 
 
@@ -312,7 +287,7 @@ def test_a_model_of_questions_there_and_back(tmp_path: Path, name):
     assert export_folder(model, name, tmp_path / "model.safetensors") == []
     theirs = load_strictly(LxmertForQuestionAnswering, tmp_path)
     assert (theirs.config.num_qa_labels, theirs.config.visual_feat_dim) == (len(ANSWERS), SMALL["feature_dim"])
-    assert_same(model.encoder, theirs.lxmert)
+    assert same(model.encoder, theirs.lxmert)
     assert_trunks_agree(model, theirs.lxmert)
     texts, regions = make_inputs(counts=(2, 4, 1))
     with torch.no_grad():
@@ -326,8 +301,8 @@ def test_a_model_of_questions_there_and_back(tmp_path: Path, name):
         report = load_encoder(encoder, folder, rules(name))
         assert report.is_complete and report.layout == "transformers' LXMERT"
         assert load_task(task, folder, rules(name)).is_complete
-        assert_same(model.encoder, encoder)
-        assert_same(model.task, task)
+        assert same(model.encoder, encoder)
+        assert same(model.task, task)
 
 
 def test_a_model_of_pre_training_there_and_back(tmp_path: Path):
@@ -358,8 +333,8 @@ def test_a_model_of_pre_training_there_and_back(tmp_path: Path):
         encoder, task = make_encoder(1), make_task("pretraining", 1)
         assert load_encoder(encoder, folder, rules("pretraining")).is_complete
         assert load_task(task, folder, rules("pretraining")).is_complete
-        assert_same(model.encoder, encoder)
-        assert_same(model.task, task)
+        assert same(model.encoder, encoder)
+        assert same(model.task, task)
 
 
 def test_some_objectives_only(tmp_path: Path):
@@ -386,7 +361,7 @@ def test_a_trunk_alone_has_our_names(tmp_path: Path):
         assert_trunks_agree(model, theirs)
         encoder = make_encoder(2)
         assert load_encoder(encoder, folder, rules(name)).is_complete
-        assert_same(model.encoder, encoder)
+        assert same(model.encoder, encoder)
 
 
 @pytest.mark.parametrize(
@@ -402,11 +377,6 @@ def test_a_trunk_alone_has_our_names(tmp_path: Path):
     ],
 )
 def test_what_transformers_cannot_compute_is_not_written(tmp_path: Path, field, value):
-    with pytest.raises(UserError, match=f"such files have no encoder with {field} = {value}"):
+    with pytest.raises(ValueError, match=rf"model\.safetensors: .*{field}"):
         export_folder(model_of(make_task("vqa"), **{field: value}), "vqa", tmp_path / "model.safetensors")
     assert not list(tmp_path.iterdir())
-
-
-def test_another_file_name_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match=r"name the output .*out/model\.safetensors"):
-        export_folder(model_of(make_task("vqa")), "vqa", tmp_path / "out.safetensors")

@@ -1,4 +1,4 @@
-"""BERT of transformers as a start, in the formats and with the names of its old and new versions."""
+"""BERT of transformers as a start of VL-BERT, in the formats and with the names of its old and new versions."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.tasks.config import VQAConfig
-from e2e_vl.tasks.detection import DetectionTask
 from e2e_vl.tasks.pretraining import PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringTask
-from e2e_vl.tasks.vcr import VCRTask
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights import start
 from e2e_vl.weights.start import load_encoder, load_task
-from tests.weights.starts import pretraining_task, rules
+from tests.weights.starts import fill, pretraining_task, rules
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"intermediate_size": 24, "max_position_embeddings": 20}
@@ -29,12 +26,7 @@ OWN = ("region", "end_embedding", "text_visual", "text_only")  # parts of names 
 
 @pytest.fixture
 def bert() -> BertForMaskedLM:
-    torch.manual_seed(1)
-    model = BertForMaskedLM(BertConfig(**SIZES))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.rand(parameter.shape))
-    return model
+    return fill(BertForMaskedLM(BertConfig(**SIZES)), 1)
 
 
 def vl_bert(**fields) -> VLBertModel:
@@ -69,17 +61,13 @@ def save_new(bert: BertForMaskedLM, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("as_file", [False, True])
 @pytest.mark.parametrize("save", [save_old, save_new])
-def test_encoder_and_word_head_start_from_bert(tmp_path, bert, save, as_file):
+def test_encoder_and_word_head_start_from_bert(tmp_path, bert, save):
     path = save(bert, tmp_path / "bert")
-    if as_file:
-        path = next(path / name for name in start.FILES if (path / name).is_file())
     encoder, task = vl_bert(text_only_embedding=True), pretraining()
     own = {name: value.clone() for name, value in encoder.state_dict().items()}
     report = load_encoder(encoder, path, rules("pretraining"))
-    assert report.layout == "BERT"
-    assert report.missing
+    assert report.layout == "BERT" and report.missing
     assert all(any(part in name for part in OWN) for name in report.missing)
     assert all(torch.equal(encoder.state_dict()[name], own[name]) for name in report.missing)
     theirs, ours = bert.bert, encoder
@@ -103,22 +91,17 @@ def test_encoder_and_word_head_start_from_bert(tmp_path, bert, save, as_file):
     assert torch.equal(task.word_head.bias, head.bias)
 
 
-def test_the_pooler_comes_along_where_there_is_one(tmp_path, bert):
+def test_the_pooler_and_both_segments_come_along(tmp_path, bert):
+    """A task copies the first segment only where VL-BERT's pre-training left the second one untrained."""
     folder = save_old(bert, tmp_path / "bert")
     encoder = vl_bert(with_pooler=True)
     assert not [name for name in load_encoder(encoder, folder, rules("vcr")).missing if "pooler" in name]
     state = torch.load(folder / "pytorch_model.bin", weights_only=True)
     assert torch.equal(encoder.pooler.dense.weight, state["bert.pooler.dense.weight"])
-    assert "pooler.dense.weight" in load_encoder(vl_bert(), folder, rules("vcr")).unexpected
-
-
-def test_bert_keeps_its_two_segments_where_a_task_copies_the_first(tmp_path, bert):
-    """Both were trained, other than in VL-BERT's pre-training."""
-    encoder = vl_bert(with_pooler=True)
-    load_encoder(encoder, save_old(bert, tmp_path / "bert"), rules("vcr"))
     segments = encoder.embeddings.segment_embeddings.weight[:2]
     assert torch.equal(segments, bert.bert.embeddings.token_type_embeddings.weight)
     assert not torch.equal(segments[0], segments[1])
+    assert "pooler.dense.weight" in load_encoder(vl_bert(), folder, rules("vcr")).unexpected
 
 
 def test_heads_that_start_from_bert_and_heads_that_do_not(tmp_path, bert):
@@ -127,9 +110,8 @@ def test_heads_that_start_from_bert_and_heads_that_do_not(tmp_path, bert):
     report = load_task(task, folder, rules("vqa"))
     assert torch.equal(task.head.transform["dense"].weight, bert.cls.predictions.transform.dense.weight)
     assert report.missing == ["head.output.weight", "head.output.bias"] and report.unexpected == ["word_head.bias"]
-    for name, task in (("refcoco", ReferringTask(16)), ("vcr", VCRTask(16)), ("detection", DetectionTask(16))):
-        with pytest.raises(ValueError, match=rf"holds a BERT, and no rule says how the head of {name} starts from it"):
-            load_task(task, folder, rules(name))
+    with pytest.raises(ValueError, match=r"model.safetensors.*refcoco"):
+        load_task(ReferringTask(16), folder, rules("refcoco"))
 
 
 def test_a_bert_without_a_head_has_names_without_a_prefix(tmp_path, bert):
@@ -139,56 +121,40 @@ def test_a_bert_without_a_head_has_names_without_a_prefix(tmp_path, bert):
     encoder = vl_bert()
     load_encoder(encoder, tmp_path / "plain", rules("refcoco"))
     assert torch.equal(encoder.layers[0].output.dense.weight, plain.encoder.layer[0].output.dense.weight)
-    with pytest.raises(ValueError, match=r"model.safetensors does not fit .*missing \(word_head.bias"):
+    with pytest.raises(ValueError, match=r"model.safetensors .*missing \(word_head.bias"):
         load_task(pretraining(), tmp_path / "plain", rules("pretraining"))
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "wrong"),
     [
-        ({"vocab_size": 41}, r"model.safetensors: this BERT has 40 wordpieces, .* 41; set data.vocabulary"),
-        ({"max_position_embeddings": 10}, r"has 20 positions, .* 10; set encoder.config.max_position_embeddings"),
-        ({"hidden_size": 32}, r"model.safetensors does not fit .*mismatched \(embeddings.word_embeddings.weight"),
-        ({"num_hidden_layers": 3}, r"model.safetensors does not fit .*missing \(layers.2.attention"),
-        ({"num_hidden_layers": 1}, r"model.safetensors does not fit .*unexpected \(layers.1.attention"),
-        ({"num_attention_heads": 4}, r"config.json: num_attention_heads is 2, .* set encoder.config.num_attention"),
+        ({"vocab_size": 41}, r"model.safetensors .*embeddings.word_embeddings.weight \[40, 16\] -> \[41, 16\]"),
+        ({"num_hidden_layers": 3}, r"model.safetensors .*missing \(layers.2.attention"),
+        ({"num_hidden_layers": 1}, r"model.safetensors .*unexpected \(layers.1.attention"),
+        ({"num_attention_heads": 4}, r"config.json: num_attention_heads"),
     ],
 )
-def test_another_architecture_is_refused(tmp_path, bert, fields, message):
+def test_another_architecture_is_refused_as_a_whole(tmp_path, bert, fields, wrong):
     save_new(bert, tmp_path / "bert")
     encoder = vl_bert(**fields)
     before = {name: value.clone() for name, value in encoder.state_dict().items()}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=wrong):
         load_encoder(encoder, tmp_path / "bert", rules("refcoco"))
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
 
 
-def test_an_encoder_of_ours_with_another_geometry_is_refused(tmp_path):
-    vl_bert(geometry="corners").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"config.json: geometry is corners, but the encoder's is centre_size; set"):
-        load_encoder(vl_bert(), tmp_path, rules("refcoco"))
-
-
-def test_what_is_no_bert_is_refused(tmp_path, bert):
-    def write(state: dict[str, Tensor]) -> Path:
-        torch.save(state, tmp_path / "x.bin")
-        return tmp_path / "x.bin"
-
-    state = dict(bert.state_dict())
-    with pytest.raises(ValueError, match=r"x.bin: bert.adapter.weight is no name of a BERT model"):
-        load_encoder(vl_bert(), write({**state, "bert.adapter.weight": torch.zeros(1)}), rules("refcoco"))
-    untied = {**state, "cls.predictions.decoder.weight": torch.zeros(40, 16)}
-    with pytest.raises(ValueError, match=r"x.bin: the decoder of words differs from the word embeddings"):
-        load_encoder(vl_bert(), write(untied), rules("refcoco"))
-    with pytest.raises(ValueError, match=r"x.bin does not fit .*unexpected \(roberta.x\)"):
-        load_encoder(vl_bert(), write({"roberta.x": torch.zeros(1)}), rules("refcoco"))
+@pytest.mark.parametrize("name", ["bert.adapter.weight", "cls.predictions.decoder.weight"])
+def test_strange_names_and_an_untied_decoder_are_named_with_the_file(tmp_path, bert, name):
+    torch.save({**bert.state_dict(), name: torch.zeros(40, 16)}, tmp_path / "x.bin")
+    with pytest.raises(ValueError, match=rf"x.bin: .*{name.removeprefix('bert.')}"):
+        load_encoder(vl_bert(), tmp_path / "x.bin", rules("refcoco"))
 
 
 @pytest.mark.parametrize("name", ["missing.bin", "no/such/folder", "./bert"])
 def test_a_path_to_nothing_never_reaches_for_the_network(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(start, "cached_file", lambda *args, **options: pytest.fail("network"))
-    with pytest.raises(FileNotFoundError, match="no such weights file or folder"):
+    with pytest.raises(FileNotFoundError, match=Path(name).name):
         load_encoder(vl_bert(), name, rules("refcoco"))
 
 
@@ -204,5 +170,5 @@ def test_a_hub_name_is_fetched_by_transformers(tmp_path, monkeypatch, bert):
     encoder = vl_bert()
     load_encoder(encoder, "org/bert-tiny", rules("refcoco"))
     assert torch.equal(encoder.embeddings.word_embeddings.weight, bert.bert.embeddings.word_embeddings.weight)
-    with pytest.raises(FileNotFoundError, match=r"bert-nano: neither a local file .* \(not reachable\)"):
+    with pytest.raises(FileNotFoundError, match=r"bert-nano: .*\(not reachable\)"):
         load_encoder(vl_bert(), "bert-nano", rules("refcoco"))
