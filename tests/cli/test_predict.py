@@ -395,8 +395,8 @@ def test_a_hidden_region_is_named_without_its_pixels(pretraining_run, tmp_path, 
     assert seen[0] != seen[1]
     names = {*(f"class {number}" for number in range(6)), "background"}  # of a detector that was not trained
     assert len(first["classes"]) == 5 and {name for name, _ in [*first["classes"], *seen]} <= names
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("hidden region 1: "))
-    assert line.startswith(f"hidden region 1: {first['classes'][0][0]} {first['classes'][0][1]:.3f}, ")
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("masked region 1: "))
+    assert line.startswith(f"masked region 1: {first['classes'][0][0]} {first['classes'][0][1]:.3f}, ")
     assert line.endswith(f"(not hidden: {seen[0][0]} {seen[0][1]:.3f})")
     with Image.open(tmp_path / "first" / "answer.png") as one, Image.open(tmp_path / "second" / "answer.png") as two:
         assert np.mean(np.array(one) != np.array(two)) < 0.01  # a rounded number may have another last digit

@@ -13,8 +13,6 @@ def prediction(identifier: str, answer: str = "True", label: str | None = None) 
 
 def test_groups_leave_the_pair_out():
     assert group_of("dev-850-2-0") == group_of("dev-850-0-0") == "dev-850-0" != group_of("dev-850-2-1")
-    with pytest.raises(ValueError, match="'dev-1' is not split-set-pair-sentence"):
-        group_of("dev-1")
 
 
 def test_consistency_asks_for_all_of_a_group():
@@ -22,8 +20,6 @@ def test_consistency_asks_for_all_of_a_group():
     scores = truth_scores(labels, {"dev-1-0-0": "tRUE", "dev-1-1-0": "True", "dev-1-0-1": "true", "dev-9-9-9": "x"})
     assert scores == {"accuracy": pytest.approx(2 / 3), "consistency": 0.5}
     assert truth_scores({"dev-1-0-0": "True"}, {"dev-1-0-0": " True"})["accuracy"] == 0, "nothing is stripped"
-    with pytest.raises(ValueError, match="example dev-1-0-0 has no prediction"):
-        truth_scores(labels, {})
 
 
 def test_metrics_and_the_file_of_the_script(tmp_path):

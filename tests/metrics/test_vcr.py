@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 
+from detector.errors import UserError
 from e2e_vl.metrics.vcr import COLUMNS, Submission, VCRPrediction, joint_metrics, write_submission
 from tests.leaderboard import prediction, read_leaderboard, score
 
@@ -18,12 +19,6 @@ def test_columns_are_those_of_the_leaderboard():
     assert COLUMNS[:2] == ("annot_id", "answer_0")
     assert COLUMNS[5] == "rationale_conditioned_on_a0_0"
     assert COLUMNS[-1] == "rationale_conditioned_on_a3_3"
-
-
-def test_both_must_be_right_for_the_joint_score():
-    given_each = BEST[[0, 1, 0, 0]][:, None].repeat(4, axis=1)
-    scores = score(Submission(list("abcd"), BEST, given_each), [0, 1, 2, 0], [0, 2, 0, 1])
-    assert scores == {"Q->A": 0.75, "QA->R": 0.5, "Q->AR": 0.5}
 
 
 def test_rationales_are_those_given_the_right_answer():
@@ -70,13 +65,9 @@ def test_predictions_that_do_not_go_together(tmp_path):
     write = functools.partial(write_submission, tmp_path / "test.csv")
     answers = [answer("a", 2)]
     rationales = [rationale("a", given, 0) for given in range(4)]
-    with pytest.raises(ValueError, match=r"the question a, given answer 3, .*condition_on=each"):
+    with pytest.raises(UserError, match=r"question a, .*condition_on=each"):
         write(answers, rationales[:3])
-    with pytest.raises(ValueError, match="question b has rationale predictions but no answer"):
-        write(answers, [*rationales, rationale("b", 0, 0)])
-    with pytest.raises(ValueError, match="two rationale predictions for the question a"):
-        write(answers, [*rationales, rationales[0]])
-    with pytest.raises(ValueError, match="about the rationale, expected the answer"):
+    with pytest.raises(UserError, match="rationale, expected the answer"):
         write(rationales, answers)
 
 
@@ -89,12 +80,3 @@ def test_joint_metrics_of_two_runs(conditioned):
         rationales += [rationale(n, given, 0) for n in "abc" for given in range(4) if given != labels[n]]
     scores = joint_metrics(answers, rationales)
     assert scores == pytest.approx({"Q->A": 2 / 3, "QA->R": 2 / 3, "Q->AR": 1 / 3})
-
-
-def test_joint_metrics_of_different_questions():
-    with pytest.raises(ValueError, match="no rationale prediction for the question a"):
-        joint_metrics([answer("a", 2, 2)], [rationale("a", 1, 1, 1)])
-    with pytest.raises(ValueError, match="no answer prediction for the question b"):
-        joint_metrics([answer("a", 2, 2)], [rationale("a", 2, 1, 1), rationale("b", 2, 1, 1)])
-    with pytest.raises(ValueError, match="a has no label"):
-        joint_metrics([answer("a", 2, None)], [])

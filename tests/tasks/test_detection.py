@@ -81,16 +81,6 @@ def test_training_without_detection_losses_is_an_error():
     output_of(task, batch_of(detection_targets=DetectionTargets([], [])), regions_of())
 
 
-def test_given_boxes_and_other_classes_are_errors():
-    task, batch = DetectionTask(5).eval(), batch_of()
-    given = dataclasses.replace(regions_of(), scores=None, classes=None)
-    with pytest.raises(ValueError, match="evaluate with boxes 'online'"):
-        task.predict(batch, output_of(task, batch, given))
-    fewer = batch_of(targets=CategoryTargets(CATEGORY_IDS[:, :2]))
-    with pytest.raises(ValueError, match="The detector has 3 classes, but the data set has 2 categories"):
-        task.predict(fewer, output_of(task, fewer, regions_of()))
-
-
 def entry(box: list[float], category_id: int = 4, *, is_crowd: bool = False) -> dict:
     return {"box": box, "category_id": category_id, "category": "x", "area": None, "is_crowd": is_crowd}
 

@@ -97,8 +97,6 @@ def test_the_softmax_loss_times_the_number_of_answers():
     torch.testing.assert_close(output.losses["gqa"].mean, 5 * F.cross_entropy(output.logits[:1], torch.tensor([1])))
     [record, _] = predict(make_task(loss="softmax_times_answers"), batch, logits)
     assert record.score == pytest.approx(0.2), "a share among all answers"
-    with pytest.raises(ValueError, match="unlisted_is_first needs the loss softmax_times_answers, but loss is softmax"):
-        GQAConfig(answers=ANSWERS, loss="softmax", unlisted_is_first=True)
 
 
 def test_the_hidden_layer_may_be_wider_than_the_summary():

@@ -64,9 +64,14 @@ def make_task(**config) -> ReferringTask:
     return ReferringTask(HIDDEN, ReferringConfig(**config)).eval()
 
 
+def candidates_of(task: ReferringTask, batch: Batch, regions: TextRegions) -> torch.Tensor:
+    return task(batch, regions, encoded(regions)).logits > -torch.inf
+
+
 def scored(task: ReferringTask, batch: Batch, regions: Regions, text_regions: TextRegions, scores: list) -> ModelOutput:
     """A model output in which the regions have the given scores; candidates as the task decides."""
-    logits = torch.tensor(scores).masked_fill(~task.candidates(text_regions), -torch.inf)
+    found = candidates_of(task, batch, text_regions)
+    logits = torch.tensor(scores).masked_fill(~found, -torch.inf)
     return ModelOutput(TaskOutput({}, logits), regions, text_regions, encoded(text_regions), batch)
 
 
@@ -177,7 +182,7 @@ def test_whole_image_cannot_win_if_told_so():
     task = make_task(whole_image_can_win=False)
     batch, regions, text_regions = make_batch()
     states = encoded(text_regions)
-    assert task.candidates(text_regions).tolist() == [
+    assert candidates_of(task, batch, text_regions).tolist() == [
         [False, True, True, False],
         [False, True, True, True],
         [False, True, True, True],
@@ -211,8 +216,8 @@ def test_the_whole_image_is_no_answer_where_no_region_is_a_miss():
 
 def test_an_object_as_large_as_the_image_stays_a_candidate():
     task = make_task(whole_image_can_win=False)
-    _, _, text_regions = make_batch(boxes=([WHOLE[0], BOXES[0][0]], BOXES[1]))
-    assert task.candidates(text_regions)[0].tolist() == [False, True, True, False]
+    batch, _, text_regions = make_batch(boxes=([WHOLE[0], BOXES[0][0]], BOXES[1]))
+    assert candidates_of(task, batch, text_regions)[0].tolist() == [False, True, True, False]
 
 
 def test_text_without_any_region_is_an_error_that_names_the_image():

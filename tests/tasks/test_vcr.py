@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from detector.errors import UserError
 from detector.structures import ImageBatch, Regions
 from e2e_vl.data.config import VCROptions
 from e2e_vl.metrics.vcr import VCRPrediction
@@ -162,31 +163,16 @@ def test_metrics_count_the_questions_with_a_label():
     assert task.correct(records[3]) is None
 
 
-def test_inputs_that_do_not_fit():
-    task = VCRTask(H, VCRConfig(num_classes=3))
-    with pytest.raises(ValueError, match=r"class 3, but task.config.num_classes is 3"):
-        run(task, make_batch([2, 0]))
-    regions = make_regions()
-    encoded = EncoderOutput(torch.randn(8, 3, H), torch.randn(8, 3, H), summary=torch.randn(8, H))
-    batch = make_batch()
-    batch.texts = TextBatch(*(tensor[:6] for tensor in (batch.texts.input_ids,) * 2), batch.texts.attention_mask[:6])
-    with pytest.raises(ValueError, match="fours, one per choice; this batch has 6"):
-        task(batch, regions, encoded)
-
-
 def test_what_does_not_fit_is_found_before_training():
-    def task(**config) -> VCRTask:
-        return VCRTask(H, VCRConfig(**{"mask_size": 7} | config))
+    def check(names: list[str] | None, **config) -> None:
+        VCRTask(H, VCRConfig(**config)).check_data(SimpleNamespace(class_names=names), None)
 
-    facts, detector = SimpleNamespace(class_names=["person", "chair"]), SimpleNamespace(map_size=7)
-    task(num_classes=3).check_data(facts, detector)
-    task(num_classes=2, region_loss_weight=0).check_data(facts, detector)
-    task().check_data(SimpleNamespace(class_names=None), SimpleNamespace(map_size=None))  # neither may say anything
-    task(mask_size=None).check_data(facts, SimpleNamespace(map_size=14))
-    with pytest.raises(ValueError, match=r"task.config.num_classes is 2, but the data have 2 classes .*set it to 3"):
-        task(num_classes=2).check_data(facts, detector)
-    with pytest.raises(ValueError, match=r"mask_size is 7, but .* are 14 x 14; set task.config.mask_size=14"):
-        task().check_data(facts, SimpleNamespace(map_size=14))
+    names = ["person", "chair"]
+    check(names, num_classes=3)
+    check(names, num_classes=2, region_loss_weight=0)
+    check(None)
+    with pytest.raises(UserError, match=r"task.config.num_classes is 2, but the data have 2 classes .*set it to 3"):
+        check(names, num_classes=2)
 
 
 def test_what_the_encoder_must_be_able_to_do():
@@ -269,8 +255,6 @@ def test_sentences_of_users_name_objects():
     assert parse_sentence("[sic] 3", 0) == ["[sic]", "3"]
     with pytest.raises(ValueError, match="names the object \\[3\\], but 3 boxes"):
         parse_sentence("[0,3] waits", 3)
-    with pytest.raises(ValueError, match="empty"):
-        parse_sentence(" ", 3)
 
 
 # A question as four texts
@@ -365,8 +349,6 @@ def test_a_name_does_not_depend_on_the_other_questions(tiny):
 
 def test_texts_are_cut_without_special_tokens(tiny):
     assert max(len(text.encoding.input_ids) for text in texts_of(tiny, max_pieces=6)) == 6 + 3
-    with pytest.raises(ValueError, match=r"set task\.config\.max_pieces instead"):
-        VCRTask(8).preprocessor(TextTokenizer(tiny.write().tokenizer, max_length=20))
 
 
 def test_controls_without_words(tiny):
@@ -447,8 +429,6 @@ def test_only_the_choice_is_cut(tiny):
     texts = texts_of(tiny, cut="fronts", cut_choices_only=True, max_pieces=9)
     assert spoken(tiny, texts[0]) == "[CLS] why is riley and chair there ? [SEP] casey . [SEP]"
     assert spoken(tiny, texts[2]) == "[CLS] why is riley and chair there ? [SEP] chair . [SEP]"
-    with pytest.raises(ValueError, match="The 7 wordpieces in front of the choices are more than the limit, 6"):
-        texts_of(tiny, cut="fronts", cut_choices_only=True, max_pieces=6)
 
 
 def test_question_and_choice_lose_their_fronts(tiny):

@@ -124,11 +124,6 @@ def test_a_detector_that_labels_must_have_the_classes():
         masked_regions(classes=7).check(None, detector, RegionMasking())
 
 
-def test_it_is_what_regions_are_hidden_for():
-    assert MaskedRegions.predicts_regions and not MaskedRegions.reads_words
-    assert MaskedRegionsConfig().classes == 1601  # Visual Genome's
-
-
 # Labels of a detector
 
 
@@ -185,9 +180,6 @@ def test_labels_that_are_missing_or_do_not_fit():
     inputs.batch.region_labels.detected_scores = None
     with pytest.raises(ValueError, match="or without their scores"):
         inputs.run(objective, Targets())
-    with_detected(inputs)
-    with pytest.raises(ValueError, match="has the label 2 among the classes"):
-        inputs.run(object_labels(classes=2), Targets())
 
 
 def test_nothing_is_learned_where_a_user_hides_regions():

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from detector.errors import UserError
 from e2e_vl.samples import CorrectAnswer, CorrectChoice, HumanAnswers, Question, ReferredBox, SampleText, ScoredAnswers
 from e2e_vl.structures import Ability
 from e2e_vl.tasks.base import Sizes
@@ -131,12 +132,6 @@ def test_a_label_cannot_be_read_from_the_text(tokenizer):
     assert first == second and (right, wrong) == (1, 0)
 
 
-def test_an_only_caption_has_no_second_one(tokenizer):
-    preprocessor = exchanging(tokenizer, 0.01, texts="pair")
-    with pytest.raises(ValueError, match="texts is pair, but an image has one caption only"):
-        word(preprocessor, sample_of(POOL[0], pool=POOL, own_texts=[0]))
-
-
 def test_a_users_text_is_alone(tokenizer, tmp_path):
     relationship = {"weight": 1.0, "texts": "pair"}
     sample = make_task(tokenizer, relationship=relationship).question(
@@ -146,11 +141,8 @@ def test_a_users_text_is_alone(tokenizer, tmp_path):
     assert "second" not in text.record and text.record["text"] == "caption [MASK]"
 
 
-# Stated truths
-
-
 @pytest.mark.parametrize(("truth", "label"), [(CorrectChoice(1), 1), (CorrectChoice(0), 0), (None, -1)])
-def test_stated_truths_are_the_labels(tokenizer, truth, label):
+def test_truths_of_the_data_are_the_labels(tokenizer, truth, label):
     preprocessor = make_preprocessor(tokenizer, relationship={"weight": 1.0, "texts": "labelled"})
     for epoch in range(5):
         [text] = word(preprocessor, sample_of(SampleText(0, POOL[0], {}, truth), pool=POOL, own_texts=[0]), epoch=epoch)
@@ -203,24 +195,21 @@ def test_the_head_has_the_width_of_the_summary():
     assert relationship_of().head.in_features == SIZES.hidden_size
 
 
-def test_captions_of_other_images_need_other_images():
-    relationship_of().check(SimpleNamespace(groups=[[0], [1]]), None, None)
-    relationship_of().check(None, None, None)
-    with pytest.raises(ValueError, match="need at least two images"):
-        relationship_of().check(SimpleNamespace(groups=[[0, 1]]), None, None)
-
-
 def test_each_kind_of_text_needs_its_data():
     def check(texts: str, groups: list[list[int]], *truths: CorrectChoice | None) -> None:
         objective = Relationship(SIZES, RelationshipConfig(weight=1.0, texts=texts))
         objective.check(SimpleNamespace(groups=groups, truths=lambda: truths), None, None)
 
     check("pair", [[0, 1], [2, 3]])
-    check("stated", [[0]], None, CorrectChoice(0))
-    with pytest.raises(ValueError, match="texts is pair, but an image has one caption only"):
-        check("pair", [[0, 1], [2]])
-    with pytest.raises(ValueError, match=r"relationship\.texts is stated, but the data do not say"):
-        check("stated", [[0], [1]], None)
+    check("labelled", [[0]], None, CorrectChoice(0))
+    for wrong in (("pair", [[0, 1], [2]]), ("labelled", [[0], [1]], None)):
+        with pytest.raises(UserError, match=rf"relationship\.texts is {wrong[0]}"):
+            check(*wrong)
+
+
+def test_captions_of_other_images_need_other_images(tokenizer):
+    with pytest.raises(UserError, match="two images"):
+        word(exchanging(tokenizer, 0.99), sample_of(*POOL[:3], pool=POOL[:3], own_texts=range(3)))
 
 
 @pytest.mark.parametrize(
