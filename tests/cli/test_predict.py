@@ -397,7 +397,7 @@ def test_a_hidden_region_is_named_without_its_pixels(pretraining_run, tmp_path, 
     assert len(first["classes"]) == 5 and {name for name, _ in [*first["classes"], *seen]} <= names
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("masked region 1: "))
     assert line.startswith(f"masked region 1: {first['classes'][0][0]} {first['classes'][0][1]:.3f}, ")
-    assert line.endswith(f"(not hidden: {seen[0][0]} {seen[0][1]:.3f})")
+    assert line.endswith(f"(unmasked: {seen[0][0]} {seen[0][1]:.3f})")
     with Image.open(tmp_path / "first" / "answer.png") as one, Image.open(tmp_path / "second" / "answer.png") as two:
         assert np.mean(np.array(one) != np.array(two)) < 0.01  # a rounded number may have another last digit
     assert is_picture(tmp_path / "first" / "answer.png")
@@ -547,12 +547,11 @@ def test_a_model_of_the_hub(trained_run, folder, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((), "VCR's boxes are given"),
-        (("--boxes", "person:1,2,30,40"), "here are 0; give four choices"),
+        ((), "four choices, and no answer"),
+        (("--boxes", "person:1,2,30,40"), "four choices, and no answer"),
         (("--boxes", "person:1,2,30,40", "--choices", "a", "b", "c", "[1] d"), "names the object \\[1\\], but 1 boxes"),
-        (("--boxes", "person:1,2,30,40", "--choices", "a", "b", "c", " "), "one of the choices is empty"),
         (("--boxes", "robot:1,2,30,40", "--choices", "a", "b", "c", "d"), "class 'robot' is none of the run's"),
-        (("--boxes", "person:1,2,30,40", "--choices", *"abcd", "--answer", "x"), "chooses answers, so it takes none"),
+        (("--boxes", "person:1,2,30,40", "--choices", *"abcd", "--answer", "x"), "four choices, and no answer"),
         (("--boxes", "person:1,2,30,40", "5,6,7,8", "--choices", *"abcd"), "Some boxes have a class"),
         (("--boxes", "person:1,2,1,40", "--choices", *"abcd"), "is no box"),
         (("--boxes", "person:1,2,x,40", "--choices", *"abcd"), "is no box"),
