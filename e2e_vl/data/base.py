@@ -156,14 +156,19 @@ class RecordDataset(VLDataset):
     texts: SerializedList[Any]
     groups: TextGroups
 
-    def set_texts(self, records: Sequence[Any], where: str, images: Iterable[Any] | None = None) -> None:
+    def set_texts(
+        self, records: Sequence[Any], where: str, images: Iterable[Any] | None = None, *, need_labels: bool = False
+    ) -> None:
         """Keep the records.
 
         Args:
             records: with an id of its own each.
             where: names them in errors.
             images: of each record, by which texts are grouped, where the same name may mean two images.
+            need_labels: the run learns from their labels.
         """
+        if not records or (need_labels and records[0].truth is None):
+            raise UserError(f"{where}s: there are none, or they have no labels to learn from; choose another split")
         require_unique((record.id for record in records), where)
         self.texts = records if isinstance(records, SerializedList) else SerializedList(records, type(records[0]))
         self.groups = TextGroups.of_images(images or (record.image_names for record in records))

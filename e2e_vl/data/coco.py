@@ -1,7 +1,6 @@
 """COCO's instances files, and object detection on them: all images of one file per split, with and without objects.
 
-There is nothing to read in this task, but batches are made of texts about images. So each image has one empty text,
-whose index is the image's row in the file.
+Batches are made of texts about images, so each image has one empty text, whose index is the image's row in the file.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from msgspec import Meta, field
@@ -77,10 +76,10 @@ class CocoImage(Record, array_like=True):
 
 
 class CocoInstances:
-    """An instances file, also those that come with RefCOCO, RefCOCO+ and RefCOCOg.
+    """An instances file of COCO, RefCOCO, RefCOCO+ or RefCOCOg.
 
-    Besides COCO's own keys, annotations may carry `attribute_ids`, which point into a top-level list `attributes`
-    [{id, name}]. Annotations with empty boxes, of which COCO's own files have a few, are left out and logged.
+    Besides COCO's own keys, annotations may have `attribute_ids`, ids of a top-level list `attributes` [{id, name}].
+    Annotations with empty boxes, of which COCO's own files have a few, are left out and logged.
 
     Attributes:
         images: in the order of the file.
@@ -102,19 +101,21 @@ class CocoInstances:
         empty = []
         for row in content.annotations:
             image, (x, y, width, height) = images.get(row.image_id), row.bbox
-            if image is None or row.category_id not in class_of or not attribute_of.keys() >= {*row.attribute_ids}:
-                raise UserError(
-                    f"{self.path}: annotation {row.id} has an image_id, a category_id or an attribute that the file "
-                    "does not list"
-                )
+            box = (x, y, x + width, y + height)
             if width <= 0 or height <= 0:
                 empty.append(row.id)
                 continue
-            box = (x, y, x + width, y + height)
-            if x >= image.width or y >= image.height or box[2] <= 0 or box[3] <= 0:
+            if (
+                image is None
+                or row.category_id not in class_of
+                or not attribute_of.keys() >= {*row.attribute_ids}
+                or x >= image.width
+                or y >= image.height
+                or min(box[2:]) <= 0
+            ):
                 raise UserError(
-                    f"{self.path}: annotation {row.id}: the box {[*row.bbox]} lies outside its {image.width} x "
-                    f"{image.height} image"
+                    f"{self.path}: annotation {row.id} has an image_id, a category_id or an attribute that the file "
+                    f"does not list, or its box {[*row.bbox]} lies outside the image"
                 )
             attributes = tuple(attribute_of[attribute] for attribute in row.attribute_ids)
             labels = class_of[row.category_id], box, bool(row.iscrowd), attributes, row.area
@@ -168,12 +169,8 @@ class CocoInstances:
             names=tuple(self.class_names[one.class_index] for one in objects),
         )
 
-    def file(self, folder: Path, image_id: Id) -> Path:
-        """The file of an image in the folder of all images."""
-        return folder / self[image_id].file_name
-
     def sample_image(self, image_id: Id, file: Path) -> SampleImage:
-        """The facts about an image, which lies in `file`."""
+        """An image with its objects; it lies in `file`."""
         image = self[image_id]
         return SampleImage(str(image.id), file, (image.height, image.width), self.objects(image_id))
 
@@ -190,11 +187,9 @@ class CocoDetectionDataset(VLDataset):
     def __init__(self, files: DataFiles, options: NoOptions, split: str, needs: DataNeeds) -> None:
         self.instances = CocoInstances(files.path("instances", split=split))
         self.folder = files.path("images", split=split)
-        keeps_all = files.settings.keep_empty_images or not needs.training
+        keep_all = files.settings.keep_empty_images or not needs.training
         images = enumerate(self.instances.images)
-        self.groups = [[row] for row, image in images if keeps_all or not all(one.is_crowd for one in image.objects)]
-        if not self.groups:
-            raise UserError(f"{self.instances.path} has no {'images' if keeps_all else 'images with objects'}")
+        self.groups = [[row] for row, image in images if keep_all or not all(one.is_crowd for one in image.objects)]
         self.parts = [{}]
         self.class_names = self.instances.class_names
         self._categories = Categories(tuple(self.instances.category_ids))
@@ -205,13 +200,8 @@ class CocoDetectionDataset(VLDataset):
         return CocoInstances(files.path("instances", split=split)).class_names
 
     def check_classes(self, num_classes: int, known: Sequence[str] | None = None) -> None:
-        """As in `VLDataset`; and the detector may not have more classes, which would be no categories."""
-        super().check_classes(num_classes, known)
-        if len(self.class_names) != num_classes:
-            raise UserError(
-                f"{self.instances.path} has {len(self.class_names)} categories, but the detector has {num_classes} "
-                "classes; set MODEL.ROI_HEADS.NUM_CLASSES in its config."
-            )
+        """As in `VLDataset`, but the detector may not have more classes either: they would be no categories."""
+        super().check_classes(num_classes, known if len(self.class_names) == num_classes else None)
 
     def __len__(self) -> int:
         """Number of images in the file, so also of texts."""
@@ -233,7 +223,5 @@ class CocoDetectionDataset(VLDataset):
             }
             for one in image.objects
         ]
-        facts: dict[str, Any] = {"image_id": image.id, "objects": objects}
-        text = SampleText(texts[0], "", facts, self._categories)
-        file = self.instances.file(self.folder, image.id)
-        return Sample((self.instances.sample_image(image.id, file),), (text,))
+        text = SampleText(texts[0], "", {"image_id": image.id, "objects": objects}, self._categories)
+        return Sample((self.instances.sample_image(image.id, self.folder / image.file_name),), (text,))

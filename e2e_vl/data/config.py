@@ -10,15 +10,8 @@ from msgspec import Meta
 from detector.errors import UserError
 from e2e_vl.parts import DATASETS, PositiveInt, Probability, Settings, set_part_config
 
-
-def _check_pattern(pattern: str, first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Check that a pattern of file names holds the image's id and nothing that is unknown."""
-    try:
-        names = {pattern.format(**values) for values in (first, second)}
-    except (LookupError, ValueError, AttributeError) as error:
-        raise UserError(f"image_name is '{pattern}'; it takes {', '.join(f'{{{key}}}' for key in first)}") from error
-    if len(names) < 2:
-        raise UserError(f"image_name is '{pattern}'; it must hold {{id}}, the image's id")
+# a file name that holds the image's id, which is a text: "{id}.jpg", or "{id:0>12}.jpg" with leading zeros
+ImageName = Annotated[str, Meta(pattern=r"\{id(:[^{}d]*)?\}")]
 
 
 class NoOptions(Settings, frozen=True):
@@ -26,33 +19,25 @@ class NoOptions(Settings, frozen=True):
 
 
 class ImageNames(Settings, frozen=True):
-    """How the files of images are called."""
+    """How image files are named."""
 
-    # file name of an image; {id} is its id as a text, so {id:0>12} fills it up with zeros to twelve characters
-    image_name: str = "{id}.jpg"
+    image_name: ImageName = "{id}.jpg"
 
-    def __post_init__(self) -> None:
-        _check_pattern(self.image_name, {"id": "1"}, {"id": "2"})
-
-    def file(self, folder: Path, image_id: str) -> Path:
-        """The file of an image."""
-        return folder / self.image_name.format(id=image_id)
+    def file(self, folder: Path, image_id: str, **values: str) -> Path:
+        """The file of an image; `values` are those of further placeholders."""
+        return folder / self.image_name.format(id=image_id, **values)
 
 
-class VQAOptions(Settings, frozen=True):
-    """VQA v2."""
+class VQAOptions(ImageNames, frozen=True):
+    """VQA v2; {images} in a file name is the COCO image set, such as train2014."""
 
-    # file name of an image; {id} is its id, {images} the COCO image set, such as train2014
-    image_name: str = "COCO_{images}_{id:012d}.jpg"
-
-    def __post_init__(self) -> None:
-        _check_pattern(self.image_name, {"id": 1, "images": ""}, {"id": 2, "images": ""})
+    image_name: ImageName = "COCO_{images}_{id:0>12}.jpg"
 
 
 class GQAOptions(ImageNames, frozen=True):
     """GQA."""
 
-    # in evaluation, state where the objects are that a question and its answer name; needs `data.files.scene_graphs`
+    # in evaluation, read the boxes of the objects that a question and its answer name from `data.files.scene_graphs`
     grounding: bool = False
 
 
@@ -90,7 +75,7 @@ class VCROptions(Settings, frozen=True):
     """VCR. The official VL-BERT code has the same defaults.
 
     Attributes:
-        question: "answer" (Q->A) or "rationale" (QA->R). For pre-training: "both" states each question twice, for its
+        question: "answer" (Q->A) or "rationale" (QA->R). For pre-training: "both" gives each question twice, for its
             answer and for its rationale; "in_turn" (VisualBERT's code, by mistake) once, four questions for their
             answers, the next four for their rationales, and so on.
         condition_on: "right": rationales are given the right answer. "each": given each of the four answers, as the
@@ -113,11 +98,8 @@ class VCROptions(Settings, frozen=True):
     def __post_init__(self) -> None:
         if self.condition_on == "each" and self.question != "rationale":
             raise UserError(
-                "condition_on=each is about rationales; set data.config.question=rationale, or give a run that was "
-                "trained with it"
+                "condition_on=each is about rationales; set data.config.question=rationale, or use a run trained so"
             )
-        if len(set(self.class_names)) != len(self.class_names):
-            raise UserError("class_names must all be different")
 
 
 class CaptionOptions(Settings, frozen=True):
@@ -126,7 +108,7 @@ class CaptionOptions(Settings, frozen=True):
     Attributes:
         source: where captions come from: "coco", "shards" (img2dataset) or "json_lines" (VL-BERT's official code).
         use_corpus: False leaves `data.files.corpus` out.
-        use_images: False states captions without their images: the control that learns from words alone.
+        use_images: False gives captions without their images: the control that learns from words alone.
         cache: folder for the indices of large files; None = `index` in `data.root`.
         min_object_score: of `data.files.metadata` only objects with a higher score are kept (official VisualBERT: 0.7).
     """
@@ -153,14 +135,13 @@ class GenomeOptions(Settings, frozen=True):
 class ImageSets(ImageNames, frozen=True):
     """Files with several sets of images."""
 
-    # split -> what {images} stands for in `data.files`, such as {mscoco_train: train2014}; a split that is not named
-    # stands for itself
+    # split -> value of {images} in `data.files`, such as {mscoco_train: train2014}; by default the name of the split
     image_sets: dict[str, str] = {}
-    # leave out texts about images that the file of features (or of detections) lacks, as the official LXMERT code does,
-    # and log their number. False: such an image is an error.
+    # leave out texts about images that the file of features (or detections) lacks, as the official LXMERT code does,
+    # and log their number; False: such an image is an error
     leave_out_unseen: bool = False
-    # split -> number of rows: only texts about images in the first so many rows of that file are kept, and the number
-    # of the others is logged (minival of the official LXMERT code: 5000)
+    # split -> number of rows: keep only texts about images in the first rows of that file, and log the number of the
+    # others (minival of the official LXMERT code: 5000)
     first_rows: dict[str, PositiveInt] = {}
 
     def values(self, split: str) -> dict[str, str]:
@@ -177,17 +158,17 @@ class SentenceOptions(ImageSets, frozen=True):
 class ListedPairOptions(ImageSets, frozen=True):
     """NLVR2 in LXMERT's files."""
 
-    image_name: str = "{id}.png"
+    image_name: ImageName = "{id}.png"
 
 
 # Several data sets as one.
 
 
 class PartSettings(Settings, frozen=True):
-    """One of the data sets; the fields mean what they mean in `data`."""
+    """One of the joined data sets; the fields mean what they mean in `data`."""
 
     name: str
-    # split of the run -> split of this data set, which has no part in splits that are not named
+    # split of the run -> split of this data set; it takes no part in other splits of the run
     splits: Annotated[dict[str, str], Meta(min_length=1)]
     files: dict[str, str] = {}
     config: Any = {}
@@ -204,4 +185,4 @@ class PartSettings(Settings, frozen=True):
 class JoinedOptions(Settings, frozen=True):
     """Several data sets."""
 
-    parts: dict[str, PartSettings] = {}  # by a name of your own, for messages
+    parts: dict[str, PartSettings] = {}  # under any name, which is for messages

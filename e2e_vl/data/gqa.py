@@ -1,7 +1,7 @@
 """GQA: questions about the scene graphs of images, with one answer each.
 
-Files (`data.files`, relative to `data.root`; {split} is the split, such as train_balanced, and {part} what stands
-before its first underscore, such as train)
+Files (`data.files`, relative to `data.root`; {split} is the split, such as train_balanced, and {part} its beginning up
+to the first underscore, such as train)
     questions     questions/{split}_questions.json, or a folder of pieces of that name
     images        folder of the images
     choices       eval/{part}_choices.json: valid and plausible answers, for two of the scores; may be left out
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 _NO_STEP = re.compile("exist|query: name|choose name")  # of a program: they only read the answer
 
-
 _Length = Annotated[float, Meta(gt=0)]  # of a box, pixels
 
 
@@ -43,10 +42,6 @@ class _Types(Record):
     structural: str | None
     semantic: str | None
     detailed: str | None
-
-
-class _Groups(Record):
-    all: str | None = field(name="global")
 
 
 class _Step(Record):
@@ -65,10 +60,10 @@ class _FileQuestion(Record, kw_only=True):
     is_balanced: bool = field(name="isBalanced")
     answer: str | None = None  # none in the splits test, challenge and submission
     types: _Types | None = None
-    groups: _Groups | None = None
+    groups: dict[str, str | None] = field(default_factory=dict)
     entailed: list[str] = field(default_factory=list)
     semantic: list[_Step] = field(default_factory=list)
-    annotations: _NamedObjects | None = None
+    annotations: _NamedObjects = field(default_factory=_NamedObjects)
 
 
 class GQAQuestion(Record, array_like=True):
@@ -162,21 +157,15 @@ def reasoning_steps(program: Iterable[_Step]) -> int:
 def read_questions(paths: Iterable[Path]) -> Iterator[GQAQuestion]:
     """The questions of some files, such as the pieces of one split or several splits, in the order of the files."""
     for path in paths:
-        has_answers = None
         for key, row in stream_dict(path, _FileQuestion):
-            is_answered = row.answer is not None
-            if is_answered != (has_answers if has_answers is not None else is_answered) or (
-                is_answered and (row.types is None or row.groups is None)
-            ):
-                raise UserError(f"{path}: question {key} has no answer, types or groups, unlike others of the file")
-            has_answers = is_answered
             question = GQAQuestion(key, row.image_id, row.question, row.is_balanced)
-            if is_answered:
-                question.answer, question.group, question.entailed = row.answer, row.groups.all, row.entailed
-                question.types = {kind: getattr(row.types, kind) for kind in ("structural", "semantic", "detailed")}
+            if row.answer is not None:
+                if row.types is None:
+                    raise UserError(f"{path}: question {key} has an answer but no types, which scores need")
+                question.answer, question.group, question.entailed = row.answer, row.groups.get("global"), row.entailed
+                question.types = msgspec.structs.asdict(row.types)
                 question.steps = reasoning_steps(row.semantic)
-                if row.annotations is not None:
-                    question.named = [*row.annotations.question.values(), *row.annotations.full_answer.values()]
+                question.named = [*row.annotations.question.values(), *row.annotations.full_answer.values()]
             yield question
 
 
@@ -206,8 +195,14 @@ class GQADataset(RecordDataset):
     """
 
     file_keys = (
-        *("images", "questions", "choices", "answers", "scene_graphs"),
-        *("instances", "detections", "features"),
+        "images",
+        "questions",
+        "choices",
+        "answers",
+        "scene_graphs",
+        "instances",
+        "detections",
+        "features",
     )
     annotation_files = ("instances", "scene_graphs")
     id_space = "vg"
@@ -217,22 +212,13 @@ class GQADataset(RecordDataset):
         self.folder = files.path("images")
         self.parts = [{"split": name, "part": name.partition("_")[0]} for name in split_names(split)]
         questions = SerializedList(read_questions(_question_files(files, split)), GQAQuestion)
-        if not questions:
-            raise UserError(f"{files.path('questions', **self.parts[0])}: there is no question in it")
         self.set_texts(questions, f"the splits {split}: question")
         self.instances = self.scene_graphs = self.choices = self.grounds = None
-        if needs.annotations and "instances" in files:
-            paths = {files.path("instances", **values) for values in self.parts}
-            if len(paths) > 1:
-                raise UserError("data.files.instances must be one file for splits that are joined.")
-            self.instances = CocoInstances(paths.pop())
+        # the names in scene graphs are no classes, which detection losses need
+        if needs.objects or (needs.annotations and "instances" in files):
+            self.instances = CocoInstances(files.path("instances", **self.parts[0]))
             self.instances.require(self.image_ids())
             self.class_names = self.instances.class_names
-        elif needs.objects:
-            raise UserError(
-                "The names in scene graphs are no classes of a detector; give an instances file as "
-                "data.files.instances, or set detector.loss_weight to 0."
-            )
         elif needs.annotations:
             self.scene_graphs = read_scene_graphs(files.path("scene_graphs", **values) for values in self.parts)
             self.scene_graphs.require(self.image_ids())
@@ -263,10 +249,7 @@ class GQADataset(RecordDataset):
     def answers_of(cls, files: DataFiles, options: GQAOptions, split: str) -> dict[Any, str]:
         """Of the balanced questions: the table of 1,842 answers comes from train_balanced+val_balanced."""
         questions = read_questions(_question_files(files, split))
-        found = {question.id: question.answer for question in questions if question.is_balanced}
-        if None in found.values():
-            raise UserError(f"the split {split} has no answers; build the list of answers from another split")
-        return found
+        return {one.id: one.answer for one in questions if one.is_balanced and one.answer is not None}
 
     def image(self, name: str, text: int) -> SampleImage:
         file = self.settings.file(self.folder, name)
@@ -275,16 +258,11 @@ class GQADataset(RecordDataset):
         if self.scene_graphs is None:
             return SampleImage(name, file)
         graph = self.scene_graphs[name]
-        objects = self._objects(graph, f"scene graph of image {name}")
+        boxes = np.array([one.corners for one in graph.objects.values()], dtype=np.float64).reshape(-1, 4)
+        ids = tuple(int(key) if key.isdecimal() else number for number, key in enumerate(graph.objects))
+        names = tuple(one.name for one in graph.objects.values())
+        objects = AnnotatedObjects(boxes, f"scene graph of image {name}", ids=ids, names=names)
         return SampleImage(name, file, (graph.height, graph.width), objects)
-
-    @staticmethod
-    def _objects(graph: SceneGraph, origin: str) -> AnnotatedObjects:
-        """The objects of a scene graph; their names are no classes of a detector."""
-        found = graph.objects
-        boxes = np.array([one.corners for one in found.values()], dtype=np.float64).reshape(-1, 4)
-        ids = tuple(int(key) if key.isdecimal() else number for number, key in enumerate(found))
-        return AnnotatedObjects(boxes, origin, ids=ids, names=tuple(one.name for one in found.values()))
 
     def text(self, index: int) -> SampleText:
         question, text = self.texts[index], super().text(index)
@@ -301,12 +279,6 @@ def named_boxes(question: GQAQuestion, graph: SceneGraph) -> list[list[float]]:
 
     As the official evaluation script takes them from `annotations`: an object that is named twice is there twice.
     """
-    lacking = [key for key in question.named if key not in graph.objects]
-    if lacking:
-        raise UserError(
-            f"question {question.id} names the object {lacking[0]}, which the scene graph of image "
-            f"{question.image_id} lacks; use files of the same release"
-        )
     boxes = (graph.objects[key].corners for key in question.named)
     return [[x1 / graph.width, y1 / graph.height, x2 / graph.width, y2 / graph.height] for x1, y1, x2, y2 in boxes]
 

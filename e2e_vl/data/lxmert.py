@@ -145,22 +145,17 @@ class LXMERTDataset(RecordDataset):
         texts: list[Any] = []
         self._ends: list[int] = []
         for values in self.parts:
-            own = self.read(path := files.path(self.key, **values), options)
-            if needs.training and self.needs_labels and own[0].truth is None:
-                raise UserError(f"{path}: has no labels to learn from; train on another split")
+            own = self.read(files.path(self.key, **values), options)
             texts += _kept(own, options, files, values, needs)
             self._ends.append(len(texts))
             if needs.boxes is not BoxSource.PRECOMPUTED:
                 self.folders.append(files.path("images", **values))
-        self.set_texts(texts, f"the splits {split}: text")
+        self.set_texts(texts, f"the splits {split}: text", need_labels=needs.training and self.needs_labels)
 
     @classmethod
     def read(cls, path: Path, options: ImageSets) -> list[Any]:
         """The texts of a file, in its order."""
-        texts = list(stream_list(path, cls.record))
-        if len({text.truth is None for text in texts}) != 1:
-            raise UserError(f"{path}: there is no text in it, or some texts have a label and others have none")
-        return texts
+        return list(stream_list(path, cls.record))
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: ImageSets, split: str) -> Iterable[str]:
@@ -189,17 +184,10 @@ class ImageSentenceDataset(LXMERTDataset):
         found = []
         for row in stream_list(path, _SentencesRow):
             for source, sentences in row.sentf.items():
-                labels = row.labelf.get(source)
-                labels = [None] * len(sentences) if labels is None else labels
-                if len(labels) != len(sentences):
-                    raise UserError(
-                        f"{path}: image {row.img_id}: {source} has {len(labels)} labels for {len(sentences)} sentences"
-                    )
+                labels = row.labelf.get(source) or [None] * len(sentences)
+                pairs = enumerate(zip(sentences, labels, strict=True))
                 if options.sources is None or source in options.sources:
-                    pairs = enumerate(zip(sentences, labels, strict=True))
                     found += [SourcedSentence(row.img_id, source, number, *pair) for number, pair in pairs]
-        if not found:
-            raise UserError(f"{path}: there is no sentence of the sources {options.sources or 'in it'}")
         return found
 
 
@@ -236,25 +224,22 @@ def _kept(
 ) -> list[Any]:
     """The texts of a split that `leave_out_unseen` and `first_rows` leave."""
     split, rows = values["split"], options.first_rows.get(values["split"])
-    reads_file = needs.boxes in (BoxSource.PRECOMPUTED, BoxSource.DETECTIONS)
-    if rows is not None and not reads_file:
+    store = None
+    if needs.boxes in (BoxSource.PRECOMPUTED, BoxSource.DETECTIONS) and (rows is not None or options.leave_out_unseen):
+        store = open_features(files.path(needs.boxes.needs[-1], **values))
+    if rows is not None and (store is None or store.path.is_dir()):
         raise UserError(
-            f"data.config.first_rows.{split} counts rows of a file of boxes, but boxes are '{needs.boxes}'; take boxes "
-            "of a file, or leave first_rows out."
+            f"data.config.first_rows.{split} counts rows of one file of boxes; take boxes from such a file, not "
+            f"'{needs.boxes}' or a folder, or leave first_rows out."
         )
-    if not reads_file or (rows is None and not options.leave_out_unseen):
+    if store is None:
         return texts
-    store = open_features(files.path(needs.boxes.needs[-1], **values))
     kept = texts
     if options.leave_out_unseen:
         kept = [text for text in texts if all(image in store for image in text.image_names)]
     if rows is not None:
-        if store.path.is_dir():
-            raise UserError(f"{store.path}: is a folder, which has no rows for data.config.first_rows.{split}")
         behind = set(store.ids[rows:])
         kept = [text for text in kept if behind.isdisjoint(text.image_names)]
-    if not kept:
-        raise UserError(f"{store.path}: has features of no image of the split {split}; give another file")
     if len(kept) < len(texts):
         number = len(texts) - len(kept)
         logger.warning("%s: left out are %d of %d texts of %s.", store.path, number, len(texts), split)

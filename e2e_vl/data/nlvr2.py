@@ -1,7 +1,7 @@
 """NLVR2: is a sentence true of a pair of photos?
 
-Files (`data.files`, relative to `data.root`; {split} is the split, such as train or dev, and {images} what stands
-before the first hyphen of the identifiers, which differs for balanced/balanced_dev and the like)
+Files (`data.files`, relative to `data.root`; {split} is the split, such as train or dev, and {images} the beginning of
+the identifiers up to the first hyphen, which differs from the split for balanced/balanced_dev and the like)
     examples   data/{split}.json: one JSON object per line
     images     images/{images}: the images, or (train) the folders of the images by their `directory`
     instances  COCO instances, whose file names are the names of the images: boxes "gt" and detection losses
@@ -63,11 +63,8 @@ class PairStatement(Record):
 
 
 def read_examples(path: str | Path) -> list[PairStatement]:
-    """The examples of a file, in its order; all of them have a label, or none has."""
-    examples = list(stream_lines(path, PairStatement))
-    if len({example.label is None for example in examples}) != 1:
-        raise UserError(f"{path}: there is no example in it, or some have a label and others have none")
-    return examples
+    """The examples of a file, in its order."""
+    return list(stream_lines(path, PairStatement))
 
 
 class NLVR2Dataset(RecordDataset):
@@ -97,13 +94,7 @@ class NLVR2Dataset(RecordDataset):
                 self.class_names = instances.class_names
             examples += own
             self.parts.append(values)
-        labelled = {example.label is not None for example in examples}
-        if len(labelled) > 1 or (needs.training and labelled == {False}):
-            raise UserError(
-                f"{files.path('examples')}: the split {split} has no labels, at least in part; train on another split, "
-                "and join splits of one kind"
-            )
-        self.set_texts(examples, f"the splits {split}: example")
+        self.set_texts(examples, f"the splits {split}: example", need_labels=needs.training)
         self.objects = objects if needs.annotations else None
         missing = next((name for name in self.image_ids() if needs.annotations and name not in objects), None)
         if missing is not None:

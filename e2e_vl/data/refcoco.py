@@ -19,13 +19,12 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from detector.errors import MissingFileError, UserError, user_path
+from detector.errors import UserError, user_path
 from detector.io import read_json, read_pickle
 from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import NoOptions
 from e2e_vl.data.flickr30k import AnnotatedImage, EntitySentence, read_annotation, read_sentences
-from e2e_vl.data.tables import require_unique
 from e2e_vl.io import FourNumbers, Id, Record, Words
 from e2e_vl.samples import PhraseBoxes, ReferredBox, SampleImage, SampleText
 
@@ -99,11 +98,9 @@ def read_refs(path: str | Path) -> list[Ref]:
 
 def read_expressions(path: str | Path, instances: CocoInstances) -> list[Expression]:
     """All expressions of a refs file, in its order, about the annotations of the instances."""
-    refs = read_refs(path)
-    require_unique((ref.ref_id for ref in refs), f"{path}: ref")
     targets = {one.id: (image.id, one) for image in instances.images for one in image.objects}
     expressions = []
-    for ref in refs:
+    for ref in read_refs(path):
         image_id, target = targets.get(ref.ann_id, (None, None))
         if ref.image_id != image_id:
             raise UserError(
@@ -169,7 +166,7 @@ class RefCOCODataset(RecordDataset):
         return [one.sent for ref in refs if split_contains(split, ref.split) for one in ref.sentences]
 
     def image(self, name: str, text: int) -> SampleImage:
-        return self.instances.sample_image(name, self.instances.file(self.folder, name))
+        return self.instances.sample_image(name, self.folder / self.instances[name].file_name)
 
     def text(self, index: int) -> SampleText:
         expression = self.texts[index]
@@ -183,26 +180,23 @@ class RefCOCODataset(RecordDataset):
 class NounPhrases:
     """The noun phrases of expressions, from files as in Flickr30K Entities, read image by image when needed.
 
-    The image that was asked for last is kept, because the expressions of an image are asked for one after the other.
+    The last image is kept, because the expressions of an image are read one after the other.
     """
 
     def __init__(self, sentences: Path, annotations: Path) -> None:
         self.sentences, self.annotations = sentences, annotations
-        for folder in (sentences, annotations):
-            if not folder.is_dir():
-                raise MissingFileError(f"{folder}: no such folder; data.files.phrases and phrase_boxes name two.")
         self._last: tuple[Id | None, dict[str, EntitySentence], AnnotatedImage | None] = None, {}, None
 
     def of(self, image_id: Id, words: str) -> PhraseBoxes:
         """All phrases of an expression about an image."""
         file = self.sentences / f"{image_id}.txt"
         if self._last[0] != image_id:
-            known = {one.words: one for one in reversed(read_sentences(file))}
-            self._last = image_id, known, read_annotation(self.annotations / f"{file.stem}.xml")
-        _, known, annotated = self._last
-        if words not in known:
+            sentences = {one.words: one for one in reversed(read_sentences(file))}
+            self._last = image_id, sentences, read_annotation(self.annotations / f"{file.stem}.xml")
+        _, sentences, annotated = self._last
+        if words not in sentences:
             raise UserError(f"{file}: no line has the expression '{words}'; give the phrases of the same expressions.")
-        phrases = known[words].phrases
+        phrases = sentences[words].phrases
         # pixels are counted from 1 and the last one is included
         boxes = [annotated.boxes_of(phrase.chain) - (1, 1, 0, 0) for phrase in phrases]
         return PhraseBoxes(tuple(phrase.span for phrase in phrases), tuple(boxes), is_complete=True)

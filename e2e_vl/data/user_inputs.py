@@ -6,15 +6,15 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from zipfile import BadZipFile
 
 import numpy as np
 from msgspec import Meta
 
-from detector.errors import MissingFileError, UserError, user_path
+from detector.errors import UserError, user_path
 from detector.io import read_json
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.vcr import Outlines
@@ -90,16 +90,14 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
             images = [ListedImage(_id(Path(line)), root / line) for line in lines if line]
     if not images:
         raise UserError(f"{source}: there are no images; known suffixes are {', '.join(IMAGE_SUFFIXES)}")
-    seen: dict[str, Path] = {}
+    seen = set()
     for image in images:
-        if image.id in seen:
+        if image.id in seen or not image.id.isprintable() or '"' in image.id:
             raise UserError(
-                f"{source}: {seen[image.id]} and {image.path} have the same id {image.id}; rename one of them or list "
-                "them apart"
+                f"{source}: the id {image.id!r} of {image.path} is that of another image too, or has characters that "
+                "feature files cannot hold; rename the file"
             )
-        if not image.id.isprintable() or not image.id or '"' in image.id:
-            raise UserError(f"{source}: the id {image.id!r} has characters that feature files cannot hold; rename it")
-        seen[image.id] = image.path
+        seen.add(image.id)
     return images
 
 
@@ -114,72 +112,65 @@ def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
     Every box counts, whatever its score; crowds too. Empty boxes of an instances file are left out and logged.
     """
     path = user_path(path)
-    if not isinstance(read_json(path), list):
-        found = {str(one.id): [(row.box, row.id) for row in one.objects] for one in CocoInstances(path).images}
-        return {image_id: _given(rows) for image_id, rows in found.items()}
-    boxes: dict[str, list[tuple[Any, int]]] = {}
-    for number, row in enumerate(read_json(path, list[_GivenDetection])):
-        box = box_corners(row.box or row.bbox or (0, 0, 0, 0), f"{path}: detection {number}")
-        box_id = number if row.det_id is None else row.det_id
-        boxes.setdefault(str(row.image_id), []).append((box, box_id))
-    return {image_id: _given(rows) for image_id, rows in boxes.items()}
-
-
-def _given(rows: Sequence[tuple[Any, int]]) -> GivenBoxes:
-    boxes = np.array([box for box, _ in rows], dtype=np.float64).reshape(-1, 4)
-    return GivenBoxes(boxes, np.array([box_id for _, box_id in rows], dtype=np.int64))
+    rows: dict[str, list[tuple[FourNumbers, int]]] = {}
+    if isinstance(read_json(path), list):
+        for number, row in enumerate(read_json(path, list[_GivenDetection])):
+            box = box_corners(row.box or row.bbox or (0, 0, 0, 0), f"{path}: detection {number}")
+            rows.setdefault(str(row.image_id), []).append((box, number if row.det_id is None else row.det_id))
+    else:
+        rows = {str(image.id): [(one.box, one.id) for one in image.objects] for image in CocoInstances(path).images}
+    return {
+        image_id: GivenBoxes(
+            np.array([box for box, _ in own], dtype=np.float64).reshape(-1, 4),
+            np.array([box_id for _, box_id in own], dtype=np.int64),
+        )
+        for image_id, own in rows.items()
+    }
 
 
 def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObjects:
-    """Boxes from a command line: a file, or `x1,y1,x2,y2` words, each maybe with a class in front (`person:1,2,30,40`).
+    """Boxes from a command line: a file, or `x1,y1,x2,y2` words, each optionally with a class (`person:1,2,30,40`).
 
-    A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and maybe class names `names`
-    and outlines as `segms` (VCR's metadata files are of this kind; a score behind each box is left out); or `.npz` with
-    `boxes`, as tools/extract_demo.py writes it.
+    A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and optionally class names
+    `names` and outlines `segms`, as VCR's metadata files (a score after each box is ignored); or `.npz` with `boxes`,
+    as tools/extract_demo.py writes it.
     """
     if len(words) == 1 and "," not in words[0]:
-        path = user_path(words[0], source)
-        if not path.is_file():
-            raise MissingFileError(f"{source}: {path} is no file; name one with boxes, or write x1,y1,x2,y2.")
-        return _read_file(path)
-    boxes, names = [], []
-    for word in words:
-        name, _, numbers = word.rpartition(":")
-        try:
-            boxes.append([float(value) for value in numbers.split(",")])
-        except ValueError as error:
-            raise UserError(f"{source}: '{word}' is no box; write x1,y1,x2,y2 or class:x1,y1,x2,y2.") from error
-        names.append(name)
-    if any(names) and not all(names):
-        raise UserError("Some boxes have a class and others have none; write all of them as class:x1,y1,x2,y2.")
-    return AnnotatedObjects(checked_boxes(boxes, source), source, names=tuple(names) if any(names) else None)
+        return _read_file(user_path(words[0], source))
+    pairs = [word.rpartition(":")[::2] for word in words]
+    try:
+        boxes = [[float(value) for value in numbers.split(",")] for _, numbers in pairs]
+    except ValueError as error:
+        raise UserError(f"{source}: {error}; write every box as x1,y1,x2,y2 or as class:x1,y1,x2,y2.") from error
+    names = tuple(name for name, _ in pairs)
+    return AnnotatedObjects(checked_boxes(boxes, source), source, names=names if any(names) else None)
 
 
 def _read_file(path: Path) -> AnnotatedObjects:
     if path.suffix == ".npz":
         try:
             with np.load(path, allow_pickle=False) as file:
-                rows = file["boxes"].tolist()
+                content = _BoxesFile(file["boxes"].tolist())
         except (KeyError, OSError, ValueError, BadZipFile) as error:
-            raise UserError(f"{path}: there is no array 'boxes' that can be read.") from error
-        return AnnotatedObjects(checked_boxes(rows, str(path)), str(path))
-    content = read_json(path, list[_Corners] | _BoxesFile)
-    content = _BoxesFile(content) if isinstance(content, list) else content
-    lists = (content.boxes, content.names, content.segms)
-    if len({len(one) for one in lists if one is not None}) > 1:
+            raise UserError(f"{path}: the file is missing or has no array 'boxes' that can be read.") from error
+    else:
+        found = read_json(path, list[_Corners] | _BoxesFile)
+        content = _BoxesFile(found) if isinstance(found, list) else found
+        content.boxes = [box[:4] for box in content.boxes]
+    names, outlines = content.names, content.segms
+    if any(len(one) != len(content.boxes) for one in (names, outlines) if one is not None):
         raise UserError(f"{path}: 'names' and 'segms' must hold one entry for each of the {len(content.boxes)} boxes.")
     return AnnotatedObjects(
-        checked_boxes([box[:4] for box in content.boxes], str(path)),
+        checked_boxes(content.boxes, str(path)),
         str(path),
-        names=None if content.names is None else tuple(content.names),
-        outlines=None if content.segms is None else [[np.array(one, float) for one in own] for own in content.segms],
+        names=None if names is None else tuple(names),
+        outlines=None if outlines is None else [[np.array(one, float) for one in own] for own in outlines],
     )
 
 
-def checked_boxes(boxes: Iterable[Sequence[float]], where: str) -> np.ndarray:
-    """A user's boxes as float64 [R, 4]; refuses rows that are no boxes, and no boxes at all."""
-    boxes = list(boxes)
-    if not boxes:
+def checked_boxes(boxes: Sequence[Sequence[float]], where: str) -> np.ndarray:
+    """A user's boxes as float64 [R, 4], at least one and each with an area; `where` names them in errors."""
+    if not len(boxes):
         raise UserError(f"{where}: there is no box; give at least one.")
     for number, box in enumerate(boxes):
         if np.ndim(box) != 1 or len(box) != 4 or not np.isfinite(box).all() or box[2] <= box[0] or box[3] <= box[1]:
@@ -187,11 +178,11 @@ def checked_boxes(boxes: Iterable[Sequence[float]], where: str) -> np.ndarray:
                 f"{where}: box {number} {box} is no box; write the corners x1,y1,x2,y2 in pixels of the original "
                 "image, x1 < x2 and y1 < y2."
             )
-    return np.array(boxes, dtype=np.float64).reshape(-1, 4)
+    return np.array(boxes, dtype=np.float64)
 
 
 def require_inside(boxes: np.ndarray, size: tuple[int, int], origin: str, image: str) -> None:
-    """Refuse boxes that leave their image; users who mix up pixels of two sizes would get an answer about other places.
+    """Refuse boxes that leave their image: boxes in pixels of another size would be about other places.
 
     Args:
         boxes: rows of x1, y1, x2, y2 in pixels of the original image.

@@ -63,13 +63,13 @@ class Metadata(Record):
     def objects(self, where: str) -> AnnotatedObjects:
         """The objects, in the order of the file, without class numbers; `where` names the file."""
         number = len(self.names)
-        if {len(self.boxes), len(self.segms), len(self.attribute_ids or self.names)} - {number}:
-            raise UserError(f"{where}: boxes, segms and attribute_ids must hold one entry for each of {number} names")
         boxes = np.array([box[:4] for box in self.boxes], dtype=np.float64).reshape(-1, 4)
-        empty = (boxes[:, 2:] <= boxes[:, :2]).any(axis=1)
-        if empty.any():
-            row = int(empty.argmax())
-            raise UserError(f"{where}: box {row} {boxes[row].tolist()} is empty or inverted; correct the file")
+        lengths = {len(self.boxes), len(self.segms), len(self.attribute_ids or self.names)}
+        if lengths != {number} or (boxes[:, 2:] <= boxes[:, :2]).any():
+            raise UserError(
+                f"{where}: boxes, segms and attribute_ids must hold one entry for each of {number} names, and each box "
+                "must have an area"
+            )
         attributes = None
         if self.attribute_ids:
             attributes = np.array(self.attribute_ids, dtype=np.int64).reshape(number, -1)
@@ -78,28 +78,8 @@ class Metadata(Record):
 
 
 def read_questions(path: str | Path) -> SerializedList[VCRQuestion]:
-    """The questions of a jsonl file, in its order. Either all have both labels, or none has any."""
-    questions = SerializedList(_checked_questions(path), VCRQuestion)
-    if not questions:
-        raise UserError(f"{path}: there is no question in the file; copy or download it again")
-    return questions
-
-
-def _checked_questions(path: str | Path) -> Iterable[VCRQuestion]:
-    annot_ids, has_labels = set(), None
-    for question in stream_lines(path, VCRQuestion):
-        where = f"{path} ({question.annot_id})"
-        sentences = (question.question, *question.answer_choices, *question.rationale_choices)
-        if any(max(token) >= len(question.objects) for one in sentences for token in one if type(token) is list):
-            raise UserError(f"{where} names an object beyond its {len(question.objects)} objects (from 0)")
-        labels = {question.answer_label is not None, question.rationale_label is not None}
-        has_labels = has_labels or labels
-        if labels != has_labels or len(labels) > 1:
-            raise UserError(f"{where} has or lacks a label, unlike others; do not mix the test split with the others")
-        if question.annot_id in annot_ids:
-            raise UserError(f"{where}: the annot_id is there twice; remove one of the lines")
-        annot_ids.add(question.annot_id)
-        yield question
+    """The questions of a jsonl file, in its order."""
+    return SerializedList(stream_lines(path, VCRQuestion), VCRQuestion)
 
 
 def read_metadata(path: Path, question: VCRQuestion) -> tuple[tuple[int, int], AnnotatedObjects]:
@@ -127,13 +107,11 @@ def read_detected_objects(path: Path, min_score: float) -> tuple[tuple[int, int]
     """
     content = read_json(path, Metadata)
     objects = content.objects(str(path))
-    if not all(len(box) == 5 and 0 <= box[4] <= 1 for box in content.boxes):
-        raise UserError(f"{path}: a box has no score from 0 to 1 behind its corners; correct the file")
     unknown = sorted({*content.names} - {*CLASS_NAMES})
-    if unknown:
+    if unknown or not all(len(box) == 5 and 0 <= box[4] <= 1 for box in content.boxes):
         raise UserError(
-            f"{path}: the class '{unknown[0]}' is none of VCR's {len(CLASS_NAMES)} classes; write COCO's names without "
-            "spaces"
+            f"{path}: {f'the class {unknown[0]}' if unknown else 'a box'} does not fit; every box needs a score from 0 "
+            f"to 1 after its corners, and one of VCR's {len(CLASS_NAMES)} classes, which are COCO's without spaces"
         )
     kept = [row for row, box in enumerate(content.boxes) if box[4] > min_score]
     chosen = dataclasses.replace(
@@ -159,7 +137,6 @@ class VCRDataset(VLDataset):
             answer i % 4; with `question` "both" it is question i // 2, for its answer where i is even.
         groups: text indices of each image, images in order of first mention. Where the boxes depend on the text
             (`objects` other than "all"), every text index is a group of its own.
-        has_labels: the questions have both labels.
     """
 
     file_keys = ("images", "questions")
@@ -170,17 +147,18 @@ class VCRDataset(VLDataset):
         self.folder = files.path("images", split=split)
         self.path = files.path("questions", split=split)
         self.questions = read_questions(self.path)
-        self.has_labels = self.questions[0].answer_label is not None
+        has_labels = self.questions[0].answer_label is not None
         self.settings = options
         self.class_names = options.class_names
         self.has_phrases = options.names_are_phrases
         self.parts = [{}]
         self._needs_right_answer = options.question != "answer" and options.condition_on == "right"
-        if needs.training and options.condition_on == "each":
-            raise UserError("data.config.condition_on=each makes prediction files; train with condition_on=right.")
-        if not self.has_labels and (needs.training or self._needs_right_answer):
-            remedy = "train on another split" if needs.training else "set data.config.condition_on=each"
-            raise UserError(f"{self.path}: the questions have no labels, as in the test split; {remedy}.")
+        gives_each = options.condition_on == "each"
+        if (needs.training and gives_each) or (not has_labels and (needs.training or self._needs_right_answer)):
+            raise UserError(
+                f"{self.path}: the questions have no labels, or data.config.condition_on=each leaves them out; train "
+                "on a split with labels with condition_on=right, and predict a test split with condition_on=each."
+            )
         self._class_of = {name: number for number, name in enumerate(self.class_names)}
         unknown = {name for question in self.questions for name in question.objects} - self._class_of.keys()
         if unknown:
@@ -192,7 +170,8 @@ class VCRDataset(VLDataset):
         if options.objects != "all":
             self.groups = [[index] for index in range(len(self))]
         else:
-            self.groups = TextGroups.of_images(one.img_fn for one in self.questions for _ in range(self.per_question))
+            images = ((one.img_fn, *one.objects) for one in self.questions for _ in range(self.per_question))
+            self.groups = TextGroups.of_images(images)
 
     def _is_answer(self, index: int) -> bool:
         """Whether a text index asks for an answer, not for a rationale."""
@@ -244,7 +223,7 @@ class VCRDataset(VLDataset):
             objects=dataclasses.replace(objects, classes=classes),
             candidates=self._candidates(question, texts[0]),
         )
-        return Sample((image,), tuple(self._text(index, question) for index in texts))
+        return Sample((image,), tuple(map(self._text, texts)))
 
     def _candidates(self, question: VCRQuestion, index: int) -> tuple[int, ...] | None:
         """Objects that are candidate boxes, in the order of the boxes; None: all of them."""
@@ -267,36 +246,29 @@ class VCRDataset(VLDataset):
         return question.answer_label if self._needs_right_answer else index % self.per_question
 
     def _truth(self, question: VCRQuestion, index: int) -> CorrectChoice | None:
-        if not self.has_labels or self.settings.condition_on != "right":
-            return None
-        return CorrectChoice(question.answer_label if self._is_answer(index) else question.rationale_label)
+        label = question.answer_label if self._is_answer(index) else question.rationale_label
+        return None if label is None or self.settings.condition_on != "right" else CorrectChoice(label)
 
-    def _text(self, index: int, first: VCRQuestion) -> ChoiceText:
-        """One text index; `first` is the question that the image was read for."""
+    def _text(self, index: int) -> ChoiceText:
         question = self.questions[index // self.per_question]
-        if question.objects != first.objects:
-            raise UserError(
-                f"{self.path}: {question.annot_id} and {first.annot_id} are about the same image but list different "
-                "objects; correct the file"
-            )
         is_answer = self._is_answer(index)
         answer = self._given_answer(question, index)
         label = question.answer_label if is_answer else question.rationale_label
         if self.settings.condition_on == "each" and answer != question.answer_label:
             label = None  # rationales are written for the right answer
-        facts: dict[str, Any] = {
+        metadata: dict[str, Any] = {
             "annot_id": question.annot_id,
             "kind": "answer" if is_answer else "rationale",
             "conditioned_on": None if is_answer else answer,
             "label": label,
         }
         if question.family is not None:
-            facts["family"] = question.family
+            metadata["family"] = question.family
         query = self._query(question, index)
         return ChoiceText(
             index,
             " ".join(t if isinstance(t, str) else str(t) for sentence in query for t in sentence),
-            facts,
+            metadata,
             self._truth(question, index),
             query=query,
             choices=tuple(question.answer_choices if is_answer else question.rationale_choices),

@@ -213,11 +213,11 @@ READ = {"regions": read_region_descriptions, "questions": read_genome_questions}
 
 
 class VisualGenomeDataset(RecordDataset):
-    """Texts about images; the texts of an image stand one after the other.
+    """Texts about images; the texts of an image come one after the other.
 
     Attributes:
-        images: the facts about the images.
-        graphs: what the words of descriptions name; None: nobody asks for it, or there are no region graphs.
+        images: by their ids.
+        graphs: what the words of descriptions name; None: it is not needed, or there are no region graphs.
     """
 
     file_keys = ("images", "image_data", "regions", "region_graphs", "questions", "detections", "features")
@@ -241,10 +241,7 @@ class VisualGenomeDataset(RecordDataset):
                     yield text
 
         path = files.path(options.texts, split=split)
-        kept_texts = SerializedList(texts(), GenomeText)
-        if not kept_texts:
-            raise UserError(f"{path}: no text about an image is left with data.config.coco={options.coco}")
-        self.set_texts(kept_texts, f"{path}: text")
+        self.set_texts(SerializedList(texts(), GenomeText), f"{path}, data.config.coco={options.coco}: text")
         self.images: Mapping[int, GenomeImage] = SerializedDict(images.items(), GenomeImage, str(image_data))
         self.has_truths = options.texts == "questions"
         self.has_phrases = needs.phrases and options.texts == "regions"
@@ -255,7 +252,7 @@ class VisualGenomeDataset(RecordDataset):
                 raise UserError(f"{graphs}: describes no region in the words of {path}; use files of the same release")
 
     def _phrases(self, text: GenomeText) -> PhraseBoxes | None:
-        """What a description names; None: nothing that is known."""
+        """What a description names; None: it is unknown."""
         if self.graphs is not None:
             return self.graphs[text.id].of(text.words) if text.id in self.graphs else None
         if text.box is None or not text.words.strip():

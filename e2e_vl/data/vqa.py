@@ -23,7 +23,7 @@ from detector.io import read_json
 from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, coco_image_set, split_names
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import VQAOptions
-from e2e_vl.data.tables import require_unique, stream_list
+from e2e_vl.data.tables import stream_list
 from e2e_vl.io import Id, Record, Words
 from e2e_vl.samples import HumanAnswers, SampleImage
 
@@ -95,25 +95,24 @@ def read_questions(questions: Path, annotations: Path | None = None, split: str 
     """
     content = read_json(questions, _QuestionsFile)
     image_set = coco_image_set(content.data_subtype) or coco_image_set(split) or split
-    require_unique((row.question_id for row in content.questions), f"{questions}: question")
-    asked = {row.question_id: row for row in content.questions}
-    answered: dict[Id, tuple[Any, ...]] = {}
-    for row in stream_list(annotations, _Annotation, "annotations") if annotations is not None else ():
-        question = asked.get(row.question_id)
-        if question is None or question.image_id != row.image_id or row.question_id in answered:
-            raise UserError(
-                f"{annotations}: the annotation of question {row.question_id} is there twice, or {questions} has no "
-                "such question about the same image; use the two files of the same split"
-            )
-        texts = row.multiple_choice_answer, row.answer_type, row.question_type
-        answered[row.question_id] = (tuple(one.answer for one in row.answers), *texts)
-    if annotations is not None and len(answered) < len(asked):
-        missing = next(one for one in asked if one not in answered)
-        raise UserError(f"{annotations}: lacks the annotation of question {missing}; use the files of the same split")
-    return [
-        VQAQuestion(one.question_id, one.image_id, image_set, one.question, *answered.get(one.question_id, ()))
-        for one in content.questions
-    ]
+    answered: dict[Id, _Annotation] = {}
+    if annotations is not None:
+        answered = {row.question_id: row for row in stream_list(annotations, _Annotation, "annotations")}
+    found = []
+    for row in content.questions:
+        question = VQAQuestion(row.question_id, row.image_id, image_set, row.question)
+        if annotations is not None:
+            answer = answered.get(row.question_id)
+            if answer is None or answer.image_id != row.image_id:
+                raise UserError(
+                    f"{annotations}: has no annotation of question {row.question_id} about image {row.image_id} of "
+                    f"{questions}; use the two files of the same split"
+                )
+            question.answers = tuple(one.answer for one in answer.answers)
+            question.most_frequent = answer.multiple_choice_answer
+            question.answer_type, question.question_type = answer.answer_type, answer.question_type
+        found.append(question)
+    return found
 
 
 class VQADataset(RecordDataset):
@@ -160,7 +159,7 @@ class VQADataset(RecordDataset):
 
     def image(self, name: str, text: int) -> SampleImage:
         part, image_id = bisect.bisect_right(self.starts, text) - 1, self.texts[text].image_id
-        file = self.folders[part] / self.settings.image_name.format(id=image_id, images=self.parts[part]["images"])
+        file = self.settings.file(self.folders[part], name, images=self.parts[part]["images"])
         return self.instances[part].sample_image(image_id, file) if self.instances else SampleImage(name, file)
 
 

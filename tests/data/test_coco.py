@@ -58,13 +58,11 @@ def test_ids_may_be_numbers_and_texts(tiny):
         (lambda c: c["annotations"][0].update(category_id=8), ["annotation 100", "category_id"]),
         (lambda c: c["annotations"][0].update(attribute_ids=[8]), ["annotation 100", "attribute"]),
         (lambda c: c["annotations"][0].update(id=101), ["annotation 101", "twice"]),
-        (lambda c: c["annotations"][0].pop("bbox"), ["annotations[0]", "bbox"]),
         (lambda c: c["annotations"][1].update(bbox=[10, 20, 5]), ["annotations[1].bbox"]),
         (lambda c: c["annotations"][1].update(bbox=[100, 20, 5, 5]), ["annotation 101", "outside"]),
         (lambda c: c["annotations"][1].update(bbox=[-9, 20, 5, 5]), ["annotation 101", "outside"]),
         (lambda c: c["images"][0].update(id="3"), ["image 3", "twice"]),
         (lambda c: c["images"][0].update(width=0), ["images[0].width"]),
-        (lambda c: c["categories"][0].update(id=2), ["category 2", "twice"]),
         (lambda c: c["categories"][0].update(name="square"), ["category square", "twice"]),
     ],
 )
@@ -116,17 +114,9 @@ def test_images_without_objects_can_be_left_out_in_training(tiny):
     dataset = dataset_of(tiny, training=True, keep_empty_images=False)
     assert [dataset.instances.images[index].id for [index] in dataset.groups] == [7, 9]
     assert len(dataset_of(tiny, training=True).groups) == len(dataset_of(tiny, keep_empty_images=False).groups) == 4
-    tiny.instances["annotations"] = []
-    tiny.write()
-    with refused("instances.json", "no images with objects"):
-        dataset_of(tiny, training=True, keep_empty_images=False)
 
 
-def test_settings_that_do_not_fit(tiny):
-    with refused("data.files.instances is not set"):
-        dataset_of(tiny, files={"images": "images"})
-    with refused("other.json"):
-        open_dataset(CocoDetectionDataset, settings_of(tiny), "other")
+def test_the_detector_has_the_same_classes(tiny):
     dataset = dataset_of(tiny)
     dataset.check_classes(2)
     for classes in (1, 3):

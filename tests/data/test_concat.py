@@ -138,7 +138,7 @@ def test_each_part_reads_boxes_of_its_own(settings, tiny):
 def test_what_does_not_fit(settings):
     with refused("data.config.parts", "split val"):
         opened(settings, split="val")
-    with refused("parts.asked", "captoins"):
+    with refused("vqa", "captoins"):
         opened(changed(settings, "asked", files={"captoins": "x"}))
     with refused("vqaa"):
         changed(settings, "asked", name="vqaa")
@@ -182,7 +182,7 @@ def test_which_texts_may_lack_a_target(settings, monkeypatch, has_phrases, has_t
     member = dataset.members[0]
     monkeypatch.setattr(CaptionDataset, "has_phrases", has_phrases)
     monkeypatch.setattr(CaptionDataset, "has_truths", has_truths)
-    stated = member.stated(SampleText(0, "red", {}, truth), 3)
-    assert (stated.index, stated.truth, stated.may_lack_target) == (3, truth, may_lack)
+    text = dataset._text(SampleText(0, "red", {}, truth), 3, member)
+    assert (text.index, text.truth, text.may_lack_target) == (3, truth, may_lack)
     again = opened(settings)
     assert (again.has_phrases, again.mixes_phrases) == (has_phrases, has_phrases), "questions have none"

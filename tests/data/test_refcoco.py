@@ -9,7 +9,6 @@ import pickle
 import numpy as np
 import pytest
 
-from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.refcoco import Expression, RefCOCODataset, read_expressions, read_refs, split_contains
@@ -40,13 +39,7 @@ def test_texts_are_grouped_by_image(tiny):
         make(tiny, "val")
 
 
-def test_a_sentence_must_have_an_id_of_its_own(tiny):
-    tiny.refs[1]["sentences"][0].update(sent_id=10)
-    with refused("refs(unc).p", "sentence 10", "twice"):
-        make(tiny.write())
-
-
-def test_facts_and_truth_in_pixels_of_the_stored_image(tiny):
+def test_metadata_and_truth_in_pixels_of_the_stored_image(tiny):
     sample = make(tiny).sample((0, 4))
     [image] = sample.images
     assert (image.id, image.size) == ("7", (60, 100))
@@ -69,7 +62,7 @@ def test_facts_and_truth_in_pixels_of_the_stored_image(tiny):
     assert first.phrases.spans == ((0, len(first.words)),) and first.phrases.boxes[0].tolist() == [[10, 20, 30, 40]]
 
 
-def test_boxes_outside_the_image_are_stated_as_they_are(tiny):
+def test_boxes_beyond_the_image_are_not_clipped(tiny):
     tiny.instances["annotations"][0]["bbox"] = [-4, 20, 24, 45]
     [text] = make(tiny.write()).sample((0,)).texts
     assert text.truth == ReferredBox((-4, 20, 20, 65))
@@ -91,13 +84,9 @@ def test_family_may_stand_at_the_ref_and_json_has_the_same_content(tiny):
         ("testA", "testA", True),
         ("testA", "testAB", True),
         ("testA", "testB", False),
-        ("testB", "testAB", True),
         ("testAB", "testA", False),
-        ("testAB", "testAB", True),
         ("test", "testA", True),
-        ("test", "test", True),
         ("test", "train", False),
-        ("train", "train", True),
         ("val", "minival", False),
     ],
 )
@@ -109,9 +98,7 @@ def test_split_names_follow_the_refer_api(asked, name, inside):
     ("change", "parts"),
     [
         (lambda refs: refs[1].update(ann_id=999), ["ref 2", "annotation 999", "instances.json"]),
-        (lambda refs: refs[1].update(image_id=999), ["ref 2", "image 999", "instances.json"]),
         (lambda refs: refs[1].update(image_id=3), ["ref 2", "image 3", "instances.json"]),
-        (lambda refs: refs[1].update(ref_id=1), ["ref 1", "twice"]),
         (lambda refs: refs[1].update(sentences=[]), ["[1].sentences"]),
         (lambda refs: refs[1]["sentences"][0].pop("sent"), ["[1].sentences[0]", "sent"]),
         (lambda refs: refs[1].pop("split"), ["[1]", "split"]),
@@ -131,9 +118,8 @@ class Exploit:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_a_pickle_that_tries_to_run_code_is_refused_before_it_runs(tiny, tmp_path, protocol):
-    tiny.refs_file.write_bytes(pickle.dumps([Exploit(tmp_path / "harm")], protocol=protocol))
+def test_a_pickle_that_tries_to_run_code_is_refused_before_it_runs(tiny, tmp_path):
+    tiny.refs_file.write_bytes(pickle.dumps([Exploit(tmp_path / "harm")], protocol=2))
     with refused("refs(unc).p", "mkdir"):
         read_refs(tiny.refs_file)
     assert not (tmp_path / "harm").exists()
@@ -153,7 +139,7 @@ def test_python_2_byte_strings(tiny, encoding):
     assert read_refs(tiny.refs_file)[0].sentences[0].sent == "at the café"
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x02]q", b"not a pickle at all", b"\x80\x02}."])
+@pytest.mark.parametrize("content", [b"not a pickle at all", b"\x80\x02}."])
 def test_a_file_that_is_no_list_of_refs(tiny, content):
     tiny.refs_file.write_bytes(content)
     with refused("refs(unc).p"):
@@ -169,8 +155,3 @@ def test_empty_boxes_are_left_out_unless_they_are_referred_to(tiny, caplog):
     boxes[100]["bbox"] = [10, 20, 0, 5]
     with refused("ref 1", "annotation 100", "empty box"):
         read(tiny.write())
-
-
-def test_settings_that_do_not_fit():
-    with refused("colour"):
-        DataSettings(name="refcoco", root=".", config={"colour": 1})

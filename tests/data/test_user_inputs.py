@@ -23,7 +23,7 @@ def test_images_of_a_folder(tmp_path):
     found = [(image.id, image.path.name) for image in list_images(tmp_path)]
     assert found == [("b", "b.JPG"), ("sub/a", "a.png"), ("x.1", "x.1.jpeg")]
     touch(tmp_path, "sub/a.jpg")
-    with refused("a.jpg", "a.png", "same id sub/a"):
+    with refused("a.png", "sub/a"):
         list_images(tmp_path)
 
 
@@ -39,14 +39,12 @@ def test_images_of_lists(tmp_path):
     assert found == [("7", tmp_path / "r/a/x.jpg"), ("3", tmp_path / "r/y.jpg")]
 
 
-def test_lists_that_hold_no_images(tmp_path):
+def test_lists_that_cannot_be_used(tmp_path):
     with refused("no images"):
         list_images(tmp_path)
     touch(tmp_path, "a\tb.jpg")
     with refused("a\\tb"):
         list_images(tmp_path)
-    with refused("none.txt"):
-        list_images(tmp_path / "none.txt")
     (tmp_path / "bad.json").write_text('{"images": [{"id": 1}]}')
     with refused("bad.json", "images[0]", "file_name"):
         list_images(tmp_path / "bad.json")
@@ -96,9 +94,6 @@ def test_boxes_of_a_file(tmp_path):
     np.testing.assert_array_equal(given.boxes, [[1, 2, 3, 4]])
     assert given.names == ("cat",) and given.origin.endswith("one.json")
     np.testing.assert_array_equal(given.outlines[0], outline)
-    (tmp_path / "none.json").write_text("[]")
-    with refused("none.json"):
-        read_boxes([str(tmp_path / "none.json")])
     np.savez(tmp_path / "some.npz", boxes=np.array([[1, 2, 3, 4]]))
     np.testing.assert_array_equal(read_boxes([str(tmp_path / "some.npz")]).boxes, [[1, 2, 3, 4]])
 
@@ -107,17 +102,14 @@ def test_boxes_of_a_file(tmp_path):
     ("content", "part"),
     [
         ("[[1, 2, 3]]", "[0]"),
-        ("[[1, 2, 3, true]]", "[0]"),
         ("[[1, 2, 3, 4], [5, 6, 5, 9]]", "box 1"),
-        ("[[1, 2, 3, NaN]]", "JSON"),
-        ("3", "array"),
+        ("[]", "no box"),
         ("[", "JSON"),
         ('{"boxes": [[1, 2, 3, 4]], "names": ["a", "b"]}', "names"),
-        ('{"boxes": [[1, 2, 3, 4]], "segms": []}', "segms"),
         ('{"boxes": [[1, 2, 3, 4]], "segms": [[[1, 2]]]}', "segms[0]"),
     ],
 )
-def test_files_that_hold_no_boxes(tmp_path, content, part):
+def test_a_bad_file_of_boxes_is_named(tmp_path, content, part):
     (tmp_path / "bad.json").write_text(content)
     with refused("bad.json", part):
         read_boxes([str(tmp_path / "bad.json")])
@@ -133,15 +125,13 @@ def test_arrays_that_hold_no_boxes(tmp_path):
             read_boxes([str(tmp_path / name)])
 
 
-def test_words_that_are_no_boxes(tmp_path):
-    with refused("--hide", "none.json"):
-        read_boxes([str(tmp_path / "none.json")], "--hide")
-    with refused("'1,2,x,4'"):
-        read_boxes(["1,2,3,4", "1,2,x,4"])
-    with refused("--boxes", "box 0"):
-        read_boxes(["5,2,3,4"])
-    with refused("Some boxes have a class"):
-        read_boxes(["cat:1,2,3,4", "1,2,3,4"])
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [(["none.json"], "none.json"), (["1,2,3,4", "1,2,x,4"], "'x'"), (["5,2,3,4"], "box 0"), (["1,2,3"], "box 0")],
+)
+def test_words_that_are_no_boxes(words, part):
+    with refused(part):
+        read_boxes(words, "--hide")
 
 
 def test_boxes_must_lie_in_their_image():

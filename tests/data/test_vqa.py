@@ -9,7 +9,7 @@ import pytest
 
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
-from e2e_vl.data.vqa import VQADataset, read_questions
+from e2e_vl.data.vqa import VQADataset
 from e2e_vl.samples import HumanAnswers
 from tests.data.roads import open_dataset, refused
 from tests.data.tiny_vqa import ANSWERS, write_vqa
@@ -67,8 +67,6 @@ def test_splits_are_joined(settings):
     assert VQADataset.answers_of(*options, "val2014") == {9000: "left side"}
     with refused("question 7000", "twice"):
         make(settings, "train2014+train2014")
-    with refused("empty name"):
-        make(settings, "train2014+")
 
 
 def test_one_image_in_two_splits_is_two_images(settings, tiny):
@@ -105,12 +103,10 @@ def test_names_of_image_sets(settings, subtype, images, tmp_path):
 
 
 def test_settings_that_do_not_fit(settings, tiny):
-    for key in ("questions", "annotations", "images"):
-        with refused(f"data.files.{key} is not set"):
-            make(without(settings, key))
-    for config, part in ({"colour": 1}, "colour"), ({"image_name": "a.jpg"}, "{id}"), ({"image_name": 3}, "image_name"):
-        with refused(part):
-            msgspec.structs.replace(settings, config=config)
+    with refused("data.files.annotations is not set"):
+        make(without(settings, "annotations"))
+    with refused("image_name"):
+        msgspec.structs.replace(settings, config={"image_name": "a.jpg"})
     tiny.instances["images"].pop(0)
     tiny.instances["annotations"] = [row for row in tiny.instances["annotations"] if row["image_id"] != 7]
     tiny.write()
@@ -118,65 +114,36 @@ def test_settings_that_do_not_fit(settings, tiny):
         make(settings)
 
 
-class Files:
-    """Two questions about one image; change the contents, then `read`."""
-
-    def __init__(self, folder) -> None:
-        self.paths = folder / "questions.json", folder / "annotations.json"
-        self.questions = {
-            "data_subtype": "val2014",
-            "questions": [
-                {"question_id": 7001, "image_id": 7, "question": "How many?"},
-                {"question_id": 7000, "image_id": 7, "question": "Is it left?"},
-            ],
-        }
-        answers = [{"answer": "left" if number < 4 else "no", "answer_id": number} for number in range(1, 11)]
-        kinds = {"answer_type": "other", "question_type": "is it", "multiple_choice_answer": "no"}
-        self.annotations = {
-            "annotations": [
-                {"question_id": number, "image_id": 7, "answers": answers, **kinds} for number in (7000, 7001)
-            ]
-        }
-
-    def read(self, annotated: bool = True):
-        for path, content in zip(self.paths, (self.questions, self.annotations), strict=True):
-            path.write_text(json.dumps(content), encoding="utf-8")
-        return read_questions(self.paths[0], self.paths[1] if annotated else None)
-
-
-def test_the_files_are_joined_by_question(tmp_path):
-    files = Files(tmp_path)
-    first, second = files.read()
-    assert (first.question_id, second.question_id) == (7001, 7000)
-    assert second.words == "Is it left?" and second.image_set == "val2014"
-    assert second.answers == ("left",) * 3 + ("no",) * 7
-    assert second.metadata["multiple_choice_answer"] == "no"
-    plain = files.read(annotated=False)
-    assert plain[0].answers is None and "answers" not in plain[0].metadata
-
-
-def _set(name: str, index: int, **values):
-    return lambda files: getattr(files, name)[name][index].update(values)
+def test_the_files_are_joined_by_question(settings, tiny):
+    path = tiny.images_root.parent / "vqa" / "train2014_annotations.json"
+    content = json.loads(path.read_text())
+    content["annotations"][2]["answers"] = [{"answer": "no"}] * 10
+    content["annotations"].reverse()
+    path.write_text(json.dumps(content))
+    first, second, third = make(settings).texts
+    assert first.answers == second.answers == tuple(ANSWERS) and third.answers == ("no",) * 10
+    assert (third.question_id, third.image_set) == (7002, "train2014")
+    assert third.metadata["multiple_choice_answer"] == "left side"
 
 
 @pytest.mark.parametrize(
-    ("change", "parts"),
+    ("kind", "change", "part"),
     [
-        (lambda files: files.questions["questions"][0].pop("image_id"), ["questions.json", "image_id"]),
-        (lambda files: files.annotations["annotations"][1].pop("answer_type"), ["annotations.json", "answer_type"]),
-        (_set("questions", 1, question_id=7001), ["questions.json", "question 7001", "twice"]),
-        (_set("annotations", 1, question_id=7000), ["annotations.json", "question 7000"]),
-        (_set("questions", 0, question=" "), ["questions.json", "questions[0].question"]),
-        (_set("questions", 0, question_id=9), ["annotations.json", "question 7001"]),
-        (_set("annotations", 0, image_id=8), ["annotations.json", "question 7000"]),
-        (_set("annotations", 0, answers=[{"answer": 3}]), ["annotations.json", "answers[0].answer"]),
-        (_set("annotations", 0, answers=[]), ["annotations.json", "answers"]),
-        (lambda files: files.annotations["annotations"].pop(), ["annotations.json", "question 7001"]),
-        (lambda files: files.questions.update(questions=[]), ["questions.json", "questions"]),
+        ("questions", lambda rows: rows[0].pop("image_id"), "image_id"),
+        ("questions", lambda rows: rows[0].update(question=" "), "questions[0].question"),
+        ("questions", lambda rows: rows[0].update(question_id=7002), "7002"),
+        ("questions", lambda rows: rows[0].update(question_id=9), "question 9"),
+        ("questions", lambda rows: rows.clear(), "questions"),
+        ("annotations", lambda rows: rows[1].pop("answer_type"), "answer_type"),
+        ("annotations", lambda rows: rows[0].update(image_id=8), "question 7000"),
+        ("annotations", lambda rows: rows[0].update(answers=[]), "answers"),
+        ("annotations", lambda rows: rows.pop(), "question 7002"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path, change, parts):
-    files = Files(tmp_path)
-    change(files)
-    with refused(*parts):
-        files.read()
+def test_a_bad_record_is_named(settings, tiny, kind, change, part):
+    path = tiny.images_root.parent / "vqa" / f"train2014_{kind}.json"
+    content = json.loads(path.read_text())
+    change(content[kind])
+    path.write_text(json.dumps(content))
+    with refused("train2014", part):
+        make(settings)
