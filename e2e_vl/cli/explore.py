@@ -37,12 +37,6 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--port", type=int, default=7860, help="port to listen at (default %(default)s)")
     parser.add_argument("--device", help="where the model runs, such as cpu (default: the GPU if there is one)")
-    parser.add_argument(
-        "--max-megapixels", type=float, default=40.0, help="largest photo, decoded (default %(default)g)"
-    )
-    parser.add_argument(
-        "--max-megabytes", type=float, default=20.0, help="largest photo, as a file (default %(default)g)"
-    )
     return parser
 
 
@@ -60,7 +54,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if importlib.util.find_spec("gradio") is None:
         raise UserError('The explorer needs gradio; install it with pip install "e2e-vl[explore]".')
     from e2e_vl.api.model import load  # late: they import torch
-    from e2e_vl.explorer.session import Explorer, Limits
+    from e2e_vl.explorer.session import Explorer
     from e2e_vl.explorer.web_page import build_page, serve
 
     if not is_local:
@@ -68,9 +62,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     explorer = Explorer(load(options.run, options.device))
     if explorer.warning:
         print(f"warning: {explorer.warning}", file=sys.stderr)
-    limits = Limits(options.max_megapixels, options.max_megabytes)
-    page = build_page(explorer, limits, f"e2e-vl explorer: {options.run}")
-    address = serve(page, limits, host=options.host, port=options.port)
+    page = build_page(explorer, f"e2e-vl explorer: {options.run}")
+    address = serve(page, host=options.host, port=options.port)
     print(f"{address}  (Ctrl+C ends it)", flush=True)
     page.block_thread()
     return 0

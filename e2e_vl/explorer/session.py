@@ -8,13 +8,10 @@ Shape legend: see `e2e_vl/structures.py`; besides
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from detector.errors import UserError
@@ -27,8 +24,6 @@ from e2e_vl.structures import AttentionBlock, Batch, ModelOutput
 
 # About the room on the page, so that labels are not shrunk; not below the size to which `e2e_vl.drawing` enlarges.
 SHOWN_SIZE = ResizeRule(600, 640)
-FILE_ENDS = (".jpg", ".jpeg", ".png")
-LONGEST_TEXT = 500  # characters
 DESCRIBED_AGAIN = (
     "The detector of this run describes its proposals before it refines them (FEATURES_OF: proposal). Here it "
     "describes the refined boxes, with and without hidden regions, so that the two answers can be compared; `ask` and "
@@ -37,16 +32,9 @@ DESCRIBED_AGAIN = (
 WHOLE_IMAGE, END = "[whole image]", "[END]"  # items that are neither words nor regions
 
 
-class Limits(NamedTuple):
-    """The largest photo that is accepted."""
-
-    megapixels: float = 40.0  # of the decoded photo, millions of pixels
-    megabytes: float = 20.0  # of the file, millions of bytes
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Photo:
-    """A photo that was accepted."""
+    """A visitor's photo."""
 
     file: ImageBytes
     size: tuple[int, int]  # (height, width) of the upright photo
@@ -58,24 +46,11 @@ class Photo:
         return np.array([self.pixels.shape[1] / self.size[1], self.pixels.shape[0] / self.size[0]])
 
 
-def read_photo(path: Path, limits: Limits) -> Photo:
-    """Read a JPEG or PNG file; its format is read from its content, not from its name."""
-    size = path.stat().st_size
-    if size > limits.megabytes * 1e6:
-        raise UserError(f"{path.name} has {size / 1e6:.1f} MB; the limit is {limits.megabytes:g} MB.")
+def read_photo(path: Path) -> Photo:
+    """Read an image file, whose format follows from its content."""
     content = path.read_bytes()
-    try:
-        with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as opened:
-            width, height = opened.size
-    except UnidentifiedImageError as error:
-        raise UserError(f"{path.name} is neither a JPEG nor a PNG file; convert it first.") from error
-    if width * height > limits.megapixels * 1e6:
-        raise UserError(
-            f"{path.name} has {width} x {height} pixels; the limit is {limits.megapixels:g} megapixels, so make it "
-            "smaller first."
-        )
-    pixels, original = load_resized(content, SHOWN_SIZE, "RGB", path.name)
-    return Photo(ImageBytes(content, path.name), original, pixels)
+    pixels, size = load_resized(content, SHOWN_SIZE, "RGB", path.name)
+    return Photo(ImageBytes(content, path.name), size, pixels)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,12 +96,9 @@ class Inspection:
     def shown_boxes(self) -> list[tuple[str, list[float]]]:
         """Labels and boxes, in pixels of the original photo: the answer's, then those of `Answer.shown_phrases`."""
         found = []
-        for (
-            label,
-            box,
-        ) in self.answer.answer_boxes:  # with the detector's name, which an answer about given regions lacks
+        for label, box in self.answer.answer_boxes:
             rows = np.flatnonzero(np.isclose(self.answer.boxes, box, atol=1e-3).all(axis=1))
-            name = self.names[rows[0]] if len(rows) else ""
+            name = self.names[rows[0]] if len(rows) else ""  # which an answer about given regions lacks
             label = label if label.startswith(name) else f"{name} {label}".strip()
             found.append((label or "answer", list(box)))
         return found + [(phrase.label, list(phrase.box)) for phrase in self.answer.shown_phrases()]
@@ -167,18 +139,14 @@ class Explorer:
     """A model that is loaded once and answers all visitors.
 
     Attributes:
-        warning: one sentence if random boxes stand behind every answer; else empty.
-        note: sentences on what the answers are that the page must say; else empty.
+        warning: one sentence if every answer is about random boxes; else empty.
+        note: what visitors must know of the answers; else empty.
     """
 
     def __init__(self, model: TrainedModel):
         # pre-training answers only texts with a masked word, and other tasks read it as any word
         question = Question(ImageBytes(b"", "(a photo)"), f"a {model.tokenizer.mask_token}")
         model.check_question(question)
-        if not model.network.encoder.attention_graphs:
-            raise UserError(
-                f"The encoder '{model.settings.encoder.name}' has no attention to show; give a run with another one."
-            )
         self.model = model
         self.warning = model.warning_of_boxes([question])
         heads = getattr(model.network.detector.config, "roi_heads", None)
@@ -188,9 +156,7 @@ class Explorer:
     def ask(self, session: Session, text: str) -> Session:
         """The session with the answer to a text about its photo; nothing is hidden."""
         if session.photo is None:
-            raise UserError("There is no photo yet; drop a JPEG or PNG file first.")
-        if len(text) > LONGEST_TEXT:
-            raise UserError(f"The text has {len(text)} characters; write at most {LONGEST_TEXT}.")
+            raise UserError("There is no photo yet; drop an image file first.")
         found = self.inspect(session.photo, text)
         if self._describes_again:
             found = self.inspect(session.photo, text, found)
@@ -201,10 +167,7 @@ class Explorer:
 
         The regions stay the same: the detector describes them, but does not look for others.
         """
-        before = session.before
-        if before is None:
-            raise UserError("Nothing was asked yet; there are no regions to hide.")
-        hidden = tuple(sorted(set(rows)))
+        before, hidden = session.before, tuple(sorted(set(rows)))
         after = self.inspect(session.photo, before.answer.text, before, hidden) if hidden else None
         return dataclasses.replace(session, hidden=hidden, after=after)
 
