@@ -53,8 +53,8 @@ class GroundedPhrase(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{self.text}: {box_text(self.box) if self.box else 'no region'} ({self.score:.2f})"
 
 
-class HiddenRegion(msgspec.Struct, frozen=True):
-    """What a pre-trained model says of a region whose pixels were hidden from it."""
+class MaskedRegion(msgspec.Struct, frozen=True):
+    """The classes that a pre-trained model predicts for a masked region."""
 
     box: Box
     classes: Ranked
@@ -80,7 +80,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ty
     cut_wordpieces: Count = 0  # that did not fit into the text
     correct: Score | None = None
     grounded: tuple[GroundedPhrase, ...] = ()
-    hidden: tuple[HiddenRegion, ...] = ()
+    masked_regions: tuple[MaskedRegion, ...] = ()
     facts: dict[str, Any] = {}
 
     @classmethod

@@ -62,9 +62,9 @@ class Answer:
             labels, boxes = map(list, zip(*self.answer_boxes, strict=True))
             return draw_on(self.images[image], boxes, labels, self.text, phrases=phrases)
         title = f"{self.text} -> {self.answer}" if self.answer else self.text
-        masked = self.prediction.hidden  # the first of the candidates
+        masked = self.prediction.masked_regions  # the first of the candidates
         covered = [one.box for one in masked]
-        labels = [f"hidden: {one.classes[0][0]} {one.classes[0][1]:.2f}" for one in masked]
+        labels = [f"masked: {one.classes[0][0]} {one.classes[0][1]:.2f}" for one in masked]
         rows = []
         if self.attention is not None and len(self.attention):
             best = np.argsort(-self.attention, kind="stable")[:MOST_ATTENDED]

@@ -153,13 +153,13 @@ def test_hidden_regions_and_masked_words_of_a_pretraining_run(pretraining_run):
     model = e2e_vl.load(pretraining_run)
     image = saved_records(pretraining_run)[0]["file_name"]
     answer = model.hide(image, [[5, 6, 40, 50], [30, 20, 70, 61]], "a [MASK] circle")
-    hidden = answer.prediction.hidden
+    hidden = answer.prediction.masked_regions
     assert [one.box for one in hidden] == [pytest.approx([5, 6, 40, 50]), pytest.approx([30, 20, 70, 61])]
     numbers = {f"class {number}" for number in range(6)}  # the detector of this run was not trained: it knows no names
     assert {name for one in hidden for name, _ in one.classes} <= {*numbers, "background"}
     assert model.class_names is None and len(answer.lines) == 4 and min(answer.draw().size) > 100
     words = model.ask(image, "a [MASK] circle")
-    assert not words.prediction.hidden
+    assert not words.prediction.masked_regions
     assert words.answer == words.lines[0] and "circle" in words.answer
 
 

@@ -358,7 +358,7 @@ def test_masked_words_get_what_the_model_says_there(pretraining_run, tmp_path, c
     assert tool.main(ask(pretraining_run, text.record["file_name"], asked, *more)) == 0
     answer = told(tmp_path)
     [found] = answer["masks"]
-    assert len(found) == 5 and "hidden" not in answer
+    assert len(found) == 5 and "masked_regions" not in answer
     ids = tokenizer.convert_tokens_to_ids([word for word, _ in found])
     assert ids == shares.topk(5).indices.tolist()
     assert [share for _, share in found] == pytest.approx(shares[ids].tolist(), abs=1e-4)
@@ -386,9 +386,9 @@ def test_a_hidden_region_is_named_without_its_pixels(pretraining_run, tmp_path, 
         answers.append(told(tmp_path / name))
     for answer in answers:
         assert len(answer["regions"]) == len(corners)  # the hidden one is not there twice
-        np.testing.assert_allclose(answer["regions"][0], answer["hidden"][0]["box"], atol=1e-3)
+        np.testing.assert_allclose(answer["regions"][0], answer["masked_regions"][0]["box"], atol=1e-3)
         np.testing.assert_allclose(answer["regions"][0], [float(value) for value in corners[0].split(",")], atol=0.1)
-    [[first], [second]] = [answer.pop("hidden") for answer in answers]
+    [[first], [second]] = [answer.pop("masked_regions") for answer in answers]
     seen = [first.pop("seen"), second.pop("seen")]
     assert_same(first, second)
     assert_same(answers[0]["masks"], answers[1]["masks"])
@@ -409,7 +409,7 @@ def test_a_hidden_region_without_a_mask_looks_at_the_others(pretraining_run, tmp
     more = ["--hide", *corners[:2], "--output", tmp_path]
     assert tool.main(ask(pretraining_run, record["file_name"], record["text"], *more)) == 0
     answer = told(tmp_path)
-    assert "masks" not in answer and len(answer["hidden"]) == 2
+    assert "masks" not in answer and len(answer["masked_regions"]) == 2
     assert len(answer["attention"]) == len(answer["regions"]) and 0 < sum(answer["attention"]) < 1
 
 

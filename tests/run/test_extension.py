@@ -113,7 +113,7 @@ def test_an_encoder(settings, monkeypatch, tmp_path, task):
     record = asked(run, tmp_path / "answer", first_image(run), QUESTIONS[task][0], *QUESTIONS[task][1])
     kind = {"refcoco": "box", "vqa": "top_answers", "vcr": "probabilities", "pretraining": "masks"}[task]
     assert record[kind]
-    assert task != "pretraining" or [len(record["masks"]), len(record["hidden"])] == [1, 1]
+    assert task != "pretraining" or [len(record["masks"]), len(record["masked_regions"])] == [1, 1]
     assert task == "refcoco" or len(record["attention"]) == len(record["regions"]) > 0
     assert task == "refcoco" or sum(record["attention"]) > 0  # of the last map that has one
 
@@ -297,7 +297,8 @@ def test_an_objective(settings, monkeypatch, tmp_path):
     assert 0 <= metrics["val/region_features_gt_boxes"] <= 1
     record = asked(run, tmp_path / "answer", first_image(run), "a [MASK] circle", "--hide", "5,6,40,50")
     assert (
-        len(record["facts"]["feature_norms"]) == len(record["hidden"]) == 1 and record["facts"]["feature_norms"][0] > 0
+        len(record["facts"]["feature_norms"]) == len(record["masked_regions"]) == 1
+        and record["facts"]["feature_norms"][0] > 0
     )
     others = build.build_task(settings(config=pretraining), Sizes(hidden_size=8, vocab_size=9, feature_dim=7))
     assert "region_features" not in others.objectives and {"masked_words", "relationship"} <= set(others.objectives)

@@ -286,16 +286,18 @@ def answer(model: VisionLanguageModel, batch: Batch) -> PretrainingPrediction:
 def test_every_hidden_box_is_named():
     hidden = [*CORNER, [60.0, 5.0, 90.0, 25.0]]
     record = answer(make_model(region_probability=1.0).eval(), question_batch(hidden))
-    assert [list(region.box) for region in record.hidden] == (2 * torch.tensor(hidden)).tolist()  # original pixels
-    assert all(len(region.classes) == CLASSES and region.seen is not None for region in record.hidden)
-    shares = [share for _, share in record.hidden[0].classes]
+    assert [list(region.box) for region in record.masked_regions] == (
+        2 * torch.tensor(hidden)
+    ).tolist()  # original pixels
+    assert all(len(region.classes) == CLASSES and region.seen is not None for region in record.masked_regions)
+    shares = [share for _, share in record.masked_regions[0].classes]
     assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
-    assert {name for name, _ in record.hidden[0].classes} == {*"abcd", "background"}
+    assert {name for name, _ in record.masked_regions[0].classes} == {*"abcd", "background"}
 
 
 def test_answers_are_those_of_the_colour_that_training_hides_with():
     black, mean = (make_model(masked_pixels=colour).eval() for colour in ("black", "mean"))
-    answers = [answer(model, question_batch(CORNER)).hidden[0] for model in (black, mean)]
+    answers = [answer(model, question_batch(CORNER)).masked_regions[0] for model in (black, mean)]
     assert answers[0].seen == (answers[1].seen[0], pytest.approx(answers[1].seen[1]))  # the teacher sees it
     one, other = (dict(region.classes) for region in answers)
     assert one != pytest.approx(other)
@@ -310,7 +312,7 @@ def test_names_of_hidden_regions_follow_the_order_of_the_classes():
             for name in ("weight", "bias"):
                 rows = getattr(model.task.masked_regions.output, name)
                 rows.data = rows.data.roll(1, dims=0)
-        answers += answer(model, question_batch(CORNER)).hidden
+        answers += answer(model, question_batch(CORNER)).masked_regions
     assert answers[0].seen[0] == answers[1].seen[0] in [*"abcd", "background"]
     assert answers[0].seen[1] == pytest.approx(answers[1].seen[1])
     assert [name for name, _ in answers[0].classes] == [name for name, _ in answers[1].classes]
@@ -320,7 +322,7 @@ def test_classes_of_a_file_have_numbers_and_nobody_sees_the_hidden_region():
     model = make_model(teacher="file").eval()
     with torch.no_grad():
         output = model(question_batch([[0.0, 0.0, 9.0, 9.0]]))
-        [region] = model.task.replies(output)[0].hidden
+        [region] = model.task.replies(output)[0].masked_regions
         states = output.encoded.regions[output.text_regions.is_masked]
         shares = model.task.masked_regions.classify(states)[0].softmax(dim=0)
     assert region.seen is None
@@ -334,7 +336,7 @@ def test_classes_of_a_file_have_numbers_and_nobody_sees_the_hidden_region():
 def test_classes_without_names_have_numbers(names):
     model = make_model().eval()
     model.detector.class_names = names
-    [region] = answer(model, question_batch(CORNER)).hidden
+    [region] = answer(model, question_batch(CORNER)).masked_regions
     assert {name for name, _ in region.classes} == {"background", *(f"class {number}" for number in range(4))}
 
 
@@ -364,9 +366,9 @@ def test_nothing_to_hide_hides_nothing():
         expected = plain(dataclasses.replace(batch, boxes_to_mask=None)).task.parts["masked_words"]
     assert_same(output.task.parts["masked_words"], expected)
     best = int(expected[0].argmax())
-    assert record.filled == f"wordpiece {best} b" and record.hidden == ()
+    assert record.filled == f"wordpiece {best} b" and record.masked_regions == ()
     assert record.masks[0][0] == (f"wordpiece {best}", pytest.approx(float(expected[0].softmax(dim=0)[best])))
-    assert answer(plain, batch).masks and not answer(plain, batch).hidden
+    assert answer(plain, batch).masks and not answer(plain, batch).masked_regions
 
 
 def test_a_mask_that_is_cut_off_is_an_error():
@@ -379,8 +381,8 @@ def test_an_answer_in_words():
     record = answer(make_model().eval(), question_batch(CORNER))
     filled, mask, region = make_model().task.answer_lines(record)
     assert filled == record.filled and mask.startswith("[MASK] 1: word")
-    name, share = record.hidden[0].classes[0]
-    seen, seen_share = record.hidden[0].seen
+    name, share = record.masked_regions[0].classes[0]
+    seen, seen_share = record.masked_regions[0].seen
     assert region.startswith(f"masked region 1: {name} {share:.3f}, ")
     assert region.endswith(f" (unmasked: {seen} {seen_share:.3f})")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from detector.errors import UserError
 from detector.structures import Detector, Loss
 from e2e_vl.examples import Targets
-from e2e_vl.predictions import HiddenRegion
+from e2e_vl.predictions import MaskedRegion
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, RegionLabels, TextRegions, at_least_float32
@@ -90,7 +90,7 @@ class MaskedRegions(Objective):
         return ["background", *names] if rule.background_first else [*names, "background"]
 
     def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str]) -> dict[str, Any]:
-        """`hidden`, see `HiddenRegion`."""
+        """`masked_regions`, see `MaskedRegion`."""
         batch, regions = output.batch, output.text_regions
         is_masked = batch.masked_regions.is_masked[0]
         if int(regions.is_masked[0].sum()) < int(is_masked.sum()):
@@ -102,11 +102,13 @@ class MaskedRegions(Objective):
         boxes = (batch.boxes[0] / batch.images.scales[0].repeat(2))[is_masked].tolist()
         known = batch.region_labels.class_probs
         seen = [None] * len(boxes) if known is None else [row[0] for row in top_classes(known[0][is_masked], names)]
-        return {"hidden": [HiddenRegion(tuple(box), *row) for box, *row in zip(boxes, classes, seen, strict=True)]}
+        return {
+            "masked_regions": [MaskedRegion(tuple(box), *row) for box, *row in zip(boxes, classes, seen, strict=True)]
+        }
 
     def lines(self, prediction: PretrainingPrediction) -> list[str]:
         lines = []
-        for number, region in enumerate(prediction.hidden, start=1):
+        for number, region in enumerate(prediction.masked_regions, start=1):
             seen = "" if region.seen is None else f" (unmasked: {listed([region.seen])})"
             lines.append(f"masked region {number}: {listed(region.classes)}{seen}")
         return lines
