@@ -22,7 +22,6 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from detector.errors import UserError
 from detector.structures import Detector, Regions
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.region_masking import label_regions, mask_regions, replace_features, truncate_batch
@@ -86,7 +85,8 @@ class VisionLanguageModel(nn.Module):
             `output_attentions` its attention maps too); detection losses when the batch carries detection targets; what
             phrases point at when it carries phrases.
         """
-        self.check_images(batch.image_index.shape[1])
+        if batch.image_index.shape[1] > 1:
+            self.encoder.require(Ability.IMAGE_PAIRS, "A text that looks at several images")
         batch = self.mask_regions(batch)
         grounds_phrases = self.phrase_head is not None and batch.phrases is not None
         intermediate_layer = self.phrase_head.layer if grounds_phrases else None
@@ -137,13 +137,3 @@ class VisionLanguageModel(nn.Module):
         if rule.max_length is not None:
             batch = truncate_batch(batch, rule.max_length, whole_image=self.encoder.whole_image_is_region)
         return batch
-
-    def check_images(self, count: int) -> None:
-        """Raises UserError unless the encoder can read texts that look at this number of images."""
-        if count > 1:
-            self.encoder.require(Ability.IMAGE_PAIRS, "A text that looks at several images")
-        room = self.encoder.max_images
-        if room is not None and count > room:
-            raise UserError(
-                f"A text looks at {count} images, but encoder.config.{self.encoder.images_setting} has room for {room}."
-            )

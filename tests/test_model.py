@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -96,8 +95,8 @@ def is_close(one: Tensor, other: Tensor) -> bool:
 # The whole image
 
 
-@pytest.mark.parametrize("name", ["refcoco", "vqa", "vcr", "pretraining"])
-def test_the_whole_image_can_be_kept_from_the_sequence_in_all_tasks(tiny_words, tmp_path, name):
+@pytest.mark.parametrize("name", ["refcoco", "vcr"])
+def test_the_whole_image_can_be_kept_from_the_sequence(tiny_words, tmp_path, name):
     """Tasks see neither its box nor a state of it, and every text has one region less."""
     more = ["task.config={loss: binary, whole_image_can_win: true}"] if name == "refcoco" else []
     counts = {}
@@ -200,24 +199,14 @@ def test_k_texts_of_an_image_are_k_batches_of_one(tiny_config):
             torch.testing.assert_close(grouped[part][name], value, rtol=1e-4, atol=1e-6 * float(largest), msg=name)
 
 
-def test_the_detector_runs_once_for_all_texts_of_an_image(tiny_config, monkeypatch):
+def test_the_detector_runs_once_for_all_texts_of_an_image(tiny_config):
     built = build(tiny_config())
-    model = built.model
     batch = built.first_texts(images=2, texts=3)
     assert (len(batch.images), len(batch)) == (2, 6)
     seen = []
-    monkeypatch.setattr(model.detector.backbone, "forward", _counting(model.detector.backbone.forward, seen))
-    output = model(batch)
+    built.model.detector.backbone.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    assert built.model(batch).task.logits.shape[0] == 6
     assert seen == [2]
-    assert output.task.logits.shape[0] == 6
-
-
-def _counting(forward, seen: list[int]):
-    def counted(pixels: Tensor) -> Tensor:
-        seen.append(len(pixels))
-        return forward(pixels)
-
-    return counted
 
 
 # Two images per text
@@ -236,25 +225,11 @@ def look_at_both(batch: Batch) -> Batch:
 def test_two_images_need_an_encoder_that_tells_them_apart(tiny_config):
     built = build(tiny_config())
     batch = look_at_both(built.first_texts(images=2, texts=1))
-    sentence = (
-        "A text that looks at several images needs an encoder with a way to tell the images of one text apart; set "
-        "encoder.config.max_images to 2."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+    with pytest.raises(ValueError, match=r"encoder\.config\.max_images to 2"):
         built.model(batch)
 
 
-def test_more_images_than_there_is_room_for_are_refused_before_anything_runs(tiny_config):
-    built = build(tiny_config("encoder.config.max_images=2"))
-    batch = look_at_both(built.first_texts(images=2, texts=1))
-    three = dataclasses.replace(batch, image_index=torch.tensor([[0, 1, 0], [1, 0, -1]]))
-    sentence = r"A text looks at 3 images, but encoder\.config\.max_images has room for 2\."
-    with pytest.raises(ValueError, match=f"^{sentence}$"):
-        built.model(three)
-
-
-@pytest.mark.parametrize("in_sequence", [True, False])
-@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize(("in_sequence", "relative"), [(True, False), (False, True)])
 def test_swapped_images_give_other_scores(tiny_config, in_sequence, relative):
     built = build(
         tiny_config(
@@ -304,29 +279,21 @@ def test_a_second_image_that_is_not_there_changes_nothing(tiny_config):
 # Losses
 
 
-def test_a_batch_without_a_positive_region_has_the_loss_of_negatives(tiny_config):
-    binary = "task.config={loss: binary, whole_image_can_win: true}"
-    built = build(tiny_config(*TASK_ONLY, binary))
-    model = built.model
-    batch = built.first_texts(images=2, texts=2)
+@pytest.mark.parametrize("kind", ["{loss: binary, whole_image_can_win: true}", "{loss: softmax}"])
+def test_a_batch_without_a_positive_region(tiny_config, kind):
+    """The binary loss is that of negatives; there is no softmax loss."""
+    built = build(tiny_config(*TASK_ONLY, f"task.config={kind}"))
+    model, batch = built.model.eval(), built.first_texts(images=2, texts=2)
     batch.targets.box = torch.tensor([[500.0, 500.0, 501.0, 501.0]]).repeat(len(batch), 1)
-    output = model.eval()(batch)
-    logits = output.task.logits[output.text_regions.attention_mask]
-    expected = F.binary_cross_entropy_with_logits(logits, torch.zeros_like(logits))
-    torch.testing.assert_close(output.losses["referring"].mean, expected)
-    output.losses["referring"].mean.backward()
-    assert model.task.head.output.weight.grad.abs().max() > 0
-
-
-def test_a_batch_without_a_positive_region_has_no_softmax_loss(tiny_config):
-    built = build(tiny_config(*TASK_ONLY, "task.config.loss=softmax"))
-    model = built.model
-    batch = built.first_texts(images=2, texts=2)
-    batch.targets.box = torch.tensor([[500.0, 500.0, 501.0, 501.0]]).repeat(len(batch), 1)
-    loss = model(batch).losses["referring"]
-    assert [value.item() for value in (loss.total, loss.count, loss.mean)] == [0.0, 0.0, 0.0]
+    output = model(batch)
+    loss, logits = output.losses["referring"], output.task.logits[output.text_regions.attention_mask]
     loss.mean.backward()
-    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    if "binary" in kind:
+        torch.testing.assert_close(loss.mean, F.binary_cross_entropy_with_logits(logits, torch.zeros_like(logits)))
+        assert model.task.head.output.weight.grad.abs().max() > 0
+    else:
+        assert [value.item() for value in (loss.total, loss.count, loss.mean)] == [0.0, 0.0, 0.0]
+        assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
 def test_detection_losses_come_with_targets_only(tiny_config):
@@ -336,13 +303,3 @@ def test_detection_losses_come_with_targets_only(tiny_config):
     names = {"referring", "loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg", "loss_attribute"}
     assert set(model(batch).losses) == names
     assert set(model(dataclasses.replace(batch, detection_targets=None)).losses) == {"referring"}
-
-
-def test_attention_maps_on_request(tiny_config):
-    built = build(tiny_config())
-    model = built.model
-    batch = built.first_texts(images=1, texts=2)
-    assert model(batch).encoded.attentions is None
-    maps = model(batch, output_attentions=True).encoded.attentions
-    assert len(maps) == model.encoder.config.num_hidden_layers
-    torch.testing.assert_close(maps[0].sum(-1)[0, 0, 0], torch.tensor(1.0))

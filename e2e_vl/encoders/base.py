@@ -15,13 +15,14 @@ import msgspec
 import torch
 from jaxtyping import Float, Int64
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from detector.errors import UserError
 from e2e_vl.encoders.config import NoEncoderSettings
+from e2e_vl.encoders.layers import GEOMETRY_LAYERS
 from e2e_vl.parts import Settings, decode
 from e2e_vl.structures import Ability, AttentionGraph, EncoderOutput, TextBatch, TextRegions
 from e2e_vl.text import TextLayout
@@ -65,7 +66,7 @@ class Encoder(PreTrainedModel):
     abilities: ClassVar[frozenset[Ability]] = frozenset()  # what it can do with every config
     # where transformers finds the word embeddings [V, E], a part of `embeddings`; `get_input_embeddings` returns it
     _input_embed_layer = "word_embeddings"
-    images_setting: ClassVar[str] = "max_images"  # field of its config that decides `max_images`
+    own_start: ClassVar[tuple[type[nn.Module], ...]] = GEOMETRY_LAYERS  # whose `reset_parameters` gives start values
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -92,11 +93,6 @@ class Encoder(PreTrainedModel):
     def whole_image_is_region(self) -> bool:
         """True if region 0 is a region like the others for tasks too. False: it only feeds other elements."""
         return self.uses_whole_image
-
-    @property
-    def max_images(self) -> int | None:
-        """Most images that one text may look at; None: as many as the ability to tell them apart allows."""
-        return None
 
     @property
     def abilities_by_config(self) -> Mapping[Ability, tuple[bool, str]]:
@@ -146,15 +142,19 @@ class Encoder(PreTrainedModel):
         """
         raise NotImplementedError
 
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Start values of a module's own parameters; those that a checkpoint has loaded stay as they are."""
+        if isinstance(module, self.own_start):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
 
 def read_summary(
     text: Float[Tensor, "M L E"], pooled: Float[Tensor, "M E"] | None, place: Int64[Tensor, " M"] | None
 ) -> Float[Tensor, "M E"] | None:
-    """The summary of each text: its state at the place of its answer, or the pooled vector where it has no such place.
-
-    `text` are the output states of the wordpieces, and `place` is `TextBatch.summary`. None without a place and without
-    a pooler.
-    """
+    """The state of a wordpiece at `place` (`TextBatch.summary`), or without a place the pooled vector, if any."""
     return pooled if place is None else text[torch.arange(len(place), device=place.device), place]
 
 

@@ -40,12 +40,6 @@ class TransformerSettings(Settings, frozen=True):
     relative_geometry: bool = False
     relative_geometry_size: PositiveInt = 64  # width of the hidden layer of that bias
 
-    def __post_init__(self) -> None:
-        if self.hidden_size % self.num_attention_heads:
-            raise UserError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
-            )
-
 
 class VLBertSettings(TransformerSettings, frozen=True):
     """VL-BERT. The fields marked "scratch" let a small model learn without a pre-trained BERT."""
@@ -89,14 +83,12 @@ class VLBertSettings(TransformerSettings, frozen=True):
     norm_first: bool = False  # LayerNorm before attention and feed-forward instead of after ("pre-LN", scratch)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.image_feature_on_words and not self.uses_whole_image:
+        if (self.image_feature_on_words and not self.uses_whole_image) or (
+            self.visual_part_on_end and not self.image_feature_on_words
+        ):
             raise UserError(
-                "image_feature_on_words needs the whole image as region 0; set uses_whole_image to true, or both to "
-                "false"
+                "visual_part_on_end needs image_feature_on_words, which needs uses_whole_image; set the others too"
             )
-        if self.visual_part_on_end and not self.image_feature_on_words:
-            raise UserError("visual_part_on_end needs image_feature_on_words; set it to true, or both to false")
         if self.region_word == "img" and self.masked_region_embedding:
             raise UserError(
                 "region_word: img leaves masked regions no vector of their own; set masked_region_embedding to false"
@@ -125,14 +117,6 @@ class VisualBertSettings(TransformerSettings, frozen=True):
     # both visual tables start as copies of the text's, also where a BERT is loaded
     special_visual_initialize: bool = True
     train_pooler: bool = False  # the official optimiser leaves the pooler out, so it stays BERT's
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if max(self.region_types) >= self.type_vocab_size:
-            raise UserError(
-                f"region_types is {self.region_types}; give a row of the visual segment table, 0 to "
-                f"{self.type_vocab_size - 1}, for each image of a text"
-            )
 
 
 class LxmertSettings(TransformerSettings, frozen=True):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64, Num, Shaped
 from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertAttention, BertIntermediate, BertOutput, BertSelfAttention
@@ -62,7 +63,9 @@ def run_layers(
         biases: added to the attention logits, one per layer; or none.
         intermediate: number of layers after which the states are wanted too; 0: the input.
     """
-    mask = additive_mask(attention_mask, hidden.dtype)
+    # added to the attention logits: 0 at real positions, the smallest number elsewhere
+    mask = torch.zeros(attention_mask.shape, dtype=hidden.dtype, device=hidden.device)
+    mask = mask.masked_fill(~attention_mask, torch.finfo(hidden.dtype).min)[:, None, None, :]
     attentions, kept = [], None
     for number, layer in enumerate(layers):
         if number == intermediate:
@@ -72,12 +75,6 @@ def run_layers(
         if output_attentions:
             attentions.append(attention)
     return LayersRun(hidden, attentions, hidden if kept is None else kept)
-
-
-def additive_mask(attention_mask: Bool[Tensor, "M Z"], dtype: torch.dtype) -> Float[Tensor, "M 1 1 Z"]:
-    """What is added to attention logits: 0 at real positions, the smallest number elsewhere."""
-    mask = torch.zeros(attention_mask.shape, dtype=dtype, device=attention_mask.device)
-    return mask.masked_fill(~attention_mask, torch.finfo(dtype).min)[:, None, None, :]
 
 
 def attention_probabilities(
@@ -94,12 +91,7 @@ def attention_probabilities(
 
 
 def check_length(texts: TextBatch, limit: int, extra: int = 0) -> int:
-    """The number of wordpieces of the longest text.
-
-    Args:
-        limit: rows of the table of positions.
-        extra: positions that do not belong to wordpieces.
-    """
+    """The number of wordpieces of the longest text; `extra` positions of regions need rows of the table too."""
     length = texts.input_ids.shape[1]
     if length + extra > limit:
         raise UserError(
@@ -150,15 +142,15 @@ class SequenceLayout:
 
     def pack_pairs(self, slots: Shaped[Tensor, "M heads slots slots"]) -> Shaped[Tensor, "M heads Z Z"]:
         """Pairs of slots -> pairs of positions."""
-        return _gather_pairs(slots, self.slot)
+        return gather_pairs(slots, self.slot)
 
     def unpack_pairs(self, packed: Shaped[Tensor, "M heads Z Z"]) -> Shaped[Tensor, "M heads slots slots"]:
         """Pairs of positions -> pairs of slots, zero at padding."""
         is_pair = self.is_real[:, None, :, None] & self.is_real[:, None, None, :]
-        return _gather_pairs(packed, self.position) * is_pair
+        return gather_pairs(packed, self.position) * is_pair
 
 
-def _gather_pairs(
+def gather_pairs(
     values: Shaped[Tensor, "M heads old old"], index: Int64[Tensor, "M new"]
 ) -> Shaped[Tensor, "M heads new new"]:
     """Select rows and columns by an index."""
@@ -270,18 +262,15 @@ class RelativeGeometryBias(nn.Module):
     It starts at 0, which is plain attention, so a checkpoint without it starts as it was.
 
     Args:
+        config: of the encoder, which says how wide the hidden layer is.
         num_layers: attention layers over regions.
-        num_heads: heads of a layer.
-        width: of the hidden layer.
-
-    Attributes:
-        starts_at_zero: it adds nothing before it is trained, so that weights may lack it as a whole.
     """
 
-    starts_at_zero = True
+    starts_at_zero = True  # it adds nothing before it is trained, so weights may lack it as a whole
 
-    def __init__(self, num_layers: int, num_heads: int, width: int = 64):
+    def __init__(self, config: PreTrainedConfig, num_layers: int):
         super().__init__()
+        num_heads, width = config.num_attention_heads, config.relative_geometry_size
         self.hidden = nn.ModuleList(_GeometryHidden(RELATIVE_NUMBERS, width) for _ in range(num_layers))
         self.output = nn.ModuleList(_GeometryOutput(width, num_heads) for _ in range(num_layers))
 
@@ -293,9 +282,9 @@ class RelativeGeometryBias(nn.Module):
         Texts with the same boxes (as those about one image mostly have) share one run of the networks.
         """
         places = torch.cat([boxes, image_sizes.to(boxes.dtype)], dim=-1).flatten(1).detach()
-        known, which = torch.unique(places, dim=0, return_inverse=True)
+        distinct, which = torch.unique(places, dim=0, return_inverse=True)
         # a text that has these boxes; which one does not matter
-        text = which.new_zeros(len(known)).scatter(0, which, torch.arange(len(which), device=which.device))
+        text = which.new_zeros(len(distinct)).scatter(0, which, torch.arange(len(which), device=which.device))
         numbers = UNITS * relative_geometry(boxes[text], image_sizes[text]).to(self.hidden[0].weight.dtype)
         return [
             (output(F.gelu(hidden(numbers))).index_select(0, which) * is_pair[..., None]).permute(0, 3, 1, 2)

@@ -17,7 +17,7 @@ from transformers.models.bert.modeling_bert import BertIntermediate, BertOutput,
 
 from e2e_vl.encoders.base import Encoder, EncoderConfig
 from e2e_vl.encoders.config import LxmertSettings
-from e2e_vl.encoders.layers import GEOMETRY_LAYERS, RelativeGeometryBias, check_length, region_word_alignment
+from e2e_vl.encoders.layers import RelativeGeometryBias, check_length, gather_pairs, region_word_alignment
 from e2e_vl.structures import (
     Ability,
     AttentionBlock,
@@ -208,17 +208,6 @@ class CrossModalityLayer(GradientCheckpointingLayer):
         return words, regions, (to_regions, to_words, among_words, among_regions)
 
 
-class LayerStacks(nn.Module):
-    """Region embeddings and the three stacks of layers: of words, of regions, and of both."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.visn_fc = RegionEmbeddings(config)
-        self.layer = nn.ModuleList(SelfAttentionLayer(config) for _ in range(config.l_layers))
-        self.x_layers = nn.ModuleList(CrossModalityLayer(config) for _ in range(config.x_layers))
-        self.r_layers = nn.ModuleList(SelfAttentionLayer(config) for _ in range(config.r_layers))
-
-
 # Each image of a text in a pass of its own, for encoders that read one image at a time.
 
 
@@ -302,11 +291,8 @@ class AttentionMaps:
         places = torch.cat([words, attention_mask.shape[1] + self.passes.place], dim=1)
         found = []
         for image, rows in enumerate(maps.unflatten(0, (-1, count)).unbind(dim=1)):
-            rows = take_along_dim(
-                take_along_dim(rows, places[:, None, :, None], dim=2), places[:, None, None, :], dim=3
-            )
             is_real = torch.cat([attention_mask, self.passes.slot == image], dim=1)
-            found.append(rows * (is_real[:, None, :, None] & is_real[:, None, None, :]))
+            found.append(gather_pairs(rows, places) * (is_real[:, None, :, None] & is_real[:, None, None, :]))
         return found
 
 
@@ -348,12 +334,15 @@ class LxmertEncoder(Encoder):
     def __init__(self, config: LxmertEncoderConfig):
         super().__init__(config)
         self.embeddings = TextEmbeddings(config)
-        self.encoder = LayerStacks(config)
+        self.encoder = nn.Module()  # for the parameter names of transformers
+        self.encoder.visn_fc = RegionEmbeddings(config)
+        self.encoder.layer = nn.ModuleList(SelfAttentionLayer(config) for _ in range(config.l_layers))
+        self.encoder.x_layers = nn.ModuleList(CrossModalityLayer(config) for _ in range(config.x_layers))
+        self.encoder.r_layers = nn.ModuleList(SelfAttentionLayer(config) for _ in range(config.r_layers))
         self.pooler = BertPooler(config) if config.pooled == "tanh" else None
         self.relative_geometry = None
         if config.relative_geometry:
-            layers, heads = config.r_layers + config.x_layers, config.num_attention_heads
-            self.relative_geometry = RelativeGeometryBias(layers, heads, config.relative_geometry_size)
+            self.relative_geometry = RelativeGeometryBias(config, config.r_layers + config.x_layers)
         self.post_init()
 
     @property
@@ -363,19 +352,12 @@ class LxmertEncoder(Encoder):
 
     @property
     def num_joint_layers(self) -> int:
-        """See `Encoder`; those with cross attention."""
+        """Those with cross attention."""
         return self.config.x_layers
 
     @property
-    def max_images(self) -> int:
-        """See `Encoder`; `config.max_images`."""
-        return self.config.max_images
-
-    @property
     def attention_graphs(self) -> dict[str, AttentionGraph]:
-        """See `Encoder`: the layers over words, the layers over regions, both with the self-attention of the layers
-        with cross attention behind them; and the cross attention.
-        """
+        """Layers over words, and over regions (self-attention of the cross layers behind them); cross attention."""
         config = self.config
         before, each = config.l_layers + config.r_layers, 2 * config.max_images
         across = tuple(before + each * layer for layer in range(config.x_layers))
@@ -392,7 +374,6 @@ class LxmertEncoder(Encoder):
 
     @property
     def abilities_by_config(self) -> dict[Ability, tuple[bool, str]]:
-        """See `Encoder`."""
         config = self.config
         return {
             Ability.MASKED_REGIONS: (config.masked_region_feature, "masked_region_feature to true"),
@@ -484,10 +465,8 @@ class LxmertEncoder(Encoder):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As in transformers, but padding rows of tables start as the others do (official code)."""
+        """As in `Encoder`, but padding rows of tables start as the others do (official code)."""
         if isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=self.config.initializer_range)
-        elif isinstance(module, GEOMETRY_LAYERS):
-            module.reset_parameters()
         else:
             super()._init_weights(module)

@@ -17,7 +17,6 @@ from transformers.models.bert.modeling_bert import BertPooler
 from e2e_vl.encoders.base import Encoder, EncoderConfig, read_summary
 from e2e_vl.encoders.config import VisualBertSettings
 from e2e_vl.encoders.layers import (
-    GEOMETRY_LAYERS,
     BertLayerWithMaps,
     LayersRun,
     RelativeGeometryBias,
@@ -76,22 +75,10 @@ class VisualBertEmbeddings(nn.Module):
         self.LayerNorm = nn.LayerNorm(hidden, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    @torch.no_grad()
-    def copy_text_tables(self) -> None:
-        """The segment and position tables of regions become copies of the text's; they are trained apart."""
-        self.visual_token_type_embeddings.weight.copy_(self.token_type_embeddings.weight)
-        self.visual_position_embeddings.weight.copy_(self.position_embeddings.weight)
-
     def forward(self, texts: TextBatch, regions: TextRegions) -> tuple[Float[Tensor, "M Z E"], SequenceLayout]:
         """Args: M texts and their regions. Returns: the input, and which slot sits at which position."""
-        return self.join(texts, regions, self.alignment(texts, regions))
-
-    def alignment(self, texts: TextBatch, regions: TextRegions) -> Float[Tensor, "M R L"] | None:
-        """1 where a word names a region, which is a candidate box of the text's first image; None: no word names any.
-
-        The official code lists the words of each region (`image_text_alignment`).
-        """
-        return region_word_alignment(texts, regions, self.position_embeddings.weight.dtype)
+        alignment = region_word_alignment(texts, regions, self.position_embeddings.weight.dtype)
+        return self.join(texts, regions, alignment)
 
     def join(
         self, texts: TextBatch, regions: TextRegions, alignment: Float[Tensor, "M R L"] | None
@@ -99,7 +86,8 @@ class VisualBertEmbeddings(nn.Module):
         """Add up the embeddings and pack them.
 
         Args:
-            alignment: how often each word is listed for each region; None: no word is listed.
+            alignment: how often each word is listed for each region (`image_text_alignment` of the official code);
+                None: no word is listed.
 
         Returns:
             The input after LayerNorm and dropout; the layout.
@@ -158,7 +146,6 @@ class VisualBertEncoder(Encoder):
     _supports_sdpa = True
     _no_split_modules = ("BertLayerWithMaps",)
     layout = TextLayout(question=ANSWER_BEFORE_END)
-    images_setting = "region_types"
     abilities = frozenset(
         {
             Ability.SUMMARY_OF_SINGLE,
@@ -179,11 +166,13 @@ class VisualBertEncoder(Encoder):
         self.pooler = BertPooler(config)
         self.relative_geometry = None
         if config.relative_geometry:
-            heads, width = config.num_attention_heads, config.relative_geometry_size
-            self.relative_geometry = RelativeGeometryBias(self.num_joint_layers, heads, width)
+            self.relative_geometry = RelativeGeometryBias(config, self.num_joint_layers)
         self.post_init()
-        if config.special_visual_initialize:
-            self.embeddings.copy_text_tables()
+        if config.special_visual_initialize:  # copies, which are trained apart
+            with torch.no_grad():
+                tables = self.embeddings
+                tables.visual_token_type_embeddings.weight.copy_(tables.token_type_embeddings.weight)
+                tables.visual_position_embeddings.weight.copy_(tables.position_embeddings.weight)
         self._freeze()
 
     def train(self, mode: bool = True) -> VisualBertEncoder:
@@ -197,23 +186,17 @@ class VisualBertEncoder(Encoder):
             self.pooler.requires_grad_(False)
 
     @property
-    def max_images(self) -> int:
-        """See `Encoder`; one for each of `config.region_types`."""
-        return len(self.config.region_types)
-
-    @property
     def abilities_by_config(self) -> dict[Ability, tuple[bool, str]]:
-        """See `Encoder`."""
         return {Ability.IMAGE_PAIRS: (len(set(self.config.region_types[:2])) == 2, "region_types to [0, 1]")}
 
     @property
     def num_joint_layers(self) -> int:
-        """See `Encoder`; of late fusion, only the additional layer."""
+        """Of late fusion, only the additional layer."""
         return 1 if self.config.bypass_transformer else self.config.num_hidden_layers
 
     @property
     def attention_graphs(self) -> dict[str, AttentionGraph]:
-        """See `Encoder`; one graph of words and regions, and with late fusion another one of words before it."""
+        """One graph of words and regions, and with late fusion another one of words before it."""
         count = self.config.num_hidden_layers
         if not self.config.bypass_transformer:
             return {"joint": AttentionGraph(tuple(range(count)))}
@@ -302,11 +285,3 @@ class VisualBertEncoder(Encoder):
         return LayersRun(
             torch.where(has_regions, run.output, joint), maps, torch.where(has_regions, run.intermediate, joint)
         )
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """As in BERT, but for the relative geometry, which has start values of its own."""
-        if isinstance(module, GEOMETRY_LAYERS):
-            module.reset_parameters()
-        else:
-            super()._init_weights(module)

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertPooler
 
-from detector.errors import UserError
 from e2e_vl.encoders.base import Encoder, EncoderConfig, read_summary
 from e2e_vl.encoders.config import VLBertSettings
 from e2e_vl.encoders.layers import (
@@ -199,11 +199,6 @@ class VLBertEmbeddings(nn.Module):
             without a region get the learned text-only vector, or zero without one.
         """
         if self.text_visual is None:
-            if texts.region_of_token is not None:
-                raise UserError(
-                    "Words name regions (region_of_token), but image_feature_on_words is off in the encoder's config; "
-                    "switch it on."
-                )
             return None
         if self.image_slot_embeddings is not None:
             whole = regions.is_whole_image.to(vectors.dtype)
@@ -275,15 +270,6 @@ class VLBertEmbeddings(nn.Module):
 
 
 ANSWER_SLOT = Template((CLS, 0, SEP, MASK, SEP), (0, 0, 0, 1, 1), summary=3)
-# not initialised as in BERT
-OWN_START = (
-    MaskedRegionFeature,
-    ImageSlotEmbedding,
-    RegionProjection,
-    ScaledLayerNorm,
-    ScalarFactor,
-    *GEOMETRY_LAYERS,
-)
 
 
 class VLBertConfig(EncoderConfig, BertConfig, settings=VLBertSettings):
@@ -332,6 +318,14 @@ class VLBertModel(Encoder):
     _supports_sdpa = True
     _no_split_modules = ("VLBertLayer",)
     layout = TextLayout(question=ANSWER_SLOT)
+    own_start = (
+        MaskedRegionFeature,
+        ImageSlotEmbedding,
+        RegionProjection,
+        ScaledLayerNorm,
+        ScalarFactor,
+        *GEOMETRY_LAYERS,
+    )
     abilities = frozenset({Ability.SUMMARY_OF_QUESTION, Ability.WORD_EMBEDDINGS, Ability.INTERMEDIATE_STATES})
 
     def __init__(self, config: VLBertConfig):
@@ -342,29 +336,19 @@ class VLBertModel(Encoder):
         self.pooler = BertPooler(config) if config.with_pooler else None
         self.relative_geometry = None
         if config.relative_geometry:
-            self.relative_geometry = RelativeGeometryBias(
-                config.num_hidden_layers, config.num_attention_heads, config.relative_geometry_size
-            )
+            self.relative_geometry = RelativeGeometryBias(config, config.num_hidden_layers)
         self.post_init()
 
     @property
     def whole_image_is_region(self) -> bool:
-        """See `Encoder`; `config.whole_image_in_sequence`."""
         return self.uses_whole_image and self.config.whole_image_in_sequence
 
     @property
-    def max_images(self) -> int:
-        """See `Encoder`; `config.max_images`."""
-        return self.config.max_images
-
-    @property
     def attention_graphs(self) -> dict[str, AttentionGraph]:
-        """See `Encoder`; one graph of words and regions."""
         return {"joint": AttentionGraph(tuple(range(self.config.num_hidden_layers)))}
 
     @property
     def abilities_by_config(self) -> dict[Ability, tuple[bool, str]]:
-        """See `Encoder`."""
         config = self.config
         return {
             Ability.SUMMARY_OF_SINGLE: (config.with_pooler, "with_pooler to true"),
@@ -425,13 +409,11 @@ class VLBertModel(Encoder):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Start values of a module's own parameters; those that a checkpoint has loaded stay as they are."""
+        """As in `Encoder`, with what the config says of region vectors and of embedding tables."""
+        std = self.config.embedding_init_std
         if isinstance(module, RegionProjection) and self.config.new_layers == "normal":
-            super()._init_weights(module)
-        elif isinstance(module, OWN_START):
-            module.reset_parameters()
-        elif isinstance(module, nn.Embedding):
-            std = self.config.embedding_init_std
+            PreTrainedModel._init_weights(self, module)
+        elif isinstance(module, nn.Embedding) and not isinstance(module, self.own_start):
             init.normal_(module.weight, std=self.config.initializer_range if std is None else std)
         else:
             super()._init_weights(module)

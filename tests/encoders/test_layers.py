@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,8 +65,13 @@ def test_relative_geometry_of_padding_is_finite_and_so_is_its_gradient():
     assert relative.isfinite().all() and boxes.grad.isfinite().all()
 
 
+def geometry_bias(num_layers: int, num_heads: int, width: int = 16) -> RelativeGeometryBias:
+    config = SimpleNamespace(num_attention_heads=num_heads, relative_geometry_size=width)
+    return RelativeGeometryBias(config, num_layers)
+
+
 def test_a_bias_is_only_between_real_regions_of_one_image():
-    bias = RelativeGeometryBias(num_layers=3, num_heads=2, width=16)
+    bias = geometry_bias(num_layers=3, num_heads=2)
     for layer in bias.output:
         torch.nn.init.normal_(layer.bias)
     boxes = torch.rand(2, 4, 2) * 50
@@ -89,7 +95,7 @@ def test_a_bias_is_only_between_real_regions_of_one_image():
 def test_a_bias_starts_at_zero_and_tells_left_from_right_when_it_has_learned():
     """The direction is what a sum over absolute coordinates cannot express."""
     torch.manual_seed(0)
-    bias = RelativeGeometryBias(num_layers=1, num_heads=1, width=16)
+    bias = geometry_bias(num_layers=1, num_heads=1)
     boxes = torch.tensor([[[0.0, 20.0, 10.0, 30.0], [40.0, 20.0, 50.0, 30.0], [20.0, 20.0, 30.0, 30.0]]])
     sizes, is_pair = torch.full((1, 3, 2), 64.0), torch.ones(1, 3, 3, dtype=torch.bool)
     assert bias(boxes, sizes, is_pair)[0].abs().max() == 0
@@ -108,7 +114,7 @@ def test_a_bias_starts_at_zero_and_tells_left_from_right_when_it_has_learned():
 def test_a_bias_learns_within_30_steps_which_regions_are_near():
     """Far more than it could with numbers in shares of the image, where 6 of 128 pixels are 0.05."""
     torch.manual_seed(0)
-    bias = RelativeGeometryBias(num_layers=1, num_heads=1)
+    bias = geometry_bias(num_layers=1, num_heads=1, width=64)
     low = torch.rand(16, 8, 2) * 100
     boxes, sizes = torch.cat([low, low + 8 + torch.rand(16, 8, 2) * 20], dim=-1), torch.full((16, 8, 2), 128.0)
     is_pair = ~torch.eye(8, dtype=torch.bool).expand(16, 8, 8)
@@ -127,7 +133,7 @@ def test_a_bias_learns_within_30_steps_which_regions_are_near():
 
 def test_texts_about_one_image_share_the_networks_and_get_the_same_values_and_gradients():
     torch.manual_seed(0)
-    bias = RelativeGeometryBias(num_layers=2, num_heads=2, width=16).double()
+    bias = geometry_bias(num_layers=2, num_heads=2).double()
     for layer in bias.output:
         torch.nn.init.normal_(layer.weight)
     low = torch.rand(2, 3, 2).double() * 50

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from e2e_vl.structures import Ability
 from tests.encoders.small import changed, make_inputs, one_text
 from tests.encoders.small import look as look_at
 from tests.encoders.small import make_lxmert as make_model
@@ -127,7 +126,7 @@ def test_padding_rows_start_like_others_and_get_no_gradient_through_the_lookup()
     assert model.embeddings.word_embeddings.weight.grad[0].any()
 
 
-def test_hidden_features_are_zeros_and_hidden_boxes_stay():
+def test_masked_features_are_zeros_and_masked_boxes_stay():
     texts, regions = make_inputs()
     regions.is_masked[0, 0] = True
     model = make_model(masked_region_feature=True)
@@ -186,18 +185,6 @@ def test_a_named_region_carries_the_mean_position_of_its_words(slots):
     torch.testing.assert_close(
         official(dataclasses.replace(texts, region_of_token=region_of_token), regions).text, plain.text
     )
-
-
-def test_abilities():
-    model = make_model()
-    for ability in (Ability.SUMMARY_OF_SINGLE, Ability.SUMMARY_OF_QUESTION, Ability.SUMMARY_OF_PAIR):
-        assert model.lacks(ability) is None
-    assert model.lacks(Ability.IMAGE_PAIRS) == "set encoder.config.max_images to 2"
-    assert model.lacks(Ability.MASKED_FEATURES) == "set encoder.config.masked_region_feature to true"
-    assert model.lacks(Ability.NAMED_REGIONS) == "set encoder.config.named_regions to true"
-    assert make_model(named_regions=True).lacks(Ability.NAMED_REGIONS) is None
-    assert make_model(max_images=2).lacks(Ability.IMAGE_PAIRS) is None
-    assert all(template.summary is None for template in vars(model.layout).values())
 
 
 def test_dropout_is_where_the_official_code_has_it():

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, VisualBertConfig, VisualBertModel
 
+from e2e_vl.encoders.layers import region_word_alignment
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig, box_numbers
-from e2e_vl.structures import Ability
 from e2e_vl.text import CLS, MASK, SEP, Template
 from tests.encoders.small import VISUAL_BERT, changed, look, make_inputs, name_regions, one_text
 from tests.encoders.small import make_visual_bert as make_encoder
@@ -24,7 +23,7 @@ def test_transformers_keeps_its_own_visual_bert():
     assert isinstance(AutoConfig.for_model("visual_bert_encoder"), VisualBertEncoderConfig)
 
 
-# Summary and abilities
+# Summary and images
 
 
 def test_the_answer_of_a_question_is_read_before_the_last_wordpiece():
@@ -37,18 +36,6 @@ def test_the_answer_of_a_question_is_read_before_the_last_wordpiece():
     output = model(texts, regions)
     torch.testing.assert_close(output.summary, output.text[torch.arange(3), texts.summary])
     assert not torch.allclose(output.summary, pooled, atol=1e-2)
-
-
-def test_abilities():
-    able = make_encoder()
-    no_way = {Ability.MASKED_REGIONS, Ability.MASKED_FEATURES}  # the official code never hides regions
-    assert {ability for ability in Ability if able.lacks(ability) is not None} == no_way
-    able.require(Ability.IMAGE_PAIRS, "The task x")
-    message = "set encoder.config.region_types to [0, 1]."
-    for types in ([0], [1, 1]):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            make_encoder(region_types=types).require(Ability.IMAGE_PAIRS, "The task x")
-    assert (able.max_images, able.images_setting) == (2, "region_types")
 
 
 def test_swapped_images_give_another_result():
@@ -68,14 +55,6 @@ def test_one_image_has_the_first_type_and_the_second_image_the_second():
         model.embeddings.visual_token_type_embeddings.weight[1] += torch.arange(32.0)
     moved = changed(model(one_text(2), regions).regions, before)
     assert torch.equal(moved, regions.image_slot == 1)
-
-
-def test_the_whole_image_is_one_of_the_regions_if_asked_for():
-    model = make_encoder(uses_whole_image=True)
-    assert model.uses_whole_image and model.whole_image_is_region
-    assert not make_encoder().uses_whole_image
-    output = model(one_text(), look((0,), whole_image=True))
-    assert output.regions.abs().sum(dim=-1).bool().all()
 
 
 # Embeddings
@@ -98,7 +77,7 @@ def test_a_named_region_has_the_mean_or_the_sum_of_its_words_positions(position,
     embeddings = make_encoder(region_position=position).embeddings
     texts, regions = make_inputs(lengths=(6,), counts=(3,))
     texts = name_regions(texts, [[-1, 2, -1, 2, 0]])
-    vectors = embeddings.region_positions(embeddings.alignment(texts, regions))[0]
+    vectors = embeddings.region_positions(region_word_alignment(texts, regions, torch.float32))[0]
     words, shared = embeddings.position_embeddings.weight, embeddings.visual_position_embeddings.weight[0]
     shared = shared if position == "official" else torch.zeros_like(shared)
     torch.testing.assert_close(vectors[0], words[4] + shared)
@@ -118,13 +97,6 @@ def test_box_numbers():
     assert torch.equal(changed(model(texts, other).regions, model(texts, regions).regions), regions.attention_mask)
     plain = make_encoder()
     assert torch.equal(plain(texts, other).regions, plain(texts, regions).regions)
-
-
-def test_equal_sizes_are_projected_unless_the_paper_is_followed():
-    sizes = {"hidden_size": 12, "num_attention_heads": 3}
-    assert "embeddings.visual_projection.weight" in make_encoder(**sizes).state_dict()
-    assert "embeddings.visual_projection.weight" in make_encoder(project_equal_sizes=False).state_dict()
-    assert "embeddings.visual_projection.weight" not in make_encoder(**sizes, project_equal_sizes=False).state_dict()
 
 
 @pytest.mark.parametrize("copied", [True, False])
@@ -191,7 +163,7 @@ def test_transformers_computes_the_same_where_it_is_right(named):
     arguments = {}
     if named:
         texts = name_regions(texts, [[-1, 0, 0, 0], [0, 2], []])
-        arguments = {"image_text_alignment": lists_of(model.embeddings.alignment(texts, regions))}
+        arguments = {"image_text_alignment": lists_of(region_word_alignment(texts, regions, torch.float32))}
     output = model(texts, regions, output_attentions=True)
     expected = theirs(
         input_ids=texts.input_ids,
