@@ -1,4 +1,4 @@
-"""Box arithmetic: areas, overlaps, the box coder, matching, and checks of boxes that come from outside.
+"""Box arithmetic: areas, overlaps, the box coder, matching, sampling, and checks of boxes that come from outside.
 
 Boxes are xyxy and continuous: a box covers [x1, x2) x [y1, y2), so its width is x2 - x1. Functions of an `Array` take
 and return NumPy arrays or torch tensors (the type of the first argument comes back).
@@ -126,17 +126,13 @@ def prepend(
 
 
 def check_boxes(boxes: Array, name: str, what: str = "box") -> None:
-    """Check boxes that come from outside.
+    """Raise UserError where a box that comes from outside is not finite or has no area.
 
     Args:
+        boxes: [R, 4].
         name: the image (or file) that the boxes belong to.
         what: the word for a row of these boxes, e.g. "annotated box".
-
-    Raises:
-        UserError: not [R, 4], or a box that is not finite or has no area; the message names the image and the row.
     """
-    if boxes.ndim != 2 or boxes.shape[1] != 4:
-        raise UserError(f"{name}: {what} rows must have shape [R, 4], got {list(boxes.shape)}.")
     tensor = torch.as_tensor(boxes)
     wrong = (~_is_valid(tensor)).nonzero()
     if len(wrong):

@@ -17,11 +17,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
-
-from detector.errors import UserError
 
 SUMMARY = {"AP": 0, "AP50": 1, "AP75": 2, "APs": 3, "APm": 4, "APl": 5, "AR100": 8}  # place in pycocotools' summary
 
@@ -38,14 +35,7 @@ def coco_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
         each category of the truth. The 100 best detections of an image count. None where there is no object to find.
         Crowds are ignored: a detection of one is neither right nor wrong. As in COCO, detections of a category that
         has no object in any record are ignored.
-
-    Raises:
-        UserError: boxes or scores that are not finite.
     """
-    numbers = [number for record in records for box in record["boxes"] for number in box]
-    numbers += [score for record in records for score in record["scores"]]
-    if not np.isfinite(np.array(numbers, dtype=np.float64)).all():
-        raise UserError("A detection has a box or score that is not finite; check the detector's weights.")
     categories = {
         entry["category_id"]: str(entry.get("category", entry["category_id"]))
         for record in records
@@ -65,7 +55,18 @@ def coco_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     ]
     truth = _dataset(images, categories, objects)
     # the area of a detection without a match decides whether it counts in APs, APm or APl
-    found = [result | {"area": result["bbox"][2] * result["bbox"][3], "iscrowd": 0} for result in coco_results(records)]
+    found = [
+        {
+            "image_id": record["image_id"],
+            "category_id": category_id,
+            "bbox": (corner_and_sides := _xywh(box)),
+            "area": corner_and_sides[2] * corner_and_sides[3],
+            "iscrowd": 0,
+            "score": score,
+        }
+        for record in records
+        for box, score, category_id in zip(record["boxes"], record["scores"], record["category_ids"], strict=True)
+    ]
     evaluation = COCOeval(truth, _dataset(images, categories, found), iouType="bbox")
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         evaluation.evaluate()
@@ -80,15 +81,6 @@ def coco_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
         values = precision[:, :, column]
         metrics[f"AP/{name}"] = float(values[values > -1].mean()) if (values > -1).any() else None
     return metrics
-
-
-def coco_results(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Detections in COCO's results format: {image_id, category_id, bbox [x, y, width, height], score}."""
-    return [
-        {"image_id": record["image_id"], "category_id": category_id, "bbox": _xywh(box), "score": score}
-        for record in records
-        for box, score, category_id in zip(record["boxes"], record["scores"], record["category_ids"], strict=True)
-    ]
 
 
 def _dataset(images: list[dict], categories: dict[int, str], annotations: list[dict[str, Any]]) -> COCO:

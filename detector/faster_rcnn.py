@@ -1,15 +1,7 @@
 """The built-in detector: a Faster R-CNN, C4 or FPN, with the arithmetic of Detectron2, on torchvision's operators.
 
-Shape legend
-    N  images in the batch
-    R  regions (candidate boxes) of one image
-    Q  boxes hidden in one image
-    J  RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
-    S  side of a RoI map
-    D  width of a region feature
-    K  foreground classes; K is also the label of the background
-
-`head_dim` is the width of the box predictor's input. In a C4 detector it is D, the number of channels of res5.
+Shape legend: see `detector/structures.py`. `head_dim` is the width of the box predictor's input; in a C4 detector it is
+D, the number of channels of res5.
 
 One forward pass runs the backbone once, and res5 or the box head once for all boxes together: whole images, regions,
 RoIs of the losses. (Where the detector finds boxes by itself, a pass over the proposals comes first.)
@@ -122,7 +114,7 @@ class TwoStageDetector(Detector):
         The score and class of a RoI sampled in training belong to its best foreground class; a whole-image row has
         score 1 and class K (background). The `mean` of each loss is Detectron2's value, weights included.
         """
-        self._check_input(images, boxes, targets, roi_masks)
+        self._check_input(images, boxes, targets)
         if pixel_masks is not None:
             images = dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, pixel_masks))
         sizes = [(height, width) for height, width in images.sizes.tolist()]
@@ -210,35 +202,22 @@ class TwoStageDetector(Detector):
             classes = [torch.cat((rows.new_full((1,), self.num_classes), rows)) for rows in classes]
         return dataclasses.replace(regions, scores=scores, classes=classes)
 
-    def _check_input(
-        self,
-        images: ImageBatch,
-        boxes: list[Tensor] | None,
-        targets: DetectionTargets | None,
-        roi_masks: list[Tensor] | None,
-    ) -> None:
-        if roi_masks is not None and boxes is None:
-            raise UserError("roi_masks belong to given boxes: pass boxes too.")
+    def _check_input(self, images: ImageBatch, boxes: list[Tensor] | None, targets: DetectionTargets | None) -> None:
         if boxes is not None:
             check_all_boxes(boxes, images.names, "box")
         if targets is None:
             return
         check_all_boxes(targets.boxes, images.names, "annotated box")
-        labels = [("class", targets.classes, 0, self.num_classes)]
-        if targets.attributes is not None and self.roi_heads.box_predictor.has_attributes:
-            labels.append(("attribute", targets.attributes, -1, self.config.attributes.num_classes))
-        for what, values, lowest, number in labels:
-            if _exceeds(torch.cat(values), lowest, number):  # one synchronisation for the whole batch
-                name = next(n for n, rows in zip(images.names, values, strict=True) if _exceeds(rows, lowest, number))
-                raise UserError(f"{name}: the {what} label of an annotated object is not in {lowest} .. {number - 1}.")
+        classes = torch.cat(targets.classes)
+        if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < self.num_classes:
+            raise UserError(
+                f"{', '.join(images.names)}: an annotated object has a class label that is not in 0 .. "
+                f"{self.num_classes - 1}; set MODEL.ROI_HEADS.NUM_CLASSES to the number of classes of the data."
+            )
 
 
 class FasterRCNN(TwoStageDetector):
-    """Faster R-CNN with Detectron2's parameter names: its checkpoints load with `strict=True`.
-
-    Raises:
-        ValueError: settings of another detector.
-    """
+    """Faster R-CNN with Detectron2's parameter names: its checkpoints load with `strict=True`."""
 
     def __init__(self, config: DetectorConfig) -> None:
         super().__init__(config)
@@ -252,9 +231,7 @@ class FasterRCNN(TwoStageDetector):
         self.roi_heads = StandardROIHeads(config) if config.has_box_head else Res5ROIHeads(config)
 
     def recompute_activations(self) -> None:
-        """See `Detector.recompute_activations`."""
-        if self.config.is_mobilenet:
-            raise UserError("A MobileNet has no activation checkpointing; switch train.activation_checkpointing off.")
+        """See `Detector.recompute_activations`. A MobileNet has no blocks that could be recomputed."""
         recompute_activations(self)
 
     def features(self, images: ImageBatch) -> FeatureMaps:
@@ -295,7 +272,3 @@ def pad_to_multiple(pixels: Float[Tensor, "N 3 _H _W"], multiple: int) -> Float[
     height, width = pixels.shape[-2:]
     extra = (-width % multiple, -height % multiple)
     return F.pad(pixels, (0, extra[0], 0, extra[1])) if any(extra) else pixels
-
-
-def _exceeds(rows: Tensor, lowest: int, number: int) -> bool:
-    return bool(((rows < lowest) | (rows >= number)).any())

@@ -25,7 +25,7 @@ from torch import Tensor
 from torchvision.ops import clip_boxes_to_image
 
 from detector.boxes import Array
-from detector.errors import MissingFileError, UserError, first_line
+from detector.errors import UserError, reading
 from detector.structures import ImageBatch
 
 Pixels = UInt8[np.ndarray, "height width 3"]
@@ -167,16 +167,12 @@ def _to_array(image: Image.Image, channel_order: ChannelOrder) -> Pixels:
 
 def _read(source: str | Path | bytes, name: str) -> Image.Image:
     """An upright RGB image."""
-    if not isinstance(source, bytes) and not Path(source).exists():
-        raise MissingFileError(f"Image {name} does not exist; check the path, or the folder of the data set's images.")
-    try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
-            image.load()
-            with contextlib.suppress(Exception):  # a damaged EXIF block raises many kinds of errors
-                ImageOps.exif_transpose(image, in_place=True)
-            return _to_rgb(image)
-    except Exception as error:  # PIL raises many kinds, depending on the format and the place of the damage
-        raise UserError(f"Image {name} cannot be read ({first_line(error)}); get or convert the file again.") from error
+    source = io.BytesIO(source) if isinstance(source, bytes) else source
+    with reading(f"Image {name}", Exception), Image.open(source, formats=FORMATS) as image:  # PIL raises many kinds
+        image.load()
+        with contextlib.suppress(Exception):  # a damaged EXIF block
+            ImageOps.exif_transpose(image, in_place=True)
+        return _to_rgb(image)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

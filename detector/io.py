@@ -107,14 +107,8 @@ def read_pickle(path: str | Path, encoding: str = "latin1") -> Any:
     Args:
         encoding: of the strings that Python 2 wrote; arrays need latin1.
     """
-    with reading(path), Path(path).open("rb") as file:
-        try:
-            return Unpickler(file, encoding=encoding).load()
-        except Exception as error:  # a damaged pickle raises nearly anything
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            raise UserError(
-                f"{path}: not a plain pickle ({reason}); nothing in it was executed. Copy or download the file again."
-            ) from error
+    with reading(path, Exception), Path(path).open("rb") as file:  # a damaged pickle raises nearly anything
+        return Unpickler(file, encoding=encoding).load()
 
 
 def _read_bytes(path: str | Path) -> bytes:

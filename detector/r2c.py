@@ -1,18 +1,10 @@
 """The network of R2C (Zellers et al., CVPR 2019) that describes given boxes by their pixels, outlines and classes.
 
-A ResNet up to res4 sees the image once; each box is pooled from it, features of the object's mask are added to the
-first channels of the pooled map, and res5 and a mean follow. The mean and a vector of the given class (unless its width
-is 0) make the region's feature. It finds no boxes by itself. The official VisualBERT code trains it on VCR together
-with its encoder.
+A ResNet up to res4 runs once per image; each box is pooled from it, features of the object's mask are added to the
+first channels of the pooled map, and res5 and a mean follow. The mean and an embedding of the given class (unless its
+width is 0) make the region's feature. The official VisualBERT code trains it on VCR together with its encoder.
 
-Shape legend
-    N     images in the batch
-    H, W  height and width of the padded batch, pixels of the network input
-    R     regions (candidate boxes) of one image
-    J     RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
-    S     side of a RoI map
-    D     width of a region feature
-    K     foreground classes; K is also the label of the background
+Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations
@@ -129,17 +121,12 @@ class R2CNetwork(Detector):
     Args:
         config: has `MODEL.R2C.FEATURE_DIM`.
         sizes: of a ResNet other than `MODEL.RESNETS.DEPTH`.
-
-    Raises:
-        ValueError: settings of another detector.
     """
 
     reads_classes = True
 
     def __init__(self, config: DetectorConfig, sizes: NetworkSizes | None = None) -> None:
         super().__init__(config)
-        if not config.is_r2c:
-            raise UserError("The network of R2C needs MODEL.R2C.FEATURE_DIM; use a config such as r2c_R_50.yaml.")
         sizes = sizes or NetworkSizes.of(config.resnet)
         self.backbone = R2CTrunk(config, sizes)
         self.roi_heads = R2CHead(config, sizes)
@@ -163,17 +150,12 @@ class R2CNetwork(Detector):
 
         The whole image is described with the box [0, 0, width, height], although it is given back as row
         [0, 0, width - 1, height - 1] as by every detector.
-
-        Raises:
-            ValueError: no boxes or no classes of them, detection targets, or an image larger than the canvas.
         """
-        if boxes is None or box_classes is None:
+        if boxes is None or box_classes is None or targets is not None:
             raise UserError(
-                "The network of R2C describes annotated boxes of known classes and finds none; use the boxes and "
-                "classes of the annotations (data.boxes.train and eval.boxes: gt)."
+                "The network of R2C describes given boxes of given classes and has no detection losses; use the "
+                "annotated boxes (data.boxes.train and eval.boxes: gt), and set detector.loss_weight to 0."
             )
-        if targets is not None:
-            raise UserError("The network of R2C has no detection losses; set detector.loss_weight to 0.")
         check_all_boxes(boxes, images.names, "box")
         side, parts = self.map_size, [*boxes]
         masks = [rows.new_ones(len(rows), side, side) for rows in boxes] if roi_masks is None else [*roi_masks]
@@ -204,15 +186,7 @@ class R2CNetwork(Detector):
         Args:
             masks: instance masks in 0..1 on a grid of the box, `map_size` points along each side.
             classes: 0 = the whole image, 1 .. K.
-
-        Raises:
-            UserError: a class beyond the number of classes.
         """
-        if len(classes) and int(classes.max()) > self.num_classes:
-            raise UserError(
-                f"A box has the class {int(classes.max()) - 1}, but MODEL.ROI_HEADS.NUM_CLASSES is {self.num_classes}; "
-                "set it to the number of classes of the data."
-            )
         maps = self.backbone(pixels.contiguous(memory_format=torch.channels_last))
         settings = self.config.roi_heads
         maps = maps.to(torch.promote_types(maps.dtype, torch.float32))  # pooling coordinates need more than bfloat16
@@ -233,9 +207,6 @@ class R2CNetwork(Detector):
 
         Returns:
             pixels, and (x, y) of each image's upper left corner.
-
-        Raises:
-            ValueError: an image is larger than the canvas.
         """
         canvas, pixels = self.config.r2c.canvas, images.pixels
         if not canvas:
@@ -248,11 +219,6 @@ class R2CNetwork(Detector):
         corners = []
         for row, (height, width) in enumerate(images.sizes.tolist()):
             room = (canvas[0] - height, canvas[1] - width)
-            if min(room) < 0:
-                raise UserError(
-                    f"{images.names[row]}: resized to {width} x {height} pixels it does not fit on the canvas of "
-                    f"{canvas[1]} x {canvas[0]} (MODEL.R2C.CANVAS); set data.resize to the canvas."
-                )
             top, left = (int(torch.randint(free + 1, ()).item()) if self.training else free // 2 for free in room)
             result[row, :, top : top + height, left : left + width] = pixels[row, :, :height, :width]
             corners.append((left, top))

@@ -1,13 +1,6 @@
 """RoI heads of both architectures, named as in Detectron2: pool RoIs, describe each, predict, sample, detect.
 
-Shape legend
-    J  RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
-    R  regions (candidate boxes) of one image
-    P  proposals or sampled RoIs of one image
-    G  annotated objects of one image
-    S  side of a RoI map
-    D  width of a region feature
-    K  foreground classes; K is also the label of the background
+Shape legend: see `detector/structures.py`.
 
 `Res5ROIHeads` (C4) run res5 on maps pooled from res4 and average: D is the number of channels of res5; its maps have
 S = 7, or 14 where it is dilated. `StandardROIHeads` run a box head on maps pooled from the levels of an FPN.
@@ -27,7 +20,6 @@ from torchvision.ops import batched_nms, clip_boxes_to_image
 from detector.backbones import ConvNorm, Res5
 from detector.boxes import box_regression_loss, decode_deltas, is_at_least, match, pairwise_iou, subsample
 from detector.config import AttributeConfig, BoxHeadConfig, DetectorConfig, ROIHeadsConfig
-from detector.errors import UserError
 from detector.roi_pooler import RoIPooler
 from detector.structures import (
     DetectionTargets,
@@ -48,11 +40,7 @@ class BoxHead(nn.Module):
     """
 
     def __init__(self, config: BoxHeadConfig, in_channels: int, side: int) -> None:
-        """
-        Args:
-            in_channels: of the RoI maps.
-            side: S.
-        """
+        """`in_channels` and `side` are those of the RoI maps."""
         super().__init__()
         self.region_feature = config.region_feature
         self.convs = [f"conv{number}" for number in range(1, config.num_conv + 1)]
@@ -217,18 +205,8 @@ class Detections(NamedTuple):
     proposal_index: list[Int64[Tensor, " _R"]]  # row of the proposal that each box came from
 
 
-def mask_maps(maps: Float[Tensor, "J D S S"], masks: Float[Tensor, "masks rows columns"]) -> Float[Tensor, "J D S S"]:
-    """RoI maps times their masks.
-
-    Raises:
-        UserError: the masks are not [J, S, S].
-    """
-    if masks.shape != maps.shape[:1] + maps.shape[2:]:
-        raise UserError(
-            f"RoI masks have shape {list(masks.shape)}, but the RoI maps of the boxes need "
-            f"{[maps.shape[0], *maps.shape[2:]]}."
-        )
-    return maps * masks.to(maps.dtype)[:, None]
+def _masked(maps: Float[Tensor, "J D S S"], masks: Float[Tensor, "J S S"] | None) -> Float[Tensor, "J D S S"]:
+    return maps if masks is None else maps * masks.to(maps.dtype)[:, None]
 
 
 class ROIHeads(nn.Module, abc.ABC):
@@ -248,7 +226,7 @@ class ROIHeads(nn.Module, abc.ABC):
         self,
         maps: LevelMaps,
         rois: Float[Tensor, "J 5"],
-        masks: Float[Tensor, "masks rows columns"] | None,
+        masks: Float[Tensor, "J S S"] | None,
     ) -> RoIFeatures:
         """`describe` without chunks, from the maps of IN_FEATURES."""
 
@@ -256,19 +234,15 @@ class ROIHeads(nn.Module, abc.ABC):
         self,
         features: FeatureMaps,
         rois: Float[Tensor, "J 5"],
-        masks: Float[Tensor, "masks rows columns"] | None = None,
+        masks: Float[Tensor, "J S S"] | None = None,
     ) -> RoIFeatures:
         """Features of RoIs; `masks` [J, S, S] multiply the last RoI maps: the output of res5 before its mean over
         S * S cells, or the pooled maps before the box head.
 
         In evaluation without gradients only `CHUNK` RoIs are in memory at a time, in the order of their images.
-
-        Raises:
-            UserError: see `mask_maps`.
         """
         maps = [features[name] for name in self.in_features]
-        fits = masks is None or len(masks) == len(rois)
-        if torch.is_grad_enabled() or self.training or len(rois) <= CHUNK or not fits:
+        if torch.is_grad_enabled() or self.training or len(rois) <= CHUNK:
             return self._describe(maps, rois, masks)
         order = rois[:, 0].argsort(stable=True)
         parts = []
@@ -372,12 +346,9 @@ class Res5ROIHeads(ROIHeads):
         self,
         maps: LevelMaps,
         rois: Float[Tensor, "J 5"],
-        masks: Float[Tensor, "masks rows columns"] | None,
+        masks: Float[Tensor, "J S S"] | None,
     ) -> RoIFeatures:
-        last = self.res5_map(maps[0], rois)
-        if masks is not None:
-            last = mask_maps(last, masks)
-        mean = last.mean(dim=(2, 3))
+        mean = _masked(self.res5_map(maps[0], rois), masks).mean(dim=(2, 3))
         return RoIFeatures(mean, mean)
 
 
@@ -394,12 +365,9 @@ class StandardROIHeads(ROIHeads):
         self,
         maps: LevelMaps,
         rois: Float[Tensor, "J 5"],
-        masks: Float[Tensor, "masks rows columns"] | None,
+        masks: Float[Tensor, "J S S"] | None,
     ) -> RoIFeatures:
-        pooled = self.pool(maps, rois)
-        if masks is not None:
-            pooled = mask_maps(pooled, masks)
-        return self.box_head(pooled)
+        return self.box_head(_masked(self.pool(maps, rois), masks))
 
 
 def _take_matched(values: list[Shaped[Tensor, "_G ..."]], sampled: SampledRoIs) -> Shaped[Tensor, "J ..."]:

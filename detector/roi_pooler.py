@@ -1,10 +1,6 @@
 """From feature maps to RoI maps: which level a RoI is pooled from, and the pooling itself, as Detectron2's `ROIPooler`.
 
-Shape legend
-    N     images in the batch
-    h, w  height and width of a feature map, cells
-    J     RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
-    S     side of a RoI map
+Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations
@@ -55,9 +51,8 @@ def align_rois(
     columns, column_weights = _axis(x1, (x2 - x1).clamp(min=smallest), side, stride, sampling_ratio, width)
 
     image = rois[:, 0].long()[:, None, None, None, None]
-    cells = (image * height + rows[:, :, None, :, None]) * width + columns[
-        :, None, :, None, :
-    ]  # [J, S, S, reach, reach]
+    cells = (image * height + rows[:, :, None, :, None]) * width
+    cells = cells + columns[:, None, :, None, :]  # [J, S, S, reach, reach]
     weights = row_weights[:, :, None, :, None] * column_weights[:, None, :, None, :]
     cells, weights = cells.flatten(0, 2).flatten(1), weights.flatten(0, 2).flatten(1)
     used = weights != 0

@@ -1,11 +1,6 @@
 """Region proposal network on one or several feature maps (Faster R-CNN, section 3.1), with Detectron2's arithmetic.
 
-Shape legend
-    N     images in the batch
-    h, w  height and width of a feature map, cells
-    B     anchors of one image
-    P     proposals or sampled RoIs of one image
-    G     annotated objects of one image
+Shape legend: see `detector/structures.py`.
 
 The anchors of all maps are concatenated, map by map; the h * w * cell_anchors anchors of a map are ordered by (y, x,
 cell anchor).
@@ -192,12 +187,11 @@ class RPN(nn.Module):
 
         Top-k and NMS work on each feature map for itself, the cut on all of them together.
 
+        A proposal that is not finite means in training that it has diverged, and raises FloatingPointError; in
+        evaluation such proposals are dropped, as in Detectron2.
+
         Args:
             sizes: N (height, width) of the images without padding.
-
-        Raises:
-            FloatingPointError: a proposal is not finite in training mode, that is, the training has diverged. In
-                evaluation such proposals are dropped, as in Detectron2.
         """
         config = self.config
         before, after = (

@@ -25,9 +25,6 @@ def select_regions(
     Returns:
         the kept rows by falling score, equal scores in their given order, on the device of `scores`. Fewer than
         `rule.min_regions` only where R is smaller.
-
-    Raises:
-        ValueError: a score that is not a number.
     """
     scores = _checked(torch.as_tensor(scores))
     return scores.argsort(descending=True, stable=True)[: _kept(scores, rule)]

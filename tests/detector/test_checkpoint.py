@@ -2,25 +2,22 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from detector.checkpoint import (
-    EXPECT,
     load_checkpoint,
     load_pretrained,
     load_weights,
     read_tensors,
-    read_weights,
     save_pretrained,
     save_weights,
 )
-from detector.config import EXPECTED_PARTS, DetectorConfig
+from detector.config import DetectorConfig
+from detector.errors import MissingFileError, UserError
 from detector.faster_rcnn import FasterRCNN
 from detector.weight_names import CELL_ANCHORS
 from tests.detector import published
@@ -34,10 +31,6 @@ TREE = {
 
 def make(**sections) -> FasterRCNN:
     return FasterRCNN(DetectorConfig.from_yaml({"MODEL": {**TREE, **sections}}))
-
-
-def test_every_part_that_may_be_expected_has_its_rule():
-    assert tuple(EXPECT) == EXPECTED_PARTS
 
 
 def test_saved_and_loaded_again(tmp_path: Path):
@@ -67,20 +60,12 @@ def test_class_names_are_saved_with_the_detector(tmp_path: Path):
     assert load_pretrained(tmp_path).class_names is None
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[", r"class_names\.json: not valid JSON"),
-        ("[1, 2]", r"class_names\.json: Expected `str`"),
-        ('["a", "b", "c", "d", "e", "f", "g"]', "names 7 classes, but the detector has"),
-    ],
-)
-def test_class_names_that_do_not_fit_are_one_sentence(tmp_path: Path, content: str, message: str):
+@pytest.mark.parametrize("content", ["[", "[1, 2]", '["a", "b", "c", "d", "e", "f", "g"]'])
+def test_class_names_that_do_not_fit_are_rejected(tmp_path: Path, content: str):
     save_pretrained(make(), tmp_path)
     (tmp_path / "class_names.json").write_text(content)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(UserError, match=r"class_names\.json"):
         load_pretrained(tmp_path)
-    assert "\n" not in str(error.value)
 
 
 def test_misfits_are_counted_and_named_and_nothing_is_loaded():
@@ -96,17 +81,6 @@ def test_misfits_are_counted_and_named_and_nothing_is_loaded():
     with pytest.raises(ValueError, match=message):
         load_weights(model, tensors, "x.pth")
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def test_expected_misfits_are_allowed():
-    model, other = make(), make()
-    tensors = other.state_dict()
-    tensors["roi_heads.mask_head.weight"] = torch.zeros(1)
-    del tensors["backbone.stem.conv1.weight"]
-    report = load_weights(model, tensors, "x.pth", may_miss=["backbone.stem"], may_exceed=["roi_heads.mask_head."])
-    assert report.missing
-    assert report.unexpected
-    assert torch.equal(model.backbone.res4[0].conv1.weight, other.backbone.res4[0].conv1.weight)
 
 
 def test_batch_norm_weights_fit_frozen_batch_norms():
@@ -132,29 +106,13 @@ def test_buffers_of_old_checkpoints_must_agree_with_the_config():
         load_weights(model, tensors, "x.pth")
 
 
-def spoiled(value: Tensor, number: float) -> Tensor:
-    value = value.clone()
-    value.view(-1)[:3] = number
-    return value
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (Tensor.long, r"x\.pth: backbone\.stem\.conv1\.weight holds torch\.int64 instead of floating-point"),
-        (lambda value: spoiled(value, float("nan")), r"conv1\.weight has 3 values that are NaN or infinite, of 1176;"),
-        (lambda value: spoiled(value, float("inf")).half(), "has 3 values that are NaN or infinite"),
-    ],
-)
-def test_weights_that_are_no_numbers_are_refused_before_anything_is_loaded(
-    change: Callable[[Tensor], Tensor], message: str
-):
-    model, tensors = make(), make().state_dict()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    tensors["backbone.stem.conv1.weight"] = change(tensors["backbone.stem.conv1.weight"])
-    with pytest.raises(ValueError, match=message) as caught:
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_rejected_before_anything_is_loaded(number: float):
+    model, tensors = make(), copy.deepcopy(make().state_dict())
+    before = copy.deepcopy(model.state_dict())
+    tensors["backbone.stem.conv1.weight"].view(-1)[3] = number
+    with pytest.raises(ValueError, match=r"x\.pth: backbone\.stem\.conv1\.weight"):
         load_weights(model, tensors, "x.pth")
-    assert "\n" not in str(caught.value)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -173,19 +131,18 @@ class Bomb:
 
 def test_files_that_are_not_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"none\.pth: no such weights file"):
+    with pytest.raises(MissingFileError, match=r"none\.pth"):
         read_tensors(tmp_path / "none.pth")
     torch.save({"model": Bomb()}, tmp_path / "bomb.pth")
-    with pytest.raises(ValueError, match=r"bomb\.pth"):
-        read_tensors(tmp_path / "bomb.pth")
-    assert not (tmp_path / "bomb-went-off").exists()
+    torch.save({"model": {"epoch": 3}}, tmp_path / "other.pth")
+    published.write_pickle(tmp_path / "text.pkl", {"w": "text"})
+    published.write_pickle(tmp_path / "list.pkl", [1])
     for name in ("text.pth", "text.safetensors"):
         (tmp_path / name).write_text("not weights")
-        with pytest.raises(ValueError, match=name):
+    for name in ("bomb.pth", "other.pth", "text.pkl", "list.pkl", "text.pth", "text.safetensors"):
+        with pytest.raises(UserError, match=name):
             read_tensors(tmp_path / name)
-    torch.save({"model": {"epoch": 3}}, tmp_path / "other.pth")
-    with pytest.raises(ValueError, match=r"other\.pth: expected a state dict"):
-        read_tensors(tmp_path / "other.pth")
+    assert not (tmp_path / "bomb-went-off").exists()
 
 
 def test_kinds_of_weights_files(tmp_path: Path):
@@ -220,11 +177,7 @@ def test_an_incomplete_backbone_is_never_accepted(tmp_path: Path, plain: FasterR
         load_checkpoint(published.make(published.WITHOUT_ATTRIBUTES, 3), tmp_path / "a.pth", expect="backbone")
 
 
-def test_unknown_names_and_contents(tmp_path: Path, plain: FasterRCNN):
+def test_unknown_names(tmp_path: Path, plain: FasterRCNN):
     torch.save({"encoder.weight": torch.zeros(1)}, tmp_path / "a.pth")
-    with pytest.raises(ValueError, match=r"a\.pth: its names are of no known layout \(encoder\.weight"):
+    with pytest.raises(UserError, match=r"a\.pth: .*encoder\.weight"):
         load_checkpoint(plain, tmp_path / "a.pth")
-    with pytest.raises(ValueError, match=r"b\.pkl: expected a state dict of tensors.* 'w' is not a tensor"):
-        read_weights(published.write_pickle(tmp_path / "b.pkl", {"w": "text"}))
-    with pytest.raises(ValueError, match=r"c\.pkl: expected a state dict of tensors.* 'list' is not a tensor"):
-        read_weights(published.write_pickle(tmp_path / "c.pkl", [1]))

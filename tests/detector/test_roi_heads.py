@@ -32,7 +32,7 @@ def heads(request: pytest.FixtureRequest) -> roi_heads.Res5ROIHeads:
     return make_detector(request.param).roi_heads
 
 
-@pytest.mark.parametrize("resolution", [7, 14])
+@pytest.mark.parametrize("resolution", [7, 8])
 @pytest.mark.parametrize("style", STYLES)
 def test_the_side_of_the_last_map_is_known_before_it_is_there(style, resolution):
     detector = make_detector(style, **{"MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": resolution})
@@ -63,8 +63,6 @@ def test_chunks_give_the_same_features(heads, with_masks: bool, monkeypatch: pyt
         assert seen == [23, 5, 5, 5, 5, 3]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
         assert torch.equal(rois, before)
-        with pytest.raises(ValueError, match="RoI masks have shape"):
-            heads.describe(features, rois, torch.ones(22, side, side))
         heads.train()  # batch norms see all RoIs
         heads.describe(features, rois, masks)
     heads.eval()

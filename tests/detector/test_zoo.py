@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
-import pickle
 import re
 import socket
 import threading
@@ -12,7 +11,6 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -22,7 +20,8 @@ from torchvision.models import detection
 import detector.checkpoint
 import detector.zoo
 from detector.checkpoint import EXPECT, find_weights, read_weights
-from detector.config import DetectorConfig
+from detector.config import DetectorConfig, flatten, load_tree
+from detector.errors import MissingFileError, UserError
 from detector.zoo import (
     NAMED_WEIGHTS,
     PREFIXES,
@@ -31,22 +30,14 @@ from detector.zoo import (
     cache_folder,
     cached_weights,
     known_weights,
-    published_class_names,
     read_vocabulary,
     resolve_weights,
-    settings_of,
 )
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = {weights.name: weights for weights in NAMED_WEIGHTS}
-DIGITS = {"sha256": 64, "md5": 32}
-each = pytest.mark.parametrize("weights", NAMED_WEIGHTS, ids=lambda weights: weights.name)
 V2 = "torchvision/fasterrcnn_resnet50_fpn_v2-coco"
 R50 = "detectron2/ImageNetPretrained/MSRA/R-50"
-
-
-def config_of(weights: NamedWeights) -> DetectorConfig:
-    return DetectorConfig.from_flat(settings_of(weights), weights.name)
 
 
 def test_names_addresses_and_files_are_unique() -> None:
@@ -57,34 +48,23 @@ def test_names_addresses_and_files_are_unique() -> None:
         assert len(set(values)) == len(values), field
 
 
-@each
-def test_entry_is_well_formed(weights: NamedWeights) -> None:
-    assert weights.name.startswith(PREFIXES)
-    parts = urlsplit(weights.address)
-    assert parts.scheme == "https"
-    assert parts.netloc
+@pytest.mark.parametrize("weights", NAMED_WEIGHTS, ids=lambda weights: weights.name)
+def test_entry(weights: NamedWeights) -> None:
+    assert weights.name.startswith(PREFIXES) and weights.licence
+    assert re.fullmatch(r"https://[\w.-]+/.+", weights.address)
     assert re.fullmatch(r"[\w.-]+\.(pth|pkl|bin)", weights.file)
-    assert weights.licence
     assert weights.expect in EXPECT
     if weights.checksum:
         algorithm, digits = weights.checksum.split(":")
-        assert re.fullmatch(r"[0-9a-f]{6,}", digits)
-        assert len(digits) in (6, 8, DIGITS[algorithm])
+        assert re.fullmatch(r"[0-9a-f]{6}|[0-9a-f]{8}|[0-9a-f]{64}", digits) and hasattr(hashlib, algorithm)
         assert digits[:6] in weights.file
-    assert weights.size is None or weights.size > 1e6
-    assert "; use " in weights.unsupported or not weights.unsupported
-
-
-@each
-def test_settings_load_and_fit_the_class_names(weights: NamedWeights) -> None:
-    config = config_of(weights)
-    names = published_class_names(weights)
+    classes = DetectorConfig.from_yaml(weights.config_path).roi_heads.num_classes
+    names = weights.read_class_names()
     if names is not None:
-        assert len(names) == config.roi_heads.num_classes
+        assert len(names) == classes
         assert all(name and name == name.strip() for name in names)
     elif weights.expect == "all":
-        assert weights.name.startswith("bottom-up-attention/")
-        assert config.roi_heads.num_classes == 1600
+        assert weights.name.startswith("bottom-up-attention/") and classes == 1600
 
 
 @pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.yaml")), ids=lambda path: path.name)
@@ -124,15 +104,13 @@ def test_torchvision_agrees(name: str, enum: models.WeightsEnum) -> None:
     assert weights.checksum.startswith(f"sha256:{enum.url.removesuffix('.pth')[-8:]}")
     if weights.size is not None:
         assert weights.size / 2**20 == pytest.approx(enum.meta["_file_size"], abs=6e-4)
-    if weights.expect == "all":
-        assert list(published_class_names(weights)) == enum.meta["categories"][1:]
-    else:
-        assert published_class_names(weights) is None
+    names = weights.read_class_names()
+    assert names is None if weights.expect != "all" else list(names) == enum.meta["categories"][1:]
 
 
 def test_coco_names_are_the_ids_in_use() -> None:
     with_gaps, names = (
-        published_class_names(BY_NAME[name]) for name in (V2, "detectron2/COCO-Detection/faster_rcnn_R_50_C4_1x")
+        BY_NAME[name].read_class_names() for name in (V2, "detectron2/COCO-Detection/faster_rcnn_R_50_C4_1x")
     )
     assert names == tuple(name for name in with_gaps if name != "N/A")
     assert (names[0], names[79], with_gaps[0], with_gaps[89]) == ("person", "toothbrush", "person", "toothbrush")
@@ -141,7 +119,8 @@ def test_coco_names_are_the_ids_in_use() -> None:
 def test_settings_of_torchvision() -> None:
     """The constants of torchvision's own models: anchors, losses, thresholds and pooling."""
     model = detection.fasterrcnn_resnet50_fpn(weights=None, weights_backbone=None)
-    flat, config = settings_of(BY_NAME[V2]), config_of(BY_NAME[V2])
+    path = BY_NAME[V2].config_path
+    flat, config = flatten(load_tree(path)), DetectorConfig.from_yaml(path)
     rpn, heads, transform = model.rpn, model.roi_heads, model.transform
     assert list(config.input.pixel_mean) == pytest.approx([255 * value for value in transform.image_mean])
     assert list(config.input.pixel_std) == pytest.approx([255 * value for value in transform.image_std])
@@ -170,46 +149,29 @@ def test_settings_of_torchvision() -> None:
     assert config.rpn.smooth_l1_beta == config.roi_heads.smooth_l1_beta == 1 / 9
     assert not config.resnet.stride_in_1x1
     assert flat["MODEL.FPN.NORM"] == flat["MODEL.ROI_BOX_HEAD.NORM"] == config.resnet.norm == "BN"
-    assert "MODEL.FPN.NORM" not in settings_of(BY_NAME["torchvision/fasterrcnn_resnet50_fpn-coco"])
-
-
-@pytest.mark.parametrize("as_type", [str, Path])
-@pytest.mark.parametrize(
-    "name",
-    [
-        R50,
-        "detectron2://ImageNetPretrained/MSRA/R-50.pkl",
-        "https://dl.fbaipublicfiles.com/detectron2/ImageNetPretrained/MSRA/R-50.pkl",
-    ],
-)
-def test_names_and_addresses_lead_to_the_table(name: str, as_type: type) -> None:
-    assert resolve_weights(as_type(name)) is BY_NAME[R50]
-    assert known_weights(as_type(name)) is BY_NAME[R50]
-
-
-def test_address_of_a_detector_in_detectron2s_own_spelling() -> None:
-    found = resolve_weights("detectron2://COCO-Detection/faster_rcnn_R_50_FPN_3x/137849458/model_final_280758.pkl")
-    assert found is BY_NAME["detectron2/COCO-Detection/faster_rcnn_R_50_FPN_3x"]
+    version_1 = DetectorConfig.from_yaml(BY_NAME["torchvision/fasterrcnn_resnet50_fpn-coco"].config_path)
+    assert (version_1.fpn.norm, version_1.resnet.norm) == ("", "FrozenBN")
 
 
 @pytest.mark.parametrize(
-    ("short", "name"),
+    ("given", "name"),
     [
+        (R50, R50),
+        ("detectron2://ImageNetPretrained/MSRA/R-50.pkl", R50),
+        ("https://dl.fbaipublicfiles.com/detectron2/ImageNetPretrained/MSRA/R-50.pkl", R50),
+        (
+            "detectron2://COCO-Detection/faster_rcnn_R_50_FPN_3x/137849458/model_final_280758.pkl",
+            "detectron2/COCO-Detection/faster_rcnn_R_50_FPN_3x",
+        ),
         ("fasterrcnn_resnet50_fpn_v2-coco", V2),
         ("faster_rcnn_R_101_FPN_3x", "detectron2/COCO-Detection/faster_rcnn_R_101_FPN_3x"),
         ("COCO-Detection/faster_rcnn_R_101_FPN_3x.yaml", "detectron2/COCO-Detection/faster_rcnn_R_101_FPN_3x"),
         ("bua-caffe-frcn-r101-k36", "bottom-up-attention/bua-caffe-frcn-r101-k36"),
     ],
 )
-def test_the_beginning_of_a_name_may_be_left_out(short: str, name: str) -> None:
-    assert resolve_weights(short) is known_weights(short) is BY_NAME[name]
-
-
-def test_a_missing_file_that_is_nearly_a_name_says_the_name() -> None:
-    with pytest.raises(FileNotFoundError, match=f"Did you mean the published weights {V2} or"):
-        find_weights("fasterrcnn_resnet50_fpn_v2")
-    with pytest.raises(FileNotFoundError, match=r"no such weights file\.$"):
-        find_weights("some/folder")
+def test_names_ends_of_names_and_addresses(given: str, name: str) -> None:
+    for value in (given, Path(given)):
+        assert resolve_weights(value) is known_weights(value) is BY_NAME[name]
 
 
 @pytest.mark.parametrize(
@@ -227,31 +189,25 @@ def test_a_file_that_exists_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
     path.parent.mkdir()
     path.write_bytes(b"x")
     assert resolve_weights(V2) == path
-
-
-def test_a_file_of_a_published_name_is_known(tmp_path: Path) -> None:
     assert known_weights(tmp_path / "fasterrcnn_resnet50_fpn_v2_coco-dd69338a.pth") is BY_NAME[V2]
     assert known_weights(tmp_path / "other.pth") is None
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "hint"),
     [
-        ("torchvision/fasterrcnn_resnet50_fpn_v2", f"did you mean {V2} or"),
-        (
-            "detectron2/COCO-Detection/faster_rcnn_R101_FPN_3x",
-            "did you mean detectron2/COCO-Detection/faster_rcnn_R_101",
-        ),
-        ("bottom-up-attention/from_caffe", "did you mean bottom-up-attention/faster_rcnn_from_caffe"),
-        ("torchvision/", "; torchvision has torchvision/fasterrcnn_resnet50_fpn-coco, "),
-        ("detectron2://COCO-Detection/other.pkl", "is an address and not a path"),
-        ("https://example.com/weights.pth", "is an address and not a path"),
-        ("bottom-up-attention/bua-caffe-frcn-r152", "cannot be loaded: its network or its attribute head is not built"),
+        ("torchvision/fasterrcnn_resnet50_fpn_v2", V2),
+        ("fasterrcnn_resnet50_fpn_v2", V2),
+        ("bottom-up-attention/from_caffe", "bottom-up-attention/faster_rcnn_from_caffe"),
+        ("torchvision/", V2),
+        ("detectron2://COCO-Detection/other.pkl", "address"),
+        ("https://example.com/weights.pth", "address"),
+        ("some/folder", "some/folder"),
     ],
 )
-def test_what_cannot_be_used_is_an_error(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        resolve_weights(name)
+def test_unknown_names_are_named_with_the_nearest_ones(name: str, hint: str) -> None:
+    with pytest.raises(UserError, match=hint):
+        find_weights(name)
 
 
 def test_the_page_about_detectors_names_what_there_is() -> None:
@@ -335,23 +291,11 @@ def test_a_file_is_downloaded_once(server: Server, cache: Path, fields: dict[str
     assert server.requests == ["/file"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "difference"),
-    [
-        ({"checksum": "sha256:00000000"}, f"its sha256 begins with {SHA256[:8]} instead of 00000000"),
-        ({"checksum": "md5:000000"}, f"its md5 begins with {MD5[:6]} instead of 000000"),
-        ({"size": 7}, f"it has {len(CONTENT)} bytes instead of 7"),
-    ],
-)
-def test_another_file_is_refused(server: Server, cache: Path, fields: dict[str, object], difference: str) -> None:
-    weights = entry(server.address("file"), **fields)
+@pytest.mark.parametrize("fields", [{"checksum": "sha256:00000000"}, {"checksum": "md5:000000"}, {"size": 7}])
+def test_another_file_is_rejected(server: Server, cache: Path, fields: dict[str, object]) -> None:
     path = cache / "test.pth"
-    with pytest.raises(ValueError, match=f"{weights.address} did not send the published file: {difference}"):
-        cached_weights(weights)
-    assert not path.exists()
-    path.write_bytes(CONTENT)  # from an earlier time
-    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {difference}; delete it')}"):
-        cached_weights(weights)
+    with pytest.raises(UserError, match=str(path)):
+        cached_weights(entry(server.address("file"), **fields))
     assert path.read_bytes() == CONTENT, "a user's file is not touched"
 
 
@@ -361,14 +305,17 @@ def closed_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.mark.parametrize(
-    ("page", "reason"), [("page", "it is a web page"), ("missing", "HTTP Error 404"), (None, "Connection refused")]
-)
-def test_a_failed_download_leaves_nothing(server: Server, cache: Path, page: str | None, reason: str) -> None:
+@pytest.mark.parametrize("page", ["missing", None])
+def test_a_failed_download_leaves_nothing(server: Server, cache: Path, page: str | None) -> None:
     weights = entry(server.address(page) if page else f"http://127.0.0.1:{closed_port()}/file", checksum="")
-    with pytest.raises(ValueError, match=f"torchvision/test.*{weights.address}.*{reason}.* save it as {cache}"):
+    with pytest.raises(MissingFileError, match=f"torchvision/test.*{weights.address}.* save it as {cache}"):
         cached_weights(weights)
     assert not (cache / "test.pth").exists()
+
+
+def test_a_web_page_is_no_weights_file(server: Server, cache: Path) -> None:
+    with pytest.raises(UserError, match=r"test\.pth .*web page"):
+        cached_weights(entry(server.address("page"), checksum=""))
 
 
 def fetch(address: str, results: multiprocessing.Queue) -> None:
@@ -394,28 +341,6 @@ def test_of_several_processes_one_downloads_and_all_see_the_whole_file(server: S
     assert server.requests == ["/file"]
 
 
-@pytest.mark.parametrize("kind", ["cut off", "no weights", "other content"])
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("bottom-up-attention/frcnn-vg-finetuned", "frcnn-vg-finetuned.bin"),
-        ("bottom-up-attention/faster_rcnn_from_caffe", "faster_rcnn_from_caffe.pkl"),
-    ],
-)
-def test_a_damaged_file_in_the_cache_is_named_with_the_remedy(cache: Path, name: str, file: str, kind: str) -> None:
-    path = cache / file
-    path.parent.mkdir(parents=True)
-    content = {"cut off": {"model": torch.ones(999)}, "no weights": [1], "other content": {"model": {"epoch": 3}}}[kind]
-    if file.endswith(".pkl"):
-        path.write_bytes(pickle.dumps(content if kind != "cut off" else list(range(999))))
-    else:
-        torch.save(content, path)
-    if kind == "cut off":
-        path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*delete it, and {name} is downloaded again"):
-        read_weights(name)
-
-
 def test_readers_of_weights_take_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name, and by a path whose last part is the name of a published file."""
     name, file = "torchvision/fasterrcnn_resnet50_fpn-coco", "fasterrcnn_resnet50_fpn_coco-258fb6c6.pth"
@@ -434,10 +359,10 @@ def test_vocabulary(tmp_path: Path) -> None:
     path = tmp_path / "objects_vocab.txt"
     path.write_text("yolk\ngoal,net\n bathroom \n", encoding="utf-8")
     assert read_vocabulary(path, 3, "classes") == ("yolk", "goal", "bathroom")
-    with pytest.raises(ValueError, match=r"objects_vocab\.txt has 3 lines with a name, but the detector has 4 classes"):
+    with pytest.raises(UserError, match=r"objects_vocab\.txt .*4 classes"):
         read_vocabulary(path, 4, "classes")
     path.write_text("a\n\nc\n")
-    with pytest.raises(ValueError, match="has 2 lines with a name"):
+    with pytest.raises(UserError, match=r"objects_vocab\.txt"):
         read_vocabulary(path, 3, "classes")
-    with pytest.raises(FileNotFoundError, match="give a text file"):
+    with pytest.raises(MissingFileError, match=r"none\.txt"):
         read_vocabulary(tmp_path / "none.txt", 3, "classes")

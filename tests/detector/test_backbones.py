@@ -1,4 +1,4 @@
-"""The ResNet trunk and its normalisation layers; batch norm is the same on two processes."""
+"""ResNets, normalisation layers and feature pyramids; batch norm is the same on two processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from msgspec import structs
 from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from detector.backbones import ConvNorm, Res5, ResNet, SyncBatchNorm, freeze, make_norm, recompute_activations
-from detector.config import ResNetConfig
+from detector.backbones import FPN, ConvNorm, Res5, ResNet, SyncBatchNorm, freeze, make_norm, recompute_activations
+from detector.config import DetectorConfig, ResNetConfig
 from detector.roi_pooler import align_rois
 
 TINY = ResNetConfig(depth=18, norm="BN", width_per_group=4, stem_out_channels=8, res2_out_channels=16, freeze_at=0)
@@ -19,13 +19,6 @@ TINY = ResNetConfig(depth=18, norm="BN", width_per_group=4, stem_out_channels=8,
 
 def tiny(**changes) -> ResNetConfig:
     return structs.replace(TINY, **changes)
-
-
-@pytest.mark.parametrize(("depth", "blocks"), [(18, [2, 2, 2]), (34, [3, 4, 6]), (101, [3, 4, 23]), (152, [3, 8, 36])])
-def test_depths(depth: int, blocks: list[int]):
-    model = ResNet(tiny(depth=depth))
-    assert [len(model.res2), len(model.res3), len(model.res4)] == blocks
-    assert hasattr(model.res2[0], "conv3") == (depth >= 50)
 
 
 @pytest.mark.parametrize("norm", ["FrozenBN", "BN", "GN", "SyncBN"])
@@ -90,20 +83,6 @@ def test_folded_frozen_norm_is_conv_then_norm_with_its_gradient():
     torch.testing.assert_close(gradient(conv(x)), gradient(separate))
 
 
-@pytest.mark.parametrize("norm", ["FrozenBN", "BN", "GN"])
-@pytest.mark.parametrize("freeze_at", [0, 1, 2, 3])
-def test_freeze_at_stops_gradients_there(norm: str, freeze_at: int):
-    model = ResNet(tiny(norm=norm, freeze_at=freeze_at)).train()
-    model(torch.rand(2, 3, 64, 64))["res4"].sum().backward()
-    for level, name in enumerate(("stem", "res2", "res3", "res4"), start=1):
-        parameters = list(getattr(model, name).parameters())
-        assert parameters
-        if level <= freeze_at:
-            assert all(parameter.grad is None for parameter in parameters), name
-        else:
-            assert any(parameter.grad.abs().sum() > 0 for parameter in parameters), name
-
-
 def test_frozen_batch_norms_keep_their_numbers():
     block = nn.Sequential(ConvNorm(3, 4, 1, norm="BN"))
     block[0].norm.running_mean.uniform_(-1, 1)
@@ -118,12 +97,6 @@ def test_frozen_batch_norms_keep_their_numbers():
 def test_group_norm_of_narrow_layers():
     assert make_norm("GN", 64).num_groups == 32
     assert make_norm("GN", 24).num_groups == 8
-
-
-def test_group_norm_of_one_image_does_not_depend_on_the_batch():
-    model = ResNet(tiny(norm="GN")).train()
-    images = torch.rand(3, 3, 64, 64)
-    torch.testing.assert_close(model(images)["res4"][:1], model(images[:1])["res4"], atol=1e-5, rtol=1e-4)
 
 
 def test_recomputed_activations_change_nothing():
@@ -194,3 +167,66 @@ def test_two_processes_equal_one(tmp_path: Path):
 def test_one_process_is_plain_batch_norm():
     inputs, _ = data()
     torch.testing.assert_close(SyncBatchNorm(CHANNELS)(inputs), nn.BatchNorm2d(CHANNELS)(inputs))
+
+
+STAGES = ["res2", "res3", "res4", "res5"]
+
+
+def make_pyramid(stages: list[str] = STAGES, **keys) -> FPN:
+    flat = {
+        "MODEL.BACKBONE.NAME": "build_resnet_fpn_backbone",
+        "MODEL.BACKBONE.FREEZE_AT": 0,
+        "MODEL.RESNETS.DEPTH": 18,
+        "MODEL.RESNETS.NORM": "GN",
+        "MODEL.RESNETS.STEM_OUT_CHANNELS": 8,
+        "MODEL.RESNETS.RES2_OUT_CHANNELS": 8,
+        "MODEL.RESNETS.OUT_FEATURES": STAGES,
+        "MODEL.FPN.IN_FEATURES": stages,
+        "MODEL.FPN.OUT_CHANNELS": 16,
+        "MODEL.RPN.IN_FEATURES": ["p5"],
+        "MODEL.ROI_HEADS.NAME": "StandardROIHeads",
+        "MODEL.ROI_HEADS.IN_FEATURES": ["p5"],
+        "MODEL.ROI_BOX_HEAD.NAME": "FastRCNNConvFCHead",
+        "MODEL.ROI_BOX_HEAD.NUM_FC": 1,
+    }
+    torch.manual_seed(0)
+    return FPN(DetectorConfig.from_flat(flat | keys))
+
+
+@pytest.mark.parametrize("fuse", ["sum", "avg"])
+@torch.no_grad()
+def test_levels_are_sums_from_the_top_down(fuse: str):
+    model = make_pyramid(**{"MODEL.FPN.FUSE_TYPE": fuse}).eval()
+    pixels = torch.randn(1, 3, 64, 96)
+    maps, below = model(pixels), model.bottom_up(pixels)
+    assert list(maps) == ["p2", "p3", "p4", "p5", "p6"]
+    assert [list(level.shape[1:]) for level in maps.values()] == [
+        [16, 16, 24],
+        [16, 8, 12],
+        [16, 4, 6],
+        [16, 2, 3],
+        [16, 1, 2],
+    ]
+    top = model.fpn_lateral5(below["res5"])
+    torch.testing.assert_close(maps["p5"], model.fpn_output5(top))
+    larger = top.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
+    merged = (model.fpn_lateral4(below["res4"]) + larger) / (2 if fuse == "avg" else 1)
+    torch.testing.assert_close(maps["p4"], model.fpn_output4(merged))
+    torch.testing.assert_close(maps["p6"], maps["p5"][:, :, ::2, ::2])
+
+
+def test_a_norm_takes_the_place_of_the_bias():
+    names = {name for name in make_pyramid(**{"MODEL.FPN.NORM": "GN"}).state_dict() if name.startswith("fpn_output2")}
+    assert names == {"fpn_output2.weight", "fpn_output2.norm.weight", "fpn_output2.norm.bias"}
+    assert {name for name in make_pyramid().state_dict() if name.startswith("fpn_lateral2")} == {
+        "fpn_lateral2.weight",
+        "fpn_lateral2.bias",
+    }
+
+
+def test_the_gradient_of_every_level_reaches_the_stem():
+    model = make_pyramid()
+    for name in ("p2", "p3", "p4", "p5", "p6"):
+        model.zero_grad()
+        model(torch.randn(1, 3, 64, 64))[name].relu().sum().backward()
+        assert model.bottom_up.stem.conv1.weight.grad.any(), name
