@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from detector.io import read_json
 from e2e_vl.cli import evaluate as tool
-from e2e_vl.cli import predict as prediction_tool
 from e2e_vl.config import BoxSource
 from e2e_vl.extraction.regions import detector_of_run
 from e2e_vl.io import read_log
@@ -16,9 +16,11 @@ from e2e_vl.metrics.refcoco import hits
 from e2e_vl.run import evaluate as evaluation
 from e2e_vl.run.build import build_examples
 from e2e_vl.run.checkpoint import load_model
-from e2e_vl.run.evaluate import evaluate, evaluate_run
+from e2e_vl.run.evaluate import LossSums, evaluate, evaluate_run
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.train import train
+from tests.run.runs import predictions_of
+from tests.run.test_optim import loss
 from tests.same import assert_same
 
 BOXES = ("gt", "detections", "online")
@@ -26,16 +28,12 @@ BOXES = ("gt", "detections", "online")
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
-def predictions(path: Path) -> list[dict]:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 @pytest.mark.parametrize("boxes", BOXES)
 def test_evaluating_a_run_gives_the_numbers_of_its_training(trained_run, boxes, tmp_path):
     metrics, path = evaluate_run(trained_run.path, split="val", boxes=boxes, output=tmp_path / "deep" / "p.json")
     assert len(metrics) > 3
     assert_same(metrics, {name: trained_run.metrics[name] for name in metrics})
-    assert_same(predictions(path), predictions(trained_run.path / f"predictions_val_{boxes}.json"))
+    assert_same(read_json(path), predictions_of(trained_run.path, f"val_{boxes}"))
 
 
 def test_boxes_of_a_detector_that_never_learned_to_find_any_are_warned_of(tiny_config, trained_run, caplog):
@@ -52,7 +50,7 @@ def test_boxes_of_a_detector_that_never_learned_to_find_any_are_warned_of(tiny_c
 
 @pytest.mark.parametrize("boxes", BOXES)
 def test_predictions_say_what_was_counted(trained_run, boxes):
-    records = predictions(trained_run.path / f"predictions_val_{boxes}.json")
+    records = predictions_of(trained_run.path, f"val_{boxes}")
     metrics = trained_run.metrics
     suffix = BoxSource(boxes).metric_suffix
     assert metrics[f"val/count_{suffix}"] == len(records)
@@ -76,15 +74,6 @@ def test_the_first_images_only(trained_run):
     assert [record.text_index for record in records] == sorted(examples.groups[0] + examples.groups[1])
 
 
-def test_texts_that_are_predicted_twice_are_an_error(trained_run):
-    config, model, tokenizer = load_model(trained_run.path)
-    examples = build_examples(config, model, tokenizer, "val", boxes="gt")
-    task, predict = model.task, model.task.predict
-    task.predict = lambda batch, output: predict(batch, output) * 2
-    with pytest.raises(RuntimeError, match="some are missing or double"):
-        evaluate(config, model, examples, make_accelerator("no"))
-
-
 def test_a_corrupt_image_of_the_evaluation_ends_no_run(tiny_words, tiny_config, tmp_path, caplog):
     [root] = [word.partition("=")[2] for word in tiny_words if word.startswith("data.root=")]
     shutil.copytree(root, tmp_path / "data")
@@ -94,8 +83,8 @@ def test_a_corrupt_image_of_the_evaluation_ends_no_run(tiny_words, tiny_config, 
     config = tiny_config(*words, f"data.root={tmp_path / 'data'}")
     run, metrics = Path(config.output), train(config)
     assert metrics["val/unreadable_images_gt_boxes"] == 1
-    records = predictions(run / "predictions_val_gt.json")
-    [lost] = predictions(run / "unreadable_val_gt.json")
+    records = predictions_of(run)
+    [lost] = read_json(run / "unreadable_val_gt.json")
     assert lost["images"] == ["13"] and "000000000013" in lost["reason"]
     assert {record["image_id"] for record in records}.isdisjoint({13})
     assert sorted([record.get("text_index", 0) for record in records] + lost["texts"]) == list(
@@ -108,7 +97,7 @@ def test_a_corrupt_image_of_the_evaluation_ends_no_run(tiny_words, tiny_config, 
         evaluate_run(run, split="val", boxes="gt")
     again, path = evaluate_run(run, split="val", boxes="gt", overrides=["data.skip_broken=true"])
     assert again["val/unreadable_images_gt_boxes"] == 1
-    assert len(predictions(path.with_name("val_gt_unreadable.json"))) == 1
+    assert len(read_json(path.with_name("val_gt_unreadable.json"))) == 1
 
 
 def test_a_checkpoint_comes_before_the_evaluation_of_its_step(tiny_config, monkeypatch):
@@ -142,14 +131,13 @@ def printed(capsys) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
-@pytest.mark.parametrize("boxes", BOXES)
-@pytest.mark.parametrize("iou", ["mattnet", "vlbert", "strict"])
+@pytest.mark.parametrize(("iou", "boxes"), [("mattnet", "gt"), ("vlbert", "detections"), ("strict", "online")])
 def test_the_tool_prints_accuracy_and_ceiling_of_every_convention(trained_run, capsys, tmp_path, boxes, iou):
     output = tmp_path / "predictions.json"
     arguments = ["--run", str(trained_run.path), "--split", "val", "--boxes", boxes, "--iou", iou]
     assert tool.main([*arguments, "--output", str(output)]) == 0
     values = printed(capsys)
-    records = predictions(output)
+    records = read_json(output)
     suffix = BoxSource(boxes).metric_suffix
     for name, key in (("accuracy", lambda r: [r["box"]]), ("ceiling", lambda r: r["candidate_boxes"])):
         right = [
@@ -166,7 +154,7 @@ def test_the_tool_writes_beside_the_run_and_takes_settings(trained_run, capsys, 
     shutil.copytree(trained_run.config.data.root, tmp_path / "moved")
     words = [f"data.root={tmp_path / 'moved'}", "eval.images_per_batch=1"]
     assert tool.main(["--run", str(run), "--split", "train", "--boxes", "gt", *words]) == 0
-    records = predictions(run / "evaluations" / "train_gt.json")
+    records = read_json(run / "evaluations" / "train_gt.json")
     assert len({record["image_id"] for record in records}) == 12
     assert all(str(tmp_path / "moved") in record["file_name"] for record in records)
     assert "train/accuracy_gt_boxes" in capsys.readouterr().out
@@ -180,32 +168,24 @@ def test_the_tool_never_writes_over_the_files_of_a_run(trained_run, capsys, tmp_
     assert tool.main([*arguments, "--iou", "strict"]) == 0
     assert tool.main(arguments) == 0
     assert tool.main(arguments) == 0  # an evaluation may be repeated
-    assert [tool.main([*arguments, "--output", str(tmp_path / "own.json")]) for _ in range(2)] == [0, 0]
     assert {path: path.read_bytes() for path in before} == before
     names = ("val_gt.json", "val_gt_metrics.json", "val_gt_strict.json", "val_gt_strict_metrics.json")
     assert sorted(path.name for path in (run / "evaluations").iterdir()) == sorted(names)
-    assert_same(predictions(run / "evaluations" / "val_gt.json"), predictions(run / "predictions_val_gt.json"))
+    assert_same(read_json(run / "evaluations" / "val_gt.json"), predictions_of(run))
     written = json.loads((run / "evaluations" / "val_gt_strict_metrics.json").read_text())
     assert written["settings"] == ["task.config.iou_convention=strict"] and written["run"] == str(run)
     assert 0 <= written["val/accuracy_gt_boxes"] <= trained_run.metrics["val/accuracy_gt_boxes"]
     capsys.readouterr()
-    other = ["--run", str(run / "model"), *arguments[2:]]  # the run's files are not below the model that is given
-    for words in (arguments, other):
-        for own in ("predictions_val_gt.json", "metrics.json", "model/config.yaml"):
-            assert tool.main([*words, "--output", str(run / own)]) == 2
-            assert f"{run / own} belongs to the run {run} and is not replaced" in capsys.readouterr().err
+    for own in ("predictions_val_gt.json", "model/config.yaml"):
+        assert tool.main([*arguments, "--output", str(run / own)]) == 2
+        assert f"{run / own} belongs to the run" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_outputs_are_checked_before_anything_is_loaded(trained_run, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("e2e_vl.run.evaluate.load_model", None)
-    (tmp_path / "file").write_text("")
-    arguments = ["--run", str(trained_run.path), "--split", "val", "--boxes", "gt"]
-    for main, words in ((tool.main, arguments), (prediction_tool.main, ["split", *arguments])):
-        for output, message in (
-            (tmp_path, f"{tmp_path} is a folder; name the file"),
-            (trained_run.path / "log.jsonl", "log.jsonl belongs to the run"),
-        ):
-            assert main([*words, "--output", str(output)]) == 2
-            assert message in capsys.readouterr().err
-    assert not list(tmp_path.rglob("*.part"))
+def test_means_of_losses_are_over_the_items_of_all_batches(tiny_config):
+    sums = LossSums()
+    sums.add({"words": loss(6.0, 2.0), "phrases": loss(1.0, 1.0)})
+    sums.add({"words": loss(1.0, 5.0), "none": loss(0.0, 0.0)})
+    assert sums.means() == {"words": 1.0, "phrases": 1.0}
+    assert sums.score(tiny_config("phrases.weight=0.5")) == {"loss": 1.5}
+    assert LossSums().score(tiny_config()) == {}

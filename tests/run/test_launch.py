@@ -1,143 +1,227 @@
-"""The `Accelerator` of a command; test_two_processes.py launches real processes."""
+"""Two processes on one machine are one process with the joined batch, for every kind of loss.
+
+All trainings of two processes are made by one launch, whose last one is stopped by SIGTERM.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import types
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from e2e_vl.run.launch import NUMBERS_OF_PROCESSES, gather_to_main, make_accelerator, on_main
+from detector.io import read_json
+from e2e_vl.config import load_config
+from e2e_vl.io import read_log
+from e2e_vl.run.build import make_synthetic_data
+from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.launch import make_accelerator
+from e2e_vl.run.train import train
+from tests.conftest import SAME_SIZE, cpu_with_one_thread
+from tests.run.runs import assert_same_run, losses_of, predictions_of
+from tests.run.two_processes import start
+from tests.same import assert_same
+
+ROOT = Path(__file__).parents[2]
+COMMON = (
+    f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
+    *(f"encoder.config.{name}=0" for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")),
+    "encoder.config.region_dropout_prob=0",
+    "train.max_steps=3",
+    "train.lr=1e-3",
+    "train.eps=1e-3",  # Adam would otherwise blow up the rounding of gradients near zero to whole steps
+    "train.warmup_steps=1",
+    "train.trackers=[]",
+    "eval={boxes: [gt], images_per_batch: 2, every_epochs: 0, report_pictures: 0}",
+)
+# Samplers that take every anchor and every proposal, so that no random choice depends on the process; and box losses
+# whose gradient does not jump at 0.
+TAKE_ALL = (
+    "detector.overrides.MODEL.RPN={BATCH_SIZE_PER_IMAGE: 4096, POSITIVE_FRACTION: 1.0, NMS_THRESH: 1.0, "
+    "PRE_NMS_TOPK_TRAIN: 4096, POST_NMS_TOPK_TRAIN: 4096, SMOOTH_L1_BETA: 1.0}",
+    "detector.overrides.MODEL.ROI_HEADS={BATCH_SIZE_PER_IMAGE: 4096, POSITIVE_FRACTION: 1.0}",
+    "detector.overrides.MODEL.ROI_BOX_HEAD.SMOOTH_L1_BETA=1.0",
+)
+FROZEN = "detector.overrides.MODEL.RESNETS.NORM=FrozenBN"
+TASK_ONLY = (FROZEN, "data.boxes.train=gt", "detector.loss_weight=0")
+MISS = "task.config={loss: binary, no_region_is_miss: true}"
+PHRASES = (
+    "phrases={weight: 1.0, layer: 1, size: 8}",
+    "data.files.phrases=refcoco+_phrases/Sentences",
+    "data.files.phrase_boxes=refcoco+_phrases/Annotations",
+)
+# of each variant: its tiny config, its words, its losses, and the largest difference of a parameter
+VARIANTS = {
+    "phrases": (
+        "refcoco",
+        (*TASK_ONLY, *PHRASES, MISS, "data.workers=1"),
+        {"referring", "phrases", "phrase_tags"},
+        1e-6,
+    ),
+    "detection": (
+        "refcoco",
+        (*TAKE_ALL, FROZEN, MISS, "data.boxes.train=online", "eval.boxes=[gt, online]", "train.accumulate=2"),
+        {"referring", "loss_rpn_cls", "loss_cls", "loss_box_reg"},
+        1e-5,
+    ),
+    "vqa": ("vqa", (*TASK_ONLY, "train.accumulate=2"), {"vqa"}, 1e-6),
+    "vcr": ("vcr", (*TASK_ONLY, "train.accumulate=2"), {"choice", "region_class"}, 1e-6),
+    "pretraining": ("pretraining", (FROZEN,), {"masked_words", "masked_text", "masked_regions", "relationship"}, 1e-6),
+}
+# batch statistics of both processes, and everything that draws random numbers, for a run that is resumed
+OTHERS = {
+    "synchronised": ("refcoco", ("detector.overrides.MODEL.RESNETS.NORM=SyncBN", *TASK_ONLY[1:], MISS)),
+    "whole": (
+        "refcoco",
+        (
+            *("detector.overrides.MODEL.RESNETS.NORM=BN", "encoder.config.hidden_dropout_prob=0.1", "data.workers=1"),
+            *("data.flip=0.5", "train.max_steps=4", "train.save_every_epochs=0.0001", "train.log_every=3"),
+        ),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory) -> tuple[dict[tuple[str, int], Path], str, int]:
+    """Run directories by variant and number of processes; what the launch printed, and its exit status."""
+    folder = tmp_path_factory.mktemp("processes")
+    kinds = {name: kind[:2] for name, kind in VARIANTS.items()} | OTHERS
+    kinds |= {"resumed": OTHERS["whole"], "stopped": OTHERS["whole"]}
+    runs, jobs = {(name, number): folder / f"{name}_{number}" for name in kinds for number in (1, 2)}, []
+
+    def words(name: str, number: int) -> tuple[Path, list[str]]:
+        task, own = kinds[name]
+        same_size = [SAME_SIZE] if task == "refcoco" else []
+        data = f"data.root={folder / f'data_{task}'}"
+        return ROOT / f"configs/tiny/{task}.yaml", [*COMMON, *same_size, data, f"output={runs[name, number]}", *own]
+
+    for name in kinds:
+        config, own = words(name, 2)
+        make_synthetic_data(load_config(config, own))
+        endless = ["train.max_steps=100000", "train.save_every_epochs=0", "train.log_every=1"]
+        own += endless if name == "stopped" else []
+        jobs.append((config, own, runs["whole", 2] if name == "resumed" else None))
+    process = start(jobs, folder)
+    try:
+        with cpu_with_one_thread():
+            for name in (*VARIANTS, "synchronised"):
+                train(load_config(*words(name, 1)))
+        log, end = runs["stopped", 2] / "log.jsonl", time.monotonic() + 600
+        while process.poll() is None and len(read_log(log)) < 2 and time.monotonic() < end:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (runs["stopped", 2] / "log.jsonl").is_file(), printed[-4000:]
+    return runs, printed, process.returncode
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def runs(launched) -> dict[tuple[str, int], Path]:
+    return launched[0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_losses_and_parameters_are_those_of_one_process(runs, variant):
+    *_, losses, tolerance = VARIANTS[variant]
+    for one, two in zip(*(losses_of(runs[variant, number])[:3] for number in (1, 2)), strict=True):
+        assert set(one) == set(two) > losses
+        for name in set(one) - {"kind"}:
+            assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-6), name
+        assert all(one[name] > 0 for name in losses)
+    for part in ("detector", "encoder", "task", *(["phrases"] if variant == "phrases" else [])):
+        one, two = (load_file(runs[variant, number] / "model" / part / "model.safetensors") for number in (1, 2))
+        assert set(one) == set(two)
+        for name in one:
+            torch.testing.assert_close(two[name], one[name], rtol=0, atol=tolerance, msg=name)
+    assert [read_json(runs[variant, number] / "metrics.json")["processes"] for number in (1, 2)] == [1, 2]
+
+
+def test_batch_statistics_are_those_of_both_processes(runs):
+    """Up to the first update; later, rounding flips ReLUs of flat image areas, which batch statistics make large."""
+    lines = [losses_of(runs["synchronised", number])[:2] for number in (1, 2)]
+    for one, two in zip(*lines, strict=True):
+        assert one["referring"] == pytest.approx(two["referring"], rel=2e-6)
+    assert lines[0][0]["lr_head"] == 0 < lines[0][1]["lr_head"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_text_is_predicted_once(runs, variant):
+    """Also when the saved run is evaluated by two processes."""
+    one, two = (predictions_of(runs[variant, number]) for number in (1, 2))
+    indices = [[record.get("text_index", 0) for record in records] for records in (one, two)]
+    assert indices == [list(range(len(one)))] * 2
+    for key in ("answer", "choice", "answers", "label", "box"):
+        assert [record.get(key) for record in one] == [record.get(key) for record in two], key
+    assert_same(read_json(runs[variant, 2] / "again.json"), two)
+
+
+def test_both_find_phrases(runs):
+    for number in (1, 2):
+        records = predictions_of(runs["phrases", number])
+        assert all(record["grounded"] for record in records)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("boxes", ["gt", "online"])
+def test_evaluation_does_not_depend_on_the_number_of_processes(runs, boxes, tmp_path):
+    """The same weights, evaluated by two processes at the end of their training and by one now."""
+    run = runs["detection", 2]
+    metrics, path = evaluate_run(run, split="val", boxes=boxes, output=tmp_path / "one.json")
+    assert_same(read_json(path), predictions_of(run, f"val_{boxes}"))
+    by_two = read_json(run / "metrics.json")
+    assert_same(metrics, {name: by_two[name] for name in metrics})
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(runs):
+    assert_same_run(runs["whole", 2], runs["resumed", 2])
+
+
+def test_sigterm_to_the_launcher_saves_a_checkpoint(launched):
+    """It reaches the data workers, too."""
+    runs, printed, status = launched
+    [checkpoint] = (runs["stopped", 2] / "checkpoints").iterdir()
+    last = read_log(runs["stopped", 2] / "log.jsonl")[-1]["step"]
+    assert checkpoint.name == f"step_{last:08d}" and (checkpoint / "checksums.json").is_file()
+    assert status != 0 and f"stopped by SIGTERM. --resume continues from step {last}" in printed, printed[-3000:]
+
+
+# The accelerator of one process
+
+
+@pytest.fixture
+def launched_by_accelerate(monkeypatch, on_cpu):
     """What `accelerate launch` tells a process on a machine with four cores."""
-    for name in (*NUMBERS_OF_PROCESSES, "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setattr("os.cpu_count", lambda: 4)
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_the_accelerator_is_on_the_cpu_where_the_environment_says_so():
+@pytest.mark.usefixtures("launched_by_accelerate")
+@pytest.mark.parametrize(("processes", "threads"), [("1", 4), ("2", 2), ("8", 1)])
+def test_processes_of_accelerate_share_all_cores(monkeypatch, processes, threads):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    torch.set_num_threads(1)  # what `accelerate launch` leaves
     accelerator = make_accelerator("no")
+    assert torch.get_num_threads() == threads
     assert (accelerator.device.type, accelerator.num_processes) == ("cpu", 1)
 
 
-@pytest.mark.usefixtures("on_cpu", "launched")
-@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"])
-@pytest.mark.parametrize(("processes", "threads"), [("1", 4), ("2", 2), ("8", 1)])
-def test_processes_of_accelerate_share_all_cores(monkeypatch, name, processes, threads):
-    monkeypatch.setenv(name, processes)
-    torch.set_num_threads(1)  # what `accelerate launch` leaves
-    make_accelerator("no")
-    assert torch.get_num_threads() == threads
-
-
-@pytest.fixture
-def gpus(monkeypatch):
-    """`gpus(number)`: torch finds so many."""
-    for name in (*NUMBERS_OF_PROCESSES, "MASTER_ADDR", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return lambda number: monkeypatch.setattr("torch.accelerator.device_count", lambda: number)
-
-
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(
-    ("number", "environment", "message"),
-    [
-        (0, {"CUDA_VISIBLE_DEVICES": "0"}, "asks for the GPUs 0, but torch finds no GPUs among them"),
-        (1, {"CUDA_VISIBLE_DEVICES": "0,7"}, "asks for the GPUs 0,7, but torch finds 1 GPU among them"),
-        (2, {"LOCAL_WORLD_SIZE": "3"}, "3 processes were asked for, .* but torch finds 2 GPUs on this machine"),
-        (0, {"LOCAL_WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no"}, "2 processes .* torch finds no GPUs"),
-    ],
-)
-def test_gpus_that_do_not_exist_are_refused(monkeypatch, gpus, number, environment, message):
-    gpus(number)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"{message}.* use the CPU"):
+@pytest.mark.usefixtures("launched_by_accelerate")
+def test_sharded_models_are_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"^FSDP was asked for"):
         make_accelerator("no")
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert make_accelerator("no").device.type == "cpu"
 
 
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(
-    "environment",
-    [{}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}],
-)
-def test_who_asks_for_no_gpu_gets_the_cpu(monkeypatch, gpus, environment):
-    gpus(0)
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert make_accelerator("no").device.type == "cpu"
-
-
-@pytest.mark.usefixtures("on_cpu", "launched")
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "PMI_SIZE"])
-def test_an_address_is_no_reason_to_refuse_where_the_number_of_processes_is_known(monkeypatch, name):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(ValueError, match="starts only one"):
-        make_accelerator("no")
-    monkeypatch.setenv(name, "1")
-    assert make_accelerator("no").num_processes == 1
-
-
-@pytest.mark.usefixtures("on_cpu", "launched")
-@pytest.mark.parametrize(
-    ("variable", "name"), [("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")]
-)
-def test_divided_models_are_refused(monkeypatch, variable, name):
-    monkeypatch.setenv(variable, "true")
-    with pytest.raises(ValueError, match=rf"^{name} was asked for .*every process has the whole model") as caught:
-        make_accelerator("no")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.usefixtures("on_cpu", "launched")
-def test_accumulation_is_what_the_settings_say(monkeypatch, caplog):
+@pytest.mark.usefixtures("launched_by_accelerate")
+def test_accumulation_is_what_the_settings_say(monkeypatch):
     """From the environment it would divide every loss."""
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    accelerator = make_accelerator("no")
-    assert accelerator.gradient_accumulation_steps == 1
-    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 4, which is ignored; train.accumulate says" in caplog.text
     weight = torch.ones((), requires_grad=True)
-    accelerator.backward(3 * weight)
+    make_accelerator("no").backward(3 * weight)
     assert weight.grad == 3
-
-
-def meet(rank: int, number: int, folder: Path) -> None:
-    """What one of several forked processes sees, as a JSON file."""
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=number
-    )
-    one = types.SimpleNamespace(num_processes=number, is_main_process=rank == 0)
-    gathered = gather_to_main(one, [{"rank": rank}] * (rank + 1))
-    facts = [gathered, on_main(one, lambda: {"number": len(gathered)} if rank == 0 else pytest.fail("only on main"))]
-    (folder / f"{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
-def test_predictions_are_gathered_to_the_main_process_and_scores_are_told_to_all(tmp_path: Path):
-    torch.multiprocessing.start_processes(meet, args=(3, tmp_path), nprocs=3, start_method="fork")
-    found = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(3)]
-    all_of_them = [{"rank": rank} for rank in (0, 1, 1, 2, 2, 2)]
-    assert [one[0] for one in found] == [all_of_them, [], []]
-    assert [one[1] for one in found] == [{"number": 6}] * 3
-
-
-def test_one_process_needs_no_group():
-    alone = types.SimpleNamespace(num_processes=1, is_main_process=True)
-    own = [1, 2]
-    assert gather_to_main(alone, own) is own
-    assert on_main(alone, lambda: 5) == 5

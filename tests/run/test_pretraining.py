@@ -23,7 +23,6 @@ from e2e_vl.structures import Batch, TextBatch
 from e2e_vl.tasks.objectives.texts import MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets
-from tests.run.test_resume import assert_same_run, lose_newest
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny" / "pretraining.yaml"
@@ -240,18 +239,6 @@ def test_a_step_on_every_source(source, settings):
     line = read_log(Path(config.output) / "log.jsonl")[0]
     assert line["masked_words"] > 0 and line["masked_text"] > 0 and line["relationship"] > 0
     assert f"val/masked_words_{BoxSource(config.eval.boxes[0]).metric_suffix}" in metrics
-
-
-def test_a_resumed_run_is_the_same(settings, tmp_path):
-    """With dropout, mirroring, masks, masked regions, a corpus and workers; the checkpoint lies inside an epoch."""
-    own = ["data.flip=0.5", "train.max_steps=4", "train.save_every_epochs=0.6667", "eval.every_epochs=0"]
-    own += [*words_of("shards", settings), "data.workers=1"]
-    whole, config = settings(*own, output="whole"), settings(*own)
-    train(whole)
-    lose_newest(Path(whole.output), Path(config.output))
-    assert [path.name for path in (Path(config.output) / "checkpoints").iterdir()] == ["step_00000002"]
-    train(config, resume=True)
-    assert_same_run(whole.output, config.output)
 
 
 # VisualBERT learns from pixels

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -103,23 +102,6 @@ def test_the_tool_prints_what_it_starts_from_and_ends_with_a_table(tiny_words, t
     assert "arning" not in printed.err and "it/s" not in printed.err, "libraries are silent"
 
 
-def test_training_fits_a_few_texts(tiny_config):
-    config = tiny_config(
-        *GT_ONLY,
-        *NO_DROPOUT,
-        "train.images_per_batch=12",
-        "train.max_steps=25",
-        "train.lr=3e-3",
-        "train.warmup_steps=0",
-        "train.schedule=constant",
-        "data.texts_per_image=1",
-        f"{RESNETS}.NORM=GN",
-    )
-    train(config)
-    losses = [line["referring"] for line in logged(config.output)]
-    assert losses[-1] < 0.75 * max(losses[:3])
-
-
 def test_accumulated_micro_batches_give_the_parameters_of_one_batch(tiny_config, tmp_path):
     # A large epsilon: Adam would blow up the rounding of gradients near zero to whole steps.
     settings = ("train.max_steps=4", "train.lr=1e-2", "train.eps=1e-2", "data.texts_per_image=1")
@@ -183,20 +165,6 @@ def test_a_frozen_detector_does_not_change(tiny_config, monkeypatch):
     assert set(logged(config.output)[0]) & {"lr_detector", "lr_encoder"} == {"lr_encoder"}
 
 
-def test_bfloat16_trains_with_finite_losses(tiny_config):
-    config = tiny_config("train.mixed_precision=bf16", "train.max_steps=2", "eval.boxes=[gt, online]")
-    metrics = train(config)
-    lines = logged(config.output)
-    assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
-    assert metrics["val/count_gt_boxes"] == metrics["val/count_predicted_boxes"] > 0
-    assert {value.dtype for value in parameters_of(config.output).values()} <= {torch.float32, torch.int64}
-
-
-def test_a_weight_for_a_loss_that_does_not_exist(tiny_config):
-    with pytest.raises(ValueError, match=r"detector.loss_weights names 'loss_mask'"):
-        train(tiny_config("detector.loss_weights={loss_mask: 1.0}", "train.max_steps=1"))
-
-
 # Numbers that are not finite
 
 
@@ -237,11 +205,9 @@ def test_a_gradient_that_is_nan_is_not_applied(tiny_config, monkeypatch, clip):
     assert train(config, resume=True)["steps"] == 3
 
 
-@pytest.mark.parametrize("boxes", ["gt", "online"])
-def test_a_rate_that_ruins_the_weights_is_an_error(tiny_words, tmp_path, capfd, boxes):
+def test_a_rate_that_ruins_the_weights_is_an_error(tiny_words, tmp_path, capfd):
     words = [*tiny_words, f"output={tmp_path / 'run'}", "train.lr=1e30", "train.warmup_steps=0", "train.max_steps=3"]
-    words += [f"data.boxes.train={boxes}", "eval.boxes=[gt]"]
-    words += ["detector.loss_weight=0"] if boxes == "gt" else []
+    words += ["data.boxes.train=online", "eval.boxes=[gt]"]
     assert tool.main(["--config", str(ROOT / "configs" / "tiny" / "refcoco.yaml"), *words]) == 2
     error = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
     assert len(error) == 1 and "infinite" in error[0] and "lower train.lr" in error[0]

@@ -14,7 +14,7 @@ from e2e_vl.io import read_log
 from e2e_vl.run.build import build_encoder
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.train import train
-from tests.run.test_resume import assert_same_run, lose_newest
+from tests.run.runs import assert_same_run, lose_newest
 from tests.weights.starts import replaced
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Run by test_two_processes.py under `torchrun`: several trainings, one after the other.
+"""Run by test_launch.py under `torchrun`: several trainings, one after the other.
 
     torchrun --standalone --nproc_per_node 2 two_processes.py JOBS.json
 
@@ -21,7 +21,7 @@ from detector.errors import StoppedRunError
 from e2e_vl.config import load_config
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
-from tests.run.test_resume import lose_newest
+from tests.run.runs import lose_newest
 
 ROOT = Path(__file__).parents[2]
 Job = tuple[Path, list[str], Path | None]

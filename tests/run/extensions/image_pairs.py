@@ -4,32 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from e2e_vl.data.base import DataFiles, DataNeeds
+from e2e_vl.config import BoxSource
+from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset
+from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import NoOptions
-from e2e_vl.samples import CorrectChoice, Sample, SampleText
-from tests.run.extensions.scenes import SceneDataset
+from e2e_vl.samples import CorrectChoice, Sample, SampleImage, SampleText
 
 SHAPES = ("circle", "star")  # two statements about each pair
 
 
-class PairDataset(SceneDataset):
+class PairDataset(VLDataset):
     """Each image of an instances file with the next one."""
 
+    file_keys = ("images", "instances")
+    box_sources = (BoxSource.GT, BoxSource.ONLINE)
+
     def __init__(self, files: DataFiles, options: NoOptions, split: str, needs: DataNeeds) -> None:
-        super().__init__(files, options, split, needs)
-        self.pairs = list(zip(self.ids, [*self.ids[1:], self.ids[0]], strict=True))
+        self.images_root = files.path("images")
+        self.instances = CocoInstances(files.path("instances", split=split))
+        self.class_names = self.instances.class_names
+        self.parts = [{}]
+        ids = [image.id for image in self.instances.images]
+        self.pairs = list(zip(ids, [*ids[1:], ids[0]], strict=True))
         self.groups = [[2 * number, 2 * number + 1] for number in range(len(self.pairs))]
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
         return [_statement(shape) for shape in SHAPES]
 
+    def __len__(self) -> int:
+        return len(SHAPES) * len(self.pairs)
+
     def image_ids(self) -> Iterable[str]:
-        return map(str, self.ids)
+        return (str(first) for first, _ in self.pairs)
 
     def sample(self, texts: Sequence[int]) -> Sample:
         pair = self.pairs[texts[0] // len(SHAPES)]
-        return Sample(tuple(map(self.image, pair)), tuple(self._text(index, pair) for index in texts))
+        return Sample(tuple(map(self._image, pair)), tuple(self._text(index, pair) for index in texts))
+
+    def _image(self, number: int) -> SampleImage:
+        image = self.instances[number]
+        path, size = self.images_root / image.file_name, (image.height, image.width)
+        return SampleImage(str(number), path, size, objects=self.instances.objects(number))
 
     def _text(self, index: int, pair: tuple[int, int]) -> SampleText:
         shape = SHAPES[index % len(SHAPES)]

@@ -1,8 +1,6 @@
-"""Encoders whose summary is a pooled vector: they have no place for answers, and no whole image as region 0."""
+"""An encoder whose summary is a pooled vector: it has no place for answers, and no whole image as region 0."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import torch
 from torch import Tensor, nn
@@ -65,23 +63,6 @@ class PooledEncoder(Encoder):
             attentions=(maps, apart) if output_attentions else None,
             word_embeddings=self.words.weight,
         )
-
-
-class PairedEncoder(PooledEncoder):
-    """Pools a text with each of two images; the two vectors side by side are its summary."""
-
-    abilities = frozenset(Ability) - {Ability.MASKED_FEATURES}
-
-    @property
-    def summary_size(self) -> int:
-        return 2 * self.hidden_size
-
-    def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
-        both, pooled = super().forward(texts, regions, output_attentions), []
-        for slot in range(2):
-            own = dataclasses.replace(regions, attention_mask=regions.attention_mask & (regions.image_slot == slot))
-            pooled.append(super().forward(texts, own).summary)
-        return dataclasses.replace(both, summary=torch.cat(pooled, dim=1))
 
 
 def _mean(vectors: Tensor, attention_mask: Tensor) -> Tensor:

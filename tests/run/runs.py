@@ -1,0 +1,41 @@
+"""What tests of whole runs share."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from e2e_vl.io import read_log
+
+
+def losses_of(run: str | Path) -> list[dict]:
+    """The lines of the log about training."""
+    return [line for line in read_log(Path(run) / "log.jsonl") if line["kind"] == "train"]
+
+
+def predictions_of(run: str | Path, name: str = "val_gt") -> list[dict]:
+    return json.loads((Path(run) / f"predictions_{name}.json").read_text("utf-8"))
+
+
+def lose_newest(run: Path, copy: Path) -> None:
+    """Copy a run without its newest checkpoint, as if it had died after the one before."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(sorted((copy / "checkpoints").iterdir())[-1])
+    (copy / "metrics.json").unlink()
+
+
+def assert_same_run(one: str | Path, other: str | Path) -> None:
+    """Logs, weights and metrics are equal, bit for bit."""
+    assert read_log(Path(one) / "log.jsonl") == read_log(Path(other) / "log.jsonl")
+    for part in ("detector", "encoder", "task"):
+        first, second = (load_file(Path(run) / "model" / part / "model.safetensors") for run in (one, other))
+        assert set(first) == set(second)
+        assert [name for name, value in first.items() if not torch.equal(value, second[name])] == []
+    first, second = (json.loads((Path(run) / "metrics.json").read_text()) for run in (one, other))
+    assert {name: value for name, value in first.items() if "/" in name} == {
+        name: value for name, value in second.items() if "/" in name
+    }
