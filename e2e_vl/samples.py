@@ -1,7 +1,6 @@
 """What data sets read and users ask: images, texts and ground truth, before any preprocessing.
 
-A `Sample` knows nothing of tokenizers, resized pixels, encoders or settings of a task. Boxes are float64 xyxy,
-continuous, in pixels of the image as it is stored (after its EXIF rotation).
+Boxes are float64 xyxy, continuous, in pixels of the image as it is stored (after its EXIF rotation).
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -48,8 +47,8 @@ class AnnotatedObjects:
         return len(self.boxes)
 
 
-# What a detector predicts for candidate boxes, R rows: the best class but the background, int64, with its probability,
-# float32, and the same of the best attribute. Fields of these names hold them all the way to the model.
+# What a detector predicts for candidate boxes, R rows: the best class except the background, int64, with its
+# probability, float32, and the same of the best attribute. Fields keep these names up to the model.
 DETECTED = ("detected_classes", "detected_scores", "detected_attributes", "detected_attribute_scores")
 
 
@@ -81,7 +80,7 @@ class SampleImage:
 
     id: str  # names it in files of boxes and features
     file: Path | ImageBytes | Callable[[], Path | ImageBytes]  # or a function that finds it when it is needed
-    size: tuple[int, int] | None = None  # (height, width) that the annotations state
+    size: tuple[int, int] | None = None  # (height, width) according to the annotations
     objects: AnnotatedObjects | None = None
     candidates: tuple[int, ...] | None = None  # rows of `objects` that are candidate boxes; None: all of them
     boxes: CandidateBoxes | None = None  # candidates of the sample itself, which replace those of every other source
@@ -108,7 +107,7 @@ class SampleText:
     truth: Any = None  # one of the records below, or one of a task's own; None: unknown
     image_index: tuple[int, ...] = (0,)  # rows of `Sample.images`; empty for a text without an image
     phrases: PhraseBoxes | None = None  # what it names in its first image, whatever the task; None: unknown
-    # its data set, one of several joined ones, annotates phrases and perhaps nothing else that the task learns from
+    # its data set, one of several joined ones, annotates phrases, but perhaps nothing else that the task learns from
     may_lack_target: bool = False
 
 
@@ -136,8 +135,8 @@ class TextPool(Protocol):
 class Sample:
     """One image (or pair of images) with some of its texts."""
 
-    images: tuple[SampleImage, ...]  # the images
-    texts: tuple[SampleText, ...]  # the texts that look at them
+    images: tuple[SampleImage, ...]
+    texts: tuple[SampleText, ...]  # about these images
     # all texts of the data set, also of other images, by their index; None: there are no others
     pool: TextPool | None = None
     own_texts: Sequence[int] = ()  # indices in `pool` of all texts about this image
@@ -217,35 +216,37 @@ class Categories:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One image and one text from a user; `choices` and `answer` are for tasks that choose among texts.
-
-    `boxes_to_mask` are boxes that a pre-trained model is to recognise without seeing their pixels, `others` the further
-    images that the text is about.
-    """
+    """One image and one text from a user."""
 
     image: Path | ImageBytes
     text: str
     boxes: AnnotatedObjects | None = None  # None: the model's own
     choices: Sequence[str] = ()
     answer: str | None = None  # the answer that a rationale is asked for
-    boxes_to_mask: AnnotatedObjects | None = None
+    boxes_to_mask: AnnotatedObjects | None = None  # that a pre-trained model is to recognise without their pixels
     class_names: Sequence[str] | None = None  # that `boxes` may have, where the text names boxes by their classes
     accepts_answer: bool = False  # the run reads an answer that is given
-    others: tuple[Path | ImageBytes, ...] = ()
+    others: tuple[Path | ImageBytes, ...] = ()  # further images that the text is about
 
     @property
     def images(self) -> tuple[Path | ImageBytes, ...]:
         return (self.image, *self.others)
 
     def sample(
-        self, text: SampleText, *, objects: AnnotatedObjects | None = None, masks_regions: bool = False
+        self,
+        text: SampleText,
+        *,
+        objects: AnnotatedObjects | None = None,
+        masks_regions: bool = False,
+        takes_choices: bool = False,
     ) -> Sample:
         """The sample of one text about the images, with the given boxes as candidates.
 
         Args:
             text: the question in the form that the task preprocesses.
             objects: the given boxes as annotated objects, for tasks whose texts name them; they are the candidates.
-            masks_regions: the task predicts masked boxes; then none but the given ones is masked.
+            masks_regions: the task predicts masked boxes; then only the given ones are masked.
+            takes_choices: the task reads choices and a given answer.
         """
         wanted = len(text.image_index)
         if len(self.images) != wanted:
@@ -253,8 +254,14 @@ class Question:
                 f"Texts of this run are about {wanted} image{'s' if wanted > 1 else ''}, and {len(self.images)} "
                 f"{'are' if len(self.images) > 1 else 'is'} given; give {wanted} per text."
             )
-        if self.others and (self.boxes is not None or self.boxes_to_mask is not None):
-            raise UserError("Boxes of several images cannot be told apart; leave all boxes out.")
+        unused = {
+            "choices": bool(self.choices) and not takes_choices,
+            "given answer": self.answer is not None and not takes_choices,
+            "boxes to mask": self.boxes_to_mask is not None and not masks_regions,
+            "boxes of several images": bool(self.others) and (self.boxes is not None or self.boxes_to_mask is not None),
+        }
+        if any(unused.values()):
+            raise UserError(f"This run takes no {' and no '.join(name for name in unused if unused[name])}.")
         boxes = boxes_to_mask = None
         if objects is None and self.boxes is not None:
             boxes = CandidateBoxes(self.boxes.boxes, self.boxes.origin)
@@ -271,19 +278,3 @@ class Question:
             for file in self.images
         ]
         return Sample(tuple(images), (text,), from_user=True)
-
-    def plain_sample(self, what: str) -> Sample:
-        """The sample of a text alone, without choices, an answer or boxes to mask."""
-        self.refuse_choices(what)
-        self.refuse_masked_boxes()
-        return self.sample(SampleText(0, self.text, {}))
-
-    def refuse_choices(self, what: str) -> None:
-        """For tasks that take neither choices nor an answer."""
-        if self.choices or self.answer is not None:
-            raise UserError(f"{what} takes neither choices nor an answer; leave them out.")
-
-    def refuse_masked_boxes(self) -> None:
-        """For tasks that do not predict masked boxes."""
-        if self.boxes_to_mask is not None:
-            raise UserError("Only a pre-training run predicts masked regions; mask no boxes.")

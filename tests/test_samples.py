@@ -33,19 +33,22 @@ def test_given_boxes_are_the_candidates_or_the_objects():
     assert len(BOXES) == 1
 
 
-def test_none_but_the_given_boxes_are_hidden():
+def test_only_the_given_boxes_are_masked():
     [image] = question(boxes_to_mask=BOXES).sample(TEXT, masks_regions=True).images
     assert image.boxes_to_mask is BOXES.boxes
     [image] = question().sample(TEXT, masks_regions=True).images
     assert image.boxes_to_mask.shape == (0, 4)
-    assert question(boxes_to_mask=BOXES).sample(TEXT).images[0].boxes_to_mask is None
 
 
-def test_what_a_task_does_not_take_is_refused():
-    question().refuse_choices("A caption")
-    question().refuse_masked_boxes()
-    for fields in ({"choices": ["a"]}, {"answer": "b"}):
-        with pytest.raises(ValueError, match="A caption takes neither choices nor an answer"):
-            question(**fields).refuse_choices("A caption")
-    with pytest.raises(ValueError, match="mask no boxes"):
-        question(boxes_to_mask=BOXES).refuse_masked_boxes()
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"choices": ["a"]}, "choices"),
+        ({"answer": "b"}, "answer"),
+        ({"boxes_to_mask": BOXES}, "boxes to mask"),
+        ({"others": (Path("b.jpg"),)}, "1 image"),
+    ],
+)
+def test_what_a_task_does_not_take_is_refused(fields, part):
+    with pytest.raises(ValueError, match=part):
+        question(**fields).sample(TEXT)

@@ -137,10 +137,7 @@ class CocoInstances:
 
     def __getitem__(self, image_id: Id) -> CocoImage:
         """An image by its id; a number may be given as a text."""
-        row = self._rows.row(image_id)
-        if row is None:
-            raise KeyError(image_id)
-        return self.images[row]
+        return self.images[self._rows.row(image_id)]
 
     def require(self, image_ids: Iterable[Id]) -> None:
         """Refuse images that the file does not list."""

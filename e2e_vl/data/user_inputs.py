@@ -170,14 +170,16 @@ def _read_file(path: Path) -> AnnotatedObjects:
 
 def checked_boxes(boxes: Sequence[Sequence[float]], where: str) -> np.ndarray:
     """A user's boxes as float64 [R, 4], at least one and each with an area; `where` names them in errors."""
-    if not len(boxes):
-        raise UserError(f"{where}: there is no box; give at least one.")
-    for number, box in enumerate(boxes):
-        if np.ndim(box) != 1 or len(box) != 4 or not np.isfinite(box).all() or box[2] <= box[0] or box[3] <= box[1]:
-            raise UserError(
-                f"{where}: box {number} {box} is no box; write the corners x1,y1,x2,y2 in pixels of the original "
-                "image, x1 < x2 and y1 < y2."
-            )
+    wrong = [
+        box
+        for box in boxes
+        if np.ndim(box) != 1 or len(box) != 4 or not np.isfinite(box).all() or box[2] <= box[0] or box[3] <= box[1]
+    ]
+    if wrong or not len(boxes):
+        raise UserError(
+            f"{where}: {f'{wrong[0]} is no box' if wrong else 'there is no box'}; write the corners x1,y1,x2,y2 in "
+            "pixels of the original image, x1 < x2 and y1 < y2."
+        )
     return np.array(boxes, dtype=np.float64)
 
 

@@ -120,8 +120,6 @@ class Flickr30KTask(Task):
 
     def question(self, question: Question) -> Sample:
         """A user's sentence: phrases stand in brackets; without any, all of it is one phrase."""
-        question.refuse_choices("A sentence with phrases")
-        question.refuse_masked_boxes()
         words, spans = "", []
         for number, part in enumerate(_BRACKETS.split(question.text)):
             if number % 2:

@@ -87,8 +87,6 @@ class NLVR2Task(Task):
 
     def question(self, question: Question) -> Sample:
         """A user's sentence about two images; without boxes the detector proposes them."""
-        question.refuse_choices("A sentence about two images")
-        question.refuse_masked_boxes()
         return question.sample(SampleText(0, question.text, {}, image_index=IMAGES))
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:

@@ -210,7 +210,6 @@ class PretrainingTask(Task):
 
     def question(self, question: Question) -> Sample:
         """A user's text with words or regions to predict."""
-        question.refuse_choices("A pre-training run")
         masks_boxes, can_mask = (
             question.boxes_to_mask is not None and len(question.boxes_to_mask) > 0,
             self.region_masking.enabled,

@@ -153,7 +153,7 @@ class AnswerTask(Task):
 
     def question(self, question: Question) -> Sample:
         """A user's question about an image; without boxes the detector proposes them."""
-        return question.plain_sample("A question with a list of answers")
+        return question.sample(SampleText(0, question.text, {}))
 
     @torch.no_grad()
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:

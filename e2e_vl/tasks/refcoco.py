@@ -102,7 +102,7 @@ class ReferringTask(Task):
 
     def question(self, question: Question) -> Sample:
         """A user's expression about an image; without boxes the detector proposes them."""
-        return question.plain_sample("A referring expression")
+        return question.sample(SampleText(0, question.text, {}))
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Score the regions of M texts.

@@ -443,7 +443,6 @@ class VCRTask(Task):
 
         Boxes without a class name are people; without outlines the whole rectangle counts as the object.
         """
-        question.refuse_masked_boxes()
         given, has_answer = question.boxes, question.answer is not None
         if given is None or len(question.choices) != CHOICES or has_answer != question.accepts_answer:
             other = "the answer, for which it chooses a rationale" if question.accepts_answer else "no answer"
@@ -471,7 +470,7 @@ class VCRTask(Task):
             query=tuple(parse_sentence(one, len(given)) for one in texts),
             choices=tuple(parse_sentence(one, len(given)) for one in question.choices),
         )
-        return question.sample(text, objects=objects)
+        return question.sample(text, objects=objects, takes_choices=True)
 
     def check_data(self, info: DatasetInfo, detector: Detector) -> None:
         names = info.class_names

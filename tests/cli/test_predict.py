@@ -554,7 +554,7 @@ def test_a_model_of_the_hub(trained_run, folder, capsys, monkeypatch):
         (("--boxes", "person:1,2,30,40", "--choices", *"abcd", "--answer", "x"), "four choices, and no answer"),
         (("--boxes", "person:1,2,30,40", "5,6,7,8", "--choices", *"abcd"), "Some boxes have a class"),
         (("--boxes", "person:1,2,1,40", "--choices", *"abcd"), "is no box"),
-        (("--boxes", "person:1,2,x,40", "--choices", *"abcd"), "is no box"),
+        (("--boxes", "person:1,2,x,40", "--choices", *"abcd"), "write every box as"),
         (("--boxes", "nowhere.json", "--choices", *"abcd"), "nowhere.json"),
         (("--boxes", "person:5000,2,6000,40", "--choices", *"abcd"), "lies outside the"),
     ],
@@ -566,7 +566,7 @@ def test_what_vcr_needs(vcr_runs, capsys, more, message):
 def test_what_cannot_be_answered(trained_run, vqa_run, tmp_path, capsys):
     image = first_image(vqa_run)
     assert "The text is empty" in refused(ask(vqa_run, image, "  "), capsys)
-    assert "takes neither choices nor an answer" in refused(ask(vqa_run, image, "x", "--choices", "a"), capsys)
+    assert "takes no choices" in refused(ask(vqa_run, image, "x", "--choices", "a"), capsys)
     assert "about 1 image, and 2 are given; give 1" in refused(ask(vqa_run, (image, image), "x"), capsys)
     assert "is missing" in refused(ask(vqa_run, tmp_path / "no.png", "x"), capsys)
     (tmp_path / "bad.png").write_text("no image")
@@ -586,7 +586,7 @@ def test_what_pretraining_needs(pretraining_run, vqa_run, vcr_runs, trained_run,
     message = refused(ask(pretraining_run, image, "a [MASK]", "--hide", "nowhere.json"), capsys)
     assert "nowhere.json" in message
     more = ["--choices", "a"]
-    assert "takes neither choices" in refused(ask(pretraining_run, image, "a [MASK]", *more), capsys)
+    assert "takes no choices" in refused(ask(pretraining_run, image, "a [MASK]", *more), capsys)
     more = ["--hide", "5000,2,6000,40"]
     message = refused(ask(pretraining_run, image, "a", *more), capsys)
     assert "boxes to hide" in message and "outside" in message

@@ -102,7 +102,7 @@ def test_boxes_of_a_file(tmp_path):
     ("content", "part"),
     [
         ("[[1, 2, 3]]", "[0]"),
-        ("[[1, 2, 3, 4], [5, 6, 5, 9]]", "box 1"),
+        ("[[1, 2, 3, 4], [5, 6, 5, 9]]", "[5.0, 6.0, 5.0, 9.0]"),
         ("[]", "no box"),
         ("[", "JSON"),
         ('{"boxes": [[1, 2, 3, 4]], "names": ["a", "b"]}', "names"),
@@ -127,7 +127,12 @@ def test_arrays_that_hold_no_boxes(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "part"),
-    [(["none.json"], "none.json"), (["1,2,3,4", "1,2,x,4"], "'x'"), (["5,2,3,4"], "box 0"), (["1,2,3"], "box 0")],
+    [
+        (["none.json"], "none.json"),
+        (["1,2,3,4", "1,2,x,4"], "'x'"),
+        (["5,2,3,4"], "is no box"),
+        (["1,2,3"], "is no box"),
+    ],
 )
 def test_words_that_are_no_boxes(words, part):
     with refused(part):

@@ -222,7 +222,7 @@ def test_a_user_puts_phrases_in_brackets(tokenizer, tmp_path):
     [found] = word(task.preprocessor(TextTokenizer(tokenizer)), sample)
     assert found.targets.spans.tolist() == [[1, 3], [4, 7]] and found.targets.boxes is None
     assert task.question(Question(tmp_path / "a.jpg", "a shirt")).texts[0].metadata["phrases"] == ["a shirt"]
-    with pytest.raises(ValueError, match="takes neither choices"):
+    with pytest.raises(ValueError, match="takes no choices"):
         task.question(Question(tmp_path / "a.jpg", "a", choices=("b",)))
 
 

@@ -103,7 +103,7 @@ def test_questions_need_two_images(tmp_path):
     assert len(sample.images) == 2 and sample.texts[0].image_index == (0, 1) and sample.texts[0].truth is None
     with pytest.raises(ValueError, match="about 2 images, and 1 is given"):
         task.question(Question(tmp_path / "a", "both"))
-    with pytest.raises(ValueError, match="takes neither choices"):
+    with pytest.raises(ValueError, match="takes no choices"):
         task.question(Question(tmp_path / "a", "both", others=(tmp_path / "b",), choices=("x",)))
 
 

@@ -414,8 +414,8 @@ def test_a_question_is_a_sample_with_the_given_boxes():
     [
         (ask("a dog"), r"write \[MASK\] in the text, or mask boxes"),
         (ask("a dog", boxes_to_mask=boxes()), r"write \[MASK\] in the text"),
-        (ask(choices=["yes"]), "takes neither choices nor an answer"),
-        (ask(answer="yes"), "takes neither choices nor an answer"),
+        (ask(choices=["yes"]), "takes no choices"),
+        (ask(answer="yes"), "takes no given answer"),
     ],
 )
 def test_questions_that_cannot_be_answered(question, message):

@@ -66,8 +66,6 @@ class StatementTask(Task):
         return StatementPreprocessor(text_tokenizer)
 
     def question(self, question: Question) -> Sample:
-        question.refuse_choices("A statement")
-        question.refuse_masked_boxes()
         return question.sample(SampleText(0, question.text, {}, image_index=(0, 1)))
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
