@@ -8,7 +8,7 @@ import pytest
 from e2e_vl.config import DataSettings
 from e2e_vl.data import refcoco
 from e2e_vl.data.flickr30k import read_sentences
-from e2e_vl.data.refcoco import NounPhrases, RefCOCODataset
+from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.synthetic.language import Description, ReferringExpression, to_words, two_phrases
 from tests.data.roads import open_dataset
 
@@ -87,9 +87,7 @@ def test_without_files_of_phrases_an_expression_is_one(synthetic_folder):
     assert text.phrases.boxes[0].tolist() == [list(text.truth.box)]
 
 
-def test_phrases_of_other_expressions_are_refused(dataset, tmp_path):
+def test_phrases_of_other_expressions_are_refused(dataset):
     image_id = dataset.texts[0].image_id
     with pytest.raises(ValueError, match=f"{image_id}.txt: no line has the expression 'a fox'"):
         dataset.phrases.of(image_id, "a fox")
-    with pytest.raises(FileNotFoundError, match="no such folder"):
-        NounPhrases(tmp_path / "none", tmp_path)
