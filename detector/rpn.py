@@ -86,15 +86,16 @@ class AnchorGenerator(nn.Module):
         strides = [self.stride] * 2
         if self.follows_image and padded is not None:
             strides = [padded[0] // height, padded[1] // width]
-        y, x = (self._starts(cells, stride) for cells, stride in zip((height, width), strides, strict=True))
+        device = self.cell_anchors.device
+        y, x = (
+            torch.arange(
+                self.offset * stride, (self.offset + cells) * stride, stride, dtype=torch.float32, device=device
+            )[:cells]
+            for cells, stride in zip((height, width), strides, strict=True)
+        )
         grid_y, grid_x = torch.meshgrid(y, x, indexing="ij")
         shifts = torch.stack((grid_x, grid_y, grid_x, grid_y), dim=-1)
         return (shifts[:, :, None] + self.cell_anchors).reshape(-1, 4)
-
-    def _starts(self, cells: int, stride: int) -> Float32[Tensor, " cells"]:
-        start = self.offset * stride
-        device = self.cell_anchors.device
-        return torch.arange(start, start + cells * stride, stride, dtype=torch.float32, device=device)[:cells]
 
 
 class RPNOutput(NamedTuple):

@@ -190,15 +190,14 @@ NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
         )
     ),
 )
-PREFIXES = ("torchvision/", "detectron2/", "bottom-up-attention/")
 
 
 def resolve_weights(name: str | Path) -> Path | NamedWeights:
     """Tell a name of the table from a path. Nothing is downloaded.
 
     A file or folder that exists comes first. The beginning of a name, up to any slash, may be left out where one name
-    only ends with the rest, and so may Detectron2's `.yaml`. What has the prefix of no name and is no address is a
-    path, whether it exists or not.
+    only ends with the rest, and so may Detectron2's `.yaml`. What is neither a name nor an address is a path, whether
+    it exists or not.
     """
     path = Path(name) if "://" in str(name) else user_path(name)
     if path.exists():
@@ -207,10 +206,6 @@ def resolve_weights(name: str | Path) -> Path | NamedWeights:
     found = _find(key)
     if found is not None:
         return found
-    if key.startswith(PREFIXES):
-        publisher = key.partition("/")[0]
-        names = similar_names(key) or [one.name for one in NAMED_WEIGHTS if one.name.startswith(publisher)]
-        raise UserError(f"{key}: neither a file nor the name of published weights; did you mean {' or '.join(names)}?")
     return user_path(key) if "://" in key else path
 
 

@@ -24,7 +24,6 @@ from detector.config import DetectorConfig, flatten, load_tree
 from detector.errors import MissingFileError, UserError
 from detector.zoo import (
     NAMED_WEIGHTS,
-    PREFIXES,
     PUBLISHED,
     NamedWeights,
     cache_folder,
@@ -36,6 +35,7 @@ from detector.zoo import (
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = {weights.name: weights for weights in NAMED_WEIGHTS}
+PUBLISHERS = ("torchvision/", "detectron2/", "bottom-up-attention/")
 V2 = "torchvision/fasterrcnn_resnet50_fpn_v2-coco"
 R50 = "detectron2/ImageNetPretrained/MSRA/R-50"
 
@@ -50,7 +50,7 @@ def test_names_addresses_and_files_are_unique() -> None:
 
 @pytest.mark.parametrize("weights", NAMED_WEIGHTS, ids=lambda weights: weights.name)
 def test_entry(weights: NamedWeights) -> None:
-    assert weights.name.startswith(PREFIXES) and weights.licence
+    assert weights.name.startswith(PUBLISHERS) and weights.licence
     assert re.fullmatch(r"https://[\w.-]+/.+", weights.address)
     assert re.fullmatch(r"[\w.-]+\.(pth|pkl|bin)", weights.file)
     assert weights.expect in EXPECT
@@ -198,8 +198,8 @@ def test_a_file_that_exists_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
     [
         ("torchvision/fasterrcnn_resnet50_fpn_v2", V2),
         ("fasterrcnn_resnet50_fpn_v2", V2),
-        ("bottom-up-attention/from_caffe", "bottom-up-attention/faster_rcnn_from_caffe"),
-        ("torchvision/", V2),
+        ("bottom-up-attention/rcnn_from_caffe", "bottom-up-attention/faster_rcnn_from_caffe"),
+        ("torchvision/", "torchvision"),
         ("detectron2://COCO-Detection/other.pkl", "address"),
         ("https://example.com/weights.pth", "address"),
         ("some/folder", "some/folder"),
@@ -212,7 +212,7 @@ def test_unknown_names_are_named_with_the_nearest_ones(name: str, hint: str) -> 
 
 def test_the_page_about_detectors_names_what_there_is() -> None:
     page = (Path(__file__).parents[2] / "docs" / "detectors.md").read_text("utf-8")
-    names = re.findall(rf"(?:{'|'.join(PREFIXES)})[\w./-]*\w(?![\w.]*\.\.)", page)
+    names = re.findall(rf"(?:{'|'.join(PUBLISHERS)})[\w./-]*\w(?![\w.]*\.\.)", page)
     assert len(names) >= 9
     for name in names:
         assert isinstance(resolve_weights(name), NamedWeights), name
