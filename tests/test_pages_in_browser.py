@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from detector.io import write_json
-from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, MeasureKey
+from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, MeasureKey
 from e2e_vl.analysis.figures import Overlay, draw_entity_figure, draw_relation_figure
 from e2e_vl.analysis.measures import HeadSums
 from e2e_vl.analysis.options import AttentionOptions
@@ -21,7 +21,6 @@ from e2e_vl.config import RunConfig, save_config
 from e2e_vl.io import RunLog
 from e2e_vl.run.report import write_report
 from e2e_vl.structures import AttentionGraph
-from e2e_vl.synthetic.config import RELATIONS
 from e2e_vl.tasks.refcoco import ReferringTask
 from tests.explorer.browser import Tab, browser_or_skip, open_browser
 

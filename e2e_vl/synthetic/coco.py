@@ -13,34 +13,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from e2e_vl.synthetic.base import ATTRIBUTES, CATEGORIES, FormatWriter, SceneRecord, by_split
+from e2e_vl.synthetic.base import ATTRIBUTES, CATEGORIES, FormatWriter, SceneRecord, by_split, write_compact
 
 
-class COCOAnnotationsWriter(FormatWriter[None]):
+class COCOAnnotationsWriter(FormatWriter):
     """Writes ``instances_train2014.json`` and ``captions_train2014.json``, both over all splits."""
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord[None]]) -> None:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         write_instances(folder / "instances_train2014.json", scenes)
         _write_captions(folder / "captions_train2014.json", scenes)
 
 
-class COCODetectionWriter(FormatWriter[None]):
+class COCODetectionWriter(FormatWriter):
     """Writes ``instances_<split>.json``."""
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord[None]]) -> None:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
             write_instances(folder / f"instances_{split}.json", part)
 
 
-class COCOCaptionsWriter(FormatWriter[None]):
+class COCOCaptionsWriter(FormatWriter):
     """Writes ``captions_<split>.json``."""
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord[None]]) -> None:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
             _write_captions(folder / f"captions_{split}.json", part)
 
 
-def write_instances(path: Path, scenes: Sequence[SceneRecord[Any]]) -> None:
+def write_instances(path: Path, scenes: Sequence[SceneRecord]) -> None:
     """Write an instances file with the categories (shapes) and attributes of the scenes."""
     annotations = [
         {
@@ -59,13 +59,13 @@ def write_instances(path: Path, scenes: Sequence[SceneRecord[Any]]) -> None:
     _write(path, scenes, annotations, categories=CATEGORIES, attributes=ATTRIBUTES)
 
 
-def _write_captions(path: Path, scenes: Sequence[SceneRecord[Any]]) -> None:
+def _write_captions(path: Path, scenes: Sequence[SceneRecord]) -> None:
     said = [(scene.image_id, caption) for scene in scenes for caption in scene.captions]
     numbered = enumerate(said, start=1)
     _write(path, scenes, [{"image_id": image, "id": number, "caption": text} for number, (image, text) in numbered])
 
 
-def _write(path: Path, scenes: Sequence[SceneRecord[Any]], annotations: list[dict[str, Any]], **lists: Any) -> None:
+def _write(path: Path, scenes: Sequence[SceneRecord], annotations: list[dict[str, Any]], **lists: Any) -> None:
     info = {"description": "Drawn scenes in the layout of COCO 2014; not part of COCO.", "url": "", "version": "1.0"}
     info |= {"year": 2014, "contributor": "e2e-vl", "date_created": "2014-01-01 00:00:00"}
     content = {
@@ -87,19 +87,19 @@ def _write(path: Path, scenes: Sequence[SceneRecord[Any]], annotations: list[dic
         "annotations": annotations,
         **lists,
     }
-    path.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
+    write_compact(path, content)
 
 
 # Writer of RefCOCO+ in the layout of REFER.
 
 
-class RefCOCOPlusWriter(FormatWriter[None]):
-    """Writes ``instances.json`` (see ``coco_writer``) and the pickle ``refs(unc).p``, both over all splits.
+class RefCOCOPlusWriter(FormatWriter):
+    """Writes ``instances.json`` (as in COCO) and the pickle ``refs(unc).p``, both over all splits.
 
     A sentence's ``family`` is ours, the other keys are REFER's.
     """
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord[None]]) -> None:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         write_instances(folder / "instances.json", scenes)
         refs: list[dict[str, Any]] = []
         for scene in scenes:
@@ -109,7 +109,7 @@ class RefCOCOPlusWriter(FormatWriter[None]):
         (folder / "refs(unc).p").write_bytes(pickle.dumps(refs, protocol=2))  # the newest protocol that Python 2 reads
 
 
-def _refs(scene: SceneRecord[None], first_ref_id: int) -> list[dict[str, Any]]:
+def _refs(scene: SceneRecord, first_ref_id: int) -> list[dict[str, Any]]:
     """One entry per object that is referred to.
 
     As in the release, ``file_name`` has a number added and does not name a file.
@@ -137,7 +137,7 @@ def _refs(scene: SceneRecord[None], first_ref_id: int) -> list[dict[str, Any]]:
 # Writer of a detections file as MAttNet published them.
 
 
-class MAttNetDetectionsWriter(FormatWriter[None]):
+class MAttNetDetectionsWriter(FormatWriter):
     """Writes ``refcoco+_unc/res101_coco_minus_refer_notime_dets.json``.
 
     It is the flat list of the detections of all splits, in a random order of images and boxes as in the release. A
@@ -145,10 +145,10 @@ class MAttNetDetectionsWriter(FormatWriter[None]):
     edges.
     """
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord[None]]) -> None:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         flat = [{**detection, "image_id": scene.image_id} for scene in scenes for detection in scene.detections]
         order = self.recipe.generator(0).permutation(len(flat))
         numbered = [{**flat[row], "det_id": number, "h5_id": number} for number, row in enumerate(order)]
         path = folder / "refcoco+_unc" / "res101_coco_minus_refer_notime_dets.json"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(numbered, separators=(",", ":")), encoding="utf-8")
+        write_compact(path, numbered)

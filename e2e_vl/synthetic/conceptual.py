@@ -7,7 +7,7 @@ import io
 import json
 import tarfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from e2e_vl.synthetic.base import CATEGORIES, CATEGORY_IDS, FormatWriter, SceneRecord, by_split
-from e2e_vl.synthetic.config import RELATIONS, SceneConfig
-from e2e_vl.synthetic.language import Description, ReferringExpression, to_words
+from e2e_vl.synthetic.config import SceneConfig
+from e2e_vl.synthetic.language import RELATIONS, Description, ReferringExpression, to_words
 from e2e_vl.synthetic.scenes import SceneFacts
 
 RECORDS_PER_SHARD = 10_000  # img2dataset's default
@@ -35,10 +35,10 @@ class CaptionedImage:
     classes: list[list[float]]  # per box, the probabilities of the background and of all categories
 
 
-class _CaptionedImageWriter(FormatWriter[CaptionedImage]):
+class _CaptionedImageWriter(FormatWriter):
     """Draws the same caption and probabilities for both formats."""
 
-    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> CaptionedImage:
+    def draw(self, scene: SceneRecord, facts: SceneFacts) -> CaptionedImage:
         """One of the captions; a detection's score is its category's probability, the other columns share the rest."""
         rng = self.recipe.generator(scene.split, scene.number, "conceptual")
         boxes, classes = [], []
@@ -58,7 +58,7 @@ class ShardsWriter(_CaptionedImageWriter):
     A shard has ``KEY.jpg``, ``KEY.txt`` and ``KEY.json`` side by side.
     """
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord[CaptionedImage]]) -> None:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
             write_shards(folder / split, [scene.drawn for scene in part])
 
@@ -71,13 +71,13 @@ class ConceptualWriter(_CaptionedImageWriter):
     compressed.
     """
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord[CaptionedImage]]) -> None:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
             _write_vl_bert_split(folder, split, [scene.drawn for scene in part])
 
 
 def write_shards(folder: Path, images: Sequence[CaptionedImage], records_per_shard: int = RECORDS_PER_SHARD) -> None:
-    """Write webdataset shards into ``folder``, which is made where it is missing, in the order of the images."""
+    """Write webdataset shards into ``folder``, in the order of the images."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, first in enumerate(range(0, len(images), records_per_shard)):
         part = images[first : first + records_per_shard]
@@ -144,26 +144,20 @@ _FRAMES = ("there is {}", "look at {}", "i see {}", "{}", "{} is here", "this is
 _SENTENCES_PER_LINE = (1, 9)
 
 
-class CorpusWriter(FormatWriter[None]):
+class CorpusWriter(FormatWriter):
     """Writes ``corpus.doc``, UTF-8: one paragraph per line, and a blank line now and then as between two documents."""
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord[None]]) -> None:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         rng = self.recipe.generator("corpus")
         write_corpus(folder / "corpus.doc", self.recipe.scene, rng, lines=LINES_PER_SCENE * len(scenes))
 
 
 def write_corpus(path: Path, config: SceneConfig, rng: np.random.Generator, *, lines: int) -> None:
     """Write a corpus of ``lines`` paragraphs about the shapes, colours and textures of ``config``."""
-    paragraphs = draw_lines(config, rng)
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for _ in range(lines):
-            file.write(next(paragraphs) + ("\n\n" if rng.random() < 0.1 else "\n"))
-
-
-def draw_lines(config: SceneConfig, rng: np.random.Generator) -> Iterator[str]:
-    """Endless paragraphs of a few sentences each."""
-    while True:
-        yield " ".join(_sentence(config, rng) for _ in range(rng.integers(*_SENTENCES_PER_LINE)))
+            paragraph = " ".join(_sentence(config, rng) for _ in range(rng.integers(*_SENTENCES_PER_LINE)))
+            file.write(paragraph + ("\n\n" if rng.random() < 0.1 else "\n"))
 
 
 def _sentence(config: SceneConfig, rng: np.random.Generator) -> str:

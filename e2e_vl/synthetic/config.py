@@ -16,17 +16,11 @@ Texture = Literal["plain", "striped", "dotted"]
 SHAPES, COLOURS, TEXTURES = (kind.__args__ for kind in (Shape, Colour, Texture))
 SIZES = ("small", "big")
 Family = Literal["attribute", "superlative", "comparison", "relation"]
-Relation = Literal["near", "nearest", "farthest", "overlapping", "in front", "behind"]
 VCRFamily = Literal["colour", "match", "pair"]
 PairFamily = Literal["both", "exactly one", "side", "more", "total"]
-FAMILIES, RELATIONS, VCR_FAMILIES, PAIR_FAMILIES = (kind.__args__ for kind in (Family, Relation, VCRFamily, PairFamily))
+FAMILIES, VCR_FAMILIES, PAIR_FAMILIES = (kind.__args__ for kind in (Family, VCRFamily, PairFamily))
 _NotEmpty = Meta(min_length=1)
 _Range = tuple[PositiveInt, PositiveInt]  # least and most
-
-
-def _check_range(name: str, value: tuple[int, int]) -> None:
-    if value[0] > value[1]:
-        raise UserError(f"{name} is {list(value)}; it must be [least, most]")
 
 
 class SceneConfig(Settings, frozen=True):
@@ -41,16 +35,8 @@ class SceneConfig(Settings, frozen=True):
     shapes: Annotated[tuple[Shape, ...], _NotEmpty] = SHAPES  # what objects are drawn from
     colours: Annotated[tuple[Colour, ...], _NotEmpty] = COLOURS
     textures: Annotated[tuple[Texture, ...], _NotEmpty] = ("plain", "striped")
-    min_visible: Probability = 0.65  # smallest visible share of an object's pixels
-    # of the boxes of two objects; below 0.5, so that IoU 0.5 identifies one object
-    max_box_iou: Annotated[float, Meta(ge=0, lt=0.5)] = 0.4
-    share: Probability = 0.65  # that an object repeats attributes of an earlier one: few words are not enough
-    twin: Probability = 0.06  # that such an object repeats all of them
-    touch: Probability = 0.4  # that an object is put close to or over an earlier one
 
     def __post_init__(self) -> None:
-        _check_range("min_objects, max_objects", (self.min_objects, self.max_objects))
-        _check_range("min_side, max_side", (self.min_side, self.max_side))
         if not 4 <= self.small[0] <= self.small[1] < self.big[0] <= self.big[1] <= self.min_side - 4:
             raise UserError(
                 f"small {list(self.small)} must lie below big {list(self.big)}, both as [least, most] from 4 up, and "
@@ -64,7 +50,7 @@ class SceneConfig(Settings, frozen=True):
 
 
 class LanguageConfig(Settings, frozen=True):
-    """How scenes are spoken about.
+    """How scenes are described.
 
     The families of expressions are attribute ("big striped star"), superlative ("smallest red thing"), comparison
     ("circle bigger than the red star") and relation ("circle next to the red star"). Objects that are not chosen to be
@@ -76,28 +62,10 @@ class LanguageConfig(Settings, frozen=True):
     )
     refs_per_image: _Range = (2, 4)  # least and most objects that are chosen to be referred to
     sentences_per_ref: _Range = (2, 3)  # least and most expressions planned for each of them
-    relation_mix: dict[Relation, NonNegativeFloat] = msgspec.field(  # tries; rare relations stay rare
-        default_factory=lambda: {
-            "near": 0.34,
-            "nearest": 0.2,
-            "farthest": 0.1,
-            "overlapping": 0.1,
-            "in front": 0.13,
-            "behind": 0.13,
-        }
-    )
-    redundant: Probability = 0.4  # share of attribute expressions that may say more than is needed
     vcr_families: Annotated[tuple[VCRFamily, ...], _NotEmpty] = VCR_FAMILIES  # what VCR's questions ask
     # of NLVR2; an even number, in the release about two
     sentences_per_pair: Annotated[int, Meta(ge=2, multiple_of=2)] = 2
     pair_families: Annotated[tuple[PairFamily, ...], _NotEmpty] = PAIR_FAMILIES  # what NLVR2's sentences say
-
-    def __post_init__(self) -> None:
-        _check_range("refs_per_image", self.refs_per_image)
-        _check_range("sentences_per_ref", self.sentences_per_ref)
-        for name in ("family_mix", "relation_mix"):
-            if not sum(getattr(self, name).values()) > 0:
-                raise UserError(f"{name} must have a share above 0")
 
 
 class ImitatedDetectorConfig(Settings, frozen=True):
@@ -105,9 +73,7 @@ class ImitatedDetectorConfig(Settings, frozen=True):
 
     missed: Probability = 0.04  # share of objects without a detection
     wrong_category: Probability = 0.05  # share of detections with another category
-    min_iou: Probability = 0.6  # smallest IoU of a detection with its object
     false_alarms: NonNegativeInt = 3  # largest number of boxes per image that show no object
-    max_false_iou: Probability = 0.4  # largest IoU of such a box with any object
 
 
 class SyntheticConfig(Settings, frozen=True):

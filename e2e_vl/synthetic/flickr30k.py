@@ -7,24 +7,38 @@ the shape that it names, so that all types of the release occur; it means nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
 
-from detector.errors import UserError
 from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split
 from e2e_vl.synthetic.config import SHAPES
-from e2e_vl.synthetic.language import SLOTS, Reference, Values, all_descriptions, identify, noun_phrase, two_phrases
+from e2e_vl.synthetic.language import (
+    NUMBERS,
+    SLOTS,
+    Reference,
+    Values,
+    all_descriptions,
+    identify,
+    noun_phrase,
+    two_phrases,
+)
 from e2e_vl.synthetic.scenes import SceneFacts, members
 
-# Gold parses of drawn captions, in CoNLL-U with the labels of Stanford's dependencies, as in VisualBERT's ACL paper.
+# Gold parses of drawn captions, with the labels of Stanford's dependencies, as in VisualBERT's ACL paper.
 
 
-_NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-_ARTICLES = ("the", "a", "an")
+# word -> part of speech and relation; what stands before a noun and is not listed is an adjective
+_KINDS = {
+    **dict.fromkeys(("the", "a", "an"), ("DET", "det")),
+    **dict.fromkeys(NUMBERS, ("NUM", "num")),
+    **dict.fromkeys((",", "."), ("PUNCT", "punct")),
+    "and": ("CCONJ", "cc"),
+    "in": ("ADP", "prep"),
+}
 
 
 class GoldWord(NamedTuple):
@@ -32,65 +46,39 @@ class GoldWord(NamedTuple):
 
     form: str
     kind: str  # part of speech, of Universal Dependencies
-    governor: int  # row from 0; -1: the root
     relation: str
+    governor: int  # row from 0; -1: the root
 
 
 def parse_of(parts: Sequence[tuple[str, bool]]) -> list[GoldWord]:
-    """The parse of a caption of `flickr30k_writer`, given as texts, each with whether it is a phrase.
-
-    Raises:
-        ValueError: a caption that these rules do not know.
-    """
+    """The parse of a drawn caption, given as texts, each with whether it is a phrase."""
     words: list[GoldWord] = []
-    root = None  # row of the noun of the first phrase
-    preposition = mark = None  # rows that wait for the phrase behind them
+    root = -1  # row of the noun of the first phrase
     for text, is_phrase in parts:
-        start = len(words)
-        own = text.split()
+        start, before = len(words), words[-1].form if words else ""
+        *others, last = text.split()
         if is_phrase:
-            noun = start + len(own) - 1
-            for word in own[:-1]:
-                words.append(_before_noun(word, noun))
-            kind = "NOUN"
-            if preposition is not None:
-                governor, relation, preposition = preposition, "pobj", None
-            elif mark is not None:
-                # "while it is still": still governs, two words behind the pronoun
-                governor, relation, kind = noun + 2, "nsubj", "PRON"
+            noun = start + len(others)
+            words += [GoldWord(word, *_KINDS.get(word.lower(), ("ADJ", "amod")), noun) for word in others]
+            if before == "in":
+                words.append(GoldWord(last, "NOUN", "pobj", start - 1))
+            elif before == "while":  # "while it is still": still governs, two words behind the pronoun
+                words.append(GoldWord(last, "PRON", "nsubj", noun + 2))
             else:
-                governor, relation = (-1, "root") if root is None else (root, "conj")
-                root = noun if root is None else root
-            words.append(GoldWord(own[-1], kind, governor, relation))
-        elif text in (",", "."):
-            words.append(GoldWord(text, "PUNCT", root, "punct"))
-        elif text == "and":
-            words.append(GoldWord(text, "CCONJ", root, "cc"))
-        elif text == "in":
-            preposition = start
-            words.append(GoldWord(text, "ADP", root, "prep"))
+                words.append(GoldWord(last, "NOUN", "root" if root < 0 else "conj", root))
+                root = noun if root < 0 else root
         elif text == "while":
-            mark = start
-            words.append(GoldWord(text, "SCONJ", start + 3, "mark"))
+            words.append(GoldWord(text, "SCONJ", "mark", start + 3))
         elif text == "is still":
-            words.append(GoldWord("is", "AUX", start + 1, "cop"))
-            words.append(GoldWord("still", "ADJ", root, "advcl"))
+            words.append(GoldWord("is", "AUX", "cop", start + 1))
+            words.append(GoldWord("still", "ADJ", "advcl", root))
         else:
-            raise UserError(f"'{text}' has no rule in the parses of drawn captions")
+            words.append(GoldWord(text, *_KINDS[text], root))
     return words
 
 
-def _before_noun(word: str, noun: int) -> GoldWord:
-    if word.lower() in _ARTICLES:
-        return GoldWord(word, "DET", noun, "det")
-    if word.lower() in _NUMBERS:
-        return GoldWord(word, "NUM", noun, "num")
-    return GoldWord(word, "ADJ", noun, "amod")
-
-
-def conllu_lines(name: str, words: Iterable[GoldWord]) -> str:
+def conllu_lines(name: str, words: Sequence[GoldWord]) -> str:
     """One sentence of a CoNLL-U file, with the empty line behind it."""
-    words = list(words)
     lines = [f"# sent_id = {name}", f"# text = {' '.join(word.form for word in words)}"]
     for row, word in enumerate(words, start=1):
         cells = (row, word.form, "_", word.kind, "_", "_", word.governor + 1, word.relation, "_", "_")
@@ -102,7 +90,6 @@ CAPTIONS = 5
 _TYPES = dict(
     zip(SHAPES, ("people", "clothing", "bodyparts", "animals", "vehicles", "instruments"), strict=True)
 )  # of phrases that name a shape; others are "other"
-_COUNTS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _SEVERAL = 4  # most objects of one phrase
 _GROUPED = (("shape",), ("colour",), ("colour", "shape"), ("texture", "shape"))
 _ATTEMPTS = 20
@@ -116,21 +103,27 @@ class DrawnPhrase(NamedTuple):
     kind: str  # its type
     objects: tuple[int, ...]  # that it names
 
+    @property
+    def named(self) -> tuple[str, tuple[int, ...]]:
+        """What belongs to one chain: the objects, or the kind where there are none."""
+        return "" if self.objects else self.kind, self.objects
+
 
 EntityCaption = list[str | DrawnPhrase]
+_Chains = dict[tuple[str, tuple[int, ...]], str]  # what is named -> its number
 
 
-class EntitiesWriter(FormatWriter[list[EntityCaption]]):
+class EntitiesWriter(FormatWriter):
     """Writes ``Sentences/<id>.txt``, ``Annotations/<id>.xml`` and ``<split>.txt``; an id is the image's number.
 
-    The release has no parses; ``parses/<split>.conllu`` holds gold parses of all captions, see ``gold_parses.py``.
+    The release has no parses; ``parses/<split>.conllu`` has gold parses of all captions.
     """
 
-    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[EntityCaption]:
+    def draw(self, scene: SceneRecord, facts: SceneFacts) -> list[EntityCaption]:
         rng = self.recipe.generator(scene.split, scene.number, "flickr30k")
         return draw_entity_captions(facts, self.recipe.scene.values, rng)
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord[list[EntityCaption]]]) -> dict[str, Any]:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> dict[str, Any]:
         for name in ("Sentences", "Annotations"):
             (folder / name).mkdir(exist_ok=True)
         phrases = boxes = 0
@@ -140,17 +133,15 @@ class EntitiesWriter(FormatWriter[list[EntityCaption]]):
                 lines = "".join(_line(caption, chains) + "\n" for caption in scene.drawn)
                 (folder / "Sentences" / f"{scene.image_id}.txt").write_text(lines, encoding="utf-8")
                 (folder / "Annotations" / f"{scene.image_id}.xml").write_text(_xml(scene, chains), encoding="utf-8")
-                named = [
-                    part[2] for caption in scene.drawn for part in caption if not isinstance(part, str) and part[2]
-                ]
-                phrases += len(named)
-                boxes += sum(map(len, named))
+                for phrase in _phrases(scene):
+                    phrases += bool(phrase.objects)
+                    boxes += len(phrase.objects)
             ids = "".join(f"{scene.image_id}\n" for scene in part)
             (folder / f"{split}.txt").write_text(ids, encoding="utf-8")
             self.write_parses(folder, split, part)
         return {"phrases_with_boxes": phrases, "boxes_per_phrase": round(boxes / max(phrases, 1), 3)}
 
-    def write_parses(self, folder: Path, split: str, scenes: Sequence[SceneRecord[list[EntityCaption]]]) -> None:
+    def write_parses(self, folder: Path, split: str, scenes: Sequence[SceneRecord]) -> None:
         """Write the parses of a split; a text of several images has one parse."""
         found: dict[str, str] = {}
         for scene in scenes:
@@ -213,36 +204,30 @@ def _group(facts: SceneFacts, values: Values, rng: np.random.Generator) -> Drawn
     if not some:
         return None
     description, mask = some[rng.integers(len(some))]
-    words = f"{_COUNTS[mask.bit_count()]} {noun_phrase(description, plural=True)}"
+    words = f"{NUMBERS[mask.bit_count()]} {noun_phrase(description, plural=True)}"
     return DrawnPhrase(words, _TYPES.get(description.shape, "other"), tuple(members(mask)))
 
 
-def _chains(scene: SceneRecord[list[EntityCaption]]) -> dict[tuple[str, tuple[int, ...]], str]:
+def _chains(scene: SceneRecord) -> _Chains:
     """The chain of each set of objects, and of the scene; what cannot be seen is 0."""
-    chains: dict[tuple[str, tuple[int, ...]], str] = {}
-    for caption in scene.drawn:
-        for part in caption:
-            if isinstance(part, str):
-                continue
-            _, kind, objects = part
-            key = (kind if not objects else "", objects)
-            number = "0" if kind == _UNSEEN else str(scene.image_id * 100 + len(chains) + 1)
-            chains.setdefault(key, number)
+    chains: _Chains = {}
+    for phrase in _phrases(scene):
+        number = "0" if phrase.kind == _UNSEEN else str(scene.image_id * 100 + len(chains) + 1)
+        chains.setdefault(phrase.named, number)
     return chains
 
 
-def _line(caption: EntityCaption, chains: dict[tuple[str, tuple[int, ...]], str]) -> str:
-    words = []
-    for part in caption:
-        if isinstance(part, str):
-            words.append(part)
-        else:
-            text, kind, objects = part
-            words.append(f"[/EN#{chains[kind if not objects else '', objects]}/{kind} {text}]")
-    return " ".join(words)
+def _phrases(scene: SceneRecord) -> list[DrawnPhrase]:
+    return [part for caption in scene.drawn for part in caption if not isinstance(part, str)]
 
 
-def _xml(scene: SceneRecord[Any], chains: dict[tuple[str, tuple[int, ...]], str]) -> str:
+def _line(caption: EntityCaption, chains: _Chains) -> str:
+    return " ".join(
+        part if isinstance(part, str) else f"[/EN#{chains[part.named]}/{part.kind} {part.words}]" for part in caption
+    )
+
+
+def _xml(scene: SceneRecord, chains: _Chains) -> str:
     """One object per box with the chains that name it, and one per scene. Pixels are counted from 1, the last
     included."""
     root = ElementTree.Element("annotation")
@@ -270,19 +255,13 @@ def _xml(scene: SceneRecord[Any], chains: dict[tuple[str, tuple[int, ...]], str]
     return ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-# Writer of the noun phrases of all expressions, in the format of Flickr30K Entities.
-
-
-_TYPE = "other"
-
-
 class PhrasesWriter(EntitiesWriter):
-    """Writes what ``EntitiesWriter`` writes, with expressions in place of captions."""
+    """Writes the noun phrases of all expressions as ``EntitiesWriter`` writes those of captions."""
 
-    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[EntityCaption]:
+    def draw(self, scene: SceneRecord, facts: SceneFacts) -> list[EntityCaption]:
         return [phrases_of_reference(reference, facts) for reference in scene.references]
 
-    def write_parses(self, folder: Path, split: str, scenes: Sequence[SceneRecord[list[EntityCaption]]]) -> None:
+    def write_parses(self, folder: Path, split: str, scenes: Sequence[SceneRecord]) -> None:
         """Expressions have no gold parses."""
 
 
@@ -291,10 +270,10 @@ def phrases_of_reference(reference: Reference, facts: SceneFacts) -> EntityCapti
     expression, fitting = reference.expression, reference.expression.description.mask(facts)
     head, link, rest = two_phrases(expression, reference.sentence)
     if not rest:
-        return [DrawnPhrase(head, _TYPE, (reference.target,))]
+        return [DrawnPhrase(head, "other", (reference.target,))]
     others = fitting & ~(1 << reference.target) if expression.anchor is None else expression.anchor.mask(facts)
     return [
-        DrawnPhrase(head, _TYPE, tuple(members(fitting))),
+        DrawnPhrase(head, "other", tuple(members(fitting))),
         link,
-        DrawnPhrase(rest, _TYPE, tuple(members(others))),
+        DrawnPhrase(rest, "other", tuple(members(others))),
     ]

@@ -32,18 +32,9 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from detector.errors import DiskError, UserError
+from detector.errors import UserError
 from detector.io import read_json
-from e2e_vl.synthetic.base import (
-    IMAGE_FORMATS,
-    FormatWriter,
-    ObjectRecord,
-    Recipe,
-    ScenePlace,
-    SceneRecord,
-    draw_detections,
-    with_ids,
-)
+from e2e_vl.synthetic.base import FormatWriter, ObjectRecord, Recipe, ScenePlace, SceneRecord, draw_detections
 from e2e_vl.synthetic.coco import (
     COCOAnnotationsWriter,
     COCOCaptionsWriter,
@@ -65,7 +56,7 @@ from e2e_vl.synthetic.vqa import VQAWriter
 
 logger = logging.getLogger(__name__)
 
-WRITERS: dict[str, type[FormatWriter[Any]]] = {
+WRITERS: dict[str, type[FormatWriter]] = {
     "refcoco+": RefCOCOPlusWriter,
     "refcoco+_phrases": PhrasesWriter,
     "detections": MAttNetDetectionsWriter,
@@ -88,8 +79,7 @@ VERSION = 5  # raise it when the same settings give other files
 STAMP = "synthetic.json"
 _UNFINISHED = "synthetic.json.unfinished"
 _MAX_CHUNK = 16  # scenes handed to a process at once
-
-_DrawnScene = SceneRecord[dict[str, Any]]  # what is drawn for each format
+_IMAGE_OPTIONS = {"jpg": [cv2.IMWRITE_JPEG_QUALITY, 95], "png": [cv2.IMWRITE_PNG_COMPRESSION, 3]}
 
 
 def make_scenes(
@@ -118,11 +108,8 @@ def make_scenes(
         workers: number of processes that draw; 0 draws in this process.
 
     Returns:
-        the content of ``synthetic.json``: "version", "settings", "formats" and "statistics" (see ``_statistics``; a
-        format's own statistics stand under its name).
-
-    Raises:
-        ValueError: a setting is impossible, or the folder holds other data.
+        the content of ``synthetic.json``: "version", "settings", "formats" and "statistics" (those of a format are
+        under its name).
     """
     what = (config or SceneConfig(), language or LanguageConfig(), detections or ImitatedDetectorConfig())
     recipe = Recipe(dict(scenes), seed, image_format, *what)
@@ -155,23 +142,33 @@ def _add_formats(
         logger.info("%s lacks %s; they are added.", output, ", ".join(sorted(added)))
     writers = {name: writer(recipe) for name, writer in WRITERS.items() if name in added}
     make = partial(_make_scene, recipe=recipe, writers=writers, with_image=finished is None)
-    scenes = list(with_ids(_mapped(make, recipe.places(images), workers)))
+    numbered = [(split, number) for split, count in recipe.scenes.items() for number in range(count)]
+    places = [
+        ScenePlace(split, number, image_id, images / f"COCO_train2014_{image_id:012d}.{recipe.image_format}")
+        for image_id, (split, number) in enumerate(numbered, start=1)
+    ]
+    scenes = []
+    annotation_id, sentence_id = 1, 0
+    for scene in _mapped(make, places, workers):
+        scenes.append(replace(scene, first_annotation_id=annotation_id, first_sentence_id=sentence_id))
+        annotation_id += len(scene.objects)
+        sentence_id += len(scene.references)
 
     old = finished or {"formats": [], "statistics": {}}
     own = dict(old["statistics"])
     for name, writer in writers.items():
         (output / name).mkdir(exist_ok=True)
         own[name] = writer.write(output / name, [replace(scene, drawn=scene.drawn[name]) for scene in scenes])
-    held = [name for name in WRITERS if name in added or name in old["formats"]]
-    statistics = _statistics(scenes) | {name: own[name] for name in held if own.get(name) is not None}
-    stamp = {**start, "formats": held, "statistics": statistics}
+    formats = [name for name in WRITERS if name in added or name in old["formats"]]
+    statistics = _statistics(scenes) | {name: own[name] for name in formats if own.get(name) is not None}
+    stamp = {**start, "formats": formats, "statistics": statistics}
     unfinished.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(output / STAMP)
     return stamp
 
 
 def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | None:
-    """The stamp of a folder that already holds this data; None when the scenes are still to be drawn."""
+    """The stamp of a folder that already has this data; None when the scenes are still to be drawn."""
     if not output.exists() or not any(output.iterdir()):
         return None
     path = next((output / name for name in (STAMP, _UNFINISHED) if (output / name).exists()), None)
@@ -189,7 +186,7 @@ def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | Non
     return stamp if path.name == STAMP else None
 
 
-def _mapped(function: Callable[[ScenePlace], _DrawnScene], places: list[ScenePlace], workers: int) -> list[_DrawnScene]:
+def _mapped(function: Callable[[ScenePlace], SceneRecord], places: list[ScenePlace], workers: int) -> list[SceneRecord]:
     """``map`` in this process or over several, in order."""
     bar = partial(tqdm, total=len(places), desc="scenes", unit="scene", delay=1)
     if workers == 0:
@@ -202,9 +199,9 @@ def _mapped(function: Callable[[ScenePlace], _DrawnScene], places: list[ScenePla
 
 
 def _make_scene(
-    place: ScenePlace, *, recipe: Recipe, writers: Mapping[str, FormatWriter[Any]], with_image: bool
-) -> _DrawnScene:
-    """Draw a scene, write its image if asked to, and return what is said and annotated about it, without ids."""
+    place: ScenePlace, *, recipe: Recipe, writers: Mapping[str, FormatWriter], with_image: bool
+) -> SceneRecord:
+    """Draw a scene, write its image if asked to, and return its texts and annotations, without ids."""
     rng = recipe.generator(place.split, place.number)
     scene = draw_scene(recipe.scene, rng)
     facts = SceneFacts(scene)
@@ -212,9 +209,10 @@ def _make_scene(
     references = draw_references(facts, recipe.language, rng)
     captions = draw_captions(facts, rng)
     detections = draw_detections(scene, recipe.detections, rng)
-    options = IMAGE_FORMATS[recipe.image_format]
-    if with_image and not cv2.imwrite(str(place.image_file), scene.image[..., ::-1], options):
-        raise DiskError(f"{place.image_file} cannot be written; make room, or choose another folder.")
+    if with_image:
+        options = _IMAGE_OPTIONS[recipe.image_format]
+        _, encoded = cv2.imencode(place.image_file.suffix, scene.image[..., ::-1], options)
+        place.image_file.write_bytes(encoded)
     record = SceneRecord(
         **vars(place),
         size=scene.image.shape[:2],
@@ -227,7 +225,7 @@ def _make_scene(
     return replace(record, drawn={name: writer.draw(record, facts) for name, writer in writers.items()})
 
 
-def _statistics(scenes: Sequence[_DrawnScene]) -> dict[str, Any]:
+def _statistics(scenes: Sequence[SceneRecord]) -> dict[str, Any]:
     """Sizes, shares of the families of expressions, and the accuracy of choices that ignore the expression."""
     said = [(scene, reference) for scene in scenes for reference in scene.references]
     families = Counter(reference.expression.family for _, reference in said)

@@ -11,39 +11,40 @@ another one. The files of all questions hold both kinds, the files of balanced q
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split
-from e2e_vl.synthetic.language import SLOTS, Values, all_descriptions, identify, noun_phrase, without
+from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, write_compact
+from e2e_vl.synthetic.language import SLOTS, THING_SLOTS, Values, draw_thing, identify, noun_phrase, without
 from e2e_vl.synthetic.scenes import SceneFacts, members
+from e2e_vl.synthetic.vqa import best_accuracy, shares_of
 
 _KINDS = ("query", "query", "query", "choose", "verify", "verify", "logical", "compare")
 _ASKED = ("colour", "shape", "size")  # attributes that questions ask for
 _SPELLED = {"colour": "color"}  # GQA's names of attributes
 _ATTEMPTS = 30
 
+_YES_OR_NO = ("yes", "no")
+_ANSWER = {True: "yes", False: "no"}
+
 _Question = dict[str, Any]  # a record, with the numbers of other questions and of objects in place of ids
 
 
-class GQAWriter(FormatWriter[dict[str, Any]]):
+class GQAWriter(FormatWriter):
     """Writes ``questions/<split>_{all,balanced}_questions.json``, ``eval/<split>_choices.json`` and
     ``sceneGraphs/<split>_sceneGraphs.json``; the id of an image is its number as a text."""
 
-    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> dict[str, Any]:
+    def draw(self, scene: SceneRecord, facts: SceneFacts) -> dict[str, Any]:
         generator = self.recipe.generator(scene.split, scene.number, "gqa")
         return {
             "questions": draw_questions(facts, self.recipe.scene.values, generator),
             "in_front": [members(facts.holds["in front"][anchor]) for anchor in range(facts.count)],
         }
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord[dict[str, Any]]]) -> dict[str, Any]:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> dict[str, Any]:
         for name in ("questions", "eval", "sceneGraphs"):
             (folder / name).mkdir(exist_ok=True)
         for split, part in by_split(scenes).items():
@@ -52,15 +53,28 @@ class GQAWriter(FormatWriter[dict[str, Any]]):
                 key: {"valid": one["choices"], "plausible": one.pop("choices")} for key, one in questions.items()
             }
             balanced = {key: one for key, one in questions.items() if one["isBalanced"]}
-            _write(folder / "questions" / f"{split}_all_questions.json", questions)
-            _write(folder / "questions" / f"{split}_balanced_questions.json", balanced)
-            _write(folder / "eval" / f"{split}_choices.json", choices)
-            _write(folder / "sceneGraphs" / f"{split}_sceneGraphs.json", {str(s.image_id): _graph(s) for s in part})
-        return _statistics([one for scene in scenes for one in scene.drawn["questions"] if one["isBalanced"]])
+            graphs = {str(scene.image_id): _graph(scene) for scene in part}
+            write_compact(folder / "questions" / f"{split}_all_questions.json", questions)
+            write_compact(folder / "questions" / f"{split}_balanced_questions.json", balanced)
+            write_compact(folder / "eval" / f"{split}_choices.json", choices)
+            write_compact(folder / "sceneGraphs" / f"{split}_sceneGraphs.json", graphs)
+        asked = [one for scene in scenes for one in scene.drawn["questions"] if one["isBalanced"]]
+        if not asked:
+            return {"questions": 0}
+        scores = [{one["answer"]: 1} for one in asked]
+        detailed = [one["types"]["detailed"] for one in asked]
+        return {
+            "balanced_questions": len(asked),
+            "kinds": shares_of([one["types"]["structural"] for one in asked]),
+            "blind_accuracy": {
+                "most_frequent_answer": best_accuracy(("", row) for row in scores),
+                "of_the_kind": best_accuracy(zip(detailed, scores, strict=True)),
+            },
+        }
 
 
 def draw_questions(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[_Question]:
-    """Different questions about a scene, those that another one entails behind it; what cannot be asked is left out."""
+    """Different questions about a scene, each followed by those that it entails; what cannot be asked is left out."""
     makers = {"query": _query, "choose": _choose, "verify": _verify, "logical": _logical, "compare": _compare}
     questions: dict[str, _Question] = {}
     for kind in _KINDS:
@@ -68,11 +82,12 @@ def draw_questions(facts: SceneFacts, values: Values, rng: np.random.Generator) 
             made = makers[kind](facts, values, rng)
             if made is None:
                 break
-            if made["question"] in questions:
+            asked, *entailed = made
+            if asked["question"] in questions:
                 continue
-            others = [one for one in made.pop("others", ()) if one["question"] not in questions]
-            made["entailed"] = [len(questions) + 1 + number for number in range(len(others))]
-            questions |= {one["question"]: one for one in (made, *others)}
+            entailed = [one for one in entailed if one["question"] not in questions]
+            asked["entailed"] = [len(questions) + 1 + number for number in range(len(entailed))]
+            questions |= {one["question"]: one for one in (asked, *entailed)}
             break
     return list(questions.values())
 
@@ -83,10 +98,15 @@ def _asked(
     choices: Sequence[str],
     program: Sequence[tuple[str, str]],
     types: Sequence[str],
-    **more: Any,
+    *,
+    dependencies: Sequence[list[int]] | None = None,
+    group: str | None = None,
+    objects: Sequence[int] = (),
+    balanced: bool = True,
 ) -> _Question:
-    """A question; the steps of its program follow each other unless ``more`` has their dependencies."""
-    dependencies = more.pop("dependencies", [[number - 1] if number else [] for number in range(len(program))])
+    """A question; without ``dependencies`` the steps of its program follow each other."""
+    if dependencies is None:
+        dependencies = [[number - 1] if number else [] for number in range(len(program))]
     return {
         "question": text[0].upper() + text[1:] + "?",
         "answer": answer,
@@ -96,62 +116,67 @@ def _asked(
             for (operation, argument), own in zip(program, dependencies, strict=True)
         ],
         "types": dict(zip(("structural", "semantic", "detailed"), types, strict=True)),
-        "group": more.pop("group", None),
-        "objects": more.pop("objects", []),
-        "isBalanced": more.pop("balanced", True),
+        "group": group,
+        "objects": list(objects),
+        "isBalanced": balanced,
         "entailed": [],
-        **more,
     }
 
 
-_YES_OR_NO = ("yes", "no")
-
-
-def _query(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Question | None:
+def _value(
+    facts: SceneFacts, values: Values, rng: np.random.Generator
+) -> tuple[int, str, str, str, list[str], str] | None:
+    """What to ask for: object, what names it, GQA's name of an attribute, its value, other ones, and an article."""
     slot = _ASKED[rng.integers(len(_ASKED))]
     found = identify(facts, without(SLOTS, slot), rng)
     if found is None or len(values[slot]) < 2:
         return None
     index, description = found
-    thing, answer, name = noun_phrase(description), getattr(facts.appearances[index], slot), _SPELLED.get(slot, slot)
-    others = without(values[slot], answer)
-    other = others[rng.integers(len(others))]
-    start = {"objects": [index], "balanced": False}
-    entailed = [
-        _asked(
-            f"is the {thing} {'a ' if slot == 'shape' else ''}{said}",
-            is_true,
-            _YES_OR_NO,
-            (("select", f"{thing} ({index})"), (f"verify {name}", said)),
-            ("verify", "attr", f"verify{name.capitalize()}"),
-            **start,
-        )
-        for said, is_true in ((answer, "yes"), (other, "no"))
-    ]
-    return _asked(
+    answer = getattr(facts.appearances[index], slot)
+    article = "a " if slot == "shape" else ""
+    return index, noun_phrase(description), _SPELLED.get(slot, slot), answer, without(values[slot], answer), article
+
+
+def _query(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[_Question] | None:
+    """What the value is; entailed are whether it is that value, and whether it is another one."""
+    drawn = _value(facts, values, rng)
+    if drawn is None:
+        return None
+    index, thing, name, answer, others, article = drawn
+    select = "select", f"{thing} ({index})"
+    asked = _asked(
         f"what {name} is the {thing}",
         answer,
-        values[slot],
-        (("select", f"{thing} ({index})"), ("query", name)),
+        values["colour" if name == "color" else name],
+        (select, ("query", name)),
         ("query", "attr", name),
         group=name,
         objects=[index],
-        others=entailed,
     )
+    entailed = [
+        _asked(
+            f"is the {thing} {article}{value}",
+            is_true,
+            _YES_OR_NO,
+            (select, (f"verify {name}", value)),
+            ("verify", "attr", f"verify{name.capitalize()}"),
+            objects=[index],
+            balanced=False,
+        )
+        for value, is_true in ((answer, "yes"), (others[rng.integers(len(others))], "no"))
+    ]
+    return [asked, *entailed]
 
 
-def _choose(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Question | None:
-    slot = _ASKED[rng.integers(len(_ASKED))]
-    found = identify(facts, without(SLOTS, slot), rng)
-    if found is None or len(values[slot]) < 2:
+def _choose(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[_Question] | None:
+    drawn = _value(facts, values, rng)
+    if drawn is None:
         return None
-    index, description = found
-    thing, answer, name = noun_phrase(description), getattr(facts.appearances[index], slot), _SPELLED.get(slot, slot)
-    others = without(values[slot], answer)
+    index, thing, name, answer, others, article = drawn
     both = [answer, others[rng.integers(len(others))]]
     both = [both[number] for number in rng.permutation(2)]
-    return _asked(
-        f"is the {thing} {'a ' if slot == 'shape' else ''}{both[0]} or {'a ' if slot == 'shape' else ''}{both[1]}",
+    asked = _asked(
+        f"is the {thing} {article}{both[0]} or {article}{both[1]}",
         answer,
         both,
         (("select", f"{thing} ({index})"), (f"choose {name}", "|".join(both))),
@@ -159,25 +184,19 @@ def _choose(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Que
         group=f"choose {name}",
         objects=[index],
     )
+    return [asked]
 
 
-def _some(facts: SceneFacts, values: Values, wanted: bool, rng: np.random.Generator) -> str | None:
-    """Something that is (or is not) in the scene, in words."""
-    slots = (("colour", "shape"), ("texture", "shape"), ("size", "colour"))[rng.integers(3)]
-    some = [one for one in all_descriptions(slots, values) if bool(one.mask(facts)) == wanted]
-    return noun_phrase(some[rng.integers(len(some))]) if some else None
-
-
-def _verify(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Question | None:
+def _verify(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[_Question] | None:
     wanted = bool(rng.random() < 0.5)
-    thing = _some(facts, values, wanted, rng)
+    thing = draw_thing(facts, THING_SLOTS[rng.integers(3)], values, wanted, rng)
     if thing is None:
         return None
     program = ("select", thing), ("exist", "?")
-    return _asked(f"is there a {thing}", _answer(wanted), _YES_OR_NO, program, ("verify", "obj", "exist"))
+    return [_asked(f"is there a {thing}", _ANSWER[wanted], _YES_OR_NO, program, ("verify", "obj", "exist"))]
 
 
-def _logical(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Question | None:
+def _logical(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[_Question] | None:
     """One of both is there as often as not, so that a true "and" and a false "or" are as frequent as their
     opposites."""
     word = ("and", "or")[rng.integers(2)]
@@ -185,21 +204,22 @@ def _logical(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Qu
     first, second = (wanted, wanted) if wanted == (word == "and") else (wanted, not wanted)
     if rng.random() < 0.5:
         first, second = second, first
-    things = [_some(facts, values, is_there, rng) for is_there in (first, second)]
+    things = [draw_thing(facts, THING_SLOTS[rng.integers(3)], values, is_there, rng) for is_there in (first, second)]
     if None in things or things[0] == things[1]:
         return None
     start = "are there" if word == "and" else "is there"
-    return _asked(
+    asked = _asked(
         f"{start} a {things[0]} {word} a {things[1]}",
-        _answer(wanted),
+        _ANSWER[wanted],
         _YES_OR_NO,
         (("select", things[0]), ("exist", "?"), ("select", things[1]), ("exist", "?"), (word, "")),
         ("logical", "obj", f"exist{word.capitalize()}"),
         dependencies=[[], [0], [], [2], [1, 3]],
     )
+    return [asked]
 
 
-def _compare(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Question | None:
+def _compare(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[_Question] | None:
     slot = ("colour", "shape")[rng.integers(2)]
     wanted = bool(rng.random() < 0.5)
     for _ in range(_ATTEMPTS):
@@ -213,22 +233,19 @@ def _compare(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Qu
     else:
         return None
     name, things = _SPELLED.get(slot, slot), [noun_phrase(first), noun_phrase(second)]
-    return _asked(
+    asked = _asked(
         f"do the {things[0]} and the {things[1]} have the same {name}",
-        _answer(wanted),
+        _ANSWER[wanted],
         _YES_OR_NO,
         (("select", f"{things[0]} ({one})"), ("select", f"{things[1]} ({other})"), (f"same {name}", "")),
         ("compare", "attr", "twoSame"),
         dependencies=[[], [], [0, 1]],
         objects=[one, other],
     )
+    return [asked]
 
 
-def _answer(is_true: bool) -> str:
-    return "yes" if is_true else "no"
-
-
-def _with_ids(scene: SceneRecord[dict[str, Any]]) -> dict[str, _Question]:
+def _with_ids(scene: SceneRecord) -> dict[str, _Question]:
     """The questions of a scene as records of the official files, still with their choices; ids have zeros in front."""
     drawn = scene.drawn["questions"]
     ids = [f"{scene.image_id:06d}{number:02d}" for number in range(len(drawn))]
@@ -259,7 +276,7 @@ def _with_ids(scene: SceneRecord[dict[str, Any]]) -> dict[str, _Question]:
     return records
 
 
-def _graph(scene: SceneRecord[dict[str, Any]]) -> dict[str, Any]:
+def _graph(scene: SceneRecord) -> dict[str, Any]:
     objects = {}
     for index, item in enumerate(scene.objects):
         x, y, w, h = (int(value) for value in item.box)
@@ -276,27 +293,3 @@ def _graph(scene: SceneRecord[dict[str, Any]]) -> dict[str, Any]:
             ],
         }
     return {"width": scene.size[1], "height": scene.size[0], "objects": objects}
-
-
-def _statistics(questions: Sequence[_Question]) -> dict[str, Any]:
-    """Shares of the structural types, and the accuracy of the best answer to each (detailed) type of question."""
-    if not questions:
-        return {"questions": 0}
-    of_kind = partial(_best_share, questions)
-    kinds = sorted(Counter(one["types"]["structural"] for one in questions).items())
-    return {
-        "balanced_questions": len(questions),
-        "kinds": {kind: round(count / len(questions), 4) for kind, count in kinds},
-        "blind_accuracy": {"most_frequent_answer": of_kind(""), "of_the_kind": of_kind("detailed")},
-    }
-
-
-def _best_share(questions: Sequence[_Question], kind: str) -> float:
-    answers: dict[str, Counter[str]] = {}
-    for one in questions:
-        answers.setdefault(one["types"].get(kind, ""), Counter())[one["answer"]] += 1
-    return round(sum(max(found.values()) for found in answers.values()) / len(questions), 4)
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")

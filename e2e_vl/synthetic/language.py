@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from detector.errors import UserError
 from e2e_vl.synthetic.config import FAMILIES, LanguageConfig
 from e2e_vl.synthetic.scenes import Appearance, SceneFacts, members
 
@@ -35,7 +34,11 @@ _RELATIONS = {
     "in front": ("in front of", "covering"),
     "behind": ("behind", "partly hidden by"),
 }
+RELATIONS = tuple(_RELATIONS)
+_RELATION_SHARES = (0.34, 0.2, 0.1, 0.1, 0.13, 0.13)  # of the tries, in their order; rare relations stay rare
+_REDUNDANT = 0.4  # share of attribute expressions that may say more than is needed
 _OTHERS = ("than the others", "than all the others")
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def _best(candidates: int, better: str, facts: SceneFacts) -> int | None:
 
 
 def to_words(expression: ReferringExpression, rng: np.random.Generator) -> str:
-    """One wording of the expression: lower case, words separated by single spaces, no punctuation."""
+    """The expression in words: lower case, separated by single spaces, no punctuation."""
     description, operator, anchor = expression.description, expression.operator, expression.anchor
     article = "the " if rng.random() < 0.45 else ""
     if operator is None:
@@ -154,9 +157,9 @@ def two_phrases(expression: ReferringExpression, sentence: str) -> tuple[str, st
     for link in sorted(set(links), key=len, reverse=True):
         head, found, rest = sentence.partition(f" {link} ")
         if found:
-            named = head.removesuffix(" that is")
-            return named, f"{head[len(named) + 1 :]} {link}".strip(), rest
-    raise UserError(f"'{sentence}' is no wording of {expression}")
+            break
+    named = head.removesuffix(" that is")
+    return named, f"{head[len(named) + 1 :]} {link}".strip(), rest
 
 
 def _noun_phrase(description: Description, rng: np.random.Generator, suffix: bool = False) -> str:
@@ -229,7 +232,7 @@ def draw_references(facts: SceneFacts, config: LanguageConfig, rng: np.random.Ge
     The families are drawn first and the objects second, uniformly, so that the mix of families is kept. Where a family
     has no expression about any object, an attribute expression is tried instead.
     """
-    speaker = _Speaker(facts, config, rng)
+    speaker = _Speaker(facts, rng)
     families = [name for name in FAMILIES if config.family_mix.get(name, 0) > 0]
     shares = np.array([config.family_mix[name] for name in families])
     low, high = config.refs_per_image
@@ -253,13 +256,9 @@ def draw_references(facts: SceneFacts, config: LanguageConfig, rng: np.random.Ge
 class _Speaker:
     """Proposes expressions about the objects of one scene."""
 
-    def __init__(self, facts: SceneFacts, config: LanguageConfig, rng: np.random.Generator) -> None:
+    def __init__(self, facts: SceneFacts, rng: np.random.Generator) -> None:
         self.facts = facts
-        self.config = config
         self.rng = rng
-        self._relations = list(config.relation_mix)
-        shares = np.array(list(config.relation_mix.values()), float)
-        self._relation_shares = shares / shares.sum()
         self._descriptions: list[list[tuple[Description, int]]] = []
         self._unique: list[list[Description]] = []
         self._minimal: list[list[Description]] = []
@@ -285,7 +284,7 @@ class _Speaker:
         return None
 
     def _attribute(self, target: int) -> ReferringExpression | None:
-        redundant = self.rng.random() < self.config.redundant
+        redundant = self.rng.random() < _REDUNDANT
         description = self._any((self._unique if redundant else self._minimal)[target])
         return None if description is None else ReferringExpression(description)
 
@@ -301,7 +300,7 @@ class _Speaker:
         return self._with_anchor(target, operator)
 
     def _relation(self, target: int) -> ReferringExpression | None:
-        return self._with_anchor(target, str(self.rng.choice(self._relations, p=self._relation_shares)))
+        return self._with_anchor(target, str(self.rng.choice(RELATIONS, p=_RELATION_SHARES)))
 
     def _with_anchor(self, target: int, operator: str) -> ReferringExpression | None:
         holds = self.facts.holds.get(operator)
@@ -338,6 +337,7 @@ class _Speaker:
 
 
 Values = Mapping[str, Sequence[str]]  # of each attribute, see ``SceneConfig.values``
+THING_SLOTS = (("colour", "shape"), ("texture", "shape"), ("size", "colour"))  # attributes of things that are asked for
 
 
 def all_descriptions(slots: Sequence[str], values: Values) -> list[Description]:
@@ -356,6 +356,14 @@ def identify(facts: SceneFacts, slots: Sequence[str], rng: np.random.Generator) 
         if identifying:
             return int(index), identifying[rng.integers(len(identifying))]
     return None
+
+
+def draw_thing(
+    facts: SceneFacts, slots: Sequence[str], values: Values, wanted: bool, rng: np.random.Generator
+) -> str | None:
+    """A thing with these attributes that is in the scene (or, unless ``wanted``, is not there), in words."""
+    some = [one for one in all_descriptions(slots, values) if bool(one.mask(facts)) == wanted]
+    return noun_phrase(some[rng.integers(len(some))]) if some else None
 
 
 def is_true_of(description: Description, appearance: Appearance) -> bool:
@@ -378,7 +386,6 @@ def without(values: Sequence[str], value: str) -> list[str]:
 # Captions of scenes: five different true sentences per image, as in COCO.
 
 
-_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _LINKS = {"near": "next to", "in front": "in front of", "behind": "behind"}
 _ATTEMPTS = 20
 
@@ -435,7 +442,7 @@ def _article(phrase: str) -> str:
 def _counted(number: int, noun: str) -> str:
     if number == 1:
         return _article(noun)
-    return f"{_NUMBERS[number] if number < len(_NUMBERS) else number} {pluralised(noun)}"
+    return f"{NUMBERS[number] if number < len(NUMBERS) else number} {pluralised(noun)}"
 
 
 def _listed(phrases: list[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from e2e_vl.synthetic.base import ATTRIBUTES, CATEGORIES, FormatWriter, ObjectRecord, SceneRecord, by_split
+from e2e_vl.synthetic.base import CATEGORIES, FormatWriter, ObjectRecord, SceneRecord, by_split
 from e2e_vl.synthetic.nlvr2 import draw_set
 from e2e_vl.synthetic.scenes import SceneFacts
-from e2e_vl.synthetic.vqa import SOURCE, draw_vqa_questions
+from e2e_vl.synthetic.vqa import SOURCE, draw_vqa_questions, scores_of
 
 REGIONS = 36  # of every image
 FEATURE_DIM = 64
-_SCORES = (0.0, 0.3, 0.6, 0.9, 1.0)  # of an answer that 0, 1, 2, 3, and 4 or more of ten people gave
 _NOISE = 0.3  # standard deviation of what features say beside class and attributes
 _JITTER = 0.05  # of a box, in widths and heights
 
@@ -33,18 +31,18 @@ class DescribedScene:
     row: dict[str, np.ndarray]
 
 
-class LxmertWriter(FormatWriter[DescribedScene]):
+class LxmertWriter(FormatWriter):
     """Writes of every split the sentences of pre-training ``<split>.json``, the questions ``<split>_vqa.json``, the
     pairs of images ``<split>_nlvr2.json`` and the features ``<split>_obj36.tsv``; and the lists of answers
     ``all_ans.json`` and ``trainval_label2ans.json``.
     """
 
-    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> DescribedScene:
+    def draw(self, scene: SceneRecord, facts: SceneFacts) -> DescribedScene:
         rng = self.recipe.generator(scene.split, scene.number, "lxmert")
         questions = draw_vqa_questions(facts, self.recipe.scene, rng)
         return DescribedScene(list(scene.captions), questions, _row(scene, rng))
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord[DescribedScene]]) -> dict[str, Any]:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> dict[str, Any]:
         answers: set[str] = set()
         count = 0
         for split, part in by_split(scenes).items():
@@ -62,7 +60,7 @@ class LxmertWriter(FormatWriter[DescribedScene]):
             (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
         return {"sentences": count, "answers": len(listed)}
 
-    def _pairs(self, split: str, scenes: Sequence[SceneRecord[Any]]) -> list[dict[str, Any]]:
+    def _pairs(self, split: str, scenes: Sequence[SceneRecord]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for number in range(max(len(scenes) // 2, 1)):
             rng = self.recipe.generator(split, number, "lxmert pairs")
@@ -81,16 +79,16 @@ class LxmertWriter(FormatWriter[DescribedScene]):
         return found
 
 
-def _sentences(scene: SceneRecord[DescribedScene]) -> dict[str, Any]:
+def _sentences(scene: SceneRecord) -> dict[str, Any]:
     asked = scene.drawn.questions
     return {
         "img_id": scene.image_file.stem,
         "sentf": {"mscoco": scene.drawn.captions, SOURCE: [one["question"] for one in asked]},
-        "labelf": {SOURCE: [_label(one) for one in asked]},
+        "labelf": {SOURCE: [scores_of(one["answers"]) for one in asked]},
     }
 
 
-def _questions(scene: SceneRecord[DescribedScene]) -> list[dict[str, Any]]:
+def _questions(scene: SceneRecord) -> list[dict[str, Any]]:
     return [
         {
             "question_id": scene.image_id * 1000 + number,
@@ -98,17 +96,13 @@ def _questions(scene: SceneRecord[DescribedScene]) -> list[dict[str, Any]]:
             "sent": one["question"],
             "question_type": one["question_type"],
             "answer_type": one["answer_type"],
-            "label": _label(one),
+            "label": scores_of(one["answers"]),
         }
         for number, one in enumerate(scene.drawn.questions)
     ]
 
 
-def _label(question: dict[str, Any]) -> dict[str, float]:
-    return {answer: _SCORES[min(number, 4)] for answer, number in Counter(question["answers"]).items()}
-
-
-def _row(scene: SceneRecord[Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
+def _row(scene: SceneRecord, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Every object in turn until there are enough regions, each time a little beside its box."""
     shown = [scene.objects[number % len(scene.objects)] for number in range(REGIONS)]
     height, width = scene.size
@@ -135,11 +129,10 @@ def _feature(one: ObjectRecord) -> np.ndarray:
     feature = np.zeros(FEATURE_DIM)
     feature[one.category_id - 1] = 1
     feature[len(CATEGORIES) + np.array(one.attribute_ids)] = 1
-    assert len(CATEGORIES) + len(ATTRIBUTES) <= FEATURE_DIM
     return feature
 
 
-def _line(scene: SceneRecord[DescribedScene]) -> str:
+def _line(scene: SceneRecord) -> str:
     height, width = scene.size
     cells = {"img_id": scene.image_file.stem, "img_h": str(height), "img_w": str(width)}
     arrays = {name: base64.b64encode(np.ascontiguousarray(array)).decode() for name, array in scene.drawn.row.items()}

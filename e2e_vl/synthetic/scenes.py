@@ -14,7 +14,6 @@ import cv2
 import numpy as np
 
 from detector.errors import UserError
-from e2e_vl.synthetic import painting
 from e2e_vl.synthetic.config import SceneConfig
 
 _ATTEMPTS_PER_OBJECT = 40
@@ -23,6 +22,11 @@ _MAX_ROTATION = 0.2  # radians; less than a square needs to look like a diamond
 _MIN_VISIBLE_SIDE = 0.85  # share of an object's longer side: a big object never shrinks to a small one's box
 _MIN_OVERLAP = 0.04  # share of the smaller object: objects overlap visibly or keep apart, never graze
 _MIN_GAP = 3  # pixels between objects that keep apart
+_MIN_VISIBLE = 0.65  # smallest visible share of an object's pixels
+MAX_BOX_IOU = 0.4  # of two objects; below 0.5, so that IoU 0.5 identifies one object
+_REPEATS = 0.65  # chance that an object repeats attributes of an earlier one: few words are not enough
+_REPEATS_ALL = 0.06  # chance that such an object repeats all of them
+_TOUCHES = 0.4  # chance that an object is put close to or over an earlier one
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,7 @@ class Scene:
 
 
 def draw_scene(config: SceneConfig, rng: np.random.Generator) -> Scene:
-    """Draw one scene; the same generator state gives the same scene.
-
-    Raises:
-        ValueError: the objects do not fit into a scene of this size.
-    """
+    """Draw one scene; the same generator state gives the same scene."""
     h, w = (int(side) for side in rng.integers(config.min_side, config.max_side + 1, 2))
     count = int(rng.integers(config.min_objects, config.max_objects + 1))
     for _ in range(_ATTEMPTS_PER_SCENE):
@@ -78,12 +78,12 @@ def draw_scene(config: SceneConfig, rng: np.random.Generator) -> Scene:
             break
     else:
         raise UserError(
-            f"{count} objects do not fit into a scene of {w} x {h} pixels: use fewer or smaller objects, a larger "
-            "scene, or a lower scene.min_visible"
+            f"{count} objects do not fit into a scene of {w} x {h} pixels: use fewer or smaller objects, or a "
+            "larger scene"
         )
-    image = painting.paint_background(h, w, rng)
+    image = paint_background(h, w, rng)
     for item, patch in placed:
-        painting.paint(image, patch, item.appearance.colour, item.appearance.texture, rng)
+        paint(image, patch, item.appearance.colour, item.appearance.texture, rng)
     image += rng.standard_normal((h, w), np.float32)[..., None] * 2.5
     image = np.clip(np.rint(image), 0, 255).astype(np.uint8)
     return Scene(image=image, objects=[item for item, _ in placed])
@@ -91,23 +91,26 @@ def draw_scene(config: SceneConfig, rng: np.random.Generator) -> Scene:
 
 def _place_objects(
     config: SceneConfig, h: int, w: int, count: int, rng: np.random.Generator
-) -> list[tuple[SceneObject, painting.Patch]] | None:
-    """Looks and places of all objects, or None when one of them found no place."""
+) -> list[tuple[SceneObject, Patch]] | None:
+    """Appearances and places of all objects, or None when one of them found no place."""
     objects: list[SceneObject] = []
-    patches: list[painting.Patch] = []
+    patches: list[Patch] = []
     for _ in range(count):
-        appearance = _draw_look(config, [item.appearance for item in objects], rng)
+        appearance = _draw_appearance(config, [item.appearance for item in objects], rng)
         extent = float(rng.uniform(*(config.small if appearance.size == "small" else config.big)))
-        points = painting.outline(appearance.shape, extent, rng.uniform(-_MAX_ROTATION, _MAX_ROTATION))
+        points = outline(appearance.shape, extent, rng.uniform(-_MAX_ROTATION, _MAX_ROTATION))
         for _ in range(_ATTEMPTS_PER_OBJECT):
-            centre = _draw_centre(config, h, w, points, objects, rng)
-            if centre is None or _boxes_overlap_too_much(points, centre, objects, config.max_box_iou):
+            centre = _draw_centre(h, w, points, objects, rng)
+            if centre is None:
                 continue
-            patch = painting.cover(points, centre)
+            outer = *(points.min(axis=0) + centre), *(points.max(axis=0) + centre)
+            if any(box_iou(outer, item.box) > MAX_BOX_IOU for item in objects):
+                continue  # before anything is rasterised
+            patch = cover(points, centre)
             full = np.zeros((h, w), bool)
             (x0, y0), (ph, pw) = patch[2], patch[0].shape
             full[y0 : y0 + ph, x0 : x0 + pw] = patch[0] >= 0.5
-            updated = _put_in_front(objects, SceneObject(appearance, extent, full, full, _tight_box(full)), config)
+            updated = _put_in_front(objects, SceneObject(appearance, extent, full, full, _tight_box(full)))
             if updated is not None:
                 objects = updated
                 patches.append(patch)
@@ -117,11 +120,11 @@ def _place_objects(
     return list(zip(objects, patches, strict=True))
 
 
-def _draw_look(config: SceneConfig, earlier: list[Appearance], rng: np.random.Generator) -> Appearance:
-    if not earlier or rng.random() >= config.share:
+def _draw_appearance(config: SceneConfig, earlier: list[Appearance], rng: np.random.Generator) -> Appearance:
+    if not earlier or rng.random() >= _REPEATS:
         return Appearance(**{name: values[rng.integers(len(values))] for name, values in config.values.items()})
     appearance = earlier[rng.integers(len(earlier))]
-    if rng.random() < config.twin:
+    if rng.random() < _REPEATS_ALL:
         return appearance
     choices = list(config.values.items())
     for i in rng.permutation(len(choices))[: rng.integers(1, 3)]:
@@ -133,11 +136,11 @@ def _draw_look(config: SceneConfig, earlier: list[Appearance], rng: np.random.Ge
 
 
 def _draw_centre(
-    config: SceneConfig, h: int, w: int, points: np.ndarray, objects: list[SceneObject], rng: np.random.Generator
+    h: int, w: int, points: np.ndarray, objects: list[SceneObject], rng: np.random.Generator
 ) -> tuple[float, float] | None:
     """A centre (x, y) that keeps the whole outline inside the scene, or None."""
     margin_x, margin_y = points.max(axis=0) + 2
-    if objects and rng.random() < config.touch:
+    if objects and rng.random() < _TOUCHES:
         other = objects[rng.integers(len(objects))]
         x1, y1, x2, y2 = other.box
         reach = (points.max() + other.extent / 2) * rng.uniform(0.6, 1.2)
@@ -149,15 +152,7 @@ def _draw_centre(
     return (float(x), float(y)) if inside else None
 
 
-def _boxes_overlap_too_much(
-    points: np.ndarray, centre: tuple[float, float], objects: list[SceneObject], limit: float
-) -> bool:
-    """A cheap check before anything is rasterised."""
-    (x1, y1), (x2, y2) = points.min(axis=0) + centre, points.max(axis=0) + centre
-    return any(box_iou((x1, y1, x2, y2), item.box) > limit for item in objects)
-
-
-def _put_in_front(objects: list[SceneObject], new: SceneObject, config: SceneConfig) -> list[SceneObject] | None:
+def _put_in_front(objects: list[SceneObject], new: SceneObject) -> list[SceneObject] | None:
     """The objects with ``new`` in front of them all, or None when that hides too much or leaves an unclear contact."""
     updated = []
     reach = _MIN_GAP
@@ -175,14 +170,14 @@ def _put_in_front(objects: list[SceneObject], new: SceneObject, config: SceneCon
         if overlap < _MIN_OVERLAP * min(full_area, new.area) or overlap > 0.75 * new.area:
             return None
         visible = item.visible & ~new.full
-        if np.count_nonzero(visible) < config.min_visible * full_area:
+        if np.count_nonzero(visible) < _MIN_VISIBLE * full_area:
             return None
         item = replace(item, visible=visible, box=_tight_box(visible))
         if item.visible_extent < _MIN_VISIBLE_SIDE * item.extent:
             return None
         updated.append(item)
     updated.append(new)
-    is_crowded = any(box_iou(one.box, other.box) > config.max_box_iou for one, other in combinations(updated, 2))
+    is_crowded = any(box_iou(one.box, other.box) > MAX_BOX_IOU for one, other in combinations(updated, 2))
     return None if is_crowded else updated
 
 
@@ -200,9 +195,149 @@ def box_iou(a: Sequence[float], b: Sequence[float]) -> float:
     return inter / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - inter)
 
 
+# How objects and the ground behind them are painted. Coordinates are pixels of the scene, continuous, with the origin
+# at the top-left corner.
+
+RGB: dict[str, tuple[int, int, int]] = {
+    "red": (214, 36, 44),
+    "yellow": (247, 212, 38),
+    "green": (34, 150, 62),
+    "blue": (38, 84, 214),
+    "purple": (146, 58, 178),
+    "white": (246, 246, 242),
+}
+# A striped or dotted object mixes its colour with one other; light on the dark colours, dark on the light ones,
+# so that the hue stays readable at 16 pixels.
+_LIGHT = (250, 250, 250)
+_SECOND_COLOURS: dict[str, tuple[int, int, int]] = {"yellow": (150, 104, 8), "white": (92, 92, 96)}
+
+_SUPERSAMPLING = 4
+_PATTERN_PERIOD = 5.6  # pixels; the smallest objects still show three stripes
+
+
+def _regular(corners: int, inner: float | None = None) -> np.ndarray:
+    """Corners of a regular polygon, or of a star when the radius of the inner corners is given."""
+    count = corners if inner is None else 2 * corners
+    angles = -np.pi / 2 + np.arange(count) * 2 * np.pi / count
+    radii = np.ones(count)
+    if inner is not None:
+        radii[1::2] = inner
+    return np.stack([radii * np.cos(angles), radii * np.sin(angles)], axis=1)
+
+
+_ARM = 0.36  # half the width of a cross's arms, where its whole width is 2
+_CROSS_HALF = [(_ARM, -1.0), (_ARM, -_ARM), (1.0, -_ARM), (1.0, _ARM), (_ARM, _ARM), (_ARM, 1.0)]
+OUTLINES: dict[str, np.ndarray] = {  # float64 [corners, 2], at any place and size
+    "circle": _regular(48),
+    "square": np.array([[-1.0, -1.0], [1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]]),
+    "triangle": np.array([[0.0, -1.0], [1.08, 0.9], [-1.08, 0.9]]),
+    "star": _regular(5, inner=0.45),
+    "cross": np.array(_CROSS_HALF + [(-x, -y) for x, y in _CROSS_HALF]),
+    "diamond": np.array([[0.0, -1.0], [0.72, 0.0], [0.0, 1.0], [-0.72, 0.0]]),
+}
+
+
+def outline(shape: str, size: float, angle: float) -> np.ndarray:
+    """Outline of a shape of ``OUTLINES`` around the centre of its box, float64 [corners, 2], x and y.
+
+    Args:
+        size: longer side of the outline's box after rotation, pixels.
+        angle: rotation, radians.
+    """
+    turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    points = OUTLINES[shape] @ turn.T
+    low, high = points.min(axis=0), points.max(axis=0)
+    return (points - (low + high) / 2) * (size / (high - low).max())
+
+
+Patch = tuple[np.ndarray, np.ndarray, tuple[int, int]]  # see ``cover``
+
+
+def cover(points: np.ndarray, centre: tuple[float, float]) -> Patch:
+    """How much of each pixel an outline covers; its sides are off by at most a quarter of a pixel.
+
+    Args:
+        points: float [corners, 2] outline around its centre, pixels.
+        centre: x and y in the scene, pixels.
+
+    Returns:
+        cover float32 [h, w] in [0, 1]; edge float32 [h, w], the part of it within a pixel of the outline; and
+        (x, y) of the patch's first pixel in the scene.
+    """
+    absolute = points + np.asarray(centre)
+    x0, y0 = np.floor(absolute.min(axis=0)).astype(int) - 1
+    x1, y1 = np.ceil(absolute.max(axis=0)).astype(int) + 1
+    fixed_point_bits = 4
+    scaled = (absolute - (x0, y0)) * _SUPERSAMPLING - 0.5
+    scaled = np.round(scaled * 2**fixed_point_bits).astype(np.int32)[None]
+    fill = np.zeros(((y1 - y0) * _SUPERSAMPLING, (x1 - x0) * _SUPERSAMPLING), np.uint8)
+    edge = np.zeros_like(fill)
+    cv2.fillPoly(fill, scaled, 255, cv2.LINE_8, fixed_point_bits)
+    cv2.polylines(edge, scaled, True, 255, 2 * _SUPERSAMPLING, cv2.LINE_8, fixed_point_bits)
+    cv2.bitwise_and(edge, fill, dst=edge)
+    shape = (x1 - x0, y1 - y0)
+    fill_small = cv2.resize(fill, shape, interpolation=cv2.INTER_AREA).astype(np.float32) / 255
+    edge_small = cv2.resize(edge, shape, interpolation=cv2.INTER_AREA).astype(np.float32) / 255
+    return fill_small, edge_small, (int(x0), int(y0))
+
+
+def paint(image: np.ndarray, patch: Patch, colour: str, texture: str, rng: np.random.Generator) -> None:
+    """Paint an object over ``image`` (float32 [height, width, 3], RGB 0..255), in place."""
+    fill, edge, (x0, y0) = patch
+    h, w = fill.shape
+    main = np.asarray(RGB[colour], np.float32) + rng.uniform(-9, 9, 3).astype(np.float32)
+    second = np.asarray(_SECOND_COLOURS.get(colour, _LIGHT), np.float32)
+    amount = _pattern(texture, h, w, rng)[..., None]
+    shade = 1 - 0.12 * np.linspace(0, 1, h, dtype=np.float32)[:, None, None]  # a little darker towards the bottom
+    surface = (main * (1 - amount) + second * amount) * shade
+    surface = surface * (1 - 0.55 * edge[..., None])  # a dark rim keeps overlapping objects of one colour apart
+    target = image[y0 : y0 + h, x0 : x0 + w]
+    target += (surface - target) * fill[..., None]
+
+
+def _pattern(texture: str, h: int, w: int, rng: np.random.Generator) -> np.ndarray:
+    """Share of the second colour, float32 [h, w]."""
+    if texture == "plain":
+        return np.zeros((1, 1), np.float32)
+    period = _PATTERN_PERIOD * rng.uniform(0.92, 1.08)
+    angle = rng.uniform(0, np.pi)
+    phase = rng.uniform(0, 2 * np.pi, 2)
+    y, x = np.mgrid[0:h, 0:w].astype(np.float32) * (2 * np.pi / period)
+    along = np.sin(x * np.cos(angle) + y * np.sin(angle) + phase[0])
+    if texture == "striped":
+        return np.clip(0.45 + 1.6 * along, 0, 0.85).astype(np.float32)
+    across = np.sin(y * np.cos(angle) - x * np.sin(angle) + phase[1])  # dotted
+    return np.clip(2.2 * (along + across - 0.75), 0, 0.85).astype(np.float32)
+
+
+def paint_background(h: int, w: int, rng: np.random.Generator) -> np.ndarray:
+    """A dull, low-contrast ground of one of four kinds, float32 [h, w, 3], RGB 0..255.
+
+    It has little saturation and medium brightness, so that no part of it looks like an object of ``RGB``.
+    """
+    base = rng.uniform(88, 142) + rng.uniform(-13, 13, 3)
+    kind = rng.integers(4)
+    y, x = np.mgrid[0:h, 0:w].astype(np.float32)
+    angle = rng.uniform(0, np.pi)
+    cos, sin = np.float32(np.cos(angle)), np.float32(np.sin(angle))
+    along = x * cos + y * sin
+    if kind == 0:  # clouds
+        coarse = cv2.resize(rng.standard_normal((5, 5), np.float32), (w, h), interpolation=cv2.INTER_CUBIC)
+        fine = cv2.resize(rng.standard_normal((16, 16), np.float32), (w, h), interpolation=cv2.INTER_LINEAR)
+        relief = 11 * coarse + 6 * fine
+    elif kind == 1:  # gradient
+        relief = 52 * (along - along.mean()) / (np.ptp(along) + 1e-6)
+    elif kind == 2:  # wide, faint bands
+        relief = 9 * np.sin(along * (2 * np.pi / rng.uniform(10, 22)))
+    else:  # faint checks
+        side = rng.uniform(9, 16)
+        across = y * cos - x * sin
+        relief = 8 * np.sign(np.sin(along * (np.pi / side)) * np.sin(across * (np.pi / side)))
+    grain = rng.standard_normal((h, w), np.float32) * np.float32(rng.uniform(2, 6))
+    return (base.astype(np.float32) + (relief + grain)[..., None]).astype(np.float32)
+
+
 # What is true of a scene's objects, and clearly so.
-
-
 # Thresholds, all on what can be seen.
 BIGGER_SIDE, BIGGER_AREA = 1.15, 1.2  # clearly bigger: the ratios of the longer sides and of the areas, at least
 NOT_BIGGER = 0.95  # clearly not bigger: both ratios, at most
@@ -217,13 +352,12 @@ class SceneFacts:
 
     Attributes:
         count: number of objects, n.
-        looks: their looks.
         everything: bit mask of all objects.
         attribute_masks: (slot, value) -> bit mask, for example ("colour", "red").
         gap: float [n, n], pixels between the visible pixels of two objects; neighbouring pixels are 1 apart.
         distance: float [n, n], pixels between the centres of two boxes.
-        holds, fails: relation -> per anchor, the bit mask of the objects that clearly stand, or clearly do not stand,
-            in that relation to it. Relations: bigger, smaller, near, overlapping, in front, behind.
+        holds, fails: relation -> per anchor, the bit mask of the objects that clearly are, or clearly are not, in
+            that relation to it. Relations: bigger, smaller, near, overlapping, in front, behind.
     """
 
     def __init__(self, scene: Scene) -> None:
@@ -258,7 +392,11 @@ class SceneFacts:
         return {"bigger": (bigger, not_bigger), "smaller": (bigger.T, not_bigger.T)}
 
     def _overlap_tables(self, scene: Scene) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        painted_over = _painted_over(scene)
+        painted_over = np.zeros((self.count, self.count), bool)  # object i is painted over a part of object j
+        for j, item in enumerate(scene.objects):
+            pixels = np.flatnonzero(item.full)
+            for i in range(j + 1, self.count):
+                painted_over[i, j] = scene.objects[i].full.ravel()[pixels].any()
         contact = self.gap <= CONTACT
         in_front = painted_over & contact
         behind = in_front.T
@@ -306,14 +444,3 @@ def _gaps(scene: Scene) -> np.ndarray:
         for j in range(i + 1, n):
             gaps[i, j] = gaps[j, i] = distance[pixels[j]].min()
     return gaps
-
-
-def _painted_over(scene: Scene) -> np.ndarray:
-    """bool [n, n]: object i is painted over a part of object j."""
-    n = len(scene.objects)
-    shared = np.zeros((n, n), bool)
-    for j, item in enumerate(scene.objects):
-        pixels = np.flatnonzero(item.full)
-        for i in range(j + 1, n):
-            shared[i, j] = scene.objects[i].full.ravel()[pixels].any()
-    return shared

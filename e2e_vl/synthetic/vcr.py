@@ -39,7 +39,7 @@ UNLABELLED = "test"  # the split without labels, as in the release
 CHOICES = 4
 _MAX_QUESTIONS = 4  # per scene
 _ATTEMPTS = 40
-_HIDDEN = (  # keys that lines of the unlabelled split do not have
+_LABELS = (  # keys that lines of the unlabelled split do not have
     *("answer_label", "answer_sources", "answer_match_iter", "answer_orig", "answer_likelihood"),
     *("rationale_label", "rationale_sources", "rationale_match_iter", "rationale_orig"),
     *("match_fold", "match_index"),
@@ -50,14 +50,14 @@ _Asked = tuple[Sentence, list[Sentence], list[Sentence]]  # question; answers an
 _Question = dict[str, Any]
 
 
-class VCRWriter(FormatWriter[list[_Question]]):
+class VCRWriter(FormatWriter):
     """Writes the files listed at the top; image files of an interrupted run are replaced."""
 
-    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[_Question]:
+    def draw(self, scene: SceneRecord, facts: SceneFacts) -> list[_Question]:
         rng = self.recipe.generator(scene.split, scene.number, "vcr")
         return _draw_questions(facts, rng, self.recipe.language.vcr_families)
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord[list[_Question]]]) -> None:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
             (folder / "vcr1images" / f"drawn_{split}").mkdir(parents=True, exist_ok=True)
             lines: list[str] = []
@@ -162,8 +162,8 @@ def as_read_aloud(sentence: Sentence) -> str:
     return " ".join(words)
 
 
-def _metadata(scene: SceneRecord[Any]) -> dict[str, Any]:
-    """The content of an image's metadata file; ``attribute_ids`` (see ``coco_writer``) are ours."""
+def _metadata(scene: SceneRecord) -> dict[str, Any]:
+    """The content of an image's metadata file; ``attribute_ids`` (see ``coco.py``) are ours."""
     boxes = [item.box for item in scene.objects]
     return {
         "boxes": [[x, y, x + w, y + h, 1.0] for x, y, w, h in boxes],
@@ -204,5 +204,5 @@ def _line(
         "match_index": index,
         "family": question["family"],
     }
-    hidden = _HIDDEN if split == UNLABELLED else ()
-    return {key: value for key, value in record.items() if key not in hidden}
+    left_out = _LABELS if split == UNLABELLED else ()
+    return {key: value for key, value in record.items() if key not in left_out}

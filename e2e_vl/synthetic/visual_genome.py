@@ -7,12 +7,11 @@ each noun names both. Nouns such as "thing" have a synset of their own, with whi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, link_image
+from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, link_image, write_compact
 from e2e_vl.synthetic.config import SHAPES
 from e2e_vl.synthetic.flickr30k import EntityCaption, phrases_of_reference
 from e2e_vl.synthetic.language import THINGS, Reference
@@ -22,37 +21,32 @@ _FOLDER = "VG_100K"
 _NOUNS = frozenset({*SHAPES, *THINGS})
 
 
-class VisualGenomeWriter(FormatWriter[list[EntityCaption]]):
+class VisualGenomeWriter(FormatWriter):
     """Writes ``image_data_<split>.json``, ``region_descriptions_<split>.json``, ``region_graphs_<split>.json`` and
     ``VG_100K/<id>.jpg``; an id is the image's number."""
 
-    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[EntityCaption]:
+    def draw(self, scene: SceneRecord, facts: SceneFacts) -> list[EntityCaption]:
         return [phrases_of_reference(reference, facts) for reference in scene.references]
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord[list[EntityCaption]]]) -> dict[str, Any]:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> dict[str, Any]:
         (folder / _FOLDER).mkdir(exist_ok=True)
         nouns = regions = 0
         for split, part in by_split(scenes).items():
             graphs = []
             for scene in part:
                 link_image(scene.image_file, folder / _FOLDER / f"{scene.image_id}.jpg")
-                graphs.append({"image_id": scene.image_id, "regions": region_graphs(scene)})
-            _write(folder / f"image_data_{split}.json", list(map(_image, part)))
-            _write(folder / f"region_graphs_{split}.json", graphs)
-            _write(folder / f"region_descriptions_{split}.json", list(map(_descriptions, graphs)))
+                pairs = enumerate(zip(scene.references, scene.drawn, strict=True), scene.first_sentence_id + 1)
+                own = [_region(number, scene, reference, caption) for number, (reference, caption) in pairs]
+                graphs.append({"image_id": scene.image_id, "regions": own})
+            write_compact(folder / f"image_data_{split}.json", list(map(_image, part)))
+            write_compact(folder / f"region_graphs_{split}.json", graphs)
+            write_compact(folder / f"region_descriptions_{split}.json", list(map(_descriptions, graphs)))
             regions += sum(len(graph["regions"]) for graph in graphs)
             nouns += sum(len(region["synsets"]) for graph in graphs for region in graph["regions"])
         return {"regions": regions, "nouns_per_region": round(nouns / max(regions, 1), 3)}
 
 
-def region_graphs(scene: SceneRecord[list[EntityCaption]]) -> list[dict[str, Any]]:
-    """The graphs of a scene's descriptions; their ids are those of its expressions, counted from 1."""
-    first = scene.first_sentence_id + 1
-    pairs = zip(scene.references, scene.drawn, strict=True)
-    return [_region(first + number, scene, *pair) for number, pair in enumerate(pairs)]
-
-
-def _region(number: int, scene: SceneRecord[Any], reference: Reference, caption: EntityCaption) -> dict[str, Any]:
+def _region(number: int, scene: SceneRecord, reference: Reference, caption: EntityCaption) -> dict[str, Any]:
     words, synsets, objects = "", [], {}
     for count, part in enumerate(caption):
         words += " " if words else ""
@@ -70,7 +64,8 @@ def _region(number: int, scene: SceneRecord[Any], reference: Reference, caption:
             objects[index] = _object(scene, index, noun or scene.objects[index].appearance.shape)
         words += part.words
     target, *others = objects.values()
-    start = {"subject_id": target["object_id"], "predicate": _link(caption), "synsets": []}
+    link = next((part for part in caption if isinstance(part, str)), "")
+    start = {"subject_id": target["object_id"], "predicate": link, "synsets": []}
     relationships = [
         {"relationship_id": 1000 * number + row, "object_id": other["object_id"], **start}
         for row, other in enumerate(others)
@@ -93,14 +88,10 @@ def _region(number: int, scene: SceneRecord[Any], reference: Reference, caption:
     }
 
 
-def _object(scene: SceneRecord[Any], index: int, noun: str) -> dict[str, Any]:
+def _object(scene: SceneRecord, index: int, noun: str) -> dict[str, Any]:
     place = dict(zip("xywh", map(int, scene.objects[index].box), strict=True))
     names = {"name": noun, "synsets": [f"{noun}.n.01"]}
     return {"object_id": scene.first_annotation_id + index, **names, **place}
-
-
-def _link(caption: EntityCaption) -> str:
-    return next((part for part in caption if isinstance(part, str)), "")
 
 
 def _descriptions(graph: dict[str, Any]) -> dict[str, Any]:
@@ -108,12 +99,8 @@ def _descriptions(graph: dict[str, Any]) -> dict[str, Any]:
     return {"id": graph["image_id"], "regions": [{key: one[key] for key in keys} for one in graph["regions"]]}
 
 
-def _image(scene: SceneRecord[Any]) -> dict[str, Any]:
+def _image(scene: SceneRecord) -> dict[str, Any]:
     height, width = scene.size
     address = f"https://drawn.example/{_FOLDER}/{scene.image_id}.jpg"
     ids = {"image_id": scene.image_id, "coco_id": None, "flickr_id": None}
     return {**ids, "width": width, "height": height, "url": address}
-
-
-def _write(path: Path, content: list[Any]) -> None:
-    path.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,31 +18,42 @@ import numpy as np
 
 from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split
 from e2e_vl.synthetic.config import SceneConfig
-from e2e_vl.synthetic.language import SLOTS, Description, Values, all_descriptions, identify, noun_phrase, without
+from e2e_vl.synthetic.language import (
+    NUMBERS,
+    SLOTS,
+    THING_SLOTS,
+    Description,
+    Values,
+    all_descriptions,
+    draw_thing,
+    identify,
+    noun_phrase,
+    without,
+)
 from e2e_vl.synthetic.scenes import SceneFacts
 
-NUM_ANSWERS = 10
 SOURCE = "vqa"  # as other formats name these questions
+SCORES = (0.0, 0.3, 0.6, 0.9, 1.0)  # of an answer that 0, 1, 2, 3, and 4 or more of ten people gave
 _WRONG = 0.08  # chance that a person is wrong
-_SPELLED = 0.1  # chance that a person writes a number as a word
-_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_SPELLED = 0.1  # chance that a person writes a number up to ten as a word
 _KINDS = ("colour", "colour", "shape", "count", "count", "exists", "verify")  # the questions about one scene
 _COUNTED = (("colour",), ("shape",), ("texture", "colour"))
 _ATTEMPTS = 30
-_SCORES = (0.0, 0.3, 0.6, 0.9, 1.0)  # scores of an answer that 0, 1, 2, 3, and 4 or more of ten people gave
+_YES_OR_NO = {True: ("yes", ["no"]), False: ("no", ["yes"])}  # the right answer, and the wrong one
 
 _Question = dict[str, Any]
+_Made = tuple[str, str, str, Sequence[str]] | None  # question, its type, the right answer, wrong ones
 
 
-class VQAWriter(FormatWriter[list[_Question]]):
+class VQAWriter(FormatWriter):
     """Writes ``v2_OpenEnded_mscoco_<split>_questions.json`` and ``v2_mscoco_<split>_annotations.json``."""
 
-    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[_Question]:
+    def draw(self, scene: SceneRecord, facts: SceneFacts) -> list[_Question]:
         return draw_vqa_questions(facts, self.recipe.scene, self.recipe.generator(scene.split, scene.number, "vqa"))
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord[list[_Question]]]) -> dict[str, Any]:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> dict[str, Any]:
         for split, part in by_split(scenes).items():
-            write_vqa(folder, split, [(scene.image_id, scene.drawn) for scene in part])
+            _write_split(folder, split, part)
         return vqa_statistics([question for scene in scenes for question in scene.drawn])
 
 
@@ -82,9 +93,6 @@ def draw_vqa_questions(facts: SceneFacts, config: SceneConfig, rng: np.random.Ge
     return list(questions.values())
 
 
-_Made = tuple[str, str, str, list[str]] | None  # question, its type, the right answer, wrong ones
-
-
 def _ask_value(slot: str, question_type: str, facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Made:
     found = identify(facts, without(SLOTS, slot), rng)
     if found is None:
@@ -106,13 +114,10 @@ def _ask_count(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _
 
 
 def _ask_existence(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Made:
-    slots = (("colour", "shape"), ("texture", "shape"), ("size", "colour"))[rng.integers(3)]
+    slots = THING_SLOTS[rng.integers(len(THING_SLOTS))]
     wanted = bool(rng.random() < 0.5)
-    some = [description for description in all_descriptions(slots, values) if bool(description.mask(facts)) == wanted]
-    if not some:
-        return None
-    text = f"is there a {noun_phrase(some[rng.integers(len(some))])}"
-    return (text, "is there a", *_yes_or_no(wanted))
+    thing = draw_thing(facts, slots, values, wanted, rng)
+    return None if thing is None else (f"is there a {thing}", "is there a", *_YES_OR_NO[wanted])
 
 
 def _ask_yes_or_no(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Made:
@@ -125,34 +130,28 @@ def _ask_yes_or_no(facts: SceneFacts, values: Values, rng: np.random.Generator) 
     is_true = bool(rng.random() < 0.5)
     others = without(values[slot], true)
     said = true if is_true else others[rng.integers(len(others))]
-    return (f"is the {noun_phrase(description)} {said}", "is the", *_yes_or_no(is_true))
-
-
-def _yes_or_no(is_true: bool) -> tuple[str, list[str]]:
-    """The right answer and the wrong one."""
-    return ("yes", ["no"]) if is_true else ("no", ["yes"])
+    return (f"is the {noun_phrase(description)} {said}", "is the", *_YES_OR_NO[is_true])
 
 
 def _answers_of_people(answer: str, others: Sequence[str], rng: np.random.Generator) -> list[str]:
     answers = []
-    for _ in range(NUM_ANSWERS):
+    for _ in range(10):
         wrong, spelled, choice = rng.random(3)
         given = others[int(choice * len(others))] if wrong < _WRONG and others else answer
-        if spelled < _SPELLED and given.isdigit() and int(given) < len(_NUMBERS):
-            given = _NUMBERS[int(given)]
+        if spelled < _SPELLED and given.isdigit() and int(given) <= 10:
+            given = NUMBERS[int(given)]
         answers.append(given)
     return answers
 
 
-def write_vqa(folder: Path, split: str, asked: Iterable[tuple[int, list[_Question]]]) -> None:
-    """Write the two files of a split; ``asked`` pairs image ids with what ``draw_vqa_questions`` returned."""
+def _write_split(folder: Path, split: str, scenes: Iterable[SceneRecord]) -> None:
     info = {"description": "Questions about drawn scenes in the layout of VQA v2.0; not part of it.", "url": ""}
     info |= {"version": "2.0", "year": 2017, "contributor": "e2e_vl.synthetic", "date_created": "2017-04-26 17:07:13"}
     frame = {"info": info, "data_type": "mscoco", "data_subtype": split, "license": {"url": "", "name": ""}}
     questions, annotations = [], []
-    for image_id, drawn in asked:
-        for number, one in enumerate(drawn):
-            ids = {"image_id": image_id, "question_id": image_id * 1000 + number}
+    for scene in scenes:
+        for number, one in enumerate(scene.drawn):
+            ids = {"image_id": scene.image_id, "question_id": scene.image_id * 1000 + number}
             questions.append({**ids, "question": one["question"]})
             answers = [
                 {"answer": answer, "answer_confidence": "yes", "answer_id": person}
@@ -167,6 +166,11 @@ def write_vqa(folder: Path, split: str, asked: Iterable[tuple[int, list[_Questio
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
 
 
+def scores_of(answers: Sequence[str]) -> dict[str, float]:
+    """Different answer of the ten people -> its score."""
+    return {answer: SCORES[min(number, 4)] for answer, number in Counter(answers).items()}
+
+
 def vqa_statistics(drawn: Sequence[_Question]) -> dict[str, Any]:
     """Shares of the kinds of questions, and the VQA accuracy that is possible without the images.
 
@@ -176,23 +180,32 @@ def vqa_statistics(drawn: Sequence[_Question]) -> dict[str, Any]:
     """
     if not drawn:
         return {"questions": 0}
-    kinds = sorted(Counter(question["kind"] for question in drawn).items())
+    digits = {word: str(number) for number, word in enumerate(NUMBERS[:11])}
+    scores = [scores_of([digits.get(answer, answer) for answer in question["answers"]]) for question in drawn]
     return {
         "questions": len(drawn),
-        "kinds": {kind: round(count / len(drawn), 4) for kind, count in kinds},
+        "kinds": shares_of([question["kind"] for question in drawn]),
         "blind_accuracy": {
-            "most_frequent_answer": _best_accuracy(drawn, lambda question: ""),
-            "of_the_kind": _best_accuracy(drawn, lambda question: question["kind"]),
-            "of_the_words": _best_accuracy(drawn, lambda question: question["question"]),
+            "most_frequent_answer": best_accuracy(("", row) for row in scores),
+            "of_the_kind": best_accuracy(zip([question["kind"] for question in drawn], scores, strict=True)),
+            "of_the_words": best_accuracy(zip([question["question"] for question in drawn], scores, strict=True)),
         },
     }
 
 
-def _best_accuracy(drawn: Sequence[_Question], group_of: Callable[[_Question], str]) -> float:
-    """VQA accuracy when each group of questions gets its best single answer."""
-    totals: dict[str, Counter[str]] = defaultdict(Counter)
-    for question in drawn:
-        digits = [str(_NUMBERS.index(answer)) if answer in _NUMBERS else answer for answer in question["answers"]]
-        for answer, number in Counter(digits).items():
-            totals[group_of(question)][answer] += _SCORES[min(number, 4)]
-    return round(sum(max(total.values()) for total in totals.values()) / len(drawn), 4)
+def shares_of(kinds: Sequence[str]) -> dict[str, float]:
+    """The share of each kind."""
+    return {kind: round(count / len(kinds), 4) for kind, count in sorted(Counter(kinds).items())}
+
+
+def best_accuracy(questions: Iterable[tuple[str, Mapping[str, float]]]) -> float:
+    """Accuracy if each group of questions gets its best single answer.
+
+    Args:
+        questions: pairs of a group and the scores of answers.
+    """
+    number, totals = 0, defaultdict(Counter)
+    for group, scores in questions:
+        number += 1
+        totals[group].update(scores)
+    return round(sum(max(total.values()) for total in totals.values()) / number, 4)

@@ -1,4 +1,4 @@
-"""One small written data set that the tests of this folder look at, read with nothing of this project."""
+"""One small data set in all formats, read with nothing of this project."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 from pycocotools.coco import COCO
 
 from e2e_vl.synthetic import make_scenes
-
-SPLITS = {"train": 110, "val": 20, "testA": 10, "testB": 10}
+from tests.synthetic.meaning import SPLITS
 
 
 @pytest.fixture(scope="session")
@@ -28,8 +27,3 @@ def coco(synthetic_folder) -> COCO:
 @pytest.fixture(scope="session")
 def refs(synthetic_folder) -> list[dict]:
     return pickle.loads((synthetic_folder / "refcoco+" / "refs(unc).p").read_bytes())
-
-
-@pytest.fixture(scope="session")
-def said(refs) -> list[tuple[dict, dict]]:
-    return [(ref, sentence) for ref in refs for sentence in ref["sentences"]]

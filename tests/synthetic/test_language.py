@@ -4,9 +4,17 @@ import numpy as np
 import pytest
 
 from e2e_vl.synthetic.config import LanguageConfig, SceneConfig
-from e2e_vl.synthetic.language import Description, ReferringExpression, as_typed, draw_references, referent, to_words
+from e2e_vl.synthetic.language import (
+    RELATIONS,
+    Description,
+    ReferringExpression,
+    as_typed,
+    draw_references,
+    referent,
+    to_words,
+)
 from e2e_vl.synthetic.scenes import Appearance, Scene, SceneFacts, SceneObject, draw_scene, members
-from tests.synthetic.parsing import parse
+from tests.synthetic.meaning import parse
 
 
 def make_scene(*boxes: tuple[str, tuple[int, int, int, int]]) -> Scene:
@@ -106,8 +114,7 @@ def _random_expression(rng: np.random.Generator) -> ReferringExpression:
         }
         return Description(**{slot: str(value) for slot, value in values.items() if rng.random() < 0.5})
 
-    operators = [None, "biggest", "smallest", "bigger", "smaller"]
-    operators += ["near", "nearest", "farthest", "overlapping", "in front", "behind"]
+    operators = [None, "biggest", "smallest", "bigger", "smaller", *RELATIONS]
     operator = operators[rng.integers(len(operators))]
     if operator in (None, "biggest", "smallest"):
         return ReferringExpression(describe(), operator)
@@ -136,15 +143,17 @@ def test_as_typed_only_changes_capitals_spaces_and_a_full_stop():
 
 
 def test_references_of_a_scene():
-    config = LanguageConfig(family_mix={"relation": 1.0}, relation_mix={"nearest": 1.0}, refs_per_image=[3, 3])
+    config = LanguageConfig(family_mix={"relation": 1.0}, refs_per_image=(3, 3))
+    operators = set()
     for i in range(10):
         rng = np.random.default_rng(i)
         facts = SceneFacts(draw_scene(SceneConfig(), rng))
         references = draw_references(facts, config, rng)
-        assert all(item.expression.operator == "nearest" for item in references)
         assert len({item.expression for item in references}) == len(references) <= 9
         for item in references:
+            operators.add(item.expression.operator)
             assert referent(item.expression, facts) == item.target
             # The words before the relation alone would not do.
             anchor = item.expression.anchor.mask(facts)
             assert (item.expression.description.mask(facts) & ~anchor).bit_count() >= 2
+    assert operators == set(RELATIONS)

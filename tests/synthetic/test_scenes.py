@@ -4,8 +4,8 @@ import cv2
 import numpy as np
 import pytest
 
-from e2e_vl.synthetic import painting
-from e2e_vl.synthetic.config import COLOURS, SHAPES, SceneConfig
+from e2e_vl.synthetic import scenes as drawing
+from e2e_vl.synthetic.config import COLOURS, SHAPES, TEXTURES, SceneConfig
 from e2e_vl.synthetic.scenes import Scene, draw_scene
 
 CONFIG = SceneConfig()
@@ -53,7 +53,7 @@ def test_objects_are_occluded_by_later_ones_only_and_not_too_much(scenes):
                 in_front |= later.full
             assert (item.visible == (item.full & ~in_front)).all()
             share = item.visible.sum() / item.full.sum()
-            assert share >= CONFIG.min_visible
+            assert share >= 0.65
             occluded += share < 0.97
     assert 0.15 <= occluded / sum(len(scene.objects) for scene in scenes) <= 0.6
 
@@ -66,13 +66,13 @@ def test_iou_of_one_half_identifies_an_object(scenes):
                 h = min(a.box[3], b.box[3]) - max(a.box[1], b.box[1])
                 overlap = max(w, 0) * max(h, 0)
                 areas = sum((item.box[2] - item.box[0]) * (item.box[3] - item.box[1]) for item in (a, b))
-                assert overlap / (areas - overlap) <= CONFIG.max_box_iou
+                assert overlap / (areas - overlap) <= drawing.MAX_BOX_IOU
 
 
 def test_pixels_show_the_annotated_colour(scenes):
     """The median of a plain object's inner pixels is nearer to its own colour than to any other, after JPEG too."""
     names = list(COLOURS)
-    palette = np.array([painting.COLOURS[name] for name in names], float)
+    palette = np.array([drawing.RGB[name] for name in names], float)
     seen = 0
     for scene in scenes:
         encoded = cv2.imencode(".jpg", scene.image[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 95])[1]
@@ -91,10 +91,10 @@ def test_pixels_show_the_annotated_colour(scenes):
 
 def test_stripes_and_dots_are_visible():
     spreads = {}
-    for texture in painting.TEXTURES:
+    for texture in TEXTURES:
         image = np.full((40, 40, 3), 120, np.float32)
-        patch = painting.cover(painting.outline("square", 30, 0.0), (20, 20))
-        painting.paint(image, patch, "blue", texture, np.random.default_rng(0))
+        patch = drawing.cover(drawing.outline("square", 30, 0.0), (20, 20))
+        drawing.paint(image, patch, "blue", texture, np.random.default_rng(0))
         spreads[texture] = image[10:30, 10:30].std(axis=(0, 1)).mean()
     assert spreads["striped"] > 5 * spreads["plain"]
     assert spreads["dotted"] > 5 * spreads["plain"]
@@ -103,13 +103,13 @@ def test_stripes_and_dots_are_visible():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_outline_has_the_extent_asked_for(shape):
     for angle in (0.0, 0.15):
-        points = painting.outline(shape, 20.0, angle)
+        points = drawing.outline(shape, 20.0, angle)
         assert np.ptp(points, axis=0).max() == pytest.approx(20)
         assert points.max(axis=0) == pytest.approx(-points.min(axis=0))
 
 
 def test_cover_is_the_area_of_the_outline():
-    fill, edge, (x, y) = painting.cover(painting.outline("square", 10.0, 0.0), (20.25, 30.5))
+    fill, edge, (x, y) = drawing.cover(drawing.outline("square", 10.0, 0.0), (20.25, 30.5))
     assert fill.sum() == pytest.approx(100, rel=0.06)
     middle = fill[fill.shape[0] // 2]
     columns = np.flatnonzero(middle)
@@ -127,19 +127,9 @@ def test_varying_sides():
     assert {item.appearance.colour for scene in drawn for item in scene.objects} == {"red", "blue"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"small": (16, 30)}, "small"),
-        ({"min_objects": 6, "max_objects": 5}, "min_objects"),
-    ],
-)
-def test_impossible_settings_are_named(settings, words):
-    with pytest.raises(ValueError, match=words):
-        SceneConfig(**settings)
-
-
-def test_too_many_objects_are_an_error():
+def test_impossible_settings_are_named():
+    with pytest.raises(ValueError, match="small"):
+        SceneConfig(small=(16, 30))
     config = SceneConfig(min_objects=40, max_objects=40, min_side=64, max_side=64)
     with pytest.raises(ValueError, match="40 objects do not fit"):
         draw_scene(config, np.random.default_rng(0))

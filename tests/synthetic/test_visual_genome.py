@@ -1,18 +1,15 @@
-"""The written files of Visual Genome, and as the reader states them."""
+"""The files of Visual Genome, and as the reader gives them."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import pytest
 from PIL import Image
 
-from e2e_vl.config import BoxSource, DataSettings
-from e2e_vl.data.base import DataFiles, DataNeeds
-from e2e_vl.data.config import GenomeOptions
+from e2e_vl.config import DataSettings
 from e2e_vl.data.visual_genome import VisualGenomeDataset
-from e2e_vl.synthetic import make_scenes
+from tests.data.roads import open_dataset
 
 FILES = {
     "images": "visual_genome",
@@ -22,13 +19,6 @@ FILES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("written") / "data"
-    make_scenes(path, scenes={"train": 12, "val": 3}, seed=5, formats=["visual_genome", "refcoco+"])
-    return path
-
-
 def read(folder: Path, name: str) -> list[dict]:
     return json.loads((folder / "visual_genome" / f"{name}.json").read_text())
 
@@ -36,14 +26,12 @@ def read(folder: Path, name: str) -> list[dict]:
 def opened(folder: Path, *left_out: str, phrases: bool = True) -> VisualGenomeDataset:
     files = {key: name for key, name in FILES.items() if key not in left_out}
     settings = DataSettings(name="visual_genome", root=str(folder), files=files)
-    needs = DataNeeds(BoxSource.ONLINE, phrases=phrases)
-    return VisualGenomeDataset(DataFiles(settings, VisualGenomeDataset.file_keys), GenomeOptions(), "train", needs)
+    return open_dataset(VisualGenomeDataset, settings, "train", "online", phrases=phrases)
 
 
-def test_nouns_stand_where_the_graphs_say(folder):
-    shapes = {one["id"]: one for one in json.loads((folder / "refcoco+" / "instances.json").read_text())["annotations"]}
+def test_nouns_are_where_the_graphs_say(synthetic_folder, coco):
     words = set()
-    for graph in read(folder, "region_graphs_train"):
+    for graph in read(synthetic_folder, "region_graphs_train"):
         for region in graph["regions"]:
             assert region["image_id"] == graph["image_id"]
             for one in region["synsets"]:
@@ -52,21 +40,22 @@ def test_nouns_stand_where_the_graphs_say(folder):
                 assert any(one["synset_name"] in thing["synsets"] for thing in region["objects"])
                 words.add(noun)
             for thing in region["objects"]:
-                assert [thing[side] for side in "xywh"] == shapes[thing["object_id"]]["bbox"]
+                assert [thing[side] for side in "xywh"] == coco.anns[thing["object_id"]]["bbox"]
                 assert region["x"] <= thing["x"] and thing["x"] + thing["w"] <= region["x"] + region["width"]
             ids = {thing["object_id"] for thing in region["objects"]}
             assert all({link["subject_id"], link["object_id"]} <= ids for link in region["relationships"])
             assert len(region["relationships"]) == len(ids) - 1
     assert {"star", "circle"} < words
-    for image in read(folder, "image_data_val"):
-        file = folder / "visual_genome" / "VG_100K" / f"{image['image_id']}.jpg"
+    for image in read(synthetic_folder, "image_data_val"):
+        file = synthetic_folder / "visual_genome" / "VG_100K" / f"{image['image_id']}.jpg"
         assert Image.open(file).size == (image["width"], image["height"])
 
 
-def test_the_reader_states_the_nouns(folder):
+def test_the_nouns_as_the_reader_gives_them(synthetic_folder):
     """The first noun names the object that is meant; the description alone names its region."""
-    dataset, plain = opened(folder), opened(folder, "region_graphs")
-    graphs = {one["region_id"]: one for graph in read(folder, "region_graphs_train") for one in graph["regions"]}
+    dataset, plain = opened(synthetic_folder), opened(synthetic_folder, "region_graphs")
+    every = [one for graph in read(synthetic_folder, "region_graphs_train") for one in graph["regions"]]
+    graphs = {one["region_id"]: one for one in every}
     several = 0
     for texts in dataset.groups:
         sample = dataset.sample(texts)
@@ -81,5 +70,5 @@ def test_the_reader_states_the_nouns(folder):
             x, y = graph["x"], graph["y"]
             assert whole.phrases.boxes[0].tolist() == [[x, y, x + graph["width"], y + graph["height"]]]
     assert several and dataset.has_phrases and plain.has_phrases
-    nobody = opened(folder, phrases=False)
-    assert not nobody.has_phrases and nobody.sample([0]).texts[0].phrases is None
+    without = opened(synthetic_folder, phrases=False)
+    assert not without.has_phrases and without.sample([0]).texts[0].phrases is None

@@ -1,4 +1,4 @@
-"""The written GQA files: layout of the release, and answers that are right, judged from the scene graphs alone."""
+"""The GQA files: layout of the release, and answers that are right, judged from the scene graphs alone."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from e2e_vl.synthetic.config import COLOURS, SHAPES, SIZES, SceneConfig
 from e2e_vl.synthetic.gqa import draw_questions
 from e2e_vl.synthetic.scenes import SceneFacts, draw_scene
+from tests.synthetic.meaning import SPLITS, described
 
-SPLITS = ("train", "val", "testA", "testB")
 VALUES = {"color": set(COLOURS), "shape": set(SHAPES), "size": set(SIZES)}
 
 
@@ -29,31 +29,25 @@ def read(folder: Path, name: str) -> dict:
 
 def answer(text: str, objects: list[set[str]]) -> str:
     """Reads a question anew."""
-
-    def described(phrase: str) -> list[set[str]]:
-        return [one for one in objects if set(phrase.split()) - {"thing", "a", "the"} <= one]
-
-    def said(is_true: bool) -> str:
-        return "yes" if is_true else "no"
-
+    yes_or_no = {True: "yes", False: "no"}
     text = text.lower().removesuffix("?")
     if found := re.fullmatch(r"what (color|shape|size) is the (.*)", text):
-        [one] = described(found[2])
+        [one] = described(found[2], objects)
         return next(iter(one & VALUES[found[1]]))
     if found := re.fullmatch(r"(?:is|are) there (.*) (and|or) (.*)", text):
-        both = [bool(described(found[part])) for part in (1, 3)]
-        return said(all(both) if found[2] == "and" else any(both))
+        both = [bool(described(found[part], objects)) for part in (1, 3)]
+        return yes_or_no[all(both) if found[2] == "and" else any(both)]
     if found := re.fullmatch(r"is there (.*)", text):
-        return said(bool(described(found[1])))
+        return yes_or_no[bool(described(found[1], objects))]
     if found := re.fullmatch(r"do the (.*) and the (.*) have the same (color|shape)", text):
-        [[one], [other]] = described(found[1]), described(found[2])
-        return said(one & VALUES[found[3]] == other & VALUES[found[3]])
+        [[one], [other]] = described(found[1], objects), described(found[2], objects)
+        return yes_or_no[one & VALUES[found[3]] == other & VALUES[found[3]]]
     if found := re.fullmatch(r"is the (.*?) (?:a )?(\w+) or (?:a )?(\w+)", text):
-        [one] = described(found[1])
+        [one] = described(found[1], objects)
         return next(value for value in (found[2], found[3]) if value in one)
     found = re.fullmatch(r"is the (.*?) (?:a )?(\w+)", text)
-    [one] = described(found[1])
-    return said(found[2] in one)
+    [one] = described(found[1], objects)
+    return yes_or_no[found[2] in one]
 
 
 def test_answers_are_right(folder, coco):
@@ -69,10 +63,8 @@ def test_answers_are_right(folder, coco):
 
 def test_the_files_have_the_layout_of_the_release(folder):
     for split in SPLITS:
-        every, choices = (
-            read(folder, f"questions/{split}_all_questions.json"),
-            read(folder, f"eval/{split}_choices.json"),
-        )
+        every = read(folder, f"questions/{split}_all_questions.json")
+        choices = read(folder, f"eval/{split}_choices.json")
         balanced = read(folder, f"questions/{split}_balanced_questions.json")
         assert balanced == {key: one for key, one in every.items() if one["isBalanced"]} and len(balanced) < len(every)
         assert set(choices) == set(every) and all(len(key) == 8 for key in every)
@@ -83,8 +75,8 @@ def test_the_files_have_the_layout_of_the_release(folder):
                 assert every[other]["imageId"] == one["imageId"] and not every[other]["isBalanced"]
             for number, step in enumerate(one["semantic"]):
                 assert all(before < number for before in step["dependencies"])
-    kinds = {one["types"]["structural"] for one in balanced.values()}
-    assert kinds == {"query", "choose", "verify", "logical", "compare"}
+        kinds = {one["types"]["structural"] for one in balanced.values()}
+        assert kinds == {"query", "choose", "verify", "logical", "compare"}
 
 
 def test_words_give_little_away(folder):

@@ -1,0 +1,311 @@
+"""The files in COCO's formats, RefCOCO+ and MAttNet's detections; each expression is true of its object alone."""
+
+from __future__ import annotations
+
+import json
+import pickletools
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from PIL import Image
+from pycocotools.coco import COCO
+
+from e2e_vl.synthetic import LanguageConfig
+from e2e_vl.synthetic.base import polygons
+from tests.synthetic.meaning import NUMBERS, SPLITS, words_of
+
+DETECTIONS = "detections/refcoco+_unc/res101_coco_minus_refer_notime_dets.json"
+
+
+@pytest.fixture(scope="module")
+def said(refs) -> list[tuple[dict, dict]]:
+    return [(ref, sentence) for ref in refs for sentence in ref["sentences"]]
+
+
+def test_images_and_instances(synthetic_folder, coco):
+    images, annotations = coco.dataset["images"], coco.dataset["annotations"]
+    assert [image["id"] for image in images] == list(range(1, sum(SPLITS.values()) + 1))
+    files = sorted(path.name for path in (synthetic_folder / "images/train2014").iterdir())
+    assert files == [image["file_name"] for image in images]
+    assert files[0] == "COCO_train2014_000000000001.jpg"
+    for image in images[::10]:
+        with Image.open(synthetic_folder / "images/train2014" / image["file_name"]) as picture:
+            assert (picture.width, picture.height, picture.mode) == (image["width"], image["height"], "RGB")
+    assert [entry["id"] for entry in annotations] == list(range(1, len(annotations) + 1))
+    assert set(coco.dataset) == {"info", "images", "licenses", "annotations", "categories", "attributes"}
+    names = [entry["name"] for entry in coco.dataset["attributes"]]
+    assert [entry["id"] for entry in coco.dataset["attributes"]] == list(range(len(names)))
+    counts = Counter()
+    for entry in annotations:
+        assert entry["iscrowd"] == 0 and entry["area"] > 0
+        colour, texture, size = (names[i] for i in entry["attribute_ids"])
+        assert texture in ("plain", "striped") and size in ("small", "big")
+        counts.update([colour, texture, size, entry["category_id"]])
+    assert set(counts) >= {"red", "blue", 1, 2, 3, 4, 5, 6}
+    assert 0.4 < counts["small"] / len(annotations) < 0.6
+    assert 0.4 < counts["plain"] / len(annotations) < 0.6
+    assert set(Counter(entry["image_id"] for entry in annotations).values()) == set(range(5, 11))
+
+
+def test_files_of_one_split_each(synthetic_folder, coco):
+    whole = json.loads((synthetic_folder / "annotations" / "captions_train2014.json").read_text())
+    first, annotations, captions = 1, [], set()
+    for split, count in SPLITS.items():
+        instances = json.loads((synthetic_folder / f"detection/instances_{split}.json").read_text())
+        own = json.loads((synthetic_folder / f"captions/captions_{split}.json").read_text())
+        ids = list(range(first, first + count))
+        assert [image["id"] for image in instances["images"]] == [image["id"] for image in own["images"]] == ids
+        assert {row["image_id"] for row in instances["annotations"]} == set(ids)
+        assert {row["image_id"] for row in own["annotations"]} == set(ids)
+        assert instances["categories"] == coco.dataset["categories"]
+        annotations += instances["annotations"]
+        captions |= {(row["image_id"], row["caption"]) for row in own["annotations"]}
+        first += count
+    assert annotations == coco.dataset["annotations"]
+    assert captions == {(row["image_id"], row["caption"]) for row in whole["annotations"]}
+
+
+def test_segmentations_give_box_and_area(coco):
+    for entry in coco.dataset["annotations"][::5]:
+        mask = coco.annToMask(entry)
+        rows, columns = np.nonzero(mask)
+        x, y, w, h = entry["bbox"]
+        assert (x, y, x + w, y + h) == (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
+        assert mask.sum() == pytest.approx(entry["area"], rel=0.02)
+
+
+def test_polygons_of_a_ragged_mask_are_exact():
+    rng = np.random.default_rng(0)
+    mask = np.zeros((30, 40), bool)
+    mask[5:20, 8:30] = True
+    mask[4, 8:30] = rng.random(22) < 0.5
+    mask[5:20, 30] = rng.random(15) < 0.5
+    mask[0, 39] = True  # a second part, one pixel in the picture's corner
+    coco = COCO()
+    coco.dataset = {
+        "images": [{"id": 1, "height": 30, "width": 40}],
+        "annotations": [{"id": 1, "image_id": 1, "segmentation": polygons(mask), "category_id": 1}],
+        "categories": [],
+    }
+    coco.createIndex()
+    assert len(polygons(mask)) == 2
+    assert (coco.annToMask(coco.anns[1]) == mask).all()
+
+
+def test_refs_have_the_official_fields(synthetic_folder, coco, refs):
+    data = (synthetic_folder / "refcoco+" / "refs(unc).p").read_bytes()
+    opcodes = list(pickletools.genops(data))
+    assert (opcodes[0][0].name, opcodes[0][1]) == ("PROTO", 2)
+    assert not {"GLOBAL", "REDUCE", "BUILD", "INST", "OBJ"} & {opcode.name for opcode, _, _ in opcodes}
+    assert [ref["ref_id"] for ref in refs] == list(range(len(refs)))
+    sent_ids = [sentence["sent_id"] for ref in refs for sentence in ref["sentences"]]
+    assert sorted(sent_ids) == list(range(len(sent_ids)))
+    keys = {"sent_ids", "file_name", "ann_id", "ref_id", "image_id", "split", "sentences", "category_id"}
+    splits: dict[str, set[int]] = {split: set() for split in SPLITS}
+    for ref in refs:
+        assert set(ref) == keys
+        annotation = coco.anns[ref["ann_id"]]
+        assert (annotation["image_id"], annotation["category_id"]) == (ref["image_id"], ref["category_id"])
+        stem = coco.imgs[ref["image_id"]]["file_name"].removesuffix(".jpg")
+        assert re.fullmatch(rf"{stem}_\d+\.jpg", ref["file_name"])
+        assert ref["sent_ids"] == [sentence["sent_id"] for sentence in ref["sentences"]]
+        splits[ref["split"]].add(ref["image_id"])
+        for sentence in ref["sentences"]:
+            assert set(sentence) == {"tokens", "raw", "sent_id", "sent", "family"}
+            assert " ".join(sentence["tokens"]) == sentence["sent"]
+            assert " ".join(re.sub(r"[^a-z ]", "", sentence["raw"].lower()).split()) == sentence["sent"]
+    assert {split: len(images) for split, images in splits.items()} == SPLITS
+    assert sum(len(images) for images in splits.values()) == len(set().union(*splits.values()))
+
+
+def _iou(a, b) -> float:
+    w = min(a[0] + a[2], b[0] + b[2]) - max(a[0], b[0])
+    h = min(a[1] + a[3], b[1] + b[3]) - max(a[1], b[1])
+    overlap = max(w, 0) * max(h, 0)
+    return overlap / (a[2] * a[3] + b[2] * b[3] - overlap)
+
+
+def test_detections(synthetic_folder, coco):
+    detections = json.loads((synthetic_folder / DETECTIONS).read_text())
+    names = {entry["id"]: entry["name"] for entry in coco.dataset["categories"]}
+    assert [entry["det_id"] for entry in detections] == list(range(len(detections)))
+    assert {entry["image_id"] for entry in detections} == set(coco.imgs)
+    assert [entry["image_id"] for entry in detections] != sorted(entry["image_id"] for entry in detections)
+    best, covered = [], Counter()
+    for entry in detections:
+        assert set(entry) == {"det_id", "h5_id", "box", "image_id", "category_id", "category_name", "score"}
+        assert entry["category_name"] == names[entry["category_id"]] and 0.65 <= entry["score"] <= 1
+        x, y, w, h = entry["box"]
+        assert min(x, y) >= 0 and max(x + w, y + h) <= 128.001 and min(w, h) > 0
+        ious = [_iou((x, y, w, h), one["bbox"]) for one in coco.imgToAnns[entry["image_id"]]]
+        best.append(max(ious))
+        if max(ious) >= 0.5:
+            covered[entry["image_id"], int(np.argmax(ious))] += 1
+    assert all(iou >= 0.599 or iou <= 0.401 for iou in best)
+    assert 0.05 < np.mean([iou < 0.5 for iou in best]) < 0.3
+    assert np.mean([iou > 0.999 for iou in best]) < 0.02
+    assert 0.9 < len(covered) / len(coco.anns) < 0.99
+    assert set(covered.values()) == {1}
+
+
+def test_captions_that_count_the_shapes_count_right(synthetic_folder, coco):
+    content = json.loads((synthetic_folder / "annotations/captions_train2014.json").read_text())
+    assert content["images"] == coco.dataset["images"]
+    assert Counter(entry["image_id"] for entry in content["annotations"]) == dict.fromkeys(coco.imgs, 5)
+    shapes = {entry["id"]: entry["name"] for entry in coco.dataset["categories"]}
+    numbers = {**NUMBERS, "a": 1}
+    checked = 0
+    for entry in content["annotations"]:
+        caption = entry["caption"]
+        assert re.fullmatch(r"[A-Z][a-z ,]*\.", caption)
+        counts = re.findall(r"(\w+) (circle|square|triangle|star|cross|diamond)(?:e?s)?\b", caption.lower())
+        objects = [shapes[item["category_id"]] for item in coco.imgToAnns[entry["image_id"]]]
+        if len(counts) == len(re.split(", | and ", caption)) and all(number in numbers for number, _ in counts):
+            total = sum(numbers[number] for number, _ in counts)
+            if total == len(objects):  # a caption that counts all shapes
+                assert Counter({name: numbers[number] for number, name in counts}) == Counter(objects)
+                checked += 1
+    assert checked >= 100
+
+
+# Expressions
+
+
+PLACES = set(
+    re.findall(
+        r"\w+",
+        "left right top bottom middle center centre central corner upper lower above below under underneath over high "
+        "low side edge row column first second third last end background foreground up down north south east west",
+    )
+)
+SYNONYMS = {"large": "big", "little": "small", "solid": "plain"}
+ANY_SHAPE = {"thing", "object", "shape", "one"}
+LINKS = {
+    "next to|beside|near": "near",
+    "closest to|nearest to": "nearest",
+    "farthest from|furthest from": "farthest",
+    "overlapping|touching": "touching",
+    "in front of|covering": "in front",
+    "behind|partly hidden by": "behind",
+    "bigger than|larger than": "bigger",
+    "smaller than": "smaller",
+}
+
+
+class Judge:
+    """Decides which objects of an image a sentence is true of, from the annotations alone and in plain words."""
+
+    def __init__(self, coco: COCO, image_id: int) -> None:
+        self.objects = coco.imgToAnns[image_id]
+        self.words = words_of(coco, image_id)
+        self.pixels = [np.argwhere(coco.annToMask(item)) for item in self.objects]
+
+    def described(self, phrase: str) -> set[int]:
+        phrase = re.sub(r"^the ", "", phrase)
+        phrase = re.sub(r"^(.*) with stripes$", r"striped \1", phrase)
+        wanted = {SYNONYMS.get(word, word) for word in phrase.split()} - ANY_SHAPE
+        return {i for i, words in enumerate(self.words) if wanted <= words}
+
+    def size(self, i: int) -> tuple[float, float]:
+        return max(self.objects[i]["bbox"][2:]), self.objects[i]["area"]
+
+    def bigger(self, i: int, j: int) -> bool | None:
+        """None when one is longer and the other has more area."""
+        verdicts = {a > b for a, b in zip(self.size(i), self.size(j), strict=True)}
+        return verdicts.pop() if len(verdicts) == 1 else None
+
+    def gap(self, i: int, j: int) -> float:
+        a, b = self.pixels[i].astype(float), self.pixels[j].astype(float)
+        squares = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T
+        return float(np.sqrt(max(squares.min(), 0)))
+
+    def distance(self, i: int, j: int) -> float:
+        centres = [np.array(self.objects[k]["bbox"][:2]) + np.array(self.objects[k]["bbox"][2:]) / 2 for k in (i, j)]
+        return float(np.linalg.norm(centres[0] - centres[1]))
+
+    def true_of(self, sentence: str) -> set[int]:
+        match = re.fullmatch(r"(?:the )?(biggest|largest|smallest) (.*)", sentence)
+        if match:
+            return self.extreme(self.described(match[2]), bigger=match[1] != "smallest")
+        for words, relation in LINKS.items():
+            match = re.fullmatch(rf"(.*?)(?: that is)? (?:{words}) (.*)", sentence)
+            if not match:
+                continue
+            candidates = self.described(match[1])
+            if match[2] in ("the others", "all the others"):
+                return self.extreme(candidates, bigger=relation == "bigger")
+            (anchor,) = self.described(match[2])
+            return self.related(candidates - {anchor}, relation, anchor)
+        return self.described(sentence)
+
+    def extreme(self, candidates: set[int], bigger: bool) -> set[int]:
+        assert len(candidates) >= 2
+        return {i for i in candidates if all(self.bigger(i, j) is bigger for j in candidates - {i})}
+
+    def related(self, candidates: set[int], relation: str, anchor: int) -> set[int]:
+        assert len(candidates) >= 2
+        if relation in ("nearest", "farthest"):
+            choose = min if relation == "nearest" else max
+            by_centre = choose(candidates, key=lambda i: self.distance(i, anchor))
+            assert by_centre == choose(candidates, key=lambda i: self.gap(i, anchor))
+            return {by_centre}
+        if relation in ("bigger", "smaller"):
+            assert all(self.bigger(i, anchor) is not None for i in candidates)
+        tests = {
+            "bigger": lambda i: self.bigger(i, anchor),
+            "smaller": lambda i: self.bigger(i, anchor) is False,
+            "near": lambda i: self.gap(i, anchor) < 9,
+            "touching": lambda i: self.gap(i, anchor) < 1.5,
+            "in front": lambda i: self.gap(i, anchor) < 1.5 and i > anchor,
+            "behind": lambda i: self.gap(i, anchor) < 1.5 and i < anchor,
+        }
+        return {i for i in candidates if tests[relation](i)}
+
+
+def test_every_expression_is_true_of_its_object_and_no_other(coco, said):
+    judges: dict[int, Judge] = {}
+    for ref, sentence in said:
+        judge = judges.setdefault(ref["image_id"], Judge(coco, ref["image_id"]))
+        true_of = {judge.objects[i]["id"] for i in judge.true_of(sentence["sent"])}
+        assert true_of == {ref["ann_id"]}, f'image {ref["image_id"]}: "{sentence["sent"]}"'
+
+
+def test_every_construction_is_used_and_no_word_for_a_place(said):
+    for words in [*LINKS, "biggest|largest", "smallest", "the others|all the others"]:
+        assert sum(re.search(rf"\b(?:{words})\b", sentence["sent"]) is not None for _, sentence in said) >= 8, words
+    words = Counter(word for _, sentence in said for word in sentence["tokens"])
+    assert not set(words) & PLACES
+    assert words["front"] == sum(" in front of " in sentence["sent"] for _, sentence in said)
+    assert len(words) > 45
+
+
+def test_mix_of_families_and_number_of_texts(synthetic_folder, said):
+    shares = {name: count / len(said) for name, count in Counter(item["family"] for _, item in said).items()}
+    for name, share in LanguageConfig().family_mix.items():
+        assert shares[name] == pytest.approx(share, abs=0.05)
+    statistics = json.loads((synthetic_folder / "synthetic.json").read_text())["statistics"]
+    assert statistics["families"] == pytest.approx(shares, abs=1e-4)
+    assert statistics["expressions_per_image"] == pytest.approx(len(said) / sum(SPLITS.values()), abs=1e-3)
+    assert 6 <= statistics["expressions_per_image"] <= 9
+    assert 2 <= statistics["expressions_per_image"] / statistics["refs_per_image"] <= 3
+
+
+def test_choices_that_ignore_the_sentence_are_poor(synthetic_folder, coco, said):
+    right = Counter()
+    for ref, _ in said:
+        objects = coco.imgToAnns[ref["image_id"]]
+        central = [np.linalg.norm(np.add(item["bbox"][:2], np.divide(item["bbox"][2:], 2)) - 64) for item in objects]
+        choices = {
+            "biggest": objects[int(np.argmax([item["area"] for item in objects]))],
+            "most_central": objects[int(np.argmin(central))],
+            "first": objects[0],
+            "last": objects[-1],
+        }
+        right.update(name for name, item in choices.items() if item["id"] == ref["ann_id"])
+    accuracy = {name: count / len(said) for name, count in right.items()}
+    assert max(accuracy.values()) <= 0.25
+    statistics = json.loads((synthetic_folder / "synthetic.json").read_text())["statistics"]["blind_accuracy"]
+    for name in ("biggest", "most_central"):
+        assert statistics[name] == pytest.approx(accuracy[name], abs=0.01)

@@ -1,0 +1,171 @@
+"""The files of Flickr30K Entities: boxes are those of the objects that phrases describe; gold parses of captions."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from e2e_vl.config import DataSettings
+from e2e_vl.data.refcoco import RefCOCODataset
+from e2e_vl.synthetic.flickr30k import conllu_lines, parse_of
+from e2e_vl.synthetic.language import Description, ReferringExpression, to_words, two_phrases
+from tests.data.roads import open_dataset
+from tests.synthetic.meaning import NUMBERS, SPLITS, described, words_of
+
+PHRASE = re.compile(r"\[/EN#(\d+)/(\w+) ([^\]]*)\]")
+
+
+@pytest.fixture(scope="module")
+def folder(synthetic_folder) -> Path:
+    return synthetic_folder / "flickr30k"
+
+
+def boxes_of(path: Path) -> dict[str, list[tuple[int, ...]]]:
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for element in ElementTree.parse(path).iter("object"):
+        box = element.find("bndbox")
+        for name in element.findall("name"):
+            own = found.setdefault(name.text, [])
+            if box is not None:
+                own.append(tuple(int(box.find(side).text) for side in ("xmin", "ymin", "xmax", "ymax")))
+    return found
+
+
+def test_phrases_name_the_objects_that_they_describe(folder, coco):
+    kinds, sizes = set(), set()
+    for split in SPLITS:
+        for image_id in map(int, (folder / f"{split}.txt").read_text().split()):
+            chains = boxes_of(folder / "Annotations" / f"{image_id}.xml")
+            objects = words_of(coco, image_id)
+            for chain, kind, text in PHRASE.findall((folder / "Sentences" / f"{image_id}.txt").read_text()):
+                kinds.add(kind)
+                if kind in ("scene", "notvisual"):
+                    assert not chains.get(chain) and (chain == "0") == (kind == "notvisual")
+                    continue
+                first, _, phrase = text.lower().partition(" ")
+                meant = described(phrase, objects)
+                assert len(meant) == (1 if first == "the" else NUMBERS[first]), text
+                boxes = [
+                    one["bbox"] for one, words in zip(coco.imgToAnns[image_id], objects, strict=True) if words in meant
+                ]
+                assert sorted(chains[chain]) == sorted((x + 1, y + 1, x + w, y + h) for x, y, w, h in boxes), text
+                sizes.add(len(boxes))
+    assert {"people", "animals", "other", "scene", "notvisual"} <= kinds and {1, 2, 3} <= sizes
+
+
+def test_layout(folder):
+    lines = [line for path in (folder / "Sentences").glob("*.txt") for line in path.read_text().splitlines()]
+    number = sum(SPLITS.values())
+    assert len(lines) == 5 * number and all(line.endswith(" .") for line in lines)
+    assert len({len(PHRASE.findall(line)) for line in lines}) > 2
+    every = [name for split in SPLITS for name in (folder / f"{split}.txt").read_text().split()]
+    assert len(set(every)) == len(every) == number
+
+
+# Parses
+
+CAPTION = [
+    *(("The big red star", True), (",", False), ("two blue things", True), ("and", False), ("the cross", True)),
+    *(("in", False), ("a picture", True), ("while", False), ("it", True), ("is still", False), (".", False)),
+]
+PARSE = """
+The det star|big amod star|red amod star|star root -|, punct star|two num things|blue amod things|things conj star
+and cc star|the det cross|cross conj star|in prep star|a det picture|picture pobj in|while mark still
+it nsubj still|is cop still|still advcl star|. punct star
+"""
+
+
+def test_the_parse_of_a_caption_with_everything():
+    words = parse_of(CAPTION)
+    governors = ["-" if word.governor < 0 else words[word.governor].form for word in words]
+    found = [f"{word.form} {word.relation} {governor}" for word, governor in zip(words, governors, strict=True)]
+    assert found == PARSE.strip().replace("\n", "|").split("|")
+    lines = conllu_lines("7#0", parse_of([("A picture", True), (".", False)])).split("\n")
+    assert lines[:2] == ["# sent_id = 7#0", "# text = A picture ."] and lines[-2:] == ["", ""]
+    assert lines[3] == "2\tpicture\t_\tNOUN\t_\t_\t0\troot\t_\t_"
+
+
+def test_every_written_caption_has_one_parse(synthetic_folder, folder):
+    for split in ("train", "val"):
+        captions = set()
+        for image in (folder / f"{split}.txt").read_text().split():
+            for line in (folder / "Sentences" / f"{image}.txt").read_text().splitlines():
+                captions.add(" ".join(PHRASE.sub(r"\3", line).split()))
+        parsed = (folder / "parses" / f"{split}.conllu").read_text()
+        texts = [line.removeprefix("# text = ") for line in parsed.splitlines() if line.startswith("# text = ")]
+        assert len(texts) == len(set(texts)) and set(texts) == captions
+        for sentence in parsed.strip().split("\n\n"):
+            rows = [line.split("\t") for line in sentence.splitlines() if not line.startswith("#")]
+            assert [row[6] for row in rows].count("0") == 1 and {len(row) for row in rows} == {10}
+    assert not (synthetic_folder / "refcoco+_phrases" / "parses").exists()
+
+
+# Phrases of expressions
+
+STAR, RED = Description(shape="star"), Description(colour="red", shape="circle")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *(ReferringExpression(STAR, operator, RED) for operator in ("near", "nearest", "in front", "behind", "bigger")),
+        ReferringExpression(STAR, "bigger"),
+        ReferringExpression(STAR, "smaller"),
+    ],
+)
+def test_every_spelling_comes_apart_into_its_phrases(expression):
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        sentence = to_words(expression, rng)
+        head, link, rest = two_phrases(expression, sentence)
+        assert " ".join((head, link, rest)) == sentence
+        assert head in ("star", "the star") and "star" not in rest
+        assert rest in (("red circle", "the red circle") if expression.anchor else ("the others", "all the others"))
+
+
+def test_an_expression_about_one_object_is_one_phrase():
+    for operator in (None, "biggest"):
+        expression = ReferringExpression(STAR, operator)
+        sentence = to_words(expression, np.random.default_rng(0))
+        assert two_phrases(expression, sentence) == (sentence, "", "")
+
+
+def opened(folder: Path, split: str, *, phrases: bool = True) -> RefCOCODataset:
+    files = {"images": "images/train2014", "refs": "refcoco+/refs(unc).p", "instances": "refcoco+/instances.json"}
+    if phrases:
+        files |= {"phrases": "refcoco+_phrases/Sentences", "phrase_boxes": "refcoco+_phrases/Annotations"}
+    settings = DataSettings(name="refcoco", root=str(folder), files=files)
+    return open_dataset(RefCOCODataset, settings, split, "gt", phrases=True)
+
+
+def test_the_phrases_of_expressions_as_the_reader_gives_them(synthetic_folder):
+    """The first phrase names the object that is meant, others like it too; the second one other objects."""
+    dataset = opened(synthetic_folder, "train")
+    numbers = {"attribute": set(), "superlative": set(), "comparison": set(), "relation": set()}
+    for texts in dataset.groups:
+        for text in dataset.sample(texts).texts:
+            phrases, meant = text.phrases, np.array(text.truth.box)
+            assert phrases.is_complete
+            numbers[text.metadata["family"]].add(len(phrases.spans))
+            named = [text.words[slice(*span)] for span in phrases.spans]
+            assert text.words.startswith(named[0]) and text.words.endswith(named[-1])
+            assert (phrases.boxes[0] == meant).all(axis=1).any(), text.words
+            for boxes in phrases.boxes[1:]:
+                assert len(boxes) and not (boxes == meant).all(axis=1).any(), text.words
+            if text.metadata["family"] == "relation":
+                assert len(phrases.boxes[1]) == 1  # one landmark
+    assert numbers == {"attribute": {1}, "superlative": {1}, "comparison": {2}, "relation": {2}}
+    image_id = dataset.texts[0].image_id
+    with pytest.raises(ValueError, match=f"{image_id}.txt.*'a fox'"):
+        dataset.phrases.of(image_id, "a fox")
+
+
+def test_without_files_of_phrases_an_expression_is_one(synthetic_folder):
+    plain = opened(synthetic_folder, "val", phrases=False)
+    [text] = plain.sample(plain.groups[0][:1]).texts
+    assert text.phrases.spans == ((0, len(text.words)),) and not text.phrases.is_complete
+    assert text.phrases.boxes[0].tolist() == [list(text.truth.box)]
