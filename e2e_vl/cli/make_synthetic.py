@@ -1,7 +1,6 @@
 """Make a RefCOCO+-style data set of drawn scenes in the official formats.
 
     e2e-vl synthesize --output data/synthetic --train 3500 --val 200 --testA 100 --testB 100
-    e2e-vl synthesize --output data/synthetic --train 3500 --val 200 --testA 100 --testB 100
 
 The layout is described in ``e2e_vl/synthetic/generate.py``, and each format in its writer class. The same settings give
 the same files; a second call with the same settings does nothing.

@@ -37,10 +37,11 @@ class SceneConfig(Settings, frozen=True):
     textures: Annotated[tuple[Texture, ...], _NotEmpty] = ("plain", "striped")
 
     def __post_init__(self) -> None:
-        if not 4 <= self.small[0] <= self.small[1] < self.big[0] <= self.big[1] <= self.min_side - 4:
+        has_ranges = self.min_objects <= self.max_objects and self.min_side <= self.max_side
+        if not has_ranges or not 4 <= self.small[0] <= self.small[1] < self.big[0] <= self.big[1] <= self.min_side - 4:
             raise UserError(
-                f"small {list(self.small)} must lie below big {list(self.big)}, both as [least, most] from 4 up, and "
-                f"big below min_side {self.min_side} with a margin of 4"
+                "min_objects and min_side must not be above max_objects and max_side, and small (from 4 up) must be below "
+                f"big, and big below min_side with a margin of 4; found {msgspec.structs.asdict(self)}"
             )
 
     @property
