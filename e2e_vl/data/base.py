@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from detector.errors import UserError, user_path
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.tables import SerializedList, TextGroups, require_unique
+from e2e_vl.io import Record
 from e2e_vl.parts import check_name
 from e2e_vl.samples import Sample, SampleImage, SampleText
 
@@ -142,10 +143,22 @@ class VLDataset(abc.ABC):
                 )
 
 
-class RecordDataset(VLDataset):
-    """A data set whose texts are records of one kind, serialised and grouped by their images.
+class TextRecord(Record):
+    """One text of a `RecordDataset`, with the fields or properties `id`, `image_id`, `words` and `metadata`."""
 
-    A record is a Struct with `id`, `image_names`, `words`, `truth` (None where it is unknown) and `metadata`.
+    @property
+    def image_names(self) -> tuple[str, ...]:
+        """The ids of its images."""
+        return (str(self.image_id),)
+
+    @property
+    def truth(self) -> Any:
+        """The ground truth; None where it is unknown."""
+        return None
+
+
+class RecordDataset(VLDataset):
+    """A data set whose texts are `TextRecord`s of one kind, serialised and grouped by their images.
 
     Attributes:
         texts: the records; their indices are text indices.

@@ -18,13 +18,12 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 
 from detector.errors import UserError
-from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, split_names
+from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, split_names
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import Flickr30KOptions
 from e2e_vl.data.tables import SerializedDict
@@ -110,7 +109,7 @@ def read_image_ids(path: str | Path) -> list[str]:
     return ids
 
 
-class Caption(Record, array_like=True):
+class Caption(TextRecord, array_like=True):
     """A caption with a phrase that has a box."""
 
     image_id: str
@@ -120,10 +119,6 @@ class Caption(Record, array_like=True):
     @property
     def id(self) -> str:
         return f"{self.image_id}#{self.line}"
-
-    @property
-    def image_names(self) -> tuple[str, ...]:
-        return (self.image_id,)
 
     @property
     def words(self) -> str:
@@ -169,8 +164,8 @@ class Flickr30KDataset(RecordDataset):
         """All captions of a split."""
         return (caption.words for caption in _captions(files, split))
 
-    def truths(self) -> Iterable[Any]:
-        return ()
+    def truths(self) -> Iterable[PhraseBoxes]:
+        return ()  # they need the annotations of the images
 
     def image(self, name: str, text: int) -> SampleImage:
         file, annotated = self.settings.file(self.folder, name), self.annotated[name]

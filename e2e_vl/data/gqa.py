@@ -24,7 +24,7 @@ import numpy as np
 from msgspec import Meta, field
 
 from detector.errors import MissingFileError, UserError, user_path
-from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, split_names
+from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, split_names
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import GQAOptions
 from e2e_vl.data.tables import SerializedDict, SerializedList, stream_dict
@@ -66,7 +66,7 @@ class _FileQuestion(Record, kw_only=True):
     annotations: _NamedObjects = field(default_factory=_NamedObjects)
 
 
-class GQAQuestion(Record, array_like=True):
+class GQAQuestion(TextRecord, array_like=True):
     """One question; what follows `answer` is for scores."""
 
     id: str
@@ -79,10 +79,6 @@ class GQAQuestion(Record, array_like=True):
     entailed: list[str] = field(default_factory=list)
     steps: int = 0  # of its program, that reason
     named: list[str] = field(default_factory=list)  # objects that the question and its full answer name
-
-    @property
-    def image_names(self) -> tuple[str, ...]:
-        return (self.image_id,)
 
     @property
     def truth(self) -> CorrectAnswer | None:

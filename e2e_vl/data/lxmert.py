@@ -4,8 +4,8 @@
     VQA, GQA      list of {"question_id", "img_id", "sent", "label": {answer: score}, ...}; test files have no `label`
     NLVR2         list of {"identifier", "img0", "img1", "sent", "label": 0 or 1, "uid"}; test files have no `label`
 
-Sources are those that the file names, such as "mscoco" and "vg" (captions, which have no labels), "vqa", "gqa" and
-"visual7w" (questions of Visual Genome). An image of any of these files is called as in the TSV files of its features.
+Sources are those of the file, such as "mscoco" and "vg" (captions, which have no labels), "vqa", "gqa" and "visual7w"
+(questions of Visual Genome). Image ids are those of the TSV files of features.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from msgspec import field
 
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, split_names
+from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, split_names
 from e2e_vl.data.config import ImageSets, SentenceOptions
 from e2e_vl.data.features import open_features
 from e2e_vl.data.overlap import known_by_number
@@ -39,10 +39,10 @@ class _SentencesRow(Record):
     labelf: dict[str, list[dict[str, Score]] | None] = field(default_factory=dict)
 
 
-class SourcedSentence(Record, array_like=True):
+class SourcedSentence(TextRecord, array_like=True):
     """One sentence about an image, for pre-training."""
 
-    img_id: str
+    image_id: str
     source: str
     number: int  # among the sentences of its source about the image
     words: str
@@ -51,11 +51,7 @@ class SourcedSentence(Record, array_like=True):
     @property
     def id(self) -> str:
         """As the official code calls it."""
-        return f"{self.img_id}_{self.source}_{self.number:03d}"
-
-    @property
-    def image_names(self) -> tuple[str, ...]:
-        return (self.img_id,)
+        return f"{self.image_id}_{self.source}_{self.number:03d}"
 
     @property
     def truth(self) -> ScoredAnswers | None:
@@ -63,51 +59,38 @@ class SourcedSentence(Record, array_like=True):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        return {"image_id": self.img_id, "uid": self.id, "source": self.source}
+        return {"image_id": self.image_id, "uid": self.id, "source": self.source}
 
 
-class ScoredQuestion(Record):
-    """A question and how good each known answer is."""
+class ScoredQuestion(TextRecord):
+    """A question and how good each answer is."""
 
-    question_id: Id  # a number in VQA's files, a text in GQA's
-    img_id: Name
+    id: Id = field(name="question_id")  # a number in VQA's files, a text in GQA's
+    image_id: Name = field(name="img_id")
     words: str = field(name="sent")
     label: dict[str, Score] | None = None  # None: the file has no labels; empty: no answer is good
     question_type: str | None = None
     answer_type: str | None = None
 
     @property
-    def id(self) -> Id:
-        return self.question_id
-
-    @property
-    def image_names(self) -> tuple[str, ...]:
-        return (self.img_id,)
-
-    @property
     def truth(self) -> ScoredAnswers | None:
         return None if self.label is None else ScoredAnswers(self.label)
 
     @property
     def metadata(self) -> dict[str, Any]:
-        metadata = {"question_id": self.question_id, "image_id": self.img_id}
+        metadata = {"question_id": self.id, "image_id": self.image_id}
         optional = {"question_type": self.question_type, "answer_type": self.answer_type, "answer_scores": self.label}
         return metadata | {key: one for key, one in optional.items() if one is not None}
 
 
-class ListedPair(Record):
+class ListedPair(TextRecord):
     """A sentence about a pair of images."""
 
-    identifier: Name
+    id: Name = field(name="identifier")
     img0: Name
     img1: Name
     words: str = field(name="sent")
     label: Literal[0, 1] | None = None  # 1 = true; None: the file has no labels
-    uid: str | None = None
-
-    @property
-    def id(self) -> str:
-        return self.identifier
 
     @property
     def image_names(self) -> tuple[str, ...]:
@@ -119,7 +102,7 @@ class ListedPair(Record):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        metadata = {"identifier": self.identifier}
+        metadata = {"identifier": self.id}
         return metadata if self.label is None else metadata | {"label": LABELS[self.label]}
 
 
@@ -208,7 +191,7 @@ class ScoredQuestionDataset(LXMERTDataset):
         """The best answer to each question that has one."""
         paths = [files.path(cls.key, **options.values(name)) for name in split_names(split)]
         questions = [question for path in paths for question in cls.read(path, options)]
-        return {one.question_id: max(one.label, key=one.label.get) for one in questions if one.label}
+        return {one.id: max(one.label, key=one.label.get) for one in questions if one.label}
 
 
 class ListedPairDataset(LXMERTDataset):

@@ -14,42 +14,35 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from detector.errors import UserError
-from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, split_names
+from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, split_names
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import NLVR2Options
 from e2e_vl.data.tables import stream_lines
-from e2e_vl.io import Id, Record, Words
+from e2e_vl.io import Id, Words
 from e2e_vl.samples import CorrectChoice, SampleImage
 
 LABELS = ("False", "True")  # as they are written; the index is the class
 
 
-class PairStatement(Record):
+class PairStatement(TextRecord):
     """A sentence about a pair of images."""
 
-    identifier: Annotated[str, Meta(pattern=r"^\w+-[0-9]+-[0-9]+-[0-9]+$")]  # split-set-pair-sentence
-    sentence: Words
+    # split-set-pair-sentence
+    id: Annotated[str, Meta(pattern=r"^\w+-[0-9]+-[0-9]+-[0-9]+$")] = field(name="identifier")
+    words: Words = field(name="sentence")
     label: Literal["True", "False"] | None = None  # None in a test file without labels
     directory: Id | None = None  # folder of the images, of the training split
     synset: str | None = None  # what was searched for to find the images
     family: str | None = None  # kind of statement, where the file says it (drawn scenes do)
 
     @property
-    def id(self) -> str:
-        return self.identifier
-
-    @property
     def image_names(self) -> tuple[str, ...]:
         """Names of the left and the right image, without suffix: the identifier without its sentence, and the side."""
-        pair = self.identifier.rpartition("-")[0]
+        pair = self.id.rpartition("-")[0]
         return f"{pair}-img0", f"{pair}-img1"
-
-    @property
-    def words(self) -> str:
-        return self.sentence
 
     @property
     def truth(self) -> CorrectChoice | None:
@@ -58,7 +51,7 @@ class PairStatement(Record):
     @property
     def metadata(self) -> dict[str, str]:
         """Plain values for predictions and metrics."""
-        values = {"identifier": self.identifier, "label": self.label, "synset": self.synset, "family": self.family}
+        values = {"identifier": self.id, "label": self.label, "synset": self.synset, "family": self.family}
         return {key: value for key, value in values.items() if value is not None}
 
 
@@ -86,7 +79,7 @@ class NLVR2Dataset(RecordDataset):
         objects: dict[str, tuple[CocoInstances, int | str]] = {}  # by the name of the image
         for name in split_names(split):
             own = read_examples(files.path("examples", split=name))
-            values = {"split": name, "images": own[0].identifier.partition("-")[0]}
+            values = {"split": name, "images": own[0].id.partition("-")[0]}
             self.folders[values["images"]] = files.path("images", **values)
             if needs.annotations:
                 instances = CocoInstances(files.path("instances", **values))
@@ -104,7 +97,7 @@ class NLVR2Dataset(RecordDataset):
     def texts_of(cls, files: DataFiles, options: NLVR2Options, split: str) -> Iterable[str]:
         """All sentences of a split."""
         paths = [files.path("examples", split=name) for name in split_names(split)]
-        return [example.sentence for path in paths for example in read_examples(path)]
+        return [example.words for path in paths for example in read_examples(path)]
 
     def image(self, name: str, text: int) -> SampleImage:
         example, place = self.texts[text], f"{name}{self.settings.suffix}"

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from detector.errors import UserError, user_path
 from detector.io import read_json, read_pickle
-from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset
+from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import NoOptions
 from e2e_vl.data.flickr30k import AnnotatedImage, EntitySentence, read_annotation, read_sentences
@@ -48,7 +48,7 @@ class Ref(Record):
     family: str | None = None
 
 
-class Expression(Record, array_like=True):
+class Expression(TextRecord, array_like=True):
     """One sentence about one annotated object."""
 
     ref_id: Id
@@ -64,10 +64,6 @@ class Expression(Record, array_like=True):
     @property
     def id(self) -> Id:
         return self.sent_id
-
-    @property
-    def image_names(self) -> tuple[str, ...]:
-        return (str(self.image_id),)
 
     @property
     def truth(self) -> ReferredBox:

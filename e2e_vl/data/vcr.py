@@ -125,10 +125,6 @@ def read_detected_objects(path: Path, min_score: float) -> tuple[tuple[int, int]
     return (content.height, content.width), chosen
 
 
-PERSON = "person"
-EVERYONE = ("everyone", "everyones")  # name all people under R2C's rule
-
-
 class VCRDataset(VLDataset):
     """Questions of one split, grouped by image; see `VCROptions`.
 
@@ -147,14 +143,13 @@ class VCRDataset(VLDataset):
         self.folder = files.path("images", split=split)
         self.path = files.path("questions", split=split)
         self.questions = read_questions(self.path)
-        has_labels = self.questions[0].answer_label is not None
         self.settings = options
         self.class_names = options.class_names
         self.has_phrases = options.names_are_phrases
         self.parts = [{}]
-        self._needs_right_answer = options.question != "answer" and options.condition_on == "right"
-        gives_each = options.condition_on == "each"
-        if (needs.training and gives_each) or (not has_labels and (needs.training or self._needs_right_answer)):
+        each = options.condition_on == "each"
+        needs_labels = needs.training or (options.question != "answer" and not each)
+        if (needs.training and each) or (needs_labels and self.questions[0].answer_label is None):
             raise UserError(
                 f"{self.path}: the questions have no labels, or data.config.condition_on=each leaves them out; train "
                 "on a split with labels with condition_on=right, and predict a test split with condition_on=each."
@@ -207,71 +202,52 @@ class VCRDataset(VLDataset):
         return len(self.questions) * self.per_question
 
     def truths(self) -> Iterable[CorrectChoice | None]:
-        for number, question in enumerate(self.questions):
-            for index in range(number * self.per_question, (number + 1) * self.per_question):
-                yield self._truth(question, index)
+        return (self._text(index).truth for index in range(len(self)))
 
     def sample(self, texts: Sequence[int]) -> Sample:
         """Some questions about one image."""
         question = self.questions[texts[0] // self.per_question]
         size, objects = read_metadata(self.folder / question.metadata_fn, question)
         classes = np.array([self._class_of[name] for name in question.objects], dtype=np.int64)
+        chosen = tuple(self._text(index) for index in texts)
+        sentences = [*chosen[0].query, *chosen[0].choices]
+        if self.settings.objects != "r2c":
+            sentences = [question.question, *question.answer_choices]
+            if self.settings.objects == "r2c_all_texts" or not self._is_answer(texts[0]):
+                sentences += question.rationale_choices
         image = SampleImage(
             question.img_fn,
             self.folder / question.img_fn,
             size,
             objects=dataclasses.replace(objects, classes=classes),
-            candidates=self._candidates(question, texts[0]),
+            candidates=_kept_objects(self.settings.objects, question.objects, sentences),
         )
-        return Sample((image,), tuple(map(self._text, texts)))
-
-    def _candidates(self, question: VCRQuestion, index: int) -> tuple[int, ...] | None:
-        """Objects that are candidate boxes, in the order of the boxes; None: all of them."""
-        is_answer = self._is_answer(index)
-        choices = question.answer_choices if is_answer else question.rationale_choices
-        sentences = [*self._query(question, index), *choices]
-        if self.settings.objects == "mentioned":
-            sentences = [question.question, *question.answer_choices, *([] if is_answer else choices)]
-        if self.settings.objects == "r2c_all_texts":
-            sentences = [question.question, *question.answer_choices, *question.rationale_choices]
-        return _kept_objects(self.settings.objects, question.objects, sentences)
-
-    def _query(self, question: VCRQuestion, index: int) -> tuple[Sentence, ...]:
-        """The sentences in front of a choice."""
-        if self._is_answer(index):
-            return (question.question,)
-        return (question.question, question.answer_choices[self._given_answer(question, index)])
-
-    def _given_answer(self, question: VCRQuestion, index: int) -> int:
-        return question.answer_label if self._needs_right_answer else index % self.per_question
-
-    def _truth(self, question: VCRQuestion, index: int) -> CorrectChoice | None:
-        label = question.answer_label if self._is_answer(index) else question.rationale_label
-        return None if label is None or self.settings.condition_on != "right" else CorrectChoice(label)
+        return Sample((image,), chosen)
 
     def _text(self, index: int) -> ChoiceText:
-        question = self.questions[index // self.per_question]
-        is_answer = self._is_answer(index)
-        answer = self._given_answer(question, index)
-        label = question.answer_label if is_answer else question.rationale_label
-        if self.settings.condition_on == "each" and answer != question.answer_label:
-            label = None  # rationales are written for the right answer
+        question, each = self.questions[index // self.per_question], self.settings.condition_on == "each"
+        query, choices, label, given = [question.question], question.answer_choices, question.answer_label, None
+        if not self._is_answer(index):
+            given = index % self.per_question if each else question.answer_label
+            query.append(question.answer_choices[given])
+            choices = question.rationale_choices
+            # rationales are written for the right answer
+            label = question.rationale_label if given == question.answer_label else None
         metadata: dict[str, Any] = {
             "annot_id": question.annot_id,
-            "kind": "answer" if is_answer else "rationale",
-            "conditioned_on": None if is_answer else answer,
+            "kind": "answer" if given is None else "rationale",
+            "conditioned_on": given,
             "label": label,
         }
         if question.family is not None:
             metadata["family"] = question.family
-        query = self._query(question, index)
         return ChoiceText(
             index,
             " ".join(t if isinstance(t, str) else str(t) for sentence in query for t in sentence),
             metadata,
-            self._truth(question, index),
-            query=query,
-            choices=tuple(question.answer_choices if is_answer else question.rationale_choices),
+            None if label is None or each else CorrectChoice(label),
+            query=tuple(query),
+            choices=tuple(choices),
             names_are_phrases=self.settings.names_are_phrases,
         )
 
@@ -281,6 +257,10 @@ def _kept_objects(which: str, objects: Sequence[str], sentences: Sequence[Senten
     if which == "all":
         return None
     return mentioned_objects(sentences) if which == "mentioned" else relevant_objects(objects, sentences)
+
+
+PERSON = "person"
+EVERYONE = ("everyone", "everyones")  # name all people under R2C's rule
 
 
 def mentioned_objects(sentences: Iterable[Sentence]) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset
+from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord
 from e2e_vl.data.config import GenomeOptions
 from e2e_vl.data.overlap import COCO, VISUAL_GENOME
 from e2e_vl.data.tables import SerializedDict, SerializedList, require_unique, stream_list
@@ -101,7 +101,7 @@ class _GraphsOfImage(Record):
     regions: list[_RegionGraph]
 
 
-class GenomeText(Record, array_like=True):
+class GenomeText(TextRecord, array_like=True):
     """A description of a region, or a question with its answer."""
 
     id: int  # of the region or of the question
@@ -109,10 +109,6 @@ class GenomeText(Record, array_like=True):
     words: str
     answer: str | None = None  # None: it is no question
     box: FourNumbers | None = None  # xyxy, of the region
-
-    @property
-    def image_names(self) -> tuple[str, ...]:
-        return (str(self.image_id),)
 
     @property
     def truth(self) -> CorrectAnswer | None:

@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from detector.errors import UserError
 from detector.io import read_json
-from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, coco_image_set, split_names
+from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, coco_image_set, split_names
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import VQAOptions
 from e2e_vl.data.tables import stream_list
@@ -52,10 +52,10 @@ class _Annotation(Record):
     question_type: str
 
 
-class VQAQuestion(Record, array_like=True):
+class VQAQuestion(TextRecord, array_like=True):
     """One question, and what people answered if the split is annotated."""
 
-    question_id: Id
+    id: Id
     image_id: Id
     image_set: str  # COCO's, such as "train2014"
     words: str
@@ -65,21 +65,13 @@ class VQAQuestion(Record, array_like=True):
     question_type: str | None = None  # one of 65 prefixes, such as "how many"
 
     @property
-    def id(self) -> Id:
-        return self.question_id
-
-    @property
-    def image_names(self) -> tuple[str, ...]:
-        return (str(self.image_id),)
-
-    @property
     def truth(self) -> HumanAnswers | None:
         return None if self.answers is None else HumanAnswers(self.answers)
 
     @property
     def metadata(self) -> dict[str, Any]:
         """Plain values under the names of the files, for predictions and metrics."""
-        metadata: dict[str, Any] = {"question_id": self.question_id, "image_id": self.image_id}
+        metadata: dict[str, Any] = {"question_id": self.id, "image_id": self.image_id}
         if self.answers is None:
             return metadata
         kinds = {"answer_type": self.answer_type, "question_type": self.question_type}
@@ -155,7 +147,7 @@ class VQADataset(RecordDataset):
     @classmethod
     def answers_of(cls, files: DataFiles, options: VQAOptions, split: str) -> dict[Any, str]:
         questions = [one for name in split_names(split) for one in _read_split(files, name, annotated=True)]
-        return {question.question_id: question.most_frequent for question in questions}
+        return {question.id: question.most_frequent for question in questions}
 
     def image(self, name: str, text: int) -> SampleImage:
         part, image_id = bisect.bisect_right(self.starts, text) - 1, self.texts[text].image_id

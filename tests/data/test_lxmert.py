@@ -141,7 +141,7 @@ def test_sentences_of_all_sources_or_some(tmp_path):
     found = read(ImageSentenceDataset, path)
     assert [one.id for one in found] == ["a_mscoco_000", "a_vqa_000", "a_vqa_001", "b_vg_000"]
     assert [one.label for one in found] == [None, {"yes": 1.0}, {}, None]
-    assert [one.img_id for one in read(ImageSentenceDataset, path, sources=["vg"])] == ["b"]
+    assert [one.image_id for one in read(ImageSentenceDataset, path, sources=["vg"])] == ["b"]
     assert read(ImageSentenceDataset, path, sources=["gqa"]) == []
 
 

@@ -35,7 +35,7 @@ def nlvr2_expected(nlvr2_folder: Path) -> dict:
 @pytest.fixture(scope="module")
 def nlvr2_labels(nlvr2_folder: Path) -> dict[str, str]:
     [path] = nlvr2_folder.glob("*_subset.json")
-    return {example.identifier: example.label for example in read_examples(path)}
+    return {example.id: example.label for example in read_examples(path)}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -52,7 +52,7 @@ def test_nlvr2_groups_are_told_from_identifiers(nlvr2_folder, nlvr2_expected, nl
     [path] = nlvr2_folder.glob("*_subset.json")
     assert len(nlvr2_labels) == nlvr2_expected["examples"]
     assert len({group_of(identifier) for identifier in nlvr2_labels}) == nlvr2_expected["consistency_groups"]
-    sentences = {example.sentence for example in read_examples(path)}
+    sentences = {example.words for example in read_examples(path)}
     assert len(sentences) == nlvr2_expected["distinct_sentences"]
 
 

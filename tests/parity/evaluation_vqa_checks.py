@@ -30,7 +30,7 @@ def folder(golden_root: Path) -> Path:
 @pytest.fixture(scope="module")
 def annotations(folder) -> list[dict]:
     [questions], [annotations] = folder.glob("*_questions.json"), folder.glob("*_annotations.json")
-    records = {question.question_id: question.metadata for question in read_questions(questions, annotations)}
+    records = {question.id: question.metadata for question in read_questions(questions, annotations)}
     # the order in which the official script adds up; the twelfth decimal may depend on it
     return [records[row["question_id"]] for row in json.loads(annotations.read_text("utf-8"))["annotations"]]
 
