@@ -23,7 +23,7 @@ from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, split_names
 from e2e_vl.data.config import ImageSets, SentenceOptions
 from e2e_vl.data.features import open_features
-from e2e_vl.data.overlap import known_by_number
+from e2e_vl.data.overlap import aliases_of_id
 from e2e_vl.data.tables import stream_list
 from e2e_vl.io import Id, Name, Record, Score
 from e2e_vl.samples import CorrectChoice, SampleImage, ScoredAnswers
@@ -149,7 +149,7 @@ class LXMERTDataset(RecordDataset):
     def image(self, name: str, text: int) -> SampleImage:
         part = next(number for number, end in enumerate(self._ends) if text < end)
         folder = self.folders[part] if self.folders else Path()
-        return SampleImage(name, self.settings.file(folder, name), photo_aliases=known_by_number(name))
+        return SampleImage(name, self.settings.file(folder, name), photo_aliases=aliases_of_id(name))
 
 
 class ImageSentenceDataset(LXMERTDataset):

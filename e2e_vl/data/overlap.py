@@ -1,7 +1,7 @@
-"""Which photo an image of a data set is, so that the same photo is found again in other data sets.
+"""Ids of photos, by which the same photo is found again in other data sets.
 
 Data sets share photos under different names: RefCOCO, VQA and COCO's captions have photos of COCO; GQA has photos of
-Visual Genome, about half of which are COCO's too (its `image_data.json` says which). A photo is known by one or several
+Visual Genome, about half of which are COCO's too (according to its `image_data.json`). A photo has one or several
 `PhotoId`s; two images are the same photo if they have one in common.
 """
 
@@ -17,7 +17,6 @@ from detector.io import read_json
 from e2e_vl.io import Id, Name, Record, read_text
 
 COCO, VISUAL_GENOME, FLICKR = "coco", "vg", "flickr"
-SPACES = (COCO, VISUAL_GENOME)
 # COCO_train2014_000000581857.jpg, or 000000581857.jpg of the release of 2017
 _COCO_NAME = re.compile(r"(?:COCO_[a-z]+20[0-9]{2}_)?([0-9]{12})")
 # Visual Genome's photos have plain numbers, and the further ones of GQA have an n before them
@@ -26,7 +25,7 @@ _VISUAL_GENOME_FOLDER = re.compile(r"VG_100K(_2)?")
 
 
 class PhotoId(NamedTuple):
-    """Whose id it is, and the id."""
+    """An id and whose id it is."""
 
     space: str
     name: str
@@ -56,11 +55,11 @@ class PhotoIds:
     """Finds the ids of photos.
 
     Args:
-        also: further ids of a photo of Visual Genome, see `read_visual_genome`.
+        genome: further ids of a photo of Visual Genome, see `read_visual_genome`.
     """
 
-    def __init__(self, also: Mapping[str, tuple[PhotoId, ...]] | None = None) -> None:
-        self._also = also or {}
+    def __init__(self, genome: Mapping[str, tuple[PhotoId, ...]] | None = None) -> None:
+        self._genome = genome or {}
 
     def of_image(
         self, image_id: str, file: Path | None, space: str | None, photo_aliases: Iterable[tuple[str, str]] = ()
@@ -68,78 +67,65 @@ class PhotoIds:
         """The ids of an image of a data set.
 
         Args:
-            image_id: as the data set calls it.
-            file: None if it lies in an archive.
+            image_id: the image's id in the data set.
+            file: None if it is in an archive.
             space: see `VLDataset.id_space`.
-            photo_aliases: (whose id, id) of the photo, where the data set says it; this goes before the space.
+            photo_aliases: see `SampleImage`; they take precedence over the space.
         """
         found = None if file is None else _COCO_NAME.fullmatch(file.stem)
         if found:
             return (PhotoId(COCO, str(int(found[1]))),)
-        stated = list(photo_aliases) or ([] if space is None else [(space, image_id)])
-        if stated:
-            return tuple(dict.fromkeys(one for pair in stated for one in self.in_space(*pair)))
+        pairs = list(photo_aliases) or ([] if space is None else [(space, image_id)])
+        if pairs:
+            return tuple(dict.fromkeys(one for pair in pairs for one in self.in_space(*pair)))
         return (PhotoId("file", image_id if file is None else str(file.absolute())),)
 
     def in_space(self, space: str, name: str) -> tuple[PhotoId, ...]:
         """The ids of a photo by one of them."""
-        return (PhotoId(space, name), *(self._also.get(name, ()) if space == VISUAL_GENOME else ()))
+        return (PhotoId(space, name), *(self._genome.get(name, ()) if space == VISUAL_GENOME else ()))
 
     def of_list(self, path: Path, space: str | None = None) -> Iterator[tuple[PhotoId, ...]]:
         """The ids of all photos in a list, such as the training images of a detector.
 
-        Known are COCO's JSON files (`images` with `id` and `file_name`), Visual Genome's `image_data.json` or a part of
-        it, a JSON list of ids, and text files whose lines begin with a path or an id, such as the lists that bottom-up
-        attention publishes (`VG_100K_2/2400861.jpg xml/2400861.xml`).
+        The list is a JSON file of COCO (`images` with `id` and `file_name`), Visual Genome's `image_data.json` or a
+        part of it, a JSON list of ids, or a text file whose lines begin with a path or an id, such as the lists of
+        bottom-up attention (`VG_100K_2/2400861.jpg xml/2400861.xml`).
 
         Args:
-            space: whose ids are meant where a name does not tell: "coco" or "vg".
+            space: whose ids they are if a name does not tell: "coco" or "vg".
         """
-        if path.suffix != ".json":
-            yield from (
-                self._named(line.split()[0], path, space) for line in read_text(path).split("\n") if line.strip()
-            )
-            return
-        content = read_json(path, list[_GenomePhoto | Id] | _ImagesFile)
-        for row in content.images if isinstance(content, _ImagesFile) else content:
+        if path.suffix == ".json":
+            content = read_json(path, list[_GenomePhoto | Id] | _ImagesFile)
+            rows = content.images if isinstance(content, _ImagesFile) else content
+        else:
+            rows = [line.split()[0] for line in read_text(path).split("\n") if line.strip()]
+        for row in rows:
             if isinstance(row, _GenomePhoto):
                 yield (*self.in_space(VISUAL_GENOME, str(row.image_id)), *row.others())
-            elif isinstance(row, _ListedImage):
-                name = str(row.id) if row.file_name is None else row.file_name
-                tells = _COCO_NAME.fullmatch(Path(name).stem) or space is None
-                yield self._named(name, path, space) if tells else self.in_space(space, str(row.id))
+                continue
+            name, image_id = (row.file_name or row.id, row.id) if isinstance(row, _ListedImage) else (row, None)
+            place = Path(str(name))
+            if found := _COCO_NAME.fullmatch(place.stem):
+                yield (PhotoId(COCO, str(int(found[1]))),)
+            elif any(_VISUAL_GENOME_FOLDER.fullmatch(folder) for folder in place.parts[:-1]):
+                yield self.in_space(VISUAL_GENOME, place.stem)
+            elif space is not None:
+                yield self.in_space(space, place.stem if image_id is None else str(image_id))
             else:
-                yield self._named(str(row), path, space)
-
-    def _named(self, name: str, path: Path, space: str | None) -> tuple[PhotoId, ...]:
-        place = Path(name)
-        found = _COCO_NAME.fullmatch(place.stem)
-        if found:
-            return (PhotoId(COCO, str(int(found[1]))),)
-        if any(_VISUAL_GENOME_FOLDER.fullmatch(folder) for folder in place.parts[:-1]):
-            return self.in_space(VISUAL_GENOME, place.stem)
-        if space is None:
-            raise UserError(
-                f"{path}: {name!r} does not tell whose photo it is; add --detector-ids with one of {', '.join(SPACES)}"
-            )
-        return self.in_space(space, place.stem)
+                raise UserError(
+                    f"{path}: {str(name)!r} does not tell whose photo it is; add --detector-ids with {COCO} or "
+                    f"{VISUAL_GENOME}"
+                )
 
 
-def known_by_number(image_id: str) -> tuple[tuple[str, str], ...]:
-    """`SampleImage.photo_aliases` of an image that is named by COCO's file name or by Visual Genome's number.
-
-    Empty where the id is no such number.
-    """
+def aliases_of_id(image_id: str) -> tuple[tuple[str, str], ...]:
+    """`SampleImage.photo_aliases` of an image with COCO's file name or Visual Genome's number as its id."""
     return ((VISUAL_GENOME, image_id),) if _VISUAL_GENOME_NAME.fullmatch(image_id) else ()
 
 
 def number_of_photos(images: Iterable[tuple[PhotoId, ...]]) -> int:
-    """How many different photos some images are; two images with an id in common are the same photo.
-
-    Args:
-        images: the ids of each image.
-    """
-    above: dict[PhotoId, PhotoId] = {}  # ids of a photo form a tree; the topmost one stands for the photo
+    """How many different photos some images are, by the ids of each image."""
+    above: dict[PhotoId, PhotoId] = {}  # the ids of a photo are a tree
 
     def top(one: PhotoId) -> PhotoId:
         while above[one] != one:

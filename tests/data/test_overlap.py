@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.data.overlap import PhotoId, PhotoIds, known_by_number, number_of_photos, read_visual_genome
+from e2e_vl.data.overlap import PhotoId, PhotoIds, aliases_of_id, number_of_photos, read_visual_genome
 from tests.data.roads import refused
 
 
@@ -83,8 +83,8 @@ def test_what_a_data_set_says_of_its_photos_goes_before_its_own_ids():
     ],
 )
 def test_names_of_files_that_mix_photos_of_coco_and_of_visual_genome(name, expected):
-    assert PhotoIds().of_image(name, Path(f"{name}.jpg"), None, known_by_number(name)) == (expected,)
+    assert PhotoIds().of_image(name, Path(f"{name}.jpg"), None, aliases_of_id(name)) == (expected,)
 
 
 def test_another_name_is_no_number_of_visual_genome():
-    assert known_by_number("COCO_val2014_000000000042") == known_by_number("dev-0-0-img0") == ()
+    assert aliases_of_id("COCO_val2014_000000000042") == aliases_of_id("dev-0-0-img0") == ()
