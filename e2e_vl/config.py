@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import functools
 import os
 import re
 import typing
@@ -150,14 +151,13 @@ class DataSettings(Settings, frozen=True):
     texts_per_image: PositiveInt | None = 1  # texts of one image in one batch; None = all of them
     blank_text: bool = False  # text-blind control: every text is empty
     blank_image: bool = False  # image-blind control: every pixel is the mean colour
-    max_text_length: PositiveInt | None = None  # wordpieces, [CLS] and [SEP] included; None = no cut
+    # wordpieces, special tokens included, of which there may be 4; None = no limit
+    max_text_length: Annotated[int, Meta(ge=4)] | None = None
     workers: NonNegativeInt = 2
     synthetic: SyntheticSettings = SyntheticSettings()
 
     def __post_init__(self) -> None:
         set_part_config(self, DATASETS, self.name)
-        if self.canvas is not None and self.canvas[0] > self.canvas[1]:
-            raise UserError(f"canvas is {list(self.canvas)}; give its short and its long edge, such as [600, 1200]")
 
 
 class DetectorSettings(Settings, frozen=True):
@@ -259,32 +259,29 @@ class TrainSettings(Settings, frozen=True):
     def __post_init__(self) -> None:
         share, steps = self.warmup_share, self.decay_steps
         falls = self.schedule in ("linear", "triangle")
-        rules = [
-            (self.patience is None or self.keep_best is not None, "patience needs keep_best, the metric to improve"),
+        per_step = f"images_per_batch {self.images_per_batch} must be a multiple of accumulate {self.accumulate}"
+        for is_wrong, message in (
+            (self.patience is not None and self.keep_best is None, "patience needs keep_best, the metric to improve"),
             (
-                self.clip_tensor_norm is None or self.optimizer == "bert_adam",
+                self.clip_tensor_norm is not None and self.optimizer != "bert_adam",
                 "clip_tensor_norm needs optimizer=bert_adam; the others have clip_norm",
             ),
             (
-                not (self.decay_bn_scales and self.decay_norm_and_bias),
+                self.decay_bn_scales and self.decay_norm_and_bias,
                 "decay_bn_scales needs decay_norm_and_bias=false, or all norms decay anyway",
             ),
-            (share is None or not self.warmup_steps, "warmup_steps and warmup_share say the same; set one of them"),
+            (share is not None and self.warmup_steps > 0, "set one of warmup_steps and warmup_share"),
             (
-                share is None or share >= 0 or (share == -1 and falls),
+                share is not None and share < 0 and not (share == -1 and falls),
                 f"warmup_share is {share}; it must be from 0 to 1, or -1 with schedule linear or triangle",
             ),
             (
-                (self.schedule == "steps") == bool(steps) and steps == sorted(set(steps)),
+                (self.schedule == "steps") != bool(steps) or steps != sorted(set(steps)),
                 f"decay_steps is {steps}; it must rise with schedule=steps, and be empty with the others",
             ),
-            (
-                self.images_per_batch % self.accumulate == 0,
-                f"images_per_batch {self.images_per_batch} must be a multiple of accumulate {self.accumulate}",
-            ),
-        ]
-        for holds, message in rules:
-            if not holds:
+            (self.images_per_batch % self.accumulate != 0, per_step),
+        ):
+            if is_wrong:
                 raise UserError(message)
 
 
@@ -300,28 +297,19 @@ class EvalSettings(Settings, frozen=True):
     # the report shows at most this many wrong, partly right, right and unlabelled predictions of each split and source
     report_pictures: NonNegativeInt = 12
 
-    def __post_init__(self) -> None:
-        if BoxSource.DETECTIONS_GT in self.boxes:
-            raise UserError(f"boxes has '{BoxSource.DETECTIONS_GT}', which adds the truth and is for training only")
-
 
 class PhraseSettings(Settings, frozen=True):
     """The phrases of a text point at the regions that they name, beside any task and in pre-training.
 
-    A data set states them where it knows them; the encoder learns them with the task.
+    Only some data sets annotate phrases; the encoder learns them with the task.
     """
 
     weight: NonNegativeFloat = 0.0  # of this loss beside the task's; 0 = there is no such head
     tag_weight: NonNegativeFloat = 0.5  # of finding the phrases in a text, as a multiple of `weight`
-    layer: NonNegativeInt = (
-        2  # states after this number of layers with words and regions are read; 0 = before the first
-    )
+    # states after this number of layers with words and regions are read; 0 = before the first
+    layer: NonNegativeInt = 2
     size: PositiveInt = 128  # width of queries and keys
     weights: str | None = None  # another run to start this head from; None = random
-
-    def __post_init__(self) -> None:
-        if self.weights is not None and not self.weight:
-            raise UserError("weights is set, but weight is 0, so there is no such head; set one only")
 
 
 class RunConfig(Settings, frozen=True, kw_only=True):
@@ -338,11 +326,28 @@ class RunConfig(Settings, frozen=True, kw_only=True):
     eval: EvalSettings = EvalSettings()
 
     def __post_init__(self) -> None:
-        if self.train.patience is not None and self.eval.every_epochs == 0:
-            raise UserError("train.patience counts the evaluations of eval.every_epochs, which is 0; set it")
-        for source in (self.data.boxes.train, *self.eval.boxes):
-            if "detections" in source.needs and "detections" not in self.data.files:
-                raise UserError(f"boxes '{source}' need data.files.detections, the detections file")
+        sources = (self.data.boxes.train, *self.eval.boxes)
+        needs_detections = any("detections" in source.needs for source in sources)
+        for is_wrong, message in (
+            (
+                self.train.patience is not None and self.eval.every_epochs == 0,
+                "train.patience counts the evaluations of eval.every_epochs, which is 0; set it",
+            ),
+            (
+                BoxSource.DETECTIONS_GT in self.eval.boxes,
+                f"eval.boxes has '{BoxSource.DETECTIONS_GT}', which adds the truth and is for training only",
+            ),
+            (
+                needs_detections and "detections" not in self.data.files,
+                "boxes 'detections' need data.files.detections, the detections file",
+            ),
+            (
+                self.phrases.weights is not None and not self.phrases.weight,
+                "phrases.weights is set, but phrases.weight is 0, so there is no such head; set one only",
+            ),
+        ):
+            if is_wrong:
+                raise UserError(message)
 
 
 # Reading and writing settings.
@@ -370,20 +375,13 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         path: YAML file; its `base:` key names a file (relative to it) whose settings it changes.
         overrides: `key=value` words of the command line; dots go down (`train.lr=1e-5`).
 
-    Raises:
-        MissingFileError: the file or a base of it does not exist.
-        UserError: an unknown key, a value of the wrong type or out of range, or settings that contradict each other;
-            the message names the file or the word, and the key.
     """
     path = Path(path)
     default = {"detector": {"config": DetectorSettings().config}}
-    layers = [(str(path), _with_found_inputs(default, path.parent)), *_layers(path, ())]
+    layers = [(str(path), _with_found_inputs(default, path.parent)), *_layers(path)]
     layers += [(f"Command line: {word}", parse_override(word)) for word in overrides]
-    merged: Tree = {}
-    for _, layer in layers:
-        merged = merge(merged, layer)
     try:
-        config = msgspec.convert(merged, RunConfig, strict=True)
+        config = msgspec.convert(_merged(layers), RunConfig, strict=True)
     except msgspec.ValidationError as error:
         raise UserError(_explained(str(error), layers)) from error
     return msgspec.structs.replace(config, output=str(user_path(config.output, "output")))
@@ -396,11 +394,7 @@ def save_config(config: RunConfig, path: str | Path) -> None:
 
 
 def parse_override(word: str) -> Tree:
-    """A `key=value` word as nested settings.
-
-    Raises:
-        UserError: it is not of this form, or the value is not YAML.
-    """
+    """A `key=value` word as nested settings."""
     key, equals, value = word.partition("=")
     if not equals or not key:
         raise UserError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
@@ -412,10 +406,7 @@ def parse_override(word: str) -> Tree:
 
 def parse_overrides(words: Iterable[str]) -> Tree:
     """All `key=value` words together."""
-    merged: Tree = {}
-    for word in words:
-        merged = merge(merged, parse_override(word))
-    return merged
+    return functools.reduce(merge, map(parse_override, words), {})
 
 
 def merge(below: Tree, above: Tree) -> Tree:
@@ -438,21 +429,15 @@ def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
     return [] if first == second else [f"{prefix}: {first} -> {second}"]
 
 
-def _layers(path: Path, above: tuple[Path, ...]) -> list[tuple[str, Tree]]:
+def _layers(path: Path) -> list[tuple[str, Tree]]:
     """The settings of a file and of its bases, the lowest base first, each with the name of its file."""
-    if path.resolve() in above:
-        raise UserError(f"{path}: `base:` leads back to the file itself.")
-    tree = read_yaml(path)
-    if not isinstance(tree, dict | None):
-        raise UserError(f"{path} must hold settings as `key: value` lines.")
-    tree = dict(tree or {})
+    tree = dict(read_yaml(path) or {})
     base = tree.pop("base", None)
-    below = []
-    if base is not None:
-        if not (path.parent / str(base)).is_file():
-            raise MissingFileError(f"{path}: its `base:` file {path.parent / str(base)} does not exist.")
-        below = _layers(path.parent / str(base), (*above, path.resolve()))
-    return [*below, (str(path), _with_found_inputs(tree, path.parent))]
+    return [*([] if base is None else _layers(path.parent / base)), (str(path), _with_found_inputs(tree, path.parent))]
+
+
+def _merged(layers: list[tuple[str, Tree]]) -> Tree:
+    return functools.reduce(merge, (tree for _, tree in layers), {})
 
 
 def _with_found_inputs(tree: Tree, folder: Path) -> Tree:
@@ -490,15 +475,16 @@ def _explained(message: str, layers: list[tuple[str, Tree]]) -> str:
     if found := _MISSING.fullmatch(problem):
         key = f"{place}.{found[1]}" if place else found[1]
         return f"{layers[0][0]}: {key} has no value; set it in the file or as key=value."
+    types = _setting_types(layers)
     if found := _UNKNOWN.fullmatch(problem):
         key = f"{place}.{found[1]}" if place else found[1]
-        known = _known_keys(layers)
-        names = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-        names = names or [one for near in _near(found[1], known) for one in known if one.rpartition(".")[2] == near]
+        names = difflib.get_close_matches(key, types, n=1, cutoff=0.75)
+        for last in difflib.get_close_matches(found[1], [one.rpartition(".")[2] for one in types], n=1):
+            names += [one for one in types if one.rpartition(".")[2] == last]
         hint = f"; did you mean '{names[0]}'?" if names else "; see e2e_vl/config.py."
         return f"{_source(key, layers)}: there is no setting '{key}'{hint}"
     if problem.startswith("Invalid enum value"):
-        problem += f"; it must be one of {', '.join(_choices_of(_known_keys(layers).get(place.partition('[')[0])))}"
+        problem += f"; it must be one of {', '.join(_choices_of(types.get(place.partition('[')[0])))}"
     return f"{_source(place, layers)}: {place + ': ' if place else ''}{problem}{'' if problem.endswith('?') else '.'}"
 
 
@@ -506,48 +492,37 @@ def _choices_of(kind: Any) -> list[str]:
     """The values that a type of a setting allows."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return [str(one) for one in kind]
-    return [
-        choice
-        for one in typing.get_args(kind)
-        for choice in (_choices_of(one) if typing.get_origin(kind) is not Literal else [str(one)])
-    ]
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return [str(one) for one in inner]
+    return [choice for one in inner for choice in _choices_of(one)]
 
 
-def _near(name: str, known: Iterable[str]) -> list[str]:
-    """The nearest last part of a key: by its spelling, or by its initials (learning_rate: lr)."""
-    names, initials = [key.rpartition(".")[2] for key in known], "".join(word[:1] for word in name.split("_"))
-    return [initials] if len(initials) > 1 and initials in names else difflib.get_close_matches(name, names, n=1)
-
-
-def _known_keys(layers: list[tuple[str, Tree]]) -> dict[str, Any]:
+def _setting_types(layers: list[tuple[str, Tree]]) -> dict[str, Any]:
     """Dotted names and types of all settings, with those of the parts that the settings name."""
-    merged: Tree = {}
-    for _, layer in layers:
-        merged = merge(merged, layer)
-    keys = dict(_keys_of(RunConfig, ""))
+    merged, types = _merged(layers), dict(_types_in(RunConfig, ""))
     for section, parts in (("encoder", ENCODERS), ("task", TASKS), ("data", DATASETS)):
         part = parts.get(merged[section].get("name")) if isinstance(merged.get(section), dict) else None
         if part is not None:
-            keys.update(_keys_of(part.config_class, f"{section}.config."))
-    return keys
+            types.update(_types_in(part.config_class, f"{section}.config."))
+    return types
 
 
-def _keys_of(struct: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, Any]]:
+def _types_in(struct: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, Any]]:
     for field in msgspec.structs.fields(struct):
         yield f"{prefix}{field.name}", field.type
         for inner in (field.type, *getattr(field.type, "__args__", ())):  # X, or the X of X | None
             if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-                yield from _keys_of(inner, f"{prefix}{field.name}.")
+                yield from _types_in(inner, f"{prefix}{field.name}.")
 
 
 def _source(key: str, layers: list[tuple[str, Tree]]) -> str:
-    """The file or word that set a dotted key last; the first file for what none of them holds."""
+    """The file or word that set a dotted key, or else the section around it, last."""
     names = key.partition("[")[0].split(".")
     for count in range(len(names), 0, -1):
-        for source, layer in reversed(layers):
-            tree: Any = layer
+        for source, tree in reversed(layers):
             for name in names[:count]:
-                tree = tree.get(name, _ABSENT) if isinstance(tree, dict) else _ABSENT
+                tree = tree[name] if isinstance(tree, dict) and name in tree else _ABSENT
             if tree is not _ABSENT:
                 return source
     return layers[0][0]
@@ -560,22 +535,16 @@ _ABSENT = object()
 
 
 def read_detector_config(settings: DetectorSettings) -> DetectorConfig:
-    """The Detectron2 YAML file (or the one of published weights), with `detector.overrides` on top.
-
-    Raises:
-        FileNotFoundError, ValueError: no such file, or keys or values that no detector can be built from.
-    """
+    """The Detectron2 YAML file (or the one of published weights), with `detector.overrides` on top."""
     published = resolve_weights(settings.config)
     path = published.config_path if isinstance(published, NamedWeights) else published
-    if not path.is_file():
+    if not path.is_file() or path.suffix != ".yaml":
         similar = similar_names(settings.config)
         hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
         raise MissingFileError(
-            f"Detector config {path} does not exist; set detector.config to a Detectron2 YAML file, or to the name of "
-            f"published weights.{hint}"
+            f"Detector config {path} is no existing .yaml file; set detector.config to a Detectron2 YAML file, or to "
+            f"the name of published weights.{hint}"
         )
-    if path.suffix != ".yaml":
-        raise UserError(f"detector.config is {path}; it must be a Detectron2 YAML file, whose name ends in .yaml.")
     if not settings.overrides:
         return DetectorConfig.from_yaml(path)
     # not `resolve`: the cache of the Hugging Face hub links to files without an ending

@@ -12,8 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from detector.errors import UserError
-
 Colour = tuple[int, int, int]
 Place = tuple[int, int, int, int]  # x1, y1, x2, y2 in pixels of the picture, x2 and y2 excluded
 
@@ -75,11 +73,6 @@ def draw_boxes(
     texts = [""] * len(boxes) if labels is None else list(labels)
     colours = [PALETTE[row % len(PALETTE)] for row in range(len(boxes))] if colours is None else list(colours)
     dashed = [False] * len(boxes) if dashed is None else list(dashed)
-    if not len(boxes) == len(texts) == len(colours) == len(dashed):
-        raise UserError(
-            f"{len(boxes)} boxes, {len(texts)} labels, {len(colours)} colours and {len(dashed)} values of dashed: "
-            "give one per box."
-        )
     content = _resized(image)
     width, height = (max(side, _MIN_SIDE) for side in content.size)
     root = math.sqrt(width * height)

@@ -63,10 +63,6 @@ class Targets(Movable):
                 joined[field.name] = torch.tensor([value is not False for value in values]) if False in values else None
             elif all(value is None for value in values):
                 joined[field.name] = None
-            elif any(value is None for value in values):
-                raise UserError(
-                    f"{cls.__name__}: some texts of a batch have {field.name} and others do not; use data of one kind."
-                )
             else:
                 joined[field.name] = field.metadata["join"](values)
         return cls(**joined)
@@ -246,7 +242,7 @@ class ImageExample:
     detected_attribute_scores: Float[np.ndarray, " R"] | None = None
     objects: DetectionObjects | None = None
     roi_masks: Float[np.ndarray, "R S S"] | None = None  # instance masks in 0..1 on the RoI maps
-    boxes_to_mask: Float[np.ndarray, "Q 4"] | None = None  # exactly these boxes are to be hidden; None: drawn at random
+    boxes_to_mask: Float[np.ndarray, "Q 4"] | None = None  # mask exactly these boxes; None: drawn at random
     features: Float[np.ndarray, "R D"] | None = None  # precomputed
     image_feature: Float[np.ndarray, " D"] | None = None  # precomputed feature of the whole image
 

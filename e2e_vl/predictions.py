@@ -68,7 +68,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ty
         text_index: number of the text in its data set; -1: it is from none.
         correct: how right the answer is, 0 to 1, see `Task.correct`; None: the truth is unknown.
         grounded: the phrases of the text; empty for a run that does not ground phrases.
-        facts: whatever else the data set states about the text, such as ids.
+        metadata: whatever else the data set has about the text, such as ids.
     """
 
     text_index: int = -1
@@ -81,22 +81,22 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ty
     correct: Score | None = None
     grounded: tuple[GroundedPhrase, ...] = ()
     masked_regions: tuple[MaskedRegion, ...] = ()
-    facts: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
 
     @classmethod
     def of(cls, record: Mapping[str, Any], **answer: Any) -> Self:
         """The prediction for a text.
 
         Args:
-            record: of the text, see `Batch.records`. What is no field of the class becomes one of the `facts`.
+            record: of the text, see `Batch.records`. What is no field of the class goes into `metadata`.
 
         Raises:
             UserError: a value is not of the declared type, such as a score that is NaN.
         """
         values = {**record, **answer}
-        facts = {name: value for name, value in values.items() if name not in cls.__struct_fields__}
-        fields = {name: value for name, value in values.items() if name in cls.__struct_fields__}
-        fields["facts"] = {**facts, **fields.get("facts", {})}
+        fields: dict[str, Any] = {"metadata": {}}
+        for name, value in values.items():
+            (fields if name in cls.__struct_fields__ else fields["metadata"])[name] = value
         try:
             return msgspec.convert(fields, cls)
         except msgspec.ValidationError as error:
@@ -142,12 +142,3 @@ def write_list(path: str | Path, entries: Iterable[Any]) -> None:
 def read_predictions(path: Path, kind: type[Prediction]) -> list[Prediction]:
     """Read a file of predictions; raises UserError if it is damaged, or holds predictions of another kind."""
     return read_json(path, list[kind | PhrasesOnly])
-
-
-def require_distinct(what: str, ids: Iterable[Any]) -> None:
-    """Raises UserError if a file for a server would have an entry twice."""
-    seen = set()
-    for one in ids:
-        if one in seen:
-            raise UserError(f"The predictions have {what} {one} twice; one each is expected.")
-        seen.add(one)

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 
 from detector.errors import MissingFileError, UserError, first_line, user_path
 from detector.io import write_text
-from e2e_vl.io import looks_like_hub_name
+from e2e_vl.io import looks_like_hub_name, read_text
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 SPELLINGS = {f"{article} {who}": who for article in ("a", "the") for who in ("man", "woman")}
@@ -43,7 +43,14 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     if path.is_dir() and not (path / "tokenizer_config.json").is_file() and (path / "vocab.txt").is_file():
         path = path / "vocab.txt"
     if path.is_file():
-        return _tokenizer_of_vocabulary(path)
+        words = read_text(path).removesuffix("\n").split("\n")  # other line breaks, as U+2028, may be wordpieces
+        vocabulary = {word: index for index, word in enumerate(words)}
+        if len(vocabulary) != len(words) or not vocabulary.keys() >= set(SPECIAL_TOKENS):
+            raise UserError(
+                f"{path}: not a vocabulary, it must have {', '.join(SPECIAL_TOKENS)} and each wordpiece once; give a "
+                "BERT-style vocab.txt, one wordpiece per line"
+            )
+        return BertTokenizer(vocab=vocabulary)
     is_folder = path.is_dir()
     if not is_folder and not looks_like_hub_name(str(name_or_path)):
         raise MissingFileError(
@@ -56,29 +63,10 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # transformers, tokenizers and the hub raise many kinds
         kind = UserError if is_folder else MissingFileError
         raise kind(f"{source}: no tokenizer could be loaded from it ({first_line(error)})") from error
-    missing = [name for name in (CLS, SEP, MASK) if getattr(tokenizer, name) is None]
-    if missing or not tokenizer.is_fast:
-        raise UserError(f"{source}: not a tokenizer like BERT's, with [CLS], [SEP] and [MASK]; choose another one")
     # a saved tokenizer may truncate or pad texts, which is done here
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
-
-
-def _tokenizer_of_vocabulary(path: Path) -> BertTokenizer:
-    try:
-        # split("\n"): other line breaks, such as U+2028, may be wordpieces
-        words = [line.rstrip("\r") for line in path.read_text(encoding="utf-8-sig").split("\n")]
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a UTF-8 text file, so not a vocabulary") from error
-    if not words[-1]:
-        words.pop()
-    vocabulary = {word: index for index, word in enumerate(words)}
-    missing = [token for token in SPECIAL_TOKENS if token not in vocabulary]
-    if missing or len(vocabulary) != len(words):
-        found = f"lacks {', '.join(missing)}" if missing else "has a wordpiece on several lines"
-        raise UserError(f"{path}: the vocabulary {found}; give a BERT-style vocab.txt, one wordpiece per line")
-    return BertTokenizer(vocab=vocabulary)
 
 
 def basic_tokenize(sentence: str) -> list[str]:
@@ -122,8 +110,6 @@ def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:
         The lines; the index is the wordpiece id.
     """
     counts = collections.Counter(word for sentence in sentences for word in basic_tokenize(sentence))
-    if not counts:
-        raise UserError(f"{path}: no vocabulary can be built, there is no word in the sentences")
     words = sorted(counts, key=lambda word: (-counts[word], word))
     characters = sorted({*"".join(counts), *string.ascii_lowercase, *string.digits})
     vocabulary = list(dict.fromkeys([*SPECIAL_TOKENS, *words, *characters, *(f"##{char}" for char in characters)]))
@@ -157,7 +143,7 @@ def unknown_words(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-# How an encoder lays texts out as wordpieces and segments, and where it keeps the summary of a text.
+# Templates: the special tokens and segments that an encoder wants, and where it keeps the summary of a text.
 
 
 Pieces = Sequence[int] | np.ndarray  # wordpiece ids, or values of wordpieces
@@ -236,7 +222,7 @@ class TextTokenizer:
         return self.encode(text, mirrored=mirrored).ids
 
     def encode(self, text: str, *, mirrored: bool = False) -> WordPieces:
-        """`pieces`, and where they stand in the text."""
+        """`pieces`, and where they are in the text."""
         encoding = self.tokenizer.backend_tokenizer.encode("" if self.is_blank else text, add_special_tokens=False)
         tokens = swap_left_right(encoding.tokens) if mirrored else encoding.tokens
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
@@ -267,13 +253,6 @@ class TextTokenizer:
     def bare(self, pieces: Pieces) -> TextEncoding:
         """Wordpieces without special tokens; truncation is up to the caller."""
         return fill_template(BARE, (pieces,), self.tokenizer)
-
-    def require_room(self, template: Template) -> None:
-        """Raises UserError unless `max_length` leaves room for the special tokens of a form."""
-        if self.max_length is not None and self.max_length < template.num_special:
-            raise UserError(
-                f"data.max_text_length is {self.max_length}, but the special tokens alone need {template.num_special}."
-            )
 
     def _truncated(self, template: Template, *texts: Pieces) -> TextEncoding:
         kept = list(map(len, texts))

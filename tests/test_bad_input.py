@@ -169,7 +169,6 @@ def test_an_unknown_split(fails, trained_run, capfd):
         ("detector.overrides.MODEL.RESNETS.DEPTH=fifty", "MODEL.RESNETS.DEPTH"),
         ("detector.config=nowhere.yaml", "nowhere.yaml"),
         ("encoder.config.hidden_sise=3", "hidden_sise"),
-        ("encoder.config.num_attention_heads=5", "num_attention_heads"),
         ("encoder.config.num_hidden_layers=abc", "encoder.config"),
         ("task.config.lose=1", "did you mean 'task.config.loss'?"),
         ("task.config.loss=hinge", "it must be one of binary, softmax"),

@@ -152,21 +152,6 @@ def test_values_of_one_shape_are_stacked():
     assert joined.number.tolist() == [0, 1, 2] and joined.number.dtype == torch.int64
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "name"),
-    [
-        (Some(box=np.zeros(4)), Some(), r"Some: .* have box"),
-        (Words(), Words(labels=np.zeros(3, dtype=np.int64)), r"Words: .* have labels"),
-        (Phrases(spans((0, 2)), [boxes(1)]), Phrases(spans((0, 2))), r"Phrases: .* have boxes"),
-        (Parts({"a": Some(number=1)}), Parts({"a": Some()}), r"Some: .* have number"),
-    ],
-)
-def test_what_only_some_texts_have_is_an_error(one, other, name):
-    for texts in ([one, other], [other, one]):
-        with pytest.raises(ValueError, match=name):
-            type(one).join(texts)
-
-
 # A value per wordpiece
 
 

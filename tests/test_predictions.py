@@ -22,7 +22,7 @@ PHRASE = GroundedPhrase("the cat", (0, 7), (1.0, 2.0, 3.0, 4.0), 0.75, True)
 def test_predictions_are_read_back(tmp_path):
     record = {"text_index": 3, "text": "Is it?", "image_size": [4, 5], "uid": "a", "grounded": [PHRASE]}
     ours = [VQAPrediction.of(record, answer="yes", score=0.5), PhrasesOnly.of(record)]
-    assert ours[0].facts == {"uid": "a"} and ours[0].image_size == (4, 5) and ours[0].correct is None
+    assert ours[0].metadata == {"uid": "a"} and ours[0].image_size == (4, 5) and ours[0].correct is None
     write_list(tmp_path / "new" / "p.json", ours)
     assert read_predictions(tmp_path / "new" / "p.json", VQAPrediction) == ours
     assert with_target(ours) == ours[:1]

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from detector.errors import UserError
-from e2e_vl.predictions import Box, Id, Prediction, Score, require_distinct, write_list
+from e2e_vl.predictions import Box, Id, Prediction, Score, write_list
 
 CONVENTIONS = ("mattnet", "vlbert", "strict", "same_annotation")
 THRESHOLD = 0.5
@@ -152,5 +152,4 @@ def write_submission(path: str | Path, predictions: Sequence[ReferringPrediction
     model found nothing. No server takes such files; the literature compares on one's own machine. (A file by `ref_id`
     alone could not tell a referred object's several expressions apart.)
     """
-    require_distinct("the expression (ref_id, sent_id)", ((one.ref_id, one.sent_id) for one in predictions))
     write_list(path, ({"ref_id": one.ref_id, "sent_id": one.sent_id, "box": one.box} for one in predictions))

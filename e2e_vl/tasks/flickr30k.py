@@ -115,7 +115,6 @@ class Flickr30KTask(Task):
         init_head([self.query, self.key], self.config.new_layers)
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> Flickr30KPreprocessor:
-        text_tokenizer.require_room(text_tokenizer.layout.single)
         return Flickr30KPreprocessor(text_tokenizer, self.config)
 
     def question(self, question: Question) -> Sample:

@@ -79,10 +79,10 @@ class GQATask(AnswerTask):
         from the boxes that it names."""
         predictions = super().predict(batch, output)
         for prediction, attended in zip(predictions, self._attended(output), strict=True):
-            named = prediction.facts.pop("named_boxes", None)
+            named = prediction.metadata.pop("named_boxes", None)
             if named is not None and attended is not None:
                 prediction.grounding = grounding(named, attended)
-            choices = prediction.facts.pop("choices", None)
+            choices = prediction.metadata.pop("choices", None)
             if choices is not None:
                 prediction.is_valid = belongs(prediction.answer, choices["valid"], prediction.types)
                 prediction.is_plausible = belongs(prediction.answer, choices["plausible"], prediction.types)

@@ -82,7 +82,6 @@ class NLVR2Task(Task):
         return cls(sizes.summary_size, config)
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> NLVR2Preprocessor:
-        text_tokenizer.require_room(text_tokenizer.layout.single)
         return NLVR2Preprocessor(text_tokenizer)
 
     def question(self, question: Question) -> Sample:

@@ -100,7 +100,6 @@ class PretrainingPreprocessor(Preprocessor):
             part.mask(draft, generator)
         if draft.second is None:
             return tokenizer.single(draft.ids)
-        tokenizer.require_room(tokenizer.layout.pair)
         first = sum(map(len, words[0]))
         return tokenizer.pair(draft.ids[:first], draft.ids[first:], self.cut_pairs)
 
@@ -201,7 +200,6 @@ class PretrainingTask(Task):
         return tuple(dict.fromkeys(needs))
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> PretrainingPreprocessor:
-        text_tokenizer.require_room(text_tokenizer.layout.single)
         parts = {name: objective.preprocessor(text_tokenizer) for name, objective in self.objectives.items()}
         choices = drawn = None
         if self.choice_preprocessor is not None:

@@ -148,7 +148,6 @@ class AnswerTask(Task):
         return (Ability.SUMMARY_OF_QUESTION, *words)
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> AnswerPreprocessor:
-        text_tokenizer.require_room(text_tokenizer.layout.question)
         return AnswerPreprocessor(text_tokenizer, self.answer_vocabulary)
 
     def question(self, question: Question) -> Sample:

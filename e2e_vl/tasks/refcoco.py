@@ -97,7 +97,6 @@ class ReferringTask(Task):
         self.head = Head(hidden_size, None, config.dropout, config.new_layers, transform=Transform(hidden_size))
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> ReferringPreprocessor:
-        text_tokenizer.require_room(text_tokenizer.layout.single)
         return ReferringPreprocessor(text_tokenizer)
 
     def question(self, question: Question) -> Sample:

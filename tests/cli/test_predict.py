@@ -371,7 +371,7 @@ def test_masked_words_get_what_the_model_says_there(pretraining_run, tmp_path, c
 
 def test_a_hidden_region_is_named_without_its_pixels(pretraining_run, tmp_path, capsys):
     record = saved(pretraining_run)[0]
-    corners = gt_corners(pretraining_run, int(record["facts"]["image_id"]))
+    corners = gt_corners(pretraining_run, int(record["metadata"]["image_id"]))
     x1, y1, x2, y2 = (int(float(value)) for value in corners[0].split(","))
     with Image.open(record["file_name"]) as image:
         pixels = np.array(image.convert("RGB"))
@@ -405,7 +405,7 @@ def test_a_hidden_region_is_named_without_its_pixels(pretraining_run, tmp_path, 
 
 def test_a_hidden_region_without_a_mask_looks_at_the_others(pretraining_run, tmp_path):
     record = saved(pretraining_run)[0]
-    corners = gt_corners(pretraining_run, int(record["facts"]["image_id"]))
+    corners = gt_corners(pretraining_run, int(record["metadata"]["image_id"]))
     more = ["--hide", *corners[:2], "--output", tmp_path]
     assert tool.main(ask(pretraining_run, record["file_name"], record["text"], *more)) == 0
     answer = told(tmp_path)

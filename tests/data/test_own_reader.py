@@ -154,7 +154,7 @@ def test_the_whole_road_from_settings_to_answers(album, tiny_config, monkeypatch
     batch = build_collate(config, model)([data[Request(0, (0,))], data[Request(1, (1, 2))]])
     with torch.no_grad():
         records = model.task.predict(batch, model(batch))
-    assert [record.facts["id"] for record in records] == ["holiday/one red", "holiday/zwei", "holiday/zwei"]
+    assert [record.metadata["id"] for record in records] == ["holiday/one red", "holiday/zwei", "holiday/zwei"]
     assert [record.text_index for record in records] == [0, 1, 2]
     if boxes == "detections":
         np.testing.assert_allclose([record.box for record in records], np.repeat(BOX, 3, axis=0), atol=1e-4)

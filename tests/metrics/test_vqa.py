@@ -86,6 +86,3 @@ def test_the_file_of_the_server(tmp_path):
     expected = [{"question_id": 7, "answer": "café"}, {"question_id": 3, "answer": "2"}]
     assert json.loads(path.read_text(encoding="utf-8")) == expected
     assert len(path.read_text(encoding="utf-8").splitlines()) == 4  # an entry a line, and the brackets
-    with pytest.raises(ValueError, match="question 7 twice"):
-        write_submission(tmp_path / "double.json", [prediction(7, "a", None)] * 2)
-    assert not (tmp_path / "double.json").exists()

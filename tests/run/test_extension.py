@@ -108,7 +108,7 @@ def test_a_data_set_and_a_task_about_two_images(settings, tmp_path, capsys):
     words = "data.name=pairs", "task.name=statements", "encoder.config.max_images=2", "train.lr=0.02"
     run = live(settings(*words, "eval.boxes=[gt,online]", task={"name": "statements", "config": {"dropout": 0.0}}))
     records = saved(run)
-    assert len(records) == 8 and all(len(set(record["facts"]["image_ids"])) == 2 for record in records)
+    assert len(records) == 8 and all(len(set(record["metadata"]["image_ids"])) == 2 for record in records)
 
     config, model, tokenizer = load_model(run)
     data = build_examples(config, model, tokenizer, "val", boxes="gt")
@@ -141,4 +141,4 @@ def test_an_objective(settings, tmp_path):
     assert 0 <= json.loads((run / "metrics.json").read_text())["val/region_features_gt_boxes"] <= 1
     assert {name.split(".")[0] for name in load_model(run)[1].task.state_dict()} == {"region_features"}
     record = asked(run, tmp_path / "answer", first_image(run), "a circle", "--hide", "5,6,40,50")
-    assert len(record["facts"]["feature_norms"]) == 1
+    assert len(record["metadata"]["feature_norms"]) == 1

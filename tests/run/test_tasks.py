@@ -229,6 +229,6 @@ def test_captions_and_questions_in_one_run(settings, tmp_path):
     metrics = train(config)
     assert "val/image_qa_gt_boxes" in metrics and "val/relationship_gt_boxes" in metrics
     records = predictions(tmp_path / "run" / "predictions_val_gt.json")
-    assert {"question_id" in record["facts"] for record in records} == {True, False}
+    assert {"question_id" in record["metadata"] for record in records} == {True, False}
     losses = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] == "train"]
     assert all(0 < line["masked_words"] < 100 for line in losses)

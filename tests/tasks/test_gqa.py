@@ -110,7 +110,7 @@ def test_choices_become_whether_the_answer_is_among_them():
     batch = make_batch("red", choices={"valid": ["red", "yes"], "plausible": ["red"]})
     [record] = predict(task, batch, torch.tensor([[3.0, 0, 0, 0, 1]]))
     assert (record.answer, record.right_answer, record.is_valid, record.is_plausible) == ("yes", "red", True, False)
-    assert "choices" not in record.facts
+    assert "choices" not in record.metadata
     assert task.correct(record) == 0 and task.correct(GQAPrediction(answer="yes", score=1)) is None
     assert [answer for answer, _ in task.ranked(record)][:2] == ["yes", "red"]
     described = task.describe(record)
@@ -138,7 +138,7 @@ def test_attention_on_named_boxes_becomes_the_grounding_score(grounding):
     encoded = EncoderOutput(states, states, attentions=(attention,))
     output = ModelOutput(TaskOutput({}, torch.zeros(1, 5)), None, regions_in_halves(), encoded, batch)
     [record] = task.predict(batch, output)
-    assert "named_boxes" not in record.facts
+    assert "named_boxes" not in record.metadata
     if grounding:
         assert record.grounding == pytest.approx(0.6 * 1.5 + 0.2 * 0.5)
         assert task.metrics([record])["grounding"] == pytest.approx(record.grounding)

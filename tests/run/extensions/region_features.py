@@ -58,4 +58,4 @@ class RegionFeatures(Objective):
         return {"feature_norms": logits.norm(dim=1).tolist()}
 
     def lines(self, prediction: PretrainingPrediction) -> list[str]:
-        return [f"length of the hidden feature: {value:.3f}" for value in prediction.facts["feature_norms"]]
+        return [f"length of the hidden feature: {value:.3f}" for value in prediction.metadata["feature_norms"]]
