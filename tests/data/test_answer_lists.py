@@ -7,7 +7,7 @@ import json
 import pytest
 
 from e2e_vl.data.answer_lists import read_answers, write_answers
-from tests.data.roads import refused
+from tests.data.helpers import refused
 
 
 def test_answers_of_every_format(tmp_path):

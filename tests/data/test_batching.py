@@ -32,7 +32,7 @@ from e2e_vl.examples import (
 from e2e_vl.structures import RegionLabels
 from e2e_vl.tasks.refcoco import ReferringPreprocessor
 from e2e_vl.text import TextEncoding, TextTokenizer
-from tests.data.roads import examples
+from tests.data.helpers import examples
 from tests.data.tiny_readers import refcoco
 
 GROUPS = [[0, 1, 2, 3, 4], [5], [6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17], [18, 19, 20]]

@@ -13,7 +13,7 @@ from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.coco import CocoDetectionDataset, CocoInstances
 from e2e_vl.samples import Categories
-from tests.data.roads import open_dataset, refused
+from tests.data.helpers import open_dataset, refused
 
 NO_OBJECTS = {"id": 11, "file_name": "eleven.png", "width": 30, "height": 20}
 

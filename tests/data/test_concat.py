@@ -17,7 +17,7 @@ from e2e_vl.data.concat import JoinedDataset
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.overlap import PhotoIds, number_of_photos
 from e2e_vl.samples import HumanAnswers, PhraseBoxes, SampleText
-from tests.data.roads import examples, open_dataset, refused
+from tests.data.helpers import examples, open_dataset, refused
 from tests.data.tiny_refcoco import TinyRefCOCO
 from tests.data.tiny_vqa import write_vqa
 

@@ -21,7 +21,7 @@ from e2e_vl.data.tables import TextGroups
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, TextExample
 from e2e_vl.samples import Sample, SampleText
 from e2e_vl.text import TextTokenizer
-from tests.data.roads import DOUBLE, SAME, examples, words_of
+from tests.data.helpers import DOUBLE, SAME, examples, words_of
 from tests.data.tiny_readers import READERS, captions
 from tests.data.tiny_refcoco import GT_7
 

@@ -12,7 +12,7 @@ from PIL import Image
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.flickr30k import Flickr30KDataset, parse_sentence, read_annotation, read_image_ids, read_sentences
-from tests.data.roads import open_dataset, refused
+from tests.data.helpers import open_dataset, refused
 
 CAPTIONS = (
     "[/EN#1/people A man] in [/EN#2/clothing/other a red shirt] near [/EN#3/scene the street] .",

@@ -20,7 +20,7 @@ from e2e_vl.data.gqa import (
     reasoning_steps,
 )
 from e2e_vl.samples import CorrectAnswer
-from tests.data.roads import open_dataset, refused
+from tests.data.helpers import open_dataset, refused
 from tests.data.tiny_gqa import CHOICES, put, question, write_gqa
 
 BOX = {"name": "cup", "x": 1, "y": 2, "w": 3, "h": 4}

@@ -28,7 +28,7 @@ from e2e_vl.data.image_loader import (
 )
 from e2e_vl.examples import ImageExample, ImageTransform
 from e2e_vl.samples import AnnotatedObjects, BrokenImageError, CandidateBoxes, ImageBytes, SampleImage
-from tests.data.roads import DOUBLE, SAME, make_loader
+from tests.data.helpers import DOUBLE, SAME, make_loader
 from tests.data.tiny_refcoco import DETECTIONS_7, GT_7, detection
 
 ALL = SelectionRule(min_score=0.0, min_regions=0, max_regions=100)

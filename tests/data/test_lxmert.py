@@ -13,7 +13,7 @@ from e2e_vl.data.base import open_options
 from e2e_vl.data.features import RegionFeatures, save_npz, write_tsv
 from e2e_vl.data.lxmert import ImageSentenceDataset, ListedPairDataset, LXMERTDataset, ScoredQuestionDataset
 from e2e_vl.samples import CorrectChoice, ScoredAnswers
-from tests.data.roads import open_dataset, refused
+from tests.data.helpers import open_dataset, refused
 
 SPLITS = {"train": ("a", "b"), "val": ("c",), "test": ("a",)}
 KINDS = {

@@ -13,7 +13,7 @@ from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.nlvr2 import NLVR2Dataset, read_examples
 from e2e_vl.samples import CorrectChoice
-from tests.data.roads import open_dataset, refused
+from tests.data.helpers import open_dataset, refused
 
 
 def line(identifier: str, label: str | None = "True", **more: Any) -> dict[str, Any]:

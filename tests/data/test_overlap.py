@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.data.overlap import PhotoId, PhotoIds, aliases_of_id, number_of_photos, read_visual_genome
-from tests.data.roads import refused
+from tests.data.helpers import refused
 
 
 def test_names_of_coco_tell_whose_photo_it_is():

@@ -22,7 +22,7 @@ from e2e_vl.data.image_loader import open_boxes
 from e2e_vl.parts import DATASETS, Part
 from e2e_vl.run.build import build_collate, build_examples, build_model, build_tokenizer
 from e2e_vl.samples import AnnotatedObjects, Sample, SampleImage, SampleText
-from tests.data.roads import DOUBLE, SAME, examples
+from tests.data.helpers import DOUBLE, SAME, examples
 from tests.data.tiny_readers import READERS
 from tests.data.tiny_refcoco import GT_7
 

@@ -11,7 +11,7 @@ import pytest
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import VLDataset
 from e2e_vl.samples import BrokenImageError
-from tests.data.roads import examples
+from tests.data.helpers import examples
 from tests.data.tiny_readers import READERS
 
 BOXES = {7: [[10, 20, 30, 40], [60, 10, 90, 40], [0, 0, 100, 60]], 3: [[5.5, 10, 25.75, 70]]}

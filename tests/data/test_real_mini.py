@@ -28,7 +28,7 @@ from e2e_vl.tasks.config import VQAConfig
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
-from tests.data.roads import examples, open_dataset
+from tests.data.helpers import examples, open_dataset
 from tests.tasks.objectives.worded import make_preprocessor
 
 DEFAULT = Path(__file__).resolve().parents[2].parent / "shared" / "real_mini"

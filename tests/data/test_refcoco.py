@@ -13,7 +13,7 @@ from e2e_vl.data.base import open_options
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.refcoco import Expression, RefCOCODataset, read_expressions, read_refs, split_contains
 from e2e_vl.samples import ReferredBox
-from tests.data.roads import examples, open_dataset, refused
+from tests.data.helpers import examples, open_dataset, refused
 
 
 def make(tiny, split="train", **named) -> RefCOCODataset:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.data.user_inputs import list_images, read_boxes, read_given_boxes, require_inside
-from tests.data.roads import refused
+from tests.data.helpers import refused
 
 
 def touch(folder: Path, *names: str) -> None:

@@ -17,7 +17,7 @@ from e2e_vl.data.vcr import (
     relevant_objects,
 )
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage
-from tests.data.roads import examples, refused
+from tests.data.helpers import examples, refused
 from tests.data.tiny_vcr import BOXES, OBJECTS, TinyVCR
 
 

@@ -14,7 +14,7 @@ from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.visual_genome import VisualGenomeDataset, read_region_graphs
 from e2e_vl.samples import CorrectAnswer
-from tests.data.roads import open_dataset, refused
+from tests.data.helpers import open_dataset, refused
 
 IMAGES = [
     {"image_id": 1, "width": 30, "height": 20, "url": "https://host/VG_100K_2/1.jpg", "coco_id": None},

@@ -11,7 +11,7 @@ from e2e_vl.data.coco import CocoDetectionDataset
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.data.vqa import VQADataset
-from tests.data.roads import open_dataset
+from tests.data.helpers import open_dataset
 from tests.data.tiny_refcoco import TinyRefCOCO
 from tests.data.tiny_vqa import write_vqa
 

@@ -13,7 +13,7 @@ from e2e_vl.data.config import CLASS_NAMES
 from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.tasks.config import NEUTRAL_NAMES
 from e2e_vl.text import build_vocabulary, load_tokenizer
-from tests.data.roads import open_dataset
+from tests.data.helpers import open_dataset
 
 OBJECTS = ["person", "person", "chair", "person"]
 BOXES = [[0, 0, 20, 59, 0.9], [30, 0, 50, 59, 0.8], [60, 30, 95, 59, 0.7], [52.5, 10, 58, 20, 0.5]]

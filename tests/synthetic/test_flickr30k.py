@@ -13,7 +13,7 @@ from e2e_vl.config import DataSettings
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.synthetic.flickr30k import conllu_lines, parse_of
 from e2e_vl.synthetic.language import Description, ReferringExpression, to_words, two_phrases
-from tests.data.roads import open_dataset
+from tests.data.helpers import open_dataset
 from tests.synthetic.meaning import NUMBERS, SPLITS, described, words_of
 
 PHRASE = re.compile(r"\[/EN#(\d+)/(\w+) ([^\]]*)\]")

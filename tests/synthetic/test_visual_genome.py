@@ -9,7 +9,7 @@ from PIL import Image
 
 from e2e_vl.config import DataSettings
 from e2e_vl.data.visual_genome import VisualGenomeDataset
-from tests.data.roads import open_dataset
+from tests.data.helpers import open_dataset
 
 FILES = {
     "images": "visual_genome",
