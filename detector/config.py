@@ -531,7 +531,7 @@ class DetectorConfig(Struct, frozen=True):
         for key, (group, found) in KEYS.items():
             value = getattr(getattr(self, group) if group else self, found.name)
             if value != found.default if key in OUR_KEYS else group not in unused:
-                flat[key] = msgspec.to_builtins(value)
+                flat[key] = msgspec.json.decode(msgspec.json.encode(value))  # tuples become lists
         return flat
 
     def to_yaml(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,17 @@ WITHOUT_ATTRIBUTES = copy.deepcopy(TREE)
 del WITHOUT_ATTRIBUTES["MODEL"]["ROI_BOX_HEAD"]["ATTRIBUTES"]
 RPN = "proposal_generator.rpn_head"
 PREDICTOR = "roi_heads.box_predictor"
+CAFFE2_LAYERS = {
+    f"{RPN}.conv": "conv_rpn",
+    f"{RPN}.objectness_logits": "rpn_cls_logits",
+    f"{RPN}.anchor_deltas": "rpn_bbox_pred",
+    f"{PREDICTOR}.cls_score": "cls_score",
+    f"{PREDICTOR}.bbox_pred": "bbox_pred",
+    "backbone.stem.conv1": "conv1",
+    "roi_heads.box_head.conv1": "head_conv1",
+    "roi_heads.box_head.fc1": "fc6",
+    "roi_heads.box_head.fc2": "fc7",
+}
 NEW_NORMS = {"weight": "gamma", "bias": "beta", "running_mean": "running_mean", "running_var": "running_var"}
 OLD_NORMS = {"weight": "s", "bias": "b", "running_mean": "rm", "running_var": "riv"}
 
@@ -114,25 +126,26 @@ def torchvision_name(name: str) -> str:
 
 
 def caffe2_name(name: str, norms: dict[str, str]) -> str:
-    """Inverse of the model zoo's names; `norms` spells the norm's parameters."""
-    layers = {
-        f"{RPN}.conv": "conv_rpn",
-        f"{RPN}.objectness_logits": "rpn_cls_logits",
-        f"{RPN}.anchor_deltas": "rpn_bbox_pred",
-        f"{PREDICTOR}.cls_score": "cls_score",
-        f"{PREDICTOR}.bbox_pred": "bbox_pred",
-        "backbone.stem.conv1": "conv1",
-    }
+    """The name in Detectron's and the model zoo's Caffe2 files; `norms` spells the parameters of batch norms."""
+    is_fpn = name.startswith("backbone.bottom_up.")
+    name = name.replace("backbone.bottom_up.", "backbone.")
     layer, _, parameter = name.rpartition(".")
     conv = layer.removesuffix(".norm")
-    if conv in layers:
-        blob = layers[conv]
+    if conv in CAFFE2_LAYERS:
+        blob = CAFFE2_LAYERS[conv]
+    elif match := re.fullmatch(r"backbone\.fpn_(lateral|output)(\d)", conv):
+        stage = int(match[2])
+        blob = f"res{stage}_{(3, 4, 6, 3)[stage - 2] - 1}_sum"  # the stage's last block
+        inner = f"fpn_inner_{blob}{'' if stage == 5 else '_lateral'}"
+        blob = inner if match[1] == "lateral" else f"fpn_{blob}"
     else:
         stage, block, branch = without_prefix(conv).split(".")
         blob = f"{stage}_{block}_branch" + {"shortcut": "1", "conv1": "2a", "conv2": "2b", "conv3": "2c"}[branch]
-    if layer != conv:
-        return f"{'res_conv1' if blob == 'conv1' else blob}_bn_{norms[parameter]}"
-    return f"{blob}_{parameter[0]}"
+    if layer == conv:
+        return f"{blob}_{parameter[0]}"
+    if "branch" not in blob and blob != "conv1":
+        return f"{blob}_gn_{'s' if parameter == 'weight' else 'b'}"
+    return f"{'res_conv1' if blob == 'conv1' and not is_fpn else blob}_bn_{norms[parameter]}"
 
 
 def caffe2_blobs(model: FasterRCNN, norms: dict[str, str]) -> dict[str, np.ndarray]:
@@ -144,7 +157,10 @@ def caffe2_blobs(model: FasterRCNN, norms: dict[str, str]) -> dict[str, np.ndarr
             value = torch.cat((value[-1:], value[:-1]))
         elif "bbox_pred" in name:
             value = torch.cat((torch.full_like(value[:4], 99.0), value))
-        blobs[caffe2_name(name, norms)] = value
+        name = caffe2_name(name, norms)
+        if model.config.is_fpn:  # its RPN is named after the finest level
+            name = re.sub(r"^(conv_rpn|rpn_\w+)_([wb])$", r"\1_fpn2_\2", name)
+        blobs[name] = value
     return arrays(blobs)
 
 
