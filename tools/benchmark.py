@@ -48,7 +48,6 @@ from tqdm.auto import tqdm
 
 from detector.checkpoint import load_weights
 from detector.config import DetectorConfig
-from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN, pad_to_multiple
 from detector.structures import DetectionTargets, ImageBatch, Loss, Regions
 from detector.weight_names import from_torchvision_detector
@@ -149,8 +148,6 @@ def measure_train(arguments: argparse.Namespace, device: torch.device) -> dict[s
     """Grouped against ungrouped steps, or with `--sweep` single steps; no file of the run is written."""
     config = resolve(load_config(arguments.config, arguments.overrides))
     number, texts = config.train.images_per_batch // config.train.accumulate, config.data.texts_per_image
-    if not isinstance(texts, int) or texts < 2:
-        raise UserError(f"data.texts_per_image is {texts}; set a number of at least 2.")
     with tempfile.TemporaryDirectory() as folder:
         words = [*arguments.overrides, "data.flip=0", "data.workers=0", f"output={folder}/run"]
         words.append(f"data.resize.short_edge=[{config.data.resize.short_edge[-1]}]")  # all batches see the same pixels
@@ -166,8 +163,6 @@ def measure_train(arguments: argparse.Namespace, device: torch.device) -> dict[s
         if config.train.channels_last:
             model.detector.to(memory_format=torch.channels_last)
         rich = [group[:texts] if len(group) >= texts else [] for group in run.train_data.groups]
-        if sum(map(bool, rich)) < number:
-            raise UserError(f"Fewer than {number} images have {texts} texts; lower data.texts_per_image.")
         requests = next(iter(GroupedBatchSampler(rich, number, texts, shuffle=False)))
         parts = [[Request(one.group, one.texts[row : row + 1]) for one in requests] for row in range(texts)]
         batches = [

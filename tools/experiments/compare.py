@@ -29,12 +29,12 @@ from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, wri
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run that all variants change")
-    parser.add_argument("--variants", type=Path, metavar="FILE", help="YAML file: name -> list of key=value words")
-    parser.add_argument(
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--variants", type=Path, metavar="FILE", help="YAML file: name -> list of key=value words")
+    given.add_argument(
         "--variant",
         nargs="+",
         action="append",
-        default=[],
         metavar=("NAME", "key=value"),
         help="a name and the settings it changes; can be given several times",
     )
@@ -43,7 +43,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     add_common_options(parser)
     arguments = parser.parse_args(argv)
-    variants = read_variants(arguments.variants, arguments.variant)
+    if arguments.variants is not None:
+        variants = read_yaml(arguments.variants)
+    else:
+        variants = {name: overrides for name, *overrides in arguments.variant}
+    for name in variants:
+        if "=" in name:
+            raise UserError(f"--variant needs a name before its settings; found '{name}'.")
     jobs = make_jobs(arguments.config, arguments.output, variants, arguments.set, arguments.seeds)
     every = [job for own in jobs.values() for job in own]
     run_jobs(every, launch=arguments.launch, parallel=arguments.jobs)
@@ -51,21 +57,6 @@ def main(argv: list[str] | None = None) -> int:
     comparison |= compare(jobs, variants, arguments.metrics)
     write_table(arguments.output / "comparison", comparison, [*as_markdown(comparison), made_by(__file__, argv)])
     return 0
-
-
-def read_variants(path: Path | None, words: list[list[str]]) -> dict[str, list[str]]:
-    """Name -> overrides, of the file and then of the command line."""
-    variants = {}
-    for name, *overrides in [*((read_yaml(path) or {}).items() if path else ()), *words]:
-        overrides = overrides[0] if overrides and isinstance(overrides[0], list) else overrides
-        if "=" in str(name) or not re.fullmatch(r"\w[\w. -]*", str(name)):
-            raise UserError(f"'{name}' cannot name a variant and its folder; use words of letters and digits.")
-        if name in variants:
-            raise UserError(f"Variant '{name}' is given twice.")
-        variants[str(name)] = overrides
-    if not variants:
-        raise UserError("There is nothing to compare; give --variants FILE or --variant NAME key=value ...")
-    return variants
 
 
 def make_jobs(
@@ -98,10 +89,6 @@ def compare(
     metrics = metrics or [key for key in first if re.fullmatch(r"[^/]*/accuracy[^/]*", key)]
     rows = {}
     for name, found in results.items():
-        unknown = [key for key in metrics if key not in found[0]]
-        if unknown:
-            known = ", ".join(key for key, value in found[0].items() if isinstance(value, int | float))
-            raise UserError(f"Variant '{name}' has no metric '{unknown[0]}'; it has {known}.")
         rows[name] = {
             "overrides": variants[name],
             "runs": [str(job.run) for job in jobs[name]],
@@ -128,11 +115,11 @@ def as_markdown(comparison: dict[str, Any]) -> list[str]:
 
 
 def _shown(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
         return "–"
-    spread = f" ({min(known):.3f} to {max(known):.3f})" if len(known) > 1 else ""
-    return f"{statistics.mean(known):.3f}{spread}"
+    spread = f" ({min(numbers):.3f} to {max(numbers):.3f})" if len(numbers) > 1 else ""
+    return f"{statistics.mean(numbers):.3f}{spread}"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import concurrent.futures
 import dataclasses
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,19 +26,12 @@ TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A run of tools/train.py.
+    """A run of tools/train.py."""
 
-    Attributes:
-        config: YAML file.
-        words: `key=value` settings that beat the file, without `output`.
-        run: run directory; unique among the jobs.
-        after: run directories of the jobs that must be finished before this one starts.
-    """
-
-    config: Path
-    words: tuple[str, ...]
-    run: Path
-    after: tuple[Path, ...] = ()
+    config: Path  # YAML file
+    words: tuple[str, ...]  # `key=value` settings that beat the file, without `output`
+    run: Path  # run directory; unique among the jobs
+    after: tuple[Path, ...] = ()  # run directories of the jobs that must be finished before this one starts
 
     @property
     def settings(self) -> list[str]:
@@ -60,11 +54,7 @@ class Job:
         return [*shlex.split(launch), str(TRAIN), "--config", str(self.config), *resume, *self.settings]
 
     def check(self) -> None:
-        """Check that a run directory that exists holds a run of this job.
-
-        Raises:
-            ValueError: it does not, or the settings do not load.
-        """
+        """Check that the settings load, and that a run directory that exists holds a run with them."""
         wanted = load_config(self.config, self.settings)
         saved = self.run / "config.yaml"
         changed = differences(load_config(saved), resolve(wanted)) if saved.is_file() else []
@@ -83,10 +73,6 @@ def run_jobs(jobs: Sequence[Job], *, launch: str, parallel: int = 1, keep_going:
         launch: see `Job.command`.
         parallel: runs at a time; on the CPU they share the cores evenly.
         keep_going: after a failure the runs that do not need the failed one are run all the same.
-
-    Raises:
-        ValueError: a folder holds a run with other settings, or a run failed; the message names the run, or its log,
-            and counts the failed runs.
     """
     for job in jobs:
         job.check()
@@ -151,6 +137,16 @@ def made_by(tool: str, argv: Sequence[str] | None) -> str:
     """The sentence with the command, to be repeated from the root of the repository."""
     command = shlex.join(["python", f"tools/experiments/{Path(tool).name}", *(sys.argv[1:] if argv is None else argv)])
     return f"Made by `{command}`."
+
+
+def mean_and_spread(values: Sequence[float]) -> dict[str, float | None]:
+    """The mean and, of several values, the standard deviation."""
+    return {"mean": statistics.mean(values), "spread": statistics.stdev(values) if len(values) > 1 else None}
+
+
+def shown(entry: Mapping[str, Any], form: str, scale: float = 1) -> str:
+    """A cell with the mean and, where there is one, the spread of `mean_and_spread`."""
+    return " ± ".join(form.format(scale * entry[key]) for key in ("mean", "spread") if entry[key] is not None)
 
 
 def markdown_table(columns: Sequence[str], rows: Mapping[str, Iterable[str]]) -> list[str]:

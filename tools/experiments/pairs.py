@@ -1,26 +1,26 @@
 """Every encoder on every task, from scratch on drawn data: accuracy, chance, blind controls, and the frozen detector.
 
     python tools/experiments/pairs.py --output runs/pairs
-    python tools/experiments/pairs.py --output runs/pairs --pairs lxmert:vqa visual_bert:nlvr2 --only joint image_blind
-    python tools/experiments/pairs.py --output runs/pairs --tasks refcoco --steps 300 refcoco:500 --dry-run
+    python tools/experiments/pairs.py --output runs/pairs --encoders lxmert --tasks vqa nlvr2 --only joint image_blind
+    python tools/experiments/pairs.py --output runs/pairs --tasks refcoco --set train.max_steps=300 --dry-run
 
 A cell is one run of tools/train.py in a process of its own, in OUTPUT/<task>_<encoder>_<variant>_<seed>: the config of
 the task in configs/pairs with the encoder of configs/pairs/encoders.yaml. All start from one detector, which is trained
 first, on objects and attributes (configs/pairs/detector.yaml, OUTPUT/detector); encoders start at random. Variants:
 
-    joint        detector and encoder trained together by the task; several seeds for the tasks of --seeded
+    joint        detector and encoder trained together by the task; RefCOCO+, VQA and NLVR2 with several seeds
     frozen       the detector stays as it is
     image_blind  data.blank_image=true: every pixel is the mean colour; boxes that would tell the answer are left out
     text_blind   data.blank_text=true: every text is empty
 
-Chance is computed from the data, see `chance_of`. Writes OUTPUT/pairs.json and pairs.md with what is
-finished, also after a failure. A finished cell is not run again and an interrupted one goes on, so the same command can
-be given until all are done; --table only writes the table.
+Chance is computed from the data, see `chance_of`. Writes OUTPUT/pairs.json and pairs.md with what is finished, also
+after a failure. A finished cell is not run again and an interrupted one goes on, so the same command can be given until
+all are done.
 """
 
 from __future__ import annotations
 
-import statistics
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +31,6 @@ import numpy as np
 import torch
 
 from detector.boxes import pairwise_iou
-from detector.errors import UserError
 from detector.io import read_yaml
 from e2e_vl import parts
 from e2e_vl.cli.common import make_parser, says_errors
@@ -50,7 +49,7 @@ from e2e_vl.samples import (
     SampleText,
 )
 from e2e_vl.text import basic_tokenize
-from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, write_table
+from jobs import Job, add_common_options, made_by, markdown_table, mean_and_spread, run_jobs, shown, write_table
 
 RIGHT_IOU = 0.5
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,82 +95,36 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--encoders", nargs="+", choices=tuple(encoders), default=list(encoders), help="default: all")
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS), help="default: all")
-    parser.add_argument("--pairs", nargs="+", metavar="ENCODER:TASK", help="these pairs, in place of all of the above")
     parser.add_argument("--only", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS), help="variants")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of seeded tasks (default: 0 1 2)")
-    parser.add_argument(
-        "--seeded", nargs="*", choices=tuple(TASKS), default=list(SEEDED), help=f"default: {' '.join(SEEDED)}"
-    )
-    parser.add_argument(
-        "--steps", nargs="+", default=[], metavar="[TASK:]N", help="training steps of all tasks, or of one"
-    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2; the first is of all")
     parser.add_argument(
         "--configs", type=Path, default=CONFIGS, metavar="DIR", help="the tasks' configs (default: configs/pairs)"
     )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--dry-run", action="store_true", help="only show the commands of unfinished cells")
-    parser.add_argument("--table", action="store_true", help="only write the table of finished cells")
     add_common_options(parser)
     arguments = parser.parse_args(argv)
-    pairs = read_pairs(arguments.pairs, encoders) or [(e, t) for t in arguments.tasks for e in arguments.encoders]
-    cells = plan(pairs, arguments.only, arguments.seeds, arguments.seeded)
-    steps = read_steps(arguments.steps)
-    jobs, configs = make_jobs(cells, encoders, arguments.output, arguments.configs, steps, arguments.set)
+    cells = plan(arguments.encoders, arguments.tasks, arguments.only, arguments.seeds)
+    jobs, configs = make_jobs(cells, encoders, arguments.output, arguments.configs, arguments.set)
     if arguments.dry_run:
         unfinished = [job for job in jobs.values() if job.metrics is None]
         print("\n".join(" ".join(job.command(arguments.launch)) for job in unfinished))
         return 0
-    failure = None
-    if not arguments.table:
-        try:
-            run_jobs(list(jobs.values()), launch=arguments.launch, parallel=arguments.jobs, keep_going=True)
-        except ValueError as error:  # the other cells belong into the table all the same
-            failure = error
-    table = collect(cells, jobs, configs)
-    lines = as_markdown(table)
-    write_table(arguments.output / "pairs", table, [*lines, "", made_by(__file__, argv)])
-    if failure is not None:
-        raise failure
+    try:
+        run_jobs(list(jobs.values()), launch=arguments.launch, parallel=arguments.jobs, keep_going=True)
+    finally:  # after a failure the other cells belong into the table all the same
+        table = collect(cells, jobs, configs)
+        write_table(arguments.output / "pairs", table, [*as_markdown(table), "", made_by(__file__, argv)])
     return 0
 
 
-def read_pairs(words: Sequence[str] | None, encoders: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(encoder, task) of `encoder:task` words. Raises ValueError for other words."""
-    pairs = []
-    for word in words or ():
-        encoder, _, task = word.partition(":")
-        if encoder not in encoders or task not in TASKS:
-            raise UserError(
-                f"--pairs has '{word}'; write ENCODER:TASK with {', '.join(encoders)} and {', '.join(TASKS)}."
-            )
-        pairs.append((encoder, task))
-    return list(dict.fromkeys(pairs))
-
-
-def read_steps(words: Sequence[str]) -> dict[str, int]:
-    """Task -> training steps, of `N` and `TASK:N` words. Raises ValueError for other words."""
-    common, own = {}, {}
-    for word in words:
-        task, _, number = word.rpartition(":")
-        if (task and task not in TASKS) or not number.isdigit() or int(number) < 1:
-            raise UserError(f"--steps has '{word}'; write a number of steps, or TASK:NUMBER.")
-        if task:
-            own[task] = int(number)
-        else:
-            common = dict.fromkeys(TASKS, int(number))
-    return common | own
-
-
-def plan(
-    pairs: Sequence[tuple[str, str]], variants: Sequence[str], seeds: Sequence[int], seeded: Sequence[str]
-) -> list[Cell]:
-    """The cells, pair after pair. All seeds are for the joint runs of the tasks of `seeded`; others have the first."""
+def plan(encoders: Sequence[str], tasks: Sequence[str], variants: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
+    """The cells, task after task. All seeds are for the joint runs of `SEEDED`; others have the first one."""
     return [
         Cell(task, encoder, variant, seed)
-        for encoder, task in pairs
-        for variant in variants
+        for task, encoder, variant in itertools.product(tasks, encoders, variants)
         if (task, variant) not in NO_CELL
-        for seed in (seeds if variant == "joint" and task in seeded else seeds[:1])
+        for seed in (seeds if variant == "joint" and task in SEEDED else seeds[:1])
     ]
 
 
@@ -180,7 +133,6 @@ def make_jobs(
     encoders: Mapping[str, Any],
     output: Path,
     folder: Path,
-    steps: Mapping[str, int],
     settings: Sequence[str],
 ) -> tuple[dict[str, Job], dict[tuple[str, str], RunConfig]]:
     """All runs by name, the detector first if one starts from it, and the settings of each pair.
@@ -197,8 +149,6 @@ def make_jobs(
         if pair not in configs:
             own = encoders[cell.encoder]
             words = [*own.get("words", ()), *own.get("task_words", {}).get(cell.task, ()), *settings]
-            if cell.task in steps:
-                words.append(f"train.max_steps={steps[cell.task]}")
             configs[pair] = with_encoder(load_config(folder / f"{cell.task}.yaml", words), cell.encoder, own, cell.task)
             save_config(configs[pair], written / f"{name}.yaml")
         words, after = [f"seed={cell.seed}", *VARIANTS[cell.variant][1]], ()
@@ -239,38 +189,26 @@ def collect(
         split = config.data.eval_splits[0]
         if cell.task not in table:
             table[cell.task] = {"split": split, "chance": chance_of(config, split), "encoders": {}}
-        name = str(MetricName(split, TASKS[cell.task][1], BoxSource.GT))
-        if name not in metrics:
-            raise UserError(f"{jobs[cell.name].run} has no metric '{name}'; remove the folder and train it again.")
-        entry = (
-            table[cell.task]["encoders"]
-            .setdefault(cell.encoder, {})
-            .setdefault(cell.variant, {"seeds": [], "values": [], "minutes": []})
-        )
+        variants = table[cell.task]["encoders"].setdefault(cell.encoder, {})
+        entry = variants.setdefault(cell.variant, {"seeds": [], "values": [], "minutes": []})
         entry["seeds"].append(cell.seed)
-        entry["values"].append(metrics[name])
+        entry["values"].append(metrics[str(MetricName(split, TASKS[cell.task][1], BoxSource.GT))])
         entry["minutes"].append(metrics["seconds_training"] / 60)
-        entry["steps"] = metrics["steps"]
-    for task in table.values():
-        for variants in task["encoders"].values():
-            for entry in variants.values():
-                values = entry["values"]
-                entry["mean"] = statistics.mean(values)
-                entry["spread"] = statistics.stdev(values) if len(values) > 1 else None
+        entry |= {"steps": metrics["steps"], **mean_and_spread(entry["values"])}
     return table
 
 
 def as_markdown(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The lines of the table; a row for each pair."""
     rows = {}
-    for task, facts in table.items():
-        for encoder, variants in facts["encoders"].items():
-            cells = [_shown(variants.get(variant)) for variant in VARIANTS]
+    for task, own in table.items():
+        for encoder, variants in own["encoders"].items():
+            cells = [shown(variants[one], "{:.3f}") if one in variants else "–" for one in VARIANTS]
             minutes = sum(sum(entry["minutes"]) for entry in variants.values())
             steps = max(entry["steps"] for entry in variants.values())
             rows[f"{TASKS[task][0]}, {encoder}"] = [
                 *cells[:1],
-                f"{facts['chance']:.3f}",
+                f"{own['chance']:.3f}",
                 *cells[1:],
                 str(steps),
                 f"{minutes:.0f}",
@@ -284,12 +222,6 @@ def as_markdown(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [*markdown_table(columns, rows), "", note] if rows else ["No cell is finished yet."]
 
 
-def _shown(entry: Mapping[str, Any] | None) -> str:
-    if entry is None:
-        return "–"
-    return f"{entry['mean']:.3f}" + ("" if entry["spread"] is None else f" ± {entry['spread']:.3f}")
-
-
 # How often a guess is right that looks neither at the image nor at the text
 
 
@@ -299,9 +231,6 @@ def chance_of(config: RunConfig, split: str) -> float:
     Boxes: any candidate, each as likely. Answers and labels: the one that is most frequent in the training split.
     Choices among texts: any, each as likely. Captions, for masked words: the most frequent word of the training split.
     The data are drawn first if the settings ask for it.
-
-    Raises:
-        ValueError: the split has no truth that a guess could be compared with.
     """
     make_synthetic_data(config)
     dataset = open_split(config, split, BoxSource.GT, training=False)
@@ -361,8 +290,6 @@ def _most_frequent_word(config: RunConfig, dataset: VLDataset) -> float:
     seen, asked = (
         Counter(word for text, _ in _texts(one) for word in basic_tokenize(text.words)) for one in (trained, dataset)
     )
-    if not asked:
-        raise UserError(f"{config.data.name}: there is nothing to guess in the data.")
     word = min(seen, key=lambda one: (-seen[one], one))
     return asked[word] / asked.total()
 

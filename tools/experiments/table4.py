@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.config import load_config
 from e2e_vl.run.build import make_synthetic_data, training_texts
 from e2e_vl.text import build_vocabulary
-from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, write_table
+from jobs import Job, add_common_options, made_by, markdown_table, mean_and_spread, run_jobs, shown, write_table
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "table4"
@@ -79,12 +78,6 @@ def plan(
     """All runs by name, each after the runs that it starts from: detector, <row>_<seed>, <task>_<row>_<seed>.
 
     Heads start at random: the runs are too short to turn a head of pre-training into a head for another task.
-
-    Args:
-        configs: folder of the YAML files.
-        output: folder of the runs.
-        settings: `key=value` words for all runs.
-        seeds, rows, tasks: what to run, in this order; see `ROWS` and `TASKS`.
     """
     jobs = {"detector": Job(configs / "detector.yaml", tuple(settings), output / "detector")}
     common = (*settings, f"data.vocabulary={output / 'vocabulary' / 'vocab.txt'}")
@@ -129,8 +122,7 @@ def collect(
     for row, task in itertools.product((*rows, *CONTROLS), tasks):
         values = [jobs[name].metrics[METRIC] for seed in seeds if (name := f"{task}_{row}_{seed}") in jobs]
         if values:
-            spread = statistics.stdev(values) if len(values) > 1 else None
-            table.setdefault(row, {})[task] = {"seeds": values, "mean": statistics.mean(values), "spread": spread}
+            table.setdefault(row, {})[task] = {"seeds": values, **mean_and_spread(values)}
     return table
 
 
@@ -138,10 +130,7 @@ def as_markdown(table: dict[str, dict[str, Any]]) -> list[str]:
     """The lines of the table, in percent, and what they show."""
     rows = {}
     for row, cells in table.items():
-        rows[ROWS[row] if row in ROWS else CONTROLS[row][0]] = [
-            f"{100 * cell['mean']:.1f}" + ("" if cell["spread"] is None else f" ± {100 * cell['spread']:.1f}")
-            for cell in cells.values()
-        ]
+        rows[ROWS[row] if row in ROWS else CONTROLS[row][0]] = [shown(cell, "{:.1f}", 100) for cell in cells.values()]
     first = next(iter(table.values()))
     number = len(next(iter(first.values()))["seeds"])
     note = f"Accuracy in percent with annotated boxes; mean ± standard deviation of {number} seed(s)."

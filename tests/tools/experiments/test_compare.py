@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import compare as tool
+from detector.io import read_yaml
 from e2e_vl.config import differences, load_config
 
 ROOT = Path(__file__).parents[3]
@@ -118,14 +119,6 @@ def test_each_seed_is_a_run_of_its_own_and_the_table_has_mean_and_spread(compare
     assert "Means over the seeds 2, 4, and the spread." in lines
 
 
-def test_a_run_with_other_settings_is_not_taken_for_this_one(compare, capsys):
-    assert compare("--variant", "joint") == 0
-    assert compare("--variant", "new", "--variant", "joint", "train.lr=0.5") == 2
-    error = capsys.readouterr().err.strip()
-    assert "joint holds a run with other settings (train.lr: 0.002 -> 0.5)" in error
-    assert len(compare.calls) == 1, "nothing may be trained before all folders are checked"
-
-
 def test_a_failed_variant_stops_the_comparison(compare, capsys):
     assert compare("--variant", "bad", "seed=13", "--variant", "later") == 2
     assert "bad failed with exit status 3" in capsys.readouterr().err
@@ -135,29 +128,20 @@ def test_a_failed_variant_stops_the_comparison(compare, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "nothing to compare"),
-        (["--variant", "train.lr=1"], "cannot name a variant"),
-        (["--variant", "a", "--variant", "a"], "given twice"),
+        (["--variant", "train.lr=1"], "needs a name"),
         (["--variants", "absent.yaml"], "absent.yaml"),
         (["--variant", "a", "detector.frozen=true"], "detector.frozen"),
     ],
 )
 def test_bad_arguments_are_one_sentence(compare, capsys, words, message):
     assert compare(*words) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("error: ")
-    assert message in error
+    assert message in capsys.readouterr().err
     assert compare.calls == []
-
-
-def test_an_unknown_metric_is_named_with_the_known_ones(compare, capsys):
-    assert compare("--variant", "a", "--metrics", "val/accuracy") == 2
-    assert "no metric 'val/accuracy'; it has val/accuracy_gt_boxes" in capsys.readouterr().err
 
 
 def test_the_demo_variants_are_settings_of_the_demo(monkeypatch):
     monkeypatch.chdir(ROOT)
-    variants = tool.read_variants(ROOT / "configs" / "demo" / "variants.yaml", [])
+    variants = read_yaml(ROOT / "configs" / "demo" / "variants.yaml")
     assert list(variants) == ["joint", "detector frozen at its start", "without the text", "with a feature pyramid"]
     joint, frozen, blind, pyramid = (load_config(DEMO, words) for words in variants.values())
     assert differences(joint, frozen) == ["detector.freeze: False -> True"]
@@ -168,7 +152,7 @@ def test_the_demo_variants_are_settings_of_the_demo(monkeypatch):
 
 def test_the_ablation_removes_the_phrase_loss_relative_geometry_or_both(monkeypatch):
     monkeypatch.chdir(ROOT)
-    variants = tool.read_variants(ROOT / "configs" / "demo" / "ablation.yaml", [])
+    variants = read_yaml(ROOT / "configs" / "demo" / "ablation.yaml")
     demo, *others = (load_config(DEMO, words) for words in variants.values())
     phrases, geometry = "phrases.weight: 1.0 -> 0.0", "encoder.config.relative_geometry: True -> False"
     assert [differences(demo, other) for other in others] == [[phrases], [geometry], [geometry, phrases]]
