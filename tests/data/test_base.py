@@ -1,21 +1,42 @@
-"""Files and options of the settings, and what all readers share."""
+"""Files and options of the settings, what every data set promises, and a data set of one's own."""
 
 from __future__ import annotations
 
 import functools
+import json
+import pickle
 import types
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
+from detector.config import SelectionRule
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset, check_boxes_source
+from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler, Request, collate
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco import CocoDetectionDataset
+from e2e_vl.data.config import NoOptions
+from e2e_vl.data.features import RegionFeatures, save_npz
+from e2e_vl.data.image_loader import open_boxes
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.vcr import VCRDataset
+from e2e_vl.parts import DATASETS, Part
+from e2e_vl.run.build import build_collate, build_examples, build_model, build_tokenizer
+from e2e_vl.samples import AnnotatedObjects, Sample, SampleImage, SampleText
+from tests.data.helpers import DOUBLE, SAME, examples
+from tests.data.tiny_readers import READERS
 
 KNOWN = ("images", "captions", "corpus")
+BOXES = {7: [[10, 20, 30, 40], [60, 10, 90, 40], [0, 0, 100, 60]], 3: [[5.5, 10, 25.75, 70]]}
+SIZES = {7: (60, 100), 3: (80, 40)}  # (height, width)
+ALL = SelectionRule(min_score=0.0, min_regions=0, max_regions=100)
+BOX = np.array([[1, 2, 9, 8]], dtype=np.float32)
 
 
 def test_names_of_files_have_placeholders_and_start_from_the_root(tmp_path, monkeypatch):
@@ -76,3 +97,142 @@ def test_classes_are_compared_by_name_where_the_names_are_known():
         check(1, ("person",))
     dataset.class_names = None
     check(5)
+
+
+# What every data set promises
+
+
+@pytest.fixture(params=READERS)
+def dataset(request, tiny) -> VLDataset:
+    return READERS[request.param](tiny)
+
+
+def test_texts_images_and_truths_agree(dataset):
+    texts = [text for group in dataset.groups for text in group]
+    assert sorted(texts) == list(range(len(dataset))) and all(len(group) for group in dataset.groups)
+    copy = pickle.loads(pickle.dumps(dataset))
+    wholes = [copy.sample(group) for group in dataset.groups]
+    assert list(dataset.image_ids()) in ([], [whole.images[0].id for whole in wholes])
+    alone = [dataset.sample([text]) for text in range(len(dataset))]
+    assert list(dataset.truths()) in ([], [sample.texts[0].truth for sample in alone])
+    for group, whole in zip(dataset.groups, wholes, strict=True):
+        assert [text.index for text in whole.texts] == list(group)
+        for text in whole.texts:
+            [own] = alone[text.index].texts
+            assert (own.words, own.metadata, own.image_index) == (text.words, text.metadata, (0,))
+            assert alone[text.index].images[0].id == whole.images[0].id
+            assert text.metadata == json.loads(json.dumps(text.metadata))
+
+
+def test_images_and_their_objects(dataset):
+    assert list(dataset.class_names) == ["square", "box"]
+    for group, image_id in zip(dataset.groups[:2], (7, 3), strict=True):
+        [image] = dataset.sample(group).images
+        assert image.size == SIZES[image_id] and image.locate().is_file()
+        assert image.boxes is None and image.boxes_to_mask is None and image.candidates is None
+        np.testing.assert_array_equal(image.objects.boxes, BOXES[image_id])
+        assert image.objects.boxes.dtype == np.float64
+        assert list(image.objects.names) == [dataset.class_names[number] for number in image.objects.classes]
+
+
+# A data set of one's own
+
+
+class Album(VLDataset):
+    """Photos with any text as id; each text compares a photo with the next one."""
+
+    file_keys = ("images", "instances", "refs", "detections")
+    ids = ("holiday/one red", "holiday/zwei", "x")
+
+    def __init__(self, files, options, split, needs, *, pairs: bool = False) -> None:
+        self.folder = files if isinstance(files, Path) else files.path("images")
+        self.pairs = pairs
+        self.groups = [[0], [1, 2], [3]]
+        self.parts = [{}]
+
+    @classmethod
+    def texts_of(cls, files, options, split):
+        return ["red square"]
+
+    def __len__(self) -> int:
+        return 4
+
+    def image_ids(self) -> Iterable[str]:
+        return self.ids
+
+    def sample(self, texts: Sequence[int]) -> Sample:
+        group = next(number for number, group in enumerate(self.groups) if texts[0] in group)
+        numbers = (group, (group + 1) % 3) if self.pairs else (group,)
+        metadata, rows = {"id": self.ids[group]}, tuple(range(len(numbers)))
+        own = (SampleText(text, f"red square {text}", metadata, None, rows) for text in texts)
+        return Sample(tuple(self._image(number) for number in numbers), tuple(own))
+
+    def _image(self, number: int) -> SampleImage:
+        objects = AnnotatedObjects(np.array([[0.0, 0, 10 + number, 10]]), f"album {number}", np.array([number]))
+        return SampleImage(self.ids[number], self.folder / f"{number}.png", (20, 30 + number), objects)
+
+
+@pytest.fixture
+def album(tmp_path) -> Path:
+    folder = tmp_path / "album"
+    folder.mkdir()
+    for number in range(3):
+        Image.new("RGB", (30 + number, 20), (9 * number, 0, 0)).save(folder / f"{number}.png")
+    rows = [{"image_id": name, "box": [1, 2, 8, 6], "category_id": 1, "score": 0.9} for name in Album.ids]
+    (folder / "dets.json").write_text(json.dumps(rows))
+    return folder
+
+
+@pytest.mark.parametrize("source", ["gt", "detections+gt", "precomputed"])
+def test_ids_of_images_may_be_any_text(album, tiny, source):
+    for number, name in enumerate(Album.ids):
+        path = album / "features" / f"{name}.npz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_npz(path, RegionFeatures(name, (20, 30 + number), BOX, np.full((1, 4), number, dtype=np.float32)))
+    file = {"precomputed": "features", "gt": None}.get(source, "dets.json")
+    reader = None if file is None else open_boxes([album / file], ALL, with_features=source == "precomputed")
+    data = examples(Album(album, None, "", None), tiny.tokenizer, source, reader, resize=SAME)
+    data.loader.require_images(data.dataset.image_ids(), "train")
+    sampler = GroupedBatchSampler(data.groups, 2, shuffle=False)
+    batches = BatchLoader(data, sampler, partial(collate, pixel_mean=(0, 0, 0), pixel_std=(1, 1, 1)), workers=1)
+    first, second = batches
+    assert [record["id"] for record in first.records] == ["holiday/one red", "holiday/zwei", "holiday/zwei"]
+    assert first.image_index.tolist() == [[0], [1], [1]] and second.image_index.tolist() == [[0]]
+    assert [len(rows) for rows in first.boxes] == [2 if source == "detections+gt" else 1] * 2
+    if source == "precomputed":
+        assert [float(rows[0, 0]) for rows in first.images.precomputed.features] == [0, 1]
+
+
+def test_a_text_may_be_about_two_images(album, tiny):
+    data = examples(
+        Album(album, None, "", None, pairs=True), tiny.tokenizer, resize=(SAME, DOUBLE), flip_probability=0.5
+    )
+    for epoch in range(6):
+        example = data[Request(1, (1, 2), epoch)]
+        one, other = example.images
+        assert one.image_transform.flipped == other.image_transform.flipped, "both images of a pair are augmented alike"
+        assert one.pixels.shape[0] == other.pixels.shape[0]
+        assert (one.box_classes.tolist(), other.box_classes.tolist()) == ([1], [2])
+    batch = collate([data[Request(0, (0,))], data[Request(1, (1, 2))]], (0, 0, 0), (1, 1, 1))
+    assert batch.image_index.tolist() == [[0, 1], [2, 3], [2, 3]]
+    assert [name.rpartition("/")[2] for name in batch.images.names] == ["0.png", "1.png", "1.png", "2.png"]
+    (album / "2.png").unlink()
+    data = examples(pairs, tiny.tokenizer, skip_broken=True)
+    example = data[Request(1, (1, 2))]  # photos 1 and 2; then 2 and 0; then 0 and 1
+    assert [text.record["text_index"] for text in example.texts] == [0] and data.broken == {1, 2}
+
+
+def test_from_settings_to_answers(album, tiny_config, monkeypatch):
+    monkeypatch.setitem(DATASETS, "album", Part(NoOptions, Album))
+    config = tiny_config(
+        "data.name=album", f"data.root={album}", "data.files.images=.", "data.files.detections=dets.json"
+    )
+    tokenizer = build_tokenizer(config)
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer).eval()
+    data = build_examples(config, model, tokenizer, "val", boxes="detections")
+    batch = build_collate(config, model)([data[Request(0, (0,))], data[Request(1, (1, 2))]])
+    with torch.no_grad():
+        records = model.task.predict(batch, model(batch))
+    assert [record.metadata["id"] for record in records] == ["holiday/one red", "holiday/zwei", "holiday/zwei"]
+    assert [record.text_index for record in records] == [0, 1, 2]
+    np.testing.assert_allclose([record.box for record in records], np.repeat(BOX, 3, axis=0), atol=1e-4)
