@@ -217,7 +217,7 @@ def test_a_text_may_be_about_two_images(album, tiny):
     assert batch.image_index.tolist() == [[0, 1], [2, 3], [2, 3]]
     assert [name.rpartition("/")[2] for name in batch.images.names] == ["0.png", "1.png", "1.png", "2.png"]
     (album / "2.png").unlink()
-    data = examples(pairs, tiny.tokenizer, skip_broken=True)
+    data = examples(data.dataset, tiny.tokenizer, skip_broken=True)
     example = data[Request(1, (1, 2))]  # photos 1 and 2; then 2 and 0; then 0 and 1
     assert [text.record["text_index"] for text in example.texts] == [0] and data.broken == {1, 2}
 
