@@ -257,7 +257,7 @@ def test_features_of_detections_are_differentiable(images: ImageBatch, features_
 
 
 @pytest.mark.parametrize("features_of", ["final", "proposal"])
-def test_own_boxes_in_training_are_final_detections_found_in_chunks(
+def test_predicted_boxes_in_training_are_final_detections_found_in_chunks(
     images: ImageBatch, features_of: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Without targets: the boxes of evaluation, of which alone the features are kept for the backward pass."""
@@ -290,22 +290,6 @@ def test_class_agnostic_boxes(images: ImageBatch, targets: DetectionTargets):
     assert model.roi_heads.box_predictor.bbox_pred.out_features == 4
     total(model.train()(images, None, targets)).backward()
     assert [len(rows) for rows in model.eval()(images).boxes] == [10, 10]
-
-
-@pytest.mark.parametrize("kind", ["giou", "diou", "ciou"])
-def test_box_losses_on_overlap(images: ImageBatch, targets: DetectionTargets, kind: str):
-    keys = {"MODEL.RPN.BBOX_REG_LOSS_TYPE": kind, "MODEL.ROI_BOX_HEAD.BBOX_REG_LOSS_TYPE": kind}
-    losses = make(keys).train()(images, None, targets).losses
-    assert losses["loss_rpn_loc"].total > 0
-    assert losses["loss_box_reg"].total > 0
-
-
-def test_several_rpn_convolutions_have_detectron2_names():
-    model = make({"MODEL.RPN.CONV_DIMS": [-1, 24]})
-    shapes = {name: list(value.shape) for name, value in model.proposal_generator.rpn_head.state_dict().items()}
-    assert shapes["conv.conv0.weight"] == [64, 64, 3, 3]
-    assert shapes["conv.conv1.weight"] == [24, 64, 3, 3]
-    assert shapes["objectness_logits.weight"] == [2, 24, 1, 1]
 
 
 def test_anchors_beyond_the_border_are_ignored_if_asked(images: ImageBatch, targets: DetectionTargets):

@@ -62,15 +62,6 @@ def test_channel_orders(tmp_path: Path):
     assert np.array_equal(bgr, pixels[:, :, ::-1]) and bgr.flags.c_contiguous and bgr.flags.writeable
 
 
-def test_the_name_does_not_decide_about_the_format(tmp_path: Path):
-    pixels = random_pixels()
-    Image.fromarray(pixels).save(tmp_path / "a.png")
-    (tmp_path / "a.jpg").write_bytes((tmp_path / "a.png").read_bytes())
-    assert np.array_equal(load_image(tmp_path / "a.jpg", "RGB"), pixels)
-    Image.fromarray(pixels).save(tmp_path / "a.bmp")
-    assert np.array_equal(load_image(tmp_path / "a.bmp", "RGB"), pixels)
-
-
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA"])
 def test_kinds_of_png(tmp_path: Path, mode: str):
     image = Image.fromarray(random_pixels()).convert("L" if mode == "LA" else "RGB")

@@ -78,25 +78,6 @@ def make_head(**options) -> BoxHead:
     return BoxHead(BoxHeadConfig(name="FastRCNNConvFCHead", fc_dim=10, conv_dim=6, **options), in_channels=4, side=SIDE)
 
 
-def test_names_and_shapes_are_detectron2s():
-    shapes = {name: list(value.shape) for name, value in make_head(num_conv=2, num_fc=2).state_dict().items()}
-    assert shapes == {
-        "conv1.weight": [6, 4, 3, 3],
-        "conv1.bias": [6],
-        "conv2.weight": [6, 6, 3, 3],
-        "conv2.bias": [6],
-        "fc1.weight": [10, 6 * SIDE**2],
-        "fc1.bias": [10],
-        "fc2.weight": [10, 10],
-        "fc2.bias": [10],
-    }
-    assert set(make_head(num_conv=1, norm="GN").state_dict()) == {
-        "conv1.weight",
-        "conv1.norm.weight",
-        "conv1.norm.bias",
-    }
-
-
 @pytest.mark.parametrize("feature", ["head", "fc6", "fc7", "mean"])
 def test_the_region_feature_is_a_choice_and_the_predictor_reads_the_last_layer(feature: str):
     head = make_head(num_fc=2, region_feature=feature)
@@ -127,22 +108,6 @@ def make_predictor(attributes: AttributeConfig = ATTRIBUTES) -> BoxPredictor:
     for parameter in predictor.parameters():
         torch.nn.init.normal_(parameter)
     return predictor
-
-
-def test_shapes_and_names():
-    shapes = {name: tuple(value.shape) for name, value in make_predictor().state_dict().items()}
-    assert shapes == {
-        "cls_score.weight": (K + 1, D),
-        "cls_score.bias": (K + 1,),
-        "bbox_pred.weight": (4 * K, D),
-        "bbox_pred.bias": (4 * K,),
-        "cls_embedding.weight": (K + 1, 5),
-        "fc_attr.weight": (7, D + 5),
-        "fc_attr.bias": (7,),
-        "attr_score.weight": (A + 1, 7),
-        "attr_score.bias": (A + 1,),
-    }
-    assert not any("attr" in name for name in make_predictor(AttributeConfig()).state_dict())
 
 
 def test_attribute_loss_averages_over_the_labels_of_each_foreground_roi():
