@@ -1,4 +1,4 @@
-"""What VCR's reader states, on a small hand-made data set in the official formats."""
+"""VCR: questions, choices, objects that are candidates, and bad files, on a small hand-made data set."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_question_and_its_choices(tiny):
     assert first.metadata == {"annot_id": "val-0", "kind": "answer", "conditioned_on": None, "label": 2}
 
 
-def test_question_and_right_answer_stand_before_a_rationale(tiny):
+def test_the_right_answer_comes_before_a_rationale(tiny):
     [text] = tiny.dataset(question="rationale").sample((0,)).texts
     assert text.query == (tiny.lines[0]["question"], tiny.lines[0]["answer_choices"][2])
     assert text.choices == tuple(tiny.lines[0]["rationale_choices"])
@@ -55,83 +55,62 @@ def test_question_and_right_answer_stand_before_a_rationale(tiny):
 
 
 def test_rationales_given_each_answer(tiny):
-    for line in tiny.lines:  # as in the test split
-        del line["answer_label"], line["rationale_label"]
     dataset = tiny.dataset(question="rationale", condition_on="each")
-    assert len(dataset) == 12
     assert list(dataset.groups) == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7]]
-    texts = dataset.sample((1, 8)).texts
-    assert [(text.index, text.metadata["annot_id"], text.metadata["conditioned_on"]) for text in texts] == [
-        (1, "val-0", 1),
-        (8, "val-2", 0),
-    ]
-    assert [text.query[1] for text in texts] == [["Yes", "."], ["No", [0], "."]]
-    assert [text.truth for text in texts] == [None, None]
-    with refused("val.jsonl", "no labels", "condition_on=each"):
-        tiny.dataset(question="rationale")
+    texts = dataset.sample((0, 1, 2, 3, 8)).texts
+    assert [text.metadata["annot_id"] for text in texts] == ["val-0"] * 4 + ["val-2"]
+    assert [text.metadata["conditioned_on"] for text in texts] == [0, 1, 2, 3, 0]
+    assert [text.query[1] for text in texts] == [*tiny.lines[0]["answer_choices"], tiny.lines[2]["answer_choices"][0]]
+    assert [text.metadata["label"] for text in texts] == [None, None, 1, None, None], "only for the right answer"
+    assert [text.truth for text in texts] == [None] * 5, "there is nothing to learn"
 
 
-def test_only_rationales_given_the_right_answer_have_a_label(tiny):
-    texts = tiny.dataset(question="rationale", condition_on="each").sample((0, 1, 2, 3)).texts
-    assert [text.metadata["label"] for text in texts] == [None, None, 1, None]
-    assert [text.truth for text in texts] == [None] * 4, "there is nothing to learn"
-
-
-def test_a_test_split_has_no_truth(tiny):
+def test_a_split_without_labels(tiny):
     for line in tiny.lines:
         del line["answer_label"], line["rationale_label"]
-    [text] = tiny.dataset().sample((0,)).texts
-    assert text.truth is None and text.metadata["label"] is None
+    for options in ({}, {"question": "rationale", "condition_on": "each"}):
+        [text] = tiny.dataset(**options).sample((0,)).texts
+        assert text.truth is None and text.metadata["label"] is None
+    with refused("val.jsonl", "no labels", "condition_on=each"):
+        tiny.dataset(question="rationale")
+    with refused("val.jsonl", "no labels"):
+        tiny.dataset(training=True)
 
 
 def test_image_boxes_classes_and_outlines(tiny):
+    tiny.metadata["segms"][1] = []  # an object may have no outline
     [image] = tiny.dataset().sample((1,)).images
     assert image.id == "film/b.png" and image.size == (60, 100)
     assert image.locate() == tiny.images_root / "film" / "b.png"
     np.testing.assert_array_equal(image.objects.boxes, np.array(BOXES)[:, :4])
     assert image.objects.classes.tolist() == [0, 0, CLASS_NAMES.index("chair"), 0]
     assert image.objects.names == tuple(OBJECTS)
-    assert [len(outlines) for outlines in image.objects.outlines] == [1] * 4
+    assert [len(outlines) for outlines in image.objects.outlines] == [1, 0, 1, 1]
     assert image.objects.attributes is None and image.candidates is None
     tiny.metadata["attribute_ids"] = [[1, 4], [2, 4], [3, 4], [1, 5]]
     [image] = tiny.dataset().sample((1,)).images
     assert image.objects.attributes.tolist() == tiny.metadata["attribute_ids"]
 
 
-def test_boxes_classes_and_masks_as_they_are_loaded(tiny):
-    image = load(tiny.dataset(), 1, tiny, mask_size=14)
-    assert image.pixels.shape == (60, 100, 3)
-    assert image.name.endswith("b.png")
-    np.testing.assert_array_equal(image.boxes, np.array(BOXES, dtype=np.float32)[:, :4])
-    assert image.box_classes.tolist() == [0, 0, CLASS_NAMES.index("chair"), 0]
-    assert image.roi_masks.shape == (4, 14, 14)
-    assert image.objects is None
-    objects = load(tiny.dataset(), 1, tiny, with_objects=True).objects
-    assert objects.classes.tolist() == image.box_classes.tolist()
-
-
-def test_objects_in_the_order_of_first_mention(tiny):
-    dataset = tiny.dataset(objects="mentioned")
-    assert dataset.groups == [[0], [1], [2]]  # the boxes depend on the question
-    assert dataset.sample((0,)).images[0].candidates == (1, 2, 0)
-    np.testing.assert_array_equal(load(dataset, 0, tiny).boxes[:, 0], [30, 60, 0])
-    assert load(dataset, 0, tiny, mask_size=14).roi_masks.shape == (3, 14, 14)
-    rationale = tiny.dataset(objects="mentioned", question="rationale")
-    assert len(rationale.sample((0,)).images[0].candidates) == 4  # [3] in a rationale; answers count too
-
-
-def test_objects_of_r2c(tiny):
-    dataset = tiny.dataset(objects="r2c")
-    assert dataset.sample((0,)).images[0].candidates == (0, 1, 2)
-    np.testing.assert_array_equal(load(dataset, 0, tiny).boxes[:, 0], [0, 30, 60])
-    everyone = tiny.dataset(objects="r2c", question="rationale")
-    assert everyone.sample((0,)).images[0].candidates == (0, 1, 2, 3)
-    assert tiny.dataset(objects="r2c_all_texts").sample((0,)).images[0].candidates == (0, 1, 2, 3)
-    tiny.lines[0]["rationale_choices"] = [["So", "."]] * 4
-    for question in ("answer", "rationale"):  # "rationale" alone names 1 and 2
-        dataset = tiny.dataset(objects="r2c_all_texts", question=question)
-        assert dataset.groups[0] == [0]
-        assert dataset.sample((0,)).images[0].candidates == (0, 1, 2)
+@pytest.mark.parametrize(
+    ("objects", "question", "kept"),
+    [
+        ("all", "answer", None),
+        ("mentioned", "answer", (1, 2, 0)),
+        ("mentioned", "rationale", (1, 2, 0, 3)),  # answers count too
+        ("r2c", "answer", (0, 1, 2)),
+        ("r2c", "rationale", (0, 1, 2, 3)),  # "Everyone"
+        ("r2c_all_texts", "answer", (0, 1, 2, 3)),
+    ],
+)
+def test_objects_that_are_candidates(tiny, objects, question, kept):
+    dataset = tiny.dataset(objects=objects, question=question)
+    assert dataset.sample((0,)).images[0].candidates == kept
+    assert list(dataset.groups) == ([[0, 2], [1]] if objects == "all" else [[0], [1], [2]])
+    if kept is not None:
+        left = [BOXES[number][0] for number in kept]
+        image = load(dataset, 0, tiny, mask_size=14)
+        assert image.boxes[:, 0].tolist() == left and image.roi_masks.shape == (len(kept), 14, 14)
 
 
 def test_rules_about_mentions():
@@ -154,7 +133,7 @@ def test_own_classes(tiny):
     assert dataset.class_names == ("robot", "chair", "person")
 
 
-def test_questions_with_other_objects_are_not_about_the_same_boxes(tiny):
+def test_questions_with_other_objects_are_apart(tiny):
     tiny.lines[2]["objects"] = ["chair", *OBJECTS[1:]]
     dataset = tiny.dataset()
     assert list(dataset.groups) == [[0], [1], [2]]
@@ -162,16 +141,9 @@ def test_questions_with_other_objects_are_not_about_the_same_boxes(tiny):
         dataset.sample((2,))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"width": 101}, "100 x 60 pixels, but its annotation file says 101 x 60"),
-        ({"boxes": [[100, 5, 120, 9, 1], *BOXES[1:]]}, r"a\.json \(val-0\): box 0 .* lies outside"),
-    ],
-)
-def test_metadata_of_another_image(tiny, change, message):
-    tiny.metadata |= change
-    with pytest.raises(ValueError, match=message):
+def test_a_box_outside_the_image_is_named(tiny):
+    tiny.metadata["boxes"] = [[100, 5, 120, 9, 1], *BOXES[1:]]
+    with pytest.raises(ValueError, match=r"a\.json \(val-0\): box 0 .* lies outside"):
         load(tiny.dataset(), 0, tiny)
 
 
@@ -189,19 +161,15 @@ def test_texts_and_options_without_opening_a_split(tiny):
     texts = list(VCRDataset.texts_of(*options, "val"))
     assert len(texts) == 3 * 9
     assert texts[:3] == ["Why is person chair there ?", "No person .", "Yes ."]
-    assert VCRDataset.class_names_of(options[1]) == CLASS_NAMES
-    assert not VCRDataset.takes_answer(options[1])
+    assert VCRDataset.class_names_of(options[1]) == CLASS_NAMES and not VCRDataset.takes_answer(options[1])
     assert VCRDataset.takes_answer(VCROptions(question="rationale"))
 
 
-@pytest.mark.parametrize(("which", "kept"), [("all", None), ("mentioned", (2, 1)), ("r2c", (1, 2))])
-def test_a_users_boxes_are_narrowed_as_the_options_say(which: str, kept: tuple[int, ...] | None) -> None:
+def test_a_users_boxes_are_narrowed():
     objects = AnnotatedObjects(np.eye(3, 4), "--boxes", names=("person", "dog", "cat"))
     text = ChoiceText(0, "Why ?", {}, query=(["Why", [2], "?"],), choices=(["Because", [1]],))
     sample = Sample((SampleImage("a", Path("a.jpg"), objects=objects),), (text,), from_user=True)
-    narrowed = VCRDataset.narrowed(sample, VCROptions(objects=which))
-    assert narrowed.images[0].candidates == kept
-    assert narrowed.texts == sample.texts
+    assert VCRDataset.narrowed(sample, VCROptions(objects="mentioned")).images[0].candidates == (2, 1)
 
 
 def test_both_questions_for_pretraining(tiny):
@@ -261,11 +229,6 @@ def test_bad_metadata_are_named(tiny, change, part):
         tiny.dataset().sample((0,))
 
 
-def test_an_object_may_have_no_outline(tiny):
-    tiny.metadata["segms"][1] = []
-    assert tiny.dataset().sample((0,)).images[0].objects.outlines[1] == []
-
-
 def test_only_detected_objects_with_a_higher_score_are_kept(tiny):
     tiny.metadata["boxes"] = [[*box[:4], score] for box, score in zip(BOXES, (0.7, 0.71, 1.0, 0.0), strict=True)]
     file = tiny.write().images_root / "film" / "a.json"
@@ -286,7 +249,6 @@ def test_only_detected_objects_with_a_higher_score_are_kept(tiny):
     ],
 )
 def test_bad_detected_objects_are_named(tiny, change, part):
-    tiny.metadata["boxes"] = [[*box[:4], 0.9] for box in BOXES]
     tiny.metadata |= change
     with refused("a.json", part):
         read_detected_objects(tiny.write().images_root / "film" / "a.json", 0.7)
