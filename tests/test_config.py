@@ -138,7 +138,7 @@ def test_objectives_may_be_given_by_their_weights():
         ("train.warmup_share=-0.5", "warmup_share is -0.5"),
         ("train.patience=2", "patience needs keep_best"),
         ("encoder.config.geometry_dim=12", "encoder.config.geometry_dim"),
-        ("data.synthetic.config.scene.small=[40, 50]", "data.synthetic.config.scene: small"),
+        ("data.synthetic.config.scene.small=[40, 50]", "data.synthetic.config.scene"),
     ],
 )
 def test_a_bad_word_is_one_sentence(base, word, named):
