@@ -27,7 +27,6 @@ PALETTE: tuple[Colour, ...] = (
 )
 GREEN, BLUE, RED = (0, 160, 60), (0, 80, 200), (220, 30, 30)  # RGB: the truth, a right answer, a wrong answer
 SHORTEST, LONGEST = 480, 1280  # the long side of a picture, pixels: smaller images are enlarged, larger ones shrunk
-MOST_CHARACTERS = 1000  # of a label or title; the rest of a longer one is left out
 _MIN_SIDE = 160  # a very thin image gets a margin, so that labels have room
 _MARGIN = (235, 235, 235)
 _GAP = 12  # pixels between images side by side
@@ -171,7 +170,6 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
 def _label(text: str, width: int, size: int) -> _Label:
     """A text in lines that fit a picture of this width; longer words are broken."""
     font, most = _font(size), width - 2 * _PAD
-    text = text[:MOST_CHARACTERS]
     characters = max(min(len(text), int(most / font.getlength("i"))), 1)
     while True:
         lines = textwrap.wrap(text, characters)

@@ -88,14 +88,6 @@ def test_a_corrupt_image(data, fails, workers):
     assert str(path) in fails(workers, "data.texts_per_image=null")
 
 
-def test_a_missing_image_while_evaluating(data, trained_run, capfd):
-    for path in sorted((data / "images" / "train2014").iterdir())[12:]:
-        path.unlink()
-    arguments = ["--run", str(trained_run.path), "--boxes", "gt", f"data.root={data}", "data.workers=1"]
-    sentence = refusal(lambda: evaluation_tool.main(arguments), capfd)
-    assert "COCO_train2014_000000000013.jpg: the file of image 13 is missing" in sentence
-
-
 class Payload:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -109,15 +101,7 @@ class Payload:
     [
         (lambda content: content["images"][0].update(width=500), ["COCO_train2014_000000000001.jpg", "500 x 128"]),
         (lambda content: content["annotations"][2].update(bbox=[10, 10, 5]), [INSTANCES, "annotations[2].bbox"]),
-        (lambda content: content["annotations"][2].update(bbox=[10, 10, 5, None]), [INSTANCES, "annotations[2].bbox"]),
-        (
-            lambda content: content["annotations"][2].update(bbox=[900, 10, 5, 5]),
-            [INSTANCES, "annotation 3", "outside"],
-        ),
-        (
-            lambda content: content["categories"].extend({"id": i, "name": str(i)} for i in range(900, 990)),
-            ["categories, but the detector has"],
-        ),
+        (lambda content: content["annotations"][2].update(bbox=[900, 10, 5, 5]), [INSTANCES, "annotation 3"]),
     ],
 )
 def test_annotations_that_cannot_be(data, fails, change, words):
@@ -130,14 +114,6 @@ def test_expressions_about_no_annotation(data, fails):
     edit_refs(data / REFS, lambda refs: refs[3].update(ann_id=99999))
     sentence = fails()
     assert f"{data / REFS}: ref 3 " in sentence and "99999" in sentence
-
-
-def test_a_detections_file_without_an_image(data, fails):
-    detections = json.loads((data / DETECTIONS).read_text())
-    image = max(row["image_id"] for row in detections)
-    (data / DETECTIONS).write_text(json.dumps([row for row in detections if row["image_id"] != image]))
-    sentence = fails("train.max_steps=1", "eval.boxes=[detections]")
-    assert f"{data / DETECTIONS}: no detections for image {image} of the split val" in sentence
 
 
 def test_missing_and_damaged_annotation_files(data, fails, tmp_path):
@@ -164,48 +140,15 @@ def test_an_unknown_split(fails, trained_run, capfd):
     ("word", "names"),
     [
         ("train.lrr=1", "did you mean 'train.lr'?"),
-        ("train.lr=fast", "train.lr"),
         ("detector.overrides.MODEL.NOSUCH=1", "MODEL.NOSUCH"),
-        ("detector.overrides.MODEL.RESNETS.DEPTH=fifty", "MODEL.RESNETS.DEPTH"),
         ("detector.config=nowhere.yaml", "nowhere.yaml"),
-        ("encoder.config.hidden_sise=3", "hidden_sise"),
-        ("encoder.config.num_hidden_layers=abc", "encoder.config"),
-        ("task.config.lose=1", "did you mean 'task.config.loss'?"),
-        ("task.config.loss=hinge", "it must be one of binary, softmax"),
-        ("encoder.name=nosuch", "vl_bert, visual_bert, lxmert, none"),
-        ("data.synthetic.config={scene: {colour: 1}}", "did you mean 'data.synthetic.config.scene.colours'?"),
         ("data.files.detection=x", "did you mean 'detections'?"),
         ("data.files={images: x}", "data/x"),
         ("data.vocabulary=folder/nowhere.txt", "nowhere.txt"),
-        ("data.flip=2", "data.flip"),
-        ("train.images_per_batch=7.5", "train.images_per_batch"),
     ],
 )
 def test_settings_that_cannot_be_used(fails, word, names):
     assert names in fails(word)
-
-
-def test_objectives_that_cannot_be_trained(fails, tmp_path):
-    own = {"config": CONFIG.with_name("pretraining.yaml")}
-    drawn = (f"data.root={tmp_path / 'drawn'}", "data.synthetic.config={scene: {min_objects: 2, max_objects: 3}}")
-    objectives = "task.config.objectives"
-    for word, message in (
-        (f"{objectives}.masked_verbs=1", "did you mean 'masked_words'?"),
-        (f"{objectives}.masked_words.rate=1", "rate"),
-        (f"{objectives}.masked_words=-1", "masked_words"),
-        (f"{objectives}.masked_regions.classes=9", "classes is 9, but the detector has 6 classes and the background"),
-        ("encoder.config.with_pooler=false", "needs an encoder with a summary of a text and its regions; set encoder."),
-        ("data.config.use_corpus=false", "the data have no text-only corpus; set data.files.corpus and data.config."),
-    ):
-        assert message in fails(*drawn, word, **own)
-
-
-def test_a_settings_file_that_cannot_be_used(fails, tmp_path):
-    path = tmp_path / "bad.yaml"
-    assert f"{path}: no such file" in fails(config=path)
-    for text, message in (("train: {lrr: 1}", "'train.lrr'"), ("train: [1", "bad.yaml is not valid YAML")):
-        path.write_text(text)
-        assert message in fails(config=path)
 
 
 # Weights and runs
@@ -217,12 +160,9 @@ def saved(trained_run, tmp_path) -> Path:
     return Path(shutil.copytree(trained_run.path, tmp_path / "run"))
 
 
-@pytest.mark.parametrize(
-    "word", ["detector.weights=x.pth", "encoder.weights=x", "task.weights=x", "detector.config=x.yaml"]
-)
-def test_a_trained_model_keeps_its_own_weights(trained_run, capfd, word):
-    arguments = ["--run", str(trained_run.path), "--boxes", "gt", word]
-    assert f"{word}: a trained model brings its own" in refusal(lambda: evaluation_tool.main(arguments), capfd)
+def test_a_trained_model_keeps_its_own_weights(trained_run, capfd):
+    arguments = ["--run", str(trained_run.path), "--boxes", "gt", "detector.weights=x.pth"]
+    assert "detector.weights=x.pth" in refusal(lambda: evaluation_tool.main(arguments), capfd)
 
 
 def test_weights_that_are_cut_off(saved, capfd):
@@ -240,11 +180,6 @@ def test_weights_of_another_architecture(saved, capfd):
     assert "missing" in sentence
 
 
-def test_a_folder_without_a_model(tmp_path, capfd):
-    sentence = refusal(lambda: evaluation_tool.main(["--run", str(tmp_path)]), capfd)
-    assert f"{tmp_path} holds no trained model" in sentence
-
-
 def test_starting_where_a_run_already_is(saved, fails):
     before = (saved / "metrics.json").read_text()
     assert f"{saved} holds a run or other files; continue a run with --resume" in fails()
@@ -259,11 +194,6 @@ def test_resuming_where_no_run_is(fails, tmp_path):
 def test_resuming_another_architecture(saved, fails):
     sentence = fails("encoder.config.num_hidden_layers=3", options=("--resume",))
     assert "differs from the settings (encoder.num_hidden_layers: 2 -> 3)" in sentence
-
-
-def test_an_output_that_is_a_file(fails, tmp_path):
-    (tmp_path / "run").write_text("")
-    assert f"{tmp_path / 'run'} holds a run or other files" in fails()
 
 
 def test_an_interrupted_run_says_how_to_go_on(tiny_words, tmp_path, monkeypatch, capfd):

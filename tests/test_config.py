@@ -102,6 +102,13 @@ def test_objectives_may_be_given_by_their_weights():
     assert (objectives["relationship"].weight, objectives["relationship"].probability) == (2.0, 0.5)
 
 
+def test_the_truth_is_never_mixed_into_evaluation():
+    sources = BoxSource.for_evaluation()
+    assert set(BoxSource) - set(sources) == {BoxSource.DETECTIONS_GT}
+    suffixes = [source.metric_suffix for source in sources]
+    assert suffixes == ["gt_boxes", "detected_boxes", "predicted_boxes", "precomputed_boxes"]
+
+
 # Errors
 
 

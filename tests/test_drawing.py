@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from e2e_vl.drawing import LONGEST, MOST_CHARACTERS, PALETTE, SHORTEST, box_colours, draw_boxes
+from e2e_vl.drawing import LONGEST, PALETTE, SHORTEST, box_colours, draw_boxes
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
@@ -35,7 +35,7 @@ def test_small_and_large_images(size: tuple[int, int], expected: tuple[int, int]
     assert abs(columns.min() - expected[1] / 2) <= 1
 
 
-@pytest.mark.parametrize("size", [(2, 3000), (3000, 2), (1, 1)])
+@pytest.mark.parametrize("size", [(2, 3000), (3000, 2)])
 def test_thin_images_get_a_margin(size: tuple[int, int]):
     picture = draw_boxes(np.zeros((*size, 3), np.uint8), [[0, 0, size[1], size[0]]], ["thin 0.50"], [RED])
     assert min(picture.shape[:2]) >= 100
@@ -61,23 +61,6 @@ def test_title_is_above_the_picture():
     assert np.array_equal(without, image)
     assert without.shape[0] < short.shape[0] < long.shape[0]
     assert np.array_equal(short[-480:], image)
-
-
-def test_lines_and_labels_grow_with_the_picture():
-    def extent(side: int) -> tuple[int, int]:
-        """Width of a line, and height of a label that stands above a box of the same share of the picture."""
-        box = [side / 4, side / 2, side / 2, side * 0.75]
-        plain, labelled = (
-            draw_boxes(np.zeros((side, side, 3), np.uint8), [box], labels, [RED]) for labels in (None, ["x"])
-        )
-        scale = len(plain) / side
-        row, column = int(0.6 * side * scale), int(side / 4 * scale)
-        is_line = is_colour(plain, RED)[row, column : column + 40]
-        return int(is_line.argmin()), int((is_colour(labelled, RED).any(1) & ~is_colour(plain, RED).any(1)).sum())
-
-    (small_line, small_label), (large_line, large_label) = extent(60), extent(4000)
-    assert large_line > small_line >= 2
-    assert large_label > small_label >= 12
 
 
 def colours_of(number: int) -> list[tuple[int, int, int]]:
@@ -118,13 +101,6 @@ def test_words_that_are_wider_than_the_picture_are_broken():
     assert is_colour(label, RED)[rows.min() : rows.max(), columns.max() - 1].mean() > 0.8  # its own edge is seen
 
 
-def test_the_text_of_a_label_stands_out_from_its_colour():
-    image = np.full((480, 480, 3), 128, np.uint8)
-    for colour, ink in (((255, 240, 0), 0), ((0, 0, 90), 255)):
-        picture = draw_boxes(image, [[100, 100, 101, 101]], ["label"], [colour])
-        assert (picture == ink).all(2).sum() > 20
-
-
 def test_a_dashed_box_has_the_same_corners_and_about_half_of_the_outline():
     image = np.zeros((480, 640, 3), dtype=np.uint8)
     whole, dashed = (
@@ -147,10 +123,3 @@ def test_no_phrase_has_the_colour_of_the_answer():
         assert colours[:answers] == list(PALETTE[:answers])
         assert all(one != other for one, other in itertools.pairwise(colours))
     assert box_colours(1, 7) == list(PALETTE), "as without phrases"
-
-
-@pytest.mark.parametrize("text", ["x" * 30_000, "long " * 6000])
-def test_a_very_long_label_is_shortened(text: str):
-    image = np.full((300, 400, 3), 128, np.uint8)
-    drawn, shorter = (draw_boxes(image, [[10, 10, 90, 90]], labels=[one]) for one in (text, text[:MOST_CHARACTERS]))
-    assert np.array_equal(drawn, shorter)

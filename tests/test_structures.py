@@ -96,23 +96,10 @@ def test_rows_of_candidate_boxes_behind_the_whole_image(regions):
     assert not gathered.is_masked.any()
 
 
-def hidden_regions() -> RegionMasks:
+def masked_regions_behind_whole_images() -> RegionMasks:
     """Of the candidate boxes behind the whole images."""
     is_masked = [torch.tensor([True]), torch.zeros(0, dtype=torch.bool), torch.tensor([False, True])]
     return RegionMasks([rows.clone() for rows in is_masked], is_masked)
-
-
-def test_hidden_and_cut_regions(regions):
-    gathered = gather_regions(
-        regions,
-        SIZES,
-        torch.tensor([[2], [2], [2]]),
-        whole_image=True,
-        masks=hidden_regions(),
-        limit=torch.tensor([[1], [2], [0]]),
-    )
-    assert gathered.attention_mask.tolist() == [[True, True, False], [True] * 3, [True, False, False]]
-    assert gathered.is_masked.tolist() == [[False] * 3, [False, False, True], [False] * 3]
 
 
 def test_every_image_of_a_text_is_cut_on_its_own(regions):
@@ -122,7 +109,7 @@ def test_every_image_of_a_text_is_cut_on_its_own(regions):
         SIZES,
         torch.tensor([[2, 0], [0, 2], [2, 0]]),
         whole_image=True,
-        masks=hidden_regions(),
+        masks=masked_regions_behind_whole_images(),
         limit=torch.tensor([[1, 1], [0, 2], [0, 0]]),
     )
     assert gathered_rows(gathered, 0) == [[2, 0], [2, 1], [0, 0], [0, 1]]
@@ -140,7 +127,7 @@ def test_every_image_of_a_text_is_cut_on_its_own(regions):
     assert torch.equal(without.features, gathered.features) and gathered.attention_mask.sum() == 10
 
 
-# What is known about candidate boxes
+# Labels of candidate boxes
 
 
 def test_labels_of_candidate_boxes_reach_every_text_that_reads_them(regions):
@@ -161,43 +148,24 @@ def test_labels_of_candidate_boxes_reach_every_text_that_reads_them(regions):
     assert gathered.gather(labels.features, fill=-7)[1, :, 0].tolist() == [-7, 2, 2, -7, -7]
 
 
-def test_gathering_of_labels_follows_the_cut_and_knows_no_order_of_images(regions):
-    known = [torch.tensor([True, False]), torch.zeros(0, dtype=torch.bool), torch.tensor([False, True, True])]
-    image_index = torch.tensor([[2, 0], [0, 2], [-1, -1]])
-    gathered = gather_regions(regions, SIZES, image_index, limit=torch.tensor([[2, 1], [2, 1], [9, 9]]))
-    copied = gathered.gather(known, fill=False)
-    assert copied.dtype == torch.bool
-    assert copied.tolist() == [[False, True, True], [True, False, False], [False] * 3]
-
-
 # Moving a batch
 
 
 def test_all_parts_of_a_batch_move_together():
-    ids = torch.zeros(1, 2, dtype=torch.int64)
-    sizes = torch.ones(1, 2, dtype=torch.int64)
+    ids, sizes = torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64)
+    mask = torch.ones(1, dtype=torch.bool)
     batch = Batch(
         images=ImageBatch(torch.zeros(1, 3, 4, 4), sizes, sizes, ["a"]),
         boxes=[torch.zeros(1, 4)],
         texts=TextBatch(ids, ids, ids.bool(), summary=torch.zeros(1, dtype=torch.int64)),
         image_index=torch.zeros(1, 1, dtype=torch.int64),
-        region_labels=RegionLabels(classes=[torch.zeros(1, dtype=torch.int64)], class_probs=[torch.zeros(1, 3)]),
-        masked_regions=RegionMasks([torch.ones(1, dtype=torch.bool)], [torch.ones(1, dtype=torch.bool)]),
-        boxes_to_mask=[torch.zeros(0, 4)],
+        region_labels=RegionLabels(class_probs=[torch.zeros(1, 3)]),
+        masked_regions=RegionMasks([mask], [mask]),
         records=[{"text": "x"}],
     )
     moved = batch.to("meta")
-    tensors = [
-        moved.images.pixels,
-        *moved.boxes,
-        moved.texts.summary,
-        moved.image_index,
-        *moved.region_labels.classes,
-        *moved.region_labels.class_probs,
-        *moved.masked_regions.is_labelled,
-        *moved.masked_regions.is_masked,
-        *moved.boxes_to_mask,
-    ]
+    tensors = [moved.images.pixels, *moved.boxes, moved.texts.summary, moved.image_index]
+    tensors += [*moved.region_labels.class_probs, *moved.masked_regions.is_masked]
     assert all(tensor.device.type == "meta" for tensor in tensors)
     assert moved.region_labels.features is None and moved.records == [{"text": "x"}]
     assert batch.image_index.device.type == "cpu"

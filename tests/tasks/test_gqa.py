@@ -16,7 +16,7 @@ from e2e_vl.samples import CorrectAnswer, Question, SampleText, ScoredAnswers
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, TextRegions
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import GQAConfig
-from e2e_vl.tasks.gqa import GQATask
+from e2e_vl.tasks.gqa import GQATask, attention_to_regions
 from e2e_vl.tasks.question_answering import AnswerTargets
 from e2e_vl.text import TextTokenizer
 from tests.regions import regions_of_own_images
@@ -178,3 +178,42 @@ def test_wording(tmp_path):
     assert unknown.targets.best == -1 and not unknown.targets.scores.any()
     [asked] = word(preprocessor, make_task().question(Question(tmp_path / "a.jpg", "it?")))
     assert asked.targets.scores is None
+
+
+# Attention of an answer over regions, from maps whose steps see words, regions or both
+
+
+def attention_step(rows: dict[tuple[int, int], list[float]], texts: int = 1) -> torch.Tensor:
+    """A map over three words, two regions and an end, in which (text, word) looks at the regions as given."""
+    found = torch.zeros(texts, 2, 6, 6)
+    for (text, place), shares in rows.items():
+        for head in range(2):  # head 1 twice as much as head 0
+            found[text, head, place, 3:5] = torch.tensor(shares) * (head + 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("steps", "attention_mask", "summary", "expected"),
+    [
+        (  # the last step that sees regions counts
+            [{(0, 0): [0.5, 0.5]}, {(0, 0): [0.1, 0.3], (0, 1): [0.9, 0.0]}, {(0, 1): [0.2, 0.7]}],
+            [[True, True]],
+            None,
+            [[0.25, 0.75]],
+        ),
+        (  # at the place of the summary, and at real regions
+            [{(0, 1): [0.2, 0.6], (1, 2): [0.5, 0.1]}],
+            [[True, True], [False, True]],
+            [1, 2],
+            [[0.25, 0.75], [0.0, 1.0]],
+        ),
+        ([{(0, 0): [0.4, 0.4]}], [[False, False]], None, [[0.0, 0.0]]),
+    ],
+)
+def test_attention_to_regions(steps, attention_mask, summary, expected):
+    count = len(attention_mask)
+    ids, states = torch.ones(count, 3, dtype=torch.int64), torch.zeros(count, 1, 1)
+    encoded = EncoderOutput(states, states, attentions=tuple(attention_step(step, count) for step in steps))
+    texts = TextBatch(ids, ids, ids.bool(), None if summary is None else torch.tensor(summary))
+    found = attention_to_regions(encoded, texts, torch.tensor(attention_mask))
+    torch.testing.assert_close(found, torch.tensor(expected))
