@@ -46,8 +46,8 @@ TRUNK, HEAD = "bert.bert.", "bert."
 MASK_FILTER = "roi_heads.mask_filter.weight"  # only the network of R2C has it
 OFFICIAL_NETWORK: dict[str, Any] = {  # settings of that network that no weight shows
     "INPUT.FORMAT": "RGB",
-    "MODEL.PIXEL_MEAN": (123.675, 116.28, 103.53),
-    "MODEL.PIXEL_STD": (58.395, 57.12, 57.375),
+    "MODEL.PIXEL_MEAN": [123.675, 116.28, 103.53],
+    "MODEL.PIXEL_STD": [58.395, 57.12, 57.375],
     "MODEL.ROI_BOX_HEAD.POOLER_TYPE": "ROIAlign",
     "MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": 7,
     "MODEL.ROI_BOX_HEAD.POOLER_SAMPLING_RATIO": 0,

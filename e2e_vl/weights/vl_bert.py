@@ -108,8 +108,8 @@ ENCODER_CONFIG = {
 OFFICIAL_DETECTOR: dict[str, Any] = {  # no weight shows it; keys of configs/detector/vl_bert_R_101.yaml
     "MODEL.ROI_HEADS.NAME": "Res5ROIHeads",
     "INPUT.FORMAT": "BGR",
-    "MODEL.PIXEL_MEAN": (102.9801, 115.9465, 122.7717),
-    "MODEL.PIXEL_STD": (1.0, 1.0, 1.0),
+    "MODEL.PIXEL_MEAN": [102.9801, 115.9465, 122.7717],
+    "MODEL.PIXEL_STD": [1.0, 1.0, 1.0],
     "MODEL.RESNETS.STRIDE_IN_1X1": True,
     "MODEL.RESNETS.RES5_DILATION": 2,
     "MODEL.ROI_BOX_HEAD.POOLER_TYPE": "ROIAlign",
