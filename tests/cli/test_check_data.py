@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -54,9 +53,7 @@ def change_json(path: Path, change: Callable[[Any], object]) -> None:
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize(
-    "name", ["refcoco", "vqa", "vcr", "gqa", "nlvr2", "flickr30k", "pretraining", "lxmert_files", "detection"]
-)
+@pytest.mark.parametrize("name", ["refcoco", "vqa", "vcr", "nlvr2", "pretraining", "lxmert_files", "detection"])
 def test_intact_data_have_sizes_and_no_problem(name, drawn):
     words = ("task.config.objectives.image_qa.answers=unused.json",) if name == "lxmert_files" else ()
     train, val = check(settings(name, drawn, *words))
@@ -67,40 +64,17 @@ def test_intact_data_have_sizes_and_no_problem(name, drawn):
     assert train.texts >= 12 and (train.boxes > 12 or name == "lxmert_files")
 
 
-def break_refcoco(root: Path) -> None:
-    path = root / "refcoco+" / "refs(unc).p"
-    refs = pickle.loads(path.read_bytes())
-    refs[-1]["sentences"] = []
-    path.write_bytes(pickle.dumps(refs, protocol=2))
+def test_a_broken_record_is_named_with_its_file_and_key(data):
+    change_json(data / "detection" / "instances_train.json", lambda rows: rows["annotations"][1].pop("bbox"))
+    train, _ = check(settings("pretraining", data))
+    assert "instances_train.json" in train.problems[0] and "bbox" in train.problems[0]
 
 
-def break_vcr(root: Path) -> None:
-    question = json.loads((root / "vcr" / "val.jsonl").read_text().splitlines()[0])
-    change_json(root / "vcr" / "vcr1images" / question["metadata_fn"], lambda content: content["boxes"].pop())
-
-
-def break_vqa(root: Path) -> None:
-    path = root / "vqa" / "v2_mscoco_val_annotations.json"
-    change_json(path, lambda content: content["annotations"][1].update(answers=[]))
-
-
-def break_pretraining(root: Path) -> None:
-    change_json(root / "detection" / "instances_train.json", lambda content: content["annotations"][1].pop("bbox"))
-
-
-@pytest.mark.parametrize(
-    ("name", "break_it", "parts"),
-    [
-        ("refcoco", break_refcoco, ["refs(unc).p", "sentences"]),
-        ("vcr", break_vcr, [".json", "boxes"]),
-        ("vqa", break_vqa, ["v2_mscoco_val_annotations.json", "answers"]),
-        ("pretraining", break_pretraining, ["instances_train.json", "bbox"]),
-    ],
-)
-def test_a_broken_record_is_named_with_its_file_and_key(name, break_it, parts, data):
-    break_it(data)
-    problems = [problem for report in check(settings(name, data)) for problem in report.problems]
-    assert problems and all(part in problems[0] for part in parts), problems
+def test_every_broken_sample_is_listed(data):
+    question = json.loads((data / "vcr" / "val.jsonl").read_text().splitlines()[0])
+    change_json(data / "vcr" / "vcr1images" / question["metadata_fn"], lambda content: content["boxes"].pop())
+    _, val = check(settings("vcr", data))
+    assert len(val.problems) == 1 and "boxes" in val.problems[0] and val.images == 3
 
 
 def test_a_broken_split_does_not_hide_the_others(data):

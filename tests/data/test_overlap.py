@@ -66,10 +66,9 @@ def test_images_with_an_id_in_common_are_one_photo():
     assert number_of_photos([]) == 0
 
 
-def test_what_a_data_set_says_of_its_photos_goes_before_its_own_ids():
+def test_aliases_go_before_the_ids_of_the_data_set():
     ids = PhotoIds({"5": (PhotoId("flickr", "9"),)})
-    photo_aliases = (("vg", "5"), ("coco", "33"))
-    found = ids.of_image("of genome/5", Path("VG_100K/5.jpg"), None, photo_aliases)
+    found = ids.of_image("of genome/5", Path("VG_100K/5.jpg"), None, (("vg", "5"), ("coco", "33")))
     assert set(found) == {PhotoId("vg", "5"), PhotoId("flickr", "9"), PhotoId("coco", "33")}
 
 
@@ -80,11 +79,8 @@ def test_what_a_data_set_says_of_its_photos_goes_before_its_own_ids():
         ("n161313", PhotoId("vg", "n161313")),
         ("COCO_val2014_000000000042", PhotoId("coco", "42")),
         ("000000000042", PhotoId("coco", "42")),
+        ("dev-0-0-img0", PhotoId("file", str(Path("dev-0-0-img0.jpg").absolute()))),
     ],
 )
-def test_names_of_files_that_mix_photos_of_coco_and_of_visual_genome(name, expected):
+def test_file_names_of_coco_and_of_visual_genome(name, expected):
     assert PhotoIds().of_image(name, Path(f"{name}.jpg"), None, aliases_of_id(name)) == (expected,)
-
-
-def test_another_name_is_no_number_of_visual_genome():
-    assert aliases_of_id("COCO_val2014_000000000042") == aliases_of_id("dev-0-0-img0") == ()
