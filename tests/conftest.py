@@ -37,10 +37,8 @@ CHECKED = (
             "encoders",
             "examples",
             "region_masking",
-            "layout",
             "model",
             "structures",
-            "targets",
             "tasks",
         )
     ),

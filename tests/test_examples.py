@@ -154,14 +154,6 @@ def test_labels_of_wordpieces_are_padded_with_their_fill():
     assert empty.labels.tolist() == [[-1], [3]]
 
 
-def test_positions_with_a_label():
-    joined = Words.join([Words(np.array([5, -1, 6]), np.array([0, 0, 0])), Words(np.array([7]), np.array([4]))])
-    assert [joined.labelled_wordpieces(text) for text in (0, 1)] == [[0, 2], [0]]
-    both = Words.join([Words(np.array([-1, 5, -1]), np.array([0, 0, 2]))])
-    assert both.labelled_wordpieces(0) == [1, 2]
-    assert Some.join([Some(number=1)]).labelled_wordpieces(0) == []
-
-
 def test_targets_are_cut_with_their_texts():
     """The first wordpieces and the very last stay, as in `truncate_texts`."""
     joined = Words.join(
@@ -315,12 +307,6 @@ def test_a_phrase_that_is_cut_off_becomes_what_stands_last_before_its_end(mark, 
     text = SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES))
     example, _ = mark(text, max_length=limit)
     assert example.phrases.spans.tolist() == spans
-
-
-def test_a_blank_text_has_no_phrases(mark):
-    """The control without words."""
-    example, _ = mark(SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES)), is_blank=True)
-    assert len(example.phrases.spans) == 0
 
 
 def test_joined_phrases_keep_their_texts_and_boxes(mark):

@@ -30,10 +30,7 @@ def test_predictions_are_read_back(tmp_path):
         read_predictions(tmp_path / "new" / "p.json", Prediction)
 
 
-BAD = [{"score": 2}, {"score": None}, {"answer": 7}, {"type": "other"}, {"image_size": [0, 1]}]
-
-
-@pytest.mark.parametrize("change", BAD)
+@pytest.mark.parametrize("change", [{"score": 2}, {"answer": 7}, {"type": "other"}])
 def test_a_file_of_another_form_is_named(tmp_path, change):
     content = msgspec.to_builtins([VQAPrediction(answer="yes", score=0.5)] * 2)
     (tmp_path / "p.json").write_bytes(msgspec.json.encode([content[0], content[1] | change]))

@@ -110,17 +110,7 @@ def test_choice_depends_on_the_seed_of_the_first_text():
     assert not same_choice(chosen[0], chosen[2])
 
 
-def test_without_seeds_torchs_own_randomness_chooses():
-    model = make_model(region_probability=0.5).eval()
-    chosen = []
-    for seed in (1, 1, 2, 3, 4):
-        torch.manual_seed(seed)
-        chosen.append(chosen_with(dataclasses.replace(make_batch(), seeds=None), model))
-    assert same_choice(chosen[0], chosen[1])
-    assert not all(same_choice(chosen[0], other) for other in chosen[2:])
-
-
-def test_visible_region_is_predicted_but_not_hidden():
+def test_visible_region_is_predicted_but_not_masked():
     model = make_model(region_probability=1.0, mask_probability=0.0).eval()
     batch = model.mask_regions(make_batch())
     assert all(rows.all() for rows in batch.masked_regions.is_labelled)
@@ -130,7 +120,7 @@ def test_visible_region_is_predicted_but_not_hidden():
     assert output.losses["masked_regions"].count == 3 + 3 + 2
 
 
-def test_what_was_hidden_before_stays_as_it_is():
+def test_what_was_masked_before_stays_as_it_is():
     """Batches are recorded that way; nothing is labelled, drawn or cut again."""
     model = make_model(max_length=5, **EVERY).eval()
     batch = model.mask_regions(make_batch())
@@ -254,7 +244,7 @@ def test_annotated_classes_stay_beside_what_a_teacher_says(teacher):
     assert masked.region_labels.classes is None  # the boxes are others now
 
 
-def test_own_boxes_come_from_the_teacher():
+def test_predicted_boxes_come_from_the_teacher():
     model = make_model(max_detected_regions=4, region_probability=0.5).train()
     batch = model.mask_regions(make_batch(boxes=False))
     assert [len(rows) for rows in batch.boxes] == [len(rows) for rows in batch.region_labels.class_probs]
@@ -273,7 +263,7 @@ def test_frozen_teacher_stays_as_it_was():
     assert model.teacher.backbone.stem.conv1.weight.abs().sum() > 0
 
 
-def test_own_boxes_are_labelled_in_the_order_of_the_file():
+def test_predicted_boxes_are_labelled_in_the_order_of_the_file():
     """A file's distributions belong to its boxes; the detector's replace them in evaluation with predicted boxes."""
     model = make_model(teacher="file", region_probability=1.0).eval()
     labels = RegionLabels(class_probs=[torch.ones(1, CLASSES) / CLASSES] * 2)
@@ -295,7 +285,7 @@ def test_file_labels_must_be_there():
 # Saved features
 
 
-def test_whole_image_feature_leaves_out_hidden_regions():
+def test_whole_image_feature_leaves_out_masked_regions():
     features = torch.tensor([[1.0, 2.0], [3.0, 4.0], [100.0, 100.0]])
     images = ImageBatch(
         torch.zeros(1, 3, 0, 0),
@@ -334,7 +324,7 @@ def test_precomputed_features_cannot_mask_pixels():
 
 
 @pytest.mark.parametrize("teacher", ["frozen", "current", "file"])
-def test_a_users_boxes_are_hidden_and_no_others(teacher):
+def test_a_users_boxes_are_masked_and_no_others(teacher):
     model = make_model(region_probability=1.0, teacher=teacher).eval()
     masked = [[6.0, 6.0, 40.0, 40.0], [60.0, 5.0, 90.0, 25.0]]
     batch = model.mask_regions(with_user_boxes(masked))
