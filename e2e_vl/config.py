@@ -13,7 +13,7 @@ import functools
 import os
 import re
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -104,7 +104,7 @@ class SyntheticSettings(Settings, frozen=True):
 
 
 class BoxSettings(Settings, frozen=True):
-    """Where the boxes of training images come from, and which boxes of a detector are kept."""
+    """Where candidate boxes come from in training, and which boxes of a file are kept."""
 
     train: BoxSource = BoxSource.GT
     selection: SelectionRule = SelectionRule()  # of boxes that come from a file
@@ -218,7 +218,7 @@ class TrainSettings(Settings, frozen=True):
     images_per_batch: PositiveInt = 32  # per optimiser step, over all processes and accumulated micro-batches
     accumulate: PositiveInt = 1  # micro-batches per optimiser step
     epochs: PositiveFloat = 20.0
-    max_steps: PositiveInt | None = None  # instead of epochs; the schedule is laid over these steps
+    max_steps: PositiveInt | None = None  # instead of epochs; the schedule spans these steps
     # of official code: adamw_official (VL-BERT) and bert_adam (VisualBERT and LXMERT)
     optimizer: Literal["adamw", "adamw_official", "bert_adam", "sgd"] = "adamw"
     lr: NonNegativeFloat = 2.56e-5
@@ -234,7 +234,7 @@ class TrainSettings(Settings, frozen=True):
     # instead of warmup_steps: share of all steps, or -1: no warm-up, and the rate falls from half of `lr` (a quirk of
     # BertAdam's own schedule)
     warmup_share: Annotated[float, Meta(ge=-1, le=1)] | None = None
-    # after the warm-up: linear (to 0; also: triangle), cosine (to 0), constant or steps
+    # after the warm-up; linear (the same as triangle) and cosine fall to 0
     schedule: Literal["linear", "cosine", "constant", "steps", "triangle"] = "linear"
     schedule_first: bool = False  # the first update has the rate of step 1, the last one the rate of the end (official)
     decay_steps: list[PositiveInt] = []  # schedule "steps": optimiser steps before each decay
@@ -353,14 +353,11 @@ class RunConfig(Settings, frozen=True, kw_only=True):
 # Reading and writing settings.
 
 
-INPUTS = {  # section -> keys that name existing files or folders, see `load_config`
-    "detector": ("config", "weights"),
-    "encoder": ("weights", "fallback_weights"),
-    "task": ("weights", "fallback_weights"),
-    "task.config": ("answers",),
-    "phrases": ("weights",),
-    "data": ("vocabulary", "root"),
-}
+INPUTS = (  # keys that name existing files or folders, see `load_config`
+    *("detector.config", "detector.weights", "encoder.weights", "encoder.fallback_weights"),
+    *("task.weights", "task.fallback_weights", "task.config.answers", "phrases.weights"),
+    *("data.vocabulary", "data.root"),
+)
 Tree = dict[str, Any]  # settings as YAML has them
 
 
@@ -377,7 +374,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 
     """
     path = Path(path)
-    default = {"detector": {"config": DetectorSettings().config}}
+    default = _nested("detector.config", DetectorSettings().config)
     layers = [(str(path), _with_found_inputs(default, path.parent)), *_layers(path)]
     layers += [(f"Command line: {word}", parse_override(word)) for word in overrides]
     try:
@@ -398,10 +395,7 @@ def parse_override(word: str) -> Tree:
     key, equals, value = word.partition("=")
     if not equals or not key:
         raise UserError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
-    tree = decode_yaml(value, f"Command line: the value in '{word}'")
-    for name in reversed(key.split(".")):
-        tree = {name: tree}
-    return tree
+    return _nested(key, decode_yaml(value, f"Command line: the value in '{word}'"))
 
 
 def parse_overrides(words: Iterable[str]) -> Tree:
@@ -440,20 +434,28 @@ def _merged(layers: list[tuple[str, Tree]]) -> Tree:
     return functools.reduce(merge, (tree for _, tree in layers), {})
 
 
+def _nested(key: str, value: Any) -> Tree:
+    """`a.b` and 1 -> {"a": {"b": 1}}."""
+    return functools.reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), value)
+
+
 def _with_found_inputs(tree: Tree, folder: Path) -> Tree:
     """The settings of a file in `folder`, with the paths of inputs as they are found from the working directory."""
-    found: Tree = {}
-    for section, keys in INPUTS.items():
-        settings: Any = tree
-        for name in section.split("."):
-            settings = settings.get(name) if isinstance(settings, dict) else None
-        for key in keys:
-            if isinstance(settings, dict) and isinstance(settings.get(key), str):
-                value: Any = {key: _found(settings[key], folder.resolve())}
-                for name in reversed(section.split(".")):
-                    value = {name: value}
-                found = merge(found, value)
-    return merge(tree, found)
+    for key in INPUTS:
+        written = _get(tree, key.split("."))
+        if isinstance(written, str):
+            tree = merge(tree, _nested(key, _found(written, folder.resolve())))
+    return tree
+
+
+_ABSENT = object()
+
+
+def _get(tree: Any, names: Sequence[str]) -> Any:
+    """The setting at the end of a path of keys; `_ABSENT` where there is none."""
+    for name in names:
+        tree = tree.get(name, _ABSENT) if isinstance(tree, dict) else _ABSENT
+    return tree
 
 
 def _found(name: str, folder: Path) -> str:
@@ -521,14 +523,9 @@ def _source(key: str, layers: list[tuple[str, Tree]]) -> str:
     names = key.partition("[")[0].split(".")
     for count in range(len(names), 0, -1):
         for source, tree in reversed(layers):
-            for name in names[:count]:
-                tree = tree[name] if isinstance(tree, dict) and name in tree else _ABSENT
-            if tree is not _ABSENT:
+            if _get(tree, names[:count]) is not _ABSENT:
                 return source
     return layers[0][0]
-
-
-_ABSENT = object()
 
 
 # The detector's own settings.

@@ -53,8 +53,8 @@ def draw_boxes(
 ) -> np.ndarray:
     """Draw boxes at a size at which lines and labels are legible, for images of any size.
 
-    Labels lie inside the picture and never on each other: each is written above the upper left corner of its box or as
-    near to it as there is room, with a line to the box where it is apart; what finds no room stands below the image.
+    Labels never overlap: each is written above the upper left corner of its box or as near to it as there is room, with
+    a line to the box where it is apart; labels without room are written below the image.
 
     Args:
         image: uint8 [h, w, 3]; it is not changed.

@@ -267,7 +267,7 @@ class TextPhrases:
     offsets: Int64[np.ndarray, "L 2"]  # first character of each wordpiece and the last plus one; 0, 0 at special tokens
     continues_word: Bool[np.ndarray, " L"]  # wordpieces of the same word as the one before
     spans: Int64[np.ndarray, "n 2"]  # first wordpiece of each phrase and the last plus one
-    boxes: list[Float[np.ndarray, "_ 4"]]  # of each phrase; no row where it names no box or none is known
+    boxes: list[Float[np.ndarray, "_ 4"]]  # of each phrase; no row where it names no box, or its boxes are unknown
     is_complete: bool  # all phrases of the text are listed
 
 
@@ -303,7 +303,7 @@ class PhraseBatch(Movable):
     offsets: Int64[Tensor, "M L 2"]  # first character of each wordpiece and the last plus one; 0, 0 at special tokens
     continues_word: Bool[Tensor, "M L"]  # wordpieces of the same word as the one before
     spans: Ragged  # [P, 2]: first wordpiece of each phrase and the last plus one; a list per text
-    boxes: Ragged  # [boxes, 4]: a list per phrase, empty where it names no box or none is known
+    boxes: Ragged  # [boxes, 4]: a list per phrase, empty where it names no box, or its boxes are unknown
     is_complete: Bool[Tensor, " M"]  # all phrases of the text are listed
 
     @classmethod
@@ -348,10 +348,7 @@ class PhraseBatch(Movable):
 def phrases_of(
     text: SampleText, example: TextExample, images: Sequence[ImageExample], text_tokenizer: TextTokenizer
 ) -> TextPhrases:
-    """The phrases that the data annotate in a text, in its wordpieces; none where there are none.
-
-    The text must stand first among the texts of its example, whole or truncated.
-    """
+    """The annotated phrases of a text as spans of its wordpieces; the text comes first in `example`."""
     flipped = bool(text.image_index) and images[text.image_index[0]].image_transform.flipped
     pieces = text_tokenizer.encode(text.words, mirrored=flipped)
     source = example.encoding.source
@@ -377,13 +374,13 @@ def phrases_of(
 def wordpieces_of(
     offsets: Int64[np.ndarray, "L 2"], is_own: Bool[np.ndarray, " L"], span: tuple[int, int]
 ) -> tuple[int, int]:
-    """First position of some characters of a text and the last plus one.
+    """First wordpiece of some characters of a text and the last plus one.
+
+    Where all of them were truncated, it is the last wordpiece before their end.
 
     Args:
         offsets: characters of each wordpiece.
         is_own: which positions belong to the text; at least one.
-
-    Where all of them were cut off, it is the last wordpiece before their end.
     """
     kept = np.flatnonzero(is_own)
     starts = offsets[kept, 0]
@@ -410,11 +407,11 @@ GeneratorFactory = Callable[[int], np.random.Generator]  # text index -> its ran
 
 @dataclasses.dataclass(frozen=True)
 class Preprocessor(abc.ABC):
-    """Puts the texts of a sample into wordpieces, with their targets and records. It is sent to data workers."""
+    """Turns the texts of a sample into wordpieces, targets and records; it is sent to data workers."""
 
     text_tokenizer: TextTokenizer
-    # kinds of truth that the task learns from. Where data sets are joined, texts with phrases and with another truth
-    # have no target, see `no_target`. (): the task cannot take such texts. (object,): it learns from any text.
+    # kinds of truth that the task learns from. In joined data sets, texts with phrases and with another truth have no
+    # target, see `no_target`. (): the task cannot take such texts. (object,): it learns from any text.
     learns_from: ClassVar[tuple[type, ...]] = ()
 
     def __call__(

@@ -1,8 +1,7 @@
-"""Masked regions: label them, hide them from the model, and truncate what is too long.
+"""Masked regions: label them, mask them in the pixels or features, and truncate sequences that are too long.
 
-Masked RoI classification (VL-BERT, section 3.3) hides regions in the pixels; on saved features only the feature is
-replaced. `e2e_vl/model.py` calls the steps in the order in which they stand here; the detector runs before
-`replace_features`.
+Masked RoI classification (VL-BERT, section 3.3) masks pixels; on saved features only the feature is replaced.
+`e2e_vl/model.py` calls the steps in the order of this file; the detector runs before `replace_features`.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -45,14 +44,14 @@ class RegionMasking:
 
 
 def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: RegionMasking) -> Batch:
-    """A copy of the batch with candidate boxes, and with labels from the teacher, which sees the whole images.
+    """A copy of the batch with candidate boxes, and with labels from a file or from the teacher.
 
-    A user's own boxes to mask (`Batch.boxes_to_mask`) become the first candidates; candidates that overlap one of them
-    with an IoU of 0.5 or more are left out. The labels of saved features are those of a file.
+    The teacher sees the whole images. Boxes that a user wants masked (`Batch.boxes_to_mask`) become the first
+    candidates, and others that overlap one of them with an IoU of 0.5 or more are dropped.
 
     Args:
-        detector: the model's own, which proposes boxes where there are none.
-        teacher: labels the regions, and then proposes the boxes too; the detector itself unless it is a frozen copy.
+        detector: the model's, which predicts boxes where there are none and labels come from a file.
+        teacher: labels the regions and predicts boxes where there are none; a frozen copy, or the detector itself.
     """
     boxes, labels = batch.boxes, batch.region_labels
     uses_detector = rule.teacher != "file"
@@ -84,10 +83,9 @@ def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: Reg
 def describe_regions(
     teacher: Detector, images: ImageBatch, boxes: list[Float[Tensor, "_R 4"]] | None, rule: RegionMasking
 ) -> tuple[list[Float[Tensor, "_R 4"]], RegionLabels]:
-    """Boxes, their class distributions and features from a detector that sees the whole images.
+    """Boxes, their class distributions and features from a teacher in evaluation mode.
 
-    The teacher is in evaluation mode for this pass. `boxes` None: its own detections, best score first, at most
-    `rule.max_detected_regions`.
+    `boxes` None: its detections, best score first, at most `rule.max_detected_regions`.
     """
     with evaluation_mode(teacher):
         regions = teacher(images, boxes)
@@ -109,9 +107,10 @@ def describe_regions(
 def mask_regions(batch: Batch, detector: Detector, rule: RegionMasking) -> Batch:
     """A copy of the batch in which some regions are to be predicted, and most of these are masked.
 
+    The choice depends only on the seed of the first text about each image, or on torch's global generator where texts
+    have no seeds.
+
     Args:
-        batch: with candidate boxes. The choice depends on the seed of the first text about each image alone, or on
-            torch's global generator where the texts have no seeds.
         detector: of the model, for the colours of its input.
     """
     if rule.pixels and batch.images.precomputed is not None:
@@ -164,11 +163,11 @@ def mask_regions(batch: Batch, detector: Detector, rule: RegionMasking) -> Batch
 def sample_masked_regions(
     count: int, generator: np.random.Generator, probability: float = 0.15, mask: float = 0.9, replace: float = 0.0
 ) -> tuple[Bool[np.ndarray, " R"], Bool[np.ndarray, " R"], Bool[np.ndarray, " R"]]:
-    """Choose the regions that are to be predicted, and among them the ones that the model may not see.
+    """Choose the regions that are to be predicted, and which of them are masked or get another region's feature.
 
-    One number is drawn for each region, and none is ever forced. The whole image is never chosen and not counted. The
-    papers mask every chosen region (`mask=1`); VL-BERT's official code leaves one in ten visible, and LXMERT's masks 8
-    of ten, gives one the feature of another region (`replace=0.1`) and leaves one as it is.
+    One number is drawn for each region, and none is ever forced; the whole image is never chosen. The papers mask every
+    chosen region (`mask=1`). Of ten, VL-BERT's official code leaves one visible; LXMERT's masks eight, replaces one
+    (`replace=0.1`) and leaves one as it is.
 
     Returns:
         Chosen (labelled); chosen and masked; chosen and to be replaced.
@@ -230,12 +229,10 @@ def replace_features(regions: Regions, masks: RegionMasks | None, *, whole_image
 def truncate_batch(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
     """Truncate each text and its regions to `limit` positions together, as the official code does after masking.
 
-    Texts keep their last wordpiece ([SEP]); regions are lost from the end of each image, evenly over the images of a
-    text. A whole image that stands in the sequence counts as a region. Texts without an image stay as they are.
+    See `truncated_lengths`. Of several images the one with the most regions loses one first.
 
     Args:
-        batch: with candidate boxes.
-        whole_image: whole images stand in the sequence.
+        whole_image: whole images are part of the sequence, and count as regions.
     """
     lengths = batch.texts.attention_mask.sum(dim=1).tolist()
     counts = [len(rows) + whole_image for rows in batch.boxes]
@@ -244,7 +241,7 @@ def truncate_batch(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
         own = [counts[image] if image >= 0 else 0 for image in images]
         text, regions = truncated_lengths(length, sum(own), limit)
         kept.append(text)
-        while sum(own) > regions:  # the most crowded image loses one again and again
+        while sum(own) > regions:
             own[max(range(len(own)), key=lambda image: (own[image], image))] -= 1
         limits.append([max(number - whole_image, 0) for number in own])
     device = batch.image_index.device
@@ -256,21 +253,15 @@ def truncate_batch(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
 
 
 def truncated_lengths(text_length: int, region_count: int, limit: int) -> tuple[int, int]:
-    """How many wordpieces and regions of one text are kept, so that both together are no more than `limit`.
+    """How many wordpieces (with [CLS] and [SEP]) and regions of one text are kept.
 
-    One is dropped from the longer of the two again and again; of equally long ones the text is truncated. At least two
-    wordpieces ([CLS] and [SEP]) and one region stay, even where they pass the limit. Regions are dropped from the end,
-    wordpieces from before the final [SEP]. Truncation comes after masking, so a region that is dropped may still have
-    masked pixels.
+    The longer of the two loses one until both together are no more than `limit`; of equally long ones the text does.
+    At least two wordpieces and one region stay, even where they exceed the limit. Regions are dropped from the end,
+    wordpieces from before the final [SEP]. Truncation comes after masking, so a dropped region may have masked pixels.
 
     Args:
-        text_length: wordpieces with [CLS] and [SEP].
-        region_count: regions as they stand in the sequence, so with the whole image if the encoder takes it as one;
-            without any the text stays as it is.
-        limit: 64 in all official settings; the [END] element does not count.
-
-    Returns:
-        (wordpieces kept, regions kept).
+        region_count: with the whole image if it is in the sequence; a text without any region stays as it is.
+        limit: 64 in all official settings; [END] does not count.
     """
     if text_length + region_count <= limit or region_count == 0:
         return text_length, region_count

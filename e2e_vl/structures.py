@@ -165,7 +165,7 @@ class TextRegions(Movable):
     def gather(self, values: list[Shaped[Tensor, "_R ..."]], fill: float) -> Shaped[Tensor, "M R ..."]:
         """Copy values of the candidate boxes of N images to the texts that read them.
 
-        `fill` stands at whole images and padding.
+        `fill` is the value at whole images and padding.
         """
         counts = torch.tensor([len(rows) for rows in values], device=self.row.device)
         starts = counts.cumsum(0) - counts
@@ -324,10 +324,9 @@ def _without_gaps(columns: list[Shaped[Tensor, "M entries"]]) -> list[Shaped[Ten
 
 
 def take_along_dim(values: Tensor, index: Tensor, dim: int) -> Tensor:
-    """`values.take_along_dim(index, dim)` of places that are not negative; both broadcast in all other dimensions.
+    """`values.take_along_dim(index, dim)` for indices that are not negative; the other dimensions broadcast.
 
-    torch's own first wraps negative places, by a remainder of the broadcast index, which takes several times as long as
-    the rest of it.
+    torch's own wraps negative indices first, which takes several times as long as the rest.
     """
     shape = [max(own, other) for own, other in zip(values.shape, index.shape, strict=True)]
     shape[dim] = values.shape[dim]

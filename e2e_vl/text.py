@@ -83,9 +83,7 @@ def swap_left_right(words: Iterable[str]) -> list[str]:
 def simplify_answer(answer: str) -> str:
     """An answer as the list of LXMERT's pre-training spells it (official code).
 
-    In lower case; without one final full stop; without leading "a ", then "an ", then "the ", each once, and without
-    blanks around what is left by each step; then the words one to ten as digits, gray for grey, and man and woman
-    without an article that is left.
+    In lower case, without a final full stop and leading articles, with the numbers one to ten as digits.
     """
     answer = answer.lower()
     if answer.endswith("."):
@@ -97,17 +95,11 @@ def simplify_answer(answer: str) -> str:
 
 
 def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:
-    """Write a BERT-style vocab.txt of all words of some sentences, for training from scratch.
+    """Write a BERT-style vocab.txt of all words of some sentences, for training from scratch, and return its lines.
 
     The order is fixed: [PAD] 0, [UNK] 1, [CLS] 2, [SEP] 3, [MASK] 4; words by falling count, then alphabetically; then
     single characters and their `##` continuations (from the sentences, a-z and 0-9), with which unseen words are
     spelled.
-
-    Args:
-        path: file to write, UTF-8, one wordpiece per line.
-
-    Returns:
-        The lines; the index is the wordpiece id.
     """
     counts = collections.Counter(word for sentence in sentences for word in basic_tokenize(sentence))
     words = sorted(counts, key=lambda word: (-counts[word], word))

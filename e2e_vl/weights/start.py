@@ -89,9 +89,9 @@ def read_source(path: str | Path, part: Literal["encoder", "task"], rules: Start
 def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> LoadReport:
     """Start an encoder; the top of this file says what `path` may be.
 
-    As in the official VL-BERT code, a task that says so (`Task.copies_first_segment`) starts from pre-training with its
-    second text segment as a copy of the first, and what only some tasks train may be missing or left over. Relative
-    geometry that the weights have nothing of starts at zero, so that the encoder starts as it was.
+    As in the official VL-BERT code, tasks with `copies_first_segment` start from pre-training with the second text
+    segment as a copy of the first, and parameters that only some tasks train may be missing or unused. Relative
+    geometry that the weights lack starts at zero.
     """
     source = read_source(path, "encoder", rules)
     _check_config(source.path, encoder, rules.of_adapters("same_config"))
@@ -115,10 +115,10 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> Loa
 
 
 def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_order: bool = True) -> LoadReport:
-    """Start a task's head: of the same task as it is, of another one by the rule in `Task.starts_from`.
+    """Start a task's head from the same task's, or from another one's by the rule in `Task.starts_from`.
 
-    Region classes are put into the task's order of background and classes. What belongs to a part of the head that is
-    switched off in the task may be left over. The top of this file says what `path` may be.
+    Region classes are reordered where the background comes first in one head and last in the other. The weights may
+    hold parts that are switched off in the task.
 
     Args:
         knows_class_order: False: the list of answers was built from annotations. Files of other projects do not name
@@ -129,17 +129,16 @@ def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_or
         check_answers(source.path.parent, task)
         if source.adapter is not None and not knows_class_order:
             raise UserError(
-                f"{source.path}: a head of {rules.task_name} whose answers are known by their order only, and the list "
-                "of this run was built from annotations, in an order of its own; give task.config.answers, the answer "
-                "vocabulary that the file was trained with."
+                f"{source.path}: the file does not name the answers of its head, and the list of this run was built from "
+                "annotations, in another order; set task.config.answers to the list that the file was trained with."
             )
         return _continue_head(task, source)
     rule = (task.starts_from or HeadInit()).for_weights(source.tensors)
     if not any(prefix.startswith(source.transferable) for prefix in rule.takes):
         theirs = f"a {source.layout}" if source.task_name is None else f"the head of {source.task_name}"
         raise UserError(
-            f"{source.path}: holds {theirs}, and no rule says how the head of {rules.task_name} starts from it; leave "
-            "out task.weights."
+            f"{source.path}: holds {theirs}, from which the head of {rules.task_name} cannot start; leave out "
+            "task.weights."
         )
     return _start_from_other(task, source, rule)
 
@@ -257,7 +256,7 @@ def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None
 
 
 def check_vocabulary(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse an encoder of a run with another vocabulary, perhaps of the same size; nothing to compare is fine."""
+    """Refuse an encoder of a run with another vocabulary, perhaps of the same size."""
     path = user_path(path)
     places = [path / "model", path]  # a run, a model folder
     places += [part.parent for part in (path, path.parent) if part.name == "encoder"]  # its part, the part's file
@@ -267,8 +266,8 @@ def check_vocabulary(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> No
     theirs, own = load_tokenizer(folder).get_vocab(), tokenizer.get_vocab()
     if theirs != own:
         raise UserError(
-            f"{path}: its encoder knows the {len(theirs)} wordpieces in {folder}, not the {len(own)} of this run; set "
-            f"data.vocabulary={folder}."
+            f"{path}: its encoder was trained with the {len(theirs)} wordpieces in {folder}, this run has {len(own)} "
+            f"others; set data.vocabulary={folder}."
         )
 
 

@@ -225,7 +225,7 @@ def test_an_official_head_needs_the_list_of_its_answers(config_of, tmp_path, mon
         assert torch.equal(started.task.head.output.weight, model.task.head.output.weight)
     config = config_of("vqa", f"task.weights={tmp_path / 'vqa.model'}")
     monkeypatch.setattr("e2e_vl.run.build.possible_answers", lambda *_: ["no", "yes"])
-    with pytest.raises(ValueError, match=r"vqa\.model: .* built from annotations.*; give task\.config\.answers"):
+    with pytest.raises(ValueError, match=r"vqa\.model: .* built from annotations.*task\.config\.answers"):
         build(config)
 
 
