@@ -27,7 +27,7 @@ from e2e_vl.samples import PhraseBoxes, SampleText
 from e2e_vl.structures import TextBatch
 from e2e_vl.tasks.refcoco import ReferringPreprocessor
 from e2e_vl.text import TextTokenizer
-from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, word
+from tests.tasks.preprocessors import make_tokenizer, photo, preprocess, sample_of
 
 TWICE = ImageTransform(original_size=(40, 50), size=(80, 100))
 MIRRORED = ImageTransform(original_size=(40, 50), size=(80, 100), flipped=True)
@@ -270,7 +270,7 @@ def marked(tokenizer, text: SampleText, **changes) -> tuple[TextExample, ImageEx
     """The text as preprocessed with its phrases, and the image that it is about."""
     preprocessor = ReferringPreprocessor(TextTokenizer(tokenizer, **{"with_phrase_spans": True} | changes))
     image = photo()
-    [example] = word(preprocessor, sample_of(text), image)
+    [example] = preprocess(preprocessor, sample_of(text), image)
     return example, image
 
 

@@ -22,7 +22,7 @@ from e2e_vl.synthetic import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from tests.data.drawn_metadata import write_metadata
 from tests.data.helpers import examples, open_dataset
-from tests.tasks.objectives.worded import make_preprocessor
+from tests.tasks.objectives.tiny_objectives import make_preprocessor
 
 SPLITS = {"train": 6, "val": 3}
 COCO = {

@@ -34,7 +34,7 @@ from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.text import TextTokenizer
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of
-from tests.tasks.preprocessors import photo, sample_of, tokens, word
+from tests.tasks.preprocessors import photo, preprocess, sample_of, tokens
 
 visual_golden = common.visual_golden
 data_rules, rules_tokenizer = common.data_rules, common.rules_tokenizer
@@ -60,7 +60,7 @@ def test_texts_of_questions(data_rules, rules_tokenizer):
     preprocessor = preprocessor_of(answering(data_rules), rules_tokenizer)
     for one in part_of(data_rules, "vqa", "examples"):
         question = " ".join(one["question_tokens"])  # the official code appends the mark
-        [text] = word(preprocessor, sample_of(SampleText(0, f"{question}?", {"question_id": 1})))
+        [text] = preprocess(preprocessor, sample_of(SampleText(0, f"{question}?", {"question_id": 1})))
         assert tokens(text, rules_tokenizer) == one["fine_tune"]["tokens"]
         assert text.encoding.token_type_ids.tolist() == one["fine_tune"]["token_type_ids"]
         assert text.encoding.summary == len(text.encoding.input_ids) - 2
@@ -72,7 +72,7 @@ def test_targets_of_given_answers(data_rules, rules_tokenizer):
     for one in part_of(data_rules, "vqa", "scores"):
         truth = HumanAnswers(tuple(one["given"]))
         facts = {"question_id": 1, "answers": one["given"]}
-        [text] = word(preprocessor, sample_of(SampleText(0, "what?", facts, truth)))
+        [text] = preprocess(preprocessor, sample_of(SampleText(0, "what?", facts, truth)))
         np.testing.assert_allclose(text.targets.scores, one["scores"], atol=ROUNDED)
 
 
@@ -110,7 +110,7 @@ def test_texts_and_images_of_pairs(data_rules, rules_tokenizer, tmp_path):
         assert [f"{name}.png.npz" for name in example.image_names] == one["features_file_keys"]
         text = SampleText(0, example.sentence, {"identifier": example.identifier}, CorrectChoice(one["label"]))
         sample = sample_of(dataclasses.replace(text, image_index=(0,)))
-        [worded] = word(preprocessor, sample, photo())
+        [worded] = preprocess(preprocessor, sample, photo())
         assert tokens(worded, rules_tokenizer) == one["tokens"]
         assert worded.encoding.token_type_ids.tolist() == one["token_type_ids"]
         assert int(worded.targets.label) == one["label"] == int(example.label == "True")
@@ -137,7 +137,7 @@ def grounded(data_rules: dict[str, Any], sentence: EntitySentence, tokenizer: Pr
         tuple(np.array(truth[phrase.chain], dtype=np.float64) for phrase in phrases),
     )
     text = SampleText(0, sentence.words, {"phrases": [""] * len(phrases)}, boxes)
-    [made] = word(preprocessor_of(Flickr30KTask(8, Flickr30KConfig()), tokenizer), sample_of(text))
+    [made] = preprocess(preprocessor_of(Flickr30KTask(8, Flickr30KConfig()), tokenizer), sample_of(text))
     return made
 
 

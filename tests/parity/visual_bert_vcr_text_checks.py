@@ -29,7 +29,7 @@ from e2e_vl.tasks.vcr import Piece, VCRTask, sentence_text, truncate_choices
 from e2e_vl.text import TextTokenizer
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of
-from tests.tasks.preprocessors import sample_of, tokens, word
+from tests.tasks.preprocessors import preprocess, sample_of, tokens
 
 visual_golden = common.visual_golden
 data_rules, rules_tokenizer = common.data_rules, common.rules_tokenizer
@@ -57,7 +57,7 @@ def texts_of(data_rules, rules_tokenizer, settings, kind: str) -> list[TextExamp
     preprocessor = VCRTask(8, config).preprocessor(
         TextTokenizer(rules_tokenizer, VisualBertEncoder.layout, training=True)
     )
-    return word(preprocessor, sample_of(text, image=image), epoch=3)
+    return preprocess(preprocessor, sample_of(text, image=image), epoch=3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Samples, loaded images and tokenizers for tests of wordings; no data set is read."""
+"""Samples, loaded images and tokenizers for tests of preprocessors; no data set is read."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def photo(*, flipped: bool = False, scale: int = 1, **fields) -> ImageExample:
 
 
 def sample_of(*texts: SampleText | str, image: SampleImage | None = None, **fields) -> Sample:
-    """The texts about one photo; a string is a text of that number without facts."""
-    stated = image or SampleImage("7", Path("photo.jpg"))
+    """The texts about one photo; a string is a text of that number without metadata."""
+    shown = image or SampleImage("7", Path("photo.jpg"))
     made = (SampleText(n, text, {}) if isinstance(text, str) else text for n, text in enumerate(texts))
-    return Sample((stated,), tuple(made), **fields)
+    return Sample((shown,), tuple(made), **fields)
 
 
-def word(
+def preprocess(
     preprocessor: Preprocessor, sample: Sample, image: ImageExample | None = None, *, seed: int = 0, epoch: int = 0
 ) -> list[TextExample]:
     """The texts of a sample as wordpieces."""
@@ -46,6 +46,6 @@ def tokens(text: TextExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return tokenizer.convert_ids_to_tokens(text.encoding.input_ids.tolist())
 
 
-def spoken(text: TextExample, tokenizer: PreTrainedTokenizerBase) -> str:
+def decoded(text: TextExample, tokenizer: PreTrainedTokenizerBase) -> str:
     """The wordpieces of a text in one line."""
     return " ".join(tokens(text, tokenizer))

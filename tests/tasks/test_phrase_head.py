@@ -8,18 +8,10 @@ import math
 import pytest
 import torch
 
-from detector.structures import ImageBatch, Regions
+from detector.structures import Regions
 from e2e_vl.examples import PhraseBatch, Ragged
 from e2e_vl.predictions import Prediction
-from e2e_vl.structures import (
-    Batch,
-    EncoderOutput,
-    IntermediateStates,
-    ModelOutput,
-    TaskOutput,
-    TextBatch,
-    gather_regions,
-)
+from e2e_vl.structures import EncoderOutput, IntermediateStates, ModelOutput, TaskOutput, gather_regions
 from e2e_vl.tasks.phrase_head import (
     FIRST,
     INSIDE,
@@ -30,6 +22,7 @@ from e2e_vl.tasks.phrase_head import (
     with_phrases,
     word_level_tags,
 )
+from tests.tasks.batches import make_batch
 
 HIDDEN, LENGTH = 6, 5
 REGIONS = torch.tensor([[0.0, 0, 60, 60], [0, 0, 10, 10], [5, 0, 15, 10], [20, 20, 30, 40], [0, 5, 10, 15]])
@@ -55,21 +48,10 @@ def make_phrases(
     )
 
 
-def make_batch(phrases: PhraseBatch) -> Batch:
-    shape = len(phrases.words), LENGTH
-    sizes = torch.tensor([[60, 80]])
-    return Batch(
-        images=ImageBatch(torch.zeros(1, 3, 60, 80), sizes, sizes * 2, ["a.jpg"]),
-        boxes=None,
-        texts=TextBatch(*(torch.ones(shape, dtype=kind) for kind in (torch.long, torch.long, torch.bool))),
-        image_index=torch.zeros(shape[0], 1, dtype=torch.long),
-        phrases=phrases,
-    )
-
-
 def run(head: PhraseHead, phrases: PhraseBatch, boxes: torch.Tensor = REGIONS) -> ModelOutput:
     torch.manual_seed(1)
-    batch = make_batch(phrases)
+    index, size = [[0]] * len(phrases.words), {"sizes": [[60, 80]], "original_sizes": [[120, 160]]}
+    batch = make_batch(index, **size, length=LENGTH, phrases=phrases)
     regions = Regions([boxes], [torch.randn(len(boxes), 3)], [torch.zeros(len(boxes), 2)])
     gathered = gather_regions(regions, batch.images.sizes, batch.image_index, whole_image=True)
     states = IntermediateStates(
@@ -133,17 +115,23 @@ def test_runs_of_tags_make_phrases(tags, spans):
     assert find_spans(torch.tensor([tags]), is_word) == [spans]
 
 
-def test_phrases_are_found_where_none_is_stated_and_only_outside_training():
+def head_that_finds_all() -> PhraseHead:
+    """It takes every word for the inside of a phrase."""
     head = make_head(training=False)
     with torch.no_grad():
         head.tags.weight.zero_()
-        head.tags.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))  # everything is inside
+        head.tags.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))
+    return head
+
+
+def test_phrases_are_found_where_none_is_annotated_and_only_outside_training():
+    head = head_that_finds_all()
     output = run(head, make_phrases())
     assert output.phrases.spans.counts.tolist() == [2, 1]
     assert output.phrases.spans.values[2].tolist() == [1, 4]
     assert output.phrases.log_attention.shape[0] == 3 and output.phrases.is_right.shape[0] == 2
-    stated = run(head, make_phrases(complete=(True, True)))
-    assert stated.phrases.spans.counts.tolist() == [2, 0]  # the second text has no phrase, as the data say
+    complete = run(head, make_phrases(complete=(True, True)))
+    assert complete.phrases.spans.counts.tolist() == [2, 0]  # the second text has no phrase
     assert run(head.train(), make_phrases()).phrases.spans.counts.tolist() == [2, 0]
 
 
@@ -166,10 +154,7 @@ def learn(head: PhraseHead, phrases: PhraseBatch) -> None:
 
 
 def test_records_hold_phrases_in_pixels_of_the_original_image():
-    head = make_head(training=False)
-    with torch.no_grad():
-        head.tags.weight.zero_()
-        head.tags.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))
+    head = head_that_finds_all()
     output = run(head, make_phrases(boxes=(((0, 0, 10, 10), (20, 20, 30, 39)), ((50, 50, 55, 55),))))
     output.batch.records = [{"a": 1}, {"a": 2}]
     first, second = with_phrases(output).batch.records

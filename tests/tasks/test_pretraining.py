@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from detector.errors import UserError
 from detector.structures import ImageBatch
 from e2e_vl.config import load_config
 from e2e_vl.data.batching import random_generator
-from e2e_vl.examples import Targets, TextExample, stacked
+from e2e_vl.examples import Targets, TextExample
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.run.build import build_objectives, build_task
-from e2e_vl.samples import AnnotatedObjects, HumanAnswers, PhraseBoxes, Question, Sample, SampleText
+from e2e_vl.samples import AnnotatedObjects, PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, RegionLabels, RegionMasks, TextBatch
 from e2e_vl.tasks.config import (
     MaskedRegionsConfig,
@@ -38,8 +38,8 @@ from e2e_vl.tasks.pretraining import PretrainingPreprocessor, PretrainingTargets
 from e2e_vl.tasks.vcr import VCRPreprocessor
 from e2e_vl.text import TextEncoding, TextTokenizer
 from tests.data.tiny_vcr import TinyVCR
-from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, spoken, word
-from tests.tasks.tiny_pretraining import BOXES, CLASSES, VOCABULARY, assert_same, make_batch, make_model, make_pairs
+from tests.tasks.preprocessors import decoded, make_tokenizer, photo, preprocess, sample_of
+from tests.tasks.tiny_pretraining import BOXES, CLASSES, assert_same, make_batch, make_model, make_pairs
 from tests.weights.starts import replaced
 
 SIZES = Sizes(hidden_size=8, vocab_size=5, feature_dim=4, num_classes=6)
@@ -117,15 +117,6 @@ def test_only_objectives_of_the_run_have_parameters_and_losses():
     assert {name.partition(".")[0] for name, _ in task.named_parameters()} == {"word_head", "masked_regions"}
 
 
-def test_a_text_that_is_not_masked_has_a_record_without_an_error():
-    model = make_model(objectives=dict.fromkeys(("masked_text", "masked_regions"), 0.0)).eval()
-    batch = make_batch(masks=False)
-    with torch.no_grad():
-        records = model.task.predict(batch, model(batch))
-    assert [record.objectives["masked_words"].count for record in records] == [0, 0, 0]
-    assert model.task.metrics(records) == {} and model.task.correct(records[0]) is None
-
-
 # Predictions
 
 
@@ -151,12 +142,6 @@ def test_predictions_count_captions_only():
     nothing = PretrainingPrediction(objectives={name: ObjectiveCounts(0, 0) for name in model.task.objectives})
     assert model.task.correct(nothing) is None and model.task.describe(nothing).answer == "nothing was masked"
     assert output.task.logits.shape == (4, 0)
-    assert {name: len(logits) for name, logits in output.task.parts.items()} == {
-        "masked_words": 2,
-        "masked_text": 1,
-        "masked_regions": 8,
-        "relationship": 3,
-    }
 
 
 def test_what_is_right_is_counted_per_text_and_objective():
@@ -189,57 +174,30 @@ def test_an_encoder_needs_what_the_objectives_read():
     assert make_task("masked_words", "masked_text").needs == (Ability.WORD_EMBEDDINGS,)
     assert make_task("relationship", mask_pixels=False).needs == (Ability.SUMMARY_OF_SINGLE,)
     assert make_task("masked_regions").needs == (Ability.MASKED_REGIONS,)
-    hidden = make_task("masked_words", "masked_regions", mask_pixels=False).needs
-    assert hidden == (Ability.WORD_EMBEDDINGS, Ability.MASKED_REGIONS, Ability.MASKED_FEATURES)
+    needs = make_task("masked_words", "masked_regions", mask_pixels=False).needs
+    assert needs == (Ability.WORD_EMBEDDINGS, Ability.MASKED_REGIONS, Ability.MASKED_FEATURES)
 
 
-def test_the_rule_of_hiding_follows_the_settings():
+def test_region_masking_follows_the_settings():
     assert make_task("masked_regions").region_masking == RegionMasking()  # both have the official defaults
     changed = make_task("masked_regions", teacher="file", masked_pixels="black", max_length=None).region_masking
     assert changed == RegionMasking(teacher="file", colour="black", max_length=None, background_first=True)
-    changed = make_task("masked_words", mask_pixels=False, background="first", max_detected_regions=None).region_masking
-    assert changed == RegionMasking(enabled=False, pixels=False, background_first=True, max_detected_regions=None)
+    changed = make_task("masked_words", mask_pixels=False, background="first").region_masking
+    assert changed == RegionMasking(enabled=False, pixels=False, background_first=True)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"objectives": {"masked_regions": {"classes": 7}}}, "classes is 7, but the detector has 4 classes"),
-        ({"mask_pixels": False}, "encoder.config.masked_region_feature to true"),
-        (
-            {"encoder": {"masked_region_embedding": False}},
-            "encoder.config.masked_region_embedding to true, or region_word to img",
-        ),
-        (
-            {"encoder": {"with_pooler": False}, "objectives": {"relationship": 1.0}},
-            "encoder.config.with_pooler to true",
-        ),
+        ({"mask_pixels": False}, "encoder.config.masked_region_feature"),
+        ({"encoder": {"masked_region_embedding": False}}, "encoder.config.masked_region_embedding"),
+        ({"encoder": {"with_pooler": False}, "objectives": {"relationship": 1.0}}, "encoder.config.with_pooler"),
     ],
 )
 def test_settings_that_cannot_work(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         make_model(**options)
-
-
-def test_objectives_need_their_data():
-    detector = types.SimpleNamespace(num_classes=6)
-
-    def check(*names: str, corpus: object = "corpus", images: int = 2) -> None:
-        facts = types.SimpleNamespace(corpus=corpus, groups=[[0]] * images)
-        make_task(*names).check_data(facts, detector)
-
-    check(*OBJECTIVES)
-    check("masked_words", corpus=None, images=1)
-    with pytest.raises(ValueError, match=r"masked_text has the weight 1.0, but the data have no .*masked_text=0"):
-        check(*OBJECTIVES, corpus=None)
-    detector.num_classes = 5
-    with pytest.raises(ValueError, match=r"masked_regions\.classes is 7, but the detector has 5 classes"):
-        check("masked_regions")
-
-
-def test_vocabulary_of_the_head_is_that_of_the_encoder():
-    model = make_model()
-    assert model.task.word_head.bias.shape == (VOCABULARY,)
 
 
 # Answers to users
@@ -248,8 +206,8 @@ def test_vocabulary_of_the_head_is_that_of_the_encoder():
 CORNER = [[6.0, 6.0, 40.0, 40.0]]
 
 
-def question_batch(hidden: list[list[float]] | None = None, mask_at: int = 1) -> Batch:
-    """One text with one [MASK] about the first image; boxes of it that a user hides."""
+def question_batch(masked: list[list[float]] | None = None, mask_at: int = 1) -> Batch:
+    """One text with one [MASK] about the first image; boxes of it that a user masks."""
     batch = make_batch()
     images = batch.images
     labels, corpus = torch.full((2, 1, 7), -1)
@@ -270,7 +228,7 @@ def question_batch(hidden: list[list[float]] | None = None, mask_at: int = 1) ->
         image_index=batch.image_index[:1],
         targets=PretrainingTargets(parts),
         seeds=batch.seeds[:1],
-        boxes_to_mask=[torch.tensor(hidden or [], dtype=torch.float32).reshape(-1, 4)],
+        boxes_to_mask=[torch.tensor(masked or [], dtype=torch.float32).reshape(-1, 4)],
         records=[{"text_index": 0, "text": "[MASK] b"}],
     )
 
@@ -280,30 +238,17 @@ def answer(model: VisionLanguageModel, batch: Batch) -> PretrainingPrediction:
         return model.task.replies(model(batch))[0]
 
 
-# Hidden regions
-
-
-def test_every_hidden_box_is_named():
-    hidden = [*CORNER, [60.0, 5.0, 90.0, 25.0]]
-    record = answer(make_model(region_probability=1.0).eval(), question_batch(hidden))
-    assert [list(region.box) for region in record.masked_regions] == (
-        2 * torch.tensor(hidden)
-    ).tolist()  # original pixels
+def test_every_masked_box_is_classified():
+    boxes = [*CORNER, [60.0, 5.0, 90.0, 25.0]]
+    record = answer(make_model(region_probability=1.0).eval(), question_batch(boxes))
+    assert [list(one.box) for one in record.masked_regions] == (2 * torch.tensor(boxes)).tolist()  # original pixels
     assert all(len(region.classes) == CLASSES and region.seen is not None for region in record.masked_regions)
     shares = [share for _, share in record.masked_regions[0].classes]
     assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
     assert {name for name, _ in record.masked_regions[0].classes} == {*"abcd", "background"}
 
 
-def test_answers_are_those_of_the_colour_that_training_hides_with():
-    black, mean = (make_model(masked_pixels=colour).eval() for colour in ("black", "mean"))
-    answers = [answer(model, question_batch(CORNER)).masked_regions[0] for model in (black, mean)]
-    assert answers[0].seen == (answers[1].seen[0], pytest.approx(answers[1].seen[1]))  # the teacher sees it
-    one, other = (dict(region.classes) for region in answers)
-    assert one != pytest.approx(other)
-
-
-def test_names_of_hidden_regions_follow_the_order_of_the_classes():
+def test_names_of_masked_regions_follow_the_order_of_the_classes():
     """The same model with its classes in another order says the same."""
     answers = []
     for place in ("last", "first"):
@@ -318,7 +263,7 @@ def test_names_of_hidden_regions_follow_the_order_of_the_classes():
     assert [name for name, _ in answers[0].classes] == [name for name, _ in answers[1].classes]
 
 
-def test_classes_of_a_file_have_numbers_and_nobody_sees_the_hidden_region():
+def test_classes_of_a_file_have_numbers_and_no_teacher_sees_the_region():
     model = make_model(teacher="file").eval()
     with torch.no_grad():
         output = model(question_batch([[0.0, 0.0, 9.0, 9.0]]))
@@ -332,26 +277,15 @@ def test_classes_of_a_file_have_numbers_and_nobody_sees_the_hidden_region():
     )
 
 
-@pytest.mark.parametrize("names", [None, ["a", "b"]])
-def test_classes_without_names_have_numbers(names):
-    model = make_model().eval()
-    model.detector.class_names = names
-    [region] = answer(model, question_batch(CORNER)).masked_regions
-    assert {name for name, _ in region.classes} == {"background", *(f"class {number}" for number in range(4))}
-
-
-def test_a_hidden_region_that_is_cut_off_is_an_error():
+def test_a_masked_region_that_is_truncated_is_an_error():
     model = make_model(max_length=5).eval()
     batch = question_batch([[10.0 * row, 5.0, 10.0 * row + 8, 30.0] for row in range(4)])
     batch.records[0]["text"] = "b"
-    with pytest.raises(ValueError, match="masked region is truncated"):
+    with pytest.raises(UserError, match="masked region is truncated"):
         answer(model, batch)
 
 
-# Words
-
-
-def test_nothing_to_hide_hides_nothing():
+def test_without_boxes_to_mask_no_region_is_masked():
     model = make_model(region_probability=1.0).eval()
     batch = question_batch()
     with torch.no_grad():
@@ -371,9 +305,9 @@ def test_nothing_to_hide_hides_nothing():
     assert answer(plain, batch).masks and not answer(plain, batch).masked_regions
 
 
-def test_a_mask_that_is_cut_off_is_an_error():
+def test_a_mask_that_is_truncated_is_an_error():
     model = make_model(max_length=5).eval()
-    with pytest.raises(ValueError, match=r"longer than task.config.max_length, and a \[MASK\] is truncated"):
+    with pytest.raises(UserError, match=r"task.config.max_length, and a \[MASK\] is truncated"):
         answer(model, question_batch(mask_at=5))
 
 
@@ -414,17 +348,13 @@ def test_a_question_is_a_sample_with_the_given_boxes():
     [
         (ask("a dog"), r"write \[MASK\] in the text, or mask boxes"),
         (ask("a dog", boxes_to_mask=boxes()), r"write \[MASK\] in the text"),
-        (ask(choices=["yes"]), "takes no choices"),
         (ask(answer="yes"), "takes no given answer"),
     ],
 )
 def test_questions_that_cannot_be_answered(question, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         make_model().task.question(question)
-
-
-def test_a_model_that_never_saw_hidden_regions_names_none():
-    with pytest.raises(ValueError, match="without masked regions"):
+    with pytest.raises(UserError, match="without masked regions"):
         make_model(objectives={"masked_regions": 0.0}).task.question(ask(boxes_to_mask=boxes([0, 0, 9, 9])))
 
 
@@ -436,48 +366,29 @@ def tokenizer(tmp_path):
     return make_tokenizer(tmp_path, "what is red", "the red box", "a dog and a cat")
 
 
-def with_part(tokenizer, part: type[ObjectivePreprocessor], **options) -> PretrainingPreprocessor:
-    text_tokenizer = TextTokenizer(tokenizer, **options)
-    return PretrainingPreprocessor(text_tokenizer, {"part": part(text_tokenizer)})
-
-
-# Texts of the data, and texts beside them
-
-
-@dataclasses.dataclass
-class NumberOfAnswers(Targets):
-    known: np.ndarray | None = stacked()
-
-
-class AnswerOfText(ObjectivePreprocessor):
-    """Learns the answers that the reader states, and asks once more beside each question."""
-
-    def targets(self, draft: TextDraft, encoding: TextEncoding) -> NumberOfAnswers:
-        return NumberOfAnswers(np.int64(-1 if draft.text is None else len(draft.text.truth.answers)))
+class ExtraTexts(ObjectivePreprocessor):
+    """Two empty texts beside each, one about its image."""
 
     def extra_texts(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[TextDraft, TextEncoding]]:
         for has_image in (True, False):
             yield TextDraft("", sample, has_image=has_image), self.text_tokenizer.single([])
 
 
-def test_an_objective_reads_the_truth_of_a_text(tokenizer):
-    question = SampleText(0, "what is red", {}, HumanAnswers(("the box", "a dog")))
-    texts = word(with_part(tokenizer, AnswerOfText), sample_of(question))
-    assert [int(text.targets.parts["part"].known) for text in texts] == [2, -1, -1]
-
-
-def test_texts_beside_look_at_the_images_of_the_text_if_they_have_any(tokenizer):
-    question = SampleText(0, "what is red", {}, HumanAnswers(()), image_index=(0,))
-    texts = word(with_part(tokenizer, AnswerOfText), sample_of(question))
+def test_extra_texts_have_the_image_of_the_text_and_neither_its_record_nor_its_phrases(tokenizer):
+    text = SampleText(0, "the red box", {}, phrases=PhraseBoxes(((0, 3),), (np.zeros((1, 4)),)))
+    text_tokenizer = TextTokenizer(tokenizer, with_phrase_spans=True)
+    preprocessor = PretrainingPreprocessor(text_tokenizer, {"part": ExtraTexts(text_tokenizer)})
+    texts = preprocess(preprocessor, sample_of(text))
     assert [text.image_index for text in texts] == [(0,), (0,), ()]
     assert [bool(text.record) for text in texts] == [True, False, False]
+    assert [len(text.phrases.spans) for text in texts] == [1, 0, 0]
 
 
 # Pairs of texts
 
 
 class TwoCaptions(ObjectivePreprocessor):
-    """Puts the next text of the data behind each, as the second text of a pair."""
+    """Makes a pair of each text and the next one of the data."""
 
     def exchange(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
         draft.second = draft.sample.pool[index + 1]
@@ -489,20 +400,20 @@ def pair_of(tokenizer, probability: float = 0.0, **options) -> TextExample:
     preprocessor = PretrainingPreprocessor(
         text_tokenizer, {"pair": TwoCaptions(text_tokenizer), "masked_words": masking}
     )
-    [text] = word(preprocessor, sample_of("the red box", pool=["the red box", "a dog and a cat"]))
+    [text] = preprocess(preprocessor, sample_of("the red box", pool=["the red box", "a dog and a cat"]))
     return text
 
 
-def test_two_texts_are_laid_out_as_a_pair(tokenizer):
+def test_two_texts_are_encoded_as_a_pair(tokenizer):
     text = pair_of(tokenizer)
-    assert spoken(text, tokenizer) == "[CLS] the red box [SEP] a dog and a cat [SEP]"
+    assert decoded(text, tokenizer) == "[CLS] the red box [SEP] a dog and a cat [SEP]"
     assert text.encoding.token_type_ids.tolist() == [0] * 5 + [1] * 6
-    assert spoken(pair_of(tokenizer, is_blank=True), tokenizer) == "[CLS] [SEP] [SEP]"
+    assert decoded(pair_of(tokenizer, is_blank=True), tokenizer) == "[CLS] [SEP] [SEP]"
 
 
 def test_words_of_both_texts_are_masked(tokenizer):
     text = pair_of(tokenizer, probability=1.0)
-    assert spoken(text, tokenizer) == " ".join(["[CLS]", *["[MASK]"] * 3, "[SEP]", *["[MASK]"] * 5, "[SEP]"])
+    assert decoded(text, tokenizer) == " ".join(["[CLS]", *["[MASK]"] * 3, "[SEP]", *["[MASK]"] * 5, "[SEP]"])
     labels = text.targets.parts["masked_words"].labels
     np.testing.assert_array_equal(
         np.where(labels < 0, text.encoding.input_ids, labels), pair_of(tokenizer).encoding.input_ids
@@ -512,7 +423,7 @@ def test_words_of_both_texts_are_masked(tokenizer):
 def test_a_pair_that_is_too_long_is_cut_with_its_labels(tokenizer):
     text = pair_of(tokenizer, probability=1.0, max_length=8)
     whole = pair_of(tokenizer, max_length=8)
-    assert spoken(whole, tokenizer) == "[CLS] the red box [SEP] a dog [SEP]"
+    assert decoded(whole, tokenizer) == "[CLS] the red box [SEP] a dog [SEP]"
     assert text.record["cut_wordpieces"] == 3
     labels = text.targets.parts["masked_words"].labels
     np.testing.assert_array_equal(np.where(labels < 0, text.encoding.input_ids, labels), whole.encoding.input_ids)
@@ -522,7 +433,7 @@ def test_a_pair_that_is_too_long_is_cut_with_its_labels(tokenizer):
 
 
 class OtherCaption(ObjectivePreprocessor):
-    """Puts the next text of the data in the place of each."""
+    """Replaces each text by the next one of the data."""
 
     def exchange(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
         draft.words = draft.sample.pool[index + 1]
@@ -532,12 +443,12 @@ class OtherCaption(ObjectivePreprocessor):
     ("part", "spans"), [(TwoCaptions, [[1, 4]]), (OtherCaption, []), (ObjectivePreprocessor, [[1, 4]])]
 )
 def test_phrases_belong_to_the_text_of_the_data(tokenizer, part, spans):
-    """They stay with a first text of two, and are not those of another caption in its place."""
+    """Those of the first text of two stay; another caption has none."""
     text = SampleText(0, "the red box", {}, phrases=PhraseBoxes(((0, 11),), (np.zeros((1, 4)),), is_complete=True))
     text_tokenizer = TextTokenizer(tokenizer, with_phrase_spans=True)
     masking = WordMasking(text_tokenizer, MaskedWordsConfig(probability=0.9, always_mask=True))
     preprocessor = PretrainingPreprocessor(text_tokenizer, {"part": part(text_tokenizer), "masked_words": masking})
-    [example] = word(preprocessor, sample_of(text, pool=["the red box", "a dog and a cat"]))
+    [example] = preprocess(preprocessor, sample_of(text, pool=["the red box", "a dog and a cat"]))
     assert example.phrases.spans.tolist() == spans and example.phrases.is_complete == bool(spans)
     is_other = part is OtherCaption
     assert example.phrases.words == ("a dog and a cat" if is_other else "the red box")
@@ -545,17 +456,11 @@ def test_phrases_belong_to_the_text_of_the_data(tokenizer, part, spans):
     assert characters == example.phrases.words.split()
 
 
-def test_a_text_beside_has_no_phrases_of_the_text_of_the_data(tokenizer):
-    text = SampleText(0, "the red box", {}, HumanAnswers(()), phrases=PhraseBoxes(((0, 3),), (np.zeros((1, 4)),)))
-    own, *beside = word(with_part(tokenizer, AnswerOfText, with_phrase_spans=True), sample_of(text))
-    assert [len(one.phrases.spans) for one in (own, *beside)] == [1, 0, 0]
-
-
 # Questions with choices
 
 
 CONFIG = "configs/tiny/visual_bert_pretraining.yaml"
-WORDS = {"mask_size": None, "turn_names": False}
+WORDS = {"mask_size": 7, "turn_names": False}
 
 
 @pytest.fixture
@@ -563,9 +468,7 @@ def tiny(tmp_path) -> TinyVCR:
     return TinyVCR(tmp_path)
 
 
-def choice_task(
-    tokenizer, drawn: str = "random", texts: str = "labelled", mask_size: int | None = None, **masking
-) -> PretrainingTask:
+def choice_task(tokenizer, drawn: str = "random", texts: str = "labelled", **masking) -> PretrainingTask:
     config = load_config(CONFIG)
     settings = {
         "objectives": {
@@ -574,7 +477,7 @@ def choice_task(
             "masked_regions": 0.0,
             "relationship": {"weight": 1.0, "texts": texts},
         },
-        "choices": {"task": "vcr", "config": WORDS | {"mask_size": mask_size}, "drawn": drawn},
+        "choices": {"task": "vcr", "config": WORDS, "drawn": drawn},
     }
     return build_task(replaced(config, task={"config": settings}), Sizes(8, len(tokenizer)))
 
@@ -586,9 +489,10 @@ def choices_of(task, dataset, tokenizer, index: int, epoch: int = 0, config: VCR
     return list(preprocessor(dataset.sample((index,)), [photo()], draw))
 
 
-def test_a_random_choice_is_read_as_the_other_task_words_it(tiny):
+def test_a_random_choice_is_encoded_by_the_other_task(tiny):
     dataset, tokenizer = tiny.dataset(), tiny.tokenizer
     task = choice_task(tokenizer, probability=0.0)
+    assert task.mask_size == 7
     choices = choices_of(task, dataset, tokenizer, 0, config=VCRConfig(**WORDS))
     shown = set()
     for epoch in range(40):
@@ -603,10 +507,6 @@ def test_a_random_choice_is_read_as_the_other_task_words_it(tiny):
     assert shown == {0, 1, 2, 3} and not [name for name, _ in task.named_modules() if "region_classifier" in name]
 
 
-def test_masks_of_objects_are_those_of_the_other_task(tiny):
-    assert [choice_task(tiny.tokenizer, mask_size=size).mask_size for size in (None, 7)] == [None, 7]
-
-
 def test_choices_in_turn_are_the_same_in_every_epoch(tiny):
     dataset, tokenizer = tiny.dataset(), tiny.tokenizer
     task = choice_task(tokenizer, "in_turn", probability=0.0)
@@ -617,7 +517,7 @@ def test_choices_in_turn_are_the_same_in_every_epoch(tiny):
             np.testing.assert_array_equal(text.encoding.input_ids, expected.encoding.input_ids)
 
 
-def test_wordpieces_are_masked_where_they_stand(tiny):
+def test_wordpieces_of_choices_are_masked(tiny):
     dataset, tokenizer = tiny.dataset(), tiny.tokenizer
     plain, masked = (choice_task(tokenizer, "in_turn", probability=p, always_mask=True) for p in (0.0, 0.5))
     [before], [after] = (choices_of(task, dataset, tokenizer, 0) for task in (plain, masked))
@@ -631,10 +531,10 @@ def test_wordpieces_are_masked_where_they_stand(tiny):
 
 def test_choices_that_cannot_be_read(tiny):
     dataset, tokenizer = tiny.dataset(), tiny.tokenizer
-    with pytest.raises(ValueError, match=r"set task\.config\.objectives\.relationship\.texts to labelled"):
+    with pytest.raises(UserError, match=r"task\.config\.objectives\.relationship\.texts"):
         choices_of(choice_task(tokenizer, texts="pair"), dataset, tokenizer, 0)
     sizes = Sizes(8, len(tokenizer))
     objectives = build_objectives({"masked_text": 0.0, "masked_regions": 0.0}, sizes)
     task = PretrainingTask(sizes, PretrainingConfig(), objectives)
-    with pytest.raises(ValueError, match=r"set task\.config\.choices\.task"):
+    with pytest.raises(UserError, match=r"task\.config\.choices\.task"):
         choices_of(task, dataset, tokenizer, 0)

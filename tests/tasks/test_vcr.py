@@ -2,47 +2,41 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
-import cv2
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from detector.errors import UserError
-from detector.structures import ImageBatch, Regions
+from detector.structures import Regions
 from e2e_vl.data.config import VCROptions
 from e2e_vl.metrics.vcr import VCRPrediction
 from e2e_vl.structures import (
-    Ability,
     Batch,
     EncoderOutput,
     ModelOutput,
     RegionLabels,
     TaskOutput,
-    TextBatch,
     TextRegions,
     gather_regions,
 )
 from e2e_vl.tasks.base import PredictionSummary
-from e2e_vl.tasks.config import NEUTRAL_NAMES, VCRConfig
+from e2e_vl.tasks.config import VCRConfig
 from e2e_vl.tasks.vcr import (
     Piece,
     VCRTargets,
     VCRTask,
     encode_sentence,
-    name_objects,
     parse_sentence,
-    sentence_text,
     truncate_answers,
     truncate_rationales,
 )
 from e2e_vl.text import TextTokenizer
 from tests.data.tiny_vcr import TinyVCR
-from tests.tasks.preprocessors import make_tokenizer, photo, tokens, word
-from tests.tasks.preprocessors import spoken as spoken_by
+from tests.tasks.batches import make_batch
+from tests.tasks.preprocessors import decoded, make_tokenizer, photo, preprocess, tokens
 
 H = 6
 CLASSES = [torch.tensor([2, 0]), torch.tensor([1])]  # of the candidate boxes of two images
@@ -60,18 +54,12 @@ def make_regions(whole_image: bool = True) -> TextRegions:
     return gather_regions(regions, torch.tensor([[10, 10], [10, 10]]), image_index, whole_image=whole_image)
 
 
-def make_batch(labels: list[int] | None = None) -> Batch:
-    ids = torch.zeros(8, 3, dtype=torch.int64)
-    targets = VCRTargets(None if labels is None else F.one_hot(torch.tensor(labels), 4).flatten().float())
+def two_questions(labels: list[int] | None = None) -> Batch:
     shown = labels or [None, None]
-    return Batch(
-        images=ImageBatch(
-            torch.zeros(2, 3, 10, 10), torch.tensor([[10, 10]] * 2), torch.tensor([[10, 10]] * 2), ["a", "b"]
-        ),
-        boxes=None,
-        texts=TextBatch(ids, ids, torch.ones(8, 3, dtype=torch.bool)),
-        image_index=torch.tensor([0] * 4 + [1] * 4)[:, None],
-        targets=targets,
+    return make_batch(
+        [[0]] * 4 + [[1]] * 4,
+        sizes=[[10, 10]] * 2,
+        targets=VCRTargets(None if labels is None else F.one_hot(torch.tensor(labels), 4).flatten().float()),
         region_labels=RegionLabels(classes=CLASSES),
         records=[{"text_index": row // 4, "annot_id": f"val-{row // 4}", "label": shown[row // 4]} for row in range(8)],
     )
@@ -87,7 +75,7 @@ def run(task: VCRTask, batch: Batch, whole_image: bool = True) -> tuple[TaskOutp
 
 def test_sigmoid_loss_is_a_mean_over_all_choices():
     task = VCRTask(H).eval()
-    output, _, encoded = run(task, make_batch([2, 0]))
+    output, _, encoded = run(task, two_questions([2, 0]))
     assert output.logits.shape == (2, 4)
     torch.testing.assert_close(output.logits.flatten(), task.head.output(encoded.summary)[:, 0])
     truth = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0]]).float()
@@ -97,7 +85,7 @@ def test_sigmoid_loss_is_a_mean_over_all_choices():
 
 
 def test_softmax_loss_is_a_mean_over_questions():
-    output, _, _ = run(VCRTask(H, VCRConfig(loss="softmax")).eval(), make_batch([2, 0]))
+    output, _, _ = run(VCRTask(H, VCRConfig(loss="softmax")).eval(), two_questions([2, 0]))
     expected = F.cross_entropy(output.logits, torch.tensor([2, 0]))
     torch.testing.assert_close(output.losses["choice"].mean, expected)
     assert output.losses["choice"].count == 2
@@ -106,7 +94,7 @@ def test_softmax_loss_is_a_mean_over_questions():
 @pytest.mark.parametrize("whole_image", [True, False])
 def test_every_region_of_every_choice_is_classified(whole_image):
     task = VCRTask(H, VCRConfig(num_classes=5)).eval()
-    output, regions, encoded = run(task, make_batch([2, 0]), whole_image)
+    output, regions, encoded = run(task, two_questions([2, 0]), whole_image)
     first = [0] if whole_image else []  # the whole image is a class of its own, before those of objects
     classes = [torch.tensor(first + (rows + 1).tolist()) for rows in CLASSES]
     states = [encoded.regions[row, regions.attention_mask[row]] for row in range(8)]
@@ -114,36 +102,26 @@ def test_every_region_of_every_choice_is_classified(whole_image):
     expected = F.cross_entropy(scores, torch.cat([classes[row // 4] for row in range(8)]))
     torch.testing.assert_close(output.losses["region_class"].mean, expected)
     assert output.losses["region_class"].count == regions.attention_mask.sum() == 4 * sum(map(len, classes))
+    output.losses["region_class"].mean.backward()
+    assert torch.equal(encoded.regions.grad.any(dim=2), regions.attention_mask)
 
 
 def test_weight_of_the_region_loss():
     task = VCRTask(H, VCRConfig(num_classes=5)).eval()
     double = VCRTask(H, VCRConfig(num_classes=5, region_loss_weight=2.0)).eval()
     double.load_state_dict(task.state_dict())
-    losses = [run(one, make_batch([2, 0]))[0].losses["region_class"].mean for one in (task, double)]
+    losses = [run(one, two_questions([2, 0]))[0].losses["region_class"].mean for one in (task, double)]
     torch.testing.assert_close(losses[1], 2 * losses[0])
     without = VCRTask(H, VCRConfig(region_loss_weight=0.0))
-    assert set(run(without, make_batch([2, 0]))[0].losses) == {"choice"}
-    assert not any(name.startswith("region_classifier") for name, _ in without.named_parameters())
-
-
-def test_no_loss_without_labels():
-    assert run(VCRTask(H), make_batch())[0].losses == {}
-
-
-def test_padding_gets_no_gradient():
-    output, regions, encoded = run(VCRTask(H, VCRConfig(num_classes=5)), make_batch([2, 0]))
-    output.losses["region_class"].mean.backward()
-    assert not regions.attention_mask.all()
-    assert not encoded.regions.grad[~regions.attention_mask].any()
-    assert encoded.regions.grad[regions.attention_mask].any(dim=1).all()
+    assert set(run(without, two_questions([2, 0]))[0].losses) == {"choice"}
+    assert run(without, two_questions())[0].losses == {}
 
 
 def test_one_prediction_per_question():
     task = VCRTask(H).eval()
-    batch = make_batch([2, 0])
-    output, regions, encoded = run(task, batch)
-    records = task.predict(batch, ModelOutput(output, None, regions, encoded, batch))
+    batch = two_questions([2, 0])
+    output, _, _ = run(task, batch)
+    records = task.predict(batch, ModelOutput(output, None, None, None, batch))
     assert [(record.text_index, record.annot_id) for record in records] == [(0, "val-0"), (1, "val-1")]
     for record, logits in zip(records, output.logits, strict=True):
         assert record.probabilities == pytest.approx(logits.softmax(dim=0).tolist())
@@ -175,18 +153,6 @@ def test_what_does_not_fit_is_found_before_training():
         check(names, num_classes=2)
 
 
-def test_what_the_encoder_must_be_able_to_do():
-    assert VCRTask(H).needs == (Ability.SUMMARY_OF_PAIR, Ability.NAMED_REGIONS)
-    assert VCRTask(H, VCRConfig(ground_words=False)).needs == (Ability.SUMMARY_OF_PAIR,)
-    assert (VCRTask(H).mask_size, VCRTask(H, VCRConfig(mask_size=None)).mask_size) == (14, None)
-
-
-@pytest.fixture
-def grey(tmp_path: Path) -> str:
-    cv2.imwrite(str(tmp_path / "grey.png"), np.full((60, 90), 200, np.uint8))
-    return str(tmp_path / "grey.png")
-
-
 def test_a_choice_is_described_with_the_right_one():
     base = {"text": "Why ?", "choices": ["a", "b", "c", "d"], "choice": 1, "probabilities": [0.1, 0.6, 0.2, 0.1]}
 
@@ -209,12 +175,6 @@ def test_a_picture_of_a_choice_has_the_named_boxes(grey):
 # Sentences
 
 
-def test_people_are_named_in_turn():
-    assert name_objects(["person", "cup", "person"], ["A", "B"], 1) == ["B", "cup", "A"]
-    assert len(NEUTRAL_NAMES) == 13
-    assert name_objects(["person"] * 14)[-1] == name_objects(["person"])[0]
-
-
 def pieces(number: int) -> list[Piece]:
     return [Piece(index, -1, index) for index in range(number)]
 
@@ -234,11 +194,6 @@ def test_cutting_rationales():
     question, answer, rationales = pieces(2), pieces(6), [pieces(4)]
     truncate_rationales(question, answer, rationales, limit=8)
     assert (len(question), len(answer), len(rationales[0])) == (1, 3, 4)
-
-
-def test_sentences_in_words():
-    assert sentence_text(["Is", [2, 0], "?"], ["a", "b", "c"]) == "Is c and a ?"
-    assert sentence_text(["Is", [2, 0], "?"], ["a", "b", "c"], None) == "Is c a ?"
 
 
 def test_pieces_know_their_row_and_their_word(tmp_path):
@@ -273,18 +228,18 @@ def texts_of(tiny, texts=(0,), *, blank=False, training=False, flipped=False, ep
     reader = {name: value for name, value in options.items() if name in READER}
     config = VCRConfig(**{name: value for name, value in options.items() if name not in READER})
     preprocessor = VCRTask(8, config).preprocessor(TextTokenizer(tiny.tokenizer, is_blank=blank, training=training))
-    return word(preprocessor, tiny.dataset(**reader).sample(texts), photo(flipped=flipped), epoch=epoch)
+    return preprocess(preprocessor, tiny.dataset(**reader).sample(texts), photo(flipped=flipped), epoch=epoch)
 
 
-def spoken(tiny, text) -> str:
-    return spoken_by(text, tiny.tokenizer)
+def line(tiny, text) -> str:
+    return decoded(text, tiny.tokenizer)
 
 
 def test_four_texts_of_a_question(tiny):
     texts = texts_of(tiny)
     assert len(texts) == 4
     first = texts[0]
-    assert spoken(tiny, first) == "[CLS] why is riley and chair there ? [SEP] no casey . [SEP]"
+    assert line(tiny, first) == "[CLS] why is riley and chair there ? [SEP] no casey . [SEP]"
     assert first.encoding.token_type_ids.tolist() == [0] * 9 + [1] * 4
     assert first.encoding.summary is None
     assert first.region_of_token.tolist() == [-1, -1, -1, 1, -1, 2, -1, -1, -1, -1, 0, -1, -1]
@@ -292,15 +247,12 @@ def test_four_texts_of_a_question(tiny):
     assert texts[2].region_of_token[9:].tolist() == [1, -1, -1, -1, -1, -1]
     assert [float(text.targets.is_right) for text in texts] == [0, 0, 1, 0]
     assert {text.image_index for text in texts} == {(0,)}
-
-
-def test_words_may_name_no_region(tiny):
     assert all(text.region_of_token is None for text in texts_of(tiny, ground_words=False))
 
 
 def test_question_and_right_answer_stand_before_a_rationale(tiny):
     texts = texts_of(tiny, question="rationale")
-    said = spoken(tiny, texts[1])
+    said = line(tiny, texts[1])
     assert said == "[CLS] why is riley and chair there ? riley ' s chair . [SEP] jessie is . [SEP]"
     assert texts[1].encoding.token_type_ids.tolist() == [0] * 14 + [1] * 4
     assert [float(text.targets.is_right) for text in texts] == [0, 1, 0, 0]
@@ -312,7 +264,7 @@ def test_rationales_given_each_answer(tiny):
     assert len(texts) == 8
     assert [text.record["text_index"] for text in texts] == [1] * 4 + [8] * 4
     assert {(text.record["annot_id"], text.record["conditioned_on"]) for text in texts} == {("val-0", 1), ("val-2", 0)}
-    assert spoken(tiny, texts[0]).startswith("[CLS] why is riley and chair there ? yes . [SEP]")
+    assert line(tiny, texts[0]).startswith("[CLS] why is riley and chair there ? yes . [SEP]")
     assert all(text.targets.is_right is None for text in texts)
 
 
@@ -325,30 +277,20 @@ def test_a_mirrored_image_changes_no_words(tiny):
 
 def test_names_and_rows_of_some_of_the_objects(tiny):
     first = texts_of(tiny, objects="mentioned")[0]
-    assert spoken(tiny, first) == "[CLS] why is casey and chair there ? [SEP] no riley . [SEP]"
+    assert line(tiny, first) == "[CLS] why is casey and chair there ? [SEP] no riley . [SEP]"
     assert first.region_of_token[[3, 5, 10]].tolist() == [0, 1, 2]
     first = texts_of(tiny, objects="r2c", join_word=None)[0]
-    assert spoken(tiny, first).startswith("[CLS] why is riley chair there ? [SEP]")
+    assert line(tiny, first).startswith("[CLS] why is riley chair there ? [SEP]")
 
 
 def test_people_are_named_in_turn_and_in_training_from_anywhere(tiny):
-    seen = {spoken(tiny, texts_of(tiny, training=True, epoch=epoch)[0]) for epoch in range(20)}
+    seen = {line(tiny, texts_of(tiny, training=True, epoch=epoch)[0]) for epoch in range(20)}
     assert len(seen) > 5
-    assert len({spoken(tiny, texts_of(tiny, epoch=epoch)[0]) for epoch in range(5)}) == 1
+    assert len({line(tiny, texts_of(tiny, epoch=epoch)[0]) for epoch in range(5)}) == 1
     fixed = texts_of(tiny, training=True, turn_names=False, epoch=3)[0]
     assert tokens(fixed, tiny.tokenizer)[3] == "riley"
     own = texts_of(tiny, people_names=("Quinn", "Pat"))[0]
-    assert spoken(tiny, own).startswith("[CLS] why is pat and chair there")
-
-
-def test_a_name_does_not_depend_on_the_other_questions(tiny):
-    alone, together = (texts_of(tiny, texts, training=True, epoch=1) for texts in ((2,), (0, 2)))
-    for one, other in zip(alone, together[4:], strict=True):
-        np.testing.assert_array_equal(one.encoding.input_ids, other.encoding.input_ids)
-
-
-def test_texts_are_cut_without_special_tokens(tiny):
-    assert max(len(text.encoding.input_ids) for text in texts_of(tiny, max_pieces=6)) == 6 + 3
+    assert line(tiny, own).startswith("[CLS] why is pat and chair there")
 
 
 def test_controls_without_words(tiny):
@@ -367,23 +309,12 @@ def test_records_are_plain(tiny):
     assert record["family"] == "colour"
 
 
-def test_the_test_split_has_no_targets(tiny):
-    for line in tiny.lines:
-        del line["answer_label"], line["rationale_label"]
-    assert [text.targets.is_right for text in texts_of(tiny)] == [None] * 4
-
-
-def test_words_that_a_vocabulary_needs_beside_those_of_the_data():
-    words = list(VCRTask.extra_words(VCRConfig()))
-    assert set(NEUTRAL_NAMES) <= set(words) and "and" in words
-
-
 def test_names_by_mention(tiny):
     """In the question [1] comes first; in the choices the turn goes on, in each of them from the same name."""
     tiny.lines[0]["answer_choices"][1] = [[3, 0], "and", [1], [2], "."]
     texts = texts_of(tiny, names_by="mention", join_word=None, training=True, epoch=5)
-    assert spoken(tiny, texts[0]) == "[CLS] why is casey chair there ? [SEP] no riley . [SEP]"
-    assert spoken(tiny, texts[1]).endswith("[SEP] riley jessie and casey chair . [SEP]")
+    assert line(tiny, texts[0]) == "[CLS] why is casey chair there ? [SEP] no riley . [SEP]"
+    assert line(tiny, texts[1]).endswith("[SEP] riley jessie and casey chair . [SEP]")
     assert texts[1].record["choices"][:2] == ["No Riley .", "Riley Jessie and Casey chair ."]
 
 
@@ -392,18 +323,12 @@ def test_names_that_restart_in_choices(tiny):
     tiny.lines[0]["answer_choices"][1] = [[3, 0], "and", [1], [2], "."]
     settings = {"names_by": "mention", "names_restart_in_choices": True, "join_word": None}
     texts = texts_of(tiny, **settings, training=True, epoch=5)
-    assert spoken(tiny, texts[0]) == "[CLS] why is casey chair there ? [SEP] no casey . [SEP]"
-    assert spoken(tiny, texts[1]).endswith("[SEP] casey riley and casey chair . [SEP]")
+    assert line(tiny, texts[0]) == "[CLS] why is casey chair there ? [SEP] no casey . [SEP]"
+    assert line(tiny, texts[1]).endswith("[SEP] casey riley and casey chair . [SEP]")
     assert texts[1].region_of_token[[3, 4, 8, 9, 11, 12]].tolist() == [1, 2, 3, 0, 1, 2]
     record = texts[0].record
     assert record["choices"][:2] == ["No Casey .", "Casey Riley and Casey chair ."]
     assert record["named_boxes"][1][0] == "Casey"
-
-
-def test_a_given_answer_goes_on_with_the_names(tiny):
-    tiny.lines[0]["answer_choices"][2] = [[3], "'", "s", "chair", "."]
-    texts = texts_of(tiny, question="rationale", names_by="mention")
-    assert spoken(tiny, texts[1]).startswith("[CLS] why is casey and chair there ? riley ' s chair . [SEP] riley is")
 
 
 def test_one_place_per_named_object_counted_before_wordpieces(tiny):
@@ -411,7 +336,7 @@ def test_one_place_per_named_object_counted_before_wordpieces(tiny):
     tiny.lines[0]["question"] = ["Why", "chair's", [1], "there", "?"]
     tiny.lines[0]["answer_choices"][0] = ["No", "chair's", [0, 2], "."]
     first = texts_of(tiny, ground_at="word_number", join_word=None)[0]
-    assert spoken(tiny, first) == "[CLS] why chair ' s riley there ? [SEP] no chair ' s casey chair . [SEP]"
+    assert line(tiny, first) == "[CLS] why chair ' s riley there ? [SEP] no chair ' s casey chair . [SEP]"
     named = {position: row for position, row in enumerate(first.region_of_token.tolist()) if row >= 0}
     # [CLS] is 0 and the second text begins at 9
     assert named == {1 + 2: 1, 9 + 2: 0, 9 + 3: 2}
@@ -420,21 +345,21 @@ def test_one_place_per_named_object_counted_before_wordpieces(tiny):
 def test_word_numbers_go_on_over_question_and_answer(tiny):
     tiny.lines[0]["answer_choices"][2] = ["chair's", [3], "."]
     first = texts_of(tiny, question="rationale", ground_at="word_number")[0]
-    assert spoken(tiny, first) == "[CLS] why is riley and chair there ? chair ' s jessie . [SEP] so . [SEP]"
+    assert line(tiny, first) == "[CLS] why is riley and chair there ? chair ' s jessie . [SEP] so . [SEP]"
     named = {position: row for position, row in enumerate(first.region_of_token.tolist()) if row >= 0}
     assert named == {3: 1, 5: 2, 9: 3}  # the answer's own words are number 7 and 8
 
 
 def test_only_the_choice_is_cut(tiny):
     texts = texts_of(tiny, cut="fronts", cut_choices_only=True, max_pieces=9)
-    assert spoken(tiny, texts[0]) == "[CLS] why is riley and chair there ? [SEP] casey . [SEP]"
-    assert spoken(tiny, texts[2]) == "[CLS] why is riley and chair there ? [SEP] chair . [SEP]"
+    assert line(tiny, texts[0]) == "[CLS] why is riley and chair there ? [SEP] casey . [SEP]"
+    assert line(tiny, texts[2]) == "[CLS] why is riley and chair there ? [SEP] chair . [SEP]"
 
 
 def test_question_and_choice_lose_their_fronts(tiny):
-    """A question of 7 words loses none, one of 38 loses half of what is too much, each for its own choice."""
+    """A question of 7 words loses none, one of 38 half of the excess, each for its own choice."""
     texts = texts_of(tiny, cut="fronts", max_pieces=9)
-    assert spoken(tiny, texts[0]) == "[CLS] why is riley and chair there ? [SEP] casey . [SEP]"
+    assert line(tiny, texts[0]) == "[CLS] why is riley and chair there ? [SEP] casey . [SEP]"
     tiny.lines[0]["question"] = ["so"] * 6 + [[1]] + ["why"] * 31
     texts = texts_of(tiny, cut="fronts", max_pieces=37)
     cut, short = (tokens(text, tiny.tokenizer) for text in texts[:2])

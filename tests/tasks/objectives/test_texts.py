@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from types import SimpleNamespace
 
@@ -13,13 +14,10 @@ import torch.nn.functional as F
 
 from detector.errors import UserError
 from e2e_vl.samples import CorrectAnswer, CorrectChoice, HumanAnswers, Question, ReferredBox, SampleText, ScoredAnswers
-from e2e_vl.structures import Ability
-from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import ImageQAConfig, RelationshipConfig
 from e2e_vl.tasks.objectives.texts import AnswerLabel, ImageQA, MatchTargets, Relationship, sample_answer, scores_of
-from tests.tasks.objectives.tiny_objectives import SIZES, make_inputs
-from tests.tasks.objectives.worded import make_preprocessor, make_task
-from tests.tasks.preprocessors import make_tokenizer, sample_of, tokens, word
+from tests.tasks.objectives.tiny_objectives import SIZES, make_inputs, make_preprocessor, make_task
+from tests.tasks.preprocessors import make_tokenizer, preprocess, sample_of, tokens
 
 POOL = [f"caption {number}" for number in range(10)]
 
@@ -39,7 +37,7 @@ def test_half_of_the_captions_belong_to_other_images(tokenizer):
     matches, shown = [], set()
     for epoch in range(60):
         sample = sample_of(*POOL[:3], pool=POOL, own_texts=range(3))
-        for number, text in enumerate(word(preprocessor, sample, epoch=epoch)):
+        for number, text in enumerate(preprocess(preprocessor, sample, epoch=epoch)):
             is_match = int(text.targets.parts["relationship"].is_match)
             assert text.record["is_match"] == bool(is_match)
             assert text.record["text_index"] == number
@@ -54,35 +52,21 @@ def test_half_of_the_captions_belong_to_other_images(tokenizer):
     assert shown == set(POOL[3:])
 
 
-def test_the_exchange_is_part_of_the_texts_own_randomness(tokenizer):
-    preprocessor = exchanging(tokenizer)
-    sample = sample_of(*POOL[:3], pool=POOL, own_texts=range(3))
-    one, other = (word(preprocessor, sample, epoch=epoch) for epoch in (4, 4))
-    assert [text.record for text in one] == [text.record for text in other]
-    seen = {tuple(text.record["text"] for text in word(preprocessor, sample, epoch=epoch)) for epoch in range(20)}
-    assert len(seen) > 10
-
-
-def test_without_the_objective_every_caption_is_its_own(tokenizer):
-    preprocessor = make_preprocessor(tokenizer, masked_words=1.0)
-    for epoch in range(10):
-        [text] = word(preprocessor, sample_of(POOL[0], pool=POOL, own_texts=range(1)), epoch=epoch)
-        assert text.record["text"] == POOL[0] and "is_match" not in text.record
-
-
 def test_texts_of_a_corpus_have_no_match(tokenizer):
     relationship, corpus = {"weight": 1.0, "probability": 0.9}, ["a b"]
     preprocessor = make_preprocessor(tokenizer, masked_text=1.0, relationship=relationship)
     for epoch in range(5):
-        _, text = word(preprocessor, sample_of(POOL[0], pool=POOL, own_texts=range(1), corpus=corpus), epoch=epoch)
+        _, text = preprocess(
+            preprocessor, sample_of(POOL[0], pool=POOL, own_texts=range(1), corpus=corpus), epoch=epoch
+        )
         assert text.targets.parts["relationship"].is_match == -1 and text.record == {}
 
 
 def test_a_users_text_is_never_exchanged(tokenizer, tmp_path):
-    task = make_task(tokenizer, relationship=1.0)
-    sample = task.question(Question(tmp_path / "photo.jpg", "caption [MASK]"))
-    for epoch in range(9):
-        [text] = word(exchanging(tokenizer, 0.9), sample, epoch=epoch)
+    sample = make_task(tokenizer).question(Question(tmp_path / "photo.jpg", "caption [MASK]"))
+    for texts, epoch in itertools.product(("single", "pair"), range(9)):
+        [text] = preprocess(exchanging(tokenizer, 0.9, texts), sample, epoch=epoch)
+        assert "second" not in text.record
         assert text.record["text"] == "caption [MASK]" and text.targets.parts["relationship"].is_match == 1
 
 
@@ -94,9 +78,8 @@ def test_a_second_caption_is_judged(tokenizer):
     preprocessor = exchanging(tokenizer, texts="pair")
     matches, shown = [], set()
     for epoch in range(60):
-        for number, text in enumerate(
-            word(preprocessor, sample_of(*POOL[:3], pool=POOL, own_texts=range(3)), epoch=epoch)
-        ):
+        sample = sample_of(*POOL[:3], pool=POOL, own_texts=range(3))
+        for number, text in enumerate(preprocess(preprocessor, sample, epoch=epoch)):
             is_match, second = int(text.targets.parts["relationship"].is_match), text.record["second"]
             assert text.record["text"] == POOL[number] and second != POOL[number]
             assert (second in POOL[:3]) == bool(is_match) == text.record["is_match"]
@@ -108,14 +91,6 @@ def test_a_second_caption_is_judged(tokenizer):
     assert shown == set(POOL)
 
 
-def test_wordpieces_of_both_captions_are_masked(tokenizer):
-    relationship = {"weight": 1.0, "texts": "pair"}
-    preprocessor = make_preprocessor(tokenizer, masked_words={"probability": 1.0}, relationship=relationship)
-    [text] = word(preprocessor, sample_of(POOL[0], pool=POOL, own_texts=range(2)))
-    labels = text.targets.parts["masked_words"].labels
-    assert (labels >= 0).tolist() == [False, True, True, False, True, True, False]
-
-
 def test_a_label_cannot_be_read_from_the_text(tokenizer):
     """The same two captions are right for one image and wrong for another: only the image tells them apart."""
     pool, preprocessor = ["caption a", "caption b", "caption a", "caption 0"], exchanging(tokenizer, texts="pair")
@@ -123,7 +98,7 @@ def test_a_label_cannot_be_read_from_the_text(tokenizer):
     for own in ((0, 1), (2, 3)):
         sample = sample_of(SampleText(own[0], pool[own[0]], {}), pool=pool, own_texts=own)
         for epoch in range(60):
-            [text] = word(preprocessor, sample, epoch=epoch)
+            [text] = preprocess(preprocessor, sample, epoch=epoch)
             if text.record["second"] == "caption b":
                 labels.setdefault(
                     own, (text.encoding.input_ids.tolist(), int(text.targets.parts["relationship"].is_match))
@@ -132,20 +107,13 @@ def test_a_label_cannot_be_read_from_the_text(tokenizer):
     assert first == second and (right, wrong) == (1, 0)
 
 
-def test_a_users_text_is_alone(tokenizer, tmp_path):
-    relationship = {"weight": 1.0, "texts": "pair"}
-    sample = make_task(tokenizer, relationship=relationship).question(
-        Question(tmp_path / "photo.jpg", "caption [MASK]")
-    )
-    [text] = word(exchanging(tokenizer, 0.9, texts="pair"), sample)
-    assert "second" not in text.record and text.record["text"] == "caption [MASK]"
-
-
 @pytest.mark.parametrize(("truth", "label"), [(CorrectChoice(1), 1), (CorrectChoice(0), 0), (None, -1)])
 def test_truths_of_the_data_are_the_labels(tokenizer, truth, label):
     preprocessor = make_preprocessor(tokenizer, relationship={"weight": 1.0, "texts": "labelled"})
     for epoch in range(5):
-        [text] = word(preprocessor, sample_of(SampleText(0, POOL[0], {}, truth), pool=POOL, own_texts=[0]), epoch=epoch)
+        [text] = preprocess(
+            preprocessor, sample_of(SampleText(0, POOL[0], {}, truth), pool=POOL, own_texts=[0]), epoch=epoch
+        )
         assert text.record["text"] == POOL[0] and int(text.targets.parts["relationship"].is_match) == label
 
 
@@ -170,31 +138,6 @@ def test_loss_is_a_cross_entropy_over_the_texts_with_an_image(weight):
     assert (inputs.encoded.summary.grad.abs().sum(dim=1) > 0).tolist() == [True, True, False]
 
 
-def test_a_text_of_two_images_counts_once():
-    inputs = make_inputs([[0, 1], [1, -1], [-1, -1]])
-    output = inputs.run(relationship_of(), MatchTargets(torch.tensor([1, 0, -1])))
-    assert output.loss.count == 2 and output.text.tolist() == [0, 1]
-
-
-def test_texts_of_the_data_without_images_are_judged_too():
-    inputs = make_inputs([[-1], [-1], [-1]])
-    assert inputs.run(relationship_of(), MatchTargets(torch.tensor([1, 0, -1]))).loss.count == 2
-
-
-def test_texts_without_images_alone_are_loss_zero():
-    inputs = make_inputs([[-1], [-1], [-1]])
-    output = inputs.run(relationship_of(), MatchTargets(torch.tensor([-1, -1, -1])))
-    assert output.loss.mean == 0 and output.logits.shape == (0, 2)
-    output.loss.mean.backward()
-    assert not inputs.encoded.summary.grad.any()
-
-
-def test_the_head_has_the_width_of_the_summary():
-    sizes = Sizes(hidden_size=6, vocab_size=9, summary_size=12)
-    assert Relationship(sizes, RelationshipConfig(weight=1.0)).head.in_features == 12
-    assert relationship_of().head.in_features == SIZES.hidden_size
-
-
 def test_each_kind_of_text_needs_its_data():
     def check(texts: str, groups: list[list[int]], *truths: CorrectChoice | None) -> None:
         objective = Relationship(SIZES, RelationshipConfig(weight=1.0, texts=texts))
@@ -209,14 +152,7 @@ def test_each_kind_of_text_needs_its_data():
 
 def test_captions_of_other_images_need_other_images(tokenizer):
     with pytest.raises(UserError, match="two images"):
-        word(exchanging(tokenizer, 0.99), sample_of(*POOL[:3], pool=POOL[:3], own_texts=range(3)))
-
-
-@pytest.mark.parametrize(
-    ("texts", "ability"), [("single", Ability.SUMMARY_OF_SINGLE), ("pair", Ability.SUMMARY_OF_PAIR)]
-)
-def test_pairs_need_a_summary_of_pairs(texts, ability):
-    assert Relationship(SIZES, RelationshipConfig(weight=1.0, texts=texts)).needs == (ability,)
+        preprocess(exchanging(tokenizer, 0.99), sample_of(*POOL[:3], pool=POOL[:3], own_texts=range(3)))
 
 
 # Answers to questions
@@ -238,7 +174,7 @@ def test_answers_are_drawn_in_proportion_to_their_scores():
 
 
 def test_answers_that_are_spelled_otherwise_replace_others():
-    """The score of "two" counts, whichever comes first (official code)."""
+    """The score of "two" counts, in any order (official code)."""
     for scores in ({"two": 0.3, "2": 1.0}, {"2": 1.0, "two": 0.3}):
         found = drawn(scores | {"grey": 0.9}, 4000)
         assert found["2"] / 4000 == pytest.approx(0.25, abs=0.03)
@@ -252,7 +188,7 @@ def test_one_answer_or_none_needs_no_draw():
 
 
 def test_the_best_answer(tokenizer):
-    """Of the answers in the list; "two" is spelled otherwise and replaces "2", and of equal ones the first counts."""
+    """Of the answers in the list; "two" replaces "2", and of equal scores the first counts."""
     best = {"weight": 1.0, "answers": ANSWERS, "label": "best"}
     cases = [
         ({"horse": 9.0, "dog": 0.3, "a cat.": 0.9}, "cat"),
@@ -260,9 +196,8 @@ def test_the_best_answer(tokenizer):
         ({"dog": 0.6, "cat": 0.6}, "dog"),
         ({"horse": 1.0}, None),
     ]
-    for _ in range(5):
-        texts = worded(tokenizer, questions(*(ScoredAnswers(scores) for scores, _ in cases)), image_qa=best)
-        assert [text.record.get("drawn_answer") for text in texts] == [answer for _, answer in cases]
+    texts = encode(tokenizer, questions(*(ScoredAnswers(scores) for scores, _ in cases)), image_qa=best)
+    assert [text.record.get("drawn_answer") for text in texts] == [answer for _, answer in cases]
 
 
 def questions(*truths: object, **more):
@@ -271,9 +206,9 @@ def questions(*truths: object, **more):
     return dataclasses.replace(sample, texts=texts)
 
 
-def worded(tokenizer, sample, **objectives):
+def encode(tokenizer, sample, **objectives):
     settings = {"masked_words": 0.0, "image_qa": {"weight": 1.0, "answers": ANSWERS}}
-    return word(make_preprocessor(tokenizer, **settings | objectives), sample)
+    return preprocess(make_preprocessor(tokenizer, **settings | objectives), sample)
 
 
 def test_only_questions_with_a_known_answer_are_learned_from(tokenizer):
@@ -284,7 +219,7 @@ def test_only_questions_with_a_known_answer_are_learned_from(tokenizer):
         None,
         ReferredBox((0.0, 0.0, 1.0, 1.0)),
     )
-    texts = worded(tokenizer, questions(*truths))
+    texts = encode(tokenizer, questions(*truths))
     assert [int(text.targets.parts["image_qa"].answer) for text in texts] == [1, -1, -1, -1, -1]
     assert texts[0].record["drawn_answer"] == "cat" and "drawn_answer" not in texts[1].record
 
@@ -294,14 +229,8 @@ def test_answers_of_other_kinds_score_as_in_the_official_files(tokenizer):
     people = HumanAnswers(("Cat",) * 3 + ("the dog",) + ("horse",) * 6)
     assert scores_of(people) == pytest.approx({"cat": 0.9, "dog": 0.3, "horse": 1.0})
     assert scores_of(CorrectAnswer("dog")) == {"dog": 1.0} and scores_of(None) is None
-    texts = worded(tokenizer, questions(CorrectAnswer("dog"), HumanAnswers(("gray",) * 10)))
+    texts = encode(tokenizer, questions(CorrectAnswer("dog"), HumanAnswers(("gray",) * 10)))
     assert [int(text.targets.parts["image_qa"].answer) for text in texts] == [2, 3]
-
-
-def test_the_answer_never_stands_in_the_text(tokenizer):
-    for truth in (ScoredAnswers({"cat": 1.0}), ScoredAnswers({"dog": 1.0}), None):
-        [text] = worded(tokenizer, questions(truth))
-        assert tokens(text, tokenizer) == ["[CLS]", *QUESTION.split(), "[SEP]"]
 
 
 def test_the_answer_to_a_question_about_another_image_is_not_learned(tokenizer):
@@ -313,7 +242,7 @@ def test_the_answer_to_a_question_about_another_image_is_not_learned(tokenizer):
         preprocessor = make_preprocessor(
             tokenizer, masked_words=0.0, relationship=relationship, image_qa={"weight": 1.0, "answers": ANSWERS}
         )
-        [text] = word(preprocessor, sample, epoch=index)
+        [text] = preprocess(preprocessor, sample, epoch=index)
         is_match = int(text.targets.parts["relationship"].is_match)
         assert int(text.targets.parts["image_qa"].answer) == (1 if is_match else -1)
         seen.add(is_match)
@@ -332,31 +261,19 @@ def test_loss_is_a_cross_entropy_over_the_texts_with_an_answer():
     logits = objective.head(inputs.encoded.summary[[0, 2]])
     torch.testing.assert_close(output.loss.mean, 2 * F.cross_entropy(logits, torch.tensor([3, 0])))
     assert output.text.tolist() == [0, 2]
-    nothing = inputs.run(objective, AnswerLabel(torch.tensor([-1, -1, -1])))
-    assert nothing.loss.mean == 0 and nothing.loss.count == 0
-
-
-def test_it_is_learned():
-    inputs, objective, targets = make_inputs(), image_qa(), AnswerLabel(torch.tensor([3, 1, 0]))
-    optimiser = torch.optim.Adam(objective.parameters(), lr=0.05)
-    for _ in range(40):
-        optimiser.zero_grad()
-        inputs.run(objective, targets).loss.mean.backward()
-        optimiser.step()
-    assert inputs.run(objective, targets).is_right.all()
 
 
 def test_data_without_a_known_answer_are_refused():
     objective = image_qa()
     facts = SimpleNamespace(truths=lambda: [None, ScoredAnswers({"horse": 1.0})])
-    with pytest.raises(ValueError, match=r"has an answer that is in task\.config\.objectives\.image_qa\.answers"):
+    with pytest.raises(UserError, match=r"task\.config\.objectives\.image_qa\.answers"):
         objective.check(facts, None, None)
     objective.check(SimpleNamespace(truths=lambda: [ScoredAnswers({"A dog": 1.0})]), None, None)
     objective.check(None, None, None)
 
 
 def test_the_list_of_answers_is_needed(tokenizer):
-    with pytest.raises(ValueError, match=r"image_qa\.answers is missing"):
+    with pytest.raises(UserError, match=r"image_qa\.answers is missing"):
         image_qa(answers=None)
     task = make_task(tokenizer, image_qa={"weight": 1.0, "answers": ANSWERS})
     assert list(task.answers) == ANSWERS

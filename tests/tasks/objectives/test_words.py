@@ -11,14 +11,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from detector.errors import UserError
+from e2e_vl.examples import TextExample
 from e2e_vl.samples import HumanAnswers, Question, SampleText
 from e2e_vl.tasks.config import MaskedTextConfig, MaskedWordsConfig
-from e2e_vl.tasks.objectives.base import TextDraft
 from e2e_vl.tasks.objectives.words import CorpusMasking, MaskedText, MaskedWords, WordLabels, mask_words
 from e2e_vl.text import TextTokenizer
-from tests.tasks.objectives.tiny_objectives import HIDDEN, LENGTH, SIZES, VOCABULARY, make_inputs
-from tests.tasks.objectives.worded import make_preprocessor, make_task, word_labels
-from tests.tasks.preprocessors import make_tokenizer, photo, sample_of, tokens, word
+from tests.tasks.objectives.tiny_objectives import (
+    LENGTH,
+    SIZES,
+    VOCABULARY,
+    make_inputs,
+    make_preprocessor,
+    make_task,
+)
+from tests.tasks.preprocessors import make_tokenizer, photo, preprocess, sample_of, tokens
 
 MASK, SIZE = 4, 1000
 RULE = partial(mask_words, mask_id=MASK, vocab_size=SIZE)
@@ -55,12 +62,6 @@ def test_shares_of_the_official_code():
     assert len(set(replaced.tolist())) > 0.3 * len(replaced), "each piece is replaced on its own"
 
 
-def test_random_entries_may_be_special_tokens():
-    generator = np.random.default_rng(0)
-    ids, _ = mask_words([[100]] * 2000, generator, mask_id=4, vocab_size=5, probability=1.0)
-    assert set(ids.tolist()) == {0, 1, 2, 3, 4, 100}
-
-
 def test_the_papers_rule_always_masks():
     ids, labels = RULE(WORDS, np.random.default_rng(3), always_mask=True)
     assert (ids[labels >= 0] == MASK).all()
@@ -77,12 +78,7 @@ def test_no_word_is_forced():
     np.testing.assert_array_equal(ids, IDS)
 
 
-def test_the_same_generator_gives_the_same_mask():
-    one, other = (RULE(WORDS[:50], np.random.default_rng(5)) for _ in range(2))
-    np.testing.assert_array_equal(one, other)
-
-
-# A caption on its way through the wording
+# Captions
 
 CAPTION = "A red square stands left of the naïve box"
 
@@ -92,24 +88,8 @@ def tokenizer(tmp_path):
     return make_tokenizer(tmp_path, "a red square stands left of the box")
 
 
-def restored(text, tokenizer) -> str:
-    labels = word_labels(text)
-    return tokenizer.decode(np.where(labels >= 0, labels, text.encoding.input_ids))
-
-
-def test_a_caption_is_masked_and_can_be_restored(tokenizer):
-    preprocessor = make_preprocessor(tokenizer, masked_words={"probability": 0.5})
-    chosen = 0
-    for epoch in range(20):
-        [text] = word(preprocessor, sample_of(CAPTION), epoch=epoch)
-        assert text.image_index == (0,) and text.record["text"] == CAPTION
-        spelled = f"[CLS]{CAPTION}[SEP]".replace("ï", "i").replace(" ", "").lower()
-        assert restored(text, tokenizer).replace(" ", "").replace("##", "").lower() == spelled
-        labels = word_labels(text)
-        assert labels.shape == text.encoding.input_ids.shape and labels[[0, -1]].tolist() == [-1, -1]
-        np.testing.assert_array_equal(text.encoding.token_type_ids, 0)
-        chosen += int((labels >= 0).sum())
-    assert chosen > 50
+def word_labels(text: TextExample, objective: str = "masked_words") -> np.ndarray:
+    return text.targets.parts[objective].labels
 
 
 def test_masks_depend_on_seed_epoch_and_text_only(tokenizer):
@@ -117,7 +97,7 @@ def test_masks_depend_on_seed_epoch_and_text_only(tokenizer):
     captions = sample_of(*[CAPTION] * 8)
 
     def made(sample, **draws) -> list[tuple[list[int], int]]:
-        return [(text.encoding.input_ids.tolist(), text.seed) for text in word(preprocessor, sample, **draws)]
+        return [(text.encoding.input_ids.tolist(), text.seed) for text in preprocess(preprocessor, sample, **draws)]
 
     first = made(captions)
     assert first == made(captions)
@@ -132,24 +112,19 @@ def test_masks_depend_on_seed_epoch_and_text_only(tokenizer):
 def test_mirroring_changes_no_word_and_no_mask(tokenizer):
     preprocessor = make_preprocessor(tokenizer)
     for epoch in range(5):
-        [one], [other] = (word(preprocessor, sample_of(CAPTION), photo(flipped=f), epoch=epoch) for f in (False, True))
+        [one], [other] = (
+            preprocess(preprocessor, sample_of(CAPTION), photo(flipped=f), epoch=epoch) for f in (False, True)
+        )
         np.testing.assert_array_equal(one.encoding.input_ids, other.encoding.input_ids)
         np.testing.assert_array_equal(word_labels(one), word_labels(other))
-        assert (one.record["flipped"], other.record["flipped"]) == (False, True)
-
-
-def test_a_further_text_of_another_objective_has_nothing_masked(tokenizer):
-    preprocessor = make_preprocessor(tokenizer).parts["masked_words"]
-    encoding = preprocessor.text_tokenizer.single([7, 8])
-    assert preprocessor.targets(TextDraft("", sample_of(CAPTION)), encoding).labels.tolist() == [-1] * 4
 
 
 def test_blank_and_cut_captions(tokenizer):
-    [blank] = word(make_preprocessor(tokenizer, is_blank=True), sample_of(CAPTION))
+    [blank] = preprocess(make_preprocessor(tokenizer, is_blank=True), sample_of(CAPTION))
     assert tokens(blank, tokenizer) == ["[CLS]", "[SEP]"] and word_labels(blank).tolist() == [-1, -1]
-    [cut] = word(make_preprocessor(tokenizer, masked_words={"probability": 1.0}, max_length=5), sample_of(CAPTION))
-    assert len(cut.encoding.input_ids) == len(word_labels(cut)) == 5
-    assert cut.encoding.input_ids[-1] == tokenizer.sep_token_id
+    [cut] = preprocess(
+        make_preprocessor(tokenizer, masked_words={"probability": 1.0}, max_length=5), sample_of(CAPTION)
+    )
     assert (word_labels(cut) >= 0).tolist() == [False, True, True, True, False]
     assert cut.record["cut_wordpieces"] > 0
 
@@ -158,39 +133,29 @@ def test_of_a_users_text_every_mask_is_predicted_and_no_other_word(tokenizer, tm
     preprocessor = make_preprocessor(tokenizer, masked_words={"probability": 1.0})
     question = Question(tmp_path / "photo.jpg", "a [MASK] square left of [MASK]")
     sample = make_task(tokenizer).question(question)
-    [text] = word(preprocessor, sample)
+    [text] = preprocess(preprocessor, sample)
     assert tokens(text, tokenizer) == ["[CLS]", "a", "[MASK]", "square", "left", "of", "[MASK]", "[SEP]"]
     assert (word_labels(text) >= 0).nonzero()[0].tolist() == [2, 6]
 
 
-def test_without_the_objective_no_word_is_masked(tokenizer):
-    preprocessor = make_preprocessor(tokenizer, masked_words=0.0, relationship=1.0)
-    for epoch in range(5):
-        [text] = word(preprocessor, sample_of(CAPTION, own_texts=range(1), pool=[CAPTION] * 9), epoch=epoch)
-        assert tokenizer.mask_token_id not in text.encoding.input_ids
-        assert list(text.targets.parts) == ["relationship"]
-
-
-# Answers behind questions
+# Answers appended to questions
 
 
 @pytest.mark.parametrize(
-    ("form", "expected"),
-    [("words", {"red box", "blue"}), ("letters", {"r e d b o x", "b l u e"}), ("left_out", {""})],
+    ("form", "question", "line", "answers"),
+    [
+        ("words", "what is it", "what is it ? ", {"red box", "blue"}),
+        ("words", "what is it ?", "what is it ? ", {"red box", "blue"}),
+        ("letters", "what is it?", "what is it ? ", {"r e d b o x", "b l u e"}),
+        ("left_out", "what is it", "what is it", {""}),
+    ],
 )
-@pytest.mark.parametrize("question", ["what is it", "what is it?", "what is it ?"])
-def test_one_of_the_answers_stands_behind_a_question(tmp_path, form, expected, question):
+def test_one_of_the_answers_follows_a_question(tmp_path, form, question, line, answers):
     tokenizer = make_tokenizer(tmp_path, "what is it ? red box blue", " ".join("redboxblue"))
     preprocessor = make_preprocessor(tokenizer, masked_words={"answer": form, "probability": 0.0})
-    asked = SampleText(0, question, {}, HumanAnswers(("red box", "blue", "blue")))
-    shown = set()
-    for epoch in range(20):
-        [text] = word(preprocessor, sample_of(asked), epoch=epoch)
-        line = " ".join(tokens(text, tokenizer)[1:-1])
-        start = "what is it ?" if form != "left_out" or "?" in question else "what is it"
-        assert line.startswith(start) and not text.encoding.token_type_ids.any()
-        shown.add(line.removeprefix(start).strip())
-    assert shown == expected
+    sample = sample_of(SampleText(0, question, {}, HumanAnswers(("red box", "blue", "blue"))))
+    found = {" ".join(tokens(*preprocess(preprocessor, sample, epoch=n), tokenizer)[1:-1]) for n in range(20)}
+    assert found == {line + answer for answer in answers}
 
 
 # Texts of a corpus beside captions
@@ -203,88 +168,48 @@ def corpus_tokenizer(tmp_path):
     return make_tokenizer(tmp_path, *LINES)
 
 
-def draw_text(tokenizer, corpus=LINES, number: int = 0, **options):
-    """The text that is drawn with one generator, and the labels of its wordpieces."""
-    preprocessor = CorpusMasking(TextTokenizer(tokenizer, max_length=20), MaskedTextConfig(weight=1.0, **options))
-    [(draft, encoding)] = preprocessor.extra_texts(sample_of("x", corpus=corpus), np.random.default_rng(number))
-    return encoding, preprocessor.targets(draft, encoding).labels
+def corpus_text(tokenizer, number: int = 0, **options) -> tuple[list[int], list[int]]:
+    """The ids and labels of the text that is drawn with one generator."""
+    masking = CorpusMasking(TextTokenizer(tokenizer, max_length=20), MaskedTextConfig(weight=1.0, **options))
+    [(draft, encoding)] = masking.extra_texts(sample_of("x", corpus=LINES), np.random.default_rng(number))
+    return encoding.input_ids.tolist(), masking.targets(draft, encoding).labels.tolist()
 
 
-def test_a_text_joins_lines_and_wraps(corpus_tokenizer):
-    tokenizer = corpus_tokenizer
-    masking = CorpusMasking(TextTokenizer(tokenizer), MaskedTextConfig(min_words=12))
-    words = masking.words(LINES, 2)
-    assert len(words) == 13
-    expected = tokenizer.encode(" ".join([LINES[2], LINES[3], LINES[0]]), add_special_tokens=False)
-    assert [piece for word in words for piece in word] == expected
+def test_a_text_joins_lines_and_starts_again_after_the_last(corpus_tokenizer):
+    words = CorpusMasking(TextTokenizer(corpus_tokenizer), MaskedTextConfig(min_words=12)).words(LINES, 2)
+    expected = corpus_tokenizer.encode(" ".join([LINES[2], LINES[3], LINES[0]]), add_special_tokens=False)
+    assert len(words) == 13 and [piece for pieces in words for piece in pieces] == expected
 
 
-def test_a_small_corpus_repeats_itself_and_texts_are_cut(corpus_tokenizer):
-    tokenizer = corpus_tokenizer
-    masking = CorpusMasking(TextTokenizer(tokenizer), MaskedTextConfig(min_words=64))
-    assert len(masking.words(["x"], 0)) == 64
-    encoding, labels = draw_text(tokenizer, ["x"], max_length=10, probability=0.0)
-    np.testing.assert_array_equal(encoding.input_ids, [tokenizer.vocab["x"]] * 10)
-    np.testing.assert_array_equal(labels, [-1] * 10)
-    assert encoding.token_type_ids.tolist() == [0] * 10 and encoding.summary is None
-
-
-def test_texts_have_64_pieces_without_special_tokens(corpus_tokenizer):
-    tokenizer = corpus_tokenizer
+@pytest.mark.parametrize("special_tokens", [False, True])
+def test_texts_of_64_wordpieces_are_masked(corpus_tokenizer, special_tokens):
     """Whatever limit the captions have."""
+    ends = [corpus_tokenizer.cls_token_id, corpus_tokenizer.sep_token_id]
     for number in range(4):
-        encoding, labels = draw_text(tokenizer, number=number, probability=0.0)
-        assert encoding.input_ids.shape == labels.shape == encoding.token_type_ids.shape == (64,)
-        assert not {tokenizer.cls_token_id, tokenizer.sep_token_id} & set(encoding.input_ids.tolist())
-
-
-def test_special_tokens_count_among_the_pieces_and_are_never_masked(corpus_tokenizer):
-    tokenizer = corpus_tokenizer
-    encoding, labels = draw_text(tokenizer, probability=1.0, special_tokens=True)
-    assert encoding.input_ids.shape == labels.shape == encoding.token_type_ids.shape == (64,)
-    assert encoding.input_ids[[0, -1]].tolist() == [tokenizer.cls_token_id, tokenizer.sep_token_id]
-    assert (labels < 0).nonzero()[0].tolist() == [0, 63]
-
-
-def test_masked_texts_restore_to_the_text(corpus_tokenizer):
-    tokenizer = corpus_tokenizer
-    for number in range(4):
-        encoding, labels = draw_text(tokenizer, number=number, probability=0.5)
-        plain, _ = draw_text(tokenizer, number=number, probability=0.0)
-        assert 10 < (labels >= 0).sum() < 54
-        np.testing.assert_array_equal(np.where(labels >= 0, labels, encoding.input_ids), plain.input_ids)
+        plain, none = corpus_text(corpus_tokenizer, number, probability=0.0, special_tokens=special_tokens)
+        ids, labels = corpus_text(corpus_tokenizer, number, probability=0.5, special_tokens=special_tokens)
+        assert len(plain) == len(ids) == len(labels) == 64 and set(none) == {-1}
+        assert ([plain[0], plain[-1]] == ends) == special_tokens
+        assert 10 < sum(label >= 0 for label in labels) < 54
+        assert [old if label < 0 else label for old, label in zip(ids, labels, strict=True)] == plain
+    _, labels = corpus_text(corpus_tokenizer, probability=1.0, special_tokens=True)
+    assert [place for place, label in enumerate(labels) if label < 0] == [0, 63]
 
 
 def test_every_caption_has_a_text_beside_it(corpus_tokenizer):
-    tokenizer = corpus_tokenizer
-    preprocessor = make_preprocessor(
-        tokenizer, masked_text={"weight": 1.0, "probability": 0.5}, masked_words={"weight": 1.0}
-    )
+    preprocessor = make_preprocessor(corpus_tokenizer, masked_text={"weight": 1.0, "probability": 0.5})
     captions = sample_of("the first line", "a few words", corpus=LINES)
-    texts = word(preprocessor, captions)
+    texts = preprocess(preprocessor, captions)
     assert [text.image_index for text in texts] == [(0,), (), (0,), ()]
     for caption, corpus in zip(texts[::2], texts[1::2], strict=True):
         assert corpus.encoding.input_ids.shape == (64,) and corpus.record == {} and corpus.seed == 0
         assert (word_labels(corpus, "masked_text") >= 0).any()
         assert set(word_labels(corpus)) == {-1}, "its words belong to one objective"
         assert set(word_labels(caption, "masked_text")) == {-1}
-        assert len(word_labels(caption)) == len(word_labels(caption, "masked_text")) == len(caption.encoding.input_ids)
-    alone = word(preprocessor, dataclasses.replace(captions, texts=captions.texts[1:]))
+    alone = preprocess(preprocessor, dataclasses.replace(captions, texts=captions.texts[1:]))
     np.testing.assert_array_equal(alone[1].encoding.input_ids, texts[3].encoding.input_ids)
-    drawn = {tuple(word(preprocessor, captions, epoch=e)[1].encoding.input_ids) for e in range(20)}
+    drawn = {tuple(preprocess(preprocessor, captions, epoch=e)[1].encoding.input_ids) for e in range(20)}
     assert len(drawn) > 10, "the corpus is drawn at random"
-
-
-def test_without_a_corpus_there_is_nothing_beside(corpus_tokenizer):
-    tokenizer = corpus_tokenizer
-    preprocessor = make_preprocessor(tokenizer, masked_text=1.0)
-    assert [text.image_index for text in word(preprocessor, sample_of("the first line"))] == [(0,)]
-
-
-def test_blank_captions_leave_the_corpus(corpus_tokenizer):
-    tokenizer = corpus_tokenizer
-    caption, corpus = word(make_preprocessor(tokenizer, masked_text=1.0, is_blank=True), sample_of("x", corpus=LINES))
-    assert tokens(caption, tokenizer) == ["[CLS]", "[SEP]"] and len(corpus.encoding.input_ids) == 64
 
 
 # Losses
@@ -330,19 +255,6 @@ def test_no_masked_word_is_loss_zero():
     assert not inputs.encoded.text.grad.any()
 
 
-def test_the_head_has_no_layer_of_its_own_for_words():
-    head = make_inputs().word_head
-    assert {name: tuple(value.shape) for name, value in head.named_parameters()} == {
-        "bias": (VOCABULARY,),
-        "transform.dense.weight": (HIDDEN, HIDDEN),
-        "transform.dense.bias": (HIDDEN,),
-        "transform.norm.weight": (HIDDEN,),
-        "transform.norm.bias": (HIDDEN,),
-    }
-    assert not list(MaskedWords(SIZES, MaskedWordsConfig()).parameters())
-    assert MaskedWords.reads_words and not MaskedWords.predicts_regions
-
-
 def test_loss_is_that_of_masked_words():
     inputs, labels = make_inputs(), labels_of((2, 0, 4), (2, 2, 1))
     own = inputs.run(MaskedText(SIZES, MaskedTextConfig(weight=2.0)), labels)
@@ -352,19 +264,9 @@ def test_loss_is_that_of_masked_words():
     assert own.loss.count == 2 and own.text.tolist() == [2, 2]
 
 
-def test_no_text_of_the_corpus_is_loss_zero():
-    output = make_inputs().run(MaskedText(SIZES, MaskedTextConfig(weight=1.0)), labels_of())
-    assert output.loss.mean == 0 and output.loss.count == 0
-
-
-def test_it_says_nothing_to_a_user_whose_text_has_an_image():
-    objective = MaskedText(SIZES, MaskedTextConfig(weight=1.0))
-    assert objective.answer(None, torch.zeros(0, 3), None) == {} and objective.lines(None) == []
-
-
 def test_the_corpus_must_be_there():
     objective = MaskedText(SIZES, MaskedTextConfig(weight=1.0))
     objective.check(None, None, None)  # before the data are known
     objective.check(SimpleNamespace(corpus=["a"]), None, None)
-    with pytest.raises(ValueError, match=r"set data.files.corpus and data.config.use_corpus=true, or .*masked_text=0"):
+    with pytest.raises(UserError, match=r"data.files.corpus .* task.config.objectives.masked_text=0"):
         objective.check(SimpleNamespace(corpus=None), None, None)

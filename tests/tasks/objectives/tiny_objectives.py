@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from detector.structures import ImageBatch, Regions
+from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Batch, EncoderOutput, RegionMasks, TextBatch, TextRegions, gather_regions
+from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import MLMHead, Objective, ObjectiveOutput, Sizes
+from e2e_vl.tasks.pretraining import PretrainingPreprocessor, PretrainingTask
+from e2e_vl.text import TextTokenizer
 
 HIDDEN, VOCABULARY, CLASSES = 6, 9, 4
 SIZES = Sizes(HIDDEN, VOCABULARY, feature_dim=3, num_classes=CLASSES - 1)
@@ -58,3 +63,22 @@ def make_inputs(image_index: list[list[int]] | None = None) -> Inputs:
     )
     torch.manual_seed(1)
     return Inputs(batch, gathered, encoded, MLMHead(HIDDEN, VOCABULARY))
+
+
+# Texts that some objectives preprocess.
+
+ONLY_WORDS = {"masked_text": 0.0, "masked_regions": 0.0, "relationship": 0.0}
+
+
+def make_task(tokenizer: PreTrainedTokenizerBase, **objectives) -> PretrainingTask:
+    """Masked words alone, unless other objectives are named with their weight or settings."""
+    sizes = Sizes(hidden_size=4, vocab_size=len(tokenizer))
+    return PretrainingTask(sizes, PretrainingConfig(), build_objectives(ONLY_WORDS | objectives, sizes))
+
+
+def make_preprocessor(
+    tokenizer: PreTrainedTokenizerBase, *, is_blank: bool = False, max_length: int | None = None, **objectives
+) -> PretrainingPreprocessor:
+    """The preprocessor of `make_task`."""
+    text_tokenizer = TextTokenizer(tokenizer, is_blank=is_blank, max_length=max_length)
+    return make_task(tokenizer, **objectives).preprocessor(text_tokenizer)
