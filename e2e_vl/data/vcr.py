@@ -194,6 +194,8 @@ class VCRDataset(VLDataset):
     @classmethod
     def narrowed(cls, sample: Sample, options: VCROptions) -> Sample:
         image, text = sample.images[0], sample.texts[0]
+        if not isinstance(text, ChoiceText):  # a text to fill in, which names no boxes
+            return sample
         kept = _kept_objects(options.objects, image.objects.names, [*text.query, *text.choices])
         return dataclasses.replace(sample, images=(dataclasses.replace(image, candidates=kept),))
 

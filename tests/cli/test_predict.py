@@ -552,7 +552,7 @@ def test_a_model_of_the_hub(trained_run, folder, capsys, monkeypatch):
         (("--boxes", "person:1,2,30,40", "--choices", "a", "b", "c", "[1] d"), "names the object \\[1\\], but 1 boxes"),
         (("--boxes", "robot:1,2,30,40", "--choices", "a", "b", "c", "d"), "class 'robot' is none of the run's"),
         (("--boxes", "person:1,2,30,40", "--choices", *"abcd", "--answer", "x"), "four choices, and no answer"),
-        (("--boxes", "person:1,2,30,40", "5,6,7,8", "--choices", *"abcd"), "Some boxes have a class"),
+        (("--boxes", "person:1,2,30,40", "5,6,7,8", "--choices", *"abcd"), "the class '' is none of the run"),
         (("--boxes", "person:1,2,1,40", "--choices", *"abcd"), "is no box"),
         (("--boxes", "person:1,2,x,40", "--choices", *"abcd"), "write every box as"),
         (("--boxes", "nowhere.json", "--choices", *"abcd"), "nowhere.json"),

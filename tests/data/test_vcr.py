@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from e2e_vl.data.vcr import (
     read_detected_objects,
     relevant_objects,
 )
-from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage
+from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage, SampleText
 from tests.data.helpers import examples, refused
 from tests.data.tiny_vcr import BOXES, OBJECTS, TinyVCR
 
@@ -169,7 +170,10 @@ def test_a_users_boxes_are_narrowed():
     objects = AnnotatedObjects(np.eye(3, 4), "--boxes", names=("person", "dog", "cat"))
     text = ChoiceText(0, "Why ?", {}, query=(["Why", [2], "?"],), choices=(["Because", [1]],))
     sample = Sample((SampleImage("a", Path("a.jpg"), objects=objects),), (text,), from_user=True)
-    assert VCRDataset.narrowed(sample, VCROptions(objects="mentioned")).images[0].candidates == (2, 1)
+    options = VCROptions(objects="mentioned")
+    assert VCRDataset.narrowed(sample, options).images[0].candidates == (2, 1)
+    masked = dataclasses.replace(sample, texts=(SampleText(0, "Why [MASK] ?", {}),))
+    assert VCRDataset.narrowed(masked, options) is masked, "a pre-trained model fills in a text"
 
 
 def test_both_questions_for_pretraining(tiny):
