@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import json
 
@@ -94,23 +93,6 @@ def test_numbers_are_those_of_pycocotools(seed, tmp_path, capfd):
         precision = expected.eval["precision"][:, :, column, 0, -1]
         assert metrics[f"AP/{name}"] == pytest.approx(precision[precision > -1].mean(), abs=1e-12)
     assert set(metrics) == {*names, "AP/cat", "AP/dog"}  # no kite in the truth
-
-
-def perfect(records: list[dict]) -> list[dict]:
-    records = copy.deepcopy(records)
-    for record in records:
-        real = [entry for entry in record["objects"] if not entry["is_crowd"]]
-        record["boxes"] = [entry["box"] for entry in real]
-        record["category_ids"] = [entry["category_id"] for entry in real]
-        record["scores"] = [0.9] * len(real)
-    return records
-
-
-def test_perfect_detections_score_one():
-    metrics = coco_metrics(perfect(random_records(0)))
-    assert metrics["APs"] is not None
-    assert metrics["APl"] is not None
-    assert all(value == pytest.approx(1) for value in metrics.values())
 
 
 def test_a_false_detection_costs_precision_and_a_missed_object_recall():

@@ -247,16 +247,6 @@ def test_detections_obey_their_limits(images: ImageBatch):
 
 
 @pytest.mark.parametrize("features_of", ["final", "proposal"])
-def test_features_of_detections_are_differentiable(images: ImageBatch, features_of: str):
-    model = make({"MODEL.ROI_HEADS.FEATURES_OF": features_of}).eval()
-    regions = model(images)
-    assert [len(rows) for rows in regions.features] == [10, 10]
-    torch.cat(regions.features).sum().backward()
-    assert model.backbone.stem.conv1.weight.grad.abs().sum() > 0
-    assert all(parameter.grad is None for parameter in model.proposal_generator.parameters())
-
-
-@pytest.mark.parametrize("features_of", ["final", "proposal"])
 def test_predicted_boxes_in_training_are_final_detections_found_in_chunks(
     images: ImageBatch, features_of: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -28,20 +26,6 @@ def random_pixels(h: int = 24, w: int = 31, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (h, w, 3), dtype=np.uint8)
 
 
-def png(path: Path, *, size: tuple[int, int], bit_depth: int, colour_type: int, rows: np.ndarray) -> Path:
-    """A PNG file written by hand: PIL cannot write every kind that it reads."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", size[1], size[0], bit_depth, colour_type, 0, 0, 0)
-    lines = b"".join(b"\0" + row.tobytes() for row in rows)
-    path.write_bytes(
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
-    )
-    return path
-
-
 @pytest.mark.parametrize(("short", "long"), [(800, 1333), (320, 640)])
 def test_sizes_of_torchvision(short, long):
     """Its own transform on sizes of photos, and on all kinds of sides."""
@@ -62,22 +46,14 @@ def test_channel_orders(tmp_path: Path):
     assert np.array_equal(bgr, pixels[:, :, ::-1]) and bgr.flags.c_contiguous and bgr.flags.writeable
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA"])
-def test_kinds_of_png(tmp_path: Path, mode: str):
+@pytest.mark.parametrize("mode", ["LA", "RGBA"])
+def test_transparency_does_not_change_the_stored_colours(tmp_path: Path, mode: str):
     image = Image.fromarray(random_pixels()).convert("L" if mode == "LA" else "RGB")
-    if mode in ("LA", "RGBA"):  # transparency must not change the stored colours
-        image.putalpha(Image.fromarray(random_pixels(seed=1)[:, :, 0]))
-    else:
-        image = image.convert(mode)
+    image.putalpha(Image.fromarray(random_pixels(seed=1)[:, :, 0]))
     image.save(tmp_path / "a.png")
     assert Image.open(tmp_path / "a.png").mode == mode
-    expected = {
-        "1": lambda: np.asarray(image.convert("L"))[..., None].repeat(3, 2),
-        "L": lambda: np.asarray(image)[..., None].repeat(3, 2),
-        "LA": lambda: np.asarray(image)[..., :1].repeat(3, 2),
-        "P": lambda: np.array(image.getpalette(), dtype=np.uint8).reshape(-1, 3)[np.asarray(image)],
-        "RGBA": lambda: np.asarray(image)[..., :3],
-    }[mode]()
+    stored = np.asarray(image)
+    expected = stored[..., :1].repeat(3, 2) if mode == "LA" else stored[..., :3]
     assert np.array_equal(load_image(tmp_path / "a.png", "RGB"), expected)
 
 
@@ -88,55 +64,22 @@ def test_palette_with_transparency(tmp_path: Path):
     assert np.array_equal(load_image(tmp_path / "a.png", "RGB"), expected)
 
 
-@pytest.mark.parametrize(("colour_type", "channels"), [(0, 1), (2, 3), (4, 2), (6, 4)])
-def test_16_bit_png_keeps_the_upper_byte(tmp_path: Path, colour_type: int, channels: int):
-    values = np.random.default_rng(0).integers(0, 65536, (16, 20, channels), dtype=np.uint16)
-    values[0, 0], values[0, 1] = 0, 65535
-    path = png(
-        tmp_path / "a.png",
-        size=(16, 20),
-        bit_depth=16,
-        colour_type=colour_type,
-        rows=values.astype(">u2"),
-    )
-    loaded = load_image(path, "RGB")
-    upper = (values >> 8).astype(np.uint8)
-    expected = upper[..., :1].repeat(3, 2) if channels < 3 else upper[..., :3]
-    assert loaded.dtype == np.uint8
-    assert np.array_equal(loaded, expected)
-
-
-def test_jpeg_grey_and_cmyk(tmp_path: Path):
-    smooth = np.add.outer(np.arange(40), np.arange(60))[..., None].repeat(3, 2) + np.array([0, 60, 120])
-    image = Image.fromarray(smooth.astype(np.uint8))
-    for mode in ("RGB", "L", "CMYK"):
-        image.convert(mode).save(tmp_path / f"{mode}.jpg", quality=95)
-        loaded = load_image(tmp_path / f"{mode}.jpg", "RGB")
-        expected = np.asarray(image.convert(mode).convert("RGB"), dtype=int)
-        assert loaded.shape == (40, 60, 3)
-        assert np.abs(loaded - expected).mean() < 3, mode
+def test_16_bit_grey_keeps_the_upper_byte(tmp_path: Path):
+    values = np.random.default_rng(0).integers(0, 65536, (16, 20), dtype=np.uint16)
+    values[0, :2] = 0, 65535
+    Image.fromarray(values).save(tmp_path / "a.png")
+    expected = (values >> 8).astype(np.uint8)[..., None].repeat(3, 2)
+    assert np.array_equal(load_image(tmp_path / "a.png", "RGB"), expected)
 
 
 @pytest.mark.parametrize("kind", ["jpg", "png"])
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation(tmp_path: Path, orientation: int, kind: str):
-    # What the photographer saw: red at the top left, green at the top right, blue at the bottom left.
+def test_exif_orientation(tmp_path: Path, kind: str):
     upright = np.full((32, 48, 3), 255, dtype=np.uint8)
     upright[:16, :16], upright[:16, 32:], upright[16:, :16] = (255, 0, 0), (0, 255, 0), (0, 0, 255)
-    stored = {  # EXIF 2.3: which side row 0 and column 0 of the file are in the upright picture
-        1: upright,
-        2: upright[:, ::-1],
-        3: upright[::-1, ::-1],
-        4: upright[::-1],
-        5: upright.swapaxes(0, 1),
-        6: np.rot90(upright, 1),
-        7: upright[::-1, ::-1].swapaxes(0, 1),
-        8: np.rot90(upright, -1),
-    }[orientation]
     exif = Image.Exif()
-    exif[0x0112] = orientation
+    exif[0x0112] = 6  # row 0 of the file is the right side of the upright picture
     options = {"quality": 100, "subsampling": 0} if kind == "jpg" else {}
-    Image.fromarray(np.ascontiguousarray(stored)).save(tmp_path / f"a.{kind}", exif=exif, **options)
+    Image.fromarray(np.rot90(upright, 1).copy()).save(tmp_path / f"a.{kind}", exif=exif, **options)
     loaded = load_image(tmp_path / f"a.{kind}", "RGB")
     assert loaded.shape == upright.shape
     assert np.abs(loaded.astype(int) - upright).max() < 8

@@ -10,8 +10,6 @@ the NMS may lie on either side of it.
 from __future__ import annotations
 
 import dataclasses
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from torchvision.ops import FrozenBatchNorm2d
 from detector.checkpoint import load_weights
 from detector.config import DetectorConfig, flatten, load_tree
 from detector.faster_rcnn import FasterRCNN
-from detector.images import ResizeRule, load_resized, make_image_batch
+from detector.images import make_image_batch
 from detector.structures import DetectionTargets, ImageBatch
 from detector.weight_names import from_torchvision_detector
 from detector.zoo import PUBLISHED
@@ -38,7 +36,6 @@ MODELS = {
     "fasterrcnn_mobilenet_v3_large_fpn": "torchvision_mobilenet_v3_large_fpn",
     "fasterrcnn_mobilenet_v3_large_320_fpn": "torchvision_mobilenet_v3_large_320_fpn",
 }
-PHOTOS = Path(os.environ.get("E2E_VL_REAL_MINI", Path(__file__).parents[3] / "shared" / "real_mini"))
 
 
 def drawn_images() -> list[np.ndarray]:
@@ -201,16 +198,3 @@ def test_losses(pair):
     names |= {"loss_rpn_cls": "loss_objectness", "loss_rpn_loc": "loss_rpn_box_reg"}
     for ours, theirs in names.items():
         assert found[ours].mean.item() == pytest.approx(expected[theirs].item(), rel=1e-4), ours
-
-
-@pytest.mark.parametrize("name", ["fasterrcnn_resnet50_fpn", "fasterrcnn_mobilenet_v3_large_320_fpn"])
-def test_photos(name):
-    files = sorted((PHOTOS / "images").rglob("*.jpg"))[::3]
-    if not files:
-        pytest.skip(f"the real photos are not at {PHOTOS}; set E2E_VL_REAL_MINI to their folder")
-    model, detector = make_pair(name, 300)
-    images = []
-    for file in files:
-        pixels, _ = load_resized(file, ResizeRule(SIDE, 10 * SIDE), "RGB")
-        images.append(pixels)
-    assert sum(assert_same_detections(model, detector, [image]) for image in images) > 20
