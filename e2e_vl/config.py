@@ -82,11 +82,6 @@ class BoxSource(enum.StrEnum):
         """Annotated objects are among the candidates."""
         return self in (BoxSource.GT, BoxSource.DETECTIONS_GT)
 
-    @property
-    def reads_selection(self) -> bool:
-        """`data.boxes.selection` says which of its boxes are candidates."""
-        return self in (BoxSource.DETECTIONS, BoxSource.DETECTIONS_GT)
-
     @classmethod
     def for_evaluation(cls) -> tuple[BoxSource, ...]:
         """All sources but the mixture that adds the truth."""

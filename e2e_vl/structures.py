@@ -291,11 +291,13 @@ def gather_regions(
         attention_mask = attention_mask & (position < limit[..., None] + first)
     slot = torch.arange(image_index.shape[1], device=device)[None, :, None].expand_as(attention_mask)
     candidate = (position - first).expand_as(attention_mask)
-    columns = [
-        t.flatten(1)
-        for t in (attention_mask, slot, index[image], candidate, image[..., None].expand_as(attention_mask))
-    ]
-    attention_mask, slot, rows, candidate, image_row = _without_gaps(columns)
+    columns = (attention_mask, slot, index[image], candidate, image[..., None].expand_as(attention_mask))
+    # padding moves to the end of each text, and what is padding in all texts is cut
+    order = (~attention_mask).flatten(1).to(torch.uint8).argsort(dim=1, stable=True)
+    longest = max(int(attention_mask.flatten(1).sum(1).max()) if len(attention_mask) else 0, 1)
+    attention_mask, slot, rows, candidate, image_row = (
+        column.flatten(1).gather(1, order[:, :longest]) for column in columns
+    )
 
     result = TextRegions(
         features=F.pad(all_features, (0, 0, 0, 1))[rows] * attention_mask[..., None],
@@ -313,14 +315,6 @@ def gather_regions(
     if masks is not None:
         result.is_masked = result.gather(masks.is_masked, fill=False)
     return result
-
-
-def _without_gaps(columns: list[Shaped[Tensor, "M entries"]]) -> list[Shaped[Tensor, "M R"]]:
-    """Move padding to the end of each row and cut what is padding in all rows; the first column says what is real."""
-    attention_mask = columns[0]
-    order = (~attention_mask).to(torch.uint8).argsort(dim=1, stable=True)
-    longest = max(int(attention_mask.sum(1).max()) if len(attention_mask) else 0, 1)
-    return [column.gather(1, order[:, :longest]) for column in columns]
 
 
 def take_along_dim(values: Tensor, index: Tensor, dim: int) -> Tensor:

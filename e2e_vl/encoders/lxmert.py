@@ -250,50 +250,42 @@ class ImagePasses:
         return values.repeat_interleave(self.row.shape[1], dim=0)
 
 
-class AttentionMaps:
-    """Collects the maps of all layers over the L + R slots [words | regions] of M texts."""
+def slot_maps(
+    texts: TextBatch,
+    passes: ImagePasses,
+    of_words: list[Float[Tensor, "M heads L L"]],
+    of_regions: list[Float[Tensor, "passes heads own own"]],
+    across: list[tuple[Tensor, ...]],
+) -> tuple[Float[Tensor, "M heads slots slots"], ...]:
+    """Maps over the L + R slots [words | regions] of M texts.
 
-    def __init__(self, texts: TextBatch, passes: ImagePasses):
-        self.texts, self.passes = texts, passes
-        self.found: list[Float[Tensor, "M heads slots slots"]] = []
+    Args:
+        of_words: of the layers over words.
+        of_regions: of the layers over regions, for each pass; one map, in which images do not see each other.
+        across: the four maps of each layer with cross attention, for each pass; two maps per image.
+    """
+    attention_mask, count = texts.attention_mask, passes.row.shape[1]
+    length, rest = attention_mask.shape[1], passes.slot.shape[1]
+    words = torch.arange(length, device=attention_mask.device).expand_as(attention_mask)
+    places = torch.cat([words, length + passes.place], dim=1)
 
-    def add_words(self, among_words: Float[Tensor, "M heads L L"]) -> None:
-        """A step of words alone, before they read images."""
-        rest = self.passes.slot.shape[1]
-        attention_mask = self.texts.attention_mask
-        is_pair = attention_mask[:, None, :, None] & attention_mask[:, None, None, :]
-        self.found.append(F.pad(among_words * is_pair, (0, rest, 0, rest)))
-
-    def add_regions(self, among_regions: Float[Tensor, "passes heads own own"]) -> None:
-        """A step of regions alone; one map, in which those of different images do not see each other."""
-        length = self.texts.attention_mask.shape[1]
-        self.found.append(torch.stack(self._of_images(F.pad(among_regions, (length, 0, length, 0)))).sum(dim=0))
-
-    def add_cross(
-        self,
-        to_regions: Float[Tensor, "passes heads L own"],
-        to_words: Float[Tensor, "passes heads own L"],
-        among_words: Float[Tensor, "passes heads L L"],
-        among_regions: Float[Tensor, "passes heads own own"],
-    ) -> None:
-        """Two steps of words and regions, first from one to the other and then among themselves, image by image."""
-        none = torch.zeros_like
-        across = (none(among_words), to_regions, to_words, none(among_regions))
-        inside = (among_words, none(to_regions), none(to_words), among_regions)
-        joined = (torch.cat([torch.cat([a, b], 3), torch.cat([c, d], 3)], dim=2) for a, b, c, d in (across, inside))
-        for steps in zip(*map(self._of_images, joined), strict=True):
-            self.found += steps
-
-    def _of_images(self, maps: Float[Tensor, "passes heads places places"]) -> list[Float[Tensor, "M heads _ _"]]:
+    def of_images(maps: Float[Tensor, "passes heads places places"]) -> list[Float[Tensor, "M heads _ _"]]:
         """Maps over the places [words | regions of the image] -> a map over all slots for each image."""
-        attention_mask, (count, _) = self.texts.attention_mask, self.passes.row.shape[1:]
-        words = torch.arange(attention_mask.shape[1], device=attention_mask.device).expand_as(attention_mask)
-        places = torch.cat([words, attention_mask.shape[1] + self.passes.place], dim=1)
         found = []
         for image, rows in enumerate(maps.unflatten(0, (-1, count)).unbind(dim=1)):
-            is_real = torch.cat([attention_mask, self.passes.slot == image], dim=1)
+            is_real = torch.cat([attention_mask, passes.slot == image], dim=1)
             found.append(gather_pairs(rows, places) * (is_real[:, None, :, None] & is_real[:, None, None, :]))
         return found
+
+    is_pair = attention_mask[:, None, :, None] & attention_mask[:, None, None, :]
+    found = [F.pad(one * is_pair, (0, rest, 0, rest)) for one in of_words]
+    found += [torch.stack(of_images(F.pad(one, (length, 0, length, 0)))).sum(dim=0) for one in of_regions]
+    for to_regions, to_words, among_words, among_regions in across:
+        first = torch.cat([among_words * 0, to_regions], 3), torch.cat([to_words, among_regions * 0], 3)
+        second = torch.cat([among_words, to_regions * 0], 3), torch.cat([to_words * 0, among_regions], 3)
+        for steps in zip(of_images(torch.cat(first, dim=2)), of_images(torch.cat(second, dim=2)), strict=True):
+            found += steps
+    return tuple(found)
 
 
 class LxmertEncoderConfig(EncoderConfig, settings=LxmertSettings):
@@ -392,7 +384,7 @@ class LxmertEncoder(Encoder):
         """See `Encoder.forward`, and above."""
         passes = ImagePasses.of(regions, self.config.max_images)
         region_mask = passes.attention_mask.flatten(0, 1)
-        maps = AttentionMaps(texts, passes)
+        of_words, of_regions, across = [], [], []  # maps
         biases = [None] * (self.config.r_layers + self.config.x_layers)  # of the layers over regions, then of both
         if self.relative_geometry is not None:
             is_pair = region_mask[:, :, None] & region_mask[:, None]
@@ -401,21 +393,18 @@ class LxmertEncoder(Encoder):
         words = self.embeddings(texts)  # the layers over words do not depend on images
         for layer in self.encoder.layer:
             words, found = layer(words, texts.attention_mask, output_attentions)
-            if output_attentions:
-                maps.add_words(found)
+            of_words.append(found)
         objects = self.embed_regions(texts, regions, passes)
         for layer, bias in zip(self.encoder.r_layers, biases[: self.config.r_layers], strict=True):
             objects, found = layer(objects, region_mask, output_attentions, bias)
-            if output_attentions:
-                maps.add_regions(found)
+            of_regions.append(found)
         # from here on each image of a text has words of its own
         words, word_mask, intermediate = passes.repeat(words), passes.repeat(texts.attention_mask), None
         for number, (layer, bias) in enumerate(zip(self.encoder.x_layers, biases[self.config.r_layers :], strict=True)):
             if number == intermediate_layer:
                 intermediate = words, objects
             words, objects, found = layer(words, objects, word_mask, region_mask, output_attentions, bias)
-            if output_attentions:
-                maps.add_cross(*found)
+            across.append(found)
 
         pooled = words[:, 0] if self.pooler is None else self.pooler(words)
         states = self.of_texts(words, objects, texts, passes)
@@ -425,7 +414,7 @@ class LxmertEncoder(Encoder):
             text=states.text,
             regions=states.regions,
             summary=pooled.unflatten(0, (len(texts), -1)).flatten(1),
-            attentions=tuple(maps.found) if output_attentions else None,
+            attentions=slot_maps(texts, passes, of_words, of_regions, across) if output_attentions else None,
             word_embeddings=self.get_input_embeddings().weight,
             intermediate=intermediate,
         )

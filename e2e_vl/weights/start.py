@@ -129,7 +129,7 @@ def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_or
         check_answers(source.path.parent, task)
         if source.adapter is not None and not knows_class_order:
             raise UserError(
-                f"{source.path}: the file does not name the answers of its head, and the list of this run was built from "
+                f"{source.path}: the file does not name the answers of its head, and this run's were built from "
                 "annotations, in another order; set task.config.answers to the list that the file was trained with."
             )
         return _continue_head(task, source)
