@@ -10,7 +10,6 @@ Sources are those of the file, such as "mscoco" and "vg" (captions, which have n
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -111,7 +110,7 @@ class LXMERTDataset(RecordDataset):
 
     Attributes:
         key: of `data.files`, the file of the texts.
-        record: what a text is.
+        record: the class of a text.
         needs_labels: training needs the label of every text.
         folders: of the images of each split; empty: no image is read.
     """
@@ -143,8 +142,12 @@ class LXMERTDataset(RecordDataset):
     @classmethod
     def texts_of(cls, files: DataFiles, options: ImageSets, split: str) -> Iterable[str]:
         """All texts of a split."""
-        paths = [files.path(cls.key, **options.values(name)) for name in split_names(split)]
-        return [text.words for path in paths for text in cls.read(path, options)]
+        return [text.words for text in cls._read_splits(files, options, split)]
+
+    @classmethod
+    def _read_splits(cls, files: DataFiles, options: ImageSets, split: str) -> Iterable[Any]:
+        for name in split_names(split):
+            yield from cls.read(files.path(cls.key, **options.values(name)), options)
 
     def image(self, name: str, text: int) -> SampleImage:
         part = next(number for number, end in enumerate(self._ends) if text < end)
@@ -184,13 +187,12 @@ class ScoredQuestionDataset(LXMERTDataset):
     @classmethod
     def texts_of(cls, files: DataFiles, options: ImageSets, split: str) -> Iterable[str]:
         """All questions of a split and the best answer to each."""
-        return itertools.chain(super().texts_of(files, options, split), cls.answers_of(files, options, split).values())
+        return [*super().texts_of(files, options, split), *cls.answers_of(files, options, split).values()]
 
     @classmethod
     def answers_of(cls, files: DataFiles, options: ImageSets, split: str) -> dict[Any, str]:
         """The best answer to each question that has one."""
-        paths = [files.path(cls.key, **options.values(name)) for name in split_names(split)]
-        questions = [question for path in paths for question in cls.read(path, options)]
+        questions = cls._read_splits(files, options, split)
         return {one.id: max(one.label, key=one.label.get) for one in questions if one.label}
 
 

@@ -141,8 +141,9 @@ class VQADataset(RecordDataset):
     @classmethod
     def texts_of(cls, files: DataFiles, options: VQAOptions, split: str) -> Iterable[str]:
         """All questions of a split and the most frequent answer to each."""
-        questions = [one for name in split_names(split) for one in _read_split(files, name, annotated=True)]
-        return (text for question in questions for text in (question.words, question.most_frequent))
+        for name in split_names(split):
+            for question in _read_split(files, name, annotated=True):
+                yield from (question.words, question.most_frequent)
 
     @classmethod
     def answers_of(cls, files: DataFiles, options: VQAOptions, split: str) -> dict[Any, str]:
