@@ -62,16 +62,12 @@ def belongs(answer: str, choices: Iterable[str], types: Mapping[str, str]) -> bo
     return answer in (COMMON if "Common" in types["detailed"] else choices)
 
 
-def gqa_scores(predictions: Sequence[GQAPrediction], *, with_consistency: bool = True) -> dict[str, Any]:
-    """What the official script reports, in per cent.
-
-    Args:
-        predictions: for the questions of a split.
-        with_consistency: needs the predictions for all entailed questions.
+def gqa_scores(predictions: Sequence[GQAPrediction]) -> dict[str, Any]:
+    """What the official script reports for the questions of a split, in per cent.
 
     Returns:
-        "accuracy", "binary", "open" and, where the choices are known, "validity" and "plausibility"; "grounding" where
-        it is known; "consistency"; the lower the better "distribution" (chi-square / 100); and
+        "accuracy", "binary" and "open"; where they are known, "validity", "plausibility" and "grounding"; "consistency"
+        where all entailed questions have a prediction; "distribution" (chi-square / 100, lower is better); and
         "accuracyPerStructuralType", "accuracyPerSemanticType", "accuracyPerLength" (words) and "accuracyPerSteps", each
         {type: {"accuracy", "count"}}. A score of no question is 0, as in the script.
     """
@@ -92,8 +88,10 @@ def gqa_scores(predictions: Sequence[GQAPrediction], *, with_consistency: bool =
         values = [getattr(one, field) for one in scored]
         if None not in values:
             lists[name] = values
-    if with_consistency:
-        lists["consistency"] = consistency_shares(predictions)
+    hits = {one.question_id: one.is_hit for one in predictions}
+    if all(other in hits for one in scored for other in one.entailed_others):
+        others = [[hits[other] for other in one.entailed_others] for one in scored if one.is_hit]
+        lists["consistency"] = [_mean(own) for own in others if own]
     scores: dict[str, Any] = {name: 100 * _mean(values) for name, values in lists.items()}
     scores["distribution"] = distribution(scored) / 100
     for name, table in tables.items():
@@ -101,19 +99,6 @@ def gqa_scores(predictions: Sequence[GQAPrediction], *, with_consistency: bool =
             key: {"accuracy": 100 * _mean(values), "count": len(values)} for key, values in sorted(table.items())
         }
     return scores
-
-
-def consistency_shares(predictions: Sequence[GQAPrediction]) -> list[float]:
-    """Of each balanced question with a right answer that entails others: the share of those with a right answer."""
-    hits = {one.question_id: one.is_hit for one in predictions}
-    shares = []
-    for one in predictions:
-        if not one.is_balanced or not one.is_hit:
-            continue
-        others = one.entailed_others
-        if others:
-            shares.append(sum(hits[other] for other in others) / len(others))
-    return shares
 
 
 def distribution(predictions: Iterable[GQAPrediction]) -> float:
@@ -157,9 +142,9 @@ def gqa_metrics(predictions: Sequence[GQAPrediction]) -> dict[str, float]:
     balanced = [one for one in predictions if one.is_balanced]
     if not any(one.is_balanced for one in answered):
         return metrics
-    ids = {one.question_id for one in predictions}
-    entailed = {other for one in balanced for other in one.entailed_others}
-    scores = gqa_scores(predictions, with_consistency=bool(entailed) and entailed <= ids)
+    scores = gqa_scores(predictions)
+    if not any(one.entailed_others for one in balanced):
+        del scores["consistency"]
     metrics["accuracy"] = scores["accuracy"] / 100
     is_open = {one.types["structural"] == OPEN for one in balanced}
     for kind, name in ((False, "binary"), (True, "open")):

@@ -96,7 +96,6 @@ def referring_metrics(predictions: Iterable[ReferringPrediction], convention: st
         `accuracy`, `ceiling` (share of expressions with any candidate that is right, so the best possible accuracy),
         both also as `accuracy/<family>` and `ceiling/<family>`, as fractions; and `count`. Without predictions all are
         0.
-
     """
     needs = {"same_annotation": ("ann_id", "candidate_ann_ids"), "vlbert": ("gt_box", "image_size")}
     right: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
@@ -107,8 +106,7 @@ def referring_metrics(predictions: Iterable[ReferringPrediction], convention: st
                     f"The prediction for text {prediction.text_index} has no {name}, which the convention {convention} "
                     "needs."
                 )
-        judge = _same_annotation if convention == "same_annotation" else _iou_hit
-        result = judge(prediction, convention)
+        result = _same_annotation(prediction) if convention == "same_annotation" else _iou_hit(prediction, convention)
         right[""].append(result)
         if prediction.family is not None:
             right[f"/{prediction.family}"].append(result)
@@ -124,12 +122,11 @@ def _iou_hit(prediction: ReferringPrediction, convention: str) -> tuple[bool, bo
     gt_box = np.asarray(prediction.gt_box, dtype=np.float64)
     candidates = np.asarray(prediction.candidate_boxes, dtype=np.float64).reshape(-1, 4)
     reachable = bool(hits(candidates, gt_box, convention, prediction.image_size).any())
-    if prediction.box is None:
-        return False, reachable
-    return bool(hits(np.asarray(prediction.box), gt_box, convention, prediction.image_size)), reachable
+    has_box = prediction.box is not None
+    return has_box and bool(hits(np.asarray(prediction.box), gt_box, convention, prediction.image_size)), reachable
 
 
-def _same_annotation(prediction: ReferringPrediction, convention: str) -> tuple[bool, bool]:
+def _same_annotation(prediction: ReferringPrediction) -> tuple[bool, bool]:
     ann_ids: Sequence[int] = prediction.candidate_ann_ids
     candidates = np.asarray(prediction.candidate_boxes, dtype=np.float64).reshape(-1, 4)
     reachable = prediction.ann_id in ann_ids
@@ -138,8 +135,8 @@ def _same_annotation(prediction: ReferringPrediction, convention: str) -> tuple[
     chosen = np.abs(candidates - np.asarray(prediction.box, dtype=np.float64)).max(axis=1) < 1e-6
     if len(ann_ids) > len(candidates) or not chosen.any():
         raise UserError(
-            f"The candidate boxes of text {prediction.text_index} are not annotations, so the convention {convention} "
-            "does not fit; evaluate with boxes 'gt'."
+            f"The candidate boxes of text {prediction.text_index} are not annotations, so the convention "
+            "same_annotation does not fit; evaluate with boxes 'gt'."
         )
     rows = chosen.nonzero()[0] - (len(candidates) - len(ann_ids))
     return any(row >= 0 and ann_ids[row] == prediction.ann_id for row in rows), reachable

@@ -31,13 +31,7 @@ from e2e_vl.examples import (
     ragged,
     wordpieces_of,
 )
-from e2e_vl.metrics.flickr30k import (
-    Flickr30KPrediction,
-    first_hit,
-    phrase_metrics,
-    right_candidates,
-    write_submission,
-)
+from e2e_vl.metrics.flickr30k import Flickr30KPrediction, first_hit, phrase_metrics, right_candidates, write_submission
 from e2e_vl.predictions import Box, box_text
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
@@ -193,7 +187,6 @@ class Flickr30KTask(Task):
         ]
 
     def answer_boxes(self, prediction: Flickr30KPrediction) -> list[tuple[str, Box]]:
-        """Each phrase with its box."""
         rows = zip(prediction.phrases, prediction.boxes, prediction.scores, strict=True)
         return [(f"{phrase} {score:.2f}", box) for phrase, box, score in rows if box is not None]
 

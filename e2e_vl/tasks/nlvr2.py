@@ -78,7 +78,6 @@ class NLVR2Task(Task):
 
     @classmethod
     def build(cls, sizes: Sizes, config: NLVR2Config) -> Self:
-        """The head reads the summary."""
         return cls(sizes.summary_size, config)
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> NLVR2Preprocessor:
@@ -120,16 +119,13 @@ class NLVR2Task(Task):
         return None if prediction.label is None else float(prediction.prediction == prediction.label)
 
     def ranked(self, prediction: NLVR2Prediction) -> Ranked:
-        """Both answers."""
         both = ("True", prediction.true), ("False", 1 - prediction.true)
         return tuple(sorted(both, key=lambda answer: -answer[1]))
 
     def draw(self, prediction: NLVR2Prediction) -> np.ndarray:
-        """Both images side by side."""
         return draw_side_by_side([load_image(name, "RGB") for name in prediction.file_names])
 
     def describe(self, prediction: NLVR2Prediction) -> PredictionSummary:
-        """The sentence, the prediction and the label."""
         return PredictionSummary(
             prediction.text,
             prediction.prediction,

@@ -278,7 +278,6 @@ class PretrainingTask(Task):
         return [self.prediction(output.batch.records[0], **answers)]
 
     def answer_lines(self, prediction: PretrainingPrediction) -> list[str]:
-        """The text with the best words in it, then the alternatives."""
         return [line for objective in self.objectives.values() for line in objective.lines(prediction)]
 
     def correct(self, prediction: PretrainingPrediction) -> float | None:

@@ -130,7 +130,6 @@ class AnswerTask(Task):
 
     @classmethod
     def build(cls, sizes: Sizes, config: AnswerConfig) -> Self:
-        """The head reads the summary."""
         return cls(sizes.summary_size, config)
 
     @abc.abstractmethod
@@ -139,7 +138,6 @@ class AnswerTask(Task):
 
     @property
     def answers(self) -> list[str]:
-        """The possible answers, in the order of their classes."""
         return self.answer_vocabulary.answers
 
     @property
@@ -151,7 +149,6 @@ class AnswerTask(Task):
         return AnswerPreprocessor(text_tokenizer, self.answer_vocabulary)
 
     def question(self, question: Question) -> Sample:
-        """A user's question about an image; without boxes the detector proposes them."""
         return question.sample(SampleText(0, question.text, {}))
 
     @torch.no_grad()
@@ -232,5 +229,4 @@ class AnswerTask(Task):
         return predictions
 
     def ranked(self, prediction: VQAPrediction | GQAPrediction) -> Ranked:
-        """The best `top_answers` answers with their scores."""
         return prediction.top_answers

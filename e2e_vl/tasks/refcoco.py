@@ -34,15 +34,7 @@ from e2e_vl.structures import (
     at_least_float32,
     class_names_of,
 )
-from e2e_vl.tasks.base import (
-    Head,
-    HeadInit,
-    PredictionSummary,
-    Task,
-    Transform,
-    candidate_regions,
-    phrase_boxes,
-)
+from e2e_vl.tasks.base import Head, HeadInit, PredictionSummary, Task, Transform, candidate_regions, phrase_boxes
 from e2e_vl.tasks.config import ReferringConfig
 from e2e_vl.text import TextTokenizer
 
@@ -100,7 +92,6 @@ class ReferringTask(Task):
         return ReferringPreprocessor(text_tokenizer)
 
     def question(self, question: Question) -> Sample:
-        """A user's expression about an image; without boxes the detector proposes them."""
         return question.sample(SampleText(0, question.text, {}))
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
@@ -183,7 +174,6 @@ class ReferringTask(Task):
         return referring_metrics([prediction], self.config.iou_convention)["accuracy"]
 
     def metrics(self, predictions: list[ReferringPrediction]) -> dict[str, float]:
-        """Accuracies and the ceiling of the candidate boxes, see `e2e_vl.metrics.refcoco`."""
         return referring_metrics(predictions, self.config.iou_convention)
 
     def ranked(self, prediction: ReferringPrediction) -> Ranked:

@@ -102,11 +102,6 @@ def sentence_words(sentence: Sentence, names: Sequence[str], join_word: str | No
     return words
 
 
-def sentence_text(sentence: Sentence, names: Sequence[str], join_word: str | None = "and") -> str:
-    """The sentence in words, objects replaced by their names."""
-    return " ".join(word for word, _ in sentence_words(sentence, names, join_word))
-
-
 def encode_sentence(
     sentence: Sentence,
     names: Sequence[str],
@@ -414,7 +409,6 @@ class VCRTask(Task):
 
     @classmethod
     def build(cls, sizes: Sizes, config: VCRConfig) -> Self:
-        """A choice is scored from the summary, a region from its output state."""
         return cls(sizes.hidden_size, config, sizes.summary_size)
 
     @property
@@ -567,5 +561,4 @@ class VCRTask(Task):
         return {} if any(one.label is None for one in predictions) else joint_metrics(predictions, second)
 
     def ranked(self, prediction: VCRPrediction) -> Ranked:
-        """The choices with their probabilities, best first."""
         return prediction.ranked

@@ -25,7 +25,7 @@ from e2e_vl.data.vcr import VCRDataset, relevant_objects
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from e2e_vl.examples import TextExample
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, SampleImage
-from e2e_vl.tasks.vcr import Piece, VCRTask, sentence_text, truncate_choices
+from e2e_vl.tasks.vcr import Piece, VCRTask, sentence_words, truncate_choices
 from e2e_vl.text import TextTokenizer
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of
@@ -81,7 +81,7 @@ def test_people_have_recorded_names(data_rules, rules_tokenizer, settings, kind)
     found = texts_of(data_rules, rules_tokenizer, settings, kind)[0].record
     said = part_of(data_rules, "vcr", kind)
     assert found["text"] == " ".join(said["context"])
-    assert found["choices"] == [sentence_text(choice, []) for choice in said["choices"]]
+    assert found["choices"] == [" ".join(word for word, _ in sentence_words(choice, [])) for choice in said["choices"]]
 
 
 def test_boxes_of_all_texts(data_rules):

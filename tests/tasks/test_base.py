@@ -103,11 +103,7 @@ CASES: dict[str, tuple[Any, Any, str]] = {
     },
     "gqa": (lambda: answering(GQATask, GQAConfig, "binary"), CorrectAnswer("blue"), "gqa"),
     "nlvr2": (lambda: NLVR2Task(SIZE, NLVR2Config(dropout=0.0)), CorrectChoice(1), "nlvr2"),
-    "nlvr2 sigmoid": (
-        lambda: NLVR2Task(SIZE, NLVR2Config(dropout=0.0, loss="sigmoid")),
-        CorrectChoice(1),
-        "nlvr2",
-    ),
+    "nlvr2 sigmoid": (lambda: NLVR2Task(SIZE, NLVR2Config(dropout=0.0, loss="sigmoid")), CorrectChoice(1), "nlvr2"),
     **{
         f"refcoco {loss}": (
             lambda loss=loss: ReferringTask(SIZE, ReferringConfig(dropout=0.0, loss=loss)),
@@ -131,8 +127,7 @@ def texts_of(task: Task, folder: Path, *truths: Any, may_lack: bool = True, with
     preprocessor = preprocessor_of(task, folder, with_phrase_spans=with_phrase_spans)
     fields = {"phrases": PHRASES, "may_lack_target": may_lack}
     return preprocess(
-        preprocessor,
-        sample_of(*(SampleText(n, "red square", {}, truth, **fields) for n, truth in enumerate(truths))),
+        preprocessor, sample_of(*(SampleText(n, "red square", {}, truth, **fields) for n, truth in enumerate(truths)))
     )
 
 

@@ -255,11 +255,7 @@ def phrase(text: str, box: tuple | None, score: float, correct: bool | None = No
 
 @pytest.mark.parametrize(
     ("changes", "seen", "unseen"),
-    [
-        ({}, (GREEN, BLUE), (RED,)),
-        ({"correct": 0.0}, (GREEN, RED), (BLUE,)),
-        ({"box": None}, (GREEN,), (BLUE, RED)),
-    ],
+    [({}, (GREEN, BLUE), (RED,)), ({"correct": 0.0}, (GREEN, RED), (BLUE,)), ({"box": None}, (GREEN,), (BLUE, RED))],
 )
 def test_truth_is_green_right_is_blue_and_wrong_is_red(grey, changes, seen, unseen):
     picture = ReferringTask(8).draw(prediction_of(grey, **changes))

@@ -13,15 +13,7 @@ from detector.errors import UserError
 from detector.structures import Regions
 from e2e_vl.data.config import VCROptions
 from e2e_vl.metrics.vcr import VCRPrediction
-from e2e_vl.structures import (
-    Batch,
-    EncoderOutput,
-    ModelOutput,
-    RegionLabels,
-    TaskOutput,
-    TextRegions,
-    gather_regions,
-)
+from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, RegionLabels, TaskOutput, TextRegions, gather_regions
 from e2e_vl.tasks.base import PredictionSummary
 from e2e_vl.tasks.config import VCRConfig
 from e2e_vl.tasks.vcr import (

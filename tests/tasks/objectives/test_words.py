@@ -17,14 +17,7 @@ from e2e_vl.samples import HumanAnswers, Question, SampleText
 from e2e_vl.tasks.config import MaskedTextConfig, MaskedWordsConfig
 from e2e_vl.tasks.objectives.words import CorpusMasking, MaskedText, MaskedWords, WordLabels, mask_words
 from e2e_vl.text import TextTokenizer
-from tests.tasks.objectives.tiny_objectives import (
-    LENGTH,
-    SIZES,
-    VOCABULARY,
-    make_inputs,
-    make_preprocessor,
-    make_task,
-)
+from tests.tasks.objectives.tiny_objectives import LENGTH, SIZES, VOCABULARY, make_inputs, make_preprocessor, make_task
 from tests.tasks.preprocessors import make_tokenizer, photo, preprocess, sample_of, tokens
 
 MASK, SIZE = 4, 1000
