@@ -4,12 +4,12 @@ Files (`data.files`, relative to `data.root`; the release has no splits, so {spl
     images      folder that holds VG_100K and VG_100K_2
     image_data  image_data.json
     regions     region_descriptions.json, for `data.config.texts: regions`
-    region_graphs  optional, region_graphs.json: what the words of descriptions name, read for `phrases.weight`
+    region_graphs  optional, region_graphs.json: the boxes of phrases, for `phrases.weight`
     questions   question_answers.json, for `data.config.texts: questions`
     detections, features   boxes of images by their ids
 
-For phrases beside the task, a description without region graphs is one phrase, which names the box of its region. A
-description that has other words in the region graphs has no phrases; where only white space differs, it has them.
+Without region graphs, the phrase of a description is the whole text, with the box of its region. With them, a
+description whose text differs from that of its region graph, other than in white space, has no phrases.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from e2e_vl.samples import CorrectAnswer, PhraseBoxes, SampleImage, SampleText
 logger = logging.getLogger(__name__)
 
 Span = tuple[int, int]  # first and last character plus one
-NamedBoxes = list[tuple[Span, list[FourNumbers]]]  # characters of a description, and the boxes xyxy that they name
+NamedBoxes = list[tuple[Span, list[FourNumbers]]]  # characters of a description, with boxes xyxy
 
 
 class GenomeImage(Record):
@@ -121,13 +121,13 @@ class GenomeText(TextRecord, array_like=True):
 
 
 class RegionPhrases(Record, array_like=True):
-    """What the words of one description name, by the region graphs."""
+    """The phrases of one description, by the region graphs."""
 
     words: str
     named: NamedBoxes
 
     def of(self, words: str) -> PhraseBoxes | None:
-        """The phrases of a description in these words; None where more than white space differs."""
+        """The phrases of a description with this text; None if more than white space differs."""
         if "".join(words.split()) != "".join(self.words.split()):
             return None
         places = [at for at, character in enumerate(words) if not character.isspace()]
@@ -161,9 +161,9 @@ def read_genome_questions(path: Path) -> Iterator[GenomeText]:
 
 
 def read_region_graphs(path: Path) -> SerializedDict[RegionPhrases]:
-    """What the words of each description name, by the id of its region.
+    """The phrases of each description, by the id of its region.
 
-    Words and objects that cannot be used (no characters of the description, no area) are counted in the log.
+    Unusable phrases and objects (outside the description, without an area) are left out; the log has their number.
     """
     lost: Counter[str] = Counter()
     graphs = (graph for image in stream_list(path, _GraphsOfImage) for graph in image.regions)
@@ -176,7 +176,7 @@ def read_region_graphs(path: Path) -> SerializedDict[RegionPhrases]:
 
 
 def _named_boxes(region: _RegionGraph, lost: Counter[str]) -> NamedBoxes:
-    """The boxes of objects that each word of a description names."""
+    """The boxes of each phrase of a description."""
     objects = [(box, one) for one in region.objects if (box := _corners(one.x, one.y, one.w, one.h)) is not None]
     lost["objects without an area"] += len(region.objects) - len(objects)
     named: dict[Span, list[FourNumbers]] = {}
@@ -213,7 +213,7 @@ class VisualGenomeDataset(RecordDataset):
 
     Attributes:
         images: by their ids.
-        graphs: what the words of descriptions name; None: it is not needed, or there are no region graphs.
+        graphs: the phrases of descriptions; None: they are not needed, or there are no region graphs.
     """
 
     file_keys = ("images", "image_data", "regions", "region_graphs", "questions", "detections", "features")
@@ -248,7 +248,7 @@ class VisualGenomeDataset(RecordDataset):
                 raise UserError(f"{graphs}: describes no region in the words of {path}; use files of the same release")
 
     def _phrases(self, text: GenomeText) -> PhraseBoxes | None:
-        """What a description names; None: it is unknown."""
+        """The phrases of a description; None if they are unknown."""
         if self.graphs is not None:
             return self.graphs[text.id].of(text.words) if text.id in self.graphs else None
         if text.box is None or not text.words.strip():
