@@ -123,7 +123,6 @@ def test_items_of_fine_tuning(golden, rules):
             assert [text.metadata["question_id"] for text in texts] == [one["id"] for one in recorded]
         else:
             assert [text.truth.number for text in texts] == [one["label"] for one in recorded]
-            assert [pair.uid for pair in dataset.texts] == [one["id"] for one in recorded]
 
 
 def test_boxes_and_features_of_fine_tuning(golden, rules):
