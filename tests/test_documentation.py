@@ -194,7 +194,6 @@ def test_a_call_of_a_tool_is_valid(
 ) -> None:
     monkeypatch.chdir(ROOT)
     command = words[:1] if tool in ("benchmark.py", CONSOLE) else []
-    command += words[1:2] if words[:1] == ["predict"] else []
     with pytest.raises(SystemExit) as stopped:
         tool_mains[tool]([*command, "--help"])
     assert stopped.value.code in (0, None)

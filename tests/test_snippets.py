@@ -20,7 +20,7 @@ import pytest
 import yaml
 from transformers import BertConfig, BertModel
 
-from e2e_vl.cli import analyze_attention, explore, predict, train
+from e2e_vl.cli import analyze_attention, ask, explore, train
 from e2e_vl.text import build_vocabulary
 
 ROOT = Path(__file__).parents[1]
@@ -94,7 +94,7 @@ def run_command(command: str, placeholders: dict[str, str]) -> None:
     runners: dict[str, Callable[[], int]] = {
         ".venv/bin/pytest": lambda: 0,  # this very run
         "tools/train.py": lambda: train.main([*options, *reduced(options, placeholders)]),
-        "e2e-vl ask": lambda: predict.ask_main(options, "e2e-vl ask"),
+        "e2e-vl ask": lambda: ask.main(options, "e2e-vl ask"),
         # a server, and a run that no page makes: their own tests run them, here only the options are read
         "e2e-vl explore": lambda: parse(explore.build_parser(), options),
         "e2e-vl analyze-attention": lambda: parse(analyze_attention.build_parser(), options),

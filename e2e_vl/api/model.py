@@ -382,7 +382,7 @@ class TrainedModel(
         data = ModelCardData(library_name="e2e-vl", tags=["vision-and-language", settings.task.name], license=license)
         example = f"answer = model.ask({task.example_call})"
         if settings.detector.backend == "precomputed":
-            example = "# it reads saved region features, so `tools/evaluate.py` and `e2e-vl predict split` run it"
+            example = "# it reads saved region features, so `tools/evaluate.py` and `e2e-vl predict` run it"
         elif not task.answers_questions:
             example = 'found = model.regions("photo.jpg")'
         elif self._dataset.takes_answer(self._options):

@@ -23,13 +23,11 @@ import argparse
 import typing
 from pathlib import Path
 
-import msgspec
-
-from detector.errors import UserError
 from e2e_vl.analysis.options import AttentionOptions, option_name, options, parse_head
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.config import BoxSource, load_config
 from e2e_vl.io import model_folder
+from e2e_vl.parts import decode
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -78,13 +76,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     load_config(model_folder(arguments.run) / "config.yaml", words)  # before torch is imported
     if arguments.data is not None:
         load_config(arguments.data, [*of_data, "output=unused"])
-    if arguments.pictures < 0 or (arguments.max_images is not None and arguments.max_images < 1):
-        raise UserError("--pictures must not be negative, and --max-images must be at least 1.")
-    values = {name: getattr(arguments, name) for name, *_ in options()}
-    try:
-        chosen = msgspec.convert(values, AttentionOptions)
-    except msgspec.ValidationError as error:
-        raise UserError(f"An option is out of its range: {error}.") from error
+    chosen = decode({name: getattr(arguments, name) for name, *_ in options()}, AttentionOptions, "options")
     chosen.require_parses(given=arguments.parses is not None or arguments.spacy is not None)
     for head in arguments.heads:
         parse_head(head, chosen.first_number)

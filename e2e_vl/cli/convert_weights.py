@@ -40,7 +40,7 @@ from pathlib import Path
 import msgspec
 
 from detector.config import EXPECTED_PARTS
-from detector.errors import MissingFileError, UserError
+from detector.errors import UserError
 from detector.io import atomic_files, write_text
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.config import load_config
@@ -77,9 +77,6 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
     """Read, check, print the report, and write the tensors that were matched: nothing random gets into the file."""
-    is_folder = output.suffix not in (".pth", ".safetensors")
-    if is_folder and output.suffix in (".pkl", ".pt", ".bin", ".model"):
-        raise UserError(f"{output} is not a folder, a .pth or a .safetensors file.")
     # late: they import torch
     from detector.checkpoint import CONFIG_NAME, WEIGHTS_NAME, load_checkpoint, save_weights
     from detector.config import DetectorConfig
@@ -88,6 +85,7 @@ def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
     detector = FasterRCNN(DetectorConfig.from_yaml(config))
     report = load_checkpoint(detector, weights, expect=expect)
     print(report)
+    is_folder = output.suffix not in (".pth", ".safetensors")
     if is_folder:
         output.mkdir(parents=True, exist_ok=True)
         write_text(output / CONFIG_NAME, detector.config.to_yaml())
@@ -98,13 +96,7 @@ def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
 
 def import_official(weights: Path, run: Path, output: Path, overrides: list[str]) -> None:
     """Write a model folder with the weights of an official file; what it lacks stays random, and is reported."""
-    if output.suffix:
-        raise UserError(f"{output} is not a folder.")
-    if not weights.is_file():
-        raise MissingFileError(f"{weights}: no such weights file.")
     config = load_config(run, overrides)
-    if config.data.vocabulary is None:
-        raise UserError(f"{run}: data.vocabulary is not set; give the official model's (bert-base-uncased).")
     from e2e_vl.run.build import build_model, build_tokenizer, resolve  # late: it imports torch
     from e2e_vl.run.checkpoint import save_model
 
@@ -127,24 +119,20 @@ def export_official(folder: Path, output: Path) -> None:
     The answers of VQA, in the order of the classes, are written beside it.
     """
     from e2e_vl.run.build import ADAPTERS  # late: it imports torch
-    from e2e_vl.run.checkpoint import load_model
+    from e2e_vl.run.checkpoint import load_model, saved_settings
 
-    suffixes = sorted({adapter.suffix for adapters in ADAPTERS.values() for adapter in adapters if adapter.suffix})
-    if output.suffix not in suffixes:
+    encoder = saved_settings(folder).encoder.name
+    adapters = {adapter.suffix: adapter for adapter in ADAPTERS.get(encoder, ()) if adapter.suffix}
+    if output.suffix not in adapters:
         raise UserError(
-            f"What is {folder}? Give --config for a detector, --run for an official model, or a run directory and an "
-            f"--output that ends with {' or '.join(suffixes)}."
+            f"--output {output}: official files of a run with the encoder '{encoder}' end with one of "
+            f"{', '.join(adapters)}; to read weights, give --config for a detector or --run for an official model."
         )
     config, model, _ = load_model(folder)
-    adapters = [adapter for adapter in ADAPTERS.get(config.encoder.name, ()) if adapter.suffix == output.suffix]
-    if not adapters:
-        raise UserError(
-            f"{folder}: its encoder '{config.encoder.name}' has no official format that ends with {output.suffix}."
-        )
     lines = None
     if model.task.chooses_answers:  # before anything is written
         lines = official_lines(model.task.answers, model.task.parse_official_answer)
-    left_out = adapters[0].export(model, config.task.name, output)
+    left_out = adapters[output.suffix].export(model, config.task.name, output)
     print(f"left out: {len(left_out)}", *(f"  {name}" for name in left_out), f"written: {output}", sep="\n")
     if lines is not None:
         path = output.with_suffix(".answers.txt")

@@ -12,7 +12,6 @@ import argparse
 import json
 from pathlib import Path
 
-from detector.errors import UserError
 from e2e_vl.cli.common import says_errors
 from e2e_vl.parts import decode
 from e2e_vl.synthetic import FORMATS, LanguageConfig, SceneConfig, make_scenes
@@ -44,7 +43,8 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--families",
         nargs="+",
-        default=[f"{name}={share}" for name, share in LanguageConfig().family_mix.items()],
+        type=_share,
+        default=list(LanguageConfig().family_mix.items()),
         metavar="NAME=SHARE",
         help="mix of the families of expressions",
     )
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         scenes={split: getattr(options, split) for split in SPLITS},
         seed=options.seed,
         config=decode({**limits, "textures": options.textures}, SceneConfig, "scene"),
-        language=decode({"family_mix": _parse_shares(options.families)}, LanguageConfig, "language"),
+        language=decode({"family_mix": dict(options.families)}, LanguageConfig, "language"),
         image_format=options.image_format,
         formats=options.formats,
         workers=options.workers,
@@ -79,12 +79,6 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     return 0
 
 
-def _parse_shares(items: list[str]) -> dict[str, float]:
-    shares = {}
-    for item in items:
-        name, _, share = item.partition("=")
-        try:
-            shares[name] = float(share)
-        except ValueError:
-            raise UserError(f"--families needs NAME=SHARE such as attribute=0.55; found {item!r}") from None
-    return shares
+def _share(text: str) -> tuple[str, float]:
+    name, _, share = text.partition("=")
+    return name, float(share)

@@ -1,4 +1,4 @@
-"""Calls of e2e-vl predict, and what they leave behind."""
+"""Calls of `e2e-vl predict` and `e2e-vl ask`, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from e2e_vl.cli import predict as tool
+from e2e_vl.cli import main as tool
 from e2e_vl.config import load_config
 
 
@@ -20,7 +20,7 @@ def refused(words: list, capsys) -> str:
 
 
 def split(run: Path, split: str, output: Path, *more: object, boxes: str = "gt") -> list[str]:
-    words = ["split", "--run", run, "--split", split, "--boxes", boxes, "--output", output, *more]
+    words = ["predict", "--run", run, "--split", split, "--boxes", boxes, "--output", output, *more]
     return [str(word) for word in words]
 
 

@@ -37,7 +37,6 @@ def test_command_line(tmp_path):
 
 def test_bad_arguments_are_one_sentence(tmp_path):
     for options, words in (
-        (("--families", "attribute"), "NAME=SHARE"),
         (("--min-objects", 12), "min_objects"),
         (("--textures", "furry"), "furry"),
     ):

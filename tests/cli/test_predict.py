@@ -1,55 +1,21 @@
-"""`predict split`, whose files are read as their servers read them, and `ask`, on tiny trained runs of every task."""
+"""`e2e-vl predict`: files of whole splits, read as their servers read them."""
 
 from __future__ import annotations
 
 import csv
-import itertools
 import json
-import os
-import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import yaml
-from PIL import Image
 
-import e2e_vl
-from e2e_vl.api import model as trained_model
-from e2e_vl.cli import predict as tool
-from e2e_vl.config import load_config
-from e2e_vl.data.batching import Request
+from e2e_vl.cli import main as tool
 from e2e_vl.metrics import nlvr2
-from e2e_vl.run.build import build_collate, build_examples
-from e2e_vl.run.checkpoint import load_model
-from e2e_vl.run.train import train
-from tests.cli.calls import (
-    ask,
-    data_root,
-    first_image,
-    gt_corners,
-    is_picture,
-    refused,
-    saved,
-    split,
-    tagged,
-    told,
-)
-from tests.conftest import cpu_with_one_thread
+from tests.cli.calls import data_root, refused, saved, split
 from tests.leaderboard import read_leaderboard, score
 from tests.same import assert_same
-from tests.weights.starts import replaced
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
-
-
-# Files of whole splits
 
 
 @pytest.mark.parametrize("boxes", ["gt", "online"])
@@ -104,67 +70,17 @@ def test_vcr_leaderboard_file(vcr_runs, tmp_path, capsys):
     np.testing.assert_allclose(found.rationales[range(len(right)), labels[0]], right, atol=1e-5)
 
 
-@pytest.mark.timeout(900)
-def test_two_processes_write_the_same_file(trained_run, tmp_path):
-    assert tool.main(split(trained_run.path, "val", tmp_path / "one.json", "eval.images_per_batch=2")) == 0
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words = split(trained_run.path, "val", tmp_path / "two.json", "eval.images_per_batch=2")
-    subprocess.run(
-        [sys.executable, *launch, "-m", "e2e_vl", "predict", *words],
-        check=True,
-        cwd=ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        timeout=800,
-    )
-    assert_same(*(json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two")))
-
-
 def test_runs_that_do_not_go_together(trained_run, vqa_run, vcr_runs, tmp_path, capsys):
     answers, rationales = vcr_runs
     path = tmp_path / "file"
-    assert "needs two runs, the other one as --rationale-run" in refused(split(answers, "test", path), capsys)
-    words = split(trained_run.path, "val", path, "--rationale-run", rationales)
-    assert "task 'refcoco' needs one run." in refused(words, capsys)
-    words = split(answers, "test", path, "--rationale-run", answers)
-    assert "or give a run that was trained with it" in refused(words, capsys)
-    words = split(answers, "val", path, "--rationale-run", vqa_run)
-    assert "trained for different tasks" in refused(words, capsys)
-    assert "holds no trained model" in refused(split(tmp_path, "val", path), capsys)
-    message = refused(split(trained_run.path, "val", tmp_path), capsys)
-    assert f"{tmp_path} is a folder; name the file" in message
+    for words in (split(answers, "test", path), split(answers, "val", path, "--rationale-run", vqa_run)):
+        assert "two runs of it, the other one as --rationale-run" in refused(words, capsys)
+    assert "needs one run" in refused(split(trained_run.path, "val", path, "--rationale-run", rationales), capsys)
     assert not path.exists()
 
 
-SMALL = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
-RUNS = {  # task -> its encoder and the split that it is evaluated on; None: the encoder of the config
-    "gqa": ({"name": "lxmert", "config": SMALL | {"l_layers": 1, "r_layers": 1, "x_layers": 1}}, "val_all"),
-    "nlvr2": ({"name": "visual_bert", "config": SMALL | {"num_hidden_layers": 2}}, "val"),
-    "flickr30k": (None, "val"),
-}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run of one step of every task, on data that are drawn once."""
-    folder = tmp_path_factory.mktemp("predicted")
-    words = [
-        f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
-        f"data.root={folder / 'data'}",
-        "data.synthetic={scenes: {train: 4, val: 3}, formats: [refcoco+, detections, gqa, nlvr2, flickr30k]}",
-        "data.resize={short_edge: [64], long_edge: 80}",
-        "train={max_steps: 1, images_per_batch: 2, warmup_steps: 0}",
-        "eval={boxes: [gt], every_epochs: 0, report_pictures: 0}",
-    ]
-    for task, (encoder, _) in RUNS.items():
-        config = load_config(ROOT / "configs" / "tiny" / f"{task}.yaml", [*words, f"output={folder / task}"])
-        with cpu_with_one_thread():
-            train(config if encoder is None else replaced(config, encoder=encoder))
-    return {task: folder / task for task in RUNS}
-
-
-def predicted(run: Path, task: str, output: Path, capsys) -> tuple[list[dict], dict[str, float]]:
-    """The predictions of the evaluation, after `predict split` has written its file; and the metrics it printed."""
-    name = RUNS[task][1]
+def predicted(run: Path, name: str, output: Path, capsys) -> tuple[list[dict], dict[str, float]]:
+    """The predictions of the evaluation, after `predict` has written its file; and the metrics it printed."""
     capsys.readouterr()
     assert tool.main(split(run, name, output)) == 0
     printed = capsys.readouterr().out
@@ -173,10 +89,10 @@ def predicted(run: Path, task: str, output: Path, capsys) -> tuple[list[dict], d
     return saved(run, f"predictions_{name}_gt.json"), {key: float(value) for key, value in metrics.items()}
 
 
-def test_the_file_of_the_gqa_server(runs, tmp_path, capsys):
+def test_the_file_of_the_gqa_server(run_of, tmp_path, capsys):
     """All questions, also those that are not balanced, in the order of the split, with ids as strings."""
-    run = runs["gqa"]
-    records, metrics = predicted(run, "gqa", tmp_path / "deep" / "gqa.json", capsys)
+    run = run_of("gqa", "lxmert")
+    records, metrics = predicted(run, "val_all", tmp_path / "deep" / "gqa.json", capsys)
     entries = json.loads((tmp_path / "deep" / "gqa.json").read_text("utf-8"))
     assert all(set(entry) == {"questionId", "prediction"} for entry in entries)
     assert all(isinstance(value, str) and value for entry in entries for value in entry.values())
@@ -191,10 +107,10 @@ def test_the_file_of_the_gqa_server(runs, tmp_path, capsys):
     assert metrics["val_all/accuracy_gt_boxes"] == pytest.approx(sum(judged) / len(judged), abs=1e-4)
 
 
-def test_the_file_of_the_nlvr2_script(runs, tmp_path, capsys):
+def test_the_file_of_the_nlvr2_script(run_of, tmp_path, capsys):
     """A CSV without a header, whose second column is True or False; the script groups by the identifiers."""
-    run = runs["nlvr2"]
-    records, metrics = predicted(run, "nlvr2", tmp_path / "nlvr2.csv", capsys)
+    run = run_of("nlvr2", "visual_bert")
+    records, metrics = predicted(run, "val", tmp_path / "nlvr2.csv", capsys)
     with (tmp_path / "nlvr2.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.reader(file))
     assert rows == [[record["identifier"], record["prediction"]] for record in records]
@@ -207,10 +123,10 @@ def test_the_file_of_the_nlvr2_script(runs, tmp_path, capsys):
         assert metrics[f"val/{name}_gt_boxes"] == pytest.approx(scores[name], abs=1e-4)
 
 
-def test_the_file_of_flickr30k(runs, tmp_path, capsys):
+def test_the_file_of_flickr30k(run_of, tmp_path, capsys):
     """No server wants one; each sentence has its phrases with their ids, boxes and scores."""
-    run = runs["flickr30k"]
-    records, metrics = predicted(run, "flickr30k", tmp_path / "phrases.json", capsys)
+    run = run_of("flickr30k")
+    records, metrics = predicted(run, "val", tmp_path / "phrases.json", capsys)
     entries = json.loads((tmp_path / "phrases.json").read_text("utf-8"))
     assert [(entry["image"], entry["sentence"]) for entry in entries] == [
         (record["image_id"], record["sentence"]) for record in records
@@ -228,9 +144,9 @@ def test_the_file_of_flickr30k(runs, tmp_path, capsys):
     assert metrics["val/accuracy_gt_boxes"] == pytest.approx(sum(hits) / len(hits), abs=1e-4)
 
 
-def test_a_split_without_labels(runs, tmp_path, capsys):
+def test_a_split_without_labels(run_of, tmp_path, capsys):
     """The same file for the server, and nothing is scored."""
-    run = runs["gqa"]
+    run = run_of("gqa", "lxmert")
     folder = data_root(run) / "gqa" / "questions"
     questions = json.loads((folder / "val_all_questions.json").read_text("utf-8"))
     kept = {number: {key: one[key] for key in ("imageId", "question", "isBalanced")}
@@ -241,375 +157,3 @@ def test_a_split_without_labels(runs, tmp_path, capsys):
     assert "accuracy" not in capsys.readouterr().out
     entries = json.loads((tmp_path / "test.json").read_text("utf-8"))
     assert [entry["questionId"] for entry in entries] == list(questions)
-
-
-# Questions
-
-
-def margin(scores: list[float], *, of_all: bool = False) -> float:
-    """How far the best score is above the second; of all: the least distance of two neighbours."""
-    ordered = sorted(scores, reverse=True)
-    gaps = [one - other for one, other in itertools.pairwise(ordered)]
-    return min(gaps if of_all else gaps[:1], default=1.0)
-
-
-def test_a_phrase_gets_the_box_of_the_evaluation(trained_run, tmp_path, capsys):
-    records = saved(trained_run.path, "predictions_val_online.json")
-    record = max(records, key=lambda record: margin(record["candidate_scores"]))
-    words = ask(trained_run.path, record["file_name"], record["text"], "--output", tmp_path)
-    assert tool.main(words) == 0
-    answer = json.loads((tmp_path / "answer.json").read_text())
-    # the padding of a batch changes features a little
-    assert answer["box"] == pytest.approx(record["box"], abs=0.5)
-    assert answer["score"] == pytest.approx(record["score"], abs=1e-2)
-    assert f"{answer['score']:.3f}  x {answer['box'][0]:.1f} to" in capsys.readouterr().out
-    assert answer["text"] == record["text"] and answer["box"] in answer["candidate_boxes"]
-    assert is_picture(tmp_path / "regions.png") and is_picture(tmp_path / "answer.png")
-
-
-def test_phrases_are_printed_with_their_boxes(phrase_run, trained_run, tmp_path, capsys):
-    file = saved(trained_run.path)[0]["file_name"]
-    assert tool.main(ask(phrase_run, file, "big red star", "--output", tmp_path)) == 0
-    grounded = told(tmp_path)["grounded"]
-    assert [one["text"] for one in grounded] == ["big", "red", "star"]
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("phrase ")]
-    expected = []
-    for one in grounded:
-        x1, y1, x2, y2 = (f"{side:.0f}" for side in one["box"])
-        expected.append(f"phrase {one['text']}: x {x1} to {x2}, y {y1} to {y2} ({one['score']:.2f})")
-    assert lines == expected
-
-
-def test_a_phrase_among_given_boxes(trained_run, tmp_path):
-    record = saved(trained_run.path)[0]
-    given = [[2.0, 3.0, 40.0, 50.0], [30.0, 20.0, 70.0, 61.0]]
-    files = {"list.json": given, "object.json": {"boxes": [[*box, 0.9] for box in given], "names": ["a", "b"]}}
-    for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content))
-    np.savez(tmp_path / "regions.npz", boxes=np.array(given, dtype=np.float32))
-    found = []
-    for words in (["2,3,40,50", "30,20,70,61"], *([tmp_path / name] for name in (*files, "regions.npz"))):
-        more = ["--boxes", *words, "--output", tmp_path / "out"]
-        assert tool.main(ask(trained_run.path, record["file_name"], record["text"], *more)) == 0
-        found.append(json.loads((tmp_path / "out" / "answer.json").read_text()))
-    for one in found[1:]:
-        assert_same(one, found[0])
-    np.testing.assert_allclose(found[0]["regions"], given, atol=1e-3)
-
-
-def test_a_question_gets_its_best_answers(vqa_run, tmp_path, capsys):
-    record = max(saved(vqa_run), key=lambda record: margin([score for _, score in record["top_answers"]], of_all=True))
-    source = json.loads((data_root(vqa_run) / "refcoco+" / "instances.json").read_text())
-    corners = [
-        f"{x},{y},{x + w},{y + h}"
-        for x, y, w, h in (one["bbox"] for one in source["annotations"] if one["image_id"] == record["image_id"])
-    ]
-    more = ["--boxes", *corners, "--output", tmp_path]
-    assert tool.main(ask(vqa_run, record["file_name"], record["text"], *more)) == 0
-    answer = json.loads((tmp_path / "answer.json").read_text())
-    assert [name for name, _ in answer["top_answers"]] == [name for name, _ in record["top_answers"]]
-    scores = [score for _, score in record["top_answers"]]
-    assert [score for _, score in answer["top_answers"]] == pytest.approx(scores, abs=1e-3)
-    assert capsys.readouterr().out.startswith(f"{answer['score']:.3f}  {answer['answer']}\n")
-    assert len(answer["attention"]) == len(answer["regions"]) == len(corners)
-    assert 0 < sum(answer["attention"]) < 1
-    assert is_picture(tmp_path / "answer.png") and is_picture(tmp_path / "regions.png")
-
-
-@pytest.mark.parametrize("kind", ["answer", "rationale"])
-def test_choices_get_the_probabilities_of_the_evaluation(vcr_runs, tmp_path, capsys, kind):
-    run = vcr_runs[kind == "rationale"]
-    assert tool.main(split(vcr_runs[0], "val", tmp_path / "val.csv", "--rationale-run", vcr_runs[1])) == 0
-    root = data_root(run) / "vcr"
-    question = json.loads((root / "val.jsonl").read_text().splitlines()[0])
-    expected = read_leaderboard(tmp_path / "val.csv")
-    more = ["--boxes", root / "vcr1images" / question["metadata_fn"], "--output", tmp_path / "out"]
-    more += ["--choices", *(tagged(choice) for choice in question[f"{kind}_choices"])]
-    rows = expected.answers[0]
-    if kind == "rationale":
-        more += ["--answer", tagged(question["answer_choices"][2])]
-        rows = expected.rationales[0, 2]
-    capsys.readouterr()
-    words = ask(run, root / "vcr1images" / question["img_fn"], tagged(question["question"]), *more)
-    assert tool.main(words) == 0
-    answer = json.loads((tmp_path / "out" / "answer.json").read_text())
-    np.testing.assert_allclose(answer["probabilities"], rows, atol=1e-3)
-    lines = capsys.readouterr().out.splitlines()[:4]
-    assert [float(line.split()[0]) for line in lines] == sorted(
-        (round(value, 3) for value in answer["probabilities"]), reverse=True
-    )
-    assert len(answer["attention"]) == len(question["objects"]) == len(answer["named_boxes"])
-    assert is_picture(tmp_path / "out" / "answer.png")
-
-
-def test_masked_words_get_what_the_model_says_there(pretraining_run, tmp_path, capsys):
-    words = ["task.config.objectives.masked_words.probability=0", "task.config.region_probability=0"]
-    config, model, tokenizer = load_model(pretraining_run, overrides=words)
-    example = build_examples(config, model, tokenizer, "val", boxes="gt")[Request(0, (0,))]
-    [text] = example.texts
-    words = text.record["text"].split()
-    text.encoding.input_ids[2], text.targets.parts["masked_words"].labels[2] = tokenizer.mask_token_id, 0
-    batch = build_collate(config, model)([example])
-    with torch.no_grad():
-        [shares] = model(batch).task.parts["masked_words"].softmax(dim=1)
-
-    asked = " ".join([words[0], "[MASK]", *words[2:]])
-    more = ["--boxes", *gt_corners(pretraining_run, int(text.record["image_id"])), "--output", tmp_path]
-    assert tool.main(ask(pretraining_run, text.record["file_name"], asked, *more)) == 0
-    answer = told(tmp_path)
-    [found] = answer["masks"]
-    assert len(found) == 5 and "masked_regions" not in answer
-    ids = tokenizer.convert_tokens_to_ids([word for word, _ in found])
-    assert ids == shares.topk(5).indices.tolist()
-    assert [share for _, share in found] == pytest.approx(shares[ids].tolist(), abs=1e-4)
-    assert answer["filled"] == asked.replace("[MASK]", found[0][0].removeprefix("##"))
-    first, second = capsys.readouterr().out.splitlines()[:2]
-    assert first == answer["filled"] and second.startswith(f"[MASK] 1: {found[0][0]} {found[0][1]:.3f}, {found[1][0]}")
-    assert len(answer["attention"]) == len(answer["regions"])
-    assert is_picture(tmp_path / "regions.png") and is_picture(tmp_path / "answer.png")
-
-
-def test_a_hidden_region_is_named_without_its_pixels(pretraining_run, tmp_path, capsys):
-    record = saved(pretraining_run)[0]
-    corners = gt_corners(pretraining_run, int(record["metadata"]["image_id"]))
-    x1, y1, x2, y2 = (int(float(value)) for value in corners[0].split(","))
-    with Image.open(record["file_name"]) as image:
-        pixels = np.array(image.convert("RGB"))
-    other = pixels.copy()
-    inside = other[y1 + 6 : y2 - 6, x1 + 6 : x2 - 6]  # resizing mixes neighbours
-    inside[:] = np.random.default_rng(0).integers(0, 255, inside.shape)
-    answers = []
-    for name, content in (("first", pixels), ("second", other)):
-        Image.fromarray(content).save(tmp_path / f"{name}.png")
-        more = ["--boxes", *corners, "--hide", corners[0], "--output", tmp_path / name]
-        assert tool.main(ask(pretraining_run, tmp_path / f"{name}.png", "a [MASK] circle", *more)) == 0
-        answers.append(told(tmp_path / name))
-    for answer in answers:
-        assert len(answer["regions"]) == len(corners)  # the hidden one is not there twice
-        np.testing.assert_allclose(answer["regions"][0], answer["masked_regions"][0]["box"], atol=1e-3)
-        np.testing.assert_allclose(answer["regions"][0], [float(value) for value in corners[0].split(",")], atol=0.1)
-    [[first], [second]] = [answer.pop("masked_regions") for answer in answers]
-    seen = [first.pop("seen"), second.pop("seen")]
-    assert_same(first, second)
-    assert_same(answers[0]["masks"], answers[1]["masks"])
-    assert seen[0] != seen[1]
-    names = {*(f"class {number}" for number in range(6)), "background"}  # of a detector that was not trained
-    assert len(first["classes"]) == 5 and {name for name, _ in [*first["classes"], *seen]} <= names
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("masked region 1: "))
-    assert line.startswith(f"masked region 1: {first['classes'][0][0]} {first['classes'][0][1]:.3f}, ")
-    assert line.endswith(f"(unmasked: {seen[0][0]} {seen[0][1]:.3f})")
-    with Image.open(tmp_path / "first" / "answer.png") as one, Image.open(tmp_path / "second" / "answer.png") as two:
-        assert np.mean(np.array(one) != np.array(two)) < 0.01  # a rounded number may have another last digit
-    assert is_picture(tmp_path / "first" / "answer.png")
-
-
-def test_a_hidden_region_without_a_mask_looks_at_the_others(pretraining_run, tmp_path):
-    record = saved(pretraining_run)[0]
-    corners = gt_corners(pretraining_run, int(record["metadata"]["image_id"]))
-    more = ["--hide", *corners[:2], "--output", tmp_path]
-    assert tool.main(ask(pretraining_run, record["file_name"], record["text"], *more)) == 0
-    answer = told(tmp_path)
-    assert "masks" not in answer and len(answer["masked_regions"]) == 2
-    assert len(answer["attention"]) == len(answer["regions"]) and 0 < sum(answer["attention"]) < 1
-
-
-def corners_of(run: Path, image: Path) -> list[str]:
-    """The annotated boxes of an image, in their order in the file."""
-    content = json.loads((data_root(run) / "refcoco+" / "instances.json").read_text("utf-8"))
-    [number] = [one["id"] for one in content["images"] if one["file_name"] == image.name]
-    boxes = [one["bbox"] for one in content["annotations"] if one["image_id"] == number]
-    return [f"{x},{y},{x + w},{y + h}" for x, y, w, h in boxes]
-
-
-def test_a_question_of_gqa_gets_the_answer_of_the_evaluation(runs, tmp_path, capsys):
-    run = runs["gqa"]
-    record = saved(run, "predictions_val_all_gt.json")[0]
-    image = Path(record["file_name"])
-    capsys.readouterr()
-    more = ["--boxes", *corners_of(run, image), "--output", tmp_path]
-    assert tool.main(ask(run, image, record["text"], *more)) == 0
-    answer = told(tmp_path)
-    assert answer["score"] == pytest.approx(record["score"], abs=1e-3)
-    assert answer["answer"] in [name for name, _ in answer["top_answers"]]
-    assert capsys.readouterr().out.startswith(f"{answer['score']:.3f}  {answer['answer']}\n")
-    assert is_picture(tmp_path / "answer.png") and is_picture(tmp_path / "regions.png")
-
-
-def test_a_sentence_about_two_photos(runs, tmp_path, capsys):
-    run = runs["nlvr2"]
-    record = saved(run)[0]
-    images = tuple(map(Path, record["file_names"]))
-    capsys.readouterr()
-    assert tool.main(ask(run, images, record["text"], "--output", tmp_path)) == 0
-    answer = told(tmp_path)
-    assert answer["prediction"] in ("True", "False") and 0.5 <= answer["score"] <= 1
-    assert capsys.readouterr().out.startswith(f"{answer['score']:.3f}  {answer['prediction']}\n")
-    for name in ("answer.png", "regions.png", "answer_2.png", "regions_2.png"):
-        assert is_picture(tmp_path / name)
-    assert "are about 2 images, and 1 is given" in refused(ask(run, images[0], record["text"]), capsys)
-
-
-def test_the_phrases_of_a_sentence_get_the_boxes_of_the_evaluation(runs, tmp_path, capsys):
-    run = runs["flickr30k"]
-    record = saved(run)[0]
-    image = Path(record["file_name"])
-    text = record["text"]
-    for phrase in dict.fromkeys(record["phrases"]):
-        text = text.replace(phrase, f"[{phrase}]", 1)
-    more = ["--boxes", *corners_of(run, image), "--output", tmp_path]
-    capsys.readouterr()
-    assert tool.main(ask(run, image, text, *more)) == 0
-    answer = told(tmp_path)
-    assert answer["phrases"] == list(dict.fromkeys(record["phrases"]))
-    lines = capsys.readouterr().out.splitlines()
-    for phrase, box, share, line in zip(answer["phrases"], answer["boxes"], answer["scores"], lines, strict=False):
-        assert line.startswith(f"{phrase}: x {box[0]:.0f} to {box[2]:.0f}") and f"({share:.3f})" in line
-        row = record["phrases"].index(phrase)
-        assert box == pytest.approx(record["boxes"][row], abs=0.5)
-        assert share == pytest.approx(record["scores"][row], abs=1e-3)
-    assert is_picture(tmp_path / "answer.png")
-
-
-@pytest.fixture
-def folder(trained_run, tmp_path) -> Path:
-    """One good image, one that is cut off, one that is empty, and another good one."""
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    image = first_image(trained_run.path)
-    for name in ("a.jpg", "d.jpg"):
-        shutil.copy(image, photos / name)
-    (photos / "b.jpg").write_bytes(image.read_bytes()[:500])
-    (photos / "c.jpg").touch()
-    return photos
-
-
-def call(run: object, *words: object) -> int:
-    return tool.ask_main([str(word) for word in ("--run", run, *words)])
-
-
-def error_of(run: object, capsys, *words: object) -> str:
-    assert call(run, *words) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: ") and message.count("\n") == 1
-    return message
-
-
-def test_bad_images_of_a_folder_do_not_lose_the_other_answers(trained_run, folder, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert call(trained_run.path, "--image", folder, "--text", "the red elephant", "--output", out) == 2
-    printed = capsys.readouterr()
-    assert sorted(path.name for path in out.iterdir()) == ["0001", "0004"]
-    assert json.loads((out / "0004" / "answer.json").read_text("utf-8"))["image"] == str(folder / "d.jpg")
-    assert printed.err.startswith("error: 2 of 4 questions have no answer: ") and printed.err.count("\n") == 1
-    assert "b.jpg" in printed.err and "c.jpg" in printed.err and "a.jpg" not in printed.err
-    assert printed.out.count("words that the vocabulary lacks: elephant\n") == 2 and "Warning" not in printed.err
-    expected = e2e_vl.load(trained_run.path).ask(folder / "a.jpg", "the red circle")
-    assert call(trained_run.path, "--image", folder / "a.jpg", "--text", "the red circle") == 0
-    assert expected.answer in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"image": "a.jpg", "text": "x"},
-        [],
-        ["x"],
-        [{"image": "a.jpg"}],
-        [{"image": "a.jpg", "text": "x", "boxes": []}],
-        [{"image": "a.jpg", "text": 3}],
-        [{"image": ["a.jpg"], "text": "x"}],
-    ],
-)
-def test_json_files_of_another_form(trained_run, tmp_path, capsys, content):
-    path = tmp_path / "questions.json"
-    path.write_text(json.dumps(content))
-    message = error_of(trained_run.path, capsys, "--json", path)
-    assert "questions.json" in message or content == []
-
-
-@pytest.mark.parametrize("words", ["--json q.json --text x", "--json q.json --pair", "--text x"])
-def test_a_question_is_given_once_and_whole(trained_run, capsys, words):
-    error_of(trained_run.path, capsys, *words.split())
-
-
-def test_random_boxes_are_said_in_one_line(pretraining_run, capsys):
-    assert call(pretraining_run, "--image", first_image(pretraining_run), "--text", "a [MASK] circle") == 0
-    printed = capsys.readouterr()
-    assert printed.out.count("it looks at random places") == 1 and printed.err == ""
-
-
-def test_a_model_of_the_hub(trained_run, folder, capsys, monkeypatch):
-    monkeypatch.setattr(trained_model, "snapshot_download", lambda name: str(trained_run.path / "model"))
-    assert call("someone/model", "--image", folder / "a.jpg", "--text", "the star") == 0
-    assert "x " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ((), "four choices, and no answer"),
-        (("--boxes", "person:1,2,30,40"), "four choices, and no answer"),
-        (("--boxes", "person:1,2,30,40", "--choices", "a", "b", "c", "[1] d"), "names the object \\[1\\], but 1 boxes"),
-        (("--boxes", "robot:1,2,30,40", "--choices", "a", "b", "c", "d"), "class 'robot' is none of the run's"),
-        (("--boxes", "person:1,2,30,40", "--choices", *"abcd", "--answer", "x"), "four choices, and no answer"),
-        (("--boxes", "person:1,2,30,40", "5,6,7,8", "--choices", *"abcd"), "the class '' is none of the run"),
-        (("--boxes", "person:1,2,1,40", "--choices", *"abcd"), "is no box"),
-        (("--boxes", "person:1,2,x,40", "--choices", *"abcd"), "write every box as"),
-        (("--boxes", "nowhere.json", "--choices", *"abcd"), "nowhere.json"),
-        (("--boxes", "person:5000,2,6000,40", "--choices", *"abcd"), "lies outside the"),
-    ],
-)
-def test_what_vcr_needs(vcr_runs, capsys, more, message):
-    assert re.search(message, refused(ask(vcr_runs[0], first_image(vcr_runs[0]), "Why is [0] there?", *more), capsys))
-
-
-def test_what_cannot_be_answered(trained_run, vqa_run, tmp_path, capsys):
-    image = first_image(vqa_run)
-    assert "The text is empty" in refused(ask(vqa_run, image, "  "), capsys)
-    assert "takes no choices" in refused(ask(vqa_run, image, "x", "--choices", "a"), capsys)
-    assert "about 1 image, and 2 are given; give 1" in refused(ask(vqa_run, (image, image), "x"), capsys)
-    assert "is missing" in refused(ask(vqa_run, tmp_path / "no.png", "x"), capsys)
-    (tmp_path / "bad.png").write_text("no image")
-    assert "bad.png" in refused(ask(vqa_run, tmp_path / "bad.png", "x"), capsys)
-    assert "holds no trained model" in refused(ask(tmp_path, image, "x"), capsys)
-    (tmp_path / "boxes.json").write_text('{"names": []}')
-    assert "boxes.json" in refused(ask(vqa_run, image, "x", "--boxes", tmp_path / "boxes.json"), capsys)
-    (tmp_path / "boxes.json").write_text('{"boxes": [[1, 2, 3, 4]], "names": []}')
-    assert "one entry for each" in refused(ask(vqa_run, image, "x", "--boxes", tmp_path / "boxes.json"), capsys)
-
-
-def test_what_pretraining_needs(pretraining_run, vqa_run, vcr_runs, trained_run, tmp_path, capsys):
-    image = first_image(pretraining_run)
-    (tmp_path / "none.json").write_text("[]")
-    for more in ([], ["--hide", str(tmp_path / "none.json"), "--output", str(tmp_path / "answer")]):
-        assert "write [MASK] in the text" in refused(ask(pretraining_run, image, "a red circle", *more), capsys)
-    message = refused(ask(pretraining_run, image, "a [MASK]", "--hide", "nowhere.json"), capsys)
-    assert "nowhere.json" in message
-    more = ["--choices", "a"]
-    assert "takes no choices" in refused(ask(pretraining_run, image, "a [MASK]", *more), capsys)
-    more = ["--hide", "5000,2,6000,40"]
-    message = refused(ask(pretraining_run, image, "a", *more), capsys)
-    assert "boxes to hide" in message and "outside" in message
-    long = "[MASK] " * 80
-    assert "longer than task.config.max_length" in refused(ask(pretraining_run, image, long), capsys)
-    for run in (vqa_run, trained_run.path):
-        message = refused(ask(run, image, "x", "--hide", "1,2,30,40"), capsys)
-        assert "Only a pre-training run" in message
-    more = ["--hide", "1,2,30,40", "--boxes", "person:1,2,30,40", "--choices", *"abcd"]
-    assert "Only a pre-training run" in refused(ask(vcr_runs[0], image, "Why ?", *more), capsys)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("blank_text", "without seeing any text"),
-        ("blank_image", "without seeing any image"),
-    ],
-)
-def test_runs_that_cannot_answer(trained_run, tmp_path, capsys, setting, message):
-    shutil.copytree(trained_run.path / "model", tmp_path / "model")
-    settings = yaml.safe_load((tmp_path / "model" / "config.yaml").read_text("utf-8"))
-    settings["data"][setting] = True
-    (tmp_path / "model" / "config.yaml").write_text(yaml.safe_dump(settings), "utf-8")
-    words = ask(tmp_path / "model", saved(trained_run.path)[0]["file_name"], "x")
-    assert message in refused(words, capsys)

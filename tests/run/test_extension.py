@@ -15,7 +15,7 @@ import pytest
 
 import e2e_vl
 from e2e_vl import parts
-from e2e_vl.cli import predict as tool
+from e2e_vl.cli import main as tool
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.batching import Request
 from e2e_vl.data.config import NoOptions

@@ -1,0 +1,156 @@
+"""The answer of a trained run to texts about images.
+
+    e2e-vl ask --run RUN --image IMAGE --text "the small red circle" --output DIR
+    e2e-vl ask --run RUN --image IMAGE --text "What color is the star?" --boxes 10,20,60,80 5,5,40,90
+    e2e-vl ask --run RUN --image IMAGE --text "Why is [0] there ?" --choices A B C D --boxes FILE
+    e2e-vl ask --run RUN --image IMAGE --text "a [MASK] circle next to a square" --hide 10,20,60,80
+    e2e-vl ask --run RUN --image DIR --text "the small red circle" --output DIR
+    e2e-vl ask --run RUN --json questions.json --output DIR
+
+Prints the answer, the best first, and in a run that grounds phrases what each phrase names, with its share of the
+attention. Several images, or a folder of images, are asked the same text one by one; --pair says that the two images
+belong to one text. --json is a list of {"image": FILE, "text": TEXT}, with files relative to it. The model is loaded
+once, and the detector runs once per image. Images that are missing or cannot be read are named at the end, and the exit
+status is 2; the others are answered.
+
+Without --boxes the run's own detector finds the regions; VCR needs its boxes, and its texts name them as [0] or [1,2],
+counted from 0; a VCR metadata file as --boxes brings their classes and outlines too. A pre-training run names the best
+words at every [MASK], and the best classes of every region that --hide masks in the image before the detector.
+
+--output DIR writes answer.json (the whole prediction, the regions, and the last layer's attention on them where the
+task points at no box), regions.png (all regions) and answer.png (the answer's box, or the regions that get much more
+attention than others, without the masked pixels; and boxes of phrases, dashed where they are unsure); for a pair also
+regions_2.png and answer_2.png. Of several questions each has a folder 0001, 0002, ... there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from detector.errors import UserError
+from detector.io import read_json, write_json
+from e2e_vl.cli.common import make_parser, says_errors
+from e2e_vl.data.user_inputs import IMAGE_SUFFIXES, read_boxes
+from e2e_vl.io import is_shared_model, write_png
+from e2e_vl.samples import Question
+
+if TYPE_CHECKING:  # at run time it would import torch
+    from e2e_vl.api.results import Answer
+
+
+def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The options of the command."""
+    parser = make_parser(__doc__, prog)
+    parser.add_argument(
+        "--run", required=True, help="run directory of tools/train.py, a saved model, or a model of the hub"
+    )
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--image", type=Path, nargs="+", help="image files, or a folder of them")
+    asked.add_argument("--json", type=Path, metavar="FILE", help="images and texts, instead of --image and --text")
+    parser.add_argument("--text", help="phrase, question, or a caption with [MASK]")
+    parser.add_argument("--pair", action="store_true", help="the two images belong to one text")
+    parser.add_argument(
+        "--boxes",
+        nargs="+",
+        metavar="BOX",
+        help="candidates instead of the detector's: x1,y1,x2,y2 or class:x1,y1,x2,y2 in pixels of the image, or a file "
+        "(JSON list, JSON object with `boxes` and maybe `names`, or regions.npz of tools/extract_demo.py)",
+    )
+    parser.add_argument(
+        "--hide",
+        nargs="+",
+        metavar="BOX",
+        help="pre-training: regions to recognise without their pixels, as --boxes; candidates that overlap one with an "
+        "IoU of 0.5 or more are left out, it stands for them",
+    )
+    parser.add_argument("--choices", nargs="+", default=(), metavar="TEXT", help="VCR: the four texts to choose from")
+    parser.add_argument("--answer", help="VCR, a run for rationales: the answer that they are for")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for answer.json and pictures")
+    return parser
+
+
+@says_errors
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Answer, print and write; then name the images that could not be read."""
+    options = build_parser(prog).parse_args(argv)
+    questions = read_questions(options)
+    is_shared_model(options.run)  # says in one sentence what is missing
+    from e2e_vl.api.model import load  # late: it imports torch
+
+    model = load(options.run)
+    answers = model.replies(questions, keep_going=True)
+    failures = []
+    for number, (question, answer) in enumerate(zip(questions, answers, strict=True), start=1):
+        if isinstance(answer, Exception):
+            failures.append(str(answer))
+            continue
+        if len(questions) > 1:
+            print(f"{question.image}: {question.text}")
+        print(*answer.lines, *(f"phrase {phrase.line}" for phrase in answer.phrases), sep="\n")
+        if answer.unknown_words:
+            print(f"words that the vocabulary lacks: {', '.join(answer.unknown_words)}")
+        if options.output is not None:
+            folder = options.output if len(questions) == 1 else options.output / f"{number:04d}"
+            save(folder, answer)
+            print(f"written: {folder / 'answer.json'}")
+    if len(failures) < len(questions) and (about_boxes := model.warning_of_boxes(questions)):
+        print(about_boxes)
+    if failures:
+        start = "" if len(questions) == 1 else f"{len(failures)} of {len(questions)} questions have no answer: "
+        raise UserError(start + " | ".join(dict.fromkeys(failures)))
+    return 0
+
+
+class AskedText(msgspec.Struct, forbid_unknown_fields=True):
+    """A question in a JSON file."""
+
+    image: str
+    text: str
+
+
+def read_questions(options: argparse.Namespace) -> list[Question]:
+    """What the options ask."""
+    if (options.json is None) == (options.text is None):
+        raise UserError("Give either --image with --text, or --json, whose questions have texts of their own.")
+    if options.json is not None:
+        asked = [((options.json.parent / one.image,), one.text) for one in read_json(options.json, list[AskedText])]
+    elif options.pair:
+        asked = [(tuple(options.image), options.text)]
+    else:
+        asked = [((image,), options.text) for path in options.image for image in _images(path)]
+    if not asked:
+        raise UserError("There is no question; name images, a folder of images, or a JSON list.")
+    boxes = None if options.boxes is None else read_boxes(options.boxes)
+    to_mask = None if options.hide is None else read_boxes(options.hide, "--hide")
+    own: dict[str, Any] = {"choices": tuple(options.choices), "answer": options.answer, "boxes_to_mask": to_mask}
+    return [Question(images[0], text, boxes, others=images[1:], **own) for images, text in asked]
+
+
+def _images(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    return sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
+
+
+def save(folder: Path, answer: Answer) -> None:
+    """Write answer.json, regions.png and answer.png; of a second image regions_2.png and answer_2.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    said = msgspec.to_builtins(answer.prediction)
+    said = {key: value for key, value in said.items() if key not in ("type", "text_index", "file_name", "text")}
+    first, *others = map(str, answer.images)
+    content: dict[str, Any] = {"image": first, "text": answer.text, **said, "regions": answer.boxes.tolist()}
+    if others:
+        content |= {"other_images": others, "region_images": answer.box_images.tolist()}
+    if answer.attention is not None:
+        content["attention"] = answer.attention.tolist()
+    if answer.unknown_words:
+        content["unknown_words"] = list(answer.unknown_words)
+    write_json(folder / "answer.json", content)
+    for number in range(len(answer.images)):
+        end = f"_{number + 1}" if number else ""
+        write_png(folder / f"regions{end}.png", answer.draw_candidates(number))
+        write_png(folder / f"answer{end}.png", answer.draw(number))
