@@ -1,35 +1,196 @@
-"""Parts from settings: starting weights of a run's detector, what a task is built with, where data lie."""
+"""Parts from settings: sizes of images, lists of answers, vocabularies, and starting weights of every kind."""
 
 from __future__ import annotations
 
 import logging
 import pickle
+import shutil
+import types
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 from detector.checkpoint import save_pretrained, save_weights
 from e2e_vl import parts
-from e2e_vl.config import BoxSource, RunConfig, TaskSettings, load_config
+from e2e_vl.api.model import load
+from e2e_vl.config import (
+    BoxSource,
+    ResizeSettings,
+    RunConfig,
+    TaskSettings,
+    load_config,
+    read_detector_config,
+    save_config,
+)
+from e2e_vl.data import batching
 from e2e_vl.data.batching import Request
-from e2e_vl.parts import Settings
+from e2e_vl.data.config import NoOptions
+from e2e_vl.metrics.vqa import vocabulary_answer
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.parts import DATASETS, TASKS, Part, Settings
+from e2e_vl.run import build as building
 from e2e_vl.run.build import (
     build_detector,
     build_examples,
     build_model,
+    build_run,
     build_task,
     build_tokenizer,
+    frequent_answers,
     make_synthetic_data,
     open_split,
+    possible_answers,
     resolve,
 )
+from e2e_vl.run.checkpoint import load_model, save_model
+from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.train import train
 from e2e_vl.tasks.base import Sizes
+from e2e_vl.tasks.config import VQAConfig
 from e2e_vl.tasks.detection import DetectionTask
+from e2e_vl.tasks.refcoco import ReferringTask
+from e2e_vl.tasks.vqa import VQATask
+from e2e_vl.text import load_tokenizer
+from e2e_vl.weights.vl_bert import OfficialVLBert
+from tests.weights.official_detector import OFFICIAL_DETECTOR
+from tests.weights.starts import options, replaced
 
 ROOT = Path(__file__).parents[2]
+TESTED_AT_96 = "{MIN_SIZE_TRAIN: [96, 112, 128], MAX_SIZE_TRAIN: 160, MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 160}"
+
+
+# Sizes of images; `data.resize: null` means those of the detector's YAML file
+
+
+def test_the_sizes_are_those_of_the_yaml_file_and_are_saved_with_the_run(tiny_config, on_cpu):
+    config = tiny_config("data.resize=null", f"detector.overrides.INPUT={TESTED_AT_96}")
+    resolved = resolve(config)
+    assert resolved.data.resize == ResizeSettings([112, 128, 96], 160, "detectron2")  # testing takes the last
+    assert resolve(resolved) == resolved
+    train_data = build_run(msgspec.structs.replace(resolved, output=f"{config.output}_built")).train_data
+    assert {rule.short_edge for rule in train_data.loader.rules.resize} == {112, 128, 96}
+    train(replaced(config, train={"max_steps": 1}, eval={"boxes": []}))
+    assert load_config(Path(config.output) / "model/config.yaml").data.resize == resolved.data.resize
+
+
+def test_a_range_is_every_size_in_it(tiny_config):
+    sizes = TESTED_AT_96.replace("[96, 112, 128]", "[94, 97]").replace("{", "{MIN_SIZE_TRAIN_SAMPLING: range, ")
+    config = tiny_config("data.resize=null", f"detector.overrides.INPUT={sizes}")
+    assert resolve(config).data.resize.short_edge == [94, 95, 97, 96]
+
+
+@pytest.mark.parametrize("change", [("MIN_SIZE_TEST: 96", "MIN_SIZE_TEST: 100"), ("TEST: 160", "TEST: 200")])
+def test_training_and_testing_at_other_sizes_is_an_error(tiny_config, change):
+    config = tiny_config("data.resize=null", f"detector.overrides.INPUT={TESTED_AT_96.replace(*change)}")
+    with pytest.raises(ValueError, match=r"write data\.resize yourself"):
+        resolve(config)
+
+
+def test_a_trained_model_sees_images_on_the_canvas_of_its_settings(trained_run, tmp_path, monkeypatch, on_cpu):
+    """In evaluation, and when it is asked about one image."""
+    run = tmp_path / "run"
+    shutil.copytree(trained_run.path / "model", run / "model")
+    path = run / "model" / "config.yaml"
+    config = load_config(path, ["data.canvas=[200, 240]"])
+    save_config(config, path)
+    seen, make = [], batching.make_image_batch
+
+    def made(*words, **more):
+        images = make(*words, **more)
+        seen.append(tuple(images.pixels.shape[2:]))
+        return images
+
+    monkeypatch.setattr(batching, "make_image_batch", made)
+    image = next((Path(config.data.root) / "images" / "train2014").iterdir())
+    for action in (lambda: evaluate_run(run, split="val", boxes="gt"), lambda: load(run).ask(image, "the circle")):
+        seen.clear()
+        action()
+        assert seen and set(seen) <= {(200, 240), (240, 200), (240, 240)}
+
+
+# Lists of answers, in the spelling of the task
+
+
+GIVEN = dict(enumerate(["Two, three"] * 3 + ["2 3"] * 3 + ["the box"] * 2))
+
+
+def test_a_list_is_ordered_by_count_then_alphabet():
+    given = dict(enumerate(["yes"] * 3 + ["no"] * 3 + ["Two"] + ["2"] + ["rare"]))
+    assert frequent_answers(given, 2, vocabulary_answer) == ["no", "yes", "2"]
+    assert frequent_answers(given, 1, str) == ["no", "yes", "2", "Two", "rare"]
+    with pytest.raises(ValueError, match="no answer belongs to at least 4 of the 9 questions"):
+        frequent_answers(given, 4, vocabulary_answer)
+
+
+@pytest.mark.parametrize(
+    ("task", "built", "read"),
+    [
+        (VQATask, ["2 3", "box"], ["<unk>", "t  shirt"]),
+        (ReferringTask, ["2 3", "Two, three", "the box"], ["<unk>", "t - shirt"]),  # as any task without a spelling
+    ],
+)
+def test_the_task_spells_the_answers(tiny_config, monkeypatch, tmp_path, task, built, read):
+    config = tiny_config()
+    dataset = types.SimpleNamespace(answers_of=lambda *_: GIVEN)
+    monkeypatch.setitem(DATASETS, config.data.name, Part(NoOptions, dataset))
+    monkeypatch.setitem(TASKS, config.task.name, Part(VQAConfig, task))
+    monkeypatch.setattr(building, "open_options", lambda *_: (None, None))
+    (tmp_path / "a.txt").write_text("<unk>\nT - shirt\n")
+    for answers, expected in ((None, built), (str(tmp_path / "a.txt"), read), (["x", "y"], ["x", "y"])):
+        given = replaced(config, task={"config": {"answers": answers, "min_answer_count": 2}})
+        assert possible_answers(given) == expected
+
+
+# Parts
+
+
+class OwnConfig(Settings, frozen=True):
+    vocab_size: int = 3
+    objectives: str = "whatever the task calls so"
+
+
+def test_the_names_of_a_tasks_settings_are_its_own(tiny_config, monkeypatch):
+    monkeypatch.setitem(parts.TASKS, "own", parts.Part(OwnConfig, DetectionTask))
+    config = msgspec.structs.replace(tiny_config(), task=TaskSettings("own", {}))
+    assert build_task(config, Sizes(hidden_size=8, vocab_size=9)).config == OwnConfig()
+
+
+def test_data_under_the_home_folder(monkeypatch, tmp_path):
+    """A shell leaves the ~ of data.root=~/data as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(ROOT)
+    words = ["data.root=~/drawn", "data.synthetic.scenes={train: 3}", f"output={tmp_path / 'run'}"]
+    config = load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [*words, "data.workers=0"])
+    make_synthetic_data(config)
+    assert (tmp_path / "home" / "drawn" / "synthetic.json").is_file()
+    tokenizer = build_tokenizer(config)
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
+    examples = build_examples(config, model, tokenizer, "train", boxes=config.data.boxes.train, training=True)
+    assert len(examples[Request(0, (examples.groups[0][0],))].images) == 1
+
+
+def test_one_process_builds_the_vocabulary_and_the_others_read_it(tiny_config, monkeypatch):
+    config = tiny_config()
+    with pytest.raises(FileNotFoundError, match=r"vocab\.txt: no tokenizer there"):
+        build_tokenizer(config, writes=False)
+    built = build_tokenizer(config)
+    monkeypatch.setattr("e2e_vl.run.build.training_texts", lambda *_: pytest.fail("it is there already"))
+    assert build_tokenizer(config, writes=False).get_vocab() == built.get_vocab()
+
+
+def test_a_selection_that_predicted_boxes_do_not_read_is_warned_of(tiny_config, caplog):
+    config = tiny_config("data.boxes.selection={min_regions: 5, max_regions: 5}")
+    open_split(config, "val", BoxSource.DETECTIONS, training=False)
+    assert not caplog.messages
+    open_split(config, "val", BoxSource.ONLINE, training=False)
+    assert "data.boxes.selection chooses among boxes of files" in caplog.text
+
+
+# Starting weights of the detector
 
 
 @pytest.mark.parametrize("kind", ["a.pth", "a.safetensors", "a.pkl", "folder"])
@@ -59,64 +220,214 @@ def test_a_backbone_alone_must_be_asked_for(
         started = build_detector(tiny_config(f"detector.weights={path}", "detector.expect=backbone"))
     assert "missing (proposal_generator" in caplog.text
     assert torch.equal(started.backbone.stem.conv1.weight, source.backbone.stem.conv1.weight)
-    with pytest.raises(ValueError, match=r"detector\.expect: Invalid enum value 'most'"):
-        tiny_config("detector.expect=most")
 
 
-class OwnConfig(Settings, frozen=True):
-    vocab_size: int = 3
-    objectives: str = "whatever the task calls so"
+@pytest.mark.usefixtures("on_cpu")
+def test_a_run_trains_with_detectron2_and_its_weights_load_in_the_built_in_detector(tiny_config, tmp_path):
+    pytest.importorskip("detectron2", reason="Detectron2 is not installed")
+    short = ("train.max_steps=2", "eval.boxes=[online]", "eval.max_images=2", "eval.report_pictures=0")
+    metrics = train(tiny_config("detector.backend=detectron2", *short))
+    assert 0 <= metrics["val/accuracy_predicted_boxes"] <= 1
+    _, theirs, _ = load_model(tmp_path / "run")
+    _, ours, _ = load_model(tmp_path / "run", overrides=["detector.backend=builtin"])
+    assert [type(one.detector).__name__ for one in (theirs, ours)] == ["Detectron2Detector", "FasterRCNN"]
+    weights = theirs.detector.state_dict()
+    assert weights.keys() == ours.detector.state_dict().keys()
+    for name, value in ours.detector.state_dict().items():
+        assert torch.equal(value, weights[name]), name
 
 
-def test_the_names_of_a_tasks_settings_are_its_own(tiny_config, monkeypatch):
-    monkeypatch.setitem(parts.TASKS, "own", parts.Part(OwnConfig, DetectionTask))
-    config = msgspec.structs.replace(tiny_config(), task=TaskSettings("own", {}))
-    assert build_task(config, Sizes(hidden_size=8, vocab_size=9)).config == OwnConfig()
+# `encoder.weights` and `task.weights` from a run, an official file or a BERT
 
 
-def test_a_sum_of_objectives_gets_the_size_of_the_vocabulary(tmp_path):
-    path, words = ROOT / "configs" / "tiny" / "pretraining.yaml", [f"data.root={tmp_path}", f"output={tmp_path}"]
-    task = build_task(load_config(path, words), Sizes(hidden_size=8, vocab_size=9, num_classes=6))
-    assert task.word_head.bias.shape == (9,)
+# The official architecture, small: the tiny config's own departs from it.
+ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+ENCODER |= {"max_position_embeddings": 64, "geometry_dim": 64}
+save_official = OfficialVLBert().export
+LEARNED_VECTORS = {"text_only_embedding": True, "masked_region_embedding": True}
 
 
-@pytest.mark.parametrize("name", ["refcoco", "vqa", "vcr", "pretraining"])
-def test_data_under_the_home_folder(monkeypatch, tmp_path, name):
-    """A shell leaves the ~ of data.root=~/data as it is."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(ROOT)
-    words = ["data.root=~/drawn", "data.synthetic.scenes={train: 3}", f"output={tmp_path / 'run'}"]
-    config = load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", [*words, "data.workers=0"])
-    make_synthetic_data(config)
-    assert (tmp_path / "home" / "drawn" / "synthetic.json").is_file()
+@pytest.fixture
+def config_of(tiny_config: Callable[..., RunConfig]) -> Callable[..., RunConfig]:
+    """`config_of(task, words, encoder fields)`: a tiny run of the official architecture."""
+
+    def make(task: str, *words: str, **encoder: object) -> RunConfig:
+        config = replaced(tiny_config(*words), detector={"overrides": OFFICIAL_DETECTOR})
+        more, settings = {}, {}
+        if task == "pretraining":
+            more = LEARNED_VECTORS
+            classes = read_detector_config(config.detector).roi_heads.num_classes + 1
+            settings = {"objectives": {"masked_regions": {"classes": classes}}}
+        fields = {"config": {**ENCODER, **more, **encoder}}
+        return replaced(config, encoder=fields, task={"name": task, "config": settings})
+
+    return make
+
+
+def with_options(config: RunConfig, **changed: object) -> RunConfig:
+    """Settings with more entries of `task.config`."""
+    return replaced(config, task={"config": options(config.task.config) | changed})
+
+
+def build(config: RunConfig, seed: int = 0) -> VisionLanguageModel:
+    torch.manual_seed(seed)
     tokenizer = build_tokenizer(config)
-    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
-    examples = build_examples(config, model, tokenizer, "train", boxes=config.data.boxes.train, training=True)
-    assert len(examples[Request(0, (examples.groups[0][0],))].images) == 1
+    return build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
 
 
-def test_one_process_builds_the_vocabulary_and_the_others_read_it(tiny_config, monkeypatch):
-    config = tiny_config()
-    with pytest.raises(FileNotFoundError, match=r"vocab\.txt: no tokenizer there"):
-        build_tokenizer(config, writes=False)
-    built = build_tokenizer(config)
-    monkeypatch.setattr("e2e_vl.run.build.training_texts", lambda *_: pytest.fail("it is there already"))
-    assert build_tokenizer(config, writes=False).get_vocab() == built.get_vocab()
+@pytest.fixture
+def pretrained(config_of: Callable[..., RunConfig], tmp_path: Path) -> tuple[VisionLanguageModel, dict[str, Path]]:
+    """A pre-trained model, and the same as a run directory and as an official file."""
+    config = config_of("pretraining")
+    model = build(config, seed=1)
+    save_model(tmp_path / "pretrained" / "model", config, model, build_tokenizer(config))
+    save_official(model, "pretraining", tmp_path / "pretrained.model")
+    return model, {"run": tmp_path / "pretrained", "file": tmp_path / "pretrained.model"}
 
 
-def test_a_selection_that_own_boxes_would_not_read_is_refused(tiny_config, caplog):
-    own, keep_five = "data.boxes.train=online", "data.boxes.selection={min_regions: 5, max_regions: 5}"
-    for sources in ("[online]", "[gt, online]"):
-        with pytest.raises(ValueError, match=r"selection chooses among boxes of files, .* TEST\.DETECTIONS_PER_IMAGE"):
-            resolve(tiny_config(own, keep_five, f"eval.boxes={sources}"))
-    mixed = tiny_config(own, keep_five, "eval.boxes=[detections]")
-    with pytest.raises(ValueError, match=r"selection chooses .* Training would not read it, .*tools/evaluate\.py"):
-        resolve(mixed)
-    read = resolve(tiny_config("data.boxes.train=detections", keep_five, "eval.boxes=[detections, online]"))
-    assert read.data.boxes.selection.max_regions == 5
-    resolve(tiny_config("data.boxes.train=gt", keep_five, "eval.boxes=[gt]"))
-    resolve(tiny_config(own, "eval.boxes=[online]"))
-    open_split(mixed, "val", BoxSource.DETECTIONS, training=False)
-    assert not caplog.messages
-    open_split(mixed, "val", BoxSource.ONLINE, training=False)
-    assert "data.boxes.selection chooses among boxes of files" in caplog.text
+def test_class_names_come_with_the_weights_of_the_detector(tiny_config, trained_run):
+    names = trained_run.model.detector.class_names
+    assert len(names) == trained_run.model.detector.num_classes and "star" in names
+    for path in (trained_run.path, trained_run.path / "model" / "detector"):
+        assert build(tiny_config(f"detector.weights={path}")).detector.class_names == names
+    assert build(tiny_config()).detector.class_names is None
+
+
+@pytest.mark.parametrize("kind", ["run", "folders", "file"])
+def test_fine_tuning_starts_from_pre_training(config_of, pretrained, caplog, kind):
+    source, paths = pretrained
+    path = paths["file" if kind == "file" else "run"]
+    encoder, task = (path / "model" / name if kind == "folders" else path for name in ("encoder", "task"))
+    words = [f"detector.weights={path}", f"encoder.weights={encoder}", f"task.weights={task}"]
+    with caplog.at_level(logging.INFO):
+        started = build(config_of("refcoco", *words, *(["detector.expect=backbone"] if kind == "file" else [])), seed=2)
+    own = build(config_of("refcoco"), seed=2)
+    for a, b in (
+        (source.detector.roi_heads.res5, started.detector.roi_heads.res5),
+        (source.encoder.layers, started.encoder.layers),
+        (source.encoder.embeddings.region_projection, started.encoder.embeddings.region_projection),
+        (source.task.masked_regions.transform, started.task.head.transform),
+        (own.task.head.output, started.task.head.output),
+    ):
+        assert all(torch.equal(value, b.state_dict()[name]) for name, value in a.state_dict().items())
+    assert "copied: masked_regions.transform -> head.transform" in caplog.text
+    assert "2 missing (head.output.weight, head.output.bias)" in caplog.text
+
+
+def test_pre_training_goes_on_from_its_own_files_but_learns_from_the_new_detector(config_of, pretrained):
+    source, paths = pretrained
+    for path in paths.values():
+        started = build(config_of("pretraining", f"encoder.weights={path}", f"task.weights={path}"), seed=2)
+        for name, value in source.task.state_dict().items():
+            assert torch.equal(started.task.state_dict()[name], value), name
+        for name, value in started.detector.state_dict().items():
+            assert torch.equal(started.teacher.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("more", [{"background": "first"}, {"teacher": "file"}, {"teacher": "current"}])
+@pytest.mark.parametrize("kind", ["run", "file"])
+def test_region_classes_keep_their_meaning_where_the_background_has_another_place(
+    config_of, pretrained, tmp_path, kind, more
+):
+    """The source has it last, and files of class distributions have it first; there and back again."""
+    source, paths = pretrained
+    config = with_options(config_of("pretraining", f"task.weights={paths[kind]}"), **more)
+    first = build(config, seed=2)
+    moved = 0 if more == {"teacher": "current"} else 1
+    for name, value in source.task.masked_regions.output.state_dict().items():
+        assert torch.equal(first.task.masked_regions.output.state_dict()[name], value.roll(moved, dims=0)), name
+    save_model(tmp_path / "first" / "model", config, first, build_tokenizer(config))
+    back = with_options(
+        replaced(config, task={"weights": str(tmp_path / "first")}), teacher="frozen", background="last"
+    )
+    again = build(back, seed=3).task.masked_regions.output.state_dict()
+    for name, value in source.task.masked_regions.output.state_dict().items():
+        assert torch.equal(again[name], value), name
+
+
+@pytest.mark.parametrize("name", ["visual_part_on_end", "whole_image_in_sequence"])
+def test_another_input_sequence_is_an_error(config_of, pretrained, name):
+    """No shape shows it; only the paper's side or the official one is learned."""
+    other = {name: not getattr(pretrained[0].encoder.config, name)}
+    with pytest.raises(ValueError, match=f"set encoder.config.{name} to {not other[name]}"):
+        build(config_of("pretraining", f"encoder.weights={pretrained[1]['run']}", **other))
+
+
+def test_a_fine_tuned_model_comes_back_without_its_starting_weights(config_of, pretrained, tmp_path):
+    _, paths = pretrained
+    config = config_of("refcoco", f"encoder.weights={paths['run']}", f"task.weights={paths['run']}")
+    model = build(config)
+    save_model(tmp_path / "tuned", config, model, build_tokenizer(config))
+    (paths["run"] / "model" / "config.yaml").unlink()  # the start is not read again
+    again, loaded, _ = load_model(tmp_path / "tuned")
+    assert again.task.weights is None
+    assert again.encoder.weights is None
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_bert_fills_what_the_weights_lack(config_of, pretrained, tmp_path):
+    source, paths = pretrained
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    fields = {name: getattr(source.encoder.config, name) for name in (*sizes, "max_position_embeddings")}
+    bert = BertModel(BertConfig(**fields))
+    bert.save_pretrained(tmp_path / "bert")
+    words = [f"encoder.weights={paths['run']}", f"encoder.fallback_weights={tmp_path / 'bert'}"]
+    started = build(config_of("refcoco", *words, with_pooler=True)).encoder
+    assert torch.equal(started.layers[0].output.dense.weight, source.encoder.layers[0].output.dense.weight)
+    assert torch.equal(started.pooler.dense.weight, bert.pooler.dense.weight)
+
+
+@pytest.mark.parametrize("kind", ["run", "encoder/model.safetensors"])
+def test_another_vocabulary_of_the_same_size_is_no_start(config_of, pretrained, tmp_path, kind):
+    _, paths = pretrained
+    run = paths["run"]
+    path = run if kind == "run" else run / "model" / kind
+    vocabulary = load_tokenizer(run / "model" / "tokenizer").get_vocab()
+    words = sorted(vocabulary, key=vocabulary.get)
+    own = sorted(words[5:], reverse=True)
+    (tmp_path / "vocab.txt").write_text("\n".join([*words[:5], *own]) + "\n")
+    config = config_of("refcoco", f"encoder.weights={path}", f"data.vocabulary={tmp_path / 'vocab.txt'}")
+    with pytest.raises(ValueError, match=rf"set data.vocabulary={run / 'model' / 'tokenizer'}\."):
+        build(config)
+    build(replaced(config, data={"vocabulary": str(run / "model" / "tokenizer")}))
+
+
+def test_a_head_for_the_same_answers_in_another_order_is_no_start(config_of, tmp_path):
+    config = with_options(config_of("vqa"), answers=["yes", "no"])
+    model = build(config)
+    save_model(tmp_path / "vqa" / "model", config, model, build_tokenizer(config))
+    config = replaced(config, task={"weights": str(tmp_path / "vqa")})
+    assert torch.equal(build(config, seed=1).task.head.output.weight, model.task.head.output.weight)
+    with pytest.raises(ValueError, match=r"answers.json: the head was trained for other answers"):
+        build(with_options(config, answers=["no", "yes"]))
+
+
+def test_an_official_head_needs_the_list_of_its_answers(config_of, tmp_path, monkeypatch):
+    config = with_options(config_of("vqa"), answers=["yes", "no"])
+    model, tokenizer = build(config), build_tokenizer(config)
+    save_official(model, "vqa", tmp_path / "vqa.model")
+    (tmp_path / "order.txt").write_text("yes\nno\n")
+    for name in ("task.config", "data.files"):  # two ways to give it
+        order = f"{name}.answers={tmp_path / 'order.txt'}"
+        config = config_of("vqa", f"task.weights={tmp_path / 'vqa.model'}", *([order] if name == "data.files" else []))
+        if name == "task.config":
+            config = with_options(config, answers=str(tmp_path / "order.txt"))
+        started = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
+        assert torch.equal(started.task.head.output.weight, model.task.head.output.weight)
+    config = config_of("vqa", f"task.weights={tmp_path / 'vqa.model'}")
+    monkeypatch.setattr("e2e_vl.run.build.possible_answers", lambda *_: ["no", "yes"])
+    with pytest.raises(ValueError, match=r"vqa\.model: .* built from annotations.*task\.config\.answers"):
+        build(config)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("encoder.weights=./nothing", "nothing: no weights"),
+        ("task.weights=./nothing", "nothing: no weights"),
+        ("encoder.weights={here}", "no weights of the encoder"),
+    ],
+)
+def test_a_start_that_is_not_there(config_of, tmp_path, word, message):
+    with pytest.raises(FileNotFoundError, match=message):
+        build(config_of("refcoco", word.format(here=tmp_path)))

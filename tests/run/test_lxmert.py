@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +9,11 @@ import pytest
 import torch
 
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.io import read_log
 from e2e_vl.run.build import build_model, build_tokenizer, make_synthetic_data
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.train import train
 from e2e_vl.synthetic import make_scenes
+from tests.run.runs import losses_of, predictions_of
 from tests.weights.starts import options, replaced
 
 ROOT = Path(__file__).parents[2]
@@ -61,14 +60,6 @@ def config_of(tmp_path: Path) -> Callable[..., RunConfig]:
     return make
 
 
-def test_a_step_of_vqa_with_the_official_head(config_of, tmp_path):
-    settings = ("task.config.head_width=2", "task.config.dropout=0", "task.config.initialise_from_words=false")
-    metrics = train(config_of("vqa", *settings))
-    assert 0 <= metrics["val/accuracy_gt_boxes"] <= 1
-    _, model, _ = load_model(tmp_path / "run")
-    assert model.task.head.transform["dense"].weight.shape == (64, 32)
-
-
 def test_a_step_of_pretraining_from_pixels(config_of, tmp_path):
     settings = (
         "task.config.mask_probability=0.8",
@@ -78,7 +69,7 @@ def test_a_step_of_pretraining_from_pixels(config_of, tmp_path):
     config = config_of("pretraining", *settings)
     task = options(config.task.config) | {"objectives": OBJECTIVES, "region_probability": 0.5, "max_length": None}
     train(replaced(config, task={"config": task}))
-    [losses] = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] == "train"]
+    [losses] = losses_of(tmp_path / "run")
     for name in ("masked_words", "relationship", "object_labels", "region_features"):
         assert 0 < losses[name] < 100
 
@@ -111,7 +102,7 @@ def test_a_step_of_vcr(config_of, tmp_path):
         build_model(config_of("vcr", *words), vocab_size=50)
     metrics = train(config_of("vcr", *words, "task.config.ground_words=false"))
     assert 0 <= metrics["val/accuracy_gt_boxes"] <= 1
-    [losses, *_] = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] == "train"]
+    [losses, *_] = losses_of(tmp_path / "run")
     assert 0 < losses["choice"] < 100 and 0 < losses["region_class"] < 100
 
 
@@ -119,7 +110,7 @@ def test_a_step_of_gqa_with_the_score_of_its_attention(config_of, tmp_path):
     words = ("data.synthetic.formats=[gqa, refcoco+, detections]", "data.config.grounding=true")
     words += ("task.config.grounding=true", "task.config.initialise_from_words=false")
     metrics = train(config_of("gqa", *words, "data.files.scene_graphs=gqa/sceneGraphs/{part}_sceneGraphs.json"))
-    records = json.loads((tmp_path / "run" / "predictions_val_all_gt.json").read_text())
+    records = predictions_of(tmp_path / "run", "val_all_gt")
     scored = [record["grounding"] for record in records if record.get("is_balanced", True)]
     assert metrics["val_all/grounding_gt_boxes"] == pytest.approx(sum(scored) / len(scored))
     assert any(scored) and all("named_boxes" not in record for record in records)
@@ -151,7 +142,7 @@ def test_pretraining(data, tmp_path):
     answers = data / "lxmert" / "all_ans.json"
     words = [f"task.config.objectives.image_qa.answers={answers}", "task.config.region_probability=0.5"]
     metrics = train(settings("tiny/lxmert_files", data, tmp_path / "run", *words))
-    [*_, losses] = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] == "train"]
+    [*_, losses] = losses_of(tmp_path / "run")
     names = {"masked_words", "relationship", "object_labels", "attribute_labels", "region_features", "image_qa"}
     assert names <= set(losses) and all(0 <= losses[name] < 100 for name in names)
     assert {f"val/{name}_precomputed_boxes" for name in ("object_labels", "attribute_labels")} <= set(metrics)
@@ -162,7 +153,7 @@ def test_questions(data, tmp_path):
     sets += ["data.files.features=lxmert/{images}_obj36.tsv", "train.keep_best=null"]
     sets += ["data.files.answers=lxmert/trainval_label2ans.json"]
     metrics = train(settings("vqa/lxmert", data, tmp_path / "run", *sets))
-    records = json.loads((tmp_path / "run" / "predictions_val_precomputed.json").read_text())
+    records = predictions_of(tmp_path / "run", "val_precomputed")
     score = sum(record["answer_scores"].get(record["answer"], 0.0) for record in records) / len(records)
     assert metrics["val/accuracy_precomputed_boxes"] == pytest.approx(score)
 
@@ -171,5 +162,5 @@ def test_pairs(data, tmp_path):
     sets = ["data.files.examples=lxmert/{split}_nlvr2.json", "data.files.features=lxmert/{split}_obj36.tsv"]
     metrics = train(settings("nlvr2/lxmert", data, tmp_path / "run", *sets, "train.keep_best=null"))
     assert 0 <= metrics["val/accuracy_precomputed_boxes"] <= 1
-    [record, *_] = json.loads((tmp_path / "run" / "predictions_val_precomputed.json").read_text())
+    [record, *_] = predictions_of(tmp_path / "run", "val_precomputed")
     assert record["prediction"] in ("True", "False") and record["label"] in ("True", "False")

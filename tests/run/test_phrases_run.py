@@ -9,21 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import e2e_vl
 from e2e_vl.config import RunConfig, load_config, save_config
 from e2e_vl.data.batching import Request
-from e2e_vl.data.concat import JoinedDataset, JoinedPart
 from e2e_vl.data.refcoco import RefCOCODataset
-from e2e_vl.io import read_log
 from e2e_vl.run.build import build_model, build_run
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run, predict_split
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.trackers import start_text
 from e2e_vl.run.train import train
+from tests.run.runs import losses_of, predictions_of
 from tests.same import assert_same
 from tests.weights.starts import options, replaced
 
@@ -81,12 +79,7 @@ LAYERS = {
     "visual_bert": {"num_hidden_layers": 2, "train_pooler": True},
     "lxmert": {"l_layers": 1, "r_layers": 1, "x_layers": 1, "masked_region_feature": True},
 }
-# fields of the encoder that one task needs
-NEEDED = {
-    ("vl_bert", "nlvr2"): {"max_images": 2},
-    ("lxmert", "nlvr2"): {"max_images": 2},
-    ("lxmert", "vcr"): {"named_regions": True},
-}
+NEEDED = {"nlvr2": {"max_images": 2}, "vcr": {"named_regions": True}}  # of LXMERT by a task
 SHORT = ("train.max_steps=2", "train.save_every_epochs=0.01", "eval.every_epochs=0", "eval.boxes=[gt]")
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -138,10 +131,6 @@ def joined(task: str, folder: Path, *words: str, instances: bool | None = None) 
     )
 
 
-def losses_of(run: Path) -> list[dict]:
-    return [line for line in read_log(run / "log.jsonl") if line["kind"] == "train"]
-
-
 # Phrases of the task's own texts
 
 
@@ -164,8 +153,8 @@ def test_a_run_with_phrases(tiny_config):
     assert {type(phrase["correct"]) for record in records for phrase in record["grounded"]} == {bool}
     assert "phrases: " in (run / "report.html").read_text(encoding="utf-8")
 
-    starts_from_another_run(tiny_config, run, metrics["parameters"]["phrases"])
-    with pytest.raises(ValueError, match=r"architecture differs .*phrases.size: 8 -> 9"):
+    starts_from_another_run(tiny_config, run, metrics["parameters"]["phrase_head"])
+    with pytest.raises(ValueError, match=r"phrases.size: 8 -> 9"):
         train(replaced(config, phrases={"size": 9}), resume=True)
 
     model = e2e_vl.load(run)
@@ -188,42 +177,33 @@ def starts_from_another_run(tiny_config, run: Path, count: int) -> None:
     assert own.keys() == saved.keys() and all(torch.equal(value, saved[name]) for name, value in own.items())
     [start] = built.starts
     assert start.part == "phrases" and start.report.is_complete and len(start.report.matched) == len(saved)
-    text = start_text(tiny_config(*OWN_PHRASES, *words), built, make_accelerator("no"), 0, 1)
+    text = start_text(tiny_config(*OWN_PHRASES, *words, "eval.boxes=[]"), built, make_accelerator("no"), 0, 1)
     assert f"phrases     {count:,} parameters, {len(saved)} tensors from {run} (this project names)" in text
     for change, sentence in (
-        ("phrases.layer=2", r"reads the states after 1 layers, and phrases.layer is 2; set phrases.layer=1"),
+        ("phrases.layer=2", r"reads the states after 1 layers, and phrases.layer is 2"),
         ("phrases.size=9", "does not fit the model's config"),
-        (f"phrases.weights={run / 'model' / 'tokenizer'}", "holds no phrase head's weights"),
         (f"phrases.weights={run / 'model' / 'task'}", "does not fit the model's config"),
     ):
-        with pytest.raises((ValueError, FileNotFoundError), match=sentence):
+        with pytest.raises(ValueError, match=sentence):
             build_model(tiny_config(*OWN_PHRASES, f"phrases.weights={run}", change), vocab_size=50)
-    with pytest.raises(ValueError, match=r"weights is set, but weight is 0"):
-        tiny_config(f"phrases.weights={run}")
     started = replaced(load_config(run / "model" / "config.yaml"), phrases={"weights": str(run)})
     save_config(started, run / "model" / "config.yaml")
-    assert load_model(run)[1].phrase_head is not None
     assert load_model(run, overrides=["phrases.weight=0"])[1].phrase_head is None
-    with pytest.raises(ValueError, match=r"phrases.weights=here: a trained model brings its own"):
-        load_model(run, overrides=["phrases.weights=here"])
 
 
 def test_settings_of_phrases(tiny_config, monkeypatch):
-    model = build_model(tiny_config(), vocab_size=50)
-    assert model.phrase_head is None and "phrases" not in [name for name, _ in model.named_children()]
-    with pytest.raises(ValueError, match=r"phrases.layer is 3, but the encoder has 2 layers"):
-        build_model(tiny_config("phrases={weight: 1, layer: 3}"), vocab_size=50)
-    with pytest.raises(ValueError, match=r"phrases.weight needs an encoder with states between its layers"):
+    assert build_model(tiny_config(), vocab_size=50).phrase_head is None
+    with pytest.raises(ValueError, match=r"phrases.weight needs an encoder"):
         build_model(replaced(tiny_config("phrases.weight=1"), encoder={"name": "none", "config": {}}), vocab_size=50)
     monkeypatch.setattr(RefCOCODataset, "has_phrases", False)
-    with pytest.raises(ValueError, match=r"phrases.weight is 1.0, but no text of refcoco says what its phrases name"):
+    with pytest.raises(ValueError, match=r"phrases.weight is 1.0, but texts of refcoco"):
         build_run(tiny_config("phrases={weight: 1, layer: 1}", "data.boxes.train=gt"))
 
 
 # Phrases of other data
 
 
-@pytest.mark.parametrize("task", ["vqa", "nlvr2", "vcr"])
+@pytest.mark.parametrize("task", ["nlvr2", "vcr"])
 def test_a_run_whose_phrases_are_of_other_data(folder, tmp_path, task):
     config = joined(task, folder, f"output={tmp_path / 'run'}")
     metrics = train(config)
@@ -231,7 +211,7 @@ def test_a_run_whose_phrases_are_of_other_data(folder, tmp_path, task):
     for loss in (LOSSES.get(task, task), "phrases", "phrase_tags", *(["region_class"] if task == "vcr" else [])):
         log = losses_of(run)
         assert any(line[loss] > 0 for line in log) and all(0 <= line[loss] < 100 for line in log), loss
-    records = json.loads((run / "predictions_val_gt.json").read_text())
+    records = predictions_of(run)
     captions = [record for record in records if record["type"] == "PhrasesOnly"]
     questions = [record for record in records if record["type"] != "PhrasesOnly"]
     assert captions and questions
@@ -243,79 +223,9 @@ def test_a_run_whose_phrases_are_of_other_data(folder, tmp_path, task):
     assert metrics["val/accuracy_gt_boxes"] == pytest.approx(sum(scores) / len(scores))
     assert 0 <= metrics["val/phrase_accuracy_gt_boxes"] <= 1
     assert (run / "report.html").is_file()
-    if task != "vcr":  # which needs two runs
+    if task == "nlvr2":
         predict_split(run, split="val", boxes="gt", output=tmp_path / "submission")
-        text = (tmp_path / "submission").read_text()
-        assert len(text.splitlines() if task == "nlvr2" else json.loads(text)) == len(questions)
-
-
-def test_captions_add_nothing_to_the_loss_of_questions(folder):
-    """The loss of a mixed batch is the loss of its questions, and its gradients reach the questions only."""
-    built = build_run(joined("vqa", folder))
-    data, model = built.train_data, built.model.eval()
-    number = len(data.dataset.members[0])  # the captions begin behind the questions
-    examples = [data[Request(group, tuple(data.groups[group][:2]))] for group in range(len(data.groups))]
-    is_known = [record["text_index"] < number for one in examples for record in (text.record for text in one.texts)]
-    batch = built.collate(examples)
-    assert batch.targets.has_target.tolist() == is_known and {*is_known} == {True, False}
-    assert not batch.targets.scores[~batch.targets.has_target].any()
-    with torch.no_grad():
-        output = model(batch)
-    encoded = output.encoded
-    encoded.summary = encoded.summary.clone().requires_grad_()
-    task = model.task(batch, output.text_regions, encoded)
-    loss, known = task.losses["vqa"], batch.targets.has_target
-    expected = F.binary_cross_entropy_with_logits(task.logits[known], batch.targets.scores[known], reduction="sum")
-    assert loss.total.item() == expected.item() > 0 and float(loss.count) == sum(is_known)
-    loss.total.backward()
-    model.zero_grad()
-    reached = encoded.summary.grad.abs().amax(dim=1) > 0
-    assert reached.tolist() == is_known
-
-    captions = built.collate([one for one in examples if one.texts[0].record["text_index"] >= number])
-    alone = model(captions).task_losses
-    assert (alone["vqa"].total.item(), alone["vqa"].count.item()) == (0, 0), "the loss is there on every process"
-    assert alone["phrases"].total > 0 and alone["phrases"].count > 0
-    alone["vqa"].total.backward()
-    assert all(one.grad is None or not one.grad.any() for one in model.parameters())
-    questions = built.collate([one for one in examples if one.texts[0].record["text_index"] < number])
-    assert questions.targets.has_target is None
-
-
-def test_captions_add_nothing_to_the_losses_of_vcr(folder):
-    """A mixed batch has the losses of its questions, and the phrases' gradients reach the detector's backbone."""
-    built = build_run(joined("vcr", folder))
-    data, model = built.train_data, built.model.eval()
-    number = len(data.dataset.members[0])
-    examples = [data[Request(group, tuple(data.groups[group][:1]))] for group in range(len(data.groups))]
-    is_question = [example.texts[0].record["text_index"] < number for example in examples]
-    mixed = built.collate(examples)
-    assert mixed.targets.has_target.tolist() == [known for known in is_question for _ in range(4 if known else 1)]
-    classes = [set(one.tolist()) for one in mixed.region_labels.classes]
-    assert all((one == {-1}) != known for one, known in zip(classes, is_question, strict=True))
-    masks = [bool((one == 1).all()) for one in mixed.roi_masks]
-    assert all(mask != known for mask, known in zip(masks, is_question, strict=True)), "drawn shapes are no rectangles"
-
-    output = model(mixed)
-    task = model.task(mixed, output.text_regions, output.encoded)
-    known = mixed.targets.has_target
-    assert task.logits.shape == (sum(is_question), 4)
-    assert float(task.losses["choice"].count) in (sum(is_question), 4 * sum(is_question))
-    assert float(task.losses["region_class"].count) == float(output.text_regions.attention_mask[known].sum())
-    summary = output.encoded.summary.detach().clone().requires_grad_()
-    output.encoded.summary = summary
-    model.task(mixed, output.text_regions, output.encoded).losses["choice"].total.backward(retain_graph=True)
-    assert (summary.grad.abs().amax(dim=1) > 0).tolist() == known.tolist()
-
-    captions = built.collate([one for one, asked in zip(examples, is_question, strict=True) if not asked])
-    model.zero_grad()
-    alone = model(captions).task_losses
-    for name in ("choice", "region_class"):
-        assert (alone[name].total.item(), alone[name].count.item()) == (0, 0), "the loss is there on every process"
-    assert alone["phrases"].total > 0
-    alone["phrases"].total.backward()
-    reached = [parameter.grad for parameter in model.detector.parameters() if parameter.grad is not None]
-    assert any(gradient.abs().sum() > 0 for gradient in reached)
+        assert len((tmp_path / "submission").read_text().splitlines()) == len(questions)
 
 
 def test_questions_beside_descriptions_of_regions(tmp_path):
@@ -326,26 +236,21 @@ def test_questions_beside_descriptions_of_regions(tmp_path):
     parts = {"asked": options(config.data.config)["parts"]["asked"], "said": regions}
     metrics = train(replaced(config, data={"config": {"parts": parts}}))
     assert all(any(line[loss] > 0 for line in losses_of(tmp_path / "run")) for loss in ("vqa", "phrases"))
-    records = json.loads((tmp_path / "run" / "predictions_val_detections.json").read_text())
+    records = predictions_of(tmp_path / "run", "val_detections")
     assert records and all("question_id" in record for record in records), "evaluated on the questions alone"
     assert metrics["val/count_detected_boxes"] == len(records)
 
 
 def test_data_that_do_not_go_together(folder, tmp_path, monkeypatch):
     config = joined("vqa", folder)
-    with pytest.raises(ValueError, match=r"no text of vcr says what its phrases name; set it to 0, or join data"):
+    with pytest.raises(ValueError, match=r"texts of vcr do not have the phrases .*; join data that have some"):
         build_run(alone("vcr", folder))
-    part = {"asked": options(config.data.config)["parts"]["asked"]}
-    with pytest.raises(ValueError, match=r"no text of joined says .* set it to 0, or join data"):
-        build_run(replaced(config, data={"config": {"parts": part}}))
-    with pytest.raises(ValueError, match=r"AnswerTargets: some texts of a batch have scores and others do not"):
+    with pytest.raises(ValueError, match=r"some texts of a batch have scores and others do not"):
         train(joined("vqa", folder, "phrases.weight=0", f"output={tmp_path / 'vqa'}"))
-    with pytest.raises(ValueError, match=r"has no four choices, so VCR has nothing to learn .* phrases.weight"):
-        train(joined("vcr", folder, "phrases.weight=0", f"output={tmp_path / 'vcr'}"))
     with pytest.raises(ValueError, match="annotated objects of different classes"):
         build_run(joined("vcr", folder, instances=True))
     monkeypatch.setattr("e2e_vl.tasks.question_answering.AnswerPreprocessor.learns_from", ())
-    with pytest.raises(ValueError, match=r"the task vqa cannot take texts that have phrases and no target of its own"):
+    with pytest.raises(ValueError, match=r"the task vqa could learn; set it to 0"):
         build_run(config)
 
 
@@ -356,7 +261,7 @@ def test_names_as_phrases(folder, tmp_path):
     words = ("data.config.names_are_phrases=true", "task.config.ground_words=false", "data.flip=1")
     config = alone("vcr", folder, *words, f"output={tmp_path / 'run'}")
     train(config)
-    for record in json.loads((tmp_path / "run" / "predictions_val_gt.json").read_text()):
+    for record in predictions_of(tmp_path / "run"):
         text = f"{record['text']} {record['choices'][record['choice']]}"
         names = [name for name, _ in record["named_boxes"]]
         assert "correct" in record["grounded"][0], "each question names an object"
@@ -374,8 +279,6 @@ def test_names_as_phrases(folder, tmp_path):
             start, stop = text.phrases.offsets[first][0], text.phrases.offsets[end - 1][1]
             ours = image.image_transform.transform_boxes(np.array([stated[text.phrases.words[start:stop]]]))
             torch.testing.assert_close(torch.tensor(box), torch.tensor(ours, dtype=torch.float32), atol=1.5, rtol=0)
-    with pytest.raises(ValueError, match=r"which region a name means, but task\.config\.ground_words adds that region"):
-        train(alone("vcr", folder, "data.config.names_are_phrases=true", f"output={tmp_path / 'other'}"))
 
 
 # Every encoder
@@ -396,13 +299,12 @@ def gradients_reach(model: torch.nn.Module, loss: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("task", "encoder"),
     [
-        *(("refcoco", encoder) for encoder in LAYERS),
-        *(("nlvr2", encoder) for encoder in LAYERS),
-        *(("vqa", "vl_bert"), ("gqa", "visual_bert"), ("vcr", "lxmert"), ("flickr30k", "lxmert")),
+        *(("refcoco", "visual_bert"), ("nlvr2", "lxmert"), ("vqa", "vl_bert")),
+        *(("gqa", "visual_bert"), ("vcr", "lxmert"), ("flickr30k", "vl_bert")),
     ],
 )
 def test_phrases_beside_each_task_train_the_backbone_of_each_encoder(folder, task, encoder):
-    own = SIZES | LAYERS[encoder] | NEEDED.get((encoder, task), {}) | {"relative_geometry": True}
+    own = SIZES | LAYERS[encoder] | (NEEDED.get(task, {}) if encoder == "lxmert" else {}) | {"relative_geometry": True}
     config = alone(task, folder) if task == "flickr30k" else joined(task, folder)
     run = build_run(replaced(config, encoder={"name": encoder, "config": own}))
     data = run.train_data
@@ -417,7 +319,7 @@ def test_phrases_beside_each_task_train_the_backbone_of_each_encoder(folder, tas
     assert asked.phrases.log_attention.shape[0] == asked.phrases.spans.counts.sum() > 0
 
 
-@pytest.mark.parametrize("encoder", LAYERS)
+@pytest.mark.parametrize("encoder", ["vl_bert", "lxmert"])
 def test_phrases_in_pretraining(folder, encoder):
     """On captions without phrases, Flickr30K and Visual Genome joined."""
     words = [DETECTOR, f"data.root={folder / 'pretraining_data'}", f"output={folder / encoder}"]
@@ -430,8 +332,7 @@ def test_phrases_in_pretraining(folder, encoder):
         "genome": {"name": "visual_genome", "files": GENOME},
     }
     parts = {name: part | {"splits": {"train": "train"}, "images": "drawn"} for name, part in parts.items()}
-    hides = encoder != "visual_bert"  # which cannot tell masked regions from others
-    objectives = {"masked_text": 0.0, "relationship": 1.0, "masked_regions": {"classes": 7} if hides else 0.0}
+    objectives = {"masked_text": 0.0, "relationship": 1.0, "masked_regions": {"classes": 7}}
     config = replaced(
         load_config(TINY / "visual_genome.yaml", words),
         data={"name": "joined", "files": {"detections": DETECTIONS}, "config": {"parts": parts}},
@@ -440,18 +341,15 @@ def test_phrases_in_pretraining(folder, encoder):
     )
     run = build_run(config)
     groups = run.train_data.groups
-    first = [member.dataset.groups[0][0] + start for member, start in _starts(run.train_data.dataset)]
+    dataset = run.train_data.dataset
+    starts = zip(dataset.members, dataset.starts[:-1], strict=True)
+    first = [member.dataset.groups[0][0] + start for member, start in starts]
     chosen = [number for number, texts in enumerate(groups) if texts[0] in first]
     batch = run.collate([run.train_data[Request(number, tuple(groups[number][:2]))] for number in chosen])
     counts = batch.phrases.spans.counts.tolist()
     assert counts[0] == 0 and len(chosen) == 3 and sum(counts) > 0
     output = run.model.train()(batch)
-    learned = {"phrases", "phrase_tags", "masked_words", "relationship"} | ({"masked_regions"} if hides else set())
+    learned = {"phrases", "phrase_tags", "masked_words", "relationship", "masked_regions"}
     assert learned == set(output.losses) and all(torch.isfinite(loss.total) for loss in output.losses.values())
     assert output.losses["phrases"].count > 0
     gradients_reach(run.model, output.losses["phrases"].mean)
-
-
-def _starts(dataset: JoinedDataset) -> list[tuple[JoinedPart, int]]:
-    """Each part with the number of its first text."""
-    return list(zip(dataset.members, dataset.starts[:-1], strict=True))
