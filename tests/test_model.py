@@ -259,23 +259,6 @@ def test_swapped_images_give_other_scores(tiny_config, in_sequence, relative):
     assert (built.model.encoder.embeddings.image_slot_embeddings.weight.grad.abs().sum(dim=1) > 0).all()
 
 
-def test_a_second_image_that_is_not_there_changes_nothing(tiny_config):
-    """As of texts about one image in a batch with texts about two."""
-    built = build(tiny_config(*NO_DROPOUT, *TASK_ONLY, "encoder.config.max_images=2"))
-    plain = build(tiny_config(*NO_DROPOUT, *TASK_ONLY))
-    missing, unexpected = built.model.load_state_dict(plain.model.state_dict(), strict=False)
-    assert missing == ["encoder.embeddings.image_slot_embeddings.weight"] and not unexpected
-    batch = plain.first_texts(images=2, texts=2)
-    padded = dataclasses.replace(
-        batch, image_index=torch.cat([batch.image_index, torch.full_like(batch.image_index, -1)], 1)
-    )
-    with torch.no_grad():
-        expected = plain.model.eval()(batch)
-        output = built.model.eval()(padded)
-    torch.testing.assert_close(output.task.logits, expected.task.logits, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(output.losses["referring"].mean, expected.losses["referring"].mean)
-
-
 # Losses
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import types
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -673,25 +672,3 @@ def test_masked_pixels_change_no_logit_of_a_region_objective(encoder, make, colo
         assert not is_same(*(torch.cat(getattr(one, name)) for one in labels)), name
     for name in REGION_OBJECTIVES:
         assert not is_same(*(output.losses[name].mean for output in (first, second))), name
-
-
-@pytest.mark.parametrize("encoder", LAYERS)
-def test_a_region_that_gets_anothers_feature_does_not_show_its_own(encoder):
-    """LXMERT swaps some of the chosen regions instead of hiding them: their pixels stay, their feature goes."""
-    batch = with_targets(make_batch())
-    shown = make_other_model(encoder, mask_probability=0.0)
-    replaced = make_other_model(encoder, mask_probability=0.0)
-    replaced.task.config = msgspec.structs.replace(replaced.task.config, replace_probability=1.0)
-    prepared = replaced.mask_regions(batch)
-    assert any((replacement_index >= 0).any() for replacement_index in prepared.masked_regions.replacement_index)
-    with torch.no_grad():
-        outputs = [model(batch) for model in (shown, replaced)]
-        regions, _, _ = replaced.encode(prepared)
-    own = torch.cat(outputs[0].regions.features)
-    replacement_index = torch.cat(prepared.masked_regions.replacement_index)
-    expected = torch.where((replacement_index >= 0)[:, None], own[replacement_index.clamp(min=0)], own)
-    assert_same(torch.cat(regions.features), expected)
-    for name in REGION_OBJECTIVES:
-        assert not is_same(*(output.task.parts[name] for output in outputs)), name
-        # the label is still the region's own
-    assert_same(*(torch.cat(output.batch.region_labels.features) for output in outputs))

@@ -47,39 +47,6 @@ def test_a_text_without_regions_reads_zeros():
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-def test_regions_change_words_and_words_change_regions():
-    model, (texts, regions) = make_model(), make_inputs()
-    before = model(texts, regions)
-    other = model(texts, dataclasses.replace(regions, features=regions.features + 1))
-    assert changed(before.text, other.text)[:2][texts.attention_mask[:2]].all()
-    assert not changed(before.text, other.text)[2].any()  # it has no region
-    moved = dataclasses.replace(regions, boxes=regions.boxes.flip(-1))
-    assert changed(before.regions, model(texts, moved).regions)[regions.attention_mask].all()
-    words = dataclasses.replace(texts, input_ids=(texts.input_ids + 1) * texts.attention_mask % 40)
-    assert changed(before.regions, model(words, regions).regions)[regions.attention_mask].all()
-
-
-def test_boxes_are_shares_of_the_image():
-    model, (texts, regions) = make_model(), make_inputs()
-    twice = dataclasses.replace(regions, boxes=2 * regions.boxes, image_sizes=2 * regions.image_sizes)
-    torch.testing.assert_close(model(texts, regions).summary, model(texts, twice).summary)
-    wide = regions.image_sizes * torch.tensor([1.0, 2.0])
-    stretched = dataclasses.replace(regions, boxes=regions.boxes * torch.tensor([2.0, 1.0, 2.0, 1.0]), image_sizes=wide)
-    torch.testing.assert_close(model(texts, regions).summary, model(texts, stretched).summary)
-
-
-def test_swapped_images_swap_the_halves_of_the_summary():
-    model = make_model(max_images=2)
-    assert model.summary_size == 64
-    output = model(one_text(2), look_at((0, 1), (1, 0), whole_image=False))
-    assert output.summary.shape == (2, 64)
-    assert changed(output.summary[0], output.summary[1])
-    torch.testing.assert_close(output.summary[0], output.summary[1].roll(32))
-    torch.testing.assert_close(output.text[0], output.text[1])  # the mean over the images
-    torch.testing.assert_close(output.regions[0, :3], output.regions[1, 4:])
-    torch.testing.assert_close(output.regions[0, 3:], output.regions[1, :4])
-
-
 def test_two_images_are_two_passes():
     pair, single = make_model(max_images=2), make_model()
     single.load_state_dict(pair.state_dict())

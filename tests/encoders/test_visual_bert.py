@@ -60,18 +60,6 @@ def test_one_image_has_the_first_type_and_the_second_image_the_second():
 # Embeddings
 
 
-def test_words_that_name_a_region_move_it_and_nothing_else():
-    """`region_of_token` counts candidate boxes; the whole image stands before them."""
-    texts, regions = one_text(2), look((0, 1), (0, -1), whole_image=True)
-    named = name_regions(texts, [[-1, 0, 1, 1], [-1]])
-    for position in ("official", "paper"):
-        model = make_encoder(num_hidden_layers=0, region_position=position)
-        moved = changed(model(named, regions).regions, model(texts, regions).regions)
-        expected = (regions.image_slot == 0) & ((regions.row == 0) | (regions.row == 1))
-        expected[1] = False
-        assert torch.equal(moved, expected)
-
-
 @pytest.mark.parametrize(("position", "factor"), [("official", 0.5), ("paper", 1.0)])
 def test_a_named_region_has_the_mean_or_the_sum_of_its_words_positions(position, factor):
     embeddings = make_encoder(region_position=position).embeddings

@@ -15,29 +15,6 @@ from tests.encoders.small import make_vl_bert as make_model
 from tests.regions import learn_geometry
 
 
-def test_whole_image_reaches_words_only_through_region_0():
-    model = make_model(num_hidden_layers=0)  # no attention: a word sees only what is added to it
-    texts, regions = make_inputs(counts=(2, 4, 1))
-    before = model(texts, regions).text
-    other = dataclasses.replace(regions, features=regions.features.clone())
-    other.features[:, 1:] += 1
-    assert not changed(model(texts, other).text, before).any()
-    other.features[:, 0] += 1
-    assert torch.equal(changed(model(texts, other).text, before), texts.attention_mask)
-
-
-def test_word_that_names_a_region_carries_its_vector():
-    model = make_model(num_hidden_layers=0)
-    texts, regions = make_inputs(counts=(3, 4, 2))
-    named = dataclasses.replace(texts, region_of_token=torch.full_like(texts.input_ids, -1))
-    torch.testing.assert_close(model(named, regions).text, model(texts, regions).text)
-    named.region_of_token[1, 2] = 2  # of the candidate boxes, which follow the whole image
-    before = model(named, regions).text
-    other = dataclasses.replace(regions, features=regions.features.clone())
-    other.features[1, 3] += 1
-    assert changed(model(named, other).text, before).nonzero().tolist() == [[1, 2]]
-
-
 @pytest.mark.parametrize("has_visual_part", [False, True])
 def test_whole_image_reaches_the_end_only_if_asked_for(has_visual_part):
     """[END] is the last position of the embeddings; the paper gives it the whole image's vector."""
@@ -61,17 +38,6 @@ def test_text_without_regions_carries_the_text_only_vector():
     after = model(texts, regions)
     assert not changed(before.text[:2], after.text[:2]).any()
     assert changed(before.text[2], after.text[2]).any()
-
-
-def test_order_of_regions_does_not_matter():
-    """All regions share one position; only row 0, the whole image, is special."""
-    model = make_model()
-    texts, regions = make_inputs(lengths=(5,), counts=(4,))
-    order = torch.tensor([0, 3, 1, 2])
-    shuffled = TextRegions(*(getattr(regions, field.name)[:, order] for field in dataclasses.fields(regions)))
-    first, second = model(texts, regions), model(texts, shuffled)
-    torch.testing.assert_close(first.regions[:, order], second.regions, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(first.text, second.text, rtol=1e-4, atol=1e-5)
 
 
 def test_start_values():
