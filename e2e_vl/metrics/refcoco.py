@@ -25,7 +25,6 @@ import numpy as np
 from detector.errors import UserError
 from e2e_vl.predictions import Box, Id, Prediction, Score, write_list
 
-CONVENTIONS = ("mattnet", "vlbert", "strict", "same_annotation")
 THRESHOLD = 0.5
 # An IoU that is 0.5 in exact arithmetic may come out a rounding error away from it.
 _ROUNDING = 1e-9
@@ -55,7 +54,7 @@ def box_iou(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size
     Args:
         boxes: float [..., 4], predicted, xyxy (x2 = x + w) in pixels of the stored image.
         gt_boxes: float [..., 4], true; the leading axes broadcast against the axes of `boxes`.
-        convention: one of `CONVENTIONS` but `same_annotation`.
+        convention: of the table above, but not `same_annotation`.
         image_size: [..., 2], (height, width) of the stored image(s); needed by `vlbert` only.
 
     Returns:
@@ -89,7 +88,7 @@ def referring_metrics(predictions: Iterable[ReferringPrediction], convention: st
     """Accuracy and ceiling of some predictions, over all and by family of expression.
 
     Args:
-        convention: one of `CONVENTIONS`. `vlbert` needs `image_size`, `same_annotation` needs `ann_id` and
+        convention: of the table above. `vlbert` needs `image_size`, `same_annotation` needs `ann_id` and
             `candidate_ann_ids`, the others `gt_box`.
 
     Returns:

@@ -296,7 +296,11 @@ class PretrainingTask(Task):
             wrong = [one for one in items.choices if one.chosen != one.truth]
             mistakes += [(f"{one.truth} ({kind})", f"{one.chosen} ({kind})") for one in wrong]
             if items.choices:
-                notes.append(f"{words}: {', '.join(map(_in_words, items.choices))}")
+                chosen = (
+                    f"{one.place}: {one.chosen}" + ("" if one.chosen == one.truth else f" instead of {one.truth}")
+                    for one in items.choices
+                )
+                notes.append(f"{words}: {', '.join(chosen)}")
         return PredictionSummary(
             prediction.text,
             f"{', '.join(found)} found" if found else "nothing was masked",
@@ -312,9 +316,3 @@ class PretrainingTask(Task):
             if total:
                 scores[name] = sum(one.objectives[name].right for one in predictions) / total
         return scores
-
-
-def _in_words(choice: Choice) -> str:
-    """Such as "2: red" for a right choice, and "5: star instead of circle" for a wrong one."""
-    instead = "" if choice.chosen == choice.truth else f" instead of {choice.truth}"
-    return f"{choice.place}: {choice.chosen}{instead}"

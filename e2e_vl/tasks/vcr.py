@@ -275,7 +275,14 @@ class VCRPreprocessor(Preprocessor):
             "choices": [" ".join(word for word, _ in choice) for choice in said],
             "named_boxes": [(name, tuple(box.tolist())) for name, row, box in named if row >= 0],
         }
-        boxes, phrases = self._phrase_boxes(text, images[text.image_index[0]]), None
+        boxes = phrases = None
+        if text.names_are_phrases and self.text_tokenizer.with_phrase_spans:
+            if config.ground_words:
+                raise UserError(
+                    "data.config.names_are_phrases asks which region a name means, but task.config.ground_words adds "
+                    "that region to the name; set task.config.ground_words to false, or names_are_phrases."
+                )
+            boxes = images[text.image_index[0]].boxes
         for number, pieces in enumerate(zip(fronts, choices, strict=True)):
             encoding = self.text_tokenizer.pair(*([piece.id for piece in own] for own in pieces))
             region_of_token = None
@@ -304,17 +311,6 @@ class VCRPreprocessor(Preprocessor):
         pieces = self.text_tokenizer.pieces(text.words, mirrored=mirrored)
         encoding = self.text_tokenizer.single(pieces[: self.config.max_pieces])
         return TextExample(encoding, text.image_index, self.record(text, images, encoding), self.no_target())
-
-    def _phrase_boxes(self, text: ChoiceText, image: ImageExample) -> np.ndarray | None:
-        """Boxes that names point at, by row; None where names are no phrases."""
-        if not (text.names_are_phrases and self.text_tokenizer.with_phrase_spans):
-            return None
-        if self.config.ground_words:
-            raise UserError(
-                "data.config.names_are_phrases asks which region a name means, but task.config.ground_words adds that "
-                "region to the name; set task.config.ground_words to false, or names_are_phrases."
-            )
-        return image.boxes
 
     def _names(
         self,
@@ -485,17 +481,16 @@ class VCRTask(Task):
         logits = at_least_float32(self.head(targets.with_target(encoded.summary))).view(-1, CHOICES)
         losses = {}
         if targets.is_right is not None:
-            losses["choice"] = self._choice_loss(logits, targets.with_target(targets.is_right).view_as(logits))
+            is_right = targets.with_target(targets.is_right).view_as(logits)
+            if self.config.loss == "sigmoid":
+                total = F.binary_cross_entropy_with_logits(logits, is_right.to(logits.dtype), reduction="sum")
+                count = logits.numel()
+            else:
+                total, count = F.cross_entropy(logits, is_right.argmax(dim=1), reduction="sum"), len(logits)
+            losses["choice"] = Loss(total=total, count=logits.new_tensor(float(count)))
             if self.region_classifier is not None:
                 losses["region_class"] = self._region_loss(batch, regions, encoded.regions)
         return TaskOutput(losses=losses, logits=logits)
-
-    def _choice_loss(self, logits: Float[Tensor, "U 4"], is_right: Float[Tensor, "U 4"]) -> Loss:
-        if self.config.loss == "sigmoid":
-            total = F.binary_cross_entropy_with_logits(logits, is_right.to(logits.dtype), reduction="sum")
-            return Loss(total=total, count=total.new_tensor(float(logits.numel())).detach())
-        total = F.cross_entropy(logits, is_right.argmax(dim=1), reduction="sum")
-        return Loss(total=total, count=total.new_tensor(float(len(logits))).detach())
 
     def _region_loss(self, batch: Batch, regions: TextRegions, states: Float[Tensor, "M R E"]) -> Loss:
         """Every region of every choice counts, the whole image as class 0."""

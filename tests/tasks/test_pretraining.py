@@ -21,7 +21,7 @@ from e2e_vl.model import VisionLanguageModel
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.run.build import build_objectives, build_task
 from e2e_vl.samples import AnnotatedObjects, PhraseBoxes, Question, Sample, SampleText
-from e2e_vl.structures import Ability, Batch, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.structures import Ability, Batch, TextBatch
 from e2e_vl.tasks.config import (
     MaskedRegionsConfig,
     MaskedTextConfig,
@@ -58,32 +58,6 @@ def make_task(*names: str, **config) -> PretrainingTask:
 # Losses
 
 
-def test_losses_are_means_over_labelled_items():
-    objectives = {"masked_words": 0.5, "masked_text": 1.0, "relationship": 2.0}
-    model = make_model(teacher="file", objectives=objectives).eval()
-    batch = make_batch()
-    probabilities = [torch.rand(len(rows), CLASSES).softmax(dim=1) for rows in BOXES]
-    probabilities[0][0] *= 0.5  # does not add up to 1: ignored
-    batch.region_labels = RegionLabels(class_probs=probabilities)
-    labelled = [torch.tensor([True, True, False]), torch.tensor([False, True])]
-    batch.masked_regions = RegionMasks(labelled, [torch.zeros(len(rows), dtype=torch.bool) for rows in BOXES])
-    output = model(batch)
-    counts = {name: float(loss.count) for name, loss in output.losses.items()}
-    assert counts == {"masked_words": 2, "masked_text": 1, "masked_regions": 3, "relationship": 3}
-
-    words = model.task.word_head(output.encoded.text, output.encoded.word_embeddings).log_softmax(dim=2)
-    expected = -0.5 * (words[0, 1, 9] + words[1, 2, 8]) / 2
-    torch.testing.assert_close(output.losses["masked_words"].mean, expected)
-    torch.testing.assert_close(output.losses["masked_text"].mean, -words[3, 0, 7])
-    regions = model.task.masked_regions.classify(output.encoded.regions).log_softmax(dim=2)
-    rows = [(0, 2, probabilities[0][1]), (1, 2, probabilities[0][1]), (2, 2, probabilities[1][1])]
-    expected = -sum((regions[text, row] * truth).sum() for text, row, truth in rows) / 3
-    torch.testing.assert_close(output.losses["masked_regions"].mean, expected)
-    matches = model.task.relationship.head(output.encoded.summary).log_softmax(dim=1)
-    expected = -2.0 * (matches[0, 1] + matches[1, 0] + matches[2, 1]) / 3
-    torch.testing.assert_close(output.losses["relationship"].mean, expected)
-
-
 def test_nothing_masked_is_loss_zero_with_gradients():
     model = make_model(region_probability=0.0, objectives={"relationship": 1.0}).train()
     output = model(make_batch(masks=False))
@@ -107,14 +81,6 @@ def test_texts_of_two_images_share_all_objectives():
     torch.testing.assert_close(output.losses["masked_regions"].mean, expected)
     sum(loss.mean for loss in output.losses.values()).backward()
     assert model.detector.backbone.stem.conv1.weight.grad.abs().sum() > 0
-
-
-def test_only_objectives_of_the_run_have_parameters_and_losses():
-    task = make_task("relationship")
-    assert {name.partition(".")[0] for name, _ in task.named_parameters()} == {"relationship"}
-    assert not task.region_masking.enabled and list(task.objectives) == ["relationship"]
-    task = make_task("masked_text", "masked_regions")
-    assert {name.partition(".")[0] for name, _ in task.named_parameters()} == {"word_head", "masked_regions"}
 
 
 # Predictions
@@ -263,20 +229,6 @@ def test_names_of_masked_regions_follow_the_order_of_the_classes():
     assert [name for name, _ in answers[0].classes] == [name for name, _ in answers[1].classes]
 
 
-def test_classes_of_a_file_have_numbers_and_no_teacher_sees_the_region():
-    model = make_model(teacher="file").eval()
-    with torch.no_grad():
-        output = model(question_batch([[0.0, 0.0, 9.0, 9.0]]))
-        [region] = model.task.replies(output)[0].masked_regions
-        states = output.encoded.regions[output.text_regions.is_masked]
-        shares = model.task.masked_regions.classify(states)[0].softmax(dim=0)
-    assert region.seen is None
-    names = ["background", "class 0", "class 1", "class 2", "class 3"]
-    assert region.classes == tuple(
-        (names[row], pytest.approx(float(shares[row]))) for row in shares.argsort(descending=True)
-    )
-
-
 def test_a_masked_region_that_is_truncated_is_an_error():
     model = make_model(max_length=5).eval()
     batch = question_batch([[10.0 * row, 5.0, 10.0 * row + 8, 30.0] for row in range(4)])
@@ -309,16 +261,6 @@ def test_a_mask_that_is_truncated_is_an_error():
     model = make_model(max_length=5).eval()
     with pytest.raises(UserError, match=r"task.config.max_length, and a \[MASK\] is truncated"):
         answer(model, question_batch(mask_at=5))
-
-
-def test_an_answer_in_words():
-    record = answer(make_model().eval(), question_batch(CORNER))
-    filled, mask, region = make_model().task.answer_lines(record)
-    assert filled == record.filled and mask.startswith("[MASK] 1: word")
-    name, share = record.masked_regions[0].classes[0]
-    seen, seen_share = record.masked_regions[0].seen
-    assert region.startswith(f"masked region 1: {name} {share:.3f}, ")
-    assert region.endswith(f" (unmasked: {seen} {seen_share:.3f})")
 
 
 # Questions
@@ -409,15 +351,6 @@ def test_two_texts_are_encoded_as_a_pair(tokenizer):
     assert decoded(text, tokenizer) == "[CLS] the red box [SEP] a dog and a cat [SEP]"
     assert text.encoding.token_type_ids.tolist() == [0] * 5 + [1] * 6
     assert decoded(pair_of(tokenizer, is_blank=True), tokenizer) == "[CLS] [SEP] [SEP]"
-
-
-def test_words_of_both_texts_are_masked(tokenizer):
-    text = pair_of(tokenizer, probability=1.0)
-    assert decoded(text, tokenizer) == " ".join(["[CLS]", *["[MASK]"] * 3, "[SEP]", *["[MASK]"] * 5, "[SEP]"])
-    labels = text.targets.parts["masked_words"].labels
-    np.testing.assert_array_equal(
-        np.where(labels < 0, text.encoding.input_ids, labels), pair_of(tokenizer).encoding.input_ids
-    )
 
 
 def test_a_pair_that_is_too_long_is_cut_with_its_labels(tokenizer):

@@ -14,7 +14,7 @@ from detector.structures import Regions
 from e2e_vl.drawing import BLUE, GREEN, RED
 from e2e_vl.metrics.refcoco import ReferringPrediction
 from e2e_vl.predictions import GroundedPhrase
-from e2e_vl.samples import Question, ReferredBox, SampleText
+from e2e_vl.samples import ReferredBox, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, gather_regions
 from e2e_vl.tasks.base import PredictionSummary, phrase_boxes
 from e2e_vl.tasks.config import ReferringConfig
@@ -241,7 +241,7 @@ def test_texts_about_two_images_use_each_image_scale():
     assert predictions[2].box == (2.5, 10, 12.5, 90)
 
 
-# Pictures and descriptions
+# Pictures and summaries
 
 
 def prediction_of(file_name: str = "", **changes) -> ReferringPrediction:
@@ -271,97 +271,47 @@ def test_phrases_have_other_colours_and_the_first_is_left_out_where_it_names_the
     assert has_colour(picture, OTHER_COLOURS[0]).any() and not has_colour(picture, OTHER_COLOURS[1]).any()
 
 
-def test_an_unsure_landmark_of_a_wrong_answer_is_dashed(grey):
-    own, landmark = phrase("a cat", (50, 10, 80, 50), 0.9, False), phrase("a dog", (5, 5, 30, 30), 0.3, False)
-    shown = {}
-    for name, score, correct, number in (("clear", 0.9, 0.0, 2), ("unsure", 0.3, 0.0, 2), ("right", 0.3, 1.0, 1)):
-        marks = [own, msgspec.structs.replace(landmark, score=score)]
-        found = prediction_of(grey, grounded=marks, correct=correct, gt_box=[82, 52, 88, 58])
-        assert len(phrase_boxes(found)[0]) == number
-        shown[name] = has_colour(ReferringTask(8).draw(found), OTHER_COLOURS[0])
-    scale = 480 / 90
-    edge = {name: one[round(5 * scale) : round(30 * scale), round(5 * scale) + 1].mean() for name, one in shown.items()}
-    assert edge["clear"] > 0.9 and 0.3 < edge["unsure"] < 0.7, "the left side of the box"
-    assert not shown["right"].any()
-    _, labels, unsure = phrase_boxes(prediction_of(grounded=[own, landmark], correct=0.0), 1)
-    assert (labels, unsure) == (["a dog? 0.30, unsure"], [True])
-    nowhere = prediction_of(grounded=[own, phrase("a star", None, 0.0)], correct=0.0)
-    assert phrase_boxes(nowhere) == ([own.box], ["a cat?"], [False])
-
-
 def test_an_expression_is_described_with_both_boxes_and_whether_there_was_a_right_one():
     task, found = ReferringTask(8), {"text": "a <b>", "score": 0.256, "gt_box": [10, 10, 40, 40.2], "family": "f"}
     truth, chosen = [10, 10, 40, 40.2], [50, 10, 80, 50]
     boxes = "x 50 to 80, y 10 to 50", 0.256, "x 10 to 40, y 10 to 40"
-    words = task.describe(prediction_of(**found, candidate_boxes=[chosen, truth]))
-    assert words == PredictionSummary("a <b>", *boxes, "a right box was among 2 candidates", "f")
-    words = task.describe(prediction_of(**found, candidate_boxes=[chosen]))
-    assert words.note == "no right box was among 1 candidates"
-    words = task.describe(prediction_of(**found | {"score": 0.0}, box=None))
-    assert (words.answer, words.score) == ("no box", None)
+    summary = task.describe(prediction_of(**found, candidate_boxes=[chosen, truth]))
+    assert summary == PredictionSummary("a <b>", *boxes, "a right box was among 2 candidates", "f")
+    summary = task.describe(prediction_of(**found, candidate_boxes=[chosen]))
+    assert summary.note == "no right box was among 1 candidates"
+    summary = task.describe(prediction_of(**found | {"score": 0.0}, box=None))
+    assert (summary.answer, summary.score) == ("no box", None)
+    for chosen, mistake in (("dog", "dog"), ("cat", "another cat")):
+        summary = task.describe(prediction_of(category="cat", detected_class=chosen))
+        assert summary.mistakes == (("cat", mistake),)
 
 
-def test_mistakes_are_compared_by_class_where_both_are_known():
-    for known, mistakes in (
-        ({"category": "cat", "detected_class": "dog"}, (("cat", "dog"),)),
-        ({"category": "cat", "detected_class": "cat"}, (("cat", "another cat"),)),
-        ({"category": "cat", "detected_class": None}, None),  # then by coordinates
-        ({}, None),
-    ):
-        assert ReferringTask(8).describe(prediction_of(**known)).mistakes == mistakes
+def test_unsure_phrases_of_a_wrong_answer_are_marked():
+    own, landmark = phrase("a cat", (50, 10, 80, 50), 0.9, False), phrase("a dog", (5, 5, 30, 30), 0.3, False)
+    wrong = prediction_of(grounded=[own, landmark], correct=0.0)
+    assert phrase_boxes(wrong) == ([own.box, landmark.box], ["a cat?", "a dog? 0.30, unsure"], [False, True])
+    assert phrase_boxes(wrong, 1)[1] == ["a dog? 0.30, unsure"]
+    assert phrase_boxes(prediction_of(grounded=[own, landmark], correct=1.0))[1] == ["a cat?"]
+    nowhere = prediction_of(grounded=[own, phrase("a star", None, 0.0)], correct=0.0)
+    assert phrase_boxes(nowhere) == ([own.box], ["a cat?"], [False])
 
 
-# Expressions in wordpieces
-
-
-TRUTH = ReferredBox((10, 20, 30, 40))
-
-
-@pytest.fixture
-def tokenizer(tmp_path):
-    return make_tokenizer(tmp_path, "red square on the left right blue thing")
-
-
-def preprocessor(tokenizer, **options):
-    return ReferringTask(8).preprocessor(TextTokenizer(tokenizer, **options))
-
-
-def expressions(*words: str, truth: ReferredBox | None = TRUTH):
-    return sample_of(*(SampleText(n + 3, text, {"ann_id": 9}, truth) for n, text in enumerate(words)))
-
-
-def test_an_expression_and_its_box_in_resized_pixels(tokenizer):
-    first, second = preprocess(preprocessor(tokenizer), expressions("Red square on the left", "blue"), photo(scale=2))
-    assert tokens(first, tokenizer) == ["[CLS]", "red", "square", "on", "the", "left", "[SEP]"]
-    assert first.image_index == second.image_index == (0,)
-    np.testing.assert_array_equal(first.targets.box, [20, 40, 60, 80])
-    assert tokens(second, tokenizer) == ["[CLS]", "blue", "[SEP]"]
-
-
-def test_a_mirrored_image_swaps_left_and_right(tokenizer):
-    sample = expressions("red square on the left", "right thing left", truth=ReferredBox((-4, 20, 30, 40)))
-    first, second = preprocess(preprocessor(tokenizer), sample, photo(flipped=True))
-    assert tokens(first, tokenizer) == ["[CLS]", "red", "square", "on", "the", "right", "[SEP]"]
-    assert tokens(second, tokenizer) == ["[CLS]", "left", "thing", "right", "[SEP]"]
-    np.testing.assert_array_equal(first.targets.box, [69, 20, 103, 40])  # it is not clamped
-    assert first.record["flipped"] is True and first.record["text"] == "red square on the left"
-
-
-def test_records_are_plain_and_about_the_stored_image(tokenizer):
-    [text] = preprocess(preprocessor(tokenizer), expressions("red"), photo(scale=2, box_ids=(100, 101)))
+@pytest.mark.parametrize("flipped", [False, True])
+def test_an_expression_and_its_box_in_resized_pixels(tmp_path, flipped):
+    tokenizer = make_tokenizer(tmp_path, "red square on the left right")
+    sample = sample_of(SampleText(3, "Red square on the left", {"ann_id": 9}, ReferredBox((-4, 20, 30, 40))))
+    image = photo(scale=2, flipped=flipped, box_ids=(100, 101))
+    [text] = preprocess(ReferringTask(8).preprocessor(TextTokenizer(tokenizer)), sample, image)
+    side = "right" if flipped else "left"
+    assert tokens(text, tokenizer) == ["[CLS]", "red", "square", "on", "the", side, "[SEP]"]
+    x1, x2 = (200 - 1 - 60, 200 - 1 + 8) if flipped else (-8, 60)  # it is not clamped
+    np.testing.assert_array_equal(text.targets.box, [x1, 40, x2, 80])
     assert text.record == {
         "text_index": 3,
-        "text": "red",
+        "text": "Red square on the left",
         "ann_id": 9,
         "file_name": "photo.jpg",
         "image_size": [60, 100],
-        "flipped": False,
+        "flipped": flipped,
         "candidate_ann_ids": [100, 101],
     }
-
-
-def test_a_question_of_a_user_has_no_target(tokenizer, tmp_path):
-    sample = ReferringTask(8).question(Question(tmp_path / "photo.jpg", "the red square"))
-    [text] = preprocess(preprocessor(tokenizer), sample)
-    assert tokens(text, tokenizer) == ["[CLS]", "the", "red", "square", "[SEP]"]
-    assert text.targets.box is None and text.record["text"] == "the red square"

@@ -251,22 +251,6 @@ def test_question_and_right_answer_stand_before_a_rationale(tiny):
     assert (texts[0].record["label"], texts[0].record["conditioned_on"]) == (1, 2)
 
 
-def test_rationales_given_each_answer(tiny):
-    texts = texts_of(tiny, (1, 8), question="rationale", condition_on="each")
-    assert len(texts) == 8
-    assert [text.record["text_index"] for text in texts] == [1] * 4 + [8] * 4
-    assert {(text.record["annot_id"], text.record["conditioned_on"]) for text in texts} == {("val-0", 1), ("val-2", 0)}
-    assert line(tiny, texts[0]).startswith("[CLS] why is riley and chair there ? yes . [SEP]")
-    assert all(text.targets.is_right is None for text in texts)
-
-
-def test_a_mirrored_image_changes_no_words(tiny):
-    tiny.lines[0]["question"][3] = "left"
-    for one, other in zip(texts_of(tiny), texts_of(tiny, flipped=True), strict=True):
-        np.testing.assert_array_equal(one.encoding.input_ids, other.encoding.input_ids)
-        assert other.record["flipped"] is True
-
-
 def test_names_and_rows_of_some_of_the_objects(tiny):
     first = texts_of(tiny, objects="mentioned")[0]
     assert line(tiny, first) == "[CLS] why is casey and chair there ? [SEP] no riley . [SEP]"

@@ -16,7 +16,7 @@ from e2e_vl.data.batching import pad_texts
 from e2e_vl.encoders.base import read_summary
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.metrics.vqa import VQAPrediction
-from e2e_vl.samples import HumanAnswers, Question, SampleText
+from e2e_vl.samples import HumanAnswers, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, TaskOutput
 from e2e_vl.tasks.base import PredictionSummary
 from e2e_vl.tasks.config import VQAConfig
@@ -256,17 +256,3 @@ def test_a_mirrored_image_swaps_left_and_right_in_question_and_answers(tokenizer
     assert text.record["answers"] == ["right side"] * 6 + ["right"] * 4
     np.testing.assert_allclose(text.targets.scores, [0, 0, 1, 0, 1])
     assert text.targets.best == 4 and text.record["flipped"] is True
-
-
-def test_without_answers_there_is_nothing_to_learn(tokenizer, tmp_path):
-    [text] = preprocess(preprocessor(tokenizer), asked("blue", truth=None))
-    assert text.targets.scores is text.targets.best is None and "answers" not in text.record
-    task = VQATask(8, VQAConfig(answers=SIDES))
-    [text] = preprocess(preprocessor(tokenizer), task.question(Question(tmp_path / "photo.jpg", "left?")))
-    assert text.targets.scores is None
-
-
-def test_a_blank_question_keeps_its_answer_token(tokenizer):
-    [text] = preprocess(preprocessor(tokenizer, is_blank=True), asked("red square left"))
-    assert tokens(text, tokenizer) == ["[CLS]", "[SEP]", "[MASK]", "[SEP]"]
-    assert text.encoding.token_type_ids.tolist() == [0, 0, 1, 1] and text.encoding.summary == 2

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from detector.errors import UserError
 from e2e_vl.examples import Targets
 from e2e_vl.region_masking import RegionMasking
-from e2e_vl.structures import RegionLabels, RegionMasks
+from e2e_vl.structures import RegionLabels
 from e2e_vl.tasks.config import AttributeLabelsConfig, MaskedRegionsConfig, ObjectLabelsConfig, RegionFeaturesConfig
 from e2e_vl.tasks.objectives.regions import AttributeLabels, MaskedRegions, ObjectLabels, RegionFeatureRegression
 from tests.tasks.objectives.tiny_objectives import CLASSES, SIZES, Inputs, make_inputs
@@ -55,17 +55,6 @@ def test_the_paper_learns_the_best_class():
     torch.testing.assert_close(output.loss.mean, F.cross_entropy(output.logits, best))
 
 
-def test_a_region_counts_for_every_text_that_reads_it_in_either_slot():
-    inputs, objective = make_inputs([[0, 1], [1, 0], [1, -1]]), masked_regions()
-    probs = with_probs(inputs)
-    output = inputs.run(objective, Targets())
-    # text 0: whole, a0, a1, whole, b0; text 1: whole, b0, whole, a0, a1; text 2: whole, b0
-    assert output.text.tolist() == [0, 0, 1, 1, 2]
-    logits = objective.classify(inputs.encoded.regions[[0, 0, 1, 1, 2], [1, 4, 1, 3, 1]])
-    truth = torch.stack([probs[image][0] for image in (0, 1, 1, 0, 1)])
-    torch.testing.assert_close(output.loss.mean, -(truth * logits.log_softmax(dim=1)).sum(dim=1).mean())
-
-
 def test_only_labelled_regions_get_gradients():
     inputs, objective = make_inputs(), masked_regions()
     with_probs(inputs)
@@ -87,18 +76,6 @@ def test_regions_without_labels_do_not_contribute():
     inputs, objective = make_inputs(), masked_regions()
     output = inputs.run(objective, Targets())
     assert output.loss.count == 0 and output.loss.mean == 0 and output.logits.shape == (0, CLASSES)
-
-
-def test_no_labelled_region_is_loss_zero_with_gradients():
-    inputs, objective = make_inputs(), masked_regions()
-    with_probs(inputs)
-    none = [torch.zeros(len(rows), dtype=torch.bool) for rows in inputs.batch.boxes]
-    inputs.batch.masked_regions = RegionMasks(none, none)
-    output = inputs.run(objective, Targets())
-    assert output.loss.mean == 0
-    output.loss.mean.backward()
-    assert all(not parameter.grad.any() for parameter in objective.parameters())
-    assert not inputs.encoded.regions.grad.any()
 
 
 def test_another_number_of_classes_is_an_error():
