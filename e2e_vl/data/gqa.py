@@ -165,17 +165,8 @@ def read_questions(paths: Iterable[Path]) -> Iterator[GQAQuestion]:
             yield question
 
 
-def read_choices(paths: Iterable[Path]) -> SerializedDict[Choices]:
-    """The choices of every question."""
-    return _joined(paths, Choices)
-
-
-def read_scene_graphs(paths: Iterable[Path]) -> SerializedDict[SceneGraph]:
-    """The scene graph of every image."""
-    return _joined(paths, SceneGraph)
-
-
-def _joined(paths: Iterable[Path], kind: type) -> SerializedDict:
+def read_entries(paths: Iterable[Path], kind: type) -> SerializedDict:
+    """The `Choices` of every question, or the `SceneGraph` of every image, from one or several files."""
     paths = list(dict.fromkeys(paths))
     entries = itertools.chain.from_iterable(stream_dict(path, kind) for path in paths)
     return SerializedDict(entries, kind, ", ".join(map(str, paths)))
@@ -190,16 +181,7 @@ class GQADataset(RecordDataset):
         instances: annotated objects of all images, in place of the scene graphs.
     """
 
-    file_keys = (
-        "images",
-        "questions",
-        "choices",
-        "answers",
-        "scene_graphs",
-        "instances",
-        "detections",
-        "features",
-    )
+    file_keys = ("images", "questions", "choices", "answers", "scene_graphs", "instances", "detections", "features")
     annotation_files = ("instances", "scene_graphs")
     id_space = "vg"
 
@@ -216,22 +198,22 @@ class GQADataset(RecordDataset):
             self.instances.require(self.image_ids())
             self.class_names = self.instances.class_names
         elif needs.annotations:
-            self.scene_graphs = read_scene_graphs(files.path("scene_graphs", **values) for values in self.parts)
+            self.scene_graphs = read_entries((files.path("scene_graphs", **one) for one in self.parts), SceneGraph)
             self.scene_graphs.require(self.image_ids())
         if "choices" in files and not needs.training:
-            self.choices = self._for_scores(files, "choices", read_choices, "validity and plausibility are")
+            self.choices = self._for_scores(files, "choices", Choices, "validity and plausibility are")
         if options.grounding and not needs.training:
             graphs = self.scene_graphs
-            self.grounds = graphs or self._for_scores(files, "scene_graphs", read_scene_graphs, "grounding is")
+            self.grounds = graphs or self._for_scores(files, "scene_graphs", SceneGraph, "grounding is")
 
-    def _for_scores(self, files: DataFiles, key: str, read: Any, left_out: str) -> SerializedDict | None:
+    def _for_scores(self, files: DataFiles, key: str, kind: type, left_out: str) -> SerializedDict | None:
         """The files of all parts; None if a part has no file, since a score needs all of them."""
         paths = [files.path(key, **values) for values in self.parts]
         missing = [path for path in paths if not path.is_file()]
         if missing:  # the release has them for train and val only
             logger.warning("%s: there is no such file, so %s left out.", missing[0], left_out)
             return None
-        return read(paths)
+        return read_entries(paths, kind)
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: GQAOptions, split: str) -> Iterable[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,12 @@ import pytest
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.gqa import (
+    Choices,
     GQADataset,
+    SceneGraph,
     pieces_of,
-    read_choices,
+    read_entries,
     read_questions,
-    read_scene_graphs,
     reasoning_steps,
 )
 from e2e_vl.samples import CorrectAnswer
@@ -208,9 +210,9 @@ def test_steps_that_only_read_the_answer_do_not_count():
         (read_questions, question(1, " "), "question"),
         (read_questions, question(1, "a", types={"semantic": "a"}), "structural"),
         (read_questions, question(1, "a", types=None), "types"),
-        (read_choices, {"valid": []}, "plausible"),
-        (read_scene_graphs, {"width": 1, "height": 1}, "objects"),
-        (read_scene_graphs, {"width": 9, "height": 9, "objects": {"1": BOX | {"w": 0}}}, ".w"),
+        (partial(read_entries, kind=Choices), {"valid": []}, "plausible"),
+        (partial(read_entries, kind=SceneGraph), {"width": 1, "height": 1}, "objects"),
+        (partial(read_entries, kind=SceneGraph), {"width": 9, "height": 9, "objects": {"1": BOX | {"w": 0}}}, ".w"),
     ],
 )
 def test_a_bad_record_is_named(tmp_path, read, record, part):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.data.gqa import read_choices, read_questions
+from e2e_vl.data.gqa import Choices, read_entries, read_questions
 from e2e_vl.metrics.gqa import GQAPrediction, belongs, gqa_metrics, gqa_scores, write_submission
 from tests.parity.evaluation_common import folder_of
 
@@ -29,7 +29,7 @@ def gqa_records(gqa_folder: Path) -> list[GQAPrediction]:
     choices = next(gqa_folder.glob("*_choices.json"), None)  # without them validity and plausibility are unknown
     [predictions] = gqa_folder.glob("*_predictions.json")
     predicted = {row["questionId"]: row["prediction"] for row in json.loads(predictions.read_text("utf-8"))}
-    file, records = {} if choices is None else read_choices([choices]), []
+    file, records = {} if choices is None else read_entries([choices], Choices), []
     for question in read_questions([questions]):
         facts, answer = question.metadata, predicted[question.id]
         if question.id in file:
