@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
+import functools
 import io
-import json
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +22,13 @@ from PIL import Image
 
 from detector.config import DetectorConfig
 from detector.io import decode_yaml, read_json, write_text
-from e2e_vl.config import BoxSource, DataSettings, EncoderSettings, RunConfig, TaskSettings
-from e2e_vl.io import file_name, read_log, read_text, text_of_name
+from e2e_vl.config import DataSettings, EncoderSettings, RunConfig, TaskSettings, differences, merge
+from e2e_vl.io import file_name, read_log, read_text
 from e2e_vl.metrics.names import MetricName
 from e2e_vl.predictions import Prediction, read_predictions, with_target
 from e2e_vl.tasks.base import PredictionSummary, Task
 
 # Losses and evaluations of a run over its steps, as one picture.
-
 
 Series = dict[str, list[tuple[int, float]]]  # name -> (step, value)
 
@@ -102,23 +101,8 @@ def _plot(axes: Axes, title: str, series: Series) -> None:
     axes.legend(fontsize=8)
 
 
-# Which settings of a run differ from their defaults.
-
-
-Settings = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class ChangedSetting:
-    """A setting of a run, its value and its default, as they would stand in a YAML file."""
-
-    name: str  # dotted
-    value: str
-    default: str  # "" where it has no default
-
-
-def changed_settings(config: RunConfig) -> list[ChangedSetting]:
-    """The settings of a run that differ from the defaults of the run and of its parts, in their order."""
+def changed_settings(config: RunConfig) -> list[str]:
+    """The settings of a run that differ from the defaults of the run and of its parts, as `key: default -> value`."""
     defaults = msgspec.to_builtins(
         RunConfig(
             output="",
@@ -128,23 +112,9 @@ def changed_settings(config: RunConfig) -> list[ChangedSetting]:
         )
     )
     defaults["detector"]["overrides"] = decode_yaml(DetectorConfig.from_yaml({}).to_yaml(), "detector")
-    return [
-        ChangedSetting(name, _text(value), _text(default))
-        for name, value, default in _differences(msgspec.to_builtins(config), defaults)
-    ]
-
-
-def _differences(values: Settings, defaults: Settings, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    for key, value in values.items():
-        default = defaults.get(key, "")
-        if isinstance(value, dict):
-            yield from _differences(value, default if isinstance(default, dict) else {}, f"{prefix}{key}.")
-        elif value != default:
-            yield prefix + key, value, default
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    own = msgspec.to_builtins(config)
+    own["detector"]["overrides"] = merge(defaults["detector"]["overrides"], own["detector"]["overrides"])
+    return differences(defaults, own)
 
 
 # Metrics by name, such as `val/accuracy_predicted_boxes/relation`, as tables of box sources and families.
@@ -186,7 +156,6 @@ def metric_tables(metrics: Mapping[str, Any]) -> list[MetricTable]:
 
 # What a report shows of a file of predictions: counts by family, the errors, and fair samples of the rest.
 
-
 OUTCOMES = ("wrong", "partly right", "right", "without a label")
 MOST_MISTAKES = 8  # rows of the list of frequent mistakes
 
@@ -204,6 +173,12 @@ class Described(NamedTuple):
         if correct is None:
             return "without a label"
         return "right" if correct >= 1 else "partly right" if correct > 0 else "wrong"
+
+    @property
+    def phrases(self) -> str:
+        """What the phrases of the text name; "" for a run without them."""
+        judged = {None: "", True: " right", False: " wrong"}
+        return "; ".join(f"{one.line}{judged[one.correct]}" for one in self.prediction.grounded)
 
 
 class Sampled(NamedTuple):
@@ -287,21 +262,9 @@ def _mistakes(predictions: Sequence[Described]) -> list[tuple[str, str, int]]:
 
 # The page.
 
-
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 PICTURE_AREA = 640 * 480  # most pixels of a picture in the page, so that labels of thin ones stay legible
 WIDE = 2.0  # width by height from which a picture has a row of its own
-
-
-class Card(NamedTuple):
-    """One prediction as the page shows it."""
-
-    words: PredictionSummary
-    outcome: str
-    picture: str  # a data URI; "" without a picture
-    problem: str  # why there is no picture; "" where there is one, or nothing to draw
-    phrases: str  # what its phrases name; "" for a run without them
-    is_wide: bool  # the picture needs a row of its own
 
 
 def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
@@ -318,19 +281,13 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
     """
     metrics = read_json(run_dir / "metrics.json", dict[str, Any])
     curves = draw_curves(read_log(run_dir / "log.jsonl"))
-    in_order = [
-        run_dir / f"predictions_{file_name(split)}_{boxes}.json"
-        for split in config.data.eval_splits
-        for boxes in config.eval.boxes
-    ]
-    files = [path for path in dict.fromkeys([*in_order, *sorted(run_dir.glob("predictions_*.json"))]) if path.is_file()]
     sections = []
-    for path in files:
-        predictions = read_predictions(path, task.prediction_class)
-        split, _, boxes = path.stem.removeprefix("predictions_").rpartition("_")
-        known = {source.value: source.metric_suffix.replace("_", " ") for source in BoxSource.for_evaluation()}
-        lists = list_predictions(predictions, task, config.eval.report_pictures, config.seed)
-        sections.append({"title": f"{text_of_name(split)}, {known.get(boxes, boxes)}", "lists": lists})
+    for split, boxes in itertools.product(config.data.eval_splits, config.eval.boxes):
+        path = run_dir / f"predictions_{file_name(split)}_{boxes}.json"
+        if path.is_file():
+            predictions = read_predictions(path, task.prediction_class)
+            lists = list_predictions(predictions, task, config.eval.report_pictures, config.seed)
+            sections.append({"title": f"{split}, {boxes.metric_suffix.replace('_', ' ')}", "lists": lists})
     numbers: dict[str, Any] = {}  # about the run itself
     for name, value in metrics.items():
         if isinstance(value, dict) and name != "best":  # the best model is shown apart
@@ -350,7 +307,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
         best_tables=metric_tables((metrics.get("best") or {}).get("metrics", {})),
         numbers=numbers,
         sections=sections,
-        card=lambda described: _card(described, task),
+        draw=functools.partial(draw_prediction, task),
         curves=None if curves is None else _data_uri(curves, "png"),
         changed=changed_settings(config),
         settings=read_text(run_dir / "config.yaml"),
@@ -360,22 +317,26 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
     return path
 
 
-def _card(described: Described, task: Task) -> Card:
-    picture, problem, is_wide = "", "", False
+class Picture(NamedTuple):
+    """The picture of a prediction in the page."""
+
+    uri: str = ""  # "" without a picture
+    is_wide: bool = False  # it needs a row of its own
+    problem: str = ""  # why there is no picture; "" where there is one, or nothing to draw
+
+
+def draw_prediction(task: Task, prediction: Prediction) -> Picture:
     try:
-        drawn = task.draw(described.prediction)
+        drawn = task.draw(prediction)
     except (OSError, ValueError) as error:  # of the image: it lies in an archive, or was moved meanwhile
-        drawn, problem = None, str(error)
-    if drawn is not None:
-        buffer, image = io.BytesIO(), Image.fromarray(drawn)
-        is_wide = image.width > WIDE * image.height
-        factor = min((PICTURE_AREA / (image.width * image.height)) ** 0.5, 1)
-        image = image.resize((max(round(image.width * factor), 1), max(round(image.height * factor), 1)))
-        image.save(buffer, "JPEG", quality=85)
-        picture = _data_uri(buffer.getvalue(), "jpeg")
-    judged = {None: "", True: " right", False: " wrong"}
-    phrases = "; ".join(f"{one.line}{judged[one.correct]}" for one in described.prediction.grounded)
-    return Card(described.words, described.outcome, picture, problem, phrases, is_wide)
+        return Picture(problem=str(error))
+    if drawn is None:
+        return Picture()
+    buffer, image = io.BytesIO(), Image.fromarray(drawn)
+    factor = min((PICTURE_AREA / (image.width * image.height)) ** 0.5, 1)
+    size = (max(round(image.width * factor), 1), max(round(image.height * factor), 1))
+    image.resize(size).save(buffer, "JPEG", quality=85)
+    return Picture(_data_uri(buffer.getvalue(), "jpeg"), is_wide=image.width > WIDE * image.height)
 
 
 def _data_uri(content: bytes, kind: str) -> str:
