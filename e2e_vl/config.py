@@ -287,7 +287,7 @@ class EvalSettings(Settings, frozen=True):
     # each is evaluated; see BoxSource.for_evaluation
     boxes: list[BoxSource] = msgspec.field(default_factory=lambda: [BoxSource.GT])
     images_per_batch: PositiveInt = 16
-    # evaluations between epochs only look at the first `max_images` images
+    # evaluations between epochs only use the first `max_images` images
     max_images: PositiveInt | None = None
     # the report shows at most this many wrong, partly right, right and unlabelled predictions of each split and source
     report_pictures: NonNegativeInt = 12

@@ -273,7 +273,7 @@ class TextPhrases:
 
 @dataclasses.dataclass
 class TextExample:
-    """One text, its targets, and which images of its `Example` it looks at."""
+    """One text, its targets, and its images among those of its `Example`."""
 
     encoding: TextEncoding
     image_index: tuple[int, ...]  # rows of `Example.images`; empty for a text without an image
@@ -283,13 +283,13 @@ class TextExample:
     region_of_token: Int64[np.ndarray, " L"] | None = None  # row of the candidate box a wordpiece names; -1 = none
     # None: not needed, or they are the phrases that the data annotate in the text
     phrases: TextPhrases | None = None
-    # what it says, where that is not the text of the data, whose phrases are then not its own
+    # the words, where they are not those of the data, whose phrases do not apply then
     other_words: str | None = None
 
 
 @dataclasses.dataclass
 class Example:
-    """One image (or pair) with the texts that look at it."""
+    """One image (or pair) with the texts about it."""
 
     images: list[ImageExample]
     texts: list[TextExample]

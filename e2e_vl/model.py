@@ -9,7 +9,7 @@
        +-- pre-training only: a pass of the teacher over the whole images labels the regions; then some regions are
            masked in the pixels, before the detector sees them, or only their features are replaced
 
-One detector pass serves all texts about an image: `image_index` says which text reads which image, the regions are
+One detector pass serves all texts about an image: `image_index` maps texts to images, the regions are
 copied per text just before the encoder, and in the backward pass the gradients of all texts add up in that one pass.
 
 Shape legend
@@ -34,8 +34,7 @@ class VisionLanguageModel(nn.Module):
     """A detector, an encoder and a task, trained together.
 
     Args:
-        encoder: `uses_whole_image` says whether the whole image is to be region 0, and `whole_image_is_region` whether
-            tasks see it among the regions.
+        encoder: with `uses_whole_image` region 0 is the whole image; with `whole_image_is_region` tasks see it too.
         teacher: labels the masked regions; it is not trained. None: the detector itself does.
         phrase_head: grounds the phrases of texts beside the task.
         freeze_detector: keep the detector exactly as it starts: no gradients, and no new batch statistics.
@@ -78,7 +77,7 @@ class VisionLanguageModel(nn.Module):
         return self
 
     def forward(self, batch: Batch, *, output_attentions: bool = False) -> ModelOutput:
-        """One pass over N images and the M texts that look at them.
+        """One pass over N images and the M texts about them.
 
         Returns:
             The task's losses and logits, the regions per image and per text, the encoder's output (with
@@ -86,7 +85,7 @@ class VisionLanguageModel(nn.Module):
             phrases point at when it carries phrases.
         """
         if batch.image_index.shape[1] > 1:
-            self.encoder.require(Ability.IMAGE_PAIRS, "A text that looks at several images")
+            self.encoder.require(Ability.IMAGE_PAIRS, "A text about several images")
         batch = self.mask_regions(batch)
         grounds_phrases = self.phrase_head is not None and batch.phrases is not None
         intermediate_layer = self.phrase_head.layer if grounds_phrases else None

@@ -1,4 +1,4 @@
-"""Predictions: what a task says of each text, as a file of predictions holds it.
+"""Predictions: the answer of a task to each text, and files of them.
 
 Each task has a subclass of `Prediction` with its answer and the truth. A run writes a JSON list of them per split and
 source of boxes; reports read it back. All boxes are xyxy in pixels of the original image.

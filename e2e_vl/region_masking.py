@@ -198,7 +198,7 @@ def sample_replacements(
 
 
 def _image_generators(batch: Batch) -> list[np.random.Generator]:
-    """One generator per image; its seed is that of the first text that looks at the image, or 0."""
+    """One generator per image; its seed is that of the first text about the image, or 0."""
     seeds = torch.randint(2**62, (len(batch),)) if batch.seeds is None else batch.seeds
     found: dict[int, int] = {}
     for seed, images in zip(seeds.tolist(), batch.image_index.tolist(), strict=True):

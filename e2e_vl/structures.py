@@ -2,8 +2,8 @@
 
 Shape legend of the whole package; letters of `detector/structures.py` mean the same here
     N   images in the batch
-    M   texts in the batch; several texts may look at the same image
-    I   images that one text looks at, at most
+    M   texts in the batch; several texts may be about the same image
+    I   images of one text, at most
     L   wordpieces of the longest text
     R   regions (candidate boxes) of one image; where padded: of the text or image with the most
     Z   positions of the longest packed sequence
@@ -109,7 +109,7 @@ class RegionMasks(Movable):
 
 @dataclasses.dataclass
 class Batch(Movable):
-    """Images, texts, and which text looks at which images."""
+    """Images, texts, and which text is about which images."""
 
     images: ImageBatch
     boxes: list[Float[Tensor, "_R 4"]] | None  # None: the detector proposes them
@@ -137,7 +137,7 @@ class Batch(Movable):
 
 @dataclasses.dataclass
 class TextRegions(Movable):
-    """Each text's regions, gathered from the images it looks at and padded at the end."""
+    """Each text's regions, gathered from its images and padded at the end."""
 
     features: Float[Tensor, "M R D"]
     boxes: Float[Tensor, "M R 4"]  # 0 at padding
@@ -266,7 +266,7 @@ def gather_regions(
     masks: RegionMasks | None = None,
     limit: Int64[Tensor, "M I"] | None = None,
 ) -> TextRegions:
-    """Copy each text's regions out of the images it looks at; gradients of all texts add up in the shared regions.
+    """Copy each text's regions out of its images; gradients of all texts add up in the shared regions.
 
     Args:
         image_sizes: (height, width) of the resized images.

@@ -57,9 +57,8 @@ class EncoderConfig(PreTrainedConfig):
 class Encoder(PreTrainedModel):
     """texts + regions -> one vector per wordpiece, one per region and one for all.
 
-    A subclass sets `config_class`; its config has the fields `hidden_size` and `uses_whole_image`. It declares how
-    texts are laid out, and says with `abilities` or `lacks` what it can do. Saving and loading (`save_pretrained`,
-    `from_pretrained`) come from transformers.
+    A subclass sets `config_class`, whose config has the fields `hidden_size` and `uses_whole_image`, and declares its
+    text layout and its abilities. Saving and loading (`save_pretrained`, `from_pretrained`) come from transformers.
     """
 
     layout: ClassVar[TextLayout] = TextLayout()
@@ -135,7 +134,7 @@ class Encoder(PreTrainedModel):
         output_attentions: bool = False,
         intermediate_layer: int | None = None,
     ) -> EncoderOutput:
-        """Encode M texts together with the regions they look at; vectors are zero at padding.
+        """Encode M texts together with their regions; vectors are zero at padding.
 
         With `output_attentions` the output has the attention maps too, and with `intermediate_layer` the states after
         so many of the `num_joint_layers` (0: before the first).

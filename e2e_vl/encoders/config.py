@@ -61,11 +61,11 @@ class VLBertSettings(TransformerSettings, frozen=True):
     # [END] carries the vector of region 0 as words do (paper); False: no visual part (official)
     visual_part_on_end: bool = False
     text_only_embedding: bool = False  # a learned vector that words of texts without a region carry (pre-training)
-    # what stands in a region's place of a word. "learned": a learned vector, and another one for masked regions with
+    # the word embedding of a region. "learned": a learned vector, and another one for masked regions with
     # `masked_region_embedding` (official code). "img": the one vector of the token [IMG], masked or not (paper, section
     # 3.2). It lies beside the word table, so that the vocabulary stays BERT's.
     region_word: Literal["learned", "img"] = "learned"
-    # another learned vector stands in a masked region's place of a word (pre-training)
+    # masked regions have a word embedding of their own (pre-training)
     masked_region_embedding: bool = False
     # a learned vector replaces the feature of a masked region (pre-training on precomputed features, or without masking
     # pixels)
@@ -75,7 +75,7 @@ class VLBertSettings(TransformerSettings, frozen=True):
     # `visual_scale_*_init` in both.
     new_layers: Literal["official", "normal"] = "official"
     with_pooler: bool = False  # tanh pooler on the first position
-    # most images that one text looks at. Above 1, regions of each image carry a learned vector of their slot, which
+    # most images of one text. Above 1, regions of each image carry a learned vector of their slot, which
     # starts at zero and which official checkpoints do not have.
     max_images: PositiveInt = 1
     # standard deviation of the embedding tables at the start (scratch); None = `initializer_range`
@@ -99,8 +99,8 @@ class VisualBertSettings(TransformerSettings, frozen=True):
     """VisualBERT."""
 
     num_hidden_layers: NonNegativeInt = 12
-    # x1, y1, x2, y2, width and height of the box, as shares of the image's, stand behind the feature (official code for
-    # Flickr30K Entities)
+    # x1, y1, x2, y2, width and height of the box, as shares of the image's, are appended to the feature (official code
+    # for Flickr30K Entities)
     with_box_numbers: bool = False
     # features as wide as the hidden size are projected too (official code). False: only others are (paper, section 3.2)
     project_equal_sizes: bool = True
@@ -138,11 +138,10 @@ class LxmertSettings(TransformerSettings, frozen=True):
     # top ones (paper).
     bert_layers: Literal["first", "last"] = "first"
     # zeros replace the feature of a masked region (pre-training on saved features; official code). False: it is what
-    # the detector makes of hidden pixels.
+    # the detector makes of masked pixels.
     masked_region_feature: bool = False
     # a region also carries the mean of the position vectors of the words that name it, as VisualBERT's do (for VCR);
     # official code has no such link
     named_regions: bool = False
-    # most images that one text looks at. Each is read in a pass of its own, and the summaries of the passes stand side
-    # by side.
+    # most images of one text. Each is read in a pass of its own, and the summaries of the passes are concatenated.
     max_images: PositiveInt = 1

@@ -259,10 +259,10 @@ class RelativeGeometryBias(nn.Module):
     (Hu et al., CVPR 2018, equations 3 to 5) multiply the exponential of the attention logit with a weight from a linear
     map of sinusoids, which can express neither a direction nor a distance; here the *logarithm* of such a weight is
     learned.
-    It starts at 0, which is plain attention, so a checkpoint without it starts as it was.
+    It starts at 0, which is plain attention, so that checkpoints without it can be loaded.
 
     Args:
-        config: of the encoder, which says how wide the hidden layer is.
+        config: of the encoder.
         num_layers: attention layers over regions.
     """
 
@@ -283,7 +283,7 @@ class RelativeGeometryBias(nn.Module):
         """
         places = torch.cat([boxes, image_sizes.to(boxes.dtype)], dim=-1).flatten(1).detach()
         distinct, which = torch.unique(places, dim=0, return_inverse=True)
-        # a text that has these boxes; which one does not matter
+        # any text that has these boxes
         text = which.new_zeros(len(distinct)).scatter(0, which, torch.arange(len(which), device=which.device))
         numbers = UNITS * relative_geometry(boxes[text], image_sizes[text]).to(self.hidden[0].weight.dtype)
         return [

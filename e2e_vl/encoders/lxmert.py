@@ -222,7 +222,7 @@ class ImagePasses:
 
     @classmethod
     def of(cls, regions: TextRegions, count: int) -> ImagePasses:
-        """The passes of texts that look at up to `count` images."""
+        """The passes of texts with up to `count` images."""
         attention_mask, slot = regions.attention_mask, regions.image_slot.masked_fill(~regions.attention_mask, count)
         if count == 1:
             row = torch.arange(attention_mask.shape[1], device=attention_mask.device).expand_as(attention_mask)
@@ -339,7 +339,7 @@ class LxmertEncoder(Encoder):
 
     @property
     def summary_size(self) -> int:
-        """X; a vector for each image that a text may look at."""
+        """X; a vector for each image of a text."""
         return self.config.hidden_size * self.config.max_images
 
     @property

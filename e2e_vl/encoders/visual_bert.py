@@ -46,7 +46,7 @@ BOX_NUMBERS = 6  # width of `box_numbers`
 def box_numbers(boxes: Float[Tensor, "*shape 4"], image_sizes: Num[Tensor, "*shape 2"]) -> Float[Tensor, "*shape 6"]:
     """x1, y1, x2, y2, width and height of a box as shares of its image's width and height.
 
-    The six numbers stand behind the features of Flickr30K Entities (BAN's files) in the official code.
+    The official code appends them to the features of Flickr30K Entities (BAN's files).
     """
     height, width = image_sizes.to(boxes.dtype).unbind(-1)
     corners = boxes / torch.stack([width, height, width, height], dim=-1)
@@ -56,7 +56,7 @@ def box_numbers(boxes: Float[Tensor, "*shape 4"], image_sizes: Num[Tensor, "*sha
 class VisualBertEmbeddings(nn.Module):
     """Texts and their regions -> the packed input sequence `words, regions`.
 
-    Facts of the official code that the paper does not state: no [SEP] follows the regions, one LayerNorm serves words
+    What the official code does and the paper does not mention: no [SEP] follows the regions, one LayerNorm serves words
     and regions, and all regions share row 0 of their position table, whose other rows are never read.
     """
 
@@ -99,7 +99,7 @@ class VisualBertEmbeddings(nn.Module):
         if self.config.with_box_numbers:
             numbers = box_numbers(regions.boxes, regions.image_sizes)
             features = torch.cat([features, numbers.to(features.dtype)], dim=-1)
-        # the segment says from which of the text's images a region comes
+        # the segment tells the images of a text apart
         types = torch.stack([self.visual_token_type_embeddings.weight[row] for row in self.config.region_types])
         objects = self.visual_projection(features) + F.embedding(regions.image_slot, types)
         objects = objects + self.region_positions(alignment)
@@ -129,7 +129,7 @@ class VisualBertEncoderConfig(EncoderConfig, BertConfig, settings=VisualBertSett
 
     @property
     def visual_embedding_dim(self) -> int:
-        """Width of what is projected: the feature, and the numbers of the box if they stand behind it."""
+        """Width of what is projected: the feature, and the numbers of the box if they are appended."""
         return self.feature_dim + BOX_NUMBERS * self.with_box_numbers
 
 

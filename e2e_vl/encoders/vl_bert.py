@@ -121,7 +121,7 @@ class MaskedRegionFeature(nn.Module):
 
 
 class ImageSlotEmbedding(nn.Embedding):
-    """A vector for each of the images that one text looks at; zero at the start, so that one image is as if without."""
+    """A vector for each image of a text; zero at the start, when it changes nothing."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -130,7 +130,7 @@ class ImageSlotEmbedding(nn.Embedding):
 class VLBertEmbeddings(nn.Module):
     """Texts and their regions -> the packed input sequence `words, regions, [END]`.
 
-    Facts of the official VL-BERT code that the paper does not state: a region's word is one learned vector; all
+    What the official code does and the paper does not mention: a region's word is one learned vector; all
     regions share the position after the last word and [END] has the one after that; [END] is a learned vector without
     a visual part (unless `visual_part_on_end`); the whole image is one of the regions (unless `whole_image_in_sequence`
     is off); regions and [END] are segment 2.
@@ -227,7 +227,7 @@ class VLBertEmbeddings(nn.Module):
 
         Args:
             word_vectors: region vector that each word carries, or None.
-            region_words: what stands in a region's place of a word.
+            region_words: the word embedding of each region.
             image_slot: which of the text's images a region comes from.
 
         Returns:
@@ -409,7 +409,7 @@ class VLBertModel(Encoder):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As in `Encoder`, with what the config says of region vectors and of embedding tables."""
+        """As in `Encoder`, with the config's start values of region vectors and embedding tables."""
         std = self.config.embedding_init_std
         if isinstance(module, RegionProjection) and self.config.new_layers == "normal":
             PreTrainedModel._init_weights(self, module)

@@ -30,9 +30,9 @@ Names = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class ModelWeights:
-    """Weights under our names, and what is known about the model that they come from."""
+    """Weights under our names, and the model that they come from."""
 
-    # of the three parts; empty where the file has nothing of a part
+    # of the three parts; empty where the file lacks a part
     detector: dict[str, Tensor]
     encoder: dict[str, Tensor]
     task: dict[str, Tensor]

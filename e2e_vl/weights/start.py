@@ -5,7 +5,7 @@ What a path holds is told by its content:
 - a run directory, the `model` folder in it, or its `encoder` or `task` folder; an encoder's `save_pretrained` folder;
 - a file, a folder or a hub name that one of the encoder's weight adapters recognises, see `e2e_vl.weights.base`.
 
-A head starts from the head of another task as its task says (`Task.starts_from`), the head of phrases from such a head
+A head starts from the head of another task by the rule in `Task.starts_from`, the phrase head from such a head
 of one of our runs. Everything else must fit, and what stays random or unused is listed in the report.
 """
 
@@ -32,7 +32,7 @@ from e2e_vl.text import load_tokenizer, looks_like_hub_name, simplify_answer
 from e2e_vl.weights.base import WeightAdapter
 
 FILES = ("model.safetensors", "pytorch_model.bin")
-PART_NAMES = {"phrases": "phrase head"}  # of folders whose name says too little
+PART_NAMES = {"phrases": "phrase head"}  # where the name of the folder is not clear
 PUBLISHED_ANSWERS = "all_ans.json"  # of LXMERT's pre-training
 
 
@@ -87,7 +87,7 @@ def read_source(path: str | Path, part: Literal["encoder", "task"], rules: Start
 
 
 def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> LoadReport:
-    """Start an encoder; the top of this file says what `path` may be.
+    """Start an encoder; `path` is described at the top of this file.
 
     As in the official VL-BERT code, tasks with `copies_first_segment` start from pre-training with the second text
     segment as a copy of the first, and parameters that only some tasks train may be missing or unused. Relative
@@ -224,7 +224,7 @@ def _answers_beside(path: Path) -> list[str]:
         if (path.parent / name).is_file():
             return read_answers(path.parent / name)
     raise MissingFileError(
-        f"{path.parent}: no list says which answers the head in {path.name} knows; put {PUBLISHED_ANSWERS} of the "
+        f"{path.parent}: the answers of the head in {path.name} are not listed; put {PUBLISHED_ANSWERS} of the "
         f"project that published it, or {ANSWERS_FILE}, there."
     )
 
@@ -242,7 +242,7 @@ def rows_of_answers(rows: Tensor, theirs: Sequence[str], ours: Sequence[str], na
 
 
 def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None:
-    """Compare what no shape shows with the `config.json` beside a weights file, if there is one."""
+    """Compare settings that no shape shows with the `config.json` beside a weights file, if there is one."""
     path = file.parent / "config.json"
     if not path.is_file():
         return
@@ -284,7 +284,7 @@ def check_answers(folder: Path, task: Task) -> None:
 def find_part(name: str, part: str) -> Path:
     """The file with the weights of a part: `encoder`, `task` or `phrases`.
 
-    The top of this file says what `name` may be.
+    `name` is a path or a hub name, see the top of this file.
     """
     path = user_path(name)
     if path.is_file():

@@ -72,7 +72,7 @@ class HeadNames:
 
     names: Names  # official, without `bert.` in front
     architecture: str  # of transformers, which has such a head
-    unused: tuple[str, ...] = ()  # official modules that stand in the files of this task although nothing reads them
+    unused: tuple[str, ...] = ()  # official modules in the files of this task that nothing reads
     counts_labels: bool = False  # transformers' config says how many rows the last Linear has
 
 

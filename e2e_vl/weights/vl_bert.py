@@ -157,7 +157,7 @@ class OfficialVLBert(WeightAdapter):
         """Write a `.model` file; returns what was left out, see `to_official`.
 
         Two things of pre-training are written so that the official code computes the same: with `region_word: img` the
-        vector of [IMG] stands in both places, of regions and of masked regions; and a region classifier with the
+        vector of [IMG] is written for regions and for masked regions; and a region classifier with the
         background last gets it first.
         """
         check_settings(model.encoder.config.to_dict(), ENCODER_CONFIG, path)
@@ -217,7 +217,7 @@ class VLBertFromBert(BertStart):
     def fit(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
         """The encoder's own rows are added to the segment table."""
         own, segments = encoder.state_dict()[SEGMENTS], tensors.get(SEGMENTS)
-        # otherwise the loader's report says what is wrong
+        # otherwise the loader reports the mismatch
         if segments is not None and segments.shape[1] == own.shape[1] and len(segments) <= len(own):
             tensors = {**tensors, SEGMENTS: torch.cat([segments, own[len(segments) :].float()])}
         return tensors, [f"segment rows of BERT -> the first rows of {SEGMENTS}"]
