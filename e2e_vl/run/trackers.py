@@ -1,4 +1,4 @@
-"""What the experiment trackers of `train.trackers` get: the settings, every value that can change, and pictures."""
+"""What a run tells: values and pictures for experiment trackers, and the texts before training and at its end."""
 
 from __future__ import annotations
 

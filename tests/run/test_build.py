@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import shutil
 import types
 from collections.abc import Callable
@@ -14,14 +13,11 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from detector.checkpoint import save_pretrained, save_weights
-from e2e_vl import parts
 from e2e_vl.api.model import load
 from e2e_vl.config import (
     BoxSource,
     ResizeSettings,
     RunConfig,
-    TaskSettings,
     load_config,
     read_detector_config,
     save_config,
@@ -31,14 +27,12 @@ from e2e_vl.data.batching import Request
 from e2e_vl.data.config import NoOptions
 from e2e_vl.metrics.vqa import vocabulary_answer
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.parts import DATASETS, TASKS, Part, Settings
+from e2e_vl.parts import DATASETS, TASKS, Part
 from e2e_vl.run import build as building
 from e2e_vl.run.build import (
-    build_detector,
     build_examples,
     build_model,
     build_run,
-    build_task,
     build_tokenizer,
     frequent_answers,
     make_synthetic_data,
@@ -49,9 +43,7 @@ from e2e_vl.run.build import (
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
-from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import VQAConfig
-from e2e_vl.tasks.detection import DetectionTask
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.text import load_tokenizer
@@ -148,17 +140,6 @@ def test_the_task_spells_the_answers(tiny_config, monkeypatch, tmp_path, task, b
 # Parts
 
 
-class OwnConfig(Settings, frozen=True):
-    vocab_size: int = 3
-    objectives: str = "whatever the task calls so"
-
-
-def test_the_names_of_a_tasks_settings_are_its_own(tiny_config, monkeypatch):
-    monkeypatch.setitem(parts.TASKS, "own", parts.Part(OwnConfig, DetectionTask))
-    config = msgspec.structs.replace(tiny_config(), task=TaskSettings("own", {}))
-    assert build_task(config, Sizes(hidden_size=8, vocab_size=9)).config == OwnConfig()
-
-
 def test_data_under_the_home_folder(monkeypatch, tmp_path):
     """A shell leaves the ~ of data.root=~/data as it is."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -191,35 +172,6 @@ def test_a_selection_that_predicted_boxes_do_not_read_is_warned_of(tiny_config, 
 
 
 # Starting weights of the detector
-
-
-@pytest.mark.parametrize("kind", ["a.pth", "a.safetensors", "a.pkl", "folder"])
-def test_detector_weights_of_every_kind(tiny_config: Callable[..., RunConfig], tmp_path: Path, kind: str):
-    source, path = build_detector(tiny_config()), tmp_path / kind
-    if kind == "folder":
-        save_pretrained(source, path)
-    elif kind == "a.pkl":
-        path.write_bytes(pickle.dumps({"model": {k: v.numpy() for k, v in source.state_dict().items()}}))
-    else:
-        save_weights(source.state_dict(), path)
-    started = build_detector(tiny_config(f"detector.weights={path}"))
-    expected = source.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in started.state_dict().items())
-
-
-def test_a_backbone_alone_must_be_asked_for(
-    tiny_config: Callable[..., RunConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    source = build_detector(tiny_config())
-    trunk = {k: v for k, v in source.state_dict().items() if k.startswith(("backbone.", "roi_heads.res5."))}
-    path = tmp_path / "backbone.pth"
-    save_weights(trunk, path)
-    with pytest.raises(ValueError, match=r"backbone\.pth does not fit .* missing \(proposal_generator"):
-        build_detector(tiny_config(f"detector.weights={path}"))
-    with caplog.at_level(logging.WARNING):
-        started = build_detector(tiny_config(f"detector.weights={path}", "detector.expect=backbone"))
-    assert "missing (proposal_generator" in caplog.text
-    assert torch.equal(started.backbone.stem.conv1.weight, source.backbone.stem.conv1.weight)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -418,16 +370,3 @@ def test_an_official_head_needs_the_list_of_its_answers(config_of, tmp_path, mon
     monkeypatch.setattr("e2e_vl.run.build.possible_answers", lambda *_: ["no", "yes"])
     with pytest.raises(ValueError, match=r"vqa\.model: .* built from annotations.*task\.config\.answers"):
         build(config)
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("encoder.weights=./nothing", "nothing: no weights"),
-        ("task.weights=./nothing", "nothing: no weights"),
-        ("encoder.weights={here}", "no weights of the encoder"),
-    ],
-)
-def test_a_start_that_is_not_there(config_of, tmp_path, word, message):
-    with pytest.raises(FileNotFoundError, match=message):
-        build(config_of("refcoco", word.format(here=tmp_path)))

@@ -42,12 +42,6 @@ def in_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def test_the_files_are_found():
-    assert {"demo/refcoco.yaml", "tiny/refcoco.yaml", "refcoco/vl_bert_base.yaml"} <= {name_of(path) for path in RUNS}
-    assert {"tiny.yaml", "R_101_C4.yaml"} <= {path.name for path in DETECTORS}
-    assert not set(RUNS) & set(DETECTORS)
-
-
 @pytest.mark.parametrize("path", DETECTORS, ids=name_of)
 def test_detector_files_load_and_come_back_equal(path):
     config = DetectorConfig.from_yaml(path)
@@ -135,13 +129,3 @@ def test_what_a_run_reads_is_drawn(run):
     drawn = (run.config if folder.name != "table4" else load_shared(folder / "detector.yaml")).data.synthetic
     if drawn.scenes and drawn.formats is not None:
         assert {file.partition("/")[0] for file in run.config.data.files.values()} <= {"images", *drawn.formats}
-
-
-@pytest.mark.parametrize("path", RUNS, ids=name_of)
-def test_a_run_names_its_command(path):
-    text = path.read_text(encoding="utf-8").replace("\\\n#", "")  # long commands go on in the next line
-    comment = [line for line in text.splitlines() if line.startswith("#")]
-    assert any(
-        "tools/" in line and (name_of(path) in line or "/benchmark.py" in line or "/pairs.py" in line)
-        for line in comment
-    )

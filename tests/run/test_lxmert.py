@@ -156,11 +156,3 @@ def test_questions(data, tmp_path):
     records = predictions_of(tmp_path / "run", "val_precomputed")
     score = sum(record["answer_scores"].get(record["answer"], 0.0) for record in records) / len(records)
     assert metrics["val/accuracy_precomputed_boxes"] == pytest.approx(score)
-
-
-def test_pairs(data, tmp_path):
-    sets = ["data.files.examples=lxmert/{split}_nlvr2.json", "data.files.features=lxmert/{split}_obj36.tsv"]
-    metrics = train(settings("nlvr2/lxmert", data, tmp_path / "run", *sets, "train.keep_best=null"))
-    assert 0 <= metrics["val/accuracy_precomputed_boxes"] <= 1
-    [record, *_] = predictions_of(tmp_path / "run", "val_precomputed")
-    assert record["prediction"] in ("True", "False") and record["label"] in ("True", "False")

@@ -30,17 +30,17 @@ LIVE = ("detector.loss_weight=0", "detector.freeze=true", "data.boxes.train=gt")
 def make_features(tiny_config, tmp_path: Path):
     """Features of all annotated boxes, made by a live run's detector."""
 
-    def make(live, layout: str = "npz", *, image_feature: bool = True) -> Path:
+    def make(live) -> Path:
         data = live.config.data
         instances = Path(data.root) / data.files["instances"]
         resize = ResizeRule(data.resize.short_edge[-1], data.resize.long_edge, data.resize.rounding)
-        settings = ExtractionSettings("given", image_feature=image_feature)
+        settings = ExtractionSettings("given", image_feature=True)
         source = LoadedDetector(live.model.detector, resize)
-        output = tmp_path / {"npz": "features", "hdf5": "features.h5"}.get(layout, f"features.{layout}")
+        output = tmp_path / "features"
         stamp = make_stamp(source, settings, boxes_file=instances)
         images = list_images(instances, Path(data.root) / data.files["images"])
         given = read_given_boxes(instances)
-        job = ExtractionJob(images, output, layout, source, settings, given, stamp, workers=0)
+        job = ExtractionJob(images, output, "npz", source, settings, given, stamp, workers=0)
         assert not extract_images(job, make_accelerator("no")).failures
         return output
 
@@ -71,9 +71,8 @@ def precomputed_config(tiny_config, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("layout", ["npz", "hdf5"])
-def test_losses_and_gradients_are_those_of_the_live_detector(layout, live, make_features, precomputed_config):
-    run = build_run(precomputed_config(make_features(live, layout)))
+def test_losses_and_gradients_are_those_of_the_live_detector(live, make_features, precomputed_config):
+    run = build_run(precomputed_config(make_features(live)))
     assert not list(run.model.detector.parameters())
     for name in ("encoder", "task"):
         getattr(run.model, name).load_state_dict(getattr(live.model, name).state_dict())
@@ -116,29 +115,18 @@ def test_a_run_on_precomputed_features(live, make_features, precomputed_config):
     assert isinstance(model.detector, PrecomputedDetector)
 
 
-def test_the_whole_image_is_missing(live, make_features, precomputed_config):
-    run = build_run(precomputed_config(make_features(live, image_feature=False)))
-    batch = run.collate([run.train_data[Request(0, (run.train_data.groups[0][0],))]])
-    with pytest.raises(ValueError, match="--image-feature"):
-        run.model(batch)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["data.boxes.train=gt"], "The box source is gt and detector.backend is precomputed"),
         (["detector.backend=builtin"], "The box source is precomputed and detector.backend is builtin"),
         (["data.files.features=nowhere.tsv"], r"nowhere\.tsv"),
+        (["data.flip=0.5"], r"set data\.flip to 0"),
     ],
 )
-def test_settings_that_do_not_fit(words, message, precomputed_config, tmp_path):
+def test_settings_that_do_not_fit(words, message, live, make_features, precomputed_config):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        build_run(precomputed_config(tmp_path, *words))
-
-
-def test_saved_features_are_not_mirrored(live, make_features, precomputed_config):
-    with pytest.raises(ValueError, match=r"set data\.flip to 0"):
-        build_run(precomputed_config(make_features(live), "data.flip=0.5"))
+        build_run(precomputed_config(make_features(live), *words))
 
 
 def test_features_of_other_images(live, make_features, precomputed_config):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from e2e_vl.config import load_config
+from e2e_vl.config import RunConfig, load_config
 from e2e_vl.run.build import make_synthetic_data
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.train import train
@@ -17,31 +17,39 @@ from tests.weights.starts import options, replaced
 
 ROOT = Path(__file__).parents[2]
 NETWORK = {
-    "MODEL": {
-        "RESNETS": {"STEM_OUT_CHANNELS": 8, "RES2_OUT_CHANNELS": 16, "WIDTH_PER_GROUP": 4},
-        "R2C": {"FEATURE_DIM": 8, "MASK_CHANNELS": 4, "CLASS_DIM": 4, "CANVAS": [192, 192]},
-    }
+    "RESNETS": {"STEM_OUT_CHANNELS": 8, "RES2_OUT_CHANNELS": 16, "WIDTH_PER_GROUP": 4},
+    "R2C": {"FEATURE_DIM": 8, "MASK_CHANNELS": 4, "CLASS_DIM": 4, "CANVAS": [192, 192]},
 }
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
+def detector_of(shipped: RunConfig, **more: object) -> dict:
+    """The network of a published config, small."""
+    backbone = shipped.detector.overrides.get("MODEL", {}).get("BACKBONE", {})
+    return {
+        "backend": shipped.detector.backend,
+        "config": str(ROOT / "configs/detector/r2c_R_50.yaml"),
+        "overrides": {"MODEL": NETWORK | {"BACKBONE": backbone}},
+        "loss_weight": 0.0,
+        "loss_weights": {},
+        **more,
+    }
+
+
+def tiny_vcr(folder: Path, name: str, *words: str) -> RunConfig:
+    common = [f"data.root={folder / 'vcr'}", f"output={folder / name}", "train.max_steps=1", "train.warmup_steps=0"]
+    common += ["train.schedule=constant", "eval.report_pictures=0", "eval.boxes=[gt]"]
+    common += ["data={flip: 0, texts_per_image: 1}"]
+    return load_config(ROOT / "configs/tiny/vcr.yaml", [*common, *words])
+
+
 def test_a_step_with_the_shipped_settings(tmp_path):
     shipped = load_config(ROOT / "configs/vcr/visual_bert_q2a.yaml", ["data.root=DATA"])
-    words = [f"data.root={tmp_path / 'data'}", f"output={tmp_path / 'run'}", "train.max_steps=1"]
-    words += ["train.schedule=constant", "train.warmup_steps=0", "eval.report_pictures=0", "data.flip=0"]
-    words += ["eval.boxes=[gt]", "data.texts_per_image=1", "data.config.objects=r2c_all_texts"]
-    tiny = load_config(ROOT / "configs/tiny/vcr.yaml", words)
     config = replaced(
-        tiny,
-        detector={
-            "backend": shipped.detector.backend,
-            "config": str(ROOT / "configs/detector/r2c_R_50.yaml"),
-            "overrides": NETWORK,
-            "loss_weight": 0.0,
-            "loss_weights": {},
-        },
+        tiny_vcr(tmp_path, "run", "data.config.objects=r2c_all_texts"),
+        detector=detector_of(shipped, weights=None),
         encoder={"name": shipped.encoder.name, "config": options(shipped.encoder.config) | SMALL},
         task={"config": shipped.task.config},
     )
@@ -57,21 +65,12 @@ def test_a_step_with_the_shipped_settings(tmp_path):
 def test_the_first_phase_trains_the_network_and_the_next_goes_on_with_it(tmp_path):
     """COCO's captions with objects of a detector of VCR's classes; res5 and what follows learn, res4 does not."""
     shipped = load_config(ROOT / "configs/pretraining/visual_bert_coco_vcr.yaml", ["data.root=DATA"])
-    data, run = tmp_path / "data", tmp_path / "run"
-    words = [f"data.root={data}", f"output={run}", "train.max_steps=2", "eval.report_pictures=0"]
-    words.append("train.warmup_share=0")
-    tiny = load_config(ROOT / "configs/tiny/visual_bert_pretraining.yaml", words)
-    metadata = tmp_path / "metadata"
-    metadata.mkdir()
+    data, metadata = tmp_path / "data", tmp_path / "metadata"
+    words = [f"data.root={data}", f"output={tmp_path / 'run'}", "train.max_steps=2", "eval.report_pictures=0"]
+    tiny = load_config(ROOT / "configs/tiny/visual_bert_pretraining.yaml", [*words, "train.warmup_share=0"])
     config = replaced(
         tiny,
-        detector={
-            "backend": shipped.detector.backend,
-            "config": str(ROOT / "configs/detector/r2c_R_50.yaml"),
-            "overrides": {"MODEL": NETWORK["MODEL"] | {"BACKBONE": shipped.detector.overrides["MODEL"]["BACKBONE"]}},
-            "loss_weight": 0.0,
-            "loss_weights": {},
-        },
+        detector=detector_of(shipped),
         encoder={"config": options(tiny.encoder.config) | {"uses_whole_image": True}},
         task={"config": shipped.task.config},
         data={
@@ -80,27 +79,18 @@ def test_the_first_phase_trains_the_network_and_the_next_goes_on_with_it(tmp_pat
         },
     )
     make_synthetic_data(tiny)
+    metadata.mkdir()
     for split in ("train", "val"):
         write_metadata(data / f"detection/instances_{split}.json", metadata)
     metrics = train(config)
     assert {"val/masked_words_gt_boxes", "val/relationship_gt_boxes"} <= set(metrics)
-    _, model, _ = load_model(run)
+    _, model, _ = load_model(tmp_path / "run")
     assert type(model.detector).__name__ == "R2CNetwork" and model.task.mask_size == 14
 
     before = model.detector.state_dict()
-    words = [f"data.root={tmp_path / 'vcr'}", f"output={tmp_path / 'tuned'}", "train.max_steps=1"]
-    words += ["train.schedule=constant", "train.warmup_steps=0", "eval.report_pictures=0", "data.flip=0"]
-    words += ["eval.boxes=[gt]", "detector.freeze=true"]
     tuned = replaced(
-        load_config(ROOT / "configs/tiny/vcr.yaml", [*words, "data.texts_per_image=1"]),
-        detector={
-            "backend": "r2c",
-            "config": config.detector.config,
-            "overrides": NETWORK,
-            "loss_weight": 0.0,
-            "loss_weights": {},
-            "weights": str(run),
-        },
+        tiny_vcr(tmp_path, "tuned", "detector.freeze=true"),
+        detector=detector_of(shipped, weights=str(tmp_path / "run")),
         encoder={"name": "visual_bert", "config": SMALL | {"uses_whole_image": True}},
         task={"config": {"mask_size": 14}},
     )

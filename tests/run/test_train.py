@@ -81,27 +81,6 @@ def test_metrics_and_log_agree(trained_run):
     assert metrics["val/ceiling_gt_boxes"] == 1
 
 
-def test_the_tool_prints_what_it_starts_from_and_ends_with_a_table(tiny_words, tmp_path, capsys):
-    run = tmp_path / "run"
-    words = [*tiny_words, f"output={run}", "train.max_steps=1", "eval.boxes=[gt, online]", "eval.every_epochs=0"]
-    assert tool.main(["--config", str(ROOT / "configs" / "tiny" / "refcoco.yaml"), *words]) == 0
-    printed = capsys.readouterr()
-    lines = printed.out.splitlines()
-    assert lines[0] == str(run) and lines[1].startswith("  device      CPU with 1 of ")
-    assert lines[-2:] == [f"last model: {run / 'model'}", f"report: {run / 'report.html'}"]
-    metrics = json.loads((run / "metrics.json").read_text())
-    rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("val/") and "count" not in line}
-    expected = {
-        name.replace("_gt_boxes", ""): [
-            f"{metrics[name.replace('_gt_', f'_{own}_')]:.3f}" for own in ("gt", "predicted")
-        ]
-        for name in metrics
-        if "_gt_boxes" in name and "count" not in name
-    }
-    assert rows == expected and len(rows) > 3
-    assert "arning" not in printed.err and "it/s" not in printed.err, "libraries are silent"
-
-
 def test_accumulated_micro_batches_give_the_parameters_of_one_batch(tiny_config, tmp_path):
     # A large epsilon: Adam would blow up the rounding of gradients near zero to whole steps.
     settings = ("train.max_steps=4", "train.lr=1e-2", "train.eps=1e-2", "data.texts_per_image=1")
