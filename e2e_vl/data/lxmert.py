@@ -22,14 +22,13 @@ from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, split_names
 from e2e_vl.data.config import ImageSets, SentenceOptions
 from e2e_vl.data.features import open_features
+from e2e_vl.data.nlvr2 import LABELS
 from e2e_vl.data.overlap import aliases_of_id
 from e2e_vl.data.tables import stream_list
 from e2e_vl.io import Id, Name, Record, Score
 from e2e_vl.samples import CorrectChoice, SampleImage, ScoredAnswers
 
 logger = logging.getLogger(__name__)
-
-LABELS = ("False", "True")  # of a pair, as predictions and the official scores have them
 
 
 class _SentencesRow(Record):

@@ -59,7 +59,7 @@ def examples(
     skip_broken: bool = False,
     **rules,
 ) -> ExampleDataset:
-    """The examples of a data set: in a task's wording, or (given a tokenizer) every text as it is."""
+    """The examples of a data set: preprocessed by a task, or (given a tokenizer) every text as it is."""
     if not isinstance(preprocessor, Preprocessor):
         preprocessor = PlainPreprocessor(TextTokenizer(preprocessor))
     return ExampleDataset(
