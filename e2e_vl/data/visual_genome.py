@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,7 +28,7 @@ from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord
 from e2e_vl.data.config import GenomeOptions
 from e2e_vl.data.overlap import COCO, VISUAL_GENOME
-from e2e_vl.data.tables import SerializedDict, SerializedList, require_unique, stream_list
+from e2e_vl.data.tables import SerializedDict, SerializedList, stream_list
 from e2e_vl.io import FourNumbers, Pixel, Record, Side
 from e2e_vl.samples import CorrectAnswer, PhraseBoxes, SampleImage, SampleText
 
@@ -138,13 +138,6 @@ class RegionPhrases(Record, array_like=True):
         return PhraseBoxes(tuple(phrases), tuple(phrases.values()))
 
 
-def read_genome_images(path: Path) -> dict[int, GenomeImage]:
-    """The images by their ids."""
-    images = list(stream_list(path, GenomeImage))
-    require_unique((image.image_id for image in images), f"{path}: image")
-    return {image.image_id: image for image in images}
-
-
 def read_region_descriptions(path: Path) -> Iterator[GenomeText]:
     """The descriptions of the regions of all images, image after image."""
     for row in stream_list(path, _RegionsOfImage):
@@ -225,20 +218,20 @@ class VisualGenomeDataset(RecordDataset):
         self.settings = options
         self.folder = Path() if needs.boxes is BoxSource.PRECOMPUTED else files.path("images", split=split)
         self.parts = [{"split": split}]
-        images = read_genome_images(image_data := files.path("image_data", split=split))
-        of_coco = {"all": (True, False), "without": (False,), "only": (True,)}[options.coco]
-        kept = {image.image_id for image in images.values() if (image.coco_id is not None) in of_coco}
+        images = list(stream_list(image_data := files.path("image_data", split=split), GenomeImage))
+        is_of_coco = {image.image_id: image.coco_id is not None for image in images}
+        kept = {"all": (True, False), "without": (False,), "only": (True,)}[options.coco]
 
         def texts() -> Iterator[GenomeText]:
             for text in READ[options.texts](path):
-                if text.image_id not in images:
+                if text.image_id not in is_of_coco:
                     raise UserError(f"{image_data}: lacks image {text.image_id} of {path}; use files of one release")
-                if text.image_id in kept:
+                if is_of_coco[text.image_id] in kept:
                     yield text
 
         path = files.path(options.texts, split=split)
         self.set_texts(SerializedList(texts(), GenomeText), f"{path}, data.config.coco={options.coco}: text")
-        self.images: Mapping[int, GenomeImage] = SerializedDict(images.items(), GenomeImage, str(image_data))
+        self.images = SerializedDict(((image.image_id, image) for image in images), GenomeImage, str(image_data))
         self.has_truths = options.texts == "questions"
         self.has_phrases = needs.phrases and options.texts == "regions"
         self.graphs = None

@@ -90,7 +90,7 @@ def test_images_that_coco_has(settings):
     ("file", "content", "parts"),
     [
         ("image_data", IMAGES[:1], ["image_data.json", "image 5"]),
-        ("image_data", [*IMAGES, IMAGES[0]], ["image_data.json", "image 1", "twice"]),
+        ("image_data", [*IMAGES, IMAGES[0]], ["image_data.json", "1", "twice"]),
         ("regions", [{"id": 1, "regions": [{"region_id": 3}]}], ["regions.json", "regions[0]", "phrase"]),
         ("regions", REGIONS[2:], ["regions.json"]),
     ],
