@@ -38,7 +38,7 @@ SETTING = re.compile(r"[a-z_]+(\.\w+)*=\S.*")  # train.lr=1e-5
 DOTTED = re.compile(rf"({'|'.join(SECTIONS)})(\.[a-z_]+)+")  # train.lr
 FILE = re.compile(r"\w+\.(html|json|jsonl|md|toml|txt|yaml)")
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.\w+)*(\(.*\))?")  # ReferringTask, forward(batch, regions, encoded)
-TOOL_CALL = re.compile(r"(?<![\w/])(?:tools/((?:\w+/)?\w+\.py)\b|(?<!`)(e2e-vl|-m e2e_vl) (?=[a-z]))(.*)")
+TOOL_CALL = re.compile(r"(?<![\w/])(?:tools/((?:\w+/)?\w+\.py)\b|(?<!`)(e2e-vl|-m (?:-- )?e2e_vl) (?=[a-z]))(.*)")
 OPTION = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
 
 

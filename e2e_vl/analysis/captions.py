@@ -27,68 +27,51 @@ class ParsedWord:
     """One word of a parsed sentence."""
 
     form: str  # as written; the words of a contraction have the same form
-    kind: str  # part of speech, "_" where the file has none
     governor: int  # row of the governing word from 0; -1: the root
     relation: str  # to the governor, in the labels of the file
-    joined: int = 0  # words after the first of a contraction count 1, 2, ...
+    is_joined: bool = False  # it belongs to the contraction that the word before began
 
 
 def read_conllu(path: str | Path) -> Iterator[list[ParsedWord]]:
-    """The sentences of a CoNLL-U file, one after the other.
-
-    Raises:
-        UserError: a line that is no word, or there is no sentence in the file.
-    """
-    lines = read_text(path).splitlines()
-    sentences = 0
-    for is_word, own in itertools.groupby(enumerate(lines, start=1), key=lambda row: bool(row[1].strip())):
-        rows = [(number, line.split("\t")) for number, line in own if is_word and not line.startswith("#")]
+    """The sentences of a CoNLL-U file, one after the other."""
+    lines = enumerate(read_text(path).splitlines(), start=1)
+    for is_sentence, own in itertools.groupby(lines, key=lambda row: bool(row[1].strip())):
+        rows = [(number, line.split("\t")) for number, line in own if is_sentence and not line.startswith("#")]
         if rows:
-            sentences += 1
             yield _sentence(path, rows)
-    if not sentences:
-        raise UserError(f"{path}: there is no sentence in the file; parse the captions first.")
 
 
 def _sentence(path: str | Path, rows: list[tuple[int, list[str]]]) -> list[ParsedWord]:
     words: list[ParsedWord] = []
     contraction, first, last = "", 0, -1  # the words first .. last are written as one
-    count = sum(cells[0].isdecimal() for _, cells in rows)
     for line, cells in rows:
         try:
-            number, form, _, kind, _, _, governor, relation, _, _ = cells
+            number, form, _, _, _, _, governor, relation, _, _ = cells
             if "." in number:  # an empty word, which the text does not have
                 continue
             if "-" in number:
                 contraction, (first, last) = form, map(int, number.split("-"))
                 continue
-            own, above = int(number), int(governor)
-            if own != len(words) + 1 or not 0 <= above <= count:
+            own = int(number)
+            if own != len(words) + 1:
                 raise ValueError
+            is_inside = first <= own <= last
+            words.append(
+                ParsedWord(contraction if is_inside else form, int(governor) - 1, relation, first < own <= last)
+            )
         except ValueError as error:
             raise UserError(
-                f"{path}, line {line}: not a word of CoNLL-U (10 columns divided by tabs, words numbered from 1, a "
-                "governor in the sentence); parse the sentence again."
+                f"{path}, line {line}: not a word of CoNLL-U (10 columns divided by tabs, words numbered from 1); "
+                "parse the sentence again."
             ) from error
-        is_joined = first <= own <= last
-        joined = own - first if is_joined else 0
-        words.append(ParsedWord(contraction if is_joined else form, kind, above - 1, relation, joined))
     return words
 
 
 # Parses of captions, found by the characters of the caption and aligned with it.
 
 
-_SIGNS = {
-    "-LRB-": "(",
-    "-RRB-": ")",
-    "-LSB-": "[",
-    "-RSB-": "]",
-    "-LCB-": "{",
-    "-RCB-": "}",
-    "``": '"',
-    "''": '"',
-}
+_SIGNS = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "-LCB-": "{", "-RCB-": "}", "``": '"', "''": '"'}
+_CHARACTER = re.compile("|".join([*map(re.escape, _SIGNS), r"\S"]))  # a sign of the Penn Treebank counts as one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +79,8 @@ class PlacedWord:
     """A word of a parse in its caption."""
 
     span: tuple[int, int]  # first character and the last plus one
-    governor: int  # row of the governing word; -1: the root
-    relation: str
+    governor: int = -1  # row of the governing word; -1: the root
+    relation: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,112 +92,56 @@ class Parses:
 
     @classmethod
     def of(cls, sentences: Iterable[Sequence[ParsedWord]], origin: str) -> Parses:
-        """Raises ValueError for two different parses of one text."""
+        """The parses of sentences; of two parses of one text the first counts."""
         found: dict[str, tuple[ParsedWord, ...]] = {}
         for words in sentences:
-            forms = [word.form for word in words if not word.joined]
-            own = found.setdefault(plain_characters("".join(forms)), tuple(words))
-            if own != tuple(words):
-                raise UserError(
-                    f"{origin}: the sentence '{' '.join(forms)}' is parsed twice, and not alike; remove one of the two"
-                )
+            text = "".join(plain_characters(word.form) for word in words if not word.is_joined)
+            found.setdefault(text, tuple(words))
         return cls(found, origin)
 
     def find(self, words: str) -> list[PlacedWord] | None:
-        """The parse of a caption; None if there is none."""
-        found = self.by_text.get(plain_characters(words))
-        return None if found is None else place_words(found, words)
-
-    def __len__(self) -> int:
-        return len(self.by_text)
+        """The parse of a caption, with the characters of each word in the caption; None if there is none."""
+        parsed = self.by_text.get(plain_characters(words))
+        if parsed is None:
+            return None
+        places = [found.span() for found in _CHARACTER.finditer(words)]
+        placed, end = [], 0
+        for word in parsed:
+            length = len(plain_characters(word.form))
+            end += 0 if word.is_joined else length
+            span = places[end - length][0], places[end - 1][1]
+            placed.append(PlacedWord(span, word.governor, word.relation))
+        return placed
 
 
 def plain_characters(text: str) -> str:
     """The characters of a text without white space, with signs of the Penn Treebank replaced."""
-    text = "".join(text.split())
-    for sign, meaning in _SIGNS.items():
-        text = text.replace(sign, meaning)
-    return text
-
-
-def place_words(parsed: Sequence[ParsedWord], words: str) -> list[PlacedWord]:
-    """The characters of each word in the caption that it was parsed from.
-
-    Raises:
-        ValueError: the words are not those of the caption.
-    """
-    placed, end, span = [], 0, (0, 0)
-    for word in parsed:
-        if not word.joined:  # words that are written as one have the same characters
-            start = end + len(words[end:]) - len(words[end:].lstrip())
-            end = _end_of(word.form, words, start)
-            span = start, end
-        placed.append(PlacedWord(span, word.governor, word.relation))
-    if words[end:].strip():
-        raise UserError(f"The parse of '{words}' ends before '{words[end:].strip()}'; parse the caption again.")
-    return placed
-
-
-def _end_of(form: str, words: str, start: int) -> int:
-    """Behind the form at a place of the text."""
-    for spelled in (form, plain_characters(form)):
-        at = start
-        for character in "".join(spelled.split()):
-            while at < len(words) and words[at].isspace():
-                at += 1
-            if at >= len(words) or words[at] != character:
-                break
-            at += 1
-        else:
-            return at
-    near = words[start : start + 20]
-    raise UserError(f"The parse of '{words}' has the word '{form}' where '{near}' stands; parse the caption again.")
+    return "".join(_SIGNS.get(character, character) for character in _CHARACTER.findall(text))
 
 
 def read_parses(path: str | Path) -> Parses:
-    """The parses of a CoNLL-U file.
-
-    Raises:
-        FileNotFoundError, ValueError: see `read_conllu`.
-    """
+    """The parses of a CoNLL-U file."""
     return Parses.of(read_conllu(path), str(path))
 
 
 def parse_with_spacy(texts: Iterable[str], model: str) -> Parses:
-    """Parses that a spaCy model makes, one per different text.
-
-    Raises:
-        ValueError: spaCy or the model is not installed.
-    """
+    """Parses that a spaCy model makes, one per different text; words of white space are no words."""
     try:
         import spacy
 
         pipeline = spacy.load(model, exclude=["ner", "lemmatizer"])
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise UserError(
-            'Parsing needs spaCy; install it with pip install "e2e-vl[parse]", or give a CoNLL-U file of parses.'
+            f"spaCy or its model '{model}' is not installed; install them (pip install 'e2e-vl[parse]', python -m "
+            f"spacy download {model}), or give a CoNLL-U file of parses."
         ) from error
-    except OSError as error:
-        raise UserError(
-            f"spaCy has no model '{model}'; install it (python -m spacy download {model}), or give a CoNLL-U file of "
-            "parses."
-        ) from error
-    return Parses.of(_spacy_sentences(pipeline, texts), f"spaCy, {model}")
-
-
-def _spacy_sentences(pipeline, texts: Iterable[str]) -> Iterator[list[ParsedWord]]:
-    """The words of each different text; words of white space are no words."""
+    sentences = []
     for document in pipeline.pipe(dict.fromkeys(texts)):
-        if not document.has_annotation("DEP"):
-            raise UserError("the spaCy model has no parser; choose one that has, such as en_core_web_sm.")
         kept = [token for token in document if not token.is_space]
         rows = {token.i: row for row, token in enumerate(kept)}
-        yield [
-            ParsedWord(
-                token.text, token.pos_, -1 if token.head.i == token.i else rows.get(token.head.i, -1), token.dep_
-            )
-            for token in kept
-        ]
+        governors = [-1 if token.head.i == token.i else rows.get(token.head.i, -1) for token in kept]
+        sentences.append([ParsedWord(token.text, row, token.dep_) for token, row in zip(kept, governors, strict=True)])
+    return Parses.of(sentences, f"spaCy, {model}")
 
 
 RECORD = "attention"  # key of a record under which the `CaptionAnnotations` are
@@ -231,7 +158,7 @@ class Relation:
 
 @dataclasses.dataclass(frozen=True)
 class CaptionAnnotations:
-    """What is known about one caption. Positions are wordpieces: the first and the last plus one."""
+    """The phrases and words of one caption. Positions are wordpieces: the first and the last plus one."""
 
     words: str  # as written
     phrases: list[str]
@@ -250,11 +177,7 @@ class CaptionAnnotations:
 
 @dataclasses.dataclass(frozen=True)
 class CaptionPreprocessor(Preprocessor):
-    """Texts whose phrases the data state, each as a text of its own.
-
-    Raises:
-        ValueError: a text whose phrases are unknown, or (with `needs_parses`) one without a parse.
-    """
+    """Texts with annotated phrases, each as a text of its own; with `needs_parses` each must have a parse."""
 
     parses: Parses | None = None
     needs_parses: bool = True
@@ -285,44 +208,45 @@ class CaptionPreprocessor(Preprocessor):
         """
         phrases = text.phrases
         if phrases is None or phrases.boxes is None or not text.image_index:
-            raise UserError(
-                f"text {text.index} ('{text.words}') has no phrases with boxes; give data that state phrases."
-            )
-        found = [covered_pieces(places, own, uncut, span) for span in phrases.spans]
-        kept = [row for row, span in enumerate(found) if span is not None]
+            raise UserError(f"text {text.index} ('{text.words}') has no phrases with boxes; give data with phrases.")
         parsed = None if self.parses is None else self.parses.find(text.words)
         if parsed is None and self.parses is not None and self.needs_parses:
             raise UserError(
-                f"{self.parses.origin}: the caption '{text.words}' has no parse; parse it, or give --missing-parse "
-                "skip."
+                f"{self.parses.origin}: the caption '{text.words}' has no parse; give one, or --missing-parse skip."
             )
-        words = [(word, covered_pieces(places, own, uncut, word.span)) for word in parsed or plain_words(text.words)]
-        new_row = {row: new for new, row in enumerate(row for row, (_, span) in enumerate(words) if span is not None)}
-        phrase_of = [_phrase_of(word.span, [phrases.spans[row] for row in kept]) for word, _ in words]
+        # without a parse the words are what white space divides
+        words = parsed or [PlacedWord(found.span()) for found in re.finditer(r"\S+", text.words)]
+
+        found = [covered_pieces(places, own, uncut, span) for span in phrases.spans]
+        phrase_rows = [row for row, span in enumerate(found) if span is not None]
+        spans = [covered_pieces(places, own, uncut, word.span) for word in words]
+        kept = [row for row, span in enumerate(spans) if span is not None]
+        new_row = {row: new for new, row in enumerate(kept)}
+        phrase_of = [_phrase_of(word.span, [phrases.spans[row] for row in phrase_rows]) for word in words]
+        # the governor of a head is outside of its phrase
+        is_head = [
+            own_phrase >= 0 and (word.governor < 0 or phrase_of[word.governor] != own_phrase)
+            for word, own_phrase in zip(words, phrase_of, strict=True)
+        ]
         return CaptionAnnotations(
             words=text.words,
-            phrases=[text.words[slice(*phrases.spans[row])] for row in kept],
-            phrase_spans=np.array([found[row] for row in kept], dtype=np.int64).reshape(-1, 2),
-            boxes=[np.asarray(phrases.boxes[row], dtype=np.float64).reshape(-1, 4) for row in kept],
-            forms=[text.words[slice(*words[row][0].span)] for row in new_row],
-            word_spans=np.array([words[row][1] for row in new_row], dtype=np.int64).reshape(-1, 2),
-            phrase_of=[phrase_of[row] for row in new_row],
-            is_head=[_leaves(row, [word.governor for word, _ in words], phrase_of) for row in new_row],
+            phrases=[text.words[slice(*phrases.spans[row])] for row in phrase_rows],
+            phrase_spans=np.array([found[row] for row in phrase_rows], dtype=np.int64).reshape(-1, 2),
+            boxes=[np.asarray(phrases.boxes[row], dtype=np.float64).reshape(-1, 4) for row in phrase_rows],
+            forms=[text.words[slice(*words[row].span)] for row in kept],
+            word_spans=np.array([spans[row] for row in kept], dtype=np.int64).reshape(-1, 2),
+            phrase_of=[phrase_of[row] for row in kept],
+            is_head=[is_head[row] for row in kept],
             relations=[
-                Relation(new_row[word.governor], new_row[row], word.relation)
-                for row, (word, _) in enumerate(words)
-                if parsed is not None and row in new_row and word.governor in new_row
+                Relation(new_row[words[row].governor], new_row[row], words[row].relation)
+                for row in kept
+                if parsed is not None and words[row].governor in new_row
             ],
             is_word=own,
             is_parsed=parsed is not None,
-            phrases_cut=len(found) - len(kept),
-            words_cut=len(words) - len(new_row),
+            phrases_cut=len(found) - len(phrase_rows),
+            words_cut=len(words) - len(kept),
         )
-
-
-def plain_words(words: str) -> list[PlacedWord]:
-    """What white space divides, without relations."""
-    return [PlacedWord(found.span(), -1, "") for found in re.finditer(r"\S+", words)]
 
 
 def covered_pieces(
@@ -345,9 +269,3 @@ def _phrase_of(span: tuple[int, int], phrases: Sequence[tuple[int, int]]) -> int
     """The shortest phrase in which a word begins."""
     inside = [row for row, (first, end) in enumerate(phrases) if first <= span[0] < end]
     return min(inside, key=lambda row: phrases[row][1] - phrases[row][0], default=-1)
-
-
-def _leaves(row: int, governors: Sequence[int], phrase_of: Sequence[int]) -> bool:
-    """Whether the governor of a word is outside of its phrase."""
-    above = governors[row]
-    return phrase_of[row] >= 0 and (above < 0 or phrase_of[above] != phrase_of[row])

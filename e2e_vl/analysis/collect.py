@@ -64,18 +64,7 @@ def phrase_queries(caption: CaptionAnnotations, options: AttentionOptions) -> Ph
     return PhraseQueries(spans, attends, options.word_piece)
 
 
-@dataclasses.dataclass(frozen=True)
-class Pairs:
-    """Pairs of words that a relation joins: the attending word, and the other one or its phrase."""
-
-    columns: tuple[list[int], list[int]]
-    labels: list[str]
-
-    def apart(self, spans: Int64[np.ndarray, "words 2"]) -> Pairs:
-        """The pairs of two words that share no wordpiece, which attention could not tell apart."""
-        kept = [row for row, pair in enumerate(zip(*self.columns, strict=True)) if not shares_piece(spans, *pair)]
-        source, target = ([column[row] for row in kept] for column in self.columns)
-        return Pairs((source, target), [self.labels[row] for row in kept])
+Pair = tuple[int, int, str]  # the attending word, the other word or its phrase, and the relation
 
 
 def shares_piece(spans: Int64[np.ndarray, "words 2"], first: int, second: int) -> bool:
@@ -83,37 +72,33 @@ def shares_piece(spans: Int64[np.ndarray, "words 2"], first: int, second: int) -
     return bool(max(spans[first, 0], spans[second, 0]) < min(spans[first, 1], spans[second, 1]))
 
 
-def word_pairs(caption: CaptionAnnotations, options: AttentionOptions) -> Pairs:
-    """Both directions of every relation: (attending word w2, word w1)."""
-    sources, targets, labels = [], [], []
+def word_pairs(caption: CaptionAnnotations, options: AttentionOptions) -> list[Pair]:
+    """Both directions of every relation: attending word w2, word w1."""
+    pairs = []
     for relation in caption.relations:
         for source, target, direction in (
             (relation.dependent, relation.governor, "to its governor"),
             (relation.governor, relation.dependent, "from its governor"),
         ):
-            sources.append(source)
-            targets.append(target)
-            labels.append(relation.label if options.directions == "pooled" else f"{relation.label}, {direction}")
-    return Pairs((sources, targets), labels)
+            label = relation.label if options.directions == "pooled" else f"{relation.label}, {direction}"
+            pairs.append((source, target, label))
+    return pairs
 
 
-def grounded_pairs(caption: CaptionAnnotations, counted: Sequence[bool], options: AttentionOptions) -> Pairs:
-    """The pairs whose word w1 is in a counted phrase: (attending word w2, phrase of w1)."""
-    pairs = word_pairs(caption, options)
-    rows = [
+def grounded_pairs(caption: CaptionAnnotations, counted: Sequence[bool], options: AttentionOptions) -> list[Pair]:
+    """The pairs whose word w1 is in a counted phrase: attending word w2, phrase of w1."""
+    return [
         (source, caption.phrase_of[target], label)
-        for source, target, label in zip(*pairs.columns, pairs.labels, strict=True)
+        for source, target, label in word_pairs(caption, options)
         if caption.phrase_of[target] >= 0
         and counted[caption.phrase_of[target]]
         and (options.phrase_word == "any" or caption.is_head[target])
     ]
-    return Pairs(([row[0] for row in rows], [row[1] for row in rows]), [row[2] for row in rows])
 
 
 # The measures by name, and the block of a graph that each needs.
-ENTITIES, RELATIONS, NAMING, GROUPING, DEPENDENCIES = (
-    *("entity grounding", "syntactic grounding", "region naming", "region grouping", "word dependency"),
-)
+ENTITIES, RELATIONS = "entity grounding", "syntactic grounding"
+NAMING, GROUPING, DEPENDENCIES = "region naming", "region grouping", "word dependency"
 NEEDS = {
     ENTITIES: AttentionBlock.WORDS_TO_REGIONS,
     RELATIONS: AttentionBlock.WORDS_TO_REGIONS,
@@ -155,7 +140,7 @@ class Collected:
 
     sums: dict[MeasureKey, HeadSums] = dataclasses.field(default_factory=dict)
     numbers: Counter[str] = dataclasses.field(default_factory=Counter)
-    seen: list[RecordedText] = dataclasses.field(default_factory=list)
+    shown: list[RecordedText] = dataclasses.field(default_factory=list)
 
     def add(self, key: MeasureKey, measured: Measurement, *, per_sentence: bool) -> None:
         """Add the examples of one text."""
@@ -171,7 +156,7 @@ class Collected:
             else:
                 self.sums[key] = sums
         self.numbers.update(other.numbers)
-        self.seen += other.seen
+        self.shown += other.shown
 
     def labels(self, graph: str, measure: str, options: AttentionOptions) -> list[str]:
         """The most common relations of a measure, by falling number of examples."""
@@ -243,7 +228,7 @@ def collect_attention(
     everything = Collected()
     for other in gather_object([found]):
         everything.join(other)
-    everything.seen.sort(key=lambda text: text.index)
+    everything.shown.sort(key=lambda text: text.index)
     return everything
 
 
@@ -261,7 +246,7 @@ def add_batch(
     scores = regions.scores
     if scores is not None and model.encoder.uses_whole_image:
         scores = [rows[1:] for rows in scores]
-    if scores is None:
+    elif scores is None:
         scores = batch.region_labels.detected_scores
     if scores is None and sorted_boxes and batch.boxes is not None:
         scores = [-torch.arange(len(rows), device=rows.device, dtype=torch.float32) for rows in batch.boxes]
@@ -277,7 +262,18 @@ def add_batch(
             add_text(found, name, graph, maps[name], view, options)
         count_text(found.numbers, view, options)
         if record["text_index"] in shown:
-            found.seen.append(seen_text(record, view, maps))
+            found.shown.append(
+                RecordedText(
+                    index=record["text_index"],
+                    caption=view.caption,
+                    file_name=record["file_name"],
+                    region_boxes=view.boxes,
+                    allowed=view.allowed.cpu().numpy(),
+                    is_right=view.is_right.cpu().numpy(),
+                    length=view.length,
+                    maps={name: values.half().cpu().numpy() for name, values in maps.items()},
+                )
+            )
 
 
 def view_of(
@@ -351,16 +347,25 @@ def add_text(
     words = torch.from_numpy(caption.word_spans).to(device)
     if NEEDS[RELATIONS] in graph.blocks:
         pairs = grounded_pairs(caption, counted.tolist(), options)
-        source, phrase = (torch.tensor(column, dtype=torch.int64, device=device) for column in pairs.columns)
+        source, phrase, labels = columns(pairs, device)
         right = view.is_right[phrase]
         measured = entity_grounding(
             *(maps, words[source], view.regions, view.allowed, right, view.baselines(right), options.word_piece)
         )
-        put_by_label(put, RELATIONS, measured, pairs.labels)
+        put_by_label(put, RELATIONS, measured, labels)
     if NEEDS[DEPENDENCIES] in graph.blocks:
-        pairs = word_pairs(caption, options).apart(caption.word_spans)
-        source, target = (torch.tensor(column, dtype=torch.int64, device=device) for column in pairs.columns)
-        put_by_label(put, DEPENDENCIES, word_dependency(maps, words, target, source, options.word_piece), pairs.labels)
+        # attention cannot tell words apart that share a wordpiece
+        pairs = [pair for pair in word_pairs(caption, options) if not shares_piece(caption.word_spans, *pair[:2])]
+        source, target, labels = columns(pairs, device)
+        put_by_label(put, DEPENDENCIES, word_dependency(maps, words, target, source, options.word_piece), labels)
+
+
+def columns(
+    pairs: Sequence[Pair], device: torch.device
+) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"], list[str]]:
+    """The columns of pairs."""
+    first, second = (torch.tensor([pair[i] for pair in pairs], dtype=torch.int64, device=device) for i in range(2))
+    return first, second, [label for _, _, label in pairs]
 
 
 def put_by_label(put: Callable[..., None], measure: str, measured: Measurement, labels: Sequence[str]) -> None:
@@ -382,7 +387,7 @@ def counted_phrases(view: TextView, options: AttentionOptions) -> Bool[Tensor, "
 
 
 def count_text(numbers: Counter[str], view: TextView, options: AttentionOptions) -> None:
-    """What is said about the data beside the measures."""
+    """Count what a text has and what is left out."""
     caption = view.caption
     has_box = [len(own) > 0 for own in caption.boxes]
     has_region = view.is_right.any(dim=1).tolist()
@@ -400,34 +405,12 @@ def count_text(numbers: Counter[str], view: TextView, options: AttentionOptions)
             "phrases with a box, without a right region": sum(
                 box and not region for box, region in zip(has_box, has_region, strict=True)
             ),
-            **_without_query(view.caption, options),
             "candidate regions": int(view.allowed.sum()),
         }
     )
-
-
-def _without_query(caption: CaptionAnnotations, options: AttentionOptions) -> dict[str, int]:
-    """How many phrases attend from nowhere; only a choice of their words can do that."""
-    if options.entity_piece != "head":
-        return {}
-    missing = int((~phrase_queries(caption, options).attends).sum())
-    return {"phrases without a head word, left out of entity grounding": missing}
-
-
-def seen_text(
-    record: dict, view: TextView, maps: Mapping[str, Float[Tensor, "layers heads slots slots"]]
-) -> RecordedText:
-    """What pictures need of a text."""
-    return RecordedText(
-        index=record["text_index"],
-        caption=view.caption,
-        file_name=record["file_name"],
-        region_boxes=view.boxes,
-        allowed=view.allowed.cpu().numpy(),
-        is_right=view.is_right.cpu().numpy(),
-        length=view.length,
-        maps={name: values.half().cpu().numpy() for name, values in maps.items()},
-    )
+    if options.entity_piece == "head":
+        missing = int((~phrase_queries(caption, options).attends).sum())
+        numbers["phrases without a head word, left out of entity grounding"] += missing
 
 
 def texts_to_show(groups: Sequence[Sequence[int]], number: int, seed: int) -> list[int]:

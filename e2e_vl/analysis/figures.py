@@ -188,24 +188,15 @@ class Overlay:
 def chosen_heads(
     words: Sequence[str], graphs: Mapping[str, AttentionGraph], options: AttentionOptions, num_heads: int
 ) -> list[ChosenHead]:
-    """The heads that a user names; without a graph it is the first one in which words read regions.
-
-    Raises:
-        ValueError: a graph, layer or head that does not exist.
-    """
+    """The heads that a user names; without a graph it is the first one in which words read regions."""
     reads = [name for name, graph in graphs.items() if AttentionBlock.WORDS_TO_REGIONS in graph.blocks]
     found = []
     for word in words:
         graph, layer, head = parse_head(word, options.first_number)
         graph = graph or reads[0]
-        if graph not in graphs:
-            raise UserError(f"--heads has '{word}', but the encoder has the graphs {', '.join(graphs)}.")
-        layers, first = len(graphs[graph].steps), options.first_number
-        if layer >= layers or head >= num_heads:
-            raise UserError(
-                f"--heads has '{word}', but the graph {graph} has the layers {first} to {layers - 1 + first} with the "
-                f"heads {first} to {num_heads - 1 + first}."
-            )
+        if graph not in graphs or layer >= len(graphs[graph].steps) or head >= num_heads:
+            sizes = ", ".join(f"{name} with {len(own.steps)} layers" for name, own in graphs.items())
+            raise UserError(f"--heads has '{word}', but there are {num_heads} heads and the graphs {sizes}.")
         found.append(ChosenHead(graph, layer, head))
     return found
 

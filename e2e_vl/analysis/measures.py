@@ -18,8 +18,6 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from detector.errors import UserError
-
 Maps = Float[Tensor, "layers heads slots slots"]
 
 
@@ -29,7 +27,7 @@ class Measurement:
 
     hits: Bool[Tensor, "layers heads examples"]  # whether the largest attention is where it should be
     attention: Float[Tensor, "layers heads examples"]  # that lies on what was chosen from
-    baselines: dict[str, Float[Tensor, " examples"]]  # share of right answers of rules that look at no attention
+    baselines: dict[str, Float[Tensor, " examples"]]  # share of right answers of rules that ignore the attention
 
     def __len__(self) -> int:
         return self.hits.shape[2]
@@ -64,10 +62,6 @@ class HeadSums:
         weight = 1 / number if per_sentence else 1.0
         self.hits += measured.hits.sum(dim=2).double().cpu() * weight
         self.attention += measured.attention.double().sum(dim=2).cpu() * weight
-        if set(measured.baselines) != set(self.baselines):
-            raise UserError(
-                "Some regions have scores and others have none, so their baselines differ; give boxes of one kind."
-            )
         for name, values in measured.baselines.items():
             self.baselines[name] += float(values.double().sum()) * weight
         self.count += 1 if per_sentence else number
@@ -93,25 +87,15 @@ class HeadSums:
         return self.attention / max(self.count, 1)
 
     def baseline(self, name: str) -> float:
-        """Share of hits of a rule that looks at no attention."""
+        """Share of hits of a rule that ignores the attention."""
         return self.baselines[name] / max(self.count, 1)
 
-    def active(self, above: float) -> Bool[Tensor, "layers heads"]:
-        """Heads with more than a share of their attention on what was chosen from."""
-        return self.mean_attention > above
-
-    def best(self, above: float | None = None) -> tuple[int, int] | None:
-        """Layer and head with the highest accuracy among the active heads (None: all); of equal ones the first.
-
-        None without examples, or without an active head.
-        """
-        return self.best_among(torch.ones_like(self.hits, dtype=torch.bool) if above is None else self.active(above))
-
-    def best_among(self, allowed: Bool[Tensor, "layers heads"]) -> tuple[int, int] | None:
-        """Layer and head with the highest accuracy among the allowed heads; of equal ones the first.
+    def best(self, allowed: Bool[Tensor, "layers heads"] | None = None) -> tuple[int, int] | None:
+        """Layer and head with the highest accuracy among the allowed heads (None: all); of equal ones the first.
 
         None without examples, or without an allowed head.
         """
+        allowed = torch.ones_like(self.hits, dtype=torch.bool) if allowed is None else allowed
         if not self.examples or not allowed.any():
             return None
         place = int(self.accuracy.masked_fill(~allowed, -1).argmax())
@@ -160,7 +144,7 @@ def measure_hits(
 
 
 def right_by_rule(
-    score: Float[Tensor, " choices"] | None,
+    score: Float[Tensor, " choices"],
     allowed: Bool[Tensor, " choices"],
     is_right: Bool[Tensor, "examples choices"],
 ) -> Float[Tensor, " examples"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -80,11 +81,11 @@ class AttentionOptions(msgspec.Struct, frozen=True):
     ] = 0
 
     def require_parses(self, *, given: bool) -> None:
-        """Raises ValueError for a choice that parses alone can answer, where none are given."""
+        """Check that parses are given where an option needs them."""
         if self.entity_piece == "head" and not given:
             raise UserError(
-                "--entity-piece head needs parses, which say what the head word of a phrase is; give --parses or "
-                "--spacy, or choose another --entity-piece."
+                "--entity-piece head needs parses, which name the head word of a phrase; give --parses or --spacy, or "
+                "choose another --entity-piece."
             )
 
     def describe(self) -> list[dict[str, Any]]:
@@ -113,15 +114,11 @@ def option_name(field: str) -> str:
 
 
 def parse_head(text: str, first_number: int = 0) -> tuple[str | None, int, int]:
-    """A head as `describe` and users write it: "10-1", or with its graph "cross:2-0"; layer and head from 0.
-
-    Raises:
-        ValueError: a text of another form.
-    """
-    graph, colon, numbers = text.rpartition(":")
-    layer, dash, head = numbers.partition("-")
-    if not (dash and layer.isdecimal() and head.isdecimal()) or (colon and not graph):
-        raise UserError(f"--heads has '{text}'; write a head as LAYER-HEAD such as 10-1, or GRAPH:LAYER-HEAD.")
-    if min(int(layer), int(head)) < first_number:
-        raise UserError(f"--heads has '{text}', but layers and heads are counted from {first_number}.")
-    return graph or None, int(layer) - first_number, int(head) - first_number
+    """A head as `number` and users write it: "10-1", or with its graph "cross:2-0"; layer and head from 0."""
+    found = re.fullmatch(r"(?:(.+):)?(\d+)-(\d+)", text)
+    if found is None or min(int(found[2]), int(found[3])) < first_number:
+        raise UserError(
+            f"--heads has '{text}'; write a head as LAYER-HEAD such as 10-1, or GRAPH:LAYER-HEAD, counted from "
+            f"{first_number}."
+        )
+    return found[1], int(found[2]) - first_number, int(found[3]) - first_number

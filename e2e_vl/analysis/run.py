@@ -7,13 +7,13 @@ import dataclasses
 import fnmatch
 import io
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import msgspec
-from accelerate import Accelerator
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
@@ -87,7 +87,7 @@ def _picture(overlay: Overlay) -> str:
     if overlay.file is None:
         return ""
     buffer = io.BytesIO()
-    with Image.open(overlay.file, formats=("JPEG", "PNG")) as image:  # `overlays.py` wrote it
+    with Image.open(overlay.file, formats=("JPEG", "PNG")) as image:
         image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
         image.convert("RGB").save(buffer, "JPEG", quality=85)
     return _uri(buffer.getvalue(), "jpeg")
@@ -147,21 +147,14 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
 
     Returns:
         The results, and the page on the main process (None on the others).
-
-    Raises:
-        FileNotFoundError, ValueError: no model there, data that do not fit or state no phrases, an encoder without
-            attention maps, a head that does not exist, or a choice that needs parses without any.
     """
-    request.options.require_parses(given=request.parses is not None or request.spacy_model is not None)
     check_results_folder(request.folder)
     own, of_data = divided(request.overrides, has_data=request.data is not None)
     config, model, tokenizer = load_model(request.run, overrides=own)
-    if config.data.blank_text or config.data.blank_image:
-        missing = "text" if config.data.blank_text else "image"
-        raise UserError(f"{request.run}: a run without the {missing} grounds nothing; choose another run.")
-    if not model.encoder.attention_graphs:
+    graphs = model.encoder.attention_graphs
+    if config.data.blank_text or config.data.blank_image or not graphs:
         raise UserError(
-            f"{request.run}: the encoder {config.encoder.name} gives no attention maps; choose another run."
+            f"{request.run}: a run without the text, the image or attention maps grounds nothing; choose another run."
         )
     if request.data is not None:
         config = with_data_of(config, request.data, of_data)
@@ -169,11 +162,16 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
         warn_of_random_boxes(config.detector)
     accelerator = make_accelerator(config.train.mixed_precision)
     model.to(accelerator.device)
-    parses = open_parses(request, config)
+    parses = None
+    if request.parses is not None:
+        parses = read_parses(request.parses)
+    elif request.spacy_model is not None:
+        kind = DATASETS[config.data.name].cls
+        texts = kind.texts_of(*open_options(kind, config.data), request.split)
+        parses = parse_with_spacy(texts, request.spacy_model)
     examples = caption_examples(config, model, tokenizer, request, parses)
     groups = examples.groups if request.max_images is None else examples.groups[: request.max_images]
-    number = model.encoder.config.num_attention_heads
-    heads = chosen_heads(request.heads, model.encoder.attention_graphs, request.options, number)
+    heads = chosen_heads(request.heads, graphs, request.options, model.encoder.config.num_attention_heads)
     found = collect_attention(
         *(model, examples, build_collate(config, model), request.options, accelerator),
         images_per_batch=config.eval.images_per_batch,
@@ -190,50 +188,42 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
         boxes=str(request.boxes),
         parses=None if parses is None else parses.origin,
         options=request.options,
-        graphs=model.encoder.attention_graphs,
+        graphs=graphs,
         sums=found.sums,
         numbers={
             **found.numbers,
             "captions of the whole split that the data set leaves out": examples.dataset.left_out,
         },
-        relations={graph: found.labels(graph, RELATIONS, request.options) for graph in model.encoder.attention_graphs},
+        relations={graph: found.labels(graph, RELATIONS, request.options) for graph in graphs},
         images=len(groups),
     )
-    page = write_results(request.folder, results, found, heads, accelerator)
+    page = None
+    if accelerator.is_main_process:
+        with atomic_folder(request.folder.resolve()) as folder:  # in the place of an earlier analysis
+            write_results(folder, results, found, heads)
+        page = request.folder.resolve() / RESULTS_PAGE
+    accelerator.wait_for_everyone()
     return results, page
 
 
-def write_results(
-    folder: Path,
-    results: AttentionResults,
-    found: Collected,
-    heads: list[ChosenHead],
-    accelerator: Accelerator,
-) -> Path | None:
-    """Write all files on the main process, in the place of an earlier analysis; the page."""
-    page = None
-    if accelerator.is_main_process:
-        folder = folder.resolve()
-        with atomic_folder(folder) as part:
-            write_json(part / "attention.json", results.as_json())
-            write_tables(part, results)
-            figures: dict[str, bytes] = {}
-            for graph in results.graphs:
-                if results.of(graph, ENTITIES) is not None:
-                    figures[f"entities_{graph}.png"] = draw_entity_figure(results, graph)
-                if results.relations[graph]:
-                    figures[f"relations_{graph}.png"] = draw_relation_figure(results, graph)
-            for name, content in figures.items():
-                (part / name).write_bytes(content)
-            overlays = draw_overlays(part / "overlays", results, found.seen, heads)
-            write_page(part / RESULTS_PAGE, results, figures, overlays)
-        page = folder / RESULTS_PAGE
-    accelerator.wait_for_everyone()
-    return page
+def write_results(folder: Path, results: AttentionResults, found: Collected, heads: list[ChosenHead]) -> None:
+    """Write all files."""
+    write_json(folder / "attention.json", results.as_json())
+    write_tables(folder, results)
+    figures: dict[str, bytes] = {}
+    for graph in results.graphs:
+        if results.of(graph, ENTITIES) is not None:
+            figures[f"entities_{graph}.png"] = draw_entity_figure(results, graph)
+        if results.relations[graph]:
+            figures[f"relations_{graph}.png"] = draw_relation_figure(results, graph)
+    for name, content in figures.items():
+        (folder / name).write_bytes(content)
+    overlays = draw_overlays(folder / "overlays", results, found.shown, heads)
+    write_page(folder / RESULTS_PAGE, results, figures, overlays)
 
 
 def check_results_folder(folder: Path) -> None:
-    """Raises UserError unless the folder is new, or holds an earlier analysis, which is replaced as a whole."""
+    """Check that the folder is new, or has an earlier analysis, which is replaced as a whole."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if folder.is_file() or not all(any(fnmatch.fnmatchcase(name, own) for own in WRITTEN) for name in names):
         raise UserError(f"{folder} holds more than the results of an analysis; choose another --output.")
@@ -244,35 +234,16 @@ def divided(overrides: Sequence[str], *, has_data: bool) -> tuple[list[str], lis
 
     How images and texts become input stays with the run, as it was trained (see `OF_RUN`).
     """
-    of_data = [
-        word for word in overrides if has_data and _section(word)[0] == "data" and _section(word)[1] not in OF_RUN
-    ]
+    changed = re.compile(rf"data\.(?!({'|'.join(OF_RUN)})\b)")
+    of_data = [word for word in overrides if has_data and changed.match(word)]
     return [word for word in overrides if word not in of_data], of_data
 
 
-def _section(word: str) -> list[str]:
-    return [*word.partition("=")[0].split("."), ""]
-
-
 def with_data_of(config: RunConfig, path: Path, overrides: list[str]) -> RunConfig:
-    """The settings of a run, with the data of a config; what `OF_RUN` names stays that of the run.
-
-    Args:
-        overrides: changes of the config's data, of which `divided` left out what stays.
-    """
+    """The settings of a run, with the data of a config; what `OF_RUN` names stays that of the run."""
     data = load_config(path, [*overrides, "output=unused"]).data
     own = {name: getattr(config.data, name) for name in OF_RUN}
     return msgspec.structs.replace(config, data=msgspec.structs.replace(data, **own))
-
-
-def open_parses(request: AttentionRequest, config: RunConfig) -> Parses | None:
-    """The parses of the captions; None if there are none."""
-    if request.parses is not None:
-        return read_parses(request.parses)
-    if request.spacy_model is None:
-        return None
-    kind = DATASETS[config.data.name].cls
-    return parse_with_spacy(kind.texts_of(*open_options(kind, config.data), request.split), request.spacy_model)
 
 
 def caption_examples(
@@ -283,10 +254,9 @@ def caption_examples(
     parses: Parses | None,
 ) -> ExampleDataset:
     """The captions of a split as plain texts."""
-    wanting = msgspec.structs.replace(
-        config, phrases=msgspec.structs.replace(config.phrases, weight=1.0)
-    )  # phrases are read
-    dataset = open_split(wanting, request.split, request.boxes, training=False)
+    # with a weight of their loss, phrases are read
+    with_phrases = msgspec.structs.replace(config, phrases=msgspec.structs.replace(config.phrases, weight=1.0))
+    dataset = open_split(with_phrases, request.split, request.boxes, training=False)
     loader = build_loader(config, model, dataset, request.boxes)
     loader.require_images(dataset.image_ids(), request.split)
     writer = dataclasses.replace(build_text_tokenizer(config, model, tokenizer), with_phrase_spans=False)

@@ -60,14 +60,11 @@ class AttentionResults:
         )
 
     @property
-    def has_confidence(self) -> bool:
-        """Whether the regions have detection confidences."""
-        return any(CONFIDENCE in sums.baselines for sums in self.sums.values())
-
-    @property
     def notes(self) -> list[str]:
         """Sentences that the output must have beside its numbers."""
-        notes = [] if self.has_confidence else [NO_CONFIDENCE]
+        notes = []
+        if not any(CONFIDENCE in sums.baselines for sums in self.sums.values()):
+            notes.append(NO_CONFIDENCE)
         if self.parses is None:
             notes.append("No parses were given, so there is no syntactic grounding; give --parses or --spacy.")
         share = f"{100 * self.options.active_above:g} %"
@@ -88,23 +85,19 @@ class AttentionResults:
         )
         return notes
 
-    def activity(self, graph: str, measure: str, label: str = ALL) -> HeadSums | None:
-        """The sums whose attention says which heads are active, as `options.active_over` chooses."""
-        if self.options.active_over == "entities" and NEEDS[measure] is AttentionBlock.WORDS_TO_REGIONS:
-            return self.of(graph, ENTITIES)
-        return self.of(graph, measure, label)
-
     def active(self, graph: str, measure: str, label: str = ALL) -> Bool[Tensor, "layers heads"]:
-        """The active heads of a measure; none without samples of `activity`."""
-        sums, phrases = self.activity(graph, measure, label), self.of(graph, measure, label)
+        """The active heads of a measure, over the samples of `options.active_over`; none without any."""
+        own = sums = self.of(graph, measure, label)
+        if self.options.active_over == "entities" and NEEDS[measure] is AttentionBlock.WORDS_TO_REGIONS:
+            sums = self.of(graph, ENTITIES)
         if sums is None:
-            return torch.zeros_like(phrases.hits, dtype=torch.bool)
-        return sums.active(self.options.active_above)
+            return torch.zeros_like(own.hits, dtype=torch.bool)
+        return sums.mean_attention > self.options.active_above
 
     def best_active(self, graph: str, measure: str, label: str = ALL) -> tuple[int, int] | None:
         """Layer and head of the active head with the highest accuracy; None without examples or an active head."""
         sums = self.of(graph, measure, label)
-        return None if sums is None else sums.best_among(self.active(graph, measure, label))
+        return None if sums is None else sums.best(self.active(graph, measure, label))
 
     def summary(self, graph: str, measure: str, label: str = ALL) -> dict[str, Any]:
         """One measure in plain values: its best heads and baselines."""
@@ -146,15 +139,8 @@ class AttentionResults:
             measures = {}
             for measure in self.measures(graph):
                 labels = sorted({key.label for key in self.sums if (key.graph, key.measure) == (graph, measure)})
-                measures[measure] = {
-                    **self.summary(graph, measure),
-                    **self._matrices(graph, measure, ALL),
-                    "by_relation": {
-                        label: {**self.summary(graph, measure, label), **self._matrices(graph, measure, label)}
-                        for label in labels
-                        if label != ALL
-                    },
-                }
+                own = {label: self._with_matrices(graph, measure, label) for label in labels}
+                measures[measure] = {**own.pop(ALL), "by_relation": own}
             graphs[graph] = {
                 "layers": len(phrases.steps),
                 "reads": sorted(map(str, phrases.blocks)),
@@ -175,9 +161,10 @@ class AttentionResults:
             "graphs": graphs,
         }
 
-    def _matrices(self, graph: str, measure: str, label: str) -> dict[str, Any]:
+    def _with_matrices(self, graph: str, measure: str, label: str) -> dict[str, Any]:
         sums = self.of(graph, measure, label)
-        return {"accuracy": sums.accuracy.tolist(), "attention": sums.mean_attention.tolist()}
+        matrices = {"accuracy": sums.accuracy.tolist(), "attention": sums.mean_attention.tolist()}
+        return {**self.summary(graph, measure, label), **matrices}
 
     def relation_rows(self, graph: str, measure: str = RELATIONS) -> list[dict[str, Any]]:
         """The shown relations as rows of the paper's table 2: baselines and the best active head of each."""
@@ -212,7 +199,8 @@ def _head_rows(results: AttentionResults, *, only_all: bool) -> Iterable[dict[st
     for key, sums in results.sums.items():
         if not sums.examples or (key.label == ALL) != only_all:
             continue
-        is_active = results.active(key.graph, key.measure, key.label)
+        is_active = results.active(key.graph, key.measure, key.label).tolist()
+        knows_active = NEEDS[key.measure] is AttentionBlock.WORDS_TO_REGIONS
         names = {} if only_all else {"relation": key.label}
         for layer, heads in enumerate(sums.accuracy.tolist()):
             for head, accuracy in enumerate(heads):
@@ -224,16 +212,9 @@ def _head_rows(results: AttentionResults, *, only_all: bool) -> Iterable[dict[st
                     "head": head + first,
                     "accuracy": accuracy,
                     "attention": float(sums.mean_attention[layer, head]),
-                    "active": _active(key, bool(is_active[layer, head])),
+                    "active": ("yes" if is_active[layer][head] else "no") if knows_active else "",
                     "examples": sums.examples,
                 }
-
-
-def _active(key: MeasureKey, is_active: bool) -> str:
-    """Whether a head is active; only measures of words that read regions know it."""
-    if NEEDS[key.measure] is not AttentionBlock.WORDS_TO_REGIONS:
-        return ""
-    return "yes" if is_active else "no"
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -40,7 +40,7 @@ class SceneConfig(Settings, frozen=True):
         has_ranges = self.min_objects <= self.max_objects and self.min_side <= self.max_side
         if not has_ranges or not 4 <= self.small[0] <= self.small[1] < self.big[0] <= self.big[1] <= self.min_side - 4:
             raise UserError(
-                "min_objects and min_side must not exceed max_objects and max_side, and small (from 4 up) must be below "
+                "min_objects and min_side must not exceed max_objects and max_side; small (from 4 up) must be below "
                 f"big, and big below min_side with a margin of 4; found {msgspec.structs.asdict(self)}"
             )
 

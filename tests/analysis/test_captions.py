@@ -1,12 +1,29 @@
-"""CoNLL-U: words with governors; what is damaged is named with its line."""
+"""CoNLL-U files, parses aligned with their captions, and the wordpieces of phrases and parsed words."""
 
 from __future__ import annotations
 
+import dataclasses
+import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from e2e_vl.analysis.captions import ParsedWord, read_conllu
+from e2e_vl.analysis.captions import (
+    RECORD,
+    CaptionAnnotations,
+    CaptionPreprocessor,
+    ParsedWord,
+    Parses,
+    parse_with_spacy,
+    read_conllu,
+    read_parses,
+)
+from e2e_vl.samples import PhraseBoxes, SampleText
+from e2e_vl.text import TextTokenizer, load_tokenizer
+from tests.tasks.preprocessors import make_tokenizer, photo, sample_of
 
 GOOD = """# text = It isn't red.
 1\tIt\tit\tPRON\t_\t_\t4\tnsubj\t_\t_
@@ -22,49 +39,210 @@ GOOD = """# text = It isn't red.
 """
 
 
-def written(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "parses.conllu"
-    path.write_bytes(text.encode())
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_sentences_are_read(tmp_path, end):
+    (tmp_path / "parses.conllu").write_bytes(GOOD.replace("\n", end).encode())
+    first, second = read_conllu(tmp_path / "parses.conllu")
+    assert first == [
+        ParsedWord("It", 3, "nsubj"),
+        ParsedWord("isn't", 3, "cop"),
+        ParsedWord("isn't", 3, "neg", is_joined=True),
+        ParsedWord("red", -1, "root"),
+        ParsedWord(".", 3, "punct"),
+    ]
+    assert second == [ParsedWord("Stars", -1, "root")]
+
+
+@pytest.mark.parametrize(("old", "new"), [("\tnsubj", " nsubj"), ("1\tIt", "2\tIt"), ("\t4\tnsubj", "\t_\tnsubj")])
+def test_a_damaged_line_is_named(tmp_path, old, new):
+    (tmp_path / "parses.conllu").write_text(GOOD.replace(old, new))
+    with pytest.raises(ValueError, match=r"parses\.conllu, line 2"):
+        list(read_conllu(tmp_path / "parses.conllu"))
+
+
+def words(*forms: str) -> list[ParsedWord]:
+    return [ParsedWord(form, row - 1, "dep") for row, form in enumerate(forms)]
+
+
+def placed(parsed: list[ParsedWord], text: str) -> list[str]:
+    return [text[slice(*word.span)] for word in Parses.of([parsed], "here").find(text)]
+
+
+def test_words_are_placed_in_the_caption():
+    text = 'A man\'s  red car ( 3 ) , "old".'
+    forms = ["A", "man", "'s", "red", "car", "-LRB-", "3", "-RRB-", ",", "``", "old", "''", "."]
+    assert placed(words(*forms), text) == ["A", "man", "'s", "red", "car", "(", "3", ")", ",", '"', "old", '"', "."]
+    assert placed(words("-LRB-", "x"), "-LRB- x") == ["-LRB-", "x"], "the caption may be written like its parse"
+    assert placed(words("New York", "x"), "New York x") == ["New York", "x"]
+    joined = [
+        *words("a"),
+        ParsedWord("isn't", 0, "cop"),
+        ParsedWord("isn't", 0, "neg", is_joined=True),
+        ParsedWord("b", 0, "x"),
+    ]
+    assert placed(joined, "a isn't b") == ["a", "isn't", "isn't", "b"]
+
+
+def test_parses_are_found_whatever_the_white_space():
+    parses = Parses.of([words("A", "star", "."), words("``", "x", "''"), words("A", "star", ".")], "here")
+    assert len(parses.by_text) == 2
+    found = parses.find("A star.")
+    assert [(word.span, word.governor) for word in found] == [((0, 1), -1), ((2, 6), 0), ((6, 7), 1)]
+    assert parses.find('" x "') is not None and parses.find("A stars.") is None
+
+
+# spaCy
+
+
+def test_spacy_parses_each_text_once(monkeypatch):
+    asked = []
+
+    def document(text: str):
+        tokens = [SimpleNamespace(i=i, text=form, dep_="dep") for i, form in enumerate(text.split(" "))]
+        for token in tokens:
+            token.is_space = not token.text
+            token.head = tokens[-1]
+        return tokens
+
+    def load(name: str, **options):
+        if name == "missing":
+            raise OSError("no such model")
+        return SimpleNamespace(pipe=lambda texts: [asked.append(text) or document(text) for text in texts])
+
+    monkeypatch.setitem(sys.modules, "spacy", SimpleNamespace(load=load))
+    parses = parse_with_spacy(["a  star", "a  star", "b"], "small")
+    assert asked == ["a  star", "b"] and parses.origin == "spaCy, small"
+    found = parses.find("a star")
+    assert [(word.span, word.governor) for word in found] == [((0, 1), 1), ((2, 6), -1)]
+    with pytest.raises(ValueError, match="spacy download missing"):
+        parse_with_spacy(["a"], "missing")
+    monkeypatch.setitem(sys.modules, "spacy", None)
+    with pytest.raises(ValueError, match=r"spaCy .* is not installed"):
+        parse_with_spacy(["a"], "small")
+
+
+SENTENCES = """\
+1	{det}	_	DET	_	_	3	det	_	_
+2	{color}	_	ADJ	_	_	3	amod	_	_
+3	{shape}	_	NOUN	_	_	0	root	_	_
+4	next	_	ADP	_	_	3	prep	_	_
+5	to	_	ADP	_	_	4	prep	_	_
+6	the	_	DET	_	_	7	det	_	_
+7	{other}	_	NOUN	_	_	5	pobj	_	_
+8	.	_	PUNCT	_	_	3	punct	_	_
+"""
+
+
+@pytest.fixture(scope="module")
+def gold(tmp_path_factory) -> Path:
+    draw = random.Random(0)
+    shapes = ["star", "circle", "square", "cross"]
+    path = tmp_path_factory.mktemp("gold") / "captions.conllu"
+    with path.open("w") as file:
+        for _ in range(60):
+            own = {"det": draw.choice(["A", "The"]), "color": draw.choice(["red", "blue", "green"])}
+            own |= {"shape": draw.choice(shapes), "other": draw.choice(shapes)}
+            file.write(SENTENCES.format(**own) + "\n")
     return path
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_sentences_are_read(tmp_path, end):
-    first, second = read_conllu(written(tmp_path, GOOD.replace("\n", end)))
-    assert first == [
-        ParsedWord("It", "PRON", 3, "nsubj"),
-        ParsedWord("isn't", "AUX", 3, "cop"),
-        ParsedWord("isn't", "PART", 3, "neg", joined=1),
-        ParsedWord("red", "ADJ", -1, "root"),
-        ParsedWord(".", "PUNCT", 3, "punct"),
-    ]
-    assert second == [ParsedWord("Stars", "NOUN", -1, "root")]
+@pytest.fixture(scope="module")
+def model(gold, tmp_path_factory) -> str:
+    """Folder of a spaCy pipeline whose parser was trained on `gold`; its published models need a download."""
+    spacy = pytest.importorskip(
+        "spacy", reason='spaCy is not installed; pip install "e2e-vl[parse]" lets this test run'
+    )
+    from spacy.tokens import Doc
+    from spacy.training import Example
+
+    spacy.util.fix_random_seed(0)
+    pipeline = spacy.blank("en")
+    pipeline.add_pipe("parser")
+    examples = []
+    for sentence in read_conllu(gold):
+        forms = [word.form for word in sentence]
+        heads = [row if word.governor < 0 else word.governor for row, word in enumerate(sentence)]
+        truth = {"words": forms, "heads": heads, "deps": [word.relation for word in sentence]}
+        examples.append(Example.from_dict(Doc(pipeline.vocab, words=forms), truth))
+    pipeline.initialize(lambda: examples)
+    for _ in range(8):
+        for start in range(0, len(examples), 10):
+            pipeline.update(examples[start : start + 10])
+    folder = tmp_path_factory.mktemp("spacy") / "model"
+    pipeline.to_disk(folder)
+    return str(folder)
 
 
-def changed(line: int, old: str, new: str) -> str:
-    lines = GOOD.split("\n")
-    assert old in lines[line - 1]
-    lines[line - 1] = lines[line - 1].replace(old, new)
-    return "\n".join(lines)
+def test_parses_of_the_real_spacy_are_the_gold_ones(gold, model):
+    truth = read_parses(gold)
+    texts = {" ".join(word.form for word in sentence) for sentence in read_conllu(gold)}
+    parses = parse_with_spacy([*sorted(texts), "The red star \n next to the cross ."], model)
+    assert len(truth.by_text) == len(texts) > 20
+    for text in texts:
+        found, expected = parses.find(text), truth.find(text)
+        assert [(word.span, word.governor) for word in found] == [(word.span, word.governor) for word in expected]
+        assert [word.relation.lower() for word in found] == [word.relation for word in expected]  # spaCy writes ROOT
+    spaced = parses.find("The red star \n next to the cross .")
+    assert [word.span for word in spaced][:3] == [(0, 3), (4, 7), (8, 12)] and len(spaced) == 8
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (changed(2, "\tnsubj", " nsubj"), "line 2"),  # 9 columns
-        (changed(2, "1\t", "2\t"), "line 2"),
-        (changed(2, "\t4\t", "\t_\t"), "line 2"),
-        (changed(2, "\t4\t", "\t6\t"), "line 2"),  # a governor that is not there
-    ],
-)
-def test_damaged_lines_are_named(tmp_path, text, message):
-    with pytest.raises(ValueError, match=rf"parses\.conllu, {message}: not a word of CoNLL-U"):
-        list(read_conllu(written(tmp_path, text)))
+# Wordpieces
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "# sent_id = 1\n\n"])
-def test_a_file_without_a_sentence_is_refused(tmp_path, text):
-    path = tmp_path / "parses.conllu"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"parses\.conllu: there is no sentence in the file; parse the captions first"):
-        list(read_conllu(path))
+TEXT = "The red star and it ."
+SPANS = ((0, 12), (17, 19))
+BOXES = (np.array([[1.0, 2, 3, 4]]), np.zeros((0, 4)))
+RELATIONS = [("The", 2, "det"), ("red", 2, "amod"), ("star", -1, "root"), ("and", 2, "cc"), ("it", 2, "conj")]
+PARSE = [ParsedWord(*row) for row in [*RELATIONS, (".", 2, "punct")]]
+
+
+def annotated(tmp_path, *, parse=PARSE, max_length: int | None = None, **options) -> CaptionAnnotations:
+    """The vocabulary spells "star" as st ##ar."""
+    pieces = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "red", "st", "##ar", "and", "it", ".", "x")
+    (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces))
+    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
+    parses = None if parse is None else Parses.of([parse], "here")
+    preprocessor = CaptionPreprocessor(TextTokenizer(tokenizer, max_length=max_length), parses, **options)
+    text = SampleText(0, TEXT, {}, phrases=PhraseBoxes(SPANS, BOXES))
+    [example] = preprocessor(sample_of(text), [photo()], None)
+    return example.record[RECORD]
+
+
+def test_phrases_and_words_have_their_wordpieces(tmp_path):
+    caption = annotated(tmp_path)
+    assert caption.phrases == ["The red star", "it"] and caption.phrase_spans.tolist() == [[1, 5], [6, 7]]
+    assert caption.forms == ["The", "red", "star", "and", "it", "."]
+    assert caption.word_spans.tolist() == [[1, 2], [2, 3], [3, 5], [5, 6], [6, 7], [7, 8]]
+    assert caption.phrase_of == [0, 0, 0, -1, 1, -1]
+    assert caption.is_head == [False, False, True, False, True, False]
+    found = {(caption.forms[one.governor], caption.forms[one.dependent], one.label) for one in caption.relations}
+    assert found == {
+        ("star", form, label) for form, governor, label in [*RELATIONS, (".", 2, "punct")] if governor == 2
+    }
+    assert caption.is_word.tolist() == [False, *[True] * 7, False]
+    assert [len(own) for own in caption.boxes] == [1, 0] and caption.is_parsed
+
+
+def test_what_is_cut_off_is_counted(tmp_path):
+    caption = annotated(tmp_path, max_length=6)  # [CLS] the red st ##ar [SEP]
+    assert caption.phrases == ["The red star"] and caption.phrases_cut == 1
+    assert caption.forms == ["The", "red", "star"] and caption.words_cut == 3
+    assert [one.label for one in caption.relations] == ["det", "amod"]
+    caption = annotated(tmp_path, max_length=5)  # [CLS] the red st [SEP]: a phrase is cut in its middle
+    assert caption.phrases == [] and caption.phrases_cut == 2
+    assert caption.forms == ["The", "red"] and caption.words_cut == 4
+
+
+def test_without_a_parse_there_are_words_without_relations(tmp_path):
+    caption = annotated(tmp_path, parse=None)
+    assert caption.forms == TEXT.split() and not caption.relations and not caption.is_parsed
+    other = [dataclasses.replace(word, form="x") for word in PARSE]
+    with pytest.raises(ValueError, match=r"here: the caption 'The red star and it \.' has no parse"):
+        annotated(tmp_path, parse=other)
+    assert not annotated(tmp_path, parse=other, needs_parses=False).is_parsed
+
+
+def test_a_text_without_phrases_is_refused(tmp_path):
+    preprocessor = CaptionPreprocessor(TextTokenizer(make_tokenizer(tmp_path, "the")))
+    with pytest.raises(ValueError, match="text 3"):
+        list(preprocessor(sample_of(SampleText(3, "the", {})), [photo()], None))

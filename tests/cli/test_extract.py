@@ -335,9 +335,9 @@ def words(images: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_two_processes_that_are_killed_and_one_that_goes_on(words, tmp_path, capsys):
     """Every image is there once, in the order of the list, with the features of an undisturbed extraction."""
     output = tmp_path / "out.tsv"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "--"]
     process = subprocess.Popen(
-        [sys.executable, *launch, "-m", "e2e_vl", "extract", *words, "--output", str(output)],
+        [sys.executable, *launch, "e2e_vl", "extract", *words, "--output", str(output)],
         cwd=ROOT,
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Regions coloured by attention: values, overlaps, and images of any shape."""
+"""Regions coloured by attention: values, overlaps, and images of any shape; maps among words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from PIL import Image
 
 from e2e_vl.analysis.captions import CaptionAnnotations
 from e2e_vl.analysis.collect import RecordedText
-from e2e_vl.analysis.figures import ChosenHead, chosen_heads, draw_overlays, heat_on
+from e2e_vl.analysis.figures import ChosenHead, chosen_heads, draw_overlays, draw_word_map, heat_on
 from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.run import write_page
 from e2e_vl.analysis.tables import AttentionResults
@@ -104,17 +104,11 @@ def test_an_image_that_is_missing_is_said_on_the_page(tmp_path):
     overlays = draw_overlays(tmp_path / "out", results(), [seen(str(tmp_path / "no.png"), (9, 9), "x")], [])
     region = next(one for one in overlays if one.graph == "joint")
     assert region.file is None and "no.png" in region.problem
-    page = write_page(tmp_path / "page.html", results(), {}, overlays).read_text()
+    other = [dataclasses.replace(one, index=8) for one in overlays]
+    page = write_page(tmp_path / "page.html", results(), {}, [*overlays, *other]).read_text()
+    assert page.count("<h3>a caption</h3>") == 2, "equal captions of two images have a heading each"
     assert "No picture: " in page and "no.png" in page and "No parses were given" in page
     assert "No measure of this graph has an example." in page
-
-
-def test_equal_captions_of_two_images_have_a_heading_each(tmp_path):
-    texts = [dataclasses.replace(seen(str(tmp_path / "no.png"), (9, 9), "x"), index=index) for index in (7, 8)]
-    overlays = draw_overlays(tmp_path / "out", results(), texts, [ChosenHead("joint", 0, 0)] * 2)
-    assert [one.index for one in overlays] == [7, 7, 8, 8]
-    page = write_page(tmp_path / "page.html", results(), {}, overlays).read_text()
-    assert page.count("<h3>a caption</h3>") == 2
 
 
 def test_heads_are_chosen_by_graph_and_number():
@@ -122,6 +116,14 @@ def test_heads_are_chosen_by_graph_and_number():
     assert chosen_heads(["1-3", "language:2-1"], GRAPHS, options, 3) == [
         *(ChosenHead("joint", 0, 2), ChosenHead("language", 1, 0)),
     ]
-    for word in ("2-1", "1-4", "language:3-1"):
-        with pytest.raises(ValueError, match=r"has the layers 1 to [12] with the heads 1 to 3"):
+    for word in ("2-1", "1-4", "language:3-1", "vision:1-1"):
+        with pytest.raises(ValueError, match=f"--heads has '{word}'"):
             chosen_heads([word], GRAPHS, options, 3)
+
+
+def test_words_are_shown_as_they_are_written():
+    """A dollar sign would begin a formula."""
+    words = ["$_$", "$5-$10", r"\frac"]
+    picture = draw_word_map("layer 0, head 1: $x", words, np.eye(3))
+    assert picture.startswith(b"\x89PNG")
+    assert picture != draw_word_map("layer 0, head 1: $x", ["a", "b", "c"], np.eye(3))

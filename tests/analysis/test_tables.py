@@ -62,13 +62,3 @@ def test_without_entities_no_head_is_active_over_them():
     found = results(active_over="entities", has_entities=False)
     assert found.relation_rows("g")[0]["best active head"] == "" and not found.active("g", RELATIONS).any()
     assert results(has_entities=False).relation_rows("g")[0]["best active head"] == "0-1"
-
-
-def test_the_output_states_what_was_chosen_and_what_is_fixed():
-    notes = " ".join(results(min_iou=0.4).notes)
-    assert "as a mean over the same examples as the accuracy" in notes
-    assert "an IoU of exactly 0.4 counts as a match" in notes
-    assert "the first of them in the order of the boxes" in notes
-    other = " ".join(results(active_over="entities").notes)
-    assert "as a mean over all measured entities; the same heads are active for relations" in other
-    assert "same examples" not in other
