@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from detector.backbones import FPN, ResNet, make_mobilenet, recompute_activations
@@ -114,7 +114,11 @@ class TwoStageDetector(Detector):
         The score and class of a RoI sampled in training belong to its best foreground class; a whole-image row has
         score 1 and class K (background). The `mean` of each loss is Detectron2's value, weights included.
         """
-        self._check_input(images, boxes, targets)
+        if boxes is not None:
+            check_all_boxes(boxes, images.names, "box")
+        if targets is not None:
+            check_all_boxes(targets.boxes, images.names, "annotated box")
+            self._check_classes(targets.classes, images.names)
         if pixel_masks is not None:
             images = dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, pixel_masks))
         sizes = [(height, width) for height, width in images.sizes.tolist()]
@@ -202,17 +206,12 @@ class TwoStageDetector(Detector):
             classes = [torch.cat((rows.new_full((1,), self.num_classes), rows)) for rows in classes]
         return dataclasses.replace(regions, scores=scores, classes=classes)
 
-    def _check_input(self, images: ImageBatch, boxes: list[Tensor] | None, targets: DetectionTargets | None) -> None:
-        if boxes is not None:
-            check_all_boxes(boxes, images.names, "box")
-        if targets is None:
-            return
-        check_all_boxes(targets.boxes, images.names, "annotated box")
-        classes = torch.cat(targets.classes)
-        if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < self.num_classes:
+    def _check_classes(self, classes: list[Int64[Tensor, " _G"]], names: list[str]) -> None:
+        joined = torch.cat(classes)
+        if len(joined) and not 0 <= int(joined.min()) <= int(joined.max()) < self.num_classes:
             raise UserError(
-                f"{', '.join(images.names)}: an annotated object has a class label that is not in 0 .. "
-                f"{self.num_classes - 1}; set MODEL.ROI_HEADS.NUM_CLASSES to the number of classes of the data."
+                f"{', '.join(names)}: a class label of an annotated object is not in 0 .. {self.num_classes - 1}; set "
+                "MODEL.ROI_HEADS.NUM_CLASSES to the number of classes of the data."
             )
 
 

@@ -36,18 +36,6 @@ PREDICTOR = "roi_heads.box_predictor."
 FOLDED_VARIANCE = 1 - NORM_EPS  # with the epsilon: exactly 1
 
 BLOCK = re.compile(r"layer(?P<stage>[1-4])\.(?P<block>\d+)\.(?P<rest>.+)")
-_FPN = re.compile(r"backbone\.fpn\.(?P<kind>inner|layer)_blocks\.(?P<map>\d)\.((?P<part>\d)\.)?(?P<parameter>\w+)")
-_FPN_KINDS = {"inner": "fpn_lateral", "layer": "fpn_output"}
-_RPN_CONV = re.compile(r"rpn\.head\.conv\.((?P<index>\d+)\.0\.)?(?P<parameter>weight|bias)")
-_BOX_CONV = re.compile(r"roi_heads\.box_head\.(?P<index>\d+)\.(?P<part>[01])\.(?P<parameter>\w+)")
-_BOX_FC = re.compile(r"roi_heads\.box_head\.(?P<index>\d+)\.(?P<parameter>weight|bias)")
-_PARTS = {None: "", "0": "", "1": "norm."}  # of a convolution with its batch norm
-_LAYERS = {
-    "rpn.head.cls_logits.": f"{RPN_HEAD}objectness_logits.",
-    "rpn.head.bbox_pred.": f"{RPN_HEAD}anchor_deltas.",
-    "roi_heads.box_head.fc6.": "roi_heads.box_head.fc1.",
-    "roi_heads.box_head.fc7.": "roi_heads.box_head.fc2.",
-}
 
 
 def from_torchvision_detector(tensors: Mapping[str, Tensor], *, norm_eps: float = NORM_EPS) -> dict[str, Tensor]:
@@ -72,28 +60,36 @@ def from_torchvision_detector(tensors: Mapping[str, Tensor], *, norm_eps: float 
 def detector_names(names: Iterable[str]) -> dict[str, str]:
     """Torchvision's names -> Detectron2's. What no part of a Faster R-CNN has keeps its name."""
     names = list(names)
-    rpn_convs = {match["index"] for name in names if (match := _RPN_CONV.fullmatch(name))}
-    box_fcs = sorted({int(match["index"]) for name in names if (match := _BOX_FC.fullmatch(name))})
-    is_resnet = any(name.startswith(f"{BODY}layer") for name in names)
+    has_several_convs = any(name.startswith("rpn.head.conv.1.") for name in names)
+    fcs = sorted({int(found[1]) for name in names if (found := re.match(r"roi_heads\.box_head\.(\d+)\.[wb]", name))})
+    box_head = "roi_heads.box_head."
+    rules: list[tuple[str, str | Callable[[re.Match], str]]] = [
+        (r"rpn\.head\.conv\.(\d)\.0\.", rf"{RPN_HEAD}conv.conv\1." if has_several_convs else f"{RPN_HEAD}conv."),
+        (r"rpn\.head\.conv\.(?=weight|bias)", f"{RPN_HEAD}conv."),
+        (r"rpn\.head\.cls_logits\.", f"{RPN_HEAD}objectness_logits."),
+        (r"rpn\.head\.bbox_pred\.", f"{RPN_HEAD}anchor_deltas."),
+        (r"roi_heads\.box_head\.fc([67])\.", lambda found: f"{box_head}fc{int(found[1]) - 5}."),
+        (r"roi_heads\.box_head\.(\d+)\.0\.", lambda found: f"{box_head}conv{int(found[1]) + 1}."),
+        (r"roi_heads\.box_head\.(\d+)\.1\.", lambda found: f"{box_head}conv{int(found[1]) + 1}.norm."),
+        (r"roi_heads\.box_head\.(\d+)\.(?=[wb])", lambda found: f"{box_head}fc{fcs.index(int(found[1])) + 1}."),
+    ]
+    if any(name.startswith(f"{BODY}layer") for name in names):
+        kinds, parts = {"inner": "lateral", "layer": "output"}, {None: "", "0.": "", "1.": "norm."}
+        rules += [
+            (r"backbone\.body\.(.+)", lambda found: f"backbone.bottom_up.{trunk_name(found[1])}"),
+            (
+                r"backbone\.fpn\.(inner|layer)_blocks\.(\d)\.([01]\.)?",
+                lambda found: f"backbone.fpn_{kinds[found[1]]}{int(found[2]) + 2}.{parts[found[3]]}",
+            ),
+        ]
+    else:  # a MobileNet keeps torchvision's names
+        rules.append((r"(backbone\.fpn\.\w+_blocks\.\d\.)(?=weight|bias)", r"\g<1>0."))
 
-    def detector_name(name: str) -> str:
-        if is_resnet and name.startswith(BODY):
-            return f"backbone.bottom_up.{trunk_name(name.removeprefix(BODY))}"
-        if match := _FPN.fullmatch(name):
-            kind, level, part = match["kind"], int(match["map"]), match["part"]
-            if is_resnet:
-                return f"backbone.{_FPN_KINDS[kind]}{level + 2}.{_PARTS[part]}{match['parameter']}"
-            return f"backbone.fpn.{kind}_blocks.{level}.{part or 0}.{match['parameter']}"
-        if match := _RPN_CONV.fullmatch(name):
-            layer = f"conv.conv{match['index']}" if len(rpn_convs) > 1 else "conv"
-            return f"{RPN_HEAD}{layer}.{match['parameter']}"
-        if match := _BOX_CONV.fullmatch(name):
-            return f"roi_heads.box_head.conv{int(match['index']) + 1}.{_PARTS[match['part']]}{match['parameter']}"
-        if match := _BOX_FC.fullmatch(name):
-            return f"roi_heads.box_head.fc{box_fcs.index(int(match['index'])) + 1}.{match['parameter']}"
-        return next((layer + name.removeprefix(old) for old, layer in _LAYERS.items() if name.startswith(old)), name)
-
-    return {name: detector_name(name) for name in names}
+    renamed = {}
+    for name in names:
+        pattern, new = next((rule for rule in rules if re.match(rule[0], name)), ("", ""))
+        renamed[name] = re.sub(f"^{pattern}", new, name, count=1)
+    return renamed
 
 
 def trunk_name(name: str) -> str:
