@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from detector.errors import UserError
 from detector.structures import Regions
@@ -76,16 +77,12 @@ def test_binary_loss_is_the_mean_over_all_real_regions():
     batch, _, regions = expressions_about()
     states = encoded(regions)
     output = task(batch, regions, states)
-    scores = task.head(states.regions).detach()
-    expected = []
-    positives = [{2}, {1}, {2}]
-    for text, count in enumerate((3, 4, 4)):
-        for row in range(count):
-            probability = 1 / (1 + math.exp(-float(scores[text, row])))
-            expected.append(-math.log(probability if row in positives[text] else 1 - probability))
+    scores, is_real = task.head(states.regions), regions.attention_mask
+    truth = torch.zeros_like(scores)
+    truth[[0, 1, 2], [2, 1, 2]] = 1
     loss = output.losses["referring"]
-    assert loss.count.item() == 11
-    assert loss.mean.item() == pytest.approx(sum(expected) / 11, rel=1e-5)
+    assert loss.count.item() == is_real.sum() == 11
+    torch.testing.assert_close(loss.mean, F.binary_cross_entropy_with_logits(scores[is_real], truth[is_real]))
     loss.mean.backward()
     gradient = states.regions.grad.abs().sum(dim=-1)
     assert (gradient[regions.attention_mask] > 0).all() and (gradient[~regions.attention_mask] == 0).all()
@@ -98,7 +95,7 @@ def test_batch_without_a_positive_region_is_all_negative():
     assert not task.positive_regions(regions, batch.targets.box).any()
     loss = task(batch, regions, states).losses["referring"]
     scores = task.head(states.regions)[regions.attention_mask]
-    assert loss.mean.item() == pytest.approx(torch.nn.functional.softplus(scores).mean().item(), rel=1e-5)
+    assert loss.mean.item() == pytest.approx(F.softplus(scores).mean().item(), rel=1e-5)
     soft = make_task(loss="softmax")(batch, regions, states).losses["referring"]
     assert (soft.total.item(), soft.count.item(), soft.mean.item()) == (0, 0, 0)
     soft.mean.backward()
@@ -154,7 +151,7 @@ def test_positive_weight_counts_positive_regions_more():
     states = encoded(regions)
     once, thrice = (make_task(positive_weight=weight)(batch, regions, states).losses["referring"] for weight in (1, 3))
     scores = make_task().head(states.regions)
-    positive = torch.nn.functional.softplus(-scores[[0, 1, 2], [2, 1, 2]]).sum()
+    positive = F.softplus(-scores[[0, 1, 2], [2, 1, 2]]).sum()
     assert (thrice.total - once.total).item() == pytest.approx(2 * positive.item(), rel=1e-4)
     assert thrice.count.item() == once.count.item()
 
@@ -213,21 +210,6 @@ def test_text_without_any_region_is_an_error_that_names_the_image_or_a_miss():
     assert (predictions[1].box, predictions[1].score, predictions[1].candidate_boxes) == (None, 0, ())
 
 
-def test_metrics_score_the_predictions():
-    task = make_task()
-    batch, regions, text_regions = expressions_about()
-    predictions = task.predict(batch, scored(task, batch, regions, text_regions, [[0, 1, 2, 9.0]] * 3))
-    truths = ([20, 10, 30, 25], [2.5, 10, 12.5, 90], [100, 100, 110, 110])
-    records = [
-        msgspec.structs.replace(prediction, gt_box=tuple(truth))
-        for prediction, truth in zip(predictions, truths, strict=True)
-    ]
-    metrics = task.metrics(records)
-    assert metrics["accuracy"] == pytest.approx(1 / 3)  # the last text's region 3 is wrong, so is the second's
-    assert metrics["ceiling"] == pytest.approx(2 / 3)
-    assert [task.correct(record) for record in records] == [1, 0, 0]
-
-
 def test_texts_about_two_images_use_each_image_scale():
     task = make_task()
     batch, regions, _ = expressions_about()
@@ -281,6 +263,8 @@ def test_an_expression_is_described_with_both_boxes_and_whether_there_was_a_righ
     assert summary.note == "no right box was among 1 candidates"
     summary = task.describe(prediction_of(**found | {"score": 0.0}, box=None))
     assert (summary.answer, summary.score) == ("no box", None)
+    assert [task.correct(prediction_of(box=box)) for box in (chosen, [10, 10, 40, 38])] == [0, 1]
+    assert task.correct(prediction_of(gt_box=None)) is None
     for chosen, mistake in (("dog", "dog"), ("cat", "another cat")):
         summary = task.describe(prediction_of(category="cat", detected_class=chosen))
         assert summary.mistakes == (("cat", mistake),)

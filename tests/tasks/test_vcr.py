@@ -20,7 +20,6 @@ from e2e_vl.tasks.vcr import (
     Piece,
     VCRTargets,
     VCRTask,
-    encode_sentence,
     parse_sentence,
     truncate_answers,
     truncate_rationales,
@@ -28,7 +27,7 @@ from e2e_vl.tasks.vcr import (
 from e2e_vl.text import TextTokenizer
 from tests.data.tiny_vcr import TinyVCR
 from tests.tasks.batches import make_batch
-from tests.tasks.preprocessors import decoded, make_tokenizer, photo, preprocess, tokens
+from tests.tasks.preprocessors import decoded, photo, preprocess, tokens
 
 H = 6
 CLASSES = [torch.tensor([2, 0]), torch.tensor([1])]  # of the candidate boxes of two images
@@ -65,7 +64,8 @@ def run(task: VCRTask, batch: Batch, whole_image: bool = True) -> tuple[TaskOutp
     return task(batch, regions, encoded), regions, encoded
 
 
-def test_sigmoid_loss_is_a_mean_over_all_choices():
+def test_loss_of_choices():
+    """A mean over all choices with "sigmoid", over questions with "softmax"."""
     task = VCRTask(H).eval()
     output, _, encoded = run(task, two_questions([2, 0]))
     assert output.logits.shape == (2, 4)
@@ -74,12 +74,8 @@ def test_sigmoid_loss_is_a_mean_over_all_choices():
     expected = F.binary_cross_entropy_with_logits(output.logits, truth)
     torch.testing.assert_close(output.losses["choice"].mean, expected)
     assert output.losses["choice"].count == 8
-
-
-def test_softmax_loss_is_a_mean_over_questions():
     output, _, _ = run(VCRTask(H, VCRConfig(loss="softmax")).eval(), two_questions([2, 0]))
-    expected = F.cross_entropy(output.logits, torch.tensor([2, 0]))
-    torch.testing.assert_close(output.losses["choice"].mean, expected)
+    torch.testing.assert_close(output.losses["choice"].mean, F.cross_entropy(output.logits, torch.tensor([2, 0])))
     assert output.losses["choice"].count == 2
 
 
@@ -148,11 +144,12 @@ def test_what_does_not_fit_is_found_before_training():
 def test_a_choice_is_described_with_the_right_one():
     base = {"text": "Why ?", "choices": ["a", "b", "c", "d"], "choice": 1, "probabilities": [0.1, 0.6, 0.2, 0.1]}
 
-    def words(**more) -> PredictionSummary:
-        return VCRTask(8).describe(VCRPrediction.of(base | more))
-
-    assert words(label=2, family="f") == PredictionSummary("Why ?", "b", 0.6, "c", "the right choice has 0.20", "f")
-    assert words(label=1).note == "" and words() == PredictionSummary("Why ?", "b", 0.6)
+    for more, expected in (
+        ({"label": 2, "family": "f"}, ("c", "the right choice has 0.20", "f")),
+        ({"label": 1}, ("b",)),
+        ({}, ()),
+    ):
+        assert VCRTask(8).describe(VCRPrediction.of(base | more)) == PredictionSummary("Why ?", "b", 0.6, *expected)
 
 
 def test_a_picture_of_a_choice_has_the_named_boxes(grey):
@@ -186,15 +183,6 @@ def test_cutting_rationales():
     question, answer, rationales = pieces(2), pieces(6), [pieces(4)]
     truncate_rationales(question, answer, rationales, limit=8)
     assert (len(question), len(answer), len(rationales[0])) == (1, 3, 4)
-
-
-def test_pieces_know_their_row_and_their_word(tmp_path):
-    tokenizer = make_tokenizer(tmp_path, "is and casey hat")
-    names, rows = ["Casey", "hats"], [4, -1]
-    pieces = encode_sentence(["Is", [0, 1], "?"], names, rows, tokenizer)
-    found = [(tokenizer.convert_ids_to_tokens(piece.id), piece.row, piece.word) for piece in pieces]
-    spelled = [("hat", -1, 3), ("##s", -1, 3)]
-    assert found == [("is", -1, 0), ("casey", 4, 1), ("and", -1, 2), *spelled, ("[UNK]", -1, 4)]
 
 
 def test_sentences_of_users_name_objects():
@@ -269,42 +257,31 @@ def test_people_are_named_in_turn_and_in_training_from_anywhere(tiny):
     assert line(tiny, own).startswith("[CLS] why is pat and chair there")
 
 
-def test_controls_without_words(tiny):
-    assert [tokens(text, tiny.tokenizer) for text in texts_of(tiny, blank=True)] == [["[CLS]", "[SEP]", "[SEP]"]] * 4
-    answers = texts_of(tiny, blank_question=True)
-    assert tokens(answers[1], tiny.tokenizer) == ["[CLS]", "[SEP]", "yes", ".", "[SEP]"]
-
-
 def test_records_are_plain(tiny):
     tiny.lines[0]["family"] = "colour"
     record = texts_of(tiny)[3].record
-    assert (record["text_index"], record["annot_id"], record["kind"], record["label"]) == (0, "val-0", "answer", 2)
+    assert (record["annot_id"], record["label"], record["family"]) == ("val-0", 2, "colour")
     assert record["text"] == "Why is Riley and chair there ?"
     assert record["choices"][0] == "No Casey ."
     assert record["named_boxes"][1:3] == [("Riley", (30, 0, 50, 59)), ("chair", (60, 30, 95, 59))]
-    assert record["family"] == "colour"
 
 
-def test_names_by_mention(tiny):
-    """In the question [1] comes first; in the choices the turn goes on, in each of them from the same name."""
+@pytest.mark.parametrize(
+    ("restarts", "choices"),
+    [
+        (False, ["No Riley .", "Riley Jessie and Casey chair ."]),
+        (True, ["No Casey .", "Casey Riley and Casey chair ."]),  # [0] has the same name as [1] of the question
+    ],
+)
+def test_names_by_mention(tiny, restarts, choices):
+    """In the question [1] comes first; in each choice the names continue, or start again."""
     tiny.lines[0]["answer_choices"][1] = [[3, 0], "and", [1], [2], "."]
-    texts = texts_of(tiny, names_by="mention", join_word=None, training=True, epoch=5)
-    assert line(tiny, texts[0]) == "[CLS] why is casey chair there ? [SEP] no riley . [SEP]"
-    assert line(tiny, texts[1]).endswith("[SEP] riley jessie and casey chair . [SEP]")
-    assert texts[1].record["choices"][:2] == ["No Riley .", "Riley Jessie and Casey chair ."]
-
-
-def test_names_that_restart_in_choices(tiny):
-    """The turn begins anew there, so [0] has the same name as [1] of the question."""
-    tiny.lines[0]["answer_choices"][1] = [[3, 0], "and", [1], [2], "."]
-    settings = {"names_by": "mention", "names_restart_in_choices": True, "join_word": None}
+    settings = {"names_by": "mention", "names_restart_in_choices": restarts, "join_word": None}
     texts = texts_of(tiny, **settings, training=True, epoch=5)
-    assert line(tiny, texts[0]) == "[CLS] why is casey chair there ? [SEP] no casey . [SEP]"
-    assert line(tiny, texts[1]).endswith("[SEP] casey riley and casey chair . [SEP]")
+    assert line(tiny, texts[0]) == f"[CLS] why is casey chair there ? [SEP] {choices[0].lower()} [SEP]"
+    assert line(tiny, texts[1]).endswith(f"[SEP] {choices[1].lower()} [SEP]")
     assert texts[1].region_of_token[[3, 4, 8, 9, 11, 12]].tolist() == [1, 2, 3, 0, 1, 2]
-    record = texts[0].record
-    assert record["choices"][:2] == ["No Casey .", "Casey Riley and Casey chair ."]
-    assert record["named_boxes"][1][0] == "Casey"
+    assert texts[0].record["choices"][:2] == choices and texts[0].record["named_boxes"][1][0] == "Casey"
 
 
 def test_one_place_per_named_object_counted_before_wordpieces(tiny):
@@ -316,26 +293,17 @@ def test_one_place_per_named_object_counted_before_wordpieces(tiny):
     named = {position: row for position, row in enumerate(first.region_of_token.tolist()) if row >= 0}
     # [CLS] is 0 and the second text begins at 9
     assert named == {1 + 2: 1, 9 + 2: 0, 9 + 3: 2}
-
-
-def test_word_numbers_go_on_over_question_and_answer(tiny):
     tiny.lines[0]["answer_choices"][2] = ["chair's", [3], "."]
     first = texts_of(tiny, question="rationale", ground_at="word_number")[0]
-    assert line(tiny, first) == "[CLS] why is riley and chair there ? chair ' s jessie . [SEP] so . [SEP]"
     named = {position: row for position, row in enumerate(first.region_of_token.tolist()) if row >= 0}
-    assert named == {3: 1, 5: 2, 9: 3}  # the answer's own words are number 7 and 8
-
-
-def test_only_the_choice_is_cut(tiny):
-    texts = texts_of(tiny, cut="fronts", cut_choices_only=True, max_pieces=9)
-    assert line(tiny, texts[0]) == "[CLS] why is riley and chair there ? [SEP] casey . [SEP]"
-    assert line(tiny, texts[2]) == "[CLS] why is riley and chair there ? [SEP] chair . [SEP]"
+    assert named == {3: 1, 7: 3}  # question and answer are numbered together
 
 
 def test_question_and_choice_lose_their_fronts(tiny):
     """A question of 7 words loses none, one of 38 half of the excess, each for its own choice."""
-    texts = texts_of(tiny, cut="fronts", max_pieces=9)
-    assert line(tiny, texts[0]) == "[CLS] why is riley and chair there ? [SEP] casey . [SEP]"
+    for only in (False, True):
+        texts = texts_of(tiny, cut="fronts", cut_choices_only=only, max_pieces=9)
+        assert line(tiny, texts[0]) == "[CLS] why is riley and chair there ? [SEP] casey . [SEP]"
     tiny.lines[0]["question"] = ["so"] * 6 + [[1]] + ["why"] * 31
     texts = texts_of(tiny, cut="fronts", max_pieces=37)
     cut, short = (tokens(text, tiny.tokenizer) for text in texts[:2])

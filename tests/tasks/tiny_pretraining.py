@@ -35,11 +35,7 @@ def make_model(
     objectives: dict[str, Any] | None = None,
     **options: Any,
 ) -> VisionLanguageModel:
-    """The model with settings of the encoder, of objectives (name -> weight or settings) and of the task.
-
-    Raises:
-        ValueError: settings that cannot work.
-    """
+    """The model with settings of the encoder, of objectives (name -> weight or settings) and of the task."""
     torch.manual_seed(0)
     detector = make_detector(norm)
     settings = {
@@ -84,11 +80,7 @@ def make_detector(norm: str = "FrozenBN", attributes: int = 0) -> FasterRCNN:
 def put_together(
     detector: FasterRCNN, encoder: Encoder, objectives: dict[str, Any], **options: Any
 ) -> VisionLanguageModel:
-    """The pre-training model of these parts, with settings of the task.
-
-    Raises:
-        ValueError: settings that cannot work.
-    """
+    """The pre-training model of these parts, with settings of the task."""
     sizes = Sizes(16, VOCABULARY, detector.feature_dim, detector.num_classes, encoder.summary_size)
     config = PretrainingConfig(objectives=objectives, **options)
     task = PretrainingTask(sizes, config, build_objectives(objectives, sizes))

@@ -32,34 +32,22 @@ def with_probs(inputs: Inputs, seed: int = 2) -> list[torch.Tensor]:
     return probs
 
 
-@pytest.mark.parametrize("weight", [1.0, 3.0])
-def test_loss_is_a_cross_entropy_with_the_whole_distribution(weight):
-    inputs, objective = make_inputs(), masked_regions(weight=weight)
+def test_loss_is_a_cross_entropy_with_the_distribution_or_its_best_class():
+    inputs, objective = make_inputs(), masked_regions(weight=3.0)
     probs = with_probs(inputs)
     output = inputs.run(objective, Targets())
     # box 0 of either image is labelled; row 0 of a text is the whole image
     logits = objective.classify(inputs.encoded.regions[[0, 1], [1, 1]])
     torch.testing.assert_close(output.logits, logits)
     expected = -(torch.stack([probs[0][0], probs[1][0]]) * logits.log_softmax(dim=1)).sum(dim=1).mean()
-    torch.testing.assert_close(output.loss.mean, weight * expected)
+    torch.testing.assert_close(output.loss.mean, 3 * expected)
     assert output.loss.count == 2 and output.text.tolist() == [0, 1]
     best = torch.stack([probs[0][0], probs[1][0]]).argmax(dim=1)
     assert output.is_right.tolist() == (logits.argmax(dim=1) == best).tolist()
-
-
-def test_the_paper_learns_the_best_class():
-    inputs, objective = make_inputs(), masked_regions(labels="class")
-    probs = with_probs(inputs)
-    output = inputs.run(objective, Targets())
-    best = torch.stack([probs[0][0], probs[1][0]]).argmax(dim=1)
-    torch.testing.assert_close(output.loss.mean, F.cross_entropy(output.logits, best))
-
-
-def test_only_labelled_regions_get_gradients():
-    inputs, objective = make_inputs(), masked_regions()
-    with_probs(inputs)
-    inputs.run(objective, Targets()).loss.mean.backward()
+    output.loss.mean.backward()
     assert (inputs.encoded.regions.grad.abs().sum(dim=2) > 0).nonzero().tolist() == [[0, 1], [1, 1]]
+    output = inputs.run(masked_regions(labels="class"), Targets())  # paper
+    torch.testing.assert_close(output.loss.mean, F.cross_entropy(output.logits, best))
 
 
 def test_distributions_that_do_not_add_up_to_one_are_left_out():
