@@ -17,8 +17,10 @@ from e2e_vl.analysis.measures import HeadSums
 from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.run import write_page
 from e2e_vl.analysis.tables import AttentionResults
-from e2e_vl.config import RunConfig, save_config
+from e2e_vl.config import BoxSource, DataSettings, EncoderSettings, EvalSettings, RunConfig, TaskSettings, save_config
 from e2e_vl.io import RunLog
+from e2e_vl.metrics.refcoco import ReferringPrediction
+from e2e_vl.predictions import GroundedPhrase, write_list
 from e2e_vl.run.report import write_report
 from e2e_vl.structures import AttentionGraph
 from e2e_vl.tasks.refcoco import ReferringTask
@@ -77,19 +79,21 @@ def report(tmp_path_factory) -> Path:
         file = folder / f"image{number}.png"
         cv2.imwrite(str(file), np.full(size, 120 + number, np.uint8))
         height, width = size
-        box, other = [0, 0, width / 2, height / 2], [width / 2, height / 2, width, height]
+        box, other = (0, 0, width / 2, height / 2), (width / 2, height / 2, width, height)
         phrases = [
-            {"text": "an elephant", "box": box, "score": 0.9, "correct": False},
-            {"text": "the otorhinolaryngologists", "box": other, "score": 0.3, "correct": bool(number % 2)},
+            GroundedPhrase("an elephant", (0, 11), box, 0.9, correct=False),
+            GroundedPhrase("the otorhinolaryngologists", (17, 43), other, 0.3, correct=bool(number % 2)),
         ]
         for family, correct in (("relation", 0.0), ("attribute", 1.0)):
             record = {"file_name": str(file), "text": "an elephant near the " + "otorhinolaryngologists" * 3}
-            record |= {"box": box, "gt_box": other, "score": 0.5, "correct": correct, "grounded": phrases}
-            record |= {"family": family, "candidate_boxes": [box, other], "image_size": list(size)}
-            records.append(record | {"category": "elephant", "class": "a class with a long name"})
-    config = RunConfig(output=str(folder / ("a_folder" * 12)))
+            record |= {"box": box, "gt_box": other, "score": 0.5, "correct": correct, "grounded": tuple(phrases)}
+            record |= {"family": family, "candidate_boxes": (box, other), "image_size": size, "category": "elephant"}
+            records.append(ReferringPrediction(**record, detected_class="a class with a long name"))
+    parts = {"encoder": EncoderSettings("vl_bert"), "task": TaskSettings("refcoco")}
+    parts |= {"data": DataSettings("refcoco", root="data"), "eval": EvalSettings(boxes=[BoxSource.ONLINE])}
+    config = RunConfig(output=str(folder / ("a_folder" * 12)), **parts)
     save_config(config, folder / "config.yaml")
-    write_json(folder / "predictions_val_online.json", records)
+    write_list(folder / "predictions_val_online.json", records)
     metrics = {f"val/accuracy_{boxes}_boxes": 0.5 for boxes in ("gt", "detected", "own")}
     metrics |= {f"{name}/{family}": 0.25 for name in metrics for family in ("relation", "attribute", "superlative")}
     write_json(folder / "metrics.json", metrics | {"parameters": {"task": 3}, "seconds": 1.5})
