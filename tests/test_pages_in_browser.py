@@ -12,7 +12,7 @@ import torch
 
 from detector.io import write_json
 from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, MeasureKey
-from e2e_vl.analysis.figures import Overlay, draw_entity_figure, draw_relation_figure
+from e2e_vl.analysis.figures import Overlay, draw_head_figure
 from e2e_vl.analysis.measures import HeadSums
 from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.run import write_page
@@ -131,8 +131,8 @@ def analysis(tmp_path_factory) -> Path:
     )
     figures = {}
     for graph in graphs:
-        figures[f"entities_{graph}.png"] = draw_entity_figure(results, graph)
-        figures[f"relations_{graph}.png"] = draw_relation_figure(results, graph)
+        figures[f"entities_{graph}.png"] = draw_head_figure(results, graph, ENTITIES)
+        figures[f"relations_{graph}.png"] = draw_head_figure(results, graph, RELATIONS, labels)
     return write_page(folder / "attention.html", results, figures, some_overlays(folder))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +21,18 @@ from PIL import Image
 from detector.errors import UserError
 from detector.images import load_image
 from e2e_vl.analysis.collect import (
+    ALL,
     CONFIDENCE,
     DEPENDENCIES,
     ENTITIES,
     GROUPING,
     LARGEST,
     NEEDS,
-    RELATIONS,
     MeasureKey,
     RecordedText,
     phrase_queries,
 )
-from e2e_vl.analysis.measures import HeadSums, attention_from
+from e2e_vl.analysis.measures import attention_from
 from e2e_vl.analysis.options import AttentionOptions, parse_head
 from e2e_vl.analysis.tables import AttentionResults
 from e2e_vl.drawing import BLUE, GREEN, LONGEST, RED, draw_boxes
@@ -44,43 +44,34 @@ COLUMNS = 3  # panels side by side
 LONGEST_LABEL = 28  # characters of a relation in a title
 
 
-def draw_entity_figure(results: AttentionResults, graph: str) -> bytes:
-    """Accuracy of entity grounding of each head by layer, as figure 3 of VisualBERT's ACL paper; a PNG file."""
-    sums = results.of(graph, ENTITIES)
-    figure = Figure(figsize=(max(6.5, 1.6 + 0.45 * len(sums.hits)), 4.2), layout="constrained", dpi=130)
-    axes = figure.add_subplot()
-    _panel(axes, results, MeasureKey(graph, ENTITIES))
-    axes.set_title(f"Entity grounding, graph: {graph} ({sums.examples:,} entities)", fontsize=10)
-    axes.set_ylabel("accuracy")
-    axes.set_xlabel("layer")
-    figure.legend(handles=_legend([sums]), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    return _png(figure)
-
-
-def draw_relation_figure(results: AttentionResults, graph: str, measure: str = RELATIONS) -> bytes:
-    """Accuracy of syntactic grounding of each head by layer, a panel per relation, as figure 4; a PNG file."""
-    labels = results.relations[graph]
+def draw_head_figure(results: AttentionResults, graph: str, measure: str, labels: Sequence[str] = (ALL,)) -> bytes:
+    """Accuracy of each head by layer, as figures 3 and 4 of VisualBERT's ACL paper, a panel per label; a PNG file."""
     columns = min(COLUMNS, len(labels))
     rows = math.ceil(len(labels) / columns)
-    figure = Figure(figsize=(max(3.5 * columns, 6.5), 2.6 * rows + 0.8), layout="constrained", dpi=130)
-    top = max(float(results.of(graph, measure, label).accuracy.max()) for label in labels)
-    every = []
-    for number, label in enumerate(labels):
+    figure = Figure(figsize=(max(3.5 * columns, 7), 2.6 * rows + 0.8), layout="constrained", dpi=130)
+    every = [results.of(graph, measure, label) for label in labels]
+    top = max(float(sums.accuracy.max()) for sums in every)
+    for number, (label, sums) in enumerate(zip(labels, every, strict=True)):
         axes = figure.add_subplot(rows, columns, number + 1)
-        sums = results.of(graph, measure, label)
-        every.append(sums)
-        _panel(axes, results, MeasureKey(graph, measure, label), top=top)
-        short = label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
+        _panel(axes, results, MeasureKey(graph, measure, label), top)
+        title = label or f"{measure}, graph: {graph}"
+        short = title if len(labels) == 1 or len(title) <= LONGEST_LABEL else f"{title[: LONGEST_LABEL - 1]}…"
         axes.set_title(f"{short} ({sums.examples:,})", fontsize=9, parse_math=False)
         if number % columns == 0:
             axes.set_ylabel("accuracy", fontsize=8)
         if number >= len(labels) - columns:
             axes.set_xlabel("layer", fontsize=8)
-    figure.legend(handles=_legend(every), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    handles = [
+        Line2D([], [], marker="o", linestyle="", markersize=5, color=colour, label=label)
+        for colour, label in ((ACTIVE, "active head"), (INACTIVE, "inactive head"))
+    ]
+    names = dict.fromkeys(name for sums in every for name in sums.baselines)
+    handles += [Line2D([], [], color=LINES[name][0], linestyle=LINES[name][1], label=name) for name in names]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return _png(figure)
 
 
-def _panel(axes: Axes, results: AttentionResults, key: MeasureKey, top: float | None = None) -> None:
+def _panel(axes: Axes, results: AttentionResults, key: MeasureKey, top: float) -> None:
     """A point per head, light for inactive heads, with the number of the best active one; lines for baselines."""
     options, place = results.options, (key.graph, key.measure, key.label)
     sums, active, best = results.of(*place), results.active(*place), results.best_active(*place)
@@ -95,7 +86,7 @@ def _panel(axes: Axes, results: AttentionResults, key: MeasureKey, top: float | 
     for name in sums.baselines:
         colour, style = LINES[name]
         axes.axhline(sums.baseline(name), color=colour, linestyle=style, linewidth=1.2, zorder=0)
-    highest = max(float(sums.accuracy.max()), *(sums.baseline(name) for name in sums.baselines), top or 0)
+    highest = max(float(sums.accuracy.max()), *(sums.baseline(name) for name in sums.baselines), top)
     axes.set_ylim(0, min(1.18 * highest, 1.12) if highest else 1)
     axes.set_xlim(options.first_number - 0.6, options.first_number + layers - 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -118,16 +109,6 @@ def _panel(axes: Axes, results: AttentionResults, key: MeasureKey, top: float | 
 def _spread(head: int, heads: int) -> float:
     """A small step beside the layer, so that heads of one accuracy stay apart."""
     return 0.5 * (head / max(heads - 1, 1) - 0.5) if heads > 1 else 0.0
-
-
-def _legend(every: Iterable[HeadSums]) -> list[Line2D]:
-    """What points and lines mean."""
-    points = [
-        Line2D([], [], marker="o", linestyle="", markersize=5, color=colour, label=label)
-        for colour, label in ((ACTIVE, "active head"), (INACTIVE, "inactive head"))
-    ]
-    names = dict.fromkeys(name for sums in every for name in sums.baselines)
-    return points + [Line2D([], [], color=LINES[name][0], linestyle=LINES[name][1], label=name) for name in names]
 
 
 def _png(figure: Figure) -> bytes:

@@ -25,9 +25,8 @@ from e2e_vl.analysis.figures import (
     ChosenHead,
     Overlay,
     chosen_heads,
-    draw_entity_figure,
+    draw_head_figure,
     draw_overlays,
-    draw_relation_figure,
 )
 from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.tables import BASELINE_WORDS, AttentionResults, write_tables
@@ -213,9 +212,9 @@ def write_results(folder: Path, results: AttentionResults, found: Collected, hea
     figures: dict[str, bytes] = {}
     for graph in results.graphs:
         if results.of(graph, ENTITIES) is not None:
-            figures[f"entities_{graph}.png"] = draw_entity_figure(results, graph)
+            figures[f"entities_{graph}.png"] = draw_head_figure(results, graph, ENTITIES)
         if results.relations[graph]:
-            figures[f"relations_{graph}.png"] = draw_relation_figure(results, graph)
+            figures[f"relations_{graph}.png"] = draw_head_figure(results, graph, RELATIONS, results.relations[graph])
     for name, content in figures.items():
         (folder / name).write_bytes(content)
     overlays = draw_overlays(folder / "overlays", results, found.shown, heads)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from e2e_vl.analysis.collect import ALL, DEPENDENCIES, ENTITIES, RELATIONS, MeasureKey
-from e2e_vl.analysis.figures import ChosenHead, best_heads, draw_relation_figure
+from e2e_vl.analysis.figures import ChosenHead, best_heads, draw_head_figure
 from e2e_vl.analysis.measures import HeadSums
 from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.tables import AttentionResults, write_tables
@@ -54,8 +54,8 @@ def test_heads_are_active_over_the_examples_of_a_relation_or_over_entities(tmp_p
     write_tables(tmp_path, found)
     with (tmp_path / "relations.csv").open() as file:
         assert [one["active"] for one in csv.DictReader(file)] == active
-    picture = draw_relation_figure(found, "g")
-    assert picture.startswith(b"\x89PNG") and (picture == draw_relation_figure(results(), "g")) == (over == "examples")
+    picture, other = (draw_head_figure(one, "g", RELATIONS, ["amod"]) for one in (found, results()))
+    assert picture.startswith(b"\x89PNG") and (picture == other) == (over == "examples")
 
 
 def test_without_entities_no_head_is_active_over_them():

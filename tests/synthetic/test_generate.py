@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
-from e2e_vl.synthetic import FORMATS, ImitatedDetectorConfig, LanguageConfig, SceneConfig, generate, make_scenes
-from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split
-from e2e_vl.synthetic.scenes import SceneFacts
+from e2e_vl.synthetic import LanguageConfig, SceneConfig, generate, make_scenes
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -74,10 +70,8 @@ def test_second_call_does_nothing(small):
     ("change", "name"),
     [
         ({"seed": 6}, "seed"),
-        ({"scenes": {"train": 4}}, "scenes"),
         ({"config": SceneConfig(max_objects=8)}, "scene"),
         ({"language": LanguageConfig(refs_per_image=(1, 2))}, "language"),
-        ({"detections": ImitatedDetectorConfig(missed=0)}, "detections"),
         ({"image_format": "png"}, "image_format"),
     ],
 )
@@ -89,7 +83,7 @@ def test_other_settings_in_the_same_folder_are_an_error(small, change, name):
 def test_interrupted_run_is_finished_and_foreign_folders_are_left_alone(small, tmp_path, monkeypatch):
     folder = tmp_path / "data"
     with monkeypatch.context() as patch:
-        patch.setattr("e2e_vl.synthetic.generate._statistics", lambda *_: 1 / 0)
+        patch.setattr(generate, "_statistics", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make_scenes(folder, **SMALL)
     assert not (folder / "synthetic.json").exists()
@@ -127,7 +121,7 @@ def test_an_unknown_format_is_named(tmp_path):
     assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.parametrize("formats", [{"refcoco+", "detections"}, {"vqa"}, {"shards", "vcr"}, {"captions", "corpus"}])
+@pytest.mark.parametrize("formats", [{"refcoco+", "vqa"}, {"shards", "vcr"}])
 def test_chosen_formats_are_written_as_among_all(small, tmp_path, formats):
     stamp = make_scenes(tmp_path / "data", **SMALL, formats=formats)
     written, everything = _contents(tmp_path / "data"), _contents(small)
@@ -139,7 +133,7 @@ def test_chosen_formats_are_written_as_among_all(small, tmp_path, formats):
     assert ("vqa" in stamp["statistics"]) == ("vqa" in formats)
 
 
-def test_a_format_that_is_missing_is_added_and_nothing_else_changes(small, tmp_path):
+def test_a_format_that_is_missing_is_added_and_nothing_else_changes(small, tmp_path, monkeypatch):
     folder = tmp_path / "data"
     make_scenes(folder, **SMALL, formats={"vqa", "conceptual"})
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
@@ -148,65 +142,10 @@ def test_a_format_that_is_missing_is_added_and_nothing_else_changes(small, tmp_p
     assert stamp["formats"] == ["captions", "conceptual", "vqa"]
     after = {path: path.stat().st_mtime_ns for path in before}
     assert {path.name for path in before if after[path] != before[path]} == {"synthetic.json"}
-    make_scenes(folder, **SMALL)  # all
-    assert _contents(folder) == _contents(small)
-
-
-def test_adding_that_is_interrupted_is_done_again(small, tmp_path, monkeypatch):
-    folder = tmp_path / "data"
-    make_scenes(folder, **SMALL, formats={"corpus"})
-    with monkeypatch.context() as patch:
-        patch.setattr("e2e_vl.synthetic.generate._statistics", lambda *_: 1 / 0)
+    with monkeypatch.context() as patch:  # an interruption leaves the finished formats
+        patch.setattr(generate, "_statistics", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make_scenes(folder, **SMALL)
-    assert json.loads((folder / "synthetic.json").read_text())["formats"] == ["corpus"]
-    make_scenes(folder, **SMALL)
+    assert json.loads((folder / "synthetic.json").read_text())["formats"] == ["captions", "conceptual", "vqa"]
+    make_scenes(folder, **SMALL)  # all
     assert _contents(folder) == _contents(small)
-
-
-class GraphWriter(FormatWriter):
-    """A format as a newcomer would write it: numbers drawn per scene, a file per split, and statistics."""
-
-    def draw(self, scene: SceneRecord, facts: SceneFacts) -> list[float]:
-        return list(self.recipe.generator(scene.split, scene.number, "graphs").random(facts.count))
-
-    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> dict[str, Any]:
-        for split, part in by_split(scenes).items():
-            rows = [
-                {
-                    "image_id": scene.image_id,
-                    "id": scene.first_annotation_id + i,
-                    "name": item.appearance.shape,
-                    "weight": weight,
-                }
-                for scene in part
-                for i, (item, weight) in enumerate(zip(scene.objects, scene.drawn, strict=True))
-            ]
-            (folder / f"{split}.json").write_text(json.dumps(rows))
-        return {"objects": sum(len(scene.drawn) for scene in scenes)}
-
-
-def test_a_new_format_is_one_class_and_one_entry(small, tmp_path, monkeypatch):
-    monkeypatch.setitem(generate.WRITERS, "graphs", GraphWriter)
-    folder = tmp_path / "data"
-    stamp = make_scenes(folder, **SMALL)
-    assert stamp["formats"] == [*FORMATS, "graphs"]
-    written, others = _contents(folder), _contents(small)
-    graphs = {name: json.loads(written.pop(name)) for name in ("graphs/train.json", "graphs/val.json")}
-    assert stamp["statistics"].pop("graphs") == {"objects": sum(map(len, graphs.values()))}
-    assert stamp["statistics"] == json.loads(others.pop("synthetic.json"))["statistics"]
-    del written["synthetic.json"]
-    assert written == others, "the files of the other formats stay as they are"
-
-    rows = [row for name in graphs for row in graphs[name]]
-    instances = json.loads((folder / "annotations" / "instances_train2014.json").read_text())
-    names = {entry["id"]: entry["name"] for entry in instances["categories"]}
-    assert [(row["id"], row["image_id"], row["name"]) for row in rows] == [
-        (entry["id"], entry["image_id"], names[entry["category_id"]]) for entry in instances["annotations"]
-    ]
-    assert len({row["weight"] for row in rows}) == len(rows)
-
-    make_scenes(tmp_path / "alone", **SMALL, formats={"graphs"})
-    assert (tmp_path / "alone/graphs/val.json").read_bytes() == (folder / "graphs/val.json").read_bytes()
-    added = make_scenes(tmp_path / "alone", **SMALL, formats={"graphs", "corpus"})
-    assert added["statistics"]["graphs"] == {"objects": len(rows)}
