@@ -223,18 +223,12 @@ class ROIHeads(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _describe(
-        self,
-        maps: LevelMaps,
-        rois: Float[Tensor, "J 5"],
-        masks: Float[Tensor, "J S S"] | None,
+        self, maps: LevelMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None
     ) -> RoIFeatures:
         """`describe` without chunks, from the maps of IN_FEATURES."""
 
     def describe(
-        self,
-        features: FeatureMaps,
-        rois: Float[Tensor, "J 5"],
-        masks: Float[Tensor, "J S S"] | None = None,
+        self, features: FeatureMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None = None
     ) -> RoIFeatures:
         """Features of RoIs; `masks` [J, S, S] multiply the last RoI maps: the output of res5 before its mean over
         S * S cells, or the pooled maps before the box head.
@@ -343,10 +337,7 @@ class Res5ROIHeads(ROIHeads):
         return self.res5(self.pool([features], rois))
 
     def _describe(
-        self,
-        maps: LevelMaps,
-        rois: Float[Tensor, "J 5"],
-        masks: Float[Tensor, "J S S"] | None,
+        self, maps: LevelMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None
     ) -> RoIFeatures:
         mean = _masked(self.res5_map(maps[0], rois), masks).mean(dim=(2, 3))
         return RoIFeatures(mean, mean)
@@ -362,18 +353,14 @@ class StandardROIHeads(ROIHeads):
         self.box_predictor = BoxPredictor(self.box_head.predictor_dim, config.roi_heads, config.attributes)
 
     def _describe(
-        self,
-        maps: LevelMaps,
-        rois: Float[Tensor, "J 5"],
-        masks: Float[Tensor, "J S S"] | None,
+        self, maps: LevelMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None
     ) -> RoIFeatures:
         return self.box_head(_masked(self.pool(maps, rois), masks))
 
 
 def _take_matched(values: list[Shaped[Tensor, "_G ..."]], sampled: SampledRoIs) -> Shaped[Tensor, "J ..."]:
     """The values of the matched objects, joined; zeros for images without objects."""
-    rows = []
-    for value, matched in zip(values, sampled.matched, strict=True):
-        empty = value.new_zeros((len(matched), *value.shape[1:]))
-        rows.append(value[matched] if len(value) else empty)
-    return torch.cat(rows)
+    pairs = zip(values, sampled.matched, strict=True)
+    return torch.cat(
+        [rows[index] if len(rows) else rows.new_zeros((len(index), *rows.shape[1:])) for rows, index in pairs]
+    )

@@ -53,29 +53,18 @@ class AnchorGenerator(nn.Module):
 
     cell_anchors: Tensor
 
-    def __init__(
-        self,
-        cell_anchors: Float32[Tensor, "cell_anchors 4"],
-        *,
-        stride: int,
-        offset: float = 0.0,
-        follows_image: bool = False,
-    ) -> None:
+    def __init__(self, cell_anchors: Float32[Tensor, "cell_anchors 4"], stride: int, config: AnchorConfig) -> None:
         """
         Args:
             cell_anchors: corners relative to the centre of a cell's first anchor.
             stride: pixels of the network input per cell of the feature map.
-            offset: place of the first anchor's centre, as a fraction of the stride.
-            follows_image: see `AnchorConfig.strides`.
+            config: its `offset` is the place of the first anchor's centre, as a fraction of the stride.
         """
         super().__init__()
         self.stride = stride
-        self.offset = offset
-        self.follows_image = follows_image
+        self.offset = config.offset
+        self.follows_image = config.strides == "image"
         self.register_buffer("cell_anchors", cell_anchors, persistent=False)
-
-    def __len__(self) -> int:
-        return len(self.cell_anchors)
 
     def forward(self, height: int, width: int, padded: Sequence[int] | None = None) -> Float[Tensor, "B 4"]:
         """Anchors of a map of height x width cells, ordered by (y, x, cell anchor), the cell anchor running fastest.
@@ -159,12 +148,7 @@ class RPN(nn.Module):
         shapes = [config.map_shapes[name] for name in self.in_features]
         cells = configured_cell_anchors(config.anchors, len(shapes))
         self.anchor_generators = nn.ModuleList(
-            AnchorGenerator(
-                level_cells,
-                stride=shape.stride,
-                offset=config.anchors.offset,
-                follows_image=config.anchors.strides == "image",
-            )
+            AnchorGenerator(level_cells, shape.stride, config.anchors)
             for level_cells, shape in zip(cells, shapes, strict=True)
         )
         self.rpn_head = RPNHead(shapes[0].channels, len(cells[0]), config.rpn.conv_dims)  # shared by all maps

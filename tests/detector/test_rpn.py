@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from detector.config import AnchorConfig
 from detector.rpn import AnchorGenerator, make_cell_anchors
 
 
@@ -15,6 +16,6 @@ def test_anchors_are_ordered_size_first_and_not_rounded():
 
 
 def test_grid_of_anchors_has_fixed_stride_and_offset():
-    anchors = AnchorGenerator(make_cell_anchors((10,), (1.0,)), stride=16, offset=0.5)(2, 3)
+    anchors = AnchorGenerator(make_cell_anchors((10,), (1.0,)), 16, AnchorConfig(offset=0.5))(2, 3)
     centres = (anchors[:, :2] + anchors[:, 2:]) / 2
     assert centres.tolist() == [[8, 8], [24, 8], [40, 8], [8, 24], [24, 24], [40, 24]]
