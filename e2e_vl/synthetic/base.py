@@ -124,15 +124,11 @@ class FormatWriter(ABC):
         return None
 
     @abstractmethod
-    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> dict[str, Any] | None:
-        """Write all files of the format.
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
+        """Write all files of the format into a folder of its name.
 
         Args:
-            folder: an existing folder, named after the format.
             scenes: the scenes of all splits, in the order of their image ids.
-
-        Returns:
-            statistics of the format for ``synthetic.json``, if there are any.
         """
 
 

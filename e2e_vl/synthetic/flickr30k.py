@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
@@ -123,23 +123,18 @@ class EntitiesWriter(FormatWriter):
         rng = self.recipe.generator(scene.split, scene.number, "flickr30k")
         return draw_entity_captions(facts, self.recipe.scene.values, rng)
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> dict[str, Any]:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for name in ("Sentences", "Annotations"):
             (folder / name).mkdir(exist_ok=True)
-        phrases = boxes = 0
         for split, part in by_split(scenes).items():
             for scene in part:
                 chains = _chains(scene)
                 lines = "".join(_line(caption, chains) + "\n" for caption in scene.drawn)
                 (folder / "Sentences" / f"{scene.image_id}.txt").write_text(lines, encoding="utf-8")
                 (folder / "Annotations" / f"{scene.image_id}.xml").write_text(_xml(scene, chains), encoding="utf-8")
-                for phrase in _phrases(scene):
-                    phrases += bool(phrase.objects)
-                    boxes += len(phrase.objects)
             ids = "".join(f"{scene.image_id}\n" for scene in part)
             (folder / f"{split}.txt").write_text(ids, encoding="utf-8")
             self.write_parses(folder, split, part)
-        return {"phrases_with_boxes": phrases, "boxes_per_phrase": round(boxes / max(phrases, 1), 3)}
 
     def write_parses(self, folder: Path, split: str, scenes: Sequence[SceneRecord]) -> None:
         """Write the parses of a split; a text of several images has one parse."""
@@ -211,14 +206,10 @@ def _group(facts: SceneFacts, values: Values, rng: np.random.Generator) -> Drawn
 def _chains(scene: SceneRecord) -> _Chains:
     """The chain of each set of objects, and of the scene; what cannot be seen is 0."""
     chains: _Chains = {}
-    for phrase in _phrases(scene):
+    for phrase in (part for caption in scene.drawn for part in caption if not isinstance(part, str)):
         number = "0" if phrase.kind == _UNSEEN else str(scene.image_id * 100 + len(chains) + 1)
         chains.setdefault(phrase.named, number)
     return chains
-
-
-def _phrases(scene: SceneRecord) -> list[DrawnPhrase]:
-    return [part for caption in scene.drawn for part in caption if not isinstance(part, str)]
 
 
 def _line(caption: EntityCaption, chains: _Chains) -> str:

@@ -28,7 +28,6 @@ from typing import Any
 
 import cv2
 import msgspec
-import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
@@ -108,8 +107,7 @@ def make_scenes(
         workers: number of processes that draw; 0 draws in this process.
 
     Returns:
-        the content of ``synthetic.json``: "version", "settings", "formats" and "statistics" (those of a format are
-        under its name).
+        the content of ``synthetic.json``: "version", "settings", "formats" and "statistics".
     """
     what = (config or SceneConfig(), language or LanguageConfig(), detections or ImitatedDetectorConfig())
     recipe = Recipe(dict(scenes), seed, image_format, *what)
@@ -154,14 +152,11 @@ def _add_formats(
         annotation_id += len(scene.objects)
         sentence_id += len(scene.references)
 
-    old = finished or {"formats": [], "statistics": {}}
-    own = dict(old["statistics"])
     for name, writer in writers.items():
         (output / name).mkdir(exist_ok=True)
-        own[name] = writer.write(output / name, [replace(scene, drawn=scene.drawn[name]) for scene in scenes])
-    formats = [name for name in WRITERS if name in added or name in old["formats"]]
-    statistics = _statistics(scenes) | {name: own[name] for name in formats if own.get(name) is not None}
-    stamp = {**start, "formats": formats, "statistics": statistics}
+        writer.write(output / name, [replace(scene, drawn=scene.drawn[name]) for scene in scenes])
+    every = added.union(finished["formats"] if finished else ())
+    stamp = {**start, "formats": [name for name in WRITERS if name in every], "statistics": _statistics(scenes)}
     unfinished.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(output / STAMP)
     return stamp
@@ -226,23 +221,12 @@ def _make_scene(
 
 
 def _statistics(scenes: Sequence[SceneRecord]) -> dict[str, Any]:
-    """Sizes, shares of the families of expressions, and the accuracy of choices that ignore the expression."""
-    said = [(scene, reference) for scene in scenes for reference in scene.references]
-    families = Counter(reference.expression.family for _, reference in said)
-    refs = sum(len({reference.target for reference in scene.references}) for scene in scenes)
-    biggest, central = [], []  # guesses that ignore the expression: by visible area, and by the middle of the image
-    for scene, reference in said:
-        boxes, (height, width) = np.array([item.box for item in scene.objects]), scene.size
-        offsets = np.linalg.norm(boxes[:, :2] + boxes[:, 2:] / 2 - (width / 2, height / 2), axis=1)
-        biggest.append(np.argmax([item.area for item in scene.objects]) == reference.target)
-        central.append(np.argmin(offsets) == reference.target)
-    blind = {name: round(float(np.mean(hits)), 4) for name, hits in (("biggest", biggest), ("most_central", central))}
+    """Sizes, and shares of the families of expressions."""
+    said = [reference for scene in scenes for reference in scene.references]
+    families = Counter(reference.expression.family for reference in said)
     return {
         "images": dict(Counter(scene.split for scene in scenes)),
-        "objects_per_image": round(float(np.mean([len(scene.objects) for scene in scenes])), 3),
-        "refs_per_image": round(refs / len(scenes), 3),
+        "objects_per_image": round(sum(len(scene.objects) for scene in scenes) / len(scenes), 3),
         "expressions_per_image": round(len(said) / len(scenes), 3),
-        "words_per_expression": round(float(np.mean([len(item.sentence.split()) for _, item in said])), 3),
         "families": {name: round(count / len(said), 4) for name, count in sorted(families.items())},
-        "blind_accuracy": blind | {"chance": round(float(np.mean([1 / len(scene.objects) for scene, _ in said])), 4)},
     }

@@ -20,7 +20,6 @@ import numpy as np
 from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, write_compact
 from e2e_vl.synthetic.language import SLOTS, THING_SLOTS, Values, draw_thing, identify, noun_phrase, without
 from e2e_vl.synthetic.scenes import SceneFacts, members
-from e2e_vl.synthetic.vqa import best_accuracy, shares_of
 
 _KINDS = ("query", "query", "query", "choose", "verify", "verify", "logical", "compare")
 _ASKED = ("colour", "shape", "size")  # attributes that questions ask for
@@ -44,7 +43,7 @@ class GQAWriter(FormatWriter):
             "in_front": [members(facts.holds["in front"][anchor]) for anchor in range(facts.count)],
         }
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> dict[str, Any]:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for name in ("questions", "eval", "sceneGraphs"):
             (folder / name).mkdir(exist_ok=True)
         for split, part in by_split(scenes).items():
@@ -58,19 +57,6 @@ class GQAWriter(FormatWriter):
             write_compact(folder / "questions" / f"{split}_balanced_questions.json", balanced)
             write_compact(folder / "eval" / f"{split}_choices.json", choices)
             write_compact(folder / "sceneGraphs" / f"{split}_sceneGraphs.json", graphs)
-        asked = [one for scene in scenes for one in scene.drawn["questions"] if one["isBalanced"]]
-        if not asked:
-            return {"questions": 0}
-        scores = [{one["answer"]: 1} for one in asked]
-        detailed = [one["types"]["detailed"] for one in asked]
-        return {
-            "balanced_questions": len(asked),
-            "kinds": shares_of([one["types"]["structural"] for one in asked]),
-            "blind_accuracy": {
-                "most_frequent_answer": best_accuracy(("", row) for row in scores),
-                "of_the_kind": best_accuracy(zip(detailed, scores, strict=True)),
-            },
-        }
 
 
 def draw_questions(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[_Question]:

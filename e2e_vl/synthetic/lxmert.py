@@ -42,14 +42,12 @@ class LxmertWriter(FormatWriter):
         questions = draw_vqa_questions(facts, self.recipe.scene, rng)
         return DescribedScene(list(scene.captions), questions, _row(scene, rng))
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> dict[str, Any]:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         answers: set[str] = set()
-        count = 0
         for split, part in by_split(scenes).items():
             sentences = [_sentences(scene) for scene in part]
             questions = [question for scene in part for question in _questions(scene)]
             answers |= {answer for question in questions for answer in question["label"]}
-            count += sum(len(own) for image in sentences for own in image["sentf"].values())
             for name, content in (("", sentences), ("_vqa", questions), ("_nlvr2", self._pairs(split, part))):
                 (folder / f"{split}{name}.json").write_text(json.dumps(content), encoding="utf-8")
             lines = (_line(scene) for scene in part)
@@ -58,7 +56,6 @@ class LxmertWriter(FormatWriter):
         table = [{"ans": answer, "dsets": [SOURCE]} for answer in listed]
         for name, content in (("all_ans", table), ("trainval_label2ans", listed)):
             (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
-        return {"sentences": count, "answers": len(listed)}
 
     def _pairs(self, split: str, scenes: Sequence[SceneRecord]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []

@@ -144,8 +144,7 @@ class PairWriter(FormatWriter):
     name of a JPEG file may end in .png.
     """
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> dict[str, Any]:
-        count = 0
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         (folder / "data").mkdir(exist_ok=True)
         for split, part in by_split(scenes).items():
             examples, images = self._examples(split, part)
@@ -156,8 +155,6 @@ class PairWriter(FormatWriter):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 link_image(scene.image_file, file)
             _write_instances(folder / f"instances_{split}.json", images)
-            count += len(examples)
-        return {"examples": count}
 
     def _examples(
         self, split: str, scenes: Sequence[SceneRecord]

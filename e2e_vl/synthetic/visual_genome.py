@@ -28,9 +28,8 @@ class VisualGenomeWriter(FormatWriter):
     def draw(self, scene: SceneRecord, facts: SceneFacts) -> list[EntityCaption]:
         return [phrases_of_reference(reference, facts) for reference in scene.references]
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> dict[str, Any]:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         (folder / _FOLDER).mkdir(exist_ok=True)
-        nouns = regions = 0
         for split, part in by_split(scenes).items():
             graphs = []
             for scene in part:
@@ -41,9 +40,6 @@ class VisualGenomeWriter(FormatWriter):
             write_compact(folder / f"image_data_{split}.json", list(map(_image, part)))
             write_compact(folder / f"region_graphs_{split}.json", graphs)
             write_compact(folder / f"region_descriptions_{split}.json", list(map(_descriptions, graphs)))
-            regions += sum(len(graph["regions"]) for graph in graphs)
-            nouns += sum(len(region["synsets"]) for graph in graphs for region in graph["regions"])
-        return {"regions": regions, "nouns_per_region": round(nouns / max(regions, 1), 3)}
 
 
 def _region(number: int, scene: SceneRecord, reference: Reference, caption: EntityCaption) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,9 @@ class VQAWriter(FormatWriter):
     def draw(self, scene: SceneRecord, facts: SceneFacts) -> list[_Question]:
         return draw_vqa_questions(facts, self.recipe.scene, self.recipe.generator(scene.split, scene.number, "vqa"))
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> dict[str, Any]:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
             _write_split(folder, split, part)
-        return vqa_statistics([question for scene in scenes for question in scene.drawn])
 
 
 def draw_vqa_questions(facts: SceneFacts, config: SceneConfig, rng: np.random.Generator) -> list[_Question]:
@@ -169,43 +168,3 @@ def _write_split(folder: Path, split: str, scenes: Iterable[SceneRecord]) -> Non
 def scores_of(answers: Sequence[str]) -> dict[str, float]:
     """Different answer of the ten people -> its score."""
     return {answer: SCORES[min(number, 4)] for answer, number in Counter(answers).items()}
-
-
-def vqa_statistics(drawn: Sequence[_Question]) -> dict[str, Any]:
-    """Shares of the kinds of questions, and the VQA accuracy that is possible without the images.
-
-    The accuracies are reached by the best single answer to all questions ("most_frequent_answer"), to all questions of
-    a kind ("of_the_kind"), and to all questions of the same words ("of_the_words"). These answers are chosen on the
-    questions themselves, so the last accuracy is an upper bound for a model that reads the question only.
-    """
-    if not drawn:
-        return {"questions": 0}
-    digits = {word: str(number) for number, word in enumerate(NUMBERS[:11])}
-    scores = [scores_of([digits.get(answer, answer) for answer in question["answers"]]) for question in drawn]
-    return {
-        "questions": len(drawn),
-        "kinds": shares_of([question["kind"] for question in drawn]),
-        "blind_accuracy": {
-            "most_frequent_answer": best_accuracy(("", row) for row in scores),
-            "of_the_kind": best_accuracy(zip([question["kind"] for question in drawn], scores, strict=True)),
-            "of_the_words": best_accuracy(zip([question["question"] for question in drawn], scores, strict=True)),
-        },
-    }
-
-
-def shares_of(kinds: Sequence[str]) -> dict[str, float]:
-    """The share of each kind."""
-    return {kind: round(count / len(kinds), 4) for kind, count in sorted(Counter(kinds).items())}
-
-
-def best_accuracy(questions: Iterable[tuple[str, Mapping[str, float]]]) -> float:
-    """Accuracy if each group of questions gets its best single answer.
-
-    Args:
-        questions: pairs of a group and the scores of answers.
-    """
-    number, totals = 0, defaultdict(Counter)
-    for group, scores in questions:
-        number += 1
-        totals[group].update(scores)
-    return round(sum(max(total.values()) for total in totals.values()) / number, 4)

@@ -289,10 +289,10 @@ def test_mix_of_families_and_number_of_texts(synthetic_folder, said):
     assert statistics["families"] == pytest.approx(shares, abs=1e-4)
     assert statistics["expressions_per_image"] == pytest.approx(len(said) / sum(SPLITS.values()), abs=1e-3)
     assert 6 <= statistics["expressions_per_image"] <= 9
-    assert 2 <= statistics["expressions_per_image"] / statistics["refs_per_image"] <= 3
+    assert 2 <= len(said) / len({ref["ref_id"] for ref, _ in said}) <= 3
 
 
-def test_choices_that_ignore_the_sentence_are_poor(synthetic_folder, coco, said):
+def test_choices_that_ignore_the_sentence_are_poor(coco, said):
     right = Counter()
     for ref, _ in said:
         objects = coco.imgToAnns[ref["image_id"]]
@@ -304,8 +304,4 @@ def test_choices_that_ignore_the_sentence_are_poor(synthetic_folder, coco, said)
             "last": objects[-1],
         }
         right.update(name for name, item in choices.items() if item["id"] == ref["ann_id"])
-    accuracy = {name: count / len(said) for name, count in right.items()}
-    assert max(accuracy.values()) <= 0.25
-    statistics = json.loads((synthetic_folder / "synthetic.json").read_text())["statistics"]["blind_accuracy"]
-    for name in ("biggest", "most_central"):
-        assert statistics[name] == pytest.approx(accuracy[name], abs=0.01)
+    assert max(right.values()) / len(said) <= 0.25
