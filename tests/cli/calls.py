@@ -47,9 +47,11 @@ def is_picture(path: Path) -> bool:
         return min(picture.size) >= 100
 
 
-def gt_corners(run: Path, image_id: int) -> list[str]:
-    content = json.loads((data_root(run) / "refcoco+" / "instances.json").read_text())
-    boxes = [one["bbox"] for one in content["annotations"] if one["image_id"] == image_id]
+def corners(run: Path, image: str | Path) -> list[str]:
+    """The annotated boxes of an image as words of a command, in their order in the file."""
+    content = json.loads((data_root(run) / "refcoco+" / "instances.json").read_text("utf-8"))
+    [number] = [one["id"] for one in content["images"] if one["file_name"] == Path(image).name]
+    boxes = [one["bbox"] for one in content["annotations"] if one["image_id"] == number]
     return [f"{x},{y},{x + w},{y + h}" for x, y, w, h in boxes]
 
 

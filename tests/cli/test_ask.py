@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,235 +20,180 @@ from e2e_vl.cli import main as tool
 from e2e_vl.data.batching import Request
 from e2e_vl.run.build import build_collate, build_examples
 from e2e_vl.run.checkpoint import load_model
-from tests.cli.calls import ask, data_root, first_image, gt_corners, is_picture, refused, saved, split, tagged, told
+from tests.cli.calls import ask, corners, data_root, first_image, is_picture, refused, saved, split, tagged, told
 from tests.leaderboard import read_leaderboard
 from tests.same import assert_same
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
-def margin(scores: list[float], *, of_all: bool = False) -> float:
-    """How far the best score is above the second; of all: the least distance of two neighbours."""
-    ordered = sorted(scores, reverse=True)
-    gaps = [one - other for one, other in itertools.pairwise(ordered)]
-    return min(gaps if of_all else gaps[:1], default=1.0)
+@pytest.fixture
+def answered(tmp_path, capsys) -> Callable[..., tuple[dict, list[str]]]:
+    """`answered(run, image, text, ...)`: the content of answer.json and the printed lines of one call."""
+
+    def make(run: Path, image: Path | tuple[Path, ...], text: str, *more: object) -> tuple[dict, list[str]]:
+        capsys.readouterr()
+        assert tool.main(ask(run, image, text, *more, "--output", tmp_path / "out")) == 0
+        assert is_picture(tmp_path / "out" / "regions.png") and is_picture(tmp_path / "out" / "answer.png")
+        return told(tmp_path / "out"), capsys.readouterr().out.splitlines()
+
+    return make
 
 
-def test_a_phrase_gets_the_box_of_the_evaluation(trained_run, tmp_path, capsys):
-    records = saved(trained_run.path, "predictions_val_online.json")
-    record = max(records, key=lambda record: margin(record["candidate_scores"]))
-    words = ask(trained_run.path, record["file_name"], record["text"], "--output", tmp_path)
-    assert tool.main(words) == 0
-    answer = json.loads((tmp_path / "answer.json").read_text())
-    # the padding of a batch changes features a little
+def clearest(records: list[dict], scores: str) -> dict:
+    """The record whose best score is farthest above the second: the padding of a batch changes scores a little."""
+    return max(records, key=lambda record: -float(np.diff(np.sort(record[scores])[::-1])[0]))
+
+
+def test_a_phrase_gets_the_box_of_the_evaluation(trained_run, answered):
+    record = clearest(saved(trained_run.path, "predictions_val_online.json"), "candidate_scores")
+    answer, printed = answered(trained_run.path, record["file_name"], record["text"])
     assert answer["box"] == pytest.approx(record["box"], abs=0.5)
     assert answer["score"] == pytest.approx(record["score"], abs=1e-2)
-    assert f"{answer['score']:.3f}  x {answer['box'][0]:.1f} to" in capsys.readouterr().out
+    assert printed[0].startswith(f"{answer['score']:.3f}  x {answer['box'][0]:.1f} to")
     assert answer["text"] == record["text"] and answer["box"] in answer["candidate_boxes"]
-    assert is_picture(tmp_path / "regions.png") and is_picture(tmp_path / "answer.png")
 
 
-def test_phrases_are_printed_with_their_boxes(phrase_run, trained_run, tmp_path, capsys):
-    file = saved(trained_run.path)[0]["file_name"]
-    assert tool.main(ask(phrase_run, file, "big red star", "--output", tmp_path)) == 0
-    grounded = told(tmp_path)["grounded"]
-    assert [one["text"] for one in grounded] == ["big", "red", "star"]
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("phrase ")]
-    expected = []
-    for one in grounded:
+def test_phrases_are_printed_with_their_boxes(phrase_run, trained_run, answered):
+    answer, printed = answered(phrase_run, first_image(trained_run.path), "big red star")
+    assert [one["text"] for one in answer["grounded"]] == ["big", "red", "star"]
+    for one, line in zip(answer["grounded"], printed[-4:-1], strict=True):
         x1, y1, x2, y2 = (f"{side:.0f}" for side in one["box"])
-        expected.append(f"phrase {one['text']}: x {x1} to {x2}, y {y1} to {y2} ({one['score']:.2f})")
-    assert lines == expected
+        assert line == f"phrase {one['text']}: x {x1} to {x2}, y {y1} to {y2} ({one['score']:.2f})"
 
 
-def test_a_phrase_among_given_boxes(trained_run, tmp_path):
+def test_a_phrase_among_given_boxes(trained_run, tmp_path, answered):
     record = saved(trained_run.path)[0]
     given = [[2.0, 3.0, 40.0, 50.0], [30.0, 20.0, 70.0, 61.0]]
-    files = {"list.json": given, "object.json": {"boxes": [[*box, 0.9] for box in given], "names": ["a", "b"]}}
-    for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content))
-    np.savez(tmp_path / "regions.npz", boxes=np.array(given, dtype=np.float32))
-    found = []
-    for words in (["2,3,40,50", "30,20,70,61"], *([tmp_path / name] for name in (*files, "regions.npz"))):
-        more = ["--boxes", *words, "--output", tmp_path / "out"]
-        assert tool.main(ask(trained_run.path, record["file_name"], record["text"], *more)) == 0
-        found.append(json.loads((tmp_path / "out" / "answer.json").read_text()))
-    for one in found[1:]:
-        assert_same(one, found[0])
+    (tmp_path / "list.json").write_text(json.dumps(given))
+    found = [
+        answered(trained_run.path, record["file_name"], record["text"], "--boxes", *words)[0]
+        for words in (["2,3,40,50", "30,20,70,61"], [tmp_path / "list.json"])
+    ]
+    assert_same(*found)
     np.testing.assert_allclose(found[0]["regions"], given, atol=1e-3)
 
 
-def test_a_question_gets_its_best_answers(vqa_run, tmp_path, capsys):
-    record = max(saved(vqa_run), key=lambda record: margin([score for _, score in record["top_answers"]], of_all=True))
-    source = json.loads((data_root(vqa_run) / "refcoco+" / "instances.json").read_text())
-    corners = [
-        f"{x},{y},{x + w},{y + h}"
-        for x, y, w, h in (one["bbox"] for one in source["annotations"] if one["image_id"] == record["image_id"])
-    ]
-    more = ["--boxes", *corners, "--output", tmp_path]
-    assert tool.main(ask(vqa_run, record["file_name"], record["text"], *more)) == 0
-    answer = json.loads((tmp_path / "answer.json").read_text())
-    assert [name for name, _ in answer["top_answers"]] == [name for name, _ in record["top_answers"]]
-    scores = [score for _, score in record["top_answers"]]
-    assert [score for _, score in answer["top_answers"]] == pytest.approx(scores, abs=1e-3)
-    assert capsys.readouterr().out.startswith(f"{answer['score']:.3f}  {answer['answer']}\n")
-    assert len(answer["attention"]) == len(answer["regions"]) == len(corners)
+def test_a_question_of_vqa_gets_the_answers_of_the_evaluation(vqa_run, answered):
+    record = saved(vqa_run)[0]
+    boxes = corners(vqa_run, record["file_name"])
+    answer, printed = answered(vqa_run, record["file_name"], record["text"], "--boxes", *boxes)
+    assert dict(answer["top_answers"]) == pytest.approx(dict(record["top_answers"]), abs=1e-3)
+    assert printed[0] == f"{answer['score']:.3f}  {answer['answer']}"
+    assert len(answer["attention"]) == len(answer["regions"]) == len(boxes)
     assert 0 < sum(answer["attention"]) < 1
-    assert is_picture(tmp_path / "answer.png") and is_picture(tmp_path / "regions.png")
 
 
 @pytest.mark.parametrize("kind", ["answer", "rationale"])
-def test_choices_get_the_probabilities_of_the_evaluation(vcr_runs, tmp_path, capsys, kind):
+def test_choices_get_the_probabilities_of_the_evaluation(vcr_runs, tmp_path, answered, kind):
     run = vcr_runs[kind == "rationale"]
     assert tool.main(split(vcr_runs[0], "val", tmp_path / "val.csv", "--rationale-run", vcr_runs[1])) == 0
     root = data_root(run) / "vcr"
     question = json.loads((root / "val.jsonl").read_text().splitlines()[0])
     expected = read_leaderboard(tmp_path / "val.csv")
-    more = ["--boxes", root / "vcr1images" / question["metadata_fn"], "--output", tmp_path / "out"]
+    more = ["--boxes", root / "vcr1images" / question["metadata_fn"]]
     more += ["--choices", *(tagged(choice) for choice in question[f"{kind}_choices"])]
     rows = expected.answers[0]
     if kind == "rationale":
         more += ["--answer", tagged(question["answer_choices"][2])]
         rows = expected.rationales[0, 2]
-    capsys.readouterr()
-    words = ask(run, root / "vcr1images" / question["img_fn"], tagged(question["question"]), *more)
-    assert tool.main(words) == 0
-    answer = json.loads((tmp_path / "out" / "answer.json").read_text())
+    answer, printed = answered(run, root / "vcr1images" / question["img_fn"], tagged(question["question"]), *more)
     np.testing.assert_allclose(answer["probabilities"], rows, atol=1e-3)
-    lines = capsys.readouterr().out.splitlines()[:4]
-    assert [float(line.split()[0]) for line in lines] == sorted(
-        (round(value, 3) for value in answer["probabilities"]), reverse=True
-    )
+    assert [line.split()[0] for line in printed[:4]] == [
+        f"{value:.3f}" for value in sorted(answer["probabilities"], reverse=True)
+    ]
     assert len(answer["attention"]) == len(question["objects"]) == len(answer["named_boxes"])
-    assert is_picture(tmp_path / "out" / "answer.png")
 
 
-def test_masked_words_get_what_the_model_says_there(pretraining_run, tmp_path, capsys):
+def test_masked_words_get_what_the_model_says_there(pretraining_run, answered):
     words = ["task.config.objectives.masked_words.probability=0", "task.config.region_probability=0"]
     config, model, tokenizer = load_model(pretraining_run, overrides=words)
     example = build_examples(config, model, tokenizer, "val", boxes="gt")[Request(0, (0,))]
     [text] = example.texts
     words = text.record["text"].split()
     text.encoding.input_ids[2], text.targets.parts["masked_words"].labels[2] = tokenizer.mask_token_id, 0
-    batch = build_collate(config, model)([example])
     with torch.no_grad():
-        [shares] = model(batch).task.parts["masked_words"].softmax(dim=1)
+        [shares] = model(build_collate(config, model)([example])).task.parts["masked_words"].softmax(dim=1)
 
-    asked = " ".join([words[0], "[MASK]", *words[2:]])
-    more = ["--boxes", *gt_corners(pretraining_run, int(text.record["image_id"])), "--output", tmp_path]
-    assert tool.main(ask(pretraining_run, text.record["file_name"], asked, *more)) == 0
-    answer = told(tmp_path)
+    image, asked = text.record["file_name"], " ".join([words[0], "[MASK]", *words[2:]])
+    answer, printed = answered(pretraining_run, image, asked, "--boxes", *corners(pretraining_run, image))
     [found] = answer["masks"]
     assert len(found) == 5 and "masked_regions" not in answer
     ids = tokenizer.convert_tokens_to_ids([word for word, _ in found])
     assert ids == shares.topk(5).indices.tolist()
     assert [share for _, share in found] == pytest.approx(shares[ids].tolist(), abs=1e-4)
-    assert answer["filled"] == asked.replace("[MASK]", found[0][0].removeprefix("##"))
-    first, second = capsys.readouterr().out.splitlines()[:2]
-    assert first == answer["filled"] and second.startswith(f"[MASK] 1: {found[0][0]} {found[0][1]:.3f}, {found[1][0]}")
+    assert printed[0] == answer["filled"] == asked.replace("[MASK]", found[0][0].removeprefix("##"))
+    assert printed[1].startswith(f"[MASK] 1: {found[0][0]} {found[0][1]:.3f}, {found[1][0]}")
     assert len(answer["attention"]) == len(answer["regions"])
-    assert is_picture(tmp_path / "regions.png") and is_picture(tmp_path / "answer.png")
 
 
-def test_a_hidden_region_is_named_without_its_pixels(pretraining_run, tmp_path, capsys):
-    record = saved(pretraining_run)[0]
-    corners = gt_corners(pretraining_run, int(record["metadata"]["image_id"]))
-    x1, y1, x2, y2 = (int(float(value)) for value in corners[0].split(","))
-    with Image.open(record["file_name"]) as image:
-        pixels = np.array(image.convert("RGB"))
+def test_a_masked_region_is_named_without_its_pixels(pretraining_run, tmp_path, answered):
+    image = first_image(pretraining_run)
+    boxes = corners(pretraining_run, image)
+    x1, y1, x2, y2 = (int(float(value)) for value in boxes[0].split(","))
+    pixels = np.array(Image.open(image).convert("RGB"))
     other = pixels.copy()
     inside = other[y1 + 6 : y2 - 6, x1 + 6 : x2 - 6]  # resizing mixes neighbours
     inside[:] = np.random.default_rng(0).integers(0, 255, inside.shape)
     answers = []
     for name, content in (("first", pixels), ("second", other)):
         Image.fromarray(content).save(tmp_path / f"{name}.png")
-        more = ["--boxes", *corners, "--hide", corners[0], "--output", tmp_path / name]
-        assert tool.main(ask(pretraining_run, tmp_path / f"{name}.png", "a [MASK] circle", *more)) == 0
-        answers.append(told(tmp_path / name))
-    for answer in answers:
-        assert len(answer["regions"]) == len(corners)  # the hidden one is not there twice
+        more = ["--boxes", *boxes, "--hide", boxes[0]]
+        answer, printed = answered(pretraining_run, tmp_path / f"{name}.png", "a [MASK] circle", *more)
+        assert len(answer["regions"]) == len(boxes)  # the masked one is not there twice
         np.testing.assert_allclose(answer["regions"][0], answer["masked_regions"][0]["box"], atol=1e-3)
-        np.testing.assert_allclose(answer["regions"][0], [float(value) for value in corners[0].split(",")], atol=0.1)
+        np.testing.assert_allclose(answer["regions"][0], [float(value) for value in boxes[0].split(",")], atol=0.1)
+        answers.append(answer)
     [[first], [second]] = [answer.pop("masked_regions") for answer in answers]
     seen = [first.pop("seen"), second.pop("seen")]
     assert_same(first, second)
     assert_same(answers[0]["masks"], answers[1]["masks"])
-    assert seen[0] != seen[1]
-    names = {*(f"class {number}" for number in range(6)), "background"}  # of a detector that was not trained
-    assert len(first["classes"]) == 5 and {name for name, _ in [*first["classes"], *seen]} <= names
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("masked region 1: "))
-    assert line.startswith(f"masked region 1: {first['classes'][0][0]} {first['classes'][0][1]:.3f}, ")
-    assert line.endswith(f"(unmasked: {seen[0][0]} {seen[0][1]:.3f})")
-    with Image.open(tmp_path / "first" / "answer.png") as one, Image.open(tmp_path / "second" / "answer.png") as two:
-        assert np.mean(np.array(one) != np.array(two)) < 0.01  # a rounded number may have another last digit
-    assert is_picture(tmp_path / "first" / "answer.png")
+    assert seen[0] != seen[1] and len(second["classes"]) == 5
+    line = next(line for line in printed if line.startswith("masked region 1: "))
+    assert line.startswith(f"masked region 1: {second['classes'][0][0]} {second['classes'][0][1]:.3f}, ")
+    assert line.endswith(f"(unmasked: {seen[1][0]} {seen[1][1]:.3f})")
 
 
-def test_a_hidden_region_without_a_mask_looks_at_the_others(pretraining_run, tmp_path):
-    record = saved(pretraining_run)[0]
-    corners = gt_corners(pretraining_run, int(record["metadata"]["image_id"]))
-    more = ["--hide", *corners[:2], "--output", tmp_path]
-    assert tool.main(ask(pretraining_run, record["file_name"], record["text"], *more)) == 0
-    answer = told(tmp_path)
+def test_a_masked_region_without_a_masked_word_looks_at_the_others(pretraining_run, answered):
+    image = first_image(pretraining_run)
+    answer, _ = answered(pretraining_run, image, "a red circle", "--hide", *corners(pretraining_run, image)[:2])
     assert "masks" not in answer and len(answer["masked_regions"]) == 2
     assert len(answer["attention"]) == len(answer["regions"]) and 0 < sum(answer["attention"]) < 1
 
 
-def corners_of(run: Path, image: Path) -> list[str]:
-    """The annotated boxes of an image, in their order in the file."""
-    content = json.loads((data_root(run) / "refcoco+" / "instances.json").read_text("utf-8"))
-    [number] = [one["id"] for one in content["images"] if one["file_name"] == image.name]
-    boxes = [one["bbox"] for one in content["annotations"] if one["image_id"] == number]
-    return [f"{x},{y},{x + w},{y + h}" for x, y, w, h in boxes]
-
-
-def test_a_question_of_gqa_gets_the_answer_of_the_evaluation(run_of, tmp_path, capsys):
+def test_a_question_of_gqa_gets_the_answer_of_the_evaluation(run_of, answered):
     run = run_of("gqa", "lxmert")
     record = saved(run, "predictions_val_all_gt.json")[0]
-    image = Path(record["file_name"])
-    capsys.readouterr()
-    more = ["--boxes", *corners_of(run, image), "--output", tmp_path]
-    assert tool.main(ask(run, image, record["text"], *more)) == 0
-    answer = told(tmp_path)
+    boxes = corners(run, record["file_name"])
+    answer, printed = answered(run, record["file_name"], record["text"], "--boxes", *boxes)
     assert answer["score"] == pytest.approx(record["score"], abs=1e-3)
-    assert answer["answer"] in [name for name, _ in answer["top_answers"]]
-    assert capsys.readouterr().out.startswith(f"{answer['score']:.3f}  {answer['answer']}\n")
-    assert is_picture(tmp_path / "answer.png") and is_picture(tmp_path / "regions.png")
+    assert printed[0] == f"{answer['score']:.3f}  {answer['answer']}"
 
 
-def test_a_sentence_about_two_photos(run_of, tmp_path, capsys):
+def test_a_sentence_about_two_photos(run_of, tmp_path, answered, capsys):
     run = run_of("nlvr2", "visual_bert")
     record = saved(run)[0]
     images = tuple(map(Path, record["file_names"]))
-    capsys.readouterr()
-    assert tool.main(ask(run, images, record["text"], "--output", tmp_path)) == 0
-    answer = told(tmp_path)
+    answer, printed = answered(run, images, record["text"])
     assert answer["prediction"] in ("True", "False") and 0.5 <= answer["score"] <= 1
-    assert capsys.readouterr().out.startswith(f"{answer['score']:.3f}  {answer['prediction']}\n")
-    for name in ("answer.png", "regions.png", "answer_2.png", "regions_2.png"):
-        assert is_picture(tmp_path / name)
+    assert printed[0] == f"{answer['score']:.3f}  {answer['prediction']}"
+    assert is_picture(tmp_path / "out" / "answer_2.png") and is_picture(tmp_path / "out" / "regions_2.png")
     assert "are about 2 images, and 1 is given" in refused(ask(run, images[0], record["text"]), capsys)
 
 
-def test_the_phrases_of_a_sentence_get_the_boxes_of_the_evaluation(run_of, tmp_path, capsys):
+def test_the_phrases_of_a_sentence_get_the_boxes_of_the_evaluation(run_of, answered):
     run = run_of("flickr30k")
     record = saved(run)[0]
-    image = Path(record["file_name"])
-    text = record["text"]
+    image, text = record["file_name"], record["text"]
     for phrase in dict.fromkeys(record["phrases"]):
         text = text.replace(phrase, f"[{phrase}]", 1)
-    more = ["--boxes", *corners_of(run, image), "--output", tmp_path]
-    capsys.readouterr()
-    assert tool.main(ask(run, image, text, *more)) == 0
-    answer = told(tmp_path)
+    answer, printed = answered(run, image, text, "--boxes", *corners(run, image))
     assert answer["phrases"] == list(dict.fromkeys(record["phrases"]))
-    lines = capsys.readouterr().out.splitlines()
-    for phrase, box, share, line in zip(answer["phrases"], answer["boxes"], answer["scores"], lines, strict=False):
+    for phrase, box, share, line in zip(answer["phrases"], answer["boxes"], answer["scores"], printed, strict=False):
         assert line.startswith(f"{phrase}: x {box[0]:.0f} to {box[2]:.0f}") and f"({share:.3f})" in line
         row = record["phrases"].index(phrase)
         assert box == pytest.approx(record["boxes"][row], abs=0.5)
         assert share == pytest.approx(record["scores"][row], abs=1e-3)
-    assert is_picture(tmp_path / "answer.png")
 
 
 @pytest.fixture
