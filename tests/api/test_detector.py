@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import urllib.request
 from pathlib import Path
 
@@ -50,8 +49,6 @@ def test_given_boxes_keep_their_order_and_get_features(detector, photo):
     assert found.features.shape == (2, detector.network.feature_dim) and len(found.names) == 2
     swapped = detector.regions(Image.open(photo), boxes=boxes[::-1])
     np.testing.assert_allclose(swapped.features[::-1], found.features, rtol=1e-4, atol=1e-6)
-    with pytest.raises(ValueError, match="lies outside the"):
-        detector.regions(photo, boxes=[[5000, 5000, 5010, 5010]])
     with pytest.raises(ValueError, match=r"boxes: box 0 \[-9, 2, 20, 30\] lies outside the image"):
         detector.regions(photo, boxes=[-9, 2, 20, 30])
 
@@ -66,10 +63,6 @@ def test_a_saved_detector_and_a_file_with_its_config(detector, photo, tmp_path, 
     ):
         assert again.class_names == detector.class_names
         assert again.regions(photo, boxes=[[2, 3, 40, 50]]).features.shape == expected.shape
-    with pytest.raises(ValueError, match="give its Detectron2 YAML"):
-        e2e_vl.load_detector(tmp_path / "saved" / "model.safetensors")
-    with pytest.raises(FileNotFoundError, match="no such weights file"):
-        e2e_vl.load_detector(tmp_path / "nothing.pth")
 
 
 @pytest.fixture
@@ -101,13 +94,6 @@ def test_a_detector_by_name(named: str, tmp_path: Path):
     found = loaded.regions(tmp_path / "photo.png")
     assert 10 <= len(found) <= 36 and found.features.shape == (len(found), 1024)
     assert set(found.names) <= set(loaded.class_names) and found.attributes == []
-    short = e2e_vl.load_detector(named.partition("/")[2], device="cpu")
-    assert short.regions(tmp_path / "photo.png").names == found.names
-
-    file = loaded.source.weights
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(ValueError, match=rf"^{re.escape(str(file))}: its sha256 .*; delete it, and {named} is downl"):
-        e2e_vl.load_detector(named)
 
 
 def test_names_of_classes_and_attributes_from_files(tmp_path: Path):
@@ -137,13 +123,10 @@ def test_names_of_classes_and_attributes_from_files(tmp_path: Path):
     given = loaded.regions(tmp_path / "photo.png", boxes=[[2, 3, 40, 50]])
     assert len(given.attributes) == 1
     assert np.any(np.asarray(found.draw()) != np.asarray(unnamed.draw()))
-    with pytest.raises(ValueError, match="detector has 3 classes"):
-        e2e_vl.load_detector(tmp_path / "saved", class_names=tmp_path / "attributes.txt")
 
 
 def test_a_detector_that_learned_no_boxes_says_so(pretraining_run, photo):
-    with pytest.warns(UserWarning, match="the boxes that it finds itself are random"):
-        e2e_vl.load_detector(pretraining_run).regions(photo)
-    with pytest.warns(UserWarning, match="the boxes that it finds itself are random") as said:
-        e2e_vl.load(pretraining_run).regions(photo)
-    assert said[0].filename == __file__
+    for load in (e2e_vl.load_detector, e2e_vl.load):
+        with pytest.warns(UserWarning, match="the boxes that it finds itself are random") as said:
+            load(pretraining_run).regions(photo)
+        assert said[0].filename == __file__

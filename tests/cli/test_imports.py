@@ -72,6 +72,8 @@ WRONG = {  # words after e2e-vl -> part of the one sentence
     "extract --images nowhere.txt --output x": "nowhere.txt",
     "extract configs --output x": "configs: there are no images",
     "convert x --output y train.lr=1": "train.lr=1: settings are for --run.",
+    "synthesize --output x --min-objects 12": "min_objects",
+    "synthesize --output x --textures furry": "furry",
     f"convert README.md --run {TINY} --output y train.learning_rate=1": NEAR,
 }
 HELP = {" ".join(("e2e-vl", *words)): [*words, "--help"] for words in ([], *([name] for name in COMMANDS))}

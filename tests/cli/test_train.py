@@ -1,4 +1,4 @@
-"""tools/train.py: what it says of settings that do not exist, and where it finds files from other directories."""
+"""`e2e-vl train`: where it finds files when it is called from another directory."""
 
 from __future__ import annotations
 
@@ -24,21 +24,6 @@ def project(tmp_path, tiny_words) -> Path:
     shutil.copytree(ROOT / "configs", tmp_path / "project" / "configs")
     shutil.copytree(root, tmp_path / "project" / "data" / "tiny_refcoco")
     return tmp_path / "project"
-
-
-@pytest.mark.parametrize(
-    ("word", "near"),
-    [
-        ("train.learning_rate=1", "train.lr"),
-        ("encoder.config.hidden_sizes=8", "encoder.config.hidden_size"),
-        ("task.config.los=binary", "task.config.loss"),
-    ],
-)
-def test_a_setting_that_does_not_exist_is_answered_with_the_nearest(tiny_words, tmp_path, capsys, word, near):
-    words = [*tiny_words, f"output={tmp_path / 'run'}", word]
-    assert tool.main(["--config", str(ROOT / "configs" / "tiny" / "refcoco.yaml"), *words]) == 2
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert message.startswith("error: ") and message.endswith(f"did you mean '{near}'?")
 
 
 def test_settings_are_found_and_run_from_another_directory(project, tmp_path, monkeypatch):
