@@ -22,9 +22,9 @@ import yaml
 from msgspec import Meta
 
 from detector.config import DetectorConfig, SelectionRule
-from detector.errors import MissingFileError, UserError, user_path
+from detector.errors import UserError, user_path
 from detector.io import decode_yaml, read_yaml, write_text
-from detector.zoo import NamedWeights, resolve_weights, similar_names
+from detector.zoo import NamedWeights, resolve_weights
 from e2e_vl.parts import (
     DATASETS,
     DETECTORS,
@@ -530,13 +530,6 @@ def read_detector_config(settings: DetectorSettings) -> DetectorConfig:
     """The Detectron2 YAML file (or the one of published weights), with `detector.overrides` on top."""
     published = resolve_weights(settings.config)
     path = published.config_path if isinstance(published, NamedWeights) else published
-    if not path.is_file() or path.suffix != ".yaml":
-        similar = similar_names(settings.config)
-        hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
-        raise MissingFileError(
-            f"Detector config {path} is no existing .yaml file; set detector.config to a Detectron2 YAML file, or to "
-            f"the name of published weights.{hint}"
-        )
     if not settings.overrides:
         return DetectorConfig.from_yaml(path)
     # not `resolve`: the cache of the Hugging Face hub links to files without an ending

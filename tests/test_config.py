@@ -294,7 +294,7 @@ def test_the_detector_file_with_overrides():
     ("settings", "error", "named"),
     [
         ({"config": "nowhere.yaml"}, FileNotFoundError, "nowhere.yaml"),
-        ({"config": "torchvision/fasterrcnn_resnet50"}, ValueError, "torchvision/fasterrcnn_resnet50_fpn"),
+        ({"config": "torchvision/fasterrcnn_resnet50"}, FileNotFoundError, "torchvision/fasterrcnn_resnet50"),
         (
             {"config": str(ROOT / "configs" / "detector" / "tiny.yaml"), "overrides": {"MODEL": {"FOO": 1}}},
             ValueError,
