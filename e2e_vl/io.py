@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote
 import msgspec
 from msgspec import Meta
 
-from detector.errors import MissingFileError, UserError, user_path
+from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import atomic_file, decode_json, json_text, read_json, write_json, write_text
 
 if TYPE_CHECKING:
@@ -42,9 +42,6 @@ def box_corners(box: FourNumbers, where: str) -> FourNumbers:
 
     Args:
         where: file and record, for the error.
-
-    Raises:
-        UserError: the box has no area.
     """
     x, y, width, height = box
     if x + width <= x or y + height <= y:
@@ -57,12 +54,8 @@ def box_corners(box: FourNumbers, where: str) -> FourNumbers:
 def read_text(path: str | Path) -> str:
     """The content of a UTF-8 text file, without a byte-order mark."""
     path = user_path(path)
-    if not path.is_file():
-        raise MissingFileError(f"{path}: there is no such file; check the path.")
-    try:
+    with reading(path, UnicodeDecodeError):
         return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); copy or download it again.") from error
 
 
 def file_name(text: str) -> str:
@@ -81,7 +74,7 @@ def write_png(path: Path, picture: Image.Image) -> None:
         picture.save(part, "PNG")
 
 
-# Checksums of the files of a checkpoint.
+# Checksums.
 
 CHECKSUMS = "checksums.json"
 
@@ -89,7 +82,7 @@ CHECKSUMS = "checksums.json"
 def write_checksums(folder: Path) -> None:
     """Write `checksums.json` with the SHA-256 of every file in the folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    write_json(folder / CHECKSUMS, {path.relative_to(folder).as_posix(): _digest(path) for path in files})
+    write_json(folder / CHECKSUMS, {path.relative_to(folder).as_posix(): file_sha256(path) for path in files})
 
 
 def find_damage(folder: Path) -> str | None:
@@ -102,12 +95,13 @@ def find_damage(folder: Path) -> str | None:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if _digest(path) != digest:
+        if file_sha256(path) != digest:
             return f"{name} is not as it was written"
     return None
 
 
-def _digest(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, as `sha256sum` prints it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -177,11 +171,7 @@ def looks_like_hub_name(name: str) -> bool:
 
 
 def is_shared_model(source: str | Path) -> bool:
-    """Whether it can only be a model of the hub, `owner/name`; a name without an owner is taken for a folder.
-
-    Raises:
-        MissingFileError: it is a path without a trained model.
-    """
+    """Whether it can only be a model of the hub, `owner/name`; a name without an owner is taken for a folder."""
     path = user_path(source, "The run")
     if not path.exists() and "/" in str(source) and looks_like_hub_name(str(source)):
         return True
@@ -190,11 +180,7 @@ def is_shared_model(source: str | Path) -> bool:
 
 
 def model_folder(folder: Path) -> Path:
-    """The folder that `save_model` (e2e_vl/run/checkpoint.py) wrote: `folder` itself, or `model/` in a run directory.
-
-    Raises:
-        MissingFileError: no model there.
-    """
+    """The folder that `save_model` (e2e_vl/run/checkpoint.py) wrote: `folder`, or `model/` in a run directory."""
     folder = Path(folder)
     if (folder / "config.yaml").is_file() and (folder / "encoder").is_dir():
         return folder
@@ -210,17 +196,14 @@ def check_output(path: Path, *, may_replace: bool = False) -> None:
 
     Args:
         may_replace: an existing file in a run directory may be replaced.
-
-    Raises:
-        UserError: the path is a folder, or an existing file of a run or a saved model.
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder; name the file that is to be written as --output.")
-    runs = [folder for folder in path.resolve().parents if (folder / "config.yaml").is_file() and _is_run(folder)]
+    parts = ("metrics.json", "log.jsonl", "checkpoints", "encoder", "model")  # of a run or of a saved model
+    runs = [
+        folder
+        for folder in path.resolve().parents
+        if (folder / "config.yaml").is_file() and any((folder / part).exists() for part in parts)
+    ]
     if path.exists() and runs and not may_replace:  # a saved model lies in the folder of its run
         raise UserError(f"{path} belongs to the run {runs[-1]} and is not replaced; choose another --output.")
-
-
-def _is_run(folder: Path) -> bool:
-    """Whether a folder with settings is a run directory, finished or not, or a saved model."""
-    return any((folder / part).exists() for part in ("metrics.json", "log.jsonl", "checkpoints", "encoder", "model"))

@@ -57,9 +57,9 @@ Rules (--rule): score = VL-BERT's, detections by score; maxconf = bottom-up atte
 boxes of LXMERT. --boxes describes given boxes instead: COCO instances, COCO results, or MAttNet's detections; the
 images must then be a COCO JSON file, so that the ids match.
 
-Formats (--format): npz = a folder with one file per image; tsv = bottom-up attention's; lxmert = LXMERT's TSV, needs
---attributes; hdf5, lmdb = one file, needs pip install 'e2e-vl[features]'. e2e_vl/data/features.py describes and reads
-them. Each says how it was made: config, hash of the weights, channel order, size, rule (for TSV: FILE.tsv.json).
+Formats (--format): npz = a folder with one file per image; tsv = bottom-up attention's; lxmert = LXMERT's TSV, with
+attributes; hdf5, lmdb = one file, needs pip install 'e2e-vl[features]'. e2e_vl/data/features.py describes and reads
+them. Each records how it was made: config, hash of the weights, channel order, size, rule (for TSV: FILE.tsv.json).
 """
 
 
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words[:1] in (["-h"], ["--help"]):
         print(__doc__, one_image_parser(prog).format_help(), many_images_parser(prog).format_help(), sep="\n\n")
-        raise SystemExit(0)  # as after every other `--help`
+        return 0
     if words and Path(words[0]).is_dir():
         words = ["--images", *words]
     is_many = any(word.partition("=")[0] == "--images" for word in words)
@@ -92,8 +92,6 @@ def add_detector_options(parser: argparse.ArgumentParser, max_proposals: int | N
 
 def load_source(options: argparse.Namespace) -> LoadedDetector:
     """The detector of `--detector`, of `--run`, or the one of `--config` and `--weights`."""
-    if options.run is not None and options.config is not None:
-        raise UserError("A run has the config of its detector; leave --config or --run out.")
     if not (options.detector or options.run or options.config or DEFAULT_CONFIG.is_file()):
         raise MissingFileError(
             f"The default detector's settings, {DEFAULT_CONFIG}, come with a clone of the project and not with the "
@@ -156,9 +154,7 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
 
         model = load(options.run)
         if not model.network.task.predicts_box:
-            raise UserError(
-                f"{options.run}: the task '{model.settings.task.name}' does not answer a phrase with a box."
-            )
+            raise UserError(f"{options.run}: the task '{model.settings.task.name}' does not answer with a box.")
         [answer] = model.replies([Question(options.image, options.text)])
         shown = {"image": str(options.image), "text": options.text, "box": answer.box, "score": answer.score}
         shown |= {"boxes": answer.prediction.candidate_boxes, "scores": answer.prediction.candidate_scores}
@@ -184,12 +180,17 @@ def many_images_parser(prog: str | None = None) -> argparse.ArgumentParser:
     add_detector_options(parser, 300)
     parser.add_argument("--precision", default="no", choices=("no", "bf16", "fp16"), help="mixed precision")
     parser.add_argument("--rule", default="score", choices=tuple(DEFAULTS), help="which boxes (default: score)")
-    parser.add_argument("--num-boxes", type=int, help="a fixed number of boxes")
+    parser.add_argument("--num-boxes", type=int, help="a fixed number of boxes: the same --min-boxes and --max-boxes")
     parser.add_argument("--min-boxes", type=int, help="at least this many, if the detector proposes them")
     parser.add_argument("--max-boxes", type=int, help="at most this many")
     parser.add_argument("--min-score", type=float, help="threshold of the rules score and maxconf")
-    parser.add_argument("--nms-threshold", type=float, help="IoU of the rule maxconf's NMS per class (default: 0.3)")
-    parser.add_argument("--boxes", type=Path, help="describe the boxes of this file instead")
+    parser.add_argument(
+        "--nms-threshold",
+        type=float,
+        default=0.3,
+        help="IoU of the rule maxconf's NMS per class (default: %(default)s)",
+    )
+    parser.add_argument("--boxes", type=Path, help="describe the boxes of this file, in place of all rules")
     parser.add_argument("--features-of", choices=("proposal", "final"), help="default: proposal (for score: final)")
     parser.add_argument("--attributes", action="store_true", help="most probable attribute of each region")
     parser.add_argument("--image-feature", action="store_true", help="also the feature of the whole image (not in TSV)")
@@ -240,22 +241,11 @@ def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 def extraction_settings(options: argparse.Namespace) -> ExtractionSettings:
     """The options about boxes and features."""
-    numbers = (options.num_boxes, options.min_boxes, options.max_boxes)
-    chosen = (*numbers, options.min_score, options.features_of)
-    if options.boxes is not None and chosen != (None,) * 5:
-        raise UserError("--boxes describes exactly the given boxes; leave out the options that choose boxes.")
-    if options.num_boxes is not None and numbers[1:] != (None, None):
-        raise UserError("Give either --num-boxes or --min-boxes and --max-boxes.")
-    if options.format == "lxmert" and not options.attributes:
-        raise UserError("LXMERT's TSV holds attributes: add --attributes, or choose another format.")
+    attributes = options.attributes or options.format == "lxmert"
     if options.format in ("tsv", "lxmert") and options.image_feature:
         raise UserError("The TSV formats have no place for the whole image's feature; choose npz, hdf5 or lmdb.")
-    if options.nms_threshold is not None and options.rule != "maxconf":
-        raise UserError("--nms-threshold belongs to --rule maxconf; leave it out.")
-    if options.batch_size < 1:
-        raise UserError(f"--batch-size is {options.batch_size}; give at least 1.")
     if options.boxes is not None:
-        return ExtractionSettings("given", attributes=options.attributes, image_feature=options.image_feature)
+        return ExtractionSettings("given", attributes=attributes, image_feature=options.image_feature)
     default = DEFAULTS[options.rule]
     if options.num_boxes is not None:
         least = most = options.num_boxes
@@ -267,7 +257,7 @@ def extraction_settings(options: argparse.Namespace) -> ExtractionSettings:
         options.rule,
         SelectionRule(default.min_score if options.min_score is None else options.min_score, least, most),
         options.features_of or ("final" if options.rule == "score" else "proposal"),
-        options.attributes,
+        attributes,
         options.image_feature,
-        0.3 if options.nms_threshold is None else options.nms_threshold,
+        options.nms_threshold,
     )

@@ -27,24 +27,24 @@ def read_answers(path: str | Path, sources: Collection[str] | None = None) -> li
             entry `<unk>`); or `.json`: a list of answers (LXMERT's `trainval_label2ans.json`), or an object from answer
             to class (`trainval_ans2label.json`), or a list of {"ans": answer, "dsets": [source, ...]} (LXMERT's
             `all_ans.json`). JSON may hold the empty answer.
-        sources: of the last kind, only answers of these data sets are kept, which numbers them anew.
+        sources: of the last kind, only answers of these data sets are kept and numbered.
     """
     path = user_path(path)
-    if path.suffix == ".txt":
+    if sources is not None:
+        rows = read_json(path, list[_SourcedAnswer])
+        answers = [row.ans for row in rows if set(row.dsets) & set(sources)]
+    elif path.suffix == ".txt":
         answers = [line.strip().lower() for line in read_text(path).split("\n") if line.strip()]
     else:
         content = read_json(path, list[str | _SourcedAnswer] | dict[str, int])
-        rows = list(content)
-        if sources is not None and not (isinstance(content, list) and all(isinstance(one, Record) for one in rows)):
-            raise UserError(f"{path}: the file does not say from which data sets its answers are; name no sources")
         if isinstance(content, dict):
-            rows = sorted(content, key=content.get)
-            if [content[answer] for answer in rows] != list(range(len(rows))):
-                raise UserError(f"{path}: the classes of the {len(rows)} answers are not 0 to {len(rows) - 1}")
-        kept = (one for one in rows if sources is None or set(one.dsets) & set(sources))
-        answers = [one if isinstance(one, str) else one.ans for one in kept]
+            answers = sorted(content, key=content.get)
+            if [content[answer] for answer in answers] != list(range(len(answers))):
+                raise UserError(f"{path}: the classes of the {len(answers)} answers are not 0 to {len(answers) - 1}")
+        else:
+            answers = [row if isinstance(row, str) else row.ans for row in content]
     if not answers:
-        raise UserError(f"{path} holds no answers")
+        raise UserError(f"{path} has no answers{'' if sources is None else ' of ' + ', '.join(sources)}")
     if path.name != ANSWERS_FILE:  # a model's own may have an answer twice, since tasks spell the lines of text files
         require_unique(answers, f"{path}: the answer")
     return answers

@@ -1,7 +1,7 @@
-"""What every data set is: facts about images and texts, read from official files.
+"""Base classes of the data sets, which read images, texts and annotations from official files.
 
-A reader opens its files and answers with a `Sample`. It knows no tokenizer, no pixels of the network, no encoder and no
-settings of a task, which are the business of `image_loader.py` and of the task's preprocessor.
+A data set returns a `Sample`. It knows no tokenizer, resized pixels, encoder or settings of a task: these belong to
+`image_loader.py` and to the task's preprocessor.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from detector.errors import UserError, user_path
 from e2e_vl.config import BoxSource, DataSettings
@@ -20,17 +20,15 @@ from e2e_vl.io import Record
 from e2e_vl.parts import check_name
 from e2e_vl.samples import Sample, SampleImage, SampleText
 
-Found = TypeVar("Found")
-
 
 @dataclasses.dataclass(frozen=True)
 class DataNeeds:
-    """What a run reads of a data set, so that nothing else has to be opened."""
+    """What a run needs of a data set, so that nothing else has to be opened."""
 
     boxes: BoxSource = BoxSource.GT  # source of the candidate boxes
-    objects: bool = False  # annotated objects are needed as targets of the detection losses
-    training: bool = False  # the truth is needed, and parts that only training reads
-    phrases: bool = False  # what the phrases of texts name is needed, beside what the task asks
+    objects: bool = False  # annotated objects, as targets of the detection losses
+    training: bool = False  # the ground truth, and parts that only training reads
+    phrases: bool = False  # the boxes of phrases, whatever the task
 
     @property
     def annotations(self) -> bool:
@@ -39,24 +37,24 @@ class DataNeeds:
 
 
 class VLDataset(abc.ABC):
-    """Facts about the images and texts of one split.
+    """Images, texts and annotations of one split.
 
     Attributes:
         file_keys: keys of `data.files`.
         box_sources: the sources of candidate boxes that make sense.
-        annotation_files: keys of `data.files`, any one of which gives the annotated objects; those of `file_keys`.
-        id_space: whose ids the images have, such as "vg"; None: COCO's where file names are COCO's, else no
-            one's. See `e2e_vl/data/overlap.py`.
+        annotation_files: keys of `data.files`, any one of which gives the annotated objects.
+        id_space: whose ids the images have, such as "vg"; None: COCO's where file names are COCO's. See
+            `e2e_vl/data/overlap.py`.
         groups: text indices of each image (or pair of images).
-        parts: placeholders of `data.files` that name the files of boxes of this split, such as {"split": "val"};
-            several where splits are joined.
-        class_names: of the annotated objects, in the order of the detector's classes; None where there are no classes.
-        corpus: texts without images, where there are any.
-        has_phrases: some texts say what their phrases name (`SampleText.phrases`).
-        has_truths: texts have a truth, unless the split has no annotations; False: no text of any split has one.
-        mixes_phrases: some of several joined data sets have phrases, and others have none.
-        mixes_objects: less may be known of the annotated objects of some images than of others.
-        left_out: number of texts of the split that its files have, and that are not among the texts.
+        parts: values of the placeholders in `data.files` that name the files of boxes of this split, such as
+            {"split": "val"}; several if splits are joined.
+        class_names: of the annotated objects, in the order of the detector's classes; None if there are no classes.
+        corpus: texts without images.
+        has_phrases: some texts have annotated phrases (`SampleText.phrases`).
+        has_truths: texts have a ground truth, unless the split has no annotations; False: no text of any split has.
+        mixes_phrases: of several joined data sets, some have phrases and others have none.
+        mixes_objects: the annotated objects of some images may lack attributes or outlines that others have.
+        left_out: number of texts in the files of the split that are left out.
     """
 
     file_keys: ClassVar[tuple[str, ...]]
@@ -94,12 +92,12 @@ class VLDataset(abc.ABC):
 
     @classmethod
     def takes_answer(cls, options: Any) -> bool:
-        """Texts are about a question and an answer that is given, as reasons for an answer are."""
+        """Texts are about a question and a given answer, as rationales are."""
         return False
 
     @classmethod
     def narrowed(cls, sample: Sample, options: Any) -> Sample:
-        """A user's sample with only the given candidate boxes that the options leave."""
+        """A user's sample with the candidate boxes that the options select."""
         return sample
 
     @abc.abstractmethod
@@ -108,23 +106,24 @@ class VLDataset(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, texts: Sequence[int]) -> Sample:
-        """The facts about some texts of one group."""
+        """Some texts of one group, with their images."""
 
     def truths(self) -> Iterable[Any]:
-        """The truth about every text that is known without opening an image; None where it is unknown."""
+        """The ground truth of every text; None where it is unknown. Empty if it needs the images."""
         return ()
 
     def image_ids(self) -> Iterable[str]:
-        """Ids of all images that files of boxes must hold; nothing where that is only found out on the way."""
+        """Ids of all images that files of boxes must have; empty where listing them would take long."""
         return ()
 
     def check_classes(self, num_classes: int, known: Sequence[str] | None = None) -> None:
-        """Compare the classes of the annotated objects, which are mere numbers to a detector, with the detector's.
+        """Compare the classes of the annotated objects with the detector's, which sees them as numbers only.
+
+        A file with only some of a detector's categories would number them differently.
 
         Args:
             num_classes: foreground classes of the detector.
-            known: their names, where its weights come with them; None: unknown. (A file with only some of the
-                categories would number them anew.)
+            known: their names, if its weights come with them.
         """
         names = self.class_names
         if names is None:
@@ -175,9 +174,9 @@ class RecordDataset(VLDataset):
         """Keep the records.
 
         Args:
-            records: with an id of its own each.
-            where: names them in errors.
-            images: of each record, by which texts are grouped, where the same name may mean two images.
+            records: with unique ids.
+            where: the file and the kind of record, for errors.
+            images: keys to group by, one per record, where two images may have the same name.
             need_labels: the run learns from their labels.
         """
         if not records or (need_labels and records[0].truth is None):
@@ -201,27 +200,27 @@ class RecordDataset(VLDataset):
 
     def sample(self, texts: Sequence[int]) -> Sample:
         images = tuple(self.image(name, texts[0]) for name in self.texts[texts[0]].image_names)
-        stated = tuple(self.text(index) for index in texts)
+        chosen = tuple(self.text(index) for index in texts)
         if not self.is_pool:
-            return Sample(images, stated)
-        return Sample(images, stated, pool=self, own_texts=self.groups[self.groups.group_of(texts[0])])
+            return Sample(images, chosen)
+        return Sample(images, chosen, pool=self, own_texts=self.groups[self.groups.group_of(texts[0])])
 
     @abc.abstractmethod
     def image(self, name: str, text: int) -> SampleImage:
-        """The facts about an image that a text is about."""
+        """An image of a text."""
 
     def text(self, index: int) -> SampleText:
-        """The facts about a text."""
+        """One text, with its ground truth."""
         record = self.texts[index]
         image_index = tuple(range(len(record.image_names)))
         return SampleText(index, record.words, record.metadata, record.truth, image_index=image_index)
 
 
 class DataFiles:
-    """The files of `data.files`, relative to `data.root`; {split} and other placeholders stand in their names.
+    """The files of `data.files`, relative to `data.root`; their names may have placeholders such as {split}.
 
     Args:
-        known: keys of the files that the data set knows; another one is refused.
+        known: keys of the files that the data set reads.
     """
 
     def __init__(self, settings: DataSettings, known: Sequence[str]) -> None:
@@ -238,7 +237,7 @@ class DataFiles:
         return self.root / self.name(key, **values)
 
     def name(self, key: str, **values: str) -> str:
-        """The name as it stands in the settings, with values for its placeholders."""
+        """The name in the settings, with values for its placeholders."""
         if key not in self:
             raise UserError(f"data.files.{key} is not set; it names the {key} of {self.settings.name}.")
         name = self.settings.files[key]
@@ -248,7 +247,7 @@ class DataFiles:
 
 
 def letters_of(name: str) -> str:
-    """A class name without what differs between its spellings: "traffic light", "trafficlight", "Traffic_Light"."""
+    """A class name in the form that its spellings share: "traffic light", "trafficlight", "Traffic_Light"."""
     return "".join(letter for letter in name.casefold() if letter.isalnum()) or name
 
 
@@ -259,20 +258,17 @@ def open_options(dataset: type[VLDataset], settings: DataSettings) -> tuple[Data
 
 def split_names(split: str) -> list[str]:
     """Names in a joined split such as train2014+val2014."""
-    names = [name.strip() for name in split.split("+")]
-    if not all(names):
-        raise UserError(f"the split {split!r} has an empty name; join splits as in train2014+val2014")
-    return names
+    return [name.strip() for name in split.split("+")]
 
 
 def coco_image_set(split: str | None) -> str | None:
-    """COCO's image set of a split: test2015 for test-dev2015, val2014 for valminusminival2014; None: it names none."""
+    """COCO's image set of a split: test2015 for test-dev2015, val2014 for valminusminival2014; None for other names."""
     found = re.match(r"(train|val|test|minival|nominival).*?(20\d\d)$", split or "")
     return found[1].removeprefix("mini").removeprefix("nomini") + found[2] if found else None
 
 
 def check_boxes_source(dataset: type[VLDataset], name: str, boxes: BoxSource) -> None:
-    """Refuse a source of candidate boxes that makes no sense for the data set."""
+    """Raise a UserError if the data set cannot have candidate boxes of this source."""
     if boxes not in dataset.box_sources:
         raise UserError(
             f"{name} cannot have boxes from '{boxes}'; set data.boxes.train and eval.boxes to one of "

@@ -35,48 +35,41 @@ from e2e_vl.examples import (
 from e2e_vl.samples import DETECTED, BrokenImageError
 from e2e_vl.structures import Batch, RegionLabels, TextBatch
 
-# Asking for an image with some of its texts, and the randomness that belongs to a text.
-
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Asks for one image (`group`) with some of its texts."""
+    """One image with some of its texts, to be loaded."""
 
-    group: int  # index into `groups` of the data set
+    group: int  # index of the image in `groups` of the data set
     texts: tuple[int, ...]  # text indices, all of this group
     epoch: int = 0  # selects the randomness
 
 
 def random_generator(seed: int, epoch: int, text: int) -> np.random.Generator:
-    """The generator of one text in one epoch; it depends on nothing else, so neither on workers nor on order."""
+    """The generator of one text in one epoch, independent of workers and order."""
     return np.random.default_rng([seed, epoch, text])
 
 
-# Batches of images with several of their texts, so that the detector runs once per image.
-
-
 class GroupedBatchSampler(Sampler[list[Request]]):
-    """Yields the `Request`s of one process for each batch; made for `DataLoader(batch_sampler=...)`.
+    """Yields the `Request`s of each batch of one process; made for `DataLoader(batch_sampler=...)`.
 
-    Every text is seen once an epoch, and the batches do not depend on the number of processes.
+    Batches have images with several of their texts, so that the detector runs once per image. Every text is seen once
+    an epoch, and the batches do not depend on the number of processes.
 
     With `shuffle` (training), the texts of an image and the groups are in random order, which depends on (seed, epoch)
     only. Each rank takes its slice of every batch: the slices of ranks 0, 1, ... joined are the batch of one process.
-    The end of an epoch is filled up from the start of its order: all batches have the same size, all ranks equal work,
-    and all optimiser steps `accumulate` batches.
+    The end of an epoch is filled up from its start: all batches have the same size, all ranks equal work, and all
+    optimiser steps `accumulate` batches.
 
     Without (evaluation), groups keep their order, nothing is repeated, and the last batch may be smaller. Whole batches
-    are dealt to the ranks in turn, because the features of a box depend a little on the padding, so on the other images
-    of its batch. Ranks may differ by one batch.
+    are dealt to the ranks in turn, because the features of a box depend slightly on the padding, and so on the other
+    images of its batch. Ranks may differ by one batch.
 
     Args:
         groups: text indices of each image (`dataset.groups`).
         images_per_batch: groups in a batch; with `shuffle` over all processes, so a multiple of `world_size`.
         texts_per_image: most texts in a group; None = all texts of the image.
         accumulate: batches of one optimiser step; with `shuffle` an epoch has a multiple of it.
-
-    Raises:
-        ValueError: a number that does not fit, or nothing to sample from.
     """
 
     def __init__(
@@ -90,14 +83,9 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if images_per_batch < 1 or (shuffle and images_per_batch % world_size):
-            raise UserError(
-                f"images_per_batch is {images_per_batch}, which cannot be split evenly over {world_size} processes; "
-                "choose a multiple of the number of processes"
-            )
-        self._texts, starts = _flat(groups)
-        if not len(self._texts):
-            raise UserError("there are no texts to sample from; check the split and the annotation files")
+        if not isinstance(groups, TextGroups):
+            groups = TextGroups.of_lists(groups)
+        self._texts, starts = groups.texts, groups.starts
         self.images_per_batch = images_per_batch
         self.texts_per_image = texts_per_image
         self.seed = seed
@@ -117,8 +105,6 @@ class GroupedBatchSampler(Sampler[list[Request]]):
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
         """Go to an epoch, from its beginning or from batch `start_batch` (counted over all ranks), to resume there."""
-        if not 0 <= start_batch <= self.batches_per_epoch:
-            raise UserError(f"cannot start at batch {start_batch}, an epoch has {self.batches_per_epoch} batches")
         self.epoch = epoch
         self.start_batch = start_batch
 
@@ -145,7 +131,7 @@ class GroupedBatchSampler(Sampler[list[Request]]):
             yield [self._request(int(number), texts) for number in numbers]
 
     def _request(self, number: int, texts: np.ndarray) -> Request:
-        """One part of a group, as an order that `_epoch_order` gave has its texts."""
+        """One part of a group; `texts` as returned by `_epoch_order`."""
         group, first = int(self._group_of[number]), int(self._first[number])
         last = int(self._starts[group + 1])
         if self.texts_per_image is not None:
@@ -171,16 +157,7 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         return generator.permutation(self.num_groups), texts
 
 
-def _flat(groups: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """All texts int64 [texts], and where the texts of each group begin, int64 [groups + 1]."""
-    if isinstance(groups, TextGroups):
-        return groups.texts, groups.starts
-    counts = np.fromiter((len(texts) for texts in groups), dtype=np.int64, count=len(groups))
-    texts = np.fromiter((text for texts in groups for text in texts), dtype=np.int64, count=int(counts.sum()))
-    return texts, np.concatenate([[0], np.cumsum(counts)])
-
-
-# A batch on its way from a worker.
+# Sending a batch from a worker to the main process.
 
 _LARGE = 1 << 20  # bytes
 
@@ -196,7 +173,7 @@ class PackedBatch(NamedTuple):
 
 
 def pack(batch: Any) -> PackedBatch:
-    """What a worker sends."""
+    """The form in which a worker sends a batch; `unpack` restores it."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(batch)
@@ -204,7 +181,6 @@ def pack(batch: Any) -> PackedBatch:
 
 
 def unpack(packed: PackedBatch) -> Any:
-    """The batch again."""
     unpickler = pickle.Unpickler(io.BytesIO(packed.content))
     unpickler.persistent_load = packed.large.__getitem__
     return unpickler.load()
@@ -229,7 +205,7 @@ class _Pickler(pickle.Pickler):
 
 @dataclasses.dataclass(frozen=True)
 class Unreadable:
-    """A request that an evaluation could not fulfil, because an image is missing or cannot be read."""
+    """A request of an evaluation whose image is missing or cannot be read."""
 
     images: tuple[str, ...]  # ids of the images of the request
     texts: tuple[int, ...]  # text indices that have no prediction
@@ -239,17 +215,17 @@ class Unreadable:
 class BatchLoader:
     """Iterates over the batches of one epoch of the sampler.
 
-    An error about the data is raised as the data set raised it, also when it happened in a worker. (`DataLoader` alone
-    would put the worker's traceback into its message.)
+    An error about the data is raised as the data set raised it, also from a worker. (`DataLoader` would put the
+    worker's traceback into the message.)
 
     Args:
-        dataset: answers `Request`s with `Example`s.
-        sampler: whose batches, from its current epoch and start.
+        dataset: loads the `Example` of a `Request`.
+        sampler: gives the requests of each batch, from its current epoch and start.
         collate: list of `Example` -> `Batch`.
         workers: processes that read; 0 reads in this process.
-        keep_workers: the same workers go on in the next epoch.
+        keep_workers: keep the workers for the next epoch.
         unreadable: images that are missing or cannot be read are left out and added to it, so a batch may have fewer
-            images; None: they are errors, or what `dataset` makes of them.
+            images; None: they are errors, or replaced by `dataset`.
     """
 
     def __init__(
@@ -266,10 +242,10 @@ class BatchLoader:
         self._loader = DataLoader(
             _Batches(dataset, collate, leaves_out=unreadable is not None),
             batch_sampler=sampler,
-            collate_fn=unchanged,  # `_Batches` gives whole batches
+            collate_fn=unchanged,
             num_workers=workers,
             persistent_workers=keep_workers and workers > 0,
-            worker_init_fn=_leave_signals_to_the_run,
+            worker_init_fn=_ignore_signals,
             # DataLoader draws a seed for its workers: not from the generator that dropout and RoI sampling use
             generator=torch.Generator(),
         )
@@ -284,18 +260,19 @@ class BatchLoader:
             batch, unreadable = loaded
             if self._unreadable is not None:
                 self._unreadable += unreadable
-            if batch is not None:  # something of it is left
+            if batch is not None:  # an image of it can be read
                 yield unpack(batch) if isinstance(batch, PackedBatch) else batch
 
 
 @dataclasses.dataclass
 class _Batches(Dataset):
+    """Loads whole batches, so that an error or unreadable images can be returned in place of a batch."""
+
     dataset: Dataset
     collate: Callable[[list[Example]], Batch]
     leaves_out: bool = False
 
     def __getitems__(self, requests: list[Request]) -> tuple[Any, list[Unreadable]] | Exception:
-        """A batch and what is left out of it; a worker packs its batch. An error travels in their place."""
         examples, unreadable = [], []
         try:
             for request in requests:
@@ -310,18 +287,18 @@ class _Batches(Dataset):
         return pack(batch) if batch is not None and get_worker_info() is not None else batch, unreadable
 
 
-def _leave_signals_to_the_run(worker: int) -> None:
-    """Launchers send SIGTERM to workers, too, and the run needs them until it has saved a checkpoint."""
+def _ignore_signals(worker: int) -> None:
+    """Launchers also send SIGTERM to workers, which the run needs until it has saved a checkpoint."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def unchanged(loaded: Any) -> Any:
-    """A `collate_fn` for a data set that gives what the loader is to give."""
+    """The `collate_fn` of a data set that returns whole batches."""
     return loaded
 
 
-# Joins examples into a `Batch`; knows neither tasks nor data sets.
+# From examples to a `Batch`, whatever the task and the data set.
 
 
 def collate(
@@ -333,22 +310,18 @@ def collate(
     canvas: Sequence[int] | None = None,
     pad_id: int = 0,
 ) -> Batch:
-    """Pad images and texts, and renumber the images that texts look at.
+    """Pad images and texts, and renumber the images of texts.
 
     Args:
-        examples: at least one, all of one kind: of the same data set, or of data sets for the same task.
+        examples: at least one, all for the same task, with the same kinds of boxes, objects and targets.
         pixel_mean, pixel_std: of the three channels in the order of the images; subtracted, then divided by.
         pad_to: (height, width) of the padded images, or None = the largest of the batch.
-        canvas: (short edge, long edge) in pixels of the least canvas of an image, see `canvas_size`; the batch is as
-            large as its largest canvas. None = an image's canvas is its own size. `pad_to` beats it.
+        canvas: (short edge, long edge) in pixels of the smallest canvas of an image, see `canvas_size`; the batch is as
+            large as its largest canvas. None = an image's canvas is its own size. `pad_to` takes precedence.
         pad_id: wordpiece id of the padding.
 
     Returns:
         The batch: N images and M texts in the order of the examples, `image_index` [M, I], padded with -1.
-
-    Raises:
-        UserError: examples that do not go together: some with candidate boxes and some without, some with annotated
-            objects and some without, or texts with different targets.
     """
     images = [image for example in examples for image in example.images]
     texts = [text for example in examples for text in example.texts]
@@ -364,11 +337,11 @@ def collate(
         region_labels=RegionLabels(
             classes=_column(images, "box_classes", "classes of the candidate boxes"),
             class_probs=_column(images, "class_probs", "class distributions"),
-            **{name: _column(images, name, name.replace("_", " ")) for name in DETECTED},
+            **{name: _column(images, name, name) for name in DETECTED},
         ),
         roi_masks=_column(images, "roi_masks", "instance masks"),
         seeds=None if any(text.seed is None for text in texts) else torch.tensor([text.seed for text in texts]),
-        boxes_to_mask=_column(images, "boxes_to_mask", "boxes to hide"),
+        boxes_to_mask=_column(images, "boxes_to_mask", "boxes to mask"),
         phrases=None
         if any(text.phrases is None for text in texts)
         else PhraseBatch.join([text.phrases for text in texts]),
@@ -377,11 +350,11 @@ def collate(
 
 
 def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tuple[int, int]:
-    """(height, width) of a batch whose images each lie on a canvas of at least (short edge, long edge), all in pixels.
+    """(height, width) of a batch whose images each have a canvas of at least (short edge, long edge), all in pixels.
 
-    The canvas of an image lies as the image does, and the canvas of a square image as if it were wide; a larger image
-    has a larger canvas. As in the official VL-BERT code on VCR, a batch of wide images is (short, long), of high images
-    (long, short), and of both (long, long). With images of one orientation a box's features do not depend on its batch.
+    The canvas has the orientation of its image, wide for a square one; a larger image has a larger canvas. As in the
+    official VL-BERT code on VCR, a batch of wide images is (short, long), of high images (long, short), and of both
+    (long, long). With images of one orientation a box's features do not depend on its batch.
     """
     short, long = canvas
     least = [(short, long) if height <= width else (long, short) for height, width in sizes]
@@ -393,15 +366,15 @@ def pad_texts(texts: Sequence[TextExample], pad_id: int = 0) -> TextBatch:
     """Pad the wordpieces of M texts at the end ([PAD] is 0 in BERT's vocabularies).
 
     Returns:
-        `TextBatch` with L = the longest sequence (at least 1). `region_of_token` is there if any text has it.
+        `TextBatch` with L = the longest sequence (at least 1), and `region_of_token` if any text has it.
     """
     lengths = [len(text.encoding.input_ids) for text in texts]
     shape = (len(texts), max(lengths, default=0) or 1)
     input_ids = torch.full(shape, pad_id, dtype=torch.int64)
     token_type_ids = torch.zeros(shape, dtype=torch.int64)
     attention_mask = torch.zeros(shape, dtype=torch.bool)
-    names_regions = any(text.region_of_token is not None for text in texts)
-    region_of_token = torch.full(shape, -1, dtype=torch.int64) if names_regions else None
+    has_regions = any(text.region_of_token is not None for text in texts)
+    region_of_token = torch.full(shape, -1, dtype=torch.int64) if has_regions else None
     for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
         input_ids[row, :length] = torch.from_numpy(text.encoding.input_ids)
         token_type_ids[row, :length] = torch.from_numpy(text.encoding.token_type_ids)
@@ -419,7 +392,7 @@ def _image_batch(
     pixel_std: Sequence[float],
     pad_to: tuple[int, int] | None,
 ) -> ImageBatch:
-    """Pixels; or with precomputed features these and the sizes, without pixels."""
+    """Pixels, or precomputed features and sizes without pixels."""
     names, original_sizes = [image.name for image in images], [image.image_transform.original_size for image in images]
     features = _column(images, "features", "precomputed features")
     if features is None:
@@ -464,11 +437,7 @@ def _image_index(examples: Sequence[Example]) -> Tensor:
 
 
 def _targets(texts: Sequence[TextExample]) -> Targets | None:
-    kinds = {type(text.targets) for text in texts}
-    if len(kinds) > 1:
-        names = " and ".join(sorted(kind.__name__ for kind in kinds))
-        raise UserError(f"texts with targets {names} cannot be in one batch; all must be of one task and one kind")
-    [kind] = kinds
+    [kind] = {type(text.targets) for text in texts}
     return None if kind is type(None) else kind.join([text.targets for text in texts])
 
 
@@ -476,11 +445,8 @@ def _detection_targets(images: Sequence[ImageExample]) -> DetectionTargets | Non
     if not _all_or_none(images, "objects", "annotated objects"):
         return None
     objects: list[DetectionObjects] = [image.objects for image in images]
-    has_attributes = {one.attributes is not None for one in objects}
-    if len(has_attributes) > 1:
-        raise UserError("one batch cannot mix objects with attributes and objects without")
     attributes = None
-    if has_attributes == {True}:
+    if objects[0].attributes is not None:
         slots = max(one.attributes.shape[1] for one in objects)
         attributes = [torch.full((len(one.boxes), slots), -1) for one in objects]
         for padded, one in zip(attributes, objects, strict=True):
@@ -492,26 +458,25 @@ def _detection_targets(images: Sequence[ImageExample]) -> DetectionTargets | Non
     )
 
 
-# From the facts of a data set to examples: read, load, word, in this order and for every data set alike.
+# From a data set to examples: read the sample, load its images, encode its texts.
 
 
 logger = logging.getLogger(__name__)
 
-_BROKEN_IN_A_ROW = 20  # after this many unreadable images one after the other, the data are wrong as a whole
-_HINT = "(Training can go on without it: data.skip_broken=true takes the next image and logs it.)"
+_BROKEN_IN_A_ROW = 20  # after so many unreadable images in a row, the data as a whole are wrong
 
 
 class ExampleDataset(Dataset):
-    """Answers requests for one image with some of its texts.
+    """Loads one image with some of its texts, for every data set alike.
 
-    All texts of one request share one image, so also its mirroring and its size.
+    All texts of a request share the image, so also its mirroring and its size.
 
     Args:
-        dataset: states the facts.
+        dataset: the samples.
         loader: makes pixels and moves boxes.
         preprocessor: encodes the texts.
         seed: all randomness depends on (seed, epoch, text) only.
-        skip_broken: take the next image in place of one that is missing or cannot be read, and log it.
+        skip_broken: replace an image that is missing or cannot be read by the next one, and log it.
 
     Attributes:
         groups: text indices of each image.
@@ -540,12 +505,7 @@ class ExampleDataset(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, request: Request) -> Example:
-        """Load the request's image once, with all its texts.
-
-        Raises:
-            FileNotFoundError: an image file, or a file about it, is missing; names the image and the path.
-            ValueError: a file that cannot be read, files that contradict each other, or a box outside its image.
-        """
+        """Load the request's image once, with all its texts."""
         group, texts = request.group, request.texts
         cause = None
         for _ in range(_BROKEN_IN_A_ROW):
@@ -555,7 +515,8 @@ class ExampleDataset(Dataset):
                 cause = error.__cause__
                 if not self.skip_broken:
                     kind = MissingFileError if isinstance(cause, FileNotFoundError) else UserError
-                    raise kind(f"{cause} {_HINT}") from cause
+                    hint = "(Training can go on without it: data.skip_broken=true takes the next image and logs it.)"
+                    raise kind(f"{cause} {hint}") from cause
                 self.broken.add(group)
                 logger.warning(
                     "%s The next image takes its place (%d unreadable images so far in this process).",
@@ -572,8 +533,7 @@ class ExampleDataset(Dataset):
         """Load an image with all texts of the request, or with `texts`, but with the request's randomness.
 
         Raises:
-            BrokenImageError: the image is missing or cannot be read; its cause says which and why.
-            ValueError: files that contradict each other, or a box outside its image.
+            BrokenImageError: the image is missing or cannot be read; its cause names the file.
         """
         make_generator: GeneratorFactory = functools.partial(random_generator, self.seed, request.epoch)
         augmentation = self.loader.draw_augmentation(make_generator(request.texts[0]))

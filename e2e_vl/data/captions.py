@@ -29,7 +29,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 from tqdm.auto import tqdm
 
-from detector.errors import MissingFileError, UserError, user_path
+from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import decode_json, read_json
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset, coco_image_set, split_names
@@ -38,11 +38,9 @@ from e2e_vl.data.config import CLASS_NAMES, CaptionOptions
 from e2e_vl.data.tables import Archives, SerializedList, TextGroups, TextLines, cached_array, read_range
 from e2e_vl.data.vcr import read_detected_objects
 from e2e_vl.io import Count, Id, Name, Record, Side, Words
-from e2e_vl.samples import AnnotatedObjects, CandidateBoxes, ImageBytes, Sample, SampleImage, SampleText
+from e2e_vl.samples import CandidateBoxes, ImageBytes, Sample, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
-
-# Where captions, their images and candidate boxes come from: one small interface with three implementations.
 
 
 class CaptionSource(abc.ABC):
@@ -60,14 +58,14 @@ class CaptionSource(abc.ABC):
 
     @abc.abstractmethod
     def name(self, group: int) -> str:
-        """Id of an image, by which a file of boxes has it."""
+        """Id of an image, also in a file of boxes."""
 
     @abc.abstractmethod
     def image(self, group: int) -> Path | ImageBytes:
         """The image file, or its content."""
 
     def image_size(self, group: int) -> tuple[int, int] | None:
-        """(height, width) that the annotations state, or None."""
+        """(height, width) according to the annotations, or None."""
         return None
 
     def boxes(self, group: int) -> CandidateBoxes | None:
@@ -103,9 +101,6 @@ class CocoCaptions(CaptionSource):
 
     Args:
         parts: files of captions, each with the folder of its images.
-
-    Raises:
-        UserError: an image that is listed twice, a caption of an unknown image, or no caption at all.
     """
 
     def __init__(self, parts: Sequence[tuple[Path, Path]]) -> None:
@@ -114,16 +109,10 @@ class CocoCaptions(CaptionSource):
         for path, folder in parts:
             content = read_json(path, _CaptionsFile)
             for row in content.images:
-                if row.id in images:
-                    raise UserError(f"{path}: image {row.id} is listed twice; name each image and each file once")
                 size = None if row.height is None or row.width is None else (row.height, row.width)
                 images[row.id] = _CaptionedImage(str(row.id), str(folder / row.file_name), size)
-            for number, row in enumerate(content.annotations):
-                if row.image_id not in images:
-                    raise UserError(f"{path}: caption {number} is about image {row.image_id}, which is not listed")
+            for row in content.annotations:
                 captions.setdefault(row.image_id, []).append(row.caption)
-        if not captions:
-            raise UserError(f"{parts[0][0]}: there are no captions in the file")
         if len(captions) < len(images):
             logger.warning("%s: %d images have no caption.", parts[0][0], len(images) - len(captions))
         ids = [image_id for image_id in images if image_id in captions]
@@ -150,7 +139,10 @@ class CocoCaptions(CaptionSource):
 class _CaptionLine(Record):
     image: Name
     caption: str | list[str]
-    frcnn: Name | None = None
+
+
+class _CaptionLineWithBoxes(_CaptionLine):
+    frcnn: Name  # the file of boxes
 
 
 class _Boxes(Record):
@@ -180,7 +172,7 @@ class VLBertCaptions(CaptionSource):
         self.with_features = with_features
         self._archives = Archives(self.lines.path.parent, cache)
         self.groups = TextGroups.consecutive(np.ones(len(self.lines), dtype=np.int64))
-        self._record(0)  # a file of another format is noticed at once
+        self._record(0)  # to find a file of another format at once
 
     def caption(self, text: int) -> str:
         found = self._record(text).caption
@@ -201,10 +193,6 @@ class VLBertCaptions(CaptionSource):
         origin = str(self._archives.root / name)
         content = decode_json(self._archives.read(name), origin, _Boxes)
         boxes, classes = (_matrix(content, key, origin) for key in ("boxes", "classes"))
-        if boxes.shape[1:] != (4,) or (boxes[:, 2:] < boxes[:, :2]).any():
-            raise UserError(f"{origin}: the boxes are not x1, y1, x2, y2; get the file again")
-        if classes.min() < 0 or classes.max() > 1.0001:
-            raise UserError(f"{origin}: the classes have values that are no probabilities; get the file again")
         order = np.argsort(-classes.max(axis=1), kind="stable")
         features = _matrix(content, "features", origin)[order] if self.with_features else None
         return CandidateBoxes(
@@ -216,22 +204,17 @@ class VLBertCaptions(CaptionSource):
             None if features is None else features.mean(axis=0),
         )
 
-    def _record(self, number: int) -> _CaptionLine:
+    def _record(self, number: int) -> _CaptionLine | _CaptionLineWithBoxes:
         where = f"{self.lines.path}: line {number + 1} (without blank ones)"
-        record = decode_json(self.lines[number], where, _CaptionLine)
-        if self.with_boxes and record.frcnn is None:
-            raise UserError(f"{where} names no file of boxes (key frcnn)")
-        return record
+        return decode_json(self.lines[number], where, _CaptionLineWithBoxes if self.with_boxes else _CaptionLine)
 
 
 def _matrix(content: _Boxes, key: str, origin: str) -> np.ndarray:
     """float32 [R, columns], finite."""
-    try:
+    with reading(f"{origin}: {key}", ValueError):
         values = np.frombuffer(base64.b64decode(getattr(content, key)), dtype="<f4").reshape(content.num_boxes, -1)
-    except ValueError as error:
-        raise UserError(f"{origin}: the {key} are damaged ({error}); get the file again") from error
     if not values.size or not np.isfinite(values).all():
-        raise UserError(f"{origin}: the {key} are empty or not finite; get the file again")
+        raise UserError(f"{origin}: {key}: empty, or with values that are NaN or infinite; get the file again.")
     return values
 
 
@@ -239,10 +222,10 @@ def _matrix(content: _Boxes, key: str, origin: str) -> np.ndarray:
 
 
 class ShardCaptions(CaptionSource):
-    """One caption per image, from tar files, in any order: an index knows where in its file each record lies.
+    """One caption per image, from tar files, in any order: an index holds the offset of each record in its file.
 
-    webdataset itself only streams shards, in an order of its own with a buffer to shuffle. It knows neither epochs in
-    which every text is seen once, nor how to resume in the middle, nor equal shares for several processes.
+    The webdataset package only streams shards. It has no epochs in which every text is seen once, no resuming in the
+    middle of one, and no equal shares for several processes.
 
     Args:
         shards: a folder (all its `*.tar`) or a pattern such as `cc3m/0000*.tar`.
@@ -258,30 +241,25 @@ class ShardCaptions(CaptionSource):
         self.groups = TextGroups.consecutive(np.ones(len(self._index), dtype=np.int64))
 
     def _find_records(self) -> np.ndarray:
-        """int64 [n, 3]: number of the shard, and where in it the headers of image and caption lie."""
+        """int64 [n, 3]: number of the shard, and offsets in it of the headers of image and caption."""
         rows: list[tuple[int, int, int]] = []
         left_out = 0
         for number, shard in enumerate(tqdm(self.shards, desc="indexing shards", unit=" shards", delay=1)):
             records: dict[str, dict[str, int]] = {}
-            try:
-                with tarfile.open(shard, "r:") as archive:
-                    for member in archive:
-                        key, _, suffix = member.name.rpartition("/")[2].partition(".")
-                        record = records.setdefault(f"{member.name.rpartition('/')[0]}/{key}", {})
-                        if suffix.lower() in ("jpg", "jpeg", "png", "webp") and member.size:
-                            record["image"] = member.offset
-                        elif suffix.lower() == "txt" and archive.extractfile(member).read().strip():
-                            record["caption"] = member.offset
+            with reading(shard, tarfile.TarError), tarfile.open(shard, "r:") as archive:
+                for member in archive:
+                    key, _, suffix = member.name.rpartition("/")[2].partition(".")
+                    record = records.setdefault(f"{member.name.rpartition('/')[0]}/{key}", {})
+                    if suffix.lower() in ("jpg", "jpeg", "png", "webp") and member.size:
+                        record["image"] = member.offset
+                    elif suffix.lower() == "txt" and archive.extractfile(member).read().strip():
+                        record["caption"] = member.offset
                 rest = read_range(shard, archive.offset)
-            except tarfile.TarError as error:
-                raise UserError(f"{shard}: not a readable tar file ({error}); run img2dataset again") from error
             if not rest or rest.strip(b"\0"):  # `tarfile` ends silently at a damaged header
                 raise UserError(f"{shard}: damaged or cut off at byte {archive.offset}; run img2dataset again")
             whole = [(number, one["image"], one["caption"]) for one in records.values() if len(one) == 2]
             rows += whole
             left_out += len(records) - len(whole)
-        if not rows:
-            raise UserError(f"{self.shards[0]}: the {len(self.shards)} shards hold no image with a caption")
         if left_out:
             logger.warning("%s: left out %d records without image or caption.", self.shards[0].parent, left_out)
         return np.array(rows, dtype=np.int64)
@@ -305,7 +283,7 @@ class ShardCaptions(CaptionSource):
         """Name and content of the record's image (column 1) or caption (column 2)."""
         with self.shards[self._index[record, 0]].open("rb") as file:
             file.seek(int(self._index[record, column]))
-            with tarfile.open(fileobj=file, mode="r:") as archive:  # begins where the file stands
+            with tarfile.open(fileobj=file, mode="r:") as archive:  # begins at the file's position
                 member = archive.next()
                 yield member.name, archive.extractfile(member)
 
@@ -322,7 +300,7 @@ class CaptionDataset(VLDataset):
         self.groups = self.source.groups
         self.corpus = _corpus(files, options, split) if needs.training else None
         self.image_index = (0,) if options.use_images else ()
-        # VL-BERT's files of captions have the boxes, so that no other one is read
+        # VL-BERT's files of captions have the boxes, so no other file is read
         self.parts = [] if options.source == "json_lines" else _parts(options, split)
         self.min_object_score = options.min_object_score
         self.instances: CocoInstances | None = None
@@ -332,15 +310,9 @@ class CaptionDataset(VLDataset):
         if options.source != "coco":
             raise UserError("annotated objects need data.config.source=coco and data.files.instances (or metadata).")
         if "metadata" in files:
-            if "instances" in files:
-                raise UserError("data.files has instances and metadata; remove one of them.")
             self.metadata = files.path("metadata", split=split)
-            if not self.metadata.is_dir():
-                raise MissingFileError(f"{self.metadata}: there is no such folder; correct data.files.metadata.")
             self.class_names = CLASS_NAMES
         else:
-            if len(split_names(split)) > 1:
-                raise UserError(f"annotated objects need a single split, not {split}; use other boxes.")
             self.instances = CocoInstances(files.path("instances", split=split))
             self.instances.require(self.image_ids())
             self.class_names = self.instances.class_names
@@ -361,7 +333,7 @@ class CaptionDataset(VLDataset):
         return self.source.caption(text)
 
     def image_ids(self) -> Iterable[str]:
-        """Only of COCO's captions: millions of names would take long to read."""
+        """Only of COCO's captions: reading millions of names would take long."""
         if not isinstance(self.source, CocoCaptions):
             return ()
         return (self.source.name(group) for group in range(len(self.groups)))
@@ -369,37 +341,25 @@ class CaptionDataset(VLDataset):
     def sample(self, texts: Sequence[int]) -> Sample:
         """Some captions of one image."""
         group = self.groups.group_of(texts[0])
-        name = self.source.name(group)
-        is_loose = isinstance(self.source, CocoCaptions)  # its images are files, which need no looking for
+        name, size, objects = self.source.name(group), self.source.image_size(group), None
+        if self.instances is not None:
+            objects = self.instances.objects(name)
+        elif self.metadata is not None:
+            file = self.metadata / self.source.image(group).with_suffix(".json").name
+            size, objects = read_detected_objects(file, self.min_object_score)
+        has_files = isinstance(self.source, CocoCaptions)  # the others search or read archives to find an image
         image = SampleImage(
             name,
-            self.source.image(group) if is_loose else functools.partial(self.source.image, group),
-            self.source.image_size(group),
-            objects=self._objects(group),
+            self.source.image(group) if has_files else functools.partial(self.source.image, group),
+            size,
+            objects=objects,
             boxes=self.source.boxes(group),
         )
-        stated = tuple(
-            SampleText(text, caption, {"image_id": name}, image_index=self.image_index)
-            for text, caption in ((text, self.source.caption(text)) for text in texts)
+        captions = tuple(
+            SampleText(text, self.source.caption(text), {"image_id": name}, image_index=self.image_index)
+            for text in texts
         )
-        return Sample((image,), stated, pool=self, own_texts=self.groups[group], corpus=self.corpus)
-
-    def _objects(self, group: int) -> AnnotatedObjects | None:
-        """The annotated or detected objects of an image; None if no file has any."""
-        name = self.source.name(group)
-        if self.instances is not None:
-            return self.instances.objects(name)
-        if self.metadata is None:
-            return None
-        file = self.metadata / self.source.image(group).with_suffix(".json").name
-        size, objects = read_detected_objects(file, self.min_object_score)
-        stated = self.source.image_size(group)
-        if stated is not None and stated != size:
-            raise UserError(
-                f"{file}: the image was {size[1]} x {size[0]} pixels, but the captions say {stated[1]} x {stated[0]} "
-                f"of image {name}; use the objects of the same images"
-            )
-        return objects
+        return Sample((image,), captions, pool=self, own_texts=self.groups[group], corpus=self.corpus)
 
 
 def _parts(options: CaptionOptions, split: str) -> list[dict[str, str]]:
@@ -410,7 +370,7 @@ def _parts(options: CaptionOptions, split: str) -> list[dict[str, str]]:
 
 
 def _source(files: DataFiles, options: CaptionOptions, split: str, boxes: BoxSource) -> CaptionSource:
-    """Captions of a split, with the boxes that lie beside them if `boxes` asks for them."""
+    """Captions of a split, with the boxes in their own files if this is the box source."""
     if options.source == "coco":
         return CocoCaptions(
             [(files.path("captions", **values), files.path("images", **values)) for values in _parts(options, split)]
@@ -427,7 +387,7 @@ def _source(files: DataFiles, options: CaptionOptions, split: str, boxes: BoxSou
 
 
 def _corpus(files: DataFiles, options: CaptionOptions, split: str) -> ConcatDataset | None:
-    """The lines of the text files, whose names the settings join by "+" (as the official code does)."""
+    """The lines of the text files, whose names are joined by "+" in the settings (as in the official code)."""
     if "corpus" not in files or not options.use_corpus:
         return None
     names = files.name("corpus", split=split).split("+")
@@ -435,5 +395,5 @@ def _corpus(files: DataFiles, options: CaptionOptions, split: str) -> ConcatData
 
 
 def _index_folder(files: DataFiles, options: CaptionOptions) -> Path:
-    """Where indices of large files are kept."""
+    """The folder for the indices of large files."""
     return files.root / "index" if options.cache is None else user_path(options.cache)

@@ -1,13 +1,13 @@
-"""Region features on disk: what is kept of an image, readers and writers of every format.
+"""Region features on disk: readers and writers of every format.
 
-A store may be copied to worker processes. Neither file positions nor LMDB's maps may be shared with a forked worker, so
-every process opens the files itself.
+A store may be copied to worker processes. Every process opens the files itself, because a forked worker may share
+neither file positions nor LMDB's maps.
 
 Formats
     npz      one file per image, named by its id
     tsv      bottom-up attention: image_id, image_w, image_h, num_boxes, boxes, features
     lxmert   img_id, img_h, img_w, objects_id, objects_conf, attrs_id, attrs_conf, num_boxes, boxes, features
-    hdf5     the regions of all images one after the other, `starts` [N + 1] says where each image begins
+    hdf5     the regions of all images one after the other; `starts` [N + 1] holds the first row of each image
     lmdb     image id -> content of an `.npz` file
 In both TSV files, arrays are base64 of float32 (ids: int64), and boxes are xyxy in pixels of the original image.
 
@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 from tqdm.auto import tqdm
 
-from detector.errors import MissingFileError, UserError, first_line, user_path
+from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import atomic_file, read_json, write_json
 from e2e_vl.io import text_of_name
 
@@ -69,11 +69,7 @@ LXMERT_FIELDS = {
 
 @dataclasses.dataclass(frozen=True)
 class RegionFeatures:
-    """Boxes and features of one image; boxes are continuous xyxy in pixels of the original image, inside it.
-
-    Raises:
-        UserError: arrays whose shapes do not fit together; the image is named.
-    """
+    """Boxes and features of one image; boxes are continuous xyxy in pixels of the original image, inside it."""
 
     image_id: str
     image_size: tuple[int, int]  # (height, width) of the original image, after its EXIF rotation
@@ -86,70 +82,49 @@ class RegionFeatures:
     box_ids: np.ndarray | None = None  # int64 [R], annotation ids of given boxes
     image_feature: np.ndarray | None = None  # float32 [D], the feature of the whole image
 
-    def __post_init__(self) -> None:
-        if self.boxes.shape != (len(self), 4) or self.features.ndim != 2 or len(self.features) != len(self):
-            raise UserError(
-                f"image {self.image_id}: boxes {list(self.boxes.shape)} and features {list(self.features.shape)} do "
-                "not fit together; expected [R, 4] and [R, D]"
-            )
-        for name in OPTIONAL:
-            column = getattr(self, name)
-            if column is not None and column.shape != (len(self),):
-                raise UserError(f"image {self.image_id}: {name} {list(column.shape)} for {len(self)} boxes")
-        whole = self.image_feature
-        if whole is not None and whole.shape != self.features.shape[1:]:
-            raise UserError(
-                f"image {self.image_id}: the whole image's feature has shape {list(whole.shape)}, the features of "
-                f"the regions have {self.features.shape[1]} columns"
-            )
-
     def __len__(self) -> int:
         return len(self.boxes)
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Names and arrays of R rows that are there: `boxes`, `features` and some of `OPTIONAL`."""
+        """Names and arrays of the R-row columns: `boxes`, `features` and those of `OPTIONAL` that are not None."""
         names = ("boxes", "features", *OPTIONAL)
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def check(self, image_id: str, where: str) -> None:
-        """Check what was read from a file against the image that was asked for.
+        """Raise a UserError if these are not plausible regions of the image that was requested.
 
         Boxes may leave the image by `TOLERANCE`, since some projects count pixels from 1 or round. A box without area
-        passes here: how it is placed decides about it.
+        passes.
 
         Args:
             where: names the file and the image in errors.
-
-        Raises:
-            UserError: it is another image's, the image has no size, a number is NaN or infinite, a box is inverted or
-                outside of the image, or a score is no probability.
         """
         height, width = self.image_size
+        size = np.array([width, height], dtype=np.float32)
+        columns = self.columns()
+        scores = [columns[name] for name in ("scores", "attribute_scores") if name in columns]
+        values = [*columns.values()] if self.image_feature is None else [*columns.values(), self.image_feature]
         problem = None
         if self.image_id != image_id:
-            problem = f"holds the features of image {self.image_id!r} in the place of image {image_id!r}"
-        elif min(height, width) < 1:
-            problem = f"says that the image has {width} x {height} pixels"
-        for name, values in {**self.columns(), "image_feature": self.image_feature}.items():
-            if values is not None and not np.isfinite(values).all():
-                problem = problem or f"{name} has values that are NaN or infinite"
-        low, high = self.boxes[:, :2], self.boxes[:, 2:]
-        size = np.array([width, height], dtype=np.float32)
-        wrong = (low > high) | (low < -TOLERANCE) | (high > size + TOLERANCE)
-        if problem is None and wrong.any():
-            row = int(wrong.any(axis=1).argmax())
-            values = ", ".join(f"{value:g}" for value in self.boxes[row])
-            problem = f"box {row} [{values}] is inverted or leaves the {width} x {height} image"
-        for name in ("scores", "attribute_scores"):
-            values = getattr(self, name)
-            if values is not None and len(values) and not -ROUNDING <= values.min() <= values.max() <= 1 + ROUNDING:
-                problem = problem or f"{name} lie between {values.min():g} and {values.max():g}, not 0 and 1"
+            problem = f"has the features of image {self.image_id!r} in the place of image {image_id!r}"
+        elif {len(rows) for rows in columns.values()} != {len(self)}:
+            problem = f"has columns of different lengths, {', '.join(columns)}"
+        elif not all(np.isfinite(one).all() for one in values):
+            problem = "has values that are NaN or infinite"
+        elif any((rows < -ROUNDING).any() or (rows > 1 + ROUNDING).any() for rows in scores):
+            problem = "has scores that are no probabilities"
+        else:
+            low, high = self.boxes[:, :2], self.boxes[:, 2:]
+            wrong = ((low > high) | (low < -TOLERANCE) | (high > size + TOLERANCE)).any(axis=1)
+            if wrong.any():
+                box = self.boxes[wrong.argmax()].tolist()
+                problem = f"has a box {box} that is inverted or leaves the {width} x {height} image"
         if problem is not None:
             raise UserError(f"{where}: {problem}; extract the image again")
 
 
 def save_npz(file: Path | BinaryIO, record: RegionFeatures, stamp: dict[str, Any] | None = None) -> None:
-    """Write one image's regions; `stamp` (JSON) says how they were made."""
+    """Write one image's regions; `stamp` (JSON) describes how they were made."""
     if isinstance(file, Path):
         with atomic_file(file) as part, part.open("wb") as stream:
             save_npz(stream, record, stamp)
@@ -163,35 +138,20 @@ def save_npz(file: Path | BinaryIO, record: RegionFeatures, stamp: dict[str, Any
 
 
 def load_npz(file: Path | BinaryIO, where: str | None = None) -> RegionFeatures:
-    """Read the regions that `save_npz` wrote; `where` names an open file in errors.
-
-    Raises:
-        UserError: the file is damaged or lacks an array.
-    """
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            names = [name for name in ("image_feature", *OPTIONAL) if name in arrays]
-            return RegionFeatures(
-                image_id=str(arrays["image_id"]),
-                image_size=tuple(arrays["image_size"].tolist()),
-                **{name: to_column(name, arrays[name]) for name in ("boxes", "features", *names)},
-            )
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(
-            f"{where or file}: no readable file of region features ({first_line(error)}); extract the image again"
-        ) from error
+    """Read the regions that `save_npz` wrote; `where` names an open file in errors."""
+    damage = (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
+    with reading(where or file, *damage), np.load(file, allow_pickle=False) as arrays:
+        names = [name for name in ("image_feature", *OPTIONAL) if name in arrays]
+        return RegionFeatures(
+            image_id=str(arrays["image_id"]),
+            image_size=tuple(arrays["image_size"].tolist()),
+            **{name: to_column(name, arrays[name]) for name in ("boxes", "features", *names)},
+        )
 
 
 def to_column(name: str, values: np.ndarray) -> np.ndarray:
-    """An array of a file in the type of its column: float32 or int64.
-
-    Raises:
-        ValueError: whole numbers are expected, and there are others.
-    """
-    kind = OPTIONAL.get(name, np.float32)
-    if kind is np.int64 and (values != np.floor(values)).any():
-        raise ValueError(f"{name} has values that are no whole numbers")
-    return values.astype(kind, copy=False)
+    """An array of a file in the type of its column: float32 or int64."""
+    return values.astype(OPTIONAL.get(name, np.float32), copy=False)
 
 
 # Readers
@@ -203,7 +163,7 @@ class FeatureStore(abc.ABC):
     Attributes:
         path: the file or folder.
         ids: image ids, in the order of the file.
-        stamp: how the features were made; None where the file does not say.
+        stamp: how the features were made; None if the file does not say.
     """
 
     path: Path
@@ -215,7 +175,7 @@ class FeatureStore(abc.ABC):
         """Regions of an image that is in `ids`."""
 
     def __getitem__(self, image_id: str) -> RegionFeatures:
-        """Regions of one image, checked to be this image's."""
+        """Regions of one image, after `RegionFeatures.check`."""
         if image_id not in self:
             raise UserError(f"{self.path}: has no features of image {image_id}; extract them with the others")
         record = self.read(image_id)
@@ -231,22 +191,14 @@ class FeatureStore(abc.ABC):
 
 
 def open_features(path: str | Path) -> FeatureStore:
-    """Open region features of any format that e2e-vl extract writes.
-
-    Raises:
-        MissingFileError: nothing there.
-        UserError: not such a file, one without any image, or the package that reads it is not installed.
-    """
+    """Open region features of any format that e2e-vl extract writes."""
     path = user_path(path)
     if not path.exists():
         raise MissingFileError(f"{path}: there are no region features; make them with e2e-vl extract")
     kinds = {".tsv": TsvStore, ".h5": Hdf5Store, ".hdf5": Hdf5Store, ".lmdb": LmdbStore}
     if path.suffix not in kinds and not path.is_dir():
         raise UserError(f"{path}: region features are a folder of .npz files or end in {', '.join(kinds)}")
-    store = NpzStore(path) if path.is_dir() else kinds[path.suffix](path)
-    if not store.ids:
-        raise UserError(f"{path}: there are no features of any image; copy or extract them again")
-    return store
+    return NpzStore(path) if path.is_dir() else kinds[path.suffix](path)
 
 
 class NpzStore(FeatureStore):
@@ -274,10 +226,8 @@ def sidecar(path: Path) -> Path:
 
 
 class _Index(msgspec.Struct):
-    """Where the rows of a TSV file of so many bytes begin."""
-
-    bytes: int
-    offsets: dict[str, int]
+    bytes: int  # of the TSV file
+    offsets: dict[str, int]  # of the row of each image
 
 
 class _Sidecar(msgspec.Struct):
@@ -288,20 +238,18 @@ class _Sidecar(msgspec.Struct):
 
 
 class TsvStore(FeatureStore):
-    """A TSV file of bottom-up attention or of LXMERT, told apart by their numbers of columns.
+    """A TSV file of bottom-up attention or of LXMERT.
 
-    Rows are found by their offsets: from the file beside it if that fits, else the whole file is read once, and the
-    offsets are written beside it.
+    The offsets of its rows are in the file beside it. If they are missing, the whole file is read once to find them.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        beside = sidecar(path)
-        content = read_json(beside, _Sidecar) if beside.is_file() else _Sidecar()
+        content = read_json(sidecar(path), _Sidecar) if sidecar(path).is_file() else _Sidecar()
         if content.index is None or content.index.bytes != path.stat().st_size:
             content.index = self._scan()
             with contextlib.suppress(PermissionError):  # in a folder of someone else it is made anew every time
-                write_json(beside, msgspec.to_builtins(content))
+                write_json(sidecar(path), msgspec.to_builtins(content))
         self.stamp = content.stamp
         self.offsets = content.index.offsets
         self.ids = list(self.offsets)
@@ -311,11 +259,8 @@ class TsvStore(FeatureStore):
         position, size = 0, self.path.stat().st_size
         title = f"indexing {self.path.name}"
         with self.path.open("rb") as file, tqdm(total=size, desc=title, unit="B", unit_scale=True, delay=1) as bar:
-            for number, line in enumerate(file, start=1):
-                image_id = line.split(b"\t", 1)[0].decode("utf-8", "replace")
-                if image_id in offsets:
-                    raise UserError(f"{self.path}: line {number} repeats image {image_id}; ids must be unique")
-                offsets[image_id] = position
+            for line in file:
+                offsets[line.split(b"\t", 1)[0].decode("utf-8", "replace")] = position
                 position += len(line)
                 bar.update(len(line))
         return _Index(size, offsets)
@@ -324,21 +269,14 @@ class TsvStore(FeatureStore):
         with self.path.open("rb") as file:
             file.seek(self.offsets[image_id])
             line = file.readline()
-        try:
+        with reading(f"{self.path}: image {image_id}", ValueError):
             return parse_row(line.decode("utf-8").rstrip("\r\n"))
-        except ValueError as error:
-            raise UserError(
-                f"{self.path}: the row of image {image_id} is damaged ({first_line(error)}); copy or extract the file "
-                "again"
-            ) from error
 
 
 def parse_row(line: str) -> RegionFeatures:
-    """One row of either TSV file; raises ValueError for a damaged one."""
+    """One row of either TSV file, told apart by their numbers of columns; ValueError for a damaged one."""
     cells = line.split("\t")
-    names = next((names for names in TSV_COLUMNS.values() if len(names) == len(cells)), None)
-    if names is None:
-        raise ValueError(f"it has {len(cells)} columns, expected 6 (bottom-up attention) or 10 (LXMERT)")
+    names = TSV_COLUMNS["lxmert" if len(cells) > len(TSV_COLUMNS["tsv"]) else "tsv"]
     row = dict(zip(names, cells, strict=True))
     number = int(row["num_boxes"])
     is_lxmert = "img_id" in row
@@ -360,31 +298,20 @@ class Hdf5Store(FeatureStore):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with import_optional("h5py").File(path, "r") as file:
-                self.ids = [one.decode() for one in file["ids"][:]]
-                self.starts, self.sizes = file["starts"][:].astype(np.int64), file["image_sizes"][:].astype(np.int64)
-                self.stamp = json.loads(file.attrs["stamp"]) if "stamp" in file.attrs else None
-                if len(self.starts) != len(self.ids) + 1 or self.starts[-1] != len(file["boxes"]):
-                    raise ValueError("its starts do not fit its ids and boxes")
-        except (OSError, KeyError, ValueError) as error:
-            raise UserError(
-                f"{path}: no readable HDF5 file of region features ({first_line(error)}); copy or make it again"
-            ) from error
+        with reading(path, OSError, KeyError), import_optional("h5py").File(path, "r") as file:
+            self.ids = [one.decode() for one in file["ids"][:]]
+            self.starts, self.sizes = file["starts"][:].astype(np.int64), file["image_sizes"][:].astype(np.int64)
+            self.stamp = json.loads(file.attrs["stamp"]) if "stamp" in file.attrs else None
         self.rows = {image_id: row for row, image_id in enumerate(self.ids)}
 
     def read(self, image_id: str) -> RegionFeatures:
         file, row = _open(_hdf5_file, self.path), self.rows[image_id]
         rows = slice(self.starts[row], self.starts[row + 1])
-        try:
+        with reading(f"{self.path}: image {image_id}", OSError, KeyError):
             names = [name for name in OPTIONAL if name in file]
             columns = {name: to_column(name, file[name][rows]) for name in ("boxes", "features", *names)}
             if "image_feature" in file:
                 columns["image_feature"] = to_column("image_feature", file["image_feature"][row])
-        except (OSError, KeyError, ValueError) as error:
-            raise UserError(
-                f"{self.path}: image {image_id} is damaged ({first_line(error)}); copy or make the file again"
-            ) from error
         return RegionFeatures(image_id=image_id, image_size=tuple(self.sizes[row].tolist()), **columns)
 
 
@@ -397,12 +324,9 @@ class LmdbStore(FeatureStore):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with _open(_lmdb_environment, path).begin() as transaction:
-                self.ids = [key.decode() for key in transaction.cursor().iternext(values=False) if key != STAMP_KEY]
-                stamp = transaction.get(STAMP_KEY)
-        except import_optional("lmdb").Error as error:
-            raise UserError(f"{path}: no readable LMDB file ({first_line(error)}); copy or make it again") from error
+        with reading(path, import_optional("lmdb").Error), _open(_lmdb_environment, path).begin() as transaction:
+            self.ids = [key.decode() for key in transaction.cursor().iternext(values=False) if key != STAMP_KEY]
+            stamp = transaction.get(STAMP_KEY)
         self.stamp = None if stamp is None else json.loads(stamp)
 
     def read(self, image_id: str) -> RegionFeatures:
@@ -447,11 +371,9 @@ LMDB_OVERHEAD = 2.0  # pages of the file per byte of content, at most; the space
 
 
 def write_tsv(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, Any], *, layout: str = "tsv") -> None:
-    """Write a TSV file of the layout "tsv" (bottom-up attention) or "lxmert", and a JSON file with its stamp and the
-    offset of each row.
+    """Write a TSV file of the layout "tsv" (bottom-up attention) or "lxmert", and a JSON file with its stamp and index.
 
-    Raises:
-        UserError: LXMERT's layout, and an image without classes or attributes.
+    LXMERT's layout needs classes and attributes.
     """
     offsets: dict[str, int] = {}
     position = 0
@@ -471,9 +393,6 @@ def _cells(record: RegionFeatures, layout: str) -> list[str]:
     arrays = {"boxes": record.boxes, "features": record.features}
     if layout == "lxmert":
         arrays |= {name: getattr(record, field) for name, field in LXMERT_FIELDS.items()}
-    missing = [name for name, array in arrays.items() if array is None]
-    if missing:
-        raise UserError(f"image {record.image_id}: LXMERT's file needs {', '.join(missing)}, which were not extracted")
     plain = {
         **dict.fromkeys(("image_id", "img_id"), record.image_id),
         **dict.fromkeys(("image_h", "img_h"), str(height)),
@@ -529,13 +448,9 @@ def write_lmdb(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
             transaction = environment.begin(write=True)
             transaction.put(STAMP_KEY, json.dumps(stamp).encode())
             for number, record in enumerate(records, start=1):
-                key, content = record.image_id.encode("utf-8"), io.BytesIO()
-                if len(key) > environment.max_key_size():
-                    raise UserError(
-                        f"image {record.image_id}: the id has {len(key)} bytes, too many for LMDB; use hdf5"
-                    )
+                content = io.BytesIO()
                 save_npz(content, record)
-                transaction.put(key, content.getvalue())
+                transaction.put(record.image_id.encode("utf-8"), content.getvalue())
                 if number % LMDB_COMMIT == 0:
                     transaction.commit()
                     transaction = environment.begin(write=True)
@@ -548,13 +463,10 @@ FORMATS = ("npz", *SUFFIXES)  # the folder of .npz files is written while the ex
 
 
 def check_format(layout: str, path: Path) -> None:
-    """Raise a UserError now rather than after hours: a name that does not fit, or a package that is not installed."""
-    if layout == "npz":
-        if path.is_file():
-            raise UserError(f"{path} is a file; .npz files go to a folder")
-    elif path.suffix not in SUFFIXES[layout]:
+    """Find a name that does not fit the format, or a missing package, before hours of extraction."""
+    if layout != "npz" and path.suffix not in SUFFIXES[layout]:
         raise UserError(f"{path}: a file of the format {layout} must end in {' or '.join(SUFFIXES[layout])}")
-    elif layout in PACKAGES:
+    if layout in PACKAGES:
         import_optional(PACKAGES[layout])
 
 

@@ -1,6 +1,4 @@
-"""From the facts about an image to pixels and moved boxes: the rules of size, flip, candidate boxes and saved features.
-
-They hold for every data set. Which boxes are candidates is the box source.
+"""From a `SampleImage` to pixels and candidate boxes of the network's size, for every data set alike.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -18,85 +16,44 @@ import numpy as np
 
 from detector.boxes import check_boxes
 from detector.config import SelectionRule
-from detector.errors import MissingFileError, UserError
+from detector.errors import UserError
 from detector.images import ResizeRule, load_resized
 from detector.io import read_json
 from detector.selection import select_regions
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import VLDataset, open_options
-from e2e_vl.data.features import FeatureStore, RegionFeatures, open_features
+from e2e_vl.data.features import FeatureStore, open_features
 from e2e_vl.examples import DetectionObjects, ImageExample, ImageTransform
 from e2e_vl.io import FourNumbers, Id, Record, Score, box_corners
 from e2e_vl.samples import DETECTED, AnnotatedObjects, BrokenImageError, CandidateBoxes, ImageBytes, SampleImage
 
-# From an image file to pixels of the network's size.
-
-
-class ImageSizeError(UserError):
-    """An image of another size than its annotation file says."""
-
-
-def read_image(
-    source: Path | ImageBytes,
-    expected_size: tuple[int, int] | None,
-    resize: ResizeRule,
-    *,
-    flip: bool,
-    channel_order: str,
-    name: str,
-) -> tuple[np.ndarray, ImageTransform]:
-    """Load, resize and maybe mirror one image.
-
-    Args:
-        source: image file, or its content.
-        expected_size: (height, width) that the annotation file states, or None.
-        resize: the network's size.
-        channel_order: "BGR" or "RGB".
-        name: which record asks for the file, for error messages, such as "image 42".
-
-    Returns:
-        Pixels uint8 [height, width, 3] and the image_transform.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: the file is no readable image.
-        ImageSizeError: it has another size than expected.
-    """
-    if isinstance(source, ImageBytes):
-        where = source.name
-        pixels, original_size = load_resized(source.content, resize, channel_order, source.name)
-    else:
-        where = source
-        if not source.is_file():
-            raise MissingFileError(f"{source}: the file of {name} is missing; check the image folder's path")
-        pixels, original_size = load_resized(source, resize, channel_order)
-    if expected_size is not None and original_size != tuple(expected_size):
-        raise ImageSizeError(
-            f"{where}: {name} is {original_size[1]} x {original_size[0]} pixels, but its annotation "
-            f"file says {expected_size[1]} x {expected_size[0]}; boxes would not fit, use the images that the "
-            "annotations were made on"
-        )
-    if flip:
-        pixels = np.ascontiguousarray(pixels[:, ::-1])
-    return pixels, ImageTransform(original_size, (pixels.shape[0], pixels.shape[1]), flip)
-
+logger = logging.getLogger(__name__)
 
 # Files of candidate boxes: detections in MAttNet's format, and region features.
 
 
-_OTHER_BOXES = "use the detections of this data set, or another box source (gt or online)"
-
-
 class BoxReader(abc.ABC):
-    """Candidate boxes of images by their id, from one file or from several that each know other images."""
+    """Candidate boxes by image id, from one file or several; the first file with an image counts."""
+
+    files: Sequence[Path]
+
+    @abc.abstractmethod
+    def __contains__(self, image_id: str) -> bool:
+        """Whether a file has the image."""
 
     @abc.abstractmethod
     def read(self, image_id: str) -> CandidateBoxes:
-        """The boxes of one image; a UserError if no file has the image."""
+        """The boxes of one image."""
 
-    @abc.abstractmethod
     def require_images(self, image_ids: Iterable[str], split: str) -> None:
-        """Refuse files that lack an image; the first is named and all are counted."""
+        """Raise a UserError if images of the split are missing: the first is named and all are counted."""
+        missing = [image_id for image_id in image_ids if image_id not in self]
+        if missing:
+            more = f" (and {len(missing) - 1} more images)" if len(missing) > 1 else ""
+            raise UserError(
+                f"{', '.join(map(str, self.files))}: no boxes of image {missing[0]}{more} of the split {split}; use "
+                "the file of this data set, extract the features, or take another box source (gt or online)"
+            )
 
 
 class _Detection(Record):
@@ -120,39 +77,33 @@ def read_detections(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 class DetectedBoxes(BoxReader):
-    """Boxes of MAttNet's detection files that the rule keeps, by falling score; the first file with an image counts."""
+    """Boxes of MAttNet's detection files that the rule selects, by falling score."""
 
-    def __init__(self, paths: Sequence[Path], selection: SelectionRule) -> None:
-        self.paths = paths
+    def __init__(self, files: Sequence[Path], selection: SelectionRule) -> None:
+        self.files = files
         self.selection = selection
         self._found: dict[str, tuple[Path, np.ndarray, np.ndarray]] = {}
-        for path in paths:
+        for path in files:
             for image_id, found in read_detections(path).items():
                 self._found.setdefault(image_id, (path, *found))
+
+    def __contains__(self, image_id: str) -> bool:
+        return image_id in self._found
 
     def read(self, image_id: str) -> CandidateBoxes:
         self.require_images([image_id], "data")
         path, boxes, scores = self._found[image_id]
         return CandidateBoxes(boxes[select_regions(scores, self.selection).numpy()], f"{path}: image {image_id}")
 
-    def require_images(self, image_ids: Iterable[str], split: str) -> None:
-        missing = [image_id for image_id in image_ids if image_id not in self._found]
-        if missing:
-            more = f" (and {len(missing) - 1} more images)" if len(missing) > 1 else ""
-            raise UserError(
-                f"{', '.join(map(str, self.paths))}: no detections for image {missing[0]}{more} of the split {split}; "
-                f"{_OTHER_BOXES}"
-            )
-
 
 class StoredBoxes(BoxReader):
-    """Boxes of files of region features: detected ones by falling score where there are scores, given ones as stored.
+    """Boxes of files of region features: detected ones by falling score if they have scores, given ones as stored.
 
     Args:
         stores: the files.
-        selection: which boxes are kept where there are scores.
-        with_features: give the features too, so that no detector has to run; then the first `limit` boxes are kept.
-        limit: see `with_features`; None keeps them all.
+        selection: which boxes with scores are kept.
+        with_features: return the features too, which replace the detector, of the first `limit` boxes.
+        limit: see `with_features`; None keeps all boxes.
     """
 
     def __init__(
@@ -163,73 +114,62 @@ class StoredBoxes(BoxReader):
         with_features: bool,
         limit: int | None = None,
     ) -> None:
+        self.files = [store.path for store in stores]
         self.stores = stores
         self.selection = selection
         self.with_features = with_features
         self.limit = limit
 
+    def __contains__(self, image_id: str) -> bool:
+        return any(image_id in store for store in self.stores)
+
     def read(self, image_id: str) -> CandidateBoxes:
         store = next((store for store in self.stores if image_id in store), self.stores[0])
-        found = store[image_id]
-        origin = f"{store.path}: image {image_id}"
-        is_scored = found.scores is not None and found.box_ids is None
+        regions = store[image_id]
+        is_detected = regions.scores is not None and regions.box_ids is None
         if self.with_features:
-            order = np.argsort(-found.scores, kind="stable")[: self.limit] if is_scored else slice(self.limit)
-            return CandidateBoxes(
-                found.boxes[order],
-                origin,
-                image_size=found.image_size,
-                features=found.features[order],
-                image_feature=found.image_feature,
-                **_found(found, order),
-            )
-        kept = select_regions(found.scores, self.selection).numpy() if is_scored else slice(None)
-        return CandidateBoxes(found.boxes[kept], origin, image_size=found.image_size, **_found(found, kept))
-
-    def require_images(self, image_ids: Iterable[str], split: str) -> None:
-        missing = [image_id for image_id in image_ids if not any(image_id in store for store in self.stores)]
-        if missing:
-            files = ", ".join(str(store.path) for store in self.stores)
-            raise UserError(
-                f"{files}: has no features of image {missing[0]} and {len(missing) - 1} more of the split {split}; "
-                "extract them, with the annotation file as the list of images"
-            )
+            rows = np.argsort(-regions.scores, kind="stable")[: self.limit] if is_detected else slice(self.limit)
+        else:
+            rows = select_regions(regions.scores, self.selection).numpy() if is_detected else slice(None)
+        columns = (regions.classes, regions.scores, regions.attributes, regions.attribute_scores)
+        return CandidateBoxes(
+            regions.boxes[rows],
+            f"{store.path}: image {image_id}",
+            image_size=regions.image_size,
+            features=regions.features[rows] if self.with_features else None,
+            image_feature=regions.image_feature if self.with_features else None,
+            **{name: values[rows] for name, values in zip(DETECTED, columns, strict=True) if values is not None},
+        )
 
 
 def open_boxes(
-    paths: Sequence[Path], selection: SelectionRule, *, with_features: bool, limit: int | None = None
+    files: Sequence[Path], selection: SelectionRule, *, with_features: bool, limit: int | None = None
 ) -> BoxReader:
     """Open files of one kind: `.json` is MAttNet's format, everything else region features; see `StoredBoxes`."""
-    if paths[0].suffix != ".json":
-        stores = [open_features(path) for path in paths]
+    if files[0].suffix != ".json":
+        stores = [open_features(path) for path in files]
         return StoredBoxes(stores, selection, with_features=with_features, limit=limit)
     if with_features:
-        raise UserError(f"{paths[0]}: boxes in MAttNet's format have no features; give a file of region features")
-    return DetectedBoxes(paths, selection)
+        raise UserError(f"{files[0]}: boxes in MAttNet's format have no features; give a file of region features")
+    return DetectedBoxes(files, selection)
 
 
 def open_boxes_of(dataset: VLDataset, settings: DataSettings, boxes: BoxSource) -> BoxReader | None:
-    """The files of boxes or features of an opened split; None where the source reads none or boxes come along."""
+    """The files of boxes or features of an opened split; None if the source reads none or boxes come with samples."""
     key = next((key for key in boxes.needs if key != "instances"), None)
     if key is None or not dataset.parts:
         return None
-    files, _ = open_options(type(dataset), settings)
-    paths = list(dict.fromkeys(files.path(key, **values) for values in dataset.parts))
+    data_files, _ = open_options(type(dataset), settings)
+    files = list(dict.fromkeys(data_files.path(key, **values) for values in dataset.parts))
     with_features = boxes is BoxSource.PRECOMPUTED
     limit = settings.boxes.max_precomputed if with_features else None
-    return open_boxes(paths, settings.boxes.selection, with_features=with_features, limit=limit)
-
-
-def _found(regions: RegionFeatures, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
-    """What the detector found in these boxes, as far as the file has it; `DETECTED` has its names."""
-    columns = (regions.classes, regions.scores, regions.attributes, regions.attribute_scores)
-    return {name: values[rows] for name, values in zip(DETECTED, columns, strict=True) if values is not None}
+    return open_boxes(files, settings.boxes.selection, with_features=with_features, limit=limit)
 
 
 # Outlines of objects as small masks on the grid of a RoI, as official codes draw them for VCR.
 
 
-_AT_POINT = 1e-12  # a grid point so near to a corner of the outline is that corner (scikit-image)
+_AT_POINT = 1e-12  # a grid point this close to a corner of the outline is that corner (scikit-image)
 
 
 def instance_mask(outlines: Sequence[np.ndarray], box: np.ndarray, side: int = 14, at: str = "corners") -> np.ndarray:
@@ -251,10 +191,13 @@ def instance_mask(outlines: Sequence[np.ndarray], box: np.ndarray, side: int = 1
     mask = np.zeros((side, side), dtype=np.float32)
     x1, y1, x2, y2 = (float(value) for value in box)
     if at == "centres":
+        from matplotlib.path import Path as Outline  # late: importing it takes a while
+
         shares = (np.arange(side) + 0.5) / side
         grid = np.stack(np.meshgrid(x1 + (x2 - x1) * shares, y1 + (y2 - y1) * shares), axis=-1)
         for outline in outlines:
-            mask[_contains(outline.astype(np.float64), grid)] = 1
+            is_inside = Outline(outline, closed=False).contains_points(grid.reshape(-1, 2))
+            mask[is_inside.reshape(side, side)] = 1
         return mask
     # float32 as in the official code: rounding decides about grid points on an outline
     origin = np.array([x1, y1], dtype=np.float32)
@@ -263,19 +206,6 @@ def instance_mask(outlines: Sequence[np.ndarray], box: np.ndarray, side: int = 1
         points = (outline.astype(np.float32) - origin) * ratio
         mask[_covers(points.clip(0, side - 1).astype(np.float64), side)] = 1
     return mask
-
-
-def _contains(points: np.ndarray, grid: np.ndarray) -> np.ndarray:
-    """bool [S, S]: which points of the grid float64 [S, S, 2] are inside of a closed outline [points, 2].
-
-    An edge counts if a ray from the point to the left meets it; points on an edge are treated as matplotlib's
-    `Path.contains_points` does.
-    """
-    (x, y), (x0, y0) = np.moveaxis(grid[..., None, :], -1, 0), points.T
-    x1, y1 = np.roll(x0, -1), np.roll(y0, -1)
-    starts_below, ends_below = y0 >= y, y1 >= y
-    is_beside = ((y1 - y) * (x0 - x1) >= (x1 - x) * (y0 - y1)) == ends_below
-    return ((starts_below != ends_below) & is_beside).sum(axis=-1) % 2 == 1
 
 
 def _covers(points: np.ndarray, side: int) -> np.ndarray:
@@ -293,8 +223,6 @@ def _covers(points: np.ndarray, side: int) -> np.ndarray:
     return is_corner | to_right | (to_right != to_left)
 
 
-logger = logging.getLogger(__name__)
-
 MEAN_COLOUR = {"RGB": (123, 116, 103), "BGR": (103, 116, 123)}  # of natural images, as detectors subtract it
 
 
@@ -304,19 +232,19 @@ class ImageRules:
 
     Attributes:
         resize: sizes of the network input; of several one is drawn at random per request (multi-scale training).
-        flip_probability: chance to mirror the image; for training.
+        flip_probability: probability of mirroring the image; for training.
         channel_order: "BGR" or "RGB".
         with_objects: add the annotated objects, without crowds, as targets of the detection losses.
         mask_size: S, side of the instance masks of the candidate boxes; None: no masks.
         mask_at: see `instance_mask`.
-        fill_masks: objects without outlines get masks of their whole boxes, because other images have outlines.
-        is_blank: every pixel is the mean colour, saved features are zero and instance masks one: the control that sees
-            no image.
-        blank_boxes: that control has no candidate boxes either, because their number and places tell the answer.
+        fill_masks: objects without outlines get masks of their whole boxes, as other images have outlines.
+        is_blank: the control without images: every pixel has the mean colour, saved features are zero and instance
+            masks one.
+        blank_boxes: with `is_blank`, there are no candidate boxes either: their number and places tell the answer.
         mirror_precomputed: mirror the boxes of saved features although the features describe the unmirrored image
             (official VL-BERT code); False forbids flips of saved features.
-        mean_image_feature: the whole image's feature is the mean of its regions' features where the file has none
-            (official VL-BERT code).
+        mean_image_feature: if the file has no feature of the whole image, it is the mean over the regions (official
+            VL-BERT code).
     """
 
     resize: tuple[ResizeRule, ...]
@@ -334,7 +262,7 @@ class ImageRules:
 
 @dataclasses.dataclass(frozen=True)
 class Augmentation:
-    """What was drawn at random for the images of one request."""
+    """The random choices for the images of one request."""
 
     flip: bool
     resize: ResizeRule
@@ -345,11 +273,8 @@ class ImageLoader:
 
     Args:
         rules: how images reach the network.
-        source: where candidate boxes come from; boxes that come with a sample go before it.
+        source: where candidate boxes come from; boxes of the sample itself come before it.
         boxes: files of boxes or of saved features; needed by the sources that read one.
-
-    Raises:
-        ValueError: flips of saved features.
     """
 
     def __init__(self, rules: ImageRules, source: BoxSource, boxes: BoxReader | None = None) -> None:
@@ -358,14 +283,10 @@ class ImageLoader:
         self.rules = rules
         self.source = source
         self.boxes = boxes
-        self.without_outline: set[tuple[str, int]] = set()
+        self._warned_of_empty_mask = False
 
     def require_images(self, image_ids: Iterable[str], split: str) -> None:
-        """Check at the start of a run that the files of boxes hold all images of a split.
-
-        Raises:
-            ValueError: an image is missing; the first is named and all are counted.
-        """
+        """Check at the start of a run that the files of boxes have all images of a split."""
         if self.boxes is not None:
             self.boxes.require_images(image_ids, split)
 
@@ -379,47 +300,53 @@ class ImageLoader:
 
         Raises:
             BrokenImageError: the image is missing or cannot be read; the cause names image and path.
-            ValueError: it has another size than the annotations say, a box lies outside it, or there are no boxes or
-                objects although they are asked for.
+            UserError: it has another size than its annotations say, a box lies outside it, or there are no boxes or
+                objects although they are needed.
         """
         found = image.boxes
         if found is None and self.boxes is not None:
             found = self.boxes.read(image.id)
-        self._check(image, found)
+        self._check_annotations(image, found)
         if found is not None and found.features is not None:
-            return self._precomputed(image, found, augmentation)
-        size = image.size if found is None or found.image_size is None else found.image_size
-        try:
-            file = image.locate()
-            pixels, image_transform = read_image(
-                file,
-                size,
-                augmentation.resize,
-                flip=augmentation.flip,
-                channel_order=self.rules.channel_order,
-                name=f"image {image.id}",
-            )
-        except ImageSizeError:
-            raise
-        except (ValueError, OSError) as error:
-            raise BrokenImageError from error
-        if self.rules.is_blank:
-            pixels = np.broadcast_to(np.array(MEAN_COLOUR[self.rules.channel_order], dtype=np.uint8), pixels.shape)
-        example = ImageExample(pixels, image_transform, str(file) if isinstance(file, Path) else file.name)
-        self._add_candidates(example, image, found)
-        if image.boxes_to_mask is not None:
-            example.boxes_to_mask = image_transform.transform_and_clamp_boxes(image.boxes_to_mask, "boxes to hide")
-        if self.rules.with_objects:
-            example.objects = self._objects(image.objects, image_transform)
+            example = self._precomputed(image, found, augmentation)
+        else:
+            example = self._read(image, found, augmentation)
         return example.without_boxes() if self.rules.is_blank and self.rules.blank_boxes else example
 
-    def _check(self, image: SampleImage, found: CandidateBoxes | None) -> None:
-        """Raises ValueError if boxes or objects are missing that are asked for, or if two files state two sizes."""
+    def _read(self, image: SampleImage, found: CandidateBoxes | None, augmentation: Augmentation) -> ImageExample:
+        rules = self.rules
+        try:
+            file = image.locate()
+            content, name = (file.content, file.name) if isinstance(file, ImageBytes) else (file, str(file))
+            pixels, size = load_resized(content, augmentation.resize, rules.channel_order, name)
+        except (ValueError, OSError) as error:
+            raise BrokenImageError from error
+        annotated_size = image.size if found is None or found.image_size is None else found.image_size
+        if annotated_size is not None and size != tuple(annotated_size):
+            raise UserError(
+                f"{name}: image {image.id} is {size[1]} x {size[0]} pixels, but its annotation file says "
+                f"{annotated_size[1]} x {annotated_size[0]}; boxes would not fit, use the annotated images"
+            )
+        if augmentation.flip:
+            pixels = np.ascontiguousarray(pixels[:, ::-1])
+        image_transform = ImageTransform(size, pixels.shape[:2], augmentation.flip)
+        if rules.is_blank:
+            pixels = np.broadcast_to(np.array(MEAN_COLOUR[rules.channel_order], dtype=np.uint8), pixels.shape)
+        example = ImageExample(pixels, image_transform, name)
+        self._add_candidates(example, image, found)
+        if image.boxes_to_mask is not None:
+            example.boxes_to_mask = image_transform.transform_and_clamp_boxes(image.boxes_to_mask, "boxes to mask")
+        if rules.with_objects:
+            example.objects = self._objects(image.objects, image_transform)
+        return example
+
+    def _check_annotations(self, image: SampleImage, found: CandidateBoxes | None) -> None:
+        """Check that the boxes and objects that are needed exist, and that two files give the same image size."""
         if found is None and self.source not in (BoxSource.GT, BoxSource.ONLINE):
             raise UserError(f"image {image.id} has no boxes '{self.source}'; set data.files.{self.source.needs[-1]}")
-        wants_candidates = image.boxes is None and self.source.reads_annotations
-        if image.objects is None and (wants_candidates or self.rules.with_objects):
-            wanted = f"boxes '{self.source}'" if wants_candidates else "the targets of the detection losses"
+        needs_candidates = image.boxes is None and self.source.reads_annotations
+        if image.objects is None and (needs_candidates or self.rules.with_objects):
+            wanted = f"boxes '{self.source}'" if needs_candidates else "the targets of the detection losses"
             raise UserError(
                 f"image {image.id}: {wanted} come from annotated objects; give an instances file (data.files.instances)"
             )
@@ -439,7 +366,7 @@ class ImageLoader:
             whole = features.mean(axis=0) if len(features) else np.zeros(features.shape[1], dtype=np.float32)
         if self.rules.is_blank:
             features, whole = np.zeros_like(features), None if whole is None else np.zeros_like(whole)
-        example = ImageExample(
+        return ImageExample(
             pixels=np.broadcast_to(np.uint8(0), (*image_transform.size, 3)),  # a shape without memory
             image_transform=image_transform,
             name=str(image.file) if isinstance(image.file, Path) else found.origin,
@@ -449,10 +376,9 @@ class ImageLoader:
             image_feature=whole,
             **found.found,
         )
-        return example.without_boxes() if self.rules.is_blank and self.rules.blank_boxes else example
 
     def _add_candidates(self, example: ImageExample, image: SampleImage, found: CandidateBoxes | None) -> None:
-        """Boxes of a file or of the sample, then annotated boxes, as the source says; clamped."""
+        """Boxes of a file or of the sample, then annotated boxes, depending on the source; clamped."""
         parts = []
         if found is not None:
             parts.append(example.image_transform.transform_and_clamp_boxes(found.boxes, found.origin))
@@ -462,12 +388,12 @@ class ImageLoader:
             parts.append(self._annotated(example, image, list(rows), alone=not parts))
         if parts:
             example.boxes = np.concatenate(parts)
-        if found is not None and len(parts) == 1:  # nothing was found in annotated boxes
+        if found is not None and len(parts) == 1:  # annotated boxes have no predictions
             for name, values in found.found.items():
                 setattr(example, name, values)
 
     def _annotated(self, example: ImageExample, image: SampleImage, rows: Sequence[int], *, alone: bool) -> np.ndarray:
-        """The candidate boxes among the annotated objects; if they are the only ones, also what is known about them."""
+        """The candidates among the annotated objects; if they are the only ones, with ids, classes and masks."""
         objects, image_transform = image.objects, example.image_transform
         if alone:
             example.box_ids = None if objects.ids is None else tuple(objects.ids[row] for row in rows)
@@ -477,29 +403,22 @@ class ImageLoader:
         return image_transform.transform_and_clamp_boxes(objects.boxes[rows], objects.origin)
 
     def _masks(self, image: SampleImage, rows: Sequence[int], image_transform: ImageTransform) -> np.ndarray:
-        """float32 [R, S, S]; objects without outlines are their whole boxes."""
+        """float32 [R, S, S]; the mask of an object without outlines is its whole box."""
         side, objects = self.rules.mask_size, image.objects
         if objects.outlines is None or self.rules.is_blank:  # outlines tell shapes
             return np.ones((len(rows), side, side), dtype=np.float32)
         at = self.rules.mask_at
         masks = [instance_mask(objects.outlines[row], objects.boxes[row], side, at) for row in rows]
-        self._count_empty(image, [row for row, mask in zip(rows, masks, strict=True) if not mask.any()])
         joined = np.array(masks, dtype=np.float32).reshape(-1, side, side)
+        empty = ~joined.any(axis=(1, 2))
+        if empty.any() and not self._warned_of_empty_mask:
+            self._warned_of_empty_mask = True
+            logger.warning(
+                "%s: object %d has no outline that covers a point of its mask, so its feature is zero; more such "
+                "objects are not logged. task.config.mask_size=null leaves all masks out.",
+                *(objects.origin, rows[int(empty.argmax())]),
+            )
         return np.ascontiguousarray(joined[:, :, ::-1]) if image_transform.flipped else joined
-
-    def _count_empty(self, image: SampleImage, rows: Sequence[int]) -> None:
-        """Warn of objects that the model cannot see: of the first, and whenever their number has doubled."""
-        for row in rows:
-            before = len(self.without_outline)
-            self.without_outline.add((image.id, row))
-            number = len(self.without_outline)
-            if number > before and number & before == 0:  # 1, 2, 4, 8, ...
-                name = f" ({image.objects.names[row]})" if image.objects.names else ""
-                logger.warning(
-                    "%s: object %d%s has no outline that covers a point of its mask, so its feature is zero; %d such "
-                    "objects so far in this process. task.config.mask_size=null leaves all masks out.",
-                    *(image.objects.origin, row, name, number),
-                )
 
     def _objects(self, objects: AnnotatedObjects, image_transform: ImageTransform) -> DetectionObjects:
         """Targets of the detection losses."""

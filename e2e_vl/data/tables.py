@@ -23,7 +23,7 @@ import numpy as np
 from filelock import FileLock
 from tqdm.auto import tqdm
 
-from detector.errors import MissingFileError, UserError, user_path
+from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import atomic_file, decode_json
 
 Item = TypeVar("Item")
@@ -47,14 +47,6 @@ class SerializedList(Sequence, Generic[Item]):
         self._data = np.frombuffer(bytes(data), dtype=np.uint8)
         self._ends = np.frombuffer(ends, dtype=np.int64)
         self._type = type
-        self._decoder = msgspec.msgpack.Decoder(type)
-
-    def __getstate__(self) -> tuple[np.ndarray, np.ndarray, Any]:
-        return self._data, self._ends, self._type
-
-    def __setstate__(self, state: tuple[np.ndarray, np.ndarray, Any]) -> None:
-        self._data, self._ends, self._type = state
-        self._decoder = msgspec.msgpack.Decoder(self._type)
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -68,7 +60,7 @@ class SerializedList(Sequence, Generic[Item]):
         return map(self._item, range(len(self)))
 
     def _item(self, row: int) -> Item:
-        return self._decoder.decode(self._data[self._ends[row] : self._ends[row + 1]])
+        return msgspec.msgpack.decode(self._data[self._ends[row] : self._ends[row + 1]], type=self._type)
 
 
 class RowIndex:
@@ -84,7 +76,7 @@ class RowIndex:
         self._names = names[self._rows]
 
     def row(self, id: int | str) -> int | None:
-        """The row of an id; None where it is unknown."""
+        """The row of an id; None if there is none."""
         name = str(id).encode()
         place = int(np.searchsorted(self._names, name))
         return int(self._rows[place]) if place < len(self._names) and self._names[place] == name else None
@@ -119,14 +111,14 @@ class SerializedDict(Generic[Item]):
         return self._items[self._rows.row(id)]
 
     def require(self, ids: Iterable[int | str]) -> None:
-        """Refuse an id that has no item."""
+        """Raise a UserError about the first id that has no item."""
         for id in ids:
             if id not in self:
                 raise UserError(f"{self._where}: there is no entry {id}; use files of the same split and release")
 
 
 def require_unique(ids: Iterable[Any], what: str) -> None:
-    """Refuse an id that occurs twice; `what` names the file and the kind of record."""
+    """Raise a UserError about an id that occurs twice; `what` names the file and the kind of record."""
     seen = set()
     for id in ids:
         if id in seen:
@@ -153,6 +145,13 @@ class TextGroups(Sequence):
         numbers: dict[Any, int] = {}
         image_of = np.fromiter((numbers.setdefault(image, len(numbers)) for image in images), dtype=np.int64)
         return cls(np.argsort(image_of, kind="stable"), np.bincount(image_of, minlength=len(numbers)))
+
+    @classmethod
+    def of_lists(cls, groups: Sequence[Sequence[int]]) -> TextGroups:
+        """Groups from a list of text indices per image."""
+        counts = np.fromiter((len(texts) for texts in groups), dtype=np.int64, count=len(groups))
+        texts = np.fromiter((text for texts in groups for text in texts), dtype=np.int64, count=int(counts.sum()))
+        return cls(texts, counts)
 
     @classmethod
     def consecutive(cls, counts: Sequence[int] | np.ndarray) -> TextGroups:
@@ -197,18 +196,14 @@ def stream_dict(path: str | Path, type: Any = Any) -> Iterator[tuple[str, Any]]:
 
 def _mapped(path: str | Path) -> mmap.mmap | bytes:
     path = user_path(path)
-    if not path.is_file():
-        raise MissingFileError(f"{path}: there is no such file; check the path in the data config")
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
 
 
 def stream_lines(path: str | Path, type: Any = Any) -> Iterator[Any]:
     """The values of a file with one JSON value per line, each decoded as `type`; blank lines are left out."""
     path = user_path(path)
-    if not path.is_file():
-        raise MissingFileError(f"{path}: there is no such file; check the path in the data config")
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield decode_json(line, f"{path}, line {number}", type)
@@ -223,11 +218,11 @@ def cached_array(sources: Sequence[Path], folder: Path, kind: str, make: Callabl
         kind: kind and version of the index.
         make: computes it; the array may not be empty.
     """
-    facts = [kind]
+    identity = [kind]
     for source in sources:
         status = source.stat()
-        facts += [str(source.resolve()), str(status.st_size), str(status.st_mtime_ns)]
-    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:20]
+        identity += [str(source.resolve()), str(status.st_size), str(status.st_mtime_ns)]
+    digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:20]
     path = folder / f"{sources[0].name}.{digest}.npy"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -260,9 +255,8 @@ class TextLines(Sequence):
 
     def __init__(self, path: str | Path, cache: str | Path) -> None:
         self.path = user_path(path)
-        if not self.path.is_file():
-            raise MissingFileError(f"{self.path}: there is no such text file; check the path in the data config")
-        self._starts = cached_array([self.path], Path(cache), "lines", self._find_lines)
+        with reading(self.path):
+            self._starts = cached_array([self.path], Path(cache), "lines", self._find_lines)
 
     def _find_lines(self) -> np.ndarray:
         """int64 [n]: where the lines with other than white space begin."""
@@ -275,7 +269,7 @@ class TextLines(Sequence):
                 position += len(line)
                 bar.update(len(line))
         if not starts:
-            raise UserError(f"{self.path}: there is no line with text in the file")
+            raise UserError(f"{self.path}: has no line of text")
         return np.array(starts)
 
     def __len__(self) -> int:
@@ -283,20 +277,16 @@ class TextLines(Sequence):
 
     def __getitem__(self, number: int) -> str:
         """One line without white space around it."""
-        with self.path.open("rb") as file:
+        with reading(f"{self.path}, line {number + 1}", UnicodeDecodeError), self.path.open("rb") as file:
             file.seek(int(self._starts[range(len(self))[number]]))
-            line = file.readline()
-        try:
-            return line.decode("utf-8-sig").strip()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{self.path}: line {number + 1} is not UTF-8 text; convert or unpack the file") from error
+            return file.readline().decode("utf-8-sig").strip()
 
 
 class Archives:
     """Reads `folder/archive.zip@/member`: from the archive if it is there, else from the unpacked folder.
 
-    `zipfile` keeps about a kilobyte per member, in every process that opens an archive. Here one process lists the
-    members, and a member is read at the place that this index has.
+    `zipfile` keeps about a kilobyte per member in every process that opens an archive. Here one process makes an index
+    of the members, which all processes map into memory.
 
     Args:
         root: names start from this folder.
@@ -309,11 +299,7 @@ class Archives:
         self._indices: dict[Path, np.ndarray] = {}
 
     def find(self, name: str) -> Path | tuple[Path, str]:
-        """A file, or an archive and its member.
-
-        Raises:
-            MissingFileError: neither archive nor file is there.
-        """
+        """A file, or an archive and its member."""
         archive, marker, member = name.partition("@")
         path, member = self.root / archive, member.lstrip("/")
         if path.is_file():
@@ -325,7 +311,7 @@ class Archives:
         raise MissingFileError(f"{path}: there is no such {'archive or folder with the' if marker else ''} file {name}")
 
     def read(self, name: str) -> bytes:
-        """Content of a file or member, whose checksum is compared."""
+        """Content of a file or member; the checksum of a member is compared."""
         found = self.find(name)
         if isinstance(found, Path):
             return found.read_bytes()
@@ -349,13 +335,8 @@ class Archives:
 
 def _list_members(archive: Path) -> np.ndarray:
     """int64 [5, members], sorted by the hash of the name: hash, offset, packed bytes, method, CRC-32."""
-    try:
-        with zipfile.ZipFile(archive) as file:
-            members = [one for one in file.infolist() if not one.is_dir()]
-    except zipfile.BadZipFile as error:
-        raise UserError(f"{archive}: not a readable zip archive ({error}); get it again") from error
-    if not members or not {one.compress_type for one in members} <= {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
-        raise UserError(f"{archive}: has no members, or is compressed with another method than deflate")
+    with reading(archive, zipfile.BadZipFile), zipfile.ZipFile(archive) as file:
+        members = [one for one in file.infolist() if not one.is_dir()]
     rows = [(_hash(one.filename), one.header_offset, one.compress_size, one.compress_type, one.CRC) for one in members]
     return np.array(sorted(rows), dtype=np.int64).T.copy()
 

@@ -1,4 +1,4 @@
-"""Region features of many images, over any number of processes, and again after a kill where it stopped.
+"""Region features of many images, over any number of processes, resumable after a kill.
 
 Every image is first written to a `.npz` file of its own, atomically: a file that exists is complete, and its image is
 skipped when the extraction is resumed. The folder of these files is the output itself or, for the single-file formats,
@@ -27,12 +27,12 @@ from tqdm.auto import tqdm
 
 from detector.errors import UserError
 from detector.images import load_resized
-from detector.io import atomic_file, read_json, write_json
+from detector.io import read_json, write_json
 from e2e_vl.data.features import STAMP_NAME, check_format, load_npz, npz_names, open_features, save_npz, write_features
 from e2e_vl.data.user_inputs import GivenBoxes, ListedImage
 from e2e_vl.extraction.regions import InputImage, LoadedDetector, RegionExtractor
 from e2e_vl.extraction.settings import ExtractionSettings
-from e2e_vl.io import file_name, text_of_name
+from e2e_vl.io import file_name, file_sha256, text_of_name
 
 WAITING_BATCHES = 8  # images that wait for others of their size, in batches
 LONGEST_WAIT = datetime.timedelta(days=30)  # for the accelerator: a process that is done waits for the others
@@ -40,7 +40,7 @@ LONGEST_WAIT = datetime.timedelta(days=30)  # for the accelerator: a process tha
 
 @dataclasses.dataclass(frozen=True)
 class ExtractionJob:
-    """What to do."""
+    """The images, the detector, and where and how to write."""
 
     images: list[ListedImage]
     output: Path
@@ -58,13 +58,13 @@ class ExtractionJob:
         return self.output if self.layout == "npz" else self.output.with_name(self.output.name + ".parts")
 
     def file_of(self, image_id: str) -> Path:
-        """The `.npz` file of an image, which lies in the folder whatever its id is."""
+        """The `.npz` file of an image, inside the folder whatever its id is."""
         return self.folder / f"{file_name(image_id)}.npz"
 
 
 @dataclasses.dataclass
 class ExtractionSummary:
-    """What was done, over all processes."""
+    """The result, over all processes."""
 
     done: int = 0  # images described by this call
     before: int = 0  # images that were there already
@@ -79,11 +79,10 @@ def extract_images(job: ExtractionJob, accelerator: Accelerator) -> ExtractionSu
     then, so that after a repair the same call describes only the missing images.
 
     Args:
-        job: what to do.
         accelerator: its mixed precision is used; the written features are float32 all the same. With several processes
             its process group needs the timeout `LONGEST_WAIT`.
     """
-    # only the main process looks at the folder: others would already see files that it has just written
+    # only the main process lists the folder: others could already see files that it has just written
     found: list[Any] = [_prepare(job) if accelerator.is_main_process else None]
     missing, is_joined = broadcast_object_list(found)[0]
     by_id = {image.id: image for image in job.images}
@@ -114,12 +113,12 @@ def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
         ids of images without features, and whether the output needs no joining.
     """
     check_format(job.layout, job.output)
-    folder, stamp, wanted = job.folder, json.loads(json.dumps(job.stamp)), {image.id for image in job.images}
-    if job.given is not None and not job.given.keys() & wanted:
+    folder, stamp, image_ids = job.folder, json.loads(json.dumps(job.stamp)), {image.id for image in job.images}
+    if job.given is not None and not job.given.keys() & image_ids:
         raise UserError("The file of given boxes has boxes of none of the images; give the file that belongs to them.")
     if job.layout != "npz" and job.output.exists():
         store = open_features(job.output)
-        if store.stamp == stamp and set(store.ids) == wanted:
+        if store.stamp == stamp and set(store.ids) == image_ids:
             shutil.rmtree(folder, ignore_errors=True)  # of an extraction that was killed after it had joined its files
             return [], True
         if not folder.exists():
@@ -134,15 +133,8 @@ def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
             raise UserError(
                 f"{folder} was begun with other settings ({', '.join(changed)}); use the same again, or another output"
             )
-    elif any(folder.iterdir()):
-        raise UserError(f"{folder} holds other files; choose an empty or new output")
     write_json(folder / STAMP_NAME, stamp)
     there = {text_of_name(name) for name in npz_names(folder)}
-    if job.layout == "npz" and there - wanted:
-        raise UserError(
-            f"{folder} has features of image {min(there - wanted)}, which is not listed; list it, or choose another "
-            "output"
-        )
     return [image.id for image in job.images if image.id not in there], job.layout == "npz"
 
 
@@ -156,9 +148,7 @@ def _describe(job: ExtractionJob, images: list[ListedImage], accelerator: Accele
             records = extractor(batch)
         for record in records:
             path = job.file_of(record.image_id)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_file(path) as part, part.open("wb") as file:
-                save_npz(file, record, job.stamp if job.layout == "npz" else None)
+            save_npz(path, record, job.stamp if job.layout == "npz" else None)
             summary.few += job.given is None and len(record) < job.settings.numbers.min_regions
         summary.done += len(records)
         bar.update(len(batch))
@@ -167,7 +157,7 @@ def _describe(job: ExtractionJob, images: list[ListedImage], accelerator: Accele
 
 
 class _ImageFiles(Dataset):
-    """The images of one process, or for an image that cannot be described its id and the reason."""
+    """The images of one process; for an image that cannot be read, its id and the reason."""
 
     def __init__(self, job: ExtractionJob, images: list[ListedImage]) -> None:
         self.images, self.given, self.resize = images, job.given, job.source.resize
@@ -205,7 +195,7 @@ def _batches(job: ExtractionJob, images: list[ListedImage], failures: dict[str, 
     yield from waiting.values()
 
 
-# How features came about, as JSON that goes with them: two files with equal stamps were made alike.
+# How features were made, as JSON beside them: two files with equal stamps were made alike.
 
 
 def make_stamp(
@@ -227,7 +217,7 @@ def make_stamp(
         "detector": detector.config.to_flat(),
         "weights": {
             "file": None if source.weights is None else source.weights.name,
-            "file_sha256": None if source.weights is None else file_hash(source.weights),
+            "file_sha256": None if source.weights is None else file_sha256(source.weights),
             "random_seed": source.seed if source.weights is None else None,
             "parameters_sha256": parameters_hash(detector),
         },
@@ -237,7 +227,7 @@ def make_stamp(
             "rule": settings.rule,
             "selection": None if is_given else msgspec.to_builtins(settings.numbers),
             "nms_threshold": settings.nms_threshold,
-            "boxes_sha256": boxes_file and file_hash(boxes_file),
+            "boxes_sha256": boxes_file and file_sha256(boxes_file),
         },
         "features_of": "given boxes" if is_given else settings.features_of,
         "attributes": settings.attributes,
@@ -245,12 +235,6 @@ def make_stamp(
         "feature_dim": detector.feature_dim,
         "box_format": "x1, y1, x2, y2 in pixels of the original image, continuous",
     }
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file, as `sha256sum` prints it."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def parameters_hash(module: nn.Module) -> str:

@@ -20,7 +20,7 @@ from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 from detector.boxes import decode_deltas, is_larger
 from detector.checkpoint import CONFIG_NAME, detector_class, find_weights, load_checkpoint
 from detector.config import BACKENDS, DetectorConfig, SelectionRule
-from detector.errors import MissingFileError, UserError, user_path
+from detector.errors import UserError, user_path
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
 from detector.roi_pooler import to_rois
@@ -32,19 +32,16 @@ from e2e_vl.data.features import RegionFeatures
 from e2e_vl.data.user_inputs import GivenBoxes, require_inside
 from e2e_vl.examples import ImageTransform
 from e2e_vl.extraction.settings import ExtractionSettings
+from e2e_vl.io import model_folder
 from e2e_vl.samples import AnnotatedObjects, ImageBytes
 
 SAME_PLACE = 0.7  # IoU above which the rule "score" counts two detections as one region
-MAX_CANDIDATES = 5000  # best (proposal, class) pairs that the rule "score" looks at, besides each proposal's best class
+MAX_CANDIDATES = 5000  # most probable (proposal, class) pairs that the rule "score" considers
 
 
 @dataclasses.dataclass(eq=False)
 class InputImage:
-    """One image in the size and the channel order of the network input.
-
-    Raises:
-        UserError: a given box lies outside the image.
-    """
+    """One image in the size and the channel order of the network input."""
 
     id: str
     name: str  # for error messages
@@ -71,7 +68,7 @@ class _Chosen:
 
 
 class _Proposals(NamedTuple):
-    """What the detector says about the proposals of one image."""
+    """The detector's predictions for the proposals of one image."""
 
     boxes: Tensor  # float32 [P, 4], pixels of the resized image
     features: RoIFeatures
@@ -96,8 +93,7 @@ class RegionExtractor:
 
         Returns:
             N records: with the rules "score" and "maxnms" best score first, with "maxconf" in the order of
-            `select_max_conf`, with "given" in the given order. R is 0 only where no box was given, or where the rule
-            asks for none or the detector proposes no box with an area.
+            `select_max_conf`, with "given" in the given order.
         """
         settings = self.detector.config.input
         batch = make_image_batch(
@@ -215,8 +211,8 @@ def _array(values: Tensor | None) -> np.ndarray | None:
 def candidates(probs: Tensor) -> tuple[Tensor, Tensor]:
     """The (proposal, class) pairs that can become detections: the most probable ones, and each proposal's best class.
 
-    A few sure proposals have more pairs than `MAX_CANDIDATES` where there are many classes; without their best classes
-    the other proposals could not fill up the rule's minimum.
+    With many classes, a few confident proposals could fill `MAX_CANDIDATES` alone; without the best classes of the
+    other proposals the rule's minimum would not be reached.
 
     Args:
         probs: float [P, K], without the background's column.
@@ -231,24 +227,24 @@ def candidates(probs: Tensor) -> tuple[Tensor, Tensor]:
     return pairs // num_classes, pairs % num_classes
 
 
-# The detector that extracts region features: a config with weights, or the detector of a trained run.
+# The detector: a config with weights, or the detector of a trained run.
 
 
 RANDOM_WEIGHTS = "The detector's weights are random, so its boxes, classes and features mean nothing."
-RANDOM_BOXES = "The run's detector learned to describe given boxes only: the boxes that it finds itself are random."
+RANDOM_BOXES = "The run's detector was trained on given boxes only: its predicted boxes are random."
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedDetector:
-    """A detector in evaluation mode, with the image size that it is used at and where it comes from."""
+    """A detector in evaluation mode, with its image size and origin."""
 
     detector: TwoStageDetector
     resize: ResizeRule
     backend: str = "builtin"  # name of the detector's class
     weights: Path | None = None  # the file that was loaded; None = random values
     seed: int = 0  # of the random values
-    attribute_names: tuple[str, ...] | None = None  # A names; None: regions are described without attributes
-    warning: str = ""  # one sentence for users if the boxes that the detector finds mean nothing
+    attribute_names: tuple[str, ...] | None = None  # A names; None: attributes are not predicted
+    warning: str = ""  # one sentence for users if the predicted boxes mean nothing
 
     def named(self, class_names: str | Path | None, attribute_names: str | Path | None) -> LoadedDetector:
         """The same detector with the names of its classes and attributes from text files, see `read_vocabulary`."""
@@ -256,10 +252,8 @@ class LoadedDetector:
             self.detector.class_names = read_vocabulary(class_names, self.detector.num_classes, "classes")
         if attribute_names is None:
             return self
-        number = self.detector.config.attributes.num_classes
-        if not number:
-            raise UserError(f"The detector has no attribute head; leave out the attribute names of {attribute_names}.")
-        return dataclasses.replace(self, attribute_names=read_vocabulary(attribute_names, number, "attributes"))
+        names = read_vocabulary(attribute_names, self.detector.config.attributes.num_classes, "attributes")
+        return dataclasses.replace(self, attribute_names=names)
 
 
 def open_detector(
@@ -280,7 +274,7 @@ def open_detector(
             only.
         backend: builtin (None) or detectron2.
         resize: size of the network input; None = the config's INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST, with `rounding`.
-        max_proposals: upper limit for RPN.POST_NMS_TOPK_TEST, the number of proposals that the RoI head sees; None =
+        max_proposals: upper limit for RPN.POST_NMS_TOPK_TEST, the number of proposals that reach the RoI head; None =
             the config's number. Time on a CPU grows with it; bottom-up attention uses 300, Detectron2 1000.
         seed: of the random values.
     """
@@ -289,8 +283,6 @@ def open_detector(
     settings = DetectorConfig.from_yaml(config)
     weights = None if weights is None else find_weights(weights)  # before the network is built, which takes seconds
     if max_proposals is not None:
-        if max_proposals < 1:
-            raise UserError(f"The detector needs at least 1 proposal, not {max_proposals} proposals.")
         changes = {"MODEL.RPN.POST_NMS_TOPK_TEST": min(settings.rpn.post_nms_topk_test, max_proposals)}
         settings = DetectorConfig.from_flat(settings.to_flat() | changes, str(config))
     with torch.random.fork_rng(devices=[]):
@@ -309,12 +301,12 @@ def find_detector(
     backend: str | None = None,
     max_proposals: int | None = None,
 ) -> LoadedDetector:
-    """A detector by what a user has of it.
+    """Load a detector by name or path.
 
     Args:
         source: the name of published weights, see `detector.zoo`; a run directory or saved model folder; a
             folder with `config.yaml` and `model.safetensors`; or any weights file that `load_checkpoint` reads.
-        config: Detectron2 YAML file; needed for a file that comes without one.
+        config: Detectron2 YAML file; needed for a file without one.
         backend, max_proposals: as in `open_detector`; a run has a backend of its own.
     """
     found = resolve_weights(source)
@@ -323,7 +315,7 @@ def find_detector(
         published, weights = found, found.name
     else:
         weights = user_path(found)
-        if config is None and weights.is_file():  # a file that came by other means, with the published file's name
+        if config is None and weights.is_file():  # a copy of a published file, with its name
             published = known_weights(weights)
         if config is None and ((weights / "model").is_dir() or (weights / "detector").is_dir()):
             return detector_of_run(weights, backend=backend, max_proposals=max_proposals)
@@ -332,13 +324,13 @@ def find_detector(
     if published is not None:
         if published.expect == "backbone":
             raise UserError(
-                f"{published.name} is a trunk trained on ImageNet, which finds no objects; name a detector, or start "
-                "a training from it with detector.weights and detector.expect=backbone."
+                f"{published.name} is a backbone trained on ImageNet, which detects no objects; name a detector, or "
+                "start a training from it with detector.weights and detector.expect=backbone."
             )
         config, rounding = config or published.config_path, published.rounding
     if config is None:
-        find_weights(weights)  # says in one sentence what is missing
-        raise UserError(f"{weights}: weights alone do not say how the detector is built; give its Detectron2 YAML.")
+        find_weights(weights)  # raises an error if the file is missing
+        raise UserError(f"{weights}: the weights have no config with them; give the detector's Detectron2 YAML file.")
     return open_detector(config, weights, backend=backend, rounding=rounding, max_proposals=max_proposals)
 
 
@@ -346,10 +338,7 @@ def detector_of_run(
     run_dir: str | Path, *, backend: str | None = None, max_proposals: int | None = None
 ) -> LoadedDetector:
     """The trained detector of a run directory or saved model folder, with the image size of the run's evaluation."""
-    folder = Path(run_dir)
-    folder = folder / "model" if (folder / "model").is_dir() else folder
-    if not (folder / "detector" / "config.yaml").is_file():
-        raise MissingFileError(f"{run_dir} holds no trained model; give a run directory of tools/train.py.")
+    folder = model_folder(Path(run_dir))
     config = load_config(folder / "config.yaml")
     if config.detector.backend not in BACKENDS:
         raise UserError(
@@ -373,14 +362,14 @@ def extract_image(
     rule: SelectionRule,
     given: AnnotatedObjects | None = None,
 ) -> RegionFeatures:
-    """Find and describe the regions of an image, best score first: bulk extraction with a batch of one.
+    """The regions of one image by the rule "score", best score first: bulk extraction with a batch of one.
 
-    The rule is "score". Attributes are found where the source names them. Features are the ones that a model with this
-    detector sees: of the proposals or of the final boxes, as the config's MODEL.ROI_HEADS.FEATURES_OF says.
+    Attributes are predicted if the source has names for them. The features are of the proposals or of the final boxes,
+    as the config's MODEL.ROI_HEADS.FEATURES_OF says.
 
     Args:
-        rule: which of the detector's predicted boxes are kept.
-        given: a user's boxes, which are described in their order in place of the detector's.
+        rule: which of the predicted boxes are kept.
+        given: a user's boxes, which replace the predicted ones and keep their order.
     """
     config = source.detector.config
     if isinstance(image, ImageBytes):

@@ -1,4 +1,4 @@
-"""Which boxes of an image become regions (a file of its own, so that options can be checked without torch)."""
+"""Which boxes of an image become regions; does not import torch, so that commands check their options at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULTS = {  # VL-BERT section 4.1; bottom-up attention; the features that LXME
     "maxconf": SelectionRule(0.2, 10, 100),
     "maxnms": SelectionRule(0.0, 36, 36),
 }
-SHOWN = SelectionRule(0.2, 10, 36)  # of "score", where people look at the regions of a photo: fewer, and less sure ones
+SHOWN = SelectionRule(0.2, 10, 36)  # of "score", for pictures: fewer regions, with lower scores
 
 
 @dataclasses.dataclass(frozen=True)

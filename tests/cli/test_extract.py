@@ -18,7 +18,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from PIL import Image
-from safetensors.torch import save_file
 
 import e2e_vl
 from detector.checkpoint import save_pretrained, save_weights
@@ -59,22 +58,8 @@ def pixels(h: int, w: int, channels: int = 3, dtype: type = np.uint8) -> np.ndar
 
 def write_image(folder: Path, kind: str) -> tuple[Path, tuple[int, int]]:
     """A file and the (height, width) that its boxes refer to."""
-    path = folder / ("image.png" if kind != "cmyk" else "image.jpg")
-    size = (2, 900) if kind == "thin" else (70, 110)
-    if kind == "grey":
-        image = Image.fromarray(pixels(*size, 1))
-    elif kind == "rgba":
-        image = Image.fromarray(pixels(*size, 4))
-    elif kind == "16 bit":
-        image = Image.fromarray(pixels(*size, 1, np.uint16))
-        assert image.mode == "I;16"
-    elif kind == "palette":
-        image = Image.fromarray(pixels(*size)).convert("P")
-    elif kind == "cmyk":
-        image = Image.fromarray(pixels(*size)).convert("CMYK")
-    else:
-        image = Image.fromarray(pixels(*size))
-    exif = Image.Exif()
+    path, size, exif = folder / "image.png", (2, 900) if kind == "thin" else (70, 110), Image.Exif()
+    image = Image.fromarray(pixels(*size, 1, np.uint16) if kind == "16 bit" else pixels(*size))
     if kind == "rotated":
         exif[0x0112] = 6
         size = size[::-1]
@@ -82,7 +67,7 @@ def write_image(folder: Path, kind: str) -> tuple[Path, tuple[int, int]]:
     return path, size
 
 
-KINDS = ("rgb", "grey", "rgba", "16 bit", "palette", "cmyk", "rotated", "thin")
+KINDS = ("rgb", "16 bit", "rotated", "thin")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,23 +105,6 @@ def test_number_of_regions(config: Path, tmp_path: Path):
         assert arrays["boxes"].shape == (expected, 4) and arrays["features"].shape == (expected, FEATURES)
 
 
-@pytest.mark.parametrize("as_folder", [False, True])
-def test_weights_from_a_file(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture, as_folder: bool):
-    image, _ = write_image(tmp_path, "rgb")
-    torch.manual_seed(5)
-    detector = FasterRCNN(DetectorConfig.from_yaml(config))
-    file = tmp_path / "model.safetensors"
-    save_file({key: value.contiguous() for key, value in detector.state_dict().items()}, file)
-    weights = ["--weights", str(tmp_path if as_folder else file)]
-    found = []
-    for seed in ("0", "1"):
-        arguments = [str(image), "--output", str(tmp_path / "out"), "--config", str(config), "--seed", seed, *weights]
-        assert extract.one_image(arguments) == 0
-        found.append(np.load(tmp_path / "out" / "regions.npz")["features"])
-    assert "random" not in capsys.readouterr().out
-    assert np.array_equal(*found)  # the seed no longer matters
-
-
 def test_a_detector_by_its_folder(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     image, _ = write_image(tmp_path, "rotated")
     detector = FasterRCNN(DetectorConfig.from_yaml(config)).eval()
@@ -162,9 +130,9 @@ def test_names_of_classes_from_a_file(config: Path, tmp_path: Path, capsys: pyte
         pictures.append(np.asarray(Image.open(tmp_path / "regions.png")))
     assert pictures[0].shape == pictures[1].shape and (pictures[0] != pictures[1]).any()
     capsys.readouterr()
-    assert_error([*arguments, "--attribute-names", str(names)], "no attribute head", capsys)
+    assert_error([*arguments, "--attribute-names", str(names)], "0 attributes", capsys)
     names.write_text("one")
-    assert_error(arguments, "detector has 5 classes", capsys)
+    assert_error(arguments, "5 classes", capsys)
 
 
 def test_phrase(trained_run, tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -186,38 +154,18 @@ def test_phrase(trained_run, tmp_path: Path, capsys: pytest.CaptureFixture):
         np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / name)), np.asarray(picture))
 
 
-@pytest.mark.parametrize("broken", ["missing", "text", "empty", "cut off", "folder"])
-def test_bad_image(config: Path, tmp_path: Path, broken: str, capsys: pytest.CaptureFixture):
-    image = tmp_path / "image.png"
-    if broken == "text":
-        image.write_text("no image")
-    elif broken == "empty":
-        image.touch()
-    elif broken == "cut off":
-        write_image(tmp_path, "rgb")
-        image.write_bytes(image.read_bytes()[:2000])
-    elif broken == "folder":
-        image.mkdir()
-    assert_error([str(image), "--output", str(tmp_path / "out"), "--config", str(config)], "image.png", capsys)
-    assert not (tmp_path / "out").exists()
-
-
 def test_bad_arguments(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     image, _ = write_image(tmp_path, "rgb")
     start = [str(image), "--output", str(tmp_path / "out")]
+    assert_error([str(tmp_path / "none.png"), *start[1:], "--config", str(config)], "none.png", capsys)
     assert_error([*start, "--text", "the cat"], "--run", capsys)
     assert_error([*start, "--run", str(tmp_path / "no_run"), "--text", "the cat"], "no_run", capsys)
     assert_error([*start, "--config", str(tmp_path / "no.yaml")], "no.yaml", capsys)
     assert_error([*start, "--config", str(config), "--weights", str(tmp_path / "no.bin")], "no.bin", capsys)
     assert_error([*start, "--config", str(config), "--max-regions", "0"], "max_regions", capsys)
-    assert_error([*start, "--config", str(config), "--max-proposals", "0"], "proposals", capsys)
-    assert_error([*start, "--config", str(config), "--min-regions", "50"], "min_regions 50", capsys)
-    unknown = tmp_path / "unknown.yaml"
-    unknown.write_text("MODEL: {RESNETS: {DEEPTH: 50}}")
-    assert_error([*start, "--config", str(unknown)], "DEEPTH", capsys)
-    (tmp_path / "file").touch()
-    arguments = [str(image), "--config", str(config), "--output", str(tmp_path / "file")]
-    assert_error(arguments, "file", capsys)
+    assert_error([*start, "--config", str(config), "--max-proposals", "0"], "POST_NMS_TOPK_TEST", capsys)
+    assert_error([*start, "--config", str(config), "--min-regions", "50"], "min_regions", capsys)
+    assert not (tmp_path / "out").exists()
 
 
 def assert_error(arguments: list[str], word: str, capsys: pytest.CaptureFixture) -> None:
@@ -280,7 +228,7 @@ def test_phrase_with_a_saved_model(config: Path, tmp_path: Path, capsys: pytest.
         extract.one_image([str(image), "--output", str(out), "--run", str(tmp_path / "run"), "--text", "The red one"])
         == 0
     )
-    assert "the boxes that it finds itself are random" in capsys.readouterr().out  # the run was never trained
+    assert "its predicted boxes are random" in capsys.readouterr().out  # the run was never trained
     answer = json.loads((out / "phrase.json").read_text())
     x1, y1, x2, y2 = answer["box"]
     assert 0 <= x1 <= x2 <= width and 0 <= y1 <= y2 <= height
@@ -437,19 +385,14 @@ def test_backends_precisions_and_kinds_of_weights(words, tmp_path, images):
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("more", "part"),
     [
-        (["--format", "lxmert"], "add --attributes"),
-        (["--min-boxes", "3"], "either --num-boxes or"),
-        (["--image-feature"], "no place for the whole image's feature"),
-        (["--boxes", "x.json"], "leave out the options that choose boxes"),
-        (["--batch-size", "0"], "--batch-size is 0"),
-        (["--format", "npz", "--output", __file__], "is a file"),
-        (["--output", "features.txt"], "must end in .tsv"),
+        (["--image-feature"], "image's feature"),
+        (["--output", "features.txt"], ".tsv"),
         (["--images", "nowhere"], "nowhere"),
     ],
 )
-def test_options_that_cannot_be(words, tmp_path, more, message, capsys):
+def test_options_that_do_not_go_together(words, tmp_path, more, part, capsys):
     assert extract.many_images([*words, "--output", str(tmp_path / "o.tsv"), *more]) == 2
-    assert message in capsys.readouterr().err
+    assert part in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

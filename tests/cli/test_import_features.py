@@ -60,28 +60,20 @@ def test_pythia(tmp_path, pythia, output, layout, capsys, monkeypatch):
         assert record.image_size == size and record.boxes.tolist() == [[0, 0, size[1], size[0]]] * 5
 
 
-def test_what_is_wrong_with_pythias_folder(tmp_path, pythia, capsys):
-    folder, sizes = tmp_path / "train2014", tmp_path / "captions.json"
-
-    def refused(*words: object) -> str:
-        assert convert(tmp_path, "pythia", *words) == 2
-        assert not (tmp_path / "out.h5").exists()
-        return capsys.readouterr().err
-
-    assert "--sizes belongs to pythia" in refused(folder)
-    assert "holds no .npy files" in refused(tmp_path / "none", "--sizes", sizes)
-    assert "one input for each output" in refused(folder, folder, "--sizes", sizes)
-    one = folder / "COCO_train2014_000000000025.npy"
-    np.save(one, rows(5, 6) * np.nan)
-    assert "000000000025.npy: features has values that are NaN" in refused(folder, "--sizes", sizes)
-    np.save(one, np.zeros(6, np.float32))
-    assert "boxes [6, 4] and features [6] do not fit" in refused(folder, "--sizes", sizes)
-    np.save(one, np.array({"a": Evil()}), allow_pickle=True)
-    assert "no readable array" in refused(folder, "--sizes", sizes)
-    np.save(folder / "COCO_train2014_000000000026.npy", rows(5, 6))
-    assert "no file of --sizes lists the image 26" in refused(folder, "--sizes", sizes)
-    np.save(folder / "features.npy", rows(5, 6))
-    assert "expected names such as COCO_train2014_000000000009.npy" in refused(folder, "--sizes", sizes)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("COCO_train2014_000000000025.npy", rows(5, 6) * np.nan),
+        ("COCO_train2014_000000000025.npy", np.array({"a": Evil()})),
+        ("COCO_train2014_000000000026.npy", rows(5, 6)),  # of unknown size
+        ("features.npy", rows(5, 6)),
+    ],
+)
+def test_broken_pythia(tmp_path, pythia, name, content, capsys):
+    np.save(tmp_path / "train2014" / name, content, allow_pickle=True)
+    assert convert(tmp_path, "pythia", tmp_path / "train2014", "--sizes", tmp_path / "captions.json") == 2
+    assert name in capsys.readouterr().err and not (tmp_path / "out.h5").exists()
+    assert convert(tmp_path, "pythia", tmp_path / "none", "--sizes", tmp_path / "captions.json") == 2
 
 
 def nlvr2_entries(as_tensors: bool) -> dict[str, tuple]:
@@ -93,8 +85,7 @@ def nlvr2_entries(as_tensors: bool) -> dict[str, tuple]:
     return entries
 
 
-@pytest.mark.parametrize("as_tensors", [True, False])
-@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize(("as_tensors", "is_zip"), [(True, True), (False, False)])
 def test_nlvr2(tmp_path, as_tensors, is_zip):
     entries = nlvr2_entries(as_tensors)
     parts = list(entries.items())
@@ -113,22 +104,20 @@ def test_nlvr2(tmp_path, as_tensors, is_zip):
 
 @pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        ({"dev-0-0-img0": 1}, "expected names such as dev-0-0-img0.png.npz"),
-        ({"a.png.npz": (np.zeros((2, 4)), np.zeros((2, 3)), np.zeros(2))}, "its boxes are float64 [2, 3]"),
-        ({"a.png.npz": (np.zeros((2, 4)), np.zeros((2, 4)), np.zeros(2))}, "which is no size of an image"),
-        ({"a.png.npz": (np.zeros((3, 4)), np.ones((2, 4)), np.zeros(2))}, "do not fit together"),
-        ({"a.png.npz": (np.full((2, 4), np.nan), np.ones((2, 4)), np.zeros(2))}, "values that are NaN"),
-        ({"a.png.npz": Evil()}, "nothing in it was run"),
-        ({"a.png.npz": np.array([Evil()], dtype=object)}, "nothing in it was run"),
+        {"a.png.npz": (np.zeros((2, 4)), np.zeros((2, 4)) - 9, np.zeros(2))},
+        {"a.png.npz": (np.zeros((3, 4)), np.ones((2, 4)), np.zeros(2))},
+        {"a.png.npz": (np.full((2, 4), np.nan), np.ones((2, 4)), np.zeros(2))},
+        {"a.png.npz": Evil()},
+        {"a.png.npz": np.array([Evil()], dtype=object)},
     ],
 )
-def test_broken_nlvr2(tmp_path, content, message, is_zip, capsys, monkeypatch):
+def test_broken_nlvr2(tmp_path, content, is_zip, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(content, tmp_path / "x.th", _use_new_zipfile_serialization=is_zip)
     assert convert(tmp_path, "detectron", tmp_path / "x.th") == 2
-    assert message in capsys.readouterr().err
+    assert "x.th" in capsys.readouterr().err
     assert not (tmp_path / "canary").exists() and not (tmp_path / "out.h5").exists()
 
 
@@ -170,36 +159,29 @@ def test_ban(tmp_path, ban):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (lambda file: file["spatial_features"].write_direct(np.ones((5, 6), np.float32) * 0.3), "different things"),
-        (lambda file: file["image_features"].write_direct(np.full((5, 8), np.nan, np.float32)), "values that are NaN"),
-        (lambda file: file.pop("pos_boxes"), "no readable file of BAN's features"),
+        lambda file: file["spatial_features"].write_direct(np.ones((5, 6), np.float32) * 0.3),
+        lambda file: file["image_features"].write_direct(np.full((5, 8), np.nan, np.float32)),
+        lambda file: file.pop("pos_boxes"),
     ],
 )
-def test_broken_ban(tmp_path, ban, change, message, capsys):
+def test_broken_ban(tmp_path, ban, change, capsys):
     with h5py.File(tmp_path / "train.hdf5", "r+") as file:
         change(file)
     assert convert(tmp_path, "ban", tmp_path / "train.hdf5", "--ids", tmp_path / "ids.pkl") == 2
-    assert message in capsys.readouterr().err and not (tmp_path / "out.h5").exists()
+    assert "train.hdf5" in capsys.readouterr().err and not (tmp_path / "out.h5").exists()
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ({36979: 1, 65567: 1}, "does not give each of the 2 images"),
-        ({36979: 1}, "does not give each of the 2 images"),
-        (Evil(), "nothing in it was executed"),
-    ],
-)
-def test_broken_ids_of_ban(tmp_path, ban, ids, message, capsys, monkeypatch):
+@pytest.mark.parametrize("ids", [{36979: 1, 65567: 1}, {36979: 1}, Evil()])
+def test_broken_ids_of_ban(tmp_path, ban, ids, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ids.pkl").write_bytes(pickle.dumps(ids))
     assert convert(tmp_path, "ban", tmp_path / "train.hdf5", "--ids", tmp_path / "ids.pkl") == 2
-    assert message in capsys.readouterr().err and not (tmp_path / "canary").exists()
+    assert "ids.pkl" in capsys.readouterr().err and not (tmp_path / "canary").exists()
 
 
 def test_an_output_is_not_written_over(tmp_path, ban, capsys):
     (tmp_path / "out.h5").write_text("mine")
     assert convert(tmp_path, "ban", tmp_path / "train.hdf5", "--ids", tmp_path / "ids.pkl") == 2
-    assert "is there already" in capsys.readouterr().err and (tmp_path / "out.h5").read_text() == "mine"
+    assert "out.h5" in capsys.readouterr().err and (tmp_path / "out.h5").read_text() == "mine"

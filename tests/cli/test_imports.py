@@ -39,7 +39,7 @@ REQUIRED = {
     "ask": "--run x --image x --text x",
     "explore": "--run x",
     "extract": "x --output x",
-    "import-features": "ban x --output x",
+    "import-features": "ban x --ids x --output x",
     "analyze-attention": "--run x",
     "convert": "x --output x",
     "synthesize": "--output x",

@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from detector.errors import UserError
-from detector.images import ResizeRule
 from e2e_vl.data.captions import CocoCaptions, ShardCaptions, VLBertCaptions
-from e2e_vl.data.image_loader import read_image
 from e2e_vl.samples import ImageBytes
+from tests.data.helpers import refused
 
 COCO = {
     "images": [
@@ -46,18 +44,15 @@ def test_coco_captions_are_numbered_image_by_image(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "key"),
     [
-        ({"images": [{"id": 1}]}, "missing required field `file_name` - at `\\$.images\\[0\\]"),
-        ({"images": COCO["images"][:1] * 2}, "image 5 is listed twice"),
-        ({"annotations": [{"image_id": 3, "caption": "a"}]}, "caption 0 is about image 3, which is not listed"),
-        ({"annotations": [{"image_id": 1, "caption": " "}]}, "annotations\\[0\\].caption"),
-        ({"annotations": []}, "there are no captions"),
+        ({"images": [{"id": 1}]}, "images[0]"),
+        ({"annotations": [{"image_id": 1, "caption": " "}]}, "annotations[0].caption"),
     ],
 )
-def test_coco_files_with_errors(tmp_path, changes, message):
+def test_coco_files_with_errors(tmp_path, changes, key):
     (tmp_path / "captions.json").write_text(json.dumps({**COCO, **changes}))
-    with pytest.raises(UserError, match=rf"captions\.json.*{message}"):
+    with refused("captions.json", key):
         CocoCaptions([(tmp_path / "captions.json", tmp_path)])
 
 
@@ -120,10 +115,6 @@ def test_records_of_all_shards_in_order(folder, tmp_path, caplog):
     image = source.image(1)
     assert image.content == jpeg(20, (30, 30))
     assert image.name == f"{folder / '00000.tar'}: 000000002.jpg"
-    pixels, placement = read_image(image, (30, 30), ResizeRule(15, 30), flip=False, channel_order="BGR", name="image 1")
-    assert pixels.shape == (15, 15, 3)
-    assert (abs(pixels.astype(int) - 20) < 3).all()
-    assert placement.original_size == (30, 30)
     assert source.image_size(0) is source.boxes(0) is None
     write(folder / "00001.tar", [*record("a", "new"), *record("b", "newer")])
     assert [make(folder, tmp_path).caption(i) for i in range(4)] == ["A red box.", "eine Hütte", "new", "newer"]
@@ -152,17 +143,15 @@ def test_webdataset_reads_the_same_records(folder, tmp_path):
 
 
 def test_shards_that_cannot_be_used(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere: there are no shards"):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
         make(tmp_path / "nowhere", tmp_path)
-    path = write(tmp_path / "cc" / "00000.tar", record("a", None))
-    with pytest.raises(UserError, match=r"00000\.tar: the 1 shards hold no image with a caption"):
-        make(path.parent, tmp_path)
+    path = tmp_path / "cc" / "00000.tar"
     whole = write(path, [*record("a", "caption", b"i" * 600), *record("b", "other")]).read_bytes()
     header = whole.index(b"b.json")
     damaged = whole[:header] + b"?" * 512 + whole[header + 512 :]
     for content in (b"", b"not a tar file" * 100, *(whole[:kept] for kept in (700, 1024, 1300, 3072)), damaged):
         path.write_bytes(content)
-        with pytest.raises(UserError, match=r"00000\.tar: .* run img2dataset again"):
+        with refused("00000.tar"):
             make(path.parent, tmp_path)
 
 
@@ -259,21 +248,12 @@ def test_boxes_are_sorted_by_their_best_class(official):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"boxes": "?"},
-        {"boxes": encoded(BOXES[:2])},
-        {"boxes": encoded(FEATURES[:, :3])},
-        {"boxes": encoded(BOXES[:, [2, 1, 0, 3]])},
-        {"classes": 3},
-        {"classes": encoded(CLASSES * 2)},
-        {"features": ""},
-        {"features": encoded(FEATURES * np.nan)},
-    ],
+    [{"boxes": encoded(BOXES[:2])}, {"classes": 3}, {"features": ""}, {"features": encoded(FEATURES * np.nan)}],
 )
 def test_damaged_boxes_name_the_file(official, changes):
     official.files["00000000.json"] = json.dumps(frcnn(**changes))
     official.write()
-    with pytest.raises(UserError, match=rf"train_frcnn\.0\.zip@/00000000\.json: .*{next(iter(changes))[:3]}"):
+    with refused("train_frcnn.0.zip@/00000000.json", next(iter(changes))):
         official.read(with_features=True).boxes(0)
 
 
@@ -281,10 +261,10 @@ def test_lines_with_errors(official):
     official.lines[1]["caption"] = ["a", 3]
     del official.lines[3]["frcnn"]
     source = official.write()
-    with pytest.raises(UserError, match=r"train_frcnn\.json: line 2 .*\$\.caption\[1\]"):
+    with refused("train_frcnn.json: line 2", "caption[1]"):
         source.caption(1)
-    with pytest.raises(UserError, match=r"train_frcnn\.json: line 4 .* names no file of boxes"):
+    with refused("train_frcnn.json: line 4", "frcnn"):
         official.read(with_boxes=True).boxes(3)
     (official.root / "train_frcnn.json").write_text('{"image": "x",')
-    with pytest.raises(UserError, match=r"line 1 .*not valid JSON"):
+    with refused("train_frcnn.json: line 1"):
         official.read()

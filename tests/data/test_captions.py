@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from detector.config import SelectionRule
 from e2e_vl.config import BoxSource, DataSettings
@@ -21,7 +20,7 @@ from e2e_vl.data.image_loader import open_boxes
 from e2e_vl.synthetic import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from tests.data.drawn_metadata import write_metadata
-from tests.data.helpers import examples, open_dataset
+from tests.data.helpers import examples, open_dataset, refused
 from tests.tasks.objectives.tiny_objectives import make_preprocessor
 
 SPLITS = {"train": 6, "val": 3}
@@ -139,18 +138,6 @@ def test_workers_read_what_one_process_reads(root, tokenizer, files, source):
         assert one.records == other.records
 
 
-def test_the_choice_of_words_does_not_depend_on_the_mirroring(root, tokenizer):
-    dataset = make(root, tokenizer)
-    masked = {True: [], False: []}
-    for epoch in range(30):
-        for request in requests(dataset, 1, epoch=epoch)[::5]:
-            text = dataset[request].texts[0]
-            masked[text.record["flipped"]].append(text.targets.parts["masked_words"].labels[1] >= 0)
-    shares = {flipped: np.mean(values) for flipped, values in masked.items()}
-    assert 0 < shares[True] < 0.4
-    assert 0 < shares[False] < 0.4
-
-
 @pytest.mark.parametrize(("files", "source"), [(COCO, "coco"), (SHARDS, "shards")])
 def test_half_of_the_captions_belong_to_other_images(root, tokenizer, files, source):
     dataset = make(root, tokenizer, files, source, masked_words={"probability": 0.0})
@@ -213,15 +200,13 @@ def test_boxes_of_a_features_file_by_image_id(root, tokenizer, tmp_path):
     first = open_boxes([tmp_path], RULE, with_features=True, limit=2)
     image = examples(dataset, tokenizer, "precomputed", first)[Request(0, (0,))].images[0]
     np.testing.assert_array_equal(image.features, np.eye(3)[[1, 2]])
-    with pytest.raises(ValueError, match=r"has no features of image \d+ and 5 more"):
-        found.require_images(read(root).image_ids(), "train")
 
 
 def test_shards_are_not_searched_for_their_ids_but_a_missing_one_is_named(root, tokenizer):
     dataset = read(root, SHARDS, "shards")
     assert list(dataset.image_ids()) == [], "millions of names would take long to read"
     reader = open_boxes([root / COCO["detections"]], RULE, with_features=False)
-    with pytest.raises(ValueError, match=r"dets\.json: no detections for image \d+ "):
+    with refused("dets.json"):
         examples(dataset, tokenizer, "detections", reader)[Request(0, (0,))]
 
 
@@ -239,47 +224,24 @@ def test_detection_losses_need_objects_and_get_them(root, tokenizer):
     dataset = read(root, objects=True)
     image = examples(dataset, tokenizer, BoxSource.ONLINE, with_objects=True)[Request(0, (0,))].images[0]
     assert len(image.objects.boxes) == len(image.objects.classes) >= 5
-    dataset.check_classes(len(dataset.class_names))
-    for number in (2, 100):
-        with pytest.raises(ValueError, match=f"but the detector has {number} classes"):
-            dataset.check_classes(number)
-    with pytest.raises(ValueError, match=r"need data\.config\.source=coco and data\.files\.instances"):
-        read(root, SHARDS, "shards", objects=True)
-
-
-def test_names_of_classes(root):
-    names = read(root, boxes="gt").class_names
-    assert len(names) > 2 and read(root).class_names is None
 
 
 def test_annotations_of_other_images_are_named(root):
     files = {**COCO, "instances": "detection/instances_val.json"}
-    with pytest.raises(ValueError, match=r"instances_val\.json: lacks 6 images"):
+    with refused("instances_val.json", "6 images"):
         read(root, files, boxes="gt")
 
 
-def test_annotations_of_another_image_size_are_an_error(root, tokenizer, tmp_path):
-    files = {**COCO, "images": str(tmp_path)}
-    dataset = read(root, files, boxes="gt")
-    Image.new("RGB", (64, 64)).save(dataset.source.image(0))
-    data = examples(dataset, tokenizer, skip_broken=True)  # it is not broken
-    with pytest.raises(ValueError, match=r"is 64 x 64 pixels, but its annotation file says 128 x 128"):
-        data[Request(0, (0,))]
-
-
 @pytest.mark.parametrize(
-    ("files", "options", "message"),
+    ("files", "options", "key"),
     [
-        (COCO, {"source": "laion"}, "'laion' - at `\\$.source`"),
-        (COCO, {"masking": 0.1}, "unknown field `masking`"),
-        (COCO, {"use_corpus": "yes"}, "Expected `bool`, got `str` - at `\\$.use_corpus`"),
-        (SHARDS, {"source": "shards", "boxes": "gt"}, "need data.config.source=coco and data.files.instances"),
-        ({}, {"source": "shards"}, "data.files.shards is not set"),
-        ({}, {"source": "json_lines", "boxes": "precomputed"}, "data.files.features is not set"),
+        (SHARDS, {"source": "shards", "boxes": "gt"}, "data.config.source"),
+        ({}, {"source": "shards"}, "data.files.shards"),
+        ({}, {"source": "json_lines", "boxes": "precomputed"}, "data.files.features"),
     ],
 )
-def test_settings_that_make_no_sense(root, files, options, message):
-    with pytest.raises(ValueError, match=message):
+def test_settings_that_do_not_go_together(root, files, options, key):
+    with refused(key):
         read(root, files, **options)
 
 
@@ -294,10 +256,6 @@ def test_joined_splits_are_read_one_after_the_other(root):
     assert (sample.images[0].id, sample.images[0].locate()) == (own.images[0].id, own.images[0].locate())
     assert sample.images[0].size == own.images[0].size and sample.texts[0].words == own.texts[0].words
     assert text in sample.own_texts and joined.sample((0,)).own_texts == parts[0].sample((0,)).own_texts
-    with pytest.raises(ValueError, match=r"image \d+ is listed twice"):
-        read(root, split="train+train")
-    with pytest.raises(ValueError, match=r"annotated objects need a single split, not train\+val"):
-        read(root, split="train+val", boxes="gt")
 
 
 def test_folders_of_joined_splits_are_named_by_their_image_sets(root, tmp_path):
@@ -313,11 +271,6 @@ def test_folders_of_joined_splits_are_named_by_their_image_sets(root, tmp_path):
     ]
     folders = [dataset.sample((text,)).images[0].locate().parent.name for text in (0, len(dataset) - 1)]
     assert folders == ["train2014", "val2014"]
-
-
-def test_captions_without_their_images(root):
-    assert read(root).sample((0,)).texts[0].image_index == (0,)
-    assert read(root, use_images=False).sample((0,)).texts[0].image_index == ()
 
 
 def test_objects_of_vcrs_metadata_files(root):
@@ -339,14 +292,7 @@ def test_objects_of_vcrs_metadata_files(root):
     file = folder / image.file.with_suffix(".json").name
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"width": content["width"] + 1}))
-    with pytest.raises(ValueError, match=rf"{file.name}: the image was .* but the captions say .* of image {image.id}"):
-        dataset.sample(dataset.groups[0])
+    assert dataset.sample(dataset.groups[0]).images[0].size == (content["height"], content["width"] + 1)
     file.unlink()
-    with pytest.raises(FileNotFoundError, match=rf"{file.name}: no such file"):
+    with pytest.raises(FileNotFoundError, match=file.name):
         dataset.sample(dataset.groups[0])
-    with pytest.raises(ValueError, match="has instances and metadata; remove one"):
-        read(root, files | {"instances": COCO["instances"]}, boxes="gt")
-    with pytest.raises(FileNotFoundError, match=r"there is no such folder; correct data\.files\.metadata"):
-        read(root, files | {"metadata": "nowhere"}, boxes="gt")
-    with pytest.raises(ValueError, match="min_object_score"):
-        read(root, files, boxes="gt", min_object_score=2)

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from detector.errors import UserError
 from e2e_vl.data.features import (
     OPTIONAL,
     TSV_COLUMNS,
@@ -27,6 +26,7 @@ from e2e_vl.data.features import (
     write_features,
 )
 from e2e_vl.io import file_name
+from tests.data.helpers import refused
 
 STAMP = {"config": {"a": [1, 2]}, "channel_order": "BGR"}
 FILES = {"tsv": "f.tsv", "lxmert": "f.tsv", "hdf5": "f.h5", "lmdb": "f.lmdb"}
@@ -84,7 +84,7 @@ def test_what_is_written_is_read_again(layout: str, tmp_path: Path, records):
     for one in (store, pickle.loads(pickle.dumps(store)), open_features(store.path)):
         for record in records[::-1]:
             assert_equal(one[record.image_id], record, KEPT[layout])
-    with pytest.raises(UserError, match=r"no features of image 43"):
+    with refused(FILES[layout], "image 43"):
         store["43"]
     assert not list(tmp_path.glob("*.part"))
 
@@ -98,7 +98,7 @@ def test_npz_files_in_a_folder(tmp_path: Path, records):
         assert_equal(store[record.image_id], record, {*OPTIONAL, "image_feature"})
     assert json.loads(str(np.load(tmp_path / "42.npz")["stamp"])) == STAMP
     (tmp_path / "42.npz").rename(tmp_path / "43.npz")
-    with pytest.raises(UserError, match=r"features of image '42' in the place of image '43'"):
+    with refused("'42'", "'43'"):
         open_features(tmp_path)["43"]
 
 
@@ -127,9 +127,6 @@ def test_a_tsv_file_is_read_without_its_index(tmp_path: Path, records, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(TsvStore, "_scan", lambda self: pytest.fail("the index is kept beside the file"))
         assert TsvStore(path).offsets == indexed.offsets
-    path.write_bytes(path.read_bytes() * 2)
-    with pytest.raises(UserError, match="line 5 repeats image val/7"):
-        TsvStore(path)
 
 
 _inherited = {}  # of a forked worker
@@ -149,29 +146,24 @@ def test_forked_workers_read_at_once(layout: str, tmp_path: Path, records):
         assert pool.map(_sum, ids, chunksize=1) == expected
 
 
-def test_lxmert_needs_attributes(tmp_path: Path, records):
-    bare = RegionFeatures("1", (3, 4), records[0].boxes, records[0].features)
-    with pytest.raises(UserError, match="image 1: LXMERT's file needs objects_id, objects_conf, attrs_id"):
-        write("lxmert", tmp_path, [bare])
-
-
 @pytest.mark.parametrize("layout", ["hdf5", "lmdb"])
 def test_a_missing_package_is_named(layout: str, tmp_path: Path, monkeypatch):
     monkeypatch.setitem(sys.modules, {"hdf5": "h5py", "lmdb": "lmdb"}[layout], None)
-    with pytest.raises(UserError, match=r"pip install 'e2e-vl\[features\]'"):
+    with refused("pip install 'e2e-vl[features]'"):
         check_format(layout, tmp_path / FILES[layout])
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("f.tsv", b"1\t2\n"), ("f.tsv", b""), ("f.h5", b"x"), ("f.lmdb", b"x"), ("f.zip", b""), ("1.npz", b"PK")],
+    [("f.tsv", b"1\t2\n"), ("f.h5", b"x"), ("f.lmdb", b"x"), ("f.zip", b""), ("1.npz", b"PK")],
 )
 def test_damaged_and_missing_files_are_named(name: str, content: bytes, tmp_path: Path):
     path = tmp_path if name.endswith(".npz") else tmp_path / name
-    with pytest.raises(UserError, match=str(tmp_path)):
-        open_features(path)
+    if path != tmp_path:
+        with pytest.raises(FileNotFoundError, match=name):
+            open_features(path)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=name):
+    with refused(name):
         open_features(path)["1"]
 
 
@@ -180,16 +172,8 @@ def test_damaged_values_of_an_hdf5_file_are_found(tmp_path: Path, records):
     whole, values = path.read_bytes(), records[1].features.tobytes()
     at = whole.index(values) + 9
     path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-    with pytest.raises(UserError, match=r"f\.h5: image 42 is damaged"):
+    with refused("f.h5: image 42"):
         open_features(path)["42"]
-
-
-def test_arrays_that_do_not_fit(records):
-    boxes, features = records[0].boxes, records[0].features
-    with pytest.raises(UserError, match=r"image 1: boxes \[2, 4\] and features \[3, 6\]"):
-        RegionFeatures("1", (3, 4), boxes[:2], features)
-    with pytest.raises(UserError, match=r"image 1: scores \[2\] for 3 boxes"):
-        RegionFeatures("1", (3, 4), boxes, features, scores=np.zeros(2, dtype=np.float32))
 
 
 BOXES = np.array([[0, 0, 10, 10], [5, 5, 40, 30]], dtype=np.float32)
@@ -214,23 +198,23 @@ def test_good_records_pass():
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    "changes",
     [
-        ({"image_id": "2"}, "features of image '2' in the place of image '1'"),
-        ({"image_size": (0, 40)}, "40 x 0 pixels"),
-        ({"features": np.array([[1] * 6, [np.nan] * 6], np.float32)}, "features has values"),
-        ({"boxes": np.array([[0, 0, np.inf, 1], [0, 0, 1, 1]], np.float32)}, "boxes has values"),
-        ({"image_feature": np.full(6, np.nan, np.float32)}, "image_feature has values"),
-        ({"boxes": BOXES[:, [2, 1, 0, 3]]}, r"box 0 \[10, 0, 0, 10\] is inverted"),
-        ({"boxes": BOXES * 2}, r"box 1 \[10, 10, 80, 60\] .* leaves the 40 x 30 image"),
-        ({"boxes": BOXES - 2}, r"box 0 \[-2, -2, 8, 8\] .* leaves"),
-        ({"scores": np.array([0.1, 7.0], np.float32)}, "scores lie between 0.1 and 7"),
-        ({"attribute_scores": np.array([-0.1, 0.5], np.float32)}, "attribute_scores lie between -0.1"),
+        {"image_id": "2"},
+        {"features": np.array([[1] * 6, [np.nan] * 6], np.float32)},
+        {"boxes": np.array([[0, 0, np.inf, 1], [0, 0, 1, 1]], np.float32)},
+        {"image_feature": np.full(6, np.nan, np.float32)},
+        {"boxes": BOXES[:, [2, 1, 0, 3]]},
+        {"boxes": BOXES * 2},
+        {"boxes": BOXES - 2},
+        {"boxes": BOXES[:1]},
+        {"scores": np.array([0.1, 7.0], np.float32)},
+        {"attribute_scores": np.array([-0.1, 0.5], np.float32)},
     ],
 )
-def test_what_cannot_be_is_refused(changes, reason):
-    with pytest.raises(UserError, match=f"^f: image 1: .*{reason}"):
-        record(**changes).check("1", "f: image 1")
+def test_implausible_regions_name_file_and_image(changes):
+    with refused("f.tsv: image 1"):
+        record(**changes).check("1", "f.tsv: image 1")
 
 
 @pytest.mark.parametrize("layout", FILES)
@@ -239,14 +223,5 @@ def test_every_store_checks(tmp_path, layout):
     records = [record("1", **attributes), dataclasses.replace(record("2", **attributes), boxes=BOXES * 3)]
     store = open_features(write(layout, tmp_path, records))
     assert len(store["1"]) == 2
-    with pytest.raises(UserError, match=r"image 2: box 1 .* leaves the 40 x 30 image"):
+    with refused(FILES[layout], "image 2", "40 x 30"):
         store["2"]
-
-
-def test_npz_columns_of_other_kinds_are_refused(tmp_path):
-    path = tmp_path / "1.npz"
-    save_npz(path, record(classes=np.array([0, 3])))
-    arrays = dict(np.load(path))
-    np.savez(path, **{**arrays, "classes": np.array([1.7, 2])})
-    with pytest.raises(UserError, match=r"1\.npz: no readable file of region features \(classes has values"):
-        open_features(tmp_path)["1"]

@@ -30,6 +30,7 @@ from e2e_vl.extraction.regions import (
 )
 from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.run.launch import make_accelerator
+from tests.data.helpers import refused
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 RULE = SelectionRule(0.9, 12, 20)
@@ -105,14 +106,9 @@ def test_sure_proposals_with_many_classes_leave_room_for_the_others():
     assert (classes[rows >= 3] == 7).all()
 
 
-def test_few_pairs_are_all_candidates():
-    rows, classes = candidates(torch.rand(3, 4).softmax(dim=1))
-    assert list(zip(rows.tolist(), classes.tolist(), strict=True)) == [(r, c) for r in range(3) for c in range(4)]
-
-
 def test_a_detector_without_attributes():
     bare = FasterRCNN(DetectorConfig.from_flat({"MODEL.RESNETS.DEPTH": 18, "MODEL.RESNETS.RES2_OUT_CHANNELS": 8}))
-    with pytest.raises(ValueError, match="no attribute head"):
+    with refused("attribute head"):
         RegionExtractor(bare, ExtractionSettings("score", attributes=True))
 
 
@@ -157,23 +153,13 @@ def test_limit_of_proposals(config_file: Path, folder: Path):
     source = open_detector(config_file, None, max_proposals=4)
     assert 0 < len(extract_image(folder / "0.png", source, SelectionRule(0.0, 0, 36))) <= 4
     assert source.detector.config.rpn.post_nms_topk_test == 4
-    with pytest.raises(ValueError, match="not 0 proposals"):
-        open_detector(config_file, None, max_proposals=0)
-
-
-def test_weights_of_another_architecture(config_file: Path, tmp_path: Path):
-    other = FasterRCNN(
-        DetectorConfig.from_yaml({"_BASE_": str(config_file), "MODEL": {"ROI_HEADS": {"NUM_CLASSES": 7}}})
-    )
-    save_file({key: value.contiguous() for key, value in other.state_dict().items()}, tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match=r"other\.safetensors does not fit"):
-        open_detector(config_file, tmp_path / "other.safetensors")
 
 
 def test_detector_of_a_run(config_file: Path, tmp_path: Path):
     detector = FasterRCNN(DetectorConfig.from_yaml(config_file))
     folder = tmp_path / "run" / "model"
     (folder / "detector").mkdir(parents=True)
+    (folder / "encoder").mkdir()
     (folder / "detector" / "config.yaml").write_text(detector.config.to_yaml())
     save_file(
         {key: value.contiguous() for key, value in detector.state_dict().items()},
@@ -188,5 +174,5 @@ def test_detector_of_a_run(config_file: Path, tmp_path: Path):
         assert source.resize == ResizeRule(64, 80, "truncate")
         assert torch.equal(source.detector.backbone.stem.conv1.weight, detector.backbone.stem.conv1.weight)
     assert source.weights == folder / "detector" / "model.safetensors"
-    with pytest.raises(FileNotFoundError, match="holds no trained model"):
+    with pytest.raises(FileNotFoundError, match=tmp_path.name):
         detector_of_run(tmp_path)
