@@ -35,7 +35,7 @@ from e2e_vl.analysis.collect import (
 from e2e_vl.analysis.measures import attention_from
 from e2e_vl.analysis.options import AttentionOptions, parse_head
 from e2e_vl.analysis.tables import AttentionResults
-from e2e_vl.drawing import BLUE, GREEN, LONGEST, RED, draw_boxes
+from e2e_vl.drawing import BLUE, GREEN, RED, draw_boxes
 from e2e_vl.structures import AttentionBlock, AttentionGraph
 
 ACTIVE, INACTIVE = "#1f5fa8", "#b9cfe8"  # colours of active heads and of others
@@ -281,8 +281,7 @@ def _region_overlay(
         image = load_image(text.file_name, "RGB")
     except (FileNotFoundError, ValueError) as error:  # it lies in an archive, or was not needed for saved features
         return dataclasses.replace(shown, file=None, problem=str(error))
-    image, factor = _shrunk(image)
-    regions = text.region_boxes * factor
+    regions = text.region_boxes
     boxes, labels, colours = [], [], []
     if best is not None:
         boxes.append(regions[best])
@@ -293,23 +292,13 @@ def _region_overlay(
         labels.append("this region")
         colours.append(GREEN)
     else:
-        gold = text.caption.boxes[phrase] * factor
+        gold = text.caption.boxes[phrase]
         boxes += list(gold)
         labels += ["annotated"] * len(gold)
         colours += [GREEN] * len(gold)
     picture = draw_boxes(heat_on(image, regions[allowed], seen[allowed]), boxes, labels, colours, title)
     Image.fromarray(picture).save(path, "JPEG", quality=88)
     return shown
-
-
-def _shrunk(image: np.ndarray) -> tuple[np.ndarray, float]:
-    """An image no larger than pictures are, and the factor of its sides."""
-    height, width = image.shape[:2]
-    factor = min(LONGEST / max(height, width), 1.0)
-    if factor == 1:
-        return image, 1.0
-    size = max(round(width * factor), 1), max(round(height * factor), 1)
-    return np.array(Image.fromarray(image).resize(size, Image.Resampling.BILINEAR)), factor
 
 
 def heat_on(image: np.ndarray, boxes: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +21,16 @@ _NOISE = 0.3  # standard deviation of what features say beside class and attribu
 _JITTER = 0.05  # of a box, in widths and heights
 
 
-@dataclass(frozen=True)
-class DescribedScene:
-    """What is said about a scene, and its row of the file of features."""
-
-    captions: list[str]
-    questions: list[dict[str, Any]]
-    row: dict[str, np.ndarray]
-
-
 class LxmertWriter(FormatWriter):
     """Writes of every split the sentences of pre-training ``<split>.json``, the questions ``<split>_vqa.json``, the
     pairs of images ``<split>_nlvr2.json`` and the features ``<split>_obj36.tsv``; and the lists of answers
     ``all_ans.json`` and ``trainval_label2ans.json``.
     """
 
-    def draw(self, scene: SceneRecord, facts: SceneFacts) -> DescribedScene:
+    def draw(self, scene: SceneRecord, facts: SceneFacts) -> dict[str, Any]:
         rng = self.recipe.generator(scene.split, scene.number, "lxmert")
         questions = draw_vqa_questions(facts, self.recipe.scene, rng)
-        return DescribedScene(list(scene.captions), questions, _row(scene, rng))
+        return {"questions": questions, "row": _row(scene, rng)}
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         answers: set[str] = set()
@@ -77,10 +67,10 @@ class LxmertWriter(FormatWriter):
 
 
 def _sentences(scene: SceneRecord) -> dict[str, Any]:
-    asked = scene.drawn.questions
+    asked = scene.drawn["questions"]
     return {
         "img_id": scene.image_file.stem,
-        "sentf": {"mscoco": scene.drawn.captions, SOURCE: [one["question"] for one in asked]},
+        "sentf": {"mscoco": scene.captions, SOURCE: [one["question"] for one in asked]},
         "labelf": {SOURCE: [scores_of(one["answers"]) for one in asked]},
     }
 
@@ -95,7 +85,7 @@ def _questions(scene: SceneRecord) -> list[dict[str, Any]]:
             "answer_type": one["answer_type"],
             "label": scores_of(one["answers"]),
         }
-        for number, one in enumerate(scene.drawn.questions)
+        for number, one in enumerate(scene.drawn["questions"])
     ]
 
 
@@ -132,6 +122,6 @@ def _feature(one: ObjectRecord) -> np.ndarray:
 def _line(scene: SceneRecord) -> str:
     height, width = scene.size
     cells = {"img_id": scene.image_file.stem, "img_h": str(height), "img_w": str(width)}
-    arrays = {name: base64.b64encode(np.ascontiguousarray(array)).decode() for name, array in scene.drawn.row.items()}
-    found = [arrays[name] for name in ("objects_id", "objects_conf", "attrs_id", "attrs_conf")]
-    return "\t".join([*cells.values(), *found, str(REGIONS), arrays["boxes"], arrays["features"]]) + "\n"
+    arrays = {name: base64.b64encode(np.ascontiguousarray(own)).decode() for name, own in scene.drawn["row"].items()}
+    found = [row[name] for name in ("objects_id", "objects_conf", "attrs_id", "attrs_conf")]
+    return "\t".join([*cells.values(), *found, str(REGIONS), row["boxes"], row["features"]]) + "\n"

@@ -81,16 +81,13 @@ def _draw_questions(facts: SceneFacts, rng: np.random.Generator, families: Seque
         the right choice at a random place.
     """
     colours = [appearance.colour for appearance in facts.appearances]
-    draws = {"colour": _ask_colour, "match": _ask_match, "pair": _ask_pair}
     found: dict[str, _Question] = {}
     for attempt in range(_ATTEMPTS):
         if len(found) == _MAX_QUESTIONS:
             break
         family = families[attempt % len(families)]
         one = int(rng.integers(len(colours)))
-        same = [index for index, colour in enumerate(colours) if colour == colours[one] and index != one]
-        others = [index for index, colour in enumerate(colours) if colour != colours[one]]
-        asked = draws[family](colours, one, same, others, rng)
+        asked = _ask(family, colours, one, rng)
         if asked is None or json.dumps(asked[0]) in found:
             continue
         question, answers, rationales = asked
@@ -103,40 +100,29 @@ def _draw_questions(facts: SceneFacts, rng: np.random.Generator, families: Seque
     return list(found.values())
 
 
-def _ask_colour(
-    colours: Sequence[str], one: int, same: list[int], others: list[int], rng: np.random.Generator
-) -> _Asked | None:
-    wrong = _wrong_colours(colours, colours[one], rng)
+def _ask(family: str, colours: Sequence[str], one: int, rng: np.random.Generator) -> _Asked | None:
+    """A question about an object; None where the scene has too few objects of its colour or of others."""
+    first = colours[one]
+    same = [index for index, colour in enumerate(colours) if colour == first and index != one]
+    others = [index for index, colour in enumerate(colours) if colour != first]
+    wrong = _wrong_colours(colours, first, rng) if family == "colour" else []
     if not same or len(others) < CHOICES - 1:
         return None
-    answers = [["It", "is", colour, "."] for colour in (colours[one], *wrong)]
+    two = _any(others, rng) if family == "pair" else None
+    if family == "pair":
+        wrong = [colour for colour in _wrong_colours(colours, first, rng) if colour != colours[two]]
     objects = [_any(same, rng), *_some(others, CHOICES - 1, rng)]
-    rationales = [["It", "has", "the", "colour", "of", [o], "."] for o in objects]
-    return ["What", "colour", "is", [one], "?"], answers, rationales
-
-
-def _ask_match(
-    colours: Sequence[str], one: int, same: list[int], others: list[int], rng: np.random.Generator
-) -> _Asked | None:
-    if not same or len(others) < CHOICES - 1:
-        return None
-    objects = [_any(same, rng), *_some(others, CHOICES - 1, rng)]
-    wrong = _wrong_colours(colours, colours[one], rng)
-    rationales = [["Both", "are", colour, "."] for colour in (colours[one], *wrong)]
-    return ["Which", "has", "the", "colour", "of", [one], "?"], [[[o], "."] for o in objects], rationales
-
-
-def _ask_pair(
-    colours: Sequence[str], one: int, same: list[int], others: list[int], rng: np.random.Generator
-) -> _Asked | None:
-    if not same or len(others) < CHOICES - 1:
-        return None
-    two = _any(others, rng)
-    first, second = colours[one], colours[two]
-    wrong = [colour for colour in _wrong_colours(colours, first, rng) if colour != second]
-    said = [(a, b) for a in (first, wrong[0]) for b in (second, wrong[1])]  # no half of an answer gives it away
+    if family == "colour":
+        answers = [["It", "is", colour, "."] for colour in (first, *wrong)]
+        rationales = [["It", "has", "the", "colour", "of", [o], "."] for o in objects]
+        return ["What", "colour", "is", [one], "?"], answers, rationales
+    if family == "match":
+        wrong = _wrong_colours(colours, first, rng)
+        rationales = [["Both", "are", colour, "."] for colour in (first, *wrong)]
+        return ["Which", "has", "the", "colour", "of", [one], "?"], [[[o], "."] for o in objects], rationales
+    # no half of an answer gives it away
+    said = [(a, b) for a in (first, wrong[0]) for b in (colours[two], wrong[1])]
     answers = [[[one], "is", a, "and", [two], "is", b, "."] for a, b in said]
-    objects = [_any(same, rng), *_some(others, CHOICES - 1, rng)]
     rationales = [[[one], "has", "the", "colour", "of", [o], "."] for o in objects]
     return ["What", "colours", "are", [one, two], "?"], answers, rationales
 
