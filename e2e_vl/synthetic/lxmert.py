@@ -121,7 +121,7 @@ def _feature(one: ObjectRecord) -> np.ndarray:
 
 def _line(scene: SceneRecord) -> str:
     height, width = scene.size
-    cells = {"img_id": scene.image_file.stem, "img_h": str(height), "img_w": str(width)}
-    arrays = {name: base64.b64encode(np.ascontiguousarray(own)).decode() for name, own in scene.drawn["row"].items()}
-    found = [row[name] for name in ("objects_id", "objects_conf", "attrs_id", "attrs_conf")]
-    return "\t".join([*cells.values(), *found, str(REGIONS), row["boxes"], row["features"]]) + "\n"
+    cells = [scene.image_file.stem, str(height), str(width)]
+    row = {name: base64.b64encode(np.ascontiguousarray(one)).decode() for name, one in scene.drawn["row"].items()}
+    cells += [row[name] for name in ("objects_id", "objects_conf", "attrs_id", "attrs_conf")]
+    return "\t".join([*cells, str(REGIONS), row["boxes"], row["features"]]) + "\n"
