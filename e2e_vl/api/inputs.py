@@ -72,7 +72,7 @@ def for_each_question(value: Any, count: int, is_one: Callable[[Any], bool], wha
 def given_boxes(boxes: Any) -> AnnotatedObjects | None:
     """Boxes from a user: numbers [R, 4] xyxy in pixels of the original image, or what `--boxes` of the commands takes.
 
-    A single box [4] stands for [1, 4].
+    A single box [4] is read as [1, 4].
     """
     if boxes is None or isinstance(boxes, AnnotatedObjects):
         return boxes

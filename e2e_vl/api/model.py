@@ -120,7 +120,7 @@ class TrainedModel(
             image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.inputs.image_file`); a tuple of them for a
                 model whose texts are about several images; or a list of any of these. The detector runs once per
                 distinct image.
-            text: a text, or a list of texts. One image or text beside a list of the other stands for each of them.
+            text: a text, or a list of texts. A single image or text is used with each element of a list of the other.
             boxes: candidates [R, 4] instead of the detector's, or words such as "person:10,20,80,200", or a file of
                 boxes. They hold for all questions and must lie in the images.
             choices: the texts to choose from, for a task that chooses; the same for all questions, or a list of them
@@ -222,7 +222,7 @@ class TrainedModel(
         """Answer one prepared question, and keep the model's output with its attention maps.
 
         Args:
-            change: makes another batch of the question's own, such as one with masked pixels.
+            change: changes the batch of the question, such as by masking pixels.
         """
         output = self._run([self._read(self._sample([question]))], change)
         [answer] = self._answers([question], output)
@@ -411,7 +411,7 @@ def _largest_size(example: Example) -> tuple[int, ...]:
 
 
 def _answer_position(output: ModelOutput, text: int) -> int:
-    """Where the answer is read: at its own place, at the first labelled wordpiece, at a masked region, or in front."""
+    """Position of the answer: its own one, the first labelled wordpiece, the first masked region, or the first one."""
     batch = output.batch
     if batch.texts.summary is not None:
         return int(batch.texts.summary[text])

@@ -10,8 +10,8 @@ the run, or those of another config (--data). Words are read as they are, whatev
 Entity grounding: how often a phrase attends most, among the regions, to a region with IoU of at least 0.5 with its box.
 Syntactic grounding: the same for the word at the other end of a relation; parses come from a CoNLL-U file (--parses) or
 from an installed spaCy model (--spacy). A head is active if more than 20 % of that attention is on regions. Both follow
-section 3 of VisualBERT's ACL paper; what the paper leaves open are the options under "options", which stand in the
-output too. An encoder with several graphs of attention (LXMERT: language, vision, cross) is measured graph by graph.
+section 3 of VisualBERT's ACL paper; what the paper leaves open are the options under "options", which the output
+repeats. An encoder with several graphs of attention (LXMERT: language, vision, cross) is measured graph by graph.
 
 Writes into --output: attention.html (everything on one page), attention.json, heads.csv, relations.csv, table2_*.csv,
 the figures and overlays/*.jpg, regions coloured by the attention of phrases. docs/analysis.md says more.

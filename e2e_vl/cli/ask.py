@@ -65,7 +65,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         nargs="+",
         metavar="BOX",
         help="pre-training: regions to recognise without their pixels, as --boxes; candidates that overlap one with an "
-        "IoU of 0.5 or more are left out, it stands for them",
+        "IoU of 0.5 or more are left out",
     )
     parser.add_argument("--choices", nargs="+", default=(), metavar="TEXT", help="VCR: the four texts to choose from")
     parser.add_argument("--answer", help="VCR, a run for rationales: the answer that they are for")

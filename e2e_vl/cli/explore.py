@@ -5,7 +5,7 @@
 
 Open the printed address, drop a photo, write a phrase or a question, and ask. The page shows the regions, the answer
 and the phrases. A click on a word or a region shows its attention in any layer and head; or a click on a region hides
-it, and the answer of before and after stand side by side. Only this machine can open the page, and the photos stay on
+it, and the answers before and after are shown side by side. Only this machine can open the page, and the photos stay on
 it. It needs gradio: pip install "e2e-vl[explore]".
 """
 

@@ -11,7 +11,7 @@ Writes what the task's server or the literature expects, in the order of the dat
   GQA      JSON list of {"questionId", "prediction"}
   NLVR2    CSV of lines identifier,True or identifier,False, without a header
   Flickr30K Entities  JSON list of {"image", "sentence", "phrases"}, each phrase with "id", "phrase", "box" and "score"
-Where the split has labels, the metrics are printed too; with two runs also Q->A, QA->R and Q->AR. Settings behind the
+Where the split has labels, the metrics are printed too; with two runs also Q->A, QA->R and Q->AR. Settings after the
 options (key=value) hold for both runs.
 """
 

@@ -86,7 +86,7 @@ def _plot_of(kind: str, name: str) -> tuple[str, str]:
 
 def _plot(axes: Axes, title: str, series: Series) -> None:
     for name, points in series.items():
-        # the last evaluation may stand in the log twice: once between epochs, once at the end
+        # the last evaluation may be in the log twice: once between epochs, once at the end
         steps, values = zip(*dict(points).items(), strict=True)
         axes.plot(steps, values, label=name, linewidth=1.2, marker="." if len(steps) <= FEW_POINTS else None)
     values = [value for points in series.values() for _, value in points]

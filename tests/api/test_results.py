@@ -88,21 +88,3 @@ def test_of_unsure_landmarks_only_the_best_is_shown():
     assert answer(first).shown_phrases() == answer().shown_phrases() == []
     assert answer(first, phrase(0.0), phrase(0.3, BOX)).shown_phrases() == [], "nowhere, or where the answer is"
     assert answer(first, low, answer_boxes=[]).shown_phrases() == [low], "also where the answer is in words"
-
-
-def test_no_phrase_has_the_colour_of_the_answer():
-    boxes = [[10.0 + 86 * number, 300.0, 70.0 + 86 * number, 360.0] for number in range(9)]
-    phrases = [phrase(0.9, box, "") for box in boxes]
-    for answer_boxes in (None, []):
-        drawn = answer(phrase(0.9, BOX), *phrases, answer_boxes=answer_boxes)
-        assert not coloured(drawn, 0)[201:].any()
-    colours = [
-        next(row for row in range(8) if coloured(drawn, row)[300:360, int(x) : int(x) + 60].sum() > 500)
-        for x, *_ in boxes
-    ]
-    assert 0 not in colours and len(set(colours)) == 7
-
-
-def test_phrases_in_words():
-    assert phrase(0.256, [1.2, 2.6, 30.0, 40.0], "a star").line == "a star: x 1 to 30, y 3 to 40 (0.26)"
-    assert phrase(0.0, None, "a star").line == "a star: no region (0.00)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,6 @@ from e2e_vl.cli import extract, main
 from e2e_vl.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_the_entry_point_is_the_function():
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-    module, _, name = scripts["e2e-vl"].partition(":")
-    assert getattr(importlib.import_module(module), name) is main.main
 
 
 @pytest.mark.parametrize("name", COMMANDS)

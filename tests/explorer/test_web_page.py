@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
 import json
 import math
@@ -15,7 +14,6 @@ import torch
 from PIL import Image
 
 import e2e_vl
-from e2e_vl.api.model import TrainedModel
 from e2e_vl.drawing import PALETTE
 from e2e_vl.explorer.session import Explorer
 from tests.conftest import cpu_with_one_thread
@@ -44,24 +42,18 @@ def middle(box: list[float]) -> tuple[float, float]:
     return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
 
 
-@contextlib.contextmanager
-def served(model: TrainedModel) -> Iterator[str]:
-    """The address of its page."""
+@pytest.fixture(scope="module")
+def address(trained_run) -> Iterator[str]:
+    """Of the page of a run."""
+    model = e2e_vl.load(trained_run.path, device="cpu")
+    with torch.no_grad():
+        model.network.task.head.output.weight.mul_(SHARPER)
     with cpu_with_one_thread():
         page = build_page(Explorer(model), "A run")
         try:
             yield serve(page, host="127.0.0.1", port=None)
         finally:
             page.close()
-
-
-@pytest.fixture(scope="module")
-def address(trained_run) -> Iterator[str]:
-    model = e2e_vl.load(trained_run.path, device="cpu")
-    with torch.no_grad():
-        model.network.task.head.output.weight.mul_(SHARPER)
-    with served(model) as found:
-        yield found
 
 
 def numbers(text: str) -> list[float]:
@@ -86,21 +78,6 @@ def test_a_program_asks_hides_and_is_refused(address, asked, tmp_path):
     (tmp_path / "damaged.png").write_bytes(asked.file.read_bytes()[:500])
     problem = visitor.predict(handle_file(tmp_path / "damaged.png"), "", api_name="/photo")[PROBLEM]
     assert "damaged" in problem["value"] and problem["visible"]
-
-
-def test_a_program_gets_the_phrases_of_a_run_that_grounds_them(phrase_run, asked):
-    from gradio_client import Client, handle_file
-
-    model = e2e_vl.load(phrase_run, device="cpu")
-    answer = model.ask(asked.file, "big red star")
-    with served(model) as address:
-        visitor = Client(address, verbose=False, analytics_enabled=False)
-        visitor.predict(handle_file(asked.file), "", api_name="/photo")
-        phrases = visitor.predict("big red star", api_name="/ask")[PHRASES]
-    lines = phrases["value"].split("\n")
-    assert [line.partition(": ")[0] for line in lines] == ["big", "red", "star"] and phrases["visible"]
-    for line, found in zip(lines, answer.phrases, strict=True):
-        assert numbers(line.partition(": ")[2]) == pytest.approx(found.box, abs=0.06)
 
 
 def test_errors_are_shown_as_they_are():
