@@ -25,6 +25,7 @@ SETTINGS = (
     "eval.boxes=[gt]",
     "data.texts_per_image=null",
     "train.trackers=[]",
+    "eval.report_pictures=0",
 )
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

@@ -32,7 +32,10 @@ from tests.same import assert_same
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "run" / "extensions" / "tiny.yaml"
-SHORT = ("train.max_steps=2", "train.save_every_epochs=0.01", "eval.every_epochs=0", "eval.boxes=[gt]")
+SHORT = (
+    *("train.max_steps=2", "train.save_every_epochs=0.01", "train.trackers=[]"),
+    *("eval.every_epochs=0", "eval.boxes=[gt]", "eval.report_pictures=0"),
+)
 POOLED = {"name": "pooled", "config": {"hidden_size": 16}}
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

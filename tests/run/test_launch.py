@@ -67,7 +67,6 @@ VARIANTS = {
         {"referring", "loss_rpn_cls", "loss_cls", "loss_box_reg"},
         1e-5,
     ),
-    "vqa": ("vqa", (*TASK_ONLY, "train.accumulate=2"), {"vqa"}, 1e-6),
     "vcr": ("vcr", (*TASK_ONLY, "train.accumulate=2"), {"choice", "region_class"}, 1e-6),
     "pretraining": ("pretraining", (FROZEN,), {"masked_words", "masked_text", "masked_regions", "relationship"}, 1e-6),
 }

@@ -27,7 +27,10 @@ OPTIMISER = (
     "train.decay_norm_and_bias=false",
     "train.decay_bn_scales=true",
 )
-SHORT = ("train.max_steps=2", "train.save_every_epochs=0.01", "eval.every_epochs=0", "eval.boxes=[gt]")
+SHORT = (
+    *("train.max_steps=2", "train.save_every_epochs=0.01", "train.trackers=[]"),
+    *("eval.every_epochs=0", "eval.boxes=[gt]", "eval.report_pictures=0"),
+)
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
