@@ -99,7 +99,6 @@ class Payload:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda content: content["images"][0].update(width=500), ["COCO_train2014_000000000001.jpg", "500 x 128"]),
         (lambda content: content["annotations"][2].update(bbox=[10, 10, 5]), [INSTANCES, "annotations[2].bbox"]),
         (lambda content: content["annotations"][2].update(bbox=[900, 10, 5, 5]), [INSTANCES, "annotation 3"]),
     ],

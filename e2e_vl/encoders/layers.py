@@ -19,7 +19,7 @@ from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertAttention, BertIntermediate, BertOutput, BertSelfAttention
 
 from detector.errors import UserError
-from e2e_vl.structures import TextBatch, TextRegions, take_along_dim
+from e2e_vl.structures import IntermediateStates, TextBatch, TextRegions, take_along_dim
 
 
 class BertLayerWithMaps(GradientCheckpointingLayer):
@@ -139,6 +139,12 @@ class SequenceLayout:
     def unpack(self, packed: Shaped[Tensor, "M Z E"]) -> Shaped[Tensor, "M slots E"]:
         """Positions -> slots, zero at padding."""
         return take_along_dim(packed, self.position[..., None], dim=1) * self.is_real[..., None]
+
+    def split(self, packed: Float[Tensor, "M Z E"], length: int) -> IntermediateStates:
+        """Positions -> the vectors of words, of which the longest text has `length`, and of regions."""
+        ends = int(self.has_end)
+        words, regions, _ = self.unpack(packed).split([length, self.is_real.shape[1] - length - ends, ends], dim=1)
+        return IntermediateStates(words, regions)
 
     def pack_pairs(self, slots: Shaped[Tensor, "M heads slots slots"]) -> Shaped[Tensor, "M heads Z Z"]:
         """Pairs of slots -> pairs of positions."""

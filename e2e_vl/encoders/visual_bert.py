@@ -31,7 +31,6 @@ from e2e_vl.structures import (
     AttentionBlock,
     AttentionGraph,
     EncoderOutput,
-    IntermediateStates,
     TextBatch,
     TextRegions,
 )
@@ -239,20 +238,15 @@ class VisualBertEncoder(Encoder):
         else:
             run = self._fuse_late(hidden, layout, length, output_attentions, biases, intermediate_layer)
             maps = run.attentions
-        slots = layout.unpack(run.output)
-        words = slots[:, :length]
+        states = layout.split(run.output, length)
         pooled = self.pooler(run.output) if texts.summary is None else None
-        inner = None
-        if intermediate_layer is not None:
-            states = layout.unpack(run.intermediate)
-            inner = IntermediateStates(states[:, :length], states[:, length:])
         return EncoderOutput(
-            text=words,
-            regions=slots[:, length:],
-            summary=read_summary(words, pooled, texts.summary),
+            text=states.text,
+            regions=states.regions,
+            summary=read_summary(states.text, pooled, texts.summary),
             attentions=tuple(maps) if output_attentions else None,
             word_embeddings=self.get_input_embeddings().weight,
-            intermediate=inner,
+            intermediate=None if intermediate_layer is None else layout.split(run.intermediate, length),
         )
 
     def _fuse_late(

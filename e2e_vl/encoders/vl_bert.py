@@ -34,7 +34,6 @@ from e2e_vl.structures import (
     Ability,
     AttentionGraph,
     EncoderOutput,
-    IntermediateStates,
     TextBatch,
     TextRegions,
     take_along_dim,
@@ -377,19 +376,16 @@ class VLBertModel(Encoder):
         """
         hidden, layout = self.embeddings(texts, regions)
         run = self.encode(hidden, layout, regions, output_attentions, intermediate_layer)
-        sizes = [texts.attention_mask.shape[1], regions.attention_mask.shape[1], 1]
-        words, objects, _ = layout.unpack(run.output).split(sizes, dim=1)
+        length = texts.attention_mask.shape[1]
+        states = layout.split(run.output, length)
         pooled = None if self.pooler is None else self.pooler(run.output)
-        inner = None
-        if intermediate_layer is not None:
-            inner = IntermediateStates(*layout.unpack(run.intermediate).split(sizes, dim=1)[:2])
         return EncoderOutput(
-            text=words,
-            regions=objects,
-            summary=read_summary(words, pooled, texts.summary),
+            text=states.text,
+            regions=states.regions,
+            summary=read_summary(states.text, pooled, texts.summary),
             attentions=tuple(layout.unpack_pairs(maps) for maps in run.attentions) if output_attentions else None,
             word_embeddings=self.get_input_embeddings().weight,
-            intermediate=inner,
+            intermediate=None if intermediate_layer is None else layout.split(run.intermediate, length),
         )
 
     def encode(
