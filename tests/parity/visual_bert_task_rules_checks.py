@@ -108,7 +108,7 @@ def test_texts_and_images_of_pairs(data_rules, rules_tokenizer, tmp_path):
         file.write_text(json.dumps(one["item"]) + "\n", encoding="utf-8")
         [example] = read_examples(file)
         assert [f"{name}.png.npz" for name in example.image_names] == one["features_file_keys"]
-        text = SampleText(0, example.sentence, {"identifier": example.identifier}, CorrectChoice(one["label"]))
+        text = SampleText(0, example.words, {"identifier": example.id}, CorrectChoice(one["label"]))
         sample = sample_of(dataclasses.replace(text, image_index=(0,)))
         [worded] = preprocess(preprocessor, sample, photo())
         assert tokens(worded, rules_tokenizer) == one["tokens"]
