@@ -301,7 +301,7 @@ def view_of(
 
 
 def right_regions_of(regions: np.ndarray, boxes: np.ndarray, options: AttentionOptions) -> np.ndarray:
-    """bool [R]: the regions that overlap the boxes of a phrase enough, as `options.gold_boxes` says."""
+    """bool [R]: the regions that overlap the boxes of a phrase enough, see `options.gold_boxes`."""
     if not len(boxes):
         return np.zeros(len(regions), dtype=bool)
     if options.gold_boxes == "union":

@@ -23,7 +23,7 @@ Maps = Float[Tensor, "layers heads slots slots"]
 
 @dataclasses.dataclass
 class Measurement:
-    """What a measure says of the examples of one text."""
+    """A measure of the examples of one text."""
 
     hits: Bool[Tensor, "layers heads examples"]  # whether the largest attention is where it should be
     attention: Float[Tensor, "layers heads examples"]  # that lies on what was chosen from

@@ -126,7 +126,7 @@ class AttentionRequest:
     split: str
     boxes: BoxSource
     output: Path | None = None  # None: a folder of the run
-    data: Path | None = None  # config whose `data` says where the captions are; None: the run's own
+    data: Path | None = None  # config whose `data` are read; None: the run's
     parses: Path | None = None  # CoNLL-U
     spacy_model: str | None = None
     options: AttentionOptions = dataclasses.field(default_factory=AttentionOptions)

@@ -27,7 +27,7 @@ BASELINE_WORDS = {
 }
 NO_CONFIDENCE = (
     "The regions come without detection confidences, so the paper's baseline (always the region with the highest one) "
-    "cannot be computed; the largest region and chance stand in its place."
+    "cannot be computed; the largest region and chance replace it."
 )
 
 

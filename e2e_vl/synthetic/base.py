@@ -25,7 +25,7 @@ from e2e_vl.synthetic.config import (
     SceneConfig,
 )
 from e2e_vl.synthetic.language import Reference
-from e2e_vl.synthetic.scenes import Appearance, Scene, SceneFacts, SceneObject, box_iou
+from e2e_vl.synthetic.scenes import Appearance, Scene, SceneGraph, SceneObject, box_iou
 
 CATEGORIES = [{"supercategory": "shape", "id": i + 1, "name": name} for i, name in enumerate(SHAPES)]
 ATTRIBUTES = [{"id": i, "name": name} for i, name in enumerate([*COLOURS, *TEXTURES, *SIZES])]
@@ -115,7 +115,7 @@ class FormatWriter(ABC):
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
-    def draw(self, scene: SceneRecord, facts: SceneFacts) -> Any:
+    def draw(self, scene: SceneRecord, graph: SceneGraph) -> Any:
         """What is drawn about a scene for this format alone; ``write`` finds it in ``scene.drawn``.
 
         Random numbers must come from ``self.recipe.generator(scene.split, scene.number, NAME)`` with a name that no

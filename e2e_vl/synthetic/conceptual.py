@@ -17,7 +17,7 @@ import numpy as np
 from e2e_vl.synthetic.base import CATEGORIES, CATEGORY_IDS, FormatWriter, SceneRecord, by_split
 from e2e_vl.synthetic.config import SceneConfig
 from e2e_vl.synthetic.language import RELATIONS, Description, ReferringExpression, to_words
-from e2e_vl.synthetic.scenes import SceneFacts
+from e2e_vl.synthetic.scenes import SceneGraph
 
 RECORDS_PER_SHARD = 10_000  # img2dataset's default
 FEATURE_DIM = 32
@@ -38,7 +38,7 @@ class CaptionedImage:
 class _CaptionedImageWriter(FormatWriter):
     """Draws the same caption and probabilities for both formats."""
 
-    def draw(self, scene: SceneRecord, facts: SceneFacts) -> CaptionedImage:
+    def draw(self, scene: SceneRecord, graph: SceneGraph) -> CaptionedImage:
         """One of the captions; a detection's score is its category's probability, the other columns share the rest."""
         rng = self.recipe.generator(scene.split, scene.number, "conceptual")
         boxes, classes = [], []
@@ -85,9 +85,9 @@ def write_shards(folder: Path, images: Sequence[CaptionedImage], records_per_sha
             for row, image in enumerate(part):
                 key = f"{number:05d}{row:0{_KEY_DIGITS}d}"
                 height, width = image.size
-                facts = {"caption": image.caption, "url": "", "key": key, "status": "success", "error_message": None}
-                facts |= {"width": width, "height": height, "original_width": width, "original_height": height}
-                _add(tar, f"{key}.json", json.dumps(facts, indent=4).encode())
+                record = {"caption": image.caption, "url": "", "key": key, "status": "success", "error_message": None}
+                record |= {"width": width, "height": height, "original_width": width, "original_height": height}
+                _add(tar, f"{key}.json", json.dumps(record, indent=4).encode())
                 _add(tar, f"{key}{image.path.suffix}", image.path.read_bytes())
                 _add(tar, f"{key}.txt", image.caption.encode())
         stats = {"count": len(part), "successes": len(part), "failed_to_download": 0, "failed_to_resize": 0}

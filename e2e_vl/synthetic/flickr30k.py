@@ -1,4 +1,4 @@
-"""Writer of Flickr30K Entities: captions whose phrases stand in brackets, and an XML file of boxes per image.
+"""Writer of Flickr30K Entities: captions with phrases in brackets, and an XML file of boxes per image.
 
 A phrase names one object by what only it has, or all objects that something is true of; what is named again, in
 whatever words, belongs to the same chain. Scenes and what cannot be seen have no box. The type of a phrase follows from
@@ -26,12 +26,12 @@ from e2e_vl.synthetic.language import (
     noun_phrase,
     two_phrases,
 )
-from e2e_vl.synthetic.scenes import SceneFacts, members
+from e2e_vl.synthetic.scenes import SceneGraph, members
 
 # Gold parses of drawn captions, with the labels of Stanford's dependencies, as in VisualBERT's ACL paper.
 
 
-# word -> part of speech and relation; what stands before a noun and is not listed is an adjective
+# word -> part of speech and relation; other words before a noun are adjectives
 _KINDS = {
     **dict.fromkeys(("the", "a", "an"), ("DET", "det")),
     **dict.fromkeys(NUMBERS, ("NUM", "num")),
@@ -119,9 +119,9 @@ class EntitiesWriter(FormatWriter):
     The release has no parses; ``parses/<split>.conllu`` has gold parses of all captions.
     """
 
-    def draw(self, scene: SceneRecord, facts: SceneFacts) -> list[EntityCaption]:
+    def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[EntityCaption]:
         rng = self.recipe.generator(scene.split, scene.number, "flickr30k")
-        return draw_entity_captions(facts, self.recipe.scene.values, rng)
+        return draw_entity_captions(graph, self.recipe.scene.values, rng)
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for name in ("Sentences", "Annotations"):
@@ -149,22 +149,22 @@ class EntitiesWriter(FormatWriter):
         (folder / "parses" / f"{split}.conllu").write_text("".join(found.values()), encoding="utf-8")
 
 
-def draw_entity_captions(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[EntityCaption]:
+def draw_entity_captions(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[EntityCaption]:
     """Up to five different captions, each a list of words and phrases; all of them are true of the scene."""
     found: dict[str, EntityCaption] = {}
     for _ in range(CAPTIONS * _ATTEMPTS):
         if len(found) == CAPTIONS:
             break
-        caption = _caption(facts, values, rng)
+        caption = _caption(graph, values, rng)
         found.setdefault(" ".join(part if isinstance(part, str) else part[0] for part in caption), caption)
     return list(found.values())
 
 
-def _caption(facts: SceneFacts, values: Values, rng: np.random.Generator) -> EntityCaption:
+def _caption(graph: SceneGraph, values: Values, rng: np.random.Generator) -> EntityCaption:
     """One to three phrases joined by "and" and commas, perhaps with a scene and something unseen, and a full stop."""
     named: dict[tuple[int, ...], DrawnPhrase] = {}
     for _ in range(int(rng.integers(1, 4))):
-        phrase = (_single if rng.random() < 0.65 else _group)(facts, values, rng)
+        phrase = (_single if rng.random() < 0.65 else _group)(graph, values, rng)
         if phrase is not None:
             named.setdefault(phrase[2], phrase)
     parts: EntityCaption = []
@@ -181,20 +181,20 @@ def _caption(facts: SceneFacts, values: Values, rng: np.random.Generator) -> Ent
     return [*parts, "."]
 
 
-def _single(facts: SceneFacts, values: Values, rng: np.random.Generator) -> DrawnPhrase | None:
-    found = identify(facts, SLOTS, rng)
+def _single(graph: SceneGraph, values: Values, rng: np.random.Generator) -> DrawnPhrase | None:
+    found = identify(graph, SLOTS, rng)
     if found is None:
         return None
     index, description = found
     return DrawnPhrase(f"the {noun_phrase(description)}", _TYPES.get(description.shape, "other"), (index,))
 
 
-def _group(facts: SceneFacts, values: Values, rng: np.random.Generator) -> DrawnPhrase | None:
+def _group(graph: SceneGraph, values: Values, rng: np.random.Generator) -> DrawnPhrase | None:
     slots = _GROUPED[rng.integers(len(_GROUPED))]
     some = [
         (description, mask)
         for description in all_descriptions(slots, values)
-        if 2 <= (mask := description.mask(facts)).bit_count() <= _SEVERAL
+        if 2 <= (mask := description.mask(graph)).bit_count() <= _SEVERAL
     ]
     if not some:
         return None
@@ -249,20 +249,20 @@ def _xml(scene: SceneRecord, chains: _Chains) -> str:
 class PhrasesWriter(EntitiesWriter):
     """Writes the noun phrases of all expressions as ``EntitiesWriter`` writes those of captions."""
 
-    def draw(self, scene: SceneRecord, facts: SceneFacts) -> list[EntityCaption]:
-        return [phrases_of_reference(reference, facts) for reference in scene.references]
+    def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[EntityCaption]:
+        return [phrases_of_reference(reference, graph) for reference in scene.references]
 
     def write_parses(self, folder: Path, split: str, scenes: Sequence[SceneRecord]) -> None:
         """Expressions have no gold parses."""
 
 
-def phrases_of_reference(reference: Reference, facts: SceneFacts) -> EntityCaption:
-    """The words of an expression as phrases and what stands between them."""
-    expression, fitting = reference.expression, reference.expression.description.mask(facts)
+def phrases_of_reference(reference: Reference, graph: SceneGraph) -> EntityCaption:
+    """The words of an expression as phrases and what is between them."""
+    expression, fitting = reference.expression, reference.expression.description.mask(graph)
     head, link, rest = two_phrases(expression, reference.sentence)
     if not rest:
         return [DrawnPhrase(head, "other", (reference.target,))]
-    others = fitting & ~(1 << reference.target) if expression.anchor is None else expression.anchor.mask(facts)
+    others = fitting & ~(1 << reference.target) if expression.anchor is None else expression.anchor.mask(graph)
     return [
         DrawnPhrase(head, "other", tuple(members(fitting))),
         link,

@@ -3,8 +3,7 @@
 Layout under the output folder:
 
     images/train2014/COCO_train2014_000000000001.jpg    all splits, as in the release
-    <format>/                                           one folder per format asked for; its class in ``WRITERS`` says
-                                                        which files it holds
+    <format>/                                           one folder per format, see its class in ``WRITERS``
     synthetic.json                                      written last: settings, formats and statistics
 
 A scene depends only on the seed, the name of its split and its number in it: more training scenes leave the
@@ -48,7 +47,7 @@ from e2e_vl.synthetic.gqa import GQAWriter
 from e2e_vl.synthetic.language import draw_captions, draw_references
 from e2e_vl.synthetic.lxmert import LxmertWriter
 from e2e_vl.synthetic.nlvr2 import PairWriter
-from e2e_vl.synthetic.scenes import SceneFacts, draw_scene
+from e2e_vl.synthetic.scenes import SceneGraph, draw_scene
 from e2e_vl.synthetic.vcr import VCRWriter
 from e2e_vl.synthetic.visual_genome import VisualGenomeWriter
 from e2e_vl.synthetic.vqa import VQAWriter
@@ -93,7 +92,7 @@ def make_scenes(
     formats: Collection[str] | None = None,
     workers: int = 0,
 ) -> dict[str, Any]:
-    """Write the data set, or do nothing when the folder already holds it.
+    """Write the data set, or do nothing when the folder already has it.
 
     Formats that a finished folder lacks are added; its images and other files stay as they are. A lock beside the
     folder keeps two processes from drawing it at the same time.
@@ -175,7 +174,7 @@ def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | Non
     differing = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
     if differing:
         raise UserError(
-            f"{output} holds synthetic data made with other settings ({', '.join(differing)}): remove the folder or "
+            f"{output} has synthetic data made with other settings ({', '.join(differing)}): remove the folder or "
             "choose another one"
         )
     return stamp if path.name == STAMP else None
@@ -199,10 +198,10 @@ def _make_scene(
     """Draw a scene, write its image if asked to, and return its texts and annotations, without ids."""
     rng = recipe.generator(place.split, place.number)
     scene = draw_scene(recipe.scene, rng)
-    facts = SceneFacts(scene)
+    graph = SceneGraph(scene)
     # The three share a generator, so their order decides what they draw.
-    references = draw_references(facts, recipe.language, rng)
-    captions = draw_captions(facts, rng)
+    references = draw_references(graph, recipe.language, rng)
+    captions = draw_captions(graph, rng)
     detections = draw_detections(scene, recipe.detections, rng)
     if with_image:
         options = _IMAGE_OPTIONS[recipe.image_format]
@@ -217,7 +216,7 @@ def _make_scene(
         detections=detections,
         drawn={},
     )
-    return replace(record, drawn={name: writer.draw(record, facts) for name, writer in writers.items()})
+    return replace(record, drawn={name: writer.draw(record, graph) for name, writer in writers.items()})
 
 
 def _statistics(scenes: Sequence[SceneRecord]) -> dict[str, Any]:

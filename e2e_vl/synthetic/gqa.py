@@ -19,7 +19,7 @@ import numpy as np
 
 from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, write_compact
 from e2e_vl.synthetic.language import SLOTS, THING_SLOTS, Values, draw_thing, identify, noun_phrase, without
-from e2e_vl.synthetic.scenes import SceneFacts, members
+from e2e_vl.synthetic.scenes import SceneGraph, members
 
 _KINDS = ("query", "query", "query", "choose", "verify", "verify", "logical", "compare")
 _ASKED = ("colour", "shape", "size")  # attributes that questions ask for
@@ -36,11 +36,11 @@ class GQAWriter(FormatWriter):
     """Writes ``questions/<split>_{all,balanced}_questions.json``, ``eval/<split>_choices.json`` and
     ``sceneGraphs/<split>_sceneGraphs.json``; the id of an image is its number as a text."""
 
-    def draw(self, scene: SceneRecord, facts: SceneFacts) -> dict[str, Any]:
+    def draw(self, scene: SceneRecord, graph: SceneGraph) -> dict[str, Any]:
         generator = self.recipe.generator(scene.split, scene.number, "gqa")
         return {
-            "questions": draw_questions(facts, self.recipe.scene.values, generator),
-            "in_front": [members(facts.holds["in front"][anchor]) for anchor in range(facts.count)],
+            "questions": draw_questions(graph, self.recipe.scene.values, generator),
+            "in_front": [members(graph.related["in front"][anchor]) for anchor in range(graph.count)],
         }
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
@@ -59,13 +59,13 @@ class GQAWriter(FormatWriter):
             write_compact(folder / "sceneGraphs" / f"{split}_sceneGraphs.json", graphs)
 
 
-def draw_questions(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[_Question]:
+def draw_questions(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question]:
     """Different questions about a scene, each followed by those that it entails; what cannot be asked is left out."""
     makers = {"query": _query, "choose": _choose, "verify": _verify, "logical": _logical, "compare": _compare}
     questions: dict[str, _Question] = {}
     for kind in _KINDS:
         for _ in range(_ATTEMPTS):
-            made = makers[kind](facts, values, rng)
+            made = makers[kind](graph, values, rng)
             if made is None:
                 break
             asked, *entailed = made
@@ -110,22 +110,22 @@ def _asked(
 
 
 def _value(
-    facts: SceneFacts, values: Values, rng: np.random.Generator
+    graph: SceneGraph, values: Values, rng: np.random.Generator
 ) -> tuple[int, str, str, str, list[str], str] | None:
     """What to ask for: object, what names it, GQA's name of an attribute, its value, other ones, and an article."""
     slot = _ASKED[rng.integers(len(_ASKED))]
-    found = identify(facts, without(SLOTS, slot), rng)
+    found = identify(graph, without(SLOTS, slot), rng)
     if found is None or len(values[slot]) < 2:
         return None
     index, description = found
-    answer = getattr(facts.appearances[index], slot)
+    answer = getattr(graph.appearances[index], slot)
     article = "a " if slot == "shape" else ""
     return index, noun_phrase(description), _SPELLED.get(slot, slot), answer, without(values[slot], answer), article
 
 
-def _query(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[_Question] | None:
+def _query(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
     """What the value is; entailed are whether it is that value, and whether it is another one."""
-    drawn = _value(facts, values, rng)
+    drawn = _value(graph, values, rng)
     if drawn is None:
         return None
     index, thing, name, answer, others, article = drawn
@@ -154,8 +154,8 @@ def _query(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[
     return [asked, *entailed]
 
 
-def _choose(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[_Question] | None:
-    drawn = _value(facts, values, rng)
+def _choose(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
+    drawn = _value(graph, values, rng)
     if drawn is None:
         return None
     index, thing, name, answer, others, article = drawn
@@ -173,16 +173,16 @@ def _choose(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list
     return [asked]
 
 
-def _verify(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[_Question] | None:
+def _verify(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
     wanted = bool(rng.random() < 0.5)
-    thing = draw_thing(facts, THING_SLOTS[rng.integers(3)], values, wanted, rng)
+    thing = draw_thing(graph, THING_SLOTS[rng.integers(3)], values, wanted, rng)
     if thing is None:
         return None
     program = ("select", thing), ("exist", "?")
     return [_asked(f"is there a {thing}", _ANSWER[wanted], _YES_OR_NO, program, ("verify", "obj", "exist"))]
 
 
-def _logical(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[_Question] | None:
+def _logical(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
     """One of both is there as often as not, so that a true "and" and a false "or" are as frequent as their
     opposites."""
     word = ("and", "or")[rng.integers(2)]
@@ -190,7 +190,7 @@ def _logical(facts: SceneFacts, values: Values, rng: np.random.Generator) -> lis
     first, second = (wanted, wanted) if wanted == (word == "and") else (wanted, not wanted)
     if rng.random() < 0.5:
         first, second = second, first
-    things = [draw_thing(facts, THING_SLOTS[rng.integers(3)], values, is_there, rng) for is_there in (first, second)]
+    things = [draw_thing(graph, THING_SLOTS[rng.integers(3)], values, is_there, rng) for is_there in (first, second)]
     if None in things or things[0] == things[1]:
         return None
     start = "are there" if word == "and" else "is there"
@@ -205,15 +205,15 @@ def _logical(facts: SceneFacts, values: Values, rng: np.random.Generator) -> lis
     return [asked]
 
 
-def _compare(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[_Question] | None:
+def _compare(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
     slot = ("colour", "shape")[rng.integers(2)]
     wanted = bool(rng.random() < 0.5)
     for _ in range(_ATTEMPTS):
-        found = [identify(facts, without(SLOTS, slot), rng) for _ in range(2)]
+        found = [identify(graph, without(SLOTS, slot), rng) for _ in range(2)]
         if None in found:
             return None
         (one, first), (other, second) = found
-        appearances = [getattr(facts.appearances[index], slot) for index in (one, other)]
+        appearances = [getattr(graph.appearances[index], slot) for index in (one, other)]
         if one != other and (appearances[0] == appearances[1]) == wanted:
             break
     else:

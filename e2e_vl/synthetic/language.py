@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from e2e_vl.synthetic.config import FAMILIES, LanguageConfig
-from e2e_vl.synthetic.scenes import Appearance, SceneFacts, members
+from e2e_vl.synthetic.scenes import Appearance, SceneGraph, members
 
 SLOTS = ("size", "texture", "colour", "shape")
 
@@ -50,13 +50,13 @@ class Description:
     colour: str | None = None
     shape: str | None = None
 
-    def mask(self, facts: SceneFacts) -> int:
+    def mask(self, graph: SceneGraph) -> int:
         """Bit mask of the objects it is true of."""
-        mask = facts.everything
+        mask = graph.everything
         for slot in SLOTS:
             value = getattr(self, slot)
             if value is not None:
-                mask &= facts.attribute_masks.get((slot, value), 0)
+                mask &= graph.attribute_masks.get((slot, value), 0)
         return mask
 
 
@@ -82,27 +82,27 @@ class ReferringExpression:
         return "comparison" if self.operator in _COMPARISONS else "relation"
 
 
-def referent(expression: ReferringExpression, facts: SceneFacts) -> int | None:
+def referent(expression: ReferringExpression, graph: SceneGraph) -> int | None:
     """The one object that the expression is clearly true of.
 
     Returns:
         its index; None when the expression is true of none or of several objects, when it is unclear for any object,
         or when its anchor is not exactly one object.
     """
-    candidates = expression.description.mask(facts)
+    candidates = expression.description.mask(graph)
     operator = expression.operator
     if operator is None:
         return _only(candidates)
     if expression.anchor is None:
         better = {"biggest": "bigger", "smallest": "smaller"}.get(operator, operator)
-        return _best(candidates, better, facts)
-    anchor = _only(expression.anchor.mask(facts))
+        return _best(candidates, better, graph)
+    anchor = _only(expression.anchor.mask(graph))
     if anchor is None:
         return None
     candidates &= ~(1 << anchor)
     if operator in ("nearest", "farthest"):
-        return facts.extreme(candidates, anchor, far=operator == "farthest")
-    holds, fails = facts.holds[operator][anchor], facts.fails[operator][anchor]
+        return graph.extreme(candidates, anchor, far=operator == "farthest")
+    holds, fails = graph.related[operator][anchor], graph.unrelated[operator][anchor]
     if candidates & ~(holds | fails):
         return None
     return _only(candidates & holds)
@@ -112,12 +112,12 @@ def _only(mask: int) -> int | None:
     return mask.bit_length() - 1 if mask.bit_count() == 1 else None
 
 
-def _best(candidates: int, better: str, facts: SceneFacts) -> int | None:
+def _best(candidates: int, better: str, graph: SceneGraph) -> int | None:
     """The candidate that is clearly better than each other candidate; at least one other is needed."""
     items = members(candidates)
     if len(items) < 2:
         return None
-    holds = facts.holds[better]
+    holds = graph.related[better]
     return next((item for item in items if all(holds[other] >> item & 1 for other in items if other != item)), None)
 
 
@@ -226,24 +226,24 @@ class Reference:
     typed: str = ""  # the sentence as an annotator might have typed it
 
 
-def draw_references(facts: SceneFacts, config: LanguageConfig, rng: np.random.Generator) -> list[Reference]:
+def draw_references(graph: SceneGraph, config: LanguageConfig, rng: np.random.Generator) -> list[Reference]:
     """Different expressions about a scene, each clearly true of exactly one object, in the order of drawing.
 
     The families are drawn first and the objects second, uniformly, so that the mix of families is kept. Where a family
     has no expression about any object, an attribute expression is tried instead.
     """
-    speaker = _Speaker(facts, rng)
+    speaker = _Speaker(graph, rng)
     families = [name for name in FAMILIES if config.family_mix.get(name, 0) > 0]
     shares = np.array([config.family_mix[name] for name in families])
     low, high = config.refs_per_image
-    chosen = [int(i) for i in rng.permutation(facts.count)[: rng.integers(low, high + 1)]]
+    chosen = [int(i) for i in rng.permutation(graph.count)[: rng.integers(low, high + 1)]]
     low, high = config.sentences_per_ref
     planned = int(rng.integers(low, high + 1, len(chosen)).sum())
     said: dict[ReferringExpression, Reference] = {}
     counts = dict.fromkeys(chosen, 0)
     for family in rng.choice(families, planned, p=shares / shares.sum()):
         order = sorted(counts, key=counts.__getitem__)  # the least described first
-        order += [int(i) for i in rng.permutation(facts.count) if i not in counts]
+        order += [int(i) for i in rng.permutation(graph.count) if i not in counts]
         reference = speaker.first(str(family), order, said)
         if reference is None and family != "attribute" and "attribute" in families:
             reference = speaker.first("attribute", order, said)
@@ -256,15 +256,15 @@ def draw_references(facts: SceneFacts, config: LanguageConfig, rng: np.random.Ge
 class _Speaker:
     """Proposes expressions about the objects of one scene."""
 
-    def __init__(self, facts: SceneFacts, rng: np.random.Generator) -> None:
-        self.facts = facts
+    def __init__(self, graph: SceneGraph, rng: np.random.Generator) -> None:
+        self.graph = graph
         self.rng = rng
         self._descriptions: list[list[tuple[Description, int]]] = []
         self._unique: list[list[Description]] = []
         self._minimal: list[list[Description]] = []
-        for appearance in facts.appearances:
+        for appearance in graph.appearances:
             described = [Description(**{slot: getattr(appearance, slot) for slot in slots}) for slots in _SUBSETS]
-            masks = [description.mask(facts) for description in described]
+            masks = [description.mask(graph) for description in described]
             rows = zip(_SUBSETS, described, masks, strict=True)
             unique = {frozenset(slots): item for slots, item, mask in rows if mask.bit_count() == 1}
             self._descriptions.append(list(zip(described, masks, strict=True)))
@@ -279,7 +279,7 @@ class _Speaker:
                 expression = propose(target)
                 if expression is None or expression in said:
                     continue
-                if referent(expression, self.facts) == target:
+                if referent(expression, self.graph) == target:
                     return Reference(target, expression, to_words(expression, self.rng))
         return None
 
@@ -303,10 +303,10 @@ class _Speaker:
         return self._with_anchor(target, str(self.rng.choice(RELATIONS, p=_RELATION_SHARES)))
 
     def _with_anchor(self, target: int, operator: str) -> ReferringExpression | None:
-        holds = self.facts.holds.get(operator)
+        holds = self.graph.related.get(operator)
         anchors = [
             i
-            for i in range(self.facts.count)
+            for i in range(self.graph.count)
             if i != target and self._minimal[i] and (holds is None or holds[i] >> target & 1)
         ]
         anchor = self._any(anchors)
@@ -346,23 +346,23 @@ def all_descriptions(slots: Sequence[str], values: Values) -> list[Description]:
     return [Description(**dict(zip(slots, combination, strict=True))) for combination in chosen]
 
 
-def identify(facts: SceneFacts, slots: Sequence[str], rng: np.random.Generator) -> tuple[int, Description] | None:
+def identify(graph: SceneGraph, slots: Sequence[str], rng: np.random.Generator) -> tuple[int, Description] | None:
     """An object drawn at random and attributes among these slots that only it has; None if there is no such object."""
-    for index in rng.permutation(facts.count):
-        appearance = facts.appearances[index]
+    for index in rng.permutation(graph.count):
+        appearance = graph.appearances[index]
         subsets = [subset for number in range(1, len(slots) + 1) for subset in combinations(slots, number)]
         descriptions = [Description(**{slot: getattr(appearance, slot) for slot in subset}) for subset in subsets]
-        identifying = [one for one in descriptions if members(one.mask(facts)) == [index]]
+        identifying = [one for one in descriptions if members(one.mask(graph)) == [index]]
         if identifying:
             return int(index), identifying[rng.integers(len(identifying))]
     return None
 
 
 def draw_thing(
-    facts: SceneFacts, slots: Sequence[str], values: Values, wanted: bool, rng: np.random.Generator
+    graph: SceneGraph, slots: Sequence[str], values: Values, wanted: bool, rng: np.random.Generator
 ) -> str | None:
     """A thing with these attributes that is in the scene (or, unless ``wanted``, is not there), in words."""
-    some = [one for one in all_descriptions(slots, values) if bool(one.mask(facts)) == wanted]
+    some = [one for one in all_descriptions(slots, values) if bool(one.mask(graph)) == wanted]
     return noun_phrase(some[rng.integers(len(some))]) if some else None
 
 
@@ -390,7 +390,7 @@ _LINKS = {"near": "next to", "in front": "in front of", "behind": "behind"}
 _ATTEMPTS = 20
 
 
-def draw_captions(facts: SceneFacts, rng: np.random.Generator, count: int = 5) -> list[str]:
+def draw_captions(graph: SceneGraph, rng: np.random.Generator, count: int = 5) -> list[str]:
     """Up to ``count`` different captions; each is true of the scene, and may be true of other scenes."""
     count_shapes, count_colours = partial(_count, "shape", "{}", None), partial(_count, "colour", "{} shape", 3)
     kinds = (count_shapes, count_colours, _name_some, _relate_two, _name_some)
@@ -398,34 +398,34 @@ def draw_captions(facts: SceneFacts, rng: np.random.Generator, count: int = 5) -
     for i in range(_ATTEMPTS * count):
         if len(captions) == count:
             break
-        caption = kinds[(i + i // len(kinds)) % len(kinds)](facts, rng)
+        caption = kinds[(i + i // len(kinds)) % len(kinds)](graph, rng)
         if caption is not None:
             captions[caption[0].upper() + caption[1:] + "."] = None
     return list(captions)
 
 
-def _count(slot: str, noun: str, most: int | None, facts: SceneFacts, rng: np.random.Generator) -> str:
-    counts = Counter(getattr(appearance, slot) for appearance in facts.appearances)
+def _count(slot: str, noun: str, most: int | None, graph: SceneGraph, rng: np.random.Generator) -> str:
+    counts = Counter(getattr(appearance, slot) for appearance in graph.appearances)
     names = [str(name) for name in rng.permutation(sorted(counts))][:most]
     return _listed([_counted(counts[name], noun.format(name)) for name in names])
 
 
-def _name_some(facts: SceneFacts, rng: np.random.Generator) -> str:
-    some = rng.permutation(facts.count)[: rng.integers(1, 4)]
-    text = _listed([_article(_named(facts.appearances[i], rng)) for i in some])
-    rest = facts.count - len(some)
+def _name_some(graph: SceneGraph, rng: np.random.Generator) -> str:
+    some = rng.permutation(graph.count)[: rng.integers(1, 4)]
+    text = _listed([_article(_named(graph.appearances[i], rng)) for i in some])
+    rest = graph.count - len(some)
     if rest and rng.random() < 0.5:
         text += " with " + _counted(rest, "other shape")
     return text
 
 
-def _relate_two(facts: SceneFacts, rng: np.random.Generator) -> str | None:
+def _relate_two(graph: SceneGraph, rng: np.random.Generator) -> str | None:
     relation = str(rng.choice(list(_LINKS)))
-    anchor = int(rng.integers(facts.count))
-    others = members(facts.holds[relation][anchor])
+    anchor = int(rng.integers(graph.count))
+    others = members(graph.related[relation][anchor])
     if not others:
         return None
-    appearances = facts.appearances[others[rng.integers(len(others))]], facts.appearances[anchor]
+    appearances = graph.appearances[others[rng.integers(len(others))]], graph.appearances[anchor]
     first, second = (_article(_named(appearance, rng)) for appearance in appearances)
     return f"{first} {_LINKS[relation]} {second}"
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from e2e_vl.synthetic.base import CATEGORIES, FormatWriter, ObjectRecord, SceneRecord, by_split
 from e2e_vl.synthetic.nlvr2 import draw_set
-from e2e_vl.synthetic.scenes import SceneFacts
+from e2e_vl.synthetic.scenes import SceneGraph
 from e2e_vl.synthetic.vqa import SOURCE, draw_vqa_questions, scores_of
 
 REGIONS = 36  # of every image
@@ -27,9 +27,9 @@ class LxmertWriter(FormatWriter):
     ``all_ans.json`` and ``trainval_label2ans.json``.
     """
 
-    def draw(self, scene: SceneRecord, facts: SceneFacts) -> dict[str, Any]:
+    def draw(self, scene: SceneRecord, graph: SceneGraph) -> dict[str, Any]:
         rng = self.recipe.generator(scene.split, scene.number, "lxmert")
-        questions = draw_vqa_questions(facts, self.recipe.scene, rng)
+        questions = draw_vqa_questions(graph, self.recipe.scene, rng)
         return {"questions": questions, "row": _row(scene, rng)}
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:

@@ -37,12 +37,12 @@ class PairSentence:
     family: str
     words: str
     description: Description
-    holds: Callable[[int, int], bool]  # of the numbers in the left and in the right image
+    predicate: Callable[[int, int], bool]  # of the numbers in the left and in the right image
 
     def is_true(self, pair: _Pair) -> bool:
-        """Whether it holds for a pair of scenes."""
+        """Whether it is true of a pair of scenes."""
         appearances = [[item.appearance for item in scene.objects] for scene in pair]
-        return self.holds(*(sum(is_true_of(self.description, one) for one in own) for own in appearances))
+        return self.predicate(*(sum(is_true_of(self.description, one) for one in own) for own in appearances))
 
 
 def draw_sentence(values: Values, rng: np.random.Generator, wanted: Sequence[str] = PAIR_FAMILIES) -> PairSentence:
@@ -75,8 +75,8 @@ def draw_sentence(values: Values, rng: np.random.Generator, wanted: Sequence[str
         ),
     }
     family = wanted[rng.integers(len(wanted))]
-    words, holds = families[family]
-    return PairSentence(family, words[0].upper() + words[1:] + ".", description, holds)
+    words, predicate = families[family]
+    return PairSentence(family, words[0].upper() + words[1:] + ".", description, predicate)
 
 
 def draw_set(

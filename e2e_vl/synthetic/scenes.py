@@ -347,7 +347,7 @@ CLOSER_GAP = 4.0  # clearly closer: the difference of the gaps in pixels, at lea
 CONTACT = 1.5  # objects that touch: gap in pixels, at most
 
 
-class SceneFacts:
+class SceneGraph:
     """Attributes, sizes, distances and overlaps of a scene's objects.
 
     Attributes:
@@ -356,7 +356,7 @@ class SceneFacts:
         attribute_masks: (slot, value) -> bit mask, for example ("colour", "red").
         gap: float [n, n], pixels between the visible pixels of two objects; neighbouring pixels are 1 apart.
         distance: float [n, n], pixels between the centres of two boxes.
-        holds, fails: relation -> per anchor, the bit mask of the objects that clearly are, or clearly are not, in
+        related, unrelated: relation -> per anchor, the bit mask of the objects that clearly are, or clearly are not, in
             that relation to it. Relations: bigger, smaller, near, overlapping, in front, behind.
     """
 
@@ -378,8 +378,8 @@ class SceneFacts:
 
         tables = self._size_tables(scene) | self._overlap_tables(scene)
         tables["near"] = (self.gap <= NEAR, self.gap >= NOT_NEAR)
-        self.holds = {name: _columns(true) for name, (true, _) in tables.items()}
-        self.fails = {name: _columns(false) for name, (_, false) in tables.items()}
+        self.related = {name: _columns(true) for name, (true, _) in tables.items()}
+        self.unrelated = {name: _columns(false) for name, (_, false) in tables.items()}
 
     @staticmethod
     def _size_tables(scene: Scene) -> dict[str, tuple[np.ndarray, np.ndarray]]:

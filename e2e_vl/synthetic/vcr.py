@@ -25,7 +25,7 @@ import numpy as np
 
 from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, link_image
 from e2e_vl.synthetic.config import COLOURS
-from e2e_vl.synthetic.scenes import SceneFacts
+from e2e_vl.synthetic.scenes import SceneGraph
 
 CLASS_OF = {  # VCR's names for our shapes
     "triangle": "person",
@@ -53,9 +53,9 @@ _Question = dict[str, Any]
 class VCRWriter(FormatWriter):
     """Writes the files listed at the top; image files of an interrupted run are replaced."""
 
-    def draw(self, scene: SceneRecord, facts: SceneFacts) -> list[_Question]:
+    def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[_Question]:
         rng = self.recipe.generator(scene.split, scene.number, "vcr")
-        return _draw_questions(facts, rng, self.recipe.language.vcr_families)
+        return _draw_questions(graph, rng, self.recipe.language.vcr_families)
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
@@ -73,14 +73,14 @@ class VCRWriter(FormatWriter):
             (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def _draw_questions(facts: SceneFacts, rng: np.random.Generator, families: Sequence[str]) -> list[_Question]:
+def _draw_questions(graph: SceneGraph, rng: np.random.Generator, families: Sequence[str]) -> list[_Question]:
     """Up to ``_MAX_QUESTIONS`` different questions about a scene.
 
     Returns:
         dicts of "family", "question", and "answer_choices", "answer_label", "rationale_choices" and "rationale_label",
         the right choice at a random place.
     """
-    colours = [appearance.colour for appearance in facts.appearances]
+    colours = [appearance.colour for appearance in graph.appearances]
     found: dict[str, _Question] = {}
     for attempt in range(_ATTEMPTS):
         if len(found) == _MAX_QUESTIONS:

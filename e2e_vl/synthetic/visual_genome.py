@@ -1,8 +1,8 @@
-"""Writer of Visual Genome: images, descriptions of regions, and graphs that say what the nouns of a description name.
+"""Writer of Visual Genome: images, descriptions of regions, and graphs that link nouns with objects.
 
-A description is a referring expression, and its region holds the object that it refers to and what this is compared or
-related to. As in the release, a noun is linked with objects by its synset only, so that of two stars in one description
-each noun names both. Nouns such as "thing" have a synset of their own, with which the object is named in that region.
+A description is a referring expression. Its region contains the object that it refers to and what this is compared or
+related to. As in the release, a noun is linked with objects by its synset only: of two stars in one description each
+noun names both. Nouns such as "thing" have a synset of their own, with which the object is named in that region.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, link_imag
 from e2e_vl.synthetic.config import SHAPES
 from e2e_vl.synthetic.flickr30k import EntityCaption, phrases_of_reference
 from e2e_vl.synthetic.language import THINGS, Reference
-from e2e_vl.synthetic.scenes import SceneFacts
+from e2e_vl.synthetic.scenes import SceneGraph
 
 _FOLDER = "VG_100K"
 _NOUNS = frozenset({*SHAPES, *THINGS})
@@ -25,8 +25,8 @@ class VisualGenomeWriter(FormatWriter):
     """Writes ``image_data_<split>.json``, ``region_descriptions_<split>.json``, ``region_graphs_<split>.json`` and
     ``VG_100K/<id>.jpg``; an id is the image's number."""
 
-    def draw(self, scene: SceneRecord, facts: SceneFacts) -> list[EntityCaption]:
-        return [phrases_of_reference(reference, facts) for reference in scene.references]
+    def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[EntityCaption]:
+        return [phrases_of_reference(reference, graph) for reference in scene.references]
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         (folder / _FOLDER).mkdir(exist_ok=True)

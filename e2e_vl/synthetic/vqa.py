@@ -30,7 +30,7 @@ from e2e_vl.synthetic.language import (
     noun_phrase,
     without,
 )
-from e2e_vl.synthetic.scenes import SceneFacts
+from e2e_vl.synthetic.scenes import SceneGraph
 
 SOURCE = "vqa"  # as other formats name these questions
 SCORES = (0.0, 0.3, 0.6, 0.9, 1.0)  # of an answer that 0, 1, 2, 3, and 4 or more of ten people gave
@@ -48,15 +48,15 @@ _Made = tuple[str, str, str, Sequence[str]] | None  # question, its type, the ri
 class VQAWriter(FormatWriter):
     """Writes ``v2_OpenEnded_mscoco_<split>_questions.json`` and ``v2_mscoco_<split>_annotations.json``."""
 
-    def draw(self, scene: SceneRecord, facts: SceneFacts) -> list[_Question]:
-        return draw_vqa_questions(facts, self.recipe.scene, self.recipe.generator(scene.split, scene.number, "vqa"))
+    def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[_Question]:
+        return draw_vqa_questions(graph, self.recipe.scene, self.recipe.generator(scene.split, scene.number, "vqa"))
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
             _write_split(folder, split, part)
 
 
-def draw_vqa_questions(facts: SceneFacts, config: SceneConfig, rng: np.random.Generator) -> list[_Question]:
+def draw_vqa_questions(graph: SceneGraph, config: SceneConfig, rng: np.random.Generator) -> list[_Question]:
     """Different questions about a scene; what cannot be asked about it is left out.
 
     Returns:
@@ -73,7 +73,7 @@ def draw_vqa_questions(facts: SceneFacts, config: SceneConfig, rng: np.random.Ge
     questions: dict[str, _Question] = {}
     for kind in _KINDS:
         for _ in range(_ATTEMPTS):
-            made = makers[kind](facts, config.values, rng)
+            made = makers[kind](graph, config.values, rng)
             if made is None:
                 break
             text, question_type, answer, others = made
@@ -92,40 +92,40 @@ def draw_vqa_questions(facts: SceneFacts, config: SceneConfig, rng: np.random.Ge
     return list(questions.values())
 
 
-def _ask_value(slot: str, question_type: str, facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Made:
-    found = identify(facts, without(SLOTS, slot), rng)
+def _ask_value(slot: str, question_type: str, graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Made:
+    found = identify(graph, without(SLOTS, slot), rng)
     if found is None:
         return None
     index, description = found
-    answer = getattr(facts.appearances[index], slot)
+    answer = getattr(graph.appearances[index], slot)
     return f"{question_type} {noun_phrase(description)}", question_type, answer, without(values[slot], answer)
 
 
-def _ask_count(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Made:
+def _ask_count(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Made:
     slots = _COUNTED[rng.integers(len(_COUNTED))]
     by_count: dict[int, list[Description]] = defaultdict(list)
     for description in all_descriptions(slots, values):
-        by_count[description.mask(facts).bit_count()].append(description)
+        by_count[description.mask(graph).bit_count()].append(description)
     number = sorted(by_count)[rng.integers(len(by_count))]
     description = by_count[number][rng.integers(len(by_count[number]))]
     near = [str(other) for other in (number - 1, number + 1) if other >= 0]
     return f"how many {noun_phrase(description, plural=True)} are there", "how many", str(number), near
 
 
-def _ask_existence(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Made:
+def _ask_existence(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Made:
     slots = THING_SLOTS[rng.integers(len(THING_SLOTS))]
     wanted = bool(rng.random() < 0.5)
-    thing = draw_thing(facts, slots, values, wanted, rng)
+    thing = draw_thing(graph, slots, values, wanted, rng)
     return None if thing is None else (f"is there a {thing}", "is there a", *_YES_OR_NO[wanted])
 
 
-def _ask_yes_or_no(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Made:
+def _ask_yes_or_no(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Made:
     slot = ("colour", "texture", "size")[rng.integers(3)]
-    found = identify(facts, without(SLOTS, slot), rng)
+    found = identify(graph, without(SLOTS, slot), rng)
     if found is None or len(values[slot]) < 2:
         return None
     index, description = found
-    true = getattr(facts.appearances[index], slot)
+    true = getattr(graph.appearances[index], slot)
     is_true = bool(rng.random() < 0.5)
     others = without(values[slot], true)
     said = true if is_true else others[rng.integers(len(others))]

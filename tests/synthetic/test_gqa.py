@@ -12,7 +12,7 @@ import pytest
 
 from e2e_vl.synthetic.config import COLOURS, SHAPES, SIZES, SceneConfig
 from e2e_vl.synthetic.gqa import draw_questions
-from e2e_vl.synthetic.scenes import SceneFacts, draw_scene
+from e2e_vl.synthetic.scenes import SceneGraph, draw_scene
 from tests.synthetic.meaning import SPLITS, described
 
 VALUES = {"color": set(COLOURS), "shape": set(SHAPES), "size": set(SIZES)}
@@ -90,5 +90,5 @@ def test_words_give_little_away(folder):
 
 def test_scenes_with_few_attributes_still_have_questions():
     config = SceneConfig(min_objects=1, max_objects=1, shapes=("circle",), colours=("red",), textures=("plain",))
-    facts = SceneFacts(draw_scene(config, np.random.default_rng(0)))
-    assert draw_questions(facts, config.values, np.random.default_rng(0))
+    graph = SceneGraph(draw_scene(config, np.random.default_rng(0)))
+    assert draw_questions(graph, config.values, np.random.default_rng(0))

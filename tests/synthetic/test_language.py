@@ -13,7 +13,7 @@ from e2e_vl.synthetic.language import (
     referent,
     to_words,
 )
-from e2e_vl.synthetic.scenes import Appearance, Scene, SceneFacts, SceneObject, draw_scene, members
+from e2e_vl.synthetic.scenes import Appearance, Scene, SceneGraph, SceneObject, draw_scene, members
 from tests.synthetic.meaning import parse
 
 
@@ -79,7 +79,7 @@ SCENE = make_scene(
     ],
 )
 def test_referent(sentence, expected):
-    assert referent(parse(sentence), SceneFacts(SCENE)) == expected
+    assert referent(parse(sentence), SceneGraph(SCENE)) == expected
 
 
 def test_an_unclear_object_spoils_an_expression():
@@ -88,20 +88,20 @@ def test_an_unclear_object_spoils_an_expression():
     square = ("small plain blue square", (4, 10, 24, 30))
     for gap, expected in ((4, None), (8, None), (15, 0)):
         below = ("small plain green circle", (4, 30 + gap, 24, 50 + gap))
-        facts = SceneFacts(make_scene(near, square, below))
-        assert referent(parse("the circle next to the square"), facts) == expected
+        graph = SceneGraph(make_scene(near, square, below))
+        assert referent(parse("the circle next to the square"), graph) == expected
 
 
 def test_facts_about_overlap():
-    facts = SceneFacts(SCENE)
-    assert members(facts.holds["in front"][0]) == [1]
-    assert members(facts.holds["behind"][1]) == [0]
-    assert members(facts.holds["overlapping"][0]) == [1]
-    assert members(facts.fails["overlapping"][0]) == [2, 3, 4, 5]
-    assert members(facts.holds["near"][1]) == [0, 2]
-    assert facts.gap[1, 2] == pytest.approx(5, rel=0.03)
-    assert facts.gap[0, 1] == pytest.approx(1, rel=0.03)
-    assert facts.distance[2, 4] == pytest.approx(np.hypot(42, 72))
+    graph = SceneGraph(SCENE)
+    assert members(graph.related["in front"][0]) == [1]
+    assert members(graph.related["behind"][1]) == [0]
+    assert members(graph.related["overlapping"][0]) == [1]
+    assert members(graph.unrelated["overlapping"][0]) == [2, 3, 4, 5]
+    assert members(graph.related["near"][1]) == [0, 2]
+    assert graph.gap[1, 2] == pytest.approx(5, rel=0.03)
+    assert graph.gap[0, 1] == pytest.approx(1, rel=0.03)
+    assert graph.distance[2, 4] == pytest.approx(np.hypot(42, 72))
 
 
 def _random_expression(rng: np.random.Generator) -> ReferringExpression:
@@ -147,13 +147,13 @@ def test_references_of_a_scene():
     operators = set()
     for i in range(10):
         rng = np.random.default_rng(i)
-        facts = SceneFacts(draw_scene(SceneConfig(), rng))
-        references = draw_references(facts, config, rng)
+        graph = SceneGraph(draw_scene(SceneConfig(), rng))
+        references = draw_references(graph, config, rng)
         assert len({item.expression for item in references}) == len(references) <= 9
         for item in references:
             operators.add(item.expression.operator)
-            assert referent(item.expression, facts) == item.target
+            assert referent(item.expression, graph) == item.target
             # The words before the relation alone would not do.
-            anchor = item.expression.anchor.mask(facts)
-            assert (item.expression.description.mask(facts) & ~anchor).bit_count() >= 2
+            anchor = item.expression.anchor.mask(graph)
+            assert (item.expression.description.mask(graph) & ~anchor).bit_count() >= 2
     assert operators == set(RELATIONS)

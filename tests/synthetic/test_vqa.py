@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.synthetic.config import COLOURS, SHAPES, SceneConfig
-from e2e_vl.synthetic.scenes import SceneFacts, draw_scene
+from e2e_vl.synthetic.scenes import SceneGraph, draw_scene
 from e2e_vl.synthetic.vqa import draw_vqa_questions
 from tests.synthetic.meaning import NUMBERS, SPLITS, described, words_of
 
@@ -87,6 +87,6 @@ def test_words_give_little_away(pairs):
 
 def test_scenes_with_few_attributes_still_have_questions():
     config = SceneConfig(min_objects=1, max_objects=1, shapes=("circle",), colours=("red",), textures=("plain",))
-    facts = SceneFacts(draw_scene(config, np.random.default_rng(0)))
-    questions = draw_vqa_questions(facts, config, np.random.default_rng(0))
+    graph = SceneGraph(draw_scene(config, np.random.default_rng(0)))
+    questions = draw_vqa_questions(graph, config, np.random.default_rng(0))
     assert any(question["kind"] == "count" for question in questions)
