@@ -584,5 +584,5 @@ class SelectionRule(Struct, frozen=True, forbid_unknown_fields=True):
     max_regions: Positive = 100
 
     def __post_init__(self) -> None:
-        if self.min_regions > self.max_regions:
-            raise UserError(f"min_regions {self.min_regions} exceeds max_regions {self.max_regions}.")
+        if not 1 <= self.max_regions >= self.min_regions:
+            raise UserError(f"max_regions {self.max_regions} is not positive or below min_regions {self.min_regions}.")
