@@ -79,7 +79,7 @@ def test_a_missing_image(data, fails, workers):
     path = first_image(data)
     path.unlink()
     sentence = fails(workers, "data.texts_per_image=null", "data.check_images=0")
-    assert f"{path}: the file of image 1 is missing" in sentence
+    assert str(path) in sentence
 
 
 def test_a_corrupt_image(data, fails, workers):

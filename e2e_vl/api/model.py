@@ -290,7 +290,7 @@ class TrainedModel(
                 if given is not None:
                     require_inside(given.boxes, size, given.origin, example.name)
             if image.boxes_to_mask is not None:
-                require_inside(image.boxes_to_mask, size, "boxes to hide", example.name)
+                require_inside(image.boxes_to_mask, size, "boxes to mask", example.name)
             images.append(example)
         return Example(images, list(self._preprocessor(sample, images, make_generator)))
 

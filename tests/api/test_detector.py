@@ -127,6 +127,6 @@ def test_names_of_classes_and_attributes_from_files(tmp_path: Path):
 
 def test_a_detector_that_learned_no_boxes_says_so(pretraining_run, photo):
     for load in (e2e_vl.load_detector, e2e_vl.load):
-        with pytest.warns(UserWarning, match="the boxes that it finds itself are random") as said:
+        with pytest.warns(UserWarning, match="its predicted boxes are random") as said:
             load(pretraining_run).regions(photo)
         assert said[0].filename == __file__

@@ -299,7 +299,7 @@ def test_what_pretraining_needs(pretraining_run, capsys):
     for words, message in (
         (["a red circle"], "write [MASK] in the text"),
         (["a [MASK]", "--choices", "a"], "takes no choices"),
-        (["a", "--hide", "5000,2,6000,40"], "boxes to hide"),
+        (["a", "--hide", "5000,2,6000,40"], "boxes to mask"),
         (["[MASK] " * 80], "longer than task.config.max_length"),
     ):
         assert message in refused(ask(pretraining_run, image, *words), capsys)

@@ -162,7 +162,6 @@ def test_bad_arguments(config: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert_error([*start, "--run", str(tmp_path / "no_run"), "--text", "the cat"], "no_run", capsys)
     assert_error([*start, "--config", str(tmp_path / "no.yaml")], "no.yaml", capsys)
     assert_error([*start, "--config", str(config), "--weights", str(tmp_path / "no.bin")], "no.bin", capsys)
-    assert_error([*start, "--config", str(config), "--max-regions", "0"], "max_regions", capsys)
     assert_error([*start, "--config", str(config), "--max-proposals", "0"], "POST_NMS_TOPK_TEST", capsys)
     assert_error([*start, "--config", str(config), "--min-regions", "50"], "min_regions", capsys)
     assert not (tmp_path / "out").exists()

@@ -45,7 +45,7 @@ def test_boxes_of_a_detector_that_never_learned_to_find_any_are_warned_of(tiny_c
     assert "random" not in caplog.text and detector_of_run(trained_run.path).warning == ""
     evaluate_run(run, split="val", boxes="online", output=run / "online.json")
     assert "The detector's predicted boxes are random" in caplog.text
-    assert detector_of_run(run).warning.startswith("The run's detector learned to describe given")
+    assert detector_of_run(run).warning.startswith("The run's detector was trained on given")
 
 
 @pytest.mark.parametrize("boxes", BOXES)
