@@ -27,8 +27,6 @@ run.mkdir(parents=True, exist_ok=True)
 save_config(config, run / "config.yaml")
 with Path(__file__).with_suffix(".log").open("a") as log:
     log.write(json.dumps(sys.argv[1:]) + "\\n")
-if config.seed == 13:
-    sys.exit(3)
 accuracy = 0.3 if config.detector.freeze else 0.9 - config.seed / 100 * (config.seed > 1)
 metrics = {"val/accuracy_gt_boxes": accuracy, "val/accuracy_gt_boxes/relation": None, "val/ceiling_gt_boxes": 1.0}
 (run / "metrics.json").write_text(json.dumps({**metrics, "steps": 7, "seconds_training": 90.0}))
@@ -91,12 +89,6 @@ def test_variants_are_trained_once_and_compared(compare, capsys):
     assert len(compare.calls) == 2, "finished runs must not be run again"
     assert "| joint | 1.000 | – | 1.5 |" in capsys.readouterr().out
 
-    (run / "metrics.json").unlink()
-    assert compare(*words) == 0
-    assert len(compare.calls) == 3
-    assert "--resume" in compare.calls[2]
-    assert compare.calls[2][-1] == f"output={run}"
-
 
 def test_each_seed_is_a_run_of_its_own_and_the_table_has_mean_and_spread(compare):
     words = ("--variant", "joint", "--variant", "frozen", "detector.freeze=true", "--seeds", "2", "4")
@@ -119,12 +111,6 @@ def test_each_seed_is_a_run_of_its_own_and_the_table_has_mean_and_spread(compare
     assert "Means over the seeds 2, 4, and the spread." in lines
 
 
-def test_a_failed_variant_stops_the_comparison(compare, capsys):
-    assert compare("--variant", "bad", "seed=13", "--variant", "later") == 2
-    assert "bad failed with exit status 3" in capsys.readouterr().err
-    assert not (compare.output / "comparison.json").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -139,20 +125,18 @@ def test_bad_arguments_are_one_sentence(compare, capsys, words, message):
     assert compare.calls == []
 
 
-def test_the_demo_variants_are_settings_of_the_demo(monkeypatch):
+def test_the_variants_of_the_demo_change_what_their_names_say(monkeypatch):
     monkeypatch.chdir(ROOT)
-    variants = read_yaml(ROOT / "configs" / "demo" / "variants.yaml")
-    assert list(variants) == ["joint", "detector frozen at its start", "without the text", "with a feature pyramid"]
-    joint, frozen, blind, pyramid = (load_config(DEMO, words) for words in variants.values())
-    assert differences(joint, frozen) == ["detector.freeze: False -> True"]
-    assert differences(joint, blind) == ["data.blank_text: False -> True"]
+
+    def changes(file: str) -> list[list[str]]:
+        first, *others = (load_config(DEMO, words) for words in read_yaml(ROOT / "configs" / "demo" / file).values())
+        return [differences(first, other) for other in others]
+
     tiny = "configs/detector/tiny"
-    assert differences(joint, pyramid) == [f"detector.config: {tiny}.yaml -> {tiny}_fpn.yaml"]
-
-
-def test_the_ablation_removes_the_phrase_loss_relative_geometry_or_both(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    variants = read_yaml(ROOT / "configs" / "demo" / "ablation.yaml")
-    demo, *others = (load_config(DEMO, words) for words in variants.values())
+    assert changes("variants.yaml") == [
+        ["detector.freeze: False -> True"],
+        ["data.blank_text: False -> True"],
+        [f"detector.config: {tiny}.yaml -> {tiny}_fpn.yaml"],
+    ]
     phrases, geometry = "phrases.weight: 1.0 -> 0.0", "encoder.config.relative_geometry: True -> False"
-    assert [differences(demo, other) for other in others] == [[phrases], [geometry], [geometry, phrases]]
+    assert changes("ablation.yaml") == [[phrases], [geometry], [geometry, phrases]]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,25 +21,6 @@ from tests.conftest import cpu_with_one_thread
 
 ROOT = Path(__file__).parents[3]
 ENCODERS = yaml.safe_load(tool.ENCODERS.read_text(encoding="utf-8"))
-# Stands in for tools/train.py; text-blind runs of VQA fail.
-FAKE = """
-import json, sys
-from pathlib import Path
-from e2e_vl.config import load_config, save_config
-
-words = sys.argv[2:]
-config = load_config(words[words.index("--config") + 1], [word for word in words if "=" in word])
-run = Path(config.output)
-with (run.parent / "order.txt").open("a") as log:
-    log.write(run.name + "\\n")
-if config.task.name == "vqa" and config.data.blank_text:
-    sys.exit("error: nothing is learned")
-run.mkdir(exist_ok=True)
-save_config(config, run / "config.yaml")
-value = 0.1 if config.data.blank_image else 0.7 + 0.1 * config.seed
-metrics = {f"{config.data.eval_splits[0]}/{name}_gt_boxes": value for name in ("accuracy", "masked_words")}
-(run / "metrics.json").write_text(json.dumps({**metrics, "steps": config.train.max_steps, "seconds_training": 30}))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -93,61 +72,22 @@ def test_encoders_have_the_sizes_of_the_task():
     assert not hasattr(settings["lxmert"].encoder.config, "geometry_dim")
 
 
-class Pairs:
-    """Calls the tool with the fake run and a fixed chance."""
-
-    def __init__(self, folder: Path):
-        self.output = folder / "runs"
-        fake = folder / "fake.py"
-        fake.write_text(FAKE, encoding="utf-8")
-        self.launch = shlex.join([sys.executable, str(fake)])
-
-    def __call__(self, *words: str) -> int:
-        folder = str(ROOT / "configs" / "tiny")
-        return tool.main(["--output", str(self.output), "--configs", folder, "--launch", self.launch, *words])
-
-    @property
-    def started(self) -> list[str]:
-        path = self.output / "order.txt"
-        return path.read_text().split() if path.is_file() else []
-
-    @property
-    def table(self) -> dict:
-        return json.loads((self.output / "pairs.json").read_text())
-
-
-@pytest.fixture
-def pairs(tmp_path, monkeypatch) -> Pairs:
+def test_the_table_has_means_and_what_is_finished(tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "chance_of", lambda config, split: 0.25)
-    return Pairs(tmp_path)
-
-
-def test_finished_cells_are_not_run_again_and_failures_stop_nothing_else(pairs, capsys):
-    words = ("--encoders", "lxmert", "--tasks", "vqa", "--only", "joint", "text_blind", "image_blind")
-    words += ("--seeds", "0", "1", "--set", "train.max_steps=6")
-    assert pairs(*words) == 2
-    assert "vqa_lxmert_text_blind_0 failed with exit status 1" in capsys.readouterr().err
-    assert pairs.started == [
-        *("vqa_lxmert_joint_0", "vqa_lxmert_joint_1", "vqa_lxmert_text_blind_0", "vqa_lxmert_image_blind_0"),
-    ]
-    table = pairs.table
-    assert table["vqa"]["chance"] == 0.25
+    cells = tool.plan(["lxmert"], ["vqa"], list(tool.VARIANTS), [0, 1])
+    jobs, configs = tool.make_jobs(cells, ENCODERS, tmp_path, tool.CONFIGS, [])
+    for name, value in (("joint_0", 0.7), ("joint_1", 0.8), ("image_blind_0", 0.1)):
+        run = jobs[f"vqa_lxmert_{name}"].run
+        run.mkdir()
+        metrics = {"val/accuracy_gt_boxes": value, "steps": 6, "seconds_training": 30}
+        (run / "metrics.json").write_text(json.dumps(metrics))
+    table = tool.collect(cells, jobs, configs)
     joint = table["vqa"]["encoders"]["lxmert"]["joint"]
     assert joint["seeds"] == [0, 1] and joint["mean"] == pytest.approx(0.75) and joint["steps"] == 6
-    lines = (pairs.output / "pairs.md").read_text().splitlines()
+    lines = tool.as_markdown(table)
     columns = ["detector trained", "chance", "detector frozen", "without the image", "without the text"]
     assert lines[0].startswith(f"| | {' | '.join(columns)} |")
     assert "| VQA, lxmert | 0.750 ± 0.071 | 0.250 | – | 0.100 | – | 6 | 2 |" in lines
-    number = len(pairs.started)
-    assert pairs(*words) == 2
-    assert pairs.started[number:] == ["vqa_lxmert_text_blind_0"], "only the failed one is run again"
-
-
-def test_a_dry_run_starts_nothing(pairs, capsys):
-    assert pairs("--tasks", "nlvr2", "--encoders", "lxmert", "--only", "frozen", "--dry-run") == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 1 and "detector.freeze=true" in printed[0] and printed[0].endswith("nlvr2_lxmert_frozen_0")
-    assert pairs.started == []
 
 
 def test_two_real_cells(tiny_words, tmp_path, monkeypatch, capsys):
