@@ -11,15 +11,15 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """A file, a record or a setting is wrong; the message is a whole sentence that says what to do."""
+    """A file, a record or a setting is wrong; the message is one sentence with the remedy."""
 
 
 class DiskError(OSError):
-    """A file cannot be written because the disk is full or the folder is read-only; the message says what to do."""
+    """A file cannot be written because the disk is full or the folder is read-only."""
 
 
 class MissingFileError(UserError, FileNotFoundError):
-    """A file or folder does not exist; the message names it and says where it comes from."""
+    """A file or folder does not exist; the message names it."""
 
 
 class MissingPackageError(UserError, ImportError):

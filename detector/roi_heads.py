@@ -79,8 +79,8 @@ class BoxHead(nn.Module):
 class AttributeHead(nn.Module):
     """Adds bottom-up attention's attribute head (Anderson et al., section 3.1) to a box predictor of either backend.
 
-    An embedding of the class is joined to the feature, then come a hidden layer and the attribute scores; names
-    `cls_embedding`, `fc_attr`, `attr_score`.
+    The class embedding (`cls_embedding`) is concatenated to the feature; a hidden layer (`fc_attr`) and the attribute
+    scores (`attr_score`) follow.
     """
 
     num_classes: int  # K

@@ -251,7 +251,7 @@ class RPN(nn.Module):
         return sampled
 
     def losses(self, output: RPNOutput, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
-        """`loss_rpn_cls` and `loss_rpn_loc`, both divided as `RPNConfig.loss_normaliser` says."""
+        """`loss_rpn_cls` and `loss_rpn_loc`, divided by `RPNConfig.loss_normaliser`."""
         labels, matched = self.label_anchors(output.anchors, targets.boxes, sizes)
         labels = self.sample(labels)
         image, anchor = (labels == 1).nonzero(as_tuple=True)

@@ -71,7 +71,7 @@ def make(tree: dict, seed: int) -> FasterRCNN:
 
 @torch.no_grad()
 def outputs(model: FasterRCNN) -> dict[str, Tensor]:
-    """Everything the detector says about an image: of given boxes, and of its own."""
+    """All outputs of the detector for an image: of given boxes, and of predicted ones."""
     pixels = np.random.default_rng(0).integers(0, 256, (80, 112, 3), dtype=np.uint8)
     settings = model.config.input
     batch = make_image_batch([pixels], [(80, 112)], ["image"], settings.pixel_mean, settings.pixel_std)

@@ -147,7 +147,7 @@ def test_kinds_of_weights_files(tmp_path: Path):
 
 
 def test_another_number_of_classes(tmp_path: Path, plain: FasterRCNN):
-    """A stated mismatch; the backbone alone loads, and the file's heads are listed as unused."""
+    """An error; but the backbone alone loads, and the heads of the file are listed as unused."""
     save_weights(plain.state_dict(), tmp_path / "a.pth")
     tree = copy.deepcopy(published.WITHOUT_ATTRIBUTES)
     tree["MODEL"]["ROI_HEADS"]["NUM_CLASSES"] = 9
