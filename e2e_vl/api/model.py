@@ -134,7 +134,12 @@ class TrainedModel(
         count = len(lists[-1]) if lists else 1
         images = for_each_question(image, count, lambda one: not isinstance(one, list), "image must be one image")
         texts = for_each_question(text, count, lambda one: isinstance(one, str), "text must be a string")
-        all_choices = for_each_question(choices, count, _are_choices, "choices must be a list of strings")
+        all_choices = for_each_question(
+            choices,
+            count,
+            lambda one: isinstance(one, list | tuple) and all(isinstance(choice, str) for choice in one),
+            "choices must be a list of strings",
+        )
         all_answers = for_each_question(
             answer, count, lambda one: one is None or isinstance(one, str), "answer must be a string"
         )
@@ -444,7 +449,3 @@ def without_absolute_paths(value: Any) -> Any:
         return [without_absolute_paths(one) for one in value]
     is_absolute = isinstance(value, str) and (value.startswith(("/", "~")) or bool(PureWindowsPath(value).drive))
     return PureWindowsPath(value).name if is_absolute else value
-
-
-def _are_choices(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)

@@ -297,7 +297,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"value": _value, "share": _share}
+    environment.filters |= {"value": _value}
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=run_dir.resolve().name,
         task=config.task.name,
@@ -352,7 +352,3 @@ def _value(value: Any) -> str:
     if isinstance(value, int) or (value.is_integer() and abs(value) > 1):
         return f"{value:,.0f}"
     return f"{value:.3f}" if abs(value) >= 0.001 or value == 0 else f"{value:.3g}"
-
-
-def _share(part: int, total: int) -> str:
-    return f"{100 * part / total:.1f} %" if total else "–"

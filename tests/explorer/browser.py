@@ -10,12 +10,11 @@ import base64
 import contextlib
 import itertools
 import json
-import math
 import shutil
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,20 +120,6 @@ class Tab:
     def resize(self, width: int, height: int) -> None:
         """Give the window's content another size, in pixels; it stays until the next call."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-
-    def colours(self, image: str, places: Sequence[tuple[float, float]]) -> list[list[int]]:
-        """RGB of an image element (an expression) at places of the image itself, in its own pixels."""
-        points = [[math.floor(x), math.floor(y)] for x, y in places]
-        return self.run(
-            f"""(async image => {{
-                await image.decode();
-                const canvas = document.createElement("canvas");
-                [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
-                const context = canvas.getContext("2d");
-                context.drawImage(image, 0, 0);
-                return {points}.map(([x, y]) => [...context.getImageData(x, y, 1, 1).data].slice(0, 3));
-            }})({image})"""
-        )
 
     def place(self, element: str) -> tuple[float, float, float, float]:
         """Left, top, width and height of an element (an expression) in pixels of the window, after scrolling to it."""
