@@ -460,7 +460,7 @@ def _found(name: str, folder: Path) -> str:
     return next((str(place / name) for place in (folder, *folder.parents) if exists(place / name)), name)
 
 
-_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`")
+_PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
 _MISSING = re.compile(r"Object missing required field `(.*?)`")
 

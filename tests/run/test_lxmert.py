@@ -13,22 +13,13 @@ from e2e_vl.run.build import build_model, build_tokenizer, make_synthetic_data
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.train import train
 from e2e_vl.synthetic import make_scenes
+from tests.conftest import ENCODERS
 from tests.run.runs import losses_of, predictions_of
 from tests.weights.starts import options, replaced
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
-ENCODER = {
-    "name": "lxmert",
-    "config": {
-        "hidden_size": 32,
-        "l_layers": 1,
-        "r_layers": 1,
-        "x_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-    },
-}
+ENCODER = ENCODERS["lxmert"]
 ONE_STEP = ("train.max_steps=1", "train.warmup_steps=0", "eval.boxes=[gt]", "eval.report_pictures=0")
 OBJECTIVES = {
     "masked_words": {"weight": 1.0, "whole_words": False},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from e2e_vl.run.build import build_run
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.train import train
+from tests.run.runs import predictions_of
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 LIVE = ("detector.loss_weight=0", "detector.freeze=true", "data.boxes.train=gt")
@@ -106,7 +106,7 @@ def test_a_run_on_precomputed_features(live, make_features, precomputed_config):
     config = precomputed_config(features, "train.max_steps=2", "data.files.images=nowhere", "eval.report_pictures=0")
     metrics = train(config)
     assert metrics["val/count_precomputed_boxes"] > 0
-    predictions = json.loads((Path(config.output) / "predictions_val_precomputed.json").read_text())
+    predictions = predictions_of(config.output, "val_precomputed")
     store = open_features(features)
     for record in predictions:
         boxes = store[str(record["image_id"])].boxes
