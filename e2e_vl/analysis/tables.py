@@ -139,7 +139,11 @@ class AttentionResults:
             measures = {}
             for measure in self.measures(graph):
                 labels = sorted({key.label for key in self.sums if (key.graph, key.measure) == (graph, measure)})
-                own = {label: self._with_matrices(graph, measure, label) for label in labels}
+                own = {}
+                for label in labels:
+                    sums = self.of(graph, measure, label)
+                    matrices = {"accuracy": sums.accuracy.tolist(), "attention": sums.mean_attention.tolist()}
+                    own[label] = {**self.summary(graph, measure, label), **matrices}
                 measures[measure] = {**own.pop(ALL), "by_relation": own}
             graphs[graph] = {
                 "layers": len(phrases.steps),
@@ -160,11 +164,6 @@ class AttentionResults:
             "numbers": dict(self.numbers),
             "graphs": graphs,
         }
-
-    def _with_matrices(self, graph: str, measure: str, label: str) -> dict[str, Any]:
-        sums = self.of(graph, measure, label)
-        matrices = {"accuracy": sums.accuracy.tolist(), "attention": sums.mean_attention.tolist()}
-        return {**self.summary(graph, measure, label), **matrices}
 
     def relation_rows(self, graph: str, measure: str = RELATIONS) -> list[dict[str, Any]]:
         """The shown relations as rows of the paper's table 2: baselines and the best active head of each."""

@@ -73,7 +73,23 @@ class ConceptualWriter(_CaptionedImageWriter):
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
-            _write_vl_bert_split(folder, split, [scene.drawn for scene in part])
+            lines: list[dict[str, Any]] = []
+            with (
+                zipfile.ZipFile(folder / f"{split}_image.zip", "w") as pictures,
+                zipfile.ZipFile(folder / f"{split}_frcnn.zip", "w") as regions,
+            ):
+                for number, image in enumerate(scene.drawn for scene in part):
+                    name, boxes_name = f"{number:08d}{image.path.suffix}", f"{number:08d}.json"
+                    pictures.writestr(zipfile.ZipInfo(name), image.path.read_bytes())
+                    regions.writestr(zipfile.ZipInfo(boxes_name), json.dumps(_frcnn(image)))
+                    line = {"image": f"{split}_image.zip@/{name}", "caption": image.caption.split(" ")}
+                    lines.append({**line, "frcnn": f"{split}_frcnn.zip@/{boxes_name}"})
+            for file, keys in (
+                (f"{split}.json", ("image", "caption")),
+                (f"{split}_frcnn.json", ("image", "caption", "frcnn")),
+            ):
+                text = "".join(json.dumps({key: line[key] for key in keys}) + "\n" for line in lines)
+                (folder / file).write_text(text, encoding="utf-8")
 
 
 def write_shards(folder: Path, images: Sequence[CaptionedImage], records_per_shard: int = RECORDS_PER_SHARD) -> None:
@@ -99,23 +115,6 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     member = tarfile.TarInfo(name)
     member.size = len(content)
     tar.addfile(member, io.BytesIO(content))
-
-
-def _write_vl_bert_split(folder: Path, split: str, images: Sequence[CaptionedImage]) -> None:
-    lines: list[dict[str, Any]] = []
-    with (
-        zipfile.ZipFile(folder / f"{split}_image.zip", "w") as pictures,
-        zipfile.ZipFile(folder / f"{split}_frcnn.zip", "w") as regions,
-    ):
-        for number, image in enumerate(images):
-            name, boxes_name = f"{number:08d}{image.path.suffix}", f"{number:08d}.json"
-            pictures.writestr(zipfile.ZipInfo(name), image.path.read_bytes())
-            regions.writestr(zipfile.ZipInfo(boxes_name), json.dumps(_frcnn(image)))
-            line = {"image": f"{split}_image.zip@/{name}", "caption": image.caption.split(" ")}
-            lines.append({**line, "frcnn": f"{split}_frcnn.zip@/{boxes_name}"})
-    for file, keys in ((f"{split}.json", ("image", "caption")), (f"{split}_frcnn.json", ("image", "caption", "frcnn"))):
-        text = "".join(json.dumps({key: line[key] for key in keys}) + "\n" for line in lines)
-        (folder / file).write_text(text, encoding="utf-8")
 
 
 def _frcnn(image: CaptionedImage) -> dict[str, Any]:

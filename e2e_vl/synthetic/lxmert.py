@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from e2e_vl.synthetic.base import CATEGORIES, FormatWriter, ObjectRecord, SceneRecord, by_split
+from e2e_vl.synthetic.base import CATEGORIES, FormatWriter, SceneRecord, by_split
 from e2e_vl.synthetic.nlvr2 import draw_set
 from e2e_vl.synthetic.scenes import SceneGraph
 from e2e_vl.synthetic.vqa import SOURCE, draw_vqa_questions, scores_of
@@ -35,7 +35,14 @@ class LxmertWriter(FormatWriter):
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         answers: set[str] = set()
         for split, part in by_split(scenes).items():
-            sentences = [_sentences(scene) for scene in part]
+            sentences = [
+                {
+                    "img_id": scene.image_file.stem,
+                    "sentf": {"mscoco": scene.captions, SOURCE: [one["question"] for one in scene.drawn["questions"]]},
+                    "labelf": {SOURCE: [scores_of(one["answers"]) for one in scene.drawn["questions"]]},
+                }
+                for scene in part
+            ]
             questions = [question for scene in part for question in _questions(scene)]
             answers |= {answer for question in questions for answer in question["label"]}
             for name, content in (("", sentences), ("_vqa", questions), ("_nlvr2", self._pairs(split, part))):
@@ -66,15 +73,6 @@ class LxmertWriter(FormatWriter):
         return found
 
 
-def _sentences(scene: SceneRecord) -> dict[str, Any]:
-    asked = scene.drawn["questions"]
-    return {
-        "img_id": scene.image_file.stem,
-        "sentf": {"mscoco": scene.captions, SOURCE: [one["question"] for one in asked]},
-        "labelf": {SOURCE: [scores_of(one["answers"]) for one in asked]},
-    }
-
-
 def _questions(scene: SceneRecord) -> list[dict[str, Any]]:
     return [
         {
@@ -99,7 +97,9 @@ def _row(scene: SceneRecord, rng: np.random.Generator) -> dict[str, np.ndarray]:
         corners = np.array([x, y, x + w, y + h]) + rng.normal(0, _JITTER, 4) * (w, h, w, h)
         corners = np.clip(corners, 0, [width, height, width, height])
         boxes.append(corners if (corners[2:] - corners[:2]).min() >= 1 else [x, y, x + w, y + h])
-    features = np.array([_feature(one) for one in shown]) + rng.normal(0, _NOISE, (REGIONS, FEATURE_DIM))
+    features = rng.normal(0, _NOISE, (REGIONS, FEATURE_DIM))
+    for feature, one in zip(features, shown, strict=True):
+        feature[[one.category_id - 1, *(len(CATEGORIES) + attribute for attribute in one.attribute_ids)]] += 1
     confidences = rng.uniform(0.3, 1.0, (2, REGIONS))
     return {
         "objects_id": np.array([one.category_id - 1 for one in shown], dtype=np.int64),
@@ -109,14 +109,6 @@ def _row(scene: SceneRecord, rng: np.random.Generator) -> dict[str, np.ndarray]:
         "boxes": np.array(boxes, dtype=np.float32),
         "features": features.astype(np.float32),
     }
-
-
-def _feature(one: ObjectRecord) -> np.ndarray:
-    """Ones at the class and at the attributes."""
-    feature = np.zeros(FEATURE_DIM)
-    feature[one.category_id - 1] = 1
-    feature[len(CATEGORIES) + np.array(one.attribute_ids)] = 1
-    return feature
 
 
 def _line(scene: SceneRecord) -> str:

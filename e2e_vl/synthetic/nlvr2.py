@@ -154,7 +154,11 @@ class PairWriter(FormatWriter):
                 file = folder / "images" / path
                 file.parent.mkdir(parents=True, exist_ok=True)
                 link_image(scene.image_file, file)
-            _write_instances(folder / f"instances_{split}.json", images)
+            records, annotation = [], 1
+            for number, (path, scene) in enumerate(images.items(), start=1):
+                records.append(replace(scene, image_id=number, image_file=path, first_annotation_id=annotation))
+                annotation += len(scene.objects)
+            write_instances(folder / f"instances_{split}.json", records)
 
     def _examples(
         self, split: str, scenes: Sequence[SceneRecord]
@@ -192,11 +196,3 @@ class PairWriter(FormatWriter):
                     own = {"directory": directory} if split == "train" else {"extra_validations": {}}
                     examples.append(example | own)
         return examples, images
-
-
-def _write_instances(path: Path, images: dict[Path, SceneRecord]) -> None:
-    records, annotation = [], 1
-    for number, (name, scene) in enumerate(images.items(), start=1):
-        records.append(replace(scene, image_id=number, image_file=name, first_annotation_id=annotation))
-        annotation += len(scene.objects)
-    write_instances(path, records)

@@ -54,8 +54,31 @@ class VCRWriter(FormatWriter):
     """Writes the files listed at the top; image files of an interrupted run are replaced."""
 
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[_Question]:
-        rng = self.recipe.generator(scene.split, scene.number, "vcr")
-        return _draw_questions(graph, rng, self.recipe.language.vcr_families)
+        """Up to ``_MAX_QUESTIONS`` different questions.
+
+        Returns:
+            dicts of "family", "question", and "answer_choices", "answer_label", "rationale_choices" and
+            "rationale_label", the right choice at a random place.
+        """
+        rng, families = self.recipe.generator(scene.split, scene.number, "vcr"), self.recipe.language.vcr_families
+        colours = [appearance.colour for appearance in graph.appearances]
+        found: dict[str, _Question] = {}
+        for attempt in range(_ATTEMPTS):
+            if len(found) == _MAX_QUESTIONS:
+                break
+            family = families[attempt % len(families)]
+            one = int(rng.integers(len(colours)))
+            asked = _ask(family, colours, one, rng)
+            if asked is None or json.dumps(asked[0]) in found:
+                continue
+            question, answers, rationales = asked
+            record: _Question = {"family": family, "question": question}
+            for kind, choices in (("answer", answers), ("rationale", rationales)):
+                order = rng.permutation(CHOICES)
+                record[f"{kind}_choices"] = [choices[index] for index in order]
+                record[f"{kind}_label"] = int(np.argmin(order))
+            found[json.dumps(question)] = record
+        return list(found.values())
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
@@ -71,33 +94,6 @@ class VCRWriter(FormatWriter):
                     ids = {"img_id": f"{split}-{scene.number}", "question_number": position}
                     lines.append(json.dumps(_line(question, split, len(lines), metadata["names"], files, ids)))
             (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def _draw_questions(graph: SceneGraph, rng: np.random.Generator, families: Sequence[str]) -> list[_Question]:
-    """Up to ``_MAX_QUESTIONS`` different questions about a scene.
-
-    Returns:
-        dicts of "family", "question", and "answer_choices", "answer_label", "rationale_choices" and "rationale_label",
-        the right choice at a random place.
-    """
-    colours = [appearance.colour for appearance in graph.appearances]
-    found: dict[str, _Question] = {}
-    for attempt in range(_ATTEMPTS):
-        if len(found) == _MAX_QUESTIONS:
-            break
-        family = families[attempt % len(families)]
-        one = int(rng.integers(len(colours)))
-        asked = _ask(family, colours, one, rng)
-        if asked is None or json.dumps(asked[0]) in found:
-            continue
-        question, answers, rationales = asked
-        record: _Question = {"family": family, "question": question}
-        for kind, choices in (("answer", answers), ("rationale", rationales)):
-            order = rng.permutation(CHOICES)
-            record[f"{kind}_choices"] = [choices[index] for index in order]
-            record[f"{kind}_label"] = int(np.argmin(order))
-        found[json.dumps(question)] = record
-    return list(found.values())
 
 
 def _ask(family: str, colours: Sequence[str], one: int, rng: np.random.Generator) -> _Asked | None:

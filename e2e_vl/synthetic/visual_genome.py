@@ -37,9 +37,25 @@ class VisualGenomeWriter(FormatWriter):
                 pairs = enumerate(zip(scene.references, scene.drawn, strict=True), scene.first_sentence_id + 1)
                 own = [_region(number, scene, reference, caption) for number, (reference, caption) in pairs]
                 graphs.append({"image_id": scene.image_id, "regions": own})
-            write_compact(folder / f"image_data_{split}.json", list(map(_image, part)))
+            images = [
+                {
+                    "image_id": scene.image_id,
+                    "coco_id": None,
+                    "flickr_id": None,
+                    "width": scene.size[1],
+                    "height": scene.size[0],
+                    "url": f"https://drawn.example/{_FOLDER}/{scene.image_id}.jpg",
+                }
+                for scene in part
+            ]
+            keys = ("region_id", "image_id", "phrase", "x", "y", "width", "height")
+            descriptions = [
+                {"id": graph["image_id"], "regions": [{key: one[key] for key in keys} for one in graph["regions"]]}
+                for graph in graphs
+            ]
+            write_compact(folder / f"image_data_{split}.json", images)
             write_compact(folder / f"region_graphs_{split}.json", graphs)
-            write_compact(folder / f"region_descriptions_{split}.json", list(map(_descriptions, graphs)))
+            write_compact(folder / f"region_descriptions_{split}.json", descriptions)
 
 
 def _region(number: int, scene: SceneRecord, reference: Reference, caption: EntityCaption) -> dict[str, Any]:
@@ -57,7 +73,11 @@ def _region(number: int, scene: SceneRecord, reference: Reference, caption: Enti
             place = {"entity_idx_start": start, "entity_idx_end": start + len(noun)}
             synsets.append({**place, "entity_name": noun, "synset_name": f"{noun}.n.01"})
         for index in named:
-            objects[index] = _object(scene, index, noun or scene.objects[index].appearance.shape)
+            item = scene.objects[index]
+            name = noun or item.appearance.shape
+            names = {"name": name, "synsets": [f"{name}.n.01"]}
+            place = dict(zip("xywh", map(int, item.box), strict=True))
+            objects[index] = {"object_id": scene.first_annotation_id + index, **names, **place}
         words += part.words
     target, *others = objects.values()
     link = next((part for part in caption if isinstance(part, str)), "")
@@ -82,21 +102,3 @@ def _region(number: int, scene: SceneRecord, reference: Reference, caption: Enti
         "objects": list(objects.values()),
         "relationships": relationships,
     }
-
-
-def _object(scene: SceneRecord, index: int, noun: str) -> dict[str, Any]:
-    place = dict(zip("xywh", map(int, scene.objects[index].box), strict=True))
-    names = {"name": noun, "synsets": [f"{noun}.n.01"]}
-    return {"object_id": scene.first_annotation_id + index, **names, **place}
-
-
-def _descriptions(graph: dict[str, Any]) -> dict[str, Any]:
-    keys = ("region_id", "image_id", "phrase", "x", "y", "width", "height")
-    return {"id": graph["image_id"], "regions": [{key: one[key] for key in keys} for one in graph["regions"]]}
-
-
-def _image(scene: SceneRecord) -> dict[str, Any]:
-    height, width = scene.size
-    address = f"https://drawn.example/{_FOLDER}/{scene.image_id}.jpg"
-    ids = {"image_id": scene.image_id, "coco_id": None, "flickr_id": None}
-    return {**ids, "width": width, "height": height, "url": address}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,14 @@ _KINDS = ("colour", "colour", "shape", "count", "count", "exists", "verify")  # 
 _COUNTED = (("colour",), ("shape",), ("texture", "colour"))
 _ATTEMPTS = 30
 _YES_OR_NO = {True: ("yes", ["no"]), False: ("no", ["yes"])}  # the right answer, and the wrong one
+_INFO = {
+    "description": "Questions about drawn scenes in the layout of VQA v2.0; not part of it.",
+    "url": "",
+    "version": "2.0",
+    "year": 2017,
+    "contributor": "e2e_vl.synthetic",
+    "date_created": "2017-04-26 17:07:13",
+}
 
 _Question = dict[str, Any]
 _Made = tuple[str, str, str, Sequence[str]] | None  # question, its type, the right answer, wrong ones
@@ -53,7 +61,33 @@ class VQAWriter(FormatWriter):
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
-            _write_split(folder, split, part)
+            info = {"description": "Questions about drawn scenes in the layout of VQA v2.0; not part of it.", "url": ""}
+            info |= {
+                "version": "2.0",
+                "year": 2017,
+                "contributor": "e2e_vl.synthetic",
+                "date_created": "2017-04-26 17:07:13",
+            }
+            frame = {"info": info, "data_type": "mscoco", "data_subtype": split, "license": {"url": "", "name": ""}}
+            questions, annotations = [], []
+            for scene in part:
+                for number, one in enumerate(scene.drawn):
+                    ids = {"image_id": scene.image_id, "question_id": scene.image_id * 1000 + number}
+                    questions.append({**ids, "question": one["question"]})
+                    answers = [
+                        {"answer": answer, "answer_confidence": "yes", "answer_id": person}
+                        for person, answer in enumerate(one["answers"], start=1)
+                    ]
+                    kept = {key: one[key] for key in ("question_type", "answer_type", "multiple_choice_answer")}
+                    annotations.append({**ids, **kept, "answers": answers})
+            for name, content in (
+                (
+                    f"v2_OpenEnded_mscoco_{split}_questions",
+                    {**frame, "task_type": "Open-Ended", "questions": questions},
+                ),
+                (f"v2_mscoco_{split}_annotations", {**frame, "annotations": annotations}),
+            ):
+                (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 def draw_vqa_questions(graph: SceneGraph, config: SceneConfig, rng: np.random.Generator) -> list[_Question]:
@@ -141,28 +175,6 @@ def _answers_of_people(answer: str, others: Sequence[str], rng: np.random.Genera
             given = NUMBERS[int(given)]
         answers.append(given)
     return answers
-
-
-def _write_split(folder: Path, split: str, scenes: Iterable[SceneRecord]) -> None:
-    info = {"description": "Questions about drawn scenes in the layout of VQA v2.0; not part of it.", "url": ""}
-    info |= {"version": "2.0", "year": 2017, "contributor": "e2e_vl.synthetic", "date_created": "2017-04-26 17:07:13"}
-    frame = {"info": info, "data_type": "mscoco", "data_subtype": split, "license": {"url": "", "name": ""}}
-    questions, annotations = [], []
-    for scene in scenes:
-        for number, one in enumerate(scene.drawn):
-            ids = {"image_id": scene.image_id, "question_id": scene.image_id * 1000 + number}
-            questions.append({**ids, "question": one["question"]})
-            answers = [
-                {"answer": answer, "answer_confidence": "yes", "answer_id": person}
-                for person, answer in enumerate(one["answers"], start=1)
-            ]
-            kept = {key: one[key] for key in ("question_type", "answer_type", "multiple_choice_answer")}
-            annotations.append({**ids, **kept, "answers": answers})
-    for name, content in (
-        (f"v2_OpenEnded_mscoco_{split}_questions", {**frame, "task_type": "Open-Ended", "questions": questions}),
-        (f"v2_mscoco_{split}_annotations", {**frame, "annotations": annotations}),
-    ):
-        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 def scores_of(answers: Sequence[str]) -> dict[str, float]:
