@@ -110,3 +110,5 @@ def test_the_detector_has_the_same_classes(tiny):
     for classes in (1, 3):
         with refused(f"2 categories, but the detector has {classes} classes"):
             dataset.check_classes(classes)
+    with refused("2 categories, but the detector has 3 classes"):
+        dataset.check_classes(3, ("square", "box", "cup"))

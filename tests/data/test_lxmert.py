@@ -35,7 +35,7 @@ def put(path: Path, content: object) -> Path:
 def root(tmp_path: Path) -> Path:
     """Features of the images a and c, not of b."""
     for split, names in SPLITS.items():
-        label = {} if split == "test" else {"label": {"yes": 1.0}}
+        label = {} if split == "test" else {"label": {"no": 0.3, "yes": 1.0}}
         content = {
             "image_sentences": [{"img_id": name, "sentf": {"vg": [f"{name} 0", f"{name} 1"]}} for name in names],
             "scored_questions": [
@@ -112,12 +112,12 @@ def test_truths_and_metadata(root):
     assert sample.pool is sentences and list(sample.own_texts) == [2, 3]
     assert sample.texts[0].metadata == {"image_id": "b", "uid": "b_vg_000", "source": "vg"}
     questions = opened(root, "scored_questions", "train")
-    assert list(questions.truths()) == [ScoredAnswers({"yes": 1.0})] * 2
+    assert list(questions.truths()) == [ScoredAnswers({"no": 0.3, "yes": 1.0})] * 2
     [text] = questions.sample([0]).texts
     assert text.metadata == {
         "question_id": "train a",
         "image_id": "a",
-        "answer_scores": {"yes": 1.0},
+        "answer_scores": {"no": 0.3, "yes": 1.0},
     }
     options = open_options(ScoredQuestionDataset, settings_of(root, "scored_questions"))
     assert ScoredQuestionDataset.answers_of(*options, "train") == {"train a": "yes", "train b": "yes"}
