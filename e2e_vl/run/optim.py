@@ -181,25 +181,21 @@ def build_schedule(
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     first = int(settings.schedule_first)
-    schedule = _schedule(optimizer, settings, total_steps, steps_done - 1 + first)  # building a schedule does one step
+    last = steps_done - 1 + first  # building a schedule does one step
+    warmup = settings.warmup_steps if settings.warmup_share is None else settings.warmup_share * total_steps
+    if settings.schedule == "constant":
+        schedule = get_constant_schedule_with_warmup(optimizer, warmup, last_epoch=last)
+    elif settings.schedule == "steps":
+
+        def factor_of(step: int) -> float:
+            warm = min(step / warmup, 1.0) if warmup else 1.0
+            return warm * settings.decay_factor ** bisect.bisect_right(settings.decay_steps, step)
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor_of, last_epoch=last)
+    else:
+        build = get_cosine_schedule_with_warmup if settings.schedule == "cosine" else get_linear
+        schedule = build(optimizer, warmup, total_steps, last_epoch=last)
     if isinstance(optimizer, BertAdam):
         [factor, *_] = schedule.lr_lambdas  # the same for all groups
         optimizer.factor = lambda updates: factor(updates + first)
     return schedule
-
-
-def _schedule(
-    optimizer: torch.optim.Optimizer, settings: TrainSettings, total_steps: int, last: int
-) -> torch.optim.lr_scheduler.LambdaLR:
-    warmup = settings.warmup_steps if settings.warmup_share is None else settings.warmup_share * total_steps
-    if settings.schedule == "constant":
-        return get_constant_schedule_with_warmup(optimizer, warmup, last_epoch=last)
-    if settings.schedule == "steps":
-
-        def factor(step: int) -> float:
-            warm = min(step / warmup, 1.0) if warmup else 1.0
-            return warm * settings.decay_factor ** bisect.bisect_right(settings.decay_steps, step)
-
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=last)
-    build = get_cosine_schedule_with_warmup if settings.schedule == "cosine" else get_linear
-    return build(optimizer, warmup, total_steps, last_epoch=last)
