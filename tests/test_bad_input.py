@@ -16,7 +16,6 @@ from e2e_vl.cli import train as training_tool
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny" / "refcoco.yaml"
 INSTANCES = "refcoco+/instances.json"
 REFS = "refcoco+/refs(unc).p"
-DETECTIONS = "detections/refcoco+_unc/res101_coco_minus_refer_notime_dets.json"
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
