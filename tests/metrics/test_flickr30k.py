@@ -33,7 +33,8 @@ def test_ranks_and_recalls():
     assert first_hit([0.1, 0.9, 0.5], [True, False, True]) == 1
     assert first_hit([0.5, 0.5], [False, True]) == 1, "of equal scores the first is taken first"
     assert first_hit([0.1], [False]) is None and first_hit([], []) is None
-    assert recalls([0, 4, 9, None]) == {"R@1": 0.25, "R@5": 0.5, "R@10": 0.75, "upper_bound": 0.75}
+    found = recalls([0, 1, 4, 5, 9, 10, None, None])
+    assert found == {"R@1": 1 / 8, "R@5": 3 / 8, "R@10": 5 / 8, "upper_bound": 6 / 8}
 
 
 def test_phrases_with_several_types_count_for_each():

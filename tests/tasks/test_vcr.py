@@ -174,6 +174,9 @@ def test_the_longer_of_question_and_answer_is_cut():
     # 6 + 3: the question -> 5; 5 + 9: the answer -> 5, a tie, the question -> 4, ... and the third sees what is left
     assert ([len(answer) for answer in answers], len(question)) == ([3, 4, 4], 4)
     assert question == pieces(4)
+    question, answers = pieces(3), [pieces(3)]
+    truncate_answers(question, answers, limit=5)
+    assert (len(question), len(answers[0])) == (2, 3)
 
 
 def test_cutting_rationales():
