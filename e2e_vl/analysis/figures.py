@@ -231,18 +231,11 @@ def _of_head(
         queries = phrase_queries(text.caption, options)
         seen = attention_from(own, torch.from_numpy(queries.spans), queries.piece)[0, 0, :, regions].numpy()
         phrases = [row for row in phrases if queries.attends[row]]
-        return [
-            _region_overlay(
-                folder / f"{file}_{row}.jpg",
-                text,
-                head,
-                seen[row],
-                text.allowed,
-                row,
-                f"“{text.caption.phrases[row]}”, {name}",
-            )
-            for row in phrases
-        ]
+        overlays = []
+        for row in phrases:
+            path, title = folder / f"{file}_{row}.jpg", f"“{text.caption.phrases[row]}”, {name}"
+            overlays.append(_region_overlay(path, text, head, seen[row], text.allowed, row, title))
+        return overlays
     if AttentionBlock.REGIONS_TO_REGIONS in blocks:
         overlays = []
         for row in phrases[:1]:
@@ -255,7 +248,14 @@ def _of_head(
                     _region_overlay(folder / f"{file}_{row}.jpg", text, head, seen, others, row, title, source=right[0])
                 )
         return overlays
-    return [_word_overlay(folder / f"{file}.png", text, head, own, name)]
+    # the attention among words; of a word's wordpieces rows are averaged and columns summed
+    spans, slots = torch.from_numpy(text.caption.word_spans), torch.arange(own.shape[3])
+    inside = ((slots >= spans[:, :1]) & (slots < spans[:, 1:])).float()
+    values = (attention_from(own, spans, "mean")[0, 0] @ inside.T).numpy()
+    path = folder / f"{file}.png"
+    path.write_bytes(draw_word_map(f"{head.graph}, {name}", text.caption.forms, values))
+    title, note = f"words to words, {name}", "each row attends to the columns"
+    return [Overlay(text.index, text.caption.words, head.graph, title, note, path)]
 
 
 def _region_overlay(
@@ -324,15 +324,3 @@ def heat_on(image: np.ndarray, boxes: np.ndarray, values: np.ndarray) -> np.ndar
     heat = table[np.round(strength * 255).astype(np.uint8)]
     share = (STRONGEST * strength)[..., None]
     return np.round((1 - share) * faded + share * heat).clip(0, 255).astype(np.uint8)
-
-
-def _word_overlay(path: Path, text: RecordedText, head: ChosenHead, own: torch.Tensor, name: str) -> Overlay:
-    """The attention among the words of a caption; of a word's wordpieces rows are averaged and columns summed."""
-    spans = torch.from_numpy(text.caption.word_spans)
-    slots = torch.arange(own.shape[3])
-    inside = ((slots >= spans[:, :1]) & (slots < spans[:, 1:])).float()
-    values = (attention_from(own, spans, "mean")[0, 0] @ inside.T).numpy()
-    path.write_bytes(draw_word_map(f"{head.graph}, {name}", text.caption.forms, values))
-    return Overlay(
-        text.index, text.caption.words, head.graph, f"words to words, {name}", "each row attends to the columns", path
-    )

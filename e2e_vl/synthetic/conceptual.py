@@ -84,12 +84,9 @@ class ConceptualWriter(_CaptionedImageWriter):
                     regions.writestr(zipfile.ZipInfo(boxes_name), json.dumps(_frcnn(image)))
                     line = {"image": f"{split}_image.zip@/{name}", "caption": image.caption.split(" ")}
                     lines.append({**line, "frcnn": f"{split}_frcnn.zip@/{boxes_name}"})
-            for file, keys in (
-                (f"{split}.json", ("image", "caption")),
-                (f"{split}_frcnn.json", ("image", "caption", "frcnn")),
-            ):
+            for ending, keys in (("", ("image", "caption")), ("_frcnn", ("image", "caption", "frcnn"))):
                 text = "".join(json.dumps({key: line[key] for key in keys}) + "\n" for line in lines)
-                (folder / file).write_text(text, encoding="utf-8")
+                (folder / f"{split}{ending}.json").write_text(text, encoding="utf-8")
 
 
 def write_shards(folder: Path, images: Sequence[CaptionedImage], records_per_shard: int = RECORDS_PER_SHARD) -> None:

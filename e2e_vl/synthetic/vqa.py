@@ -61,14 +61,7 @@ class VQAWriter(FormatWriter):
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
-            info = {"description": "Questions about drawn scenes in the layout of VQA v2.0; not part of it.", "url": ""}
-            info |= {
-                "version": "2.0",
-                "year": 2017,
-                "contributor": "e2e_vl.synthetic",
-                "date_created": "2017-04-26 17:07:13",
-            }
-            frame = {"info": info, "data_type": "mscoco", "data_subtype": split, "license": {"url": "", "name": ""}}
+            frame = {"info": _INFO, "data_type": "mscoco", "data_subtype": split, "license": {"url": "", "name": ""}}
             questions, annotations = [], []
             for scene in part:
                 for number, one in enumerate(scene.drawn):
