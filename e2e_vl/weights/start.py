@@ -32,7 +32,6 @@ from e2e_vl.text import load_tokenizer, looks_like_hub_name, simplify_answer
 from e2e_vl.weights.base import WeightAdapter
 
 FILES = ("model.safetensors", "pytorch_model.bin")
-PART_NAMES = {"phrases": "phrase head"}  # where the name of the folder is not clear
 PUBLISHED_ANSWERS = "all_ans.json"  # of LXMERT's pre-training
 
 
@@ -305,8 +304,7 @@ def find_part(name: str, part: str) -> Path:
             if (folder / file).is_file():
                 return folder / file
     raise MissingFileError(
-        f"{path}: no weights of the {PART_NAMES.get(part, part)} there; give a run directory, a file, or a folder with "
-        f"{' or '.join(FILES)}."
+        f"{path}: no weights of `{part}` there; give a run directory, a file, or a folder with {' or '.join(FILES)}."
     )
 
 
