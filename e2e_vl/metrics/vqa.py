@@ -73,7 +73,7 @@ def clean_answer(answer: str) -> str:
 def strip_punctuation(answer: str) -> str:
     """The official punctuation step.
 
-    Each mark (slashes, brackets, double quotes, = + _ - > < @ ` ; , ? !) is deleted if it stands beside a space
+    Each mark (slashes, brackets, double quotes, = + _ - > < @ ` ; , ? !) is deleted if it is next to a space
     anywhere in the answer, or if there is a comma between two digits; otherwise it becomes a space. The first 32
     periods that no digit follows are deleted.
     """

@@ -146,7 +146,7 @@ class HeadInit:
     # rows of answers that this list lacks become zero
     answer_rows: tuple[str, str] | None = None
     otherwise: HeadInit | None = None  # the rule for a head that has nothing of what this one takes
-    # of this head, has a row per region class; `task.config.has_background_last` says which of them is the background
+    # of this head, with a row per region class; `task.config.has_background_last`: the last one is the background
     region_classes: tuple[str, ...] = ()
 
     @property

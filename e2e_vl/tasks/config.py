@@ -131,7 +131,7 @@ class GQAConfig(AnswerConfig, frozen=True):
     head_width: PositiveInt = 2
     new_layers: NewLayers = "normal"
     # score how much of the attention over regions lies on the objects that a question and its answer name; needs
-    # `data.config.grounding`, which says where they are
+    # `data.config.grounding`, which reads where they are
     grounding: bool = False
 
 
@@ -333,7 +333,7 @@ class PretrainingConfig(Settings, frozen=True):
     # what masked pixels become. "mean": zero in the network's input, which is the mean colour (official code). "black":
     # zero in the image, before the mean is subtracted (paper, section 3.3).
     masked_pixels: Literal["mean", "black"] = "mean"
-    # place of the background among the region classes, with a detector as teacher. "last": behind the detector's
+    # place of the background among the region classes, with a detector as teacher. "last": after the detector's
     # classes, as in Detectron2. "first": as in the files that the official code learns from, and so in the region
     # classifier of its checkpoints. Class distributions from a file stay as they are in it.
     background: Literal["last", "first"] = "last"

@@ -45,7 +45,7 @@ _BRACKETS = re.compile(r"\[([^\[\]]+)\]")  # phrases in a user's text
 
 @dataclasses.dataclass
 class Flickr30KTargets(Targets):
-    """`spans` says which wordpieces a phrase has, also where the truth is unknown."""
+    """The wordpieces of phrases in `spans`, also where the truth is unknown, and their boxes."""
 
     spans: Ragged | Int64[np.ndarray, "n 2"] | None = ragged()  # first wordpiece and last plus one; a list per text
     # float32 [boxes, 4] of each phrase, in pixels of the resized image; of a batch a list per phrase
@@ -112,7 +112,7 @@ class Flickr30KTask(Task):
         return Flickr30KPreprocessor(text_tokenizer, self.config)
 
     def question(self, question: Question) -> Sample:
-        """A user's sentence: phrases stand in brackets; without any, all of it is one phrase."""
+        """A user's sentence with phrases in brackets; without any, all of it is one phrase."""
         words, spans = "", []
         for number, part in enumerate(_BRACKETS.split(question.text)):
             if number % 2:

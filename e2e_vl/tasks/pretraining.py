@@ -88,7 +88,7 @@ class PretrainingPreprocessor(Preprocessor):
                 yield TextExample(extra_encoding, image_index, {}, targets, seed=0, other_words=extra.words)
 
     def _encode_words(self, draft: TextDraft, generator: np.random.Generator) -> TextEncoding:
-        """The words of the data, or what the objectives put in their place, masked."""
+        """The words of the data, or those that the objectives replace them by, masked."""
         tokenizer = self.text_tokenizer
         for part in self.parts.values():
             part.exchange(draft, draft.text.index, generator)

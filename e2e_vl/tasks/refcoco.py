@@ -120,7 +120,7 @@ class ReferringTask(Task):
         return iou_of_each(regions.boxes, referred[:, None])[..., 0] > self.config.positive_iou
 
     def _binary_loss(
-        self, scores: Float[Tensor, "known R"], positive: Bool[Tensor, "known R"], candidates: Bool[Tensor, "known R"]
+        self, scores: Float[Tensor, "texts R"], positive: Bool[Tensor, "texts R"], candidates: Bool[Tensor, "texts R"]
     ) -> Loss:
         weight = scores.new_tensor(self.config.positive_weight)
         truth = positive.to(scores.dtype)
@@ -128,7 +128,7 @@ class ReferringTask(Task):
         return Loss(total=(each * candidates).sum(), count=candidates.sum().float())
 
     def _softmax_loss(
-        self, scores: Float[Tensor, "known R"], positive: Bool[Tensor, "known R"], candidates: Bool[Tensor, "known R"]
+        self, scores: Float[Tensor, "texts R"], positive: Bool[Tensor, "texts R"], candidates: Bool[Tensor, "texts R"]
     ) -> Loss:
         labelled = positive.any(dim=1)
         # the lowest number instead of -inf: rows that are left out must not turn gradients into NaN

@@ -69,17 +69,17 @@ def name_objects_by_mention(
     sentence: Sentence,
     objects: Sequence[str],
     names: Sequence[str],
-    known: Mapping[int, str],
+    named: Mapping[int, str],
     *,
     restarts: bool = False,
 ) -> dict[int, str]:
-    """The names of the objects in `known` and of those that the sentence mentions; new people get the names in turn.
+    """The names of the objects in `named` and of those that the sentence mentions; new people get the names in turn.
 
-    The turn continues after the known people. With `restarts` it begins with the first name, so two people may share a
+    The turn continues after the named people. With `restarts` it begins with the first name, so two people may share a
     name (R2C's code, which VisualBERT uses).
     """
-    called = dict(known)
-    person = 0 if restarts else sum(objects[number] == PERSON for number in known)
+    called = dict(named)
+    person = 0 if restarts else sum(objects[number] == PERSON for number in named)
     for number in (one for token in sentence if isinstance(token, list) for one in token):
         if number not in called:
             is_person = objects[number] == PERSON
@@ -225,9 +225,9 @@ def choice_phrases(
             if row >= 0:
                 runs.append((row, found[0], found[-1] + 1))
         start, first = int(starts[-1]), first + len(pieces)
-    known = [] if boxes is None else runs
+    named_runs = [] if boxes is None else runs
     position = {int(number): place for place, number in enumerate(encoding.source) if number >= 0}
-    spans = [(position[one], position[end - 1] + 1) for _, one, end in known]
+    spans = [(position[one], position[end - 1] + 1) for _, one, end in named_runs]
     offsets = characters[encoding.source]
     continues = (offsets[1:] == offsets[:-1]).all(axis=1) & (offsets[1:, 1] > 0)
     return TextPhrases(
@@ -235,7 +235,7 @@ def choice_phrases(
         offsets=offsets,
         continues_word=np.append(False, continues),
         spans=np.array(spans, dtype=np.int64).reshape(-1, 2),
-        boxes=[np.asarray(boxes[row : row + 1], dtype=np.float32) for row, _, _ in known],
+        boxes=[np.asarray(boxes[row : row + 1], dtype=np.float32) for row, _, _ in named_runs],
         is_complete=False,
     )
 
@@ -340,9 +340,9 @@ class VCRPreprocessor(Preprocessor):
         if self.config.names_by == "box":
             return [names] * len(text.choices)
         said = {number for sentence in text.query for token in sentence if isinstance(token, list) for number in token}
-        known, people = {number: names[number] for number in said}, self.config.people_names
+        named, people = {number: names[number] for number in said}, self.config.people_names
         restarts = self.config.names_restart_in_choices
-        called = [name_objects_by_mention(one, objects.names, people, known, restarts=restarts) for one in text.choices]
+        called = [name_objects_by_mention(one, objects.names, people, named, restarts=restarts) for one in text.choices]
         return [[own.get(number, name) for number, name in enumerate(names)] for own in called]
 
     def _pieces(
@@ -438,17 +438,17 @@ class VCRTask(Task):
             other = "the answer, for which it chooses a rationale" if question.accepts_answer else "no answer"
             raise UserError(f"This run takes boxes, such as person:10,20,80,200, four choices, and {other}.")
         names = given.names or (PERSON,) * len(given)
-        known = question.class_names or names
-        unknown = [name for name in names if name not in known]
+        classes = question.class_names or names
+        unknown = [name for name in names if name not in classes]
         if unknown:
             raise UserError(
-                f"{given.origin}: the class '{unknown[0]}' is none of the run's {len(known)} classes "
-                f"({', '.join(known[:4])}, ...)."
+                f"{given.origin}: the class '{unknown[0]}' is none of the run's {len(classes)} classes "
+                f"({', '.join(classes[:4])}, ...)."
             )
         corners = [np.array([[x1, y1], [x2 + 1, y1], [x2 + 1, y2 + 1], [x1, y2 + 1]]) for x1, y1, x2, y2 in given.boxes]
         objects = dataclasses.replace(
             given,
-            classes=np.array([known.index(name) for name in names], dtype=np.int64),
+            classes=np.array([classes.index(name) for name in names], dtype=np.int64),
             names=names,
             outlines=given.outlines or [[rectangle] for rectangle in corners],
         )

@@ -181,7 +181,7 @@ class Objective(nn.Module, abc.ABC):
 
         Args:
             wordpieces: the vocabulary, by wordpiece id.
-            rule: says where the background stands among the classes of regions.
+            rule: with the position of the background among the classes of regions.
         """
         return None
 

@@ -64,10 +64,10 @@ class MaskedRegions(Objective):
     ) -> ObjectiveOutput:
         """Its logits are float32 [labelled regions, C]."""
         chosen = regions.gather(batch.masked_regions.is_labelled, fill=False)
-        known = batch.region_labels.class_probs
-        if known is None:
-            known = [rows.new_zeros(len(rows), self.config.classes) for rows in batch.boxes]
-        probabilities = regions.gather(known, fill=0.0)[chosen]
+        class_probs = batch.region_labels.class_probs
+        if class_probs is None:
+            class_probs = [rows.new_zeros(len(rows), self.config.classes) for rows in batch.boxes]
+        probabilities = regions.gather(class_probs, fill=0.0)[chosen]
         if probabilities.shape[1] != self.config.classes:
             raise UserError(
                 f"The class distributions have {probabilities.shape[1]} columns, but {self.config.key('classes')} is "
@@ -100,8 +100,12 @@ class MaskedRegions(Objective):
             )
         classes = top_classes(self.classify(output.encoded.regions[0, regions.is_masked[0]]).softmax(dim=1), names)
         boxes = (batch.boxes[0] / batch.images.scales[0].repeat(2))[is_masked].tolist()
-        known = batch.region_labels.class_probs
-        seen = [None] * len(boxes) if known is None else [row[0] for row in top_classes(known[0][is_masked], names)]
+        class_probs = batch.region_labels.class_probs
+        seen = (
+            [None] * len(boxes)
+            if class_probs is None
+            else [row[0] for row in top_classes(class_probs[0][is_masked], names)]
+        )
         return {
             "masked_regions": [MaskedRegion(tuple(box), *row) for box, *row in zip(boxes, classes, seen, strict=True)]
         }
@@ -216,13 +220,13 @@ class RegionFeatureRegression(Objective):
         """Its logits are the predicted features, float32 [masked regions, D]."""
         is_masked = regions.gather(batch.masked_regions.is_labelled, fill=False)
         logits = at_least_float32(self.output(encoded.regions[is_masked]))
-        known = batch.region_labels.features
-        if known is None:
+        features = batch.region_labels.features
+        if features is None:
             raise UserError(
                 "There is no feature of the unmasked regions to learn; set task.config.teacher to frozen or current, "
                 f"use saved features, or set {self.config.key('weight')} to 0."
             )
-        truth = regions.gather(known, fill=0.0)[is_masked].detach().to(logits.dtype)
+        truth = regions.gather(features, fill=0.0)[is_masked].detach().to(logits.dtype)
         error = F.smooth_l1_loss if self.config.loss == "smooth_l1" else F.mse_loss
         each = error(logits, truth, reduction="none").mean(dim=1)
         counted = is_masked if self.config.average == "masked" else regions.row >= 0

@@ -146,8 +146,8 @@ class AnswerSampling(ObjectivePreprocessor):
         scores = scores_of(draft.text.truth)
         if scores is not None:
             if self.takes_best:
-                known = known_answers(scores, self.class_of)
-                answer = max(known, key=known.get, default=None)
+                listed = known_answers(scores, self.class_of)
+                answer = max(listed, key=listed.get, default=None)
             else:
                 answer = sample_answer(scores, self.class_of, generator)
             if answer is not None:
@@ -191,11 +191,11 @@ def sample_answer(
 
     Nothing is drawn where there is no choice.
     """
-    known = known_answers(scores, class_of)
-    if len(known) < 2:
-        return next(iter(known), None)
-    shares = np.array(list(known.values()), dtype=np.float64)
-    return list(known)[int(generator.choice(len(shares), p=shares / shares.sum()))]
+    listed = known_answers(scores, class_of)
+    if len(listed) < 2:
+        return next(iter(listed), None)
+    shares = np.array(list(listed.values()), dtype=np.float64)
+    return list(listed)[int(generator.choice(len(shares), p=shares / shares.sum()))]
 
 
 class ImageQA(Objective):
@@ -222,8 +222,8 @@ class ImageQA(Objective):
     def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
         if info is None:
             return
-        known = set(self.answers)
-        if not any(simplify_answer(answer) in known for truth in info.truths() for answer in scores_of(truth) or ()):
+        listed = set(self.answers)
+        if not any(simplify_answer(answer) in listed for truth in info.truths() for answer in scores_of(truth) or ()):
             raise UserError(
                 f"No text of the data has an answer that is in {self.config.key('answers')}; use data with questions, "
                 f"or set {self.config.key('weight')} to 0."
