@@ -32,7 +32,7 @@ from tests.analysis.miniature import SCENES, train_miniature
 from tests.conftest import cpu_with_one_thread
 
 ROOT = Path(__file__).parents[2]
-STEPS = 320
+STEPS = 220
 
 
 @pytest.fixture(scope="module")
