@@ -63,6 +63,7 @@ def test_images_with_an_id_in_common_are_one_photo():
     coco, genome, other = PhotoId("coco", "1"), PhotoId("vg", "5"), PhotoId("vg", "6")
     assert number_of_photos([(coco,), (genome,), (other,)]) == 3
     assert number_of_photos([(coco,), (genome,), (other,), (genome, coco)]) == 2
+    assert number_of_photos([(coco, genome), (other, genome)]) == 1
     assert number_of_photos([]) == 0
 
 

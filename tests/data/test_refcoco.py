@@ -89,6 +89,7 @@ def test_json_has_the_same_content_and_a_ref_may_have_the_family(tiny):
         ("testA", "testA", True),
         ("testA", "testAB", True),
         ("testA", "testB", False),
+        ("testB", "testAB", True),
         ("testAB", "testA", False),
         ("test", "testA", True),
         ("test", "train", False),
