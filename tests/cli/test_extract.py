@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -24,11 +23,7 @@ from detector.checkpoint import save_pretrained, save_weights
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.cli import extract
-from e2e_vl.config import DataSettings, DetectorSettings, EncoderSettings, ResizeSettings, RunConfig, TaskSettings
 from e2e_vl.data.features import open_features
-from e2e_vl.run.build import build_model
-from e2e_vl.run.checkpoint import save_model
-from e2e_vl.text import build_vocabulary, load_tokenizer
 
 TINY = """
 MODEL:
@@ -185,75 +180,6 @@ def test_default_detector_from_any_folder(
     assert regions["features"].shape[1] == 2048 and 10 <= len(regions["boxes"]) <= 12
 
 
-def save_untrained_run(
-    folder: Path,
-    config: Path,
-    *,
-    detector: dict | None = None,
-    encoder: dict | None = None,
-    task: dict | None = None,
-    **data: object,
-) -> Path:
-    """A model in the form that training saves it."""
-    settings = RunConfig(
-        output=str(folder / "run"),
-        detector=DetectorSettings(config=str(config), overrides=detector or {}),
-        encoder=EncoderSettings(
-            name="vl_bert",
-            config={
-                "hidden_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "intermediate_size": 32,
-                "visual_size": 32,
-                **(encoder or {}),
-            },
-        ),
-        task=TaskSettings(name="refcoco", config=task or {}),
-        data=DataSettings(name="refcoco", root="data", resize=ResizeSettings(short_edge=[64], long_edge=120), **data),
-    )
-    build_vocabulary(["the red one"], folder / "vocab.txt")
-    tokenizer = load_tokenizer(folder / "vocab.txt")
-    save_model(folder / "run" / "model", settings, build_model(settings, vocab_size=len(tokenizer)), tokenizer)
-    return folder / "run"
-
-
-def test_phrase_with_a_saved_model(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Whatever box an untrained model finds lies in the image."""
-    save_untrained_run(tmp_path, config)
-    image, (height, width) = write_image(tmp_path, "rotated")
-    out = tmp_path / "out"
-    assert (
-        extract.one_image([str(image), "--output", str(out), "--run", str(tmp_path / "run"), "--text", "The red one"])
-        == 0
-    )
-    assert "its predicted boxes are random" in capsys.readouterr().out  # the run was never trained
-    answer = json.loads((out / "phrase.json").read_text())
-    x1, y1, x2, y2 = answer["box"]
-    assert 0 <= x1 <= x2 <= width and 0 <= y1 <= y2 <= height
-    assert answer["box"] in answer["boxes"] and len(answer["boxes"]) == len(answer["scores"])
-    assert 0 < answer["score"] < 1
-    assert (out / "phrase.png").is_file() and len(np.load(out / "regions.npz")["boxes"]) >= 10
-    assert_error([str(image), "--output", str(out), "--run", str(tmp_path / "run"), "--text", " "], "empty", capsys)
-
-
-def test_phrase_without_any_region(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    run = save_untrained_run(
-        tmp_path,
-        config,
-        encoder={"uses_whole_image": False, "image_feature_on_words": False},
-        task={"no_region_is_miss": True},
-        detector={"MODEL": {"ROI_HEADS": {"SCORE_THRESH_TEST": 1.0}}},
-    )
-    image, _ = write_image(tmp_path, "rgb")
-    out = tmp_path / "out"
-    assert extract.one_image([str(image), "--output", str(out), "--run", str(run), "--text", "the red one"]) == 0
-    assert '"the red one" fits no region' in capsys.readouterr().out
-    answer = json.loads((out / "phrase.json").read_text())
-    assert (answer["box"], answer["score"], answer["boxes"], answer["scores"]) == (None, 0, [], [])
-    assert (out / "phrase.png").is_file()
-
-
 # Many images
 
 ROOT = Path(__file__).parents[2]
@@ -349,38 +275,31 @@ def test_given_boxes_with_the_detector_of_a_run(images, trained_run, tmp_path):
     assert store.stamp["weights"]["file"] == "model.safetensors"
 
 
-def test_backends_precisions_and_kinds_of_weights(words, tmp_path, images):
-    """The same boxes and features from .pth and .pkl files in either backend; nearly the same in bfloat16."""
-    config = DetectorConfig.from_yaml(words[3])
+def test_backends_and_precisions(words, tmp_path, images):
+    """The same boxes and features in either backend; nearly the same in bfloat16."""
     torch.manual_seed(0)
-    tensors = FasterRCNN(config).state_dict()
-    save_weights(tensors, tmp_path / "w.pth")
-    arrays = {name: value.numpy() for name, value in tensors.items()}
-    (tmp_path / "w.pkl").write_bytes(pickle.dumps({"model": arrays, "__author__": "Detectron2 Model Zoo"}))
+    save_weights(FasterRCNN(DetectorConfig.from_yaml(words[3])).state_dict(), tmp_path / "w.pth")
     (tmp_path / "list.txt").write_text(f"{images}/003.png\n{images}/001.png\n")
     words[1] = str(tmp_path / "list.txt")
 
-    def features(weights: str, *more: str):
-        output = tmp_path / f"{weights}{''.join(more)}.tsv"
-        assert extract.many_images([*words, "--weights", str(tmp_path / weights), "--output", str(output), *more]) == 0
+    def features(*more: str):
+        output = tmp_path / f"out{''.join(more)}.tsv"
+        command = [*words, "--weights", str(tmp_path / "w.pth"), "--output", str(output), *more]
+        assert extract.many_images(command) == 0
         AcceleratorState._reset_state()  # one process has one precision
         return open_features(output)
 
-    expected = features("w.pth")
-    exact, rough = [features("w.pkl")], features("w.pth", "--precision", "bf16")
+    expected, rough = features(), features("--precision", "bf16")
     if importlib.util.find_spec("detectron2") is not None:
-        exact.append(features("w.pkl", "--backend", "detectron2"))
-        assert exact[-1].stamp["backend"] == "detectron2"
-    for found in exact:
-        assert found.ids == expected.ids
-        for one, other in ((found[name], expected[name]) for name in found.ids):
+        found = features("--backend", "detectron2")
+        assert found.stamp["backend"] == "detectron2"
+        for one, other in ((found[name], expected[name]) for name in expected.ids):
             assert np.allclose(one.boxes, other.boxes, atol=1e-3)
             assert np.allclose(one.features, other.features, atol=1e-4)
     assert (expected.stamp["precision"], rough.stamp["precision"]) == ("no", "bf16")
-    changed = [np.abs(rough[name].features.mean(0) - expected[name].features.mean(0)) for name in expected.ids]
-    assert rough.ids == expected.ids
+    means = [[store[name].features.mean(0) for name in expected.ids] for store in (expected, rough)]
     size = np.abs(np.concatenate([expected[name].features for name in expected.ids])).max()
-    assert 0 < np.max(changed) < 0.2 * size
+    assert 0 < np.abs(np.subtract(*means)).max() < 0.2 * size
 
 
 @pytest.mark.parametrize(

@@ -1,36 +1,57 @@
-"""Batches from a data set: sampling, workers and collating."""
+"""Batches from a data set: sampling, loading examples, workers and collating."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import logging
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch.utils.data import DataLoader
 
+from detector.config import SelectionRule
 from detector.errors import UserError
-from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler, Request, collate, pack, pad_texts, unpack
+from e2e_vl.data.base import VLDataset
+from e2e_vl.data.batching import (
+    BatchLoader,
+    ExampleDataset,
+    GroupedBatchSampler,
+    Request,
+    collate,
+    pack,
+    pad_texts,
+    random_generator,
+    unpack,
+)
+from e2e_vl.data.image_loader import open_boxes
 from e2e_vl.data.tables import TextGroups
 from e2e_vl.examples import (
     DetectionObjects,
     Example,
+    GeneratorFactory,
     ImageExample,
     ImageTransform,
+    Preprocessor,
     Targets,
     TextExample,
     per_wordpiece,
     stacked,
 )
+from e2e_vl.samples import Sample, SampleText
 from e2e_vl.structures import RegionLabels
 from e2e_vl.tasks.refcoco import ReferringPreprocessor
 from e2e_vl.text import TextEncoding, TextTokenizer
-from tests.data.helpers import examples
-from tests.data.tiny_readers import refcoco
+from tests.data.helpers import DOUBLE, SAME, examples, refused, words_of
+from tests.data.tiny_readers import READERS, captions, refcoco
+from tests.data.tiny_refcoco import GT_7
 
 GROUPS = [[0, 1, 2, 3, 4], [5], [6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17], [18, 19, 20]]
 TEXTS = list(range(21))
@@ -61,12 +82,6 @@ def test_every_text_once_an_epoch_and_only_the_last_batch_is_filled_up(texts_per
     for request in requests:
         assert set(request.texts) <= set(GROUPS[request.group])
         assert len(request.texts) <= (texts_per_image or 99)
-
-
-def test_an_epoch_smaller_than_a_batch_fills_up_by_repeating():
-    [batch] = make([[0], [1, 2]], 7, seed=1)
-    assert len(batch) == 7
-    assert set(texts_of([batch])) == {0, 1, 2}
 
 
 def test_accumulation_fills_up_the_last_step_and_leaves_the_order():
@@ -182,12 +197,6 @@ class Echo:
         return request.texts
 
 
-def join_or_refuse(examples):
-    if (5,) in examples and len(examples) == 1:
-        raise ValueError("these do not go together")
-    return examples
-
-
 def echo_loader(dataset, workers: int, **options) -> BatchLoader:
     sampler = GroupedBatchSampler(THREE_GROUPS, 2, 1, shuffle=False)
     return BatchLoader(dataset, sampler, list, workers=workers, **options)
@@ -210,23 +219,6 @@ def test_an_error_about_the_data_is_raised_as_it_was(workers, error):
     assert str(caught.value) == "photo_3.jpg is missing", "and no traceback of a worker"
     iterator = iter(echo_loader(Echo(3, error), workers))
     assert next(iterator) == [(0,), (1,)], "the batches before it are whole"
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_joining_is_raised_as_it_was(workers):
-    batches = BatchLoader(
-        Echo(), GroupedBatchSampler(THREE_GROUPS, 5, 1, shuffle=False), join_or_refuse, workers=workers
-    )
-    with pytest.raises(ValueError) as caught:
-        list(batches)
-    assert str(caught.value) == "these do not go together"
-
-
-def test_workers_may_stay_for_the_next_epoch():
-    batches = echo_loader(Echo(), 1, keep_workers=True)
-    first = list(batches)
-    batches._loader.batch_sampler.set_epoch(1)
-    assert list(batches) == first
 
 
 def test_no_seed_is_drawn_from_the_generator_of_the_model():
@@ -483,3 +475,164 @@ def test_places_of_answers_and_regions_of_tokens():
     batch = pad_texts([one, other])
     assert batch.summary.tolist() == [1, 0] and batch.summary.dtype == torch.int64
     assert batch.region_of_token.tolist() == [[-1, -1, -1], [1, -1, -1]]
+
+
+ALL = SelectionRule(min_score=0.0, min_regions=0, max_regions=100)
+
+
+@pytest.fixture(params=READERS)
+def dataset(request, tiny) -> VLDataset:
+    return READERS[request.param](tiny)
+
+
+def request(dataset: VLDataset, group: int = 0, epoch: int = 0) -> Request:
+    return Request(group, tuple(dataset.groups[group]), epoch)
+
+
+# Every reader
+
+
+def test_one_image_with_all_its_texts(dataset, tiny):
+    data = examples(dataset, tiny.tokenizer, with_objects=True)
+    assert len(data) == len(dataset) and data.groups == dataset.groups
+    example = data[request(dataset)]
+    [image] = example.images
+    np.testing.assert_array_equal(image.boxes, GT_7)
+    assert image.objects.boxes.shape[1] == 4
+    assert [text.record["text_index"] for text in example.texts] == list(dataset.groups[0])
+    for text in example.texts:
+        assert text.image_index == (0,)
+        assert text.record == json.loads(json.dumps(text.record))
+        assert text.record["file_name"] == image.name
+        assert text.record["image_size"] == [60, 100]
+        assert text.record["flipped"] is False
+
+
+def test_randomness_depends_on_seed_epoch_and_text_only(dataset, tiny):
+    def draws(seed: int) -> list[tuple[bool, int, int]]:
+        data = examples(dataset, tiny.tokenizer, resize=(SAME, DOUBLE), flip_probability=0.5, seed=seed)
+        requests = [Request(0, (text,), epoch) for epoch in range(12) for text in dataset.groups[0]]
+        made = [data[one] for one in requests]
+        again = [data[one].images[0].pixels for one in reversed(requests)]
+        for example, pixels in zip(made, reversed(again), strict=True):
+            np.testing.assert_array_equal(example.images[0].pixels, pixels)
+        return [(e.texts[0].record["flipped"], e.images[0].pixels.shape[0], e.texts[0].seed) for e in made]
+
+    first = draws(1)
+    assert first == draws(1)
+    assert first != draws(2)
+    assert {row[:2] for row in first} == {(flipped, height) for flipped in (False, True) for height in (60, 120)}
+
+
+def test_workers_give_the_same_examples(dataset, tiny):
+    data = examples(dataset, tiny.tokenizer, resize=(SAME, DOUBLE), flip_probability=0.5)
+    requests = [Request(0, (text,), epoch) for epoch in range(3) for text in dataset.groups[0]]
+    loader = DataLoader(data, sampler=requests, batch_size=None, num_workers=2)
+    for example, one in zip(loader, requests, strict=True):
+        expected = data[one]
+        np.testing.assert_array_equal(example.images[0].pixels, expected.images[0].pixels)
+        assert [text.seed for text in example.texts] == [text.seed for text in expected.texts]
+        assert [text.record for text in example.texts] == [text.record for text in expected.texts]
+
+
+def test_an_image_that_is_missing_or_broken_is_named(dataset, tiny):
+    [image] = dataset.sample(dataset.groups[1]).images
+    data = examples(dataset, tiny.tokenizer)
+    good = image.locate().read_bytes()
+    image.locate().write_bytes(good[:60])
+    with refused(image.locate().name, "data.skip_broken"):
+        data[request(dataset, 1)]
+    image.locate().unlink()
+    with pytest.raises(FileNotFoundError, match=image.locate().name):
+        data[request(dataset, 1)]
+
+
+# Broken images may be skipped
+
+
+def broken(tiny, number: int, **options) -> ExampleDataset:
+    """Three photos with two captions each; the first `number` photos are damaged."""
+    for row in tiny.instances["images"][:number]:
+        path = tiny.images_root / row["file_name"]
+        path.write_bytes(path.read_bytes()[:60])
+    return examples(captions(tiny), tiny.tokenizer, **options)
+
+
+def test_broken_images_may_be_replaced_but_never_in_silence(tiny, caplog):
+    data = broken(tiny, 2, skip_broken=True)
+    with caplog.at_level(logging.WARNING):
+        example = data[Request(0, (0, 1))]
+    assert [text.record["image_id"] for text in example.texts] == ["9", "9"]
+    assert [text.record["text_index"] for text in example.texts] == [4, 5]
+    np.testing.assert_array_equal(example.images[0].boxes, [[0, 0, 30, 59], [30, 0, 59, 59]])
+    assert data.broken == {0, 1}
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "seven.png" in caplog.text
+    assert "The next image takes its place (2 unreadable images so far" in caplog.text
+    assert len(data[Request(0, (1,))].texts) == 1, "as many texts as were asked for"
+    assert data[Request(2, (4,))].texts[0].record["text_index"] == 4
+    with pytest.raises(ValueError, match=r"seven\.png"):
+        broken(tiny, 0)[Request(0, (0,))]
+
+
+def test_the_replacement_looks_as_the_broken_image_would_have(tiny):
+    options = {"resize": (SAME, DOUBLE), "flip_probability": 0.5}
+    whole = examples(captions(tiny), tiny.tokenizer, **options)
+    looks = [data_look(whole[Request(0, (0,), epoch)]) for epoch in range(8)]
+    data = broken(tiny, 1, skip_broken=True, **options)
+    assert [data_look(data[Request(0, (0,), epoch)]) for epoch in range(8)] == looks
+    assert len(set(looks)) > 2
+
+
+def data_look(example) -> tuple[bool, float]:
+    image_transform = example.images[0].image_transform
+    return image_transform.flipped, round(min(image_transform.size) / 60)
+
+
+def test_nothing_but_broken_images_is_an_error(tiny):
+    with pytest.raises(ValueError, match="20 images in a row cannot be read"):
+        broken(tiny, 3, skip_broken=True)[Request(0, (0,))]
+    dataset = captions(tiny)
+    dataset.groups = TextGroups.consecutive([2])
+    with pytest.raises(ValueError, match=r"seven\.png"):
+        examples(dataset, tiny.tokenizer, skip_broken=True)[Request(0, (0,))]
+
+
+def test_a_wrong_box_or_size_is_not_taken_for_a_broken_image(tiny):
+    tiny.detections[1]["box"] = [101, 5, 10, 10]
+    reader = open_boxes([tiny.write().detections_file], ALL, with_features=False)
+    data = examples(captions(tiny), tiny.tokenizer, "detections", reader, skip_broken=True)
+    with refused("dets.json: image 7", "box 1"):
+        data[Request(0, (0,))]
+    Image.new("RGB", (41, 80)).save(data.dataset.sample(data.groups[1]).images[0].locate())
+    with refused("41 x 80", "40 x 80"):
+        data[Request(1, (2,))]
+
+
+# Random generators of texts
+
+
+def test_a_preprocessor_draws_from_the_generator_of_its_text(tiny):
+    dataset = captions(tiny)
+    data = examples(dataset, tiny.tokenizer, seed=5)
+    example = data[Request(1, (3, 2), 4)]
+    assert [text.seed for text in example.texts] == [int(random_generator(5, 4, n).integers(99)) for n in (3, 2)]
+
+
+class Sure(Preprocessor):
+    """Two texts of each, the second about no image."""
+
+    def encode_text(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
+    ) -> Iterable[TextExample]:
+        yield TextExample(self.text_tokenizer.single([]), text.image_index, self.record(text, images))
+        yield TextExample(self.text_tokenizer.single([]), (), {})
+
+
+def test_a_preprocessor_may_give_several_examples_of_a_text(tiny):
+    data = examples(captions(tiny), Sure(TextTokenizer(tiny.tokenizer)))
+    example = data[Request(1, (2, 3))]
+    assert [text.image_index for text in example.texts] == [(0,), (), (0,), ()]
+    assert words_of(example.texts[1], tiny.tokenizer) == ["[CLS]", "[SEP]"]
+    batch = collate([example], (0, 0, 0), (1, 1, 1))
+    assert torch.equal(batch.image_index, torch.tensor([[0], [-1], [0], [-1]]))

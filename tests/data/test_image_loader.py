@@ -142,7 +142,7 @@ def test_some_of_the_objects_are_candidates(photo):
     assert load(dataclasses.replace(photo, candidates=())).boxes.shape == (0, 4)
 
 
-@pytest.mark.parametrize("source", ["gt", "detections", "detections+gt", "online"])
+@pytest.mark.parametrize("source", ["gt", "detections+gt"])
 def test_boxes_that_come_with_a_sample_go_before_every_other_source(tiny, photo, source):
     probabilities = np.array([[0.25, 0.75]], dtype=np.float32)
     own = CandidateBoxes(np.array([[1.0, 2, 30, 40]]), "--boxes", class_probs=probabilities)
@@ -160,12 +160,12 @@ def test_a_box_outside_its_image_is_named(tiny, photo):
         load(dataclasses.replace(photo, boxes=own))
 
 
-def test_boxes_to_hide_move_with_the_image(photo):
+def test_boxes_to_mask_move_with_the_image(photo):
     hide = np.array([[10.0, 0, 20, 60]])
     image = load(dataclasses.replace(photo, boxes_to_mask=hide), "online", resize=DOUBLE, flip=True)
     np.testing.assert_array_equal(image.boxes_to_mask, [[159, 0, 179, 119]])
     nothing = load(dataclasses.replace(photo, boxes_to_mask=np.zeros((0, 4))), "online")
-    assert nothing.boxes_to_mask.shape == (0, 4), "exactly nothing is to be hidden"
+    assert nothing.boxes_to_mask.shape == (0, 4), "exactly nothing is to be masked"
 
 
 # Targets of the detection losses
@@ -365,13 +365,6 @@ def test_a_slanted_outline():
     triangle = np.array([[0, 0], [5.5, 0.2], [0.3, 5]])
     mask = instance_mask([triangle], np.array([0, 0, 5, 5]), side=6)
     assert picture(mask) == ["#.....", ".####.", ".###..", ".##...", ".#....", "......"]
-
-
-def test_several_outlines_are_joined_and_none_is_empty():
-    left, right = ([[x, 0], [x + 1, 0], [x + 1, 13], [x, 13]] for x in (0, 9))
-    mask = instance_mask([np.array(left), np.array(right)], np.array([0, 0, 13, 13]))
-    assert picture(mask)[0] == "##.......##..."
-    assert not instance_mask([], np.array([0, 0, 13, 13])).any()
 
 
 def test_the_hole_of_a_crossing_outline():
