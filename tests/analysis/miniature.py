@@ -93,7 +93,7 @@ def perfect_features(path: Path) -> Iterator[RegionFeatures]:
 
 
 def train_miniature(folder: Path, steps: int) -> tuple[RunConfig, VisionLanguageModel]:
-    """GeneratorFactory, train and save a model into `folder / "run"`."""
+    """Draw data, train and save a model into `folder / "run"`."""
     config = draw_data(folder)
     run = folder / "run"
     build_vocabulary(training_texts(config), run / "vocab.txt")

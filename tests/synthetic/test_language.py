@@ -92,7 +92,7 @@ def test_an_unclear_object_spoils_an_expression():
         assert referent(parse("the circle next to the square"), graph) == expected
 
 
-def test_facts_about_overlap():
+def test_overlaps_and_distances():
     graph = SceneGraph(SCENE)
     assert members(graph.related["in front"][0]) == [1]
     assert members(graph.related["behind"][1]) == [0]
