@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from detector.errors import UserError
 from detector.structures import Regions
 from e2e_vl.data.config import VCROptions
 from e2e_vl.metrics.vcr import VCRPrediction
+from e2e_vl.samples import AnnotatedObjects, Question
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, RegionLabels, TaskOutput, TextRegions, gather_regions
 from e2e_vl.tasks.base import PredictionSummary
 from e2e_vl.tasks.config import VCRConfig
@@ -314,3 +316,38 @@ def test_question_and_choice_lose_their_fronts(tiny):
     assert texts[0].region_of_token.tolist() == [-1] * 5 + [1] + [-1] * 34
     assert short == ["[CLS]", *["so"] * 4, "riley", *["why"] * 31, "[SEP]", ".", "[SEP]"]  # of 40 pieces 3: 2 and 1
     assert texts[0].record["text"].split() == ["so"] * 6 + ["Riley"] + ["why"] * 31
+
+
+# A user's question
+
+
+def question(answer: str | None = None, choices: tuple = ("yes", "no", "[0] is", "[1]"), **more) -> Question:
+    names = ("chair", "person")
+    boxes = AnnotatedObjects(np.array([[1.0, 2, 9, 8], [5, 5, 20, 20]]), "--boxes", names=names)
+    given = {"class_names": ("person", "cat", "chair"), "boxes": boxes} | more
+    return Question(Path("a.jpg"), "Why is [0,1] here ?", choices=choices, answer=answer, **given)
+
+
+def test_a_question_names_the_given_boxes():
+    sample = VCRTask(8).question(question())
+    [text], [image] = sample.texts, sample.images
+    assert text.query == (["Why", "is", [0, 1], "here", "?"],) and text.choices[2] == [[0], "is"]
+    assert image.objects.classes.tolist() == [2, 0]
+    assert image.objects.outlines[0][0].tolist() == [[1, 2], [10, 2], [10, 9], [1, 9]]
+    sample = VCRTask(8).question(question("because [1]", accepts_answer=True))
+    assert sample.texts[0].query[1] == ["because", [1]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (question(boxes=None), "takes boxes"),
+        (question(choices=("yes", "no")), "four choices, and no answer"),
+        (question("because"), "no answer"),
+        (question(accepts_answer=True), "the answer, for which"),
+        (question(class_names=("cat", "person")), "--boxes: the class 'chair'"),
+    ],
+)
+def test_questions_that_cannot_be_answered(asked, message):
+    with pytest.raises(UserError, match=message):
+        VCRTask(8).question(asked)

@@ -100,12 +100,9 @@ class MaskedRegions(Objective):
             )
         classes = top_classes(self.classify(output.encoded.regions[0, regions.is_masked[0]]).softmax(dim=1), names)
         boxes = (batch.boxes[0] / batch.images.scales[0].repeat(2))[is_masked].tolist()
-        class_probs = batch.region_labels.class_probs
-        seen = (
-            [None] * len(boxes)
-            if class_probs is None
-            else [row[0] for row in top_classes(class_probs[0][is_masked], names)]
-        )
+        seen, class_probs = [None] * len(boxes), batch.region_labels.class_probs
+        if class_probs is not None:
+            seen = [row[0] for row in top_classes(class_probs[0][is_masked], names)]
         return {
             "masked_regions": [MaskedRegion(tuple(box), *row) for box, *row in zip(boxes, classes, seen, strict=True)]
         }
