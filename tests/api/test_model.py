@@ -19,6 +19,7 @@ from PIL import Image
 import e2e_vl
 from e2e_vl.api import model as trained_model
 from e2e_vl.api.model import TrainedModel
+from e2e_vl.samples import Question
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -161,6 +162,12 @@ def test_hidden_regions_and_masked_words_of_a_pretraining_run(pretraining_run):
     words = model.ask(image, "a [MASK] circle")
     assert not words.prediction.masked_regions
     assert words.answer == words.lines[0] and "circle" in words.answer
+
+    again, output = model.look(Question(Path(image), "a [MASK] circle"))
+    wordpieces, kept = output.batch.texts.input_ids[0].tolist(), output.text_regions.row[0] >= 0
+    place = wordpieces.index(model.tokenizer.mask_token_id)
+    shares = output.encoded.attentions[-1][0, :, place, len(wordpieces) : len(wordpieces) + len(kept)].mean(dim=0)
+    assert place > 0 and again.attention == pytest.approx(shares[kept].numpy()), "the attention of the masked word"
 
 
 def test_an_answer_does_not_depend_on_the_images_that_are_asked_about_beside_it(model, records):
