@@ -131,7 +131,7 @@ class RunLog:
         write_text(path, "".join(json_text(line, str(path)) + "\n" for line in kept))
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """Append one line; a value that is NaN or infinite becomes null, and its name stands under `not_finite`.
+        """Append one line; a value that is NaN or infinite becomes null, and its name is in `not_finite`.
 
         Args:
             kind: "train"; "eval" for an evaluation on the images that all evaluations of the run share, and "final"

@@ -83,7 +83,7 @@ def add_detector_options(parser: argparse.ArgumentParser, max_proposals: int | N
     named.add_argument("--run", type=Path, help="trained run directory: its detector and its image size")
     parser.add_argument("--config", type=Path, help="Detectron2 YAML file (default: ResNet-101 C4)")
     parser.add_argument("--backend", choices=BACKENDS, help="detector (default: builtin, or the run's)")
-    shown = "as the config says" if max_proposals is None else max_proposals
+    shown = "from the config" if max_proposals is None else max_proposals
     parser.add_argument(
         "--max-proposals", type=int, default=max_proposals, help=f"RPN proposals that are used (default: {shown})"
     )

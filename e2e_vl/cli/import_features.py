@@ -6,7 +6,7 @@
     e2e-vl import-features ban train.hdf5 --ids train_imgid2idx.pkl --output features/flickr30k/train.h5
 
 pythia: a folder of .npy files, COCO's images of one set. They have no boxes, so every region gets the box of its whole
-image, whose size is in COCO's JSON of captions, instances or image facts (--sizes, one or several files). VisualBERT
+image, whose size is in COCO's JSON of captions, instances or image info (--sizes, one or several files). VisualBERT
 reads no boxes of them. detectron: one or more .th files of one split, as for NLVR2, which are in memory at once. No
 file has the sizes of the images, so an image ends at its outermost boxes. ban: an HDF5 file and its pickle of rows; an
 image's size follows from its boxes in pixels and in fractions of the image.

@@ -220,12 +220,12 @@ class DataFiles:
     """The files of `data.files`, relative to `data.root`; their names may have placeholders such as {split}.
 
     Args:
-        known: keys of the files that the data set reads.
+        file_keys: keys of the files that the data set reads.
     """
 
-    def __init__(self, settings: DataSettings, known: Sequence[str]) -> None:
+    def __init__(self, settings: DataSettings, file_keys: Sequence[str]) -> None:
         for key in settings.files:
-            check_name(key, known, f"data.files of {settings.name}: the key")
+            check_name(key, file_keys, f"data.files of {settings.name}: the key")
         self.root = user_path(settings.root, "data.root")
         self.settings = settings
 

@@ -289,7 +289,7 @@ class ShardCaptions(CaptionSource):
 
 
 class CaptionDataset(VLDataset):
-    """Captions of one split, grouped by image; the top of this file says which files there are."""
+    """Captions of one split, grouped by image; the top of this file lists the files."""
 
     file_keys = ("images", "captions", "shards", "instances", "metadata", "corpus", "detections", "features")
     annotation_files = ("instances", "metadata")

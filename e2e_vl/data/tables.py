@@ -1,7 +1,7 @@
 """Lists and files that are too large for Python objects, in the forms that data workers share without copying.
 
-A forked worker that looks at a Python object writes its reference count, so a list of a million records is copied into
-every worker, page by page. Records that are serialised into one numpy array have no reference counts. Of files larger
+Reading a Python object changes its reference count, so a list of a million records is copied, page by page,
+into every forked worker. Records that are serialised into one numpy array have no reference counts. Of files larger
 than memory (text corpora, zip archives, shards) only a numpy index is kept, memory-mapped from disk.
 """
 

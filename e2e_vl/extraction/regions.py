@@ -342,7 +342,7 @@ def detector_of_run(
     config = load_config(folder / "config.yaml")
     if config.detector.backend not in BACKENDS:
         raise UserError(
-            f"{run_dir}: detector.backend is {config.detector.backend}, so the run has no detector that can look at "
+            f"{run_dir}: detector.backend is {config.detector.backend}, so the run has no detector for "
             "images; give --config and --weights."
         )
     resize = config.data.resize
@@ -365,7 +365,7 @@ def extract_image(
     """The regions of one image by the rule "score", best score first: bulk extraction with a batch of one.
 
     Attributes are predicted if the source has names for them. The features are of the proposals or of the final boxes,
-    as the config's MODEL.ROI_HEADS.FEATURES_OF says.
+    according to the config's MODEL.ROI_HEADS.FEATURES_OF.
 
     Args:
         rule: which of the predicted boxes are kept.
