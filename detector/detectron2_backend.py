@@ -20,7 +20,7 @@ from detector.backbones import BLOCKS_PER_STAGE
 from detector.config import OUR_KEYS, STAGES, DetectorConfig, ResNetConfig, nest
 from detector.errors import MissingPackageError, UserError
 from detector.faster_rcnn import TwoStageDetector, pad_to_multiple
-from detector.roi_heads import CHUNK, AttributeHead, Detections
+from detector.roi_heads import CHUNK, AttributeHead, Detections, mask_maps
 from detector.rpn import configured_cell_anchors
 from detector.structures import (
     DetectionTargets,
@@ -182,7 +182,10 @@ class Detectron2Detector(TwoStageDetector):
         return (heads.box_pooler if self.config.has_box_head else heads.pooler)(maps, boxes)
 
     def describe(
-        self, features: FeatureMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None = None
+        self,
+        features: FeatureMaps,
+        rois: Float[Tensor, "J 5"],
+        masks: Float[Tensor, "masks rows columns"] | None = None,
     ) -> RoIFeatures:
         if not (torch.is_grad_enabled() or self.training or len(rois) <= CHUNK):
             parts = torch.arange(len(rois), device=rois.device).split(CHUNK)
@@ -194,8 +197,7 @@ class Detectron2Detector(TwoStageDetector):
         maps = self.pool(features, rois[order])
         if not self.config.has_box_head:
             maps = self.roi_heads.res5(maps)
-        if masks is not None:
-            maps = maps * masks[order].to(maps.dtype)[:, None]
+        maps = mask_maps(maps, None if masks is None else masks[order])
         if not self.config.has_box_head:
             mean = maps.mean(dim=(2, 3))[back]
             return RoIFeatures(mean, mean)

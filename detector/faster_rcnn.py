@@ -75,7 +75,10 @@ class TwoStageDetector(Detector):
 
     @abc.abstractmethod
     def describe(
-        self, features: FeatureMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None = None
+        self,
+        features: FeatureMaps,
+        rois: Float[Tensor, "J 5"],
+        masks: Float[Tensor, "masks rows columns"] | None = None,
     ) -> RoIFeatures:
         """Features of RoIs; `masks` as in `Detector.forward`."""
 
@@ -256,7 +259,10 @@ class FasterRCNN(TwoStageDetector):
         return self.roi_heads.losses(inputs, sampled, targets)
 
     def describe(
-        self, features: FeatureMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None = None
+        self,
+        features: FeatureMaps,
+        rois: Float[Tensor, "J 5"],
+        masks: Float[Tensor, "masks rows columns"] | None = None,
     ) -> RoIFeatures:
         return self.roi_heads.describe(features, rois, masks)
 

@@ -20,6 +20,7 @@ from torchvision.ops import batched_nms, clip_boxes_to_image
 from detector.backbones import ConvNorm, Res5
 from detector.boxes import box_regression_loss, decode_deltas, is_at_least, match, pairwise_iou, subsample
 from detector.config import AttributeConfig, BoxHeadConfig, DetectorConfig, ROIHeadsConfig
+from detector.errors import UserError
 from detector.roi_pooler import RoIPooler
 from detector.structures import (
     DetectionTargets,
@@ -205,8 +206,15 @@ class Detections(NamedTuple):
     proposal_index: list[Int64[Tensor, " _R"]]  # row of the proposal that each box came from
 
 
-def _masked(maps: Float[Tensor, "J D S S"], masks: Float[Tensor, "J S S"] | None) -> Float[Tensor, "J D S S"]:
-    return maps if masks is None else maps * masks.to(maps.dtype)[:, None]
+def mask_maps(
+    maps: Float[Tensor, "J D S S"], masks: Float[Tensor, "masks rows columns"] | None
+) -> Float[Tensor, "J D S S"]:
+    """RoI maps times their masks [J, S, S]; unchanged without masks."""
+    if masks is None:
+        return maps
+    if masks.shape != maps[:, 0].shape:
+        raise UserError(f"RoI masks have shape {list(masks.shape)}; these boxes need {list(maps[:, 0].shape)}.")
+    return maps * masks.to(maps.dtype)[:, None]
 
 
 class ROIHeads(nn.Module, abc.ABC):
@@ -223,12 +231,15 @@ class ROIHeads(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _describe(
-        self, maps: LevelMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None
+        self, maps: LevelMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "masks rows columns"] | None
     ) -> RoIFeatures:
         """`describe` without chunks, from the maps of IN_FEATURES."""
 
     def describe(
-        self, features: FeatureMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None = None
+        self,
+        features: FeatureMaps,
+        rois: Float[Tensor, "J 5"],
+        masks: Float[Tensor, "masks rows columns"] | None = None,
     ) -> RoIFeatures:
         """Features of RoIs; `masks` [J, S, S] multiply the last RoI maps: the output of res5 before its mean over
         S * S cells, or the pooled maps before the box head.
@@ -337,9 +348,9 @@ class Res5ROIHeads(ROIHeads):
         return self.res5(self.pool([features], rois))
 
     def _describe(
-        self, maps: LevelMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None
+        self, maps: LevelMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "masks rows columns"] | None
     ) -> RoIFeatures:
-        mean = _masked(self.res5_map(maps[0], rois), masks).mean(dim=(2, 3))
+        mean = mask_maps(self.res5_map(maps[0], rois), masks).mean(dim=(2, 3))
         return RoIFeatures(mean, mean)
 
 
@@ -353,9 +364,9 @@ class StandardROIHeads(ROIHeads):
         self.box_predictor = BoxPredictor(self.box_head.predictor_dim, config.roi_heads, config.attributes)
 
     def _describe(
-        self, maps: LevelMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None
+        self, maps: LevelMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "masks rows columns"] | None
     ) -> RoIFeatures:
-        return self.box_head(_masked(self.pool(maps, rois), masks))
+        return self.box_head(mask_maps(self.pool(maps, rois), masks))
 
 
 def _take_matched(values: list[Shaped[Tensor, "_G ..."]], sampled: SampledRoIs) -> Shaped[Tensor, "J ..."]:
