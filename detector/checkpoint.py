@@ -272,10 +272,10 @@ def load_checkpoint(
             box predictor keep their values even where the file holds some.
     """
     weights = read_weights(path)
-    own = detector.state_dict()
+    names = detector.state_dict().keys()
     tensors, layout = to_detector_names(
         weights.tensors,
-        own,
+        names,
         detector.config,
         weights.path,
         matching_heuristics=weights.matching_heuristics,
@@ -283,31 +283,26 @@ def load_checkpoint(
     )
     options = EXPECT[expect]
     if expect == "backbone":
-        options = {"only": next(trunk for trunk in TRUNKS if any(name.startswith(trunk) for name in own))}
+        options = {"only": next(trunk for trunk in TRUNKS if any(name.startswith(trunk) for name in names))}
     report = load_weights(detector, tensors, path, layout=layout, **options)
     published = known_weights(path)
-    if published is not None:
-        _warn_of_conventions(detector.config, published)
+    if published is not None:  # warn of settings that no shape shows
+        own, theirs = detector.config.to_flat(), DetectorConfig.from_yaml(published.config_path).to_flat()
+        different = [f"{key} {theirs[key]}" for key in CONVENTIONS if own.get(key) != theirs.get(key) and key in theirs]
+        if different:
+            logger.warning(
+                "%s was made with %s, and the detector's config has other values; its features will differ (%s.yaml in "
+                "detector/published has what it needs).",
+                *(published.name, ", ".join(different), published.config),
+            )
     if expect == "backbone":
         return report
     load_class_names(detector, weights.path.parent)
     if detector.class_names is None and published is not None:
-        names = published.read_class_names()
-        if names is not None and len(names) == detector.num_classes:  # a file of the same name may be another one
-            detector.class_names = names
+        class_names = published.read_class_names()
+        if class_names and len(class_names) == detector.num_classes:  # a file of the same name may be another one
+            detector.class_names = class_names
     return report
-
-
-def _warn_of_conventions(config: DetectorConfig, published: NamedWeights) -> None:
-    """Warn of settings that differ from the ones that published weights were made with, and that no shape shows."""
-    own, theirs = config.to_flat(), DetectorConfig.from_yaml(published.config_path).to_flat()
-    different = [f"{key} {theirs[key]}" for key in CONVENTIONS if own.get(key) != theirs.get(key) and key in theirs]
-    if different:
-        logger.warning(
-            "%s was made with %s, and the detector's config has other values; its features will differ (%s.yaml in "
-            "detector/published has what it needs).",
-            *(published.name, ", ".join(different), published.config),
-        )
 
 
 def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
@@ -320,12 +315,6 @@ def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
             save_file(plain, part)
         else:
             torch.save({"model": plain}, part)
-
-
-def save_pretrained(detector: TwoStageDetector, directory: str | Path) -> None:
-    """Write `config.yaml` and `model.safetensors` (Detectron2's parameter names) into a folder, made if needed."""
-    save_weights(detector.state_dict(), Path(directory) / WEIGHTS_NAME)
-    save_settings(detector, directory)
 
 
 def save_settings(detector: Detector, directory: str | Path) -> None:
@@ -348,16 +337,3 @@ def load_class_names(detector: Detector, directory: str | Path) -> None:
             f"{path} names {len(names)} classes, but the detector has {detector.num_classes}; remove it or correct it."
         )
     detector.class_names = tuple(names)
-
-
-def load_pretrained(directory: str | Path, backend: str = "builtin") -> TwoStageDetector:
-    """A detector as `save_pretrained` wrote it, on CPU and in evaluation mode.
-
-    Args:
-        backend: builtin or detectron2; each reads the files of the other.
-    """
-    directory = Path(directory)
-    detector = detector_class(backend)(DetectorConfig.from_yaml(directory / CONFIG_NAME))
-    load_strictly(detector, directory / WEIGHTS_NAME)
-    load_class_names(detector, directory)
-    return detector.eval()

@@ -14,12 +14,12 @@ from PIL import Image
 from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
 
 import e2e_vl
-from detector.checkpoint import load_pretrained, save_pretrained
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule
 from detector.zoo import cache_folder, known_weights
 from e2e_vl.api.detector import TrainedDetector
+from tests.detector.published import load_detector, save_detector
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -54,7 +54,7 @@ def test_given_boxes_keep_their_order_and_get_features(detector, photo):
 
 
 def test_a_saved_detector_and_a_file_with_its_config(detector, photo, tmp_path, trained_run):
-    save_pretrained(load_pretrained(trained_run.path / "model" / "detector"), tmp_path / "saved")
+    save_detector(load_detector(trained_run.path / "model" / "detector"), tmp_path / "saved")
     config = tmp_path / "saved" / "config.yaml"
     expected = detector.regions(photo, boxes=[[2, 3, 40, 50]]).features
     for again in (
@@ -106,7 +106,7 @@ def test_names_of_classes_and_attributes_from_files(tmp_path: Path):
         "ROI_BOX_HEAD": {"POOLER_RESOLUTION": 4, "ATTRIBUTES": attributes},
     }
     sizes = {"MIN_SIZE_TEST": 96, "MAX_SIZE_TEST": 160}
-    save_pretrained(FasterRCNN(DetectorConfig.from_yaml({"MODEL": tree, "INPUT": sizes})), tmp_path / "saved")
+    save_detector(FasterRCNN(DetectorConfig.from_yaml({"MODEL": tree, "INPUT": sizes})), tmp_path / "saved")
     Image.fromarray(np.full((60, 80, 3), 90, np.uint8)).save(tmp_path / "photo.png")
     (tmp_path / "objects.txt").write_text("yolk,egg yolk\r\ngoal\r\nbathroom\r\n", newline="")
     (tmp_path / "attributes.txt").write_text("up\nfloppy\n")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LxmertForQuestionAnswering
 
-from detector.checkpoint import load_checkpoint, load_pretrained
+from detector.checkpoint import load_checkpoint
 from detector.config import DetectorConfig
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
@@ -23,6 +23,7 @@ from e2e_vl.run.build import build_model, build_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.vl_bert import OfficialVLBert
+from tests.detector.published import load_detector
 from tests.weights.official_detector import OFFICIAL_DETECTOR
 from tests.weights.starts import replaced
 
@@ -59,7 +60,7 @@ def test_into_a_folder_and_both_files(
         assert tool.main([str(source), "--config", str(config), "--output", str(tmp_path / name)]) == 0
         report = capsys.readouterr().out
         assert f"layout: Detectron2\nmatched: {len(state)}\nmissing: 0\nunexpected: 0\nmismatched: 0\n" in report
-    assert load_pretrained(tmp_path / "out").config == detector.config
+    assert load_detector(tmp_path / "out").config == detector.config
     files = (
         load_file(tmp_path / "out" / "model.safetensors"),
         torch.load(tmp_path / "new" / "b.pth", weights_only=True)["model"],

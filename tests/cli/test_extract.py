@@ -19,11 +19,12 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 
 import e2e_vl
-from detector.checkpoint import save_pretrained, save_weights
+from detector.checkpoint import save_weights
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.cli import extract
 from e2e_vl.data.features import open_features
+from tests.detector.published import save_detector
 
 TINY = """
 MODEL:
@@ -104,7 +105,7 @@ def test_a_detector_by_its_folder(config: Path, tmp_path: Path, capsys: pytest.C
     image, _ = write_image(tmp_path, "rotated")
     detector = FasterRCNN(DetectorConfig.from_yaml(config)).eval()
     detector.class_names = tuple(f"thing {number}" for number in range(detector.num_classes))
-    save_pretrained(detector, tmp_path / "saved")
+    save_detector(detector, tmp_path / "saved")
     arguments = [str(image), "--output", str(tmp_path / "out")]
     assert extract.one_image([*arguments, "--detector", str(tmp_path / "saved")]) == 0
     by_folder = np.load(tmp_path / "out" / "regions.npz")["features"]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from detector.checkpoint import CONFIG_NAME, WEIGHTS_NAME, load_checkpoint, save_settings, save_weights
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.images import make_image_batch
@@ -66,6 +67,20 @@ def make(tree: dict, seed: int) -> FasterRCNN:
                 value.copy_(torch.rand_like(value) + 0.5 if "running_var" in name else 0.2 * torch.randn_like(value))
             elif "box_predictor" in name or RPN in name:
                 value.copy_(0.1 * torch.randn_like(value))
+    return model
+
+
+def save_detector(model: FasterRCNN, folder: Path) -> Path:
+    """Write a detector's settings and weights into a folder."""
+    save_weights(model.state_dict(), folder / WEIGHTS_NAME)
+    save_settings(model, folder)
+    return folder
+
+
+def load_detector(folder: Path) -> FasterRCNN:
+    """Read a detector as `save_detector` wrote it."""
+    model = FasterRCNN(DetectorConfig.from_yaml(folder / CONFIG_NAME)).eval()
+    load_checkpoint(model, folder)
     return model
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchvision.models import detection
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from detector.checkpoint import load_checkpoint, save_pretrained, save_weights
+from detector.checkpoint import load_checkpoint, save_weights
 from detector.config import DetectorConfig, flatten, load_tree
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule
@@ -55,7 +55,7 @@ def test_saved_as_detectron2_reads_it(tmp_path: Path, plain: FasterRCNN):
 
 
 def test_folders(tmp_path: Path, plain: FasterRCNN):
-    save_pretrained(plain, tmp_path / "run" / "model" / "detector")
+    published.save_detector(plain, tmp_path / "run" / "model" / "detector")
     for folder in ("run", "run/model", "run/model/detector"):
         model = published.make(published.WITHOUT_ATTRIBUTES, 3)
         assert load_checkpoint(model, tmp_path / folder).is_complete
