@@ -1,4 +1,4 @@
-"""`e2e-vl train`: where it finds files when it is called from another directory."""
+"""`e2e-vl train` and `evaluate`: files found from another directory, and errors of one sentence."""
 
 from __future__ import annotations
 
@@ -45,3 +45,39 @@ def test_a_run_is_evaluated_from_another_directory(project, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert evaluation_tool.main(["--run", "project/runs/tiny_refcoco", "--split", "val", "--boxes", "gt"]) == 0
     assert "val/accuracy_gt_boxes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_missing_image_is_one_sentence_also_from_a_worker(project, tiny_words, tmp_path, capfd, workers):
+    data = project / "data" / "tiny_refcoco"
+    image = min((data / "images" / "train2014").iterdir())
+    image.unlink()
+    words = [*tiny_words, f"data.root={data}", f"output={tmp_path / 'run'}", f"data.workers={workers}"]
+    words += ["data.texts_per_image=null", "data.check_images=0", "train.max_steps=6"]
+    assert tool.main(["--config", str(ROOT / "configs" / "tiny" / "refcoco.yaml"), *words]) == 2
+    err = capfd.readouterr().err
+    assert "Traceback" not in err and err.splitlines()[-1].startswith("error: ") and str(image) in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--split", "testC"], "'testC'"),
+        (["--boxes", "gt", "detector.weights=x.pth"], "detector.weights=x.pth"),  # a run has weights of its own
+        (["--boxes", "gt", "encoder.config.num_hidden_layers=3"], "model.safetensors does not fit"),
+    ],
+)
+def test_what_does_not_fit_a_run_is_one_sentence(trained_run, capfd, arguments, named):
+    assert evaluation_tool.main(["--run", str(trained_run.path), *arguments]) == 2
+    err = capfd.readouterr().err
+    assert "Traceback" not in err and named in err.splitlines()[-1]
+
+
+def test_an_interrupted_run_can_be_resumed(tiny_words, tmp_path, monkeypatch, capfd):
+    def interrupt(self, micro_batches):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("e2e_vl.run.train.Trainer.train_step", interrupt)
+    words = [*tiny_words, f"output={tmp_path / 'run'}"]
+    assert tool.main(["--config", str(ROOT / "configs" / "tiny" / "refcoco.yaml"), *words]) == 130
+    assert "--resume continues" in capfd.readouterr().err.splitlines()[-1]
