@@ -14,7 +14,6 @@ from e2e_vl.config import (
     DetectorSettings,
     EncoderSettings,
     ResizeSettings,
-    RunConfig,
     TaskSettings,
     TrainSettings,
     differences,
@@ -25,7 +24,7 @@ from e2e_vl.config import (
 from e2e_vl.encoders.config import LxmertSettings
 from e2e_vl.encoders.visual_bert import VisualBertEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig
-from e2e_vl.parts import DATASETS, ENCODERS, OBJECTIVES, TASKS
+from e2e_vl.parts import ENCODERS, OBJECTIVES
 from e2e_vl.tasks.config import PretrainingConfig, VQAConfig
 
 ROOT = Path(__file__).parents[1]
@@ -55,20 +54,15 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_command_line_beats_file_beats_base_beats_defaults(base):
-    child = write(base.parent / "deep" / "child.yaml", "base: ../base.yaml\ntrain: {epochs: 7, warmup_steps: 2}\n")
-    config = load_config(child, ["train.warmup_steps=9", "data.eval_splits=[testA, testB]"])
-    assert isinstance(config, RunConfig)
+    norm = "detector: {overrides: {MODEL: {RESNETS: {NORM: GN}}}}"
+    text = f"base: ../base.yaml\ntrain: {{epochs: 7, warmup_steps: 2}}\n{norm}\n"
+    child = write(base.parent / "deep" / "child.yaml", text)
+    words = ["data.eval_splits=[testA, testB]", "detector.overrides.MODEL.RPN.NMS_THRESH=0.5"]
+    config = load_config(child, ["train.warmup_steps=9", *words])
     assert (config.train.lr, config.train.epochs, config.train.warmup_steps) == (0.5, 7.0, 9)
     assert config.train.clip_norm == TrainSettings().clip_norm
     assert config.data.eval_splits == ["testA", "testB"]
-
-
-def test_free_settings_are_merged(base):
-    child = write(
-        base.parent / "child.yaml", "base: base.yaml\ndetector: {overrides: {MODEL: {RESNETS: {NORM: GN}}}}\n"
-    )
-    overrides = load_config(child, ["detector.overrides.MODEL.RPN.NMS_THRESH=0.5"]).detector.overrides
-    assert overrides == {"MODEL": {"RPN": {"NMS_THRESH": 0.5}, "RESNETS": {"DEPTH": 18, "NORM": "GN"}}}
+    assert config.detector.overrides == {"MODEL": {"RPN": {"NMS_THRESH": 0.5}, "RESNETS": {"DEPTH": 18, "NORM": "GN"}}}
 
 
 def test_sizes_of_the_detector_file_are_left_open(base):
@@ -81,12 +75,9 @@ def test_sizes_of_the_detector_file_are_left_open(base):
 def test_the_settings_of_parts_are_structs(base):
     config = load_config(base, ["eval.boxes=[gt, online]"])
     assert config.task.config == VQAConfig(answers=["a", "b"])
-    assert (
-        isinstance(config.encoder.config, ENCODERS["vl_bert"].config_class) and config.encoder.config.hidden_size == 24
-    )
+    assert config.encoder.config == ENCODERS["vl_bert"].config_class(hidden_size=24)
     assert config.eval.boxes == [BoxSource.GT, BoxSource.ONLINE]
-    for parts in (TASKS, ENCODERS, DATASETS, OBJECTIVES):
-        assert all(issubclass(part.config_class, msgspec.Struct) and part.cls for part in parts.values())
+    assert BoxSource.DETECTIONS_GT not in BoxSource.for_evaluation(), "the truth is never mixed into evaluation"
 
 
 def test_objectives_may_be_given_by_their_weights():
@@ -94,13 +85,6 @@ def test_objectives_may_be_given_by_their_weights():
     assert list(objectives) == list(OBJECTIVES)
     assert (objectives["masked_words"].weight, objectives["masked_regions"].weight) == (0.5, 1.0)
     assert (objectives["relationship"].weight, objectives["relationship"].probability) == (2.0, 0.5)
-
-
-def test_the_truth_is_never_mixed_into_evaluation():
-    sources = BoxSource.for_evaluation()
-    assert set(BoxSource) - set(sources) == {BoxSource.DETECTIONS_GT}
-    suffixes = [source.metric_suffix for source in sources]
-    assert suffixes == ["gt_boxes", "detected_boxes", "predicted_boxes", "precomputed_boxes"]
 
 
 # Errors
@@ -112,15 +96,12 @@ def test_the_truth_is_never_mixed_into_evaluation():
         ("train.rl=1", "'train.rl'; did you mean 'train.lr'?"),
         ("trian.lr=1", "'trian'; did you mean 'train'?"),
         ("encoder.hidden_size=8", "'encoder.hidden_size'; did you mean 'encoder.config.hidden_size'?"),
-        ("encoder.config.hiden_size=8", "'encoder.config.hiden_size'; did you mean 'encoder.config.hidden_size'?"),
         ("task.config.dropuot=0.1", "'task.config.dropuot'; did you mean 'task.config.dropout'?"),
         ("task.name=vqq", "did you mean 'vqa'?"),
         ("encoder.name=bert", "there is vl_bert, visual_bert, lxmert, none"),
         ("eval.boxes=[detections+gt]", "detections+gt"),
-        ("data.boxes.train=own", "data.boxes.train: Invalid enum value 'own'; it must be one of gt, detections"),
-        ("train.optimizer=adam", "it must be one of adamw, adamw_official"),
-        ("detector.loss_weight=-1", "detector.loss_weight"),
         ("train.lr=fast", "train.lr: Expected `float`, got `str`"),
+        ("data.boxes.train=own", "data.boxes.train: Invalid enum value 'own'; it must be one of gt, detections"),
         ("train.lr=.nan", "train.lr"),
         ("data.root=[1", "not valid YAML"),
         ("--fast", "'--fast' is not of the form key=value"),
@@ -142,38 +123,26 @@ def test_a_bad_word_is_one_sentence(base, word, named):
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "file", "named"),
     [
-        (f"{BASE}\nseed: -1", "seed"),
-        ("base: base.yaml\ntrain: {nosuch: 1}", "there is no setting 'train.nosuch'"),
-        ("base: base.yaml\ntrain: {lr: fast}", "train.lr: Expected `float`"),
-        ("base: gone.yaml", "gone.yaml"),
-        ("output: y", "encoder has no value"),
-        ("output: y\nencoder: {config: {}}", "encoder.name has no value"),
+        ("base: base.yaml\nseed: -1", "child", "seed"),
+        ("base: base.yaml\ntrain: {nosuch: 1}", "child", "there is no setting 'train.nosuch'"),
+        ("base: bad.yaml\nseed: 3", "bad", "train.epochs"),  # the file that set the key
+        ("base: gone.yaml", "gone", ""),
+        ("output: y", "child", "encoder has no value"),
+        ("output: y\nencoder: {config: {}}", "child", "encoder.name has no value"),
         (
             "base: base.yaml\ntask: {name: pretraining, config: {answers: [], objectives: {masked_word: 1}}}",
+            "child",
             "did you mean",
         ),
     ],
 )
-def test_a_bad_file_is_one_sentence(base, text, named):
-    with pytest.raises(ValueError, match=r"(child|gone)\.yaml") as caught:
+def test_a_bad_file_is_one_sentence(base, text, file, named):
+    write(base.parent / "bad.yaml", BASE.replace("epochs: 3", "epochs: none"))
+    with pytest.raises(ValueError, match=rf"{file}\.yaml") as caught:
         load_config(write(base.parent / "child.yaml", text))
     assert named in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_the_file_that_set_a_key_is_named(base):
-    child = write(base.parent / "child.yaml", "base: base.yaml\nseed: 3\n")
-    write(base, BASE.replace("epochs: 3", "epochs: none"))
-    with pytest.raises(ValueError, match=r"base\.yaml: train\.epochs"):
-        load_config(child)
-
-
-@pytest.mark.parametrize("name", ["masked_word", "masked_words.probabilty"])
-def test_a_mistyped_objective_is_named(name):
-    path = ROOT / "configs" / "tiny" / "pretraining.yaml"
-    with pytest.raises(ValueError, match=rf"^Command line: .*{name.rpartition('.')[2]}"):
-        load_config(path, ["data.root=x", f"task.config.objectives.{name}=1"])
 
 
 def test_structs_made_in_python_are_checked_too():
@@ -182,8 +151,6 @@ def test_structs_made_in_python_are_checked_too():
         TaskSettings("vqa", {"dropuot": 0})
     with pytest.raises(ValueError, match="patience needs keep_best"):
         msgspec.structs.replace(TrainSettings(), patience=1)
-    with pytest.raises(AttributeError):
-        TrainSettings().lr = 1.0
 
 
 def test_a_mistyped_setting_is_answered_without_torch():
@@ -217,7 +184,7 @@ def project(tmp_path, monkeypatch) -> Path:
     return tmp_path / "project"
 
 
-def test_inputs_are_found_beside_and_above_the_file(project):
+def test_inputs_are_found_beside_and_above_the_file(project, tmp_path):
     config = load_config(write(project / "configs" / "deep" / "run.yaml", INPUTS))
     assert config.detector.config == str(project / "configs" / "detector" / "own.yaml")
     assert config.detector.weights == str(project / "weights" / "detector.pt")
@@ -226,19 +193,13 @@ def test_inputs_are_found_beside_and_above_the_file(project):
     assert config.encoder.weights == "bert-base-uncased"  # found nowhere: the name of a hub
     assert config.data.files == {"images": "images"}  # relative to the root
     assert config.output == "runs/x"
-
-
-def test_every_layer_finds_its_own_inputs(project, tmp_path):
-    write(project / "run.yaml", INPUTS)
+    # every layer finds its own inputs; a word is relative to the working directory
     write(tmp_path / "other" / "vocabulary.txt", "")
-    child = write(tmp_path / "other" / "run.yaml", "base: ../project/run.yaml\ndata: {vocabulary: vocabulary.txt}\n")
-    config = load_config(child, ["task.weights=weights/detector.pt"])
-    assert config.data.vocabulary == str(tmp_path / "other" / "vocabulary.txt")
-    assert config.data.root == str(project / "data")
-    assert config.task.weights == "weights/detector.pt"  # a word is relative to the working directory
-
-
-def test_the_default_detector_file_is_found_too(project):
+    text = "base: ../project/configs/deep/run.yaml\ndata: {vocabulary: vocabulary.txt}\n"
+    layered = load_config(write(tmp_path / "other" / "run.yaml", text), ["task.weights=weights/detector.pt"])
+    assert layered.data.vocabulary == str(tmp_path / "other" / "vocabulary.txt")
+    assert (layered.data.root, layered.task.weights) == (config.data.root, "weights/detector.pt")
+    # so is the default detector file
     write(project / "configs" / "detector" / "R_101_C4.yaml", "")
     text = "output: x\nencoder: {name: none}\ntask: {name: refcoco}\ndata: {name: refcoco, root: data}\n"
     config = load_config(write(project / "configs" / "run.yaml", text))
@@ -248,7 +209,7 @@ def test_the_default_detector_file_is_found_too(project):
 # Saving and comparing
 
 
-@pytest.mark.parametrize("name", ["refcoco", "pretraining", "vcr", "lxmert_files", "flickr30k"])
+@pytest.mark.parametrize("name", ["refcoco", "pretraining", "lxmert_files"])
 def test_saved_settings_come_back_equal(name, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     words = ["train.max_steps=3", "data.texts_per_image=null", "train.betas=[0.8, 0.9]", "data.root=x"]
@@ -288,21 +249,7 @@ def test_the_detector_file_with_overrides():
     assert changed.resnet == plain.resnet
     published = read_detector_config(DetectorSettings(config="torchvision/fasterrcnn_resnet50_fpn_v2-coco"))
     assert published.input.format == "RGB" and published.roi_heads.num_classes == 90
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "named"),
-    [
-        ({"config": "nowhere.yaml"}, FileNotFoundError, "nowhere.yaml"),
-        ({"config": "torchvision/fasterrcnn_resnet50"}, FileNotFoundError, "torchvision/fasterrcnn_resnet50"),
-        (
-            {"config": str(ROOT / "configs" / "detector" / "tiny.yaml"), "overrides": {"MODEL": {"FOO": 1}}},
-            ValueError,
-            "MODEL.FOO",
-        ),
-    ],
-)
-def test_a_detector_that_cannot_be_read_is_one_sentence(settings, error, named):
-    with pytest.raises(error, match=named) as raised:
-        read_detector_config(DetectorSettings(**settings))
-    assert "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match=r"MODEL\.FOO"):
+        read_detector_config(DetectorSettings(config=tiny, overrides={"MODEL": {"FOO": 1}}))
+    with pytest.raises(FileNotFoundError, match="torchvision/fasterrcnn_resnet50"):
+        read_detector_config(DetectorSettings(config="torchvision/fasterrcnn_resnet50"))

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.batching import ExampleDataset, Request
@@ -20,11 +19,8 @@ from e2e_vl.structures import Batch
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("detector", "encoder", "task")
-NO_DROPOUT = tuple(
-    f"encoder.config.{name}=0"
-    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "region_dropout_prob")
-)
 TASK_ONLY = "data.boxes.train=gt", "detector.loss_weight=0"
+NO_DROPOUT = tuple(f"encoder.config.{part}_dropout_prob=0" for part in ("hidden", "attention_probs", "region"))
 RESNETS = "detector.overrides.MODEL.RESNETS"
 FREEZE_AT = "detector.overrides.MODEL.BACKBONE.FREEZE_AT"
 
@@ -56,8 +52,10 @@ def build(config: RunConfig, *, boxes: str = "gt") -> Built:
     return Built(model, examples, build_collate(config, model))
 
 
-def gradients(module: torch.nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in module.named_parameters()}
+def built_for(config: RunConfig, texts: int = 2, *, boxes: str = "gt") -> tuple[VisionLanguageModel, Batch]:
+    """The model, and the first texts about each of two images."""
+    built = build(config, boxes=boxes)
+    return built.model, built.first_texts(images=2, texts=texts)
 
 
 # Pixel masks
@@ -66,9 +64,7 @@ def gradients(module: torch.nn.Module) -> dict[str, Tensor | None]:
 @pytest.mark.parametrize("boxes", ["gt", "online"])
 def test_pixels_of_a_masked_box_change_nothing_at_all(tiny_config, boxes):
     built = build(tiny_config(), boxes=boxes)
-    model = built.model
-    model.eval()
-    batch = built.first_texts(images=2, texts=2)
+    model, batch = built.model.eval(), built.first_texts(images=2, texts=2)
     masks = [torch.tensor([[20.3, 30.0, 70.9, 81.0], [60.0, 70.0, 100.0, 127.5]]), torch.zeros(0, 4)]
     batch = dataclasses.replace(batch, pixel_masks=masks)
     changed = batch.images.pixels.clone()
@@ -83,13 +79,10 @@ def test_pixels_of_a_masked_box_change_nothing_at_all(tiny_config, boxes):
     for name in ("boxes", "features", "class_logits"):
         for one, two in zip(getattr(first.regions, name), getattr(second.regions, name), strict=True):
             same(one, two)
-    # the pixels matter where no mask hides them, and only in their own image
-    masked, *shown = (output.regions.features[0] for output in (first, *unmasked))
-    assert not is_close(masked, shown[0]) and not is_close(*shown)
-
-
-def is_close(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+    # the pixels matter where no mask is, and only in their own image
+    shown = [output.regions.features[0] for output in unmasked]
+    for one, two in ((first.regions.features[0], shown[0]), shown):
+        assert one.shape != two.shape or not torch.allclose(one, two, rtol=1e-4, atol=1e-5)
 
 
 # The whole image
@@ -98,24 +91,15 @@ def is_close(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("name", ["refcoco", "vcr"])
 def test_the_whole_image_can_be_kept_from_the_sequence(tiny_words, tmp_path, name):
     """Tasks see neither its box nor a state of it, and every text has one region less."""
-    more = ["task.config={loss: binary, whole_image_can_win: true}"] if name == "refcoco" else []
+    words = [word for word in tiny_words if not word.startswith("data.synthetic")]
+    words += [f"output={tmp_path}", "data.flip=0", "encoder.config.image_feature_on_words=true"]
+    if name == "refcoco":
+        words.append("task.config={loss: binary, whole_image_can_win: true}")
     counts = {}
     for in_sequence in (True, False):
-        config = load_config(
-            ROOT / "configs" / "tiny" / f"{name}.yaml",
-            [
-                *(word for word in tiny_words if not word.startswith("data.synthetic")),
-                f"output={tmp_path}",
-                "data.flip=0",
-                "encoder.config.image_feature_on_words=true",
-                f"encoder.config.whole_image_in_sequence={in_sequence}",
-                *more,
-            ],
-        )
-        built = build(config)
-        model = built.model
-        model.eval()
-        batch = built.first_texts(images=3, texts=1)
+        own = [*words, f"encoder.config.whole_image_in_sequence={in_sequence}"]
+        built = build(load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", own))
+        model, batch = built.model.eval(), built.first_texts(images=3, texts=1)
         with torch.no_grad():
             output = model(batch)
         regions = output.text_regions
@@ -127,43 +111,38 @@ def test_the_whole_image_can_be_kept_from_the_sequence(tiny_words, tmp_path, nam
         assert [len(boxes) - 1 for boxes in output.regions.boxes] == [len(boxes) for boxes in batch.boxes]
         counts[in_sequence] = count = regions.attention_mask.sum(dim=1)
         records = model.task.predict(batch, output)
+        assert output.losses["referring" if name == "refcoco" else "region_class"].count == count.sum()
         if name == "refcoco":
-            assert output.losses["referring"].count == count.sum()
             assert [len(record.candidate_boxes) for record in records] == count.tolist()
-        if name == "vcr":
-            assert output.losses["region_class"].count == count.sum()
     assert torch.equal(counts[True], counts[False] + reads_image.long())
 
 
 # Gradients
 
 
-@pytest.mark.parametrize(("freeze_at", "first_trained", "frozen"), [(0, "stem", []), (2, "res3", ["stem", "res2"])])
-@pytest.mark.parametrize("norm", ["FrozenBN", "BN"])
+@pytest.mark.parametrize(
+    ("freeze_at", "first_trained", "frozen", "norm"),
+    [(0, "stem", [], "FrozenBN"), (0, "stem", [], "BN"), (2, "res3", ["stem", "res2"], "BN")],
+)
 def test_the_task_loss_reaches_the_first_trained_stage(tiny_config, freeze_at, first_trained, frozen, norm):
-    config = tiny_config(f"{FREEZE_AT}={freeze_at}", f"{RESNETS}.NORM={norm}", *TASK_ONLY)
-    built = build(config)
-    model = built.model
-    output = model(built.first_texts(images=2, texts=2))
+    model, batch = built_for(tiny_config(f"{FREEZE_AT}={freeze_at}", f"{RESNETS}.NORM={norm}", *TASK_ONLY))
+    output = model(batch)
     assert set(output.losses) == {"referring"}
     output.losses["referring"].mean.backward()
     first = getattr(model.detector.backbone, first_trained)
-    assert all(gradient is not None for gradient in gradients(first).values())
+    assert all(parameter.grad is not None for parameter in first.parameters())
     weight = first.conv1.weight if first_trained == "stem" else first[0].conv1.weight
     assert weight.grad.abs().max() > 0
     for stage in frozen:
-        assert set(gradients(getattr(model.detector.backbone, stage)).values()) == {None}
+        assert all(one.grad is None for one in getattr(model.detector.backbone, stage).parameters())
 
 
 def test_a_frozen_detector_gets_no_gradient_and_keeps_its_batch_statistics(tiny_config):
-    config = tiny_config("detector.freeze=true", f"{RESNETS}.NORM=BN")
-    built = build(config, boxes="online")
-    model = built.model
+    model, batch = built_for(tiny_config("detector.freeze=true", f"{RESNETS}.NORM=BN"), boxes="online")
     before = {name: value.clone() for name, value in model.detector.state_dict().items()}
-    output = model(built.first_texts(images=2, texts=2))
-    output.losses["referring"].mean.backward()
-    assert set(gradients(model.detector).values()) == {None}
-    assert all(gradient is not None for gradient in gradients(model.task).values())
+    model(batch).losses["referring"].mean.backward()
+    assert all(parameter.grad is None for parameter in model.detector.parameters())
+    assert all(parameter.grad is not None for parameter in model.task.parameters())
     after = model.detector.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert any("running_mean" in name for name in before)
@@ -173,16 +152,18 @@ def test_a_frozen_detector_gets_no_gradient_and_keeps_its_batch_statistics(tiny_
 
 
 def test_k_texts_of_an_image_are_k_batches_of_one(tiny_config):
-    config = tiny_config(*NO_DROPOUT, f"{RESNETS}.NORM=FrozenBN", *TASK_ONLY)
-    built = build(config)
+    """With one pass of the detector."""
+    built = build(tiny_config(*NO_DROPOUT, f"{RESNETS}.NORM=FrozenBN", *TASK_ONLY))
     model = built.model
     group = next(index for index, texts in enumerate(built.examples.groups) if len(texts) >= 3)
     texts = tuple(built.examples.groups[group][:3])
+    passes = []
+    model.detector.backbone.register_forward_pre_hook(lambda _, given: passes.append(len(given[0])))
 
     together = model(built.batch(Request(group, texts))).losses["referring"]
+    assert passes == [1]
     together.mean.backward()
-    grouped = {part: gradients(getattr(model, part)) for part in PARTS}
-    grouped = {part: {k: v.clone() for k, v in named.items() if v is not None} for part, named in grouped.items()}
+    grouped = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
     model.zero_grad(set_to_none=True)
     singles = [model(built.batch(Request(group, (text,)))).losses["referring"] for text in texts]
@@ -190,23 +171,14 @@ def test_k_texts_of_an_image_are_k_batches_of_one(tiny_config):
     assert count == together.count
     torch.testing.assert_close(total / count, together.mean, rtol=1e-6, atol=1e-7)
     (total / count).backward()
+    alone = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    assert alone.keys() == grouped.keys()
     for part in PARTS:
-        alone = {name: value for name, value in gradients(getattr(model, part)).items() if value is not None}
-        assert set(alone) == set(grouped[part])
-        largest = max(value.abs().max() for value in alone.values())
+        own = {name: value for name, value in alone.items() if name.startswith(f"{part}.")}
+        largest = float(max(value.abs().max() for value in own.values()))
         assert largest > 0
-        for name, value in alone.items():
-            torch.testing.assert_close(grouped[part][name], value, rtol=1e-4, atol=1e-6 * float(largest), msg=name)
-
-
-def test_the_detector_runs_once_for_all_texts_of_an_image(tiny_config):
-    built = build(tiny_config())
-    batch = built.first_texts(images=2, texts=3)
-    assert (len(batch.images), len(batch)) == (2, 6)
-    seen = []
-    built.model.detector.backbone.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
-    assert built.model(batch).task.logits.shape[0] == 6
-    assert seen == [2]
+        for name, value in own.items():
+            torch.testing.assert_close(grouped[name], value, rtol=1e-4, atol=1e-6 * largest, msg=name)
 
 
 # Two images per text
@@ -223,28 +195,20 @@ def look_at_both(batch: Batch) -> Batch:
 
 
 def test_two_images_need_an_encoder_that_tells_them_apart(tiny_config):
-    built = build(tiny_config())
-    batch = look_at_both(built.first_texts(images=2, texts=1))
+    model, batch = built_for(tiny_config(), texts=1)
     with pytest.raises(ValueError, match=r"encoder\.config\.max_images to 2"):
-        built.model(batch)
+        model(look_at_both(batch))
 
 
 @pytest.mark.parametrize(("in_sequence", "relative"), [(True, False), (False, True)])
 def test_swapped_images_give_other_scores(tiny_config, in_sequence, relative):
-    built = build(
-        tiny_config(
-            *NO_DROPOUT,
-            *TASK_ONLY,
-            "encoder.config.max_images=2",
-            "encoder.config.uses_whole_image=true",
-            "encoder.config.image_feature_on_words=true",
-            f"encoder.config.whole_image_in_sequence={in_sequence}",
-            f"encoder.config.relative_geometry={relative}",
-        )
-    )
-    batch = look_at_both(built.first_texts(images=2, texts=1))
+    settings = {"max_images": 2, "uses_whole_image": True, "image_feature_on_words": True}
+    settings |= {"whole_image_in_sequence": in_sequence, "relative_geometry": relative}
+    words = [f"encoder.config.{name}={value}" for name, value in settings.items()]
+    model, batch = built_for(tiny_config(*NO_DROPOUT, *TASK_ONLY, *words), texts=1)
+    batch = look_at_both(batch)
     batch.images.pixels.requires_grad_()
-    output = built.model(batch)
+    output = model(batch)
     regions, logits = output.text_regions, output.task.logits
     counts = [len(boxes) for boxes in batch.boxes]
     assert (regions.row >= 0).sum(dim=1).tolist() == [sum(counts)] * 2
@@ -256,7 +220,7 @@ def test_swapped_images_give_other_scores(tiny_config, in_sequence, relative):
         assert ((one - other).abs() > 1e-5).all()
     sum(loss.mean for loss in output.losses.values()).backward()
     assert (batch.images.pixels.grad.abs().sum(dim=(1, 2, 3)) > 0).all()
-    assert (built.model.encoder.embeddings.image_slot_embeddings.weight.grad.abs().sum(dim=1) > 0).all()
+    assert (model.encoder.embeddings.image_slot_embeddings.weight.grad.abs().sum(dim=1) > 0).all()
 
 
 # Losses
@@ -265,10 +229,9 @@ def test_swapped_images_give_other_scores(tiny_config, in_sequence, relative):
 @pytest.mark.parametrize("kind", ["{loss: binary, whole_image_can_win: true}", "{loss: softmax}"])
 def test_a_batch_without_a_positive_region(tiny_config, kind):
     """The binary loss is that of negatives; there is no softmax loss."""
-    built = build(tiny_config(*TASK_ONLY, f"task.config={kind}"))
-    model, batch = built.model.eval(), built.first_texts(images=2, texts=2)
+    model, batch = built_for(tiny_config(*TASK_ONLY, f"task.config={kind}"))
     batch.targets.box = torch.tensor([[500.0, 500.0, 501.0, 501.0]]).repeat(len(batch), 1)
-    output = model(batch)
+    output = model.eval()(batch)
     loss, logits = output.losses["referring"], output.task.logits[output.text_regions.attention_mask]
     loss.mean.backward()
     if "binary" in kind:
@@ -280,9 +243,7 @@ def test_a_batch_without_a_positive_region(tiny_config, kind):
 
 
 def test_detection_losses_come_with_targets_only(tiny_config):
-    built = build(tiny_config(), boxes="online")
-    model = built.model
-    batch = built.first_texts(images=2, texts=2)
+    model, batch = built_for(tiny_config(), boxes="online")
     names = {"referring", "loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg", "loss_attribute"}
     assert set(model(batch).losses) == names
     assert set(model(dataclasses.replace(batch, detection_targets=None)).losses) == {"referring"}
