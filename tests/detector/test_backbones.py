@@ -30,13 +30,6 @@ def test_strides_for_sides_that_are_no_multiple(norm: str, pool: str, cells: tup
     assert res4.isfinite().all()
 
 
-@pytest.mark.parametrize(("dilation", "side"), [(1, 4), (2, 7)])
-def test_dilated_res5_keeps_the_side(dilation: int, side: int):
-    res5 = Res5(tiny(res5_dilation=dilation))
-    assert res5(torch.rand(3, 64, 7, 7)).shape == (3, 128, side, side)
-    assert [block.conv2.dilation[0] for block in res5] == [dilation] * 3
-
-
 @pytest.mark.parametrize("norm", ["FrozenBN", "BN", "GN"])
 @pytest.mark.parametrize("in_1x1", [True, False])
 @pytest.mark.parametrize("dilation", [1, 2])
@@ -60,12 +53,6 @@ def test_convolutions_before_the_pooling_change_nothing(norm: str, in_1x1: bool,
         results.append((maps, *torch.autograd.grad(maps, inputs, weights)))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("in_1x1", [True, False])
-def test_place_of_the_stride(in_1x1: bool):
-    block = ResNet(tiny(depth=50, stride_in_1x1=in_1x1)).res3[0]
-    assert (block.conv1.stride[0], block.conv2.stride[0]) == ((2, 1) if in_1x1 else (1, 2))
 
 
 def test_folded_frozen_norm_is_conv_then_norm_with_its_gradient():

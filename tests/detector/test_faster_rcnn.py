@@ -76,20 +76,13 @@ def total(regions: Regions) -> Tensor:
     return sum(loss.mean for loss in regions.losses.values())
 
 
-def assert_all_trained(model: FasterRCNN) -> None:
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
-
-
 def test_given_boxes_keep_their_order_and_are_differentiable(images: ImageBatch, boxes: list[Tensor]):
     model = make()
     regions = model(images, boxes)
     assert [len(rows) for rows in regions.features] == [3, 1]
     assert regions.features[0].shape[1] == model.feature_dim == 128
     assert regions.class_logits[0].shape == (3, NUM_CLASSES + 1)
-    assert regions.scores is None
-    assert regions.classes is None
-    assert regions.losses == {}
+    assert (regions.scores, regions.classes, regions.losses) == (None, None, {})
     turned = model(images, [boxes[0].flip(0), boxes[1]])
     torch.testing.assert_close(turned.features[0].flip(0), regions.features[0])
     torch.cat(regions.features).sum().backward()
@@ -101,19 +94,12 @@ def test_whole_image_row_comes_first(images: ImageBatch, boxes: list[Tensor]):
     whole = [torch.tensor([[0.0, 0.0, width - 1.0, height - 1.0]]) for height, width in SIZES]
     by_hand = model(images, [torch.cat(pair) for pair in zip(whole, boxes, strict=True)])
     regions = model(images, boxes, whole_image=True)
-    for number in range(2):
-        torch.testing.assert_close(regions.boxes[number], by_hand.boxes[number])
-        torch.testing.assert_close(regions.features[number], by_hand.features[number])
-        torch.testing.assert_close(regions.class_logits[number], by_hand.class_logits[number])
-
-
-def test_whole_image_row_of_detections(images: ImageBatch):
-    model = make().eval()
+    for name in ("boxes", "features", "class_logits"):
+        torch.testing.assert_close(getattr(regions, name), getattr(by_hand, name))
     plain, regions = model(images), model(images, whole_image=True)
-    for number, (height, width) in enumerate(SIZES):
-        assert regions.boxes[number][0].tolist() == [0, 0, width - 1, height - 1]
-        assert regions.scores[number][0] == 1
-        assert regions.classes[number][0] == NUM_CLASSES
+    for number in range(2):
+        assert torch.equal(regions.boxes[number][:1], whole[number])
+        assert (regions.scores[number][0], regions.classes[number][0]) == (1, NUM_CLASSES)
         torch.testing.assert_close(regions.boxes[number][1:], plain.boxes[number])
         torch.testing.assert_close(regions.features[number][1:], plain.features[number])
         assert torch.equal(regions.classes[number][1:], plain.classes[number])
@@ -129,18 +115,25 @@ def test_image_without_boxes(images: ImageBatch, boxes: list[Tensor]):
 
 
 @pytest.mark.parametrize("norm", ["FrozenBN", "BN"])
-def test_training_on_proposals_reuses_the_sampled_rois(images: ImageBatch, targets: DetectionTargets, norm: str):
-    model = make({"MODEL.RESNETS.NORM": norm}).train()
+@pytest.mark.parametrize(("tree", "sampled"), [(TINY, 16), (FPN, 24)], ids=["c4", "fpn"])
+def test_training_on_proposals_reuses_the_sampled_rois(
+    images: ImageBatch, targets: DetectionTargets, tree: dict[str, Any], sampled: int, norm: str
+):
+    changes = {"MODEL.RESNETS.NORM": norm}
+    if tree is FPN:
+        changes["MODEL.FPN.NORM"] = "" if norm == "FrozenBN" else norm
+    model = make(changes, tree).train()
+    head = model.roi_heads.res5 if tree is TINY else model.roi_heads.box_head
     calls = []
-    model.roi_heads.res5.register_forward_hook(lambda module, args, out: calls.append(len(out)))
+    head.register_forward_hook(lambda module, args, out: calls.append(len(out if tree is TINY else out.region)))
     regions = model(images, None, targets, whole_image=True)
-    assert calls == [16 + 16 + 2]  # one pass over the sampled RoIs and the whole images
-    assert [len(rows) for rows in regions.boxes] == [17, 17]
-    assert [len(rows) for rows in regions.scores] == [17, 17]
-    assert [len(rows) for rows in regions.classes] == [17, 17]
-    assert set(regions.losses) == LOSSES
+    assert calls == [sampled + sampled + 2]  # one pass over the sampled RoIs and the whole images
+    for rows in (regions.boxes, regions.scores, regions.classes):
+        assert [len(row) for row in rows] == [1 + sampled, 1 + sampled]
+    assert set(regions.losses) == LOSSES | ({"loss_attribute"} if tree is FPN else set())
     total(regions).backward()
-    assert_all_trained(model)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
 
 
 def test_given_boxes_and_targets_share_one_pass(images: ImageBatch, boxes: list[Tensor], targets: DetectionTargets):
@@ -237,11 +230,8 @@ def test_detections_obey_their_limits(images: ImageBatch):
         regions.boxes, regions.scores, regions.classes, SIZES, strict=True
     ):
         assert len(rows) == 10
-        assert (scores[:-1] >= scores[1:]).all()
-        assert classes.max() < NUM_CLASSES
-        assert rows.min() >= 0
-        assert rows[:, 2].max() <= width
-        assert rows[:, 3].max() <= height
+        assert (scores[:-1] >= scores[1:]).all() and classes.max() < NUM_CLASSES
+        assert rows.min() >= 0 and rows[:, 2].max() <= width and rows[:, 3].max() <= height
         assert not rows.requires_grad
     assert [len(rows) for rows in make({"MODEL.ROI_HEADS.SCORE_THRESH_TEST": 0.99}).eval()(images).boxes] == [0, 0]
 
@@ -321,19 +311,6 @@ def make_fpn(changes: dict[str, Any] | None = None) -> FasterRCNN:
     return make({"MODEL": changes or {}}, FPN)
 
 
-@pytest.mark.parametrize("norm", ["BN", "FrozenBN"])
-def test_fpn_training_on_proposals_reaches_every_parameter(images: ImageBatch, targets: DetectionTargets, norm: str):
-    model = make_fpn({"RESNETS.NORM": norm, "FPN.NORM": "" if norm == "FrozenBN" else norm}).train()
-    calls = []
-    model.roi_heads.box_head.register_forward_hook(lambda module, args, out: calls.append(len(out.region)))
-    regions = model(images, None, targets, whole_image=True)
-    assert calls == [24 + 24 + 2]
-    assert set(regions.losses) == LOSSES | {"loss_attribute"}
-    total(regions).backward()
-    assert_all_trained(model)
-    assert model.backbone.bottom_up.stem.conv1.weight.grad.any()
-
-
 @pytest.mark.parametrize(("feature", "dim"), [("head", 256), ("fc6", 256), ("fc7", 256), ("mean", 32)])
 def test_fpn_given_boxes_with_each_region_feature(images: ImageBatch, boxes: list[Tensor], feature: str, dim: int):
     plain, model = make_fpn().eval(), make_fpn({"ROI_BOX_HEAD.REGION_FEATURE": feature}).eval()
@@ -350,17 +327,12 @@ def test_fpn_given_boxes_with_each_region_feature(images: ImageBatch, boxes: lis
     assert (head.fc2.weight.grad is None) == (feature in ("mean", "fc6"))
 
 
-@pytest.mark.parametrize("features_of", ["final", "proposal"])
-def test_fpn_features_of_detections(images: ImageBatch, features_of: str):
-    model = make_fpn({"ROI_HEADS.FEATURES_OF": features_of, "ROI_BOX_HEAD.REGION_FEATURE": "fc6"}).eval()
+def test_fpn_features_of_detections(images: ImageBatch):
+    model = make_fpn({"ROI_BOX_HEAD.REGION_FEATURE": "fc6"}).eval()
     regions = model(images, whole_image=True)
     assert min(len(rows) for rows in regions.boxes) > 3
-    assert [len(rows) for rows in regions.features] == [len(rows) for rows in regions.boxes]
-    torch.cat(regions.features).sum().backward()
-    assert model.roi_heads.box_head.fc1.weight.grad.any()
-    if features_of == "final":
-        again = model(images, [rows[1:] for rows in regions.boxes])
-        torch.testing.assert_close(again.features[0], regions.features[0][1:])
+    again = model(images, [rows[1:] for rows in regions.boxes])
+    torch.testing.assert_close(again.features[0], regions.features[0][1:])
 
 
 def test_fpn_roi_masks_multiply_the_pooled_map_before_the_box_head(images: ImageBatch, boxes: list[Tensor]):
