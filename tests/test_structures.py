@@ -66,14 +66,9 @@ def test_text_without_image_and_image_without_regions(regions):
     assert gathered.image_slot[2].tolist() == [1, 1]
     assert gathered.features[:2].abs().sum() == 0
     assert gathered.image_sizes[:2].unique().tolist() == [1]
-
-
-def test_no_region_at_all_keeps_valid_shapes():
     empty = Regions([torch.zeros(0, 4)], [torch.zeros(0, 6)], [torch.zeros(0, 2)])
     gathered = gather_regions(empty, SIZES[:1], torch.tensor([[0], [-1]]))
-    assert gathered.features.shape == (2, 1, 6)
-    assert gathered.boxes.shape == (2, 1, 4)
-    assert not gathered.attention_mask.any()
+    assert gathered.features.shape == (2, 1, 6) and not gathered.attention_mask.any()
 
 
 def test_gradients_of_all_texts_add_up(regions):
@@ -84,68 +79,42 @@ def test_gradients_of_all_texts_add_up(regions):
     assert regions.features[2].grad.unique().tolist() == [101]
 
 
-def test_rows_of_candidate_boxes_behind_the_whole_image(regions):
-    image_index = torch.tensor([[0, 2], [2, -1], [-1, -1]])
-    gathered = gather_regions(regions, SIZES, image_index, whole_image=True)
+def test_rows_and_labels_of_candidate_boxes_behind_the_whole_image(regions):
+    gathered = gather_regions(regions, SIZES, torch.tensor([[0, 2], [2, -1], [-1, -1]]), whole_image=True)
     assert gathered.row.tolist() == [[-1, 0, -1, 0, 1], [-1, 0, 1, -1, -1], [-1] * 5]
     assert gathered.image.tolist() == [[0, 0, 2, 2, 2], [2, 2, 2, -1, -1], [-1] * 5]
-    assert gathered.is_whole_image.tolist() == [[True, False, True, False, False], [True] + [False] * 4, [False] * 5]
-    known = [torch.tensor([10.0]), torch.zeros(0), torch.tensor([30.0, 31.0])]
-    copied = gathered.gather(known, fill=-7)
-    assert copied.tolist() == [[-7, 10, -7, 30, 31], [-7, 30, 31, -7, -7], [-7] * 5]
+    assert gathered.is_whole_image.int().tolist() == [[1, 0, 1, 0, 0], [1, 0, 0, 0, 0], [0] * 5]
     assert not gathered.is_masked.any()
-
-
-def masked_regions_behind_whole_images() -> RegionMasks:
-    """Of the candidate boxes behind the whole images."""
-    is_masked = [torch.tensor([True]), torch.zeros(0, dtype=torch.bool), torch.tensor([False, True])]
-    return RegionMasks([rows.clone() for rows in is_masked], is_masked)
+    classes = gathered.gather([torch.tensor([4]), torch.zeros(0, dtype=torch.int64), torch.tensor([5, 6])], fill=-1)
+    assert classes.dtype == torch.int64
+    assert classes.tolist() == [[-1, 4, -1, 5, 6], [-1, 5, 6, -1, -1], [-1] * 5]
+    rows = [torch.full((1, 3), 0.1), torch.zeros(0, 3), torch.tensor([[0.2] * 3, [0.3] * 3])]
+    probabilities = gathered.gather(rows, fill=-7.0)
+    assert probabilities.shape == (3, 5, 3)
+    expected = torch.tensor([[-7, 0.1, -7, 0.2, 0.3], [-7, 0.2, 0.3, -7, -7], [-7] * 5])
+    torch.testing.assert_close(probabilities[..., 1], expected)
 
 
 def test_every_image_of_a_text_is_cut_on_its_own(regions):
     """The whole images stay; there is no gap where the first image lost regions."""
+    is_masked = [torch.tensor([True]), torch.zeros(0, dtype=torch.bool), torch.tensor([False, True])]
     gathered = gather_regions(
         regions,
         SIZES,
         torch.tensor([[2, 0], [0, 2], [2, 0]]),
         whole_image=True,
-        masks=masked_regions_behind_whole_images(),
+        masks=RegionMasks(is_masked, is_masked),
         limit=torch.tensor([[1, 1], [0, 2], [0, 0]]),
     )
     assert gathered_rows(gathered, 0) == [[2, 0], [2, 1], [0, 0], [0, 1]]
     assert gathered_rows(gathered, 1) == [[0, 0], [2, 0], [2, 1], [2, 2]]
     assert gathered_rows(gathered, 2) == [[2, 0], [0, 0]]
     assert gathered.image_slot.tolist() == [[0, 0, 1, 1], [0, 1, 1, 1], [0, 1, 0, 0]]
-    assert gathered.is_whole_image.tolist() == [
-        [True, False, True, False],
-        [True, True, False, False],
-        [True, True, False, False],
-    ]
-    assert gathered.is_masked.tolist() == [[False, False, False, True], [False, False, False, True], [False] * 4]
+    assert gathered.is_whole_image.int().tolist() == [[1, 0, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0]]
+    assert gathered.is_masked.int().tolist() == [[0, 0, 0, 1], [0, 0, 0, 1], [0] * 4]
     without = gathered.without_whole_image()
     assert without.attention_mask.sum(dim=1).tolist() == [2, 2, 0]
     assert torch.equal(without.features, gathered.features) and gathered.attention_mask.sum() == 10
-
-
-# Labels of candidate boxes
-
-
-def test_labels_of_candidate_boxes_reach_every_text_that_reads_them(regions):
-    labels = RegionLabels(
-        classes=[torch.tensor([4]), torch.zeros(0, dtype=torch.int64), torch.tensor([5, 6])],
-        class_probs=[torch.full((1, 3), 0.1), torch.zeros(0, 3), torch.tensor([[0.2] * 3, [0.3] * 3])],
-        features=[torch.ones(1, 2), torch.zeros(0, 2), 2 * torch.ones(2, 2)],
-    )
-    gathered = gather_regions(regions, SIZES, torch.tensor([[0, 2], [2, -1], [1, -1]]), whole_image=True)
-    classes = gathered.gather(labels.classes, fill=-1)
-    assert classes.dtype == torch.int64
-    assert classes.tolist() == [[-1, 4, -1, 5, 6], [-1, 5, 6, -1, -1], [-1] * 5]
-    probabilities = gathered.gather(labels.class_probs, fill=0.0)
-    assert probabilities.shape == (3, 5, 3)
-    torch.testing.assert_close(
-        probabilities[..., 1], torch.tensor([[0, 0.1, 0, 0.2, 0.3], [0, 0.2, 0.3, 0, 0], [0] * 5])
-    )
-    assert gathered.gather(labels.features, fill=-7)[1, :, 0].tolist() == [-7, 2, 2, -7, -7]
 
 
 # Moving a batch
