@@ -1,21 +1,28 @@
-"""The detector as a whole, C4 and FPN, tiny and with random weights: its boxes, its losses, its gradients."""
+"""The detector as a whole, C4 and FPN, with random weights: its boxes, its losses, its gradients."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchvision.models import detection
+from torchvision.ops import FrozenBatchNorm2d
 
 from detector import roi_heads
+from detector.checkpoint import load_weights
 from detector.config import DetectorConfig, flatten, load_tree
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
+from detector.images import make_image_batch
 from detector.roi_pooler import to_rois
-from detector.structures import DetectionTargets, ImageBatch, Regions
+from detector.structures import DetectionTargets, ImageBatch, Regions, evaluation_mode
+from detector.weight_names import from_torchvision_detector
+from detector.zoo import PUBLISHED
 
 NUM_CLASSES, NUM_ATTRIBUTES = 4, 5
 SIZES = [(70, 80), (54, 97)]  # no multiples of the strides
@@ -376,3 +383,147 @@ def test_fpn_in_bfloat16_under_autocast(images: ImageBatch, boxes: list[Tensor],
     exact = model(images, boxes)
     distance = (torch.cat(regions.features).float() - torch.cat(exact.features)).norm()
     assert distance <= 0.05 * torch.cat(exact.features).norm()
+
+
+# Torchvision's own models give the same boxes, scores, features and losses.
+
+CLASSES = 6
+PROPOSALS = 30  # of an image, at most; fewer than torchvision's, so that the tests are fast
+LOGITS_STD = 2.0  # of the class logits: there are detections, and few probabilities that are 1 in float32
+SIDE = 136  # the short edge of the images, pixels: p6 gets a stride other than 64
+ALL = 10**6
+MODELS = {
+    "fasterrcnn_resnet50_fpn": "torchvision_R_50_FPN",
+    "fasterrcnn_resnet50_fpn_v2": "torchvision_R_50_FPN_v2",
+    "fasterrcnn_mobilenet_v3_large_fpn": "torchvision_mobilenet_v3_large_fpn",
+    "fasterrcnn_mobilenet_v3_large_320_fpn": "torchvision_mobilenet_v3_large_320_fpn",
+}
+
+
+class Pair(NamedTuple):
+    """Torchvision's model in evaluation mode, and the same network here."""
+
+    theirs: nn.Module
+    ours: FasterRCNN
+    floats: list[Tensor]  # torchvision's input, RGB in 0 .. 1
+    batch: ImageBatch  # the same images
+
+
+def drawn_images() -> list[np.ndarray]:
+    """uint8 RGB images of two sizes with rectangles on noise."""
+    generator = np.random.default_rng(0)
+    images = []
+    for height, width in ((SIDE, 193), (177, SIDE)):
+        image = generator.integers(0, 255, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
+        image = image.repeat(8, axis=0).repeat(8, axis=1)[:height, :width].copy()
+        for x, y, side in ((14, 20, 40), (68, 60, 55), (40, 100, 20)):
+            image[y : y + side, x : x + side] = generator.integers(0, 255, 3)
+        images.append(image)
+    return images
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request: pytest.FixtureRequest) -> Pair:
+    """Networks of float64: in float32 two orders of summation are enough to swap detections of nearly equal scores.
+
+    Weights are random. Each batch norm takes the statistics of the images, so that all activations keep their range,
+    and the class scores are spread, so that there are detections.
+    """
+    torch.manual_seed(0)
+    options = {"min_size": SIDE, "max_size": 10 * SIDE}  # the images have these sizes: nothing is resized
+    options |= {f"rpn_post_nms_top_n_{mode}": PROPOSALS for mode in ("train", "test")}
+    build = getattr(detection, request.param)
+    model = build(weights=None, weights_backbone=None, num_classes=CLASSES + 1, **options).double().eval()
+    pixels = drawn_images()
+    floats = [torch.from_numpy(image).permute(2, 0, 1).double() / 255 for image in pixels]
+
+    def take_statistics(norm: nn.Module, inputs: tuple[Tensor]) -> None:
+        norm.running_mean.copy_(inputs[0].mean(dim=(0, 2, 3)))
+        norm.running_var.copy_(inputs[0].var(dim=(0, 2, 3)))
+
+    def spread(layer: nn.Linear, inputs: tuple[Tensor], logits: Tensor) -> None:
+        layer.weight.mul_(LOGITS_STD / logits.std())
+
+    heads = model.roi_heads
+    norms = [part for part in model.modules() if isinstance(part, FrozenBatchNorm2d | nn.BatchNorm2d)]
+    hooks = [norm.register_forward_pre_hook(take_statistics) for norm in norms]
+    hooks.append(heads.box_predictor.cls_score.register_forward_hook(spread))
+    with torch.no_grad():
+        heads.box_predictor.bbox_pred.weight.mul_(5)
+        model(floats)
+    for hook in hooks:
+        hook.remove()
+    # Boxes and scores are float32 here, whatever the network computes in, as in Detectron2: scores that are equal in
+    # float32 have an order in float64, and an overlap at the limit of the NMS may lie on either side of it.
+    model.rpn.head.register_forward_hook(
+        lambda head, inputs, outputs: tuple([level.float() for level in levels] for levels in outputs)
+    )
+    heads.box_predictor.register_forward_hook(lambda layer, inputs, outputs: tuple(part.float() for part in outputs))
+    heads.box_roi_pool.register_forward_pre_hook(
+        lambda pool, inputs: (inputs[0], [boxes.double() for boxes in inputs[1]], inputs[2])
+    )
+
+    flat = flatten(load_tree(PUBLISHED / f"{MODELS[request.param]}.yaml")) | {"MODEL.ROI_HEADS.NUM_CLASSES": CLASSES}
+    flat |= {f"MODEL.RPN.POST_NMS_TOPK_{mode}": PROPOSALS for mode in ("TRAIN", "TEST")}
+    config = DetectorConfig.from_flat(flat)
+    detector = FasterRCNN(config).double().eval()
+    load_weights(detector, from_torchvision_detector(model.state_dict()), request.param)
+    sizes = [image.shape[:2] for image in pixels]
+    batch = make_image_batch(pixels, sizes, ["a", "b"], config.input.pixel_mean, config.input.pixel_std)
+    return Pair(model, detector, floats, dataclasses.replace(batch, pixels=batch.pixels.double()))
+
+
+def as_rows(boxes: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
+    """[R, 6] in units in which 0.01 is the difference that is allowed."""
+    return torch.cat((boxes.double(), 100 * scores.double()[:, None], labels.double()[:, None]), dim=1)
+
+
+def test_torchvision_detects_the_same(pair: Pair):
+    with torch.no_grad():
+        expected, found = pair.theirs(pair.floats), pair.ours(pair.batch)
+    assert sum(len(wanted["boxes"]) for wanted in expected) > 20
+    for row, wanted in enumerate(expected):
+        ours = as_rows(found.boxes[row], found.scores[row], found.classes[row] + 1)
+        theirs = as_rows(wanted["boxes"], wanted["scores"], wanted["labels"])
+        assert len(ours) == len(theirs)
+        torch.testing.assert_close(found.scores[row], wanted["scores"].float(), rtol=1e-4, atol=1e-4)
+        # scores that are equal in float32 may change places
+        distances = (ours[:, None] - theirs[None]).abs().amax(dim=2)
+        assert distances.amin(dim=0).max() < 0.01 and distances.amin(dim=1).max() < 0.01
+
+
+@torch.no_grad()
+def test_torchvision_has_the_same_features_of_given_boxes(pair: Pair):
+    boxes = [[[5.0, 6.0, 68.0, 60.0], [0.0, 0.0, 135.0, 115.0]], [[20.0, 27.0, 37.0, 40.0]]]
+    boxes = [torch.tensor(rows, dtype=torch.float64) for rows in boxes]
+    resized, _ = pair.theirs.transform(pair.floats)
+    heads, maps = pair.theirs.roi_heads, pair.theirs.backbone(resized.tensors)
+    expected = heads.box_head(heads.box_roi_pool(maps, boxes, resized.image_sizes))
+    found = torch.cat(pair.ours(pair.batch, boxes).features)
+    scale = expected.abs().max()
+    torch.testing.assert_close(found / scale, expected / scale, rtol=1e-4, atol=1e-5)
+
+
+def test_torchvision_has_the_same_losses(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """All anchors and all RoIs count, so that nothing is drawn at random."""
+    boxes = [[[14.0, 20.0, 54.0, 60.0], [68.0, 60.0, 123.0, 115.0]], [[40.0, 100.0, 60.0, 120.0]]]
+    boxes = [torch.tensor(rows, dtype=torch.float64) for rows in boxes]
+    classes = [torch.tensor([1, 4]), torch.tensor([2])]
+    everything = {"MODEL.RPN.BATCH_SIZE_PER_IMAGE": ALL, "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE": ALL}
+    unsampled = FasterRCNN(DetectorConfig.from_flat(pair.ours.config.to_flat() | everything)).double()
+    unsampled.load_state_dict(pair.ours.state_dict())
+    for sampler in (pair.theirs.rpn.fg_bg_sampler, pair.theirs.roi_heads.fg_bg_sampler):
+        monkeypatch.setattr(sampler, "batch_size_per_image", ALL)
+    targets = [{"boxes": rows, "labels": labels + 1} for rows, labels in zip(boxes, classes, strict=True)]
+    with evaluation_mode(pair.theirs):
+        for network in (pair.theirs, unsampled):
+            network.train()
+            for part in network.modules():
+                if isinstance(part, nn.BatchNorm2d):  # one that learns would see other statistics
+                    part.eval()
+        expected = pair.theirs(pair.floats, targets)
+        found = unsampled(pair.batch, None, DetectionTargets(boxes, classes)).losses
+    names = {"loss_cls": "loss_classifier", "loss_box_reg": "loss_box_reg"}
+    names |= {"loss_rpn_cls": "loss_objectness", "loss_rpn_loc": "loss_rpn_box_reg"}
+    for ours, theirs in names.items():
+        assert found[ours].mean.item() == pytest.approx(expected[theirs].item(), rel=1e-4), ours
