@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,32 +43,29 @@ def random_records(seed: int, images: int = 12) -> list[dict]:
     return records
 
 
-def by_pycocotools(records: list[dict], folder) -> np.ndarray:
-    """Its twelve numbers, the way its documentation goes: from files."""
+def by_pycocotools(records: list[dict], folder: Path) -> COCOeval:
+    """The way its documentation goes: from files."""
+
+    def xywh(box: list[float]) -> list[float]:
+        return [*box[:2], box[2] - box[0], box[3] - box[1]]
+
     annotations = [
-        {
-            "id": 1000 * record["image_id"] + number,
-            "image_id": record["image_id"],
-            "category_id": entry["category_id"],
-            "bbox": [*entry["box"][:2], entry["box"][2] - entry["box"][0], entry["box"][3] - entry["box"][1]],
-            "area": entry["area"],
-            "iscrowd": int(entry["is_crowd"]),
-        }
+        {"image_id": record["image_id"], "category_id": entry["category_id"], "bbox": xywh(entry["box"])}
+        | {"area": entry["area"], "iscrowd": int(entry["is_crowd"])}
         for record in records
-        for number, entry in enumerate(record["objects"])
+        for entry in record["objects"]
     ]
     content = {
         "images": [{"id": record["image_id"]} for record in records],
-        "annotations": annotations,
+        "annotations": [{"id": number, **entry} for number, entry in enumerate(annotations, start=1)],
         "categories": [{"id": key, "name": name} for key, name in CATEGORIES.items()],
     }
-    (folder / "truth.json").write_text(json.dumps(content))
     found = [
-        {"image_id": record["image_id"], "category_id": category, "score": score}
-        | {"bbox": [box[0], box[1], box[2] - box[0], box[3] - box[1]]}
+        {"image_id": record["image_id"], "category_id": category, "score": score, "bbox": xywh(box)}
         for record in records
         for box, score, category in zip(record["boxes"], record["scores"], record["category_ids"], strict=True)
     ]
+    (folder / "truth.json").write_text(json.dumps(content))
     (folder / "found.json").write_text(json.dumps(found))
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO(folder / "truth.json")

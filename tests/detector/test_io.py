@@ -34,23 +34,34 @@ class Point(msgspec.Struct):
 
 
 @pytest.mark.parametrize(
-    ("content", "named"),
+    ("name", "content", "fault"),
     [
-        (b'{"x": 1', "not valid JSON"),
-        (b"", "not valid JSON"),
-        (b'{"x": NaN}', "not valid JSON"),
-        (b"\xff", "not valid JSON"),
-        (b'{"x": "1"}', r"\$\.x"),
-        (b"{}", "`x`"),
+        ("a.json", b'{"x": 1', "not valid JSON"),
+        ("a.json", b"", "not valid JSON"),
+        ("a.json", b'{"x": NaN}', "not valid JSON"),
+        ("a.json", b"\xff", "not valid JSON"),
+        ("a.json", b'{"x": "1"}', r"\$\.x"),
+        ("a.json", b"{}", "`x`"),
+        ("a.yaml", b"a: !!python/object/apply:os.system [x]", "not valid YAML"),
+        ("a.yaml", b"a: 1\nb: 2\na: 3", "not valid YAML: found duplicate key 'a'"),
+        ("a.yaml", b"a: [b", "not valid YAML"),
+        ("a.yaml", b"a: 1\n---\nb: 2", "not valid YAML"),
+        ("a.yaml", b"a: !!int x", "not valid YAML"),
+        ("a.yaml", b"a: \xff", "not valid YAML"),
+        pytest.param("a.yaml", b"[" * 100_000, "not valid YAML", id="deep"),
+        ("a.pkl", b"", "damaged"),
+        ("a.pkl", b"not a pickle", "damaged"),
+        ("a.pkl", pickle.dumps([np.arange(6)])[:-20], "damaged"),
     ],
 )
-def test_faults_of_json_name_file_and_place(content: bytes, named: str, tmp_path: Path):
-    path = tmp_path / "a.json"
-    with pytest.raises(MissingFileError, match=r"a\.json"):
-        read_json(path)
+def test_faults_name_file_and_place(name: str, content: bytes, fault: str, tmp_path: Path):
+    path = tmp_path / name
+    readers = {".json": lambda path: read_json(path, Point), ".yaml": read_yaml, ".pkl": read_pickle}
+    with pytest.raises(MissingFileError, match=name):
+        readers[path.suffix](path)
     path.write_bytes(content)
-    with pytest.raises(UserError, match=rf"a\.json: .*{named}"):
-        read_json(path, Point)
+    with pytest.raises(UserError, match=rf"{name}.*{fault}"):
+        readers[path.suffix](path)
 
 
 def test_json_without_nan(tmp_path: Path):
@@ -61,27 +72,6 @@ def test_json_without_nan(tmp_path: Path):
     write_json(tmp_path / "x.json", [{"x": 3, "name": "ä"}])
     assert "ä" in (tmp_path / "x.json").read_text("utf-8")
     assert read_json(tmp_path / "x.json", list[Point]) == [Point(3)]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a: !!python/object/apply:os.system [x]",
-        "a: 1\nb: 2\na: 3",  # a key twice
-        "a: [b",
-        "a: 1\n---\nb: 2",
-        "a: !!int x",
-        "a: \xff",
-        "[" * 100_000,
-    ],
-)
-def test_faults_of_yaml_name_the_file(text: str, tmp_path: Path):
-    path = tmp_path / "a.yaml"
-    with pytest.raises(MissingFileError, match=r"a\.yaml"):
-        read_yaml(path)
-    path.write_bytes(text.encode("latin1"))
-    with pytest.raises(UserError, match=r"a\.yaml is not valid YAML"):
-        read_yaml(path)
 
 
 def test_yaml(tmp_path: Path):
@@ -152,15 +142,6 @@ def test_other_classes_are_refused_and_not_run(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match=r"a\.pkl: .* is not allowed"):
         read_pickle(tmp_path / "a.pkl")
     assert not (tmp_path / "bomb-went-off").exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps(ARRAYS)[:-20]])
-def test_damaged_pickles(tmp_path: Path, content: bytes):
-    with pytest.raises(MissingFileError, match=r"a\.pkl"):
-        read_pickle(tmp_path / "a.pkl")
-    (tmp_path / "a.pkl").write_bytes(content)
-    with pytest.raises(UserError, match=r"a\.pkl: damaged"):
-        read_pickle(tmp_path / "a.pkl")
 
 
 @pytest.fixture
