@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Detector
 from e2e_vl.drawing import draw_boxes
@@ -249,8 +250,8 @@ class Task(nn.Module, abc.ABC):
         """The preprocessor of the data's texts, which runs in data workers."""
 
     def question(self, question: Question) -> Sample:
-        """The sample of a user's question, where `answers_questions`; raises UserError for what the task cannot use."""
-        raise NotImplementedError
+        """The sample of a user's question; raises UserError for what the task cannot use, by default every question."""
+        raise UserError("This run answers no questions; see what its detector finds with `regions`.")
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
         """Take initial values from the other parts; nothing by default.

@@ -8,7 +8,7 @@ import torch
 from detector.errors import UserError
 from detector.structures import DetectionTargets, Regions
 from e2e_vl.drawing import BLUE, GREEN, RED
-from e2e_vl.samples import Categories, SampleText
+from e2e_vl.samples import Categories, Question, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, gather_regions
 from e2e_vl.tasks.base import PredictionSummary
 from e2e_vl.tasks.detection import CategoryTargets, DetectionPrediction, DetectionTask
@@ -129,3 +129,8 @@ def test_an_empty_text_with_the_numbers_of_the_categories(tmp_path):
     assert text.encoding.input_ids.tolist() == tokenizer("")["input_ids"] and text.image_index == (0,)
     assert text.targets.category_ids.tolist() == [2, 90]
     assert (text.record["text_index"], text.record["image_id"], text.record["image_size"]) == (4, 7, [60, 100])
+
+
+def test_a_question_is_refused(tmp_path):
+    with pytest.raises(UserError, match="answers no questions"):
+        DetectionTask(8).question(Question(tmp_path / "a.jpg", "the dog"))

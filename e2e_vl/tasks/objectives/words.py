@@ -133,6 +133,14 @@ class MaskedWords(Objective):
     def preprocessor(self, text_tokenizer: TextTokenizer) -> WordMasking:
         return WordMasking(text_tokenizer, self.config)
 
+    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
+        reads_answers = info is not None and self.config.answer != "left_out"
+        if reads_answers and not any(isinstance(truth, HumanAnswers) for truth in info.truths()):
+            raise UserError(
+                f"task.config.objectives.masked_words.answer is {self.config.answer}, but no text of the data has human "
+                "answers; set it to left_out, or use data of questions with human answers."
+            )
+
     def forward(
         self, targets: WordLabels, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:

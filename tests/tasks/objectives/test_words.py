@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from detector.errors import UserError
 from e2e_vl.examples import TextExample
-from e2e_vl.samples import HumanAnswers, Question, SampleText
+from e2e_vl.samples import CorrectAnswer, HumanAnswers, Question, SampleText
 from e2e_vl.tasks.config import MaskedTextConfig, MaskedWordsConfig
 from e2e_vl.tasks.objectives.words import CorpusMasking, MaskedText, MaskedWords, WordLabels, mask_words
 from e2e_vl.text import TextTokenizer
@@ -204,8 +204,24 @@ def test_loss_is_a_cross_entropy_over_the_vocabulary(weight):
     assert (inputs.encoded.word_embeddings.grad.abs().sum(dim=1) > 0).all()
 
 
-def test_the_corpus_must_be_there():
-    objective = MaskedText(SIZES, MaskedTextConfig(weight=1.0))
-    objective.check(SimpleNamespace(corpus=["a"]), None, None)
-    with pytest.raises(UserError, match=r"data.files.corpus .* task.config.objectives.masked_text=0"):
-        objective.check(SimpleNamespace(corpus=None), None, None)
+def info(corpus: list[str] | None, *truths: HumanAnswers | CorrectAnswer | None) -> SimpleNamespace:
+    return SimpleNamespace(corpus=corpus, truths=lambda: truths)
+
+
+@pytest.mark.parametrize(
+    ("objective", "good", "bad", "message"),
+    [
+        (MaskedText(SIZES, MaskedTextConfig(weight=1.0)), info(["a"]), info(None), "objectives.masked_text"),
+        (
+            MaskedWords(SIZES, MaskedWordsConfig(answer="letters")),
+            info(None, None, HumanAnswers(("a",))),
+            info(None, None, CorrectAnswer("a")),
+            "masked_words.answer is letters",
+        ),
+    ],
+)
+def test_data_without_what_the_settings_read_are_refused(objective, good, bad, message):
+    objective.check(good, None, None)
+    objective.check(None, None, None)
+    with pytest.raises(UserError, match=message):
+        objective.check(bad, None, None)
