@@ -475,10 +475,13 @@ def _explained(message: str, layers: list[tuple[str, Tree]]) -> str:
     types = _setting_types(layers)
     if found := _UNKNOWN.fullmatch(problem):
         key = f"{place}.{found[1]}" if place else found[1]
-        names = difflib.get_close_matches(key, types, n=1, cutoff=0.75)
+        others = [one for one in types if not key.startswith(f"{one}.")]
+        names = difflib.get_close_matches(key, others, n=1, cutoff=0.75)
         for last in difflib.get_close_matches(found[1], [one.rpartition(".")[2] for one in types], n=1):
             names += [one for one in types if one.rpartition(".")[2] == last]
-        hint = f"; did you mean '{names[0]}'?" if names else "; see e2e_vl/config.py."
+        siblings = [name for section, _, name in (one.rpartition(".") for one in types) if section == place]
+        known = f"; {place or 'the top level'} has {', '.join(siblings)}." if siblings else "; see e2e_vl/config.py."
+        hint = f"; did you mean '{names[0]}'?" if names else known
         return f"{_source(key, layers)}: there is no setting '{key}'{hint}"
     if problem.startswith("Invalid enum value"):
         problem += f"; it must be one of {', '.join(_choices_of(types.get(place.partition('[')[0])))}"

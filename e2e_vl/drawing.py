@@ -33,6 +33,9 @@ _GAP = 12  # pixels between images side by side
 _WHITE, _BLACK = (255, 255, 255), (0, 0, 0)
 _LABEL_SHARE = 1 / 6  # share of the picture that labels may cover before their font becomes smaller
 _PAD = 3  # between a label's text and its edge
+_LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue, ITU-R BT.601
+_HEAT = "YlOrRd"  # matplotlib colormap: light for low values
+_MOST_HEAT, _MOST_GREY = 0.8, 0.55  # opacity of the highest value; share of grey in the image below
 
 
 class _Label(NamedTuple):
@@ -107,8 +110,7 @@ def draw_boxes(
         _draw_link(draw, place, placed[row].tolist(), colours[row], line)
     for row, (x1, y1, x2, y2) in (inside | below).items():
         draw.rectangle((x1, y1, x2 - 1, y2 - 1), fill=colours[row])
-        luminance = np.dot(colours[row], (0.299, 0.587, 0.114))  # ITU-R BT.601
-        ink = _WHITE if luminance < 150 else _BLACK
+        ink = _WHITE if np.dot(colours[row], _LUMINANCE) < 150 else _BLACK
         draw.text((x1 + _PAD, y1 + _PAD // 2), made[row].text, fill=ink, font=_font(size), spacing=0)
     if not title:
         return np.array(picture)
@@ -147,6 +149,31 @@ def draw_side_by_side(images: Sequence[np.ndarray]) -> np.ndarray:
         picture.paste(content.resize((width, height), Image.Resampling.BILINEAR), (x, 0))
         x += width + _GAP
     return np.array(picture)
+
+
+def draw_heat_map(image: np.ndarray, boxes: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """A greyed image with boxes coloured by value; where boxes overlap, the highest value counts.
+
+    Args:
+        image: uint8 RGB [h, w, 3]; it is not changed.
+        boxes: [R, 4] xyxy in pixels of `image`.
+        values: [R], not negative; the colours are relative to the highest one.
+    """
+    from matplotlib import colormaps  # slow to import, see `_font`
+
+    height, width = image.shape[:2]
+    strength = np.zeros((height, width), dtype=np.float32)
+    highest = float(values.max()) if len(values) else 0.0
+    for box, value in zip(boxes, values / highest if highest > 0 else values, strict=True):
+        x1, y1 = (int(side) for side in np.floor(box[:2]).clip(0, (width, height)))
+        x2, y2 = (int(side) for side in np.ceil(box[2:]).clip(0, (width, height)))
+        strength[y1:y2, x1:x2] = np.maximum(strength[y1:y2, x1:x2], value)
+    grey = (image @ np.array(_LUMINANCE, dtype=np.float32))[..., None]
+    faded = (1 - _MOST_GREY) * image + _MOST_GREY * grey
+    table = (colormaps[_HEAT](np.linspace(0, 1, 256))[:, :3] * 255).astype(np.float32)
+    heat = table[np.round(strength * 255).astype(np.uint8)]
+    share = (_MOST_HEAT * strength)[..., None]
+    return np.round((1 - share) * faded + share * heat).clip(0, 255).astype(np.uint8)
 
 
 def _resized(image: np.ndarray) -> Image.Image:

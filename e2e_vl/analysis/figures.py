@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -35,7 +34,7 @@ from e2e_vl.analysis.collect import (
 from e2e_vl.analysis.measures import attention_from
 from e2e_vl.analysis.options import AttentionOptions, parse_head
 from e2e_vl.analysis.tables import AttentionResults
-from e2e_vl.drawing import BLUE, GREEN, RED, draw_boxes
+from e2e_vl.drawing import BLUE, GREEN, RED, draw_boxes, draw_heat_map
 from e2e_vl.structures import AttentionBlock, AttentionGraph
 
 ACTIVE, INACTIVE = "#1f5fa8", "#b9cfe8"  # colours of active heads and of others
@@ -139,9 +138,6 @@ def draw_word_map(title: str, words: Sequence[str], values: np.ndarray) -> bytes
 
 PHRASES = 3  # of one caption that get pictures
 HEADS = 2  # of a graph that get pictures where none is chosen
-HEAT = "YlOrRd"  # colours of matplotlib, light for little attention
-STRONGEST, FADED = 0.8, 0.55  # share of colour at the most attended region; of grey in the image below
-GREY = (0.299, 0.587, 0.114)  # luminance of red, green and blue, ITU-R BT.601
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,31 +292,6 @@ def _region_overlay(
         boxes += list(gold)
         labels += ["annotated"] * len(gold)
         colours += [GREEN] * len(gold)
-    picture = draw_boxes(heat_on(image, regions[allowed], seen[allowed]), boxes, labels, colours, title)
+    picture = draw_boxes(draw_heat_map(image, regions[allowed], seen[allowed]), boxes, labels, colours, title)
     Image.fromarray(picture).save(path, "JPEG", quality=88)
     return shown
-
-
-def heat_on(image: np.ndarray, boxes: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The image in grey, with regions coloured by their value relative to the highest one.
-
-    Where regions overlap the highest value counts.
-
-    Args:
-        image: uint8 RGB [h, w, 3]; it is not changed.
-        boxes: [R, 4] xyxy in its pixels.
-        values: [R], not negative.
-    """
-    height, width = image.shape[:2]
-    strength = np.zeros((height, width), dtype=np.float32)
-    highest = float(values.max()) if len(values) else 0.0
-    for box, value in zip(boxes, values / highest if highest > 0 else values, strict=True):
-        x1, y1 = (int(side) for side in np.floor(box[:2]).clip(0, (width, height)))
-        x2, y2 = (int(side) for side in np.ceil(box[2:]).clip(0, (width, height)))
-        strength[y1:y2, x1:x2] = np.maximum(strength[y1:y2, x1:x2], value)
-    grey = (image @ np.array(GREY, dtype=np.float32))[..., None]
-    faded = (1 - FADED) * image + FADED * grey
-    table = (colormaps[HEAT](np.linspace(0, 1, 256))[:, :3] * 255).astype(np.float32)
-    heat = table[np.round(strength * 255).astype(np.uint8)]
-    share = (STRONGEST * strength)[..., None]
-    return np.round((1 - share) * faded + share * heat).clip(0, 255).astype(np.uint8)

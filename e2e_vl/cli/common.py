@@ -42,7 +42,7 @@ def says_errors(main: Callable[..., int]) -> Callable[..., int]:
             if not isinstance(error, SENTENCES) and error.errno is None:  # a library's
                 raise
             sentence = str(error) or f"{type(error).__name__}: out of memory, or the system gave no reason."
-            print(f"error: {UserError(sentence)}", file=sys.stderr)  # a UserError is cut where it is long
+            print(f"error: {sentence}", file=sys.stderr)
             return 2
 
     return wrapped

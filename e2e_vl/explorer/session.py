@@ -18,7 +18,7 @@ from detector.errors import UserError
 from detector.images import ResizeRule, load_resized, mask_pixels, mask_rectangles
 from e2e_vl.api.model import TrainedModel
 from e2e_vl.api.results import GREY, Answer, marks_of
-from e2e_vl.drawing import BLUE, RED, Colour, draw_boxes
+from e2e_vl.drawing import BLUE, RED, Colour, draw_boxes, draw_heat_map
 from e2e_vl.samples import ImageBytes, Question
 from e2e_vl.structures import AttentionBlock, Batch, ModelOutput
 
@@ -222,8 +222,7 @@ class Explorer:
 
 
 MOST_NAMED = 5  # regions whose share of the attention is written on them
-_HEAT = (255, 80, 0)  # RGB, laid over regions that attention goes to
-_STRONGEST = 0.6  # how much of a pixel this colour covers where most attention goes
+
 _OUTLINE: Colour = (90, 90, 90)  # of the other regions
 
 
@@ -239,7 +238,7 @@ def draw_regions(session: Session) -> np.ndarray | None:
     labels, colours = [str(row) for row in range(len(shown))], [_OUTLINE] * len(shown)
     order = list(range(len(shown)))
     if shares is not None:
-        pixels = _heated(pixels, boxes, shares)
+        pixels = draw_heat_map(pixels, boxes, shares)
         order.sort(key=lambda row: -shares[row])
         named = [row for row in order[:MOST_NAMED] if shares[row] > 0]
         labels = [f"{row}: {shares[row]:.2f}" if row in named else "" for row in range(len(shown))]
@@ -276,12 +275,3 @@ def _covered(photo: Photo, found: Inspection, hidden: tuple[int, ...]) -> np.nda
     for x1, y1, x2, y2 in _on_picture(photo, found.answer.boxes[list(hidden)]).astype(int).clip(min=0):
         pixels[y1 : y2 + 1, x1 : x2 + 1] = GREY
     return pixels
-
-
-def _heated(pixels: np.ndarray, boxes: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """The picture with more colour where more attention goes; where regions overlap the strongest one counts."""
-    heat = np.zeros(pixels.shape[:2])
-    for (x1, y1, x2, y2), share in zip(boxes.round().astype(int).clip(min=0), shares, strict=True):
-        heat[y1:y2, x1:x2] = np.maximum(heat[y1:y2, x1:x2], share)
-    alpha = (_STRONGEST * heat / max(shares.max(initial=0.0), 1e-12))[..., None]
-    return (pixels * (1 - alpha) + np.array(_HEAT) * alpha).round().astype(np.uint8)

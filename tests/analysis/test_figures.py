@@ -10,10 +10,11 @@ from PIL import Image
 
 from e2e_vl.analysis.captions import CaptionAnnotations
 from e2e_vl.analysis.collect import RecordedText
-from e2e_vl.analysis.figures import ChosenHead, chosen_heads, draw_overlays, draw_word_map, heat_on
+from e2e_vl.analysis.figures import ChosenHead, chosen_heads, draw_overlays, draw_word_map
 from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.run import write_page
 from e2e_vl.analysis.tables import AttentionResults
+from e2e_vl.drawing import draw_heat_map
 from e2e_vl.structures import AttentionBlock, AttentionGraph
 
 GRAPHS = {
@@ -25,13 +26,13 @@ GRAPHS = {
 def test_the_most_attended_region_is_the_reddest_and_the_rest_is_grey():
     image = np.full((20, 30, 3), (0, 0, 255), dtype=np.uint8)
     boxes = np.array([[0.0, 0, 10, 20], [5, 0, 20, 20]])
-    found = heat_on(image, boxes, np.array([0.1, 0.4])).astype(int)
+    found = draw_heat_map(image, boxes, np.array([0.1, 0.4])).astype(int)
     assert (image == (0, 0, 255)).all(), "the image is not changed"
     rest, weak, overlap, strong = found[10, 25], found[10, 2], found[10, 7], found[10, 15]
     assert (overlap == strong).all(), "the highest value counts"
     assert rest[2] > weak[2] > strong[2] and strong[0] > rest[0]
-    assert (heat_on(image, boxes, np.zeros(2)) == found[10, 25]).all()
-    assert (heat_on(image, boxes[:0], np.zeros(0)) == found[10, 25]).all()
+    assert (draw_heat_map(image, boxes, np.zeros(2)) == found[10, 25]).all()
+    assert (draw_heat_map(image, boxes[:0], np.zeros(0)) == found[10, 25]).all()
 
 
 def seen(file: str, size: tuple[int, int], phrase: str) -> RecordedText:

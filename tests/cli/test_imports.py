@@ -45,7 +45,7 @@ REQUIRED = {
     "synthesize": "--output x",
 }
 TINY = "configs/tiny/refcoco.yaml"
-NEAR = "there is no setting 'train.learning_rate'"
+NEAR = "there is no setting 'train.learning_rate'; train has images_per_batch, "
 WRONG = {  # words after e2e-vl -> part of the one sentence
     f"train --config {TINY} train.learning_rate=1": NEAR,
     f"train --config {TINY} train.lr=fast": "train.lr: Expected `float`",
