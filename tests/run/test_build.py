@@ -154,15 +154,6 @@ def test_data_under_the_home_folder(monkeypatch, tmp_path):
     assert len(examples[Request(0, (examples.groups[0][0],))].images) == 1
 
 
-def test_one_process_builds_the_vocabulary_and_the_others_read_it(tiny_config, monkeypatch):
-    config = tiny_config()
-    with pytest.raises(FileNotFoundError, match=r"vocab\.txt: no tokenizer there"):
-        build_tokenizer(config, writes=False)
-    built = build_tokenizer(config)
-    monkeypatch.setattr("e2e_vl.run.build.training_texts", lambda *_: pytest.fail("it is there already"))
-    assert build_tokenizer(config, writes=False).get_vocab() == built.get_vocab()
-
-
 def test_a_selection_that_predicted_boxes_do_not_read_is_warned_of(tiny_config, caplog):
     config = tiny_config("data.boxes.selection={min_regions: 5, max_regions: 5}")
     open_split(config, "val", BoxSource.DETECTIONS, training=False)

@@ -17,6 +17,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import yaml
@@ -63,11 +64,6 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 # Saved models
 
 
-def change(path: Path, **settings: object) -> None:
-    content = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump(content | settings))
-
-
 def files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -90,10 +86,10 @@ def test_paths_in_the_settings_of_a_model_are_not_read(vqa_run, tmp_path):
     """And nothing is written where they lead."""
     shutil.copytree(vqa_run / "model", tmp_path / "shared")
     path = tmp_path / "shared" / "config.yaml"
-    task = yaml.safe_load(path.read_text())["task"]
+    settings = yaml.safe_load(path.read_text())
+    settings["task"]["config"]["answers"] = str(tmp_path / "outside.json")
+    path.write_text(yaml.safe_dump(settings | {"output": str(tmp_path / "victim")}))
     (tmp_path / "outside.json").write_text("[]")  # reading it would be an error
-    task["config"]["answers"] = str(tmp_path / "outside.json")
-    change(path, task=task, output=str(tmp_path / "victim"))
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "answers.json").write_text("precious")
     before = files(tmp_path)
@@ -101,16 +97,6 @@ def test_paths_in_the_settings_of_a_model_are_not_read(vqa_run, tmp_path):
     assert files(tmp_path) == before
     (tmp_path / "shared" / "task" / "answers.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"shared/task/answers\.json"):
-        load_model(tmp_path / "shared")
-
-
-def test_sizes_that_are_not_those_of_the_weights(trained_run, tmp_path):
-    shutil.copytree(trained_run.path / "model", tmp_path / "shared")
-    path = tmp_path / "shared" / "config.yaml"
-    encoder = yaml.safe_load(path.read_text())["encoder"]
-    encoder["config"]["intermediate_size"] = 65
-    change(path, encoder=encoder)
-    with pytest.raises(ValueError, match=r"encoder/model\.safetensors"):
         load_model(tmp_path / "shared")
 
 
@@ -203,18 +189,43 @@ def test_a_full_disk_loses_nothing_before(stopped, monkeypatch):
     assert [path.name for path in (Path(stopped.output) / "checkpoints").iterdir()] == ["step_00000004"]
 
 
-def test_the_official_optimiser_goes_on_exactly_and_ends_with_rate_zero(tiny_config, tmp_path):
-    """In bf16; 3 steps an epoch, so the checkpoint lies at step 3."""
-    official = ("optimizer=adamw_official", "schedule=triangle", "schedule_first=true", "warmup_steps=2", "max_steps=5")
-    words = [f"train.{word}" for word in (*official, "mixed_precision=bf16", "trackers=[]", "save_every_epochs=1")]
-    words += ["eval.boxes=[gt]", "eval.every_epochs=0", "eval.report_pictures=0"]
-    train(tiny_config(*words, f"output={tmp_path / 'whole'}"))
-    config = tiny_config(*words)
+ADAMW = {
+    "optimizer": "adamw_official",
+    "schedule": "triangle",
+    "schedule_first": True,
+    "warmup_steps": 1,
+    "mixed_precision": "bf16",
+}
+BERT_ADAM = {
+    "optimizer": "bert_adam",
+    "warmup_steps": 0,
+    "warmup_share": 0.5,
+    "clip_norm": None,
+    "clip_tensor_norm": 1.0,
+    "decay_norm_and_bias": False,
+    "decay_bn_scales": True,
+}
+VISUAL_BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("settings", "factors", "encoder"),
+    [
+        (ADAMW, [1, 2 / 3, 1 / 3, 0], {}),
+        (BERT_ADAM, [0, 0.5, 1, 0.5], {"encoder": {"name": "visual_bert", "config": VISUAL_BERT}}),
+    ],
+)
+def test_the_official_optimisers_go_on_exactly(tiny_config, tmp_path, settings, factors, encoder):
+    """3 steps an epoch, so the checkpoint lies at step 3 of 4."""
+    config = tiny_config("train={max_steps: 4, trackers: [], save_every_epochs: 1}", "eval.boxes=[]")
+    config = replaced(config, train=settings, **encoder)
+    whole = msgspec.structs.replace(config, output=str(tmp_path / "whole"))
+    train(whole)
     lose_newest(tmp_path / "whole", Path(config.output))
     train(config, resume=True)
     assert_same_run(tmp_path / "whole", config.output)
     rates = [line["lr_encoder"] for line in losses_of(config.output)]
-    assert rates == pytest.approx([config.train.lr * factor for factor in (0.5, 1, 2 / 3, 1 / 3, 0)])
+    assert rates == pytest.approx([config.train.lr * factor for factor in factors])
 
 
 # What a run resumes from
@@ -266,21 +277,20 @@ def test_which_folders_a_run_may_use(tiny_config):
 
 
 def test_other_settings_are_used_and_logged(stopped, caplog):
-    other = replaced(stopped, train={"lr": 0.125, "warmup_steps": 0, "schedule": "constant", "max_steps": 5})
+    """And of the checkpoints only the newest are kept."""
+    other = {"lr": 0.125, "warmup_steps": 0, "schedule": "constant", "max_steps": 5, "keep_checkpoints": 1}
     with caplog.at_level(logging.WARNING):
-        train(other, resume=True)
-    [message] = [record.getMessage() for record in caplog.records if "Resuming" in record.getMessage()]
-    assert "train.lr: 0.001 -> 0.125" in message
+        train(replaced(stopped, train=other), resume=True)
+    assert "train.lr: 0.001 -> 0.125" in caplog.text
     last = losses_of(stopped.output)[-1]
     assert last["lr_head"] == last["lr_encoder"] == 0.125
+    assert [path.name for path in (Path(stopped.output) / "checkpoints").iterdir()] == ["step_00000005"]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("encoder.config.num_hidden_layers=3", "num_hidden_layers: 2 -> 3"),
         ("detector.overrides.MODEL.RESNETS.NORM=GN", "NORM: BN -> GN"),
-        ("task.config.loss=softmax", "task.loss: binary -> softmax"),
         ("detector.freeze=true", "parameter group"),
         ("train.images_per_batch=3", "train.images_per_batch differ"),
         ("seed=2", "seed differ"),
@@ -330,11 +340,3 @@ def test_a_checkpoint_cannot_run_code(stopped, tmp_path):
     assert not witness.exists()
     pickle.loads(pickle.dumps(Payload(witness)))
     assert witness.exists(), "the payload should work where nothing stops it"
-
-
-def test_only_the_newest_checkpoints_are_kept(tiny_config):
-    own = "train.max_steps=4", "train.save_every_epochs=0.01", "train.keep_checkpoints=2", "eval.boxes=[]"
-    config = tiny_config(*own, "train.trackers=[]")
-    train(config)
-    kept = sorted(path.name for path in (Path(config.output) / "checkpoints").iterdir())
-    assert kept == ["step_00000003", "step_00000004"]

@@ -57,7 +57,7 @@ def test_missing_images_of_the_evaluation_are_found_before_training(tiny_config,
         train(tiny_config(f"data.root={tmp_path / 'data'}", "train.max_steps=1", "eval.boxes=[gt]"))
 
 
-@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 129)])
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_a_signal_is_remembered_and_a_second_one_ends_at_once(monkeypatch, name, status):
     number = getattr(signal, name)
     monkeypatch.setattr(StopSignals, "PATIENCE", 0.0)
@@ -76,13 +76,18 @@ def test_a_signal_is_remembered_and_a_second_one_ends_at_once(monkeypatch, name,
         signal.signal(number, before)
 
 
-def test_losses_and_images_are_named():
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"words": math.nan, "loss": math.nan, "grad_norm": math.nan}, "words"),
+        ({"loss": 1.0, "grad_norm": math.inf}, "grad_norm"),
+    ],
+)
+def test_losses_and_images_are_named(values, name):
     check = FiniteCheck(scaled=False)
     assert check({"loss": 1.0, "grad_norm": 2.0}, 1, BATCHES)
-    with pytest.raises(FloatingPointError, match=r"^words became NaN or infinite in step 7 \(images a.jpg, b.jpg\)"):
-        check({"words": math.nan, "loss": math.nan, "grad_norm": math.nan}, 7, BATCHES)
-    with pytest.raises(FloatingPointError, match=r"^grad_norm"):
-        check({"loss": 1.0, "grad_norm": math.inf}, 1, BATCHES)
+    with pytest.raises(FloatingPointError, match=rf"^{name} became NaN or infinite in step 7 \(images a.jpg, b.jpg\)"):
+        check(values, 7, BATCHES)
 
 
 def test_the_scaler_of_fp16_may_skip_some_steps_but_not_all():

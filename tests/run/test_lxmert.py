@@ -86,17 +86,6 @@ def test_a_saved_model_keeps_the_answers_of_pretraining(config_of, tmp_path):
     assert all(torch.equal(value, theirs[name]) for name, value in model.task.state_dict().items())
 
 
-def test_a_step_of_vcr(config_of, tmp_path):
-    """Its words carry no regions: the names alone say which person is meant, and the task says so at once."""
-    words = ("data.synthetic.formats=[vcr]",)
-    with pytest.raises(ValueError, match=r"The task vcr needs an encoder with words that carry .*named_regions"):
-        build_model(config_of("vcr", *words), vocab_size=50)
-    metrics = train(config_of("vcr", *words, "task.config.ground_words=false"))
-    assert 0 <= metrics["val/accuracy_gt_boxes"] <= 1
-    [losses, *_] = losses_of(tmp_path / "run")
-    assert 0 < losses["choice"] < 100 and 0 < losses["region_class"] < 100
-
-
 def test_a_step_of_gqa_with_the_score_of_its_attention(config_of, tmp_path):
     words = ("data.synthetic.formats=[gqa, refcoco+, detections]", "data.config.grounding=true")
     words += ("task.config.grounding=true", "task.config.initialise_from_words=false")

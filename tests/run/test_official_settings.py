@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 from e2e_vl.config import RunConfig, differences, load_config, read_detector_config
-from e2e_vl.encoders.config import VisualBertSettings
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "config" / "official_settings.json").read_text("utf-8"))
@@ -90,17 +89,6 @@ def test_the_detector_of_vl_bert(name):
     assert (images.pixel_mean, images.pixel_std) == ((102.9801, 115.9465, 122.7717), (1.0, 1.0, 1.0))
 
 
-FEATURES = {"vqa": 2048, "nlvr2": 1024, "flickr30k": 2054, "vcr": 512}  # visual_embedding_dim
-
-
-@pytest.mark.parametrize("name", [f"{task}/visual_bert" for task in ("vqa", "nlvr2", "flickr30k")])
-def test_the_features_of_visual_bert(name):
-    config = load(name)
-    assert isinstance(config.encoder.config, VisualBertSettings)
-    width = read_detector_config(config.detector).feature_dim + 6 * config.encoder.config.with_box_numbers
-    assert width == FEATURES[config.task.name]
-
-
 def test_a_phase_starts_from_the_one_before():
     """One `data.root` serves a chain of trainings, and no start is given by hand."""
     for task in ("vqa", "nlvr2", "flickr30k", "vcr"):
@@ -115,36 +103,6 @@ def test_a_phase_starts_from_the_one_before():
 
 
 # Mistakes of the official VisualBERT code -> what is right
-MISTAKES = {
-    "cut_pairs": ("fronts_too_much", ("ends", "fronts")),
-    "answer": ("letters", ("words", "left_out")),
-    "drawn": ("in_turn", ("random",)),
-    "question": ("in_turn", ("both", "answer", "rationale")),
-    "names_restart_in_choices": (True, (False,)),
-    "cut_choices_only": (True, (False,)),
-    "ground_at": ("word_number", ("pieces",)),
-}
-
-
-def mistakes_in(config: RunConfig) -> set[str]:
-    found = flat(msgspec.to_builtins(config.task.config)) | flat(msgspec.to_builtins(config.data.config))
-    pairs = [(key.rpartition(".")[2], value) for key, value in found.items()]
-    assert all(value in (MISTAKES[key][0], *MISTAKES[key][1]) for key, value in pairs if key in MISTAKES)
-    return {key for key, value in pairs if key in MISTAKES and value == MISTAKES[key][0]}
-
-
-def test_mistakes_are_on_only_where_the_official_code_is_followed():
-    """The paper's settings, runs from pixels and drawn runs repeat none of them."""
-    seen = set()
-    for path in sorted((ROOT / "configs").rglob("*.yaml")):
-        name = path.relative_to(ROOT / "configs").with_suffix("").as_posix()
-        if "visual_bert" in name and name != "pretraining/visual_bert_common":
-            on = mistakes_in(load(name))
-            assert not on or name.startswith(("pretraining/", "vcr/", "visual_bert_ablation/")), (name, on)
-            seen |= on
-    assert seen == set(MISTAKES)
-
-
 # Configs at full size that train the detector along: encoder and task of each
 
 PIXELS = {

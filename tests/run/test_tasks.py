@@ -73,7 +73,6 @@ def test_flickr30k(run_of):
     assert len({len(record["phrases"]) for record in records}) > 1
     answer = e2e_vl.load(run).ask(records[0]["file_name"], "[the star] and [a red thing]")
     assert len(answer.lines) == len(answer.answer_boxes) == 2 and answer.answer_boxes[0][0].startswith("the star")
-    assert min(answer.draw().size) >= 60
 
 
 def test_nlvr2(run_of):
@@ -94,7 +93,6 @@ def test_nlvr2(run_of):
     assert (there - back).abs().max() > 1e-6, "swapping the images changes the result"
     answer = model.ask(tuple(records[0]["file_names"]), "Both images contain a star.")
     assert answer.answer in ("True", "False") and set(answer.box_images) <= {0, 1}
-    assert [name for name, _ in answer.top] in (["True", "False"], ["False", "True"])
 
 
 # VQA and its list of answers
@@ -116,16 +114,6 @@ def test_vqa(vqa_run, tmp_path):
     assert vqa_accuracy(records, records, 12)["overall"] == pytest.approx(100 * metrics["val/accuracy_gt_boxes"])
 
 
-def test_answers_from_a_text_file(vqa_run, settings, tmp_path):
-    path = tmp_path / "answers.txt"
-    path.write_text("<unk>\nyes\nno\nt - shirt\n")
-    run = build_run(settings("vqa", f"data.files.answers={path}"))
-    assert run.model.task.answers == ["<unk>", "yes", "no", "t  shirt"]  # the official punctuation step
-    assert not (tmp_path / "run" / "answers.json").exists()
-    with pytest.raises(ValueError, match="no answer belongs to at least 500 of the"):
-        build_run(settings("vqa", "task.config.min_answer_count=500"))
-
-
 def test_rows_of_the_classifier_start_from_words(vqa_run, settings):
     run = build_run(settings("vqa"))
     table = run.model.encoder.get_input_embeddings().weight
@@ -134,16 +122,16 @@ def test_rows_of_the_classifier_start_from_words(vqa_run, settings):
     torch.testing.assert_close(run.model.task.head.output.weight[row], table[word])
 
 
-@pytest.mark.parametrize(("control", "boxes"), [("data.blank_image=true", "online"), ("data.blank_text=true", "gt")])
-def test_controls_of_vqa(vqa_run, settings, control, boxes):
-    run = build_run(settings("vqa", control, f"data.boxes.train={boxes}"))
+def test_controls_of_vqa(vqa_run, settings):
+    """The same words for each text, and the same pixels for both images, which have one size."""
+    run = build_run(settings("vqa", "data.blank_image=true", "data.blank_text=true", "data.boxes.train=gt"))
     examples = run.train_data
     batch = run.collate([examples[Request(group, tuple(examples.groups[group][:3]))] for group in range(2)])
-    output = run.model(batch)
-    output.losses["vqa"].mean.backward()
-    assert torch.isfinite(output.losses["vqa"].mean)
-    if control == "data.blank_image=true":  # two images of one size look the same
-        assert torch.equal(batch.images.pixels[0], batch.images.pixels[1])
+    assert torch.equal(batch.images.pixels[0], batch.images.pixels[1])
+    assert (batch.texts.input_ids == batch.texts.input_ids[0]).all()
+    loss = run.model(batch).losses["vqa"].mean
+    loss.backward()
+    assert torch.isfinite(loss)
 
 
 # VCR

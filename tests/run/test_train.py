@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from e2e_vl.cli import train as tool
 from e2e_vl.config import load_config
 from e2e_vl.io import read_log
 from e2e_vl.run import train as training
@@ -22,6 +21,7 @@ NO_DROPOUT = tuple(
     for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "region_dropout_prob")
 )
 GT_ONLY = "data.boxes.train=gt", "detector.loss_weight=0", "eval.boxes=[]"
+DETECTOR_LOSSES = ("loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg", "loss_attribute")
 RESNETS = "detector.overrides.MODEL.RESNETS"
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -39,42 +39,28 @@ def logged(run_dir: str | Path, kind: str = "train") -> list[dict]:
     return [line for line in read_log(Path(run_dir) / "log.jsonl") if line["kind"] == kind]
 
 
-def test_a_run_directory_holds_what_the_docstring_says(trained_run):
-    path = trained_run.path
+def test_the_run_directory_metrics_and_log_of_a_run(trained_run):
+    path, metrics, lines = trained_run.path, trained_run.metrics, logged(trained_run.path)
     assert load_config(path / "config.yaml") == trained_run.config
-    assert json.loads((path / "metrics.json").read_text()) == trained_run.metrics
+    assert json.loads((path / "metrics.json").read_text()) == metrics
     names = {item.name for item in path.iterdir() if not item.name.startswith(".")}
-    assert names == {"config.yaml", "log.jsonl", "metrics.json", "tensorboard", "checkpoints", "model", "tokenizer"} | {
-        "report.html",
-        "predictions_val_gt.json",
-        "predictions_val_detections.json",
-        "predictions_val_online.json",
-    }
-    assert any((path / "tensorboard").rglob("events.*"))
+    predictions = {f"predictions_val_{boxes}.json" for boxes in ("gt", "detections", "online")}
+    others = {"config.yaml", "log.jsonl", "tensorboard", "checkpoints", "model", "tokenizer", "report.html"}
+    assert names == {"metrics.json", *others, *predictions}
     assert [folder.name for folder in (path / "checkpoints").iterdir()] == ["step_00000008"]
-    for part in ("detector", "encoder", "task", "tokenizer"):
-        assert any((path / "model" / part).iterdir())
 
-
-def test_metrics_and_log_agree(trained_run):
-    metrics, lines = trained_run.metrics, logged(trained_run.path)
     assert [line["step"] for line in lines] == list(range(1, 9))
     settings = trained_run.config.detector
-    weights = dict.fromkeys(("loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg"), settings.loss_weight)
-    weights["loss_attribute"] = settings.loss_weight
-    weights = {name: value * settings.loss_weights.get(name, 1.0) for name, value in weights.items()}
+    weights = {name: settings.loss_weights.get(name, 1.0) * settings.loss_weight for name in DETECTOR_LOSSES}
     weights["referring"] = 1.0
     for line in lines:
         assert line["loss"] == pytest.approx(sum(value * line[name] for name, value in weights.items()), rel=1e-5)
         assert line["grad_norm"] > 0
-    [evaluation] = logged(trained_run.path, "eval")
-    assert {name: value for name, value in evaluation.items() if "/" in name} == {
-        name: value for name, value in metrics.items() if "/" in name
-    }
+    [evaluation] = logged(path, "eval")
+    assert {name for name in evaluation if "/" in name} == {name for name in metrics if "/" in name}
+    assert all(evaluation[name] == value for name, value in metrics.items() if "/" in name)
     assert metrics["steps"] == 8 and metrics["processes"] == 1
-    model = trained_run.model
-    assert metrics["parameters"]["detector"] == sum(p.numel() for p in model.detector.parameters())
-    assert metrics["seconds"] > metrics["seconds_training"] > 0
+    assert metrics["parameters"]["detector"] == sum(p.numel() for p in trained_run.model.detector.parameters())
     for boxes, count in (("gt", 6), ("detected", 1), ("predicted", 1)):
         assert 0 <= metrics[f"val/accuracy_{boxes}_boxes"] <= metrics[f"val/ceiling_{boxes}_boxes"] <= 1
         assert metrics[f"val/count_{boxes}_boxes"] >= count
@@ -102,27 +88,18 @@ def test_accumulated_micro_batches_give_the_parameters_of_one_batch(tiny_config,
 
 
 def test_epochs_decide_the_number_of_steps(tiny_config):
-    config = tiny_config(
-        *GT_ONLY,
-        "data.texts_per_image=null",
-        "train.images_per_batch=5",
-        "train.max_steps=null",
-        "train.epochs=1.4",
-        "eval.every_epochs=0.3",
-        "eval.boxes=[gt]",
-        "eval.max_images=2",
-    )
+    words = ("data.texts_per_image=null", "train={images_per_batch: 5, max_steps: null, epochs: 1.4, trackers: []}")
+    config = tiny_config(*GT_ONLY, *words, "eval={every_epochs: 0.6, boxes: [gt], max_images: 2, report_pictures: 0}")
     assert train(config)["steps"] == 5  # 12 images are 3 batches of 5
     evaluations, [final] = logged(config.output, "eval"), logged(config.output, "final")
-    assert [line["step"] for line in evaluations] == [1, 2, 3, 4] and final["step"] == 5
+    assert [line["step"] for line in evaluations] == [2, 4] and final["step"] == 5
     counts = {line["val/count_gt_boxes"] for line in evaluations}
     assert len(counts) == 1 and max(counts) < final["val/count_gt_boxes"]  # the first images in between, all at the end
 
 
 def test_more_micro_batches_than_an_epoch_has(tiny_config):
-    config = tiny_config(
-        *GT_ONLY, "data.texts_per_image=null", "train.images_per_batch=16", "train.accumulate=16", "train.max_steps=2"
-    )
+    settings = "train={images_per_batch: 16, accumulate: 16, max_steps: 2, trackers: []}"
+    config = tiny_config(*GT_ONLY, "data.texts_per_image=null", settings)
     assert train(config)["steps"] == 2
     assert [line["epoch"] for line in logged(config.output)] == [1.0, 2.0]
 
@@ -182,17 +159,6 @@ def test_a_gradient_that_is_nan_is_not_applied(tiny_config, monkeypatch, clip):
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000001"]
     monkeypatch.setattr(training.Trainer, "train_step", step)
     assert train(config, resume=True)["steps"] == 3
-
-
-def test_a_rate_that_ruins_the_weights_is_an_error(tiny_words, tmp_path, capfd):
-    words = [*tiny_words, f"output={tmp_path / 'run'}", "train.lr=1e30", "train.warmup_steps=0", "train.max_steps=3"]
-    words += ["data.boxes.train=online", "eval.boxes=[gt]"]
-    assert tool.main(["--config", str(ROOT / "configs" / "tiny" / "refcoco.yaml"), *words]) == 2
-    error = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
-    assert len(error) == 1 and "infinite" in error[0] and "lower train.lr" in error[0]
-    assert not list((tmp_path / "run").rglob("step_*"))
-    text = "".join(path.read_text() for path in (tmp_path / "run").rglob("*.json*"))
-    assert "NaN" not in text and "Infinity" not in text
 
 
 def test_weights_that_are_not_finite_are_not_saved(tiny_config, monkeypatch):
