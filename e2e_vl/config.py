@@ -474,12 +474,13 @@ def _explained(message: str, layers: list[tuple[str, Tree]]) -> str:
         return f"{layers[0][0]}: {key} has no value; set it in the file or as key=value."
     types = _setting_types(layers)
     if found := _UNKNOWN.fullmatch(problem):
-        key = f"{place}.{found[1]}" if place else found[1]
-        others = [one for one in types if not key.startswith(f"{one}.")]
-        names = difflib.get_close_matches(key, others, n=1, cutoff=0.75)
-        for last in difflib.get_close_matches(found[1], [one.rpartition(".")[2] for one in types], n=1):
-            names += [one for one in types if one.rpartition(".")[2] == last]
+        prefix, last = f"{place}." if place else "", found[1]
+        key = prefix + last
         siblings = [name for section, _, name in (one.rpartition(".") for one in types) if section == place]
+        cutoff = 0.6 if len(last) > 3 else 0.5  # "rl" is a half of "lr"
+        names = [prefix + name for name in difflib.get_close_matches(last, siblings, n=1, cutoff=cutoff)]
+        for name in difflib.get_close_matches(last, [one.rpartition(".")[2] for one in types], n=1):
+            names += [one for one in types if one.rpartition(".")[2] == name]
         known = f"; {place or 'the top level'} has {', '.join(siblings)}." if siblings else "; see e2e_vl/config.py."
         hint = f"; did you mean '{names[0]}'?" if names else known
         return f"{_source(key, layers)}: there is no setting '{key}'{hint}"
