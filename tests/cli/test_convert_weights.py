@@ -24,8 +24,7 @@ from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.vl_bert import OfficialVLBert
 from tests.detector.published import load_detector
-from tests.weights.official_detector import OFFICIAL_DETECTOR
-from tests.weights.starts import replaced
+from tests.weights.starts import OFFICIAL_DETECTOR, replaced
 
 TINY = "MODEL: {RESNETS: {DEPTH: 18, STEM_OUT_CHANNELS: 8, RES2_OUT_CHANNELS: 8}, ROI_HEADS: {NUM_CLASSES: 5}}"
 ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}

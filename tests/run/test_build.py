@@ -48,8 +48,7 @@ from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.vl_bert import OfficialVLBert
-from tests.weights.official_detector import OFFICIAL_DETECTOR
-from tests.weights.starts import options, replaced
+from tests.weights.starts import OFFICIAL_DETECTOR, options, replaced
 
 ROOT = Path(__file__).parents[2]
 TESTED_AT_96 = "{MIN_SIZE_TRAIN: [96, 112, 128], MAX_SIZE_TRAIN: 160, MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 160}"

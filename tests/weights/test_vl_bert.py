@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -24,8 +25,7 @@ from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.base import ModelWeights
 from e2e_vl.weights.start import load_encoder, load_task
 from e2e_vl.weights.vl_bert import OfficialVLBert, to_official
-from tests.weights.official_detector import OFFICIAL_DETECTOR
-from tests.weights.starts import pretraining_task, rules, same
+from tests.weights.starts import OFFICIAL_DETECTOR, pretraining_task, rules, same
 
 ROOT = Path(__file__).parents[2]
 TINY_DETECTOR = {"MODEL.RESNETS.DEPTH": 50, "MODEL.RESNETS.STEM_OUT_CHANNELS": 4, "MODEL.RESNETS.WIDTH_PER_GROUP": 4}
@@ -36,15 +36,15 @@ PRETRAINING = {"text_only_embedding": True, "masked_region_embedding": True}
 DEPTHS = {6: 50, 23: 101, 36: 152}  # blocks of layer3 -> depth
 save_official = OfficialVLBert().export
 KINDS = ("pretraining", "pretraining_rel", "pretraining_prec", "refcoco", "vqa", "vcr")
+NOT_OFFICIAL = ("detector.proposal_generator.", "detector.roi_heads.box_predictor.")
+ONLY_PRETRAINING = [f"embeddings.{name}.weight" for name in ("masked_region_word_embedding", "text_only_embedding")]
 
 
 def make_parts(kind: str, detector: DetectorConfig, encoder: dict, classes: int, answers: int) -> tuple[nn.Module, ...]:
     name = kind.split("_")[0]
-    is_precomputed = kind in ("pretraining_prec", "vqa")
-    more = PRETRAINING if name == "pretraining" else {}
     config = VLBertConfig(
         **encoder,
-        **more,
+        **(PRETRAINING if name == "pretraining" else {}),
         masked_region_feature=kind == "pretraining_prec",
         with_pooler=kind in ("pretraining_rel", "vcr"),
     )
@@ -56,27 +56,26 @@ def make_parts(kind: str, detector: DetectorConfig, encoder: dict, classes: int,
         task = VQATask(hidden, VQAConfig(answers=[str(number) for number in range(answers)]))
     else:
         task = {"refcoco": ReferringTask, "vcr": VCRTask}[name](hidden)
-    return (PrecomputedDetector if is_precomputed else FasterRCNN)(detector), VLBertModel(config), task
+    make_detector = PrecomputedDetector if kind in ("pretraining_prec", "vqa") else FasterRCNN
+    return make_detector(detector), VLBertModel(config), task
 
 
 def tiny_model(kind: str, seed: int) -> VisionLanguageModel:
     torch.manual_seed(seed)
+    detector = DetectorConfig.from_flat(flatten(OFFICIAL_DETECTOR) | TINY_DETECTOR)
     feature_dim = 8 * TINY_DETECTOR["MODEL.RESNETS.RES2_OUT_CHANNELS"]
-    model = VisionLanguageModel(
-        *make_parts(
-            kind,
-            DetectorConfig.from_flat(flatten(OFFICIAL_DETECTOR) | TINY_DETECTOR),
-            {**TINY_ENCODER, "feature_dim": feature_dim},
-            classes=5,
-            answers=7,
-        )
-    )
+    parts = make_parts(kind, detector, {**TINY_ENCODER, "feature_dim": feature_dim}, classes=5, answers=7)
+    model = VisionLanguageModel(*parts)
     for tensor in model.state_dict().values():  # also those that start at 0 or 1
         if tensor.is_floating_point():
             tensor.copy_(torch.rand(tensor.shape) + 0.1)
         else:
             tensor.fill_(seed)
     return model
+
+
+def state_of(path: Path) -> dict[str, torch.Tensor]:
+    return torch.load(path, weights_only=True)["state_dict"]
 
 
 def load_all(model: VisionLanguageModel, path: Path, task_name: str) -> None:
@@ -97,10 +96,7 @@ def official_layout(kind: str, golden_root: Path) -> dict[str, list[int]]:
         del keys[name]
     keys |= changes["keys_not_in_pretrain_base_e2e"]
     if kind == "vcr":  # the file lists only the pooler with the prefix that all of `vlbert.` has there
-        keys = {
-            name.replace("vlbert.", "vlbert._module.", 1) if "_module" not in name else name: shape
-            for name, shape in keys.items()
-        }
+        keys = {re.sub(r"^vlbert\.(?!_module)", "vlbert._module.", name): shape for name, shape in keys.items()}
     return keys
 
 
@@ -114,32 +110,23 @@ def test_names_and_shapes_of_the_full_size_model_are_the_official_ones(kind, gol
         "hidden_size": hidden,
         "num_attention_heads": hidden // 64,
         "num_hidden_layers": len({name.split(".")[3] for name in largest if name.startswith("vlbert.encoder.layer.")}),
-        "intermediate_size": len_of(largest, "vlbert.encoder.layer.0.intermediate.dense.bias"),
-        "max_position_embeddings": len_of(largest, "vlbert.position_embeddings.weight"),
-        "feature_dim": len_of(largest, "image_feature_extractor.roi_head_feature_extractor.0.bn3.bias"),
+        "intermediate_size": largest["vlbert.encoder.layer.0.intermediate.dense.bias"][0],
+        "max_position_embeddings": largest["vlbert.position_embeddings.weight"][0],
+        "feature_dim": largest["image_feature_extractor.roi_head_feature_extractor.0.bn3.bias"][0],
     }
     depth = DEPTHS[len({name.split(".")[3] for name in largest if ".layer3." in name})]
-    detector = DetectorConfig.from_yaml(
-        {"_BASE_": str(ROOT / "configs" / "detector" / "vl_bert_R_101.yaml"), "MODEL": {"RESNETS": {"DEPTH": depth}}}
-    )
+    base = str(ROOT / "configs" / "detector" / "vl_bert_R_101.yaml")
+    detector = DetectorConfig.from_yaml({"_BASE_": base, "MODEL": {"RESNETS": {"DEPTH": depth}}})
+    classes = largest["vlbert.mvrc_head.region_cls_pred.bias"][0]
+    answers = layout["final_mlp.2.bias"][0] if kind == "vqa" else 0
     with torch.device("meta"):  # shapes without memory
-        parts = make_parts(
-            kind,
-            detector,
-            encoder,
-            classes=len_of(largest, "vlbert.mvrc_head.region_cls_pred.bias"),
-            answers=layout["final_mlp.2.bias"][0] if kind == "vqa" else 0,
-        )
+        parts = make_parts(kind, detector, encoder, classes, answers)
     states = (part.state_dict() for part in parts)
     official, left_out = to_official(ModelWeights(*states, task_name=kind.split("_")[0]))
     shapes = {name: list(value.shape) for name, value in official.items()}
     assert shapes == {f"module.{name}": shape for name, shape in layout.items()}
-    expected = () if kind in ("pretraining_prec", "vqa") else ("detector.proposal_generator", "detector.roi_heads.box_")
+    expected = () if kind in ("pretraining_prec", "vqa") else NOT_OFFICIAL
     assert {name for name in left_out if not name.startswith(expected)} == set()
-
-
-def len_of(layout: dict[str, list[int]], name: str) -> int:
-    return layout[name][0]
 
 
 @pytest.mark.parametrize(("name", "task"), [("pretrain", "pretraining"), ("refcoco",) * 2, ("vcr",) * 2])
@@ -167,14 +154,12 @@ def test_there_and_back_is_exact(kind, tmp_path):
     model, other, path = tiny_model(kind, seed=1), tiny_model(kind, seed=2), tmp_path / "x.model"
     left_out = save_official(model, name, path)
     load_all(other, path, name)
-    left = {key for key in left_out if not key.endswith("num_batches_tracked")}
-    theirs, ours = model.state_dict(), other.state_dict()
-    for key, value in theirs.items():
+    ours = other.state_dict()
+    for key, value in model.state_dict().items():
         assert torch.equal(value, ours[key]) == (key not in left_out), key
-    assert all(key.startswith(("detector.proposal_generator.", "detector.roi_heads.box_predictor.")) for key in left)
+    assert all(key.startswith(NOT_OFFICIAL) for key in left_out if not key.endswith("num_batches_tracked"))
     save_official(other, name, tmp_path / "y.model")
-    first, second = (torch.load(tmp_path / f"{n}.model", weights_only=True)["state_dict"] for n in "xy")
-    assert same(first, second)
+    assert same(state_of(path), state_of(tmp_path / "y.model"))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +174,7 @@ def test_region_classes_of_a_file_begin_with_the_background(tmp_path, saved, loa
     output = source.task.masked_regions.output
     save_official(source, "pretraining", path)
     report = load_task(target.task, path, rules("pretraining"))
-    state = torch.load(path, weights_only=True)["state_dict"]
+    state = state_of(path)
     is_last = saved.get("background") == "last"
     for name, ours in (("weight", output.weight), ("bias", output.bias)):
         written = state[f"module.vlbert.mvrc_head.region_cls_pred.{name}"]
@@ -206,7 +191,7 @@ def test_img_is_written_for_regions_and_for_masked_regions(tmp_path):
     fields = model.encoder.config.to_dict() | {"region_word": "img", "masked_region_embedding": False}
     model.encoder = VLBertModel(VLBertConfig(**fields))
     save_official(model, "pretraining", tmp_path / "x.model")
-    state = torch.load(tmp_path / "x.model", weights_only=True)["state_dict"]
+    state = state_of(tmp_path / "x.model")
     for name in ("object_linguistic_embeddings", "object_mask_word_embedding"):
         assert torch.equal(state[f"module.{name}.weight"], model.encoder.embeddings.region_word_embedding.weight)
     again = VLBertModel(VLBertConfig(**fields))
@@ -218,38 +203,29 @@ def test_img_is_written_for_regions_and_for_masked_regions(tmp_path):
 def test_half_precision_and_files_without_the_prefix(tmp_path):
     model, other, path = tiny_model("refcoco", seed=1), tiny_model("refcoco", seed=2), tmp_path / "half.model"
     save_official(model, "refcoco", path)
-    state = torch.load(path, weights_only=True)["state_dict"]
-    half = {
-        key.removeprefix("module."): value.half() if value.is_floating_point() else value
-        for key, value in state.items()
-    }
+    state = {key.removeprefix("module."): value for key, value in state_of(path).items()}
+    half = {key: value.half() if value.is_floating_point() else value for key, value in state.items()}
     torch.save({"state_dict": half, "optimizer": {"lr": 0.1}, "validation_monitor": {"best_epoch": 3}}, path)
     load_all(other, path, "refcoco")
     for key in ("detector.backbone.stem.conv1.weight", "encoder.embeddings.norm.bias", "task.head.output.weight"):
         value = other.state_dict()[key]
-        assert value.dtype == torch.float32
-        assert torch.equal(value, model.state_dict()[key].half().float())
+        assert value.dtype == torch.float32 and torch.equal(value, model.state_dict()[key].half().float())
 
 
 def test_pre_training_starts_refcoco_and_vqa(tmp_path):
     source, target, path = tiny_model("pretraining", 1), tiny_model("refcoco", 2), tmp_path / "x.model"
-    before = {key: value.clone() for key, value in target.task.state_dict().items()}
+    output = target.task.head.output.weight.clone()
     save_official(source, "pretraining", path)
     report = load_encoder(target.encoder, path, rules("refcoco"))
-    assert report.unexpected == [
-        "embeddings.masked_region_word_embedding.weight",
-        "embeddings.text_only_embedding.weight",
-    ]
+    assert report.unexpected == ONLY_PRETRAINING
     report = load_task(target.task, path, rules("refcoco"))
     assert report.copied == ["masked_regions.transform -> head.transform"]
     assert report.missing == ["head.output.weight", "head.output.bias"]
     assert {name.split(".")[0] for name in report.unexpected} == {"word_head", "masked_regions"}
-    dense, head = source.task.masked_regions.transform["dense"], target.task.head
-    assert torch.equal(head.transform["dense"].weight, dense.weight)
-    assert torch.equal(head.transform["dense"].bias, dense.bias)
-    assert torch.equal(head.output.weight, before["head.output.weight"])
-    save_official(tiny_model("pretraining_prec", 1), "pretraining", path)
+    assert same(target.task.head.transform["dense"], source.task.masked_regions.transform["dense"])
+    assert torch.equal(target.task.head.output.weight, output)
     source, target = tiny_model("pretraining_prec", 1), tiny_model("vqa", 2)
+    save_official(source, "pretraining", path)
     load_task(target.task, path, rules("vqa"))  # from the head over words
     assert same(target.task.head.transform, source.task.word_head.transform)
 
@@ -265,46 +241,37 @@ def test_pre_training_starts_vcr(tmp_path, kind):
     assert report.copied == ["embeddings.segment_embeddings.weight row 0 -> row 1"]
     has_pooler = kind == "pretraining_rel"
     assert report.missing == ([] if has_pooler else ["pooler.dense.weight", "pooler.dense.bias"])
-    report = load_task(target.task, path, rules("vcr"))
+    report, task = load_task(target.task, path, rules("vcr")), target.task
     transform = source.task.masked_regions.transform["dense"].weight
-    assert torch.equal(target.task.region_classifier.transform["dense"].weight, transform)
-    assert torch.equal(target.task.region_classifier.output.weight, own["task.region_classifier.output.weight"])
+    assert torch.equal(task.region_classifier.transform["dense"].weight, transform)
+    assert torch.equal(task.region_classifier.output.weight, own["task.region_classifier.output.weight"])
     if has_pooler:
         rows = source.task.relationship.head
-        assert torch.equal(target.task.head.output.weight, rows.weight[1:] - rows.weight[:1])
-        assert torch.equal(target.task.head.output.bias, rows.bias[1:] - rows.bias[:1])
+        assert torch.equal(task.head.output.weight, rows.weight[1:] - rows.weight[:1])
+        assert torch.equal(task.head.output.bias, rows.bias[1:] - rows.bias[:1])
     else:
-        assert torch.equal(target.task.head.output.weight, own["task.head.output.weight"])
+        assert torch.equal(task.head.output.weight, own["task.head.output.weight"])
         assert "head.output.weight" in report.missing
+    target.encoder.embeddings.segment_embeddings.weight.data[1] += 1  # a fine-tuned model keeps its segments
+    save_official(target, "vcr", path)
+    again = tiny_model("vcr", 3).encoder
+    assert load_encoder(again, path, rules("vcr")).copied == [] and same(again, target.encoder)
 
 
 def test_what_only_pre_training_trains_may_be_missing_from_a_fine_tuned_model(tmp_path):
     fine_tuned, pretrained = tiny_model("refcoco", 1), tiny_model("pretraining", 2)
     save_official(fine_tuned, "refcoco", tmp_path / "x.model")
-    report = load_encoder(pretrained.encoder, tmp_path / "x.model", rules("pretraining"))
-    names = ["masked_region_word_embedding", "text_only_embedding"]
-    assert report.missing == [f"embeddings.{name}.weight" for name in names]
-    save_official(tiny_model("pretraining_prec", 1), "pretraining", tmp_path / "y.model")
+    assert load_encoder(pretrained.encoder, tmp_path / "x.model", rules("pretraining")).missing == ONLY_PRETRAINING
+    path = tmp_path / "y.model"
+    save_official(tiny_model("pretraining_prec", 1), "pretraining", path)
     fields = {**TINY_ENCODER, "feature_dim": pretrained.encoder.config.feature_dim, "with_pooler": True}
-    vcr = VLBertModel(VLBertConfig(**fields, max_images=2))
-    assert all(
-        name.startswith(("pooler", "embeddings.image_slot"))
-        for name in load_encoder(vcr, tmp_path / "y.model", rules("vcr")).missing
-    )
-    state = torch.load(tmp_path / "y.model", weights_only=True)["state_dict"]
+    missing = load_encoder(VLBertModel(VLBertConfig(**fields, max_images=2)), path, rules("vcr")).missing
+    assert all(name.startswith(("pooler", "embeddings.image_slot")) for name in missing)
+    state = state_of(path)
     del state["module.aux_text_visual_embedding.weight"]
-    torch.save({"state_dict": state}, tmp_path / "y.model")
+    torch.save({"state_dict": state}, path)
     with pytest.raises(ValueError, match=r"1 missing \(embeddings.text_only_embedding.weight\)"):
-        load_encoder(VLBertModel(VLBertConfig(**fields, text_only_embedding=True)), tmp_path / "y.model", rules("vcr"))
-
-
-def test_a_fine_tuned_model_keeps_its_segments(tmp_path):
-    """Only pre-training has one text segment alone, see `Task.copies_first_segment`."""
-    source, target = tiny_model("vcr", 1), tiny_model("vcr", 2)
-    save_official(source, "vcr", tmp_path / "x.model")
-    assert load_encoder(target.encoder, tmp_path / "x.model", rules("vcr")).copied == []
-    theirs, ours = (model.encoder.embeddings.segment_embeddings.weight for model in (source, target))
-    assert torch.equal(theirs, ours)
+        load_encoder(VLBertModel(VLBertConfig(**fields, text_only_embedding=True)), path, rules("vcr"))
 
 
 def test_a_head_that_is_switched_off_is_left_over(tmp_path):
@@ -332,19 +299,18 @@ def test_a_head_that_is_switched_off_is_left_over(tmp_path):
     ],
 )
 def test_what_does_not_fit_is_named_with_its_file(tmp_path, change, part, wrong):
-    save_official(tiny_model("refcoco", 1), "refcoco", tmp_path / "x.model")
-    state = torch.load(tmp_path / "x.model", weights_only=True)["state_dict"]
+    path, model = tmp_path / "x.model", tiny_model("refcoco", 2)
+    save_official(tiny_model("refcoco", 1), "refcoco", path)
+    state = state_of(path)
     for key, shape in change.items():
         state.pop(f"module.{key}", None)
         if shape is not None:
             state[f"module.{key}"] = torch.zeros(shape)
-    torch.save({"state_dict": state}, tmp_path / "x.model")
-    model = tiny_model("refcoco", 2)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    torch.save({"state_dict": state}, path)
     load = load_encoder if part == "encoder" else load_task
     with pytest.raises(ValueError, match=f"x.model.*{wrong}"):
-        load(getattr(model, part), tmp_path / "x.model", rules("refcoco"))
-    assert same(model, before)
+        load(getattr(model, part), path, rules("refcoco"))
+    assert same(model, tiny_model("refcoco", 2))
 
 
 @pytest.mark.parametrize(
