@@ -477,8 +477,8 @@ def _explained(message: str, layers: list[tuple[str, Tree]]) -> str:
         prefix, last = f"{place}." if place else "", found[1]
         key = prefix + last
         siblings = [name for section, _, name in (one.rpartition(".") for one in types) if section == place]
-        cutoff = 0.6 if len(last) > 3 else 0.5  # "rl" is a half of "lr"
-        names = [prefix + name for name in difflib.get_close_matches(last, siblings, n=1, cutoff=cutoff)]
+        names = [prefix + name for name in difflib.get_close_matches(last, siblings, n=1)]
+        names += difflib.get_close_matches(key, [one for one in types if not key.startswith(one)], n=1, cutoff=0.85)
         for name in difflib.get_close_matches(last, [one.rpartition(".")[2] for one in types], n=1):
             names += [one for one in types if one.rpartition(".")[2] == name]
         known = f"; {place or 'the top level'} has {', '.join(siblings)}." if siblings else "; see e2e_vl/config.py."
