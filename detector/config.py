@@ -8,8 +8,8 @@ Every field has its Detectron2 key and Detectron2's default. Keys fall into four
 - ignored: keys that a Faster R-CNN does not read, or that belong to the training run (`IGNORED`); without FPN or box
   head (`StandardROIHeads`) also the keys of these parts.
 
-Any other key is an error that names it. Two keys decide the architecture: MODEL.BACKBONE.NAME (with FPN or without) and
-MODEL.ROI_HEADS.NAME (res5 on RoI maps, or a box head).
+Any other key is an error. MODEL.BACKBONE.NAME (with FPN or without) and MODEL.ROI_HEADS.NAME (res5 on RoI maps, or a
+box head) decide the architecture.
 """
 
 from __future__ import annotations
@@ -52,29 +52,13 @@ SUPPORTED: dict[str, str] = {
     "MODEL.KEYPOINT_ON": "only the box branch is supported; MODEL.KEYPOINT_ON: False reads the box part",
 }
 
-# Keys of the bottom-up attention ports, and how the same setting is written here.
-PORT_KEYS: dict[str, str] = {
-    "MODEL.CAFFE_MAXPOOL": "MODEL.RESNETS.STEM_POOL: caffe_max",
-    "MODEL.PROPOSAL_GENERATOR.HID_CHANNELS": "MODEL.RPN.CONV_DIMS: [512]",
-    "MODEL.ROI_BOX_HEAD.RES5HALVE": "MODEL.RESNETS.RES5_DILATION: 2 for false",
-    "MODEL.ROI_BOX_HEAD.ATTR": "MODEL.ROI_BOX_HEAD.ATTRIBUTES.NUM_CLASSES: 400",
-    "MODEL.ROI_BOX_HEAD.NUM_ATTRS": "MODEL.ROI_BOX_HEAD.ATTRIBUTES.NUM_CLASSES: 400",
-    "MODEL.BUA.CAFFE": "configs/detector/bottom_up_attention_caffe.yaml",
-}
-
 # Prefixes of keys (or whole keys) that do not change the output of this model.
 IGNORED: tuple[str, ...] = (
     *("CUDNN_BENCHMARK", "DATALOADER.", "DATASETS.", "FLOAT32_PRECISION", "GLOBAL.", "OUTPUT_DIR", "SEED", "SOLVER."),
-    *("VIS_PERIOD", "INPUT.CROP.", "INPUT.MASK_FORMAT", "MODEL.DEVICE", "MODEL.ANCHOR_GENERATOR.ANGLES"),
-    *(
-        "INPUT.RANDOM_FLIP",
-        "MODEL.PANOPTIC_FPN.",
-        "MODEL.RESNETS.DEFORM_MODULATED",
-        "MODEL.RESNETS.DEFORM_NUM_GROUPS",
-        "MODEL.RETINANET.",
-    ),
-    *("MODEL.ROI_BOX_CASCADE_HEAD.", "MODEL.ROI_BOX_HEAD.FED_LOSS_", "MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES"),
-    *("MODEL.ROI_KEYPOINT_HEAD.", "MODEL.ROI_MASK_HEAD.", "MODEL.SEM_SEG_HEAD."),
+    *("VIS_PERIOD", "INPUT.CROP.", "INPUT.MASK_FORMAT", "INPUT.RANDOM_FLIP", "MODEL.DEVICE", "MODEL.PANOPTIC_FPN."),
+    *("MODEL.ANCHOR_GENERATOR.ANGLES", "MODEL.RESNETS.DEFORM_MODULATED", "MODEL.RESNETS.DEFORM_NUM_GROUPS"),
+    *("MODEL.RETINANET.", "MODEL.ROI_BOX_CASCADE_HEAD.", "MODEL.ROI_BOX_HEAD.FED_LOSS_", "MODEL.SEM_SEG_HEAD."),
+    *("MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES", "MODEL.ROI_KEYPOINT_HEAD.", "MODEL.ROI_MASK_HEAD."),
     *("TEST.AUG.", "TEST.EVAL_PERIOD", "TEST.EXPECTED_RESULTS", "TEST.KEYPOINT_OKS_SIGMAS", "TEST.PRECISE_BN."),
 )
 
@@ -391,7 +375,6 @@ class DetectorConfig(Struct, frozen=True):
 
     @property
     def is_r2c(self) -> bool:
-        """Whether the settings are for the network of R2C, which has no RPN and no box predictor."""
         return self.r2c.feature_dim > 0
 
     @property
@@ -506,8 +489,6 @@ class DetectorConfig(Struct, frozen=True):
             if key not in KEYS and key not in FIXED and not key.startswith(IGNORED):
                 close = difflib.get_close_matches(key, [*KEYS, *FIXED], n=1)
                 hint = f" Did you mean {close[0]}?" if close else ""
-                if key in PORT_KEYS:
-                    hint = f" It belongs to a port of bottom-up attention; here it is {PORT_KEYS[key]}."
                 raise UserError(f"{name}: {key} is neither a key of Detectron2 nor one of this project.{hint}")
         if isinstance(flat.get("INPUT.MIN_SIZE_TRAIN"), int):  # Detectron2 accepts a single size too
             flat["INPUT.MIN_SIZE_TRAIN"] = [flat["INPUT.MIN_SIZE_TRAIN"]]

@@ -170,13 +170,8 @@ class RPN(nn.Module):
     def propose(self, output: RPNOutput, sizes: ImageSizes) -> Proposals:
         """Choose proposals: top-k by logit, decode, clip, drop short sides, NMS, cut.
 
-        Top-k and NMS work on each feature map for itself, the cut on all of them together.
-
-        A proposal that is not finite means in training that it has diverged, and raises FloatingPointError; in
-        evaluation such proposals are dropped, as in Detectron2.
-
-        Args:
-            sizes: N (height, width) of the images without padding.
+        Top-k and NMS work on each feature map for itself, the cut on all of them together. A proposal that is not
+        finite raises FloatingPointError in training, and is dropped in evaluation, as in Detectron2.
         """
         config = self.config
         before, after = (
@@ -215,11 +210,8 @@ class RPN(nn.Module):
     def label_anchors(
         self, anchors: Float[Tensor, "B 4"], objects: ImageBoxes, sizes: ImageSizes
     ) -> tuple[Int8[Tensor, "N B"], Int64[Tensor, "N B"]]:
-        """Compare all anchors with the annotated boxes of each image; no sampling yet.
-
-        Returns:
-            labels (1 positive, 0 negative, -1 ignored), and the row of the object that an anchor overlaps most (0 if
-            there is no object).
+        """Labels (1 positive, 0 negative, -1 ignored) of all anchors, and the row of the object that each overlaps most
+        (0 if there is no object).
         """
         labels, matches = [], []
         for boxes, size in zip(objects, sizes, strict=True):
@@ -238,22 +230,15 @@ class RPN(nn.Module):
             matches.append(matched)
         return torch.stack(labels), torch.stack(matches)
 
-    @torch.no_grad()
-    def sample(self, labels: Int8[Tensor, "N B"]) -> Int8[Tensor, "N B"]:
-        """Ignore all but a random, limited set of positives and negatives of each image."""
-        sampled = torch.full_like(labels, -1)
-        for row, label in zip(sampled, labels, strict=True):
+    def losses(self, output: RPNOutput, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
+        """`loss_rpn_cls` and `loss_rpn_loc` of a random, limited set of positive and negative anchors of each image."""
+        all_labels, matched = self.label_anchors(output.anchors, targets.boxes, sizes)
+        labels = torch.full_like(all_labels, -1)  # ignored
+        for row, label in zip(labels, all_labels, strict=True):
             positive, negative = subsample(
                 label == 1, label == 0, self.config.batch_size_per_image, self.config.positive_fraction
             )
-            row[positive] = 1
-            row[negative] = 0
-        return sampled
-
-    def losses(self, output: RPNOutput, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
-        """`loss_rpn_cls` and `loss_rpn_loc`, divided by `RPNConfig.loss_normaliser`."""
-        labels, matched = self.label_anchors(output.anchors, targets.boxes, sizes)
-        labels = self.sample(labels)
+            row[positive], row[negative] = 1, 0
         image, anchor = (labels == 1).nonzero(as_tuple=True)
         starts = torch.tensor([0] + [len(boxes) for boxes in targets.boxes[:-1]], device=labels.device).cumsum(0)
         wanted = torch.cat(targets.boxes)[starts[image] + matched[image, anchor]]

@@ -42,26 +42,11 @@ def from_torchvision_detector(tensors: Mapping[str, Tensor], *, norm_eps: float 
     """A state dict in Detectron2's names and conventions. Names that no part of a Faster R-CNN has are kept.
 
     Args:
-        norm_eps: epsilon of the frozen batch norms that the numbers are meant for. Torchvision sets it to 0 in models
-            that start from its COCO_V1 weights of `fasterrcnn_resnet50_fpn`, and in what they become; no number shows
-            it. If it is not 1e-5, every norm is written for variance 1 (`fold_norms`).
+        norm_eps: epsilon of the frozen batch norms in torchvision. It is 0 in models that start from the COCO_V1
+            weights of `fasterrcnn_resnet50_fpn`, and in what they become; no number shows it. See `fold_norms`.
     """
-    names = detector_names(tensors)
-    converted = {}
-    for name, value in tensors.items():
-        if name.startswith(f"{PREDICTOR}cls_score."):
-            value = background_last(value)
-        elif name.startswith(f"{PREDICTOR}bbox_pred."):
-            value = value[4:]
-        converted[names[name]] = value
-    return converted if norm_eps == NORM_EPS else fold_norms(converted, norm_eps)
-
-
-def detector_names(names: Iterable[str]) -> dict[str, str]:
-    """Torchvision's names -> Detectron2's. What no part of a Faster R-CNN has keeps its name."""
-    names = list(names)
-    has_several_convs = any(name.startswith("rpn.head.conv.1.") for name in names)
-    fcs = sorted({int(found[1]) for name in names if (found := re.match(r"roi_heads\.box_head\.(\d+)\.[wb]", name))})
+    has_several_convs = any(name.startswith("rpn.head.conv.1.") for name in tensors)
+    fcs = sorted({int(found[1]) for name in tensors if (found := re.match(r"roi_heads\.box_head\.(\d+)\.[wb]", name))})
     box_head = "roi_heads.box_head."
     rules: list[tuple[str, str | Callable[[re.Match], str]]] = [
         (r"rpn\.head\.conv\.(\d)\.0\.", rf"{RPN_HEAD}conv.conv\1." if has_several_convs else f"{RPN_HEAD}conv."),
@@ -73,7 +58,7 @@ def detector_names(names: Iterable[str]) -> dict[str, str]:
         (r"roi_heads\.box_head\.(\d+)\.1\.", lambda found: f"{box_head}conv{int(found[1]) + 1}.norm."),
         (r"roi_heads\.box_head\.(\d+)\.(?=[wb])", lambda found: f"{box_head}fc{fcs.index(int(found[1])) + 1}."),
     ]
-    if any(name.startswith(f"{BODY}layer") for name in names):
+    if any(name.startswith(f"{BODY}layer") for name in tensors):
         kinds, parts = {"inner": "lateral", "layer": "output"}, {None: "", "0.": "", "1.": "norm."}
         rules += [
             (r"backbone\.body\.(.+)", lambda found: f"backbone.bottom_up.{trunk_name(found[1])}"),
@@ -85,11 +70,15 @@ def detector_names(names: Iterable[str]) -> dict[str, str]:
     else:  # a MobileNet keeps torchvision's names
         rules.append((r"(backbone\.fpn\.\w+_blocks\.\d\.)(?=weight|bias)", r"\g<1>0."))
 
-    renamed = {}
-    for name in names:
+    converted = {}
+    for name, value in tensors.items():
+        if name.startswith(f"{PREDICTOR}cls_score."):
+            value = background_last(value)
+        elif name.startswith(f"{PREDICTOR}bbox_pred."):
+            value = value[4:]
         pattern, new = next((rule for rule in rules if re.match(rule[0], name)), ("", ""))
-        renamed[name] = re.sub(f"^{pattern}", new, name, count=1)
-    return renamed
+        converted[re.sub(f"^{pattern}", new, name, count=1)] = value
+    return converted if norm_eps == NORM_EPS else fold_norms(converted, norm_eps)
 
 
 def trunk_name(name: str) -> str:
@@ -146,13 +135,11 @@ def from_visual_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             continue
         rest = name.removeprefix(REGION_NETWORK)
         old = next((old for old in _R2C_NAMES if rest.startswith(old)), None)
-        if old is None:
-            renamed[name] = value  # no detector has it
-            continue
-        new = trunk_name(_R2C_NAMES[old] + rest.removeprefix(old))
-        if not new.startswith("roi_heads."):
-            new = f"roi_heads.{new}" if new.startswith("res5.") else f"backbone.{new}"
-        renamed[new] = value.float() if value.is_floating_point() else value
+        if old is not None:  # otherwise no detector has it
+            name = trunk_name(_R2C_NAMES[old] + rest.removeprefix(old))
+            if not name.startswith("roi_heads."):
+                name = f"roi_heads.{name}" if name.startswith("res5.") else f"backbone.{name}"
+        renamed[name] = value.float() if value.is_floating_point() else value
     return renamed
 
 
@@ -234,8 +221,7 @@ def to_detector_names(
         model_names: keys of the detector's state dict; names without a prefix are matched with their ends.
         config: the anchors and box weights to which the Caffe layout of bottom-up attention is converted.
         source: for the error message.
-        matching_heuristics: names of Detectron2's layout may be matched with the ends of the model's.
-        norm_eps: epsilon of the frozen batch norms that the numbers are meant for.
+        matching_heuristics, norm_eps: see `WeightsFile` in `detector.checkpoint`.
 
     Returns:
         the tensors, and the layout's name for messages.

@@ -88,7 +88,6 @@ def test_bad_values_name_file_and_key(key: str, value: Any):
     ("key", "value", "hint"),
     [
         ("MODEL.RESNETS.DEPHT", 1, "MODEL.RESNETS.DEPTH"),
-        ("MODEL.CAFFE_MAXPOOL", 1, "MODEL.RESNETS.STEM_POOL: caffe_max"),
         ("MODEL.RESNETS.NORM", "LN", "'FrozenBN', 'BN', 'SyncBN', 'GN'"),
     ],
 )
