@@ -132,9 +132,9 @@ def test_a_bad_word_is_one_sentence(base, word, named):
         ("output: y", "child", "encoder has no value"),
         ("output: y\nencoder: {config: {}}", "child", "encoder.name has no value"),
         (
-            "base: base.yaml\ntask: {name: pretraining, config: {objectives: {masked_word: 1}}}",
+            "base: base.yaml\ntask: {name: pretraining, config: {answers: [], objectives: {masked_word: 1}}}",
             "child",
-            "did you mean",
+            "there is no setting 'task.config.answers'; task.config has objectives, ",
         ),
     ],
 )
