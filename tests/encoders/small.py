@@ -82,10 +82,7 @@ def select(texts: TextBatch, regions: TextRegions, row: int) -> tuple[TextBatch,
     length, count = int(texts.attention_mask[row].sum()), max(int(regions.attention_mask[row].sum()), 1)
     return (
         TextBatch(
-            *(
-                getattr(texts, name)[row : row + 1, :length]
-                for name in ("input_ids", "token_type_ids", "attention_mask")
-            )
+            *(rows[row : row + 1, :length] for rows in (texts.input_ids, texts.token_type_ids, texts.attention_mask))
         ),
         TextRegions(*(getattr(regions, f.name)[row : row + 1, :count] for f in dataclasses.fields(regions))),
     )
@@ -103,10 +100,7 @@ def name_regions(texts: TextBatch, rows: list[list[int]]) -> TextBatch:
 
 
 SIZES = torch.tensor([[60, 80], [50, 90]])
-COUNTS = (
-    3,
-    4,
-)  # regions of the two images, the whole image included
+COUNTS = (3, 4)  # regions of the two images, the whole image included
 
 
 def make_regions(seed: int = 3) -> Regions:

@@ -14,28 +14,6 @@ from tests.encoders.small import make_lxmert as make_model
 TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_attention_maps_add_up_to_one_where_there_is_something_to_read(slots):
-    model, (texts, regions) = make_model(max_images=slots), make_inputs()
-    output, plain = model(texts, regions, output_attentions=True), model(texts, regions)
-    assert plain.attentions is None
-    torch.testing.assert_close(output.summary, plain.summary)
-    length, count = texts.attention_mask.shape[1], regions.attention_mask.shape[1]
-    assert len(output.attentions) == 2 + 1 + 2 * 2 * slots
-    has_region = regions.attention_mask.any(dim=1)[:, None]
-    nothing_of = {"words": texts.attention_mask & False, "regions": regions.attention_mask & False}
-    of_words, of_regions = texts.attention_mask, regions.attention_mask
-    expected = [(of_words, nothing_of["regions"])] * 2 + [(nothing_of["words"], of_regions)]
-    for _ in range(2):  # cross layers: the first image, then the second one, which is missing
-        expected += [(of_words & has_region, of_regions), (of_words, of_regions)]
-        expected += [(nothing_of["words"], nothing_of["regions"]), (of_words, nothing_of["regions"])] * (slots - 1)
-    for number, (found, rows) in enumerate(zip(output.attentions, expected, strict=True)):
-        assert found.shape == (len(texts), 4, length + count, length + count)
-        sums = found.sum(dim=-1)
-        wanted = torch.cat(rows, dim=1)[:, None].expand_as(sums).to(sums)
-        torch.testing.assert_close(sums, wanted, msg=lambda text, number=number: f"step {number}: {text}")
-
-
 def test_a_text_without_regions_reads_zeros():
     """As if the cross attention of its words were only a bias: no NaN, and no influence of the padding's content."""
     model, (texts, regions) = make_model(), make_inputs()

@@ -102,21 +102,6 @@ def test_visual_tables_start_as_copies_of_the_texts(copied):
 # Late fusion
 
 
-def test_words_meet_regions_in_the_additional_layer_alone():
-    model = make_encoder(bypass_transformer=True)
-    texts, regions = make_inputs()
-    output = model(texts, regions, output_attentions=True)
-    length, reads = texts.attention_mask.shape[1], regions.attention_mask.any(dim=1)
-    *first, last = output.attentions
-    assert len(first) == VISUAL_BERT["num_hidden_layers"]
-    for maps in first:
-        assert not maps[:, :, length:].any() and not maps[:, :, :, length:].any()
-        torch.testing.assert_close(maps[:, :, :length].sum(-1), texts.attention_mask[:, None].expand(-1, 4, -1).float())
-    slots = torch.cat([texts.attention_mask, regions.attention_mask], dim=1) & reads[:, None]
-    torch.testing.assert_close(last.sum(-1), slots[:, None].expand(-1, 4, -1).float())
-    assert not reads.all() and reads.any()
-
-
 def test_a_text_without_regions_skips_the_additional_layer():
     model, plain = make_encoder(bypass_transformer=True), make_encoder()
     missing, unexpected = plain.load_state_dict(model.state_dict(), strict=False)
