@@ -38,8 +38,7 @@ def test_iou_in_both_conventions(make):
 
 def test_iou_of_boxes_without_area_is_zero():
     point = torch.tensor([[3.0, 3.0, 3.0, 3.0]])
-    assert pairwise_iou(point, point).item() == 0
-    assert pairwise_iou(point, torch.tensor(BOXES)).sum() == 0
+    assert pairwise_iou(point, torch.tensor([*BOXES, [3.0, 3.0, 3.0, 3.0]])).sum() == 0
 
 
 def test_coder_is_its_own_inverse_for_several_classes():
@@ -123,15 +122,12 @@ def test_intervals_are_closed_below():
     assert matched.tolist() == [1, 0, 0, 0, 0]
 
 
-def test_best_candidate_of_each_object_is_positive_and_keeps_its_match():
+def test_best_candidates_of_each_object_are_positive_and_keep_their_match():
     matched, labels = match(IOU, (0.3, 0.7), (0, -1, 1), allow_low_quality=True)
     assert labels.tolist() == [0, 1, -1, 1, 0]
     assert matched[1] == 0  # positive because of object 1, but it overlaps object 0 more
-
-
-def test_ties_are_all_positive():
     _, labels = match(torch.tensor([[0.4, 0.4, 0.1]]), (0.3, 0.7), (0, -1, 1), allow_low_quality=True)
-    assert labels.tolist() == [1, 1, 0]
+    assert labels.tolist() == [1, 1, 0], "ties"
 
 
 def test_without_objects_everything_has_the_lowest_label():
@@ -141,21 +137,16 @@ def test_without_objects_everything_has_the_lowest_label():
     assert [len(part) for part in match(torch.zeros(2, 0), (0.5,), (0, 1))] == [0, 0]
 
 
-def test_sample_limits_positives_and_fills_up_with_negatives():
-    is_positive = torch.arange(100) < 40
+@pytest.mark.parametrize(("available", "positives"), [(40, 8), (3, 3)])
+def test_samples_limit_positives_and_fill_up_with_negatives(available: int, positives: int):
+    is_positive = torch.arange(100) < available
     positive, negative = subsample(is_positive, ~is_positive, 32, 0.25)
-    assert (len(positive), len(negative)) == (8, 24)
-    assert is_positive[positive].all()
-    assert not is_positive[negative].any()
+    assert (len(positive), len(negative)) == (positives, 32 - positives)
+    assert is_positive[positive].all() and not is_positive[negative].any()
     assert len(torch.cat((positive, negative)).unique()) == 32
 
-    few = torch.arange(100) < 3
-    positive, negative = subsample(few, ~few, 32, 0.25)
-    assert (len(positive), len(negative)) == (3, 29)
 
-
-def test_sample_takes_all_when_there_are_fewer_candidates():
+def test_samples_take_all_when_there_are_fewer_candidates():
     is_positive = torch.tensor([True, False, False])
     positive, negative = subsample(is_positive, torch.tensor([False, True, False]), 512, 0.25)
-    assert positive.tolist() == [0]
-    assert negative.tolist() == [1]
+    assert (positive.tolist(), negative.tolist()) == ([0], [1])

@@ -314,6 +314,15 @@ def test_impossible_boxes_and_labels_are_named(images: ImageBatch, boxes: list[T
         make()(images, None, targets)
 
 
+def test_a_mobilenet_trains_above_its_frozen_stages(images: ImageBatch, boxes: list[Tensor]):
+    small = {"MODEL.ROI_HEADS.NUM_CLASSES": 3, "MODEL.ROI_BOX_HEAD.FC_DIM": 16}
+    model = make(small, load_tree(PUBLISHED / "torchvision_mobilenet_v3_large_320_fpn.yaml")).train()
+    torch.cat(model(images, boxes).features).square().sum().backward()
+    trained = {name.split(".")[2] for name, value in model.named_parameters() if value.grad is not None}
+    # torchvision's trainable_backbone_layers=3 leaves blocks 0 .. 6 as they are
+    assert {"7", "16", "inner_blocks"} <= trained and not {str(number) for number in range(7)} & trained
+
+
 def make_fpn(changes: dict[str, Any] | None = None) -> FasterRCNN:
     return make({"MODEL": changes or {}}, FPN)
 

@@ -129,22 +129,20 @@ def test_attribute_loss_averages_over_the_labels_of_each_foreground_roi():
 def test_attribute_loss_without_labels_is_zero_with_a_gradient():
     predictor = make_predictor()
     loss = predictor.attribute_loss(torch.randn(2, D), torch.tensor([K, 0]), torch.full((2, 3), -1))
-    assert loss.mean == 0
     loss.mean.backward()
-    assert predictor.attr_score.weight.grad.abs().sum() == 0
+    assert loss.mean == 0 and predictor.attr_score.weight.grad.abs().sum() == 0
 
 
 def test_box_losses_use_the_deltas_of_the_annotated_class():
     predictor = make_predictor()
     boxes = torch.tensor([[0.0, 0.0, 10.0, 10.0], [5.0, 5.0, 9.0, 9.0]])
+    matched = torch.tensor([[1.0, 0.0, 11.0, 10.0], [0.0] * 4])
     deltas = torch.zeros(2, 4 * K)
     deltas[0, 4:8] = torch.tensor([1.0, 0.0, 0.0, 0.0])  # class 1 moves by a tenth of the width, weight 10
-    losses = predictor.box_losses(
-        torch.zeros(2, K + 1), deltas, boxes, torch.tensor([1, K]), torch.tensor([[1.0, 0.0, 11.0, 10.0], [0.0] * 4])
+    losses, other = (
+        predictor.box_losses(torch.zeros(2, K + 1), deltas, boxes, torch.tensor([label, K]), matched)
+        for label in (1, 0)
     )
     torch.testing.assert_close(losses["loss_box_reg"].total, torch.tensor(0.0), atol=1e-5, rtol=0)
     torch.testing.assert_close(losses["loss_cls"].mean, torch.tensor(4.0).log())
-    other = predictor.box_losses(
-        torch.zeros(2, K + 1), deltas, boxes, torch.tensor([0, K]), torch.tensor([[1.0, 0.0, 11.0, 10.0], [0.0] * 4])
-    )
     torch.testing.assert_close(other["loss_box_reg"].mean, torch.tensor(1.0 / 2))  # over both RoIs

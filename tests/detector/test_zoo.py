@@ -226,19 +226,23 @@ def test_a_file_is_downloaded_once(cache: Path, fields: dict[str, object]) -> No
     assert (cache.parents[1] / "log").read_text().count("\n") == 1
 
 
-@pytest.mark.parametrize("fields", [{"checksum": "sha256:00000000"}, {"checksum": "md5:000000"}, {"size": 7}])
-def test_another_file_is_rejected(cache: Path, fields: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("fields", "content"),
+    [
+        ({"checksum": "sha256:00000000"}, CONTENT),
+        ({"checksum": "md5:000000"}, CONTENT),
+        ({"size": 7}, CONTENT),
+        ({"checksum": ""}, b" <!DOCTYPE html><html>"),
+        ({"checksum": ""}, b""),
+    ],
+)
+def test_another_file_is_rejected_and_stays(cache: Path, fields: dict[str, object], content: bytes) -> None:
     path = cache / "test.pth"
+    cache.mkdir(parents=True)
+    path.write_bytes(content)
     with pytest.raises(UserError, match=str(path)):
         cached_weights(entry(**fields))
-    assert path.read_bytes() == CONTENT, "a user's file is not touched"
-
-
-def test_a_web_page_is_no_weights_file(cache: Path) -> None:
-    cache.mkdir(parents=True)
-    (cache / "test.pth").write_text(" <!DOCTYPE html><html>")
-    with pytest.raises(UserError, match=r"test\.pth .*web page"):
-        cached_weights(entry(checksum=""))
+    assert path.read_bytes() == content
 
 
 def test_a_failed_download_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
