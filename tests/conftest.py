@@ -58,6 +58,7 @@ def unchecked_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- End of shapes.
 
 from e2e_vl.config import RunConfig, load_config  # noqa: E402
+from tests.run.runs import TINY_DETECTOR, tiny  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 # Six objects in every scene: all texts then have the same number of annotated regions.
@@ -84,7 +85,7 @@ def tiny_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     from e2e_vl.run.build import make_synthetic_data
 
     words = [
-        f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
+        TINY_DETECTOR,
         f"data.root={tmp_path_factory.mktemp('tiny') / 'data'}",
         SAME_SIZE,
     ]
@@ -251,9 +252,7 @@ def train_once(config: RunConfig) -> Path:
 
 def tiny_run(folder: Path, name: str, run: str, *words: str) -> Path:
     """A run of one step of configs/tiny/<name>.yaml, on data drawn for these settings."""
-    own = [f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}", f"output={folder / run}"]
-    own += [f"data.root={folder / f'{name}_data'}", "train.max_steps=1"]
-    return train_once(load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", [*own, *words]))
+    return train_once(tiny(name, folder / f"{name}_data", folder / run, "train.max_steps=1", *words))
 
 
 @pytest.fixture(scope="session")
@@ -263,15 +262,12 @@ def run_of(shared_folder: Path) -> Callable[..., Path]:
 
     def make(task: str, encoder: str = "vl_bert") -> Path:
         words = [
-            f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
-            f"data.root={shared_folder / 'small_data'}",
-            f"output={shared_folder / f'{task}_{encoder}'}",
             "data.synthetic={scenes: {train: 4, val: 3}, formats: [refcoco+, detections, gqa, nlvr2, flickr30k]}",
             "data.resize={short_edge: [64], long_edge: 80}",
             "train={max_steps: 1, images_per_batch: 2, warmup_steps: 0}",
             "eval={boxes: [gt], every_epochs: 0, report_pictures: 1}",
         ]
-        config = load_config(ROOT / "configs" / "tiny" / f"{task}.yaml", words)
+        config = tiny(task, shared_folder / "small_data", shared_folder / f"{task}_{encoder}", *words)
         chosen = ENCODERS[encoder]
         if chosen is not None:
             more = {"max_images": 2} if (task, encoder) == ("nlvr2", "lxmert") else {}

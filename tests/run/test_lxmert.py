@@ -14,11 +14,9 @@ from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.train import train
 from e2e_vl.synthetic import make_scenes
 from tests.conftest import ENCODERS
-from tests.run.runs import losses_of, predictions_of
+from tests.run.runs import ROOT, TINY_DETECTOR, losses_of, predictions_of, tiny
 from tests.weights.starts import options, replaced
 
-ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "configs"
 ENCODER = ENCODERS["lxmert"]
 ONE_STEP = ("train.max_steps=1", "train.warmup_steps=0", "eval.boxes=[gt]", "eval.report_pictures=0")
 OBJECTIVES = {
@@ -38,15 +36,8 @@ def config_of(tmp_path: Path) -> Callable[..., RunConfig]:
     """`config_of("vqa", "train.lr=1")`: settings of configs/tiny/vqa.yaml with a small LXMERT, on data drawn for it."""
 
     def make(name: str, *words: str) -> RunConfig:
-        own = [
-            f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
-            f"data.root={tmp_path / 'data'}",
-            f"output={tmp_path / 'run'}",
-            "data.synthetic.scenes={train: 4, val: 2}",
-            *ONE_STEP,
-            *words,
-        ]
-        return replaced(load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", own), encoder=ENCODER)
+        own = ("data.synthetic.scenes={train: 4, val: 2}", *ONE_STEP, *words)
+        return replaced(tiny(name, tmp_path / "data", tmp_path / "run", *own), encoder=ENCODER)
 
     return make
 
@@ -112,10 +103,10 @@ def settings(name: str, data: Path, output: Path, *words: str) -> RunConfig:
     """A published config with the parts of configs/tiny/lxmert_files.yaml in the place of the large ones."""
     encoder = [f"encoder.config.{key}={value}" for key, value in ENCODER["config"].items()]
     common = [f"data.root={data}", f"output={output}", "data.vocabulary=null", "data.workers=0", "train.max_steps=2"]
-    common += [f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}", "train.images_per_batch=2"]
+    common += [TINY_DETECTOR, "train.images_per_batch=2"]
     common += ["detector.overrides={MODEL: {RESNETS: {DEPTH: 18, STEM_OUT_CHANNELS: 8, RES2_OUT_CHANNELS: 8, "
                "WIDTH_PER_GROUP: 8}}}", "data.train_split=train", "data.eval_splits=[val]"]  # fmt: skip
-    return load_config(CONFIGS / f"{name}.yaml", [*common, *encoder, *words])
+    return load_config(ROOT / "configs" / f"{name}.yaml", [*common, *encoder, *words])
 
 
 def test_pretraining(data, tmp_path):

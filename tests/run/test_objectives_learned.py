@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from e2e_vl.config import RunConfig, SyntheticSettings, load_config
+from e2e_vl.config import RunConfig, SyntheticSettings
 from e2e_vl.data.batching import Request
 from e2e_vl.run.build import build_collate, build_examples
 from e2e_vl.run.checkpoint import load_model
@@ -22,9 +22,9 @@ from e2e_vl.run.train import train
 from e2e_vl.structures import ModelOutput
 from e2e_vl.synthetic import make_scenes
 from e2e_vl.synthetic.config import ImitatedDetectorConfig, SceneConfig
+from tests.run.runs import tiny
 from tests.weights.starts import replaced
 
-ROOT = Path(__file__).parents[2]
 LOOKS = {
     "min_side": 64,
     "max_side": 64,
@@ -138,20 +138,15 @@ TRUTHS = {
 
 def on_saved_features(data: Path, output: Path, objectives: str, *words: str) -> RunConfig:
     """LXMERT on the files of its official code, without an image. Of what is predicted nothing is seen."""
-    return load_config(
-        ROOT / "configs" / "tiny" / "lxmert_files.yaml",
-        [
-            f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
-            f"data.root={data}",
-            f"output={output}",
-            *(OFF, f"task.config.objectives={{{objectives}}}"),
-            "task.config={mask_probability: 1.0, replace_probability: 0.0}",
-            f"encoder.config={{{NARROW}, x_layers: 2, initializer_range: 0.2}}",
-            "eval={boxes: [precomputed], every_epochs: 0, images_per_batch: 50}",
-            TRAIN,
-            "train.warmup_share=0.1",
-            *words,
-        ],
+    return tiny(
+        *("lxmert_files", data, output),
+        *(OFF, f"task.config.objectives={{{objectives}}}"),
+        "task.config={mask_probability: 1.0, replace_probability: 0.0}",
+        f"encoder.config={{{NARROW}, x_layers: 2, initializer_range: 0.2}}",
+        "eval={boxes: [precomputed], every_epochs: 0, images_per_batch: 50}",
+        TRAIN,
+        "train.warmup_share=0.1",
+        *words,
     )
 
 
@@ -193,24 +188,19 @@ def test_answers_to_questions(one_thing, tmp_path):
 
 def test_masked_regions_from_pixels(one_thing, tmp_path):
     """VL-BERT on the files of its official code: what is masked in the image is said in the caption."""
-    config = load_config(
-        ROOT / "configs" / "tiny" / "pretraining.yaml",
-        [
-            f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
-            f"data.root={one_thing}",
-            f"output={tmp_path / 'run'}",
-            "data.config={source: json_lines, use_corpus: false}",
-            "data.files={captions: 'conceptual/{split}.json', detections: 'conceptual/{split}_frcnn.json', "
-            "features: 'conceptual/{split}_frcnn.json'}",
-            "data={texts_per_image: 1, resize: {short_edge: [64], long_edge: 64}, boxes: {train: detections}}",
-            *(OFF, TRAIN, "task.config.objectives={masked_regions: {weight: 1.0}}"),
-            "task.config={teacher: file, region_probability: 1.0, mask_probability: 1.0}",
-            f"encoder.config={{{NARROW}, region_dropout_prob: 0.0, norm_first: false, visual_scale_text_init: 0.5, "
-            "visual_scale_object_init: 0.5, image_feature_on_words: false, embedding_init_std: 0.08, "
-            "initializer_range: 0.08}",
-            "train={images_per_batch: 12, max_steps: 90, lr: 2.0e-3, detector_lr: 2.0e-4, warmup_steps: 10}",
-            "eval={boxes: [detections], every_epochs: 0, images_per_batch: 50, report_pictures: 0}",
-        ],
+    config = tiny(
+        *("pretraining", one_thing, tmp_path / "run"),
+        "data.config={source: json_lines, use_corpus: false}",
+        "data.files={captions: 'conceptual/{split}.json', detections: 'conceptual/{split}_frcnn.json', "
+        "features: 'conceptual/{split}_frcnn.json'}",
+        "data={texts_per_image: 1, resize: {short_edge: [64], long_edge: 64}, boxes: {train: detections}}",
+        *(OFF, TRAIN, "task.config.objectives={masked_regions: {weight: 1.0}}"),
+        "task.config={teacher: file, region_probability: 1.0, mask_probability: 1.0}",
+        f"encoder.config={{{NARROW}, region_dropout_prob: 0.0, norm_first: false, visual_scale_text_init: 0.5, "
+        "visual_scale_object_init: 0.5, image_feature_on_words: false, embedding_init_std: 0.08, "
+        "initializer_range: 0.08}",
+        "train={images_per_batch: 12, max_steps: 90, lr: 2.0e-3, detector_lr: 2.0e-4, warmup_steps: 10}",
+        "eval={boxes: [detections], every_epochs: 0, images_per_batch: 50, report_pictures: 0}",
     )
     found = learned(config)
     assert found["masked_regions"][1] < 0.4 and found["masked_regions"][0] > 0.7, found

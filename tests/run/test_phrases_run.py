@@ -12,20 +12,17 @@ import torch
 from safetensors.torch import load_file
 
 import e2e_vl
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import RunConfig
 from e2e_vl.data.batching import Request
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.run.build import build_model, build_run
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run, predict_split
 from e2e_vl.run.train import train
-from tests.run.runs import losses_of, predictions_of
+from tests.run.runs import losses_of, predictions_of, tiny
 from tests.same import assert_same
 from tests.weights.starts import options, replaced
 
-ROOT = Path(__file__).parents[2]
-TINY = ROOT / "configs" / "tiny"
-DETECTOR = f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}"
 HEAD = "phrases={weight: 1.0, layer: 1, size: 8}"
 OWN_PHRASES = (
     HEAD,
@@ -97,13 +94,13 @@ def alone(task: str, folder: Path, *words: str) -> RunConfig:
     """The tiny run of a task on a few scenes."""
     drawn = {"refcoco+", "detections", "flickr30k"} | ({task} - {"refcoco"})
     common = [
-        *(DETECTOR, f"data.root={folder / f'{task}_data'}", f"output={folder / 'run'}", HEAD),
+        HEAD,
         f"data.synthetic.formats=[{', '.join(sorted(drawn))}]",
         *("data.synthetic.scenes={train: 4, val: 3}", "data.texts_per_image=2", "data.boxes.train=gt"),
         *("train.max_steps=2", "train.warmup_steps=0", "train.trackers=[]"),
         *("eval.boxes=[gt]", "eval.every_epochs=0", "eval.report_pictures=0"),
     ]
-    return load_config(TINY / f"{task}.yaml", [*common, *words])
+    return tiny(task, folder / f"{task}_data", folder / "run", *common, *words)
 
 
 def joined(task: str, folder: Path, *words: str, instances: bool | None = None) -> RunConfig:
@@ -303,8 +300,7 @@ def test_phrases_beside_each_task_train_the_backbone_of_each_encoder(folder, tas
 @pytest.mark.parametrize("encoder", ["vl_bert", "lxmert"])
 def test_phrases_in_pretraining(folder, encoder):
     """On captions without phrases, Flickr30K and Visual Genome joined."""
-    words = [DETECTOR, f"data.root={folder / 'pretraining_data'}", f"output={folder / encoder}"]
-    words.append("data.synthetic={scenes: {train: 3}, formats: [captions, flickr30k, visual_genome, detections]}")
+    drawn = "data.synthetic={scenes: {train: 3}, formats: [captions, flickr30k, visual_genome, detections]}"
     captions = {"images": "images/train2014", "captions": "captions/captions_{split}.json"}
     flickr = {key: file for key, file in CAPTIONS["files"].items() if key != "instances"}
     parts = {
@@ -315,7 +311,7 @@ def test_phrases_in_pretraining(folder, encoder):
     parts = {name: part | {"splits": {"train": "train"}, "images": "drawn"} for name, part in parts.items()}
     objectives = {"masked_text": 0.0, "relationship": 1.0, "masked_regions": {"classes": 7}}
     config = replaced(
-        load_config(TINY / "visual_genome.yaml", words),
+        tiny("visual_genome", folder / "pretraining_data", folder / encoder, drawn),
         data={"name": "joined", "files": {"detections": DETECTIONS}, "config": {"parts": parts}},
         encoder={"name": encoder, "config": SIZES | LAYERS[encoder]},
         task={"config": {"objectives": objectives}},

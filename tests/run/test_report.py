@@ -7,7 +7,6 @@ import json
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
 
@@ -116,12 +115,6 @@ def test_losses_of_evaluations_have_axes_of_their_own(plots):
         "evaluation": ("linear", {"val: accuracy, gt boxes": ([1, 2], [0.1, 0.2])}),
         "loss of the evaluation": ("log", {"val: loss, gt boxes": ([1, 2], [40.0, 2.0])}),
     }
-
-
-@pytest.mark.parametrize(("values", "scale"), [([2.0, 1.0], "linear"), ([100.0, 0.0], "linear")])
-def test_other_axes_are_linear(plots, values: Sequence[float], scale: str):
-    draw_curves([train_line(step, x=value) for step, value in enumerate(values)])
-    assert plots["losses of the task"][0] == scale
     assert draw_curves([train_line(1, vqa=None)]) is None, "no values, no picture"
 
 
@@ -204,12 +197,10 @@ def test_groups_take_turns_and_the_one_with_the_most_errors_comes_first():
 
 def test_samples_are_drawn_by_the_seed_from_all_predictions():
     data = guesses({"": [1.0] * 40 + [0.0] * 40})
-    [first], [again], [other] = (list_predictions(data, FakeTask(), 10, seed).others for seed in (0, 0, 1))
-    assert asked(first) == asked(again) != asked(other)
-    assert len(set(asked(first))) == 10 and first.total == 40
-    seen = Counter(one for seed in range(200) for one in asked(list_predictions(data, FakeTask(), 10, seed).others[0]))
-    assert len(seen) == 40  # every one has its chance, about 50 times in 200
-    assert min(seen.values()) > 20 and max(seen.values()) < 85
+    drawn = [list_predictions(data, FakeTask(), 10, seed).others[0] for seed in range(100)]
+    assert asked(drawn[0]) == asked(list_predictions(data, FakeTask(), 10, 0).others[0]) != asked(drawn[1])
+    assert len(set(asked(drawn[0]))) == 10 and drawn[0].total == 40
+    assert len({one for sample in drawn for one in asked(sample)}) == 40
 
 
 def phrases(*correct: bool | None) -> tuple[GroundedPhrase, ...]:
@@ -221,21 +212,17 @@ def test_wrong_relations_are_counted_by_whether_the_landmark_was_right():
     def wrong(*correct: bool | None, **changes) -> Guess:
         return Guess(**{"family": "relation", "correct": 0.0, "grounded": phrases(*correct), **changes})
 
-    right, missed, unknown = wrong(False, True), wrong(True, False), wrong(False, None)
-    assert list_predictions([right, missed, unknown], FakeTask(), 9, 0).grounded == {
-        "relation": Counter(right=1, wrong=1)
-    }
-    more = [
+    data = [
+        *(wrong(False, True), wrong(True, False), wrong(False, None)),
         *(wrong(True), wrong()),  # without a second phrase
-        *(wrong(False, True, False), wrong(False, None, True)),  # all that are known must be right
+        *(wrong(False, True, False), wrong(False, None, True)),  # all that have a label must be right
         *(wrong(True, True, correct=1.0), wrong(True, True, correct=0.5), wrong(True, True, correct=None)),
         wrong(True, False, family="attribute"),
     ]
-    assert list_predictions([right, missed, unknown, *more], FakeTask(), 9, 0).grounded == {
+    assert list_predictions(data, FakeTask(), 9, 0).grounded == {
         "relation": Counter(right=2, wrong=2),
         "attribute": Counter(wrong=1),
     }
-    assert list_predictions([unknown], FakeTask(), 9, 0).grounded == {}
 
 
 # The page
@@ -281,7 +268,6 @@ def test_the_report_of_a_run_is_one_self_contained_page(trained_run):
     assert curves.shape[1] > 800 and curves.std() > 5
     assert len(pictures) == page.count("<figcaption>")
     words = text_of(page)
-    number = trained_run.config.eval.report_pictures
     for boxes, name in (("gt", "gt boxes"), ("detections", "detected boxes"), ("online", "predicted boxes")):
         records = json.loads((trained_run.path / f"predictions_val_{boxes}.json").read_text())
         wrong = sum(record["correct"] == 0 for record in records)
@@ -289,12 +275,10 @@ def test_the_report_of_a_run_is_one_self_contained_page(trained_run):
         section = words[start : words.find("Predictions: ", start + 1)]
         assert f"all {len(records)} {wrong} {len(records) - wrong}" in section
         shown = [int(count) for count in re.findall(r"Wrong, \w+: (\d+) of \d+", section)]
-        assert sum(shown) == min(number, wrong)
-    for name, value in trained_run.metrics.items():
-        if name.startswith("val/accuracy") and isinstance(value, float):
-            assert f"{value:.3f}" in words
+        assert sum(shown) == min(trained_run.config.eval.report_pictures, wrong)
+        accuracy = trained_run.metrics["val/accuracy_" + name.replace(" ", "_")]
+        assert f"{accuracy:.3f}" in words
     assert "task.config.loss: binary -> softmax" in words
-    assert "train.max_steps: " in words
 
 
 def test_texts_are_escaped(run):
@@ -305,33 +289,24 @@ def test_texts_are_escaped(run):
     assert "right would be: <i> " in text_of(page) and "Wrong, <u>: 1 of 1" in text_of(page)
 
 
-def test_errors_come_first_and_say_what_was_chosen_instead(run):
+def test_errors_come_first_and_only_some_are_shown(run):
     wrong = guess(text="bad", correct=0.0, truth="red", family="colours")
     words = text_of(report(run, guess(text="fine"), wrong, guess(correct=None)))
     assert "Wrong, colours: 1 of 1 bad wrong: blue (0.26) right would be: red" in words
-    assert "Right: 1 of 1 fine right: blue (0.26)" in words
-    assert words.index("Wrong, colours") < words.index("Right: 1 of 1")
+    assert words.index("Wrong, colours") < words.index("Right: 1 of 1") < words.index("Without a label: 1 of 1")
     assert "all 3 1 1 1 50.0 % colours 1 1 0 0 100.0 %" in words
-    assert "Without a label: 1 of 1 x without a label: blue (0.26)" in words
 
-
-def test_only_some_are_shown_and_the_page_says_of_how_many(run):
     page = report(run, *[guess()] * 3, *[guess(correct=0.0)] * 5, *[guess(correct=0.5)] * 2, number=2)
-    words = text_of(page)
     assert page.count("<figure>") == 6
-    for heading in ("Wrong: 2 of 5, drawn at random", "Partly right: 2 of 2 x", "Right: 2 of 3, drawn at random"):
-        assert heading in words
-    none = text_of(report(run, guess(correct=0.0), guess(correct=0.0, family="relation"), number=0))
-    assert "Not shown: wrong predictions of all texts (1), relation (1)." in none
+    for heading in ("Wrong: 2 of 5", "Partly right: 2 of 2", "Right: 2 of 3"):
+        assert heading in text_of(page)
     assert "<figure>" not in report(run, guess(), number=0)
 
 
 def test_a_run_without_evaluations_or_losses_has_a_report(run):
     RunLog(run / "log.jsonl", enabled=True).write(1, "eval", {"val/accuracy_gt_boxes": None})
     page = write_report(run, settings(run), FakeTask()).read_text(encoding="utf-8")
-    assert images_of(page) == [] and "Curves" not in page
-    assert "val gt boxes accuracy 0.500" in text_of(page)
-    assert "parameters of the task 3" in text_of(page)
+    assert images_of(page) == [] and "Curves" not in page and "val gt boxes accuracy 0.500" in text_of(page)
 
 
 def test_pictures_are_small_keep_their_colours_and_may_be_wide_or_missing(run):

@@ -12,7 +12,7 @@ import torch
 
 import e2e_vl
 from detector.io import read_json
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import RunConfig
 from e2e_vl.data.batching import Request
 from e2e_vl.io import read_log
 from e2e_vl.metrics.vcr import VCRPrediction, joint_metrics, write_submission
@@ -23,12 +23,9 @@ from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
 from tests.leaderboard import read_leaderboard
 from tests.official_vqa import vqa_accuracy
-from tests.run.runs import losses_of, predictions_of
+from tests.run.runs import losses_of, predictions_of, tiny
 from tests.same import assert_same
 from tests.weights.starts import options, replaced
-
-ROOT = Path(__file__).parents[2]
-TINY = ROOT / "configs" / "tiny"
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -42,8 +39,7 @@ def settings(shared_folder, tmp_path) -> Callable[..., RunConfig]:
     """`settings("vqa", ...)`: settings of a tiny run on data that are drawn once."""
 
     def make(task: str, *words: str) -> RunConfig:
-        own = [f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}", f"output={tmp_path / 'run'}"]
-        return load_config(TINY / f"{task}.yaml", [*own, f"data.root={shared_folder / f'{task}_data'}", *words])
+        return tiny(task, shared_folder / f"{task}_data", tmp_path / "run", *words)
 
     return make
 
