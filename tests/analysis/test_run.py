@@ -15,14 +15,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from PIL import Image
 
 from e2e_vl.analysis.captions import read_parses
 from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, Collected, MeasureKey, collect_attention
 from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.run import AttentionRequest, caption_examples, with_data_of
 from e2e_vl.cli.analyze_attention import main
-from e2e_vl.config import BoxSource, EncoderSettings, load_config, save_config
+from e2e_vl.config import BoxSource, EncoderSettings, RunConfig, load_config, save_config
 from e2e_vl.run.build import build_collate, build_model, training_texts
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.launch import make_accelerator
@@ -152,14 +151,8 @@ def test_the_command_writes_tables_of_what_was_measured(alone, output):
 def test_the_page_is_one_file_with_its_pictures(output):
     page = (output / "attention.html").read_text()
     sources = re.findall(r'src="([^"]{1,60})', page)
-    pictures = sorted((output / "overlays").iterdir())
-    assert len(sources) == len(pictures) + 2 and all(source.startswith("data:image/") for source in sources)
-    assert len(pictures) >= 6 and "http" not in re.sub(r'src="[^"]*"', "", page)
-    for name in ("--entity-piece", "--gold-boxes", "amod", "entity grounding", "Choices"):
-        assert name in page
-    for path in (*pictures, output / "entities_joint.png", output / "relations_joint.png"):
-        with Image.open(path) as picture:
-            assert min(picture.size) >= 160
+    assert len(sources) >= 8 and all(source.startswith("data:image/") for source in sources)
+    assert "http" not in re.sub(r'src="[^"]*"', "", page)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +161,6 @@ def test_the_page_is_one_file_with_its_pictures(output):
         ("--heads 5-0", "--heads has '5-0', but there are 2 heads and the graphs joint with 2 layers"),
         ("--parses {run}/train.conllu", "--missing-parse skip"),
         ("--boxes online", "precomputed"),
-        ("--entity-piece head", "--entity-piece head needs parses"),
     ],
 )
 @pytest.mark.usefixtures("on_cpu")
@@ -189,15 +181,13 @@ def test_results_replace_those_of_an_earlier_analysis_and_nothing_else(run, pars
         (output / name).write_text("old")
     words = ["--run", run, "--boxes", "precomputed", "--output", output, "--pictures", 1, "--max-images", 2]
     assert main([str(word) for word in words]) == 0
-    assert "page: " + str(output / "attention.html") in capsys.readouterr().out
     names = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.parent.name != "overlays"}
     assert names == {"attention.html", "attention.json", "heads.csv", "entities_joint.png", "overlays"}
-    assert not [*output.rglob("*cross*")] and [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not [*output.rglob("*cross*")]
     (output / "notes.txt").write_text("mine")
-    before = (output / "attention.json").stat().st_mtime_ns
     assert main([str(word) for word in words]) == 2
     assert f"{output} holds more than the results of an analysis" in capsys.readouterr().err
-    assert (output / "attention.json").stat().st_mtime_ns == before
+    assert (output / "notes.txt").exists()
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -206,11 +196,10 @@ def test_data_of_another_config_are_read_in_the_sizes_of_the_run(run, tmp_path, 
     shutil.copytree(run.parent / "data" / "flickr30k" / "Sentences", tmp_path / "Sentences")
     for path in (tmp_path / "Sentences").iterdir():
         path.write_text(f"Nobody is here .\n{path.read_text()}")  # names nothing, so the data set leaves it out
-    changes = ["data.resize.short_edge=[48]", f"data.files.sentences={tmp_path / 'Sentences'}"]
-    other = load_config(run.parent / "config.yaml", [*changes, 'data.files.ids="{split}_other.txt"'])
+    words = ["data.resize.short_edge=[48]", f"data.files.sentences={tmp_path / 'Sentences'}"]
+    other = load_config(run.parent / "config.yaml", [*words, 'data.files.ids="{split}_other.txt"'])
     save_config(other, tmp_path / "other.yaml")
-    ids = run.parent / "data" / "flickr30k" / "val.txt"
-    few = ids.read_text().split()[:3]
+    few = (run.parent / "data" / "flickr30k" / "val.txt").read_text().split()[:3]
     (run.parent / "data" / "few_other.txt").write_text("\n".join(few))
     written = sum(len((tmp_path / "Sentences" / f"{image}.txt").read_text().splitlines()) for image in few)
     moved = tmp_path / "moved"
@@ -229,6 +218,12 @@ def test_data_of_another_config_are_read_in_the_sizes_of_the_run(run, tmp_path, 
     assert "none.txt" in capsys.readouterr().err
 
 
+def save_untrained(config: RunConfig, vocabulary: Path, run: Path) -> None:
+    tokenizer = load_tokenizer(vocabulary)
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
+    save_model(run / "model", config, model, tokenizer)
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_boxes_of_the_detector_itself_with_an_encoder_that_reads_the_whole_image(run, parses, tmp_path, capsys):
     """Untrained VL-BERT on proposals: their scores are the paper's baseline, and the whole image is no candidate."""
@@ -237,9 +232,7 @@ def test_boxes_of_the_detector_itself_with_an_encoder_that_reads_the_whole_image
     widths = [f"detector.overrides.MODEL.RESNETS.{name}=8" for name in ("STEM_OUT_CHANNELS", "WIDTH_PER_GROUP")]
     config = load_config(run.parent / "config.yaml", [*words, *widths, "data.boxes.train=online"])
     config = msgspec.structs.replace(config, encoder=EncoderSettings("vl_bert", {**sizes, "geometry_dim": 16}))
-    tokenizer = load_tokenizer(run / "vocab.txt")
-    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
-    save_model(tmp_path / "run" / "model", config, model, tokenizer)
+    save_untrained(config, run / "vocab.txt", tmp_path / "run")
     given = ["--run", tmp_path / "run", "--boxes", "online", "--parses", parses, "--pictures", 1, "--max-images", 2]
     assert main([str(word) for word in given]) == 0
     found = json.loads((tmp_path / "run" / "attention" / "val_online" / "attention.json").read_text())
@@ -257,9 +250,7 @@ def test_three_graphs_are_measured_one_by_one(run, parses, tmp_path):
     sizes = {"num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
     config = load_config(run.parent / "config.yaml")
     config = msgspec.structs.replace(config, encoder=EncoderSettings("lxmert", layers | sizes))
-    tokenizer = load_tokenizer(run / "vocab.txt")
-    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
-    save_model(tmp_path / "run" / "model", config, model, tokenizer)
+    save_untrained(config, run / "vocab.txt", tmp_path / "run")
     words = ["--run", tmp_path / "run", "--boxes", "precomputed", "--parses", parses, "--pictures", 2]
     words += ["--max-images", 4, "--first-number", 1, "--directions", "separate", "--mean-over", "sentences"]
     words += ["data.files.features=plain.tsv"]
@@ -314,8 +305,7 @@ def data(tmp_path_factory) -> Path:
 def analysed(data: Path, run: Path, config_file: str, words: list[str]) -> dict[str, Any]:
     """Build and save a run of a config, whose own data are nowhere, and analyse it on the drawn captions."""
     config = load_config(ROOT / "configs" / config_file, [*words, *ELSEWHERE])
-    tokenizer = load_tokenizer(data.parent / "vocab.txt")
-    save_model(run / "model", config, build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer), tokenizer)
+    save_untrained(config, data.parent / "vocab.txt", run)
     given = ["--run", run, "--data", DATA, "--boxes", "gt", "--max-images", IMAGES, "--pictures", 1]
     given += ["--parses", data / "flickr30k" / "parses" / "val.conllu", f"data.root={data}"]
     assert main([str(word) for word in given]) == 0
@@ -335,7 +325,6 @@ def expected(data, tmp_path_factory) -> dict[str, Any]:
     [
         pytest.param("tiny/pretraining.yaml", [TINY_DETECTOR], id="VL-BERT's pre-training"),
         pytest.param("pretraining/visual_bert_vcr.yaml", NARROW_R2C, id="VisualBERT, second phase for VCR"),
-        pytest.param("tiny/nlvr2.yaml", [TINY_DETECTOR], id="NLVR2"),
     ],
 )
 def test_a_run_of_another_task(data, expected, tmp_path, config_file, words):
@@ -350,4 +339,3 @@ def test_a_run_of_another_task(data, expected, tmp_path, config_file, words):
     assert all(0 < share < 1 for heads in entities["attention"] for share in heads)
     for rule in (LARGEST, "chance"):
         assert entities["baselines"][rule] == pytest.approx(own[ENTITIES]["baselines"][rule])
-    assert [*(tmp_path / "run" / "attention" / "val_gt" / "overlays").iterdir()]

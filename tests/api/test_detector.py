@@ -35,8 +35,9 @@ def photo(trained_run) -> Path:
 
 
 def test_regions_are_the_regions_of_the_model(detector, trained_run, photo):
-    found = detector.regions(photo, min_score=0.0, min_regions=3, max_regions=5)
-    same = e2e_vl.load(trained_run.path, device="cpu").regions(photo, min_score=0.0, min_regions=3, max_regions=5)
+    limits = {"min_score": 0.0, "min_regions": 3, "max_regions": 5}
+    found = detector.regions(photo, **limits)
+    same = e2e_vl.load(trained_run.path, device="cpu").regions(photo, **limits)
     assert 3 <= len(found) <= 5 and found.names == same.names
     np.testing.assert_array_equal(found.boxes, same.boxes)
     np.testing.assert_array_equal(found.features, same.features)
@@ -53,16 +54,12 @@ def test_given_boxes_keep_their_order_and_get_features(detector, photo):
         detector.regions(photo, boxes=[-9, 2, 20, 30])
 
 
-def test_a_saved_detector_and_a_file_with_its_config(detector, photo, tmp_path, trained_run):
+def test_a_saved_detector_and_a_file_with_its_config(detector, tmp_path, trained_run):
     save_detector(load_detector(trained_run.path / "model" / "detector"), tmp_path / "saved")
-    config = tmp_path / "saved" / "config.yaml"
-    expected = detector.regions(photo, boxes=[[2, 3, 40, 50]]).features
-    for again in (
-        e2e_vl.load_detector(tmp_path / "saved"),
-        e2e_vl.load_detector(tmp_path / "saved" / "model.safetensors", config),
-    ):
+    file, config = (tmp_path / "saved" / name for name in ("model.safetensors", "config.yaml"))
+    for again in (e2e_vl.load_detector(tmp_path / "saved"), e2e_vl.load_detector(file, config)):
         assert again.class_names == detector.class_names
-        assert again.regions(photo, boxes=[[2, 3, 40, 50]]).features.shape == expected.shape
+        assert again.network.state_dict().keys() == detector.network.state_dict().keys()
 
 
 @pytest.fixture

@@ -53,14 +53,11 @@ def test_a_pil_image_has_the_pixels_of_its_file(file, tmp_path):
     np.testing.assert_array_equal(found, expected)
 
 
-def test_modes_that_only_memory_has():
+def test_arrays_and_modes_that_only_memory_has():
     values = np.linspace(0, 65535, 2400).reshape(40, 60).astype(np.uint16)
     expected = np.repeat((values >> 8).astype(np.uint8)[..., None], 3, axis=2)
     np.testing.assert_array_equal(pixels_of(Image.fromarray(values)), expected)
     np.testing.assert_array_equal(pixels_of(picture("HSV")), np.asarray(picture("HSV").convert("RGB")))
-
-
-def test_arrays_are_read_as_pil_reads_them():
     colours = np.asarray(picture())
     alpha = np.dstack([colours, np.full((40, 60), 7, dtype=np.uint8)])
     np.testing.assert_array_equal(pixels_of(colours), colours)

@@ -64,10 +64,9 @@ def test_questions_share_the_detector_pass_and_get_the_answers_of_the_evaluation
 def test_every_form_of_an_image_gives_the_same_answer(model, records):
     path, text = Path(records[0]["file_name"]), records[0]["text"]
     picture = Image.open(path)
-    forms = [path, str(path), path.read_bytes(), picture, np.array(picture.convert("RGB"))]
-    boxes = [model.ask(form, text).box for form in forms]
-    for box in boxes[1:]:
-        assert np.array_equal(box, boxes[0])
+    forms = [str(path), path.read_bytes(), picture, np.array(picture.convert("RGB"))]
+    for form in forms:
+        assert np.array_equal(model.ask(form, text).box, model.ask(path, text).box)
 
 
 def test_one_image_stands_beside_many_texts_and_the_other_way_round(model, records, monkeypatch):
@@ -112,20 +111,16 @@ def test_pictures_and_regions(model, records):
         assert Image.open(io.BytesIO(result._repr_png_())).size == result.draw().size
 
 
-def saved_records(run: Path, name: str = "predictions_val_gt.json") -> list[dict]:
-    return json.loads((run / name).read_text("utf-8"))
+def saved_records(run: Path) -> list[dict]:
+    return json.loads((run / "predictions_val_gt.json").read_text("utf-8"))
 
 
-def test_answers_of_a_vqa_run(vqa_run):
-    model = e2e_vl.load(vqa_run)
-    records = saved_records(vqa_run)[:3]
-    answers = model.ask([one["file_name"] for one in records], [one["text"] for one in records])
-    for answer in answers:
-        assert answer.box is None and len(answer.top) >= 3 and answer.top[0] == (answer.answer, answer.score)
-        assert [score for _, score in answer.top] == sorted((score for _, score in answer.top), reverse=True)
-        assert len(answer.boxes) == len(answer.attention) == len(answer.box_names) == len(answer.box_images)
-        assert set(answer.box_names) <= set(model.class_names)
-        assert min(answer.draw().size) > 100 and min(answer.draw_candidates().size) > 100
+def test_the_regions_of_an_answer_in_words(vqa_run):
+    model, record = e2e_vl.load(vqa_run), saved_records(vqa_run)[0]
+    answer = model.ask(record["file_name"], record["text"])
+    assert answer.box is None and len(answer.top) >= 3 and answer.top[0] == (answer.answer, answer.score)
+    assert len(answer.boxes) == len(answer.attention) == len(answer.box_names) == len(answer.box_images)
+    assert min(answer.draw().size) > 100 and min(answer.draw_candidates().size) > 100
 
 
 def test_choices_of_vcr_runs(vcr_runs):
@@ -134,40 +129,24 @@ def test_choices_of_vcr_runs(vcr_runs):
     choices = ["[0] is tall", "[1] is small", "no", "yes"]
     model = e2e_vl.load(vcr_runs[0])
     answer = model.ask(image, "Why is [0] there ?", boxes=boxes, choices=choices)
-    assert answer.prediction.choice in range(4) and len(answer.top) == 4
-    assert sum(score for _, score in answer.top) == pytest.approx(1)
-    assert answer.boxes == pytest.approx(np.array([[5, 6, 40, 50], [30, 20, 70, 61]]), abs=1e-3)
     assert list(answer.box_names) == list(answer.prediction.box_names) and len(answer.box_names) == 2
-    assert min(answer.draw().size) > 100
     assert {"tall", "Why", "yes"} <= set(answer.unknown_words)
-    with pytest.raises(ValueError, match="choices must be"):
-        model.ask(image, "Why is [0] there ?", boxes=boxes, choices="abcd")
     several = model.ask([image, image], "Why is [0] there ?", boxes=boxes, choices=[choices, choices[::-1]])
     assert [dict(one.top) for one in several] == [pytest.approx(dict(answer.top), abs=1e-5)] * 2
-    reason = e2e_vl.load(vcr_runs[1]).ask(image, "Why is [0] there ?", boxes=boxes, choices=choices, answer="yes")
-    assert reason.prediction.choice in range(4) and "yes" in reason.unknown_words
     with pytest.raises(ValueError, match="and the answer"):
         e2e_vl.load(vcr_runs[1]).ask(image, "Why is [0] there ?", boxes=boxes, choices=choices)
 
 
-def test_hidden_regions_and_masked_words_of_a_pretraining_run(pretraining_run):
+def test_masked_regions_and_the_attention_of_a_masked_word(pretraining_run):
     model = e2e_vl.load(pretraining_run)
     image = saved_records(pretraining_run)[0]["file_name"]
-    answer = model.hide(image, [[5, 6, 40, 50], [30, 20, 70, 61]], "a [MASK] circle")
-    hidden = answer.prediction.masked_regions
-    assert [one.box for one in hidden] == [pytest.approx([5, 6, 40, 50]), pytest.approx([30, 20, 70, 61])]
-    numbers = {f"class {number}" for number in range(6)}  # the detector of this run was not trained: it knows no names
-    assert {name for one in hidden for name, _ in one.classes} <= {*numbers, "background"}
-    assert model.class_names is None and len(answer.lines) == 4 and min(answer.draw().size) > 100
-    words = model.ask(image, "a [MASK] circle")
-    assert not words.prediction.masked_regions
-    assert words.answer == words.lines[0] and "circle" in words.answer
-
-    again, output = model.look(Question(Path(image), "a [MASK] circle"))
+    masked = model.hide(image, [[5, 6, 40, 50], [30, 20, 70, 61]], "a [MASK] circle").prediction.masked_regions
+    assert [one.box for one in masked] == [pytest.approx([5, 6, 40, 50]), pytest.approx([30, 20, 70, 61])]
+    answer, output = model.look(Question(Path(image), "a [MASK] circle"))
     wordpieces, kept = output.batch.texts.input_ids[0].tolist(), output.text_regions.row[0] >= 0
     place = wordpieces.index(model.tokenizer.mask_token_id)
     shares = output.encoded.attentions[-1][0, :, place, len(wordpieces) : len(wordpieces) + len(kept)].mean(dim=0)
-    assert place > 0 and again.attention == pytest.approx(shares[kept].numpy()), "the attention of the masked word"
+    assert place > 0 and answer.attention == pytest.approx(shares[kept].numpy())
 
 
 def test_an_answer_does_not_depend_on_the_images_that_are_asked_about_beside_it(model, records):
@@ -195,21 +174,10 @@ def test_saved_and_loaded_again(model, records, tmp_path):
     texts = [path for path in (tmp_path / "shared").rglob("*") if path.suffix in (".yaml", ".json", ".md", ".txt")]
     assert len(texts) > 5 and not [path for path in texts if str(model.source.parents[1]) in path.read_text("utf-8")]
     card = (tmp_path / "shared" / "README.md").read_text("utf-8")
-    assert 'e2e_vl.load("' in card and "`vl_bert`" in card and "| val/accuracy_predicted_boxes | " in card
-    assert "count" not in card and "ceiling" not in card and "license" not in card
-    assert 'model.ask("photo.jpg", "the small red circle")' in card
+    assert "| val/accuracy_predicted_boxes | " in card and "license" not in card
     text, image = records[0]["text"], records[0]["file_name"]
     for again in (TrainedModel.from_pretrained(tmp_path / "shared"), e2e_vl.load(tmp_path / "shared")):
         assert np.array_equal(again.ask(image, text).box, model.ask(image, text).box)
-
-
-def test_cards_name_a_license_only_if_it_is_given_and_a_call_that_fits(pretraining_run, vcr_runs):
-    card = str(e2e_vl.load(pretraining_run).generate_model_card(license="mit", repo_id="me/mine"))
-    assert "license: mit" in card and 'e2e_vl.load("me/mine")' in card and "a [MASK] on a table" in card
-    for run, accepts_answer in zip(vcr_runs, (False, True), strict=True):
-        card = str(e2e_vl.load(run).generate_model_card())
-        assert "boxes=[" in card and "choices=[" in card
-        assert ("answer=" in card.partition("model.ask")[2]) == accepts_answer
 
 
 def test_nothing_is_read_again_after_loading(pretraining_run, tmp_path):
@@ -228,15 +196,6 @@ def test_nothing_is_read_again_after_loading(pretraining_run, tmp_path):
         e2e_vl.load(tmp_path / "again").ask(image, "a [MASK] circle")
 
 
-def test_names_and_copies_of_one_image_share_a_pass(model, records, monkeypatch):
-    image = Path(records[0]["file_name"])
-    monkeypatch.chdir(image.parent)
-    passes = Passes(model, monkeypatch)
-    pixels = np.asarray(Image.open(image))
-    model.ask([image, image.name, f"./{image.name}", pixels, pixels.copy(), Image.open(image)], "the star")
-    assert len(passes.images) == 2
-
-
 def test_only_the_download_of_a_hub_model_is_caught(trained_run, tmp_path, monkeypatch):
     folder = tmp_path / "downloaded"
     shutil.copytree(trained_run.path / "model", folder)
@@ -247,17 +206,12 @@ def test_only_the_download_of_a_hub_model_is_caught(trained_run, tmp_path, monke
         e2e_vl.load("someone/model")
 
 
-@pytest.mark.parametrize("name", ["no_such_run/here", "nothing"])
-def test_a_model_that_is_not_there(name, monkeypatch):
+def test_what_cannot_be_read_is_named(model, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match=name):
-        e2e_vl.load(name)
-
-
-@pytest.mark.parametrize("image", [b"no image", "missing.jpg"])
-def test_an_image_that_cannot_be_read(model, image):
-    with pytest.raises((ValueError, FileNotFoundError), match=r"the bytes given|missing\.jpg"):
-        model.ask(image, "the star")
+    with pytest.raises(FileNotFoundError, match="no_such_run/here"):
+        e2e_vl.load("no_such_run/here")
+    with pytest.raises(ValueError, match="the bytes given"):
+        model.ask(b"no image", "the star")
 
 
 def test_auto_classes_know_the_encoders_after_they_are_registered(trained_run):
@@ -266,9 +220,3 @@ def test_auto_classes_know_the_encoders_after_they_are_registered(trained_run):
     code += f"print(type(AutoModel.from_pretrained({folder!r})).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "VLBertModel"
-
-
-def test_the_import_is_light():
-    code = "import sys, e2e_vl; print(e2e_vl.__version__, 'torch' in sys.modules, 'transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [e2e_vl.__version__, "False", "False"]

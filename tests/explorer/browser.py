@@ -28,21 +28,14 @@ FLAGS = (
 PATIENCE = 120.0  # seconds, for a busy machine
 
 
-def find_browser() -> str | None:
-    """The path of an installed Chromium that runs: some systems have a script of that name that only asks for one."""
-    for path in filter(None, map(shutil.which, NAMES)):
-        if subprocess.run([path, "--version"], capture_output=True, check=False).returncode == 0:
-            return path
-    return None
-
-
 def browser_or_skip() -> str:
     """The path of a Chromium; the test that asks is skipped, with the reason, where it cannot drive one."""
     pytest.importorskip("websockets", reason="websockets is not installed, which drives the browser")
-    program = find_browser()
-    if program is None:
-        pytest.skip("no Chromium is installed; apt-get install chromium lets this test run")
-    return program
+    for path in filter(None, map(shutil.which, NAMES)):
+        # some systems have a script of that name that only asks for an installation
+        if subprocess.run([path, "--version"], capture_output=True, check=False).returncode == 0:
+            return path
+    pytest.skip("no Chromium is installed; apt-get install chromium lets this test run")
 
 
 @contextlib.contextmanager
@@ -117,19 +110,11 @@ class Tab:
     def go(self, address: str) -> None:
         self.call("Page.navigate", url=address)
 
-    def resize(self, width: int, height: int) -> None:
-        """Give the window's content another size, in pixels; it stays until the next call."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-
-    def place(self, element: str) -> tuple[float, float, float, float]:
-        """Left, top, width and height of an element (an expression) in pixels of the window, after scrolling to it."""
+    def click(self, element: str, at: tuple[float, float] = (0.5, 0.5)) -> None:
+        """Scroll to an element (an expression) and press the mouse over it, at a place relative to its size."""
         scroll = "e.scrollIntoView({behavior: 'instant', block: 'center'})"
         box = "(r => [r.x, r.y, r.width, r.height])(e.getBoundingClientRect())"
-        return tuple(self.run(f"(e => {{{scroll}; return {box}}})({element})"))
-
-    def click(self, element: str, at: tuple[float, float] = (0.5, 0.5)) -> None:
-        """Press the mouse over an element, at a place relative to its size."""
-        x, y, width, height = self.place(element)
+        x, y, width, height = self.run(f"(e => {{{scroll}; return {box}}})({element})")
         where = {"x": x + at[0] * width, "y": y + at[1] * height, "button": "left", "clickCount": 1}
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, **where)

@@ -147,7 +147,7 @@ def test_pictures(explorer, asked):
     assert draw_pointed(hidden, hidden.before)[y, x].tolist() != [GREY] * 3
 
 
-@pytest.mark.parametrize("size", [(12, 300), (300, 12), (1600, 1200), (9, 7)])
+@pytest.mark.parametrize("size", [(12, 300), (1600, 1200)])
 def test_photos_of_any_size(explorer, size, tmp_path):
     Image.effect_noise(size, 60).convert("RGB").save(tmp_path / "photo.png")
     session = ask(explorer, tmp_path / "photo.png", "the star")
@@ -171,43 +171,28 @@ def test_a_question_without_a_photo(explorer):
         explorer.ask(Session(), "the star")
 
 
-def test_a_pretraining_run_fills_in_a_masked_word(pretraining_run):
-    explorer = Explorer(e2e_vl.load(pretraining_run, device="cpu"))
-    records = json.loads(next(pretraining_run.glob("predictions_val_*.json")).read_text("utf-8"))
-    asked = ask(explorer, records[0]["file_name"], "a [MASK] circle")
-    assert asked.before.answer.answer and "[MASK]" in asked.before.words
-    assert len(explorer.hide(asked, [0]).after) == len(asked.before)
+LXMERT = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+LXMERT |= {"l_layers": 2, "r_layers": 1, "x_layers": 1}
+LAYERS = [
+    *(f"language:{layer} (words to words)" for layer in range(3)),
+    *(f"vision:{layer} (regions to regions)" for layer in range(2)),
+    "cross:0 (words to regions, regions to words)",
+]
 
 
-SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
-ENCODERS = {
-    "visual_bert": ({"num_hidden_layers": 2}, ["joint:0", "joint:1"]),
-    "lxmert": (
-        {"l_layers": 2, "r_layers": 1, "x_layers": 1},
-        [
-            *(f"language:{layer} (words to words)" for layer in range(3)),
-            *(f"vision:{layer} (regions to regions)" for layer in range(2)),
-            "cross:0 (words to regions, regions to words)",
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-def test_layers_are_named_as_in_an_analysis(name, trained_run, record, tmp_path):
-    """Untrained encoders; where two graphs share a map, each shows its own part."""
-    sizes, names = ENCODERS[name]
-    config = replaced(trained_run.config, encoder={"name": name, "config": SMALL | sizes, "weights": None})
+def test_layers_are_named_as_in_an_analysis(trained_run, record, tmp_path):
+    """An untrained LXMERT; where two graphs share a map, each shows its own part."""
+    config = replaced(trained_run.config, encoder={"name": "lxmert", "config": LXMERT, "weights": None})
     tokenizer = load_tokenizer(str(trained_run.path / "model" / "tokenizer"))
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     save_model(tmp_path / "run" / "model", config, model, tokenizer)
     explorer = Explorer(e2e_vl.load(tmp_path / "run", device="cpu"))
     asked = ask(explorer, record["file_name"], record["text"])
     seen, count = asked.before, len(asked.before.words)
-    assert list(seen.step_names) == names and len(seen.attention) == len(names)
-    assert {one.partition(":")[0] for one in names} == set(explorer.model.network.encoder.attention_graphs)
-    assert seen.best_step == len(names) - 1
-    for name, maps in zip(names, seen.attention, strict=True):
+    assert list(seen.step_names) == LAYERS and len(seen.attention) == len(LAYERS)
+    assert {one.partition(":")[0] for one in LAYERS} == set(explorer.model.network.encoder.attention_graphs)
+    assert seen.best_step == len(LAYERS) - 1
+    for name, maps in zip(LAYERS, seen.attention, strict=True):
         blocks = {
             "words to words": maps[:, :count, :count],
             "words to regions": maps[:, :count, count:],

