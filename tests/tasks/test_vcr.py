@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +14,11 @@ import torch.nn.functional as F
 from detector.errors import UserError
 from detector.structures import Regions
 from e2e_vl.data.config import VCROptions
+from e2e_vl.examples import TextExample
 from e2e_vl.metrics.vcr import VCRPrediction
 from e2e_vl.samples import AnnotatedObjects, Question
-from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, RegionLabels, TaskOutput, TextRegions, gather_regions
-from e2e_vl.tasks.base import PredictionSummary
+from e2e_vl.structures import Batch, EncoderOutput, RegionLabels, TaskOutput, TextRegions, gather_regions
+from e2e_vl.tasks.base import PredictionSummary, Sizes
 from e2e_vl.tasks.config import VCRConfig
 from e2e_vl.tasks.vcr import (
     Piece,
@@ -28,8 +30,8 @@ from e2e_vl.tasks.vcr import (
 )
 from e2e_vl.text import TextTokenizer
 from tests.data.tiny_vcr import TinyVCR
-from tests.tasks.batches import make_batch
-from tests.tasks.preprocessors import decoded, photo, preprocess, tokens
+from tests.tasks.batches import make_batch, output_of
+from tests.tasks.preprocessors import decoded, preprocess, tokens
 
 H = 6
 CLASSES = [torch.tensor([2, 0]), torch.tensor([1])]  # of the candidate boxes of two images
@@ -68,17 +70,21 @@ def run(task: VCRTask, batch: Batch, whole_image: bool = True) -> tuple[TaskOutp
 
 def test_loss_of_choices():
     """A mean over all choices with "sigmoid", over questions with "softmax"."""
-    task = VCRTask(H).eval()
-    output, _, encoded = run(task, two_questions([2, 0]))
-    assert output.logits.shape == (2, 4)
-    torch.testing.assert_close(output.logits.flatten(), task.head.output(encoded.summary)[:, 0])
     truth = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0]]).float()
-    expected = F.binary_cross_entropy_with_logits(output.logits, truth)
-    torch.testing.assert_close(output.losses["choice"].mean, expected)
-    assert output.losses["choice"].count == 8
-    output, _, _ = run(VCRTask(H, VCRConfig(loss="softmax")).eval(), two_questions([2, 0]))
-    torch.testing.assert_close(output.losses["choice"].mean, F.cross_entropy(output.logits, torch.tensor([2, 0])))
-    assert output.losses["choice"].count == 2
+    for config, loss, count in (
+        (VCRConfig(), F.binary_cross_entropy_with_logits, 8),
+        (VCRConfig(loss="softmax"), F.cross_entropy, 2),
+    ):
+        task = VCRTask(H, config).eval()
+        output, _, encoded = run(task, two_questions([2, 0]))
+        torch.testing.assert_close(output.logits, task.head.output(encoded.summary)[:, 0].view(2, 4))
+        torch.testing.assert_close(output.losses["choice"].mean, loss(output.logits, truth))
+        assert output.losses["choice"].count == count
+
+
+def test_choices_are_read_from_the_summary_and_regions_from_their_states():
+    task = VCRTask.build(Sizes(hidden_size=8, vocab_size=9, summary_size=24), VCRConfig())
+    assert (task.head.output.in_features, task.region_classifier.output.in_features) == (24, 8)
 
 
 @pytest.mark.parametrize("whole_image", [True, False])
@@ -104,54 +110,47 @@ def test_weight_of_the_region_loss():
     torch.testing.assert_close(losses[1], 2 * losses[0])
     without = VCRTask(H, VCRConfig(region_loss_weight=0.0))
     assert set(run(without, two_questions([2, 0]))[0].losses) == {"choice"}
-    assert run(without, two_questions())[0].losses == {}
 
 
 def test_one_prediction_per_question():
-    task = VCRTask(H).eval()
-    batch = two_questions([2, 0])
+    task, batch = VCRTask(H).eval(), two_questions([2, 0])
     output, _, _ = run(task, batch)
-    records = task.predict(batch, ModelOutput(output, None, None, None, batch))
+    records = task.predict(batch, output_of(batch, output.logits))
     assert [(record.text_index, record.annot_id) for record in records] == [(0, "val-0"), (1, "val-1")]
     for record, logits in zip(records, output.logits, strict=True):
         assert record.probabilities == pytest.approx(logits.softmax(dim=0).tolist())
         assert record.choice == int(logits.argmax())
-        assert task.correct(record) == float(record.choice == record.label)
 
 
 def test_metrics_count_the_questions_with_a_label():
-    task = VCRTask(H)
-    rows = ((1, 1, "colour"), (1, 0, "colour"), (3, 3, "pair"), (3, None, None))
+    task, rows = VCRTask(H), ((1, 1, "colour"), (1, 0, "colour"), (3, 3, "pair"), (3, None, None))
     records = [
         VCRPrediction(probabilities=(0.25,) * 4, choice=choice, label=label, family=family)
         for choice, label, family in rows
     ]
+    assert [task.correct(record) for record in records] == [1, 0, 1, None]
     assert task.metrics(records) == {"accuracy": 2 / 3, "accuracy/colour": 0.5, "accuracy/pair": 1.0}
     assert task.metrics(records[3:]) == {}
-    assert task.correct(records[3]) is None
 
 
-def test_what_does_not_fit_is_found_before_training():
-    def check(names: list[str] | None, **config) -> None:
-        VCRTask(H, VCRConfig(**config)).check_data(SimpleNamespace(class_names=names), None)
-
-    names = ["person", "chair"]
-    check(names, num_classes=3)
-    check(names, num_classes=2, region_loss_weight=0)
-    check(None)
-    with pytest.raises(UserError, match=r"task.config.num_classes is 2, but the data have 2 classes .*set it to 3"):
-        check(names, num_classes=2)
+@pytest.mark.parametrize(("classes", "weight", "fits"), [(3, 1.0, True), (2, 0.0, True), (2, 1.0, False)])
+def test_what_does_not_fit_is_found_before_training(classes, weight, fits):
+    task = VCRTask(H, VCRConfig(num_classes=classes, region_loss_weight=weight))
+    with nullcontext() if fits else pytest.raises(UserError, match=r"task\.config\.num_classes .*set it to 3"):
+        task.check_data(SimpleNamespace(class_names=["person", "chair"]), None)
 
 
-def test_a_choice_is_described_with_the_right_one():
-    base = {"text": "Why ?", "choices": ["a", "b", "c", "d"], "choice": 1, "probabilities": [0.1, 0.6, 0.2, 0.1]}
-
-    for more, expected in (
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
         ({"label": 2, "family": "f"}, ("c", "the right choice has 0.20", "f")),
         ({"label": 1}, ("b",)),
         ({}, ()),
-    ):
-        assert VCRTask(8).describe(VCRPrediction.of(base | more)) == PredictionSummary("Why ?", "b", 0.6, *expected)
+    ],
+)
+def test_a_choice_is_described_with_the_right_one(more, expected):
+    base = {"text": "Why ?", "choices": ["a", "b", "c", "d"], "choice": 1, "probabilities": [0.1, 0.6, 0.2, 0.1]}
+    assert VCRTask(8).describe(VCRPrediction.of(base | more)) == PredictionSummary("Why ?", "b", 0.6, *expected)
 
 
 def test_a_picture_of_a_choice_has_the_named_boxes(grey):
@@ -208,19 +207,25 @@ def tiny(tmp_path) -> TinyVCR:
     return TinyVCR(tmp_path)
 
 
-def texts_of(tiny, texts=(0,), *, blank=False, training=False, flipped=False, epoch=0, **options):
-    """Text examples of some questions; `options` are the reader's and the task's."""
+def texts_of(tiny, *, training=False, epoch=0, **options) -> list[TextExample]:
+    """The four texts of the first question; `options` are the reader's and the task's."""
     reader = {name: value for name, value in options.items() if name in READER}
     config = VCRConfig(**{name: value for name, value in options.items() if name not in READER})
-    preprocessor = VCRTask(8, config).preprocessor(TextTokenizer(tiny.tokenizer, is_blank=blank, training=training))
-    return preprocess(preprocessor, tiny.dataset(**reader).sample(texts), photo(flipped=flipped), epoch=epoch)
+    preprocessor = VCRTask(8, config).preprocessor(TextTokenizer(tiny.tokenizer, training=training))
+    return preprocess(preprocessor, tiny.dataset(**reader).sample((0,)), epoch=epoch)
 
 
 def line(tiny, text) -> str:
     return decoded(text, tiny.tokenizer)
 
 
+def named(text) -> dict[int, int]:
+    """The positions that have a region, and which."""
+    return {position: row for position, row in enumerate(text.region_of_token.tolist()) if row >= 0}
+
+
 def test_four_texts_of_a_question(tiny):
+    tiny.lines[0]["family"] = "colour"
     texts = texts_of(tiny)
     assert len(texts) == 4
     first = texts[0]
@@ -228,10 +233,14 @@ def test_four_texts_of_a_question(tiny):
     assert first.encoding.token_type_ids.tolist() == [0] * 9 + [1] * 4
     assert first.encoding.summary is None
     assert first.region_of_token.tolist() == [-1, -1, -1, 1, -1, 2, -1, -1, -1, -1, 0, -1, -1]
-    assert tokens(texts[2], tiny.tokenizer)[9:] == ["riley", "'", "s", "chair", ".", "[SEP]"]
+    assert line(tiny, texts[2]).endswith("[SEP] riley ' s chair . [SEP]")
     assert texts[2].region_of_token[9:].tolist() == [1, -1, -1, -1, -1, -1]
     assert [float(text.targets.is_right) for text in texts] == [0, 0, 1, 0]
     assert {text.image_index for text in texts} == {(0,)}
+    record = texts[3].record
+    assert (record["annot_id"], record["label"], record["family"]) == ("val-0", 2, "colour")
+    assert (record["text"], record["choices"][0]) == ("Why is Riley and chair there ?", "No Casey .")
+    assert record["named_boxes"][1:3] == [("Riley", (30, 0, 50, 59)), ("chair", (60, 30, 95, 59))]
     assert all(text.region_of_token is None for text in texts_of(tiny, ground_words=False))
 
 
@@ -262,15 +271,6 @@ def test_people_are_named_in_turn_and_in_training_from_anywhere(tiny):
     assert line(tiny, own).startswith("[CLS] why is pat and chair there")
 
 
-def test_records_are_plain(tiny):
-    tiny.lines[0]["family"] = "colour"
-    record = texts_of(tiny)[3].record
-    assert (record["annot_id"], record["label"], record["family"]) == ("val-0", 2, "colour")
-    assert record["text"] == "Why is Riley and chair there ?"
-    assert record["choices"][0] == "No Casey ."
-    assert record["named_boxes"][1:3] == [("Riley", (30, 0, 50, 59)), ("chair", (60, 30, 95, 59))]
-
-
 @pytest.mark.parametrize(
     ("restarts", "choices"),
     [
@@ -295,13 +295,10 @@ def test_one_place_per_named_object_counted_before_wordpieces(tiny):
     tiny.lines[0]["answer_choices"][0] = ["No", "chair's", [0, 2], "."]
     first = texts_of(tiny, ground_at="word_number", join_word=None)[0]
     assert line(tiny, first) == "[CLS] why chair ' s riley there ? [SEP] no chair ' s casey chair . [SEP]"
-    named = {position: row for position, row in enumerate(first.region_of_token.tolist()) if row >= 0}
-    # [CLS] is 0 and the second text begins at 9
-    assert named == {1 + 2: 1, 9 + 2: 0, 9 + 3: 2}
+    assert named(first) == {1 + 2: 1, 9 + 2: 0, 9 + 3: 2}  # [CLS] is 0 and the second text begins at 9
     tiny.lines[0]["answer_choices"][2] = ["chair's", [3], "."]
     first = texts_of(tiny, question="rationale", ground_at="word_number")[0]
-    named = {position: row for position, row in enumerate(first.region_of_token.tolist()) if row >= 0}
-    assert named == {3: 1, 7: 3}  # question and answer are numbered together
+    assert named(first) == {3: 1, 7: 3}  # question and answer are numbered together
 
 
 def test_question_and_choice_lose_their_fronts(tiny):
@@ -311,10 +308,10 @@ def test_question_and_choice_lose_their_fronts(tiny):
         assert line(tiny, texts[0]) == "[CLS] why is riley and chair there ? [SEP] casey . [SEP]"
     tiny.lines[0]["question"] = ["so"] * 6 + [[1]] + ["why"] * 31
     texts = texts_of(tiny, cut="fronts", max_pieces=37)
-    cut, short = (tokens(text, tiny.tokenizer) for text in texts[:2])
-    assert cut == ["[CLS]", *["so"] * 4, "riley", *["why"] * 31, "[SEP]", ".", "[SEP]"]  # of 41 pieces 4, two of each
-    assert texts[0].region_of_token.tolist() == [-1] * 5 + [1] + [-1] * 34
-    assert short == ["[CLS]", *["so"] * 4, "riley", *["why"] * 31, "[SEP]", ".", "[SEP]"]  # of 40 pieces 3: 2 and 1
+    cut = ["[CLS]", *["so"] * 4, "riley", *["why"] * 31, "[SEP]", ".", "[SEP]"]
+    assert tokens(texts[0], tiny.tokenizer) == cut  # of 41 pieces 4, two of each text
+    assert tokens(texts[1], tiny.tokenizer) == cut  # of 40 pieces 3: 2 of the question and 1 of the choice
+    assert named(texts[0]) == {5: 1}
     assert texts[0].record["text"].split() == ["so"] * 6 + ["Riley"] + ["why"] * 31
 
 

@@ -69,10 +69,14 @@ def predict(task: VQATask, batch: Batch, logits: torch.Tensor) -> list[VQAPredic
 
 
 def test_the_summary_decides():
-    output, states = run(make_task(), two_questions(FIRST, SECOND))
-    output.losses["vqa"].mean.backward()
-    used = states.grad.abs().sum(dim=-1) > 0
-    assert used.nonzero().tolist() == [[0, 2], [1, 4]]
+    for config in ({}, {"hidden_layer": False}):
+        task = make_task(**config)
+        output, states = run(task, two_questions(FIRST, SECOND))
+        summary = states[torch.arange(2), MASK]
+        torch.testing.assert_close(output.logits, task.head(summary))
+        output.losses["vqa"].mean.backward()
+        assert (states.grad.abs().sum(dim=-1) > 0).nonzero().tolist() == [[0, 2], [1, 4]]
+    torch.testing.assert_close(output.logits, task.head.output(summary))
 
 
 @pytest.mark.parametrize(
@@ -118,56 +122,56 @@ def test_predictions_and_metrics():
     task, batch = make_task(top_answers=2), two_questions(FIRST, SECOND)
     logits = torch.tensor([[0.0, 2.0, 1.0, 0, 9.0, 0], [0, 0, 3.0, 1.0, 9.0, 0]])
     first, second = predict(task, batch, logits)
-    assert first.answer == "no" and second.answer == "2"
+    assert (first.answer, second.answer, first.question_id) == ("no", "2", 0)
     assert predict(make_task(unknown_can_win=True), batch, logits)[0].answer == "<unk>"
     assert [answer for answer, _ in first.top_answers] == ["no", "2"]
     assert first.score == pytest.approx(1 / (1 + math.exp(-2)))
-    assert first.question_id == 0
-    assert task.correct(first) == pytest.approx(0.9) and task.correct(second) == pytest.approx(1)
+    assert [task.correct(first), task.correct(second)] == pytest.approx([0.9, 1])
     assert task.metrics([first, second])["accuracy"] == pytest.approx(0.95)
     assert task.correct(VQAPrediction(answer="no", score=1)) is None
     shares = predict(make_task(loss="softmax"), batch, logits)[0]
-    assert shares.score == pytest.approx(float(logits[0].softmax(0)[1]))
-    assert len(shares.top_answers) == 5
+    assert shares.score == pytest.approx(float(logits[0].softmax(0)[1])) and len(shares.top_answers) == 5
 
 
 def test_rows_start_from_word_embeddings(tmp_path):
     tokenizer = make_tokenizer(tmp_path, "yes no hot dog")
     embeddings = torch.nn.Embedding(len(tokenizer), HIDDEN)
     encoder = SimpleNamespace(get_input_embeddings=lambda: embeddings)
-    task = make_task(answers=["yes", "hot dog", ""])
-    before = task.head.output.weight.detach().clone()
-    task.initialise(tokenizer, encoder, None)
-    table, ids = embeddings.weight, tokenizer.convert_tokens_to_ids
-    rows = task.head.output.weight
+    task, plain = (make_task(answers=["yes", "hot dog", ""], initialise_from_words=is_on) for is_on in (True, False))
+    before = plain.head.output.weight.clone()
+    for one in (task, plain):
+        one.initialise(tokenizer, encoder, None)
+    table, ids, rows = embeddings.weight, tokenizer.convert_tokens_to_ids, task.head.output.weight
     torch.testing.assert_close(rows[0], table[ids("yes")])
     torch.testing.assert_close(rows[1], (table[ids("hot")] + table[ids("dog")]) / 2)
-    assert torch.equal(rows[2], before[2])  # no wordpiece
+    assert torch.equal(rows[2], before[2]) and torch.equal(plain.head.output.weight, before)  # no wordpiece; not wanted
     assert rows.requires_grad and not task.head.output.bias.any()
-    task = make_task(answers=["yes"], initialise_from_words=False)
-    before = task.head.output.weight.detach().clone()
-    task.initialise(tokenizer, encoder, None)
-    assert torch.equal(task.head.output.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("answers", "level", "text"),
+    [
+        ([FIRST, SECOND, None], None, ""),
+        ([FIRST, SECOND, FIRST, ["<unk>"]], "INFO", "1 of 4 training questions (25.0 %)"),
+        ([FIRST, ["purplish"], ["purplish"]], "WARNING", "2 of 3 training questions (66.7 %)"),
+    ],
+)
+def test_questions_without_a_known_answer_are_counted_before_training(caplog, answers, level, text):
+    with caplog.at_level(logging.INFO):
+        make_task().check_data(questions(*answers), None)
+    assert [record.levelname for record in caplog.records] == ([] if level is None else [level])
+    assert text in caplog.text
+
+
+def test_training_needs_one_known_answer():
+    with pytest.raises(UserError, match=r"Not one of the 2 .* task\.config\.answers"):
+        make_task().check_data(questions(["Two"], ["purplish"]), None)
+    make_task(normalised_targets=True).check_data(questions(["Two"]), None)
 
 
 def questions(*answers: list[str] | None) -> SimpleNamespace:
     truths = [None if given is None else HumanAnswers(tuple(given)) for given in answers]
     return SimpleNamespace(truths=lambda: truths)
-
-
-def test_questions_without_a_known_answer_are_counted_before_training(caplog):
-    task, unknown = make_task(), ["purplish"] * 10
-    with caplog.at_level(logging.INFO):
-        task.check_data(questions(FIRST, SECOND, None), None)
-    assert not caplog.records
-    with caplog.at_level(logging.INFO):
-        task.check_data(questions(FIRST, SECOND, FIRST, ["<unk>"]), None)
-        task.check_data(questions(FIRST, unknown, unknown), None)
-    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
-    assert "1 of 4 training questions (25.0 %) have no answer among the 6 possible ones" in caplog.text
-    with pytest.raises(UserError, match=r"Not one of the 2 .* task\.config\.answers"):
-        task.check_data(questions(unknown, unknown), None)
-    make_task(normalised_targets=True).check_data(questions(["Two"]), None)
 
 
 def test_the_divergence_of_scores_that_need_not_sum_to_one():
@@ -181,14 +185,6 @@ def test_the_divergence_of_scores_that_need_not_sum_to_one():
     torch.testing.assert_close(output.losses["vqa"].mean, expected)
     output.losses["vqa"].mean.backward()
     assert torch.isfinite(states.grad).all() and not states.grad[1].any()
-
-
-def test_a_head_without_a_hidden_layer():
-    task = make_task(hidden_layer=False)
-    assert set(task.state_dict()) == {"head.output.weight", "head.output.bias"}
-    output, states = run(task, two_questions(FIRST, SECOND))
-    summary = states[torch.arange(2), MASK]
-    torch.testing.assert_close(output.logits, task.head.output(summary))
 
 
 def test_the_first_of_equal_answers_wins():
@@ -223,20 +219,18 @@ def tokenizer(tmp_path):
     return make_tokenizer(tmp_path, "red square left right blue side")
 
 
-def preprocessor(tokenizer, **options):
-    task = VQATask(8, VQAConfig(answers=SIDES))
-    return task.preprocessor(TextTokenizer(tokenizer, **({"layout": VLBertModel.layout} | options)))
+def preprocessor(tokenizer):
+    return VQATask(8, VQAConfig(answers=SIDES)).preprocessor(TextTokenizer(tokenizer, layout=VLBertModel.layout))
 
 
-def asked(*words: str, truth: HumanAnswers | None = GIVEN):
-    return sample_of(*(SampleText(2 * n, text, {"question_id": 5}, truth) for n, text in enumerate(words)))
+def asked(*words: str):
+    return sample_of(*(SampleText(2 * n, text, {"question_id": 5}, GIVEN) for n, text in enumerate(words)))
 
 
 def test_the_answer_is_read_at_the_token_of_the_encoder(tokenizer):
     first, second = texts = preprocess(preprocessor(tokenizer), asked("red square left", "blue"))
     assert tokens(first, tokenizer) == ["[CLS]", "red", "square", "left", "[SEP]", "[MASK]", "[SEP]"]
     assert first.encoding.token_type_ids.tolist() == [0, 0, 0, 0, 0, 1, 1]
-    assert (first.encoding.summary, second.encoding.summary) == (5, 3)
     assert pad_texts(texts).summary.tolist() == [5, 3]
     assert (first.record["text_index"], second.record["text_index"]) == (0, 2)
     assert first.record["answers"] == list(GIVEN.answers)

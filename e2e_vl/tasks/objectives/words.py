@@ -137,8 +137,8 @@ class MaskedWords(Objective):
         reads_answers = info is not None and self.config.answer != "left_out"
         if reads_answers and not any(isinstance(truth, HumanAnswers) for truth in info.truths()):
             raise UserError(
-                f"task.config.objectives.masked_words.answer is {self.config.answer}, but no text of the data has human "
-                "answers; set it to left_out, or use data of questions with human answers."
+                f"task.config.objectives.masked_words.answer is {self.config.answer}, but no text of the data has "
+                "human answers; set it to left_out, or use data of questions with human answers."
             )
 
     def forward(

@@ -80,11 +80,6 @@ def test_another_number_of_classes_is_an_error():
 # Labels of a detector
 
 
-def object_labels(**settings) -> ObjectLabels:
-    torch.manual_seed(0)
-    return ObjectLabels(SIZES, ObjectLabelsConfig(**{"weight": 1.0, "classes": SIZES.num_classes} | settings))
-
-
 def with_detected(inputs: Inputs) -> None:
     """Image a has two candidate boxes and image b one."""
     inputs.batch.region_labels = RegionLabels(
@@ -95,34 +90,32 @@ def with_detected(inputs: Inputs) -> None:
     )
 
 
-def test_every_region_is_weighted_by_its_score():
-    inputs, objective = make_inputs(), object_labels(weight=1 / 0.15)
-    with_detected(inputs)
-    output = inputs.run(objective, Targets())
-    states = inputs.encoded.regions[[0, 0, 1], [1, 2, 1]]  # row 0 of a text is the whole image
-    torch.testing.assert_close(output.logits, objective.output(states))
-    each = F.cross_entropy(output.logits, torch.tensor([2, 0, 1]), reduction="none")
-    expected = (each * torch.tensor([0.5, 0.25, 1.0])).sum() / 3 / 0.15
-    torch.testing.assert_close(output.loss.mean, expected)
-    assert output.text.tolist() == [0, 0, 1]
-    assert output.is_right.tolist() == (output.logits.argmax(dim=1) == torch.tensor([2, 0, 1])).tolist()
+def object_labels(**settings) -> ObjectLabels:
+    return ObjectLabels(SIZES, ObjectLabelsConfig(**{"weight": 1.0, "classes": SIZES.num_classes} | settings))
 
 
-def test_masked_regions_alone_without_confidence_as_in_the_paper():
-    inputs, objective = make_inputs(), object_labels(regions="masked", confidence=False)
-    with_detected(inputs)
-    output = inputs.run(objective, Targets())
-    assert output.text.tolist() == [0, 1]  # the first box of either image is to be predicted
-    torch.testing.assert_close(output.loss.mean, F.cross_entropy(output.logits, torch.tensor([2, 1])))
-
-
-def test_attributes():
+@pytest.mark.parametrize(
+    ("objective", "texts", "labels", "weights"),
+    [
+        (object_labels(weight=1 / 0.15), [0, 0, 1], [2, 0, 1], torch.tensor([0.5, 0.25, 1.0]) / 0.15),
+        # the first box of either image is masked; without confidence as in the paper
+        (object_labels(regions="masked", confidence=False), [0, 1], [2, 1], torch.ones(2)),
+        (
+            AttributeLabels(SIZES, AttributeLabelsConfig(weight=1.0, classes=5)),
+            *([0, 0, 1], [4, 3, 0], torch.tensor([0.1, 0.2, 0.4])),
+        ),
+    ],
+)
+def test_every_region_is_weighted_by_its_score(objective, texts, labels, weights):
     inputs = make_inputs()
     with_detected(inputs)
-    objective = AttributeLabels(SIZES, AttributeLabelsConfig(weight=1.0, classes=5))
     output = inputs.run(objective, Targets())
-    each = F.cross_entropy(output.logits, torch.tensor([4, 3, 0]), reduction="none")
-    torch.testing.assert_close(output.loss.mean, (each * torch.tensor([0.1, 0.2, 0.4])).mean())
+    rows = [1, 2, 1] if len(texts) == 3 else [1, 1]  # row 0 of a text is the whole image
+    torch.testing.assert_close(output.logits, objective.output(inputs.encoded.regions[texts, rows]))
+    each = F.cross_entropy(output.logits, torch.tensor(labels), reduction="none")
+    torch.testing.assert_close(output.loss.mean, (each * weights).mean())
+    assert output.text.tolist() == texts
+    assert output.is_right.tolist() == (output.logits.argmax(dim=1) == torch.tensor(labels)).tolist()
 
 
 def test_labels_that_are_missing():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,24 +41,28 @@ def exchanging(tokenizer, probability: float = 0.5, texts: str = "single", **opt
     return make_preprocessor(tokenizer, masked_words=0.0, relationship=relationship, **options)
 
 
-def test_half_of_the_captions_belong_to_other_images(tokenizer):
-    preprocessor = exchanging(tokenizer)
+@pytest.mark.parametrize("texts", ["single", "pair"])
+def test_half_of_the_captions_belong_to_other_images(tokenizer, texts):
+    """The caption is another one, or is followed by another one, of the same image as often as of others."""
+    preprocessor, is_pair = exchanging(tokenizer, texts=texts), texts == "pair"
     matches, shown = [], set()
     for epoch in range(60):
         sample = sample_of(*POOL[:3], pool=POOL, own_texts=range(3))
         for number, text in enumerate(preprocess(preprocessor, sample, epoch=epoch)):
-            is_match = int(text.targets.parts["relationship"].is_match)
-            assert text.record["is_match"] == bool(is_match)
-            assert text.record["text_index"] == number
-            if is_match:
-                assert text.record["text"] == POOL[number]
+            is_match, record = int(text.targets.parts["relationship"].is_match), text.record
+            judged = record["second" if is_pair else "text"]
+            assert record["text_index"] == number and record["is_match"] == bool(is_match) == (judged in POOL[:3])
+            if is_pair:
+                assert record["text"] == POOL[number] and judged != POOL[number]
+                assert text.encoding.token_type_ids.tolist() == [0] * 4 + [1] * 3
             else:
-                assert text.record["text"] in POOL[3:], "never another caption of the same image"
-                shown.add(text.record["text"])
-            assert tokens(text, tokenizer) == ["[CLS]", *text.record["text"].split(), "[SEP]"]
+                assert not is_match or judged == POOL[number], "never another caption of the same image"
+            said = [*record["text"].split(), "[SEP]", *(judged.split() if is_pair else ())]
+            assert tokens(text, tokenizer) == ["[CLS]", *said, *["[SEP]"] * is_pair]
             matches.append(is_match)
+            shown.add(judged)
     assert 0.35 < np.mean(matches) < 0.65
-    assert shown == set(POOL[3:])
+    assert shown == set(POOL)
 
 
 def test_texts_of_a_corpus_have_no_match(tokenizer):
@@ -73,27 +78,6 @@ def test_a_users_text_is_never_exchanged(tokenizer, tmp_path):
         [text] = preprocess(exchanging(tokenizer, 0.9, texts), sample, epoch=epoch)
         assert "second" not in text.record
         assert text.record["text"] == "caption [MASK]" and text.targets.parts["relationship"].is_match == 1
-
-
-# A second caption
-
-
-def test_a_second_caption_is_judged(tokenizer):
-    """Half of the second captions are of the same image and never the first one; the others are of other images."""
-    preprocessor = exchanging(tokenizer, texts="pair")
-    matches, shown = [], set()
-    for epoch in range(60):
-        sample = sample_of(*POOL[:3], pool=POOL, own_texts=range(3))
-        for number, text in enumerate(preprocess(preprocessor, sample, epoch=epoch)):
-            is_match, second = int(text.targets.parts["relationship"].is_match), text.record["second"]
-            assert text.record["text"] == POOL[number] and second != POOL[number]
-            assert (second in POOL[:3]) == bool(is_match) == text.record["is_match"]
-            assert tokens(text, tokenizer) == ["[CLS]", *POOL[number].split(), "[SEP]", *second.split(), "[SEP]"]
-            assert text.encoding.token_type_ids.tolist() == [0] * 4 + [1] * 3
-            matches.append(is_match)
-            shown.add(second)
-    assert 0.35 < np.mean(matches) < 0.65
-    assert shown == set(POOL)
 
 
 def test_a_label_cannot_be_read_from_the_text(tokenizer):
@@ -120,34 +104,36 @@ def test_truths_of_the_data_are_the_labels(tokenizer, truth, label):
 # The loss of relationship prediction
 
 
-def relationship_of(weight: float = 1.0) -> Relationship:
+def relationship_of(**settings) -> Relationship:
     torch.manual_seed(0)
-    return Relationship(SIZES, RelationshipConfig(weight=weight))
+    return Relationship(SIZES, RelationshipConfig(**{"weight": 1.0} | settings))
 
 
-@pytest.mark.parametrize("weight", [1.0, 2.0])
-def test_loss_is_a_cross_entropy_over_the_texts_with_an_image(weight):
-    inputs, objective = make_inputs(), relationship_of(weight)
+def test_loss_is_a_cross_entropy_over_the_texts_with_an_image():
+    inputs, objective = make_inputs(), relationship_of(weight=2.0)
     output = inputs.run(objective, MatchTargets(torch.tensor([0, 1, -1])))
     logits = objective.head(inputs.encoded.summary)[:2]
     torch.testing.assert_close(output.logits, logits)
-    torch.testing.assert_close(output.loss.mean, weight * F.cross_entropy(logits, torch.tensor([0, 1])))
+    torch.testing.assert_close(output.loss.mean, 2 * F.cross_entropy(logits, torch.tensor([0, 1])))
     assert output.loss.count == 2 and output.text.tolist() == [0, 1]
     assert output.is_right.tolist() == (logits.argmax(dim=1) == torch.tensor([0, 1])).tolist()
     output.loss.mean.backward()
     assert (inputs.encoded.summary.grad.abs().sum(dim=1) > 0).tolist() == [True, True, False]
 
 
-def test_each_kind_of_text_needs_its_data():
-    def check(texts: str, groups: list[list[int]], *truths: CorrectChoice | None) -> None:
-        objective = Relationship(SIZES, RelationshipConfig(weight=1.0, texts=texts))
-        objective.check(SimpleNamespace(groups=groups, truths=lambda: truths), None, None)
-
-    check("pair", [[0, 1], [2, 3]])
-    check("labelled", [[0]], None, CorrectChoice(0))
-    for wrong in (("pair", [[0, 1], [2]]), ("labelled", [[0], [1]], None)):
-        with pytest.raises(UserError, match=rf"relationship\.texts is {wrong[0]}"):
-            check(*wrong)
+@pytest.mark.parametrize(
+    ("texts", "groups", "truths", "fits"),
+    [
+        ("pair", [[0, 1], [2, 3]], [], True),
+        ("pair", [[0, 1], [2]], [], False),
+        ("labelled", [[0]], [None, CorrectChoice(0)], True),
+        ("labelled", [[0], [1]], [None], False),
+    ],
+)
+def test_each_kind_of_text_needs_its_data(texts, groups, truths, fits):
+    info = SimpleNamespace(groups=groups, truths=lambda: truths)
+    with nullcontext() if fits else pytest.raises(UserError, match=rf"relationship\.texts is {texts}"):
+        relationship_of(texts=texts).check(info, None, None)
 
 
 def test_captions_of_other_images_need_other_images(tokenizer):
@@ -167,6 +153,8 @@ def test_answers_are_drawn_in_proportion_to_their_scores():
     found = Counter(sample_answer({"a cat.": 0.9, "dog": 0.3, "horse": 5.0}, CLASS_OF, generator) for _ in range(4000))
     assert set(found) == {"cat", "dog"}
     assert found["cat"] / 4000 == pytest.approx(0.75, abs=0.03)
+    assert sample_answer({"The dog": 0.3, "horse": 1.0}, CLASS_OF, None) == "dog"  # one needs no draw
+    assert sample_answer({"horse": 1.0}, CLASS_OF, None) is None
 
 
 @pytest.mark.parametrize("scores", [{"two": 0.3, "2": 1.0}, {"2": 1.0, "two": 0.3}])
@@ -174,21 +162,15 @@ def test_the_score_of_an_answer_whose_spelling_changes_counts(scores):
     assert known_answers(scores | {"grey": 0.9}, CLASS_OF) == {"2": 0.3, "gray": 0.9}
 
 
-def test_one_answer_or_none_needs_no_draw():
-    assert sample_answer({"The dog": 0.3, "horse": 1.0}, CLASS_OF, None) == "dog"
-    assert sample_answer({"horse": 1.0}, CLASS_OF, None) is None
-
-
 def test_the_best_answer(tokenizer):
     """Of the answers in the list; "two" replaces "2", and of equal scores the first counts."""
-    best = {"weight": 1.0, "answers": ANSWERS, "label": "best"}
     cases = [
         ({"horse": 9.0, "dog": 0.3, "a cat.": 0.9}, "cat"),
         ({"2": 1.0, "two": 0.3, "grey": 0.9}, "gray"),
         ({"dog": 0.6, "cat": 0.6}, "dog"),
         ({"horse": 1.0}, None),
     ]
-    texts = encode(tokenizer, questions(*(ScoredAnswers(scores) for scores, _ in cases)), image_qa=best)
+    texts = encode(tokenizer, questions(*(ScoredAnswers(scores) for scores, _ in cases)), label="best")
     assert [text.record.get("drawn_answer") for text in texts] == [answer for _, answer in cases]
 
 
@@ -198,9 +180,9 @@ def questions(*truths: object, **more):
     return dataclasses.replace(sample, texts=texts)
 
 
-def encode(tokenizer, sample, **objectives):
-    settings = {"masked_words": 0.0, "image_qa": {"weight": 1.0, "answers": ANSWERS}}
-    return preprocess(make_preprocessor(tokenizer, **settings | objectives), sample)
+def encode(tokenizer, sample, **settings):
+    image_qa = {"weight": 1.0, "answers": ANSWERS} | settings
+    return preprocess(make_preprocessor(tokenizer, masked_words=0.0, image_qa=image_qa), sample)
 
 
 def test_only_questions_with_a_known_answer_are_learned_from(tokenizer):
@@ -210,13 +192,11 @@ def test_only_questions_with_a_known_answer_are_learned_from(tokenizer):
     assert texts[0].record["drawn_answer"] == "cat" and "drawn_answer" not in texts[1].record
 
 
-def test_answers_of_other_kinds_score_as_in_the_official_files(tokenizer):
+def test_answers_of_other_kinds_score_as_in_the_official_files():
     """Visual question answering scores what ten people said, GQA has one right answer."""
     people = HumanAnswers(("Cat",) * 3 + ("the dog",) + ("horse",) * 6)
     assert scores_of(people) == pytest.approx({"cat": 0.9, "dog": 0.3, "horse": 1.0})
     assert scores_of(CorrectAnswer("dog")) == {"dog": 1.0} and scores_of(None) is None
-    texts = encode(tokenizer, questions(CorrectAnswer("dog"), HumanAnswers(("gray",) * 10)))
-    assert [int(text.targets.parts["image_qa"].answer) for text in texts] == [2, 3]
 
 
 def test_the_answer_to_a_question_about_another_image_is_not_learned(tokenizer):
@@ -245,16 +225,11 @@ def test_loss_is_a_cross_entropy_over_the_texts_with_an_answer():
     assert output.text.tolist() == [0, 2]
 
 
-def test_data_without_a_known_answer_are_refused():
+def test_a_list_with_a_known_answer_is_needed(tokenizer):
     objective = image_qa()
     objective.check(SimpleNamespace(truths=lambda: [None, ScoredAnswers({"A dog": 1.0})]), None, None)
-    with pytest.raises(UserError, match=r"task\.config\.objectives\.image_qa\.answers"):
+    with pytest.raises(UserError, match=r"image_qa\.answers"):
         objective.check(SimpleNamespace(truths=lambda: [None, ScoredAnswers({"horse": 1.0})]), None, None)
-
-
-def test_the_list_of_answers_is_needed(tokenizer):
     with pytest.raises(UserError, match=r"image_qa\.answers is missing"):
         image_qa(answers=None)
-    task = make_task(tokenizer, image_qa={"weight": 1.0, "answers": ANSWERS})
-    assert list(task.answers) == ANSWERS
-    assert make_task(tokenizer, masked_words=1.0).answers == ()
+    assert list(make_task(tokenizer, image_qa={"weight": 1.0, "answers": ANSWERS}).answers) == ANSWERS
