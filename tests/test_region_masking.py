@@ -22,7 +22,6 @@ from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.region_masking import (
     RegionMasking,
-    describe_regions,
     mask_regions,
     replace_features,
     sample_masked_regions,
@@ -53,10 +52,8 @@ from tests.tasks.tiny_pretraining import (
 )
 
 
-def with_user_boxes(masked: list[list[float]], boxes: bool = True) -> Batch:
-    """The batch in which a user masks boxes of the first image."""
-    boxes_to_mask = [torch.tensor(masked, dtype=torch.float32).reshape(-1, 4), torch.zeros(0, 4)]
-    return dataclasses.replace(make_batch(boxes=boxes), boxes_to_mask=boxes_to_mask)
+def about_one_image(**changes: Any) -> Batch:
+    return dataclasses.replace(make_batch(), image_index=torch.tensor([[0], [0], [0], [-1]]), **changes)
 
 
 def with_other_pixels(batch: Batch, masked: list[Tensor]) -> Batch:
@@ -96,12 +93,9 @@ def test_choice_depends_on_the_seed_of_the_first_text():
 
 
 def test_visible_region_is_predicted_but_not_masked():
-    model = make_model(region_probability=1.0, mask_probability=0.0).eval()
-    batch = model.mask_regions(make_batch())
-    assert all(rows.all() for rows in batch.masked_regions.is_labelled)
-    assert not any(rows.any() for rows in batch.masked_regions.is_masked)
-    assert all(len(rows) == 0 for rows in batch.pixel_masks)
-    output = model(make_batch())
+    output = make_model(region_probability=1.0, mask_probability=0.0).eval()(make_batch())
+    masks = output.batch.masked_regions
+    assert torch.cat(masks.is_labelled).all() and not torch.cat(masks.is_masked).any()
     assert output.losses["masked_regions"].count == 3 + 3 + 2
 
 
@@ -123,12 +117,7 @@ def test_masked_pixels_are_those_of_a_black_image():
     images, expected = (make_image_batch([one], [(12, 16)], ["a"], mean, std) for one in (photo, painted))
     colours = types.SimpleNamespace(config=types.SimpleNamespace(input=InputConfig(pixel_mean=mean, pixel_std=std)))
     before = images.pixels.clone()
-    batch = dataclasses.replace(
-        make_batch(),
-        images=images,
-        boxes=[torch.tensor([[5.0, 3, 11, 8]])],
-        image_index=torch.tensor([[0], [0], [0], [-1]]),
-    )
+    batch = about_one_image(images=images, boxes=[torch.tensor([[5.0, 3, 11, 8]])])
     masked = mask_regions(batch, colours, RegionMasking(probability=1.0, mask_probability=1.0, colour="black"))
     assert torch.equal(masked.images.pixels, expected.pixels) and masked.pixel_masks is None
     assert torch.equal(images.pixels, before)
@@ -156,14 +145,12 @@ def test_background_comes_first_if_asked_for(boxes):
     """Then class k of the detector is column k + 1, as in files of bottom-up attention."""
     last, first = (make_model(background=place, region_probability=1.0).eval() for place in ("last", "first"))
     ours, theirs = last.mask_regions(make_batch(boxes=boxes)), first.mask_regions(make_batch(boxes=boxes))
-    assert sum(map(len, theirs.boxes)) > 0
-    logits = first.detector(theirs.images, theirs.boxes).class_logits
-    for one, other, scores in zip(
-        ours.region_labels.class_probs, theirs.region_labels.class_probs, logits, strict=True
-    ):
-        assert_same(one.roll(1, dims=1), other)
-        assert not is_same(one, other)
-        torch.testing.assert_close(other[:, 0], scores.softmax(dim=1)[:, CLASSES - 1])
+    one, other = (torch.cat(batch.region_labels.class_probs) for batch in (ours, theirs))
+    assert len(one) > 0 and not is_same(one, other)
+    assert_same(one.roll(1, dims=1), other)
+    logits = torch.cat(first.detector(theirs.images, theirs.boxes).class_logits)
+    torch.testing.assert_close(other[:, 0], logits.softmax(dim=1)[:, CLASSES - 1])
+    assert all(map(torch.equal, ours.region_labels.detected_classes, theirs.region_labels.detected_classes))
 
 
 def test_region_labels_are_the_teachers_view_of_the_whole_image():
@@ -174,14 +161,14 @@ def test_region_labels_are_the_teachers_view_of_the_whole_image():
     assert model.detector.training
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.detector.named_buffers())
     model.detector.eval()
-    regions = model.detector(batch.images, batch.boxes)
-    labels = prepared.region_labels
-    for probs, features, logits, wanted in zip(
-        labels.class_probs, labels.features, regions.class_logits, regions.features, strict=True
-    ):
-        torch.testing.assert_close(probs, logits.softmax(dim=1))
-        torch.testing.assert_close(features, wanted)
-        assert not probs.requires_grad and not features.requires_grad
+    regions, labels = model.detector(batch.images, batch.boxes), prepared.region_labels
+    probabilities, features = torch.cat(labels.class_probs), torch.cat(labels.features)
+    torch.testing.assert_close(probabilities, torch.cat(regions.class_logits).softmax(dim=1))
+    torch.testing.assert_close(features, torch.cat(regions.features))
+    assert not probabilities.requires_grad and not features.requires_grad
+    best = probabilities[:, :-1].max(dim=1)  # without the background
+    assert torch.equal(torch.cat(labels.detected_classes), best.indices)
+    assert torch.equal(torch.cat(labels.detected_scores), best.values)
     assert batch.masked_regions is None and batch.region_labels == RegionLabels()  # the caller's batch is untouched
 
 
@@ -198,23 +185,19 @@ def test_annotated_classes_stay_beside_what_a_teacher_says(teacher):
     assert masked.region_labels.classes is None  # the boxes are others now
 
 
-def test_predicted_boxes_come_from_the_teacher():
-    model = make_model(max_detected_regions=4, region_probability=0.5).train()
-    batch = model.mask_regions(make_batch(boxes=False))
-    assert [len(rows) for rows in batch.boxes] == [len(rows) for rows in batch.region_labels.class_probs]
-    assert [len(rows) for rows in batch.boxes] == [len(rows) for rows in batch.region_labels.features]
-    assert 0 < len(batch.boxes[0]) <= 4
-    losses = model(make_batch(boxes=False)).task.losses
-    sum(loss.mean for loss in losses.values()).backward()
+def test_predicted_boxes_come_from_the_frozen_teacher():
+    model = make_model(norm="BN", max_detected_regions=4, region_probability=0.5).train()
+    assert not any(module.training for module in model.teacher.modules())
+    output = model(make_batch(boxes=False))
+    batch = output.batch
+    counts = [len(rows) for rows in batch.boxes]
+    assert counts == [len(rows) for rows in batch.region_labels.class_probs] and 0 < counts[0] <= 4
+    assert counts == [len(rows) for rows in batch.region_labels.features]
+    sum(loss.mean for loss in output.task.losses.values()).backward()
     assert model.detector.backbone.res2[0].conv1.weight.grad.abs().sum() > 0
     assert all(parameter.grad is None for parameter in model.teacher.parameters())
-
-
-def test_frozen_teacher_stays_as_it_was():
-    model = make_model(norm="BN").train()
-    assert not any(module.training for module in model.teacher.modules())
     nn.init.zeros_(model.detector.backbone.stem.conv1.weight)
-    assert model.teacher.backbone.stem.conv1.weight.abs().sum() > 0
+    assert model.teacher.backbone.stem.conv1.weight.abs().sum() > 0  # a copy
 
 
 def test_predicted_boxes_are_labelled_in_the_order_of_the_file():
@@ -223,38 +206,27 @@ def test_predicted_boxes_are_labelled_in_the_order_of_the_file():
     labels = RegionLabels(class_probs=[torch.ones(1, CLASSES) / CLASSES] * 2)
     batch = dataclasses.replace(make_batch(boxes=False), region_labels=labels)
     prepared = model.mask_regions(batch)
-    rule = dataclasses.replace(model.task.region_masking, background_first=True)
-    _, expected = describe_regions(model.detector, batch.images, prepared.boxes, rule)
-    for rows, wanted in zip(prepared.region_labels.class_probs, expected.class_probs, strict=True):
-        torch.testing.assert_close(rows, wanted)
-        assert not torch.allclose(rows, wanted.roll(-1, dims=1))
+    logits = torch.cat(model.detector(batch.images, prepared.boxes).class_logits)
+    found = torch.cat(prepared.region_labels.class_probs)
+    assert len(found) > 0
+    assert_same(found, logits.softmax(dim=1).roll(1, dims=1))  # background first
 
 
 # Saved features
 
 
 def test_whole_image_feature_leaves_out_masked_regions():
-    features = torch.tensor([[1.0, 2.0], [3.0, 4.0], [100.0, 100.0]])
-    images = ImageBatch(
-        torch.zeros(1, 3, 0, 0),
-        torch.tensor([[60, 90]]),
-        torch.tensor([[60, 90]]),
-        ["image"],
-        PrecomputedFeatures([features], torch.zeros(1, 2)),
+    features = torch.tensor([[100.0, 100.0], [3.0, 4.0], [1.0, 2.0]])  # the masked one comes first
+    size, box = torch.tensor([[60, 90]]), torch.tensor([[5.0, 3, 11, 8]])
+    saved = PrecomputedFeatures([features], torch.zeros(1, 2))
+    images = ImageBatch(torch.zeros(1, 3, 0, 0), size, size, ["image"], saved)
+    boxes = [torch.cat([box, box + 20, box + 40])]
+    changed = mask_regions(
+        about_one_image(images=images, boxes=boxes, boxes_to_mask=[box]), None, RegionMasking(pixels=False)
     )
-    box = torch.tensor([[5.0, 3, 11, 8]])
-    batch = dataclasses.replace(
-        make_batch(),
-        images=images,
-        boxes=[torch.cat([box, box + 20, box + 40])],
-        boxes_to_mask=[box],
-        image_index=torch.tensor([[0], [0], [0], [-1]]),
-    )
-    batch.images.precomputed.features[0] = features.flip(0)  # the masked one stands first
-    changed = mask_regions(batch, None, RegionMasking(pixels=False))
     assert changed.masked_regions.is_masked[0].tolist() == [True, False, False]
     torch.testing.assert_close(changed.images.precomputed.image_features, torch.tensor([[2.0, 3.0]]), rtol=1e-4, atol=0)
-    assert not images.precomputed.image_features.any()  # the caller's batch is untouched
+    assert not saved.image_features.any()  # the caller's batch is untouched
 
 
 def test_labels_of_a_file_must_be_there_and_precomputed_features_cannot_mask_pixels():
@@ -276,19 +248,23 @@ def test_labels_of_a_file_must_be_there_and_precomputed_features_cannot_mask_pix
 def test_a_users_boxes_are_masked_and_no_others(teacher):
     model = make_model(region_probability=1.0, teacher=teacher, max_detected_regions=4).eval()
     masked = [[6.0, 6.0, 40.0, 40.0], [60.0, 5.0, 90.0, 25.0]]
-    batch = model.mask_regions(with_user_boxes(masked))
-    assert batch.boxes[0].tolist() == [*masked, *BOXES[0][1:]]  # the first candidate is the first masked one
-    assert batch.masked_regions.is_masked[0].tolist() == [True, True, False, False]
-    assert torch.equal(batch.masked_regions.is_labelled[0], batch.masked_regions.is_masked[0])
-    assert batch.boxes[1].tolist() == BOXES[1] and not batch.masked_regions.is_masked[1].any()
-    assert batch.pixel_masks[0].tolist() == [[6, 6, 41, 41], [60, 5, 91, 26]]
+    given, proposed = (
+        model.mask_regions(
+            dataclasses.replace(make_batch(boxes=boxes), boxes_to_mask=[torch.tensor(masked), torch.zeros(0, 4)])
+        )
+        for boxes in (True, False)
+    )
+    assert given.boxes[0].tolist() == [*masked, *BOXES[0][1:]]  # the first candidate is the first masked one
+    assert given.masked_regions.is_masked[0].tolist() == [True, True, False, False]
+    assert torch.equal(given.masked_regions.is_labelled[0], given.masked_regions.is_masked[0])
+    assert given.boxes[1].tolist() == BOXES[1] and not given.masked_regions.is_masked[1].any()
+    assert given.pixel_masks[0].tolist() == [[6, 6, 41, 41], [60, 5, 91, 26]]
     if teacher == "file":
-        assert batch.region_labels == RegionLabels()  # the file's labels belong to other boxes
+        assert given.region_labels == RegionLabels()  # the file's labels belong to other boxes
     else:
-        assert [len(rows) for rows in batch.region_labels.class_probs] == [4, 2]
-    batch = model.mask_regions(with_user_boxes(masked, boxes=False))  # they come before predicted boxes
-    assert batch.boxes[0][:2].tolist() == masked and 2 <= len(batch.boxes[0]) <= 6
-    assert [int(rows.sum()) for rows in batch.masked_regions.is_masked] == [2, 0]
+        assert [len(rows) for rows in given.region_labels.class_probs] == [4, 2]
+    assert proposed.boxes[0][:2].tolist() == masked and 2 <= len(proposed.boxes[0]) <= 6
+    assert [int(rows.sum()) for rows in proposed.masked_regions.is_masked] == [2, 0]
 
 
 # Truncation
@@ -302,9 +278,6 @@ def by_dropping_one_by_one(text: int, regions: int, limit: int) -> tuple[int, in
         else:
             text -= 1
     return max(text, 2), max(regions, 1)
-
-
-# One image
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 7, 8, 19, 64])
@@ -367,16 +340,11 @@ def test_places_in_a_text_follow_its_wordpieces():
 
 def pairs_of(counts: tuple[int, int], length: int) -> Batch:
     """One text about two images, with these numbers of wordpieces and of candidate boxes."""
-    batch = make_pairs()
     position = torch.arange(length)[None]
-    texts = dataclasses.replace(
-        batch.texts, input_ids=position, token_type_ids=position * 0, attention_mask=position >= 0
-    )
+    texts = TextBatch(position, position * 0, position >= 0)
     boxes = [torch.zeros(count, 4) for count in counts]
-    image_index = torch.tensor([[0, 1]])
-    return dataclasses.replace(
-        batch, texts=texts, boxes=boxes, image_index=image_index, targets=None, seeds=batch.seeds[:1]
-    )
+    changes = {"texts": texts, "boxes": boxes, "image_index": torch.tensor([[0, 1]]), "targets": None}
+    return dataclasses.replace(make_pairs(), **changes, seeds=torch.tensor([11]))
 
 
 def shares_one_by_one(first: int, second: int, total: int) -> tuple[int, int]:
@@ -442,21 +410,19 @@ def test_donors_are_drawn_image_by_image():
 
 @pytest.mark.parametrize("whole_image", [False, True])
 def test_replaced_regions_have_the_features_of_their_donors(whole_image):
-    features = [torch.rand(count + whole_image, 4) for count in COUNTS]
-    boxes = [torch.rand(count + whole_image, 4) for count in COUNTS]
+    features, boxes = ([torch.rand(count + whole_image, 4) for count in COUNTS] for _ in range(2))
     regions = Regions(boxes, features, [torch.zeros(len(rows), 0) for rows in boxes])
     replacement_index = [torch.tensor([-1, 4, 0]), torch.zeros(0, dtype=torch.long), torch.tensor([2, -1])]
     nothing = [torch.zeros(count, dtype=torch.bool) for count in COUNTS]
-    found = replace_features(
-        regions, RegionMasks(nothing, nothing, replacement_index), whole_image=whole_image
-    ).features
+    masks = RegionMasks(nothing, nothing, replacement_index)
+    found = replace_features(regions, masks, whole_image=whole_image).features
     first = int(whole_image)
-    for rows, own in zip(found, features, strict=True):
-        assert torch.equal(rows[:first], own[:first])
-    assert torch.equal(found[0][first:], torch.stack([features[0][first], features[2][first + 1], features[0][first]]))
-    assert torch.equal(found[2][first:], torch.stack([features[0][first + 2], features[2][first + 1]]))
-    assert replace_features(regions, RegionMasks(nothing, nothing), whole_image=whole_image) is regions
-    assert replace_features(regions, None, whole_image=whole_image) is regions
+    assert all(torch.equal(rows[:first], own[:first]) for rows, own in zip(found, features, strict=True))
+    (one, _, three), (_, five) = features[0][first:], features[2][first:]
+    assert torch.equal(found[0][first:], torch.stack([one, five, one]))
+    assert torch.equal(found[2][first:], torch.stack([three, five]))
+    for absent in (RegionMasks(nothing, nothing), None):
+        assert replace_features(regions, absent, whole_image=whole_image) is regions
 
 
 def saved_batch() -> Batch:
@@ -515,15 +481,6 @@ def test_saved_features_are_the_target_whatever_the_model_sees():
     assert (index >= 0).all()
     assert torch.equal(torch.cat(output.regions.features), torch.cat(batch.images.precomputed.features)[index])
     assert output.batch.region_labels.features is batch.images.precomputed.features
-
-
-def test_a_teacher_says_what_it_found():
-    labels = make_model().mask_regions(make_batch()).region_labels
-    best = torch.cat(labels.class_probs)[:, :-1].max(dim=1)  # without the background
-    assert torch.equal(torch.cat(labels.detected_classes), best.indices)
-    assert torch.equal(torch.cat(labels.detected_scores), best.values)
-    first = make_model(background="first").mask_regions(make_batch()).region_labels
-    assert all(map(torch.equal, first.detected_classes, labels.detected_classes))
 
 
 # Masked pixels, with every encoder

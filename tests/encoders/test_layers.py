@@ -18,25 +18,18 @@ from e2e_vl.encoders.layers import (
 )
 from tests.regions import regions_of_own_images
 
-BOX = torch.tensor([[10.0, 20.0, 50.0, 40.0]])
-SIZE = torch.tensor([[80.0, 100.0]])  # height, width
-
-
-def coordinates(embedding: torch.Tensor, dim: int) -> list[float]:
-    """The four embedded numbers, read back from the longest wavelength's sine (small angles only)."""
-    waves = dim // 8
-    longest = 1000 ** ((waves - 1) / waves)
-    return [math.asin(float(part[waves - 1])) * longest / 100 for part in embedding.reshape(4, -1)]
-
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [("centre_size", [0.3, 0.375, 0.4, 0.25]), ("corners", [0.1, 0.25, 0.5, 0.5])],
 )
 def test_geometry_divides_by_width_and_height(kind, expected):
-    embedding = geometry_embedding(BOX, SIZE, 64, kind)
+    boxes, sizes = torch.tensor([[10.0, 20.0, 50.0, 40.0]]), torch.tensor([[80.0, 100.0]])  # height, width
+    embedding = geometry_embedding(boxes, sizes, 64, kind)
     assert embedding.shape == (1, 64)
-    assert coordinates(embedding[0], 64) == pytest.approx(expected, rel=1e-5)
+    # read back from the longest wavelength's sine (small angles only)
+    found = embedding.reshape(4, 2, 8)[:, 0, 7].asin() * 1000 ** (7 / 8) / 100
+    assert found.tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_sinusoids_are_sines_then_cosines():
@@ -45,7 +38,7 @@ def test_sinusoids_are_sines_then_cosines():
     assert values == pytest.approx([math.sin(angles[0]), math.sin(angles[1]), math.cos(angles[0]), math.cos(angles[1])])
 
 
-def test_relative_geometry_of_two_boxes():
+def test_relative_geometry_of_two_boxes_and_of_padding():
     boxes = torch.tensor([[0.0, 0.0, 10.0, 20.0], [30.0, 0.0, 50.0, 10.0]])
     relative = relative_geometry(boxes, torch.tensor([[40.0, 100.0]]).expand(2, 2))
     # as shares of the image: centres (0.05, 0.25) and (0.4, 0.125), sides (0.1, 0.5) and (0.2, 0.25)
@@ -56,13 +49,10 @@ def test_relative_geometry_of_two_boxes():
     assert relative[0, 1].tolist() == pytest.approx(there, abs=1e-6)
     assert relative[1, 0].tolist() == pytest.approx(back, abs=1e-6)
     assert relative[0, 0].tolist() == pytest.approx([0] * 4 + [-0.1, -0.5] + [0] * 4, abs=2e-6)
-
-
-def test_relative_geometry_of_padding_is_finite_and_so_is_its_gradient():
-    boxes = torch.zeros(1, 3, 4, requires_grad=True)
-    relative = relative_geometry(boxes, torch.ones(1, 3, 2))
+    padding = torch.zeros(1, 3, 4, requires_grad=True)
+    relative = relative_geometry(padding, torch.ones(1, 3, 2))
     relative.sum().backward()
-    assert relative.isfinite().all() and boxes.grad.isfinite().all()
+    assert relative.isfinite().all() and padding.grad.isfinite().all()
 
 
 def geometry_bias(num_layers: int, num_heads: int, width: int = 16) -> RelativeGeometryBias:
@@ -118,22 +108,20 @@ def test_texts_about_one_image_share_the_networks_and_get_the_same_values_and_gr
     for layer in bias.output:
         torch.nn.init.normal_(layer.weight)
     low = torch.rand(2, 3, 2).double() * 50
-    images = torch.cat([low, low + 10], dim=-1)
+    boxes = torch.cat([low, low + 10], dim=-1)[[0, 1, 1, 0, 1]]
     sizes, is_pair = torch.full((5, 3, 2), 64.0).double(), torch.rand(5, 3, 3) > 0.3
-    boxes = images[[0, 1, 1, 0, 1]]
     rows = []
     bias.hidden[0].register_forward_hook(lambda _module, given, _result: rows.append(len(given[0])))
     weights = torch.randn(2, 5, 2, 3, 3).double()
 
     together = torch.stack(bias(boxes, sizes, is_pair))
-    found = torch.autograd.grad((together * weights).sum(), list(bias.parameters()))
     each = [bias(boxes[i : i + 1], sizes[i : i + 1], is_pair[i : i + 1]) for i in range(5)]
     apart = torch.stack([torch.cat(layer) for layer in zip(*each, strict=True)])
-    expected = torch.autograd.grad((apart * weights).sum(), list(bias.parameters()))
     assert rows == [2, 1, 1, 1, 1, 1]  # one row per image in place of one per text
     torch.testing.assert_close(together, apart)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    gradients = (torch.autograd.grad((one * weights).sum(), list(bias.parameters())) for one in (together, apart))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 # Packing words, regions and [END] without gaps, and back
@@ -141,41 +129,21 @@ def test_texts_about_one_image_share_the_networks_and_get_the_same_values_and_gr
 
 TEXT = torch.tensor([[True, True, False], [True, True, True], [True, False, False]])
 REGIONS = torch.tensor([[True, True], [False, False], [True, False]])
-ORDER = [
-    [0, 1, 3, 4, 5],
-    [0, 1, 2, 5],
-    [0, 3, 5],
-]  # slots of each text's packed sequence
-
-
-def slot_numbers() -> torch.Tensor:
-    """[3, 6, 1], every slot holding 100 * text + slot."""
-    return (torch.arange(3)[:, None] * 100 + torch.arange(6)).float()[..., None]
+ORDER = [[0, 1, 3, 4, 5], [0, 1, 2, 5], [0, 3, 5]]  # slots of each text's packed sequence
 
 
 def test_packed_sequences_have_no_gaps():
     layout = SequenceLayout.from_masks(TEXT, REGIONS)
-    packed = layout.pack(slot_numbers())
+    slots = (torch.arange(3)[:, None] * 100 + torch.arange(6)).float()[..., None] + 1  # 100 * text + slot + 1
+    packed = layout.pack(slots)
     assert packed.shape == (3, 5, 1)
-    assert layout.attention_mask.sum(dim=1).tolist() == [len(slots) for slots in ORDER]
-    for text, slots in enumerate(ORDER):
-        assert packed[text, : len(slots), 0].tolist() == [100 * text + slot for slot in slots]
-        assert layout.attention_mask[text].tolist() == [position < len(slots) for position in range(5)]
-
-
-def test_unpack_reverses_pack_and_zeroes_padding():
-    layout = SequenceLayout.from_masks(TEXT, REGIONS)
-    slots = slot_numbers() + 1
-    restored = layout.unpack(layout.pack(slots))
-    assert torch.equal(restored, slots * layout.is_real[..., None])
+    for text, order in enumerate(ORDER):
+        assert packed[text, : len(order), 0].tolist() == [100 * text + slot + 1 for slot in order]
+        assert layout.attention_mask[text].tolist() == [position < len(order) for position in range(5)]
     assert layout.is_real.tolist() == torch.cat([TEXT, REGIONS, torch.ones(3, 1).bool()], dim=1).tolist()
-
-
-def test_pairs_follow_the_same_order():
-    layout = SequenceLayout.from_masks(TEXT, REGIONS)
+    assert torch.equal(layout.unpack(packed), slots * layout.is_real[..., None])
     pairs = torch.arange(36.0).reshape(1, 1, 6, 6).expand(3, 2, 6, 6)  # 6 * query slot + key slot
     packed = layout.pack_pairs(pairs)
-    assert packed.shape == (3, 2, 5, 5)
-    assert packed[0, 1, 2].tolist() == [6 * 3 + key for key in ORDER[0]]
+    assert packed.shape == (3, 2, 5, 5) and packed[0, 1, 2].tolist() == [6 * 3 + key for key in ORDER[0]]
     is_pair = layout.is_real[:, :, None] & layout.is_real[:, None]
     assert torch.equal(layout.unpack_pairs(packed), pairs * is_pair[:, None])
