@@ -112,13 +112,12 @@ def test_whole_image_row_comes_first(images: ImageBatch, boxes: list[Tensor]):
         assert torch.equal(regions.classes[number][1:], plain.classes[number])
 
 
-def test_image_without_boxes(images: ImageBatch, boxes: list[Tensor]):
-    model = make().train()
-    regions = model(images, [boxes[0][:0], boxes[1]])
-    assert [rows.shape for rows in regions.features] == [(0, 128), (1, 128)]
-    nothing = model(images, [boxes[0][:0], boxes[0][:0]])
-    assert [rows.shape for rows in nothing.features] == [(0, 128), (0, 128)]
-    assert [len(rows) for rows in model(images, [boxes[0][:0]] * 2, whole_image=True).features] == [1, 1]
+def test_images_without_boxes(images: ImageBatch, boxes: list[Tensor]):
+    model, nothing = make().train(), boxes[0][:0]
+    for given, counts in (([nothing, boxes[1]], (0, 1)), ([nothing, nothing], (0, 0))):
+        for extra in (0, 1):
+            regions = model(images, given, whole_image=bool(extra))
+            assert [rows.shape for rows in regions.features] == [(count + extra, 128) for count in counts]
 
 
 @pytest.mark.parametrize("norm", ["FrozenBN", "BN"])
@@ -164,13 +163,11 @@ def test_losses_count_as_detectron2_does(images: ImageBatch, targets: DetectionT
     assert losses["loss_cls"].count == losses["loss_box_reg"].count == 16 * 2
 
 
-def test_sampled_rois_hold_the_annotated_boxes(images: ImageBatch, targets: DetectionTargets):
-    model = make({"MODEL.ROI_HEADS.POSITIVE_FRACTION": 1.0}).train()
-    regions = model(images, None, targets)
-    for sampled, annotated in zip(regions.boxes, targets.boxes, strict=True):
-        assert all((sampled == box).all(dim=1).any() for box in annotated)
-    without = make({"MODEL.ROI_HEADS.PROPOSAL_APPEND_GT": False}).train()(images, None, targets)
-    assert not (without.boxes[0][:, None] == targets.boxes[0]).all(dim=2).any()
+@pytest.mark.parametrize("appended", [True, False])
+def test_sampled_rois_hold_the_annotated_boxes(images: ImageBatch, targets: DetectionTargets, appended: bool):
+    model = make({"MODEL.ROI_HEADS": {"POSITIVE_FRACTION": 1.0, "PROPOSAL_APPEND_GT": appended}}).train()
+    for sampled, annotated in zip(model(images, None, targets).boxes, targets.boxes, strict=True):
+        assert ((sampled[:, None] == annotated).all(dim=2).any(dim=0) == appended).all()
 
 
 @pytest.mark.parametrize("empty", [(0,), (0, 1)])
@@ -327,30 +324,6 @@ def make_fpn(changes: dict[str, Any] | None = None) -> FasterRCNN:
     return make({"MODEL": changes or {}}, FPN)
 
 
-@pytest.mark.parametrize(("feature", "dim"), [("head", 256), ("fc6", 256), ("fc7", 256), ("mean", 32)])
-def test_fpn_given_boxes_with_each_region_feature(images: ImageBatch, boxes: list[Tensor], feature: str, dim: int):
-    plain, model = make_fpn().eval(), make_fpn({"ROI_BOX_HEAD.REGION_FEATURE": feature}).eval()
-    regions = model(images, boxes, whole_image=True)
-    assert [rows.shape for rows in regions.features] == [(4, dim), (2, dim)]
-    assert model.feature_dim == dim
-    expected = plain(images, boxes, whole_image=True)
-    for name in ("class_logits", "attribute_logits"):  # the predictor reads the last layer in any case
-        torch.testing.assert_close(getattr(regions, name), getattr(expected, name))
-    torch.cat(regions.features).sum().backward()
-    assert model.backbone.bottom_up.stem.conv1.weight.grad.any()
-    head = model.roi_heads.box_head
-    assert (head.fc1.weight.grad is None) == (feature == "mean")
-    assert (head.fc2.weight.grad is None) == (feature in ("mean", "fc6"))
-
-
-def test_fpn_features_of_detections(images: ImageBatch):
-    model = make_fpn({"ROI_BOX_HEAD.REGION_FEATURE": "fc6"}).eval()
-    regions = model(images, whole_image=True)
-    assert min(len(rows) for rows in regions.boxes) > 3
-    again = model(images, [rows[1:] for rows in regions.boxes])
-    torch.testing.assert_close(again.features[0], regions.features[0][1:])
-
-
 def test_fpn_roi_masks_multiply_the_pooled_map_before_the_box_head(images: ImageBatch, boxes: list[Tensor]):
     model = make_fpn({"ROI_BOX_HEAD.REGION_FEATURE": "mean"}).eval()
     side = model.map_size
@@ -366,15 +339,6 @@ def test_fpn_roi_masks_multiply_the_pooled_map_before_the_box_head(images: Image
     torch.testing.assert_close(regions.features[0][1:], masked.mean(dim=(2, 3)))
     logits = model.roi_heads.box_predictor.class_logits(model.roi_heads.box_head(masked).predictor)
     torch.testing.assert_close(regions.class_logits[0][1:], logits)
-
-
-def test_fpn_pads_the_batch_further(images: ImageBatch, boxes: list[Tensor]):
-    model = make_fpn().eval()
-    assert [list(level.shape[2:]) for level in model.features(images).values()][:2] == [[24, 32], [12, 16]]
-    padded = torch.zeros(2, 3, 96, 128)
-    padded[:, :, :70, :97] = images.pixels
-    by_hand = model(ImageBatch(padded, images.sizes, images.original_sizes, images.names), boxes)
-    torch.testing.assert_close(by_hand.features, model(images, boxes).features)
 
 
 def test_fpn_in_bfloat16_under_autocast(images: ImageBatch, boxes: list[Tensor], targets: DetectionTargets):

@@ -8,18 +8,18 @@ from detector.config import SelectionRule
 from detector.selection import best_class_boxes, max_conf, select_max_conf, select_max_nms, select_regions
 
 
-def test_scores_above_the_threshold_by_falling_score():
-    scores = torch.tensor([0.1, 0.9, 0.5, 0.49, 0.7])
-    rows = select_regions(scores, SelectionRule(0.5, 1, 10))
-    assert rows.tolist() == [1, 4, 2] and rows.dtype == torch.int64
-
-
-def test_filled_up_and_cut():
-    scores = torch.tensor([0.1, 0.9, 0.5, 0.49, 0.7])
-    assert select_regions(scores, SelectionRule(0.5, 4, 10)).tolist() == [1, 4, 2, 3]
-    assert select_regions(scores, SelectionRule(0.5, 10, 20)).tolist() == [1, 4, 2, 3, 0]
-    assert select_regions(scores, SelectionRule(0.5, 1, 2)).tolist() == [1, 4]
-    assert select_regions(scores, SelectionRule(0.5, 3, 3)).tolist() == [1, 4, 2]
+@pytest.mark.parametrize(
+    ("rule", "rows"),
+    [
+        (SelectionRule(0.5, 1, 10), [1, 4, 2]),
+        (SelectionRule(0.5, 4, 10), [1, 4, 2, 3]),
+        (SelectionRule(0.5, 10, 20), [1, 4, 2, 3, 0]),
+        (SelectionRule(0.5, 1, 2), [1, 4]),
+        (SelectionRule(0.5, 3, 3), [1, 4, 2]),
+    ],
+)
+def test_scores_above_the_threshold_are_filled_up_and_cut(rule: SelectionRule, rows: list[int]):
+    assert select_regions(torch.tensor([0.1, 0.9, 0.5, 0.49, 0.7]), rule).tolist() == rows
 
 
 def test_ties_keep_their_order_and_numpy_works():
@@ -54,13 +54,9 @@ def test_max_conf_suppresses_within_a_class_only():
     assert select_max_conf(BOXES, probs.flip(0), SelectionRule(0.35, 1, 4)).tolist() == [2, 3]
     assert select_max_conf(BOXES, probs, SelectionRule(0.9, 2, 4)).tolist() == [0, 1]
     assert select_max_conf(BOXES, probs, SelectionRule(0.0, 1, 3)).tolist() == [0, 1, 2]
-
-
-def test_max_conf_within_bounds_keeps_the_order_of_proposals():
-    boxes = torch.tensor([[0.0, 0.0, 5.0, 5.0], [20.0, 0.0, 25.0, 5.0], [40.0, 0.0, 45.0, 5.0]])
-    probs = torch.tensor([[0.3], [0.9], [0.6]])
-    assert select_max_conf(boxes, probs, SelectionRule(0.2, 1, 3)).tolist() == [0, 1, 2]
-    assert select_max_conf(boxes, probs, SelectionRule(0.2, 1, 2)).tolist() == [1, 2]
+    # within the bounds in the order of the proposals, otherwise by falling confidence
+    assert select_max_conf(BOXES, probs.flip(0), SelectionRule(0.0, 1, 4)).tolist() == [0, 1, 2, 3]
+    assert select_max_conf(BOXES, probs.flip(0), SelectionRule(0.0, 1, 2)).tolist() == [3, 2]
 
 
 def test_max_conf_counts_inclusive_pixels():
