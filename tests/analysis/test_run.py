@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,11 +21,10 @@ from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.run import AttentionRequest, caption_examples, with_data_of
 from e2e_vl.cli.analyze_attention import main
 from e2e_vl.config import BoxSource, EncoderSettings, RunConfig, load_config, save_config
-from e2e_vl.run.build import build_collate, build_model, training_texts
+from e2e_vl.run.build import build_collate, build_model
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.launch import make_accelerator
-from e2e_vl.synthetic import SceneConfig, make_scenes
-from e2e_vl.text import build_vocabulary, load_tokenizer
+from e2e_vl.text import load_tokenizer
 from tests.analysis.miniature import SCENES, train_miniature
 from tests.conftest import cpu_with_one_thread
 
@@ -274,68 +272,27 @@ def test_three_graphs_are_measured_one_by_one(run, parses, tmp_path):
     assert names == {"language", "vision", "cross"}
 
 
-# Runs of other tasks, tiny and untrained, are analysed on Flickr30K Entities as runs of its own task are
-
-
-DATA = ROOT / "configs" / "tiny" / "flickr30k.yaml"
-IMAGES = 2
-ELSEWHERE = ["data.root=nowhere", "output=unused", "data.workers=0"]
-TINY_DETECTOR = f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}"
-NARROW_R2C = [
-    f"detector.config={ROOT / 'configs' / 'detector' / 'r2c_R_50.yaml'}",
-    "detector.overrides.MODEL.RESNETS={STEM_OUT_CHANNELS: 8, RES2_OUT_CHANNELS: 16, WIDTH_PER_GROUP: 4}",
-    "detector.overrides.MODEL.R2C={FEATURE_DIM: 8, MASK_CHANNELS: 4, CLASS_DIM: 4, CANVAS: [192, 192]}",
-    "data.resize={short_edge: [96], long_edge: 192}",
-    *("encoder.weights=null", "task.weights=null", "detector.weights=null"),
-    "encoder.config={hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 16, "
-    "uses_whole_image: true}",
-]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tasks") / "data"
-    size = SceneConfig(min_side=96, max_side=96, min_objects=3, max_objects=5)
-    make_scenes(folder, scenes={"train": 2, "val": 3}, seed=0, formats=["refcoco+", "flickr30k"], config=size)
-    config = load_config(DATA, [f"data.root={folder}", "output=unused"])
-    build_vocabulary(training_texts(config), folder.parent / "vocab.txt")
-    return folder
-
-
-def analysed(data: Path, run: Path, config_file: str, words: list[str]) -> dict[str, Any]:
-    """Build and save a run of a config, whose own data are nowhere, and analyse it on the drawn captions."""
-    config = load_config(ROOT / "configs" / config_file, [*words, *ELSEWHERE])
-    save_untrained(config, data.parent / "vocab.txt", run)
-    given = ["--run", run, "--data", DATA, "--boxes", "gt", "--max-images", IMAGES, "--pictures", 1]
-    given += ["--parses", data / "flickr30k" / "parses" / "val.conllu", f"data.root={data}"]
-    assert main([str(word) for word in given]) == 0
-    return json.loads((run / "attention" / "val_gt" / "attention.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def expected(data, tmp_path_factory) -> dict[str, Any]:
-    """What a run of the task of the captions finds."""
-    with cpu_with_one_thread():
-        return analysed(data, tmp_path_factory.mktemp("own"), "tiny/flickr30k.yaml", [TINY_DETECTOR])
-
-
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(
-    ("config_file", "words"),
-    [
-        pytest.param("tiny/pretraining.yaml", [TINY_DETECTOR], id="VL-BERT's pre-training"),
-        pytest.param("pretraining/visual_bert_vcr.yaml", NARROW_R2C, id="VisualBERT, second phase for VCR"),
-    ],
-)
-def test_a_run_of_another_task(data, expected, tmp_path, config_file, words):
-    found = analysed(data, tmp_path / "run", config_file, words)
-    assert found["images"] == IMAGES and found["numbers"] == expected["numbers"], "the same captions and regions"
-    own, joint = (one["graphs"]["joint"]["measures"] for one in (expected, found))
-    assert {name: one["examples"] for name, one in joint.items()} == {
+def test_a_run_of_another_task_measures_the_same_phrases(run_of, tmp_path):
+    """An untrained pre-training run without data of its own, on the captions of a run of their task."""
+    own, other = run_of("flickr30k"), tmp_path / "other"
+    words = [f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}", "data.root=nowhere", "output=unused"]
+    config = load_config(ROOT / "configs" / "tiny" / "pretraining.yaml", words)
+    save_untrained(config, own / "model" / "tokenizer", other)
+    settings = own / "model" / "config.yaml"
+    parses = Path(load_config(settings).data.root) / "flickr30k" / "parses" / "val.conllu"
+    found = []
+    for run in (own, other):
+        words = ["--run", run, "--data", settings, "--boxes", "gt", "--max-images", 2, "--pictures", 0]
+        words += ["--parses", parses, "--output", tmp_path / f"attention_{run.name}"]
+        assert main([str(word) for word in words]) == 0
+        found.append(json.loads((tmp_path / f"attention_{run.name}" / "attention.json").read_text()))
+    assert found[1]["images"] == 2 and found[1]["numbers"] == found[0]["numbers"], "the same captions and regions"
+    own, other = (one["graphs"]["joint"]["measures"] for one in found)
+    assert {name: one["examples"] for name, one in other.items()} == {
         name: one["examples"] for name, one in own.items()
     }
-    entities = joint[ENTITIES]
-    assert entities["examples"] > 0 and {len(heads) for heads in entities["accuracy"]} == {2}
-    assert all(0 < share < 1 for heads in entities["attention"] for share in heads)
+    entities = other[ENTITIES]
+    assert entities["examples"] > 0 and all(0 < share < 1 for heads in entities["attention"] for share in heads)
     for rule in (LARGEST, "chance"):
         assert entities["baselines"][rule] == pytest.approx(own[ENTITIES]["baselines"][rule])

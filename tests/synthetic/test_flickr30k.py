@@ -57,15 +57,6 @@ def test_phrases_name_the_objects_that_they_describe(folder, coco):
     assert {"people", "animals", "other", "scene", "notvisual"} <= kinds and {1, 2, 3} <= sizes
 
 
-def test_layout(folder):
-    lines = [line for path in (folder / "Sentences").glob("*.txt") for line in path.read_text().splitlines()]
-    number = sum(SPLITS.values())
-    assert len(lines) == 5 * number and all(line.endswith(" .") for line in lines)
-    assert len({len(PHRASE.findall(line)) for line in lines}) > 2
-    every = [name for split in SPLITS for name in (folder / f"{split}.txt").read_text().split()]
-    assert len(set(every)) == len(every) == number
-
-
 # Parses
 
 CAPTION = [
@@ -125,26 +116,17 @@ def test_every_spelling_comes_apart_into_its_phrases(expression):
         assert " ".join((head, link, rest)) == sentence
         assert head in ("star", "the star") and "star" not in rest
         assert rest in (("red circle", "the red circle") if expression.anchor else ("the others", "all the others"))
-
-
-def test_an_expression_about_one_object_is_one_phrase():
-    for operator in (None, "biggest"):
-        expression = ReferringExpression(STAR, operator)
-        sentence = to_words(expression, np.random.default_rng(0))
-        assert two_phrases(expression, sentence) == (sentence, "", "")
-
-
-def opened(folder: Path, split: str, *, phrases: bool = True) -> RefCOCODataset:
-    files = {"images": "images/train2014", "refs": "refcoco+/refs(unc).p", "instances": "refcoco+/instances.json"}
-    if phrases:
-        files |= {"phrases": "refcoco+_phrases/Sentences", "phrase_boxes": "refcoco+_phrases/Annotations"}
-    settings = DataSettings(name="refcoco", root=str(folder), files=files)
-    return open_dataset(RefCOCODataset, settings, split, "gt", phrases=True)
+    one = ReferringExpression(STAR, "biggest")
+    sentence = to_words(one, rng)
+    assert two_phrases(one, sentence) == (sentence, "", ""), "an expression about one object is one phrase"
 
 
 def test_the_phrases_of_expressions_as_the_reader_gives_them(synthetic_folder):
     """The first phrase names the object that is meant, others like it too; the second one other objects."""
-    dataset = opened(synthetic_folder, "train")
+    files = {"images": "images/train2014", "refs": "refcoco+/refs(unc).p", "instances": "refcoco+/instances.json"}
+    files |= {"phrases": "refcoco+_phrases/Sentences", "phrase_boxes": "refcoco+_phrases/Annotations"}
+    settings = DataSettings(name="refcoco", root=str(synthetic_folder), files=files)
+    dataset = open_dataset(RefCOCODataset, settings, "train", "gt", phrases=True)
     numbers = {"attribute": set(), "superlative": set(), "comparison": set(), "relation": set()}
     for texts in dataset.groups:
         for text in dataset.sample(texts).texts:
@@ -162,10 +144,3 @@ def test_the_phrases_of_expressions_as_the_reader_gives_them(synthetic_folder):
     image_id = dataset.texts[0].image_id
     with pytest.raises(ValueError, match=f"{image_id}.txt.*'a fox'"):
         dataset.phrases.of(image_id, "a fox")
-
-
-def test_without_files_of_phrases_an_expression_is_one(synthetic_folder):
-    plain = opened(synthetic_folder, "val", phrases=False)
-    [text] = plain.sample(plain.groups[0][:1]).texts
-    assert text.phrases.spans == ((0, len(text.words)),) and not text.phrases.is_complete
-    assert text.phrases.boxes[0].tolist() == [list(text.truth.box)]

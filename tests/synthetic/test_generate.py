@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from e2e_vl.synthetic import LanguageConfig, SceneConfig, generate, make_scenes
+from e2e_vl.synthetic import SceneConfig, generate, make_scenes
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -66,18 +66,11 @@ def test_second_call_does_nothing(small):
     assert stamp == json.loads((small / "synthetic.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"seed": 6}, "seed"),
-        ({"config": SceneConfig(max_objects=8)}, "scene"),
-        ({"language": LanguageConfig(refs_per_image=(1, 2))}, "language"),
-        ({"image_format": "png"}, "image_format"),
-    ],
-)
-def test_other_settings_in_the_same_folder_are_an_error(small, change, name):
-    with pytest.raises(ValueError, match=rf"other settings \({name}\): remove the folder"):
-        make_scenes(small, **{**SMALL, **change})
+def test_other_settings_in_the_same_folder_are_an_error(small):
+    with pytest.raises(ValueError, match=r"other settings \(seed\)"):
+        make_scenes(small, **{**SMALL, "seed": 6})
+    with pytest.raises(ValueError, match=r"other settings \(scene\)"):
+        make_scenes(small, **SMALL, config=SceneConfig(max_objects=8))
 
 
 def test_interrupted_run_is_finished_and_foreign_folders_are_left_alone(small, tmp_path, monkeypatch):
@@ -87,8 +80,6 @@ def test_interrupted_run_is_finished_and_foreign_folders_are_left_alone(small, t
         with pytest.raises(ZeroDivisionError):
             make_scenes(folder, **SMALL)
     assert not (folder / "synthetic.json").exists()
-    with pytest.raises(ValueError, match="other settings"):
-        make_scenes(folder, **{**SMALL, "seed": 6})
     make_scenes(folder, **SMALL)
     assert _contents(folder) == _contents(small)
 
@@ -100,13 +91,8 @@ def test_interrupted_run_is_finished_and_foreign_folders_are_left_alone(small, t
 
 
 def test_png_and_unequal_sides(tmp_path):
-    make_scenes(
-        tmp_path / "data",
-        scenes={"train": 3},
-        seed=0,
-        config=SceneConfig(min_side=112, max_side=144, textures=["plain", "striped", "dotted"]),
-        image_format="png",
-    )
+    config = SceneConfig(min_side=112, max_side=144, textures=["plain", "striped", "dotted"])
+    make_scenes(tmp_path / "data", scenes={"train": 3}, seed=0, config=config, image_format="png")
     images = json.loads((tmp_path / "data/refcoco+/instances.json").read_text())["images"]
     assert len({(image["height"], image["width"]) for image in images}) == 3
     for image in images:
@@ -115,14 +101,8 @@ def test_png_and_unequal_sides(tmp_path):
             assert (picture.format, picture.size) == ("PNG", (image["width"], image["height"]))
 
 
-def test_an_unknown_format_is_named(tmp_path):
-    with pytest.raises(ValueError, match="tfrecord"):
-        make_scenes(tmp_path / "data", **SMALL, formats=["vqa", "tfrecord"])
-    assert not (tmp_path / "data").exists()
-
-
-@pytest.mark.parametrize("formats", [{"refcoco+", "vqa"}, {"shards", "vcr"}])
-def test_chosen_formats_are_written_as_among_all(small, tmp_path, formats):
+def test_chosen_formats_are_written_as_among_all(small, tmp_path):
+    formats = {"refcoco+", "shards", "vcr"}
     stamp = make_scenes(tmp_path / "data", **SMALL, formats=formats)
     written, everything = _contents(tmp_path / "data"), _contents(small)
     assert set(stamp["formats"]) == formats
@@ -135,7 +115,6 @@ def test_a_format_that_is_missing_is_added_and_nothing_else_changes(small, tmp_p
     folder = tmp_path / "data"
     make_scenes(folder, **SMALL, formats={"vqa", "conceptual"})
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-    assert make_scenes(folder, **SMALL, formats={"vqa"})["formats"] == ["conceptual", "vqa"]  # more is no harm
     stamp = make_scenes(folder, **SMALL, formats={"vqa", "captions"})
     assert stamp["formats"] == ["captions", "conceptual", "vqa"]
     after = {path: path.stat().st_mtime_ns for path in before}

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from pycocotools.coco import COCO
 
-from e2e_vl.parts import decode
 from e2e_vl.synthetic import make_scenes
 from e2e_vl.synthetic.config import LanguageConfig
 from tests.synthetic.meaning import NUMBERS, described, words_of
@@ -93,5 +92,3 @@ def test_more_sentences_per_pair_are_as_balanced(tmp_path):
     for own in labels.values():
         answers = list(own.values())
         assert all(one != other for one, other in zip(answers[::2], answers[1::2], strict=True))
-    with pytest.raises(ValueError, match="sentences_per_pair"):
-        decode({"sentences_per_pair": 3}, LanguageConfig, "language")

@@ -3,6 +3,8 @@ from __future__ import annotations
 import cv2
 import numpy as np
 import pytest
+import torch
+from torchvision.ops import box_iou
 
 from e2e_vl.synthetic import scenes as drawing
 from e2e_vl.synthetic.config import COLOURS, SHAPES, TEXTURES, SceneConfig
@@ -14,13 +16,6 @@ CONFIG = SceneConfig()
 @pytest.fixture(scope="module")
 def scenes() -> list[Scene]:
     return [draw_scene(CONFIG, np.random.default_rng([7, i])) for i in range(60)]
-
-
-def test_same_seed_same_scene():
-    one, two, other = (draw_scene(CONFIG, np.random.default_rng(seed)) for seed in (3, 3, 4))
-    assert (one.image == two.image).all()
-    assert [item.box for item in one.objects] == [item.box for item in two.objects]
-    assert (one.image != other.image).any()
 
 
 def test_number_and_sizes_of_objects(scenes):
@@ -60,13 +55,8 @@ def test_objects_are_occluded_by_later_ones_only_and_not_too_much(scenes):
 
 def test_iou_of_one_half_identifies_an_object(scenes):
     for scene in scenes:
-        for i, a in enumerate(scene.objects):
-            for b in scene.objects[:i]:
-                w = min(a.box[2], b.box[2]) - max(a.box[0], b.box[0])
-                h = min(a.box[3], b.box[3]) - max(a.box[1], b.box[1])
-                overlap = max(w, 0) * max(h, 0)
-                areas = sum((item.box[2] - item.box[0]) * (item.box[3] - item.box[1]) for item in (a, b))
-                assert overlap / (areas - overlap) <= drawing.MAX_BOX_IOU
+        boxes = torch.tensor([item.box for item in scene.objects]).double()
+        assert box_iou(boxes, boxes).fill_diagonal_(0).max() <= drawing.MAX_BOX_IOU
 
 
 def test_pixels_show_the_annotated_colour(scenes):
@@ -117,14 +107,6 @@ def test_cover_is_the_area_of_the_outline():
     assert middle[columns[[0, -1]]] == pytest.approx([0.75, 0.25], abs=0.26)
     assert y == 24
     assert 0 < edge.sum() < fill.sum()
-
-
-def test_varying_sides():
-    config = SceneConfig(min_side=112, max_side=144, small=(14, 18), colours=("red", "blue"), max_objects=6)
-    drawn = [draw_scene(config, np.random.default_rng(i)) for i in range(8)]
-    assert len({scene.image.shape for scene in drawn}) > 4
-    assert all(112 <= side <= 144 for scene in drawn for side in scene.image.shape[:2])
-    assert {item.appearance.colour for scene in drawn for item in scene.objects} == {"red", "blue"}
 
 
 def test_impossible_settings_are_named():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.synthetic.config import COLOURS, SHAPES, SceneConfig
+from e2e_vl.synthetic.gqa import draw_questions as draw_gqa_questions
 from e2e_vl.synthetic.scenes import SceneGraph, draw_scene
 from e2e_vl.synthetic.vqa import draw_vqa_questions
 from tests.synthetic.meaning import NUMBERS, SPLITS, described, words_of
@@ -88,5 +89,6 @@ def test_words_give_little_away(pairs):
 def test_scenes_with_few_attributes_still_have_questions():
     config = SceneConfig(min_objects=1, max_objects=1, shapes=("circle",), colours=("red",), textures=("plain",))
     graph = SceneGraph(draw_scene(config, np.random.default_rng(0)))
+    assert draw_gqa_questions(graph, config.values, np.random.default_rng(0))
     questions = draw_vqa_questions(graph, config, np.random.default_rng(0))
     assert any(question["kind"] == "count" for question in questions)
