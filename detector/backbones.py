@@ -1,10 +1,9 @@
 """Backbones with Detectron2's module and parameter names: ResNet, feature pyramid, and res5 of a C4 RoI head.
 
+Stage s has RES2_OUT_CHANNELS * 2 ** (s - 2) channels. All feature maps are kept in channels-last memory, in which
+convolutions on CPU run markedly faster.
+
 Shape legend: see `detector/structures.py`.
-
-Stage s has RES2_OUT_CHANNELS * 2 ** (s - 2) channels.
-
-All feature maps are kept in channels-last memory, in which convolutions on CPU run markedly faster.
 """
 
 from __future__ import annotations
@@ -210,7 +209,8 @@ class BasicBlock(ResidualBlock):
         super().__init__(in_channels, out_channels, stride=stride, norm=norm)
         self.conv1 = ConvNorm(in_channels, out_channels, 3, norm=norm, stride=stride, padding=1)
         self.conv2 = ConvNorm(out_channels, out_channels, 3, norm=norm, padding=1)
-        _scale_down(self.conv2)
+        if norm == "FrozenBN":
+            self.conv2.norm.weight.fill_(FROZEN_BRANCH_SCALE)
 
     def residual(self, x: Tensor, pool: Pooling | None) -> Tensor:
         x = x if pool is None else pool(x, 1)
@@ -233,7 +233,8 @@ class BottleneckBlock(ResidualBlock):
         self.conv1 = ConvNorm(in_channels, width, 1, norm=norm, stride=stride_1x1)
         self.conv2 = ConvNorm(width, width, 3, norm=norm, **options)
         self.conv3 = ConvNorm(width, out_channels, 1, norm=norm)
-        _scale_down(self.conv3)
+        if norm == "FrozenBN":
+            self.conv3.norm.weight.fill_(FROZEN_BRANCH_SCALE)
 
     def residual(self, x: Tensor, pool: Pooling | None) -> Tensor:
         """With a pooling, which must be linear, the block's 1x1 convolutions come before it."""
@@ -326,11 +327,6 @@ def _make_stage(config: ResNetConfig, name: str, is_roi_head: bool = False) -> n
         blocks.append(block)
         channels, stride = out_channels, 1
     return nn.Sequential(*blocks)
-
-
-def _scale_down(conv: ConvNorm) -> None:
-    if isinstance(conv.norm, FrozenBatchNorm2d):
-        conv.norm.weight.fill_(FROZEN_BRANCH_SCALE)
 
 
 class FPN(nn.Module):

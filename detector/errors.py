@@ -29,9 +29,7 @@ class MissingPackageError(UserError, ImportError):
 class StoppedRunError(BaseException):
     """A run stopped because it was asked to. Like KeyboardInterrupt, it is no `Exception`, so nothing catches it.
 
-    Args:
-        sentence: for the user; "" on processes that say nothing.
-        status: exit status of the process.
+    `sentence` is for the user ("" prints nothing), `status` the exit status of the process.
     """
 
     def __init__(self, sentence: str, status: int) -> None:

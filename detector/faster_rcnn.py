@@ -3,8 +3,8 @@
 Shape legend: see `detector/structures.py`. `head_dim` is the width of the box predictor's input; in a C4 detector it is
 D, the number of channels of res5.
 
-One forward pass runs the backbone once, and res5 or the box head once for all boxes together: whole images, regions,
-RoIs of the losses. (Where the detector finds boxes by itself, a pass over the proposals comes first.)
+One forward pass runs the backbone once, and res5 or the box head once for all boxes: whole images, regions, RoIs of the
+losses. (Where the detector predicts the boxes, a pass over the proposals comes first.)
 """
 
 from __future__ import annotations

@@ -42,10 +42,9 @@ class ResizeRule:
     Args:
         short_edge: wanted length of the short edge, pixels.
         long_edge: limit for the long edge, pixels.
-        rounding: "detectron2" (`ResizeShortestEdge`: both edges are rounded) or "truncate" (the official VL-BERT code:
-            a short edge that had to shrink is cut to an integer first, then the other edge is computed from it and
-            cut too, so that it may end just under `long_edge`), or "torchvision" (both edges are cut after they were
-            multiplied with one factor).
+        rounding: "detectron2" (`ResizeShortestEdge`: both edges are rounded), "torchvision" (both edges are multiplied
+            by one factor and truncated) or "truncate" (official VL-BERT code: a short edge that had to shrink is
+            truncated first, then the long edge that follows from it, so that it may end just under `long_edge`).
     """
 
     short_edge: int = 800
@@ -172,18 +171,14 @@ def _read(source: str | Path | bytes, name: str) -> Image.Image:
         image.load()
         with contextlib.suppress(Exception):  # a damaged EXIF block
             ImageOps.exif_transpose(image, in_place=True)
-        return _to_rgb(image)
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith(("I", "F")):  # 16-bit grey; PIL's own conversion would clip it at 255
-        values = np.asarray(image)
-        if image.mode == "F" or values.min() < 0 or values.max() > 65535:
-            raise ValueError("it has pixels of 32 bits; save it with 8 or 16 bits per channel")
-        return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
-    if "transparency" in image.info:  # converting this kind to RGB in one step makes PIL warn
-        image = image.convert("RGBA")
-    return image.convert("RGB")
+        if image.mode.startswith(("I", "F")):  # 16-bit grey; PIL's own conversion would clip it at 255
+            values = np.asarray(image)
+            if image.mode == "F" or values.min() < 0 or values.max() > 65535:
+                raise ValueError("it has pixels of 32 bits; save it with 8 or 16 bits per channel")
+            return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
+        if "transparency" in image.info:  # converting this kind to RGB in one step makes PIL warn
+            return image.convert("RGBA").convert("RGB")
+        return image.convert("RGB")
 
 
 def mask_rectangles(
@@ -216,9 +211,8 @@ def mask_pixels(
 ) -> Float[Tensor, "N 3 H W"]:
     """A copy of a normalised batch in which the pixels of boxes have one colour.
 
-    Masked RoI classification (VL-BERT section 3.3) asks for the class of a region from its surroundings and the text.
-    Masking only its feature is not enough: neighbouring features and the whole-image feature are computed from the same
-    pixels.
+    Masking the feature of a region does not hide its class (VL-BERT, section 3.3): neighbouring features and the
+    feature of the whole image are computed from the same pixels.
 
     Args:
         pixels: network input after normalisation.

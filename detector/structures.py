@@ -170,18 +170,15 @@ class Detector(nn.Module, abc.ABC):
 
         Args:
             images: N resized and normalised images.
-            boxes: N entries, the boxes to describe (R may be 0), or None: the detector proposes them itself. Without
-                boxes, in training mode with `targets`, the regions are the RoIs that the box head was trained on in
-                this step (sampled proposals with the annotated boxes appended, Faster R-CNN section 3.2); otherwise
-                they are the detector's final detections, best score first, found as in evaluation also in training
-                mode.
+            boxes: N entries, the boxes to describe (R may be 0). Without boxes, in training mode with `targets`, the
+                regions are the RoIs that the box head was trained on in this step (sampled proposals and annotated
+                boxes, Faster R-CNN section 3.2); otherwise they are the final detections of evaluation, best first.
             targets: annotated objects; adds `loss_rpn_cls`, `loss_rpn_loc`, `loss_cls`, `loss_box_reg` (and
                 `loss_attribute` with an attribute head) to the result.
-            pixel_masks: N entries, boxes whose pixels become 0 in the network input (that is the mean colour) before
-                the backbone sees them.
-            roi_masks: N entries, instance masks in 0..1 that multiply the last RoI map: the output of res5 before it is
-                averaged (the divisor stays S * S, as in VL-BERT on VCR), or the pooled map before a box head; other
-                networks may read them otherwise. Only together with `boxes`.
+            pixel_masks: N entries, boxes whose pixels become 0 in the network input (the mean colour).
+            roi_masks: N entries, instance masks in 0..1 that multiply the last RoI map: the output of res5 before its
+                mean (the divisor stays S * S, as in VL-BERT on VCR), or the pooled map before a box head. Only together
+                with `boxes`.
             whole_image: put the box [0, 0, width - 1, height - 1] in front of each image's regions as row 0.
         """
 

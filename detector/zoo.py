@@ -7,7 +7,10 @@ the full addresses of the table are understood too.
 Sources: torchvision's addresses are in its weights enums; its file names end in the first 8 hexadecimal digits of the
 file's sha256. Detectron2's are in `detectron2/model_zoo/model_zoo.py` and MODEL_ZOO.md; the file names of its detectors
 end in the first 6 digits of the file's md5. Its ImageNet models and the files of bottom-up attention have no published
-checksum. The two sha256 in full, and the size beside one of them, are from public records of the same files.
+checksum. The two sha256 in full are from public records of the same files.
+
+Licences: Detectron2's files CC BY-SA 3.0. Torchvision (BSD-3-Clause) and the two ports of bottom-up attention
+(Apache-2.0) state one for their code only; torchvision adds that the terms of COCO or ImageNet may apply.
 """
 
 from __future__ import annotations
@@ -34,12 +37,6 @@ DETECTRON2 = "https://dl.fbaipublicfiles.com/detectron2/"
 UNC = "https://nlp.cs.unc.edu/models/"  # reported dead in 2020; public copies of the files have the same names
 MILVLG = "https://awma1-my.sharepoint.com/:u:/g/personal/yuz_l0_tn/"
 
-# The licences of the files. Torchvision, and the two ports of bottom-up attention, state one for their code only, and
-# torchvision adds that the terms of the training data may apply.
-CC_BY_SA = "CC BY-SA 3.0"
-TORCHVISION_LICENCE = "BSD-3-Clause (code); the terms of COCO or ImageNet may apply"
-PORT_LICENCE = "Apache-2.0 (code)"
-
 IMAGENET_CONFIGS = {
     "resnet50": "torchvision_R_50_C4",
     "resnet101": "torchvision_R_101_C4",
@@ -60,9 +57,7 @@ class NamedWeights:
     address: str
     file: str  # its name in the cache
     config: str
-    licence: str
     checksum: str = ""  # "sha256:" or "md5:" and the first hexadecimal digits, as many as are known; "" = unknown
-    size: int | None = None  # bytes; None = unknown
     class_names: str = ""  # a file in detector/class_names; "" = unknown
     expect: str = "all"
     norm_eps: float = NORM_EPS
@@ -87,13 +82,11 @@ class NamedWeights:
 def _torchvision(name: str, file: str, config: str, **fields: Any) -> NamedWeights:
     digits = file.removesuffix(".pth").rpartition("-")[2]
     fields = {"checksum": f"sha256:{digits}", "rounding": "torchvision", **fields}
-    return NamedWeights(f"torchvision/{name}", TORCHVISION + file, file, config, TORCHVISION_LICENCE, **fields)
+    return NamedWeights(f"torchvision/{name}", TORCHVISION + file, file, config, **fields)
 
 
 def _imagenet(name: str, file: str, **fields: Any) -> NamedWeights:
-    model = name.partition("-")[0]
-    config = IMAGENET_CONFIGS[model]
-    return _torchvision(name, file, config, expect="backbone", **fields)
+    return _torchvision(name, file, IMAGENET_CONFIGS[name.partition("-")[0]], expect="backbone", **fields)
 
 
 def _zoo(name: str, number: int, digits: str, config: str, **fields: Any) -> NamedWeights:
@@ -101,19 +94,17 @@ def _zoo(name: str, number: int, digits: str, config: str, **fields: Any) -> Nam
     name = f"COCO-Detection/{name}"
     file = f"model_final_{digits}.pkl"
     fields = {"checksum": f"md5:{digits}", "class_names": "coco", **fields}
-    return NamedWeights(f"detectron2/{name}", f"{DETECTRON2}{name}/{number}/{file}", file, config, CC_BY_SA, **fields)
+    return NamedWeights(f"detectron2/{name}", f"{DETECTRON2}{name}/{number}/{file}", file, config, **fields)
 
 
 def _zoo_trunk(name: str, config: str) -> NamedWeights:
     address = f"{DETECTRON2}ImageNetPretrained/{name}.pkl"
     file = f"detectron2-{name.replace('/', '-')}.pkl"  # its own name, such as R-50.pkl, is not unique
-    return NamedWeights(f"detectron2/ImageNetPretrained/{name}", address, file, config, CC_BY_SA, expect="backbone")
+    return NamedWeights(f"detectron2/ImageNetPretrained/{name}", address, file, config, expect="backbone")
 
 
-def _port(name: str, address: str, config: str, *, suffix: str, **fields: Any) -> NamedWeights:
-    name = f"bottom-up-attention/{name}"
-    file = f"{name.rpartition('/')[2]}{suffix}"
-    return NamedWeights(name, address, file, config, PORT_LICENCE, **fields)
+def _port(name: str, address: str, config: str, suffix: str) -> NamedWeights:
+    return NamedWeights(f"bottom-up-attention/{name}", address, f"{name}{suffix}", config)
 
 
 NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
@@ -129,7 +120,6 @@ NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
         "fasterrcnn_resnet50_fpn_v2_coco-dd69338a.pth",
         "torchvision_R_50_FPN_v2",
         checksum="sha256:dd69338a24b8d7381807e247652bdc356325bcbaf1cd3e092e00e0a1a58706bf",
-        size=175221657,
         class_names="coco_ids",
     ),
     *(
@@ -203,10 +193,7 @@ def resolve_weights(name: str | Path) -> Path | NamedWeights:
     if path.exists():
         return path
     key = _key(name)
-    found = _find(key)
-    if found is not None:
-        return found
-    return user_path(key) if "://" in key else path
+    return _find(key) or (user_path(key) if "://" in key else path)
 
 
 def known_weights(name: str | Path) -> NamedWeights | None:
@@ -275,9 +262,8 @@ def cached_weights(weights: NamedWeights) -> Path:
 
 def _difference(weights: NamedWeights, path: Path) -> str:
     """How a file differs from what is known of the published one; "" if it does not."""
-    size = path.stat().st_size
-    if size == 0 or (weights.size is not None and size != weights.size):
-        return f"it has {size} bytes" + ("" if weights.size is None else f" instead of {weights.size}")
+    if path.stat().st_size == 0:
+        return "it is empty"
     with path.open("rb") as file:
         if file.read(512).lstrip()[:5].lower() in (b"<!doc", b"<html"):
             return "it is a web page"
