@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from pathlib import Path
 
@@ -118,14 +117,3 @@ def test_missing_data_are_named(run, tmp_path):
             boxes=config.data.boxes.train,
             training=True,
         )
-
-
-load_shared = functools.cache(load_config)
-
-
-def test_what_a_run_reads_is_drawn(run):
-    """The formats of its own drawn scenes; runs of configs/table4 share the formats of its detector.yaml."""
-    folder = run.path.parent
-    drawn = (run.config if folder.name != "table4" else load_shared(folder / "detector.yaml")).data.synthetic
-    if drawn.scenes and drawn.formats is not None:
-        assert {file.partition("/")[0] for file in run.config.data.files.values()} <= {"images", *drawn.formats}

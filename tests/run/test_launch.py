@@ -67,7 +67,6 @@ VARIANTS = {
         {"referring", "loss_rpn_cls", "loss_cls", "loss_box_reg"},
         1e-5,
     ),
-    "vcr": ("vcr", (*TASK_ONLY, "train.accumulate=2"), {"choice", "region_class"}, 1e-6),
     "pretraining": ("pretraining", (FROZEN,), {"masked_words", "masked_text", "masked_regions", "relationship"}, 1e-6),
 }
 # batch statistics of both processes, and everything that draws random numbers, for a run that is resumed
@@ -154,15 +153,10 @@ def test_every_text_is_predicted_once(runs, variant):
     one, two = (predictions_of(runs[variant, number]) for number in (1, 2))
     indices = [[record.get("text_index", 0) for record in records] for records in (one, two)]
     assert indices == [list(range(len(one)))] * 2
-    for key in ("answer", "choice", "answers", "label", "box"):
+    for key in ("label", "box"):
         assert [record.get(key) for record in one] == [record.get(key) for record in two], key
+    assert all(record.get("grounded", variant != "phrases") for record in (*one, *two))
     assert_same(read_json(runs[variant, 2] / "again.json"), two)
-
-
-def test_both_find_phrases(runs):
-    for number in (1, 2):
-        records = predictions_of(runs["phrases", number])
-        assert all(record["grounded"] for record in records)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -201,7 +195,7 @@ def launched_by_accelerate(monkeypatch, on_cpu):
 
 
 @pytest.mark.usefixtures("launched_by_accelerate")
-@pytest.mark.parametrize(("processes", "threads"), [("1", 4), ("2", 2), ("8", 1)])
+@pytest.mark.parametrize(("processes", "threads"), [("2", 2), ("8", 1)])
 def test_processes_of_accelerate_share_all_cores(monkeypatch, processes, threads):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     torch.set_num_threads(1)  # what `accelerate launch` leaves

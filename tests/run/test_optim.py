@@ -66,22 +66,16 @@ def test_official_adamw_adds_epsilon_before_the_bias_correction_and_decays_after
         assert model.task.bias.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_norms_and_biases_can_be_left_undecayed():
+@pytest.mark.parametrize("bn_scales", [False, True])
+def test_norms_and_biases_can_be_left_undecayed(bn_scales):
+    """And of those the scales of batch norms can decay."""
     model = Parts()
-    groups = groups_of(model, weight_decay=0.3, decay_norm_and_bias=False)
+    groups = groups_of(model, weight_decay=0.3, decay_norm_and_bias=False, decay_bn_scales=bn_scales)
     assert set(groups) == {f"{part}{end}" for part in ("detector", "encoder", "head") for end in ("", "_no_decay")}
     decayed = {id(p) for name, group in groups.items() if group["weight_decay"] for p in group["params"]}
-    assert decayed == {
-        id(w) for w in (model.detector[0].weight, *(m.weight for m in model.encoder[:2]), model.task.weight)
-    }
+    of_detector = model.detector if bn_scales else model.detector[:1]
+    assert decayed == {id(m.weight) for m in (*of_detector, *model.encoder[:2], model.task)}
     assert sum(len(group["params"]) for group in groups.values()) == len(list(model.parameters()))
-
-
-def test_scales_of_batch_norms_can_decay_alone():
-    model = Parts()
-    groups = groups_of(model, weight_decay=0.3, decay_norm_and_bias=False, decay_bn_scales=True)
-    decayed = {id(p) for name, group in groups.items() if group["weight_decay"] for p in group["params"]}
-    assert decayed == {id(w) for w in (*(m.weight for m in (*model.detector, *model.encoder[:2])), model.task.weight)}
 
 
 def test_frozen_parameters_are_left_out():
@@ -105,17 +99,18 @@ def expected_factor(schedule: str, step: int) -> float:
     return (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
 
 
+@pytest.mark.parametrize("warmup", [{"warmup_steps": 4}, {"warmup_share": 1 / 3}])
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("schedule", ["linear", "triangle", "cosine", "constant", "steps"])
-def test_schedule_warms_up_and_decays_and_can_go_on_anywhere(schedule, first):
+def test_schedule_warms_up_and_decays_and_can_go_on_anywhere(schedule, first, warmup):
     settings = TrainSettings(
         lr=0.5,
         head_lr=2.0,
-        warmup_steps=4,
         schedule=schedule,
         schedule_first=first,
         decay_steps=[6, 9] if schedule == "steps" else [],
         decay_factor=0.5,
+        **warmup,
     )
 
     def rates(optimizer) -> list[float]:
@@ -131,22 +126,6 @@ def test_schedule_warms_up_and_decays_and_can_go_on_anywhere(schedule, first):
         assert rates(resumed) == rates(optimizer)
         optimizer.step()
         scheduler.step()
-
-
-@pytest.mark.parametrize("schedule", ["linear", "triangle", "cosine", "constant", "steps"])
-def test_a_share_of_the_steps_is_that_many_steps_of_warm_up(schedule):
-    common = {"schedule": schedule, "decay_steps": [6, 9] if schedule == "steps" else []}
-    rates = []
-    for own in ({"warmup_steps": 4}, {"warmup_share": 1 / 3}):
-        settings = TrainSettings(lr=0.5, **common, **own)
-        optimizer = build_optimizer(Parts(), settings)
-        scheduler = build_schedule(optimizer, settings, 12)
-        rates.append([])
-        for _ in range(12):
-            rates[-1].append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            scheduler.step()
-    assert rates[0] == pytest.approx(rates[1])
 
 
 def test_a_share_of_minus_one_falls_from_half_of_the_rate():

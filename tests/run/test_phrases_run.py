@@ -208,19 +208,6 @@ def test_a_run_whose_phrases_are_of_other_data(folder, tmp_path, task):
         assert len((tmp_path / "submission").read_text().splitlines()) == len(questions)
 
 
-def test_questions_beside_descriptions_of_regions(tmp_path):
-    """Visual Genome's descriptions have no truth at all, only phrases."""
-    words = ("detector.loss_weight=0", "data.boxes.train=detections", "eval.boxes=[detections]")
-    config = joined("vqa", tmp_path, *words, "data.synthetic.formats=[refcoco+, detections, vqa, visual_genome]")
-    regions = {"name": "visual_genome", "splits": {"train": "train"}, "files": GENOME}
-    parts = {"asked": options(config.data.config)["parts"]["asked"], "said": regions}
-    metrics = train(replaced(config, data={"config": {"parts": parts}}))
-    assert all(any(line[loss] > 0 for line in losses_of(tmp_path / "run")) for loss in ("vqa", "phrases"))
-    records = predictions_of(tmp_path / "run", "val_detections")
-    assert records and all("question_id" in record for record in records), "evaluated on the questions alone"
-    assert metrics["val/count_detected_boxes"] == len(records)
-
-
 def test_data_that_do_not_go_together(folder, monkeypatch):
     config = joined("vqa", folder)
     with pytest.raises(ValueError, match=r"texts of vcr do not have the phrases .*; join data that have some"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,69 +11,69 @@ import torch
 
 from detector.images import ResizeRule
 from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeatures
+from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.batching import Request
 from e2e_vl.data.features import open_features
 from e2e_vl.data.user_inputs import list_images, read_given_boxes
 from e2e_vl.extraction.bulk import ExtractionJob, extract_images, make_stamp
 from e2e_vl.extraction.regions import LoadedDetector
 from e2e_vl.extraction.settings import ExtractionSettings
-from e2e_vl.run.build import build_run
+from e2e_vl.run.build import Run, build_run
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.train import train
-from tests.run.runs import predictions_of
+from tests.conftest import cpu_with_one_thread
+from tests.run.runs import ROOT, predictions_of
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
-LIVE = ("detector.loss_weight=0", "detector.freeze=true", "data.boxes.train=gt")
 
 
-@pytest.fixture
-def make_features(tiny_config, tmp_path: Path):
+def extracted(live: Run, config: RunConfig, output: Path) -> Path:
     """Features of all annotated boxes, made by a live run's detector."""
-
-    def make(live) -> Path:
-        data = live.config.data
-        instances = Path(data.root) / data.files["instances"]
-        resize = ResizeRule(data.resize.short_edge[-1], data.resize.long_edge, data.resize.rounding)
-        settings = ExtractionSettings("given", image_feature=True)
-        source = LoadedDetector(live.model.detector, resize)
-        output = tmp_path / "features"
-        stamp = make_stamp(source, settings, boxes_file=instances)
-        images = list_images(instances, Path(data.root) / data.files["images"])
-        given = read_given_boxes(instances)
-        job = ExtractionJob(images, output, "npz", source, settings, given, stamp, workers=0)
-        assert not extract_images(job, make_accelerator("no")).failures
-        return output
-
-    return make
+    data = config.data
+    instances = Path(data.root) / data.files["instances"]
+    resize = ResizeRule(data.resize.short_edge[-1], data.resize.long_edge, data.resize.rounding)
+    settings = ExtractionSettings("given", image_feature=True)
+    source = LoadedDetector(live.model.detector, resize)
+    images, given = list_images(instances, Path(data.root) / data.files["images"]), read_given_boxes(instances)
+    stamp = make_stamp(source, settings, boxes_file=instances)
+    job = ExtractionJob(images, output, "npz", source, settings, given, stamp, workers=0)
+    assert not extract_images(job, make_accelerator("no")).failures
+    return output
 
 
-@pytest.fixture
-def live(tiny_config):
-    config = tiny_config(*LIVE)
-    run = build_run(config)
-    run.config = config
-    return run
+@pytest.fixture(scope="module")
+def live_and_features(tiny_words, tmp_path_factory) -> tuple[Run, Path]:
+    folder = tmp_path_factory.mktemp("precomputed")
+    words = [*tiny_words, "detector.loss_weight=0", "detector.freeze=true", "data.boxes.train=gt"]
+    config = load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [*words, f"output={folder / 'run'}"])
+    with cpu_with_one_thread():
+        live = build_run(config)
+        return live, extracted(live, config, folder / "features")
 
 
 @pytest.fixture
-def precomputed_config(tiny_config, tmp_path):
-    def make(features: Path, *words: str):
-        return tiny_config(
-            "detector.backend=precomputed",
-            "detector.loss_weight=0",
-            "data.boxes.train=precomputed",
-            "eval.boxes=[precomputed]",
-            f"data.files.features={features}",
-            f"output={tmp_path / 'precomputed'}",
-            *words,
-        )
-
-    return make
+def live(live_and_features) -> Run:
+    return live_and_features[0]
 
 
-def test_losses_and_gradients_are_those_of_the_live_detector(live, make_features, precomputed_config):
-    run = build_run(precomputed_config(make_features(live)))
+@pytest.fixture
+def features(live_and_features) -> Path:
+    return live_and_features[1]
+
+
+@pytest.fixture
+def precomputed_config(tiny_config, features):
+    own = (
+        "detector={backend: precomputed, loss_weight: 0}",
+        "data.boxes.train=precomputed",
+        "eval.boxes=[precomputed]",
+    )
+    return lambda *words: tiny_config(*own, f"data.files.features={features}", *words)
+
+
+def test_losses_and_gradients_are_those_of_the_live_detector(live, precomputed_config):
+    run = build_run(precomputed_config())
     assert not list(run.model.detector.parameters())
     for name in ("encoder", "task"):
         getattr(run.model, name).load_state_dict(getattr(live.model, name).state_dict())
@@ -100,10 +101,9 @@ def test_losses_and_gradients_are_those_of_the_live_detector(live, make_features
                     assert torch.allclose(parameter.grad, gradients[name].grad, atol=1e-4), name
 
 
-def test_a_run_on_precomputed_features(live, make_features, precomputed_config):
+def test_a_run_on_precomputed_features(features, precomputed_config):
     """It trains, evaluates, is saved and loaded, and opens no image."""
-    features = make_features(live)
-    config = precomputed_config(features, "train.max_steps=2", "data.files.images=nowhere", "eval.report_pictures=0")
+    config = precomputed_config("train.max_steps=2", "data.files.images=nowhere", "eval.report_pictures=0")
     metrics = train(config)
     assert metrics["val/count_precomputed_boxes"] > 0
     predictions = predictions_of(config.output, "val_precomputed")
@@ -124,18 +124,16 @@ def test_a_run_on_precomputed_features(live, make_features, precomputed_config):
         (["data.flip=0.5"], r"set data\.flip to 0"),
     ],
 )
-def test_settings_that_do_not_fit(words, message, live, make_features, precomputed_config):
+def test_settings_that_do_not_fit(words, message, precomputed_config):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        build_run(precomputed_config(make_features(live), *words))
+        build_run(precomputed_config(*words))
 
 
-def test_features_of_other_images(live, make_features, precomputed_config):
-    folder = make_features(live)
-    next(folder.glob("*.npz")).unlink()
-    for path in list(folder.glob("*.npz"))[:-1]:
-        path.unlink()
+def test_features_of_other_images(features, precomputed_config, tmp_path):
+    (tmp_path / "few").mkdir()
+    shutil.copy(max(features.glob("*.npz")), tmp_path / "few")
     with pytest.raises(ValueError, match=r"of image \d+ .*of the split train"):
-        build_run(precomputed_config(folder))
+        build_run(precomputed_config(f"data.files.features={tmp_path / 'few'}"))
 
 
 def test_the_whole_image_comes_first(live):

@@ -20,12 +20,10 @@ from e2e_vl.predictions import read_predictions
 from e2e_vl.run.build import build_collate, build_examples, build_run
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run
-from e2e_vl.run.train import train
 from tests.leaderboard import read_leaderboard
 from tests.official_vqa import vqa_accuracy
-from tests.run.runs import losses_of, predictions_of, tiny
+from tests.run.runs import predictions_of, tiny
 from tests.same import assert_same
-from tests.weights.starts import options, replaced
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -156,41 +154,3 @@ def test_two_runs_of_vcr_make_one_submission(vcr_runs, tmp_path):
     assert metrics == {}  # the test split has no labels
     write_submission(tmp_path / "test.csv", answers, read_predictions(path, VCRPrediction))
     assert read_leaderboard(tmp_path / "test.csv").annot_ids == [one.annot_id for one in answers]
-
-
-# Pre-training on several data sets
-
-
-def test_captions_and_questions_in_one_run(settings, tmp_path):
-    splits = {"train": "train", "val": "val"}
-    parts = {
-        "said": {"name": "captions", "files": {"captions": "captions/captions_{split}.json"}},
-        "asked": {
-            "name": "vqa",
-            "files": {
-                "questions": "vqa/v2_OpenEnded_mscoco_{split}_questions.json",
-                "annotations": "vqa/v2_mscoco_{split}_annotations.json",
-            },
-            "config": {"image_name": "COCO_train2014_{id:0>12}.jpg"},
-        },
-    }
-    files = {"images": "images/train2014", "instances": "detection/instances_{split}.json"}
-    config = settings("pretraining", f"data.root={tmp_path / 'data'}", "data.synthetic.scenes={train: 6, val: 3}",
-                      "data.synthetic.formats=[captions, vqa, detection]", "train.max_steps=2",
-                      "train.warmup_steps=0", "eval.report_pictures=0")  # fmt: skip
-    parts = {name: part | {"splits": splits, "images": "scenes"} for name, part in parts.items()}
-    objectives = options(config.task.config)["objectives"] | {
-        "masked_text": 0.0,
-        "image_qa": {"weight": 1.0, "answers": ["yes", "no", *map(str, range(6))]},
-    }
-    config = replaced(
-        config,
-        data={"name": "joined", "config": {"parts": parts}, "files": files},
-        task={"config": options(config.task.config) | {"objectives": objectives}},
-    )
-    metrics = train(config)
-    assert "val/image_qa_gt_boxes" in metrics and "val/relationship_gt_boxes" in metrics
-    records = predictions_of(tmp_path / "run")
-    assert {"question_id" in record["metadata"] for record in records} == {True, False}
-    losses = losses_of(tmp_path / "run")
-    assert all(0 < line["masked_words"] < 100 for line in losses)
