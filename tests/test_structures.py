@@ -38,25 +38,17 @@ def gathered_rows(gathered: TextRegions, text: int) -> list[list[float]]:
     return gathered.features[text][gathered.attention_mask[text]].tolist()
 
 
-def test_one_image_per_text(regions):
-    gathered = gather_regions(regions, SIZES, torch.tensor([[2], [0], [2]]))
-    assert gathered.attention_mask.tolist() == [[True] * 3, [True, True, False], [True] * 3]
-    assert gathered_rows(gathered, 0) == [[2, 0], [2, 1], [2, 2]]
-    assert gathered_rows(gathered, 1) == [[0, 0], [0, 1]]
-    assert torch.equal(gathered.features[0], gathered.features[2])
-    assert gathered.boxes[1, :2].tolist() == [[0, 0, 5, 5], [0, 1, 5, 6]]
-    assert gathered.image_sizes[1].tolist() == [[10, 20], [10, 20], [1, 1]]
-    assert gathered.features[1, 2].abs().sum() == 0 and gathered.boxes[1, 2].abs().sum() == 0
-
-
 def test_two_images_per_text_leave_no_padding_between(regions):
     gathered = gather_regions(regions, SIZES, torch.tensor([[0, 2], [2, 0], [0, 1]]))
     assert gathered.attention_mask.tolist() == [[True] * 5, [True] * 5, [True, True, False, False, False]]
     assert gathered_rows(gathered, 0) == [[0, 0], [0, 1], [2, 0], [2, 1], [2, 2]]
     assert gathered_rows(gathered, 1) == [[2, 0], [2, 1], [2, 2], [0, 0], [0, 1]]
+    assert gathered_rows(gathered, 2) == [[0, 0], [0, 1]]
     assert gathered.image_slot.tolist() == [[0, 0, 1, 1, 1], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]]
     assert gathered.image_sizes[1].tolist() == [[50, 60]] * 3 + [[10, 20]] * 2
     assert gathered.boxes[0, 2].tolist() == [2, 0, 7, 5]
+    assert gathered.image_sizes[2].tolist() == [[10, 20]] * 2 + [[1, 1]] * 3
+    assert not gathered.features[2, 2:].any() and not gathered.boxes[2, 2:].any()
 
 
 def test_text_without_image_and_image_without_regions(regions):

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig, VisualBertConfig, VisualBertModel
 
 from e2e_vl.encoders.layers import region_word_alignment
@@ -116,27 +115,22 @@ def test_a_text_without_regions_skips_the_additional_layer():
 # transformers
 
 
-def lists_of(alignment: Tensor) -> Tensor:
-    """0 or 1 per region and word -> the positions of each region's words, -1 elsewhere."""
-    return torch.where(alignment > 0, torch.arange(alignment.shape[2]), -1)
-
-
 @pytest.mark.parametrize("named", [False, True])
 def test_transformers_computes_the_same_where_it_is_right(named):
     """With the region types given, no padding row, and early fusion."""
     model = make_encoder(special_visual_initialize=False, train_pooler=True)
-    shared = {name: VISUAL_BERT[name] for name in VISUAL_BERT if name != "feature_dim"}
-    config = VisualBertConfig(
-        **shared, visual_embedding_dim=VISUAL_BERT["feature_dim"], pad_token_id=None, attn_implementation="eager"
-    )
-    theirs = VisualBertModel(config).eval()
+    settings = {name: value for name, value in VISUAL_BERT.items() if name != "feature_dim"}
+    settings |= {"visual_embedding_dim": VISUAL_BERT["feature_dim"], "pad_token_id": None}
+    theirs = VisualBertModel(VisualBertConfig(**settings, attn_implementation="eager")).eval()
     theirs.load_state_dict(model.state_dict(), strict=True)
     texts, regions = make_inputs()
     regions.image_slot = torch.arange(4).expand(3, -1) % 2 * regions.attention_mask
     arguments = {}
     if named:
         texts = name_regions(texts, [[-1, 0, 0, 0], [0, 2], []])
-        arguments = {"image_text_alignment": lists_of(region_word_alignment(texts, regions, torch.float32))}
+        alignment = region_word_alignment(texts, regions, torch.float32)
+        # the positions of each region's words, -1 elsewhere
+        arguments["image_text_alignment"] = torch.where(alignment > 0, torch.arange(alignment.shape[2]), -1)
     output = model(texts, regions, output_attentions=True)
     expected = theirs(
         input_ids=texts.input_ids,
