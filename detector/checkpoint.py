@@ -94,9 +94,9 @@ def find_weights(path: str | Path) -> Path:
 def read_weights(path: str | Path) -> WeightsFile:
     """Read a `.safetensors` file, a pickle of arrays (`.pkl`), or a `.pth` / `.model` / `.bin` file of torch.
 
-    A pickle holds arrays by name: bare, under `model` (Detectron2) or under `blobs` (Caffe2; the optimiser's momentum
-    is left out). A torch file holds a state dict: bare, or under `model` (Detectron2) or `state_dict`. `path` may also
-    be a folder or the name of published weights, see `find_weights`.
+    A pickle holds arrays by name, bare or under `model` (Detectron2) or `blobs` (Caffe2, without its momentum); a torch
+    file holds a state dict, bare or under `model` or `state_dict`. `path` may also be a folder or the name of published
+    weights, see `find_weights`.
     """
     published = known_weights(path)
     norm_eps = NORM_EPS if published is None else published.norm_eps
@@ -189,16 +189,12 @@ def load_weights(
 ) -> LoadReport:
     """Load a state dict of finite numbers; every key must fit, or nothing is loaded.
 
-    Buffers of old Detectron2 checkpoints that repeat a detector's config are compared with it.
-
     Args:
         source: the file's name, for the error message.
-        may_miss, may_exceed: prefixes of keys that may be missing from the file, or be in it without being used.
+        may_miss, may_exceed: prefixes of keys that may be missing from the file, or be in it without being used. The
+            report lists them nevertheless.
         only: prefixes of the keys to load; others are listed as missing and unexpected, and permitted.
         layout: for the report.
-
-    Returns:
-        the report, in which the permitted misfits are listed too.
     """
     if isinstance(module, Detector):
         tensors = _drop_config_buffers(module.config, tensors, source)
@@ -265,11 +261,10 @@ def load_checkpoint(
     """Start a detector from its own or a published checkpoint.
 
     Args:
-        detector: a detector with Detectron2's names and a `config`.
-        path: a file or a folder, see `read_weights`. Class names are read from the file's folder if it has them.
-        expect: the part of the detector that the file must hold. "all": every parameter. "no_attributes": all but the
-            attribute head, which may be missing from the file or from the detector. "backbone": stem to res5; RPN and
-            box predictor keep their values even where the file holds some.
+        path: see `read_weights`. Class names are read from the file's folder if it has them.
+        expect: the part of the detector that the file must hold. "no_attributes": all but the attribute head, which may
+            be missing from the file or from the detector. "backbone": stem to res5; RPN and box predictor keep their
+            values even where the file holds some.
     """
     weights = read_weights(path)
     names = detector.state_dict().keys()

@@ -233,8 +233,7 @@ class FasterRCNN(TwoStageDetector):
         self.roi_heads = StandardROIHeads(config) if config.has_box_head else Res5ROIHeads(config)
 
     def recompute_activations(self) -> None:
-        """See `Detector.recompute_activations`. A MobileNet has no blocks that could be recomputed."""
-        recompute_activations(self)
+        recompute_activations(self)  # a MobileNet has no blocks that could be recomputed
 
     def features(self, images: ImageBatch) -> FeatureMaps:
         """res4 of the padded batch, or p2 .. p6 (of a MobileNet 0, 1 and pool); h, w = H, W / stride."""

@@ -116,11 +116,8 @@ class R2CHead(nn.Module):
 
 
 class R2CNetwork(Detector):
-    """Features of given boxes from pixels, instance masks and classes.
-
-    Args:
-        config: has `MODEL.R2C.FEATURE_DIM`.
-        sizes: of a ResNet other than `MODEL.RESNETS.DEPTH`.
+    """Features of given boxes from pixels, instance masks and classes; `sizes` are of a ResNet of another depth than
+    `MODEL.RESNETS.DEPTH`.
     """
 
     reads_classes = True
@@ -132,7 +129,6 @@ class R2CNetwork(Detector):
         self.roi_heads = R2CHead(config, sizes)
 
     def recompute_activations(self) -> None:
-        """See `Detector.recompute_activations`."""
         recompute_activations(self)
 
     def forward(
@@ -146,10 +142,8 @@ class R2CNetwork(Detector):
         whole_image: bool = False,
         box_classes: list[Int64[Tensor, " _R"]] | None = None,
     ) -> Regions:
-        """See `Detector.forward`. Without `roi_masks` every box is all object.
-
-        The whole image is described with the box [0, 0, width, height], although it is given back as row
-        [0, 0, width - 1, height - 1] as by every detector.
+        """See `Detector.forward`. Without `roi_masks` every box is all object. The whole image is described with the
+        box [0, 0, width, height], although its row is [0, 0, width - 1, height - 1] as in every detector.
         """
         if boxes is None or box_classes is None or targets is not None:
             raise UserError(

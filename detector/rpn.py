@@ -24,10 +24,7 @@ from detector.structures import DetectionTargets, FeatureMap, FeatureMaps, Image
 
 
 def make_cell_anchors(sizes: Sequence[float], aspect_ratios: Sequence[float]) -> Float32[Tensor, "cell_anchors 4"]:
-    """Anchors centred on (0, 0): sizes in the outer loop, ratios (height / width) in the inner one.
-
-    A size is the square root of the area in pixels of the network input. Corners are not rounded (torchvision's are).
-    """
+    """Anchors centred on (0, 0), see `AnchorConfig`. Corners are not rounded (torchvision's are)."""
     anchors = []
     for size in sizes:
         for ratio in aspect_ratios:
@@ -45,20 +42,13 @@ def configured_cell_anchors(config: AnchorConfig, num_maps: int) -> list[Float32
 
 
 class AnchorGenerator(nn.Module):
-    """Anchors of a feature map of known stride.
-
-    The cell anchors are a buffer that is not saved, as in Detectron2 since May 2021; older checkpoints hold them under
-    `cell_anchors.0` (one per map), and `detector.checkpoint` compares those with the configured ones.
-    """
+    """Anchors of a feature map. The cell anchors are a buffer that is not saved, as in Detectron2 since May 2021."""
 
     cell_anchors: Tensor
 
     def __init__(self, cell_anchors: Float32[Tensor, "cell_anchors 4"], stride: int, config: AnchorConfig) -> None:
-        """
-        Args:
-            cell_anchors: corners relative to the centre of a cell's first anchor.
-            stride: pixels of the network input per cell of the feature map.
-            config: its `offset` is the place of the first anchor's centre, as a fraction of the stride.
+        """`stride` is in pixels of the network input per cell. The config's `offset` is the place of the first anchor's
+        centre, as a fraction of the stride; `cell_anchors` are relative to it.
         """
         super().__init__()
         self.stride = stride

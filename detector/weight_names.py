@@ -261,9 +261,8 @@ def to_detector_names(
 
 
 def match_ends(tensors: dict[str, Tensor], model_names: Iterable[str]) -> dict[str, Tensor]:
-    """Give each name the full name in the model that ends with it, after a dot; the longest such name wins.
-
-    (Detectron2's matching heuristics.) A name without a match is kept.
+    """Detectron2's matching heuristics: a name becomes the model's name that ends with it, after a dot. The longest end
+    wins; a name without a match is kept.
     """
     full: dict[str, str] = {}
     for model_name in model_names:
@@ -278,7 +277,7 @@ def match_ends(tensors: dict[str, Tensor], model_names: Iterable[str]) -> dict[s
 def from_caffe2(blobs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Blobs of Caffe2 -> names to be matched by their ends; the background class moves from first to last.
 
-    Batch norms of Detectron are folded to a scale and a bias: they get mean 0 and variance 1.
+    Detectron folded its batch norms to a scale and a bias: they get mean 0 and variance 1.
     """
     tensors: dict[str, Tensor] = {}
     for blob, value in blobs.items():
@@ -322,9 +321,8 @@ def from_vl_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The network up to res5 of an official VL-BERT model (without the prefix `module.`), in float32.
 
     `image_feature_extractor.backbone.layer2.0.bn1.weight` -> `backbone.res3.0.conv1.norm.weight`,
-    `image_feature_extractor.roi_head_feature_extractor.0.*` -> `roi_heads.res5.0.*`. Everything else is left out:
-    encoder, heads, and `image_feature_extractor.obj_downsample`, which is part of our encoder. Files for precomputed
-    features have no such network.
+    `image_feature_extractor.roi_head_feature_extractor.0.*` -> `roi_heads.res5.0.*`. Everything else is left out, also
+    `image_feature_extractor.obj_downsample`, which is part of our encoder.
     """
     renamed = {}
     trunk = f"{VL_BERT}backbone."
@@ -338,10 +336,7 @@ def from_vl_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_vl_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The reverse of `from_vl_bert`, with res5 under both of its names and `num_batches_tracked` for every batch norm.
-
-    RPN and box head, which the official model does not have, are left out.
-    """
+    """The reverse of `from_vl_bert`, with res5 under both of its names and `num_batches_tracked` for batch norms."""
     official = {}
     for name, value in tensors.items():
         if not name.startswith(("backbone.", "roi_heads.res5.")):
@@ -372,28 +367,21 @@ def from_caffe_attention(tensors: dict[str, Tensor], config: DetectorConfig) -> 
     def sizes_outer(value: Tensor) -> Tensor:
         return value.reshape(ratios, sizes, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
 
-    def objectness(value: Tensor) -> Tensor:
-        return sizes_outer(value[number:].float() - value[:number].float())
-
-    def box_deltas(value: Tensor) -> Tensor:
-        scale = value.new_tensor(config.roi_heads.box_weights).repeat(len(value) // 4 - 1)
-        return value[4:] * scale.reshape(-1, *[1] * (value.ndim - 1))
-
-    def continuous(value: Tensor) -> Tensor:
-        return sizes_outer(value) + value.new_tensor([0, 0, 1, 1])
-
-    conversions: dict[str, Callable[[Tensor], Tensor]] = {
-        f"{RPN_HEAD}objectness_logits": objectness,
-        f"{RPN_HEAD}anchor_deltas": sizes_outer,
-        CELL_ANCHORS.removesuffix("."): continuous,
-        f"{PREDICTOR}cls_score": background_last,
-        f"{PREDICTOR}bbox_pred": box_deltas,
-        f"{PREDICTOR}cls_embed": background_last,
-        f"{PREDICTOR}attr_linear2": background_last,
-    }
     converted = {}
     for name, value in tensors.items():
         layer, _, parameter = name.rpartition(".")
-        new_name = f"{_CAFFE_ATTENTION_LAYERS[layer]}.{parameter}" if layer in _CAFFE_ATTENTION_LAYERS else name
-        converted[new_name] = conversions[layer](value) if layer in conversions else value
+        if layer in _CAFFE_ATTENTION_LAYERS:
+            name = f"{_CAFFE_ATTENTION_LAYERS[layer]}.{parameter}"
+        if layer == f"{RPN_HEAD}objectness_logits":
+            value = sizes_outer(value[number:].float() - value[:number].float())
+        elif layer == f"{RPN_HEAD}anchor_deltas":
+            value = sizes_outer(value)
+        elif layer == CELL_ANCHORS.removesuffix("."):
+            value = sizes_outer(value) + value.new_tensor([0, 0, 1, 1])
+        elif layer == f"{PREDICTOR}bbox_pred":
+            scale = value.new_tensor(config.roi_heads.box_weights).repeat(len(value) // 4 - 1)
+            value = value[4:] * scale.reshape(-1, *[1] * (value.ndim - 1))
+        elif layer in (f"{PREDICTOR}cls_score", f"{PREDICTOR}cls_embed", f"{PREDICTOR}attr_linear2"):
+            value = background_last(value)
+        converted[name] = value
     return converted

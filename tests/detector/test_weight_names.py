@@ -84,6 +84,7 @@ def test_caffe_bottom_up_attention(tmp_path: Path, original: FasterRCNN, box_wei
     cells = original.proposal_generator.anchor_generators[0].cell_anchors
     order = [s * published.RATIOS + r for r in range(published.RATIOS) for s in range(published.SIZES)]
     state[f"{CELL_ANCHORS}0"] = cells[order] - torch.tensor([0, 0, 1, 1])
+    state["pixel_mean"] = torch.tensor(original.config.input.pixel_mean)
     torch.save({"model": state}, tmp_path / "a.pth")
     tree = copy.deepcopy(published.TREE)
     tree["MODEL"]["ROI_BOX_HEAD"]["BBOX_REG_WEIGHTS"] = box_weights
