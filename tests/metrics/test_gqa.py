@@ -35,6 +35,8 @@ def test_only_balanced_questions_count_and_letters_are_compared_as_they_are():
     metrics = gqa_metrics(records)
     assert metrics["accuracy/binary"] == 0.5 and "accuracy/open" not in metrics and "validity" not in metrics
     assert gqa_metrics([record("1", "yes", None)]) == {"count": 1}
+    untyped = [record("1", "yes", types={}), record("2", "no", types={})]
+    assert gqa_metrics(untyped) == {"count": 2, "accuracy": 0.5}
 
 
 def test_consistency_looks_at_what_right_answers_entail():

@@ -14,13 +14,6 @@ from tests.leaderboard import prediction, read_leaderboard, score
 BEST = np.eye(4)
 
 
-def test_columns_are_those_of_the_leaderboard():
-    assert len(COLUMNS) == 21
-    assert COLUMNS[:2] == ("annot_id", "answer_0")
-    assert COLUMNS[5] == "rationale_conditioned_on_a0_0"
-    assert COLUMNS[-1] == "rationale_conditioned_on_a3_3"
-
-
 def test_rationales_are_those_given_the_right_answer():
     rationales = np.zeros((1, 4, 4))
     rationales[0, :, 0] = 1
@@ -34,9 +27,7 @@ def test_the_first_of_equal_scores_wins():
     assert [score(equal, [label], [0])["Q->A"] for label in (0, 1)] == [1, 0]
 
 
-@pytest.mark.parametrize(
-    "change", [{"label": 4}, {"label": -1}, {"probabilities": [0.2, 0.5, 0.3]}, {"probabilities": [float("nan")] * 4}]
-)
+@pytest.mark.parametrize("change", [{"label": 4}, {"probabilities": [0.2, 0.5, 0.3]}])
 def test_scores_and_labels_that_cannot_be(change):
     with pytest.raises(ValueError, match="VCRPrediction of text 3"):
         VCRPrediction.of({"text_index": 3, "choice": 1, "probabilities": [0.1, 0.7, 0.1, 0.1]} | change)

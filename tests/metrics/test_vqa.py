@@ -1,4 +1,4 @@
-"""VQA accuracy by hand; numbers of the official script are in tests/parity."""
+"""VQA accuracy by hand; tests/parity has the strings and numbers of the official script."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import pytest
 from e2e_vl.metrics.vqa import (
     VQAPrediction,
     answer_accuracy,
-    normalise_answer,
     soft_scores,
-    standardise_words,
-    strip_punctuation,
     vqa_metrics,
     write_submission,
 )
 
 
-@pytest.mark.parametrize(("matches", "score"), [(0, 0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1), (10, 1)])
+@pytest.mark.parametrize(("matches", "score"), [(0, 0), (1, 0.3), (3, 0.9), (4, 1)])
 def test_agreement_with_ten_people(matches, score):
     answers = ["cat"] * matches + [f"dog {number}" for number in range(10 - matches)]
     assert answer_accuracy("cat", answers) == pytest.approx(score, abs=1e-12)
@@ -31,31 +28,10 @@ def test_answers_that_all_agree_are_compared_as_they_are():
     assert answer_accuracy("2.", ["two"] * 9 + ["three"]) == 1
 
 
-def test_at_most_32_periods_are_deleted():
-    assert strip_punctuation("." * 32) == ""
-    assert strip_punctuation("." * 40) == "." * 8
-    assert strip_punctuation("3.5") == "3.5"
-
-
-def test_contractions_miss_one_apostrophe():
-    assert standardise_words("dont couldnt've couldn'tve couldntve") == "don't couldn't've couldn't've couldntve"
-
-
-def test_digits_articles_and_marks():
-    assert normalise_answer("The T-shirt,  and\tNONE") == "t shirt and 0"
-    assert normalise_answer("a") == ""
-
-
 def test_soft_scores_count_raw_strings_unless_told():
     answers = ["2"] * 3 + ["Two"] + ["three"] * 6
     assert soft_scores(answers) == {"2": 0.9, "Two": 0.3, "three": 1.0}
     assert soft_scores(answers, normalised=True) == {"2": 1.0, "3": 1.0}
-
-
-def test_soft_scores_are_the_accuracy_of_each_answer():
-    answers = ["red"] * 5 + ["blue"] * 2 + ["dark red"] * 2 + ["no idea"]
-    for answer, score in soft_scores(answers).items():
-        assert score == pytest.approx(answer_accuracy(answer, answers), abs=1e-12)
 
 
 def prediction(number: int, answer: str, answers: list[str] | None, kind: str = "yes/no") -> VQAPrediction:
@@ -65,9 +41,8 @@ def prediction(number: int, answer: str, answers: list[str] | None, kind: str = 
 
 def test_metrics_by_type_and_without_answers():
     yes = ["yes"] * 10
-    metrics = vqa_metrics(
-        [prediction(1, "yes", yes), prediction(2, "3", ["4"] * 10, "number"), prediction(3, "no", yes)]
-    )
+    number = prediction(2, "3", ["4"] * 10, "number")
+    metrics = vqa_metrics([prediction(1, "yes", yes), number, prediction(3, "no", yes)])
     assert metrics["count"] == 3
     assert metrics["accuracy"] == pytest.approx(1 / 3)
     assert metrics["accuracy/yes/no"] == 0.5 and metrics["accuracy/number"] == 0
@@ -83,6 +58,6 @@ def test_given_scores_count_as_they_are():
 def test_the_file_of_the_server(tmp_path):
     path = tmp_path / "deep" / "vqa.json"
     write_submission(path, [prediction(7, "café", None), prediction(3, "2", None)])
-    expected = [{"question_id": 7, "answer": "café"}, {"question_id": 3, "answer": "2"}]
-    assert json.loads(path.read_text(encoding="utf-8")) == expected
-    assert len(path.read_text(encoding="utf-8").splitlines()) == 4  # an entry a line, and the brackets
+    text = path.read_text(encoding="utf-8")
+    assert json.loads(text) == [{"question_id": 7, "answer": "café"}, {"question_id": 3, "answer": "2"}]
+    assert len(text.splitlines()) == 4  # an entry a line, and the brackets
