@@ -11,7 +11,7 @@ from e2e_vl.structures import TextRegions
 def regions_of_own_images(
     features: Tensor, boxes: Tensor, image_sizes: Tensor, attention_mask: Tensor, image_slot: Tensor
 ) -> TextRegions:
-    """`image` is the text's own row, `row` counts its regions, none is hidden."""
+    """`image` is the text's own row, `row` counts its regions, none is masked."""
     number, position = (torch.arange(length, device=attention_mask.device) for length in attention_mask.shape)
     return TextRegions(
         features,

@@ -73,25 +73,15 @@ def test_targets_of_the_detector_are_mirrored_on_the_border_and_clipped():
 
 
 def test_without_boxes_nothing_about_the_boxes_is_left():
-    image = ImageExample(
-        np.zeros((4, 6, 3), dtype=np.uint8),
-        TWICE,
-        "photo",
-        boxes=np.ones((2, 4), dtype=np.float32),
-        box_ids=(1, 2),
-        box_classes=np.array([0, 1]),
-        class_probs=np.ones((2, 3), dtype=np.float32),
-        roi_masks=np.ones((2, 7, 7), dtype=np.float32),
-        features=np.ones((2, 5), dtype=np.float32),
-        image_feature=np.ones(5, dtype=np.float32),
-    )
+    rows = {"boxes": (2, 4), "class_probs": (2, 3), "roi_masks": (2, 7, 7), "features": (2, 5)}
+    arrays = {name: np.ones(shape, dtype=np.float32) for name, shape in rows.items()}
+    pixels, whole = np.zeros((4, 6, 3), dtype=np.uint8), np.ones(5, dtype=np.float32)
+    image = ImageExample(pixels, TWICE, "photo", **arrays, box_ids=(1, 2), image_feature=whole)
     emptied = image.without_boxes()
-    shapes = [rows.shape for rows in (emptied.boxes, emptied.box_classes, emptied.class_probs, emptied.features)]
-    assert shapes == [(0, 4), (0,), (0, 3), (0, 5)]
-    assert emptied.roi_masks.shape == (0, 7, 7)
-    assert emptied.box_ids is None and emptied.image_feature is image.image_feature
+    assert all(getattr(emptied, name).shape == (0, *shape[1:]) for name, shape in rows.items())
+    assert emptied.box_ids is None and emptied.image_feature is whole
     assert len(image.boxes) == 2, "the image itself stays as it is"
-    proposed = ImageExample(image.pixels, TWICE, "photo")
+    proposed = ImageExample(pixels, TWICE, "photo")
     assert proposed.without_boxes() is proposed
 
 

@@ -57,15 +57,16 @@ def tab(tmp_path_factory) -> Iterator[Tab]:
 
 def check_page(tab: Tab, page: Path, window: str) -> None:
     """Every picture is shown, and nothing is cut off, in a window of this size."""
-    tab.resize(*WINDOWS[window])
+    width, height = WINDOWS[window]
+    tab.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
     tab.go(page.as_uri())
     tab.wait(f"document.readyState === 'complete' && location.href === '{page.as_uri()}'")
-    assert tab.run("window.innerWidth") == WINDOWS[window][0]
+    assert tab.run("window.innerWidth") == width
     images = "[...document.images]"
     assert tab.run(f"{images}.length") > 3
     tab.wait(f"{images}.every(one => one.complete && one.naturalWidth > 0)")
     tab.run("document.querySelectorAll('details').forEach(one => one.open = true)")
-    assert tab.run("document.documentElement.scrollWidth") <= WINDOWS[window][0]
+    assert tab.run("document.documentElement.scrollWidth") <= width
     assert (found := tab.run(CUT)) == [], found
     assert not [one for one in tab.requests if one.startswith("http")], "a page loads nothing else"
 
@@ -75,32 +76,35 @@ def report(tmp_path_factory) -> Path:
     """The report of a run with images of any shape, long words, all outcomes, and wrong relations."""
     folder = tmp_path_factory.mktemp("run_with_a_long_name_" + 8 * "and_no_space")
     records = []
-    for number, size in enumerate([(900, 60), (60, 900), (30, 40), (1200, 1600)]):
-        file = folder / f"image{number}.png"
-        cv2.imwrite(str(file), np.full(size, 120 + number, np.uint8))
-        height, width = size
+    for number, (height, width) in enumerate([(900, 60), (60, 900), (30, 40), (1200, 1600)]):
+        file = draw(folder / f"image{number}.png", (height, width))
         box, other = (0, 0, width / 2, height / 2), (width / 2, height / 2, width, height)
-        phrases = [
+        phrases = (
             GroundedPhrase("an elephant", (0, 11), box, 0.9, correct=False),
             GroundedPhrase("the otorhinolaryngologists", (17, 43), other, 0.3, correct=bool(number % 2)),
-        ]
+        )
+        record = {"file_name": str(file), "text": "an elephant near the " + "otorhinolaryngologists" * 3}
+        record |= {"box": box, "gt_box": other, "score": 0.5, "grounded": phrases, "candidate_boxes": (box, other)}
+        record |= {"image_size": (height, width), "category": "elephant", "detected_class": "a class with a long name"}
         for family, correct in (("relation", 0.0), ("attribute", 1.0)):
-            record = {"file_name": str(file), "text": "an elephant near the " + "otorhinolaryngologists" * 3}
-            record |= {"box": box, "gt_box": other, "score": 0.5, "correct": correct, "grounded": tuple(phrases)}
-            record |= {"family": family, "candidate_boxes": (box, other), "image_size": size, "category": "elephant"}
-            records.append(ReferringPrediction(**record, detected_class="a class with a long name"))
+            records.append(ReferringPrediction(**record, family=family, correct=correct))
     parts = {"encoder": EncoderSettings("vl_bert"), "task": TaskSettings("refcoco")}
     parts |= {"data": DataSettings("refcoco", root="data"), "eval": EvalSettings(boxes=[BoxSource.ONLINE])}
     config = RunConfig(output=str(folder / ("a_folder" * 12)), **parts)
     save_config(config, folder / "config.yaml")
     write_list(folder / "predictions_val_online.json", records)
-    metrics = {f"val/accuracy_{boxes}_boxes": 0.5 for boxes in ("gt", "detected", "own")}
+    metrics = {f"val/accuracy_{boxes}_boxes": 0.5 for boxes in ("gt", "detected", "predicted")}
     metrics |= {f"{name}/{family}": 0.25 for name in metrics for family in ("relation", "attribute", "superlative")}
     write_json(folder / "metrics.json", metrics | {"parameters": {"task": 3}, "seconds": 1.5})
     log = RunLog(folder / "log.jsonl", enabled=True)
     for step in range(1, 30):
         log.write(step, "train", {"loss": 1 / step, "referring": 1 / step})
     return write_report(folder, config, ReferringTask(8))
+
+
+def draw(path: Path, size: tuple[int, int]) -> Path:
+    cv2.imwrite(str(path), np.full(size, 120, np.uint8))
+    return path
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -117,9 +121,11 @@ def analysis(tmp_path_factory) -> Path:
     generator = np.random.default_rng(0)
     sums = {}
     for graph, phrases in graphs.items():
-        shape = (len(phrases.steps), 12)
         for key in (MeasureKey(graph, ENTITIES), *(MeasureKey(graph, RELATIONS, label) for label in ("all", *labels))):
-            sums[key] = some_sums(shape, generator)
+            shape = (len(phrases.steps), 12)
+            hits, attention = (torch.from_numpy(1000 * generator.random(shape)) for _ in range(2))
+            chances = dict.fromkeys((LARGEST, CONFIDENCE, "chance"), 250.0)
+            sums[key] = HeadSums(hits, attention, chances, 1000, 1000)
     results = AttentionResults(
         *("a_run_with_a_long_name" * 4, "visual_bert", "flickr30k", "val", "gt", "/parses" * 20 + ".conllu"),
         AttentionOptions(),
@@ -133,27 +139,17 @@ def analysis(tmp_path_factory) -> Path:
     for graph in graphs:
         figures[f"entities_{graph}.png"] = draw_head_figure(results, graph, ENTITIES)
         figures[f"relations_{graph}.png"] = draw_head_figure(results, graph, RELATIONS, labels)
-    return write_page(folder / "attention.html", results, figures, some_overlays(folder))
-
-
-def some_sums(shape: tuple[int, int], generator: np.random.Generator) -> HeadSums:
-    """Of 1,000 examples."""
-    names = (LARGEST, CONFIDENCE, "chance")
-    hits, attention = (torch.from_numpy(1000 * generator.random(shape)) for _ in range(2))
-    return HeadSums(hits, attention, dict.fromkeys(names, 250.0), 1000, 1000)
-
-
-def some_overlays(folder: Path) -> list[Overlay]:
-    found = []
-    for number, size in enumerate([(1280, 160), (160, 1280), (480, 640)]):
-        file = folder / f"{number}.png"
-        cv2.imwrite(str(file), np.full(size, 100 + number, np.uint8))
-        title = f"“{'otorhinolaryngologists' * 3}”, joint:0-{number}"
-        found.append(Overlay(7, "a caption with " + "honorificabilitudinitatibus" * 3, "joint", title, "right", file))
-    return [
-        *found,
-        Overlay(8, "another caption", "cross", "a word", "", None, "/no_such_folder" * 9 + ".png is missing"),
+    caption, title = (
+        "a caption with " + "honorificabilitudinitatibus" * 3,
+        f"“{'otorhinolaryngologists' * 3}”, joint:0-1",
+    )
+    overlays = [
+        Overlay(7, caption, "joint", title, "right", draw(folder / f"{number}.png", size))
+        for number, size in enumerate([(1280, 160), (160, 1280), (480, 640)])
     ]
+    missing = "/no_such_folder" * 9 + ".png is missing"
+    overlays.append(Overlay(8, "another caption", "cross", "a word", "", None, missing))
+    return write_page(folder / "attention.html", results, figures, overlays)
 
 
 @pytest.mark.parametrize("window", WINDOWS)

@@ -30,14 +30,6 @@ def root() -> Path:
     return root
 
 
-def test_the_config_finds_the_photos_by_the_command_line(monkeypatch, tmp_path):
-    path = REPOSITORY / "configs" / "real_mini" / "refcoco.yaml"
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("E2E_VL_REAL_MINI", str(tmp_path))  # settings never read the environment
-    assert load_config(path).data.root.endswith("../shared/real_mini")
-    assert load_config(path, ["data.root=elsewhere"]).data.root == "elsewhere"
-
-
 @pytest.mark.timeout(900)  # about a minute on two idle cores
 def test_every_training_expression_is_grounded_and_all_splits_are_evaluated(root, tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)

@@ -174,12 +174,12 @@ def test_region_labels_are_the_teachers_view_of_the_whole_image():
 def test_annotated_classes_stay_beside_what_a_teacher_says(teacher):
     model = make_model(teacher=teacher).eval()
     classes = [torch.arange(len(rows)) for rows in BOXES]
-    known = RegionLabels(classes=classes, class_probs=[torch.rand(len(rows), CLASSES) for rows in BOXES])
-    labels = model.mask_regions(dataclasses.replace(make_batch(), region_labels=known)).region_labels
+    given = RegionLabels(classes=classes, class_probs=[torch.rand(len(rows), CLASSES) for rows in BOXES])
+    labels = model.mask_regions(dataclasses.replace(make_batch(), region_labels=given)).region_labels
     assert labels.classes is classes
-    assert (labels.class_probs is known.class_probs) == (teacher == "file")
+    assert (labels.class_probs is given.class_probs) == (teacher == "file")
     boxes_to_mask = [torch.tensor([[6.0, 6.0, 40.0, 40.0]]), torch.zeros(0, 4)]
-    masked = model.mask_regions(dataclasses.replace(make_batch(), region_labels=known, boxes_to_mask=boxes_to_mask))
+    masked = model.mask_regions(dataclasses.replace(make_batch(), region_labels=given, boxes_to_mask=boxes_to_mask))
     assert masked.region_labels.classes is None  # the boxes are others now
 
 

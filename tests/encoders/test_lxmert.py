@@ -130,10 +130,3 @@ def test_a_named_region_carries_the_mean_position_of_its_words(slots):
     torch.testing.assert_close(
         official(dataclasses.replace(texts, region_of_token=region_of_token), regions).text, plain.text
     )
-
-
-def test_dropout_is_where_the_official_code_has_it():
-    torch.manual_seed(0)
-    model, (texts, regions) = make_model(hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5), make_inputs()
-    assert changed(model.train()(texts, regions).text, model(texts, regions).text)[texts.attention_mask].all()
-    assert not changed(model.eval()(texts, regions).text, model(texts, regions).text).any()

@@ -98,9 +98,8 @@ def test_masked_regions_have_a_word_of_their_own_only_in_the_official_code(word)
         before = model(texts, masked).regions
         model.embeddings.region_word_embedding.weight += torch.randn(1, VL_BERT["hidden_size"])
         moved = changed(model(texts, masked).regions, before)
-    assert torch.equal(moved, regions.attention_mask) == (
-        word == "img"
-    )  # [IMG] stands in the place of masked regions too
+    # [IMG] takes the place of masked regions too
+    assert torch.equal(moved, regions.attention_mask) == (word == "img")
 
 
 def test_the_whole_image_is_no_region_of_the_sequence():
