@@ -7,11 +7,9 @@ import json
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from detector.config import SelectionRule
 from detector.errors import UserError
-from detector.images import ResizeRule
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.image_loader import (
@@ -54,18 +52,15 @@ def detections(tiny, selection: SelectionRule = BETTER) -> BoxReader:
 
 def test_pixels_boxes_and_names(photo):
     image = load(photo, resize=DOUBLE)
-    assert image.pixels.shape == (120, 200, 3)
-    assert image.pixels.dtype == np.uint8
-    assert (image.image_transform.original_size, image.image_transform.size, image.image_transform.flipped) == (
-        (60, 100),
-        (120, 200),
-        False,
-    )
+    assert image.pixels.shape == (120, 200, 3) and image.pixels.dtype == np.uint8
+    assert image.image_transform == ImageTransform((60, 100), (120, 200), False)
     assert image.name.endswith("seven.png")
     np.testing.assert_array_equal(image.boxes, [[20, 40, 60, 80], [120, 20, 180, 80], [0, 0, 199, 119]])
-    assert image.box_ids == (100, 101, 102)
-    assert image.box_classes.tolist() == [0, 0, 1]
+    assert image.box_ids == (100, 101, 102) and image.box_classes.tolist() == [0, 0, 1]
     assert image.objects is None and image.roi_masks is None and image.boxes_to_mask is None
+    np.testing.assert_array_equal(image.pixels[60, 40], [60, 30, 100])  # object 100 is drawn in RGB (100, 30, 60)
+    rgb = load(photo, resize=DOUBLE, channel_order="RGB").pixels
+    np.testing.assert_array_equal(rgb[:, :, ::-1], image.pixels)
 
 
 def test_the_content_of_an_archive_and_a_file_that_is_looked_up_late(photo):
@@ -106,14 +101,15 @@ def test_a_flip_moves_pixels_boxes_and_objects(photo):
         assert (inside == plain.pixels[one[1] : one[3], one[0] : one[2]]).all()
 
 
-def test_flip_and_size_are_drawn(photo):
-    loader = make_loader(resize=(SAME, DOUBLE), flip_probability=0.5)
-    augmentations = {loader.draw_augmentation(np.random.default_rng(seed)) for seed in range(40)}
-    assert augmentations == {Augmentation(flip, resize) for flip in (False, True) for resize in (SAME, DOUBLE)}
-    assert loader.load(photo, Augmentation(False, DOUBLE)).pixels.shape == (120, 200, 3)
-    always, never = (make_loader(flip_probability=probability) for probability in (1.0, 0.0))
-    assert {always.draw_augmentation(np.random.default_rng(seed)).flip for seed in range(9)} == {True}
-    assert {never.draw_augmentation(np.random.default_rng(seed)).flip for seed in range(9)} == {False}
+def test_flip_and_size_are_drawn():
+    def drawn(**rules) -> set[Augmentation]:
+        return {make_loader(**rules).draw_augmentation(np.random.default_rng(seed)) for seed in range(40)}
+
+    assert drawn(resize=(SAME, DOUBLE), flip_probability=0.5) == {
+        Augmentation(flip, resize) for flip in (False, True) for resize in (SAME, DOUBLE)
+    }
+    assert drawn(flip_probability=1.0) == {Augmentation(True, SAME)}
+    assert drawn(flip_probability=0.0) == {Augmentation(False, SAME)}
 
 
 # Candidate boxes
@@ -121,17 +117,15 @@ def test_flip_and_size_are_drawn(photo):
 
 @pytest.mark.parametrize(
     ("source", "boxes"),
-    [("gt", GT_7), ("detections", BY_SCORE), ("detections+gt", BY_SCORE + GT_7), ("online", None)],
+    [("gt", GT_7), ("detections", BY_SCORE), ("detections+gt", BY_SCORE + GT_7)],
 )
 def test_box_sources(tiny, photo, source, boxes):
     image = load(photo, source, detections(tiny, ALL) if "detections" in source else None)
-    if boxes is None:
-        assert image.boxes is None
-    else:
-        np.testing.assert_array_equal(image.boxes, boxes)
-        assert image.boxes.dtype == np.float32
-    if source != "gt":  # of other boxes neither ids nor classes are known
-        assert image.box_ids is None and image.box_classes is None
+    np.testing.assert_array_equal(image.boxes, boxes)
+    assert image.boxes.dtype == np.float32
+    # of other boxes neither ids nor classes are known
+    assert (image.box_ids is not None) == (image.box_classes is not None) == (source == "gt")
+    assert load(photo, "online").boxes is None
 
 
 def test_some_of_the_objects_are_candidates(photo):
@@ -262,13 +256,18 @@ def test_precomputed_features_need_no_pixels(photo, features):
 
 def test_the_mean_of_the_regions_may_stand_for_the_whole_image(photo, features):
     """As in the official code."""
-    assert load(photo, "precomputed", features, mean_image_feature=True).image_feature.tolist() == [2, 3, 4, 5]
+
+    def image_feature(**given) -> list[float]:
+        reader = None if given else features
+        return load(
+            dataclasses.replace(photo, **given), "precomputed", reader, mean_image_feature=True
+        ).image_feature.tolist()
+
+    assert image_feature() == [2, 3, 4, 5]
     empty = CandidateBoxes(np.zeros((0, 4)), "f", image_size=(60, 100), features=np.zeros((0, 4), dtype=np.float32))
-    image = load(dataclasses.replace(photo, boxes=empty), "precomputed", mean_image_feature=True)
-    assert image.image_feature.tolist() == [0, 0, 0, 0] and image.boxes.shape == (0, 4)
+    assert image_feature(boxes=empty) == [0, 0, 0, 0]
     own = dataclasses.replace(empty, image_feature=np.ones(4, dtype=np.float32))
-    image = load(dataclasses.replace(photo, boxes=own), "precomputed", mean_image_feature=True)
-    assert image.image_feature.tolist() == [1, 1, 1, 1]
+    assert image_feature(boxes=own) == [1, 1, 1, 1]
 
 
 def test_mirrored_precomputed_features(photo, features):
@@ -305,22 +304,20 @@ def test_images_that_cannot_be_read_are_told_from_wrong_sizes(photo):
 
 
 @pytest.mark.parametrize(
-    ("source", "changes", "key"),
+    ("source", "rules", "part"),
     [
-        ("gt", {"objects": None}, "instances"),
-        ("detections+gt", {}, "detections"),
-        ("detections", {}, "detections"),
-        ("precomputed", {}, "features"),
+        ("gt", {}, "data.files.instances"),
+        ("detections+gt", {}, "data.files.detections"),
+        ("detections", {}, "data.files.detections"),
+        ("precomputed", {}, "data.files.features"),
+        ("online", {"with_objects": True}, "detection losses"),
     ],
 )
-def test_a_source_without_its_file_is_not_replaced_by_another(photo, source, changes, key):
-    with refused("image 7", f"data.files.{key}"):
-        load(dataclasses.replace(photo, **changes), source)
-
-
-def test_detection_losses_need_annotations(photo):
-    with refused("image 7", "detection losses"):
-        load(dataclasses.replace(photo, objects=None), "online", with_objects=True)
+def test_a_source_without_its_file_is_not_replaced_by_another(photo, source, rules, part):
+    if source in ("gt", "online"):
+        photo = dataclasses.replace(photo, objects=None)
+    with refused("image 7", part):
+        load(photo, source, **rules)
 
 
 @pytest.mark.parametrize("with_features", [True, False])
@@ -329,25 +326,6 @@ def test_features_of_an_image_of_another_size(photo, features, with_features):
     source = "precomputed" if with_features else "detections"
     with refused("image 7", "100 x 60", "50 x 60"):
         load(dataclasses.replace(photo, size=(60, 50)), source, features)
-
-
-def test_pixels_are_resized_flipped_and_ordered(tmp_path):
-    pixels = np.zeros((4, 8, 3), dtype=np.uint8)
-    pixels[:, :4] = (250, 100, 10)
-    Image.fromarray(pixels).save(tmp_path / "a.png")
-    photo = SampleImage("5", tmp_path / "a.png", (4, 8))
-    rule = ResizeRule(short_edge=8, long_edge=100)
-    image = load(photo, "online", resize=rule)
-    assert image.image_transform == ImageTransform((4, 8), (8, 16), False)
-    assert image.pixels.shape == (8, 16, 3)
-    np.testing.assert_array_equal(image.pixels[0, 0], [10, 100, 250])
-    mirrored = load(photo, "online", resize=rule, flip=True, channel_order="RGB")
-    assert mirrored.image_transform.flipped
-    np.testing.assert_array_equal(mirrored.pixels[:, ::-1, ::-1], image.pixels)
-
-
-def picture(mask: np.ndarray) -> list[str]:
-    return ["".join("#" if value else "." for value in row) for row in mask]
 
 
 def test_grid_points_on_the_outline_count():
@@ -364,7 +342,8 @@ def test_a_slanted_outline():
     """As `skimage.draw.polygon` draws it."""
     triangle = np.array([[0, 0], [5.5, 0.2], [0.3, 5]])
     mask = instance_mask([triangle], np.array([0, 0, 5, 5]), side=6)
-    assert picture(mask) == ["#.....", ".####.", ".###..", ".##...", ".#....", "......"]
+    drawn = ["".join("#" if value else "." for value in row) for row in mask]
+    assert drawn == ["#.....", ".####.", ".###..", ".##...", ".#....", "......"]
 
 
 def test_the_hole_of_a_crossing_outline():
@@ -397,7 +376,6 @@ def test_centres_of_cells():
     assert not instance_mask([], np.array([0, 0, 4, 4]), at="centres").any()
 
 
-RULE = SelectionRule(min_score=0.5, min_regions=1, max_regions=100)
 BOXES = np.array([[0, 0, 9, 9], [10, 10, 40, 40], [5, 5, 60, 60]], dtype=np.float32)
 SCORES = np.array([0.2, 0.9, 0.6], dtype=np.float32)
 
@@ -420,22 +398,22 @@ def test_detections_come_by_falling_score_as_the_rule_keeps_them(tiny):
     np.testing.assert_array_equal(found.boxes, DETECTIONS_7[::-1])
     assert found.origin == f"{tiny.detections_file}: image 7"
     assert found.features is found.class_probs is found.image_size is None
-    kept = open_boxes([tiny.detections_file], RULE, with_features=False).read("7")
+    kept = open_boxes([tiny.detections_file], BETTER, with_features=False).read("7")
     np.testing.assert_array_equal(kept.boxes, [DETECTIONS_7[1]])
 
 
 def test_several_files_of_detections_have_different_images(tiny, tmp_path):
     more = tmp_path / "more.json"
     more.write_text(json.dumps([detection(0, 12, [0, 0, 5, 5], 0.9), detection(1, 7, [0, 0, 6, 6], 0.9)]))
-    reader = open_boxes([tiny.detections_file, more], RULE, with_features=False)
+    reader = open_boxes([tiny.detections_file, more], BETTER, with_features=False)
     np.testing.assert_array_equal(reader.read("12").boxes, [[0, 0, 5, 5]])
     np.testing.assert_array_equal(reader.read("7").boxes, [DETECTIONS_7[1]], "the first file that has it")
 
 
 def test_images_without_boxes_are_named_and_counted(tiny, store):
     for reader, name in (
-        (open_boxes([tiny.detections_file], RULE, with_features=False), "dets.json"),
-        (open_boxes([store("7", "3", "9")], RULE, with_features=True), "features"),
+        (open_boxes([tiny.detections_file], BETTER, with_features=False), "dets.json"),
+        (open_boxes([store("7", "3", "9")], BETTER, with_features=True), "features"),
     ):
         loader = make_loader("detections", reader)
         loader.require_images(["3", "7", "9"], "train")
@@ -447,11 +425,10 @@ def test_images_without_boxes_are_named_and_counted(tiny, store):
 
 
 def test_features_that_were_detected_come_by_falling_score(store):
-    reader = open_boxes([store("7")], RULE, with_features=False)
-    found = reader.read("7")
+    found = open_boxes([store("7")], BETTER, with_features=False).read("7")
     np.testing.assert_array_equal(found.boxes, BOXES[[1, 2]])
     assert found.features is None and found.image_size == (60, 100)
-    whole = open_boxes([store("7")], RULE, with_features=True).read("7")
+    whole = open_boxes([store("7")], BETTER, with_features=True).read("7")
     np.testing.assert_array_equal(whole.boxes, BOXES[[1, 2, 0]])
     np.testing.assert_array_equal(whole.features, np.eye(3)[[1, 2, 0]])
     assert whole.image_feature is None
@@ -460,8 +437,8 @@ def test_features_that_were_detected_come_by_falling_score(store):
 @pytest.mark.parametrize("columns", [{"scores": None}, {"box_ids": np.array([5, 6, 7])}])
 def test_features_of_given_boxes_keep_their_order(store, columns):
     path = store("7", image_feature=np.ones(3, dtype=np.float32), **columns)
-    np.testing.assert_array_equal(open_boxes([path], RULE, with_features=False).read("7").boxes, BOXES)
-    whole = open_boxes([path], RULE, with_features=True).read("7")
+    np.testing.assert_array_equal(open_boxes([path], BETTER, with_features=False).read("7").boxes, BOXES)
+    whole = open_boxes([path], BETTER, with_features=True).read("7")
     np.testing.assert_array_equal(whole.boxes, BOXES)
     np.testing.assert_array_equal(whole.features, np.eye(3))
     np.testing.assert_array_equal(whole.image_feature, [1, 1, 1])
@@ -469,15 +446,7 @@ def test_features_of_given_boxes_keep_their_order(store, columns):
 
 def test_boxes_without_features_cannot_replace_the_detector(tiny):
     with refused("dets.json", "features"):
-        open_boxes([tiny.detections_file], RULE, with_features=True)
-
-
-def test_a_file_of_detections_is_grouped_by_image_in_file_order(tiny):
-    found = read_detections(tiny.detections_file)
-    assert set(found) == {"3", "7", "9"}
-    boxes, scores = found["7"]
-    np.testing.assert_array_equal(boxes, [[61, 11, 89, 39], [11, 21, 29, 39]])
-    np.testing.assert_allclose(scores, [0.4, 0.8])
+        open_boxes([tiny.detections_file], BETTER, with_features=True)
 
 
 @pytest.mark.parametrize(
