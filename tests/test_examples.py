@@ -250,7 +250,7 @@ def test_joined_phrases_keep_their_texts_and_boxes(mark):
     assert batch.offsets.shape == (3, len(one.phrases.offsets), 2) and not batch.offsets[0, 4:].any()
 
 
-def test_cutting_moves_spans_with_their_wordpieces(mark):
+def test_truncation_moves_spans_with_their_wordpieces(mark):
     one, _ = mark(SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES)))
     batch = PhraseBatch.join([one.phrases])
     length = len(one.phrases.offsets)

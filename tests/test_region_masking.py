@@ -279,13 +279,13 @@ def by_dropping_one_by_one(text: int, regions: int, limit: int) -> tuple[int, in
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 7, 8, 19, 64])
-def test_cutting_drops_from_the_longer_one(limit):
+def test_truncation_drops_from_the_longer_one(limit):
     for text in range(2, 90, 3):
         for regions in range(1, 90, 2):
             assert truncated_lengths(text, regions, limit) == by_dropping_one_by_one(text, regions, limit)
 
 
-def test_cutting_keeps_the_last_wordpiece_and_the_first_regions():
+def test_truncation_keeps_the_last_wordpiece_and_the_first_regions():
     batch = make_batch()
     batch.targets.parts["masked_words"].labels[0, 5] = 30
     cut = truncate_batch(batch, 6, whole_image=True)
@@ -356,7 +356,7 @@ def test_the_fuller_image_loses_first(whole_image, limit):
 
 
 @pytest.mark.parametrize("in_sequence", [True, False])
-def test_the_model_reads_what_the_cut_leaves(in_sequence):
+def test_the_model_reads_what_truncation_leaves(in_sequence):
     encoder = {"max_images": 2, "whole_image_in_sequence": in_sequence}
     model = make_model(encoder=encoder, max_length=7, region_probability=1.0).eval()
     with torch.no_grad():
