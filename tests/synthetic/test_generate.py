@@ -59,14 +59,10 @@ def test_two_that_start_together_draw_once(tmp_path, monkeypatch):
     assert len(calls) == 1
 
 
-def test_second_call_does_nothing(small):
+def test_a_second_call_does_nothing_and_other_settings_are_an_error(small):
     before = {path: path.stat().st_mtime_ns for path in small.rglob("*")}
-    stamp = make_scenes(small, **SMALL)
+    assert make_scenes(small, **SMALL) == json.loads((small / "synthetic.json").read_text())
     assert {path: path.stat().st_mtime_ns for path in small.rglob("*")} == before
-    assert stamp == json.loads((small / "synthetic.json").read_text())
-
-
-def test_other_settings_in_the_same_folder_are_an_error(small):
     with pytest.raises(ValueError, match=r"other settings \(seed\)"):
         make_scenes(small, **{**SMALL, "seed": 6})
     with pytest.raises(ValueError, match=r"other settings \(scene\)"):

@@ -19,23 +19,18 @@ from tests.synthetic.meaning import parse
 
 def make_scene(*boxes: tuple[str, tuple[int, int, int, int]]) -> Scene:
     """Rectangles named "size texture colour shape", painted in this order."""
-    masks = []
-    for _, (x1, y1, x2, y2) in boxes:
-        mask = np.zeros((100, 100), bool)
-        mask[y1:y2, x1:x2] = True
-        masks.append(mask)
-    objects = []
-    for i, (name, _) in enumerate(boxes):
+    objects, covered = [], np.zeros((100, 100), bool)
+    for name, (x1, y1, x2, y2) in reversed(boxes):
         size, texture, colour, shape = name.split()
-        visible = masks[i].copy()
-        for later in masks[i + 1 :]:
-            visible &= ~later
+        full = np.zeros_like(covered)
+        full[y1:y2, x1:x2] = True
+        visible = full & ~covered
+        covered |= full
         rows, columns = np.nonzero(visible)
         box = (int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1)
-        rows, columns = np.nonzero(masks[i])
-        extent = float(max(np.ptp(rows), np.ptp(columns)) + 1)
-        objects.append(SceneObject(Appearance(shape, colour, texture, size), extent, masks[i], visible, box))
-    return Scene(np.zeros((100, 100, 3), np.uint8), objects)
+        extent = float(max(x2 - x1, y2 - y1))
+        objects.append(SceneObject(Appearance(shape, colour, texture, size), extent, full, visible, box))
+    return Scene(np.zeros((100, 100, 3), np.uint8), objects[::-1])
 
 
 SCENE = make_scene(

@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import benchmark as tool
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "detector" / "tiny.yaml"
-ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
 
-@pytest.fixture(scope="module")
-def config_file(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("benchmark")
-    files = {"images": "images/train2014", "instances": "refcoco+/instances.json", "refs": "refcoco+/refs(unc).p"}
-    settings = {
-        "output": str(folder / "run"),
-        "detector": {"config": str(TINY)},
-        "task": {"name": "refcoco"},
-        "encoder": {"name": "vl_bert", "config": {**ENCODER, "geometry_dim": 64}},
-        "data": {
-            "name": "refcoco",
-            "root": str(folder / "data"),
-            "files": files,
-            "resize": {"short_edge": [128], "long_edge": 160},
-            "texts_per_image": 5,
-            "synthetic": {"scenes": {"train": 1}},
-        },
-        "train": {"images_per_batch": 2},
-    }
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    return path
+@pytest.fixture
+def train(tiny_words, tmp_path) -> Callable[..., int]:
+    """`train("--sweep", ...)`: the exit status of the benchmark of a tiny run."""
+    config = str(ROOT / "configs" / "tiny" / "refcoco.yaml")
+    required = [
+        "train",
+        "--config",
+        config,
+        "--json",
+        str(tmp_path / "result.json"),
+        *tiny_words,
+        "data.boxes.train=gt",
+    ]
+    return lambda *words: tool.main([*required, "data.texts_per_image=5", "train.images_per_batch=2", *words])
 
 
-def test_grouping_is_the_same_update_in_less_time(config_file, tmp_path):
-    output = tmp_path / "new" / "result.json"
-    words = ["--repetitions", "3", "--boxes", "6", "--image-size", "128", "160", "train.clip_norm=2.0"]
-    assert tool.main(["train", "--config", str(config_file), "--json", str(output), *words]) == 0
-    result = json.loads(output.read_text(encoding="utf-8"))
+def test_grouping_is_the_same_update_in_less_time(train, tmp_path):
+    assert train("--repetitions", "3", "--boxes", "6", "--image-size", "128", "160") == 0
+    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
     assert 0 < result["ratio"] < 1
     assert result["ratio"] == result["times"]["grouped"]["median"] / result["times"]["ungrouped"]["median"]
     assert result["checks"]["loss"] > 0.01
@@ -52,20 +41,18 @@ def test_grouping_is_the_same_update_in_less_time(config_file, tmp_path):
     assert result["checks"]["gradient_difference"] < 1e-4
 
 
-def test_a_missing_text_is_a_difference(config_file, monkeypatch):
+def test_a_missing_text_is_a_difference(train, monkeypatch):
     compare = tool.compare_gradients
     monkeypatch.setattr(
         tool, "compare_gradients", lambda model, grouped, singles: compare(model, grouped, [*singles[:4], singles[0]])
     )
-    assert tool.main(["train", "--config", str(config_file), "--repetitions", "1", "--warm-up", "0"]) == 1
+    assert train("--repetitions", "1", "--warm-up", "0") == 1
 
 
-def test_a_sweep_measures_every_combination(config_file, tmp_path):
-    output = tmp_path / "result.json"
-    words = ["--sweep", "--repetitions", "1", "--warm-up", "0", "--json", str(output)]
-    words.append("detector.overrides={MODEL: {RESNETS: {NORM: FrozenBN}}}")  # recomputation excludes other norms
-    assert tool.main(["train", "--config", str(config_file), *words]) == 0
-    cases = json.loads(output.read_text(encoding="utf-8"))["cases"]
+def test_a_sweep_measures_every_combination(train, tmp_path):
+    frozen = "detector.overrides.MODEL.RESNETS.NORM=FrozenBN"  # recomputation excludes other norms
+    assert train("--sweep", "--repetitions", "1", "--warm-up", "0", frozen) == 0
+    cases = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))["cases"]
     keys = ("texts_per_image", "precision", "activation_checkpointing")
     assert len({tuple(case[key] for key in keys) for case in cases}) == len(cases) == 8
     assert all(case["median"] > 0 and case["peak_gib"] > 0.1 for case in cases)
