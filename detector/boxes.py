@@ -125,34 +125,25 @@ def prepend(
     return [torch.cat(pair) for pair in zip(first, rest, strict=True)]
 
 
-def check_boxes(boxes: Array, name: str, what: str = "box") -> None:
+def check_boxes(boxes: Sequence[Array], names: Sequence[str], what: str = "box") -> None:
     """Raise UserError where a box that comes from outside is not finite or has no area.
 
     Args:
-        boxes: [R, 4].
-        name: the image (or file) that the boxes belong to.
+        boxes: [R, 4] for each image. There is one synchronisation for the whole batch.
+        names: the images (or files) that the boxes belong to.
         what: the word for a row of these boxes, e.g. "annotated box".
     """
-    tensor = torch.as_tensor(boxes)
-    wrong = (~_is_valid(tensor)).nonzero()
-    if len(wrong):
-        row = int(wrong[0])
-        values = ", ".join(f"{value:g}" for value in tensor[row].tolist())
-        raise UserError(
-            f"{name}: {what} {row} [{values}] is not finite or has no area; it must be [x1, y1, x2, y2], x1 < x2, "
-            "y1 < y2."
-        )
-
-
-def check_all_boxes(boxes: list[Tensor], names: list[str], what: str) -> None:
-    """`check_boxes` of the boxes of each image, with one synchronisation for the whole batch."""
-    if not bool(_is_valid(torch.cat(boxes)).all()):
-        for rows, name in zip(boxes, names, strict=True):
-            check_boxes(rows, name, what)
-
-
-def _is_valid(boxes: Num[Tensor, "R 4"]) -> Bool[Tensor, " R"]:
-    return torch.isfinite(boxes).all(dim=1) & is_larger(boxes)
+    joined = torch.cat([torch.as_tensor(rows) for rows in boxes])
+    is_valid = torch.isfinite(joined).all(dim=1) & is_larger(joined)
+    if bool(is_valid.all()):
+        return
+    for rows, valid, name in zip(boxes, is_valid.split([len(rows) for rows in boxes]), names, strict=True):
+        for row in (~valid).nonzero()[:1, 0].tolist():
+            values = ", ".join(f"{value:g}" for value in rows[row].tolist())
+            raise UserError(
+                f"{name}: {what} {row} [{values}] is not finite or has no area; it must be [x1, y1, x2, y2], x1 < x2, "
+                "y1 < y2."
+            )
 
 
 IOU_LOSSES = {"giou": generalized_box_iou_loss, "diou": distance_box_iou_loss, "ciou": complete_box_iou_loss}

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from detector.backbones import FPN, ResNet, make_mobilenet, recompute_activations
-from detector.boxes import check_all_boxes, prepend, whole_image_boxes
+from detector.boxes import check_boxes, prepend, whole_image_boxes
 from detector.config import DetectorConfig
 from detector.errors import UserError
 from detector.images import mask_pixels
@@ -118,9 +118,9 @@ class TwoStageDetector(Detector):
         score 1 and class K (background). The `mean` of each loss is Detectron2's value, weights included.
         """
         if boxes is not None:
-            check_all_boxes(boxes, images.names, "box")
+            check_boxes(boxes, images.names, "box")
         if targets is not None:
-            check_all_boxes(targets.boxes, images.names, "annotated box")
+            check_boxes(targets.boxes, images.names, "annotated box")
             self._check_classes(targets.classes, images.names)
         if pixel_masks is not None:
             images = dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, pixel_masks))

@@ -28,7 +28,7 @@ from detector.backbones import (
     freeze,
     recompute_activations,
 )
-from detector.boxes import check_all_boxes, prepend, whole_image_boxes
+from detector.boxes import check_boxes, prepend, whole_image_boxes
 from detector.config import DetectorConfig, ResNetConfig
 from detector.errors import UserError
 from detector.images import mask_pixels
@@ -150,7 +150,7 @@ class R2CNetwork(Detector):
                 "The network of R2C describes given boxes of given classes and has no detection losses; use the "
                 "annotated boxes (data.boxes.train and eval.boxes: gt), and set detector.loss_weight to 0."
             )
-        check_all_boxes(boxes, images.names, "box")
+        check_boxes(boxes, images.names, "box")
         side, parts = self.map_size, [*boxes]
         masks = [rows.new_ones(len(rows), side, side) for rows in boxes] if roi_masks is None else [*roi_masks]
         classes = [rows + 1 for rows in box_classes]

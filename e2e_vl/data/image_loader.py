@@ -424,6 +424,6 @@ class ImageLoader:
         """Targets of the detection losses."""
         kept = np.arange(len(objects)) if objects.is_crowd is None else np.flatnonzero(~objects.is_crowd)
         moved = image_transform.transform_objects(objects.boxes[kept])
-        check_boxes(moved, objects.origin, "object")
+        check_boxes([moved], [objects.origin], "object")
         attributes = None if objects.attributes is None else objects.attributes[kept]
         return DetectionObjects(moved, objects.classes[kept], attributes)

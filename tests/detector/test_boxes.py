@@ -68,9 +68,9 @@ def test_detections_at_another_size_lose_boxes_without_area():
 @pytest.mark.parametrize("bad", [[0.0, 0.0, float("nan"), 5.0], [0.0, 0.0, float("inf"), 5.0], [5.0, 0.0, 4.0, 5.0]])
 def test_bad_box_is_named(bad):
     with pytest.raises(ValueError, match=r"cat\.jpg: box 1 \["):
-        check_boxes(torch.tensor([[0.0, 0.0, 1.0, 1.0], bad]), "cat.jpg")
+        check_boxes([torch.tensor(BOXES), torch.tensor([BOXES[0], bad])], ["dog.jpg", "cat.jpg"])
     with pytest.raises(ValueError, match=r"cat\.jpg: box 0 \["):
-        check_boxes(np.array([bad]), "cat.jpg")
+        check_boxes([np.array([bad])], ["cat.jpg"])
 
 
 KINDS = ("smooth_l1", *IOU_LOSSES)

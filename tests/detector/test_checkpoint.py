@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from detector.checkpoint import load_checkpoint, load_weights, read_tensors, save_weights
 from detector.config import DetectorConfig
@@ -115,15 +114,6 @@ def test_files_that_are_not_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(UserError, match=name):
             load_checkpoint(plain, tmp_path / name)
     assert not (tmp_path / "bomb-went-off").exists()
-
-
-def test_kinds_of_weights_files(tmp_path: Path):
-    tensors = {"a": torch.ones(2)}
-    save_file(tensors, tmp_path / "a.safetensors")
-    torch.save(tensors, tmp_path / "bare.pth")
-    torch.save({"model": tensors, "iteration": 3}, tmp_path / "wrapped.pth")
-    for name in ("a.safetensors", "bare.pth", "wrapped.pth"):
-        assert torch.equal(read_tensors(tmp_path / name)["a"], tensors["a"])
 
 
 def test_another_number_of_classes(tmp_path: Path, plain: FasterRCNN):

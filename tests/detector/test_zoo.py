@@ -7,6 +7,7 @@ import multiprocessing
 import re
 import time
 import urllib.error
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -253,20 +254,13 @@ def test_a_failed_download_leaves_nothing(cache: Path, monkeypatch: pytest.Monke
     assert [path.name for path in cache.iterdir()] in ([], ["test.pth.lock"])
 
 
-def fetch(results: multiprocessing.Queue) -> None:
-    results.put(hashlib.sha256(cached_weights(entry()).read_bytes()).hexdigest())
+def fetch(_: int) -> str:
+    return hashlib.sha256(cached_weights(entry()).read_bytes()).hexdigest()
 
 
 def test_of_several_processes_one_downloads_and_all_see_the_whole_file(cache: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    processes = [context.Process(target=fetch, args=(results,)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    assert [results.get(timeout=60) for _ in processes] == [SHA256] * 3
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
+    with ProcessPoolExecutor(3, multiprocessing.get_context("fork")) as pool:
+        assert list(pool.map(fetch, range(3))) == [SHA256] * 3
     assert (cache.parents[1] / "log").read_text().count("\n") == 1
 
 
