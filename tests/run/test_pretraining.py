@@ -138,9 +138,7 @@ def test_masked_words_are_learned_from_the_image(tmp_path):
     train(tiny("pretraining", tmp_path / "data", run, *ONE_CIRCLE))
     losses = [line["masked_words"] for line in losses_of(run)]
     assert losses[-1] < 0.25 * losses[0]
-    print(losses)
     seen, blind = named_colours(run), named_colours(run, "data.blank_image=true")
-    print(seen, blind)
     assert seen > 0.55 and seen > blind + 0.2, (seen, blind)
 
 
