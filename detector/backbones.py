@@ -83,11 +83,7 @@ class BatchStatistics(nn.BatchNorm2d):
 
 
 def freeze(module: nn.Module, norm: type[FrozenBatchNorm2d] | type[BatchStatistics] = FrozenBatchNorm2d) -> None:
-    """Switch off all gradients of a module and turn its batch norms into FrozenBN, as Detectron2's `freeze`.
-
-    Args:
-        norm: what the batch norms become instead.
-    """
+    """Switch off all gradients of a module and turn its batch norms into `norm`, as Detectron2's `freeze`."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, BATCH_NORMS):
@@ -248,9 +244,7 @@ class BottleneckBlock(ResidualBlock):
 
 
 class ResNet(nn.Module):
-    """Stem (stride 4), res2 (4), res3 (8), res4 (16) and res5 (32, or 16 where it is dilated).
-
-    All strides are half without a pool in the stem. Stages after the last of OUT_FEATURES are left out. Stages up to
+    """Stem and res2 .. res5, see `ResNetConfig`. Stages after the last of OUT_FEATURES are left out. Stages up to
     `freeze_at` get no gradient and their batch norms become FrozenBN.
     """
 
@@ -265,7 +259,7 @@ class ResNet(nn.Module):
             freeze(getattr(self, name))
 
     def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMaps:
-        """The maps of OUT_FEATURES; res4, for one, has H/16, W/16 cells (H/8, W/8 without a pool in the stem)."""
+        """The maps of OUT_FEATURES."""
         x = self.stem(pixels)
         maps = {}
         for name in self.stages:
@@ -276,8 +270,7 @@ class ResNet(nn.Module):
 class Res5(nn.Sequential):
     """The res5 stage of a C4 detector's RoI head: three bottleneck blocks, as in Detectron2, also for depths 18 and 34.
 
-    With RES5_DILATION 2 all blocks have stride 1 and dilation 2, so the output keeps the side of the RoI map. (Stock
-    Detectron2 ignores that key in `Res5ROIHeads`; VL-BERT and bottom-up attention need it.) FREEZE_AT 5 freezes res5.
+    With RES5_DILATION 2 the output keeps the side of the RoI map. FREEZE_AT 5 freezes res5.
     """
 
     def __init__(self, config: ResNetConfig) -> None:

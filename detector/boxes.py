@@ -65,12 +65,9 @@ def is_at_least(boxes: Num[Array, "*R 4"], side: float) -> Bool[Array, "*R"]:
 def rescale_detections(
     boxes: Float[Tensor, "R 4"], size: Sequence[int], output_size: Sequence[int]
 ) -> tuple[Float[Tensor, "kept 4"], Int64[Tensor, " kept"]]:
-    """Detections in an image of (height, width) `size`, in pixels of the same image at `output_size`.
+    """Detections in an image of (height, width) `size`, in pixels of the same image at `output_size`, and their rows.
 
     The two axes are scaled separately, boxes are clipped, boxes without area dropped (Detectron2's post-processing).
-
-    Returns:
-        the boxes that are left, and their rows.
     """
     scale_y, scale_x = float(output_size[0]) / float(size[0]), float(output_size[1]) / float(size[1])
     scaled = clip_boxes_to_image(boxes * boxes.new_tensor([scale_x, scale_y, scale_x, scale_y]), output_size)
@@ -161,9 +158,7 @@ def box_regression_loss(
     """Regression loss of the RPN and the box head, summed over positive boxes as in Detectron2.
 
     Args:
-        deltas: predicted for the positive anchors or proposals.
-        boxes: the anchors or proposals.
-        targets: the annotated box of each.
+        deltas, boxes, targets: predictions, anchors or proposals, and annotated boxes of the positives.
         weights: of the box coder.
         kind: "smooth_l1" compares deltas; "giou", "diou" and "ciou" compare decoded boxes.
         smooth_l1_beta: where L1 becomes L2; 0 is plain L1.
@@ -214,10 +209,8 @@ def subsample(
     number: int,
     positive_fraction: float,
 ) -> tuple[Int64[Tensor, " positives"], Int64[Tensor, " negatives"]]:
-    """Random rows to train on: at most `number * positive_fraction` positives, filled up with negatives.
-
-    Returns:
-        positive rows and negative rows, in random order. Draws from torch's global generator.
+    """Positive and negative rows to train on, in random order (torch's global generator): at most `number *
+    positive_fraction` positives, filled up with negatives.
     """
     positive, negative = is_positive.nonzero()[:, 0], is_negative.nonzero()[:, 0]
     num_positive = min(len(positive), int(number * positive_fraction))

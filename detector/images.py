@@ -77,12 +77,8 @@ def load_image(path: str | Path, channel_order: ChannelOrder = "BGR") -> Pixels:
     """Read an image file at its full size.
 
     Every kind becomes three 8-bit channels: grey is repeated, palettes are looked up, CMYK is converted, 16-bit values
-    keep their upper byte, and transparency is dropped, not blended (the stored colours stay, as in Detectron2's
-    reader). The EXIF orientation is applied; an unreadable EXIF block counts as upright. Of several pictures in a file
-    the first one is read.
-
-    Returns:
-        a contiguous array.
+    keep their upper byte, and transparency is dropped, not blended (as in Detectron2's reader). The EXIF orientation is
+    applied; an unreadable EXIF block counts as upright. Of several pictures in a file the first one is read.
     """
     return _to_array(_read(path, str(path)), channel_order)
 
@@ -110,15 +106,7 @@ def resize_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def resize_boxes(boxes: Float[Array, "*R 4"], size: tuple[int, int], new_size: tuple[int, int]) -> Float[Array, "*R 4"]:
-    """Move boxes along when their image is resized.
-
-    Args:
-        boxes: xyxy in pixels of the image before.
-        size, new_size: (height, width) of the image before and after; exchange them to go back.
-
-    Returns:
-        new boxes of the same type, in pixels of the image after.
-    """
+    """Boxes after their image was resized from `size` to `new_size`, both (height, width)."""
     x, y = new_size[1] / size[1], new_size[0] / size[0]
     factors = boxes.new_tensor([x, y, x, y]) if isinstance(boxes, torch.Tensor) else np.array([x, y, x, y], boxes.dtype)
     return boxes * factors

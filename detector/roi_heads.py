@@ -160,11 +160,9 @@ class BoxPredictor(AttributeHead):
         classes: Int64[Tensor, " J"],
         matched_boxes: Float[Tensor, "J 4"],
     ) -> dict[str, Loss]:
-        """`loss_cls` and `loss_box_reg`, both divided by the number of RoIs.
+        """`loss_cls` and `loss_box_reg` of RoIs, both divided by their number.
 
         Args:
-            logits, deltas: as `forward` returns them.
-            boxes: the RoIs.
             classes: target class, K = background.
             matched_boxes: the annotated box of each foreground RoI (any value for background).
         """
@@ -309,10 +307,7 @@ class ROIHeads(nn.Module, abc.ABC):
     ) -> Detections:
         """Detectron2's test-time rule: class scores above SCORE_THRESH_TEST, NMS within each class, the best boxes.
 
-        Args:
-            logits: of the proposals of all images, joined.
-            deltas: 4 * K columns, or 4 if class-agnostic.
-            sizes: N (height, width) without padding; boxes are clipped to it.
+        `logits` and `deltas` are of the proposals of all images, joined.
         """
         counts = [len(boxes) for boxes in proposals]
         decoded = decode_deltas(deltas, torch.cat(proposals), self.config.box_weights)

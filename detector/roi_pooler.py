@@ -141,10 +141,8 @@ class RoIPooler:
         self.strides = [config.map_shapes[name].stride for name in self.in_features]
 
     def __call__(self, maps: LevelMaps, rois: Float[Tensor, "J 5"], step: int = 1) -> Float[Tensor, "J channels S S"]:
-        """RoI maps of at least 32-bit floats. With `step` s, only every s-th cell of each map is computed.
-
-        Args:
-            maps: one per map of IN_FEATURES, in their order.
+        """RoI maps of at least 32-bit floats, from the maps of IN_FEATURES. With `step` s, only every s-th cell of each
+        RoI map is computed.
         """
         if len(self.strides) == 1:
             return self._pool(maps[0], rois, self.strides[0], step)

@@ -23,8 +23,7 @@ def select_regions(
     """VL-BERT's rule: the boxes that score high enough, filled up or cut by score.
 
     Returns:
-        the kept rows by falling score, equal scores in their given order, on the device of `scores`. Fewer than
-        `rule.min_regions` only where R is smaller.
+        the kept rows by falling score, equal scores in their given order.
     """
     scores = _checked(torch.as_tensor(scores))
     return scores.argsort(descending=True, stable=True)[: _kept(scores, rule)]
@@ -55,10 +54,7 @@ def select_max_conf(
 def max_conf(
     boxes: Float[Tensor, "R 4"], class_probs: Float[Tensor, "R K"], nms_threshold: float = 0.3
 ) -> Float[Tensor, " R"]:
-    """Each proposal's best class probability after class-wise NMS; 0 where it was suppressed in every class.
-
-    Arguments as in `select_max_conf`.
-    """
+    """Each proposal's best class probability after class-wise NMS; 0 where it was suppressed in every class."""
     _checked(class_probs)
     # NMS with inclusive corners is NMS of boxes whose far corners lie one pixel further.
     inclusive = boxes.float() + boxes.new_tensor([0, 0, 1, 1])
@@ -95,15 +91,9 @@ def best_class_boxes(
     class_boxes: Float[Tensor, "R K 4"] | Float[Tensor, "R 4*K"],
     size: tuple[int, int],
 ) -> tuple[Float[Tensor, "R 4"], Float[Tensor, " R"], Int64[Tensor, " R"]]:
-    """Each proposal's most probable foreground class and the box refined for it.
+    """The box refined for each proposal's most probable foreground class, clipped to the image; its score and class.
 
-    Args:
-        class_probs: probabilities without the background's column.
-        class_boxes: refined boxes of every class.
-        size: (height, width) of the image; boxes are clipped to it.
-
-    Returns:
-        boxes, scores and classes.
+    `class_probs` has no column for the background; `size` is (height, width).
     """
     scores, classes = class_probs.max(1)
     boxes = class_boxes.reshape(len(class_probs), -1, 4)[torch.arange(len(classes), device=classes.device), classes]

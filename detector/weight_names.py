@@ -219,7 +219,7 @@ def to_detector_names(
 
     Args:
         model_names: keys of the detector's state dict; names without a prefix are matched with their ends.
-        config: the anchors and box weights to which the Caffe layout of bottom-up attention is converted.
+        config: its anchors and box weights are those that Caffe's bottom-up attention is converted to.
         source: for the error message.
         matching_heuristics, norm_eps: see `WeightsFile` in `detector.checkpoint`.
 
