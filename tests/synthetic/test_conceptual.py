@@ -1,12 +1,10 @@
-"""Shards, the official layout of Conceptual Captions and the corpus, read with nothing of this project."""
+"""Shards and the corpus, read with nothing of this project; tests/data reads the official layout."""
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import tarfile
-import zipfile
 
 import cv2
 import numpy as np
@@ -46,41 +44,6 @@ def test_records_are_spread_over_shards_and_keep_their_suffix(tmp_path):
             assert tar.getnames() == [f"{key}.{suffix}" for key in keys for suffix in ("json", "png", "txt")]
             texts += [tar.extractfile(f"{key}.txt").read().decode() for key in keys]
     assert texts == [image.caption for image in images]
-
-
-def test_the_official_layout(synthetic_folder, coco):
-    folder = synthetic_folder / "conceptual"
-    for split, count in SPLITS.items():
-        lines, full = (
-            [json.loads(line) for line in (folder / f"{split}{end}.json").read_text().splitlines()]
-            for end in ("", "_frcnn")
-        )
-        assert len(lines) == count
-        assert [{key: line[key] for key in ("image", "caption")} for line in full] == lines
-        with (
-            zipfile.ZipFile(folder / f"{split}_image.zip") as images,
-            zipfile.ZipFile(folder / f"{split}_frcnn.zip") as boxes,
-        ):
-            assert {info.compress_type for info in (*images.infolist(), *boxes.infolist())} == {zipfile.ZIP_STORED}
-            for line in full:
-                assert all(isinstance(word, str) and word for word in line["caption"])
-                archive, member = line["image"].split("@/")
-                assert archive == f"{split}_image.zip"
-                picture = cv2.imdecode(np.frombuffer(images.read(member), np.uint8), cv2.IMREAD_COLOR)
-                check_boxes(json.loads(boxes.read(line["frcnn"].split("@/")[1])), picture.shape, len(coco.cats))
-
-
-def check_boxes(content: dict, shape: tuple[int, ...], categories: int) -> None:
-    assert (content["image_h"], content["image_w"]) == shape[:2]
-    boxes, classes, features = (
-        np.frombuffer(base64.b64decode(content[key]), np.float32).reshape(content["num_boxes"], -1)
-        for key in ("boxes", "classes", "features")
-    )
-    assert boxes.shape[1] == 4 and (boxes[:, 2:] > boxes[:, :2]).all()
-    assert classes.shape[1] == categories + 1
-    np.testing.assert_allclose(classes.sum(axis=1), 1, atol=1e-4)
-    assert (classes[:, 1:].max(axis=1) > 0.5).all(), "column 0 is the background"
-    assert features.shape[1] > 8 and np.isfinite(features).all()
 
 
 def test_the_corpus_speaks_about_the_drawn_world(synthetic_folder):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from pathlib import Path
 
-import numpy as np
-
+from e2e_vl.data.features import open_features
 from e2e_vl.synthetic.lxmert import FEATURE_DIM, REGIONS
 
 
@@ -43,20 +41,9 @@ def test_pairs_name_images_with_features(synthetic_folder):
     assert len({pair["uid"] for pair in pairs}) == len(pairs)
 
 
-def test_rows_of_features(synthetic_folder):
-    lines = (synthetic_folder / "lxmert" / f"val_obj{REGIONS}.tsv").read_text().splitlines()
-    assert [line.split("\t")[0] for line in lines] == [image["img_id"] for image in read(synthetic_folder, "val")]
-    for line in lines:
-        name, height, width, *cells = line.split("\t")
-        kinds = (np.int64, np.float32, np.int64, np.float32)
-        classes, scores, attributes, attribute_scores = (
-            np.frombuffer(base64.b64decode(cell), kind) for cell, kind in zip(cells[:4], kinds, strict=True)
-        )
-        boxes = np.frombuffer(base64.b64decode(cells[5]), np.float32).reshape(-1, 4)
-        features = np.frombuffer(base64.b64decode(cells[6]), np.float32).reshape(REGIONS, -1)
-        assert int(cells[4]) == REGIONS == len(classes) == len(attributes) == len(boxes), name
-        assert features.shape[1] == FEATURE_DIM
-        assert (boxes[:, 2:] > boxes[:, :2]).all() and (boxes >= 0).all()
-        assert (boxes <= np.array([int(width), int(height)] * 2)).all()
-        assert ((scores > 0) & (scores <= 1)).all() and ((attribute_scores > 0) & (attribute_scores <= 1)).all()
-        assert (features[:, :6].argmax(axis=1) == classes).mean() > 0.8, "features tell the class"
+def test_features_tell_the_class(synthetic_folder):
+    store = open_features(synthetic_folder / "lxmert" / f"val_obj{REGIONS}.tsv")
+    for image in read(synthetic_folder, "val"):
+        row = store[image["img_id"]]
+        assert row.features.shape == (REGIONS, FEATURE_DIM) and len(row.boxes) == REGIONS
+        assert (row.features[:, :6].argmax(axis=1) == row.classes).mean() > 0.8

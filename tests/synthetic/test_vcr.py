@@ -43,8 +43,6 @@ def test_layout(folder, lines):
         assert cv2.imread(str(file)).shape[:2] == (metadata["height"], metadata["width"])
         assert metadata["names"] == line["objects"]
         assert len(metadata["boxes"]) == len(metadata["segms"]) == len(line["objects"])
-        assert line["img_fn"].rpartition(".")[0] == line["metadata_fn"].rpartition(".")[0]
-        assert file.stat().st_nlink > 1
         for (x1, y1, x2, y2, score), parts in zip(metadata["boxes"], metadata["segms"], strict=True):
             points = np.concatenate([np.array(part) for part in parts])
             assert points.min(axis=0).tolist() == [x1, y1]

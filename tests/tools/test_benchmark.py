@@ -19,16 +19,9 @@ TINY = ROOT / "configs" / "detector" / "tiny.yaml"
 def train(tiny_words, tmp_path) -> Callable[..., int]:
     """`train("--sweep", ...)`: the exit status of the benchmark of a tiny run."""
     config = str(ROOT / "configs" / "tiny" / "refcoco.yaml")
-    required = [
-        "train",
-        "--config",
-        config,
-        "--json",
-        str(tmp_path / "result.json"),
-        *tiny_words,
-        "data.boxes.train=gt",
-    ]
-    return lambda *words: tool.main([*required, "data.texts_per_image=5", "train.images_per_batch=2", *words])
+    required = ["train", "--config", config, "--json", str(tmp_path / "result.json"), *tiny_words]
+    required += ["data.boxes.train=gt", "data.texts_per_image=5", "train.images_per_batch=2"]
+    return lambda *words: tool.main([*required, *words])
 
 
 def test_grouping_is_the_same_update_in_less_time(train, tmp_path):
