@@ -28,21 +28,8 @@ from tests import shape_checker
 # must be in place before a module is imported, so it comes before all imports of this project's code; processes that a
 # test spawns do not have it. In a call every axis name stands for one size, except names that begin with an underscore;
 # of a list, one random entry is checked. The fixture `unchecked_shapes` switches the checks off.
-CHECKED = (
-    "detector",
-    *(
-        f"e2e_vl.{name}"
-        for name in (
-            "analysis",
-            "encoders",
-            "examples",
-            "region_masking",
-            "model",
-            "structures",
-            "tasks",
-        )
-    ),
-)
+CHECKED_PARTS = ("analysis", "encoders", "examples", "model", "region_masking", "structures", "tasks")
+CHECKED = ("detector", *(f"e2e_vl.{name}" for name in CHECKED_PARTS))
 PreTrainedConfig.__no_type_check__ = True  # its constructors take more keys than their signatures say
 sys.modules["shape_checker"] = shape_checker  # the hook imports it by a plain name
 jaxtyping.jaxtyped = shape_checker.jaxtyped  # what the hook decorates with
@@ -84,11 +71,7 @@ def tiny_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """`key=value` words that run configs/tiny/refcoco.yaml on a data set that is drawn once for all tests."""
     from e2e_vl.run.build import make_synthetic_data
 
-    words = [
-        TINY_DETECTOR,
-        f"data.root={tmp_path_factory.mktemp('tiny') / 'data'}",
-        SAME_SIZE,
-    ]
+    words = [TINY_DETECTOR, f"data.root={tmp_path_factory.mktemp('tiny') / 'data'}", SAME_SIZE]
     make_synthetic_data(load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [*words, "output=unused"]))
     return words
 
@@ -120,10 +103,7 @@ def own_log_handlers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def curves_drawn_once() -> Iterator[None]:
-    """Reports of runs whose logs hold the same values, by name, share a picture of their curves.
-
-    Drawing takes as long as many steps of a tiny training. The picture itself is tested in tests/run/test_report.py/.
-    """
+    """Reports of runs whose logs have the same keys share one picture of curves; drawing takes long."""
     from e2e_vl.run import report as page
 
     draw, drawn = page.draw_curves, {}
@@ -143,9 +123,8 @@ def curves_drawn_once() -> Iterator[None]:
 def cpu_with_one_thread() -> Iterator[None]:
     """A fresh Accelerator on the CPU, fixed random numbers, and one thread.
 
-    With one thread sums have a fixed order, and tests do not fight for the cores of a small machine. Two runs on one
-    machine are then equal bit by bit, because every convolution and matrix product reads memory of torch's allocator,
-    which is always aligned alike; with several threads, or on two machines, they differ by rounding.
+    With one thread sums have a fixed order, and two runs on one machine are equal bit by bit; with several threads, or
+    on two machines, they differ by rounding.
     """
     import torch
     from accelerate.state import AcceleratorState

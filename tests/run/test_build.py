@@ -13,7 +13,6 @@ from transformers import BertConfig, BertModel
 
 from e2e_vl.api.model import load
 from e2e_vl.config import (
-    BoxSource,
     ResizeSettings,
     RunConfig,
     load_config,
@@ -31,7 +30,6 @@ from e2e_vl.run.build import (
     build_tokenizer,
     frequent_answers,
     make_synthetic_data,
-    open_split,
     possible_answers,
     resolve,
 )
@@ -146,14 +144,6 @@ def test_data_under_the_home_folder(monkeypatch, tmp_path):
     make_synthetic_data(config)
     assert (tmp_path / "drawn" / "synthetic.json").is_file()
     assert len(build_tokenizer(config)) > 20
-
-
-def test_a_selection_that_predicted_boxes_do_not_read_is_warned_of(tiny_config, caplog):
-    config = tiny_config("data.boxes.selection={min_regions: 5, max_regions: 5}")
-    open_split(config, "val", BoxSource.DETECTIONS, training=False)
-    assert not caplog.messages
-    open_split(config, "val", BoxSource.ONLINE, training=False)
-    assert "data.boxes.selection chooses among boxes of files" in caplog.text
 
 
 # Starting weights of the detector

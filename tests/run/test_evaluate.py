@@ -10,13 +10,8 @@ from detector.io import read_json
 from e2e_vl.cli import evaluate as tool
 from e2e_vl.config import BoxSource
 from e2e_vl.extraction.regions import detector_of_run
-from e2e_vl.io import read_log
 from e2e_vl.metrics.refcoco import hits
-from e2e_vl.run import evaluate as evaluation
-from e2e_vl.run.build import build_examples
-from e2e_vl.run.checkpoint import load_model
-from e2e_vl.run.evaluate import LossSums, evaluate, evaluate_run
-from e2e_vl.run.launch import make_accelerator
+from e2e_vl.run.evaluate import LossSums, evaluate_run
 from e2e_vl.run.train import train
 from tests.run.runs import predictions_of
 from tests.run.test_optim import loss
@@ -62,13 +57,6 @@ def test_predictions_say_what_was_counted(trained_run, boxes):
         assert Path(record["file_name"]).is_file()
 
 
-def test_the_first_images_only(trained_run):
-    config, model, tokenizer = load_model(trained_run.path)
-    examples = build_examples(config, model, tokenizer, "val", boxes="gt")
-    records = evaluate(config, model, examples, make_accelerator("no"), max_images=2)
-    assert [record.text_index for record in records] == sorted(examples.groups[0] + examples.groups[1])
-
-
 def test_a_corrupt_image_of_the_evaluation_ends_no_run(tiny_words, tiny_config, tmp_path):
     [root] = [word.partition("=")[2] for word in tiny_words if word.startswith("data.root=")]
     shutil.copytree(root, tmp_path / "data")
@@ -92,30 +80,6 @@ def test_a_corrupt_image_of_the_evaluation_ends_no_run(tiny_words, tiny_config, 
         evaluate_run(run, split="val", boxes="gt")
     again, _ = evaluate_run(run, split="val", boxes="gt", overrides=["data.skip_broken=true"])
     assert again["val/unreadable_images_gt_boxes"] == 1
-
-
-def test_a_checkpoint_comes_before_the_evaluation_of_its_step(tiny_config, monkeypatch):
-    """Whatever happens in an evaluation, its step is saved, and a resumed run makes the evaluation."""
-    every = ("train.save_every_epochs=0.3333333", "eval.every_epochs=0.6666667", "data.texts_per_image=null")
-    config = tiny_config(
-        *("data.boxes.train=gt", "detector.loss_weight=0", "eval.boxes=[gt]", "eval.report_pictures=0"),
-        *("train.max_steps=3", "train.trackers=[]", *every),
-    )
-    evaluate_all = evaluation.evaluate
-
-    def fail(*arguments, **named):
-        raise ValueError("the annotations of image 13 are damaged")
-
-    monkeypatch.setattr(evaluation, "evaluate", fail)
-    with pytest.raises(ValueError, match="damaged"):
-        train(config)
-    assert (Path(config.output) / "checkpoints" / "step_00000002" / "step.json").is_file()
-    monkeypatch.setattr(evaluation, "evaluate", evaluate_all)
-    train(config, resume=True)
-    lines = read_log(Path(config.output) / "log.jsonl")
-    assert [(line["step"], line["kind"]) for line in lines] == [
-        *((1, "train"), (2, "train"), (2, "eval"), (3, "train"), (3, "eval")),
-    ]
 
 
 # tools/evaluate.py

@@ -36,7 +36,6 @@ def test_a_run_directory_belongs_to_one_training(tiny_config, on_cpu):
     [
         (["train.keep_best=val/acuracy_gt_boxes"], r"val/acuracy_gt_boxes'; it must be one of .*val/accuracy_gt_boxes"),
         (["train.trackers=[board]"], r"train.trackers has 'board'"),
-        (["encoder.weights=./nowhere"], r"nowhere: no weights"),
         (["detector.weights=./nowhere.pth"], r"nowhere.pth"),
         (["data.files.detections=nowhere.json", "eval.boxes=[detections]"], r"nowhere\.json"),
     ],
@@ -76,18 +75,13 @@ def test_a_signal_is_remembered_and_a_second_one_ends_at_once(monkeypatch, name,
         signal.signal(number, before)
 
 
-@pytest.mark.parametrize(
-    ("values", "name"),
-    [
-        ({"words": math.nan, "loss": math.nan, "grad_norm": math.nan}, "words"),
-        ({"loss": 1.0, "grad_norm": math.inf}, "grad_norm"),
-    ],
-)
-def test_losses_and_images_are_named(values, name):
+def test_losses_and_images_are_named():
     check = FiniteCheck(scaled=False)
     assert check({"loss": 1.0, "grad_norm": 2.0}, 1, BATCHES)
-    with pytest.raises(FloatingPointError, match=rf"^{name} became NaN or infinite in step 7 \(images a.jpg, b.jpg\)"):
-        check(values, 7, BATCHES)
+    with pytest.raises(FloatingPointError, match=r"^words became NaN or infinite in step 7 \(images a.jpg, b.jpg\)"):
+        check({"words": math.nan, "loss": math.nan, "grad_norm": math.nan}, 7, BATCHES)
+    with pytest.raises(FloatingPointError, match=r"^grad_norm"):
+        check({"loss": 1.0, "grad_norm": math.inf}, 1, BATCHES)
 
 
 def test_the_scaler_of_fp16_may_skip_some_steps_but_not_all():

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 import e2e_vl
 from e2e_vl.config import RunConfig
 from e2e_vl.data.batching import Request
-from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.run.build import build_model, build_run
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run, predict_split
@@ -51,13 +50,13 @@ GENOME = {
     "region_graphs": "visual_genome/region_graphs_{split}.json",
 }
 ANSWERS = {"answers": ["yes", "no", "red", "blue", "green", "circle", "square", "star", *map(str, range(6))]}
-# of each task: its part of the data beside what its tiny config says, its settings, and its key of a record
-TASKS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "vqa": ({"images": "scenes"}, ANSWERS, "question_id"),
-    "gqa": ({"images": "scenes", "splits": {"train": "train_balanced", "val": "val_all"}}, ANSWERS, "question_id"),
-    "nlvr2": ({}, {}, "identifier"),
-    "refcoco": ({"images": "scenes"}, {}, "ref_id"),
-    "vcr": ({}, {}, "annot_id"),
+# of each task: its part of the data beside what its tiny config says, and its settings
+TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "vqa": ({"images": "scenes"}, ANSWERS),
+    "gqa": ({"images": "scenes", "splits": {"train": "train_balanced", "val": "val_all"}}, ANSWERS),
+    "nlvr2": ({}, {}),
+    "refcoco": ({"images": "scenes"}, {}),
+    "vcr": ({}, {}),
 }
 LOSSES = {"refcoco": "referring", "vcr": "choice"}
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
@@ -110,7 +109,7 @@ def joined(task: str, folder: Path, *words: str, instances: bool | None = None) 
         instances: the captions have an instances file, which names the classes of their boxes; None: where that fits.
     """
     config = alone(task, folder, *words)
-    part, of_task, _ = TASKS[task]
+    part, of_task = TASKS[task]
     is_vcr = task == "vcr"
     known = {key: file for key, file in config.data.files.items() if is_vcr or key != "detections"}
     own = {"name": task, "splits": {"train": "train", "val": "val"}, "files": known}
@@ -174,14 +173,6 @@ def test_every_word_is_a_phrase_of_its_own(phrase_run, trained_run):
     assert load_model(phrase_run, overrides=["phrases.weight=0"])[1].phrase_head is None
 
 
-def test_settings_of_phrases(tiny_config, monkeypatch):
-    with pytest.raises(ValueError, match=r"phrases.weight needs an encoder"):
-        build_model(replaced(tiny_config("phrases.weight=1"), encoder={"name": "none", "config": {}}), vocab_size=50)
-    monkeypatch.setattr(RefCOCODataset, "has_phrases", False)
-    with pytest.raises(ValueError, match=r"phrases.weight is 1.0, but texts of refcoco"):
-        build_run(tiny_config("phrases={weight: 1, layer: 1}", "data.boxes.train=gt"))
-
-
 # Phrases of other data
 
 
@@ -189,7 +180,7 @@ def test_settings_of_phrases(tiny_config, monkeypatch):
 def test_a_run_whose_phrases_are_of_other_data(folder, tmp_path, task):
     config = joined(task, folder, f"output={tmp_path / 'run'}")
     metrics = train(config)
-    run, key = tmp_path / "run", TASKS[task][2]
+    run = tmp_path / "run"
     for loss in (LOSSES.get(task, task), "phrases", "phrase_tags", *(["region_class"] if task == "vcr" else [])):
         log = losses_of(run)
         assert any(line[loss] > 0 for line in log) and all(0 <= line[loss] < 100 for line in log), loss
@@ -197,7 +188,6 @@ def test_a_run_whose_phrases_are_of_other_data(folder, tmp_path, task):
     captions = [record for record in records if record["type"] == "PhrasesOnly"]
     questions = [record for record in records if record["type"] != "PhrasesOnly"]
     assert captions and questions
-    assert all(key in record for record in questions) and not any(key in record for record in captions)
     assert all(record.get("correct") is None and record["grounded"] for record in captions)
     scores = [record["correct"] for record in questions]
     assert metrics.get("val/count_gt_boxes", len(questions)) == len(questions)
@@ -208,7 +198,9 @@ def test_a_run_whose_phrases_are_of_other_data(folder, tmp_path, task):
         assert len((tmp_path / "submission").read_text().splitlines()) == len(questions)
 
 
-def test_data_that_do_not_go_together(folder, monkeypatch):
+def test_what_cannot_have_phrases(tiny_config, folder, monkeypatch):
+    with pytest.raises(ValueError, match=r"phrases.weight needs an encoder"):
+        build_model(replaced(tiny_config("phrases.weight=1"), encoder={"name": "none", "config": {}}), vocab_size=50)
     config = joined("vqa", folder)
     with pytest.raises(ValueError, match=r"texts of vcr do not have the phrases .*; join data that have some"):
         build_run(alone("vcr", folder))

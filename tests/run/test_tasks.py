@@ -108,14 +108,6 @@ def test_vqa(vqa_run, tmp_path):
     assert vqa_accuracy(records, records, 12)["overall"] == pytest.approx(100 * metrics["val/accuracy_gt_boxes"])
 
 
-def test_rows_of_the_classifier_start_from_words(vqa_run, settings):
-    run = build_run(settings("vqa"))
-    table = run.model.encoder.get_input_embeddings().weight
-    row = run.model.task.answers.index("yes")
-    [word] = run.tokenizer.convert_tokens_to_ids(["yes"])
-    torch.testing.assert_close(run.model.task.head.output.weight[row], table[word])
-
-
 def test_controls_of_vqa(vqa_run, settings):
     """The same words for each text, and the same pixels for both images, which have one size."""
     run = build_run(settings("vqa", "data.blank_image=true", "data.blank_text=true", "data.boxes.train=gt"))
