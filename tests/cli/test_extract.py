@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from detector.checkpoint import save_weights
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.cli import extract
-from e2e_vl.data.features import open_features
+from e2e_vl.data.features import RegionFeatures, open_features
 from tests.detector.published import save_detector
 
 TINY = """
@@ -52,37 +51,27 @@ def pixels(h: int, w: int, channels: int = 3, dtype: type = np.uint8) -> np.ndar
     return np.random.default_rng(0).integers(0, np.iinfo(dtype).max + 1, shape, dtype=dtype)
 
 
-def write_image(folder: Path, kind: str) -> tuple[Path, tuple[int, int]]:
+def write_image(folder: Path, kind: str = "rgb") -> tuple[Path, tuple[int, int]]:
     """A file and the (height, width) that its boxes refer to."""
     path, size, exif = folder / "image.png", (2, 900) if kind == "thin" else (70, 110), Image.Exif()
-    image = Image.fromarray(pixels(*size, 1, np.uint16) if kind == "16 bit" else pixels(*size))
     if kind == "rotated":
         exif[0x0112] = 6
-        size = size[::-1]
-    image.save(path, exif=exif)
-    return path, size
+    Image.fromarray(pixels(*size, 1, np.uint16) if kind == "16 bit" else pixels(*size)).save(path, exif=exif)
+    return path, size[::-1] if kind == "rotated" else size
 
 
-KINDS = ("rgb", "16 bit", "rotated", "thin")
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["16 bit", "rotated", "thin"])
 def test_any_image(config: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture):
     image, (height, width) = write_image(tmp_path, kind)
     assert extract.one_image([str(image), "--output", str(tmp_path / "out"), "--config", str(config)]) == 0
     assert "random" in capsys.readouterr().out
-
     regions = np.load(tmp_path / "out" / "regions.npz")
     boxes, scores, classes, features = (regions[name] for name in ("boxes", "scores", "classes", "features"))
     number = len(boxes)
-    assert 1 <= number <= 36
-    if kind != "thin":
-        assert number >= 10
-    assert boxes.shape == (number, 4) and boxes.dtype == np.float32
-    assert scores.shape == (number,) and scores.dtype == np.float32
-    assert classes.shape == (number,) and classes.dtype == np.int64
-    assert features.shape == (number, FEATURES) and features.dtype == np.float32
-    assert np.isfinite(features).all() and features.any()
+    assert (1 if kind == "thin" else 10) <= number <= 36
+    assert boxes.shape == (number, 4) and scores.shape == classes.shape == (number,)
+    assert boxes.dtype == scores.dtype == features.dtype == np.float32 and classes.dtype == np.int64
+    assert features.shape == (number, FEATURES) and np.isfinite(features).all() and features.any()
     assert (boxes[:, :2] >= 0).all() and (boxes[:, :2] < boxes[:, 2:]).all()
     assert (boxes[:, 2:] <= [width, height]).all()
     # Random boxes lie everywhere, so they also tell whether the scale was undone (and the right side taken as width).
@@ -92,17 +81,8 @@ def test_any_image(config: Path, tmp_path: Path, kind: str, capsys: pytest.Captu
         assert picture.mode == "RGB" and min(picture.size) >= 100 and 480 <= max(picture.size) <= 1400
 
 
-def test_number_of_regions(config: Path, tmp_path: Path):
-    image, _ = write_image(tmp_path, "rgb")
-    arguments = [str(image), "--output", str(tmp_path), "--config", str(config), "--min-score", "1"]
-    for option, expected in ((["--min-regions", "3"], 3), (["--max-regions", "2"], 2), (["--min-regions", "0"], 0)):
-        assert extract.one_image([*arguments, *option]) == 0
-        arrays = np.load(tmp_path / "regions.npz")
-        assert arrays["boxes"].shape == (expected, 4) and arrays["features"].shape == (expected, FEATURES)
-
-
 def test_a_detector_by_its_folder(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    image, _ = write_image(tmp_path, "rotated")
+    image, _ = write_image(tmp_path)
     detector = FasterRCNN(DetectorConfig.from_yaml(config)).eval()
     detector.class_names = tuple(f"thing {number}" for number in range(detector.num_classes))
     save_detector(detector, tmp_path / "saved")
@@ -116,7 +96,7 @@ def test_a_detector_by_its_folder(config: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_names_of_classes_from_a_file(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    image, _ = write_image(tmp_path, "rgb")
+    image, _ = write_image(tmp_path)
     names = tmp_path / "objects_vocab.txt"
     pictures = []
     for words in ("a b c d e", "violin xylophone quince jacaranda wisteria"):
@@ -151,7 +131,7 @@ def test_phrase(trained_run, tmp_path: Path, capsys: pytest.CaptureFixture):
 
 
 def test_bad_arguments(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    image, _ = write_image(tmp_path, "rgb")
+    image, _ = write_image(tmp_path)
     start = [str(image), "--output", str(tmp_path / "out")]
     assert_error([str(tmp_path / "none.png"), *start[1:], "--config", str(config)], "none.png", capsys)
     assert_error([*start, "--text", "the cat"], "--run", capsys)
@@ -208,42 +188,42 @@ def words(images: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_two_processes_that_are_killed_and_one_that_goes_on(words, tmp_path, capsys):
     """Every image is there once, in the order of the list, with the features of an undisturbed extraction."""
-    output = tmp_path / "out.tsv"
+    output, parts = tmp_path / "out.tsv", tmp_path / "out.tsv.parts"
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "--"]
-    process = subprocess.Popen(
+    process = psutil.Popen(
         [sys.executable, *launch, "e2e_vl", "extract", *words, "--output", str(output)],
         cwd=ROOT,
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    parts = tmp_path / "out.tsv.parts"
-    deadline = time.monotonic() + 240
-    shares: Counter[int] = Counter()
+    deadline, shares = time.monotonic() + 240, set()
     while len(shares) < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
-        shares = Counter(int(path.stem) % 2 for path in parts.glob("*.npz"))  # every second image is a process's
-    launcher = psutil.Process(process.pid)
-    started = [launcher, *launcher.children(recursive=True)] if process.poll() is None else []
-    for one in started:
+        shares = {int(path.stem) % 2 for path in parts.glob("*.npz")}  # every second image is a process's
+    workers = process.children(recursive=True) if process.poll() is None else []
+    for one in (process, *workers):
         one.kill()
-    psutil.wait_procs(started[1:])
+    psutil.wait_procs(workers)
     printed = process.communicate()[0].decode()
     done = [path.stem for path in parts.glob("*.npz")]
     assert len(shares) == 2 and len(done) < NUMBER, printed[-3000:]
 
     assert extract.many_images([*words, "--output", str(output)]) == 0
-    said = f"{NUMBER - len(done)} images described, {len(done)} were there before"
-    assert said in capsys.readouterr().out
+    assert f"{NUMBER - len(done)} images described, {len(done)} were there before" in capsys.readouterr().out
     assert not parts.exists()
-
     assert extract.many_images([*words, "--output", str(tmp_path / "undisturbed.tsv")]) == 0
     found, expected = open_features(output), open_features(tmp_path / "undisturbed.tsv")
     assert found.stamp == expected.stamp
     assert found.ids == expected.ids == [f"{number:03}" for number in range(NUMBER)]
-    for one, other in ((found[name], expected[name]) for name in found.ids):
-        assert len(one) == 4 and np.allclose(one.boxes, other.boxes, atol=1e-3)
-        assert np.allclose(one.features, other.features, atol=1e-4)
+    for name in found.ids:
+        assert len(found[name]) == 4
+        assert_same_regions(found[name], expected[name])
+
+
+def assert_same_regions(one: RegionFeatures, other: RegionFeatures) -> None:
+    assert np.allclose(one.boxes, other.boxes, atol=1e-3)
+    assert np.allclose(one.features, other.features, atol=1e-4)
 
 
 def test_images_that_cannot_be_read_end_in_exit_code_1(words, tmp_path, images, capsys):
@@ -294,9 +274,8 @@ def test_backends_and_precisions(words, tmp_path, images):
     if importlib.util.find_spec("detectron2") is not None:
         found = features("--backend", "detectron2")
         assert found.stamp["backend"] == "detectron2"
-        for one, other in ((found[name], expected[name]) for name in expected.ids):
-            assert np.allclose(one.boxes, other.boxes, atol=1e-3)
-            assert np.allclose(one.features, other.features, atol=1e-4)
+        for name in expected.ids:
+            assert_same_regions(found[name], expected[name])
     assert (expected.stamp["precision"], rough.stamp["precision"]) == ("no", "bf16")
     means = [[store[name].features.mean(0) for name in expected.ids] for store in (expected, rough)]
     size = np.abs(np.concatenate([expected[name].features for name in expected.ids])).max()

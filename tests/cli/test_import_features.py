@@ -53,11 +53,10 @@ def test_pythia(tmp_path, pythia, output, layout, capsys, monkeypatch):
     assert "2 images; every box is the whole image" in capsys.readouterr().out
     store = open_features(tmp_path / output)
     assert store.stamp["published_by"] == "pythia" and not (tmp_path / "canary").exists()
-    for image_id, values in pythia.items():
+    for image_id, (height, width) in ((9, (40, 60)), (25, (50, 30))):
         record = store.read(str(image_id))
-        np.testing.assert_array_equal(record.features, values)
-        size = {9: (40, 60), 25: (50, 30)}[image_id]
-        assert record.image_size == size and record.boxes.tolist() == [[0, 0, size[1], size[0]]] * 5
+        np.testing.assert_array_equal(record.features, pythia[image_id])
+        assert record.image_size == (height, width) and record.boxes.tolist() == [[0, 0, width, height]] * 5
 
 
 @pytest.mark.parametrize(
@@ -77,12 +76,10 @@ def test_broken_pythia(tmp_path, pythia, name, content, capsys):
 
 
 def nlvr2_entries(as_tensors: bool) -> dict[str, tuple]:
-    entries = {}
-    for name in ("dev-0-0-img0", "dev-0-0-img1", "dev-1-2-img0"):
-        boxes = np.array([[0, 0, 20, 30], [5, 6, 59.5, 39.25]], dtype=np.float32)
-        entry = rows(2, 4), boxes, np.array([0.9, 0.4], dtype=np.float32)
-        entries[f"{name}.png.npz"] = tuple(map(torch.from_numpy, entry)) if as_tensors else entry
-    return entries
+    boxes = np.array([[0, 0, 20, 30], [5, 6, 59.5, 39.25]], dtype=np.float32)
+    names = ("dev-0-0-img0", "dev-0-0-img1", "dev-1-2-img0")
+    entries = {f"{name}.png.npz": (rows(2, 4), boxes, np.array([0.9, 0.4], dtype=np.float32)) for name in names}
+    return {name: tuple(map(torch.from_numpy, one)) if as_tensors else one for name, one in entries.items()}
 
 
 @pytest.mark.parametrize(("as_tensors", "is_zip"), [(True, True), (False, False)])
@@ -107,10 +104,8 @@ def test_nlvr2(tmp_path, as_tensors, is_zip):
     "content",
     [
         {"a.png.npz": (np.zeros((2, 4)), np.zeros((2, 4)) - 9, np.zeros(2))},
-        {"a.png.npz": (np.zeros((3, 4)), np.ones((2, 4)), np.zeros(2))},
         {"a.png.npz": (np.full((2, 4), np.nan), np.ones((2, 4)), np.zeros(2))},
         {"a.png.npz": Evil()},
-        {"a.png.npz": np.array([Evil()], dtype=object)},
     ],
 )
 def test_broken_nlvr2(tmp_path, content, is_zip, capsys, monkeypatch):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from detector.config import SelectionRule
@@ -20,13 +19,10 @@ from detector.errors import UserError
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import DataFiles, VLDataset, check_boxes_source
 from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler, Request, collate
-from e2e_vl.data.config import NoOptions
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.image_loader import open_boxes
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.vcr import VCRDataset
-from e2e_vl.parts import DATASETS, Part
-from e2e_vl.run.build import build_collate, build_examples, build_model, build_tokenizer
 from e2e_vl.samples import AnnotatedObjects, Sample, SampleImage, SampleText
 from tests.data.helpers import DOUBLE, SAME, examples, refused
 from tests.data.tiny_readers import READERS
@@ -116,14 +112,12 @@ def test_images_and_their_objects(dataset):
 class Album(VLDataset):
     """Photos with any text as id; each text compares a photo with the next one."""
 
-    file_keys = ("images", "instances", "refs", "detections")
     ids = ("holiday/one red", "holiday/zwei", "x")
 
-    def __init__(self, files, options, split, needs, *, pairs: bool = False) -> None:
-        self.folder = files if isinstance(files, Path) else files.path("images")
+    def __init__(self, files: Path, *, pairs: bool = False) -> None:
+        self.folder = files
         self.pairs = pairs
         self.groups = [[0], [1, 2], [3]]
-        self.parts = [{}]
 
     @classmethod
     def texts_of(cls, files, options, split):
@@ -166,7 +160,7 @@ def test_ids_of_images_may_be_any_text(album, tiny, source):
         save_npz(path, RegionFeatures(name, (20, 30 + number), BOX, np.full((1, 4), number, dtype=np.float32)))
     file = {"precomputed": "features", "gt": None}.get(source, "dets.json")
     reader = None if file is None else open_boxes([album / file], ALL, with_features=source == "precomputed")
-    data = examples(Album(album, None, "", None), tiny.tokenizer, source, reader, resize=SAME)
+    data = examples(Album(album), tiny.tokenizer, source, reader, resize=SAME)
     data.loader.require_images(data.dataset.image_ids(), "train")
     sampler = GroupedBatchSampler(data.groups, 2, shuffle=False)
     batches = BatchLoader(data, sampler, partial(collate, pixel_mean=(0, 0, 0), pixel_std=(1, 1, 1)), workers=1)
@@ -179,9 +173,7 @@ def test_ids_of_images_may_be_any_text(album, tiny, source):
 
 
 def test_a_text_may_be_about_two_images(album, tiny):
-    data = examples(
-        Album(album, None, "", None, pairs=True), tiny.tokenizer, resize=(SAME, DOUBLE), flip_probability=0.5
-    )
+    data = examples(Album(album, pairs=True), tiny.tokenizer, resize=(SAME, DOUBLE), flip_probability=0.5)
     for epoch in range(6):
         example = data[Request(1, (1, 2), epoch)]
         one, other = example.images
@@ -195,19 +187,3 @@ def test_a_text_may_be_about_two_images(album, tiny):
     data = examples(data.dataset, tiny.tokenizer, skip_broken=True)
     example = data[Request(1, (1, 2))]  # photos 1 and 2; then 2 and 0; then 0 and 1
     assert [text.record["text_index"] for text in example.texts] == [0] and data.broken == {1, 2}
-
-
-def test_from_settings_to_answers(album, tiny_config, monkeypatch):
-    monkeypatch.setitem(DATASETS, "album", Part(NoOptions, Album))
-    config = tiny_config(
-        "data.name=album", f"data.root={album}", "data.files.images=.", "data.files.detections=dets.json"
-    )
-    tokenizer = build_tokenizer(config)
-    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer).eval()
-    data = build_examples(config, model, tokenizer, "val", boxes="detections")
-    batch = build_collate(config, model)([data[Request(0, (0,))], data[Request(1, (1, 2))]])
-    with torch.no_grad():
-        records = model.task.predict(batch, model(batch))
-    assert [record.metadata["id"] for record in records] == ["holiday/one red", "holiday/zwei", "holiday/zwei"]
-    assert [record.text_index for record in records] == [0, 1, 2]
-    np.testing.assert_allclose([record.box for record in records], np.repeat(BOX, 3, axis=0), atol=1e-4)

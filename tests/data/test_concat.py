@@ -15,7 +15,6 @@ from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.concat import JoinedDataset
 from e2e_vl.data.features import RegionFeatures, save_npz
-from e2e_vl.data.overlap import PhotoIds, number_of_photos
 from e2e_vl.samples import HumanAnswers, PhraseBoxes, SampleText
 from tests.data.helpers import examples, open_dataset, refused
 from tests.data.tiny_refcoco import TinyRefCOCO
@@ -145,27 +144,6 @@ def test_what_does_not_fit(settings):
         changed(settings, "asked", name="vqaa")
     with refused("splits"):
         changed(settings, "asked", splits={})
-
-
-def test_a_photo_of_coco_that_visual_genome_has_too_is_one_photo(settings):
-    root = Path(settings.root)
-    images = [
-        {"image_id": number, "width": 9, "height": 9, "url": f"a/VG_100K/{number}.jpg", "coco_id": coco_id}
-        for number, coco_id in ((70, 7), (71, None))
-    ]
-    regions = [{"id": number, "regions": [{"region_id": number, "phrase": "a hat"}]} for number in (70, 71)]
-    (root / "image_data.json").write_text(json.dumps(images), encoding="utf-8")
-    (root / "regions.json").write_text(json.dumps(regions), encoding="utf-8")
-    files = {"image_data": "image_data.json", "regions": "regions.json", "images": "genome"}
-    described = {"described": part("visual_genome", files, config={"texts": "regions"})}
-    parts = msgspec.to_builtins(settings.config.parts) | described
-    dataset = opened(DataSettings(name="joined", root=settings.root, config={"parts": parts}))
-    found = {}
-    for texts in dataset.groups:
-        [image] = dataset.sample(texts).images
-        file = Path(f"COCO_train2014_{int(image.id.split('/')[1]):012d}.jpg") if not image.photo_aliases else image.file
-        found[image.id] = PhotoIds().of_image(image.id, file, None, image.photo_aliases)
-    assert len(found) == 5 and number_of_photos(found.values()) == 4
 
 
 @pytest.mark.parametrize(

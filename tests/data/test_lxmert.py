@@ -86,17 +86,17 @@ def test_texts_without_features_are_left_out_when_asked_for(root, name, caplog):
     assert f"left out are {number} of {2 * number} texts of train" in caplog.text
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_the_first_rows_of_a_file_of_features(name, root):
+def test_the_first_rows_of_a_file_of_features(root):
     """Minival of LXMERT's code: the first 5,000 rows of val2014's features, in the order of the file."""
     one = np.ones((1, 4), np.float32)
     records = [RegionFeatures(image, (9, 9), one, np.ones((1, 2), np.float32)) for image in "acb"]
     write_tsv(root / "rows.tsv", records, {})
 
     def of_rows(number: int, split: str = "train", file: str = "rows.tsv", boxes: str = "precomputed"):
-        return opened(root, name, "train", boxes, image_sets={"train": file}, first_rows={split: number})
+        sets = {"train": file}
+        return opened(root, "image_sentences", "train", boxes, image_sets=sets, first_rows={split: number})
 
-    everything = opened(root, name, "train")
+    everything = opened(root, "image_sentences", "train")
     assert set(of_rows(2).image_ids()) == {"a"} and "b" in everything.image_ids()
     assert len(of_rows(3)) == len(of_rows(1, split="val")) == len(everything)  # enough rows; another split
     with refused("first_rows.train"):

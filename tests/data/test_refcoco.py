@@ -196,12 +196,12 @@ def tokenizer(expressions, tmp_path_factory):
     return load_tokenizer(path)
 
 
-def make_real(root, tokenizer, split, boxes="gt", reader=None, *, resize=VL_BERT, **rules) -> ExampleDataset:
+def make_real(root, tokenizer, split, boxes="gt", reader=None, **rules) -> ExampleDataset:
     files = {"images": "images/train2014", "refs": "refcoco+/refs(unc).p", "instances": "refcoco+/instances.json"}
     settings = DataSettings(name="refcoco", root=str(root), files=files)
     dataset = open_dataset(RefCOCODataset, settings, split, "gt")
     preprocessor = ReferringTask(8).preprocessor(TextTokenizer(tokenizer))
-    return examples(dataset, preprocessor, boxes, reader, resize=resize, **rules)
+    return examples(dataset, preprocessor, boxes, reader, resize=VL_BERT, **rules)
 
 
 def test_the_files_have_what_they_should(root, instances, expressions, detections):
@@ -216,59 +216,32 @@ def test_the_files_have_what_they_should(root, instances, expressions, detection
     assert all((root / "images" / "train2014" / image.file_name).is_file() for image in instances.images)
 
 
-def test_every_referred_box_is_within_reach_of_a_detection(instances, expressions, detections):
-    detected = read_detections(detections)
-    for expression in expressions:
-        [gt_box] = [one.box for one in instances[expression.image_id].objects if one.id == expression.ann_id]
-        best = box_iou(detected[str(expression.image_id)][0], np.array(gt_box), "mattnet").max()
-        assert 0.6 <= best <= 0.95 + 1e-6, expression
-
-
 def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, instances, detections, tokenizer):
     seen, detected = 0, read_detections(detections)
     for split in SPLITS:
         reader = DetectedBoxes([detections], SelectionRule(min_score=0.0, max_regions=1000))
         dataset = make_real(root, tokenizer, split, "detections+gt", reader, with_objects=True)
-        sampler = GroupedBatchSampler(dataset.groups, 2, shuffle=False)
-        for requests in sampler:
+        for requests in GroupedBatchSampler(dataset.groups, 2, shuffle=False):
             batch = collate([dataset[request] for request in requests], (0, 0, 0), (1, 1, 1))
             scales = batch.images.scales.repeat(1, 2)
             for row, record in enumerate(batch.records):
-                image = int(batch.image_index[row, 0])
-                info = instances[record["image_id"]]
+                image, info = int(batch.image_index[row, 0]), instances[record["image_id"]]
                 assert record["file_name"].endswith(info.file_name)
                 assert batch.images.original_sizes[image].tolist() == [info.height, info.width]
                 assert max(batch.images.sizes[image].tolist()) <= 1000
+                gt_box = np.array(record["gt_box"])
+                np.testing.assert_allclose((batch.targets.box[row] / scales[image]).numpy(), gt_box, atol=1e-3)
 
-                back = (batch.targets.box[row] / scales[image]).numpy()
-                np.testing.assert_allclose(back, record["gt_box"], atol=1e-3)
-
-                num_detections = len(detected[str(record["image_id"])][0])
-                annotations = info.objects
-                assert len(batch.boxes[image]) == num_detections + len(annotations)
-                referred = num_detections + [a.id for a in annotations].index(record["ann_id"])
+                found = detected[str(record["image_id"])][0]
+                assert 0.6 <= box_iou(found, gt_box, "mattnet").max() <= 0.95 + 1e-6
+                assert len(batch.boxes[image]) == len(found) + len(info.objects)
+                referred = len(found) + [one.id for one in info.objects].index(record["ann_id"])
                 # candidates are clamped to the last pixel, targets are not
                 np.testing.assert_allclose(batch.boxes[image][referred], batch.targets.box[row], atol=1.01)
-                num_objects = len(batch.detection_targets.boxes[image])
-                assert num_objects == sum(not annotation.is_crowd for annotation in annotations)
+                assert len(batch.detection_targets.boxes[image]) == sum(not one.is_crowd for one in info.objects)
 
                 ids = batch.texts.input_ids[row][batch.texts.attention_mask[row]].tolist()
-                assert ids[0] == tokenizer.cls_token_id
-                assert ids[-1] == tokenizer.sep_token_id
-                assert tokenizer.unk_token_id not in ids
-                assert tokenizer.decode(ids[1:-1]).split() == " ".join(tokenizer.tokenize(record["text"])).split()
+                assert (ids[0], ids[-1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
+                assert tokenizer.convert_ids_to_tokens(ids[1:-1]) == tokenizer.tokenize(record["text"])
                 seen += 1
     assert seen == 78
-
-
-def test_a_flipped_photo_shows_the_same_pixels_in_its_boxes(root, tokenizer):
-    small = ResizeRule(short_edge=200, long_edge=400)
-    plain = make_real(root, tokenizer, "val", resize=small)
-    flipped = make_real(root, tokenizer, "val", resize=small, flip_probability=1.0)
-    for request in (request for batch in GroupedBatchSampler(plain.groups, 1, shuffle=False) for request in batch):
-        one, other = plain[request].images[0], flipped[request].images[0]
-        np.testing.assert_array_equal(one.pixels, other.pixels[:, ::-1])
-        width = one.pixels.shape[1]
-        mirrored = other.boxes.copy()
-        mirrored[:, [0, 2]] = width - 1 - other.boxes[:, [2, 0]]
-        np.testing.assert_allclose(mirrored, one.boxes, atol=1.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -137,15 +138,13 @@ def test_an_interrupted_extraction_goes_on(make_job, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("layout", ["npz", "tsv"])
 def test_a_damaged_image_does_not_stop_the_others(layout, make_job, folder, tmp_path):
-    mixed = tmp_path / "mixed"
-    mixed.mkdir()
-    for path in folder.iterdir():
-        (mixed / path.name).write_bytes(path.read_bytes())
-    (mixed / "1.png").write_bytes((folder / "1.png").read_bytes()[:500])
+    mixed = shutil.copytree(folder, tmp_path / "mixed")
+    whole = (mixed / "1.png").read_bytes()
+    (mixed / "1.png").write_bytes(whole[:500])
     summary = extract(make_job(layout, images=list_images(mixed)))
     assert list(summary.failures) == ["1"] and str(mixed / "1.png") in summary.failures["1"]
     assert open_features(make_job(layout).output).ids == ["0", "2", "3", "4"]
-    (mixed / "1.png").write_bytes((folder / "1.png").read_bytes())
+    (mixed / "1.png").write_bytes(whole)
     summary = extract(make_job(layout, images=list_images(mixed)))
     assert (summary.before, summary.done, summary.failures) == (4, 1, {})
     assert open_features(make_job(layout).output).ids == ["0", "1", "2", "3", "4"]
@@ -161,10 +160,9 @@ def test_other_settings_need_another_output(make_job):
         extract(make_job("tsv", settings=other))
 
 
-@pytest.mark.parametrize("layout", ["npz", "tsv"])
-def test_a_stamp_that_was_cut_off_is_no_other_file(layout, make_job):
+def test_a_stamp_that_was_cut_off_is_no_other_file(make_job):
     """A kill before the first file has its name leaves only this one."""
-    job = make_job(layout)
+    job = make_job("tsv")
     job.folder.mkdir()
     left = job.folder / ".stamp.json.12.34.part"
     left.write_text('{"box_')
