@@ -45,24 +45,6 @@ def test_images_and_instances(synthetic_folder, coco):
     assert set(Counter(entry["image_id"] for entry in annotations).values()) == set(range(5, 11))
 
 
-def test_files_of_one_split_each(synthetic_folder, coco):
-    whole = json.loads((synthetic_folder / "annotations" / "captions_train2014.json").read_text())
-    first, annotations, captions = 1, [], set()
-    for split, count in SPLITS.items():
-        instances = json.loads((synthetic_folder / f"detection/instances_{split}.json").read_text())
-        own = json.loads((synthetic_folder / f"captions/captions_{split}.json").read_text())
-        ids = list(range(first, first + count))
-        assert [image["id"] for image in instances["images"]] == [image["id"] for image in own["images"]] == ids
-        assert {row["image_id"] for row in instances["annotations"]} == set(ids)
-        assert {row["image_id"] for row in own["annotations"]} == set(ids)
-        assert instances["categories"] == coco.dataset["categories"]
-        annotations += instances["annotations"]
-        captions |= {(row["image_id"], row["caption"]) for row in own["annotations"]}
-        first += count
-    assert annotations == coco.dataset["annotations"]
-    assert captions == {(row["image_id"], row["caption"]) for row in whole["annotations"]}
-
-
 def test_segmentations_give_box_and_area(coco):
     for entry in coco.dataset["annotations"][::5]:
         pixels = coco.annToMask(entry)
