@@ -63,57 +63,38 @@ def without_files(config: RunConfig) -> RunConfig:
     )
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=name_of)
-def run(request, tmp_path_factory) -> types.SimpleNamespace:
-    """`path`, `config` with data that are not there, and `model` of a run; pytest orders the tests by their run.
+@pytest.mark.parametrize("path", RUNS, ids=name_of)
+def test_the_model_of_a_run_can_be_built_and_missing_data_are_named(path, tmp_path, monkeypatch):
+    """All options of the data are accepted, and the first file that is not there is named.
 
     The model is on the meta device: every parameter has its shape, none takes memory, and there is nothing to draw.
     """
-    with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
-        patch.chdir(ROOT)
-        for draw in ("normal_", "uniform_"):  # on this device they do nothing, slowly
-            patch.setattr(torch.Tensor, draw, lambda tensor, *more, **named: tensor)
-        config = load_config(request.param, [f"data.root={tmp_path_factory.getbasetemp() / 'nowhere'}"])
+    for draw in ("normal_", "uniform_"):  # on this device they do nothing, slowly
+        monkeypatch.setattr(torch.Tensor, draw, lambda tensor, *more, **named: tensor)
+    config = load_config(path, [f"data.root={tmp_path / 'nowhere'}"])
+    with torch.device("meta"):
         model = build_model(without_files(config), vocab_size=VOCABULARY)
-    return types.SimpleNamespace(path=request.param, config=config, model=model)
-
-
-def test_the_model_of_a_run_can_be_built(run):
-    config, model = run.config, run.model
     assert model.encoder.config.feature_dim == model.detector.feature_dim
     if config.encoder.name != "none":
         assert model.encoder.get_input_embeddings().weight.shape[0] == VOCABULARY
     assert any(parameter.requires_grad for parameter in model.parameters())
-    if config.task.name in ("pretraining", "vcr"):  # objectives, encoder, detector and data fit each other
-        model.task.initialise(None, model.encoder, model.detector)  # needs no words
+    is_pretraining, task = config.task.name == "pretraining", model.task
+    if is_pretraining or config.task.name == "vcr":  # objectives, encoder, detector and data fit each other
+        task.initialise(None, model.encoder, model.detector)  # needs no words
         options = config.data.config
         has_corpus = "corpus" in config.data.files and getattr(options, "use_corpus", False)
-        facts = types.SimpleNamespace(
+        dataset = types.SimpleNamespace(
             groups=[[0, 1], [2, 3]],
             class_names=getattr(options, "class_names", None),
             corpus="corpus" if has_corpus else None,
             truths=lambda: [CorrectAnswer("yes"), CorrectChoice(1), HumanAnswers(("yes",))],
         )
-        model.task.check_data(facts, model.detector)
-    frozen_copy = (
-        config.task.name == "pretraining"
-        and model.task.config.teacher == "frozen"
-        and model.task.region_masking.enabled
-    )
-    assert (model.teacher is not None) == frozen_copy
+        task.check_data(dataset, model.detector)
+    has_teacher = is_pretraining and task.config.teacher == "frozen" and task.region_masking.enabled
+    assert (model.teacher is not None) == has_teacher
 
-
-def test_missing_data_are_named(run, tmp_path):
-    """All options of the data are accepted, and the first file that is not there is named."""
-    vocabulary = tmp_path / "vocab.txt"
-    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red"]))
-    config = resolve(run.config)
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red"]))
+    config, tokenizer = resolve(config), load_tokenizer(str(tmp_path / "vocab.txt"))
+    split, boxes = config.data.train_split, config.data.boxes.train
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        build_examples(
-            config,
-            run.model,
-            load_tokenizer(str(vocabulary)),
-            config.data.train_split,
-            boxes=config.data.boxes.train,
-            training=True,
-        )
+        build_examples(config, model, tokenizer, split, boxes=boxes, training=True)

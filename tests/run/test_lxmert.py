@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import RunConfig
 from e2e_vl.run.build import build_model, build_tokenizer, make_synthetic_data
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.train import train
 from e2e_vl.synthetic import make_scenes
 from tests.conftest import ENCODERS
-from tests.run.runs import ROOT, TINY_DETECTOR, losses_of, predictions_of, tiny
+from tests.run.runs import losses_of, predictions_of, tiny
 from tests.weights.starts import options, replaced
 
 ENCODER = ENCODERS["lxmert"]
@@ -90,40 +90,16 @@ def test_a_step_of_gqa_with_the_score_of_its_attention(config_of, tmp_path):
 # On saved features
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lxmert") / "data"
-    make_scenes(folder, scenes={"train": 8, "val": 4}, formats=["lxmert"])
-    for path in (folder / "images").rglob("*.jpg"):
+def test_pretraining(tmp_path):
+    data = tmp_path / "data"
+    make_scenes(data, scenes={"train": 8, "val": 4}, formats=["lxmert"])
+    for path in (data / "images").rglob("*.jpg"):
         path.unlink()  # features are all that is read
-    return folder
-
-
-def settings(name: str, data: Path, output: Path, *words: str) -> RunConfig:
-    """A published config with the parts of configs/tiny/lxmert_files.yaml in the place of the large ones."""
-    encoder = [f"encoder.config.{key}={value}" for key, value in ENCODER["config"].items()]
-    common = [f"data.root={data}", f"output={output}", "data.vocabulary=null", "data.workers=0", "train.max_steps=2"]
-    common += [TINY_DETECTOR, "train.images_per_batch=2"]
-    common += ["detector.overrides={MODEL: {RESNETS: {DEPTH: 18, STEM_OUT_CHANNELS: 8, RES2_OUT_CHANNELS: 8, "
-               "WIDTH_PER_GROUP: 8}}}", "data.train_split=train", "data.eval_splits=[val]"]  # fmt: skip
-    return load_config(ROOT / "configs" / f"{name}.yaml", [*common, *encoder, *words])
-
-
-def test_pretraining(data, tmp_path):
     answers = data / "lxmert" / "all_ans.json"
     words = [f"task.config.objectives.image_qa.answers={answers}", "task.config.region_probability=0.5"]
-    metrics = train(settings("tiny/lxmert_files", data, tmp_path / "run", *words))
+    words += ["train={max_steps: 2, images_per_batch: 2}", "eval.report_pictures=0"]
+    metrics = train(tiny("lxmert_files", data, tmp_path / "run", *words))
     [*_, losses] = losses_of(tmp_path / "run")
     names = {"masked_words", "relationship", "object_labels", "attribute_labels", "region_features", "image_qa"}
     assert names <= set(losses) and all(0 <= losses[name] < 100 for name in names)
     assert {f"val/{name}_precomputed_boxes" for name in ("object_labels", "attribute_labels")} <= set(metrics)
-
-
-def test_questions(data, tmp_path):
-    sets = ["data.config.image_sets={train: train, val: val}", "data.files.questions=lxmert/{split}_vqa.json"]
-    sets += ["data.files.features=lxmert/{images}_obj36.tsv", "train.keep_best=null"]
-    sets += ["data.files.answers=lxmert/trainval_label2ans.json"]
-    metrics = train(settings("vqa/lxmert", data, tmp_path / "run", *sets))
-    records = predictions_of(tmp_path / "run", "val_precomputed")
-    score = sum(record["answer_scores"].get(record["answer"], 0.0) for record in records) / len(records)
-    assert metrics["val/accuracy_precomputed_boxes"] == pytest.approx(score)

@@ -171,11 +171,6 @@ def test_nothing_masked_is_no_nan(settings):
         assert all(bool(torch.isfinite(value).all()) for value in tensors.values())
 
 
-VL_BERT = (
-    "data.config.source=json_lines",
-    "data.files={captions: 'conceptual/{split}.json', detections: 'conceptual/{split}_frcnn.json', "
-    "features: 'conceptual/{split}_frcnn.json'}",
-)
 SOURCES = {
     "shards": (
         "data.config.source=shards",
@@ -183,9 +178,10 @@ SOURCES = {
         "detector.loss_weight=0.0",
         "detector.weights=WEIGHTS",
     ),
-    "vl_bert": (*VL_BERT, "data.boxes.train=detections", "eval.boxes=[detections]", "task.config.teacher=file"),
     "vl_bert_precomputed": (
-        *VL_BERT,
+        "data.config.source=json_lines",
+        "data.files={captions: 'conceptual/{split}.json', detections: 'conceptual/{split}_frcnn.json', "
+        "features: 'conceptual/{split}_frcnn.json'}",
         "detector.backend=precomputed",
         "detector.overrides.MODEL.RESNETS={RES2_OUT_CHANNELS: 4, WIDTH_PER_GROUP: 4}",  # features are 32 wide
         *("data.boxes.train=precomputed", "eval={boxes: [precomputed], report_pictures: 0}", "data.flip=0"),
