@@ -1,4 +1,4 @@
-"""A detector to look at photos with: the regions of any image, or the features of given boxes.
+"""The public detector API: regions of any image, or features of given boxes.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -20,7 +20,7 @@ from e2e_vl.samples import AnnotatedObjects
 
 
 def chosen_device(device: str | torch.device | None) -> torch.device:
-    """The device that a user names; None: the GPU, or the CPU where there is no GPU or ACCELERATE_USE_CPU is true."""
+    """The given device; None: the GPU, or the CPU if there is no GPU or ACCELERATE_USE_CPU is true."""
     if device is None:
         if torch.accelerator.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
             return torch.accelerator.current_accelerator()
@@ -29,9 +29,9 @@ def chosen_device(device: str | torch.device | None) -> torch.device:
 
 
 class TrainedDetector:
-    """A loaded detector with its class names; `e2e_vl.load_detector` makes one.
+    """A loaded detector with its class names, see `e2e_vl.load_detector`.
 
-    It may be asked from several threads at a time. Boxes are xyxy in pixels of the original image.
+    It is thread-safe. Boxes are xyxy in pixels of the original image.
     """
 
     def __init__(self, source: LoadedDetector, device: str | torch.device | None = None):
@@ -40,7 +40,7 @@ class TrainedDetector:
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Of the detector's classes; None: unknown."""
+        """Names of the detector's classes; None: unknown."""
         return self.network.class_names
 
     def regions(
@@ -53,16 +53,17 @@ class TrainedDetector:
         max_regions: int = SHOWN.max_regions,
         stacklevel: int = 2,
     ) -> FoundRegions:
-        """What the detector finds, best score first, or what it says about given boxes, in their order.
+        """Predicted regions, best score first, or the given boxes with features and classes, in their order.
 
-        Predicted boxes are chosen by the rule "score" (`ExtractionSettings`), as in bulk extraction and in training.
-        The defaults are for looking at a photo: 0.2 and 10 to 36, not 0.5 and 10 to 100 (VL-BERT, section 4.1).
+        Predicted boxes are selected by the rule "score" (`ExtractionSettings`), as in bulk extraction and in training.
+        The defaults suit the display of a photo: 0.2 and 10 to 36, instead of 0.5 and 10 to 100 (VL-BERT, section 4.1).
 
         Args:
             image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.inputs.image_file`).
             boxes: [R, 4], or words or a file as in `TrainedModel.ask`; None: predicted boxes.
-            min_score: least score of predicted boxes, but their number stays between the other two.
-            stacklevel: of the warning about a detector whose predicted boxes are random.
+            min_score: score threshold of predicted boxes.
+            min_regions, max_regions: limits of the number of predicted boxes; they take precedence over `min_score`.
+            stacklevel: of the warning that predicted boxes are random.
         """
         if boxes is None and self.source.warning:
             warnings.warn(self.source.warning, stacklevel=stacklevel)
@@ -70,7 +71,7 @@ class TrainedDetector:
         return self.find(image_file(image), given_boxes(boxes), rule)
 
     def find(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> FoundRegions:
-        """`regions` without its warning."""
+        """`regions` without the warning."""
         found = extract_image(file, self.source, rule, given)
         names = [f"class {row}" if self.class_names is None else self.class_names[row] for row in found.classes]
         attributes = [] if found.attributes is None else [self.source.attribute_names[row] for row in found.attributes]

@@ -1,4 +1,4 @@
-"""Images, texts, boxes and choices as users have them, in the form of the data."""
+"""Conversion of users' images, texts, boxes and choices."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ ImageInput = str | Path | bytes | np.ndarray | Image.Image
 ImageFile = Path | ImageBytes
 
 _ORIENTATION = 0x0112  # the EXIF tag
-_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # that a PNG file holds without loss
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # modes that PNG stores without loss
 
 
 def image_file(image: ImageInput) -> ImageFile:
-    """A path, the content of a file, a PIL image or an array as an image file.
+    """Convert a path, the content of a file, a PIL image or an array to an image file.
 
-    Images in memory become PNG files in memory, so that mode, transparency and EXIF orientation mean what they mean in
-    a file (`detector.images.load_image`).
+    Images in memory are encoded as PNG, so that `detector.images.load_image` handles mode, transparency and EXIF
+    orientation as in a file.
 
     Args:
-        image: an array is uint8, [height, width] in grey, [height, width, 3] in RGB or [height, width, 4] in RGBA.
+        image: arrays are uint8, [height, width] in grey, [height, width, 3] in RGB or [height, width, 4] in RGBA.
     """
     if isinstance(image, str | Path):
         return user_path(image, "Image")
@@ -36,14 +36,14 @@ def image_file(image: ImageInput) -> ImageFile:
         return ImageBytes(image, "(the bytes given)")
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.shape[2:] in ((), (3,), (4,)):
         image = Image.fromarray(image)
-    if not isinstance(image, Image.Image) or image.mode in ("I", "F"):  # PIL would cut 32-bit values off at 255
+    if not isinstance(image, Image.Image) or image.mode in ("I", "F"):  # PIL would clip 32-bit values at 255
         kind = f"{image.dtype} {list(image.shape)}" if isinstance(image, np.ndarray) else type(image).__name__
         raise UserError(
             "An image is a path, bytes, a PIL image of 8 or 16 bits, or a uint8 array [height, width, 3] in "
             f"RGB, [height, width, 4] in RGBA or [height, width] in grey, not {kind}."
         )
     stored = image.copy() if image.mode in _PNG_MODES else image.convert("RGB")
-    stored.info = {}  # what the image was read with, such as the colour that is transparent, may not fit into a PNG
+    stored.info = {}  # metadata such as a transparent colour may be invalid in a PNG
     stream, upright = io.BytesIO(), Image.Exif()
     upright[_ORIENTATION] = int(image.getexif().get(_ORIENTATION, 1))
     stored.save(stream, "PNG", compress_level=1, exif=upright)
@@ -51,16 +51,16 @@ def image_file(image: ImageInput) -> ImageFile:
 
 
 def content_key(image: ImageFile) -> Path | bytes:
-    """Equal for two names of one file, and for images in memory with the same content."""
+    """A key that is equal for the same file or the same content."""
     return image.resolve() if isinstance(image, Path) else image.content
 
 
 def for_each_question(value: Any, count: int, is_one: Callable[[Any], bool], what: str) -> list[Any]:
-    """One value for all `count` questions, or a list with one for each of them.
+    """A list of `count` values from a single value or a list.
 
     Args:
-        is_one: whether a value is one for a question.
-        what: names the value and its form in the error.
+        is_one: whether a value is a single one.
+        what: begins the error message.
     """
     if is_one(value):
         return [value] * count
@@ -70,9 +70,10 @@ def for_each_question(value: Any, count: int, is_one: Callable[[Any], bool], wha
 
 
 def given_boxes(boxes: Any) -> AnnotatedObjects | None:
-    """Boxes from a user: numbers [R, 4] xyxy in pixels of the original image, or what `--boxes` of the commands takes.
+    """A user's boxes.
 
-    A single box [4] is read as [1, 4].
+    Args:
+        boxes: numbers [R, 4] or [4], xyxy in pixels of the original image; or words or a file as in `--boxes`.
     """
     if boxes is None or isinstance(boxes, AnnotatedObjects):
         return boxes

@@ -1,4 +1,4 @@
-"""A trained model to use: asked about images, shown regions, saved and shared."""
+"""The public model API: questions about images, regions, saving and sharing."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class TrainedModel(
     tags=["vision-and-language", "object-detection"],
     model_card_template=CARD,
 ):
-    """A detector, an encoder and a task with their tokenizer and settings; `e2e_vl.load` makes one.
+    """A detector, an encoder and a task with their tokenizer and settings, see `e2e_vl.load`.
 
-    It is loaded once and may be asked from several threads at a time. Boxes are xyxy in pixels of the original image.
+    It is thread-safe. Boxes are xyxy in pixels of the original image.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class TrainedModel(
         metrics: Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
     ):
-        """A model in memory; nothing of its files is read again.
+        """Wrap a loaded model.
 
         Args:
-            source: where it was loaded from, for messages.
-            metrics: of the run, for the model card.
+            source: its folder, for messages.
+            metrics: the run's metrics, for the model card.
             device: see `chosen_device`.
         """
         self.settings, self.tokenizer, self.source = settings, tokenizer, source
@@ -102,7 +102,7 @@ class TrainedModel(
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Of the detector's classes; None: unknown."""
+        """Names of the detector's classes; None: unknown."""
         return self.network.detector.class_names
 
     def ask(
@@ -114,18 +114,17 @@ class TrainedModel(
         choices: Sequence[Any] = (),
         answer: Any = None,
     ) -> Answer | list[Answer]:
-        """Answer texts about images: a box, the best answers, the best choice, or the words at each [MASK].
+        """Answer texts about images: with a box, the best answers, the best choice, or the words at each [MASK].
 
         Args:
             image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.inputs.image_file`); a tuple of them for a
-                model whose texts are about several images; or a list of any of these. The detector runs once per
-                distinct image.
-            text: a text, or a list of texts. A single image or text is used with each element of a list of the other.
-            boxes: candidates [R, 4] instead of the detector's, or words such as "person:10,20,80,200", or a file of
-                boxes. They hold for all questions and must lie in the images.
-            choices: the texts to choose from, for a task that chooses; the same for all questions, or a list of them
-                per question.
-            answer: the answer that a rationale is asked for; one for all questions, or a list.
+                text about several images; or a list of any of these. The detector runs once per distinct image.
+            text: a text, or a list of texts. A single image or text is combined with each element of the other list.
+            boxes: candidate boxes in place of the predicted ones: [R, 4], words such as "person:10,20,80,200", or a
+                file. They apply to all questions and must lie inside the images.
+            choices: the texts to choose from, in a multiple-choice task; one list for all questions, or one per
+                question.
+            answer: the answer to be justified, in a run that chooses rationales; one for all questions, or a list.
 
         Returns:
             One answer, or a list of answers in the order of the questions.
@@ -144,7 +143,7 @@ class TrainedModel(
             answer, count, lambda one: one is None or isinstance(one, str), "answer must be a string"
         )
         given = given_boxes(boxes)
-        files: dict[int, ImageFile] = {}  # an object that is given several times is converted once
+        files: dict[int, ImageFile] = {}  # by object id: repeated images are converted once
         questions = []
         for row in range(count):
             several = images[row] if isinstance(images[row], tuple) else (images[row],)
@@ -158,37 +157,37 @@ class TrainedModel(
         return answers if lists else answers[0]
 
     def hide(self, image: ImageInput, boxes: Any, text: str = "") -> Answer:
-        """Let a pre-training model say what is in boxes whose pixels are masked, and which words are masked.
+        """Mask the pixels of boxes and predict their classes and the words at each [MASK], with a pre-training model.
 
         Args:
             boxes: [Q, 4], or words or a file as in `ask`.
-            text: a caption, maybe with [MASK].
+            text: a caption, optionally with [MASK].
         """
         question = Question(image_file(image), text, boxes_to_mask=given_boxes(boxes))
         return self._answer_with_warnings([question])[0]
 
     def regions(self, image: ImageInput, **options: Any) -> FoundRegions:
-        """What the model's detector finds, or says about given boxes; see `TrainedDetector.regions`."""
+        """Regions of the model's detector; see `TrainedDetector.regions`."""
         self._require_detector()
         return self.detector.regions(image, **options, stacklevel=3)
 
     @functools.cached_property
     def detector(self) -> TrainedDetector:
-        """The model's detector, at the image size of its evaluation."""
+        """The model's detector, with the image size used in evaluation."""
         size = self.settings.data.resize
         resize = ResizeRule(size.short_edge[-1], size.long_edge, size.rounding)
         warning = RANDOM_BOXES if self.settings.detector.proposes_at_random else ""
         return TrainedDetector(LoadedDetector(self.network.detector, resize, warning=warning), self.device)
 
     def replies(self, questions: Sequence[Question], *, keep_going: bool = False) -> list[Answer | Exception]:
-        """Answer prepared questions, without warnings; those about the same images and boxes share one detector pass.
+        """Answer questions, without warnings. Questions about the same images and boxes share one detector pass.
 
-        A batch has at most `eval.images_per_batch` groups of such questions, which follow each other and have images of
-        one size, so that no answer depends on what else is asked: where images are padded, a detector sees other edges.
+        A batch contains up to `eval.images_per_batch` consecutive groups of such questions, all with images of the same
+        size: padding would make an answer depend on the other questions.
 
         Args:
-            keep_going: an image that cannot be read, or a given box outside it, is an error of its questions only, and
-                is returned in the place of their answers.
+            keep_going: return the error for questions with an unreadable image or a given box outside the image,
+                instead of raising it.
         """
         groups: dict[Any, list[int]] = {}
         for number, question in enumerate(questions):
@@ -199,7 +198,7 @@ class TrainedModel(
         samples = [self._sample([questions[number] for number in group]) for group in groups.values()]
         limit = self.settings.eval.images_per_batch if self.network.task.batches_questions else 1
         answers: dict[int, Answer | Exception] = {}
-        waiting: list[tuple[list[int], Example]] = []  # numbers of questions, and what the network reads for them
+        waiting: list[tuple[list[int], Example]] = []  # question indices and their example
 
         def answer_waiting() -> None:
             output = self._run([example for _, example in waiting])
@@ -224,30 +223,30 @@ class TrainedModel(
         return [answers[number] for number in range(len(questions))]
 
     def look(self, question: Question, change: Callable[[Batch], Batch] | None = None) -> tuple[Answer, ModelOutput]:
-        """Answer one prepared question, and keep the model's output with its attention maps.
+        """Answer one question; returns the answer and the model's output with its attention maps.
 
         Args:
-            change: changes the batch of the question, such as by masking pixels.
+            change: changes the batch before the forward pass, for example masks pixels.
         """
         output = self._run([self._read(self._sample([question]))], change)
         [answer] = self._answers([question], output)
         return answer, output
 
     def check_question(self, question: Question) -> None:
-        """Raises UserError if the model does not answer such a question; opens no image."""
+        """Raise UserError if the model cannot answer such a question; opens no image."""
         self._sample([question])
 
     def warning_of_boxes(self, questions: Sequence[Question]) -> str:
-        """One sentence if an answer is about random boxes; else empty."""
+        """A warning if an answer depends on random boxes; else ""."""
         if not self.settings.detector.proposes_at_random or all(question.boxes is not None for question in questions):
             return ""
         return (
-            f"The detector of {self.source} never learned to find objects, so it looks at random places and the answer "
-            "means little; give boxes of your own, or a run whose detector was trained."
+            f"The detector of {self.source} was not trained to find objects: its boxes are random and the answer is "
+            "unreliable; give boxes, or use a run with a trained detector."
         )
 
     def _answer_with_warnings(self, questions: Sequence[Question]) -> list[Answer]:
-        """Answers, with Python warnings that point at the line which called the public method."""
+        """Answer questions, with warnings attributed to the caller of the public method."""
         answers = self.replies(questions)
         about_boxes = self.warning_of_boxes(questions)
         if about_boxes and not self._has_warned_of_boxes:
@@ -256,21 +255,21 @@ class TrainedModel(
         unknown = sorted({word for one in answers for word in one.unknown_words})
         if unknown:
             warnings.warn(
-                f"The vocabulary of {self.source} lacks {', '.join(unknown)}; the model reads such words as unknown.",
+                f"Not in the vocabulary of {self.source}: {', '.join(unknown)}; the model reads them as [UNK].",
                 stacklevel=3,
             )
         return answers
 
     def _sample(self, questions: list[Question]) -> Sample:
-        """Questions about the same images as one sample."""
+        """A sample with questions about the same images."""
         self._require_detector()
         data, samples = self.settings.data, []
         if data.blank_text or data.blank_image:
             missing = "text" if data.blank_text else "image"
-            raise UserError(f"{self.source} is a control that was trained without any {missing}; give another run.")
+            raise UserError(f"{self.source} was trained without the {missing} as a control; use another run.")
         for question in questions:
             if not question.text.strip() and question.boxes_to_mask is None:
-                raise UserError("The text is empty; write what to ask or to look for.")
+                raise UserError("The text is empty; write a question or a phrase.")
             asked = dataclasses.replace(
                 question,
                 class_names=self._dataset.class_names_of(self._options),
@@ -281,7 +280,7 @@ class TrainedModel(
         return dataclasses.replace(samples[0], texts=tuple(texts))
 
     def _read(self, sample: Sample) -> Example:
-        """Read and preprocess images and texts as those of a data set are."""
+        """Load and preprocess the images and texts of a sample."""
         loader = self._loaders[BoxSource.ONLINE if sample.images[0].objects is None else BoxSource.GT]
         make_generator = functools.partial(random_generator, self.settings.seed, 0)
         images = []
@@ -314,7 +313,7 @@ class TrainedModel(
         ]
 
     def _answer(self, question: Question, prediction: Prediction, output: ModelOutput, text: int) -> Answer:
-        """The answer to a question from row `text` of the batch."""
+        """The answer to a question, from row `text` of the batch."""
         batch, regions, task = output.batch, output.text_regions, self.network.task
         kept = regions.row[text] >= 0
         names = [name for name, is_kept in zip(class_names_of(output)[text], kept.tolist(), strict=True) if is_kept]
@@ -323,7 +322,7 @@ class TrainedModel(
             length = batch.texts.input_ids.shape[1]
             position = _answer_position(output, text)
             rows = [one[text, :, position, length : length + len(kept)] for one in maps]
-            last = next((row for row in reversed(rows) if row.any()), rows[-1])  # a map may have no such block
+            last = next((row for row in reversed(rows) if row.any()), rows[-1])  # not all maps attend to regions
             attention = last.mean(dim=0)[kept].float().cpu().numpy()
         ranked, lines = task.ranked(prediction), task.answer_lines(prediction)
         box = prediction.box if task.predicts_box else None
@@ -348,12 +347,12 @@ class TrainedModel(
     def _require_detector(self) -> None:
         if self.settings.detector.backend == "precomputed":
             raise UserError(
-                f"{self.source} reads saved region features, so it cannot look at an image; give a run with a detector."
+                f"{self.source} uses precomputed features, so it cannot process images; use a run with a detector."
             )
 
     @classmethod
     def from_folder(cls, folder: str | Path, device: str | torch.device | None = None) -> TrainedModel:
-        """Load a run directory of tools/train.py, or a folder that `save_pretrained` wrote."""
+        """Load a run directory of tools/train.py, or a folder written by `save_pretrained`."""
         path = Path(folder)
         metrics = path / "metrics.json"
         found = read_json(metrics, dict[str, Any]) if metrics.is_file() else None
@@ -376,18 +375,18 @@ class TrainedModel(
             write_json(part / "config.json", {"library_name": "e2e-vl", "e2e_vl_version": version("e2e-vl")})
 
     def generate_model_card(self, repo_id: str | None = None, license: str | None = None, **more: Any) -> ModelCard:
-        """What the model is made of, how to load and ask it, and its metrics where the run has them.
+        """A card with the parts of the model, an example of its use, and the metrics of its run.
 
         Args:
             repo_id: the model's name on the hub; None: the name of its folder.
-            license: of the weights, which only their owner can name; None: the card names none.
-            more: further values of the template.
+            license: licence of the weights; None: the card names none.
+            more: further values for the template.
         """
         settings, task = self.settings, self.network.task
         data = ModelCardData(library_name="e2e-vl", tags=["vision-and-language", settings.task.name], license=license)
         example = f"answer = model.ask({task.example_call})"
         if settings.detector.backend == "precomputed":
-            example = "# it reads saved region features, so `tools/evaluate.py` and `e2e-vl predict` run it"
+            example = "# it uses precomputed features: run it with `tools/evaluate.py` or `e2e-vl predict`"
         elif not task.answers_questions:
             example = 'found = model.regions("photo.jpg")'
         elif self._dataset.takes_answer(self._options):
@@ -411,18 +410,18 @@ class TrainedModel(
 
 
 def _largest_size(example: Example) -> tuple[int, ...]:
-    """Height and width that hold all images of an example."""
+    """The largest height and width of the images of an example."""
     return tuple(map(max, zip(*(image.pixels.shape[:2] for image in example.images), strict=True)))
 
 
 def _answer_position(output: ModelOutput, text: int) -> int:
-    """Position of the answer: its own one, the first labelled wordpiece, the first masked region, or the first one."""
+    """Position of the answer: the summary token, the first labelled wordpiece or masked region, or else 0."""
     batch = output.batch
     if batch.texts.summary is not None:
         return int(batch.texts.summary[text])
-    asked = [] if batch.targets is None else batch.targets.labelled_wordpieces(text)
-    if asked:
-        return asked[0]
+    labelled = [] if batch.targets is None else batch.targets.labelled_wordpieces(text)
+    if labelled:
+        return labelled[0]
     is_masked = output.text_regions.is_masked[text]
     return batch.texts.input_ids.shape[1] + int(is_masked.int().argmax()) if is_masked.any() else 0
 
@@ -435,14 +434,14 @@ def load(source: str | Path, device: str | torch.device | None = None) -> Traine
         folder = snapshot_download(str(source))
     except (OSError, ValueError) as error:  # no such model, no connection, or offline
         raise MissingFileError(
-            f"{source}: neither a local folder nor a model that could be loaded from the hub "
+            f"{source} is neither a local folder nor a model that could be loaded from the hub "
             f"({first_line(error)}); check the name and the connection, or give a run directory."
         ) from error
     return TrainedModel.from_folder(folder, device)
 
 
 def without_absolute_paths(value: Any) -> Any:
-    """Settings with the names of files in place of absolute paths, which only the training machine has."""
+    """Settings with absolute paths replaced by file names, because the paths are local to the training machine."""
     if isinstance(value, dict):
         return {key: without_absolute_paths(one) for key, one in value.items()}
     if isinstance(value, list):

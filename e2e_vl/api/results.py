@@ -1,4 +1,4 @@
-"""What `ask`, `hide` and `regions` return: plain values, and a picture of them.
+"""The results of `ask`, `hide` and `regions`, with pictures.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -18,30 +18,32 @@ from e2e_vl.drawing import box_colours, draw_boxes
 from e2e_vl.predictions import Box, GroundedPhrase, Prediction, Ranked
 from e2e_vl.samples import ImageBytes
 
-SHOWN_SIZE = ResizeRule(600, 1000)  # of pictures; large photos are shrunk
-MOST_ATTENDED = 5  # regions in a picture
-HIGH_ATTENTION = 2.0  # attention of a region, as a multiple of an equal share, from which it is drawn
-MIN_DRAWN_SCORE = 0.05  # of a region in a picture
-GREY = 127  # in place of masked pixels
+SHOWN_SIZE = ResizeRule(600, 1000)  # of pictures
+MOST_ATTENDED = 5  # maximum number of attended regions in a picture
+HIGH_ATTENTION = 2.0  # minimum attention of a drawn region, as a multiple of the mean
+MIN_DRAWN_SCORE = 0.05  # minimum score of a drawn region
+GREY = 127  # value of masked pixels
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # arrays have no single truth value, so == would fail
+@dataclasses.dataclass(frozen=True, eq=False)  # == is ambiguous for arrays
 class Answer:
     """The answer to one text. All boxes are xyxy in pixels of the original image."""
 
-    text: str  # what was asked
-    answer: str  # the answer in words; where the task points at a box, where that is
-    score: float | None  # of the answer, 0 to 1; None: the task gives several
-    box: np.ndarray | None  # float32 [4], what the text refers to; None: the task points at no box, or found none
-    top: Ranked  # the best answers with their scores, best first; empty where answers are no texts
-    lines: list[str]  # all of this in words
-    boxes: np.ndarray  # float32 [R, 4], the candidate boxes that the answer was made from
-    box_images: np.ndarray  # int64 [R], which of the `images` each of them lies in
-    box_names: list[str]  # R names: what was detected, or in VCR what the user called the box; "" where it is unknown
-    attention: np.ndarray | None  # float32 [R], attention of the answer to each; None: the task points at a box
-    unknown_words: tuple[str, ...]  # of the text, the choices and the given answer: the vocabulary lacks them
-    answer_boxes: list[tuple[str, Box]]  # labels and boxes that the answer points at; empty for most tasks
-    prediction: Prediction  # all of it, of the task's own class
+    text: str  # the question
+    answer: str  # the answer in words; for tasks that predict a box, its position
+    score: float | None  # score of the answer, 0 to 1; None: the task gives several
+    box: (
+        np.ndarray | None
+    )  # float32 [4], the box that the text refers to; None: no box was predicted
+    top: Ranked  # the best answers with their scores, best first; empty if answers are not texts
+    lines: list[str]  # the answer as lines of text
+    boxes: np.ndarray  # float32 [R, 4], the candidate boxes
+    box_images: np.ndarray  # int64 [R], the image index of each box in `images`
+    box_names: list[str]  # R predicted classes, or in VCR the names the user gave; "" if unknown
+    attention: np.ndarray | None  # float32 [R], attention from the answer to each region; None: the task predicts a box
+    unknown_words: tuple[str, ...]  # words of the text, the choices and the given answer that are not in the vocabulary
+    answer_boxes: list[tuple[str, Box]]  # labelled boxes that the answer consists of; empty for most tasks
+    prediction: Prediction  # the full prediction, in the task's class
     images: tuple[ImageFile, ...] = dataclasses.field(repr=False)
 
     @property
@@ -50,19 +52,19 @@ class Answer:
         return self.prediction.grounded
 
     def draw(self, image: int = 0) -> Image.Image:
-        """The boxes that the answer points at, or the regions that get much more attention than the others.
+        """Draw the boxes of the answer, or else the regions with the most attention.
 
-        In other colours the boxes of phrases, see `shown_phrases`; those of unsure ones are dashed.
+        Boxes of phrases have other colours, see `shown_phrases`; those of uncertain phrases are dashed.
 
         Args:
-            image: number of the image, for a text about several images.
+            image: image index, for a text about several images.
         """
         phrases = self.shown_phrases() if image == 0 else []
         if self.answer_boxes:
             labels, boxes = map(list, zip(*self.answer_boxes, strict=True))
             return draw_on(self.images[image], boxes, labels, self.text, phrases=phrases)
         title = f"{self.text} -> {self.answer}" if self.answer else self.text
-        masked = self.prediction.masked_regions  # the first of the candidates
+        masked = self.prediction.masked_regions  # they are the first candidates
         covered = [one.box for one in masked]
         labels = [f"masked: {one.classes[0][0]} {one.classes[0][1]:.2f}" for one in masked]
         rows = []
@@ -78,16 +80,16 @@ class Answer:
         return self.draw()._repr_png_()
 
     def draw_candidates(self, image: int = 0) -> Image.Image:
-        """All candidate boxes of one image with their numbers, and their names where they have some."""
+        """Draw all candidate boxes of one image with their indices and names."""
         rows = np.flatnonzero(self.box_images == image)
         labels = [f"{row} {self.box_names[row]}".strip() for row in rows]
         return draw_on(self.images[image], self.boxes[rows], labels)
 
     def shown_phrases(self) -> list[GroundedPhrase]:
-        """The phrases that a picture shows, in their order: those that name one region clearly.
+        """The phrases drawn in a picture, in their order: those with a clear region.
 
-        The first phrase is about the answer itself; where no other one, such as the landmark of a relation, is clear,
-        the other one with the best score is shown too. Left out are boxes that the answer points at anyway.
+        The first phrase is about the answer itself. If no other phrase, such as the landmark of a relation, is clear,
+        the one with the best score is included. Boxes of the answer are left out.
         """
         taken = [box for _, box in self.answer_boxes]
         free = [
@@ -102,23 +104,23 @@ class Answer:
         return [self.phrases[number] for number in free if self.phrases[number].is_clear or number == best]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # arrays have no single truth value, so == would fail
+@dataclasses.dataclass(frozen=True, eq=False)  # == is ambiguous for arrays
 class FoundRegions:
     """The regions of one image, best score first. Boxes are xyxy in pixels of the original image."""
 
     boxes: np.ndarray  # float32 [R, 4]
     scores: np.ndarray  # float32 [R]
     classes: np.ndarray  # int64 [R], 0 .. K-1
-    names: list[str]  # R class names; numbers where the names are unknown
+    names: list[str]  # R class names; "class 7" if the names are unknown
     features: np.ndarray  # float32 [R, D]
-    attributes: list[str]  # R most probable attributes; empty where the detector came without names of attributes
+    attributes: list[str]  # R most probable attributes; empty if their names are unknown
     image: ImageFile = dataclasses.field(repr=False)
 
     def __len__(self) -> int:
         return len(self.boxes)
 
     def draw(self) -> Image.Image:
-        """The regions with their classes and scores, without those that only fill up the number."""
+        """Draw the regions with their classes and scores, except those with very low scores."""
         rows = np.flatnonzero(self.scores >= MIN_DRAWN_SCORE)
         attributes = self.attributes or [""] * len(self)
         labels = [f"{attributes[row]} {self.names[row]} {self.scores[row]:.2f}".strip() for row in rows]
@@ -137,7 +139,7 @@ def draw_on(
     covered: Any = (),
     phrases: Sequence[GroundedPhrase] = (),
 ) -> Image.Image:
-    """Draw boxes, in pixels of the original image, on it; `covered` boxes hide what is in them."""
+    """Draw boxes, given in pixels of the original image; the pixels inside `covered` boxes are grey."""
     if isinstance(image, ImageBytes):
         pixels, size = load_resized(image.content, SHOWN_SIZE, "RGB", image.name)
     else:
@@ -154,7 +156,7 @@ def draw_on(
 
 
 def marks_of(labels: Sequence[str], phrases: Sequence[GroundedPhrase]) -> dict[str, list[Any]]:
-    """`labels`, `colours` and `dashed` of `draw_boxes` for boxes with these labels, then boxes of phrases."""
+    """`labels`, `colours` and `dashed` of `draw_boxes` for labelled boxes followed by boxes of phrases."""
     return {
         "labels": [*labels, *(phrase.label for phrase in phrases)],
         "colours": box_colours(len(labels), len(phrases)),

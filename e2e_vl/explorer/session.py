@@ -1,8 +1,8 @@
-"""One visitor's session: a photo, a text, regions to hide, and whose attention to see. Independent of gradio.
+"""The state of one user's session: a photo, a text, hidden regions, and the selected attention. Independent of gradio.
 
-Shape legend: see `e2e_vl/structures.py`; besides
-    items  what attends and is attended to: wordpieces, whole images, an end, then the R regions
-    steps  layers of the encoder's graphs of attention, graph by graph (`Encoder.attention_graphs`)
+Shape legend: see `e2e_vl/structures.py`; also
+    items  queries and keys of the attention: wordpieces, whole images, an end token, then the R regions
+    steps  layers of the encoder's attention graphs, graph by graph (`Encoder.attention_graphs`)
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from e2e_vl.drawing import BLUE, RED, Colour, draw_boxes, draw_heat_map
 from e2e_vl.samples import ImageBytes, Question
 from e2e_vl.structures import AttentionBlock, Batch, ModelOutput
 
-# About the room on the page, so that labels are not shrunk; not below the size to which `e2e_vl.drawing` enlarges.
+# about the size on the page, so that labels are not scaled down; at least the minimum size of `e2e_vl.drawing`
 SHOWN_SIZE = ResizeRule(600, 640)
 DESCRIBED_AGAIN = (
-    "The detector of this run describes its proposals before it refines them (FEATURES_OF: proposal). Here it "
-    "describes the refined boxes, with and without hidden regions, so that the two answers can be compared; `ask` and "
-    "an evaluation may answer otherwise."
+    "The detector of this run pools features from its proposals before it refines them (FEATURES_OF: proposal). The "
+    "explorer pools them from the refined boxes, with and without hidden regions, so that the two answers can be "
+    "compared; answers may differ from `ask` and evaluation."
 )
 WHOLE_IMAGE, END = "[whole image]", "[END]"  # items that are neither words nor regions
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Photo:
-    """A visitor's photo."""
+    """A user's photo."""
 
     file: ImageBytes
     size: tuple[int, int]  # (height, width) of the upright photo
-    pixels: np.ndarray  # uint8 [height, width, 3] RGB, at the size at which it is shown
+    pixels: np.ndarray  # uint8 [height, width, 3] RGB, at display size
 
     @property
     def scale(self) -> np.ndarray:
-        """Pixels of the photo as it is shown, per pixel of the original: of x and of y."""
+        """Scale (x, y) from the original size to the display size."""
         return np.array([self.pixels.shape[1] / self.size[1], self.pixels.shape[0] / self.size[0]])
 
 
 def read_photo(path: Path) -> Photo:
-    """Read an image file, whose format follows from its content."""
+    """Read an image file; the format is detected from its content."""
     content = path.read_bytes()
     pixels, size = load_resized(content, SHOWN_SIZE, "RGB", path.name)
     return Photo(ImageBytes(content, path.name), size, pixels)
@@ -55,14 +55,13 @@ def read_photo(path: Path) -> Photo:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inspection:
-    """What the model said to one text about one photo, with its attention."""
+    """The answer to one text about one photo, with the attention."""
 
     answer: Answer  # its boxes are in pixels of the original photo
     words: tuple[str, ...]  # the items before the regions
-    names: tuple[str, ...]  # R classes that the detector found; "" where it is unknown
-    attention: np.ndarray  # float32 [steps, heads, items, items]: of the first item to the second
-    # GRAPH:LAYER of each step, counted from 0 as in an analysis, with what it connects where that is not everything
-    step_names: tuple[str, ...]
+    names: tuple[str, ...]  # R predicted classes; "" if unknown
+    attention: np.ndarray  # float32 [steps, heads, items, items] (query, key)
+    step_names: tuple[str, ...]  # GRAPH:LAYER of each step, from 0, with the connected items unless it connects all
     boxes: Tensor  # float32 [R, 4] in pixels of the network's input
 
     def __len__(self) -> int:
@@ -75,7 +74,7 @@ class Inspection:
 
     @property
     def best_step(self) -> int:
-        """The last map in which words attend to regions; the last one if none does."""
+        """The last step in which words attend to regions; the last one if there is none."""
         count = len(self.words)
         reads = [step for step, maps in enumerate(self.attention) if maps[:, :count, count:].any()]
         return reads[-1] if reads else len(self.attention) - 1
@@ -88,17 +87,17 @@ class Inspection:
         return f"region {row} {self.names[row]}".strip()
 
     def region_at(self, x: float, y: float) -> int | None:
-        """The smallest region around a point of the original photo."""
+        """The smallest region that contains a point of the original photo."""
         x1, y1, x2, y2 = self.answer.boxes.T
         areas = np.where((x1 <= x) & (x < x2) & (y1 <= y) & (y < y2), (x2 - x1) * (y2 - y1), np.inf)
         return int(areas.argmin()) if len(areas) and np.isfinite(areas.min()) else None
 
     def shown_boxes(self) -> list[tuple[str, list[float]]]:
-        """Labels and boxes, in pixels of the original photo: the answer's, then those of `Answer.shown_phrases`."""
+        """Labels and boxes of the answer, then of `Answer.shown_phrases`, in pixels of the original photo."""
         found = []
         for label, box in self.answer.answer_boxes:
             rows = np.flatnonzero(np.isclose(self.answer.boxes, box, atol=1e-3).all(axis=1))
-            name = self.names[rows[0]] if len(rows) else ""  # which an answer about given regions lacks
+            name = self.names[rows[0]] if len(rows) else ""  # labels of answers about given regions have no name
             label = label if label.startswith(name) else f"{name} {label}".strip()
             found.append((label or "answer", list(box)))
         return found + [(phrase.label, list(phrase.box)) for phrase in self.answer.shown_phrases()]
@@ -106,24 +105,24 @@ class Inspection:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Session:
-    """Everything that a page shows to one visitor."""
+    """The state of the page for one user."""
 
     photo: Photo | None = None
-    before: Inspection | None = None  # with all pixels; None: no text was asked
-    after: Inspection | None = None  # with hidden regions; None: nothing is hidden
-    hidden: tuple[int, ...] = ()  # rows of the regions
-    item: int | None = None  # whose attention is shown; None: nobody's
+    before: Inspection | None = None  # with all pixels; None: no text yet
+    after: Inspection | None = None  # with hidden regions; None: none is hidden
+    hidden: tuple[int, ...] = ()  # indices of hidden regions
+    item: int | None = None  # the item whose attention is shown; None: none
     step: int = 0
     head: int | None = None  # None: the mean over the heads
 
     @property
     def shown(self) -> Inspection | None:
-        """Whose attention is shown: with hidden regions where some are hidden."""
+        """The inspection whose attention is shown: `after` if regions are hidden, else `before`."""
         return self.after or self.before
 
     @property
     def attention(self) -> np.ndarray | None:
-        """float32 [items], attention of the chosen item to each; None: no item is chosen."""
+        """float32 [items], attention from the selected item to each item; None: none is selected."""
         if self.shown is None or self.item is None:
             return None
         maps = self.shown.attention[self.step]
@@ -131,20 +130,20 @@ class Session:
 
     @property
     def region_attention(self) -> np.ndarray | None:
-        """float32 [R], the part of `attention` that goes to the regions."""
+        """float32 [R], the part of `attention` on the regions."""
         return None if self.attention is None else self.attention[len(self.shown.words) :]
 
 
 class Explorer:
-    """A model that is loaded once and answers all visitors.
+    """Answers the questions of all users with one model.
 
     Attributes:
-        warning: one sentence if every answer is about random boxes; else empty.
-        note: what visitors must know of the answers; else empty.
+        warning: a warning if all boxes are random; else "".
+        note: a note about the answers; else "".
     """
 
     def __init__(self, model: TrainedModel):
-        # pre-training answers only texts with a masked word, and other tasks read it as any word
+        # pre-training needs a text with a masked word; for other tasks it is a word like any other
         question = Question(ImageBytes(b"", "(a photo)"), f"a {model.tokenizer.mask_token}")
         model.check_question(question)
         self.model = model
@@ -154,18 +153,18 @@ class Explorer:
         self.note = DESCRIBED_AGAIN if self._describes_again else ""
 
     def ask(self, session: Session, text: str) -> Session:
-        """The session with the answer to a text about its photo; nothing is hidden."""
+        """A session with the answer to a text about the same photo; no region is hidden."""
         if session.photo is None:
-            raise UserError("There is no photo yet; drop an image file first.")
+            raise UserError("There is no photo yet; upload an image first.")
         found = self.inspect(session.photo, text)
         if self._describes_again:
             found = self.inspect(session.photo, text, found)
         return Session(session.photo, found, step=found.best_step)
 
     def hide(self, session: Session, rows: Iterable[int]) -> Session:
-        """The session with the answer to the same text when the pixels of some regions have the mean colour.
+        """A session with the answer to the same text, with the pixels of some regions set to the mean colour.
 
-        The regions stay the same: the detector describes them, but does not look for others.
+        The boxes stay the same: their features are computed again, and no new boxes are proposed.
         """
         before, hidden = session.before, tuple(sorted(set(rows)))
         after = self.inspect(session.photo, before.answer.text, before, hidden) if hidden else None
@@ -178,10 +177,10 @@ class Explorer:
     def inspect(
         self, photo: Photo, text: str, before: Inspection | None = None, hidden: Sequence[int] = ()
     ) -> Inspection:
-        """Answer a text, with the regions of `before` if it is given, without the pixels of the `hidden` ones."""
+        """Answer a text, with the regions of `before` if given, and the pixels of the `hidden` ones masked."""
 
         def with_regions(batch: Batch) -> Batch:
-            # masked before any detector, so a teacher does not see them; the pixels are those that pre-training masks
+            # the same pixels as in pre-training; they are masked for a teacher too
             images = batch.images
             rectangles = mask_rectangles(before.boxes[list(hidden)], images.sizes[0].tolist(), "truncate")
             pixels = mask_pixels(images.pixels, images.sizes, [rectangles.to(before.boxes.dtype)])
@@ -191,7 +190,7 @@ class Explorer:
         return self._inspection(answer, output, tuple(answer.box_names) if before is None else before.names)
 
     def _inspection(self, answer: Answer, output: ModelOutput, names: tuple[str, ...]) -> Inspection:
-        """What is shown of a batch of one photo and one text."""
+        """The inspection of a batch with one photo and one text."""
         texts, regions = output.batch.texts, output.text_regions
         length, width = texts.input_ids.shape[1], regions.row.shape[1]
         pieces = texts.attention_mask[0].nonzero()[:, 0].tolist()
@@ -202,7 +201,7 @@ class Explorer:
         maps = [one[0][:, slots][:, :, slots].float().cpu().numpy() for one in output.encoded.attentions]
         words = self.model.tokenizer.convert_ids_to_tokens(texts.input_ids[0, pieces].tolist())
         words = (*words, *[WHOLE_IMAGE] * len(whole), *[END] * len(ends))
-        # where graphs share a map, each shows its own part of it
+        # graphs may share a map; each shows only its blocks
         places = {"words": slice(0, len(words)), "regions": slice(len(words), None)}
         step_names, attention = [], []
         for graph, layers in self.model.network.encoder.attention_graphs.items():
@@ -218,16 +217,19 @@ class Explorer:
         return Inspection(answer, words, names, np.stack(attention), tuple(step_names), boxes)
 
 
-# Pictures of a session: the regions to click with the attention on them, and what an answer points at.
+# Pictures: clickable regions with attention, and the boxes of an answer.
 
 
-MOST_NAMED = 5  # regions whose share of the attention is written on them
+MOST_NAMED = 5  # regions labelled with their attention
 
-_OUTLINE: Colour = (90, 90, 90)  # of the other regions
+_OUTLINE: Colour = (90, 90, 90)  # of regions that are neither selected nor hidden
 
 
 def draw_regions(session: Session) -> np.ndarray | None:
-    """uint8 RGB picture of all regions with their numbers; with a chosen item, of its attention. None: no photo."""
+    """uint8 RGB picture of all regions with their indices, or with the attention of the selected item.
+
+    None: no photo.
+    """
     photo, shown = session.photo, session.shown
     if photo is None:
         return None
@@ -247,12 +249,12 @@ def draw_regions(session: Session) -> np.ndarray | None:
     chosen = -1 if session.item is None else session.item - len(shown.words)
     if chosen >= 0:
         labels[chosen], colours[chosen] = f"{chosen}: {shares[chosen]:.2f} chosen", BLUE
-    order.sort(key=lambda row: colours[row] is _OUTLINE)  # labels of the first ones are placed first
+    order.sort(key=lambda row: colours[row] is _OUTLINE)  # `draw_boxes` places the labels of the first boxes first
     return draw_boxes(pixels, boxes[order], [labels[row] for row in order], [colours[row] for row in order])
 
 
 def draw_pointed(session: Session, found: Inspection | None, hidden: tuple[int, ...] = ()) -> np.ndarray | None:
-    """uint8 RGB picture of the boxes that an answer points at and of phrases, dashed where they are unsure.
+    """uint8 RGB picture of the boxes of an answer and of its phrases, dashed for uncertain phrases.
 
     None: no photo, or no answer.
     """
@@ -270,7 +272,7 @@ def _on_picture(photo: Photo, boxes: np.ndarray) -> np.ndarray:
 
 
 def _covered(photo: Photo, found: Inspection, hidden: tuple[int, ...]) -> np.ndarray:
-    """A copy of the photo without the pixels of some regions."""
+    """A copy of the photo with some regions in grey."""
     pixels = photo.pixels.copy()
     for x1, y1, x2, y2 in _on_picture(photo, found.answer.boxes[list(hidden)]).astype(int).clip(min=0):
         pixels[y1 : y2 + 1, x1 : x2 + 1] = GREY

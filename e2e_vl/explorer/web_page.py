@@ -1,6 +1,6 @@
-"""The page: gradio's components around a session. Needs the optional package gradio."""
+"""The web page: gradio components that show a session. Needs the optional package gradio."""
 
-# Annotations are evaluated here, unlike in other modules: gradio looks for `SelectData` in them, and finds no strings.
+# without `from __future__ import annotations`: gradio looks for `SelectData` in annotations, not for strings
 
 import dataclasses
 from collections.abc import Callable
@@ -14,21 +14,21 @@ from e2e_vl.explorer.session import Explorer, Inspection, Session, draw_pointed,
 if TYPE_CHECKING:
     import gradio
 
-SHOWS, HIDES = "shows its attention", "hides it, or shows it again"  # what a click on a region does
+SHOWS, HIDES = "shows its attention", "hides it, or shows it again"  # effects of a click on a region
 MEAN = "mean of all heads"
 LONGEST_TEXT = 500  # characters
 MOST_MEGABYTES = 20  # of an uploaded photo
-KEPT_SECONDS = 3600  # how long sessions are kept after their last change, and photos at least
-SESSIONS = 50  # visitors whose photos and attention are kept at a time
-_WAITING = 20  # requests in the queue, above which more are refused
+KEPT_SECONDS = 3600  # lifetime of a session after its last change, and minimum lifetime of photos
+SESSIONS = 50  # maximum number of sessions in memory
+_WAITING = 20  # maximum length of the request queue
 _CSS = """
 .gradio-container {max-width: 1500px !important}
 #problem {border-left: 4px solid #c0392b; padding: 0.4em 0.8em}
 #words .token {margin: 2px; padding: 1px 5px; border: 1px solid #bbb; border-radius: 4px; cursor: pointer}
-/* the label and the buttons of a picture are above it, where they cover nothing of a thin photo */
+/* label and buttons above the picture, so that they do not cover it */
 #regions .image-container, #picture .image-container, #picture-after .image-container
     {padding-top: 2.4em; box-sizing: border-box}
-/* texts are as high as their content, in windows of any width */
+/* the height of texts follows their content */
 #answer textarea, #answer-after textarea, #boxes textarea, #boxes-after textarea, #phrases textarea
     {field-sizing: content; height: auto !important; min-height: 3.2em; max-height: 16em}
 @media (max-width: 640px) {
@@ -39,7 +39,7 @@ _CSS = """
 
 
 def build_page(explorer: Explorer, title: str) -> "gradio.Blocks":
-    """The page with its events; every visitor has a session of their own."""
+    """The page with its events; each user has a separate session."""
     import gradio as gr
 
     page = gr.Blocks(title=title, analytics_enabled=False, delete_cache=(KEPT_SECONDS, KEPT_SECONDS))
@@ -53,7 +53,7 @@ def build_page(explorer: Explorer, title: str) -> "gradio.Blocks":
 
 
 def _components(gr: Any) -> dict[str, Any]:
-    """The components in their places, by their element ids."""
+    """The components in their layout, by element id."""
     parts = {}
 
     def add(kind: Any, name: str, label: str, **options: Any) -> None:
@@ -92,13 +92,13 @@ def _components(gr: Any) -> dict[str, Any]:
 
 
 def _connect(gr: Any, explorer: Explorer, state: Any, parts: dict[str, Any]) -> None:
-    """Make the components change the session and show it."""
+    """Connect the components' events to the session."""
 
     def shown(session: Session, error: str = "") -> list[Any]:
         return [session, *values(gr, session, error).values()]
 
     def changing(change: Callable[..., Session]) -> Callable[..., list[Any]]:
-        """An event that changes the session, or says in one sentence why it cannot."""
+        """An event that changes the session, or shows an error message."""
 
         def event(session: Session, *inputs: Any) -> list[Any]:
             try:
@@ -114,11 +114,11 @@ def _connect(gr: Any, explorer: Explorer, state: Any, parts: dict[str, Any]) -> 
         try:
             session = Session(read_photo(Path(file)))
             return shown(explorer.ask(session, text) if text and text.strip() else session)
-        except (ValueError, OSError) as error:  # a photo that was read stays, whatever is wrong with the text
+        except (ValueError, OSError) as error:  # after an error about the text the photo stays
             return shown(session, str(error))
 
     def click(session: Session, action: str, place: tuple[float, float]) -> Session:
-        """A click on the picture of the regions, at (x, y) of its pixels."""
+        """Handle a click on the picture of the regions, at pixel (x, y)."""
         seen = session.shown
         row = None if seen is None else seen.region_at(*(np.array(place, dtype=np.float64) / session.photo.scale))
         if row is None:
@@ -162,10 +162,10 @@ def _connect(gr: Any, explorer: Explorer, state: Any, parts: dict[str, Any]) -> 
 
 
 def serve(page: "gradio.Blocks", *, host: str, port: int | None) -> str:
-    """Start the server in threads of its own, until `page.close()`; no link is shared.
+    """Start the server in background threads, until `page.close()`; no public link is created.
 
     Args:
-        port: None: a free one.
+        port: None: any free port.
 
     Returns:
         The address.
@@ -191,7 +191,7 @@ def serve(page: "gradio.Blocks", *, host: str, port: int | None) -> str:
 
 
 def values(gr: Any, session: Session, error: str) -> dict[str, Any]:
-    """What the components show, by their element ids."""
+    """The values of the components, by element id."""
     before, after, seen = session.before, session.after, session.shown
     regions, items, steps, heads, phrases, table = [], [], [], [], [], []
     if seen is not None:
@@ -228,7 +228,7 @@ def _answer(found: Inspection | None) -> str:
     if found is None:
         return ""
     unknown = found.answer.unknown_words
-    return "\n".join([*found.answer.lines, *([f"unknown words: {', '.join(unknown)}"] if unknown else [])])
+    return "\n".join([*found.answer.lines, *([f"not in the vocabulary: {', '.join(unknown)}"] if unknown else [])])
 
 
 def _boxes(found: Inspection | None) -> str:
@@ -240,7 +240,7 @@ def _numbers(box: Any) -> str:
 
 
 def _coloured_words(session: Session) -> list[tuple[str, float | None]]:
-    """The words with their share of the attention, relative to the largest one."""
+    """The words with their attention relative to the highest one."""
     words = () if session.shown is None else session.shown.words
     if session.attention is None:
         return [(word, None) for word in words]
@@ -249,5 +249,5 @@ def _coloured_words(session: Session) -> list[tuple[str, float | None]]:
 
 
 def _plain(text: str) -> str:
-    """A text that Markdown shows as it is."""
+    """A text with Markdown characters escaped."""
     return "".join(f"&#{ord(one)};" if one in "\\`*_{}[]()#+-!|~<>&\"'" else one for one in text)

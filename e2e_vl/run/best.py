@@ -1,4 +1,4 @@
-"""The best model of a run so far, and when to stop because no better one comes.
+"""The best model of a run so far, and early stopping.
 
 best/
   config.yaml, detector/, encoder/, task/, tokenizer/    as `save_model` writes them
@@ -21,14 +21,14 @@ from e2e_vl.run.evaluate import LOSS
 
 @dataclasses.dataclass
 class BestModel:
-    """Judges the evaluations of a run; every process has the same one, and the main process writes.
+    """Tracks the best evaluation of a run. All processes have the same copy; the main process writes.
 
     Attributes:
-        folder: of the best model.
-        metric: name of a metric, of which more is better, or of a loss, of which less is; None judges nothing.
-        patience: number of evaluations in a row without a better value after which training ends; None = never.
-        step, value: of the best evaluation; None before there is one.
-        judged_step: of the last evaluation that was judged.
+        folder: folder of the best model.
+        metric: a metric (higher is better) or a loss (lower is better); None: nothing is tracked.
+        patience: training ends after this many evaluations in a row without a better value; None = never.
+        step, value: step and value of the best evaluation; None before the first one.
+        judged_step: step of the last evaluation.
         waited: evaluations since the best one.
     """
 
@@ -42,18 +42,18 @@ class BestModel:
 
     @property
     def is_over(self) -> bool:
-        """No better model came for too long."""
+        """Whether `patience` is used up."""
         return self.patience is not None and self.waited >= self.patience
 
     @property
     def found(self) -> dict[str, Any] | None:
-        """Metric, value and step of the best model, if there is one."""
+        """Metric, value and step of the best model; None before the first evaluation."""
         return None if self.step is None else {"metric": self.metric, "value": self.value, "step": self.step}
 
     def check_name(self, metrics: Mapping[str, Any]) -> None:
-        """Refuse a metric that evaluations do not have, or that training cannot change.
+        """Raise UserError for a metric that evaluations do not compute, or that training cannot change.
 
-        A detail of a metric, such as a family of texts, may be missing in a part of the images.
+        A detail of a metric, such as a family of texts, may be missing in a subset of the images.
         """
         if self.metric is None:
             return
@@ -68,7 +68,7 @@ class BestModel:
             )
 
     def judge(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Whether the model of this step is the best so far; a step is judged once."""
+        """Whether the model of this step is the best so far; False if the step was evaluated before."""
         if self.metric is None or step == self.judged_step:
             return False
         self.check_name(metrics)
@@ -84,16 +84,20 @@ class BestModel:
         return is_best
 
     def write(self, save: Callable[[Path], None]) -> None:
-        """Put the model that was just judged into the folder; `save` writes it into a folder of any name."""
+        """Write the current model into the folder.
+
+        Args:
+            save: writes the model into the folder that it is given.
+        """
         with atomic_folder(self.folder) as part:
             save(part)
             write_json(part / "best.json", self.found)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state that a checkpoint saves."""
         return {name: getattr(self, name) for name in ("metric", "step", "value", "judged_step", "waited")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint; what was measured by another metric is forgotten."""
+        """Restore the state from a checkpoint, unless it belongs to another metric."""
         if self.metric is not None and state["metric"] == self.metric:
             vars(self).update(state)

@@ -1,4 +1,4 @@
-"""From settings to objects: model, tokenizer and data of a run. `e2e_vl/parts.py` lists the parts by name."""
+"""Builds the model, tokenizer and data of a run from its settings. `e2e_vl/parts.py` lists the parts by name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from e2e_vl.weights.vl_bert import OfficialVLBert, VLBertFromBert
 
 logger = logging.getLogger(__name__)
 
-ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # of encoders that start from files of other projects
+ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # encoders that can load the weights of other projects
     "vl_bert": (OfficialVLBert(), VLBertFromBert()),
     "visual_bert": (OfficialVisualBert(), TransformersVisualBert(), VisualBertFromBert()),
     "lxmert": (OfficialLxmert(), TransformersLxmert(), LxmertFromBert()),
@@ -53,12 +53,12 @@ ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # of encoders that start fro
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The settings with numbers for `data.resize`, which comes from the detector's YAML file where it is null."""
+    """The settings with `data.resize` filled in from the detector's YAML file where it is null."""
     is_random = config.detector.loss_weight == 0 and config.detector.weights is None
     if config.data.boxes.train is BoxSource.ONLINE and is_random:
         raise UserError(
-            "data.boxes.train is online, but the detector starts at random and detector.loss_weight is 0, so its boxes "
-            "would never become useful; set detector.loss_weight or detector.weights."
+            "data.boxes.train is online, but the detector is initialised at random and detector.loss_weight is 0, so "
+            "its boxes would never become useful; set detector.loss_weight or detector.weights."
         )
     if config.data.resize is not None:
         return config
@@ -68,28 +68,28 @@ def resolve(config: RunConfig) -> RunConfig:
         short = list(range(short[0], short[-1] + 1))
     if sizes.min_size_test not in short or sizes.max_size_test != sizes.max_size_train:
         raise UserError(
-            f"data.resize is null, but {config.detector.config} tests at other sizes than it trains at (INPUT."
-            "MIN_SIZE_TEST must be one of MIN_SIZE_TRAIN, and the MAX_SIZEs equal); write data.resize yourself."
+            f"data.resize is null, but {config.detector.config} has different sizes for training and testing (INPUT."
+            "MIN_SIZE_TEST must be one of MIN_SIZE_TRAIN, and both MAX_SIZEs must be equal); set data.resize."
         )
-    short.append(short.pop(short.index(sizes.min_size_test)))  # the last one is the size of testing
+    short.append(short.pop(short.index(sizes.min_size_test)))  # evaluation uses the last one
     resize = ResizeSettings(short, sizes.max_size_train, "detectron2")
     return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, resize=resize))
 
 
-# The list of possible answers of a task: read, or built from the training annotations, and kept with the model.
+# The answer vocabulary of a task: read, or built from the training annotations, and saved with the model.
 
 
 def has_answers(config: RunConfig) -> bool:
-    """Whether the settings name the answers, so that the order of the classes is theirs."""
+    """Whether the settings give the answers, and with them the order of the classes."""
     return getattr(config.task.config, "answers", None) is not None or "answers" in config.data.files
 
 
 def possible_answers(config: RunConfig) -> list[str]:
-    """Answers in the order of their classes.
+    """The answers in the order of their classes.
 
-    `task.config.answers` (a list or a file) or the file `data.files.answers`, under data.root, gives them. Without
-    either they are built from the annotations of the training split, where each must answer at least
-    `task.config.min_answer_count` questions. The task spells the answers of annotations and of text files.
+    They come from `task.config.answers` (a list or a file) or from the file `data.files.answers`, under data.root.
+    Without either, they are the answers to at least `task.config.min_answer_count` questions of the training split. The
+    task normalises the spelling of answers from annotations and text files.
     """
     task, dataset, settings = TASKS[config.task.name].cls, DATASETS[config.data.name].cls, config.task.config
     if settings.answers is not None and not isinstance(settings.answers, str):
@@ -103,16 +103,20 @@ def possible_answers(config: RunConfig) -> list[str]:
 
 
 def frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spell: Callable[[str], str]) -> list[str]:
-    """A list of answers from the most frequent answer to each question, by question id.
+    """The answers to at least `min_count` questions, by descending count, then alphabetically.
 
-    Those that, spelled alike, at least `min_count` questions have. The empty answer may be one of them. Ordered by
-    falling count, then alphabetically; published vocabularies have orders of their own.
+    The empty answer may be one of them. Published vocabularies have a different order.
+
+    Args:
+        most_frequent: the most frequent answer to each question, by question id.
+        min_count: least number of questions.
+        spell: normalises the spelling of an answer.
     """
     counts = Counter(spell(answer) for answer in most_frequent.values())
     kept = [answer for answer, count in counts.items() if count >= min_count]
     if not kept:
         raise UserError(
-            f"no answer belongs to at least {min_count} of the {len(most_frequent)} questions; lower the least count"
+            f"no answer occurs in at least {min_count} of the {len(most_frequent)} questions; lower the minimum count"
         )
     return sorted(kept, key=lambda answer: (-counts[answer], answer))
 
@@ -121,7 +125,7 @@ def frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spell: Ca
 
 
 class Start(NamedTuple):
-    """Weights that a part of the model started from."""
+    """The weights that a part of the model was initialised from."""
 
     part: str  # detector, encoder, task or phrases
     path: str
@@ -129,7 +133,7 @@ class Start(NamedTuple):
 
 
 def log_start(start: Start) -> None:
-    """Log what came from a weights file; a warning if something stayed random or unused."""
+    """Log what was loaded from a weights file; as a warning if tensors are missing or unused."""
     level = logging.INFO if start.report.is_complete else logging.WARNING
     logger.log(level, "%s (%s names): %s.", start.path, start.report.layout, start.report.summary())
 
@@ -141,12 +145,12 @@ def build_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     on_start: Callable[[Start], None] = log_start,
 ) -> VisionLanguageModel:
-    """Detector, encoder and task with random or (`weights` of each) given starting values.
+    """Detector, encoder and task, initialised at random or from the `weights` of each.
 
     Args:
-        tokenizer: with it the task takes what it wants from the other parts (`Task.initialise`); `task.weights` beat
-            that.
-        on_start: called for each part that starts from weights.
+        tokenizer: if given, the task initialises itself from the other parts (`Task.initialise`) before
+            `task.weights` are loaded.
+        on_start: called for each part that loads weights.
     """
     if tokenizer is not None and config.encoder.weights is not None:
         check_vocabulary(config.encoder.weights, tokenizer)
@@ -193,8 +197,8 @@ def build_detector(config: RunConfig, on_start: Callable[[Start], None] = log_st
 
 def build_encoder(config: RunConfig, vocab_size: int, feature_dim: int) -> Encoder:
     """The encoder with random weights."""
-    model_class, own = ENCODERS[config.encoder.name].cls, msgspec.structs.asdict(config.encoder.config)
-    return model_class(model_class.config_class(vocab_size=vocab_size, feature_dim=feature_dim, **own))
+    model_class, settings = ENCODERS[config.encoder.name].cls, msgspec.structs.asdict(config.encoder.config)
+    return model_class(model_class.config_class(vocab_size=vocab_size, feature_dim=feature_dim, **settings))
 
 
 def build_task(config: RunConfig, sizes: Sizes) -> Task:
@@ -206,7 +210,7 @@ def build_task(config: RunConfig, sizes: Sizes) -> Task:
         return task_class.build(sizes, settings)
     task = task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
     if settings.choices is not None:
-        # the task that preprocesses texts for this one, which uses nothing else of it but the size of its masks
+        # this task takes the preprocessor and the mask size of another one
         other = TASKS[settings.choices.task].cls.build(sizes, settings.choices.config)
         task.choice_preprocessor = other.preprocessor
         task.mask_size, task.mask_at = other.mask_size, other.mask_at
@@ -214,7 +218,7 @@ def build_task(config: RunConfig, sizes: Sizes) -> Task:
 
 
 def build_objectives(settings: Mapping[str, Any], sizes: Sizes) -> dict[str, Objective]:
-    """All objectives whose weight is not 0, in the order of `OBJECTIVES`; see `PretrainingConfig.objectives`."""
+    """The objectives with a non-zero weight, in the order of `OBJECTIVES`; see `PretrainingConfig.objectives`."""
     objectives = {}
     for name, own in PretrainingConfig(objectives=dict(settings)).objectives.items():
         path = getattr(own, "answers", None)
@@ -225,11 +229,11 @@ def build_objectives(settings: Mapping[str, Any], sizes: Sizes) -> dict[str, Obj
     return objectives
 
 
-# The data of a run: from settings to texts, loaded images and batches.
+# The data of a run: texts, images and batches.
 
 
 def make_synthetic_data(config: RunConfig) -> None:
-    """Draw the data set that `data.synthetic` describes into `data.root`, unless it is there already."""
+    """Draw the data set of `data.synthetic` into `data.root`, unless it exists."""
     synthetic = config.data.synthetic
     if not synthetic.scenes:
         return
@@ -240,12 +244,12 @@ def make_synthetic_data(config: RunConfig) -> None:
         config=synthetic.config.scene,
         language=synthetic.config.language,
         formats=synthetic.formats,
-        workers=max(config.data.workers, os.cpu_count() or 1) if config.data.workers else 0,  # all cores are idle yet
+        workers=max(config.data.workers, os.cpu_count() or 1) if config.data.workers else 0,  # all cores are free
     )
 
 
 def is_drawn(config: RunConfig) -> bool:
-    """Whether the data set that `data.synthetic` describes is complete, so that nothing is left to draw."""
+    """Whether the data set of `data.synthetic` exists and is complete."""
     stamp = user_path(config.data.root, "data.root") / STAMP
     if not stamp.is_file():
         return False
@@ -254,10 +258,10 @@ def is_drawn(config: RunConfig) -> bool:
 
 
 def build_tokenizer(config: RunConfig, *, writes: bool = True) -> PreTrainedTokenizerBase:
-    """The named vocabulary, or one built from the training texts and kept with the run.
+    """The tokenizer of `data.vocabulary`, or one built from the training texts and saved in the run directory.
 
     Args:
-        writes: this process builds the vocabulary; False: another one has built it for this run.
+        writes: whether this process builds the vocabulary; False: another process has written it.
     """
     if config.data.vocabulary is not None:
         return load_tokenizer(config.data.vocabulary)
@@ -268,7 +272,7 @@ def build_tokenizer(config: RunConfig, *, writes: bool = True) -> PreTrainedToke
 
 
 def training_texts(config: RunConfig) -> Iterable[str]:
-    """All texts of the training split and what the task adds to them, to build a vocabulary from."""
+    """The texts to build a vocabulary from: those of the training split, and extra words of the task."""
     dataset = DATASETS[config.data.name].cls
     files, options = open_options(dataset, config.data)
     yield from dataset.texts_of(files, options, config.data.train_split)
@@ -284,7 +288,7 @@ def build_examples(
     boxes: BoxSource | str,
     training: bool = False,
 ) -> ExampleDataset:
-    """One split, read, loaded and preprocessed; training adds random resizing, mirroring and detection targets."""
+    """The examples of a split; training adds random resizing, horizontal flips and detection targets."""
     boxes = BoxSource(boxes)
     dataset = open_split(config, split, boxes, training=training)
     if model.task.predicts_classes and not training:
@@ -297,16 +301,16 @@ def build_examples(
 
 
 def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: bool) -> VLDataset:
-    """One split, read from its files."""
+    """The data set of a split."""
     if (boxes is BoxSource.PRECOMPUTED) != (config.detector.backend == "precomputed"):
         raise UserError(
-            f"The box source is {boxes} and detector.backend is {config.detector.backend}: precomputed features need "
-            "both to be precomputed (data.boxes.train, eval.boxes and detector.backend)."
+            f"The box source is {boxes} and detector.backend is {config.detector.backend}; with precomputed features "
+            "set data.boxes.train, eval.boxes and detector.backend all to precomputed."
         )
     if boxes is BoxSource.ONLINE and config.data.boxes.selection != SelectionRule():
         logger.warning(
-            "data.boxes.selection chooses among boxes of files, so boxes 'online' ignore it: these are limited "
-            "by MODEL.ROI_HEADS.SCORE_THRESH_TEST and TEST.DETECTIONS_PER_IMAGE of the detector's config."
+            "data.boxes.selection applies to boxes from files only; boxes 'online' are limited by "
+            "MODEL.ROI_HEADS.SCORE_THRESH_TEST and TEST.DETECTIONS_PER_IMAGE of the detector's config."
         )
     kind = DATASETS[config.data.name].cls
     check_boxes_source(kind, config.data.name, boxes)
@@ -317,14 +321,14 @@ def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: boo
     if needs.annotations and sources and not any(key in files for key in sources):
         wanted = "the targets of the detection losses" if needs.objects else f"boxes '{boxes}'"
         keys = " or ".join(f"data.files.{key}" for key in sources)
-        raise UserError(f"{wanted} come from annotated objects; give an instances file as {keys}.")
+        raise UserError(f"{wanted} come from annotated objects; set {keys} to an instances file.")
     return kind(files, options, split, needs)
 
 
 def build_text_tokenizer(
     config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, *, training: bool = False
 ) -> TextTokenizer:
-    """What puts texts into the layout of the model's encoder."""
+    """The tokenizer that encodes texts in the layout of the model's encoder."""
     data = config.data
     marks = model.phrase_head is not None
     return TextTokenizer(tokenizer, model.encoder.layout, data.max_text_length, data.blank_text, training, marks)
@@ -338,10 +342,10 @@ def build_loader(
     *,
     training: bool = False,
 ) -> ImageLoader:
-    """The rules for images of a run, with its files of boxes; in evaluation nothing is random.
+    """Loads the images of a run and their boxes; deterministic in evaluation.
 
     Args:
-        dataset: whose files of boxes are opened; None: boxes come with each sample, or the detector finds them.
+        dataset: its box files are opened; None: boxes come with each sample or from the detector.
     """
     data = config.data
     sizes = data.resize.short_edge if training else data.resize.short_edge[-1:]
@@ -363,17 +367,17 @@ def build_loader(
 
 
 def build_collate(config: RunConfig, model: VisionLanguageModel) -> Callable[..., Batch]:
-    """Examples -> batch, with the colour statistics of the model's detector and the canvas of the data settings."""
+    """The collate function, with the pixel mean and std of the model's detector and `data.canvas`."""
     settings = model.detector.config.input
     return partial(collate, pixel_mean=settings.pixel_mean, pixel_std=settings.pixel_std, canvas=config.data.canvas)
 
 
 def warn_of_random_boxes(settings: DetectorSettings) -> None:
-    """To be called where a detector's predicted boxes are evaluated."""
+    """Log a warning if predicted boxes are evaluated although nothing trained them."""
     if settings.proposes_at_random:
         logger.warning(
-            "The detector's predicted boxes are random: it was neither trained (detector.loss_weight is 0, or it is "
-            "frozen) nor loaded with an RPN (detector.weights), so accuracies with boxes 'online' mean nothing."
+            "The detector's predicted boxes are random: its RPN was neither trained (detector.loss_weight is 0, or it "
+            "is frozen) nor loaded (detector.weights), so accuracies with boxes 'online' are meaningless."
         )
 
 
@@ -382,7 +386,7 @@ def warn_of_random_boxes(settings: DetectorSettings) -> None:
 
 @dataclasses.dataclass
 class Run:
-    """What a run is made of."""
+    """Model, tokenizer and data of a run."""
 
     model: VisionLanguageModel
     tokenizer: PreTrainedTokenizerBase
@@ -394,12 +398,13 @@ class Run:
 
 
 def build_run(config: RunConfig, *, writes: bool = True) -> Run:
-    """Training data (drawn first if the settings ask for it), tokenizer and model of settings that `resolve` returned.
+    """Training data, tokenizer and model of a run; draws synthetic data if needed.
 
-    A vocabulary and a list of answers that are built from the data are written into the run directory.
+    A vocabulary or answer list built from the data is written into the run directory.
 
     Args:
-        writes: this process writes these files; False: another one has written them.
+        config: as returned by `resolve`.
+        writes: whether this process writes these files; False: another process has written them.
     """
     make_synthetic_data(config)
     tokenizer = build_tokenizer(config, writes=writes)
@@ -419,14 +424,14 @@ def build_run(config: RunConfig, *, writes: bool = True) -> Run:
         if not examples.dataset.has_phrases or (examples.dataset.mixes_phrases and not takes_others):
             remedy = "join data that have some (data.name=joined, see docs/training.md), or " if takes_others else ""
             raise UserError(
-                f"phrases.weight is {config.phrases.weight}, but texts of {config.data.name} do not have the phrases "
-                f"that the task {config.task.name} could learn; {remedy}set it to 0."
+                f"phrases.weight is {config.phrases.weight}, but the texts of {config.data.name} have no phrases that "
+                f"the task {config.task.name} can learn from; {remedy}set it to 0."
             )
     return Run(model, tokenizer, examples, build_collate(config, model), starts)
 
 
 def build_eval_data(config: RunConfig, run: Run) -> None:
-    """Read all splits with all box sources that the settings evaluate, once per run."""
+    """Open every split of `data.eval_splits` with every box source of `eval.boxes`."""
     if BoxSource.ONLINE in config.eval.boxes:
         warn_of_random_boxes(config.detector)
     for split in config.data.eval_splits:

@@ -1,13 +1,12 @@
-"""Checkpoints: the model in `save_pretrained` form, and Accelerate's state to continue exactly.
+"""Checkpoints: the model in `save_pretrained` form, and Accelerate's state for exact resumption.
 
 step_00001000/
-  model/          config.yaml, detector/, encoder/, task/, perhaps phrases/, tokenizer/: loads with `load_model`, needs
-                  no training code
-  state/          weights, optimiser and random states of every process (Accelerate)
+  model/          config.yaml, detector/, encoder/, task/, phrases/ (optional), tokenizer/; see `load_model`
+  state/          weights, optimiser and RNG states of every process (Accelerate)
   step.json       position in the run
-  checksums.json  of all these files; a resumed run passes over checkpoints whose files are damaged
+  checksums.json  of all these files; damaged checkpoints are skipped on resume
 
-A checkpoint is written beside its place and renamed when it is complete. No file of it can run code when it is loaded.
+A checkpoint is written to a temporary folder and renamed when complete. Loading one executes no code from it.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """transformers draws a bar for every file that it writes."""
+    """Disable the progress bar that transformers shows for every file it writes."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -85,23 +84,22 @@ def _without_progress_bars() -> Iterator[None]:
 def load_model(
     folder: Path, *, overrides: list[str] | None = None
 ) -> tuple[RunConfig, VisionLanguageModel, PreTrainedTokenizerBase]:
-    """Read what `save_model` wrote: the folder itself, or a run directory that holds it as `model/`.
-
-    Everything comes from that folder, whatever paths its settings hold, and nothing is written.
+    """Load a model that `save_model` wrote. Paths of weights in its settings are ignored.
 
     Args:
-        overrides: `key=value` settings that change the saved ones, such as `data.root=DIR`, or
-            `detector.overrides.TEST.DETECTIONS_PER_IMAGE=50` on top of the saved detector settings.
+        folder: the model folder, or a run directory with a `model/` folder.
+        overrides: `key=value` settings that change the saved ones, such as `data.root=DIR` or
+            `detector.overrides.TEST.DETECTIONS_PER_IMAGE=50`.
 
     Raises:
-        MissingFileError: no model there, or a file of it is missing.
-        UserError: weights that do not fit the settings beside them.
+        MissingFileError: there is no model, or one of its files is missing.
+        UserError: the weights do not match the settings.
     """
     folder = model_folder(folder)
     for word in overrides or []:
         if word.partition("=")[0] in OWN_START:
-            raise UserError(f"{word}: a trained model brings its own detector and weights; leave this setting out.")
-    # what the phrase head started from may contradict a setting that is changed
+            raise UserError(f"{word}: a trained model includes its detector and weights; leave this setting out.")
+    # phrases.weights without phrases.weight is an error, and an override may set the latter to 0
     overrides = [*(overrides or []), "phrases.weights=null"]
     config = saved_settings(folder, overrides)
     changes = parse_overrides(word for word in overrides if word.startswith("detector.overrides."))
@@ -118,7 +116,7 @@ def load_model(
         task=replace(config.task, weights=None, fallback_weights=None, config=settings),
     )
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
-    # the settings keep the start of the detector, which tells whether its boxes are random
+    # the returned settings keep detector.weights: `proposes_at_random` needs it
     unloaded = replace(config, detector=replace(detector, weights=None))
     model = build_model(unloaded, vocab_size=len(tokenizer), tokenizer=tokenizer)
     load_class_names(model.detector, folder / "detector")
@@ -128,27 +126,27 @@ def load_model(
 
 
 def _parts(model: VisionLanguageModel) -> dict[str, nn.Module]:
-    """The parts that are saved, by the name of their folder."""
+    """The modules that are saved, by folder name."""
     parts = {"detector": model.detector, "encoder": model.encoder, "task": model.task}
     parts |= {"teacher": model.teacher, "phrases": model.phrase_head}
     return {name: part for name, part in parts.items() if part is not None}
 
 
 def saved_settings(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The settings that a model was saved with."""
+    """The settings saved with a model."""
     return load_config(model_folder(run_dir) / "config.yaml", overrides)
 
 
 def _with_answers(config: RunConfig, answers: Path) -> Settings:
-    """The settings of the task, with the saved list of answers as its own, or as that of its objectives."""
+    """The settings of the task, with the saved answers in it or in its objectives."""
     settings = config.task.config
     if TASKS[config.task.name].cls.chooses_answers:
         return replace(settings, answers=str(answers))
     if not answers.is_file():
         return settings
     objectives = {
-        name: replace(own, answers=str(answers), answer_sources=None) if hasattr(own, "answers") else own
-        for name, own in settings.objectives.items()
+        name: replace(one, answers=str(answers), answer_sources=None) if hasattr(one, "answers") else one
+        for name, one in settings.objectives.items()
     }
     return replace(settings, objectives=objectives)
 
@@ -168,17 +166,17 @@ def save_state(
     position: dict[str, Any],
     keep: int,
 ) -> None:
-    """Write a checkpoint folder, then remove all but the `keep` newest; called on every process.
+    """Write a checkpoint, then remove all but the `keep` newest; called on every process.
 
-    Checkpoints of later steps, which a run passed over or leaves behind, are removed too.
+    Checkpoints of later steps (skipped as damaged on resume) are removed too.
 
     Args:
-        position: `step` and whatever else of the run's position JSON can hold; `load_state` returns it.
+        position: `step` and other JSON values; `load_state` returns them.
     """
     bad = [name for name, value in model.named_parameters() if not value.isfinite().all()]
     if bad:
         raise FloatingPointError(
-            f"{bad[0]} became NaN or infinite, so nothing is saved; lower train.lr, or set train.clip_norm. --resume "
+            f"{bad[0]} is NaN or infinite, so no checkpoint is saved; lower train.lr, or set train.clip_norm. --resume "
             "continues from the newest checkpoint."
         )
     with contextlib.ExitStack() as writing:
@@ -193,32 +191,32 @@ def save_state(
         every = complete_checkpoints(folder.parent.parent)
         kept = [one for one in every if one.name <= folder.name][-keep:]
         for old in set(every).difference(kept):
-            (old / POSITION_FILE).unlink()  # from now on it is incomplete
+            (old / POSITION_FILE).unlink()  # marks it as incomplete
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
 
 def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
-    """Continue from a checkpoint folder; returns the position that was saved with it.
+    """Restore the state of a checkpoint; returns its position.
 
-    The optimiser keeps the options (rates, decay, ...) of the current settings, which it was built with.
+    The optimiser keeps the options (learning rates, decay, ...) of the current settings.
     """
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     accelerator.load_state(str(folder / "state"))
-    for group, own in zip(optimizer.param_groups, options, strict=True):
-        group.update(own)
+    for group, current in zip(optimizer.param_groups, options, strict=True):
+        group.update(current)
     return read_json(folder / POSITION_FILE)
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoint folders of a run directory that were written to the end, oldest first."""
+    """The complete checkpoints of a run directory, oldest first."""
     return sorted(path.parent for path in (run_dir / "checkpoints").glob(f"step_*/{POSITION_FILE}"))
 
 
 def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path | None:
-    """The newest undamaged checkpoint of a run directory, or None if the run never saved one.
+    """The newest intact checkpoint of a run directory; None if the run never saved one.
 
-    Settings may differ from the settings of the checkpoint where they leave the architecture; they are logged.
+    Settings that do not affect the architecture may differ from those of the checkpoint; changes are logged.
     """
     if not output.is_dir():
         raise MissingFileError(f"Cannot resume: run directory {output} does not exist; start without --resume.")
@@ -233,7 +231,7 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
         return None
     folder = folders[-1]
     if damaged:
-        logger.warning("%s; the run goes on from %s.", "; ".join(damaged), folder)
+        logger.warning("%s; resuming from %s.", "; ".join(damaged), folder)
     written = saved_settings(folder / "model")
     detector = replace(written.detector, config=str(folder / "model/detector/config.yaml"), overrides={})
     processes = read_json(folder / POSITION_FILE)["processes"]
@@ -247,12 +245,12 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
         )
     changed = [line for line in differences(written, config) if not line.startswith("output:")]
     if changed:
-        logger.warning("Resuming %s with other settings than before: %s", output, "; ".join(changed))
+        logger.warning("Resuming %s with changed settings: %s", output, "; ".join(changed))
     return folder
 
 
 def _architecture(config: RunConfig, processes: int) -> dict[str, Any]:
-    """What must not change in a resumed run: which parameters exist, what they mean, and the number of processes."""
+    """What must not change in a resumed run: the architecture and the number of processes."""
     return {
         "detector": decode_yaml(read_detector_config(config.detector).to_yaml(), config.detector.config),
         "encoder": {"name": config.encoder.name, **msgspec.to_builtins(config.encoder.config)},
@@ -263,11 +261,11 @@ def _architecture(config: RunConfig, processes: int) -> dict[str, Any]:
 
 
 def refuse_to_overwrite(output: Path) -> None:
-    """A new run needs an empty folder, or one whose run was stopped before its first checkpoint."""
+    """Raise UserError unless the folder is empty or its run was stopped before the first checkpoint."""
     is_run = (output / LOCK_FILE).exists()
     has_results = bool(complete_checkpoints(output)) or (output / "metrics.json").exists()
     has_other_files = not is_run and output.exists() and (output.is_file() or any(output.iterdir()))
     if has_results or has_other_files:
         raise UserError(
-            f"{output} holds a run or other files; continue a run with --resume, or choose another `output`."
+            f"{output} contains a run or other files; continue a run with --resume, or choose another `output`."
         )

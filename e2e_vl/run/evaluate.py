@@ -1,4 +1,4 @@
-"""The evaluation loop: every text of a split exactly once, over any number of processes."""
+"""The evaluation loop: each text of a split exactly once, over any number of processes."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from e2e_vl.tasks.phrase_head import TAGS, grounding_metrics, with_phrases
 
 logger = logging.getLogger(__name__)
 
-EVALUATIONS = "evaluations"  # folder of a run directory, for what evaluate_run writes
-LOSS = "loss"  # metric that sums the losses, of which less is better
+EVALUATIONS = "evaluations"  # folder in a run directory for the output of `evaluate_run`
+LOSS = "loss"  # metric: the weighted sum of the losses; lower is better
 
 
 def phrase_weights(config: RunConfig) -> dict[str, float]:
-    """The weights of the losses of phrases, by name; all other losses of a task have weight 1."""
+    """The weights of the phrase losses, by name; all other losses of a task have weight 1."""
     phrases = config.phrases
     return {"phrases": phrases.weight, TAGS: phrases.weight * phrases.tag_weight}
 
 
 class LossSums:
-    """Sums the losses of batches, each process those of its own."""
+    """Sums losses over the batches of this process."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, tuple[float, float]] = {}  # of each loss, and the number of its items
+        self._sums: dict[str, tuple[float, float]] = {}  # name -> total and number of items
 
     def add(self, losses: Mapping[str, Loss]) -> None:
         for name, loss in losses.items():
@@ -52,29 +52,29 @@ class LossSums:
             self._sums[name] = total + float(loss.total), count + float(loss.count)
 
     def means(self) -> dict[str, float]:
-        """The mean of each loss over the items of all processes, the same on each; without those that have no item."""
+        """The mean of each loss over the items of all processes; losses without items are left out."""
         sums: dict[str, tuple[float, float]] = {}
-        for name, total, count in gather_object([(name, *own) for name, own in self._sums.items()]):
+        for name, total, count in gather_object([(name, *one) for name, one in self._sums.items()]):
             before = sums.get(name, (0.0, 0.0))
             sums[name] = before[0] + total, before[1] + count
         return {name: total / count for name, (total, count) in sums.items() if count}
 
     def score(self, config: RunConfig) -> dict[str, float]:
-        """The weighted sum of all means as the metric `LOSS`; nothing where no loss has an item."""
+        """The weighted sum of all means as the metric `LOSS`; empty if no loss has items."""
         means, weights = self.means(), phrase_weights(config)
         return {LOSS: sum(weights.get(name, 1.0) * mean for name, mean in sorted(means.items()))} if means else {}
 
 
 @dataclasses.dataclass
 class Evaluation:
-    """One split, evaluated with boxes of one source."""
+    """The result of one split with one box source."""
 
-    predictions: list[Prediction]  # of all texts on the main process; the others have none
+    predictions: list[Prediction]  # all on the main process, empty on the others
     metrics: dict[str, Any]  # by names such as `val/accuracy_predicted_boxes`
-    unreadable: list[Unreadable]  # images that were left out
+    unreadable: list[Unreadable]  # images that were skipped
 
     def write(self, predictions: Path, unreadable: Path) -> None:
-        """Write the predictions, and ids, texts and reason of images that were left out; if there are none, no file."""
+        """Write the predictions, and a list of skipped images if there are any."""
         write_list(predictions, self.predictions)
         unreadable.unlink(missing_ok=True)
         if self.unreadable:
@@ -92,16 +92,16 @@ def evaluate_splits(
 ) -> dict[str, Any]:
     """Evaluate all of `data.eval_splits` with all of `eval.boxes`, on `run.eval_data`.
 
-    Images that are missing or cannot be read are left out: the log names them, the metric `unreadable_images` counts
-    them, and with `output` they are listed in `unreadable_<split>_<boxes>.json`.
+    Missing and unreadable images are skipped: they are logged, counted by the metric `unreadable_images`, and with
+    `output` listed in `unreadable_<split>_<boxes>.json`.
 
     Args:
         max_images: evaluate only the first `max_images` images of each split; None = all.
-        output: folder for `predictions_<split>_<boxes>.json`; None writes none.
-        show: given the predictions of each split and box source, and their name, on the main process.
+        output: folder for `predictions_<split>_<boxes>.json`; None writes nothing.
+        show: called on the main process with the predictions of each split and box source, and their name.
 
     Returns:
-        The metrics of all splits; with `val/loss_...`, the sum of the mean losses, if `train.keep_best` judges by it.
+        The metrics of all splits, including the loss if `train.keep_best` names it.
     """
     metrics: dict[str, Any] = {}
     best = MetricName.read(config.train.keep_best or "")
@@ -139,8 +139,8 @@ def evaluate_split(
 
     Args:
         max_images: evaluate only the first `max_images` images; None = all.
-        with_loss: the metrics have the loss too, if any text has a target.
-        skip_broken: leave out images that are missing or cannot be read; False: such an image is an error.
+        with_loss: include the loss if any text has a target.
+        skip_broken: skip missing and unreadable images; False: raise an error.
     """
     losses = LossSums() if with_loss else None
     unreadable: list[Unreadable] = []
@@ -160,7 +160,7 @@ def evaluate_split(
 
 
 def metrics_of(task: Task, predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """The metrics of a task over the texts that have a target of it, and those of phrases over all texts."""
+    """The task's metrics over the texts with a target, and the phrase metrics over all texts."""
     judged = with_target(predictions)
     has_only_phrases = bool(predictions) and not judged
     return ({} if has_only_phrases else task.metrics(judged)) | grounding_metrics(predictions)
@@ -177,17 +177,17 @@ def evaluate(
     losses: LossSums | None = None,
     unreadable: list[Unreadable] | None = None,
 ) -> list[Prediction]:
-    """Predictions for every text of a split, with `correct`, on the main process; the others return none.
+    """Predictions for every text of a split, with `correct`; empty on all but the main process.
 
-    Whole batches are dealt to the processes: a box's features depend a little on how far its image is padded, so the
-    make-up of a batch must not depend on how many processes there are.
+    Processes receive whole batches: features depend slightly on padding, so the composition of a batch must not depend
+    on the number of processes.
 
     Args:
         max_images: evaluate only the first `max_images` images; None = all.
-        name: for the progress bar and errors.
-        losses: the losses of the task and of phrases are added to it.
-        unreadable: images that are missing or cannot be read are left out, logged and added to it, the same on every
-            process; None: such an image is an error.
+        name: for the progress bar and error messages.
+        losses: accumulates the losses of the task and of phrases.
+        unreadable: collects missing and unreadable images of all processes, which are skipped and logged; None: such
+            an image raises an error.
     """
     groups = examples.groups[:max_images] if max_images is not None else examples.groups
     sampler = GroupedBatchSampler(
@@ -197,13 +197,13 @@ def evaluate(
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
     )
-    own_unreadable = None if unreadable is None else []
+    skipped = None if unreadable is None else []
     loader = BatchLoader(
-        examples, sampler, build_collate(config, model), workers=config.data.workers, unreadable=own_unreadable
+        examples, sampler, build_collate(config, model), workers=config.data.workers, unreadable=skipped
     )
     was_training = model.training
     model.eval()
-    if accelerator.num_processes > 1:  # batch statistics of the main process count, as when the model is saved
+    if accelerator.num_processes > 1:  # use the batch statistics of the main process, as `save_model` does
         for buffer in model.buffers():
             broadcast(buffer, from_process=0)
     predictions: list[Prediction] = []
@@ -218,7 +218,7 @@ def evaluate(
     model.train(was_training)
     predictions = gather_to_main(accelerator, predictions)
     if unreadable is not None:
-        unreadable += sorted(gather_object(own_unreadable), key=lambda one: one.texts)
+        unreadable += sorted(gather_object(skipped), key=lambda one: one.texts)
         if unreadable and accelerator.is_main_process:
             more = f" (and {len(unreadable) - 1} more)" if len(unreadable) > 1 else ""
             texts = sum(len(one.texts) for one in unreadable)
@@ -244,12 +244,12 @@ def evaluate_run(
     overrides: list[str] | None = None,
     with_loss: bool = False,
 ) -> tuple[dict[str, Any], Path | None]:
-    """Load a trained run and evaluate it; what tools/evaluate.py does.
+    """Load a trained run and evaluate it; the implementation of `e2e-vl evaluate`.
 
     Args:
-        with_loss: the metrics have the loss too, as `train.keep_best` judges by it; None if no text has a target.
-        output: file of the predictions; the metrics go beside it, into `<its name>_metrics.json`. None: the folder
-            `evaluations` of the run, where an earlier evaluation of the same name is replaced.
+        with_loss: include the loss as `train.keep_best` uses it; its value is None if no text has a target.
+        output: file of the predictions; metrics are written to `<its name>_metrics.json` beside it. None: a file in the
+            run's folder `evaluations`, which replaces an earlier evaluation of the same name.
 
     Returns:
         The metrics (as in `evaluate_splits`), and the predictions file on the main process (None on the others).
@@ -258,8 +258,7 @@ def evaluate_run(
     name = "_".join([split, boxes, *([iou] if iou is not None else [])])
     path = output or run_dir / EVALUATIONS / f"{file_name(name)}.json"
     metrics_path = path.with_name(f"{path.stem}_metrics.json")
-    # an earlier evaluation has its metrics beside it, which no file of a run itself has
-    check_output(path, may_replace=metrics_path.is_file())
+    check_output(path, may_replace=metrics_path.is_file())  # only an earlier evaluation has a metrics file beside it
     check_output(metrics_path, may_replace=True)
     convention = [f"task.config.iou_convention={iou}"] if iou is not None else []
     config, model, tokenizer = load_model(run_dir, overrides=[*(overrides or []), *convention])
@@ -293,17 +292,17 @@ def predict_split(
     second_run_dir: Path | None = None,
     overrides: list[str] | None = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Write the file that the task's server or the literature expects; called on every process.
+    """Write the task's submission file; called on every process.
 
     Args:
         run_dir: run directory of tools/train.py, or a saved model folder.
-        split: any split of the run's data set, also one without labels.
+        split: any split of the run's data set, with or without labels.
         output: the file; written by the main process.
-        second_run_dir: the run for the other half of the file, for a task that has `Task.second_run`.
-        overrides: `key=value` settings, the same for both runs.
+        second_run_dir: the run for the second half of the file, for a task with `Task.second_run`.
+        overrides: `key=value` settings for both runs.
 
     Returns:
-        Metrics by name (without labels no accuracy), and whether this is the main process.
+        Metrics by name (no accuracy without labels), and whether this is the main process.
     """
     check_output(output)
     boxes, overrides = BoxSource(boxes), overrides or []

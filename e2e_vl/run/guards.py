@@ -1,4 +1,4 @@
-"""Guards of a training run: one run per folder, missing images, signals, and NaN."""
+"""Safety checks of a training run: the lock of its folder, missing images, signals, NaN and infinite values."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.run.build import Run
 from e2e_vl.structures import Batch
 
-LOCK_FILE = ".lock"  # of a run directory
+LOCK_FILE = ".lock"  # in a run directory
 
 
 @contextlib.contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Make a run directory and lock it for this process; the kernel ends the lock however the process dies."""
+    """Create a run directory and lock it; the lock ends with the process, however it ends."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / LOCK_FILE, blocking=False):
             yield
     except Timeout:
-        raise UserError(f"{folder} is in use by another training; stop it, or choose another `output`.") from None
+        raise UserError(f"{folder} is in use by another training run; stop it, or choose another `output`.") from None
 
 
 def check_images(config: RunConfig, run: Run) -> None:
-    """Look for `data.check_images` image files of each split, evenly spread, before hours of training.
+    """Check that `data.check_images` image files of each split, evenly spaced, exist.
 
-    The first missing one is named in the error, and the others are counted.
+    The error names the first missing file and counts the others.
     """
     splits: dict[str, ExampleDataset] = {split: one for (split, _), one in run.eval_data.items()}
     splits[config.data.train_split] = run.train_data
@@ -53,7 +53,7 @@ def check_images(config: RunConfig, run: Run) -> None:
             for image in examples.dataset.sample(texts[:1]).images if len(texts) else ():
                 try:
                     place = image.locate()
-                except FileNotFoundError as error:  # of an archive
+                except FileNotFoundError as error:  # from an archive
                     missing.append(str(error))
                     continue
                 if isinstance(place, Path) and not place.is_file():
@@ -63,19 +63,19 @@ def check_images(config: RunConfig, run: Run) -> None:
             raise MissingFileError(f"{missing[0]}{more}")
 
 
-# Signals that ask a run to stop
+# Signals
 
 
 class StopSignals:
-    """While it is entered, SIGTERM, Ctrl-C and SIGHUP ask the run to save a checkpoint and to end.
+    """A context in which SIGTERM, SIGINT (Ctrl-C) and SIGHUP request a checkpoint and the end of the run.
 
     Attributes:
-        number: of the signal that came; None: none did.
-        at_once: nothing would be lost, so a signal ends the run where it is.
+        number: number of the received signal; None: no signal yet.
+        at_once: a signal ends the run at once, because a checkpoint of this step exists.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    PATIENCE = 2.0  # seconds; launchers pass Ctrl-C on, so that it comes twice at nearly the same time
+    PATIENCE = 2.0  # seconds; launchers forward Ctrl-C, so it arrives twice in quick succession
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -84,9 +84,9 @@ class StopSignals:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other thread
             for number in self.SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or in the background
+                if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup and in the background
                     self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -105,24 +105,24 @@ class StopSignals:
 
 
 def stopped_by(number: int, advice: str) -> StoppedRunError:
-    """What ends a run that a signal stopped; its exit status is 128 + the signal, as shells have it."""
-    speaks = os.environ.get("RANK", "0") == "0"  # of several processes one does
-    return StoppedRunError(f"stopped by {signal.Signals(number).name}. {advice}" if speaks else "", 128 + number)
+    """The exception of a run that a signal stopped; the exit status is 128 + the signal, as in shells."""
+    is_main = os.environ.get("RANK", "0") == "0"
+    return StoppedRunError(f"stopped by {signal.Signals(number).name}. {advice}" if is_main else "", 128 + number)
 
 
-# Numbers that are NaN or infinite
+# NaN and infinite values
 
 
 class FiniteCheck:
     """Checks the losses and the gradient norm of each step before the update.
 
-    In fp16 gradients may overflow now and then: the scaler skips such a step and lowers its scale.
+    In fp16, gradients may overflow occasionally: the scaler then skips the step and lowers its scale.
 
     Args:
-        scaled: the gradients are those of a scaled loss.
+        scaled: whether a gradient scaler is in use.
     """
 
-    MAX_OVERFLOWS = 50  # in a row; the scale of fp16 is below any use then
+    MAX_OVERFLOWS = 50  # in a row; by then the loss scale is uselessly small
     SHOWN_IMAGES = 4
 
     def __init__(self, *, scaled: bool) -> None:
@@ -130,11 +130,11 @@ class FiniteCheck:
         self.overflows = 0  # in a row
 
     def __call__(self, values: Mapping[str, float], step: int, batches: Sequence[Batch]) -> bool:
-        """Whether the step is made; False: its gradients overflowed in fp16.
+        """Whether all values are finite; False: the gradients overflowed in fp16, so the step is skipped.
 
         Args:
             values: the losses by name, and `grad_norm`.
-            batches: of this process.
+            batches: the micro-batches of this process.
 
         Raises:
             FloatingPointError: a value is NaN or infinite.
@@ -149,7 +149,6 @@ class FiniteCheck:
         more = ", ..." if len(images) > self.SHOWN_IMAGES else ""
         raise FloatingPointError(
             f"{', '.join(losses) or bad[0]} became NaN or infinite in step {step} (images "
-            f"{', '.join(images[: self.SHOWN_IMAGES])}{more}), and the update was not made; lower train.lr, set "
-            "train.clip_norm, or look at the annotations of these images. --resume continues from the newest "
-            "checkpoint."
+            f"{', '.join(images[: self.SHOWN_IMAGES])}{more}), and the weights were not updated; lower train.lr, set "
+            "train.clip_norm, or check the annotations of these images. --resume continues from the newest checkpoint."
         )

@@ -1,4 +1,4 @@
-"""The `Accelerator` of a command, and what its processes tell each other."""
+"""The `Accelerator` of a command, and communication between its processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accelerate.utils import (
 
 from detector.errors import UserError
 
-# Ways of accelerate to divide a model; checkpoints and the gradient norm need the whole one.
+# Sharding backends of accelerate, which are not supported: checkpoints and the gradient norm need the whole model.
 SHARDED = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -29,55 +29,57 @@ Found = TypeVar("Found")
 
 
 def make_accelerator(mixed_precision: str, *, max_wait_minutes: float = 240.0, **options: Any) -> Accelerator:
-    """An `Accelerator` on the GPU, or on the CPU where there is no GPU or ACCELERATE_USE_CPU is true.
+    """An `Accelerator` on the GPU, or on the CPU if there is no GPU or ACCELERATE_USE_CPU is true.
 
-    On the CPU, where `accelerate launch` leaves each process one thread, the processes share all cores unless
-    `--num_cpu_threads_per_process` gives them more. Accelerate's own setting of gradient accumulation is ignored.
+    On the CPU, `accelerate launch` gives each process one thread; here the processes share all cores, unless
+    `--num_cpu_threads_per_process` gives them more. Accelerate's setting for gradient accumulation is ignored.
 
     Args:
         mixed_precision: no, bf16 or fp16.
-        max_wait_minutes: how long processes wait for each other; accelerate's default of 10 minutes is too short to
-            read large data for the first time.
+        max_wait_minutes: timeout of collective operations; accelerate's default of 10 minutes is too short for reading
+            large data for the first time.
+        options: further arguments of `Accelerator`.
     """
     for variable, name in SHARDED.items():
         if parse_flag_from_env(variable):
             raise UserError(
-                f"{name} was asked for ({variable}, of `accelerate launch` or `accelerate config`), which this project "
-                "does not support; every process has the whole model, so launch without it (for less memory: "
-                "train.activation_checkpointing=true, train.mixed_precision=bf16)."
+                f"{name} ({variable}, set by `accelerate launch` or `accelerate config`) is not supported: every "
+                "process needs the whole model. Launch without it; to save memory, set "
+                "train.activation_checkpointing=true or train.mixed_precision=bf16."
             )
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     if on_cpu and "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
         processes = get_cpu_distributed_information().local_world_size
         torch.set_num_threads(max((os.cpu_count() or 1) // processes, torch.get_num_threads()))
-    one = GradientAccumulationPlugin(num_steps=1)  # else the environment decides, and every loss is divided by it
-    waiting = InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=max_wait_minutes))
-    handlers = [*options.pop("kwargs_handlers", []), waiting]
+    # without it, accelerate divides every loss by the number of accumulation steps set in the environment
+    accumulation = GradientAccumulationPlugin(num_steps=1)
+    timeout = InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=max_wait_minutes))
+    handlers = [*options.pop("kwargs_handlers", []), timeout]
     return Accelerator(
         mixed_precision=mixed_precision,
         cpu=on_cpu,
-        gradient_accumulation_plugin=one,
+        gradient_accumulation_plugin=accumulation,
         kwargs_handlers=handlers,
         **options,
     )
 
 
-def gather_to_main(accelerator: Accelerator, own: list[Found]) -> list[Found]:
-    """The lists of all processes one after the other, on the main process; the others get an empty list.
+def gather_to_main(accelerator: Accelerator, values: list[Found]) -> list[Found]:
+    """The concatenated lists of all processes on the main process; an empty list on the others.
 
-    (Predictions of a large split on every process would take that many times their memory.)
+    Gathering on the main process only saves memory with large splits.
     """
     if accelerator.num_processes == 1:
-        return own
+        return values
     parts: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
-    torch.distributed.gather_object(own, parts, dst=0)
+    torch.distributed.gather_object(values, parts, dst=0)
     return [] if parts is None else [one for part in parts for one in part]
 
 
 def on_main(accelerator: Accelerator, compute: Callable[[], Found]) -> Found:
-    """What the main process computes, on every process.
+    """Compute on the main process and broadcast the result.
 
-    An error ends the main process alone, and the launcher ends the others, which wait.
+    After an error on the main process, the launcher ends the other processes.
     """
     found = [compute() if accelerator.is_main_process else None]
     if accelerator.num_processes > 1:

@@ -1,4 +1,4 @@
-"""Optimiser with one parameter group each for detector, encoder and head, and the learning-rate schedule."""
+"""The optimiser, with parameter groups for detector, encoder and head, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from e2e_vl.model import VisionLanguageModel
 
 
 class OfficialAdam(torch.optim.AdamW, ABC):
-    """An Adam of the official code, computed by torch's AdamW with a rate, a decay and an epsilon of its own.
+    """Base of the Adam variants in official code, computed by torch's AdamW with converted `lr`, decay and epsilon.
 
-    Every group brings its own `lr` and `weight_decay`. Each parameter counts its own updates: one without a gradient is
-    left alone, and parameters with the same count are updated together.
+    Updates are counted per parameter: a parameter without a gradient is skipped, and parameters with the same count are
+    updated together.
     """
 
     @abstractmethod
     def converted(self, rate: float, decay: float, eps: float, corrections: tuple[float, float]) -> dict[str, float]:
-        """The `lr`, `weight_decay` and `eps` with which torch's AdamW makes this update.
+        """The `lr`, `weight_decay` and `eps` for torch's AdamW.
 
         Args:
-            corrections: `1 - beta1**t` and `1 - beta2**t` of update t, by which torch's AdamW divides m and v.
+            corrections: the bias corrections `1 - beta1**t` and `1 - beta2**t` of update t.
         """
 
     def rate_of(self, group: dict[str, Any], updates: int) -> float:
-        """The learning rate of parameters that have had this number of updates."""
+        """The learning rate of parameters after this number of updates."""
         return group["lr"]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         groups = self.param_groups
         self.param_groups = [part for group in groups for part in self._parts(group)]
@@ -49,7 +49,7 @@ class OfficialAdam(torch.optim.AdamW, ABC):
         return loss
 
     def _parts(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The group, split by the number of updates so far, as torch's AdamW is to see it."""
+        """The group split by number of updates, with converted options for torch's AdamW."""
         beta1, beta2 = group["betas"]
         by_updates = defaultdict(list)
         for parameter in group["params"]:
@@ -64,10 +64,10 @@ class OfficialAdam(torch.optim.AdamW, ABC):
 
 
 class OfficialAdamW(OfficialAdam):
-    """AdamW of the old transformers, with which the official VL-BERT code trains.
+    """AdamW of old transformers versions, used by the official VL-BERT code.
 
-    Against `torch.optim.AdamW`: the epsilon is added before the bias correction, `sqrt(v) + eps`, and the decay,
-    `lr * weight_decay * weight`, is taken off after the update.
+    Unlike `torch.optim.AdamW`, it adds epsilon before the bias correction, `sqrt(v) + eps`, and subtracts the decay,
+    `lr * weight_decay * weight`, after the update.
     """
 
     def converted(self, rate: float, decay: float, eps: float, corrections: tuple[float, float]) -> dict[str, float]:
@@ -76,16 +76,16 @@ class OfficialAdamW(OfficialAdam):
 
 
 class BertAdam(OfficialAdam):
-    """Adam without bias correction, whose decay is a part of the scheduled update: VisualBERT's and LXMERT's code.
+    """Adam without bias correction, used by the official VisualBERT and LXMERT code.
 
-    `weight -= rate * (m / (sqrt(v) + eps) + weight_decay * weight)`, with m and v of the new gradient. The schedule of
-    a parameter without a gradient waits.
+    `weight -= rate * (m / (sqrt(v) + eps) + weight_decay * weight)`, with m and v including the new gradient. The
+    schedule of a parameter does not advance while it has no gradient.
 
     Args:
-        clip_tensor_norm: the gradient of each parameter is cut to this norm first; None: it is left as it is.
+        clip_tensor_norm: clip the gradient of each parameter to this norm; None: no clipping.
     """
 
-    # of the highest rate, from the number of updates that a parameter has had; None: `lr` of the group as it is
+    # number of updates of a parameter -> its share of the peak learning rate; None: the group's `lr` is used
     factor: Callable[[int], float] | None = None
 
     def __init__(
@@ -121,11 +121,11 @@ class BertAdam(OfficialAdam):
 def build_optimizer(
     model: VisionLanguageModel, settings: TrainSettings, *, on_cpu: bool = False
 ) -> torch.optim.Optimizer:
-    """Groups named detector, encoder, head (and `*_no_decay` if norms and biases are not decayed).
+    """An optimiser with the groups detector, encoder and head (and `*_no_decay` if norms and biases are not decayed).
 
     Args:
-        on_cpu: the model will be trained there, where AdamW takes a third of the time if it updates each parameter in
-            one go. (On a GPU torch updates many parameters at once by default.)
+        on_cpu: the model is trained on the CPU, where the fused AdamW takes a third of the time. (On a GPU, torch's
+            default is fast.)
     """
     parts = {
         "detector": (model.detector, settings.detector_lr),
@@ -151,9 +151,9 @@ def build_optimizer(
 
 
 def _split_by_decay(module: nn.Module, *, decay_bn_scales: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Trainable parameters of a module: matrices and kernels | vectors (biases, scales of norms).
+    """The trainable parameters of a module: matrices and kernels | vectors (biases, scales of norms).
 
-    With `decay_bn_scales` scales of batch norms are among the first.
+    With `decay_bn_scales`, the first list includes the scales of batch norms.
     """
     norms = [one for one in module.modules() if isinstance(one, _BatchNorm)] if decay_bn_scales else []
     scales = {id(norm.weight) for norm in norms}
@@ -168,20 +168,20 @@ def _split_by_decay(module: nn.Module, *, decay_bn_scales: bool) -> tuple[list[n
 def build_schedule(
     optimizer: torch.optim.Optimizer, settings: TrainSettings, total_steps: int, *, steps_done: int = 0
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up, then the chosen decay: to 0 at `total_steps` optimiser steps (not micro-batches), or in steps.
+    """Linear warm-up, then the chosen decay over `total_steps` optimiser steps (not micro-batches).
 
-    Update u (from 0) has the rate of step u; with `schedule_first`, as in the official VL-BERT code, of step u + 1, so
-    that the first update already moves and the last one has rate 0. `BertAdam` asks the schedule itself, with the
-    number of updates that each parameter has had.
+    Update u (from 0) has the learning rate of step u; with `schedule_first`, as in the official VL-BERT code, that of
+    step u + 1: the rate of the first update is not 0, and that of the last one is. `BertAdam` evaluates the schedule
+    per parameter.
 
     Args:
-        optimizer: its groups hold the highest rates.
-        steps_done: where to go on. The rates are a function of the step, so nothing else needs to be saved.
+        optimizer: its groups have the peak learning rates.
+        steps_done: optimiser steps before resuming.
     """
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     first = int(settings.schedule_first)
-    last = steps_done - 1 + first  # building a schedule does one step
+    last = steps_done - 1 + first  # the constructor of a schedule makes one step
     warmup = settings.warmup_steps if settings.warmup_share is None else settings.warmup_share * total_steps
     if settings.schedule == "constant":
         schedule = get_constant_schedule_with_warmup(optimizer, warmup, last_epoch=last)

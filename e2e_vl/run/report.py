@@ -28,26 +28,26 @@ from e2e_vl.metrics.names import MetricName
 from e2e_vl.predictions import Prediction, read_predictions, with_target
 from e2e_vl.tasks.base import PredictionSummary, Task
 
-# Losses and evaluations of a run over its steps, as one picture.
+# Curves of losses and evaluations.
 
 Series = dict[str, list[tuple[int, float]]]  # name -> (step, value)
 
 TASK, DETECTOR, SUM = "losses of the task", "losses of the detector (not weighted)", "weighted sum of all losses"
 EVALUATION, EVALUATION_LOSS = "evaluation", "loss of the evaluation"
-TOTAL = "loss"  # the weighted sum that is minimised, and the metric of an evaluation that sums the losses
-DETECTOR_PREFIX = "loss_"  # Detectron2's names of detection losses, which both detector backends use
-# of a line about training; learning rates begin with "lr_"
+TOTAL = "loss"  # the weighted sum of all losses, in training and in evaluation
+DETECTOR_PREFIX = "loss_"  # of Detectron2's names of detection losses, used by both detector backends
+# values of a training line that are no losses; learning rates begin with "lr_"
 OTHER_VALUES = ("step", "kind", "epoch", "grad_norm", "skipped_steps", "not_finite")
-FEW_POINTS = 30  # curves of at most this many points show each of them
+FEW_POINTS = 30  # curves with at most this many points have markers
 
 
 def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
-    """A PNG with one plot each for task losses, detector losses, their weighted sum, the evaluations, and their losses.
+    """Plots of task losses, detector losses, their weighted sum, the evaluation metrics, and the evaluation losses.
 
-    Evaluations of other images than the rest (the kind "final") are no points of a curve.
+    Evaluations over different images (the kind "final") are not plotted.
 
     Args:
-        lines: of log.jsonl, see `e2e_vl.io.RunLog`.
+        lines: the lines of log.jsonl, see `e2e_vl.io.RunLog`.
 
     Returns:
         The content of a PNG file; None if there is nothing to plot.
@@ -56,7 +56,7 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
     for line in lines:
         for name in sorted(line):
             title, label = _plot_of(line["kind"], name)
-            if title and line[name] is not None:  # None: it was NaN or infinite
+            if title and line[name] is not None:  # None: NaN or infinite
                 plots[title].setdefault(label, []).append((line["step"], line[name]))
     plots = {title: series for title, series in plots.items() if series}
     if not plots:
@@ -64,7 +64,7 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
     rows = (len(plots) + 1) // 2
     height = 3.6 * rows
     figure = Figure(figsize=(12, height), dpi=120)
-    # places in inches: matplotlib's own layouts draw all texts twice more to measure them
+    # fixed margins: matplotlib's layout engines draw all texts twice more to measure them
     figure.subplots_adjust(left=0.05, right=0.99, bottom=0.5 / height, top=1 - 0.3 / height, wspace=0.12, hspace=0.28)
     for number, (title, series) in enumerate(plots.items(), start=1):
         _plot(figure.add_subplot(rows, min(len(plots), 2), number), title, series)
@@ -74,7 +74,7 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
 
 
 def _plot_of(kind: str, name: str) -> tuple[str, str]:
-    """The plot that a value of a line belongs to ("": none), and its label there."""
+    """The plot that a value belongs to ("": none), and its label there."""
     if kind == "train" and name not in OTHER_VALUES and not name.startswith("lr_"):
         return (SUM if name == TOTAL else DETECTOR if name.startswith(DETECTOR_PREFIX) else TASK), name
     metric = MetricName.read(name) if kind == "eval" else None
@@ -86,7 +86,7 @@ def _plot_of(kind: str, name: str) -> tuple[str, str]:
 
 def _plot(axes: Axes, title: str, series: Series) -> None:
     for name, points in series.items():
-        # the last evaluation may be in the log twice: once between epochs, once at the end
+        # the last evaluation may be logged twice: between epochs and at the end
         steps, values = zip(*dict(points).items(), strict=True)
         axes.plot(steps, values, label=name, linewidth=1.2, marker="." if len(steps) <= FEW_POINTS else None)
     values = [value for points in series.values() for _, value in points]
@@ -94,7 +94,7 @@ def _plot(axes: Axes, title: str, series: Series) -> None:
         axes.set_ylim(0, max(1.02, *values))
     elif min(values) > 0 and max(values) > 10 * min(values):
         axes.set_yscale("log")
-    axes.set_title(title, fontsize=10, y=1)  # without y, matplotlib measures all texts to find it
+    axes.set_title(title, fontsize=10, y=1)  # without y, matplotlib measures all texts to place it
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
@@ -102,7 +102,7 @@ def _plot(axes: Axes, title: str, series: Series) -> None:
 
 
 def changed_settings(config: RunConfig) -> list[str]:
-    """The settings of a run that differ from the defaults of the run and of its parts, as `key: default -> value`."""
+    """The settings of a run that differ from the defaults, as `key: default -> value`."""
     defaults = msgspec.to_builtins(
         RunConfig(
             output="",
@@ -112,28 +112,24 @@ def changed_settings(config: RunConfig) -> list[str]:
         )
     )
     defaults["detector"]["overrides"] = decode_yaml(DetectorConfig.from_yaml({}).to_yaml(), "detector")
-    own = msgspec.to_builtins(config)
-    own["detector"]["overrides"] = merge(defaults["detector"]["overrides"], own["detector"]["overrides"])
-    return differences(defaults, own)
+    settings = msgspec.to_builtins(config)
+    settings["detector"]["overrides"] = merge(defaults["detector"]["overrides"], settings["detector"]["overrides"])
+    return differences(defaults, settings)
 
 
-# Metrics by name, such as `val/accuracy_predicted_boxes/relation`, as tables of box sources and families.
+# Tables of metrics with names such as `val/accuracy_predicted_boxes/relation`.
 
 
 class MetricTable(NamedTuple):
-    """Rows of values, one for each box source."""
+    """A table with a column per box source."""
 
     title: str
     columns: list[str]  # box sources, in words
-    rows: dict[str, list[float | None]]  # name of the row -> a value for each column; None: not measured
+    rows: dict[str, list[float | None]]  # row name -> a value per column; None: not measured
 
 
 def metric_tables(metrics: Mapping[str, Any]) -> list[MetricTable]:
-    """All metrics that were measured with some boxes.
-
-    For each split a table of its metrics over all texts, the numbers of texts last, then a table of every metric that
-    has families: its rows are all texts and the families.
-    """
+    """For each split, a table of its metrics over all texts, then a table for each metric with families."""
     tables: dict[str, dict[tuple[str, str], float | None]] = {}  # title -> (row, column) -> value
     names = {name: found for name in metrics if (found := MetricName.read(name)) is not None}
     families = {(found.split, found.metric) for found in names.values() if found.detail}
@@ -154,14 +150,14 @@ def metric_tables(metrics: Mapping[str, Any]) -> list[MetricTable]:
     return found_tables
 
 
-# What a report shows of a file of predictions: counts by family, the errors, and fair samples of the rest.
+# Predictions in a report: counts by family, errors, and random samples of the rest.
 
 OUTCOMES = ("wrong", "partly right", "right", "without a label")
-MOST_MISTAKES = 8  # rows of the list of frequent mistakes
+MOST_MISTAKES = 8  # rows in the table of frequent mistakes
 
 
 class Described(NamedTuple):
-    """One prediction and what the task says of it."""
+    """One prediction and the task's description of it."""
 
     prediction: Prediction
     words: PredictionSummary
@@ -176,13 +172,13 @@ class Described(NamedTuple):
 
     @property
     def phrases(self) -> str:
-        """What the phrases of the text name; "" for a run without them."""
+        """The phrases of the text and their boxes; "" without phrases."""
         judged = {None: "", True: " right", False: " wrong"}
         return "; ".join(f"{one.line}{judged[one.correct]}" for one in self.prediction.grounded)
 
 
 class Sampled(NamedTuple):
-    """Some predictions of `total`, drawn at random."""
+    """A random sample of `total` predictions."""
 
     title: str
     total: int
@@ -190,28 +186,26 @@ class Sampled(NamedTuple):
 
 
 class PredictionLists(NamedTuple):
-    """What is shown of one file of predictions."""
+    """The counts and samples shown for one file of predictions."""
 
-    groups: dict[str, Counter[str]]  # family or type of question, "all" first -> number of predictions by outcome
-    # the most frequent pairs of a truth and a wrong answer, and in how many images each occurs
-    mistakes: list[tuple[str, str, int]]
-    outcomes: list[str]  # those that occur, "wrong" and "right" in any case
-    wrong: list[Sampled]  # one for each group that has errors, the group with the most errors first
-    # family or type -> of wrong predictions whose text has a second phrase: how often those phrases are all right
+    groups: dict[str, Counter[str]]  # family or question type, "all" first -> number of predictions by outcome
+    mistakes: list[tuple[str, str, int]]  # the most frequent (ground truth, wrong answer) pairs, with numbers of images
+    outcomes: list[str]  # outcomes that occur; always "wrong" and "right"
+    wrong: list[Sampled]  # one per group with errors, most errors first
+    # group -> wrong predictions with more than one phrase, by whether all phrases but the first are right
     grounded: dict[str, Counter[str]]
-    others: list[Sampled]  # partly right, right and unlabelled predictions, where there are any
+    others: list[Sampled]  # partly right, right and unlabelled predictions, if any
 
 
 def list_predictions(predictions: Sequence[Prediction], task: Task, number: int, seed: int) -> PredictionLists:
-    """Count and draw from all predictions of a split with one source of boxes.
+    """Count and sample the predictions of a split with one box source.
 
     Args:
-        predictions: with `correct`; None there is an unknown truth and never an error. Texts with phrases only are left
-            out.
-        task: describes them.
-        number: at most `number` wrong predictions are drawn, over all groups together, and at most `number` of each
-            other outcome. Within a group, and within an outcome, every prediction has the same chance.
-        seed: of the drawing.
+        predictions: with `correct` (None: unlabelled). Texts with phrases only are left out.
+        task: describes the predictions.
+        number: maximum number of wrong predictions over all groups, and of predictions of each other outcome. The
+            samples are uniform within a group or an outcome.
+        seed: seed of the samples.
     """
     generator = np.random.default_rng(seed)
 
@@ -227,8 +221,8 @@ def list_predictions(predictions: Sequence[Prediction], task: Task, number: int,
     others = [draw(outcome, by_outcome[outcome], number) for outcome in OUTCOMES[1:] if by_outcome[outcome]]
 
     wrong: dict[str, list[Described]] = {}
-    # of wrong answers: whether what an expression refers by, such as the landmark of a relation, was found; it is every
-    # phrase but the first, which is about the answer itself
+    # for wrong answers: whether the other phrases, such as the landmark of a relation, were found; the first phrase is
+    # about the answer itself
     grounded: dict[str, Counter[str]] = {}
     for one in by_outcome["wrong"]:
         wrong.setdefault(one.words.group, []).append(one)
@@ -236,7 +230,7 @@ def list_predictions(predictions: Sequence[Prediction], task: Task, number: int,
         if judged:
             grounded.setdefault(one.words.group, Counter())["right" if all(judged) else "wrong"] += 1
     ordered = sorted(wrong.items(), key=lambda item: (-len(item[1]), item[0]))
-    # groups take turns until enough errors are drawn
+    # round-robin over the groups until there are enough errors
     turns = sorted((turn, rank) for rank, (_, members) in enumerate(ordered) for turn in range(len(members)))[:number]
     shares = Counter(rank for _, rank in turns)
     return PredictionLists(
@@ -250,7 +244,7 @@ def list_predictions(predictions: Sequence[Prediction], task: Task, number: int,
 
 
 def _mistakes(predictions: Sequence[Described]) -> list[tuple[str, str, int]]:
-    """Pairs of a truth and another answer that occur in more than one image."""
+    """Pairs of a ground truth and a wrong answer that occur in more than one image."""
     found: dict[tuple[str, str, str | None], None] = {}  # each pair once per image, in order
     for one in predictions:
         whole = ((one.words.truth, one.words.answer),) if one.outcome == "wrong" else ()
@@ -263,17 +257,16 @@ def _mistakes(predictions: Sequence[Described]) -> list[tuple[str, str, int]]:
 # The page.
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
-PICTURE_AREA = 640 * 480  # most pixels of a picture in the page, so that labels of thin ones stay legible
-WIDE = 2.0  # width by height from which a picture has a row of its own
+PICTURE_AREA = 640 * 480  # maximum area in pixels; thin pictures keep legible labels
+WIDE = 2.0  # aspect ratio above which a picture takes a whole row
 
 
 def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
-    """Write `report.html` from what the run directory holds.
+    """Write `report.html` into a run directory.
 
     Args:
-        run_dir: with `metrics.json`, `config.yaml`, and, if there are any, `log.jsonl` and `predictions_*.json`.
-        config: the run's settings. Of each file of predictions, up to `eval.report_pictures` wrong ones, partly right
-            ones, right ones and ones without a label are shown, drawn at random from `seed`.
+        run_dir: contains `metrics.json`, `config.yaml`, and optionally `log.jsonl` and `predictions_*.json`.
+        config: the run's settings; `eval.report_pictures` limits the samples of each outcome.
         task: describes and draws the predictions; see `Task.describe` and `Task.draw`.
 
     Returns:
@@ -290,7 +283,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
             sections.append({"title": f"{split}, {boxes.metric_suffix.replace('_', ' ')}", "lists": lists})
     numbers: dict[str, Any] = {}  # about the run itself
     for name, value in metrics.items():
-        if isinstance(value, dict) and name != "best":  # the best model is shown apart
+        if isinstance(value, dict) and name != "best":  # the best model has its own section
             numbers |= {f"{name} of the {part}": one for part, one in value.items()}
         elif name != "best" and MetricName.read(name) is None:
             numbers[name.replace("_", " ")] = value
@@ -321,14 +314,14 @@ class Picture(NamedTuple):
     """The picture of a prediction in the page."""
 
     uri: str = ""  # "" without a picture
-    is_wide: bool = False  # it needs a row of its own
-    problem: str = ""  # why there is no picture; "" where there is one, or nothing to draw
+    is_wide: bool = False  # it takes a whole row
+    problem: str = ""  # why there is no picture; "" if there is one, or nothing to draw
 
 
 def draw_prediction(task: Task, prediction: Prediction) -> Picture:
     try:
         drawn = task.draw(prediction)
-    except (OSError, ValueError) as error:  # of the image: it lies in an archive, or was moved meanwhile
+    except (OSError, ValueError) as error:  # the image is in an archive, or was moved since
         return Picture(problem=str(error))
     if drawn is None:
         return Picture()

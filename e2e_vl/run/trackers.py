@@ -1,4 +1,4 @@
-"""What a run tells: values and pictures for experiment trackers, and the texts before training and at its end."""
+"""Output of a run: experiment trackers, and the texts printed before and after training."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from e2e_vl.predictions import Prediction, with_target
 from e2e_vl.run.build import Run, Start
 from e2e_vl.tasks.base import Task
 
-PICTURES = 4  # of each evaluation
-PROJECT = "e2e-vl"  # name of the project, or of the folder, that trackers put the run into
+PICTURES = 4  # per evaluation
+PROJECT = "e2e-vl"  # project name in trackers
 
 
 def start_trackers(accelerator: Accelerator, config: RunConfig) -> None:
-    """Start the accelerator's trackers, with all settings as hyper-parameters."""
+    """Start the accelerator's trackers, with all settings as hyperparameters."""
     accelerator.init_trackers(PROJECT, config=dict(_flat(msgspec.to_builtins(config))))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
-    """Dotted names and plain values; lists as text, and nothing for what is not set."""
+    """Dotted names and plain values; lists become text, and None is left out."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
@@ -41,18 +41,18 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bo
 def track_pictures(
     accelerator: Accelerator, task: Task, predictions: Sequence[Prediction], name: str, step: int
 ) -> None:
-    """Give the predictions for the first text with a target of the first images, drawn, to trackers of pictures.
+    """Draw a few predictions and log them to the trackers that accept images.
 
-    They are the same texts in every evaluation, so that a tracker shows how their answers change. A text whose image
-    lies in an archive has no picture.
+    The pictures show the first text with a target of each of the first images, the same in every evaluation. Images in
+    archives are not drawn.
 
     Args:
-        name: of the evaluation, such as "val, gt".
+        name: the name of the evaluation, such as "val, gt".
     """
-    takers = [one for one in accelerator.trackers if hasattr(one, "log_images")]
-    if not takers:
+    trackers = [one for one in accelerator.trackers if hasattr(one, "log_images")]
+    if not trackers:
         return
-    first_of: dict[str, Prediction] = {}  # of each image
+    first_of: dict[str, Prediction] = {}  # by image file
     for one in with_target(predictions):
         if one.file_name is not None:
             first_of.setdefault(one.file_name, one)
@@ -60,26 +60,26 @@ def track_pictures(
         words = task.describe(prediction)
         try:
             picture = draw_boxes(task.draw(prediction), [], title=f"{words.question} -> {words.answer}")
-        except (FileNotFoundError, ValueError):  # it lies in an archive, or was moved meanwhile
+        except (FileNotFoundError, ValueError):  # in an archive, or moved since
             continue
-        for tracker in takers:
+        for tracker in trackers:
             key = f"{name} {number}"
             if tracker.name == "tensorboard":
                 tracker.log_images({key: picture[None]}, step=step, dataformats="NHWC")
-            else:  # for aim and clearml a value is one picture, for the others a list
+            else:  # aim and clearml take one picture per key, the others a list
                 value = picture if tracker.name in ("aim", "clearml") else [picture]
                 tracker.log_images({key: value}, step=step)
 
 
 PRECISIONS = {"no": "float32", "bf16": "bfloat16 mixed with float32", "fp16": "float16 mixed with float32"}
-SHOWN_NAMES = 3  # of parameters that stay random
+SHOWN_NAMES = 3  # parameter names in a list
 
 
 def start_text(config: RunConfig, run: Run, accelerator: Accelerator, step: int, total_steps: int) -> str:
-    """What is about to be trained, on what, from what.
+    """A summary of the run, printed before training.
 
     Args:
-        step: optimiser steps that are done already, in a run that goes on.
+        step: optimiser steps completed before resuming.
         total_steps: optimiser steps of the whole run.
     """
     settings, boxes = config.train, config.eval.boxes
@@ -133,7 +133,7 @@ def _steps(config: RunConfig, run: Run, step: int, total_steps: int) -> str:
 
 
 def origin_text(part: nn.Module, starts: Sequence[Start]) -> str:
-    """Where the starting values of a part are from, and which of them are random."""
+    """How a part of the model was initialised: the weights files, and the names of random parameters."""
     if not starts:
         return "all random" if any(True for _ in part.parameters()) else "nothing to learn"
     sources = " and ".join(
@@ -168,18 +168,18 @@ def _names(names: Iterable[str]) -> str:
 
 
 def finished_text(output: Path, steps: int) -> str:
-    """What a finished run says that was to go on."""
+    """The message about a run that is already complete on resume."""
     return (
-        f"{output} is finished after {_count(steps, 'step')} and stays as it is; train on with more train.epochs or "
+        f"{output} is already finished after {_count(steps, 'step')}; to continue, raise train.epochs or "
         "train.max_steps, or evaluate it with tools/evaluate.py."
     )
 
 
 def end_text(summary: Mapping[str, Any], output: Path, report: Path) -> str:
-    """The table of results, and where everything is.
+    """The table of results and the output paths, printed after training.
 
     Args:
-        summary: what `metrics.json` holds.
+        summary: the content of `metrics.json`.
     """
     seconds, best = summary["seconds_training"], summary.get("best")
     time = f"{seconds / 60:.0f} minutes" if seconds > 100 else f"{seconds:.0f} seconds"
@@ -201,18 +201,18 @@ def _titled_table(title: str, metrics: Mapping[str, Any]) -> list[str]:
 
 
 def result_table(metrics: Mapping[str, Any]) -> list[str]:
-    """Lines of a table with a row per split, metric and family, and a column per source of boxes.
+    """A table with a row per split, metric and family, and a column per box source.
 
     Args:
-        metrics: names such as `val/accuracy_predicted_boxes/relation`; others are left out.
+        metrics: names such as `val/accuracy_predicted_boxes/relation`; others are ignored.
     """
-    cells: dict[tuple[str, str, str], dict[str, Any]] = {}  # of a split, metric and family, by boxes
+    cells: dict[tuple[str, str, str], dict[str, Any]] = {}  # (split, metric, family) -> boxes -> value
     names = {name: found for name in metrics if (found := MetricName.read(name)) is not None}
     for name, found in names.items():
         cells.setdefault((found.split, found.metric, found.detail), {})[found.boxes] = metrics[name]
     splits = list(dict.fromkeys(split for split, *_ in cells))
     kinds = list(dict.fromkeys(metric for _, metric, _ in cells))
-    # families stand below the whole, and numbers of texts last
+    # families follow the overall value; numbers of texts come last
     rows = sorted(cells, key=lambda row: (splits.index(row[0]), row[1] in COUNTS, kinds.index(row[1])))
     columns = list(dict.fromkeys(found.boxes for found in names.values()))
     labels = {row: "/".join(filter(None, row)) for row in rows}

@@ -1,4 +1,4 @@
-"""The training loop: batches in, a run directory out.
+"""The training loop.
 
 A run directory holds `config.yaml`, `log.jsonl`, `metrics.json`, TensorBoard events, `checkpoints/step_*`, `model/`
 (the final model in `save_pretrained` form), `predictions_*.json` and `report.html`; with `train.keep_best` also `best/`
@@ -45,14 +45,14 @@ from e2e_vl.weights.start import check_answers, check_vocabulary
 
 
 def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
-    """Train as the config says; `config.output` becomes the run directory.
+    """Train a model in the run directory `config.output`.
 
-    With `resume`, training continues from the newest complete checkpoint there, exactly as if the run had not stopped;
-    a finished run is left as it is. SIGTERM, SIGHUP and Ctrl-C end a run after its current step and a checkpoint. An
-    error on one of several processes ends that process, and the launcher ends the others.
+    With `resume`, training continues from the newest complete checkpoint there, exactly as if it had not stopped; a
+    finished run is not changed. SIGTERM, SIGHUP and Ctrl-C end a run after its current step and a checkpoint. After an
+    error on one process, the launcher ends the others.
 
     Returns:
-        What `metrics.json` holds.
+        The content of `metrics.json`.
     """
     started = time.perf_counter()
     output = Path(config.output)
@@ -84,13 +84,13 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
             return checkpoint
 
         checkpoint = on_main(accelerator, prepare_output)
-        set_seed(config.seed)  # the same on all processes, so that all start from the same weights
+        set_seed(config.seed)  # the same on all processes, for the same initial weights
         with accelerator.main_process_first():
             run = build_run(config, writes=is_main)
             build_eval_data(config, run)
         if checkpoint is None:
             on_main(accelerator, lambda: check_images(config, run))
-        else:  # wordpieces and answers were read or built again; they must have kept their numbers
+        else:  # the vocabulary and the answers were read or built again: their indices must not have changed
             check_vocabulary(checkpoint / "model" / "encoder", run.tokenizer)
             check_answers(checkpoint / "model" / "task", run.model.task)
         trainer = Trainer(config, accelerator, run, checkpoint)
@@ -104,9 +104,9 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
 
 
 class LossesOnly(nn.Module):
-    """The model as DistributedDataParallel may see it: it returns nothing but what gradients come from.
+    """The model for DistributedDataParallel, with the losses as its only output.
 
-    (From the parameters behind any other output it would wait for gradients that never come.)
+    DDP would wait for gradients through any other output, and they never come.
     """
 
     def __init__(self, model: VisionLanguageModel):
@@ -114,22 +114,22 @@ class LossesOnly(nn.Module):
         self.model = model
 
     def forward(self, batch: Batch) -> tuple[dict[str, Loss], dict[str, Loss]]:
-        """Task losses (with those of phrases) and detection losses, unweighted."""
+        """Task losses (including those of phrases) and detection losses, unweighted."""
         output = self.model(batch)
         return output.task_losses, output.regions.losses
 
 
 class Trainer:
-    """One run in progress: its position and everything that changes with it.
+    """A run and its current state.
 
     Attributes:
-        step: optimiser steps that are done.
-        images_seen: in these steps, over all processes.
-        loss_sums: sum and number of each logged value since the last line of the log.
+        step: completed optimiser steps.
+        images_seen: images in these steps, over all processes.
+        loss_sums: sum and count of each logged value since the last line of the log.
         seconds_training: without evaluations and checkpoints.
     """
 
-    POSITION = ("step", "images_seen", "loss_sums", "seconds_training")  # attributes that a checkpoint keeps
+    POSITION = ("step", "images_seen", "loss_sums", "seconds_training")  # attributes saved in checkpoints
 
     def __init__(self, config: RunConfig, accelerator: Accelerator, run: Run, checkpoint: Path | None):
         settings = config.train
@@ -146,7 +146,7 @@ class Trainer:
             world_size=accelerator.num_processes,
         )
         self.steps_per_epoch = self.sampler.batches_per_epoch // settings.accumulate
-        self.order = {  # what decides which images a step has; a resumed run must have the same
+        self.order = {  # determines the images of each step; must not change in a resumed run
             "train.images_per_batch": settings.images_per_batch,
             "data.texts_per_image": config.data.texts_per_image,
             "seed": config.seed,
@@ -160,14 +160,14 @@ class Trainer:
         self.model, self.optimizer = accelerator.prepare(LossesOnly(run.model), optimizer)
         self.task_weights = phrase_weights(config)  # other losses of the task have weight 1
         self.check_finite = FiniteCheck(scaled=accelerator.scaler is not None)
-        # most images of each split in an evaluation during training; None: all, as in the last one
+        # maximum number of images per split in an evaluation during training; None: all, as in the final one
         limit = config.eval.max_images
         is_limited = limit is not None and any(len(one.groups) > limit for one in run.eval_data.values())
         self.eval_images = limit if is_limited else None
         self.best = BestModel(self.output / "best", settings.keep_best, settings.patience)
-        if settings.keep_best is not None:  # a wrong name is found before training, and before the generators are set
+        if settings.keep_best is not None:  # check the name before training, and before the seeds are set
             self.best.check_name(evaluate_splits(config, run, accelerator, max_images=config.eval.images_per_batch))
-        # After the weights: processes draw different dropout masks and RoI samples, but reproducibly.
+        # after weight initialisation: a different but reproducible seed for dropout and RoI sampling on each process
         set_seed(config.seed, device_specific=True)
         self.step = self.images_seen = 0
         self.seconds_training = 0.0
@@ -178,8 +178,8 @@ class Trainer:
             changed = [name for name, value in self.order.items() if saved["order"][name] != value]
             if changed:
                 raise UserError(
-                    f"Cannot resume from {checkpoint}: {', '.join(changed)} differ, so some images would be repeated "
-                    "and others left out; resume with the earlier settings and data."
+                    f"Cannot resume from {checkpoint}: {', '.join(changed)} changed, so some images would be repeated "
+                    "and others skipped; resume with the original settings and data."
                 )
             vars(self).update({name: saved[name] for name in self.POSITION})
             self.saved_step = self.step
@@ -188,7 +188,7 @@ class Trainer:
         self.schedule = build_schedule(optimizer, settings, self.total_steps, steps_done=self.step)
 
     def finished_metrics(self) -> dict[str, Any] | None:
-        """`metrics.json` of a resumed run that has ended and written everything; None if something is left to do."""
+        """The content of `metrics.json` if a resumed run is already complete; else None."""
         path, patience = self.output / "metrics.json", self.config.train.patience
         if self.checkpoint is None or not path.is_file() or not (self.output / "report.html").is_file():
             return None
@@ -198,7 +198,7 @@ class Trainer:
         return metrics if metrics.get("steps") == self.step and is_over else None
 
     def run(self, started: float) -> dict[str, Any]:
-        """Train until the last step, or until no better model comes; then evaluate, save and report."""
+        """Train until the last step or early stopping; then evaluate, save and report."""
         settings, is_main = self.config.train, self.accelerator.is_main_process
         if is_main:
             save_config(self.config, self.output / "config.yaml")
@@ -213,12 +213,12 @@ class Trainer:
             initial=self.step,
             desc="training",
             unit="step",
-            delay=1,  # seconds; a shorter one would only flash up
+            delay=1,  # seconds; a short training shows no bar
             disable=not self.accelerator.is_local_main_process,
         )
-        with self.stop, bar:  # the bar is closed on errors too, so that their message starts a line
+        with self.stop, bar:  # closes the bar before an error message
             if 0 < self.step < self.total_steps and self.is_due(self.config.eval.every_epochs):
-                self.evaluate(self.eval_images)  # as the run did after the checkpoint
+                self.evaluate(self.eval_images)  # the evaluation that followed the checkpoint
             since = time.perf_counter()
             for micro_batches in self.batches():
                 values, signal_number = self.train_step(micro_batches)
@@ -233,7 +233,7 @@ class Trainer:
                     raise stopped_by(signal_number, f"--resume continues from step {self.step}.")
                 if self.step == self.total_steps:
                     break
-                # before evaluating: whatever happens there, nothing is lost
+                # save before the evaluation, so that its failure loses nothing
                 if self.is_due(settings.save_every_epochs):
                     self.save()
                 if self.is_due(self.config.eval.every_epochs):
@@ -241,12 +241,12 @@ class Trainer:
                 since = time.perf_counter()
             self.save()
             if self.best.metric is not None and self.best.judged_step != self.step and self.eval_images:
-                self.evaluate(self.eval_images)  # on the images that the earlier models were judged by
+                self.evaluate(self.eval_images)  # on the same images as the earlier models
             metrics = self.evaluate(None, final=True)
         return self.finish(metrics, started)
 
     def batches(self) -> Iterator[list[Batch]]:
-        """The micro-batches of each optimiser step still to be done, across epochs."""
+        """The micro-batches of each remaining optimiser step, across epochs."""
         accumulate = self.config.train.accumulate
         loader = BatchLoader(
             self.built.train_data,
@@ -271,14 +271,14 @@ class Trainer:
         """One optimiser step.
 
         Returns:
-            The losses, the weighted sum `loss` that was minimised, the gradient norm and the learning rates; and the
-            number of a signal that came to any process, or 0.
+            The losses, their weighted sum `loss`, the gradient norm and the learning rates; and the number of a signal
+            that any process received, or 0.
         """
         accelerator, detector, clip_norm = self.accelerator, self.config.detector, self.config.train.clip_norm
         self.model.train()
         logged: dict[str, Tensor] = {}
         for number, batch in enumerate(micro_batches, start=1):
-            # processes exchange gradients in the last backward pass of the step only
+            # all-reduce gradients in the last backward pass of the step only
             is_last = number == len(micro_batches)
             with contextlib.nullcontext() if is_last else accelerator.no_sync(self.model):
                 task_losses, detection_losses = self.model(batch.to(accelerator.device))
@@ -287,12 +287,12 @@ class Trainer:
                     weights[name] = detector.loss_weight * detector.loss_weights.get(name, 1.0)
                 losses = sorted({**task_losses, **detection_losses}.items())
                 # the mean of a loss is over its items on all processes
-                own = [torch.stack([one.total.detach().float(), one.count.float()]) for _, one in losses]
-                totals, counts = accelerator.reduce(torch.stack(own), reduction="sum").unbind(dim=1)
+                sums = [torch.stack([one.total.detach().float(), one.count.float()]) for _, one in losses]
+                totals, counts = accelerator.reduce(torch.stack(sums), reduction="sum").unbind(dim=1)
                 loss = torch.zeros((), device=accelerator.device)
                 for (name, one), total, count in zip(losses, totals, counts, strict=True):
                     divisor = count.clamp(min=1) * len(micro_batches)
-                    # DDP averages gradients over processes, hence the factor
+                    # the factor num_processes cancels DDP's average over processes
                     loss = loss + weights[name] * one.total * accelerator.num_processes / divisor
                     logged[name] = logged.get(name, 0) + total / divisor
                     logged["loss"] = logged.get("loss", 0) + weights[name] * total / divisor
@@ -301,12 +301,12 @@ class Trainer:
         logged["grad_norm"] = accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
         stop = torch.full((1,), float(self.stop.number or 0), device=accelerator.device)
         logged["stop"] = accelerator.gather(stop).max()
-        # the host waits for the device once, here, so that an update is never made with numbers that are not finite
+        # the only host-device synchronisation of a step: the values are checked before the update
         numbers = torch.stack([value.float() for value in logged.values()]).tolist()
         values = dict(zip(logged, numbers, strict=True))
         signal_number = int(values.pop("stop"))
         is_finite = self.check_finite(values, self.step + 1, micro_batches)
-        self.optimizer.step()  # in fp16 the scaler skips it if gradients overflowed
+        self.optimizer.step()  # skipped by the scaler in fp16 if gradients overflowed
         self.optimizer.zero_grad(set_to_none=True)
         if not is_finite:
             del values["grad_norm"]
@@ -320,7 +320,7 @@ class Trainer:
         return every_epochs > 0 and self.step % max(round(every_epochs * self.steps_per_epoch), 1) == 0
 
     def log_training(self, values: dict[str, float], bar: tqdm) -> None:
-        """Write the averages since the last line, and the rates of the last step, every `log_every` steps."""
+        """Log mean values since the last line, and the current learning rates, every `log_every` steps."""
         for name, value in values.items():
             total, number = self.loss_sums.get(name, (0.0, 0))
             self.loss_sums[name] = total + value, number + 1
@@ -334,11 +334,11 @@ class Trainer:
         bar.set_postfix({"loss": f"{means['loss']:.3f}"}, refresh=False)
 
     def evaluate(self, max_images: int | None, *, final: bool = False) -> dict[str, Any]:
-        """Evaluate the model as it is, log the metrics, and keep it if it is the best so far.
+        """Evaluate the current model, log the metrics, and save it if it is the best so far.
 
         Args:
-            max_images: most images of each split; None = all.
-            final: predictions are written, too.
+            max_images: maximum number of images per split; None = all.
+            final: write the predictions, too.
         """
         self.stop.at_once = self.saved_step == self.step
         metrics = evaluate_splits(
@@ -352,7 +352,7 @@ class Trainer:
             ),
         )
         self.stop.at_once = False
-        is_comparable = max_images == self.eval_images  # only evaluations of the same images are
+        is_comparable = max_images == self.eval_images  # metrics over different images are not comparable
         self.log.write(self.step, "eval" if is_comparable else "final", metrics)
         if is_comparable:
             self.accelerator.log({name: value for name, value in metrics.items() if value is not None}, step=self.step)
@@ -361,7 +361,7 @@ class Trainer:
         return metrics
 
     def save(self) -> None:
-        """Save a checkpoint of this step, unless there is one; a resumed run does what follows it, evaluation too."""
+        """Save a checkpoint of this step, unless there is one."""
         if self.saved_step == self.step:
             return
         folder = self.output / "checkpoints" / f"step_{self.step:08d}"
@@ -373,11 +373,11 @@ class Trainer:
 
     @property
     def parts(self) -> tuple:
-        """What `save_model` writes."""
+        """The arguments of `save_model`."""
         return self.config, self.built.model, self.built.tokenizer
 
     def finish(self, metrics: dict[str, Any], started: float) -> dict[str, Any]:
-        """Write the model, the metrics and the report of the whole run."""
+        """Write the final model, the metrics and the report."""
         model, best, is_main = self.built.model, self.best, self.accelerator.is_main_process
         summary = {
             **metrics,
@@ -396,7 +396,7 @@ class Trainer:
             images = len(self.built.eval_data[name.split, name.source].groups)
             images = images if self.eval_images is None else min(images, self.eval_images)
             summary["best"] = {**read_json(best.folder / "best.json"), "images": images}
-            if summary["best"]["step"] != self.step:  # all images, by the best model
+            if summary["best"]["step"] != self.step:  # evaluate the best model on all images
                 _, best_model, _ = checkpoints.load_model(best.folder)
                 built = dataclasses.replace(self.built, model=best_model.to(self.accelerator.device))
                 summary["best"]["metrics"] = evaluate_splits(self.config, built, self.accelerator)
@@ -406,7 +406,7 @@ class Trainer:
             with atomic_folder(self.output / "model") as folder:
                 checkpoints.save_model(folder, *self.parts)
             write_json(self.output / "metrics.json", without_nan(summary))
-            from e2e_vl.run.report import write_report  # late: matplotlib takes seconds
+            from e2e_vl.run.report import write_report  # late: importing matplotlib takes seconds
 
             report = write_report(self.output, self.config, model.task)
             print(end_text(summary, self.output, report), flush=True)

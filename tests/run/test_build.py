@@ -77,7 +77,7 @@ def test_ranges_of_sizes_and_tests_at_other_sizes(tiny_config, old, new, sizes):
     if sizes is not None:
         assert resolve(config).data.resize.short_edge == sizes
     else:
-        with pytest.raises(ValueError, match=r"write data\.resize yourself"):
+        with pytest.raises(ValueError, match=r"set data\.resize"):
             resolve(config)
 
 
@@ -111,7 +111,7 @@ def test_a_list_is_ordered_by_count_then_alphabet():
     given = dict(enumerate(["yes"] * 3 + ["no"] * 3 + ["Two"] + ["2"] + ["rare"]))
     assert frequent_answers(given, 2, vocabulary_answer) == ["no", "yes", "2"]
     assert frequent_answers(given, 1, str) == ["no", "yes", "2", "Two", "rare"]
-    with pytest.raises(ValueError, match="no answer belongs to at least 4 of the 9 questions"):
+    with pytest.raises(ValueError, match="no answer occurs in at least 4 of the 9 questions"):
         frequent_answers(given, 4, vocabulary_answer)
 
 

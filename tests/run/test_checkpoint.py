@@ -267,12 +267,12 @@ def test_which_folders_a_run_may_use(tiny_config):
         train(config, resume=True)
     run.mkdir()
     (run / "thesis.tex").write_text("precious")
-    with pytest.raises(ValueError, match="holds a run or other files"):
+    with pytest.raises(ValueError, match="contains a run or other files"):
         train(config)
     assert [path.name for path in run.iterdir()] == ["thesis.tex"]
     (run / "thesis.tex").unlink()
     assert train(config, resume=True)["steps"] == 1, "a run without a checkpoint begins again"
-    with pytest.raises(ValueError, match="holds a run or other files"):
+    with pytest.raises(ValueError, match="contains a run or other files"):
         train(config)
 
 
@@ -292,8 +292,8 @@ def test_other_settings_are_used_and_logged(stopped, caplog):
     [
         ("detector.overrides.MODEL.RESNETS.NORM=GN", "NORM: BN -> GN"),
         ("detector.freeze=true", "parameter group"),
-        ("train.images_per_batch=3", "train.images_per_batch differ"),
-        ("seed=2", "seed differ"),
+        ("train.images_per_batch=3", "train.images_per_batch changed"),
+        ("seed=2", "seed changed"),
     ],
 )
 def test_settings_that_do_not_fit_the_checkpoint(stopped, tiny_config, change, message):

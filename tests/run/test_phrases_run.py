@@ -202,7 +202,7 @@ def test_what_cannot_have_phrases(tiny_config, folder, monkeypatch):
     with pytest.raises(ValueError, match=r"phrases.weight needs an encoder"):
         build_model(replaced(tiny_config("phrases.weight=1"), encoder={"name": "none", "config": {}}), vocab_size=50)
     config = joined("vqa", folder)
-    with pytest.raises(ValueError, match=r"texts of vcr do not have the phrases .*; join data that have some"):
+    with pytest.raises(ValueError, match=r"the texts of vcr have no phrases .*; join data that have some"):
         build_run(alone("vcr", folder))
     with pytest.raises(ValueError, match="annotated objects of different classes"):
         build_run(joined("vcr", folder, instances=True))

@@ -173,7 +173,7 @@ def test_weights_that_are_not_finite_are_not_saved(tiny_config, monkeypatch):
         return values
 
     monkeypatch.setattr(training.Trainer, "train_step", poisoned)
-    with pytest.raises(FloatingPointError, match=r"head.output.bias became NaN.*nothing is saved"):
+    with pytest.raises(FloatingPointError, match=r"head.output.bias is NaN.*no checkpoint is saved"):
         train(config)
     assert [path.name for path in (Path(config.output) / "checkpoints").iterdir()] == ["step_00000001"]
     assert not (Path(config.output) / "metrics.json").exists()
