@@ -32,9 +32,7 @@ class Answer:
     text: str  # the question
     answer: str  # the answer in words; for tasks that predict a box, its position
     score: float | None  # score of the answer, 0 to 1; None: the task gives several
-    box: (
-        np.ndarray | None
-    )  # float32 [4], the box that the text refers to; None: no box was predicted
+    box: np.ndarray | None  # float32 [4], the box that the text refers to; None: no box was predicted
     top: Ranked  # the best answers with their scores, best first; empty if answers are not texts
     lines: list[str]  # the answer as lines of text
     boxes: np.ndarray  # float32 [R, 4], the candidate boxes

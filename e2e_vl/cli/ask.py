@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             print(f"{question.image}: {question.text}")
         print(*answer.lines, *(f"phrase {phrase.line}" for phrase in answer.phrases), sep="\n")
         if answer.unknown_words:
-            print(f"words that the vocabulary lacks: {', '.join(answer.unknown_words)}")
+            print(f"words not in the vocabulary: {', '.join(answer.unknown_words)}")
         if options.output is not None:
             folder = options.output if len(questions) == 1 else options.output / f"{number:04d}"
             save(folder, answer)

@@ -161,7 +161,7 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
         write_json(options.output / "phrase.json", {key: np.asarray(value).tolist() for key, value in shown.items()})
         write_png(options.output / "phrase.png", answer.draw())
         if answer.unknown_words:
-            print(f"words that the vocabulary lacks: {', '.join(answer.unknown_words)}")
+            print(f"words not in the vocabulary: {', '.join(answer.unknown_words)}")
         where = "fits no region" if answer.box is None else f"is at {answer.answer} (score {answer.score:.2f})"
         print(f'"{options.text}" {where}: {options.output / "phrase.png"}')
     return 0

@@ -195,7 +195,7 @@ def test_bad_images_of_a_folder_do_not_lose_the_other_answers(trained_run, folde
     assert json.loads((out / "0004" / "answer.json").read_text("utf-8"))["image"] == str(folder / "d.jpg")
     assert printed.err.startswith("error: 2 of 4 questions have no answer: ") and printed.err.count("\n") == 1
     assert "b.jpg" in printed.err and "c.jpg" in printed.err and "a.jpg" not in printed.err
-    assert printed.out.count("words that the vocabulary lacks: elephant\n") == 2 and "Warning" not in printed.err
+    assert printed.out.count("words not in the vocabulary: elephant\n") == 2 and "Warning" not in printed.err
     expected = e2e_vl.load(trained_run.path).ask(folder / "a.jpg", "the red circle")
     assert call(trained_run.path, "--image", folder / "a.jpg", "--text", "the red circle") == 0
     assert expected.answer in capsys.readouterr().out

@@ -117,14 +117,14 @@ def test_phrase(trained_run, tmp_path: Path, capsys: pytest.CaptureFixture):
     words = [record["file_name"], "--output", str(tmp_path), "--run", str(trained_run.path)]
     assert extract.one_image([*words, "--text", "the red elephant"]) == 0
     model = e2e_vl.load(trained_run.path)
-    with pytest.warns(UserWarning, match="lacks elephant"):
+    with pytest.warns(UserWarning, match="Not in the vocabulary of .*: elephant;"):
         expected = model.ask(record["file_name"], "the red elephant")
     found = json.loads((tmp_path / "phrase.json").read_text("utf-8"))
     assert found["box"] == pytest.approx(expected.box, abs=1e-3) and found["text"] == "the red elephant"
     assert len(found["boxes"]) == len(found["scores"]) == len(expected.prediction.candidate_boxes)
     printed = capsys.readouterr()
     assert f'"the red elephant" is at {expected.answer} (score' in printed.out and printed.err == ""
-    assert "words that the vocabulary lacks: elephant\n" in printed.out
+    assert "words not in the vocabulary: elephant\n" in printed.out
     pictures = {"phrase.png": expected.draw(), "regions.png": model.regions(record["file_name"]).draw()}
     for name, picture in pictures.items():
         np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / name)), np.asarray(picture))
