@@ -68,20 +68,6 @@ def run(task: VCRTask, batch: Batch, whole_image: bool = True) -> tuple[TaskOutp
     return task(batch, regions, encoded), regions, encoded
 
 
-def test_loss_of_choices():
-    """A mean over all choices with "sigmoid", over questions with "softmax"."""
-    truth = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0]]).float()
-    for config, loss, count in (
-        (VCRConfig(), F.binary_cross_entropy_with_logits, 8),
-        (VCRConfig(loss="softmax"), F.cross_entropy, 2),
-    ):
-        task = VCRTask(H, config).eval()
-        output, _, encoded = run(task, two_questions([2, 0]))
-        torch.testing.assert_close(output.logits, task.head.output(encoded.summary)[:, 0].view(2, 4))
-        torch.testing.assert_close(output.losses["choice"].mean, loss(output.logits, truth))
-        assert output.losses["choice"].count == count
-
-
 def test_choices_are_read_from_the_summary_and_regions_from_their_states():
     task = VCRTask.build(Sizes(hidden_size=8, vocab_size=9, summary_size=24), VCRConfig())
     assert (task.head.output.in_features, task.region_classifier.output.in_features) == (24, 8)
@@ -287,32 +273,6 @@ def test_names_by_mention(tiny, restarts, choices):
     assert line(tiny, texts[1]).endswith(f"[SEP] {choices[1].lower()} [SEP]")
     assert texts[1].region_of_token[[3, 4, 8, 9, 11, 12]].tolist() == [1, 2, 3, 0, 1, 2]
     assert texts[0].record["choices"][:2] == choices and texts[0].record["named_boxes"][1][0] == "Casey"
-
-
-def test_one_place_per_named_object_counted_before_wordpieces(tiny):
-    """ "chair's" is three wordpieces of one word, so what follows it is marked too early."""
-    tiny.lines[0]["question"] = ["Why", "chair's", [1], "there", "?"]
-    tiny.lines[0]["answer_choices"][0] = ["No", "chair's", [0, 2], "."]
-    first = texts_of(tiny, ground_at="word_number", join_word=None)[0]
-    assert line(tiny, first) == "[CLS] why chair ' s riley there ? [SEP] no chair ' s casey chair . [SEP]"
-    assert named(first) == {1 + 2: 1, 9 + 2: 0, 9 + 3: 2}  # [CLS] is 0 and the second text begins at 9
-    tiny.lines[0]["answer_choices"][2] = ["chair's", [3], "."]
-    first = texts_of(tiny, question="rationale", ground_at="word_number")[0]
-    assert named(first) == {3: 1, 7: 3}  # question and answer are numbered together
-
-
-def test_question_and_choice_lose_their_fronts(tiny):
-    """A question of 7 words loses none, one of 38 half of the excess, each for its own choice."""
-    for only in (False, True):
-        texts = texts_of(tiny, cut="fronts", cut_choices_only=only, max_pieces=9)
-        assert line(tiny, texts[0]) == "[CLS] why is riley and chair there ? [SEP] casey . [SEP]"
-    tiny.lines[0]["question"] = ["so"] * 6 + [[1]] + ["why"] * 31
-    texts = texts_of(tiny, cut="fronts", max_pieces=37)
-    cut = ["[CLS]", *["so"] * 4, "riley", *["why"] * 31, "[SEP]", ".", "[SEP]"]
-    assert tokens(texts[0], tiny.tokenizer) == cut  # of 41 pieces 4, two of each text
-    assert tokens(texts[1], tiny.tokenizer) == cut  # of 40 pieces 3: 2 of the question and 1 of the choice
-    assert named(texts[0]) == {5: 1}
-    assert texts[0].record["text"].split() == ["so"] * 6 + ["Riley"] + ["why"] * 31
 
 
 # A user's question

@@ -99,14 +99,6 @@ def test_normalised_answers():
     assert targets.scores[0].tolist() == [0, 0, 1, 0, 0, 0] and targets.best.tolist() == [2, 3]
 
 
-def test_the_binary_loss_is_the_official_mean_times_the_number_of_answers():
-    batch = two_questions(FIRST, SECOND)
-    output, _ = run(make_task(), batch)
-    expected = F.binary_cross_entropy_with_logits(output.logits, batch.targets.scores) * len(ANSWERS)
-    torch.testing.assert_close(output.losses["vqa"].mean, expected)
-    assert output.losses["vqa"].count == 2
-
-
 def test_the_softmax_loss_leaves_out_what_has_no_known_answer():
     task = make_task(loss="softmax")
     output, _ = run(task, two_questions(["no"] * 5 + ["2"] * 2 + ["yes"] * 3, ["maybe"] * 10))
@@ -172,19 +164,6 @@ def test_training_needs_one_known_answer():
 def questions(*answers: list[str] | None) -> SimpleNamespace:
     truths = [None if given is None else HumanAnswers(tuple(given)) for given in answers]
     return SimpleNamespace(truths=lambda: truths)
-
-
-def test_the_divergence_of_scores_that_need_not_sum_to_one():
-    """A text without a known answer costs nothing, but counts."""
-    scores = torch.tensor([[0.9, 0.9, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0.0]])
-    batch = two_questions(None, None, targets=AnswerTargets(scores, torch.tensor([0, -1])))
-    task = make_task(loss="divergence")
-    output, states = run(task, batch)
-    shares = output.logits[0].log_softmax(dim=0)
-    expected = (0.9 * (math.log(0.9) - shares[:2])).sum() / 2
-    torch.testing.assert_close(output.losses["vqa"].mean, expected)
-    output.losses["vqa"].mean.backward()
-    assert torch.isfinite(states.grad).all() and not states.grad[1].any()
 
 
 def test_the_first_of_equal_answers_wins():
