@@ -82,30 +82,18 @@ def learned(config: RunConfig) -> dict[str, tuple[float, float]]:
     config, model, tokenizer = load_model(Path(config.output))
     [boxes] = config.eval.boxes
     data = build_examples(config, model, tokenizer, "val", boxes=boxes)
-    collate = build_collate(config, model)
-    count, right = Counter(), Counter()
-    truths: dict[str, list[Tensor]] = {name: [] for name in model.task.objectives}
-    errors: list[Tensor] = []
+    batch = build_collate(config, model)([data[Request(*group)] for group in enumerate(map(tuple, data.groups))])
     with torch.no_grad():
-        for first in range(0, len(data.groups), 25):
-            numbers = range(first, min(first + 25, len(data.groups)))
-            output = model(collate([data[Request(number, tuple(data.groups[number]))] for number in numbers]))
-            for name, own in truths.items():
-                own.append(TRUTHS[name](output))
-                is_right = output.task.details[name].is_right
-                count[name] += len(is_right)
-                right[name] += int(is_right.sum())
-                assert len(own[-1]) == len(is_right)
-            if "region_features" in truths:
-                errors.append(output.task.parts["region_features"] - truths["region_features"][-1])
+        output = model(batch)
     found = {}
-    for name, own in truths.items():
-        truth = torch.cat(own)
-        assert len(truth) == count[name] > 80, name
+    for name in model.task.objectives:
+        truth, is_right = TRUTHS[name](output), output.task.details[name].is_right
+        assert len(truth) == len(is_right) > 80, name
         if name == "region_features":
-            found[name] = 1 - float(torch.cat(errors).square().sum() / (truth - truth.mean(dim=0)).square().sum()), 0.0
+            error, spread = output.task.parts[name] - truth, truth - truth.mean(dim=0)
+            found[name] = 1 - float(error.square().sum() / spread.square().sum()), 0.0
         else:
-            found[name] = right[name] / count[name], Counter(truth.tolist()).most_common(1)[0][1] / len(truth)
+            found[name] = float(is_right.float().mean()), Counter(truth.tolist()).most_common(1)[0][1] / len(truth)
     print(found)  # shown when a test fails
     return found
 
