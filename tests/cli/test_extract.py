@@ -98,10 +98,10 @@ def test_a_detector_by_its_folder(config: Path, tmp_path: Path, capsys: pytest.C
 def test_names_of_classes_from_a_file(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     image, _ = write_image(tmp_path)
     names = tmp_path / "objects_vocab.txt"
+    arguments = [str(image), "--output", str(tmp_path), "--config", str(config), "--class-names", str(names)]
     pictures = []
     for words in ("a b c d e", "violin xylophone quince jacaranda wisteria"):
         names.write_text("".join(f"{word},synonym\n" for word in words.split()))
-        arguments = [str(image), "--output", str(tmp_path), "--config", str(config), "--class-names", str(names)]
         assert extract.one_image(arguments) == 0
         pictures.append(np.asarray(Image.open(tmp_path / "regions.png")))
     assert pictures[0].shape == pictures[1].shape and (pictures[0] != pictures[1]).any()

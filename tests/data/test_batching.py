@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from detector.config import SelectionRule
 from detector.errors import UserError
@@ -30,7 +29,6 @@ from e2e_vl.data.batching import (
     random_generator,
     unpack,
 )
-from e2e_vl.data.image_loader import open_boxes
 from e2e_vl.data.tables import TextGroups
 from e2e_vl.examples import (
     DetectionObjects,
@@ -519,17 +517,6 @@ def test_nothing_but_broken_images_is_an_error(tiny):
     dataset.groups = TextGroups.consecutive([2])
     with pytest.raises(ValueError, match=r"seven\.png"):
         examples(dataset, tiny.tokenizer, skip_broken=True)[Request(0, (0,))]
-
-
-def test_a_wrong_box_or_size_is_not_taken_for_a_broken_image(tiny):
-    tiny.detections[1]["box"] = [101, 5, 10, 10]
-    reader = open_boxes([tiny.write().detections_file], ALL, with_features=False)
-    data = examples(captions(tiny), tiny.tokenizer, "detections", reader, skip_broken=True)
-    with refused("dets.json: image 7", "box 1"):
-        data[Request(0, (0,))]
-    Image.new("RGB", (41, 80)).save(data.dataset.sample(data.groups[1]).images[0].locate())
-    with refused("41 x 80", "40 x 80"):
-        data[Request(1, (2,))]
 
 
 # Random generators of texts

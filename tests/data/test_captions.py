@@ -383,7 +383,7 @@ def frcnn(**changes) -> dict:
 
 
 class Official:
-    """The layout on disk: zipped, or unpacked with the boxes' parts in one folder."""
+    """The layout on disk; change its contents, then `write`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -397,20 +397,15 @@ class Official:
         ]
         self.files = {f"{i:08d}.json": json.dumps(frcnn(image_w=20 + i)) for i in range(4)}
 
-    def write(self, *, zipped: bool = True) -> VLBertCaptions:
+    def write(self) -> VLBertCaptions:
         self.root.mkdir(exist_ok=True)
         (self.root / "train_frcnn.json").write_text("".join(json.dumps(line) + "\n" for line in self.lines))
         members = {line["image"]: f"jpeg {number}" for number, line in enumerate(self.lines)}
         members |= {f"train_frcnn.{int(name[:8]) % 2}.zip@/{name}": content for name, content in self.files.items()}
         for place, content in members.items():
             archive, name = place.split("@/")
-            if zipped:
-                with zipfile.ZipFile(self.root / archive, "a") as file:
-                    file.writestr(name, content)
-            else:
-                folder = self.root / archive.partition(".")[0]
-                folder.mkdir(exist_ok=True)
-                (folder / name).write_text(content)
+            with zipfile.ZipFile(self.root / archive, "a") as file:
+                file.writestr(name, content)
         return self.read()
 
     def read(self, **options) -> VLBertCaptions:
@@ -431,12 +426,6 @@ def test_images_and_boxes_in_archives(official):
     assert source.boxes(0) is None, "not asked for"
     found = official.read(with_boxes=True).boxes(3)
     assert found.image_size == (15, 23) and found.features is None
-
-
-def test_unpacked_files_are_found_in_the_folders_of_the_archives_names(official):
-    source = official.write(zipped=False)
-    assert source.image(1) == official.root / "train_image" / "00000001.jpg"
-    assert official.read(with_boxes=True).boxes(1).image_size == (15, 21)
 
 
 def test_boxes_are_sorted_by_their_best_class(official):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.config import BoxSource, DataSettings
+from e2e_vl.data.batching import Request
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.concat import JoinedDataset
 from e2e_vl.data.features import RegionFeatures, save_npz
@@ -115,21 +116,19 @@ def test_images_may_be_left_out(settings, name, change, kept):
 
 def test_each_part_reads_boxes_of_its_own(settings, tiny):
     """The same id may name another image in another part."""
+    box = np.array([[1, 2, 11, 12]], np.float32)
     for name, value in (("said", 1.0), ("asked", 2.0)):
-        (Path(settings.root) / name).mkdir()
+        folder = Path(settings.root) / name
+        folder.mkdir()
         for image_id, size in (("7", (60, 100)), ("3", (80, 40)), ("9", (50, 50))):
-            features = RegionFeatures(
-                image_id, size, np.array([[1, 2, 11, 12]], np.float32), np.full((1, 3), value, np.float32)
-            )
-            save_npz(Path(settings.root) / name / f"{image_id}.npz", features)
+            features = np.full((1, 3), value, np.float32)
+            save_npz(folder / f"{image_id}.npz", RegionFeatures(image_id, size, box, features))
         files = settings.config.parts[name].files
         settings = changed(settings, name, files=files | {"features": name}, images=None)
     dataset = opened(settings, "precomputed")
     made = examples(dataset, tiny.tokenizer, "precomputed")
-    for number, group in enumerate(dataset.groups):
-        [image] = [made.loader.load(one, made.loader.draw_augmentation(np.random.default_rng(0)))
-                   for one in dataset.sample(group).images]  # fmt: skip
-        assert image.features.tolist() == [[1.0 if number < 3 else 2.0] * 3]
+    found = [made[Request(number, tuple(group))].images[0].features for number, group in enumerate(dataset.groups)]
+    assert [values.tolist() for values in found] == [[[1.0] * 3]] * 3 + [[[2.0] * 3]] * 2
     (Path(settings.root) / "said" / "9.npz").unlink()
     with pytest.raises(ValueError, match=r"of image 9 of the split train of said"):
         opened(settings, "precomputed")

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from detector.boxes import is_larger, pairwise_iou
 from detector.config import DetectorConfig, SelectionRule
@@ -31,6 +30,7 @@ from e2e_vl.extraction.regions import (
 from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.run.launch import make_accelerator
 from tests.data.helpers import refused
+from tests.detector.published import save_detector
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 RULE = SelectionRule(0.9, 12, 20)
@@ -138,13 +138,8 @@ def test_limit_of_proposals(config_file: Path, folder: Path):
 def test_detector_of_a_run(config_file: Path, tmp_path: Path):
     detector = FasterRCNN(DetectorConfig.from_yaml(config_file))
     folder = tmp_path / "run" / "model"
-    (folder / "detector").mkdir(parents=True)
-    (folder / "encoder").mkdir()
-    (folder / "detector" / "config.yaml").write_text(detector.config.to_yaml())
-    save_file(
-        {key: value.contiguous() for key, value in detector.state_dict().items()},
-        folder / "detector" / "model.safetensors",
-    )
+    (folder / "encoder").mkdir(parents=True)
+    save_detector(detector, folder / "detector")
     resize = ResizeSettings(short_edge=[48, 64], long_edge=80, rounding="truncate")
     named = {"encoder": EncoderSettings(name="vl_bert"), "task": TaskSettings(name="refcoco")}
     config = RunConfig(output="run", data=DataSettings(name="refcoco", root="data", resize=resize), **named)
