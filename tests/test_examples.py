@@ -76,6 +76,7 @@ def test_without_boxes_nothing_about_the_boxes_is_left():
     rows = {"boxes": (2, 4), "class_probs": (2, 3), "roi_masks": (2, 7, 7), "features": (2, 5)}
     arrays = {name: np.ones(shape, dtype=np.float32) for name, shape in rows.items()}
     pixels, whole = np.zeros((4, 6, 3), dtype=np.uint8), np.ones(5, dtype=np.float32)
+    arrays["box_classes"], rows["box_classes"] = np.array([0, 1]), (2,)
     image = ImageExample(pixels, TWICE, "photo", **arrays, box_ids=(1, 2), image_feature=whole)
     emptied = image.without_boxes()
     assert all(getattr(emptied, name).shape == (0, *shape[1:]) for name, shape in rows.items())

@@ -309,13 +309,13 @@ def test_a_whole_image_that_is_no_region_takes_no_place_of_the_length():
 
 def test_places_in_a_text_follow_its_wordpieces():
     batch = make_batch()
-    batch.texts.summary = torch.tensor([6, 0, 1, 5])  # the first text's last wordpiece
+    batch.texts.summary = torch.tensor([6, 0, 2, 5])  # the first text's last wordpiece
     batch.texts.region_of_token = torch.arange(28).reshape(4, 7)
     texts, index = truncate_texts(batch.texts, torch.tensor([3, 4, 3, 2]))
-    assert index.tolist() == [[0, 1, 6, 3], [0, 1, 2, 3], [0, 1, 4, 3], [0, 5, 2, 3]]
+    assert index.tolist() == [[0, 1, 6, 3], [0, 1, 2, 3], [0, 2, 4, 3], [0, 5, 2, 3]]
     assert texts.attention_mask.sum(dim=1).tolist() == [3, 4, 3, 2]
     assert texts.summary.tolist() == [2, 0, 1, 1]
-    assert texts.region_of_token.tolist() == [[0, 1, 6, -1], [7, 8, 9, 10], [14, 15, 18, -1], [21, 26, -1, -1]]
+    assert texts.region_of_token.tolist() == [[0, 1, 6, -1], [7, 8, 9, 10], [14, 16, 18, -1], [21, 26, -1, -1]]
 
 
 # Two images

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -25,7 +24,6 @@ from detector.r2c import NetworkSizes, R2CNetwork
 from detector.structures import PrecomputedDetector
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import ADAPTERS
 from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config, VCRConfig, VQAConfig
 from e2e_vl.tasks.flickr30k import Flickr30KTask
 from e2e_vl.tasks.nlvr2 import NLVR2Task
@@ -39,12 +37,10 @@ from tests.weights.starts import rules as rules_of
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"intermediate_size": 24, "max_position_embeddings": 20}
-FEATURE_DIM = 8
 NETWORK = {"R2C.FEATURE_DIM": 8, "R2C.MASK_CHANNELS": 4, "R2C.CLASS_DIM": 3, "ROI_HEADS.NUM_CLASSES": 5}
 NETWORK |= {"RESNETS.NORM": "BN", "BACKBONE.FREEZE_AT": 0, "ROI_BOX_HEAD.POOLER_TYPE": "ROIAlign"}
 NETWORK |= {"ROI_BOX_HEAD.POOLER_RESOLUTION": 7, "PIXEL_MEAN": [123.675, 116.28, 103.53]}
 NETWORK |= {"PIXEL_STD": [58.395, 57.12, 57.375]}
-INPUT = {"INPUT.FORMAT": "RGB"}
 HEADS = {"masked_words": 1.0, "relationship": 1.0, "masked_regions": 0.0, "masked_text": 0.0}
 export_official, export_folder = OfficialVisualBert().export, TransformersVisualBert().export
 
@@ -54,7 +50,7 @@ def rules(task_name: str) -> StartRules:
 
 
 def make_encoder(**fields: Any) -> VisualBertEncoder:
-    return VisualBertEncoder(VisualBertEncoderConfig(**{**SIZES, "feature_dim": FEATURE_DIM, **fields}))
+    return VisualBertEncoder(VisualBertEncoderConfig(**{**SIZES, "feature_dim": 8, **fields}))
 
 
 def answers_task(count: int) -> VQATask:
@@ -114,7 +110,7 @@ def test_a_head_of_one_or_two_answers_is_one_of_questions_where_a_run_of_questio
 
 def small_network(seed: int, **settings: Any) -> R2CNetwork:
     """With numbers of its own everywhere, counters of batches included."""
-    flat = {f"MODEL.{key}": value for key, value in {**NETWORK, **settings}.items()} | INPUT
+    flat = {f"MODEL.{key}": value for key, value in {**NETWORK, **settings}.items()} | {"INPUT.FORMAT": "RGB"}
     torch.manual_seed(seed)
     network = R2CNetwork(DetectorConfig.from_flat(flat), NetworkSizes(4, (1, 1, 1, 1), (2, 4, 4, 8)))
     for value in network.state_dict().values():
@@ -202,7 +198,7 @@ def test_transformers_reads_a_folder_and_so_do_we(tmp_path, name):
     theirs, found = ARCHITECTURES[name].from_pretrained(tmp_path, output_loading_info=True)
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert same(theirs if name == "refcoco" else theirs.visual_bert, model.encoder)
-    assert theirs.config.pad_token_id is None and theirs.config.visual_embedding_dim == FEATURE_DIM
+    assert theirs.config.pad_token_id is None and theirs.config.visual_embedding_dim == 8
     if name == "refcoco":
         assert left_out == [f"task.{key}" for key in model.task.state_dict()]
     elif name == "pretraining":
@@ -226,7 +222,7 @@ def test_transformers_reads_a_folder_and_so_do_we(tmp_path, name):
 
 def test_files_of_old_versions_hold_indices_and_the_bias_twice(tmp_path):
     torch.manual_seed(1)
-    config = VisualBertConfig(**SIZES, visual_embedding_dim=FEATURE_DIM)
+    config = VisualBertConfig(**SIZES, visual_embedding_dim=8)
     state = dict(VisualBertForPreTraining(config).state_dict())
     state["visual_bert.embeddings.position_ids"] = torch.arange(20)[None]
     assert {"cls.predictions.bias", "cls.predictions.decoder.bias"} <= state.keys()
@@ -269,13 +265,3 @@ def test_encoder_and_heads_start_from_bert(tmp_path, copied, late):
     assert torch.equal(task.word_head.transform["dense"].weight, bert.cls.predictions.transform.dense.weight)
     assert torch.equal(task.word_head.bias, bert.cls.predictions.bias)
     assert same(task.relationship.head, bert.cls.seq_relationship)  # as it is, although 1 = fits
-
-
-def test_every_adapter_takes_its_own_files_only(tmp_path):
-    model = make_model("vqa")
-    export_official(model, "vqa", tmp_path / "x.th")
-    export_folder(model, "vqa", tmp_path / "model.safetensors")
-    bert = BertForPreTraining(BertConfig(**SIZES)).state_dict()
-    files = [state_of(tmp_path / "x.th"), load_file(tmp_path / "model.safetensors"), bert]
-    found = [[adapter.recognise(tensors) for adapter in ADAPTERS["visual_bert"]] for tensors in files]
-    assert found == [[True, False, False], [False, True, False], [False, False, True]]
