@@ -13,9 +13,9 @@ from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.train import train
 from e2e_vl.weights.visual_bert import OfficialVisualBert
 from tests.data.drawn_metadata import write_metadata
+from tests.run.runs import ROOT, tiny
 from tests.weights.starts import options, replaced
 
-ROOT = Path(__file__).parents[2]
 NETWORK = {
     "RESNETS": {"STEM_OUT_CHANNELS": 8, "RES2_OUT_CHANNELS": 16, "WIDTH_PER_GROUP": 4},
     "R2C": {"FEATURE_DIM": 8, "MASK_CHANNELS": 4, "CLASS_DIM": 4, "CANVAS": [192, 192]},
@@ -39,10 +39,8 @@ def detector_of(shipped: RunConfig, **more: object) -> dict:
 
 
 def tiny_vcr(folder: Path, name: str, *words: str) -> RunConfig:
-    common = [f"data.root={folder / 'vcr'}", f"output={folder / name}", "train.max_steps=1", "train.warmup_steps=0"]
-    common += ["train.schedule=constant", "eval.report_pictures=0", "eval.boxes=[gt]"]
-    common += ["data={flip: 0, texts_per_image: 1}"]
-    return load_config(ROOT / "configs/tiny/vcr.yaml", [*common, *words])
+    common = ("train={max_steps: 1, warmup_steps: 0, schedule: constant}", "data={flip: 0, texts_per_image: 1}")
+    return tiny("vcr", folder / "vcr", folder / name, *common, "eval={boxes: [gt], report_pictures: 0}", *words)
 
 
 def test_a_step_with_the_shipped_settings(tmp_path):
@@ -66,19 +64,19 @@ def test_the_first_phase_trains_the_network_and_the_next_goes_on_with_it(tmp_pat
     """COCO's captions with objects of a detector of VCR's classes; res5 and what follows learn, res4 does not."""
     shipped = load_config(ROOT / "configs/pretraining/visual_bert_coco_vcr.yaml", ["data.root=DATA"])
     data, metadata = tmp_path / "data", tmp_path / "metadata"
-    words = [f"data.root={data}", f"output={tmp_path / 'run'}", "train.max_steps=2", "eval.report_pictures=0"]
-    tiny = load_config(ROOT / "configs/tiny/visual_bert_pretraining.yaml", [*words, "train.warmup_share=0"])
+    words = ("train={max_steps: 2, warmup_share: 0}", "eval.report_pictures=0")
+    drawn = tiny("visual_bert_pretraining", data, tmp_path / "run", *words)
     config = replaced(
-        tiny,
+        drawn,
         detector=detector_of(shipped),
-        encoder={"config": options(tiny.encoder.config) | {"uses_whole_image": True}},
+        encoder={"config": options(drawn.encoder.config) | {"uses_whole_image": True}},
         task={"config": shipped.task.config},
         data={
             "config": options(shipped.data.config) | {"min_object_score": 0.15},
-            "files": {key: tiny.data.files[key] for key in ("images", "captions")} | {"metadata": str(metadata)},
+            "files": {key: drawn.data.files[key] for key in ("images", "captions")} | {"metadata": str(metadata)},
         },
     )
-    make_synthetic_data(tiny)
+    make_synthetic_data(drawn)
     metadata.mkdir()
     for split in ("train", "val"):
         write_metadata(data / f"detection/instances_{split}.json", metadata)

@@ -106,16 +106,16 @@ def test_more_micro_batches_than_an_epoch_has(tiny_config):
 
 def test_a_frozen_detector_does_not_change(tiny_config, monkeypatch):
     config = tiny_config("detector.freeze=true", f"{RESNETS}.NORM=BN", "train.max_steps=2", "eval.boxes=[]")
-    start, runs, prepare = {}, [], training.Trainer.__init__
+    start, built, build = {}, [], training.build_run
 
-    def remember(self, config, accelerator, run, checkpoint):
-        start.update({name: value.clone() for name, value in run.model.state_dict().items()})
-        runs.append(run)
-        prepare(self, config, accelerator, run, checkpoint)
+    def remember(*arguments, **named):
+        built.append(build(*arguments, **named))
+        start.update({name: value.clone() for name, value in built[0].model.state_dict().items()})
+        return built[0]
 
-    monkeypatch.setattr(training.Trainer, "__init__", remember)
+    monkeypatch.setattr(training, "build_run", remember)
     train(config)
-    after = runs[0].model.state_dict()
+    after = built[0].model.state_dict()
     changed = {name.split(".")[0] for name, value in after.items() if not torch.equal(value, start[name])}
     assert changed == {"encoder", "task"}
     assert set(logged(config.output)[0]) & {"lr_detector", "lr_encoder"} == {"lr_encoder"}
