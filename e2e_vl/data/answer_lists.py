@@ -1,4 +1,4 @@
-"""Lists of possible answers (answer vocabularies) as files; the row in the list is the class."""
+"""Read and write answer vocabularies; an answer's position in the list is its class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from detector.io import read_json, write_text
 from e2e_vl.data.tables import require_unique
 from e2e_vl.io import Record, read_text
 
-ANSWERS_FILE = "answers.json"  # a model's own list of answers, beside its weights
+ANSWERS_FILE = "answers.json"  # the answer vocabulary that is saved beside a model's weights
 
 
 class _SourcedAnswer(Record):
@@ -20,14 +20,14 @@ class _SourcedAnswer(Record):
 
 
 def read_answers(path: str | Path, sources: Collection[str] | None = None) -> list[str]:
-    """Read an answer vocabulary; the row in the list is the class.
+    """Read an answer vocabulary; an answer's position in the list is its class.
 
     Args:
-        path: `.txt`, one answer per line, lower-cased here and blank lines dropped (Pythia, VL-BERT; usually with an
-            entry `<unk>`); or `.json`: a list of answers (LXMERT's `trainval_label2ans.json`), or an object from answer
-            to class (`trainval_ans2label.json`), or a list of {"ans": answer, "dsets": [source, ...]} (LXMERT's
-            `all_ans.json`). JSON may hold the empty answer.
-        sources: of the last kind, only answers of these data sets are kept and numbered.
+        path: `.txt`: one answer per line, lower-cased; blank lines are skipped (Pythia, VL-BERT; usually with an entry
+            `<unk>`). `.json`: a list of answers (LXMERT's `trainval_label2ans.json`), an object mapping answers to
+            classes (`trainval_ans2label.json`), or a list of {"ans": answer, "dsets": [source, ...]} (LXMERT's
+            `all_ans.json`). JSON files may contain the empty answer.
+        sources: for `all_ans.json`, keep and number only the answers of these data sets.
     """
     path = user_path(path)
     if sources is not None:
@@ -45,13 +45,13 @@ def read_answers(path: str | Path, sources: Collection[str] | None = None) -> li
             answers = [row if isinstance(row, str) else row.ans for row in content]
     if not answers:
         raise UserError(f"{path} has no answers{'' if sources is None else ' of ' + ', '.join(sources)}")
-    if path.name != ANSWERS_FILE:  # a model's own may have an answer twice, since tasks spell the lines of text files
+    if path.name != ANSWERS_FILE:  # a saved vocabulary may list an answer twice, since tasks normalise text files
         require_unique(answers, f"{path}: the answer")
     return answers
 
 
 def write_answers(path: str | Path, answers: list[str]) -> None:
-    """Write a vocabulary as a JSON list; `read_answers` gives it back."""
+    """Write a vocabulary as a JSON list that `read_answers` can read."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(answers, indent=0, ensure_ascii=False) + "\n")

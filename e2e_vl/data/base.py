@@ -1,7 +1,6 @@
 """Base classes of the data sets, which read images, texts and annotations from official files.
 
-A data set returns a `Sample`. It knows no tokenizer, resized pixels, encoder or settings of a task: these belong to
-`image_loader.py` and to the task's preprocessor.
+A data set returns `Sample`s. Resizing is done in `image_loader.py`, and tokenization in the task's preprocessor.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from e2e_vl.samples import Sample, SampleImage, SampleText
 
 @dataclasses.dataclass(frozen=True)
 class DataNeeds:
-    """What a run needs of a data set, so that nothing else has to be opened."""
+    """What a run needs from a data set; no other files are opened."""
 
     boxes: BoxSource = BoxSource.GT  # source of the candidate boxes
-    objects: bool = False  # annotated objects, as targets of the detection losses
-    training: bool = False  # the ground truth, and parts that only training reads
-    phrases: bool = False  # the boxes of phrases, whatever the task
+    objects: bool = False  # annotated objects as targets for the detection losses
+    training: bool = False  # the ground truth, and anything else that is read only in training
+    phrases: bool = False  # the boxes of phrases, for any task
 
     @property
     def annotations(self) -> bool:
-        """Annotated objects are needed, as candidates or as targets."""
+        """Whether annotated objects are needed, as candidate boxes or as targets."""
         return self.objects or self.boxes.reads_annotations
 
 
@@ -41,20 +40,20 @@ class VLDataset(abc.ABC):
 
     Attributes:
         file_keys: keys of `data.files`.
-        box_sources: the sources of candidate boxes that make sense.
+        box_sources: the supported sources of candidate boxes.
         annotation_files: keys of `data.files`, any one of which gives the annotated objects.
-        id_space: whose ids the images have, such as "vg"; None: COCO's where file names are COCO's. See
+        id_space: where the image ids come from, such as "vg"; None: from COCO if the file names do. See
             `e2e_vl/data/overlap.py`.
-        groups: text indices of each image (or pair of images).
-        parts: values of the placeholders in `data.files` that name the files of boxes of this split, such as
-            {"split": "val"}; several if splits are joined.
-        class_names: of the annotated objects, in the order of the detector's classes; None if there are no classes.
+        groups: the text indices of each image (or pair of images).
+        parts: for each of the joined splits, the placeholder values for its box files in `data.files`, such as
+            {"split": "val"}.
+        class_names: names of the object classes, in the order of the detector's classes; None if there are no classes.
         corpus: texts without images.
-        has_phrases: some texts have annotated phrases (`SampleText.phrases`).
-        has_truths: texts have a ground truth, unless the split has no annotations; False: no text of any split has.
-        mixes_phrases: of several joined data sets, some have phrases and others have none.
-        mixes_objects: the annotated objects of some images may lack attributes or outlines that others have.
-        left_out: number of texts in the files of the split that are left out.
+        has_phrases: whether some texts have annotated phrases (`SampleText.phrases`).
+        has_truths: whether annotated splits have a ground truth for each text.
+        mixes_phrases: whether only some of several joined data sets have phrases.
+        mixes_objects: whether some images may lack object attributes or outlines that others have.
+        left_out: number of texts of the split that are skipped.
     """
 
     file_keys: ClassVar[tuple[str, ...]]
@@ -78,26 +77,26 @@ class VLDataset(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def texts_of(cls, files: DataFiles, options: Any, split: str) -> Iterable[str]:
-        """All texts of a split, to build a vocabulary from."""
+        """All texts of a split, for building a vocabulary."""
 
     @classmethod
     def answers_of(cls, files: DataFiles, options: Any, split: str) -> dict[Any, str]:
-        """The most frequent answer to each question of a split, to build a list of answers from."""
-        raise UserError("The data have no answers that a list could be built from; set task.config.answers.")
+        """The most frequent answer to each question of a split, for building an answer vocabulary."""
+        raise UserError("The data set has no answers to build a vocabulary from; set task.config.answers.")
 
     @classmethod
     def class_names_of(cls, options: Any) -> Sequence[str] | None:
-        """The classes that a user's boxes may have, where texts name boxes by their classes."""
+        """The classes that a user's boxes may have, for data sets whose texts refer to boxes by class."""
         return None
 
     @classmethod
     def takes_answer(cls, options: Any) -> bool:
-        """Texts are about a question and a given answer, as rationales are."""
+        """Whether texts depend on a question and a given answer, as rationales do."""
         return False
 
     @classmethod
     def narrowed(cls, sample: Sample, options: Any) -> Sample:
-        """A user's sample with the candidate boxes that the options select."""
+        """A user's sample, with only the candidate boxes that the options select."""
         return sample
 
     @abc.abstractmethod
@@ -106,38 +105,38 @@ class VLDataset(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, texts: Sequence[int]) -> Sample:
-        """Some texts of one group, with their images."""
+        """The given texts, all from one group, with their images."""
 
     def truths(self) -> Iterable[Any]:
-        """The ground truth of every text; None where it is unknown. Empty if it needs the images."""
+        """The ground truth of every text, or None where it is unknown. Empty if it depends on the images."""
         return ()
 
     def image_ids(self) -> Iterable[str]:
-        """Ids of all images that files of boxes must have; empty where listing them would take long."""
+        """Ids of all images that box files must contain; empty if listing them would be slow."""
         return ()
 
     def check_classes(self, num_classes: int, known: Sequence[str] | None = None) -> None:
-        """Compare the classes of the annotated objects with the detector's, which sees them as numbers only.
+        """Check that the classes of the annotated objects match the detector's class indices.
 
-        A file with only some of a detector's categories would number them differently.
+        A file with a subset of the detector's categories would number them differently.
 
         Args:
-            num_classes: foreground classes of the detector.
-            known: their names, if its weights come with them.
+            num_classes: the detector's number of foreground classes.
+            known: their names, if they are stored with the weights.
         """
         names = self.class_names
         if names is None:
             return
         if len(names) > num_classes or (known is None and len(names) < num_classes):
             raise UserError(
-                f"The data have {len(names)} categories, but the detector has {num_classes} classes; set "
+                f"The data set has {len(names)} categories, but the detector has {num_classes} classes; set "
                 "MODEL.ROI_HEADS.NUM_CLASSES in its config."
             )
         for number, (name, other) in enumerate(zip(names, known or names, strict=False)):
             if letters_of(name) != letters_of(other):
                 raise UserError(
-                    f"Class {number} is '{name}' in the data, but '{other}' to the detector's weights; give a file "
-                    "with the categories of the weights, or start a detector of the data's own classes from a backbone "
+                    f"Class {number} is '{name}' in the data set, but '{other}' in the detector's weights; use a file "
+                    "with the categories of the weights, or start a detector of the data set's classes from a backbone "
                     "(detector.expect=backbone)."
                 )
 
@@ -147,7 +146,7 @@ class TextRecord(Record):
 
     @property
     def image_names(self) -> tuple[str, ...]:
-        """The ids of its images."""
+        """The ids of the text's images."""
         return (str(self.image_id),)
 
     @property
@@ -157,11 +156,11 @@ class TextRecord(Record):
 
 
 class RecordDataset(VLDataset):
-    """A data set whose texts are `TextRecord`s of one kind, serialised and grouped by their images.
+    """A data set whose texts are serialised `TextRecord`s of one type, grouped by image.
 
     Attributes:
         texts: the records; their indices are text indices.
-        is_pool: texts of other images may be drawn, as captions are.
+        is_pool: whether texts of other images may be sampled, as captions are.
     """
 
     is_pool: ClassVar[bool] = False
@@ -171,16 +170,16 @@ class RecordDataset(VLDataset):
     def set_texts(
         self, records: Sequence[Any], where: str, images: Iterable[Any] | None = None, *, need_labels: bool = False
     ) -> None:
-        """Keep the records.
+        """Store the records.
 
         Args:
             records: with unique ids.
-            where: the file and the kind of record, for errors.
-            images: keys to group by, one per record, where two images may have the same name.
-            need_labels: the run learns from their labels.
+            where: the file and the kind of record, for error messages.
+            images: keys to group by, one per record, if two images may have the same name.
+            need_labels: raise an error if no record has a label.
         """
         if not records or (need_labels and records[0].truth is None):
-            raise UserError(f"{where}s: there are none, or they have no labels to learn from; choose another split")
+            raise UserError(f"{where}s: there are none, or they have no labels for training; choose another split")
         require_unique((record.id for record in records), where)
         self.texts = records if isinstance(records, SerializedList) else SerializedList(records, type(records[0]))
         self.groups = TextGroups.of_images(images or (record.image_names for record in records))
@@ -189,7 +188,7 @@ class RecordDataset(VLDataset):
         return len(self.texts)
 
     def __getitem__(self, text: int) -> str:
-        """The words of a text."""
+        """The text with this index."""
         return self.texts[text].words
 
     def image_ids(self) -> Iterable[str]:
@@ -207,7 +206,7 @@ class RecordDataset(VLDataset):
 
     @abc.abstractmethod
     def image(self, name: str, text: int) -> SampleImage:
-        """An image of a text."""
+        """One of the images of a text."""
 
     def text(self, index: int) -> SampleText:
         """One text, with its ground truth."""
@@ -217,7 +216,7 @@ class RecordDataset(VLDataset):
 
 
 class DataFiles:
-    """The files of `data.files`, relative to `data.root`; their names may have placeholders such as {split}.
+    """The files in `data.files`, relative to `data.root`; their names may contain placeholders such as {split}.
 
     Args:
         file_keys: keys of the files that the data set reads.
@@ -233,13 +232,13 @@ class DataFiles:
         return key in self.settings.files
 
     def path(self, key: str, **values: str) -> Path:
-        """The path of `data.files.<key>`, with values for its placeholders."""
+        """The path in `data.files.<key>`, with its placeholders filled in."""
         return self.root / self.name(key, **values)
 
     def name(self, key: str, **values: str) -> str:
-        """The name in the settings, with values for its placeholders."""
+        """The name in the settings, with its placeholders filled in."""
         if key not in self:
-            raise UserError(f"data.files.{key} is not set; it names the {key} of {self.settings.name}.")
+            raise UserError(f"data.files.{key} is not set; set it to the {key} of {self.settings.name}.")
         name = self.settings.files[key]
         for placeholder, value in values.items():
             name = name.replace(f"{{{placeholder}}}", value)
@@ -247,7 +246,7 @@ class DataFiles:
 
 
 def letters_of(name: str) -> str:
-    """A class name in the form that its spellings share: "traffic light", "trafficlight", "Traffic_Light"."""
+    """A class name reduced to its letters: the same for "traffic light", "trafficlight" and "Traffic_Light"."""
     return "".join(letter for letter in name.casefold() if letter.isalnum()) or name
 
 
@@ -257,7 +256,7 @@ def open_options(dataset: type[VLDataset], settings: DataSettings) -> tuple[Data
 
 
 def split_names(split: str) -> list[str]:
-    """Names in a joined split such as train2014+val2014."""
+    """The names in a joined split such as train2014+val2014."""
     return [name.strip() for name in split.split("+")]
 
 
@@ -268,9 +267,9 @@ def coco_image_set(split: str | None) -> str | None:
 
 
 def check_boxes_source(dataset: type[VLDataset], name: str, boxes: BoxSource) -> None:
-    """Raise a UserError if the data set cannot have candidate boxes of this source."""
+    """Raise a UserError if the data set does not support this source of candidate boxes."""
     if boxes not in dataset.box_sources:
         raise UserError(
-            f"{name} cannot have boxes from '{boxes}'; set data.boxes.train and eval.boxes to one of "
+            f"{name} does not support boxes from '{boxes}'; set data.boxes.train and eval.boxes to one of "
             f"{', '.join(dataset.box_sources)}."
         )

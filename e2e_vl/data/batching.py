@@ -1,4 +1,4 @@
-"""Batches from a data set, read in this process or in workers."""
+"""Sampling, loading and collating batches, in the main process or in workers."""
 
 from __future__ import annotations
 
@@ -38,38 +38,38 @@ from e2e_vl.structures import Batch, RegionLabels, TextBatch
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One image with some of its texts, to be loaded."""
+    """An image to load, with some of its texts."""
 
-    group: int  # index of the image in `groups` of the data set
-    texts: tuple[int, ...]  # text indices, all of this group
-    epoch: int = 0  # selects the randomness
+    group: int  # index of the image in the data set's `groups`
+    texts: tuple[int, ...]  # text indices, all from this group
+    epoch: int = 0  # seeds the random generator
 
 
 def random_generator(seed: int, epoch: int, text: int) -> np.random.Generator:
-    """The generator of one text in one epoch, independent of workers and order."""
+    """The random generator for one text in one epoch, independent of workers and order."""
     return np.random.default_rng([seed, epoch, text])
 
 
 class GroupedBatchSampler(Sampler[list[Request]]):
-    """Yields the `Request`s of each batch of one process; made for `DataLoader(batch_sampler=...)`.
+    """Yields the `Request`s of each batch of one process, for `DataLoader(batch_sampler=...)`.
 
-    Batches have images with several of their texts, so that the detector runs once per image. Every text is seen once
-    an epoch, and the batches do not depend on the number of processes.
+    Each image comes with several of its texts, so that the detector runs once per image. Every text is seen once per
+    epoch, and the batches do not depend on the number of processes.
 
-    With `shuffle` (training), the texts of an image and the groups are in random order, which depends on (seed, epoch)
-    only. Each rank takes its slice of every batch: the slices of ranks 0, 1, ... joined are the batch of one process.
-    The end of an epoch is filled up from its start: all batches have the same size, all ranks equal work, and all
-    optimiser steps `accumulate` batches.
+    With `shuffle` (training), the groups and the texts within each group are shuffled by (seed, epoch). Each rank takes
+    a slice of every batch; the slices of all ranks together are the batch of a single process. The last batches are
+    filled up from the start of the epoch, so that all batches have the same size, and an epoch has a multiple of
+    `accumulate` batches.
 
-    Without (evaluation), groups keep their order, nothing is repeated, and the last batch may be smaller. Whole batches
-    are dealt to the ranks in turn, because the features of a box depend slightly on the padding, and so on the other
-    images of its batch. Ranks may differ by one batch.
+    Without `shuffle` (evaluation), groups keep their order, nothing is repeated, and the last batch may be smaller.
+    Whole batches are assigned to the ranks in turn, because the features of a box depend slightly on the padding, and
+    so on the other images in the batch. Ranks may differ by one batch.
 
     Args:
         groups: text indices of each image (`dataset.groups`).
-        images_per_batch: groups in a batch; with `shuffle` over all processes, so a multiple of `world_size`.
-        texts_per_image: most texts in a group; None = all texts of the image.
-        accumulate: batches of one optimiser step; with `shuffle` an epoch has a multiple of it.
+        images_per_batch: groups per batch; with `shuffle` over all processes, so a multiple of `world_size`.
+        texts_per_image: maximum number of texts per request; None = all texts of the image.
+        accumulate: batches per optimiser step.
     """
 
     def __init__(
@@ -96,26 +96,26 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         counts = np.diff(starts)
         parts = np.minimum(counts, 1) if texts_per_image is None else -(-counts // texts_per_image)
         self.num_groups = int(parts.sum())
-        self._starts = starts  # of the texts of each group in `_texts`
-        # of each part of a group, the group and where its texts begin
+        self._starts = starts  # where the texts of each group begin in `_texts`
+        # for each request, its group and where its texts begin
         self._group_of = np.repeat(np.arange(len(counts)), parts)
         number_in_group = np.arange(self.num_groups) - np.repeat(np.cumsum(parts) - parts, parts)
         self._first = starts[self._group_of] + number_in_group * (texts_per_image or 0)
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        """Go to an epoch, from its beginning or from batch `start_batch` (counted over all ranks), to resume there."""
+        """Set the epoch, and the batch (counted over all ranks) to resume from."""
         self.epoch = epoch
         self.start_batch = start_batch
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of a whole epoch, over all ranks."""
+        """Number of batches in a whole epoch, over all ranks."""
         per_step = self.images_per_batch * self.accumulate
         return -(-self.num_groups // per_step) * self.accumulate
 
     def __len__(self) -> int:
-        """Batches this rank will yield: its own from `start_batch` to the end of the epoch."""
+        """Number of batches this rank will yield, from `start_batch` to the end of the epoch."""
         return len(self._own_batches())
 
     def __iter__(self) -> Iterator[list[Request]]:
@@ -131,7 +131,7 @@ class GroupedBatchSampler(Sampler[list[Request]]):
             yield [self._request(int(number), texts) for number in numbers]
 
     def _request(self, number: int, texts: np.ndarray) -> Request:
-        """One part of a group; `texts` as returned by `_epoch_order`."""
+        """The request with this number; `texts` as returned by `_epoch_order`."""
         group, first = int(self._group_of[number]), int(self._first[number])
         last = int(self._starts[group + 1])
         if self.texts_per_image is not None:
@@ -139,33 +139,33 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         return Request(group, tuple(texts[first:last].tolist()), self.epoch)
 
     def _own_batches(self) -> range:
-        """Numbers of the batches this rank has a part in."""
+        """Numbers of the batches that this rank yields."""
         if self.shuffle:
             return range(self.start_batch, self.batches_per_epoch)
         first = self.start_batch + (self.rank - self.start_batch) % self.world_size
         return range(first, self.batches_per_epoch, self.world_size)
 
     def _epoch_order(self) -> tuple[np.ndarray, np.ndarray]:
-        """Order of the parts of groups, and all texts, in random order within each group."""
+        """The order of the requests, and all texts, shuffled within each group."""
         if not self.shuffle:
             return np.arange(self.num_groups), self._texts
         generator = np.random.default_rng([self.seed, self.epoch])
         texts = self._texts.copy()
-        for group in np.flatnonzero(np.diff(self._starts) > 1):  # one text needs no order and draws nothing
+        for group in np.flatnonzero(np.diff(self._starts) > 1):  # shuffling one text would draw random numbers
             first, last = self._starts[group], self._starts[group + 1]
             texts[first:last] = texts[first:last][generator.permutation(last - first)]
         return generator.permutation(self.num_groups), texts
 
 
-# Sending a batch from a worker to the main process.
+# Sending a batch from a worker to the main process
 
 _LARGE = 1 << 20  # bytes
 
 
 class PackedBatch(NamedTuple):
-    """A batch whose large tensors travel in shared memory, and everything else in one pickle.
+    """A batch whose large tensors are sent in shared memory, and everything else in one pickle.
 
-    By itself every tensor takes a file descriptor, and a batch of many images has thousands of small ones.
+    Otherwise each tensor would need a file descriptor, and a batch of many images has thousands of small tensors.
     """
 
     content: bytes
@@ -173,7 +173,7 @@ class PackedBatch(NamedTuple):
 
 
 def pack(batch: Any) -> PackedBatch:
-    """The form in which a worker sends a batch; `unpack` restores it."""
+    """Pack a batch for sending it from a worker; `unpack` restores it."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(batch)
@@ -205,27 +205,27 @@ class _Pickler(pickle.Pickler):
 
 @dataclasses.dataclass(frozen=True)
 class Unreadable:
-    """A request of an evaluation whose image is missing or cannot be read."""
+    """An evaluation request whose image is missing or cannot be read."""
 
-    images: tuple[str, ...]  # ids of the images of the request
-    texts: tuple[int, ...]  # text indices that have no prediction
+    images: tuple[str, ...]  # image ids of the request
+    texts: tuple[int, ...]  # indices of the texts without a prediction
     reason: str
 
 
 class BatchLoader:
     """Iterates over the batches of one epoch of the sampler.
 
-    An error about the data is raised as the data set raised it, also from a worker. (`DataLoader` would put the
-    worker's traceback into the message.)
+    Errors about the data are raised unchanged, also from a worker. (`DataLoader` would add the worker's traceback to
+    the message.)
 
     Args:
         dataset: loads the `Example` of a `Request`.
-        sampler: gives the requests of each batch, from its current epoch and start.
+        sampler: yields the requests of each batch.
         collate: list of `Example` -> `Batch`.
-        workers: processes that read; 0 reads in this process.
+        workers: number of worker processes; 0 reads in the main process.
         keep_workers: keep the workers for the next epoch.
-        unreadable: images that are missing or cannot be read are left out and added to it, so a batch may have fewer
-            images; None: they are errors, or replaced by `dataset`.
+        unreadable: collects images that are missing or cannot be read; they are left out of the batch. None: they are
+            errors, or `dataset` replaces them.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class BatchLoader:
             num_workers=workers,
             persistent_workers=keep_workers and workers > 0,
             worker_init_fn=_ignore_signals,
-            # DataLoader draws a seed for its workers: not from the generator that dropout and RoI sampling use
+            # DataLoader draws a seed for its workers; keep it off the generator that dropout and RoI sampling use
             generator=torch.Generator(),
         )
 
@@ -260,13 +260,13 @@ class BatchLoader:
             batch, unreadable = loaded
             if self._unreadable is not None:
                 self._unreadable += unreadable
-            if batch is not None:  # an image of it can be read
+            if batch is not None:  # at least one image could be read
                 yield unpack(batch) if isinstance(batch, PackedBatch) else batch
 
 
 @dataclasses.dataclass
 class _Batches(Dataset):
-    """Loads whole batches, so that an error or unreadable images can be returned in place of a batch."""
+    """Loads whole batches, so that errors and unreadable images can be returned in place of a batch."""
 
     dataset: Dataset
     collate: Callable[[list[Example]], Batch]
@@ -282,13 +282,13 @@ class _Batches(Dataset):
                     ids = tuple(image.id for image in self.dataset.dataset.sample(request.texts).images)
                     unreadable.append(Unreadable(ids, request.texts, str(error.__cause__)))
             batch = self.collate(examples) if examples else None
-        except (ValueError, OSError) as error:  # what readers raise about files and records
+        except (ValueError, OSError) as error:  # raised by readers for bad files and records
             return error
         return pack(batch) if batch is not None and get_worker_info() is not None else batch, unreadable
 
 
 def _ignore_signals(worker: int) -> None:
-    """Launchers also send SIGTERM to workers, which the run needs until it has saved a checkpoint."""
+    """Ignore the SIGTERM that launchers also send to workers: the run needs them until it has saved a checkpoint."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
@@ -298,7 +298,7 @@ def unchanged(loaded: Any) -> Any:
     return loaded
 
 
-# From examples to a `Batch`, whatever the task and the data set.
+# Collating examples into a `Batch`, for any task and data set
 
 
 def collate(
@@ -310,14 +310,14 @@ def collate(
     canvas: Sequence[int] | None = None,
     pad_id: int = 0,
 ) -> Batch:
-    """Pad images and texts, and renumber the images of texts.
+    """Pad images and texts, and compute the image index of each text.
 
     Args:
-        examples: at least one, all for the same task, with the same kinds of boxes, objects and targets.
-        pixel_mean, pixel_std: of the three channels in the order of the images; subtracted, then divided by.
-        pad_to: (height, width) of the padded images, or None = the largest of the batch.
-        canvas: (short edge, long edge) in pixels of the smallest canvas of an image, see `canvas_size`; the batch is as
-            large as its largest canvas. None = an image's canvas is its own size. `pad_to` takes precedence.
+        examples: at least one; all for the same task, with the same kinds of boxes, objects and targets.
+        pixel_mean, pixel_std: per-channel mean and standard deviation for normalisation, in the images' channel order.
+        pad_to: (height, width) of the padded images; None = the largest in the batch.
+        canvas: (short edge, long edge) in pixels of the smallest canvas of an image, see `canvas_size`; images are
+            padded to the largest canvas in the batch. None = pad to the largest image. `pad_to` takes precedence.
         pad_id: wordpiece id of the padding.
 
     Returns:
@@ -350,11 +350,11 @@ def collate(
 
 
 def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tuple[int, int]:
-    """(height, width) of a batch whose images each have a canvas of at least (short edge, long edge), all in pixels.
+    """Padded (height, width) of a batch whose images each have a canvas of at least (short edge, long edge), in pixels.
 
-    The canvas has the orientation of its image, wide for a square one; a larger image has a larger canvas. As in the
-    official VL-BERT code on VCR, a batch of wide images is (short, long), of high images (long, short), and of both
-    (long, long). With images of one orientation a box's features do not depend on its batch.
+    A canvas has the orientation of its image (landscape if the image is square) and grows with a larger image. As in
+    the official VL-BERT code on VCR, a batch of landscape images is (short, long), of portrait images (long, short),
+    and of both (long, long). If all images have one orientation, a box's features do not depend on the batch.
     """
     short, long = canvas
     least = [(short, long) if height <= width else (long, short) for height, width in sizes]
@@ -363,10 +363,10 @@ def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tupl
 
 
 def pad_texts(texts: Sequence[TextExample], pad_id: int = 0) -> TextBatch:
-    """Pad the wordpieces of M texts at the end ([PAD] is 0 in BERT's vocabularies).
+    """Pad M texts on the right ([PAD] is 0 in BERT's vocabularies).
 
     Returns:
-        `TextBatch` with L = the longest sequence (at least 1), and `region_of_token` if any text has it.
+        `TextBatch`, with L = the length of the longest text (at least 1).
     """
     lengths = [len(text.encoding.input_ids) for text in texts]
     shape = (len(texts), max(lengths, default=0) or 1)
@@ -392,7 +392,7 @@ def _image_batch(
     pixel_std: Sequence[float],
     pad_to: tuple[int, int] | None,
 ) -> ImageBatch:
-    """Pixels, or precomputed features and sizes without pixels."""
+    """Pixels and image sizes; only the sizes if features are precomputed."""
     names, original_sizes = [image.name for image in images], [image.image_transform.original_size for image in images]
     features = _column(images, "features", "precomputed features")
     if features is None:
@@ -412,21 +412,21 @@ def _all_or_none(images: Sequence[ImageExample], field: str, what: str) -> bool:
     has = [getattr(image, field) is not None for image in images]
     if any(has) and not all(has):
         raise UserError(
-            f"{images[has.index(True)].name} comes with {what}, {images[has.index(False)].name} without; "
-            "one batch cannot mix box sources or data sets that differ in this"
+            f"{images[has.index(True)].name} has {what}, but {images[has.index(False)].name} does not; "
+            "a batch cannot mix box sources or data sets that differ in this"
         )
     return has[0]
 
 
 def _column(images: Sequence[ImageExample], field: str, what: str) -> list[Tensor] | None:
-    """An array of each image as a tensor; None if no image has it."""
+    """One field of every image, as tensors; None if no image has it."""
     if not _all_or_none(images, field, what):
         return None
     return [torch.from_numpy(np.ascontiguousarray(getattr(image, field))) for image in images]
 
 
 def _image_index(examples: Sequence[Example]) -> Tensor:
-    """int64 [M, I]: rows of each example's own images become rows of the batch."""
+    """int64 [M, I]: turn image indices within each example into image indices within the batch."""
     slots = max((len(text.image_index) for example in examples for text in example.texts), default=0) or 1
     rows, first = [], 0
     for example in examples:
@@ -458,29 +458,29 @@ def _detection_targets(images: Sequence[ImageExample]) -> DetectionTargets | Non
     )
 
 
-# From a data set to examples: read the sample, load its images, encode its texts.
+# Loading examples: read the sample, load its images, preprocess its texts
 
 
 logger = logging.getLogger(__name__)
 
-_BROKEN_IN_A_ROW = 20  # after so many unreadable images in a row, the data as a whole are wrong
+_BROKEN_IN_A_ROW = 20  # unreadable images in a row after which a run stops
 
 
 class ExampleDataset(Dataset):
-    """Loads one image with some of its texts, for every data set alike.
+    """Loads an image with some of its texts, for any data set.
 
-    All texts of a request share the image, so also its mirroring and its size.
+    All texts of a request share the image, and so its flip and its size.
 
     Args:
         dataset: the samples.
-        loader: makes pixels and moves boxes.
+        loader: loads pixels and transforms boxes.
         preprocessor: encodes the texts.
-        seed: all randomness depends on (seed, epoch, text) only.
+        seed: all random choices depend only on (seed, epoch, text).
         skip_broken: replace an image that is missing or cannot be read by the next one, and log it.
 
     Attributes:
-        groups: text indices of each image.
-        broken: groups whose images were replaced by others in this process.
+        groups: the text indices of each image.
+        broken: groups whose images were replaced in this process.
     """
 
     def __init__(
@@ -505,7 +505,7 @@ class ExampleDataset(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, request: Request) -> Example:
-        """Load the request's image once, with all its texts."""
+        """Load the request's image once, with all texts of the request."""
         group, texts = request.group, request.texts
         cause = None
         for _ in range(_BROKEN_IN_A_ROW):
@@ -515,22 +515,22 @@ class ExampleDataset(Dataset):
                 cause = error.__cause__
                 if not self.skip_broken:
                     kind = MissingFileError if isinstance(cause, FileNotFoundError) else UserError
-                    hint = "(Training can go on without it: data.skip_broken=true takes the next image and logs it.)"
+                    hint = "(To train without it, set data.skip_broken=true; the next image is then used instead.)"
                     raise kind(f"{cause} {hint}") from cause
                 self.broken.add(group)
                 logger.warning(
-                    "%s The next image takes its place (%d unreadable images so far in this process).",
+                    "%s The next image is used instead (%d unreadable images so far in this process).",
                     *(cause, len(self.broken)),
                 )
             others = (other % len(self.groups) for other in range(group + 1, group + 1 + len(self.groups)))
             group = next(other for other in others if len(self.groups[other]))
             texts = tuple(self.groups[group][: len(request.texts)])
         raise UserError(
-            f"{_BROKEN_IN_A_ROW} images in a row cannot be read; check where the data are. The last: {cause}"
+            f"{_BROKEN_IN_A_ROW} images in a row cannot be read; check the paths of the data. The last error: {cause}"
         )
 
     def read(self, request: Request, texts: tuple[int, ...] | None = None) -> Example:
-        """Load an image with all texts of the request, or with `texts`, but with the request's randomness.
+        """Load the request's image with all its texts, or with `texts`, using the request's random generator.
 
         Raises:
             BrokenImageError: the image is missing or cannot be read; its cause names the file.

@@ -1,13 +1,13 @@
-"""Captions for pre-training, and text without images.
+"""Captions for pre-training, and text corpora without images.
 
 Files (`data.files`, relative to `data.root`; {split} is the split, and {images} its COCO image set, such as val2014 for
 valminusminival2014; splits of source coco may be joined by "+")
     source coco      captions (JSON), images (folder)
     source shards    shards (folder, or a pattern such as cc3m/*.tar)
-    source json_lines captions (JSON lines); these name images and detected boxes
-    any              corpus: text files joined by "+", read in training
-    boxes gt         instances (COCO), or metadata: a folder with what a detector found, in the form of VCR's metadata
-                     files, NAME.json for NAME.jpg (VisualBERT's first phase for VCR)
+    source json_lines captions (JSON lines), which name the images and the files of detected boxes
+    any              corpus: text files joined by "+", used in training
+    boxes gt         instances (COCO), or metadata: a folder of predicted boxes in the format of VCR's metadata files,
+                     NAME.json for NAME.jpg (VisualBERT's first phase for VCR)
     boxes detections detections: MAttNet's JSON, or a file of region features; json_lines: lines with `frcnn`
     boxes precomputed features: a file of region features; json_lines: lines with `frcnn`
 """
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class CaptionSource(abc.ABC):
-    """Images with captions. Texts are numbered image by image.
+    """Images with captions, which are numbered image by image.
 
     Attributes:
         groups: the captions of each image.
@@ -58,18 +58,18 @@ class CaptionSource(abc.ABC):
 
     @abc.abstractmethod
     def name(self, group: int) -> str:
-        """Id of an image, also in a file of boxes."""
+        """The image's id, as used in box files."""
 
     @abc.abstractmethod
     def image(self, group: int) -> Path | ImageBytes:
-        """The image file, or its content."""
+        """The image file, or its contents."""
 
     def image_size(self, group: int) -> tuple[int, int] | None:
         """(height, width) according to the annotations, or None."""
         return None
 
     def boxes(self, group: int) -> CandidateBoxes | None:
-        """Boxes that come with the captions themselves, or None."""
+        """The boxes stored with the captions, or None."""
         return None
 
 
@@ -97,10 +97,10 @@ class _CaptionedImage(msgspec.Struct, array_like=True):
 
 
 class CocoCaptions(CaptionSource):
-    """COCO's `captions_*.json`: about five captions per image. Images without a caption are left out.
+    """COCO's `captions_*.json`: about five captions per image. Images without captions are skipped.
 
     Args:
-        parts: files of captions, each with the folder of its images.
+        parts: (caption file, image folder) pairs.
     """
 
     def __init__(self, parts: Sequence[tuple[Path, Path]]) -> None:
@@ -133,7 +133,7 @@ class CocoCaptions(CaptionSource):
         return self._images[group].size
 
 
-# Conceptual Captions in the layout of the official VL-BERT code: JSON lines, images and detected boxes in archives.
+# Conceptual Captions in the format of the official VL-BERT code: JSON lines, with images and detected boxes in archives
 
 
 class _CaptionLine(Record):
@@ -142,7 +142,7 @@ class _CaptionLine(Record):
 
 
 class _CaptionLineWithBoxes(_CaptionLine):
-    frcnn: Name  # the file of boxes
+    frcnn: Name  # box file
 
 
 class _Boxes(Record):
@@ -158,10 +158,10 @@ class VLBertCaptions(CaptionSource):
     """One caption per image. Detected boxes have class distributions.
 
     Args:
-        lines_file: the JSON lines; the paths in it start from its folder.
+        lines_file: the JSON lines; paths in the file are relative to its folder.
         cache: folder for the indices.
-        with_boxes: read the detected boxes (key `frcnn`), sorted by falling score of the best class.
-        with_features: and their features; the whole image's is their mean.
+        with_boxes: read the detected boxes (key `frcnn`), sorted by descending score of the best class.
+        with_features: also read their features; the feature of the whole image is their mean.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class VLBertCaptions(CaptionSource):
         self.with_features = with_features
         self._archives = Archives(self.lines.path.parent, cache)
         self.groups = TextGroups.consecutive(np.ones(len(self.lines), dtype=np.int64))
-        self._record(0)  # to find a file of another format at once
+        self._record(0)  # fail early if the file has another format
 
     def caption(self, text: int) -> str:
         found = self._record(text).caption
@@ -205,7 +205,7 @@ class VLBertCaptions(CaptionSource):
         )
 
     def _record(self, number: int) -> _CaptionLine | _CaptionLineWithBoxes:
-        where = f"{self.lines.path}: line {number + 1} (without blank ones)"
+        where = f"{self.lines.path}: line {number + 1} (not counting blank lines)"
         return decode_json(self.lines[number], where, _CaptionLineWithBoxes if self.with_boxes else _CaptionLine)
 
 
@@ -214,18 +214,18 @@ def _matrix(content: _Boxes, key: str, origin: str) -> np.ndarray:
     with reading(f"{origin}: {key}", ValueError):
         values = np.frombuffer(base64.b64decode(getattr(content, key)), dtype="<f4").reshape(content.num_boxes, -1)
     if not values.size or not np.isfinite(values).all():
-        raise UserError(f"{origin}: {key}: empty, or with values that are NaN or infinite; get the file again.")
+        raise UserError(f"{origin}: {key} is empty or contains NaN or infinite values; download the file again.")
     return values
 
 
-# Captions in webdataset shards, in the layout that img2dataset writes.
+# Captions in webdataset shards, as written by img2dataset
 
 
 class ShardCaptions(CaptionSource):
-    """One caption per image, from tar files, in any order: an index holds the offset of each record in its file.
+    """One caption per image, from tar files, with random access through an index of record offsets.
 
-    The webdataset package only streams shards. It has no epochs in which every text is seen once, no resuming in the
-    middle of one, and no equal shares for several processes.
+    The webdataset package only streams shards: it does not guarantee that each text is seen once per epoch, cannot
+    resume within an epoch, and does not split the data evenly between processes.
 
     Args:
         shards: a folder (all its `*.tar`) or a pattern such as `cc3m/0000*.tar`.
@@ -236,12 +236,12 @@ class ShardCaptions(CaptionSource):
         path = user_path(shards)
         self.shards = sorted(path.glob("*.tar") if path.is_dir() else path.parent.glob(path.name))
         if not self.shards:
-            raise MissingFileError(f"{path}: there are no shards (*.tar); check data.files.shards")
+            raise MissingFileError(f"{path}: no shards (*.tar) found; check data.files.shards")
         self._index = cached_array(self.shards, Path(cache), "shards", self._find_records)
         self.groups = TextGroups.consecutive(np.ones(len(self._index), dtype=np.int64))
 
     def _find_records(self) -> np.ndarray:
-        """int64 [n, 3]: number of the shard, and offsets in it of the headers of image and caption."""
+        """int64 [n, 3]: shard number, and the offsets of the image's and the caption's header in the shard."""
         rows: list[tuple[int, int, int]] = []
         left_out = 0
         for number, shard in enumerate(tqdm(self.shards, desc="indexing shards", unit=" shards", delay=1)):
@@ -255,13 +255,13 @@ class ShardCaptions(CaptionSource):
                     elif suffix.lower() == "txt" and archive.extractfile(member).read().strip():
                         record["caption"] = member.offset
                 rest = read_range(shard, archive.offset)
-            if not rest or rest.strip(b"\0"):  # `tarfile` ends silently at a damaged header
-                raise UserError(f"{shard}: damaged or cut off at byte {archive.offset}; run img2dataset again")
+            if not rest or rest.strip(b"\0"):  # `tarfile` stops silently at a damaged header
+                raise UserError(f"{shard}: damaged or truncated at byte {archive.offset}; run img2dataset again")
             whole = [(number, one["image"], one["caption"]) for one in records.values() if len(one) == 2]
             rows += whole
             left_out += len(records) - len(whole)
         if left_out:
-            logger.warning("%s: left out %d records without image or caption.", self.shards[0].parent, left_out)
+            logger.warning("%s: skipped %d records without an image or a caption.", self.shards[0].parent, left_out)
         return np.array(rows, dtype=np.int64)
 
     def caption(self, text: int) -> str:
@@ -280,16 +280,16 @@ class ShardCaptions(CaptionSource):
 
     @contextlib.contextmanager
     def _member(self, record: int, column: int) -> Iterator[tuple[str, IO[bytes]]]:
-        """Name and content of the record's image (column 1) or caption (column 2)."""
+        """Name and contents of the record's image (column 1) or caption (column 2)."""
         with self.shards[self._index[record, 0]].open("rb") as file:
             file.seek(int(self._index[record, column]))
-            with tarfile.open(fileobj=file, mode="r:") as archive:  # begins at the file's position
+            with tarfile.open(fileobj=file, mode="r:") as archive:  # reads from the file's position
                 member = archive.next()
                 yield member.name, archive.extractfile(member)
 
 
 class CaptionDataset(VLDataset):
-    """Captions of one split, grouped by image; the top of this file lists the files."""
+    """Captions of one split, grouped by image."""
 
     file_keys = ("images", "captions", "shards", "instances", "metadata", "corpus", "detections", "features")
     annotation_files = ("instances", "metadata")
@@ -300,7 +300,7 @@ class CaptionDataset(VLDataset):
         self.groups = self.source.groups
         self.corpus = _corpus(files, options, split) if needs.training else None
         self.image_index = (0,) if options.use_images else ()
-        # VL-BERT's files of captions have the boxes, so no other file is read
+        # in VL-BERT's format, the caption files name the box files
         self.parts = [] if options.source == "json_lines" else _parts(options, split)
         self.min_object_score = options.min_object_score
         self.instances: CocoInstances | None = None
@@ -308,7 +308,7 @@ class CaptionDataset(VLDataset):
         if not needs.annotations:
             return
         if options.source != "coco":
-            raise UserError("annotated objects need data.config.source=coco and data.files.instances (or metadata).")
+            raise UserError("Annotated objects need data.config.source=coco and data.files.instances (or metadata).")
         if "metadata" in files:
             self.metadata = files.path("metadata", split=split)
             self.class_names = CLASS_NAMES
@@ -329,17 +329,17 @@ class CaptionDataset(VLDataset):
         return len(self.groups.texts)
 
     def __getitem__(self, text: int) -> str:
-        """One caption; a data set of captions is a pool of texts."""
+        """One caption; captions of other images may be sampled."""
         return self.source.caption(text)
 
     def image_ids(self) -> Iterable[str]:
-        """Only of COCO's captions: reading millions of names would take long."""
+        """Only for COCO captions: reading millions of names would be slow."""
         if not isinstance(self.source, CocoCaptions):
             return ()
         return (self.source.name(group) for group in range(len(self.groups)))
 
     def sample(self, texts: Sequence[int]) -> Sample:
-        """Some captions of one image."""
+        """The given captions of one image."""
         group = self.groups.group_of(texts[0])
         name, size, objects = self.source.name(group), self.source.image_size(group), None
         if self.instances is not None:
@@ -347,7 +347,7 @@ class CaptionDataset(VLDataset):
         elif self.metadata is not None:
             file = self.metadata / self.source.image(group).with_suffix(".json").name
             size, objects = read_detected_objects(file, self.min_object_score)
-        has_files = isinstance(self.source, CocoCaptions)  # the others search or read archives to find an image
+        has_files = isinstance(self.source, CocoCaptions)  # the others search archives to find an image
         image = SampleImage(
             name,
             self.source.image(group) if has_files else functools.partial(self.source.image, group),
@@ -363,14 +363,14 @@ class CaptionDataset(VLDataset):
 
 
 def _parts(options: CaptionOptions, split: str) -> list[dict[str, str]]:
-    """Placeholder values of each of the joined splits."""
+    """The placeholder values of each joined split."""
     if options.source != "coco":
         return [{"split": split}]
     return [{"split": name, "images": coco_image_set(name) or name} for name in split_names(split)]
 
 
 def _source(files: DataFiles, options: CaptionOptions, split: str, boxes: BoxSource) -> CaptionSource:
-    """Captions of a split, with the boxes in their own files if this is the box source."""
+    """The captions of a split, with their stored boxes if the box source needs them."""
     if options.source == "coco":
         return CocoCaptions(
             [(files.path("captions", **values), files.path("images", **values)) for values in _parts(options, split)]
@@ -387,7 +387,7 @@ def _source(files: DataFiles, options: CaptionOptions, split: str, boxes: BoxSou
 
 
 def _corpus(files: DataFiles, options: CaptionOptions, split: str) -> ConcatDataset | None:
-    """The lines of the text files, whose names are joined by "+" in the settings (as in the official code)."""
+    """The lines of the text files; the settings join the file names by "+" (as in the official code)."""
     if "corpus" not in files or not options.use_corpus:
         return None
     names = files.name("corpus", split=split).split("+")
@@ -395,5 +395,5 @@ def _corpus(files: DataFiles, options: CaptionOptions, split: str) -> ConcatData
 
 
 def _index_folder(files: DataFiles, options: CaptionOptions) -> Path:
-    """The folder for the indices of large files."""
+    """The folder for the index files."""
     return files.root / "index" if options.cache is None else user_path(options.cache)

@@ -1,6 +1,6 @@
-"""COCO's instances files, and object detection on them: all images of one file per split, with and without objects.
+"""COCO's instances files, and object detection on them: one file per split, including images without objects.
 
-Batches are made of texts about images, so each image has one empty text, whose index is the image's row in the file.
+Batches consist of texts about images, so each image gets one empty text, whose index is the image's row in the file.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CocoObject(Record, array_like=True):
     box: FourNumbers  # xyxy, continuous, pixels of the stored image
     is_crowd: bool
     attributes: tuple[int, ...]  # 0 .. number of attributes - 1, by sorted attribute id
-    area: float | None  # of its mask, pixels of the stored image; None where the file does not say
+    area: float | None  # of its mask, pixels of the stored image; None if not in the file
 
 
 class CocoImage(Record, array_like=True):
@@ -78,14 +78,14 @@ class CocoImage(Record, array_like=True):
 class CocoInstances:
     """An instances file of COCO, RefCOCO, RefCOCO+ or RefCOCOg.
 
-    Besides COCO's own keys, annotations may have `attribute_ids`, ids of a top-level list `attributes` [{id, name}].
-    Annotations with empty boxes, of which COCO's own files have a few, are left out and logged.
+    Annotations may also have `attribute_ids`, which refer to a top-level list `attributes` [{id, name}]. Annotations
+    with empty boxes (COCO's files have a few) are skipped and logged.
 
     Attributes:
         images: in the order of the file.
-        category_ids: sorted; the position is the class index.
+        category_ids: sorted; the position is the class.
         class_names: K names.
-        attribute_names: empty where the file has no attributes.
+        attribute_names: empty if the file has no attributes.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -121,12 +121,12 @@ class CocoInstances:
             labels = class_of[row.category_id], box, bool(row.iscrowd), attributes, row.area
             image.objects.append(CocoObject(row.id, *labels))
         if empty:
-            logger.warning("%s: left out %d annotations with empty boxes: %s", self.path, len(empty), empty)
+            logger.warning("%s: skipped %d annotations with empty boxes: %s", self.path, len(empty), empty)
         self.images = SerializedList(images.values(), CocoImage)
         self._rows = RowIndex(images)
 
     def _names(self, rows: Sequence[_NamedId], what: str) -> tuple[list[Id], list[str]]:
-        """Sorted ids (numbers before texts), and the name of each."""
+        """The ids, sorted with numbers before strings, and their names."""
         require_unique((row.id for row in rows), f"{self.path}: {what}")
         require_unique((row.name for row in rows), f"{self.path}: {what}")
         rows = sorted(rows, key=lambda row: (isinstance(row.id, str), row.id))
@@ -136,20 +136,20 @@ class CocoInstances:
         return self._rows.row(image_id) is not None
 
     def __getitem__(self, image_id: Id) -> CocoImage:
-        """An image by its id; a number may be given as a text."""
+        """An image by its id; an integer id may be given as a string."""
         return self.images[self._rows.row(image_id)]
 
     def require(self, image_ids: Iterable[Id]) -> None:
-        """Refuse images that the file does not list."""
+        """Raise a UserError if the file lacks any of these images."""
         missing = {image_id for image_id in image_ids if image_id not in self}
         if missing:
             raise UserError(
-                f"{self.path}: lacks {len(missing)} images of the texts, such as {min(map(str, missing))}; use the "
+                f"{self.path}: {len(missing)} images are missing, such as {min(map(str, missing))}; use the "
                 "instances file of the same images"
             )
 
     def objects(self, image_id: Id) -> AnnotatedObjects:
-        """All annotated objects of an image, crowds too."""
+        """All annotated objects of an image, including crowds."""
         objects = self[image_id].objects
         attributes = None
         if self.attribute_names:
@@ -167,19 +167,19 @@ class CocoInstances:
         )
 
     def sample_image(self, image_id: Id, file: Path) -> SampleImage:
-        """An image with its objects; it lies in `file`."""
+        """An image stored in `file`, with its objects."""
         image = self[image_id]
         return SampleImage(str(image.id), file, (image.height, image.width), self.objects(image_id))
 
 
 class CocoDetectionDataset(VLDataset):
-    """The images of a file (`data.files.instances`, in the folder `data.files.images`) with their annotated objects.
+    """The images of an instances file (`data.files.instances`), with their annotated objects.
 
-    In training, `data.keep_empty_images: false` leaves out the images that have no object, or only crowds.
+    In training, `data.keep_empty_images: false` skips images without objects, or with crowds only.
     """
 
     file_keys = ("images", "instances")
-    box_sources = (BoxSource.ONLINE,)  # it is about the boxes that the detector finds
+    box_sources = (BoxSource.ONLINE,)  # the detector's boxes are evaluated
 
     def __init__(self, files: DataFiles, options: NoOptions, split: str, needs: DataNeeds) -> None:
         self.instances = CocoInstances(files.path("instances", split=split))
@@ -193,15 +193,15 @@ class CocoDetectionDataset(VLDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
-        """The category names: the only words there are for a vocabulary."""
+        """The category names, since images have no texts to build a vocabulary from."""
         return CocoInstances(files.path("instances", split=split)).class_names
 
     def check_classes(self, num_classes: int, known: Sequence[str] | None = None) -> None:
-        """As in `VLDataset`, but the detector may not have more classes either: they would be no categories."""
+        """As in `VLDataset`, but the detector may not have additional classes either: they would have no category."""
         super().check_classes(num_classes, known if len(self.class_names) == num_classes else None)
 
     def __len__(self) -> int:
-        """Number of images in the file, so also of texts."""
+        """Number of images in the file, and so of texts."""
         return len(self.instances.images)
 
     def truths(self) -> Iterable[Categories]:

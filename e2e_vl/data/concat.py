@@ -1,7 +1,7 @@
-"""Several data sets as one, such as captions and questions for one pre-training.
+"""Several data sets joined into one, such as captions and questions for pre-training.
 
-Each is opened with its own files, options and splits, all below `data.root`; a file that all of them share may be named
-in `data.files`. Tasks that take any text about an image can learn from them.
+Each has its own files, options and splits, all below `data.root`; files that all of them share may be set in
+`data.files`. Tasks that accept any text about an image can be trained on them.
 """
 
 from __future__ import annotations
@@ -30,37 +30,36 @@ from e2e_vl.samples import Sample, SampleImage, SampleText, TextPool
 
 @dataclasses.dataclass
 class JoinedPart:
-    """One of the data sets, and which of its texts the joined data set has."""
+    """One of the joined data sets, and which of its texts are used."""
 
-    images: str  # name of its set of images
+    images: str  # name of its image set
     dataset: VLDataset
     boxes: BoxReader | None
-    texts: np.ndarray  # int64, rising
+    texts: np.ndarray  # int64, ascending
 
     def __len__(self) -> int:
         return len(self.texts)
 
 
 class JoinedDataset(VLDataset):
-    """The texts of some data sets, one data set after the other.
+    """The texts of several data sets, one data set after the other.
 
-    Captions of other images are drawn from all of them; texts about the same image, in whichever part, are never taken
-    for texts of another image.
+    Mismatched captions are sampled from all data sets, but never from the same image in another data set.
 
-    Classes are the same if their names have the same letters ("traffic light", "trafficlight"). Where the detector does
-    not learn from objects, some parts may have no classes; the class of their objects is then -1.
+    Classes are the same if their names have the same letters ("traffic light", "trafficlight"). Without detection
+    losses, some parts may have no classes; their objects then have class -1.
     """
 
-    file_keys = ("images", "instances", "detections", "features")  # that all parts share
+    file_keys = ("images", "instances", "detections", "features")  # files that all parts may share
     box_sources = BoxSource.for_evaluation()
-    annotation_files = ()  # each part has its own
-    parts = ()  # boxes come with the samples
+    annotation_files = ()  # each part sets its own files
+    parts = ()  # samples contain their boxes
     mixes_objects = True
 
     def __init__(self, files: DataFiles, options: JoinedOptions, split: str, needs: DataNeeds) -> None:
         self.members: list[JoinedPart] = []
         self.starts = [0]
-        self._same_image: dict[tuple[str, str], list[int]] = {}  # groups of each image that parts may share
+        self._same_image: dict[tuple[str, str], list[int]] = {}  # groups of each image that several parts may have
         numbers: list[np.ndarray] = []
         counts: list[int] = []
         for name, part, own_files, own_options in self._parts_of(files, options, split):
@@ -85,8 +84,8 @@ class JoinedDataset(VLDataset):
         names = {tuple(map(letters_of, dataset.class_names or ())) for dataset in datasets}
         if len(names if needs.objects else names - {()}) > 1:
             raise UserError(
-                "the joined data sets have annotated objects of different classes, or some have none; use boxes of a "
-                "file or of the detector, and set detector.loss_weight to 0"
+                "The joined data sets have objects of different classes, or some have none; use boxes from a file or "
+                "from the detector, and set detector.loss_weight to 0"
             )
         self.class_names = next((dataset.class_names for dataset in datasets if dataset.class_names), None)
         corpora = [dataset.corpus for dataset in datasets if dataset.corpus is not None]
@@ -102,7 +101,7 @@ class JoinedDataset(VLDataset):
         """Name, settings, files and options of each part of a split."""
         chosen = {name: part for name, part in options.parts.items() if split in part.splits}
         if not chosen:
-            raise UserError(f"no part of data.config.parts has the split {split}; name it in its `splits`")
+            raise UserError(f"No part in data.config.parts has the split {split}; add it to the `splits` of a part")
         for name, part in chosen.items():
             kind = DATASETS[part.name].cls
             shared = {key: file for key, file in files.settings.files.items() if key in kind.file_keys}
@@ -113,13 +112,13 @@ class JoinedDataset(VLDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: JoinedOptions, split: str) -> Iterable[str]:
-        """All texts of all parts, also about images that are left out."""
+        """All texts of all parts, including those about images that are left out."""
         for _, part, *own in cls._parts_of(files, options, split):
             yield from DATASETS[part.name].cls.texts_of(*own, part.splits[split])
 
     @classmethod
     def class_names_of(cls, options: JoinedOptions) -> Sequence[str] | None:
-        """Those of the first part whose texts name boxes by their classes."""
+        """The classes of the first part whose texts refer to boxes by class."""
         return next((names for kind, own in cls._kinds_of(options) if (names := kind.class_names_of(own))), None)
 
     @classmethod
@@ -128,7 +127,7 @@ class JoinedDataset(VLDataset):
 
     @classmethod
     def narrowed(cls, sample: Sample, options: JoinedOptions) -> Sample:
-        """As the first part does whose texts name boxes by their classes."""
+        """As in the first part whose texts refer to boxes by class."""
         for kind, own in cls._kinds_of(options):
             if kind.class_names_of(own):
                 return kind.narrowed(sample, own)
@@ -145,7 +144,7 @@ class JoinedDataset(VLDataset):
         return self.starts[-1]
 
     def __getitem__(self, text: int) -> str:
-        """One text; the data set is a pool of texts."""
+        """One text; texts of other images may be sampled."""
         member, own = self._find(text)
         dataset = member.dataset
         return dataset[own] if isinstance(dataset, TextPool) else dataset.sample([own]).texts[0].words
@@ -156,7 +155,7 @@ class JoinedDataset(VLDataset):
             yield from itertools.compress(member.dataset.truths(), is_kept)
 
     def sample(self, texts: Sequence[int]) -> Sample:
-        """Some texts about one image; the image's id has the name of its set of images in front."""
+        """The given texts about one image, whose id is prefixed with the name of its image set."""
         member, _ = self._find(texts[0])
         sample = member.dataset.sample([self._find(text)[1] for text in texts])
         groups = [self.groups.group_of(texts[0])]
@@ -172,7 +171,7 @@ class JoinedDataset(VLDataset):
         )
 
     def _text(self, text: SampleText, index: int, member: JoinedPart) -> SampleText:
-        """A text of a part, which may lack a target if the part annotates phrases but no truth for the task."""
+        """A text of a part; a part with phrases only has no ground truth for the task."""
         has_other_truth = text.truth is not None or not member.dataset.has_truths
         may_lack_target = member.dataset.has_phrases and has_other_truth
         return dataclasses.replace(text, index=index, may_lack_target=may_lack_target)
@@ -191,7 +190,7 @@ class JoinedDataset(VLDataset):
         )
 
     def _find(self, text: int) -> tuple[JoinedPart, int]:
-        """The part that has a text, and the index of the text in it."""
+        """The part that contains a text, and the text's index in that part."""
         number = bisect.bisect_right(self.starts, text, hi=len(self.members)) - 1
         member = self.members[number]
         return member, int(member.texts[text - self.starts[number]])
@@ -200,9 +199,9 @@ class JoinedDataset(VLDataset):
 def _kept_groups(
     name: str, part: PartSettings, dataset: VLDataset, root: Path
 ) -> tuple[Sequence[Sequence[int]], list[str]]:
-    """Groups of texts whose images the settings of a part leave, and the image of each; none where it is unknown."""
+    """The groups whose images the settings of a part keep, and their image ids (empty if unknown)."""
     ids = list(dataset.image_ids())
-    if len(ids) != len(dataset.groups):  # they are not listed, or there are several for a group
+    if len(ids) != len(dataset.groups):  # ids are unknown, or a group has several images
         ids = []
     if part.only_images is None and part.without_images is None:
         return dataset.groups, ids
@@ -211,7 +210,7 @@ def _kept_groups(
     kept = [row for row, one in enumerate(ids) if (only is None or one in only) and one not in without]
     if not kept:
         raise UserError(
-            f"data.config.parts.{name}: no image is left after only_images and without_images, which take ids such as "
+            f"data.config.parts.{name}: no image is left by only_images and without_images; they list ids such as "
             f"{', '.join(ids[:1]) or 'those of a data set that lists its images'}"
         )
     return [dataset.groups[row] for row in kept], [ids[row] for row in kept]

@@ -10,21 +10,21 @@ from msgspec import Meta
 from detector.errors import UserError
 from e2e_vl.parts import DATASETS, PositiveInt, Probability, Settings, set_part_config
 
-# a file name that holds the image's id, which is a text: "{id}.jpg", or "{id:0>12}.jpg" with leading zeros
+# a file name with the image id (a string) as a placeholder: "{id}.jpg", or "{id:0>12}.jpg" with leading zeros
 ImageName = Annotated[str, Meta(pattern=r"\{id(:[^{}d]*)?\}")]
 
 
 class NoOptions(Settings, frozen=True):
-    """`data.config` of a data set that takes nothing there."""
+    """`data.config` of a data set without options."""
 
 
 class ImageNames(Settings, frozen=True):
-    """How image files are named."""
+    """Image file names."""
 
     image_name: ImageName = "{id}.jpg"
 
     def file(self, folder: Path, image_id: str, **values: str) -> Path:
-        """The file of an image; `values` are those of further placeholders."""
+        """The file of an image; `values` fill in the other placeholders."""
         return folder / self.image_name.format(id=image_id, **values)
 
 
@@ -37,22 +37,22 @@ class VQAOptions(ImageNames, frozen=True):
 class GQAOptions(ImageNames, frozen=True):
     """GQA."""
 
-    # in evaluation, read the boxes of the objects that a question and its answer name from `data.files.scene_graphs`
+    # in evaluation, read the boxes of the objects in a question and its answer from `data.files.scene_graphs`
     grounding: bool = False
 
 
 class NLVR2Options(Settings, frozen=True):
     """NLVR2."""
 
-    suffix: str = ".png"  # of the image files; in the release many of them are JPEG files inside
-    use_directories: bool = True  # training images lie in folders by their `directory`; False: all in one folder
+    suffix: str = ".png"  # of the image files; many files in the release are actually JPEG
+    use_directories: bool = True  # training images are in subfolders named by `directory`; False: all in one folder
 
 
 class Flickr30KOptions(ImageNames, frozen=True):
     """Flickr30K Entities."""
 
-    # "as_written": the files count pixels from 1, and boxes are taken as they are (BAN, VisualBERT). "zero_based": one
-    # less, as the data set's own parser gives them.
+    # "as_written": coordinates as in the files, which count pixels from 1 (BAN, VisualBERT). "zero_based": 1 is
+    # subtracted, as in the data set's official parser.
     coordinates: Literal["as_written", "zero_based"] = "as_written"
 
 
@@ -72,21 +72,22 @@ CLASS_NAMES = (
 
 
 class VCROptions(Settings, frozen=True):
-    """VCR. The official VL-BERT code has the same defaults.
+    """VCR. The defaults are those of the official VL-BERT code.
 
     Attributes:
-        question: "answer" (Q->A) or "rationale" (QA->R). For pre-training: "both" gives each question twice, for its
-            answer and for its rationale; "in_turn" (VisualBERT's code, by mistake) once, four questions for their
-            answers, the next four for their rationales, and so on.
-        condition_on: "right": rationales are given the right answer. "each": given each of the four answers, as the
-            leaderboard file wants it; a question is then four text indices, and there is nothing to learn.
-        objects: which boxes there are. "all" of the image, in file order: its questions can share a detector pass.
-            "mentioned": what question and choices name (for rationales what the answers name too), in the order of
-            first mention. "r2c": what R2C chooses of them, see `relevant_objects`, in file order. "r2c_all_texts": the
-            same for the question with all its answers and rationales together (official VisualBERT code).
-        class_names: the classes of objects, in the order of the detector's classes.
-        names_are_phrases: the names of objects in question and choices are phrases for the objects' boxes, which a run
-            with `phrases.weight` learns.
+        question: "answer" (Q->A) or "rationale" (QA->R). For pre-training: "both" uses each question twice, for its
+            answer and for its rationale; "in_turn" (VisualBERT's code, by mistake) uses it once, alternating between
+            four questions for their answers and four for their rationales.
+        condition_on: "right": rationales are predicted for the right answer. "each": for each of the four answers, as
+            the leaderboard requires; a question then has four text indices, and no labels for training.
+        objects: which objects are candidate boxes. "all": all in the image, in file order, so that questions
+            can share a detector pass. "mentioned": those mentioned in the question and the choices (for rationales,
+            also in the answers), in the order of first mention. "r2c": R2C's selection, see `relevant_objects`, in file
+            order. "r2c_all_texts": the selection for the question with all its answers and rationales together
+            (official VisualBERT code).
+        class_names: names of the object classes, in the order of the detector's classes.
+        names_are_phrases: object names in the question and the choices are phrases to ground in the objects' boxes,
+            which a run with `phrases.weight` trains.
     """
 
     question: Literal["answer", "rationale", "both", "in_turn"] = "answer"
@@ -98,7 +99,7 @@ class VCROptions(Settings, frozen=True):
     def __post_init__(self) -> None:
         if self.condition_on == "each" and self.question != "rationale":
             raise UserError(
-                "condition_on=each is about rationales; set data.config.question=rationale, or use a run trained so"
+                "condition_on=each applies to rationales; set data.config.question=rationale, or use a run trained so"
             )
 
 
@@ -106,11 +107,11 @@ class CaptionOptions(Settings, frozen=True):
     """Captions.
 
     Attributes:
-        source: where captions come from: "coco", "shards" (img2dataset) or "json_lines" (VL-BERT's official code).
-        use_corpus: False leaves `data.files.corpus` out.
-        use_images: False gives captions without their images: the control that learns from words alone.
-        cache: folder for the indices of large files; None = `index` in `data.root`.
-        min_object_score: of `data.files.metadata` only objects with a higher score are kept (official VisualBERT: 0.7).
+        source: format of the captions: "coco", "shards" (img2dataset) or "json_lines" (VL-BERT's official code).
+        use_corpus: False ignores `data.files.corpus`.
+        use_images: False returns captions without their images, for the text-only control.
+        cache: folder for index files; None = `index` in `data.root`.
+        min_object_score: keep only objects of `data.files.metadata` with a higher score (official VisualBERT: 0.7).
     """
 
     source: Literal["coco", "shards", "json_lines"] = "coco"
@@ -124,35 +125,35 @@ class GenomeOptions(Settings, frozen=True):
     """Visual Genome."""
 
     texts: Literal["regions", "questions"] = "regions"
-    # "without": only images that COCO does not have (LXMERT's vgnococo); "only": only images that it has
+    # "without": only images that are not in COCO (LXMERT's vgnococo); "only": only images that are
     coco: Literal["all", "without", "only"] = "all"
-    use_folders: bool = True  # images lie in VG_100K and VG_100K_2; False: all in one folder, as GQA releases them
+    use_folders: bool = True  # images are in VG_100K and VG_100K_2; False: all in one folder, as released with GQA
 
 
-# The files of the official LXMERT code.
+# The files of the official LXMERT code
 
 
 class ImageSets(ImageNames, frozen=True):
-    """Files with several sets of images."""
+    """Files with several image sets."""
 
-    # split -> value of {images} in `data.files`, such as {mscoco_train: train2014}; by default the name of the split
+    # split -> value of {images} in `data.files`, such as {mscoco_train: train2014}; default: the name of the split
     image_sets: dict[str, str] = {}
-    # leave out texts about images that the file of features (or detections) lacks, as the official LXMERT code does,
-    # and log their number; False: such an image is an error
+    # skip texts about images that are missing in the file of features (or detections), as the official LXMERT code
+    # does, and log their number; False: a missing image is an error
     leave_out_unseen: bool = False
-    # split -> number of rows: keep only texts about images in the first rows of that file, and log the number of the
-    # others (minival of the official LXMERT code: 5000)
+    # split -> number of rows: keep only texts about images in the first rows of that file, and log how many are
+    # skipped (minival of the official LXMERT code: 5000)
     first_rows: dict[str, PositiveInt] = {}
 
     def values(self, split: str) -> dict[str, str]:
-        """Placeholder values of a split."""
+        """The placeholder values of a split."""
         return {"split": split, "images": self.image_sets.get(split, split)}
 
 
 class SentenceOptions(ImageSets, frozen=True):
-    """Sentences of several sources about images."""
+    """Sentences about images, from several sources."""
 
-    sources: list[str] | None = None  # only sentences of these sources; None: of all
+    sources: list[str] | None = None  # keep only sentences from these sources; None: all
 
 
 class ListedPairOptions(ImageSets, frozen=True):
@@ -161,20 +162,20 @@ class ListedPairOptions(ImageSets, frozen=True):
     image_name: ImageName = "{id}.png"
 
 
-# Several data sets as one.
+# Several data sets joined into one
 
 
 class PartSettings(Settings, frozen=True):
-    """One of the joined data sets; the fields mean what they mean in `data`."""
+    """One of the joined data sets; the fields are the same as in `data`."""
 
     name: str
-    # split of the run -> split of this data set; it takes no part in other splits of the run
+    # split of the run -> split of this data set, which is used in these splits only
     splits: Annotated[dict[str, str], Meta(min_length=1)]
     files: dict[str, str] = {}
     config: Any = {}
-    # parts with the same value here have the same images under the same ids; None: no other part has these images
+    # parts with the same value have the same images under the same ids; None: no other part has these images
     images: str | None = None
-    # text file below `data.root` with an image id per line: all other images are left out, or these
+    # text file below `data.root` with one image id per line: keep only these images, or skip them
     only_images: str | None = None
     without_images: str | None = None
 
@@ -185,4 +186,4 @@ class PartSettings(Settings, frozen=True):
 class JoinedOptions(Settings, frozen=True):
     """Several data sets."""
 
-    parts: dict[str, PartSettings] = {}  # under any name, which is for messages
+    parts: dict[str, PartSettings] = {}  # the names are used in messages

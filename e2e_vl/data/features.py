@@ -1,14 +1,14 @@
-"""Region features on disk: readers and writers of every format.
+"""Region features on disk: readers and writers for all formats.
 
-A store may be copied to worker processes. Every process opens the files itself, because a forked worker may share
-neither file positions nor LMDB's maps.
+A store may be copied to worker processes. Each process opens the files itself, because forked workers must not share
+file positions or LMDB environments.
 
 Formats
-    npz      one file per image, named by its id
+    npz      one file per image, named after its id
     tsv      bottom-up attention: image_id, image_w, image_h, num_boxes, boxes, features
     lxmert   img_id, img_h, img_w, objects_id, objects_conf, attrs_id, attrs_conf, num_boxes, boxes, features
-    hdf5     the regions of all images one after the other; `starts` [N + 1] holds the first row of each image
-    lmdb     image id -> content of an `.npz` file
+    hdf5     the regions of all images, concatenated; `starts` [N + 1] holds the first row of each image
+    lmdb     image id -> contents of an `.npz` file
 In both TSV files, arrays are base64 of float32 (ids: int64), and boxes are xyxy in pixels of the original image.
 
 Shape legend: see `e2e_vl/structures.py`.
@@ -39,7 +39,7 @@ from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import atomic_file, read_json, write_json
 from e2e_vl.io import text_of_name
 
-# Columns that a file may lack, with their types; R rows each.
+# Optional columns with their dtypes; R rows each.
 OPTIONAL = {
     "scores": np.float32,
     "classes": np.int64,
@@ -47,8 +47,8 @@ OPTIONAL = {
     "attribute_scores": np.float32,
     "box_ids": np.int64,
 }
-TOLERANCE = 1.0  # pixels by which a box may leave its image
-ROUNDING = 1e-3  # by which a probability may leave 0 to 1: half precision
+TOLERANCE = 1.0  # pixels by which a box may exceed its image
+ROUNDING = 1e-3  # by which a probability may exceed [0, 1]: half precision
 STAMP_NAME = "stamp.json"
 STAMP_KEY = b"__stamp__"  # in an LMDB file
 TSV_COLUMNS = {
@@ -58,7 +58,7 @@ TSV_COLUMNS = {
         *("num_boxes", "boxes", "features"),
     ),
 }
-# Column of LXMERT's file -> field of `RegionFeatures`
+# Column of LXMERT's TSV file -> field of `RegionFeatures`
 LXMERT_FIELDS = {
     "objects_id": "classes",
     "objects_conf": "scores",
@@ -72,32 +72,32 @@ class RegionFeatures:
     """Boxes and features of one image; boxes are continuous xyxy in pixels of the original image, inside it."""
 
     image_id: str
-    image_size: tuple[int, int]  # (height, width) of the original image, after its EXIF rotation
+    image_size: tuple[int, int]  # (height, width) of the original image, after EXIF rotation
     boxes: np.ndarray  # float32 [R, 4]
     features: np.ndarray  # float32 [R, D]
     scores: np.ndarray | None = None  # float32 [R], probability of the class
     classes: np.ndarray | None = None  # int64 [R], 0 .. K-1
-    attributes: np.ndarray | None = None  # int64 [R], most probable attribute, 0 .. A-1
-    attribute_scores: np.ndarray | None = None  # float32 [R], its probability
-    box_ids: np.ndarray | None = None  # int64 [R], annotation ids of given boxes
-    image_feature: np.ndarray | None = None  # float32 [D], the feature of the whole image
+    attributes: np.ndarray | None = None  # int64 [R], best attribute, 0 .. A-1
+    attribute_scores: np.ndarray | None = None  # float32 [R], probability of that attribute
+    box_ids: np.ndarray | None = None  # int64 [R], annotation ids, if the boxes were annotated
+    image_feature: np.ndarray | None = None  # float32 [D], feature of the whole image
 
     def __len__(self) -> int:
         return len(self.boxes)
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Names and arrays of the R-row columns: `boxes`, `features` and those of `OPTIONAL` that are not None."""
+        """The arrays with R rows, by name: `boxes`, `features` and the columns of `OPTIONAL` that are not None."""
         names = ("boxes", "features", *OPTIONAL)
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def check(self, image_id: str, where: str) -> None:
-        """Raise a UserError if these are not plausible regions of the image that was requested.
+        """Raise a UserError if these are not plausible regions of the requested image.
 
-        Boxes may leave the image by `TOLERANCE`, since some projects count pixels from 1 or round. A box without area
-        passes.
+        Boxes may exceed the image by `TOLERANCE`, since some projects count pixels from 1 or round. Empty boxes are
+        accepted.
 
         Args:
-            where: names the file and the image in errors.
+            where: the file and the image, for error messages.
         """
         height, width = self.image_size
         size = np.array([width, height], dtype=np.float32)
@@ -106,25 +106,25 @@ class RegionFeatures:
         values = [*columns.values()] if self.image_feature is None else [*columns.values(), self.image_feature]
         problem = None
         if self.image_id != image_id:
-            problem = f"has the features of image {self.image_id!r} in the place of image {image_id!r}"
+            problem = f"has the features of image {self.image_id!r} instead of image {image_id!r}"
         elif {len(rows) for rows in columns.values()} != {len(self)}:
             problem = f"has columns of different lengths, {', '.join(columns)}"
         elif not all(np.isfinite(one).all() for one in values):
-            problem = "has values that are NaN or infinite"
+            problem = "has NaN or infinite values"
         elif any((rows < -ROUNDING).any() or (rows > 1 + ROUNDING).any() for rows in scores):
-            problem = "has scores that are no probabilities"
+            problem = "has scores outside [0, 1]"
         else:
             low, high = self.boxes[:, :2], self.boxes[:, 2:]
             wrong = ((low > high) | (low < -TOLERANCE) | (high > size + TOLERANCE)).any(axis=1)
             if wrong.any():
                 box = self.boxes[wrong.argmax()].tolist()
-                problem = f"has a box {box} that is inverted or leaves the {width} x {height} image"
+                problem = f"has a box {box} that is inverted or exceeds the {width} x {height} image"
         if problem is not None:
             raise UserError(f"{where}: {problem}; extract the image again")
 
 
 def save_npz(file: Path | BinaryIO, record: RegionFeatures, stamp: dict[str, Any] | None = None) -> None:
-    """Write one image's regions; `stamp` (JSON) describes how they were made."""
+    """Write one image's regions; `stamp` (JSON) describes how they were extracted."""
     if isinstance(file, Path):
         with atomic_file(file) as part, part.open("wb") as stream:
             save_npz(stream, record, stamp)
@@ -138,7 +138,7 @@ def save_npz(file: Path | BinaryIO, record: RegionFeatures, stamp: dict[str, Any
 
 
 def load_npz(file: Path | BinaryIO, where: str | None = None) -> RegionFeatures:
-    """Read the regions that `save_npz` wrote; `where` names an open file in errors."""
+    """Read regions written by `save_npz`; `where` names the file in error messages."""
     damage = (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
     with reading(where or file, *damage), np.load(file, allow_pickle=False) as arrays:
         names = [name for name in ("image_feature", *OPTIONAL) if name in arrays]
@@ -150,7 +150,7 @@ def load_npz(file: Path | BinaryIO, where: str | None = None) -> RegionFeatures:
 
 
 def to_column(name: str, values: np.ndarray) -> np.ndarray:
-    """An array of a file in the type of its column: float32 or int64."""
+    """Convert an array to the dtype of its column: float32 or int64."""
     return values.astype(OPTIONAL.get(name, np.float32), copy=False)
 
 
@@ -163,7 +163,7 @@ class FeatureStore(abc.ABC):
     Attributes:
         path: the file or folder.
         ids: image ids, in the order of the file.
-        stamp: how the features were made; None if the file does not say.
+        stamp: how the features were extracted; None if not in the file.
     """
 
     path: Path
@@ -172,12 +172,12 @@ class FeatureStore(abc.ABC):
 
     @abc.abstractmethod
     def read(self, image_id: str) -> RegionFeatures:
-        """Regions of an image that is in `ids`."""
+        """Regions of an image in `ids`."""
 
     def __getitem__(self, image_id: str) -> RegionFeatures:
-        """Regions of one image, after `RegionFeatures.check`."""
+        """Regions of one image, checked by `RegionFeatures.check`."""
         if image_id not in self:
-            raise UserError(f"{self.path}: has no features of image {image_id}; extract them with the others")
+            raise UserError(f"{self.path} has no features for image {image_id}; extract them too")
         record = self.read(image_id)
         record.check(image_id, f"{self.path}: image {image_id}")
         return record
@@ -191,18 +191,18 @@ class FeatureStore(abc.ABC):
 
 
 def open_features(path: str | Path) -> FeatureStore:
-    """Open region features of any format that e2e-vl extract writes."""
+    """Open region features in any format that e2e-vl extract writes."""
     path = user_path(path)
     if not path.exists():
-        raise MissingFileError(f"{path}: there are no region features; make them with e2e-vl extract")
+        raise MissingFileError(f"{path} does not exist; extract the region features with e2e-vl extract")
     kinds = {".tsv": TsvStore, ".h5": Hdf5Store, ".hdf5": Hdf5Store, ".lmdb": LmdbStore}
     if path.suffix not in kinds and not path.is_dir():
-        raise UserError(f"{path}: region features are a folder of .npz files or end in {', '.join(kinds)}")
+        raise UserError(f"{path}: region features must be a folder of .npz files or end in {', '.join(kinds)}")
     return NpzStore(path) if path.is_dir() else kinds[path.suffix](path)
 
 
 class NpzStore(FeatureStore):
-    """A folder of `.npz` files; their paths in it without the suffix are the quoted ids."""
+    """A folder of `.npz` files; the relative paths without suffix are the quoted image ids."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -216,12 +216,12 @@ class NpzStore(FeatureStore):
 
 
 def npz_names(folder: Path) -> list[str]:
-    """Paths of the `.npz` files of a folder, relative to it and without their suffix."""
+    """Paths of the `.npz` files in a folder, relative to it and without suffix."""
     return [file.relative_to(folder).as_posix().removesuffix(".npz") for file in folder.rglob("*.npz")]
 
 
 def sidecar(path: Path) -> Path:
-    """The file beside a TSV file that holds its stamp and its index."""
+    """The file beside a TSV file with its stamp and its index."""
     return path.with_name(path.name + ".json")
 
 
@@ -240,7 +240,7 @@ class _Sidecar(msgspec.Struct):
 class TsvStore(FeatureStore):
     """A TSV file of bottom-up attention or of LXMERT.
 
-    The offsets of its rows are in the file beside it. If they are missing, the whole file is read once to find them.
+    The row offsets are in the file beside it. If it is missing, the whole TSV file is scanned once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -248,7 +248,7 @@ class TsvStore(FeatureStore):
         content = read_json(sidecar(path), _Sidecar) if sidecar(path).is_file() else _Sidecar()
         if content.index is None or content.index.bytes != path.stat().st_size:
             content.index = self._scan()
-            with contextlib.suppress(PermissionError):  # in a folder of someone else it is made anew every time
+            with contextlib.suppress(PermissionError):  # in a read-only folder the file is scanned every time
                 write_json(sidecar(path), msgspec.to_builtins(content))
         self.stamp = content.stamp
         self.offsets = content.index.offsets
@@ -274,7 +274,7 @@ class TsvStore(FeatureStore):
 
 
 def parse_row(line: str) -> RegionFeatures:
-    """One row of either TSV file, told apart by their numbers of columns; ValueError for a damaged one."""
+    """Parse a row of either TSV format, told apart by the number of columns; ValueError if it is damaged."""
     cells = line.split("\t")
     names = TSV_COLUMNS["lxmert" if len(cells) > len(TSV_COLUMNS["tsv"]) else "tsv"]
     row = dict(zip(names, cells, strict=True))
@@ -343,7 +343,7 @@ _handles: dict[Path, tuple[tuple[int, int], Any]] = {}
 
 
 def _open(opener: Callable[[Path], Any], path: Path) -> Any:
-    """An open file, once per process and version of the file: LMDB refuses to open one twice, also after a fork."""
+    """Open a file once per process and file version: LMDB cannot open a file twice, nor reuse it after a fork."""
     version = os.getpid(), path.stat().st_mtime_ns
     if path in _handles and _handles[path][0] != version:
         _handles.pop(path)[1].close()
@@ -358,22 +358,20 @@ def import_optional(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         kind = {"h5py": "HDF5", "lmdb": "LMDB"}[name]
-        raise UserError(
-            f"{kind} files need the package {name}; install it with: pip install 'e2e-vl[features]'"
-        ) from error
+        raise UserError(f"{kind} files need the package {name}: pip install 'e2e-vl[features]'") from error
 
 
 # Writers
 
 
 LMDB_COMMIT = 256  # images per transaction
-LMDB_OVERHEAD = 2.0  # pages of the file per byte of content, at most; the space is reserved, not filled
+LMDB_OVERHEAD = 2.0  # maximum size of the file per byte of content; the space is reserved, not filled
 
 
 def write_tsv(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, Any], *, layout: str = "tsv") -> None:
-    """Write a TSV file of the layout "tsv" (bottom-up attention) or "lxmert", and a JSON file with its stamp and index.
+    """Write a TSV file in the format "tsv" (bottom-up attention) or "lxmert", and a JSON file with its stamp and index.
 
-    LXMERT's layout needs classes and attributes.
+    LXMERT's format needs classes and attributes.
     """
     offsets: dict[str, int] = {}
     position = 0
@@ -406,7 +404,7 @@ def _cells(record: RegionFeatures, layout: str) -> list[str]:
 def write_hdf5(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, Any]) -> None:
     """Write one HDF5 file: columns of all regions; `ids`, `image_sizes` [N, 2] (height, width) and `starts` [N + 1].
 
-    HDF5 keeps and compares checksums of the data (its filter fletcher32).
+    HDF5 stores and verifies checksums of the data (filter fletcher32).
     """
     ids, sizes, starts = [], [], [0]
     with atomic_file(path) as part, import_optional("h5py").File(part, "w") as file:
@@ -439,7 +437,7 @@ def write_lmdb(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
     """Write one LMDB file.
 
     Args:
-        num_bytes: of all images' `.npz` files together; the file cannot grow beyond about twice of it.
+        num_bytes: total size of all images' `.npz` files; the LMDB file cannot grow beyond about twice this size.
     """
     size = int(num_bytes * LMDB_OVERHEAD) + 2**26
     with atomic_file(path) as part:
@@ -459,13 +457,13 @@ def write_lmdb(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
 
 SUFFIXES = {"tsv": (".tsv",), "lxmert": (".tsv",), "hdf5": (".h5", ".hdf5"), "lmdb": (".lmdb",)}
 PACKAGES = {"hdf5": "h5py", "lmdb": "lmdb"}
-FORMATS = ("npz", *SUFFIXES)  # the folder of .npz files is written while the extraction goes on
+FORMATS = ("npz", *SUFFIXES)  # the .npz files are written during extraction
 
 
 def check_format(layout: str, path: Path) -> None:
-    """Find a name that does not fit the format, or a missing package, before hours of extraction."""
+    """Check the file name and the required package before hours of extraction."""
     if layout != "npz" and path.suffix not in SUFFIXES[layout]:
-        raise UserError(f"{path}: a file of the format {layout} must end in {' or '.join(SUFFIXES[layout])}")
+        raise UserError(f"{path}: a file in the format {layout} must end in {' or '.join(SUFFIXES[layout])}")
     if layout in PACKAGES:
         import_optional(PACKAGES[layout])
 

@@ -1,14 +1,14 @@
-"""Flickr30K Entities: captions whose phrases name boxes.
+"""Flickr30K Entities: captions whose phrases refer to boxes.
 
 Files (`data.files`, relative to `data.root`; {split} is the split)
-    ids          {split}.txt: the images of the split
+    ids          {split}.txt: image ids of the split
     images       flickr30k_images: folder of the images
     sentences    Flickr30kEntities/Sentences: folder of the captions
     annotations  Flickr30kEntities/Annotations: folder of the boxes
-    instances    COCO instances of the same images, in place of the annotated boxes as candidates: detection losses
+    instances    COCO instances of the same images: candidate boxes instead of the annotated boxes, and detection losses
 
-As in BAN's and VisualBERT's code, phrases without a box (scenes, what cannot be seen) are left out, and so are captions
-in which no phrase has one; their number is logged. All files of a split but the images are read when it is opened.
+As in BAN's and VisualBERT's code, phrases without a box (scenes, non-visual phrases) are skipped, and so are captions
+without any phrase with a box; their number is logged. All files except the images are read when a split is opened.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _PHRASE = re.compile(r"\[/EN#(\d+)((?:/[^\s/\[\]]+)+) ([^ \[\]][^\[\]]*?) ?\]")
 class EntityPhrase(Record, array_like=True):
     """One phrase of a sentence."""
 
-    span: tuple[int, int]  # first and last character plus one in the sentence's words
-    chain: str  # "0" of what cannot be seen
-    types: tuple[str, ...]  # such as people, or instruments and other
+    span: tuple[int, int]  # first character, and last character + 1, in the text
+    chain: str  # "0" for non-visual phrases
+    types: tuple[str, ...]  # such as ("people",) or ("instruments", "other")
 
 
 class EntitySentence(Record, array_like=True):
     """One caption."""
 
-    words: str  # as written, with single spaces and without brackets
+    words: str  # the text, with single spaces and without brackets
     phrases: tuple[EntityPhrase, ...]
 
 
@@ -54,17 +54,17 @@ class AnnotatedImage(Record, array_like=True):
     """The boxes of one image, in the order of the file."""
 
     size: tuple[int, int]  # (height, width)
-    boxes: list[tuple[int, int, int, int]]  # as written
-    names: list[tuple[str, ...]]  # of each box the chains
+    boxes: list[tuple[int, int, int, int]]  # as in the file
+    names: list[tuple[str, ...]]  # chains of each box
 
     def boxes_of(self, chain: str) -> np.ndarray:
-        """float64 [boxes, 4] of a chain; none for what is not in the image, or a scene."""
+        """float64 [boxes, 4] of a chain; empty for scenes and for phrases that are not in the image."""
         found = [box for box, names in zip(self.boxes, self.names, strict=True) if chain in names]
         return np.array(found, dtype=np.float64).reshape(-1, 4)
 
 
 def parse_sentence(line: str, where: str) -> EntitySentence:
-    """A caption with brackets as words and phrases; `where` names it in errors."""
+    """Parse a caption with bracketed phrases; `where` names it in error messages."""
     words, phrases, last = "", [], 0
     line = " ".join(line.split())
     for found in _PHRASE.finditer(line):
@@ -76,18 +76,18 @@ def parse_sentence(line: str, where: str) -> EntitySentence:
         last = found.end()
     words += line[last:]
     if "[/EN#" in words:
-        raise UserError(f"{where}: {line!r} has a bracket that is no phrase such as [/EN#283585/people A man]")
+        raise UserError(f"{where}: {line!r} has a bracket that is not a phrase such as [/EN#283585/people A man]")
     return EntitySentence(words, tuple(phrases))
 
 
 def read_sentences(path: str | Path) -> list[EntitySentence]:
-    """The captions of one image, one per line; blank lines are left out."""
+    """The captions of one image, one per line; blank lines are skipped."""
     lines = enumerate(read_text(path).split("\n"), start=1)
     return [parse_sentence(line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
 
 def read_annotation(path: str | Path) -> AnnotatedImage:
-    """The size and the boxes of one image; objects without a box (scenes, or what cannot be seen) are left out."""
+    """The size and the boxes of one image; objects without a box (scenes, non-visual phrases) are skipped."""
     boxes, names = [], []
     try:
         root = ElementTree.parse(path).getroot()
@@ -97,7 +97,9 @@ def read_annotation(path: str | Path) -> AnnotatedImage:
                 boxes.append(tuple(int(box.findtext(side, "")) for side in ("xmin", "ymin", "xmax", "ymax")))
                 names.append(tuple((name.text or "").strip() for name in element.findall("name")))
     except (OSError, ElementTree.ParseError, ValueError) as error:
-        raise UserError(f"{path}: missing, or no annotation of Flickr30K Entities ({error}); get it again") from error
+        raise UserError(
+            f"{path}: missing, or no annotation of Flickr30K Entities ({error}); download it again"
+        ) from error
     return AnnotatedImage(size, boxes, names)
 
 
@@ -105,12 +107,12 @@ def read_image_ids(path: str | Path) -> list[str]:
     """The image ids of a split file, one per line."""
     ids = read_text(path).split()
     if not ids or not all(one.isdecimal() for one in ids):
-        raise UserError(f"{path}: holds no list of image ids such as 1000092795, one per line")
+        raise UserError(f"{path} is not a list of image ids such as 1000092795, one per line")
     return ids
 
 
 class Caption(TextRecord, array_like=True):
-    """A caption with a phrase that has a box."""
+    """A caption with at least one phrase that has a box."""
 
     image_id: str
     line: int  # of the file, from 0
@@ -126,7 +128,7 @@ class Caption(TextRecord, array_like=True):
 
 
 class Flickr30KDataset(RecordDataset):
-    """Captions of one split, or of several joined by "+"; those of an image come one after the other."""
+    """Captions of one split, or of several joined by "+", image by image."""
 
     file_keys = ("images", "ids", "sentences", "annotations", "instances", "detections", "features")
     annotation_files = ("instances", "annotations")
@@ -150,10 +152,10 @@ class Flickr30KDataset(RecordDataset):
         ]
         self.left_out = len(captions) - len(boxed)
         if self.left_out:
-            logger.warning("%s: left out are %d captions without a phrase that has a box.", split, self.left_out)
+            logger.warning("%s: skipped %d captions without a phrase that has a box.", split, self.left_out)
         self.set_texts(boxed, f"the splits {split}: captioned image")
         self.instances = None
-        # the annotated boxes have no classes, which detection losses need
+        # detection losses need classes, which the annotated boxes lack
         if needs.objects or (needs.annotations and "instances" in files):
             self.instances = CocoInstances(files.path("instances", split=split))
             self.instances.require(self.image_ids())
@@ -165,7 +167,7 @@ class Flickr30KDataset(RecordDataset):
         return (caption.words for caption in _captions(files, split))
 
     def truths(self) -> Iterable[PhraseBoxes]:
-        return ()  # they need the annotations of the images
+        return ()  # they depend on the image annotations
 
     def image(self, name: str, text: int) -> SampleImage:
         file, annotated = self.settings.file(self.folder, name), self.annotated[name]
@@ -197,7 +199,7 @@ class Flickr30KDataset(RecordDataset):
 
 
 def _captions(files: DataFiles, split: str) -> Iterator[Caption]:
-    """All captions of one or several splits, image after image."""
+    """All captions of one or several splits, image by image."""
     for name in split_names(split):
         for image_id in read_image_ids(files.path("ids", split=name)):
             sentences = read_sentences(files.path("sentences") / f"{image_id}.txt")

@@ -1,13 +1,13 @@
-"""GQA: questions about the scene graphs of images, with one answer each.
+"""GQA: questions generated from scene graphs of images, with one answer each.
 
-Files (`data.files`, relative to `data.root`; {split} is the split, such as train_balanced, and {part} its beginning up
-to the first underscore, such as train)
-    questions     questions/{split}_questions.json, or a folder of pieces of that name
+Files (`data.files`, relative to `data.root`; {split} is the split, such as train_balanced, and {part} its name before
+the first underscore, such as train)
+    questions     questions/{split}_questions.json, or a folder of parts with this name
     images        folder of the images
-    choices       eval/{part}_choices.json: valid and plausible answers, for two of the scores; may be left out
-    answers       list of possible answers; None: built from the balanced training questions
-    scene_graphs  sceneGraphs/{part}_sceneGraphs.json: boxes "gt", and the grounding score
-    instances     COCO instances of the same images, whose ids are numbers: boxes "gt" and detection losses
+    choices       eval/{part}_choices.json (optional): valid and plausible answers, for two of the metrics
+    answers       answer vocabulary; None: built from the balanced training questions
+    scene_graphs  sceneGraphs/{part}_sceneGraphs.json: boxes "gt", and the grounding metric
+    instances     COCO instances of the same images (numeric ids only): boxes "gt" and detection losses
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from e2e_vl.samples import AnnotatedObjects, CorrectAnswer, SampleImage, SampleT
 
 logger = logging.getLogger(__name__)
 
-_NO_STEP = re.compile("exist|query: name|choose name")  # of a program: they only read the answer
+_NO_STEP = re.compile("exist|query: name|choose name")  # program steps that only read out the answer
 
-_Length = Annotated[float, Meta(gt=0)]  # of a box, pixels
+_Length = Annotated[float, Meta(gt=0)]  # width or height of a box, pixels
 
 
 class _Types(Record):
@@ -58,7 +58,7 @@ class _FileQuestion(Record, kw_only=True):
     question: Words
     image_id: Words = field(name="imageId")
     is_balanced: bool = field(name="isBalanced")
-    answer: str | None = None  # none in the splits test, challenge and submission
+    answer: str | None = None  # missing in the splits test, challenge and submission
     types: _Types | None = None
     groups: dict[str, str | None] = field(default_factory=dict)
     entailed: list[str] = field(default_factory=list)
@@ -67,7 +67,7 @@ class _FileQuestion(Record, kw_only=True):
 
 
 class GQAQuestion(TextRecord, array_like=True):
-    """One question; what follows `answer` is for scores."""
+    """One question; the fields after `answer` are for metrics."""
 
     id: str
     image_id: str
@@ -77,8 +77,8 @@ class GQAQuestion(TextRecord, array_like=True):
     types: dict[str, str | None] = field(default_factory=dict)
     group: str | None = None
     entailed: list[str] = field(default_factory=list)
-    steps: int = 0  # of its program, that reason
-    named: list[str] = field(default_factory=list)  # objects that the question and its full answer name
+    steps: int = 0  # number of reasoning steps in its program
+    named: list[str] = field(default_factory=list)  # objects mentioned in the question and its full answer
 
     @property
     def truth(self) -> CorrectAnswer | None:
@@ -86,7 +86,7 @@ class GQAQuestion(TextRecord, array_like=True):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What predictions and scores need; see `e2e_vl.metrics.gqa.GQAPrediction`."""
+        """Metadata for predictions and metrics; see `e2e_vl.metrics.gqa.GQAPrediction`."""
         metadata: dict[str, Any] = {"question_id": self.id, "image_id": self.image_id, "is_balanced": self.is_balanced}
         if self.answer is not None:
             metadata |= {"right_answer": self.answer, "types": self.types, "group": self.group}
@@ -95,7 +95,7 @@ class GQAQuestion(TextRecord, array_like=True):
 
 
 class Choices(Record):
-    """The answers that make sense for a question."""
+    """The valid and the plausible answers to a question."""
 
     valid: list[str]
     plausible: list[str]
@@ -112,7 +112,7 @@ class SceneObject(Record):
 
     @property
     def corners(self) -> tuple[float, float, float, float]:
-        """The box as xyxy, in the same pixels."""
+        """The box as xyxy."""
         return self.x, self.y, self.x + self.w, self.y + self.h
 
 
@@ -125,7 +125,7 @@ class SceneGraph(Record):
 
 
 def pieces_of(path: str | Path) -> list[Path]:
-    """The file, or the pieces that a large one is released in: NAME/NAME_0.json, ... for NAME.json."""
+    """The file, or the parts in which a large file is released: NAME/NAME_0.json, ... for NAME.json."""
     path = user_path(path)
     if path.is_file():
         return [path]
@@ -136,28 +136,28 @@ def pieces_of(path: str | Path) -> list[Path]:
             numbered[int(found[1])] = piece
     if not numbered or len(numbered) <= max(numbered):
         raise MissingFileError(
-            f"{path}: there is no such file of questions, and {folder} has not all pieces {folder.name}_0.json, "
-            f"{folder.name}_1.json, ...; check the path in the data config, or download all pieces"
+            f"{path} does not exist, and {folder} does not have all parts {folder.name}_0.json, "
+            f"{folder.name}_1.json, ...; check the path in the data config, or download all parts"
         )
     return [numbered[number] for number in sorted(numbered)]
 
 
 def reasoning_steps(program: Iterable[_Step]) -> int:
-    """Number of steps of a question's program (`semantic`) that reason, and do not only read the answer.
+    """Number of reasoning steps in a question's program (`semantic`), counted as in the official evaluation script.
 
-    As the official evaluation script counts them.
+    Steps that only read out the answer are not counted.
     """
     return sum(_NO_STEP.search(f"{step.operation}: {step.argument}") is None for step in program)
 
 
 def read_questions(paths: Iterable[Path]) -> Iterator[GQAQuestion]:
-    """The questions of some files, such as the pieces of one split or several splits, in the order of the files."""
+    """The questions of several files (parts of a split, or several splits), in file order."""
     for path in paths:
         for key, row in stream_dict(path, _FileQuestion):
             question = GQAQuestion(key, row.image_id, row.question, row.is_balanced)
             if row.answer is not None:
                 if row.types is None:
-                    raise UserError(f"{path}: question {key} has an answer but no types, which scores need")
+                    raise UserError(f"{path}: question {key} has an answer but no types, which the metrics need")
                 question.answer, question.group, question.entailed = row.answer, row.groups.get("global"), row.entailed
                 question.types = msgspec.structs.asdict(row.types)
                 question.steps = reasoning_steps(row.semantic)
@@ -176,9 +176,9 @@ class GQADataset(RecordDataset):
     """Questions of one split, or of several joined by "+", grouped by image.
 
     Attributes:
-        choices, grounds: for the scores; None: they are not needed.
-        scene_graphs: of all images, whose objects are candidates; None: they are not needed.
-        instances: annotated objects of all images, in place of the scene graphs.
+        choices, grounds: for the metrics; None: not needed.
+        scene_graphs: of all images, whose objects are candidate boxes; None: not needed.
+        instances: annotated objects of all images, used instead of the scene graphs.
     """
 
     file_keys = ("images", "questions", "choices", "answers", "scene_graphs", "instances", "detections", "features")
@@ -192,7 +192,7 @@ class GQADataset(RecordDataset):
         questions = SerializedList(read_questions(_question_files(files, split)), GQAQuestion)
         self.set_texts(questions, f"the splits {split}: question")
         self.instances = self.scene_graphs = self.choices = self.grounds = None
-        # the names in scene graphs are no classes, which detection losses need
+        # detection losses need classes, which the object names in scene graphs are not
         if needs.objects or (needs.annotations and "instances" in files):
             self.instances = CocoInstances(files.path("instances", **self.parts[0]))
             self.instances.require(self.image_ids())
@@ -207,17 +207,17 @@ class GQADataset(RecordDataset):
             self.grounds = graphs or self._for_scores(files, "scene_graphs", SceneGraph, "grounding is")
 
     def _for_scores(self, files: DataFiles, key: str, kind: type, left_out: str) -> SerializedDict | None:
-        """The files of all parts; None if a part has no file, since a score needs all of them."""
+        """Read the files of all parts; None if a part has no file, since a metric needs all of them."""
         paths = [files.path(key, **values) for values in self.parts]
         missing = [path for path in paths if not path.is_file()]
-        if missing:  # the release has them for train and val only
-            logger.warning("%s: there is no such file, so %s left out.", missing[0], left_out)
+        if missing:  # released for train and val only
+            logger.warning("%s does not exist, so %s left out.", missing[0], left_out)
             return None
         return read_entries(paths, kind)
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: GQAOptions, split: str) -> Iterable[str]:
-        """All questions of a split with their answers."""
+        """All questions of a split, and their answers."""
         for question in read_questions(_question_files(files, split)):
             yield question.words
             if question.answer is not None:
@@ -225,7 +225,7 @@ class GQADataset(RecordDataset):
 
     @classmethod
     def answers_of(cls, files: DataFiles, options: GQAOptions, split: str) -> dict[Any, str]:
-        """Of the balanced questions: the table of 1,842 answers comes from train_balanced+val_balanced."""
+        """The answers to the balanced questions: the 1,842 answers come from train_balanced+val_balanced."""
         questions = read_questions(_question_files(files, split))
         return {one.id: one.answer for one in questions if one.is_balanced and one.answer is not None}
 
@@ -253,9 +253,9 @@ class GQADataset(RecordDataset):
 
 
 def named_boxes(question: GQAQuestion, graph: SceneGraph) -> list[list[float]]:
-    """Boxes xyxy, in shares of the image's width and height, of the objects that a question and its full answer name.
+    """Boxes of the objects mentioned in a question and its full answer: xyxy, relative to the image's width and height.
 
-    As the official evaluation script takes them from `annotations`: an object that is named twice is there twice.
+    As in the official evaluation script, which uses `annotations`, an object mentioned twice is listed twice.
     """
     boxes = (graph.objects[key].corners for key in question.named)
     return [[x1 / graph.width, y1 / graph.height, x2 / graph.width, y2 / graph.height] for x1, y1, x2, y2 in boxes]

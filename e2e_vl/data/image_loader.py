@@ -1,4 +1,4 @@
-"""From a `SampleImage` to pixels and candidate boxes of the network's size, for every data set alike.
+"""Load the pixels and candidate boxes of a `SampleImage` at the network's input size, for any data set.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -29,30 +29,30 @@ from e2e_vl.samples import DETECTED, AnnotatedObjects, BrokenImageError, Candida
 
 logger = logging.getLogger(__name__)
 
-# Files of candidate boxes: detections in MAttNet's format, and region features.
+# Files of candidate boxes: detections in MAttNet's format, and region features
 
 
 class BoxReader(abc.ABC):
-    """Candidate boxes by image id, from one file or several; the first file with an image counts."""
+    """Candidate boxes by image id, from one or several files; the first file that contains an image is used."""
 
     files: Sequence[Path]
 
     @abc.abstractmethod
     def __contains__(self, image_id: str) -> bool:
-        """Whether a file has the image."""
+        """Whether any file contains the image."""
 
     @abc.abstractmethod
     def read(self, image_id: str) -> CandidateBoxes:
         """The boxes of one image."""
 
     def require_images(self, image_ids: Iterable[str], split: str) -> None:
-        """Raise a UserError if images of the split are missing: the first is named and all are counted."""
+        """Raise a UserError if images of the split are missing."""
         missing = [image_id for image_id in image_ids if image_id not in self]
         if missing:
             more = f" (and {len(missing) - 1} more images)" if len(missing) > 1 else ""
             raise UserError(
-                f"{', '.join(map(str, self.files))}: no boxes of image {missing[0]}{more} of the split {split}; use "
-                "the file of this data set, extract the features, or take another box source (gt or online)"
+                f"{', '.join(map(str, self.files))}: no boxes for image {missing[0]}{more} of the split {split}; use "
+                "the file of this data set, extract the features, or choose another box source (gt or online)"
             )
 
 
@@ -63,9 +63,9 @@ class _Detection(Record):
 
 
 def read_detections(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Boxes float64 [R, 4] and scores float32 [R] of every image in a `*_dets.json` of MAttNet, in file order.
+    """Boxes float64 [R, 4] and scores float32 [R] of each image in MAttNet's `*_dets.json`, in file order.
 
-    The file is a list of {`image_id`, `box` [x, y, w, h], `score`, ...} in no particular order.
+    The file is an unsorted list of {`image_id`, `box` [x, y, w, h], `score`, ...}.
     """
     rows = defaultdict(list)
     for number, one in enumerate(read_json(path, list[_Detection])):
@@ -77,7 +77,7 @@ def read_detections(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 class DetectedBoxes(BoxReader):
-    """Boxes of MAttNet's detection files that the rule selects, by falling score."""
+    """Selected boxes from MAttNet's detection files, by descending score."""
 
     def __init__(self, files: Sequence[Path], selection: SelectionRule) -> None:
         self.files = files
@@ -97,12 +97,12 @@ class DetectedBoxes(BoxReader):
 
 
 class StoredBoxes(BoxReader):
-    """Boxes of files of region features: detected ones by falling score if they have scores, given ones as stored.
+    """Boxes from files of region features: by descending score, or in stored order if they have no scores.
 
     Args:
-        stores: the files.
-        selection: which boxes with scores are kept.
-        with_features: return the features too, which replace the detector, of the first `limit` boxes.
+        stores: the opened files.
+        selection: which boxes with scores to keep.
+        with_features: also return the features, which replace the detector, for the first `limit` boxes.
         limit: see `with_features`; None keeps all boxes.
     """
 
@@ -145,17 +145,17 @@ class StoredBoxes(BoxReader):
 def open_boxes(
     files: Sequence[Path], selection: SelectionRule, *, with_features: bool, limit: int | None = None
 ) -> BoxReader:
-    """Open files of one kind: `.json` is MAttNet's format, everything else region features; see `StoredBoxes`."""
+    """Open box files of one format: `.json` is MAttNet's, all others are region features; see `StoredBoxes`."""
     if files[0].suffix != ".json":
         stores = [open_features(path) for path in files]
         return StoredBoxes(stores, selection, with_features=with_features, limit=limit)
     if with_features:
-        raise UserError(f"{files[0]}: boxes in MAttNet's format have no features; give a file of region features")
+        raise UserError(f"{files[0]}: boxes in MAttNet's format have no features; use a file of region features")
     return DetectedBoxes(files, selection)
 
 
 def open_boxes_of(dataset: VLDataset, settings: DataSettings, boxes: BoxSource) -> BoxReader | None:
-    """The files of boxes or features of an opened split; None if the source reads none or boxes come with samples."""
+    """Open the box or feature files of a split; None if the source reads no file or the samples contain the boxes."""
     key = next((key for key in boxes.needs if key != "instances"), None)
     if key is None or not dataset.parts:
         return None
@@ -166,32 +166,32 @@ def open_boxes_of(dataset: VLDataset, settings: DataSettings, boxes: BoxSource) 
     return open_boxes(files, settings.boxes.selection, with_features=with_features, limit=limit)
 
 
-# Outlines of objects as small masks on the grid of a RoI, as official codes draw them for VCR.
+# Object outlines as small masks on the RoI grid, as in the official code for VCR
 
 
-_AT_POINT = 1e-12  # a grid point this close to a corner of the outline is that corner (scikit-image)
+_AT_POINT = 1e-12  # a grid point this close to a corner of the outline counts as the corner (scikit-image)
 
 
 def instance_mask(outlines: Sequence[np.ndarray], box: np.ndarray, side: int = 14, at: str = "corners") -> np.ndarray:
-    """Draw an object's outlines on the S x S grid of its box.
+    """Rasterise an object's outlines on the S x S grid of its box.
 
-    At "centres" (R2C, VisualBERT): a cell is 1 if its centre is inside of any outline, by the even-odd rule.
+    At "centres" (R2C, VisualBERT): a cell is 1 if its centre is inside any outline, by the even-odd rule.
 
-    At "corners" (official VL-BERT code): coordinates relative to the box, times S / (width + 1) and S / (height + 1),
-    clamped to [0, S - 1]; then the grid points (column, row) = 0 .. S - 1 inside of an outline or on it are 1, as in
-    `skimage.draw.polygon`. So the mask is a little narrower than the object: points, not cells, are looked at.
+    At "corners" (official VL-BERT code): coordinates relative to the box are scaled by S / (width + 1) and
+    S / (height + 1) and clamped to [0, S - 1]; grid points (column, row) = 0 .. S - 1 inside or on an outline are 1, as
+    in `skimage.draw.polygon`. The mask is slightly narrower than the object, because points are tested, not cells.
 
     Args:
         outlines: float [points, 2] (x, y) each, in the pixels of `box` [4] xyxy.
-        at: which points of the grid's cells are looked at, "corners" or "centres".
+        at: which point of each grid cell is tested, "corners" or "centres".
 
     Returns:
-        float32 [S, S] of 0 and 1; all 0 without an outline.
+        float32 [S, S] of 0 and 1; all 0 if there is no outline.
     """
     mask = np.zeros((side, side), dtype=np.float32)
     x1, y1, x2, y2 = (float(value) for value in box)
     if at == "centres":
-        from matplotlib.path import Path as Outline  # late: importing it takes a while
+        from matplotlib.path import Path as Outline  # slow to import
 
         shares = (np.arange(side) + 0.5) / side
         grid = np.stack(np.meshgrid(x1 + (x2 - x1) * shares, y1 + (y2 - y1) * shares), axis=-1)
@@ -199,7 +199,7 @@ def instance_mask(outlines: Sequence[np.ndarray], box: np.ndarray, side: int = 1
             is_inside = Outline(outline, closed=False).contains_points(grid.reshape(-1, 2))
             mask[is_inside.reshape(side, side)] = 1
         return mask
-    # float32 as in the official code: rounding decides about grid points on an outline
+    # float32 as in the official code: rounding affects grid points on an outline
     origin = np.array([x1, y1], dtype=np.float32)
     ratio = np.array([side / (x2 - x1 + 1), side / (y2 - y1 + 1)], dtype=np.float32)
     for outline in outlines:
@@ -209,7 +209,7 @@ def instance_mask(outlines: Sequence[np.ndarray], box: np.ndarray, side: int = 1
 
 
 def _covers(points: np.ndarray, side: int) -> np.ndarray:
-    """bool [S, S]: grid points inside of a closed outline [points, 2], or on it (O'Rourke's crossing rule)."""
+    """bool [S, S]: grid points inside or on a closed outline [points, 2] (O'Rourke's crossing rule)."""
     rows, columns = np.mgrid[:side, :side]
     grid = np.stack([columns, rows], axis=-1).astype(np.float64)
     end = points - grid[..., None, :]  # [S, S, points, 2]
@@ -223,27 +223,27 @@ def _covers(points: np.ndarray, side: int) -> np.ndarray:
     return is_corner | to_right | (to_right != to_left)
 
 
-MEAN_COLOUR = {"RGB": (123, 116, 103), "BGR": (103, 116, 123)}  # of natural images, as detectors subtract it
+MEAN_COLOUR = {"RGB": (123, 116, 103), "BGR": (103, 116, 123)}  # mean of natural images, as subtracted by detectors
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageRules:
-    """How images reach the network.
+    """How images are preprocessed.
 
     Attributes:
-        resize: sizes of the network input; of several one is drawn at random per request (multi-scale training).
-        flip_probability: probability of mirroring the image; for training.
+        resize: sizes of the network input; one is sampled per request (multi-scale training).
+        flip_probability: probability of a horizontal flip; for training.
         channel_order: "BGR" or "RGB".
-        with_objects: add the annotated objects, without crowds, as targets of the detection losses.
-        mask_size: S, side of the instance masks of the candidate boxes; None: no masks.
+        with_objects: add the annotated objects, without crowds, as targets for the detection losses.
+        mask_size: S, the size of the instance masks of the candidate boxes; None: no masks.
         mask_at: see `instance_mask`.
-        fill_masks: objects without outlines get masks of their whole boxes, as other images have outlines.
-        is_blank: the control without images: every pixel has the mean colour, saved features are zero and instance
-            masks one.
-        blank_boxes: with `is_blank`, there are no candidate boxes either: their number and places tell the answer.
-        mirror_precomputed: mirror the boxes of saved features although the features describe the unmirrored image
-            (official VL-BERT code); False forbids flips of saved features.
-        mean_image_feature: if the file has no feature of the whole image, it is the mean over the regions (official
+        fill_masks: objects without outlines get masks of their whole boxes, because other images have outlines.
+        is_blank: for the control without images: all pixels have the mean colour, saved features are zero, and instance
+            masks are one.
+        blank_boxes: with `is_blank`, also remove the candidate boxes, whose number and positions reveal the answer.
+        mirror_precomputed: flip the boxes of saved features although the features are of the unflipped image
+            (official VL-BERT code); False forbids flips with saved features.
+        mean_image_feature: if the file has no feature of the whole image, use the mean over the regions (official
             VL-BERT code).
     """
 
@@ -262,36 +262,36 @@ class ImageRules:
 
 @dataclasses.dataclass(frozen=True)
 class Augmentation:
-    """The random choices for the images of one request."""
+    """The random choices for one request."""
 
     flip: bool
     resize: ResizeRule
 
 
 class ImageLoader:
-    """Reads images and finds their candidate boxes.
+    """Reads images and their candidate boxes.
 
     Args:
-        rules: how images reach the network.
-        source: where candidate boxes come from; boxes of the sample itself come before it.
-        boxes: files of boxes or of saved features; needed by the sources that read one.
+        rules: how images are preprocessed.
+        source: source of the candidate boxes; boxes in the sample take precedence.
+        boxes: files of boxes or saved features, for the sources that read files.
     """
 
     def __init__(self, rules: ImageRules, source: BoxSource, boxes: BoxReader | None = None) -> None:
         if source is BoxSource.PRECOMPUTED and rules.flip_probability > 0 and not rules.mirror_precomputed:
-            raise UserError("precomputed features describe images as they are, not mirrored; set data.flip to 0")
+            raise UserError("Precomputed features do not allow flips; set data.flip to 0")
         self.rules = rules
         self.source = source
         self.boxes = boxes
         self._warned_of_empty_mask = False
 
     def require_images(self, image_ids: Iterable[str], split: str) -> None:
-        """Check at the start of a run that the files of boxes have all images of a split."""
+        """Check at the start of a run that the box files contain all images of a split."""
         if self.boxes is not None:
             self.boxes.require_images(image_ids, split)
 
     def draw_augmentation(self, generator: np.random.Generator) -> Augmentation:
-        """Two draws: whether to flip, and which size."""
+        """Sample whether to flip, and the size."""
         flip = bool(generator.random() < self.rules.flip_probability)
         return Augmentation(flip, self.rules.resize[int(generator.integers(len(self.rules.resize)))])
 
@@ -299,9 +299,9 @@ class ImageLoader:
         """Pixels (or saved features) of one image, with its candidate boxes.
 
         Raises:
-            BrokenImageError: the image is missing or cannot be read; the cause names image and path.
-            UserError: it has another size than its annotations say, a box lies outside it, or there are no boxes or
-                objects although they are needed.
+            BrokenImageError: the image is missing or cannot be read; the cause names the image and the path.
+            UserError: its size differs from its annotations, a box lies outside it, or required boxes or objects are
+                missing.
         """
         found = image.boxes
         if found is None and self.boxes is not None:
@@ -324,8 +324,8 @@ class ImageLoader:
         annotated_size = image.size if found is None or found.image_size is None else found.image_size
         if annotated_size is not None and size != tuple(annotated_size):
             raise UserError(
-                f"{name}: image {image.id} is {size[1]} x {size[0]} pixels, but its annotation file says "
-                f"{annotated_size[1]} x {annotated_size[0]}; boxes would not fit, use the annotated images"
+                f"{name}: image {image.id} is {size[1]} x {size[0]} pixels, but "
+                f"{annotated_size[1]} x {annotated_size[0]} in its annotation file; use the annotated images"
             )
         if augmentation.flip:
             pixels = np.ascontiguousarray(pixels[:, ::-1])
@@ -341,24 +341,24 @@ class ImageLoader:
         return example
 
     def _check_annotations(self, image: SampleImage, found: CandidateBoxes | None) -> None:
-        """Check that the boxes and objects that are needed exist, and that two files give the same image size."""
+        """Check that required boxes and objects exist, and that box file and annotations have the same image size."""
         if found is None and self.source not in (BoxSource.GT, BoxSource.ONLINE):
             raise UserError(f"image {image.id} has no boxes '{self.source}'; set data.files.{self.source.needs[-1]}")
         needs_candidates = image.boxes is None and self.source.reads_annotations
         if image.objects is None and (needs_candidates or self.rules.with_objects):
             wanted = f"boxes '{self.source}'" if needs_candidates else "the targets of the detection losses"
             raise UserError(
-                f"image {image.id}: {wanted} come from annotated objects; give an instances file (data.files.instances)"
+                f"image {image.id}: {wanted} need annotated objects; set an instances file (data.files.instances)"
             )
         boxes_size = None if found is None else found.image_size
         if None not in (image.size, boxes_size) and image.size != boxes_size:
             raise UserError(
-                f"{found.origin}: the image was {boxes_size[1]} x {boxes_size[0]} pixels, but its annotations say "
-                f"{image.size[1]} x {image.size[0]}; use features of the same images"
+                f"{found.origin}: the image was {boxes_size[1]} x {boxes_size[0]} pixels, but "
+                f"{image.size[1]} x {image.size[0]} in its annotations; use features of the same images"
             )
 
     def _precomputed(self, image: SampleImage, found: CandidateBoxes, augmentation: Augmentation) -> ImageExample:
-        """Boxes and features from a file; of the image only the sizes."""
+        """Boxes and features from a file, and the image sizes without pixels."""
         size = found.image_size
         image_transform = ImageTransform(size, augmentation.resize.target_size(*size), augmentation.flip)
         features, whole = found.features, found.image_feature
@@ -367,7 +367,7 @@ class ImageLoader:
         if self.rules.is_blank:
             features, whole = np.zeros_like(features), None if whole is None else np.zeros_like(whole)
         return ImageExample(
-            pixels=np.broadcast_to(np.uint8(0), (*image_transform.size, 3)),  # a shape without memory
+            pixels=np.broadcast_to(np.uint8(0), (*image_transform.size, 3)),  # has a shape but takes no memory
             image_transform=image_transform,
             name=str(image.file) if isinstance(image.file, Path) else found.origin,
             boxes=image_transform.transform_and_clamp_boxes(found.boxes, found.origin),
@@ -378,7 +378,7 @@ class ImageLoader:
         )
 
     def _add_candidates(self, example: ImageExample, image: SampleImage, found: CandidateBoxes | None) -> None:
-        """Boxes of a file or of the sample, then annotated boxes, depending on the source; clamped."""
+        """Add boxes from a file or the sample, then annotated boxes, depending on the source; boxes are clamped."""
         parts = []
         if found is not None:
             parts.append(example.image_transform.transform_and_clamp_boxes(found.boxes, found.origin))
@@ -393,7 +393,7 @@ class ImageLoader:
                 setattr(example, name, values)
 
     def _annotated(self, example: ImageExample, image: SampleImage, rows: Sequence[int], *, alone: bool) -> np.ndarray:
-        """The candidates among the annotated objects; if they are the only ones, with ids, classes and masks."""
+        """Add annotated objects as candidate boxes; with ids, classes and masks if there are no others."""
         objects, image_transform = image.objects, example.image_transform
         if alone:
             example.box_ids = None if objects.ids is None else tuple(objects.ids[row] for row in rows)
@@ -405,7 +405,7 @@ class ImageLoader:
     def _masks(self, image: SampleImage, rows: Sequence[int], image_transform: ImageTransform) -> np.ndarray:
         """float32 [R, S, S]; the mask of an object without outlines is its whole box."""
         side, objects = self.rules.mask_size, image.objects
-        if objects.outlines is None or self.rules.is_blank:  # outlines tell shapes
+        if objects.outlines is None or self.rules.is_blank:  # outlines would reveal shapes
             return np.ones((len(rows), side, side), dtype=np.float32)
         at = self.rules.mask_at
         masks = [instance_mask(objects.outlines[row], objects.boxes[row], side, at) for row in rows]
@@ -414,14 +414,14 @@ class ImageLoader:
         if empty.any() and not self._warned_of_empty_mask:
             self._warned_of_empty_mask = True
             logger.warning(
-                "%s: object %d has no outline that covers a point of its mask, so its feature is zero; more such "
-                "objects are not logged. task.config.mask_size=null leaves all masks out.",
+                "%s: the outline of object %d covers no point of its mask, so its feature is zero; further such "
+                "objects are not logged. Set task.config.mask_size=null to use no masks.",
                 *(objects.origin, rows[int(empty.argmax())]),
             )
         return np.ascontiguousarray(joined[:, :, ::-1]) if image_transform.flipped else joined
 
     def _objects(self, objects: AnnotatedObjects, image_transform: ImageTransform) -> DetectionObjects:
-        """Targets of the detection losses."""
+        """Targets for the detection losses."""
         kept = np.arange(len(objects)) if objects.is_crowd is None else np.flatnonzero(~objects.is_crowd)
         moved = image_transform.transform_objects(objects.boxes[kept])
         check_boxes([moved], [objects.origin], "object")

@@ -1,11 +1,11 @@
-"""Readers of the JSON files of the official LXMERT code: sentences for pre-training, questions and pairs of images.
+"""Readers for the JSON files of the official LXMERT code: sentences for pre-training, questions and image pairs.
 
     pre-training  list of {"img_id", "sentf": {source: [sentence, ...]}, "labelf": {source: [{answer: score}, ...]}}
     VQA, GQA      list of {"question_id", "img_id", "sent", "label": {answer: score}, ...}; test files have no `label`
     NLVR2         list of {"identifier", "img0", "img1", "sent", "label": 0 or 1, "uid"}; test files have no `label`
 
-Sources are those of the file, such as "mscoco" and "vg" (captions, which have no labels), "vqa", "gqa" and "visual7w"
-(questions of Visual Genome). Image ids are those of the TSV files of features.
+Sources are named as in the file, such as "mscoco" and "vg" (captions, without labels), "vqa", "gqa" and "visual7w"
+(questions of Visual Genome). Image ids are those in the TSV files of features.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class SourcedSentence(TextRecord, array_like=True):
 
     image_id: str
     source: str
-    number: int  # among the sentences of its source about the image
+    number: int  # index among the sentences of the same source about the image
     words: str
-    label: dict[str, float] | None = None  # None: it is no question
+    label: dict[str, float] | None = None  # None: not a question
 
     @property
     def id(self) -> str:
-        """As the official code calls it."""
+        """The id in the official code."""
         return f"{self.image_id}_{self.source}_{self.number:03d}"
 
     @property
@@ -61,12 +61,12 @@ class SourcedSentence(TextRecord, array_like=True):
 
 
 class ScoredQuestion(TextRecord):
-    """A question and how good each answer is."""
+    """A question with a score for each answer."""
 
-    id: Id = field(name="question_id")  # a number in VQA's files, a text in GQA's
+    id: Id = field(name="question_id")  # an integer in VQA's files, a string in GQA's
     image_id: Name = field(name="img_id")
     words: str = field(name="sent")
-    label: dict[str, Score] | None = None  # None: the file has no labels; empty: no answer is good
+    label: dict[str, Score] | None = None  # None: the file has no labels; empty: no answer has a score
     question_type: str | None = None
     answer_type: str | None = None
 
@@ -105,13 +105,13 @@ class ListedPair(TextRecord):
 
 
 class LXMERTDataset(RecordDataset):
-    """Texts of one split, or of several joined by "+", grouped by image or by pair of images.
+    """Texts of one split, or of several joined by "+", grouped by image or by image pair.
 
     Attributes:
-        key: of `data.files`, the file of the texts.
+        key: key in `data.files` of the text file.
         record: the class of a text.
         needs_labels: training needs the label of every text.
-        folders: of the images of each split; empty: no image is read.
+        folders: image folder of each split; empty if no images are read.
     """
 
     key: ClassVar[str]
@@ -135,7 +135,7 @@ class LXMERTDataset(RecordDataset):
 
     @classmethod
     def read(cls, path: Path, options: ImageSets) -> list[Any]:
-        """The texts of a file, in its order."""
+        """The texts of a file, in file order."""
         return list(stream_list(path, cls.record))
 
     @classmethod
@@ -155,7 +155,7 @@ class LXMERTDataset(RecordDataset):
 
 
 class ImageSentenceDataset(LXMERTDataset):
-    """Sentences of several sources about images, for pre-training."""
+    """Sentences about images from several sources, for pre-training."""
 
     file_keys = ("images", "sentences", "detections", "features")
     key = "sentences"
@@ -165,7 +165,7 @@ class ImageSentenceDataset(LXMERTDataset):
 
     @classmethod
     def read(cls, path: Path, options: SentenceOptions) -> list[SourcedSentence]:
-        """The sentences about each image, sources in the order of the file."""
+        """The sentences about each image, with sources in file order."""
         found = []
         for row in stream_list(path, _SentencesRow):
             for source, sentences in row.sentf.items():
@@ -177,7 +177,7 @@ class ImageSentenceDataset(LXMERTDataset):
 
 
 class ScoredQuestionDataset(LXMERTDataset):
-    """Questions whose answers have scores: the files of VQA and GQA."""
+    """Questions with scored answers: LXMERT's files for VQA and GQA."""
 
     file_keys = ("images", "questions", "answers", "detections", "features")
     key = "questions"
@@ -185,7 +185,7 @@ class ScoredQuestionDataset(LXMERTDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: ImageSets, split: str) -> Iterable[str]:
-        """All questions of a split and the best answer to each."""
+        """All questions of a split, and the best answer to each."""
         return [*super().texts_of(files, options, split), *cls.answers_of(files, options, split).values()]
 
     @classmethod
@@ -196,7 +196,7 @@ class ScoredQuestionDataset(LXMERTDataset):
 
 
 class ListedPairDataset(LXMERTDataset):
-    """Sentences about pairs of images that are named one by one: the files of NLVR2."""
+    """Sentences about image pairs: LXMERT's files for NLVR2."""
 
     file_keys = ("images", "examples", "detections", "features")
     key = "examples"
@@ -206,15 +206,15 @@ class ListedPairDataset(LXMERTDataset):
 def _kept(
     texts: list[Any], options: ImageSets, files: DataFiles, values: dict[str, str], needs: DataNeeds
 ) -> list[Any]:
-    """The texts of a split that `leave_out_unseen` and `first_rows` leave."""
+    """The texts of a split that `leave_out_unseen` and `first_rows` keep."""
     split, rows = values["split"], options.first_rows.get(values["split"])
     store = None
     if needs.boxes in (BoxSource.PRECOMPUTED, BoxSource.DETECTIONS) and (rows is not None or options.leave_out_unseen):
         store = open_features(files.path(needs.boxes.needs[-1], **values))
     if rows is not None and (store is None or store.path.is_dir()):
         raise UserError(
-            f"data.config.first_rows.{split} counts rows of one file of boxes; take boxes from such a file, not "
-            f"'{needs.boxes}' or a folder, or leave first_rows out."
+            f"data.config.first_rows.{split} counts the rows of a box file; use boxes from a single file, not "
+            f"'{needs.boxes}' or a folder, or remove first_rows."
         )
     if store is None:
         return texts
@@ -226,5 +226,5 @@ def _kept(
         kept = [text for text in kept if behind.isdisjoint(text.image_names)]
     if len(kept) < len(texts):
         number = len(texts) - len(kept)
-        logger.warning("%s: left out are %d of %d texts of %s.", store.path, number, len(texts), split)
+        logger.warning("%s: skipped %d of %d texts of %s.", store.path, number, len(texts), split)
     return kept

@@ -1,10 +1,10 @@
 """NLVR2: is a sentence true of a pair of photos?
 
-Files (`data.files`, relative to `data.root`; {split} is the split, such as train or dev, and {images} the beginning of
-the identifiers up to the first hyphen, which differs from the split for balanced/balanced_dev and the like)
+Files (`data.files`, relative to `data.root`; {split} is the split, such as train or dev, and {images} the first part
+of the identifiers, up to the first hyphen, which differs from the split for balanced/balanced_dev and similar)
     examples   data/{split}.json: one JSON object per line
-    images     images/{images}: the images, or (train) the folders of the images by their `directory`
-    instances  COCO instances, whose file names are the names of the images: boxes "gt" and detection losses
+    images     images/{images}: folder of the images, or (train) of subfolders named by `directory`
+    instances  COCO instances with the same image file names: boxes "gt" and detection losses
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from e2e_vl.data.tables import stream_lines
 from e2e_vl.io import Id, Words
 from e2e_vl.samples import CorrectChoice, SampleImage
 
-LABELS = ("False", "True")  # as they are written; the index is the class
+LABELS = ("False", "True")  # as in the files; the index is the class
 
 
 class PairStatement(TextRecord):
@@ -34,13 +34,13 @@ class PairStatement(TextRecord):
     id: Annotated[str, Meta(pattern=r"^\w+-[0-9]+-[0-9]+-[0-9]+$")] = field(name="identifier")
     words: Words = field(name="sentence")
     label: Literal["True", "False"] | None = None  # None in a test file without labels
-    directory: Id | None = None  # folder of the images, of the training split
-    synset: str | None = None  # what was searched for to find the images
-    family: str | None = None  # kind of statement, where the file says it (drawn scenes do)
+    directory: Id | None = None  # image folder, in the training split
+    synset: str | None = None  # search term with which the images were found
+    family: str | None = None  # kind of statement, in synthetic data only
 
     @property
     def image_names(self) -> tuple[str, ...]:
-        """Names of the left and the right image, without suffix: the identifier without its sentence, and the side."""
+        """Names of the left and the right image, without suffix: the identifier up to its sentence, plus the side."""
         pair = self.id.rpartition("-")[0]
         return f"{pair}-img0", f"{pair}-img1"
 
@@ -50,22 +50,22 @@ class PairStatement(TextRecord):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Plain values for predictions and metrics."""
+        """Metadata for predictions and metrics."""
         values = {"identifier": self.id, "label": self.label, "synset": self.synset, "family": self.family}
         return {key: value for key, value in values.items() if value is not None}
 
 
 def read_examples(path: str | Path) -> list[PairStatement]:
-    """The examples of a file, in its order."""
+    """The examples of a file, in file order."""
     return list(stream_lines(path, PairStatement))
 
 
 class NLVR2Dataset(RecordDataset):
-    """Sentences of one split, or of several joined by "+", grouped by their pair of images.
+    """Sentences of one split, or of several joined by "+", grouped by image pair.
 
     Attributes:
-        folders: of the images, by the first part of the identifiers.
-        objects: the annotated objects, by the name of the image; None: they are not needed.
+        folders: image folders, by the first part of the identifiers.
+        objects: annotated objects, by image name; None: not needed.
     """
 
     file_keys = ("images", "examples", "instances", "detections", "features")
@@ -91,7 +91,7 @@ class NLVR2Dataset(RecordDataset):
         self.objects = objects if needs.annotations else None
         missing = next((name for name in self.image_ids() if needs.annotations and name not in objects), None)
         if missing is not None:
-            raise UserError(f"{instances.path}: no image has the file name {missing}; use the instances of these pairs")
+            raise UserError(f"{instances.path}: no image is named {missing}; use the instances file of these pairs")
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: NLVR2Options, split: str) -> Iterable[str]:

@@ -1,8 +1,8 @@
-"""Ids of photos, by which the same photo is found again in other data sets.
+"""Photo ids, for finding the same photo in different data sets.
 
-Data sets share photos under different names: RefCOCO, VQA and COCO's captions have photos of COCO; GQA has photos of
-Visual Genome, about half of which are COCO's too (according to its `image_data.json`). A photo has one or several
-`PhotoId`s; two images are the same photo if they have one in common.
+Data sets share photos under different names: RefCOCO, VQA and COCO's captions use photos from COCO; GQA uses photos
+from Visual Genome, about half of which are also in COCO (according to its `image_data.json`). A photo has one or more
+`PhotoId`s; two images show the same photo if they have an id in common.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from detector.io import read_json
 from e2e_vl.io import Id, Name, Record, read_text
 
 COCO, VISUAL_GENOME, FLICKR = "coco", "vg", "flickr"
-# COCO_train2014_000000581857.jpg, or 000000581857.jpg of the release of 2017
+# COCO_train2014_000000581857.jpg, or 000000581857.jpg in the 2017 release
 _COCO_NAME = re.compile(r"(?:COCO_[a-z]+20[0-9]{2}_)?([0-9]{12})")
-# Visual Genome's photos have plain numbers, and the further ones of GQA have an n before them
+# Visual Genome's photos have plain numbers; GQA's additional photos have the prefix n
 _VISUAL_GENOME_NAME = re.compile(r"n?[0-9]+")
 _VISUAL_GENOME_FOLDER = re.compile(r"VG_100K(_2)?")
 
 
 class PhotoId(NamedTuple):
-    """An id and whose id it is."""
+    """An id, and the data set in which it is used."""
 
     space: str
     name: str
@@ -46,16 +46,16 @@ class _GenomePhoto(Record):
     flickr_id: Id | None = None
 
     def others(self) -> tuple[PhotoId, ...]:
-        """COCO's and Flickr's ids."""
+        """The photo's COCO and Flickr ids."""
         pairs = ((COCO, self.coco_id), (FLICKR, self.flickr_id))
         return tuple(PhotoId(space, str(number)) for space, number in pairs if number is not None)
 
 
 class PhotoIds:
-    """Finds the ids of photos.
+    """Looks up the ids of photos.
 
     Args:
-        genome: further ids of a photo of Visual Genome, see `read_visual_genome`.
+        genome: additional ids of Visual Genome's photos, see `read_visual_genome`.
     """
 
     def __init__(self, genome: Mapping[str, tuple[PhotoId, ...]] | None = None) -> None:
@@ -64,13 +64,13 @@ class PhotoIds:
     def of_image(
         self, image_id: str, file: Path | None, space: str | None, photo_aliases: Iterable[tuple[str, str]] = ()
     ) -> tuple[PhotoId, ...]:
-        """The ids of an image of a data set.
+        """All photo ids of an image in a data set.
 
         Args:
             image_id: the image's id in the data set.
-            file: None if it is in an archive.
+            file: the image file; None if the image is in an archive.
             space: see `VLDataset.id_space`.
-            photo_aliases: see `SampleImage`; they take precedence over the space.
+            photo_aliases: see `SampleImage`; they take precedence over `space`.
         """
         found = None if file is None else _COCO_NAME.fullmatch(file.stem)
         if found:
@@ -81,18 +81,18 @@ class PhotoIds:
         return (PhotoId("file", image_id if file is None else str(file.absolute())),)
 
     def in_space(self, space: str, name: str) -> tuple[PhotoId, ...]:
-        """The ids of a photo by one of them."""
+        """All ids of a photo, given one of them."""
         return (PhotoId(space, name), *(self._genome.get(name, ()) if space == VISUAL_GENOME else ()))
 
     def of_list(self, path: Path, space: str | None = None) -> Iterator[tuple[PhotoId, ...]]:
-        """The ids of all photos in a list, such as the training images of a detector.
+        """The ids of each photo in a list, such as the training images of a detector.
 
-        The list is a JSON file of COCO (`images` with `id` and `file_name`), Visual Genome's `image_data.json` or a
-        part of it, a JSON list of ids, or a text file whose lines begin with a path or an id, such as the lists of
-        bottom-up attention (`VG_100K_2/2400861.jpg xml/2400861.xml`).
+        The list is a COCO JSON file (`images` with `id` and `file_name`), Visual Genome's `image_data.json` or a subset
+        of it, a JSON list of ids, or a text file whose lines begin with a path or an id, such as the lists of bottom-up
+        attention (`VG_100K_2/2400861.jpg xml/2400861.xml`).
 
         Args:
-            space: whose ids they are if a name does not tell: "coco" or "vg".
+            space: the data set of ids that are ambiguous: "coco" or "vg".
         """
         if path.suffix == ".json":
             content = read_json(path, list[_GenomePhoto | Id] | _ImagesFile)
@@ -113,19 +113,19 @@ class PhotoIds:
                 yield self.in_space(space, place.stem if image_id is None else str(image_id))
             else:
                 raise UserError(
-                    f"{path}: {str(name)!r} does not tell whose photo it is; add --detector-ids with {COCO} or "
+                    f"{path}: {str(name)!r} could be an id of several data sets; add --detector-ids with {COCO} or "
                     f"{VISUAL_GENOME}"
                 )
 
 
 def aliases_of_id(image_id: str) -> tuple[tuple[str, str], ...]:
-    """`SampleImage.photo_aliases` of an image with COCO's file name or Visual Genome's number as its id."""
+    """`SampleImage.photo_aliases` of an image whose id is a COCO file name or a Visual Genome number."""
     return ((VISUAL_GENOME, image_id),) if _VISUAL_GENOME_NAME.fullmatch(image_id) else ()
 
 
 def number_of_photos(images: Iterable[tuple[PhotoId, ...]]) -> int:
-    """How many different photos some images are, by the ids of each image."""
-    above: dict[PhotoId, PhotoId] = {}  # the ids of a photo are a tree
+    """Number of distinct photos among images, given the ids of each image."""
+    above: dict[PhotoId, PhotoId] = {}  # union-find: the ids of a photo form a tree
 
     def top(one: PhotoId) -> PhotoId:
         while above[one] != one:
@@ -140,5 +140,5 @@ def number_of_photos(images: Iterable[tuple[PhotoId, ...]]) -> int:
 
 
 def read_visual_genome(path: Path) -> dict[str, tuple[PhotoId, ...]]:
-    """COCO's and Flickr's ids of the photos in Visual Genome's `image_data.json`, by Visual Genome's id."""
+    """COCO and Flickr ids of the photos in Visual Genome's `image_data.json`, by Visual Genome id."""
     return {str(photo.image_id): photo.others() for photo in read_json(path, list[_GenomePhoto])}

@@ -1,11 +1,11 @@
 """RefCOCO, RefCOCO+ and RefCOCOg: expressions that refer to one annotated object of an image.
 
 Files (`data.files`, relative to `data.root`)
-    images        folder of the image files that the instances name
-    instances     COCO instances with all annotations of the images
-    refs          REFER file of the expressions: `refs(unc).p` and its like, or the same content as `.json`
-    phrases       optional: folder of the noun phrases of the expressions, <image id>.txt as in Flickr30K Entities
-    phrase_boxes  with it: folder of their boxes, <image id>.xml, pixels counted from 1
+    images        folder of the image files listed in the instances file
+    instances     COCO instances with all annotated objects of the images
+    refs          REFER's file of expressions, such as `refs(unc).p`, or the same contents as `.json`
+    phrases       (optional) folder of the expressions' noun phrases, <image id>.txt as in Flickr30K Entities
+    phrase_boxes  (with phrases) folder of their boxes, <image id>.xml, pixels counted from 1
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Expression(TextRecord, array_like=True):
     words: str
     category: str  # of the annotated object
     box: FourNumbers  # xyxy, pixels of the stored image
-    family: str | None = None  # kind of expression, in our synthetic files only
+    family: str | None = None  # kind of expression, in synthetic data only
 
     @property
     def id(self) -> Id:
@@ -71,14 +71,14 @@ class Expression(TextRecord, array_like=True):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Plain values for predictions and metrics."""
+        """Metadata for predictions and metrics."""
         names = ("ref_id", "sent_id", "image_id", "ann_id", "category")
         metadata = {name: getattr(self, name) for name in names} | {"gt_box": list(self.box)}
         return metadata if self.family is None else metadata | {"family": self.family}
 
 
 def read_refs(path: str | Path) -> list[Ref]:
-    """The list in a refs file (`.p` or `.json`)."""
+    """Read the list in a refs file (`.p` or `.json`)."""
     path = user_path(path)
     if path.suffix == ".json":
         return read_json(path, list[Ref])
@@ -89,11 +89,11 @@ def read_refs(path: str | Path) -> list[Ref]:
     try:
         return msgspec.convert(content, list[Ref])
     except msgspec.ValidationError as error:
-        raise UserError(f"{path}: {error}; correct the file or get it again") from error
+        raise UserError(f"{path}: {error}; correct the file or download it again") from error
 
 
 def read_expressions(path: str | Path, instances: CocoInstances) -> list[Expression]:
-    """All expressions of a refs file, in its order, about the annotations of the instances."""
+    """All expressions of a refs file in file order, with the annotations they refer to."""
     targets = {one.id: (image.id, one) for image in instances.images for one in image.objects}
     expressions = []
     for ref in read_refs(path):
@@ -113,10 +113,10 @@ def read_expressions(path: str | Path, instances: CocoInstances) -> list[Express
 
 
 def split_contains(split: str, name: str) -> bool:
-    """Whether a ref of split `name` belongs to a split, by the rules of the REFER API.
+    """Whether a ref of the split `name` belongs to a split, as in the REFER API.
 
-    testA, testB and testC mean every split with that letter ("testAB" is in both), "test" every split whose name
-    contains "test"; other names mean themselves.
+    testA, testB and testC contain every split with that letter ("testAB" is in both), and "test" every split whose name
+    contains "test"; other names must be equal.
     """
     if split in ("testA", "testB", "testC"):
         return split[-1] in name
@@ -124,10 +124,10 @@ def split_contains(split: str, name: str) -> bool:
 
 
 class RefCOCODataset(RecordDataset):
-    """Expressions of one split, grouped by image; a split is named by the rules of `split_contains`.
+    """Expressions of one split (see `split_contains`), grouped by image.
 
     Attributes:
-        phrases: of all expressions; None: each expression is one phrase.
+        phrases: the noun phrases of all expressions; None: each expression is one phrase.
     """
 
     file_keys = ("images", "instances", "refs", "phrases", "phrase_boxes", "detections", "features")
@@ -168,9 +168,9 @@ class RefCOCODataset(RecordDataset):
 
 
 class NounPhrases:
-    """The noun phrases of expressions, from files as in Flickr30K Entities, read image by image when needed.
+    """The noun phrases of expressions, read when needed from files in the format of Flickr30K Entities.
 
-    The last image is kept, because the expressions of an image are read one after the other.
+    The last image is cached, because the expressions of an image are read one after the other.
     """
 
     def __init__(self, sentences: Path, annotations: Path) -> None:
@@ -185,8 +185,8 @@ class NounPhrases:
             self._last = image_id, sentences, read_annotation(self.annotations / f"{file.stem}.xml")
         _, sentences, annotated = self._last
         if words not in sentences:
-            raise UserError(f"{file}: no line has the expression '{words}'; give the phrases of the same expressions.")
+            raise UserError(f"{file}: no line has the expression '{words}'; use the phrases of the same expressions.")
         phrases = sentences[words].phrases
-        # pixels are counted from 1 and the last one is included
+        # pixels are counted from 1, and the last one is inclusive
         boxes = [annotated.boxes_of(phrase.chain) - (1, 1, 0, 0) for phrase in phrases]
         return PhraseBoxes(tuple(phrase.span for phrase in phrases), tuple(boxes), is_complete=True)

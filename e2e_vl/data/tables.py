@@ -1,8 +1,8 @@
-"""Lists and files that are too large for Python objects, in the forms that data workers share without copying.
+"""Large lists and files in forms that data workers share without copying.
 
-Reading a Python object changes its reference count, so a list of a million records is copied, page by page,
-into every forked worker. Records that are serialised into one numpy array have no reference counts. Of files larger
-than memory (text corpora, zip archives, shards) only a numpy index is kept, memory-mapped from disk.
+Reading a Python object changes its reference count, so a list of a million records is copied, page by page, into every
+forked worker. Records serialised into one numpy array have no reference counts. For files larger than memory (text
+corpora, zip archives, shards), only a numpy index is kept, memory-mapped from disk.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class SerializedList(Sequence, Generic[Item]):
     """A list whose items are serialised with MessagePack into one numpy array and decoded on access.
 
     Args:
-        items: anything that msgspec encodes: texts, numbers, tuples, Structs, dataclasses. They are not kept.
-        type: what an item is decoded as. A Struct with `array_like=True` takes least memory, since its field names are
-            not stored with every item.
+        items: anything that msgspec can encode: strings, numbers, tuples, Structs, dataclasses.
+        type: the type that items are decoded to. A Struct with `array_like=True` takes the least memory, since field
+            names are not stored.
     """
 
     def __init__(self, items: Iterable[Item], type: Any) -> None:
@@ -52,7 +52,7 @@ class SerializedList(Sequence, Generic[Item]):
         return len(self._ends) - 1
 
     def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        """An item, or a list of some."""
+        """An item, or a list of items for a slice."""
         rows = range(len(self))[index]
         return [self._item(row) for row in rows] if isinstance(index, slice) else self._item(rows)
 
@@ -67,7 +67,7 @@ class RowIndex:
     """The row of each id, in two sorted numpy arrays instead of a dict.
 
     Args:
-        ids: whole numbers or texts, each once; a number and its text (12 and "12") are the same id.
+        ids: unique integers or strings; an integer and its string (12 and "12") are the same id.
     """
 
     def __init__(self, ids: Iterable[int | str]) -> None:
@@ -76,18 +76,18 @@ class RowIndex:
         self._names = names[self._rows]
 
     def row(self, id: int | str) -> int | None:
-        """The row of an id; None if there is none."""
+        """The row of an id, or None."""
         name = str(id).encode()
         place = int(np.searchsorted(self._names, name))
         return int(self._rows[place]) if place < len(self._names) and self._names[place] == name else None
 
 
 class SerializedDict(Generic[Item]):
-    """A dict from ids to items that are serialised as in `SerializedList`.
+    """A dict from ids to items, which are serialised as in `SerializedList`.
 
     Args:
-        items: (id, item) pairs; a number and its text are the same id.
-        type: what an item is decoded as.
+        items: (id, item) pairs; an integer and its string are the same id.
+        type: the type that items are decoded to.
         where: the file, for error messages.
     """
 
@@ -111,14 +111,14 @@ class SerializedDict(Generic[Item]):
         return self._items[self._rows.row(id)]
 
     def require(self, ids: Iterable[int | str]) -> None:
-        """Raise a UserError about the first id that has no item."""
+        """Raise a UserError if an id has no item."""
         for id in ids:
             if id not in self:
-                raise UserError(f"{self._where}: there is no entry {id}; use files of the same split and release")
+                raise UserError(f"{self._where}: no entry {id}; use files of the same split and release")
 
 
 def require_unique(ids: Iterable[Any], what: str) -> None:
-    """Raise a UserError about an id that occurs twice; `what` names the file and the kind of record."""
+    """Raise a UserError if an id occurs twice; `what` names the file and the kind of record."""
     seen = set()
     for id in ids:
         if id in seen:
@@ -141,7 +141,7 @@ class TextGroups(Sequence):
 
     @classmethod
     def of_images(cls, images: Iterable[Any]) -> TextGroups:
-        """Groups of texts whose images are named in the order of the texts; images are in order of first mention."""
+        """Groups from the image of each text; images are in the order of first mention."""
         numbers: dict[Any, int] = {}
         image_of = np.fromiter((numbers.setdefault(image, len(numbers)) for image in images), dtype=np.int64)
         return cls(np.argsort(image_of, kind="stable"), np.bincount(image_of, minlength=len(numbers)))
@@ -155,7 +155,7 @@ class TextGroups(Sequence):
 
     @classmethod
     def consecutive(cls, counts: Sequence[int] | np.ndarray) -> TextGroups:
-        """Groups of texts that are numbered image by image."""
+        """Groups of texts that are numbered image by image, from the number of texts of each image."""
         return cls(np.arange(int(np.sum(counts))), counts)
 
     def __len__(self) -> int:
@@ -173,23 +173,23 @@ class TextGroups(Sequence):
 
 
 def stream_list(path: str | Path, type: Any = Any, key: str = "") -> Iterator[Any]:
-    """The values of a list in a JSON file of any size, decoded one by one; the file is memory-mapped, not read.
+    """The values of a list in a JSON file of any size, decoded one by one from the memory-mapped file.
 
     Args:
-        key: of the list, where the file is an object with one.
+        key: key of the list, if the file is an object.
     """
     content = _mapped(path)
     if key:
         entries = decode_json(content, str(path), dict[str, msgspec.Raw])
         if key not in entries:
-            raise UserError(f"{path} has no '{key}'; give another file")
+            raise UserError(f"{path} has no '{key}'; use another file")
         content = entries[key]
     for number, value in enumerate(decode_json(content, str(path), list[msgspec.Raw])):
         yield decode_json(value, f"{path}: entry {number}", type)
 
 
 def stream_dict(path: str | Path, type: Any = Any) -> Iterator[tuple[str, Any]]:
-    """Keys and values of a JSON file of any size that holds one object, as `stream_list`."""
+    """The keys and values of a JSON object in a file of any size; see `stream_list`."""
     for key, value in decode_json(_mapped(path), str(path), dict[str, msgspec.Raw]).items():
         yield key, decode_json(value, f"{path}: entry {key}", type)
 
@@ -201,7 +201,7 @@ def _mapped(path: str | Path) -> mmap.mmap | bytes:
 
 
 def stream_lines(path: str | Path, type: Any = Any) -> Iterator[Any]:
-    """The values of a file with one JSON value per line, each decoded as `type`; blank lines are left out."""
+    """The values of a file with one JSON value per line, each decoded as `type`; blank lines are skipped."""
     path = user_path(path)
     with reading(path), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -210,13 +210,13 @@ def stream_lines(path: str | Path, type: Any = Any) -> Iterator[Any]:
 
 
 def cached_array(sources: Sequence[Path], folder: Path, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """An index of some files, memory-mapped from a `.npy` file in `folder`, which one process makes.
+    """An index of files, memory-mapped from a `.npy` file in `folder` that one process writes.
 
-    Its name depends on the paths, sizes and times of the files, so an index never belongs to other content.
+    Its name depends on the paths, sizes and modification times of the files, so a stale index is never used.
 
     Args:
         kind: kind and version of the index.
-        make: computes it; the array may not be empty.
+        make: computes the index; the array must not be empty.
     """
     identity = [kind]
     for source in sources:
@@ -232,24 +232,23 @@ def cached_array(sources: Sequence[Path], folder: Path, kind: str, make: Callabl
                     np.save(file, make())
     except PermissionError as error:
         raise UserError(
-            f"{folder}: the index of {sources[0]} cannot be written there; set data.config.cache to a folder that can "
-            "be written to"
+            f"{folder}: the index of {sources[0]} cannot be written here; set data.config.cache to a writable folder"
         ) from error
     return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
 def read_range(path: Path, offset: int, size: int = -1) -> bytes:
-    """Some bytes of a file, opened anew, because forked workers may not share a file position; -1: up to its end."""
+    """Read bytes of a file (-1: up to its end), reopened because forked workers must not share a file position."""
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(size)
 
 
 class TextLines(Sequence):
-    """The lines of a UTF-8 text file of any size without the blank ones; in memory is only a mapped index.
+    """The non-blank lines of a UTF-8 text file of any size; only a memory-mapped index is kept.
 
     Args:
-        path: the file, with one sample on each line.
+        path: the file, with one text per line.
         cache: folder for the index.
     """
 
@@ -259,7 +258,7 @@ class TextLines(Sequence):
             self._starts = cached_array([self.path], Path(cache), "lines", self._find_lines)
 
     def _find_lines(self) -> np.ndarray:
-        """int64 [n]: where the lines with other than white space begin."""
+        """int64 [n]: offsets of the non-blank lines."""
         starts, position = array("q"), 0
         title, size = f"indexing {self.path.name}", self.path.stat().st_size
         with self.path.open("rb") as file, tqdm(total=size, desc=title, unit="B", unit_scale=True, delay=1) as bar:
@@ -269,28 +268,28 @@ class TextLines(Sequence):
                 position += len(line)
                 bar.update(len(line))
         if not starts:
-            raise UserError(f"{self.path}: has no line of text")
+            raise UserError(f"{self.path} has no text")
         return np.array(starts)
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, number: int) -> str:
-        """One line without white space around it."""
+        """One line, stripped of white space."""
         with reading(f"{self.path}, line {number + 1}", UnicodeDecodeError), self.path.open("rb") as file:
             file.seek(int(self._starts[range(len(self))[number]]))
             return file.readline().decode("utf-8-sig").strip()
 
 
 class Archives:
-    """Reads `folder/archive.zip@/member`: from the archive if it is there, else from the unpacked folder.
+    """Reads `folder/archive.zip@/member`: from the archive if it exists, otherwise from the unpacked folder.
 
-    `zipfile` keeps about a kilobyte per member in every process that opens an archive. Here one process makes an index
-    of the members, which all processes map into memory.
+    `zipfile` keeps about a kilobyte per member in every process that opens an archive. Here one process writes an index
+    of the members, which all processes memory-map.
 
     Args:
-        root: names start from this folder.
-        cache: folder for the indices.
+        root: names are relative to this folder.
+        cache: folder for the index files.
     """
 
     def __init__(self, root: str | Path, cache: str | Path) -> None:
@@ -304,14 +303,14 @@ class Archives:
         path, member = self.root / archive, member.lstrip("/")
         if path.is_file():
             return (path, member) if marker else path
-        # parts of an archive (train_frcnn.0.zip ...) are one folder when unpacked
+        # the parts of an archive (train_frcnn.0.zip ...) are unpacked into one folder
         for folder in (path.with_suffix(""), path.with_name(re.sub(r"\.\d+$", "", path.stem))) if marker else ():
             if (folder / member).is_file():
                 return folder / member
-        raise MissingFileError(f"{path}: there is no such {'archive or folder with the' if marker else ''} file {name}")
+        raise MissingFileError(f"{self.root / name} does not exist{', nor its unpacked folder' if marker else ''}")
 
     def read(self, name: str) -> bytes:
-        """Content of a file or member; the checksum of a member is compared."""
+        """Contents of a file or member; the checksum of a member is verified."""
         found = self.find(name)
         if isinstance(found, Path):
             return found.read_bytes()
@@ -321,20 +320,20 @@ class Archives:
         index = self._indices[archive]
         row = int(np.searchsorted(index[0], _hash(member)))
         if row == index.shape[1] or index[0, row] != _hash(member):
-            raise MissingFileError(f"{archive}: has no member {member}; get the archive again")
+            raise MissingFileError(f"{archive} has no member {member}; download the archive again")
         _, offset, size, method, checksum = index[:, row].tolist()
-        # the names in a local header may be longer than those in the directory
+        # the fields in a local header may be longer than those in the central directory
         name_length, extra_length = struct.unpack("<26x2H", read_range(archive, offset, 30))
         content = read_range(archive, offset + 30 + name_length + extra_length, size)
         if method == zipfile.ZIP_DEFLATED:
             content = zlib.decompress(content, -zlib.MAX_WBITS)
         if zlib.crc32(content) != checksum:
-            raise UserError(f"{archive}: the member {member} is damaged (its checksum differs); get the archive again")
+            raise UserError(f"{archive}: the member {member} is damaged (wrong checksum); download the archive again")
         return content
 
 
 def _list_members(archive: Path) -> np.ndarray:
-    """int64 [5, members], sorted by the hash of the name: hash, offset, packed bytes, method, CRC-32."""
+    """int64 [5, members], sorted by the hash of the name: hash, offset, compressed size, method, CRC-32."""
     with reading(archive, zipfile.BadZipFile), zipfile.ZipFile(archive) as file:
         members = [one for one in file.infolist() if not one.is_dir()]
     rows = [(_hash(one.filename), one.header_offset, one.compress_size, one.compress_type, one.CRC) for one in members]

@@ -1,4 +1,4 @@
-"""Which images are to be described, and boxes that are given for them.
+"""Images and boxes given by a user.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -22,7 +22,7 @@ from e2e_vl.io import FourNumbers, Id, Name, Pixel, Record, box_corners, read_te
 from e2e_vl.samples import AnnotatedObjects
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-TOLERANCE = 1.0  # pixels by which a user's box may leave its image: corners are often counted from 1, or rounded
+TOLERANCE = 1.0  # pixels by which a user's box may exceed its image: corners are often counted from 1, or rounded
 
 
 class _ListedRow(Record):
@@ -41,7 +41,7 @@ class _GivenDetection(Record):
     det_id: int | None = None
 
 
-_Corners = Annotated[list[Pixel], Meta(min_length=4, max_length=5)]  # x1, y1, x2, y2, maybe a score
+_Corners = Annotated[list[Pixel], Meta(min_length=4, max_length=5)]  # x1, y1, x2, y2 and optionally a score
 
 
 class _BoxesFile(Record):
@@ -52,7 +52,7 @@ class _BoxesFile(Record):
 
 @dataclasses.dataclass(frozen=True)
 class ListedImage:
-    """One image file; `id` is unique in its list and names the image's features."""
+    """One image file; `id` is unique in its list and identifies the image's features."""
 
     id: str
     path: Path
@@ -63,18 +63,18 @@ class GivenBoxes:
     """Boxes of one image, in file order."""
 
     boxes: np.ndarray  # float64 [R, 4], continuous xyxy in pixels of the original image
-    ids: np.ndarray  # int64 [R], annotation ids; the row in the file for detections without `det_id`
+    ids: np.ndarray  # int64 [R], annotation ids, or the row in the file for detections without `det_id`
 
 
 def list_images(source: str | Path, root: str | Path | None = None) -> list[ListedImage]:
-    """Images of a folder, of a text file (one path per line), or of a COCO JSON file (`images` with id and file_name).
+    """Images from a folder, a text file (one path per line) or a COCO JSON file (`images` with id and file_name).
 
-    Ids are the COCO ids, or the paths as listed (in a folder: relative to it) without suffix; of a path that leads out
-    of the root, the file's name without suffix.
+    Ids are the COCO ids, or the paths as listed (in a folder: relative to it) without suffix. For a path outside the
+    root, the id is the file name without suffix.
 
     Args:
         source: the folder or file.
-        root: folder that listed paths start from; default: the folder of the list.
+        root: folder that listed paths are relative to; default: the folder of the list.
     """
     source = user_path(source)
     if source.is_dir():
@@ -89,13 +89,13 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
             lines = (line.strip() for line in read_text(source).split("\n"))
             images = [ListedImage(_id(Path(line)), root / line) for line in lines if line]
     if not images:
-        raise UserError(f"{source}: there are no images; known suffixes are {', '.join(IMAGE_SUFFIXES)}")
+        raise UserError(f"{source}: no images found; supported suffixes are {', '.join(IMAGE_SUFFIXES)}")
     seen = set()
     for image in images:
         if image.id in seen or not image.id.isprintable() or '"' in image.id:
             raise UserError(
-                f"{source}: the id {image.id!r} of {image.path} is that of another image too, or has characters that "
-                "feature files cannot hold; rename the file"
+                f"{source}: the id {image.id!r} of {image.path} is not unique, or has characters that "
+                "feature files do not allow; rename the file"
             )
         seen.add(image.id)
     return images
@@ -109,7 +109,7 @@ def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
     """Boxes by image id from a COCO instances file or from a list of detections.
 
     Detections are objects with `image_id` and `bbox` (COCO's results) or `box` (MAttNet), both [x, y, width, height].
-    Every box counts, whatever its score; crowds too. Empty boxes of an instances file are left out and logged.
+    All boxes are kept, including crowds and low scores. Empty boxes in an instances file are skipped and logged.
     """
     path = user_path(path)
     rows: dict[str, list[tuple[FourNumbers, int]]] = {}
@@ -129,11 +129,11 @@ def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
 
 
 def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObjects:
-    """Boxes from a command line: a file, or `x1,y1,x2,y2` words, each optionally with a class (`person:1,2,30,40`).
+    """Boxes from a command line: a file, or `x1,y1,x2,y2` arguments, each optionally with a class (`person:1,2,30,40`).
 
     A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and optionally class names
-    `names` and outlines `segms`, as VCR's metadata files (a score after each box is ignored); or `.npz` with `boxes`,
-    as tools/extract_demo.py writes it.
+    `names` and outlines `segms`, as in VCR's metadata files (a score after each box is ignored); or `.npz` with
+    `boxes`, as written by tools/extract_demo.py.
     """
     if len(words) == 1 and "," not in words[0]:
         return _read_file(user_path(words[0], source))
@@ -152,14 +152,14 @@ def _read_file(path: Path) -> AnnotatedObjects:
             with np.load(path, allow_pickle=False) as file:
                 content = _BoxesFile(file["boxes"].tolist())
         except (KeyError, OSError, ValueError, BadZipFile) as error:
-            raise UserError(f"{path}: the file is missing or has no array 'boxes' that can be read.") from error
+            raise UserError(f"{path}: the file is missing or has no readable array 'boxes'.") from error
     else:
         found = read_json(path, list[_Corners] | _BoxesFile)
         content = _BoxesFile(found) if isinstance(found, list) else found
         content.boxes = [box[:4] for box in content.boxes]
     names, outlines = content.names, content.segms
     if any(len(one) != len(content.boxes) for one in (names, outlines) if one is not None):
-        raise UserError(f"{path}: 'names' and 'segms' must hold one entry for each of the {len(content.boxes)} boxes.")
+        raise UserError(f"{path}: 'names' and 'segms' must have one entry for each of the {len(content.boxes)} boxes.")
     return AnnotatedObjects(
         checked_boxes(content.boxes, str(path)),
         str(path),
@@ -169,7 +169,7 @@ def _read_file(path: Path) -> AnnotatedObjects:
 
 
 def checked_boxes(boxes: Sequence[Sequence[float]], where: str) -> np.ndarray:
-    """A user's boxes as float64 [R, 4], at least one and each with an area; `where` names them in errors."""
+    """A user's boxes as float64 [R, 4]: at least one, none empty; `where` names them in error messages."""
     wrong = [
         box
         for box in boxes
@@ -177,19 +177,19 @@ def checked_boxes(boxes: Sequence[Sequence[float]], where: str) -> np.ndarray:
     ]
     if wrong or not len(boxes):
         raise UserError(
-            f"{where}: {f'{wrong[0]} is no box' if wrong else 'there is no box'}; write the corners x1,y1,x2,y2 in "
+            f"{where}: {f'{wrong[0]} is not a box' if wrong else 'no box given'}; write the corners x1,y1,x2,y2 in "
             "pixels of the original image, x1 < x2 and y1 < y2."
         )
     return np.array(boxes, dtype=np.float64)
 
 
 def require_inside(boxes: np.ndarray, size: tuple[int, int], origin: str, image: str) -> None:
-    """Refuse boxes that leave their image: boxes in pixels of another size would be about other places.
+    """Raise a UserError if boxes exceed their image, as boxes in pixels of another image size would.
 
     Args:
         boxes: rows of x1, y1, x2, y2 in pixels of the original image.
         size: its (height, width).
-        origin, image: name the boxes and the image in the error.
+        origin, image: names of the boxes and the image, for error messages.
     """
     height, width = size
     outside = ((boxes[:, :2] < -TOLERANCE) | (boxes[:, 2:] > np.array([width, height]) + TOLERANCE)).any(axis=1)
@@ -198,5 +198,5 @@ def require_inside(boxes: np.ndarray, size: tuple[int, int], origin: str, image:
         values = ", ".join(f"{value:g}" for value in boxes[row])
         raise UserError(
             f"{origin}: box {row} [{values}] lies outside the image {image} of {width} x {height} pixels (width x "
-            "height), at least in part; give x1, y1, x2, y2 in pixels of the original image."
+            "height), at least in part; use x1, y1, x2, y2 in pixels of the original image."
         )

@@ -1,8 +1,8 @@
-"""VCR: questions about a film scene with four answers (Q->A), or with four reasons for an answer (QA->R).
+"""VCR: questions about a film scene with four answers (Q->A), or with four rationales for an answer (QA->R).
 
 Files (`data.files`, relative to `data.root`; {split} is the split)
     questions  {split}.jsonl: one question per line
-    images     vcr1images: the image and metadata files that questions name
+    images     vcr1images: folder of the image and metadata files
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class VCRQuestion(Record):
     annot_id: Name
     img_fn: Name  # image file, relative to vcr1images
     metadata_fn: Name  # metadata file, relative to vcr1images
-    objects: list[Name]  # class names; the index is what tokens name
+    objects: list[Name]  # class names; texts refer to objects by index
     question: _Tokens
     answer_choices: _Choices
     rationale_choices: _Choices
     answer_label: _Label = None
     rationale_label: _Label = None
-    family: str | None = None  # kind of question, where the file says it (drawn scenes do)
+    family: str | None = None  # kind of question, in synthetic data only
 
 
 class Metadata(Record):
-    """The metadata file of an image, as `VCRQuestion.metadata_fn` names it.
+    """The metadata file of an image, see `VCRQuestion.metadata_fn`.
 
-    Besides VCR's own keys it may have `attribute_ids` (drawn scenes do): a list of equally many numbers from 0 for each
-    object. A fifth number of a box is its score.
+    It may also have `attribute_ids` (synthetic data only): a list of attribute numbers from 0 for each object, all of
+    the same length. A fifth number of a box is its score.
     """
 
     boxes: list[Annotated[list[Pixel], Meta(min_length=4, max_length=5)]]
@@ -61,14 +61,14 @@ class Metadata(Record):
     attribute_ids: list[list[Count]] | None = None
 
     def objects(self, where: str) -> AnnotatedObjects:
-        """The objects, in the order of the file, without class numbers; `where` names the file."""
+        """The objects in file order, without classes; `where` names the file in error messages."""
         number = len(self.names)
         boxes = np.array([box[:4] for box in self.boxes], dtype=np.float64).reshape(-1, 4)
         lengths = {len(self.boxes), len(self.segms), len(self.attribute_ids or self.names)}
         if lengths != {number} or (boxes[:, 2:] <= boxes[:, :2]).any():
             raise UserError(
-                f"{where}: boxes, segms and attribute_ids must hold one entry for each of {number} names, and each box "
-                "must have an area"
+                f"{where}: boxes, segms and attribute_ids must have one entry for each of the {number} names, and "
+                "no box may be empty"
             )
         attributes = None
         if self.attribute_ids:
@@ -78,39 +78,40 @@ class Metadata(Record):
 
 
 def read_questions(path: str | Path) -> SerializedList[VCRQuestion]:
-    """The questions of a jsonl file, in its order."""
+    """The questions of a jsonl file, in file order."""
     return SerializedList(stream_lines(path, VCRQuestion), VCRQuestion)
 
 
 def read_metadata(path: Path, question: VCRQuestion) -> tuple[tuple[int, int], AnnotatedObjects]:
-    """(height, width) of the image of a question, and its objects as in the metadata file, without class numbers."""
+    """(height, width) of a question's image, and its objects in the order of the metadata file, without classes."""
     content, where = read_json(path, Metadata), f"{path} ({question.annot_id})"
     if content.names != question.objects:
         raise UserError(
-            f"{where}: its names {content.names} differ from the question's objects {question.objects}; use the "
-            "annotations and the images of the same release"
+            f"{where}: the names {content.names} differ from the question's objects {question.objects}; use "
+            "annotations and images of the same release"
         )
     return (content.height, content.width), content.objects(where)
 
 
 def read_detected_objects(path: Path, min_score: float) -> tuple[tuple[int, int], AnnotatedObjects]:
-    """What a detector of VCR's classes found in some other image, in the form of a metadata file.
+    """Predicted boxes of VCR's classes in an image of another data set, from a file in the format of VCR's metadata.
 
-    A box is [x1, y1, x2, y2, score]. Official VisualBERT's first phase for VCR describes COCO's images by such boxes.
+    A box is [x1, y1, x2, y2, score]. VisualBERT's official code uses such boxes for COCO's images in its first phase
+    for VCR.
 
     Args:
         path: the file.
-        min_score: only boxes with a higher score are kept.
+        min_score: keep only boxes with a higher score.
 
     Returns:
-        (height, width) of the stored image, and the objects that are kept, in file order, with class numbers.
+        (height, width) of the stored image, and the kept objects in file order, with classes.
     """
     content = read_json(path, Metadata)
     objects = content.objects(str(path))
     unknown = sorted({*content.names} - {*CLASS_NAMES})
     if unknown or not all(len(box) == 5 and 0 <= box[4] <= 1 for box in content.boxes):
         raise UserError(
-            f"{path}: {f'the class {unknown[0]}' if unknown else 'a box'} does not fit; every box needs a score from 0 "
+            f"{path}: {f'the class {unknown[0]}' if unknown else 'a box'} is invalid; every box needs a score from 0 "
             f"to 1 after its corners, and one of VCR's {len(CLASS_NAMES)} classes, which are COCO's without spaces"
         )
     kept = [row for row, box in enumerate(content.boxes) if box[4] > min_score]
@@ -130,14 +131,14 @@ class VCRDataset(VLDataset):
 
     Attributes:
         questions: in file order. Text index i is question i; with `condition_on` "each" it is question i // 4, given
-            answer i % 4; with `question` "both" it is question i // 2, for its answer where i is even.
-        groups: text indices of each image, images in order of first mention. Where the boxes depend on the text
-            (`objects` other than "all"), every text index is a group of its own.
+            answer i % 4; with `question` "both" it is question i // 2, for its answer if i is even.
+        groups: text indices of each image, with images in the order of first mention. If the boxes depend on the text
+            (`objects` other than "all"), each text index is a separate group.
     """
 
     file_keys = ("images", "questions")
     id_space = "vcr"
-    box_sources = (BoxSource.GT,)  # the sentences name the boxes that are given
+    box_sources = (BoxSource.GT,)  # the sentences refer to the annotated boxes
 
     def __init__(self, files: DataFiles, options: VCROptions, split: str, needs: DataNeeds) -> None:
         self.folder = files.path("images", split=split)
@@ -151,15 +152,15 @@ class VCRDataset(VLDataset):
         needs_labels = needs.training or (options.question != "answer" and not each)
         if (needs.training and each) or (needs_labels and self.questions[0].answer_label is None):
             raise UserError(
-                f"{self.path}: the questions have no labels, or data.config.condition_on=each leaves them out; train "
+                f"{self.path}: the questions have no labels, or data.config.condition_on=each drops them; train "
                 "on a split with labels with condition_on=right, and predict a test split with condition_on=each."
             )
         self._class_of = {name: number for number, name in enumerate(self.class_names)}
         unknown = {name for question in self.questions for name in question.objects} - self._class_of.keys()
         if unknown:
             raise UserError(
-                f"{self.path}: the object class '{min(unknown)}' is none of the {len(self.class_names)} classes; "
-                "correct it or give your own list as data.config.class_names."
+                f"{self.path}: the object class '{min(unknown)}' is not one of the {len(self.class_names)} classes; "
+                "correct it or set the list in data.config.class_names."
             )
         self.per_question = CHOICES if options.condition_on == "each" else 1 + (options.question == "both")
         if options.objects != "all":
@@ -169,7 +170,7 @@ class VCRDataset(VLDataset):
             self.groups = TextGroups.of_images(images)
 
     def _is_answer(self, index: int) -> bool:
-        """Whether a text index asks for an answer, not for a rationale."""
+        """Whether the choices of this text index are answers, not rationales."""
         if self.settings.question == "both":
             return index % 2 == 0
         if self.settings.question == "in_turn":
@@ -178,7 +179,7 @@ class VCRDataset(VLDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: VCROptions, split: str) -> Iterable[str]:
-        """All sentences of a split, objects as their class names."""
+        """All sentences of a split, with objects replaced by their class names."""
         for one in read_questions(files.path("questions", split=split)):
             for sentence in (one.question, *one.answer_choices, *one.rationale_choices):
                 yield " ".join(t if isinstance(t, str) else " ".join(one.objects[o] for o in t) for t in sentence)
@@ -194,7 +195,7 @@ class VCRDataset(VLDataset):
     @classmethod
     def narrowed(cls, sample: Sample, options: VCROptions) -> Sample:
         image, text = sample.images[0], sample.texts[0]
-        if not isinstance(text, ChoiceText):  # a text to fill in, which names no boxes
+        if not isinstance(text, ChoiceText):  # a text with masked words, which refers to no boxes
             return sample
         kept = _kept_objects(options.objects, image.objects.names, [*text.query, *text.choices])
         return dataclasses.replace(sample, images=(dataclasses.replace(image, candidates=kept),))
@@ -207,7 +208,7 @@ class VCRDataset(VLDataset):
         return (self._text(index).truth for index in range(len(self)))
 
     def sample(self, texts: Sequence[int]) -> Sample:
-        """Some questions about one image."""
+        """The given questions about one image."""
         question = self.questions[texts[0] // self.per_question]
         size, objects = read_metadata(self.folder / question.metadata_fn, question)
         classes = np.array([self._class_of[name] for name in question.objects], dtype=np.int64)
@@ -255,24 +256,24 @@ class VCRDataset(VLDataset):
 
 
 def _kept_objects(which: str, objects: Sequence[str], sentences: Sequence[Sentence]) -> tuple[int, ...] | None:
-    """Objects that the option `objects` leaves as candidates; None: all of them."""
+    """The objects that the option `objects` keeps as candidate boxes; None: all."""
     if which == "all":
         return None
     return mentioned_objects(sentences) if which == "mentioned" else relevant_objects(objects, sentences)
 
 
 PERSON = "person"
-EVERYONE = ("everyone", "everyones")  # name all people under R2C's rule
+EVERYONE = ("everyone", "everyones")  # refer to all people in R2C's rule
 
 
 def mentioned_objects(sentences: Iterable[Sentence]) -> tuple[int, ...]:
-    """Objects that the sentences name, in the order of first mention (VL-BERT's rule)."""
+    """Objects mentioned in the sentences, in the order of first mention (VL-BERT's rule)."""
     named = (o for sentence in sentences for token in sentence if isinstance(token, list) for o in token)
     return tuple(dict.fromkeys(named))
 
 
 def relevant_objects(objects: Sequence[str], sentences: Sequence[Sentence]) -> tuple[int, ...]:
-    """Objects that R2C keeps, ascending: the named ones; all people if a sentence says "everyone" or names nothing."""
+    """Objects that R2C keeps, ascending: those mentioned; all people if a sentence has "everyone" or mentions none."""
     people = {index for index, name in enumerate(objects) if name == PERSON}
     kept = set(mentioned_objects(sentences))
     says_everyone = any(isinstance(t, str) and t.lower() in EVERYONE for sentence in sentences for t in sentence)

@@ -1,15 +1,15 @@
-"""Visual Genome: descriptions of regions as captions, or questions with one answer each, for pre-training.
+"""Visual Genome: region descriptions as captions, or questions with one answer each, for pre-training.
 
-Files (`data.files`, relative to `data.root`; the release has no splits, so {split} is what you name)
-    images      folder that holds VG_100K and VG_100K_2
+Files (`data.files`, relative to `data.root`; the release has no splits, so {split} can be any name)
+    images      folder that contains VG_100K and VG_100K_2
     image_data  image_data.json
     regions     region_descriptions.json, for `data.config.texts: regions`
-    region_graphs  optional, region_graphs.json: the boxes of phrases, for `phrases.weight`
+    region_graphs  (optional) region_graphs.json: the boxes of phrases, for `phrases.weight`
     questions   question_answers.json, for `data.config.texts: questions`
-    detections, features   boxes of images by their ids
+    detections, features   boxes by image id
 
-Without region graphs, the phrase of a description is the whole text, with the box of its region. With them, a
-description whose text differs from that of its region graph, other than in white space, has no phrases.
+Without region graphs, the whole description is one phrase, with the box of its region. With them, a description has no
+phrases if its text differs from its region graph's in more than white space.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from e2e_vl.samples import CorrectAnswer, PhraseBoxes, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
 
-Span = tuple[int, int]  # first and last character plus one
-NamedBoxes = list[tuple[Span, list[FourNumbers]]]  # characters of a description, with boxes xyxy
+Span = tuple[int, int]  # first character, and last character + 1
+NamedBoxes = list[tuple[Span, list[FourNumbers]]]  # spans of a description, with boxes xyxy
 
 
 class GenomeImage(Record):
@@ -44,8 +44,8 @@ class GenomeImage(Record):
     image_id: int
     width: Side
     height: Side
-    url: str | None = None  # its last folder is the one that the image is in, such as VG_100K_2
-    coco_id: int | None = None  # the same image in COCO; None: COCO does not have it
+    url: str | None = None  # its last folder is the image's folder, such as VG_100K_2
+    coco_id: int | None = None  # the same image in COCO; None: not in COCO
 
 
 class _Region(Record):
@@ -102,12 +102,12 @@ class _GraphsOfImage(Record):
 
 
 class GenomeText(TextRecord, array_like=True):
-    """A description of a region, or a question with its answer."""
+    """A region description, or a question with its answer."""
 
-    id: int  # of the region or of the question
+    id: int  # region id or question id
     image_id: int
     words: str
-    answer: str | None = None  # None: it is no question
+    answer: str | None = None  # None: not a question
     box: FourNumbers | None = None  # xyxy, of the region
 
     @property
@@ -116,12 +116,12 @@ class GenomeText(TextRecord, array_like=True):
 
     @property
     def metadata(self) -> dict[str, int]:
-        """Plain values for predictions."""
+        """Metadata for predictions."""
         return {"region_id" if self.answer is None else "qa_id": self.id}
 
 
 class RegionPhrases(Record, array_like=True):
-    """The phrases of one description, by the region graphs."""
+    """The phrases of one description, from its region graph."""
 
     words: str
     named: NamedBoxes
@@ -139,7 +139,7 @@ class RegionPhrases(Record, array_like=True):
 
 
 def read_region_descriptions(path: Path) -> Iterator[GenomeText]:
-    """The descriptions of the regions of all images, image after image."""
+    """The region descriptions of all images, image by image."""
     for row in stream_list(path, _RegionsOfImage):
         for one in row.regions:
             sides = one.x, one.y, one.width, one.height
@@ -147,16 +147,16 @@ def read_region_descriptions(path: Path) -> Iterator[GenomeText]:
 
 
 def read_genome_questions(path: Path) -> Iterator[GenomeText]:
-    """The questions about all images, image after image."""
+    """The questions about all images, image by image."""
     for row in stream_list(path, _QuestionsOfImage):
         for one in row.qas:
             yield GenomeText(one.qa_id, row.id, one.question, one.answer)
 
 
 def read_region_graphs(path: Path) -> SerializedDict[RegionPhrases]:
-    """The phrases of each description, by the id of its region.
+    """The phrases of each description, by region id.
 
-    Unusable phrases and objects (outside the description, without an area) are left out; the log has their number.
+    Phrases outside their description and objects with empty boxes are skipped; their number is logged.
     """
     lost: Counter[str] = Counter()
     graphs = (graph for image in stream_list(path, _GraphsOfImage) for graph in image.regions)
@@ -164,27 +164,27 @@ def read_region_graphs(path: Path) -> SerializedDict[RegionPhrases]:
     found = SerializedDict((pair for pair in phrases if pair[1].named), RegionPhrases, str(path))
     if +lost:
         counts = " and ".join(f"{lost[what]:,} {what}" for what in sorted(+lost))
-        logger.warning("%s: left out are %s.", path, counts)
+        logger.warning("%s: skipped %s.", path, counts)
     return found
 
 
 def _named_boxes(region: _RegionGraph, lost: Counter[str]) -> NamedBoxes:
     """The boxes of each phrase of a description."""
     objects = [(box, one) for one in region.objects if (box := _corners(one.x, one.y, one.w, one.h)) is not None]
-    lost["objects without an area"] += len(region.objects) - len(objects)
+    lost["objects with empty boxes"] += len(region.objects) - len(objects)
     named: dict[Span, list[FourNumbers]] = {}
     for one in region.synsets:
         start, end = one.entity_idx_start, one.entity_idx_end
         words = region.phrase[start:end] if 0 <= start < end <= len(region.phrase) else ""
         if not words.strip():
-            lost["words that are no characters of their description"] += 1
+            lost["phrases outside their description"] += 1
         elif boxes := _boxes_of(one, objects, words):
             named.setdefault((start, end), boxes)
     return list(named.items())
 
 
 def _boxes_of(entity: _Entity, objects: Sequence[tuple[FourNumbers, _GraphObject]], words: str) -> list[FourNumbers]:
-    """Different boxes of the objects that have the synset of an entity, or else its name."""
+    """Distinct boxes of the objects with the same synset as an entity, or else with the same name."""
     synset = entity.synset_name
     boxes = [box for box, one in objects if synset is not None and synset in (one.synsets or ())]
     if not boxes:
@@ -194,7 +194,7 @@ def _boxes_of(entity: _Entity, objects: Sequence[tuple[FourNumbers, _GraphObject
 
 
 def _corners(x: float, y: float, width: float, height: float) -> FourNumbers | None:
-    """A box as corners; None without an area."""
+    """A box as corners; None if it is empty."""
     return (x, y, x + width, y + height) if width > 0 and height > 0 else None
 
 
@@ -202,11 +202,11 @@ READ = {"regions": read_region_descriptions, "questions": read_genome_questions}
 
 
 class VisualGenomeDataset(RecordDataset):
-    """Texts about images; the texts of an image come one after the other.
+    """Texts about images, image by image.
 
     Attributes:
-        images: by their ids.
-        graphs: the phrases of descriptions; None: they are not needed, or there are no region graphs.
+        images: by id.
+        graphs: the phrases of descriptions; None: not needed, or there are no region graphs.
     """
 
     file_keys = ("images", "image_data", "regions", "region_graphs", "questions", "detections", "features")
@@ -225,7 +225,7 @@ class VisualGenomeDataset(RecordDataset):
         def texts() -> Iterator[GenomeText]:
             for text in READ[options.texts](path):
                 if text.image_id not in is_of_coco:
-                    raise UserError(f"{image_data}: lacks image {text.image_id} of {path}; use files of one release")
+                    raise UserError(f"{image_data} lacks image {text.image_id} of {path}; use files of one release")
                 if is_of_coco[text.image_id] in kept:
                     yield text
 
@@ -238,10 +238,10 @@ class VisualGenomeDataset(RecordDataset):
         if self.has_phrases and "region_graphs" in files:
             self.graphs = read_region_graphs(graphs := files.path("region_graphs", split=split))
             if not any(self._phrases(text) for text in self.texts):
-                raise UserError(f"{graphs}: describes no region in the words of {path}; use files of the same release")
+                raise UserError(f"{graphs} has none of the descriptions in {path}; use files of the same release")
 
     def _phrases(self, text: GenomeText) -> PhraseBoxes | None:
-        """The phrases of a description; None if they are unknown."""
+        """The phrases of a description; None if unknown."""
         if self.graphs is not None:
             return self.graphs[text.id].of(text.words) if text.id in self.graphs else None
         if text.box is None or not text.words.strip():

@@ -1,11 +1,11 @@
-"""VQA v2: questions about images, with what people answered.
+"""VQA v2: questions about images, with human answers.
 
 Files (`data.files`, relative to `data.root`; {split} is the split and {images} its COCO image set, such as test2015 for
 test-dev2015)
     questions    v2_OpenEnded_mscoco_{split}_questions.json
-    annotations  v2_mscoco_{split}_annotations.json; splits with "test" in their name may have none
+    annotations  v2_mscoco_{split}_annotations.json; optional for splits with "test" in their name
     images       folder of the images
-    answers      list of possible answers
+    answers      answer vocabulary
     instances    COCO instances of the same images: boxes "gt" and detection losses
 """
 
@@ -53,13 +53,13 @@ class _Annotation(Record):
 
 
 class VQAQuestion(TextRecord, array_like=True):
-    """One question, and what people answered if the split is annotated."""
+    """One question, with human answers if the split is annotated."""
 
     id: Id
     image_id: Id
-    image_set: str  # COCO's, such as "train2014"
+    image_set: str  # COCO's image set, such as "train2014"
     words: str
-    answers: tuple[str, ...] | None = None  # ten human answers, as written; None without annotations
+    answers: tuple[str, ...] | None = None  # ten human answers, unprocessed; None without annotations
     most_frequent: str | None = None  # `multiple_choice_answer`
     answer_type: str | None = None  # yes/no, number or other
     question_type: str | None = None  # one of 65 prefixes, such as "how many"
@@ -70,7 +70,7 @@ class VQAQuestion(TextRecord, array_like=True):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Plain values under the names of the files, for predictions and metrics."""
+        """Metadata for predictions and metrics, with the keys of the official files."""
         metadata: dict[str, Any] = {"question_id": self.id, "image_id": self.image_id}
         if self.answers is None:
             return metadata
@@ -79,11 +79,11 @@ class VQAQuestion(TextRecord, array_like=True):
 
 
 def read_questions(questions: Path, annotations: Path | None = None, split: str = "") -> list[VQAQuestion]:
-    """The questions of a file in its order, joined with the annotations on `question_id`.
+    """The questions of a file in file order, joined with the annotations on `question_id`.
 
     Args:
         annotations: None for a split without answers (test).
-        split: names the image set, or tells it ("test2015"), where the question file does not.
+        split: gives the image set if the question file does not, such as "test2015".
     """
     content = read_json(questions, _QuestionsFile)
     image_set = coco_image_set(content.data_subtype) or coco_image_set(split) or split
@@ -97,8 +97,8 @@ def read_questions(questions: Path, annotations: Path | None = None, split: str 
             answer = answered.get(row.question_id)
             if answer is None or answer.image_id != row.image_id:
                 raise UserError(
-                    f"{annotations}: has no annotation of question {row.question_id} about image {row.image_id} of "
-                    f"{questions}; use the two files of the same split"
+                    f"{annotations} has no annotation for question {row.question_id} about image {row.image_id} of "
+                    f"{questions}; use the files of the same split"
                 )
             question.answers = tuple(one.answer for one in answer.answers)
             question.most_frequent = answer.multiple_choice_answer
@@ -112,7 +112,7 @@ class VQADataset(RecordDataset):
 
     Attributes:
         starts: the first question of each split.
-        folders, instances: of each split.
+        folders, instances: for each split.
     """
 
     file_keys = ("images", "questions", "annotations", "answers", "instances", "detections", "features")
@@ -140,7 +140,7 @@ class VQADataset(RecordDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: VQAOptions, split: str) -> Iterable[str]:
-        """All questions of a split and the most frequent answer to each."""
+        """All questions of a split, and the most frequent answer to each."""
         for name in split_names(split):
             for question in _read_split(files, name, annotated=True):
                 yield from (question.words, question.most_frequent)
@@ -157,7 +157,7 @@ class VQADataset(RecordDataset):
 
 
 def _read_split(files: DataFiles, name: str, *, annotated: bool) -> list[VQAQuestion]:
-    """Questions of one split, with answers if there are any or they are needed."""
+    """Questions of one split, with answers if they exist or are needed."""
     annotations = None
     if annotated or "annotations" in files:
         annotations = files.path("annotations", split=name)

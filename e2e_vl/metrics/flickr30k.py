@@ -1,11 +1,11 @@
-"""Flickr30K Entities: recall of phrases, by the rules of BAN's code, which VisualBERT copied; pinned by golden data.
+"""Flickr30K Entities: phrase recall as in BAN's code, which VisualBERT copied; tested with golden data.
 
-A phrase is scored if it has at least one box. A candidate is right if its IoU with *any* box of the phrase is at least
-0.5, with plain areas (x2 - x1) * (y2 - y1); boxes are not merged. Recall at k asks for a right candidate among the k
-with the highest scores; the upper bound for one at all. Phrases without any right candidate count as missed.
+Phrases with at least one box are evaluated. A candidate is right if its IoU with *any* box of the phrase is at least
+0.5, with areas (x2 - x1) * (y2 - y1); boxes are not merged. Recall at k is the share of phrases with a right candidate
+among the k highest scores; the upper bound, with any right candidate. Phrases without a right candidate are missed.
 
-Other papers merge the boxes of a phrase into one that encloses them, or take the first; their numbers cannot be
-compared with these.
+Other papers merge the boxes of a phrase into one that encloses them, or take the first; their numbers are not
+comparable.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -26,17 +26,17 @@ RECALLS = (1, 5, 10)  # k of "R@k"
 
 
 class Flickr30KPrediction(Prediction, kw_only=True):
-    """Where the phrases of a sentence are. Lists have an entry for each phrase; None where the truth is unknown."""
+    """The boxes of a sentence's phrases. Lists have an entry per phrase; None if the truth is unknown."""
 
     phrases: tuple[str, ...]
-    boxes: tuple[Box | None, ...]  # None: there is no region to choose from
-    scores: tuple[Score, ...]  # the attention on them
+    boxes: tuple[Box | None, ...]  # None: there are no candidate regions
+    scores: tuple[Score, ...]  # attention on the boxes
     ranks: tuple[Count | None, ...] | None = None  # see `first_hit`
     phrase_ids: tuple[str, ...] | None = None
     phrase_types: tuple[tuple[str, ...], ...] | None = None
     gt_boxes: tuple[tuple[Box, ...], ...] | None = None
     image_id: Id | None = None
-    sentence: Count | None = None  # line of the image's file of sentences
+    sentence: Count | None = None  # line in the image's sentence file
 
 
 def right_candidates(
@@ -44,19 +44,19 @@ def right_candidates(
     boxes: np.ndarray | Sequence[Sequence[float]],
     min_iou: float = MIN_IOU,
 ) -> np.ndarray:
-    """bool [R]: which candidates xyxy [R, 4] overlap any of the boxes xyxy [n, 4] enough."""
+    """bool [R]: which candidates xyxy [R, 4] have a sufficient IoU with any of the boxes xyxy [n, 4]."""
     candidates, boxes = (np.asarray(some, dtype=np.float64).reshape(-1, 4) for some in (candidates, boxes))
     return (pairwise_iou(candidates, boxes) >= min_iou).any(axis=1)
 
 
 def first_hit(scores: np.ndarray | Sequence[float], is_right: np.ndarray | Sequence[bool]) -> int | None:
-    """Rank from 0 of the best right candidate of a phrase; None if there is none. Equal scores keep their order."""
+    """Rank from 0 of the best right candidate of a phrase; None if there is none. Ties keep their order."""
     ranked = np.asarray(is_right)[np.argsort(-np.asarray(scores, dtype=np.float64), kind="stable")]
     return int(ranked.argmax()) if ranked.any() else None
 
 
 def recalls(ranks: Sequence[int | None]) -> dict[str, float]:
-    """Scores, 0 to 1, from the ranks of `first_hit` of all phrases: "R@1", "R@5", "R@10" and "upper_bound"."""
+    """ "R@1", "R@5", "R@10" and "upper_bound", 0 to 1, from the `first_hit` ranks of all phrases."""
     found = {f"R@{k}": sum(rank is not None and rank < k for rank in ranks) / len(ranks) for k in RECALLS}
     return found | {"upper_bound": sum(rank is not None for rank in ranks) / len(ranks)}
 
@@ -65,8 +65,8 @@ def phrase_metrics(predictions: Sequence[Flickr30KPrediction]) -> dict[str, floa
     """Recall over all phrases that have boxes.
 
     Returns:
-        "count" (sentences), and if there are phrases with boxes "accuracy" (R@1), "recall_5", "recall_10", "ceiling"
-        (the upper bound), and "accuracy_by_type/<type>". A phrase with several types counts for each.
+        "count" (sentences); and if there are phrases with boxes, "accuracy" (R@1), "recall_5", "recall_10", "ceiling"
+        (the upper bound) and "accuracy_by_type/<type>". A phrase with several types counts for each.
     """
     metrics = {"count": float(len(predictions))}
     ranks: list[int | None] = []
@@ -89,7 +89,7 @@ def phrase_metrics(predictions: Sequence[Flickr30KPrediction]) -> dict[str, floa
 def write_submission(path: str | Path, predictions: Sequence[Flickr30KPrediction]) -> None:
     """Write a JSON list of {"image", "sentence", "phrases": [{"id", "phrase", "box", "score"}]}.
 
-    No server wants it; boxes are xyxy in pixels of the image as it is stored.
+    There is no evaluation server; boxes are xyxy in pixels of the stored image.
     """
     entries = []
     for one in predictions:

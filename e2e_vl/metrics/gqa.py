@@ -1,7 +1,7 @@
-"""GQA: the scores of the official evaluation script, pinned by golden data.
+"""GQA: the metrics of the official evaluation script, tested with golden data.
 
-Answers are compared as they are: case and spaces count. Only balanced questions are scored; unbalanced ones matter
-where a balanced question entails them (`consistency`).
+Answers are compared exactly, including case and spaces. Only balanced questions are evaluated; unbalanced ones matter
+only if a balanced question entails them (`consistency`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _KINDS = {"accuracyPerStructuralType": "structural", "accuracyPerSemanticType": 
 
 
 class GQAPrediction(Prediction, kw_only=True):
-    """The answer to a question; the fields from `types` on are those of the official question files.
+    """The answer to a question; the fields from `types` on are as in the official question files.
 
     Attributes:
         types: "structural", "semantic" and "detailed"; empty in LXMERT's files of balanced questions.
-        entailed: ids of the questions whose answers follow from this one and its answer.
-        steps: of reasoning in the question's program.
-        is_valid, is_plausible: the answer is among the question's choices, see `belongs`; None: they are unknown.
-        grounding: see `grounding`; None: attention over regions is unknown.
+        entailed: ids of the questions whose answers follow from this question and its answer.
+        steps: number of reasoning steps in the question's program.
+        is_valid, is_plausible: whether the answer is among the question's choices, see `belongs`; None: unknown.
+        grounding: see the function `grounding`; None: the attention over regions is unknown.
     """
 
     answer: str
@@ -48,7 +48,7 @@ class GQAPrediction(Prediction, kw_only=True):
 
     @property
     def is_hit(self) -> bool:
-        """The answer is the annotated one, letter by letter."""
+        """Whether the answer equals the annotated one exactly."""
         return self.answer == self.right_answer
 
     @property
@@ -63,13 +63,13 @@ def belongs(answer: str, choices: Iterable[str], types: Mapping[str, str]) -> bo
 
 
 def gqa_scores(predictions: Sequence[GQAPrediction]) -> dict[str, Any]:
-    """What the official script reports for the questions of a split, in per cent.
+    """The metrics of the official script for the questions of a split, in per cent.
 
     Returns:
-        "accuracy", "binary" and "open"; where they are known, "validity", "plausibility" and "grounding"; "consistency"
-        where all entailed questions have a prediction; "distribution" (chi-square / 100, lower is better); and
+        "accuracy", "binary" and "open"; if known, "validity", "plausibility" and "grounding"; "consistency" if all
+        entailed questions have a prediction; "distribution" (chi-square / 100, lower is better); and
         "accuracyPerStructuralType", "accuracyPerSemanticType", "accuracyPerLength" (words) and "accuracyPerSteps", each
-        {type: {"accuracy", "count"}}. A score of no question is 0, as in the script.
+        {type: {"accuracy", "count"}}. A metric over no questions is 0, as in the script.
     """
     predictions = [one for one in predictions if one.right_answer is not None]
     scored = [one for one in predictions if one.is_balanced]
@@ -102,11 +102,10 @@ def gqa_scores(predictions: Sequence[GQAPrediction]) -> dict[str, Any]:
 
 
 def distribution(predictions: Iterable[GQAPrediction]) -> float:
-    """How far predicted answers are distributed from annotated ones: the chi-square of each group, weighted by its
-    size.
+    """Distance between the distributions of predicted and annotated answers: chi-square per group, weighted by size.
 
-    Groups are questions about the same kind of thing ("group"); questions without one do not count, nor do predictions
-    that are no annotated answer of the group. 0 where there is no group.
+    Questions about the same kind of thing form a group; questions without a group are skipped, and so are predictions
+    that are not an annotated answer in the group. 0 if there are no groups.
     """
     gold: dict[str, Counter[str]] = defaultdict(Counter)
     predicted: dict[str, Counter[str]] = defaultdict(Counter)
@@ -124,16 +123,15 @@ def distribution(predictions: Iterable[GQAPrediction]) -> float:
 
 
 def gqa_metrics(predictions: Sequence[GQAPrediction]) -> dict[str, float]:
-    """The same scores as fractions, 0 to 1.
+    """The same metrics as fractions, 0 to 1.
 
-    Predictions without types, such as those of LXMERT's files of balanced questions, have an accuracy alone.
+    Predictions without types, such as those from LXMERT's files of balanced questions, only have an accuracy.
 
     Returns:
-        "count", and if there are balanced questions with answers "accuracy", "accuracy/binary" and "accuracy/open"
-        where there are such questions, "accuracy_by_structure/<type>", "accuracy_by_meaning/<type>",
-        "accuracy_by_words/<n>", "accuracy_by_steps/<n>", "distribution" (0 is best, it has no upper end), and where
-        they are known "validity", "plausibility", "grounding" and "consistency", which is left out where entailed
-        questions were not predicted.
+        "count"; and if there are balanced questions with answers, "accuracy", "accuracy/binary" and "accuracy/open"
+        if there are such questions, "accuracy_by_structure/<type>", "accuracy_by_meaning/<type>",
+        "accuracy_by_words/<n>", "accuracy_by_steps/<n>", "distribution" (0 is best, without an upper bound), and if
+        known "validity", "plausibility", "grounding" and "consistency" (only if all entailed questions were predicted).
     """
     metrics = {"count": float(len(predictions))}
     answered = [one for one in predictions if one.right_answer is not None]
@@ -160,15 +158,15 @@ def gqa_metrics(predictions: Sequence[GQAPrediction]) -> dict[str, float]:
 
 
 def grounding(annotated: Sequence[Sequence[float]], attended: Iterable[tuple[Sequence[float], float]]) -> float:
-    """How much attention lies on the objects that a question and its answer name; of one question.
+    """Attention on the objects mentioned in a question and its answer, for one question.
 
-    Each annotated box adds the attention of every region times the share of the region that lies in the box, so that
-    attention on several annotated boxes counts several times. (The official script never adds the whole image, although
-    it means to for questions about the scene: it looks for the word among the keys of a program's steps.)
+    Each annotated box adds the attention of every region times the share of the region inside the box, so attention on
+    several annotated boxes counts several times. (The official script is meant to add the whole image for questions
+    about the scene, but never does: it looks for the word among the keys of a program's steps.)
 
     Args:
-        annotated: boxes xyxy of those objects, from 0 to 1 of the image's sides (`annotations` of the question).
-        attended: boxes xyxy of the same kind, such as regions or the cells of a map, with their attention.
+        annotated: boxes xyxy of those objects, relative to the image's width and height (the question's `annotations`).
+        attended: boxes in the same format, such as regions or grid cells, with their attention.
     """
     total = 0.0
     for box, attention in attended:
@@ -182,7 +180,7 @@ def grounding(annotated: Sequence[Sequence[float]], attended: Iterable[tuple[Seq
 
 
 def write_submission(path: str | Path, predictions: Sequence[GQAPrediction]) -> None:
-    """Write predictions as the evaluation server wants them: a JSON list of {"questionId": str, "prediction": str}."""
+    """Write predictions in the evaluation server's format: a JSON list of {"questionId": str, "prediction": str}."""
     write_list(path, ({"questionId": str(one.question_id), "prediction": one.answer} for one in predictions))
 
 

@@ -1,4 +1,4 @@
-"""Names of metrics, such as `val/accuracy_predicted_boxes/relation`: how they are made and taken apart."""
+"""Build and parse metric names, such as `val/accuracy_predicted_boxes/relation`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MetricName:
 
     @classmethod
     def read(cls, name: str) -> MetricName | None:
-        """The parts of a name; None if it is not the name of a metric of some boxes."""
+        """Parse a name; None if it is not the name of a metric with a box source."""
         split, _, rest = name.partition("/")
         metric, _, detail = rest.partition("/")
         for source in BoxSource.for_evaluation():
@@ -35,7 +35,7 @@ class MetricName:
 
     @property
     def boxes(self) -> str:
-        """The boxes in words, such as "predicted boxes"."""
+        """The box source in words, such as "predicted boxes"."""
         return self.source.metric_suffix.replace("_", " ")
 
     @property
@@ -45,17 +45,17 @@ class MetricName:
 
     @property
     def is_count(self) -> bool:
-        """The number of evaluated texts, or of images that could not be read."""
+        """Whether it is the number of evaluated texts, or of unreadable images."""
         return self.metric in COUNTS
 
     @property
     def measures_model(self) -> bool:
-        """Neither a number of texts nor the best value that any model could reach with the candidate boxes."""
+        """Whether it is neither a count nor the upper bound for the candidate boxes."""
         return self.metric not in (*COUNTS, "ceiling")
 
     @property
     def is_constant(self) -> bool:
-        """No training changes the value: a number of texts, or the best value that given boxes allow."""
+        """Whether training cannot change the value: a count, or the upper bound for given boxes."""
         return self.is_count or (self.metric == "ceiling" and self.source is not BoxSource.ONLINE)
 
 

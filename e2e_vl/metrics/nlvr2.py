@@ -1,8 +1,8 @@
-"""NLVR2: accuracy and consistency of the official script, pinned by golden data.
+"""NLVR2: accuracy and consistency of the official script, tested with golden data.
 
-An identifier is split-set-pair-sentence, such as dev-850-2-0. A prediction is right if it is the label whatever the
-case of its letters; nothing is stripped. Examples that differ in the pair only are one group, the same sentence about
-other images; groups are told from identifiers, not from sentences, which may occur in several groups.
+An identifier is split-set-pair-sentence, such as dev-850-2-0. Predictions are compared with labels case-insensitively,
+without stripping. Examples that differ only in the pair form a group: the same sentence about different images. Groups
+depend on identifiers, not on sentences, which may occur in several groups.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Literal
 from detector.io import write_text
 from e2e_vl.predictions import Prediction, Score
 
-LABELS = ("False", "True")  # as the official files write the classes
+LABELS = ("False", "True")  # as in the official files
 
 
 class NLVR2Prediction(Prediction, kw_only=True):
     """Whether a sentence is true of two photos."""
 
     prediction: Literal["True", "False"]
-    score: Score  # of the prediction
-    true: Score  # of "True"
-    file_names: tuple[str, ...] = ()  # of the left and the right photo
+    score: Score  # probability of the prediction
+    true: Score  # probability of "True"
+    file_names: tuple[str, ...] = ()  # file names of the left and the right photo
     label: Literal["True", "False"] | None = None
     identifier: str = ""
 
@@ -40,11 +40,11 @@ def truth_scores(labels: Mapping[str, str], predictions: Mapping[str, str]) -> d
 
     Args:
         labels: identifier -> "True" or "False".
-        predictions: identifier -> what was predicted; identifiers without a label are ignored (official).
+        predictions: identifier -> prediction; identifiers without a label are ignored (official).
 
     Returns:
-        "accuracy" over the labelled examples, and "consistency", the share of groups in which every prediction is
-        right.
+        "accuracy" over the labelled examples, and "consistency", the share of groups with only right
+        predictions.
     """
     groups: dict[str, list[bool]] = defaultdict(list)
     for identifier, label in labels.items():
@@ -57,10 +57,10 @@ def truth_scores(labels: Mapping[str, str], predictions: Mapping[str, str]) -> d
 
 
 def truth_metrics(predictions: Sequence[NLVR2Prediction]) -> dict[str, float]:
-    """The scores of a run.
+    """The metrics of a run.
 
     Returns:
-        "count", and if there are labels "accuracy", "accuracy/<label>" of the examples with that label, and
+        "count"; and if there are labels, "accuracy", "accuracy/<label>" (over the examples with that label) and
         "consistency".
     """
     labelled = [one for one in predictions if one.label is not None]
@@ -77,7 +77,7 @@ def truth_metrics(predictions: Sequence[NLVR2Prediction]) -> dict[str, float]:
 
 
 def write_submission(path: str | Path, predictions: Sequence[NLVR2Prediction]) -> None:
-    """Write predictions as the official script reads them: identifier,True or identifier,False without a header."""
+    """Write predictions in the official script's format: identifier,True or identifier,False without a header."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "".join(f"{one.identifier},{one.prediction}\n" for one in predictions))

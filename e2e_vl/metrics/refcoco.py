@@ -1,14 +1,14 @@
-"""Accuracy of referring expressions under the IoU conventions of the published numbers, and files of predictions.
+"""Accuracy of referring expressions under the IoU conventions of published numbers, and prediction files.
 
-| convention | the box is right when | used by |
+| convention | the box is right if | used by |
 | --- | --- | --- |
 | `mattnet` | IoU >= 0.5; overlaps of at most one pixel in width or height count as none | MAttNet, detected boxes |
 | `vlbert` | IoU >= 0.5 with one pixel added to every extent, the prediction clamped to [0, size - 1] before | VL-BERT |
 | `strict` | MAttNet's IoU > 0.5 | UNITER |
 | `same_annotation` | the chosen annotation is the referred one, so a near-duplicate is wrong | MAttNet, gt boxes |
 
-All take continuous corners with x2 = x + w (MAttNet's x2 = x + w - 1 with an inclusive overlap is the same thing) and
-count expressions, not refs. The official scripts were read for these rules; the golden data pins them.
+All use continuous corners with x2 = x + w (equivalent to MAttNet's x2 = x + w - 1 with an inclusive overlap) and count
+expressions, not refs. The rules follow the official scripts and are tested with golden data.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -26,22 +26,22 @@ from detector.errors import UserError
 from e2e_vl.predictions import Box, Id, Prediction, Score, write_list
 
 THRESHOLD = 0.5
-# An IoU that is 0.5 in exact arithmetic may come out a rounding error away from it.
+# An IoU of exactly 0.5 may differ from it by a rounding error.
 _ROUNDING = 1e-9
 
 
 class ReferringPrediction(Prediction, kw_only=True):
     """The region that an expression refers to."""
 
-    box: Box | None  # None: there was no region to choose from
+    box: Box | None  # None: there were no candidate regions
     score: Score
-    candidate_boxes: tuple[Box, ...]  # all regions that could have won
+    candidate_boxes: tuple[Box, ...]  # all candidate regions
     candidate_scores: tuple[Score, ...] = ()
-    # annotations behind the *last* candidate boxes (a box of the whole image may come before them)
+    # annotation ids of the *last* candidate boxes (a box of the whole image may come before them)
     candidate_ann_ids: tuple[int, ...] | None = None
-    detected_class: str | None = None  # what the detector calls the box; None: unknown
-    gt_box: Box | None = None  # the box that is meant; None: unknown
-    category: str | None = None  # of that box
+    detected_class: str | None = None  # the detector's class for the box; None: unknown
+    gt_box: Box | None = None  # ground truth; None: unknown
+    category: str | None = None  # category of that box
     ann_id: Id | None = None
     ref_id: Id | None = None
     sent_id: Id | None = None
@@ -49,12 +49,12 @@ class ReferringPrediction(Prediction, kw_only=True):
 
 
 def box_iou(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size: Any = None) -> np.ndarray:
-    """IoU of predicted with true boxes, pair by pair.
+    """IoU of predicted and true boxes, pair by pair.
 
     Args:
         boxes: float [..., 4], predicted, xyxy (x2 = x + w) in pixels of the stored image.
         gt_boxes: float [..., 4], true; the leading axes broadcast against the axes of `boxes`.
-        convention: of the table above, but not `same_annotation`.
+        convention: one in the table above, except `same_annotation`.
         image_size: [..., 2], (height, width) of the stored image(s); needed by `vlbert` only.
 
     Returns:
@@ -85,16 +85,15 @@ def hits(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size: A
 
 
 def referring_metrics(predictions: Iterable[ReferringPrediction], convention: str = "mattnet") -> dict[str, float]:
-    """Accuracy and ceiling of some predictions, over all and by family of expression.
+    """Accuracy and ceiling of predictions, over all and by family of expression.
 
     Args:
-        convention: of the table above. `vlbert` needs `image_size`, `same_annotation` needs `ann_id` and
+        convention: one in the table above. `vlbert` needs `image_size`, `same_annotation` needs `ann_id` and
             `candidate_ann_ids`, the others `gt_box`.
 
     Returns:
-        `accuracy`, `ceiling` (share of expressions with any candidate that is right, so the best possible accuracy),
-        both also as `accuracy/<family>` and `ceiling/<family>`, as fractions; and `count`. Without predictions all are
-        0.
+        `accuracy` and `ceiling` (the share of expressions with any right candidate: the best possible accuracy), also
+        as `accuracy/<family>` and `ceiling/<family>`, as fractions; and `count`. Without predictions all are 0.
     """
     needs = {"same_annotation": ("ann_id", "candidate_ann_ids"), "vlbert": ("gt_box", "image_size")}
     right: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
@@ -142,10 +141,10 @@ def _same_annotation(prediction: ReferringPrediction) -> tuple[bool, bool]:
 
 
 def write_submission(path: str | Path, predictions: Sequence[ReferringPrediction]) -> None:
-    """Write predictions as a JSON list with an object per expression, in their order.
+    """Write predictions as a JSON list with one object per expression, in order.
 
-    An object is {"ref_id": int, "sent_id": int, "box": [x1, y1, x2, y2]}, in pixels of the stored image, null where the
-    model found nothing. No server takes such files; the literature compares on one's own machine. (A file by `ref_id`
-    alone could not tell a referred object's several expressions apart.)
+    An object is {"ref_id": int, "sent_id": int, "box": [x1, y1, x2, y2]}, in pixels of the stored image; the box is
+    null if the model found none. There is no evaluation server. (`ref_id` alone would be ambiguous, because an object has
+    several expressions.)
     """
     write_list(path, ({"ref_id": one.ref_id, "sent_id": one.sent_id, "box": one.box} for one in predictions))

@@ -1,4 +1,4 @@
-"""VCR's metrics and its leaderboard file.
+"""VCR's metrics and leaderboard file.
 
 Q->A and QA->R are accuracies of the arg-max; Q->AR is the share of questions with both right (the official R2C code,
 `eval_q2ar.py`). QA->R is conditioned on the right answer.
@@ -21,23 +21,23 @@ from detector.io import atomic_file
 from e2e_vl.predictions import Box, Prediction, Ranked, Score
 
 CHOICES = 4
-Number = Annotated[int, Meta(ge=0, lt=CHOICES)]  # of a choice
+Number = Annotated[int, Meta(ge=0, lt=CHOICES)]  # index of a choice
 ANSWER_COLUMNS = tuple(f"answer_{i}" for i in range(CHOICES))
 RATIONALE_COLUMNS = tuple(f"rationale_conditioned_on_a{a}_{r}" for a in range(CHOICES) for r in range(CHOICES))
 COLUMNS = ("annot_id", *ANSWER_COLUMNS, *RATIONALE_COLUMNS)
 
 
 class VCRPrediction(Prediction, kw_only=True):
-    """Which of four answers, or of four rationales, is right."""
+    """The predicted choice among four answers, or four rationales."""
 
     probabilities: tuple[Score, Score, Score, Score]
-    choice: Number  # of the best one
-    choices: tuple[str, ...] = ()  # in words
-    label: Number | None = None  # of the right one; None: unknown
-    named_boxes: tuple[tuple[str, Box], ...] = ()  # the objects that the sentences may name
+    choice: Number  # the predicted choice
+    choices: tuple[str, ...] = ()  # as text
+    label: Number | None = None  # the right choice; None: unknown
+    named_boxes: tuple[tuple[str, Box], ...] = ()  # the candidate objects
     kind: Literal["answer", "rationale"] = "answer"
     annot_id: str = ""
-    conditioned_on: Number | None = None  # of the answer that a rationale is for
+    conditioned_on: Number | None = None  # the given answer, for rationales
 
     @property
     def chosen_text(self) -> int:
@@ -54,11 +54,11 @@ class VCRPrediction(Prediction, kw_only=True):
 
 
 class Submission(NamedTuple):
-    """What the leaderboard file holds."""
+    """The contents of the leaderboard file."""
 
-    annot_ids: list[str]  # U, all different
+    annot_ids: list[str]  # U, unique
     answers: np.ndarray  # float64 [U, 4], one score per answer
-    rationales: np.ndarray  # float64 [U, 4, 4]: rationales (last axis), given each of the answers
+    rationales: np.ndarray  # float64 [U, 4, 4]: scores of rationales (last axis) for each given answer
 
 
 def write_submission(
@@ -69,7 +69,7 @@ def write_submission(
 
 
 def write_leaderboard(path: str | Path, submission: Submission) -> None:
-    """Write the leaderboard file: a header and a row of 21 columns per question. Scores are written in full."""
+    """Write the leaderboard file: a header, and a row of 21 columns per question with scores in full precision."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as part, part.open("w", encoding="utf-8", newline="") as file:
@@ -81,7 +81,7 @@ def write_leaderboard(path: str | Path, submission: Submission) -> None:
 
 
 def join_predictions(answers_run: Sequence[VCRPrediction], rationales_run: Sequence[VCRPrediction]) -> Submission:
-    """Join the predictions of a Q->A run and of a QA->R run that was conditioned on each of the four answers.
+    """Join the predictions of a Q->A run and of a QA->R run with condition_on=each.
 
     Returns:
         The submission, in the order of `answers_run`.
@@ -92,7 +92,7 @@ def join_predictions(answers_run: Sequence[VCRPrediction], rationales_run: Seque
     if missing:
         annot_id, answer = missing[0]
         raise UserError(
-            f"There is no rationale prediction for the question {annot_id}, given answer {answer}, and for "
+            f"There is no rationale prediction for the question {annot_id} with answer {answer}, and for "
             f"{len(missing) - 1} more; predict rationales of the same split with data.config.condition_on=each."
         )
     return Submission(
@@ -119,7 +119,7 @@ def _by_question(predictions: Sequence[VCRPrediction], kind: str) -> dict[tuple[
     for one in predictions:
         if one.kind != kind:
             raise UserError(
-                f"The prediction for {one.annot_id} is about the {one.kind}, expected the {kind}: give the "
+                f"The prediction for {one.annot_id} is for the {one.kind}, expected the {kind}: give the "
                 "predictions of the Q->A run first, then the predictions of the QA->R run."
             )
     return {(one.annot_id, one.conditioned_on): one for one in predictions}

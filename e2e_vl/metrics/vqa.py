@@ -1,10 +1,10 @@
-"""VQA v2: how answers are compared, what they score, and how a vocabulary spells them.
+"""VQA v2: answer normalisation, accuracy, soft targets, and the spelling of vocabulary answers.
 
-The rules follow the official evaluation script with its slips (they are part of the published numbers), and the tool
-for answer vocabularies that comes with BAN. Golden data of both pins them.
+The rules follow the official evaluation script, including its bugs (they affect the published numbers), and BAN's tool
+for answer vocabularies. Both are tested with golden data.
 
-Predicted and human answers go through `clean_answer`, and unless all human answers are the same string also through
-`strip_punctuation` and `standardise_words`. An answer scores as much as humans agree with it (`answer_accuracy`).
+Predicted and human answers go through `clean_answer` and, unless all human answers are the same string, through
+`strip_punctuation` and `standardise_words`. An answer's score depends on how many people gave it (`answer_accuracy`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 
 from e2e_vl.predictions import Id, Prediction, Ranked, Score, write_list
 
-UNKNOWN = "<unk>"  # an entry of some vocabularies that never scores
+UNKNOWN = "<unk>"  # an entry of some vocabularies, which always scores 0
 
 _MARKS = ';/[]"{}()=+\\_-><@`,?!'
 _COMMA_IN_NUMBER = re.compile("[0-9],[0-9]")
 _LOOSE_PERIOD = re.compile(r"\.(?![0-9])")
-_MAX_PERIODS = 32  # a regex flag of the official script lands in the count argument
+_MAX_PERIODS = 32  # the official script passes a regex flag as the count argument
 _ARTICLES = frozenset(("a", "an", "the"))
 _NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _NUMBERS = {"none": "0"} | {word: str(number) for number, word in enumerate(_NUMBER_WORDS)}
-# Words that are also understood without any one of their apostrophes.
+# Words that are also recognised with any one apostrophe missing.
 _CONTRACTIONS = """
 'ow's'at 'twas ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't
 he'd he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am might've mightn't mightn't've must've mustn't
@@ -44,29 +44,29 @@ _WITH_APOSTROPHES = {
 
 
 class VQAPrediction(Prediction, kw_only=True):
-    """The answer to a question, with what people said or what each answer scores."""
+    """The answer to a question, with human answers or the score of each answer."""
 
     answer: str
     score: Score
     top_answers: Ranked = ()
     question_id: Id | None = None
     image_id: Id | None = None
-    answers: tuple[str, ...] | None = None  # of people
-    answer_scores: dict[str, float] | None = None  # an answer that is not among them scores 0 (LXMERT's code)
-    multiple_choice_answer: str | None = None  # the most frequent one
+    answers: tuple[str, ...] | None = None  # human answers
+    answer_scores: dict[str, float] | None = None  # missing answers score 0 (LXMERT's code)
+    multiple_choice_answer: str | None = None  # the most frequent answer
     answer_type: str | None = None
     question_type: str | None = None
 
     @property
     def accuracy(self) -> float | None:
-        """The official accuracy, 0 to 1; None where the truth is unknown."""
+        """The official accuracy, 0 to 1; None if the truth is unknown."""
         if self.answers is not None:
             return answer_accuracy(self.answer, self.answers)
         return None if self.answer_scores is None else float(self.answer_scores.get(self.answer, 0.0))
 
 
 def clean_answer(answer: str) -> str:
-    """Newlines and tabs become spaces, and the ends are stripped."""
+    """Replace newlines and tabs by spaces, and strip."""
     return answer.replace("\n", " ").replace("\t", " ").strip()
 
 
@@ -95,7 +95,7 @@ def standardise_words(answer: str) -> str:
 
 
 def normalise_answer(answer: str) -> str:
-    """All steps; two answers are the same if this gives the same string."""
+    """All normalisation steps; answers are equal if their normalised strings are."""
     return standardise_words(strip_punctuation(clean_answer(answer)))
 
 
@@ -110,7 +110,7 @@ def answer_accuracy(prediction: str, answers: Sequence[str]) -> float:
         prediction, answers = normalise_answer(prediction), [normalise_answer(answer) for answer in answers]
     matches = [answer == prediction for answer in answers]
     total = sum(matches)
-    # summed one by one as the script does: a shortcut would round differently
+    # summed one by one as in the script, for the same rounding
     return sum(min(1.0, (total - matched) / 3.0) for matched in matches) / len(matches)
 
 
@@ -118,7 +118,7 @@ def vqa_metrics(predictions: Sequence[VQAPrediction]) -> dict[str, float]:
     """Mean accuracies, 0 to 1.
 
     Returns:
-        "count", and if the truth is known "accuracy", "accuracy/<answer type>" and
+        "count"; and if the truth is known, "accuracy", "accuracy/<answer type>" and
         "accuracy_by_question/<question type>".
     """
     scores: dict[str, list[float]] = defaultdict(list)
@@ -136,12 +136,12 @@ def vqa_metrics(predictions: Sequence[VQAPrediction]) -> dict[str, float]:
 
 
 def write_submission(path: str | Path, predictions: Sequence[VQAPrediction]) -> None:
-    """Write predictions as the evaluation server wants them: a JSON list of {"question_id": int, "answer": str}."""
+    """Write predictions in the evaluation server's format: a JSON list of {"question_id": int, "answer": str}."""
     write_list(path, ({"question_id": one.question_id, "answer": one.answer} for one in predictions))
 
 
 def soft_scores(answers: Sequence[str], *, normalised: bool = False) -> dict[str, float]:
-    """What each distinct human answer would score if the others were the judges, as a training target.
+    """Training target: the score of each distinct human answer, judged by the other answers.
 
     The mean over the answers of min(1, equal answers among the others / 3): 0.3, 0.6, 0.9 or 1 for an answer that
     occurs once, twice, three times or more often among ten.
@@ -149,7 +149,7 @@ def soft_scores(answers: Sequence[str], *, normalised: bool = False) -> dict[str
     Args:
         answers: human answers of a question.
         normalised: count normalised answers; False counts raw strings (BAN's tool and the official VL-BERT code), so
-            that "Two" gives nothing to the vocabulary's "2".
+            that "Two" does not count for the vocabulary's "2".
     """
     number = len(answers)
     counts = Counter(normalise_answer(answer) for answer in answers) if normalised else Counter(answers)
@@ -160,5 +160,5 @@ def soft_scores(answers: Sequence[str], *, normalised: bool = False) -> dict[str
 
 
 def vocabulary_answer(answer: str) -> str:
-    """An annotation's most frequent answer as a vocabulary spells it (BAN's tool): normalised, without commas."""
+    """An annotation's most frequent answer as spelled in vocabularies (BAN's tool): normalised, without commas."""
     return standardise_words(strip_punctuation(answer)).replace(",", "")

@@ -1,4 +1,4 @@
-"""What every task is: a preprocessor of texts, a head with its loss, its predictions, metrics and picture."""
+"""Base classes of the tasks: a preprocessor, a head with its loss, predictions, metrics and pictures."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOu
 from e2e_vl.tasks.config import NewLayers
 from e2e_vl.text import TextTokenizer
 
-# The layers of heads on an encoder's states, and their initial values.
+# The layers of task heads, and their initialisation
 
 NEW_LAYERS_STD = 0.02  # VL-BERT, section 4.1, as in BERT
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the heads of a task or an objective must fit."""
+    """Sizes that the heads of a task or an objective depend on."""
 
     hidden_size: int  # E
     vocab_size: int  # V
@@ -47,11 +47,11 @@ class Sizes:
 
 
 def init_head(linears: Iterable[nn.Linear], start: NewLayers | float) -> None:
-    """Set the initial values of a head; all biases are zero.
+    """Initialise a head; all biases are zero.
 
     Args:
-        start: "official": Xavier uniform weights, as in the official VL-BERT code. "normal": N(0, 0.02), which the
-            paper says of all new layers. A number: N(0, number).
+        start: "official": Xavier uniform weights, as in the official VL-BERT code. "normal": N(0, 0.02), as in
+            the paper for all new layers. A number: N(0, number).
     """
     for linear in linears:
         if start == "official":
@@ -62,9 +62,9 @@ def init_head(linears: Iterable[nn.Linear], start: NewLayers | float) -> None:
 
 
 class Transform(nn.ModuleDict):
-    """Linear and GELU; with `norm` also the LayerNorm of BERT's masked-word transform.
+    """Linear and GELU; with `norm` also a LayerNorm, as in BERT's head for masked words.
 
-    `width` is the width of the result; None: the width of the states.
+    `width` is the output width; None: `hidden_size`.
     """
 
     def __init__(self, hidden_size: int, *, norm: bool = False, width: int | None = None):
@@ -79,7 +79,7 @@ class Transform(nn.ModuleDict):
 
 
 class Head(nn.Module):
-    """The transform if there is one, dropout, Linear. With `outputs` None: one score per state, no axis of its own."""
+    """An optional transform, dropout, Linear. With `outputs` None: one score per state, without an output axis."""
 
     def __init__(
         self,
@@ -110,8 +110,8 @@ def candidate_regions(
     """Regions that may be the answer.
 
     Args:
-        whole_image_can_win: the box of the whole image is a candidate like every other. False: it is one only for texts
-            without another region, and with `may_be_empty` never.
+        whole_image_can_win: the box of the whole image is a candidate like any other. False: it is one only for texts
+            without other regions, and never with `may_be_empty`.
     """
     if whole_image_can_win:
         return regions.attention_mask
@@ -123,48 +123,48 @@ def candidate_regions(
 
 @dataclasses.dataclass(frozen=True)
 class PredictionSummary:
-    """A prediction in words, for reports."""
+    """A prediction as text, for reports."""
 
     question: str  # the text of the data set
-    answer: str  # what was chosen
-    score: float | None = None  # of that answer; None: it has none
-    truth: str = ""  # what would have been right; "" where it is unknown
-    note: str = ""  # what else helps to see why the answer is right or wrong
-    group: str = ""  # family of the text or type of the question; "" where the data have none
-    # pairs of a truth and a wrong answer, for the list of frequent mistakes; None: `truth` and `answer`
+    answer: str  # the predicted answer
+    score: float | None = None  # score of that answer; None: it has no score
+    truth: str = ""  # the right answer; "" if unknown
+    note: str = ""  # details that help to explain why the answer is right or wrong
+    group: str = ""  # family of the text or type of the question; "" if there is none
+    # (truth, wrong answer) pairs for the list of frequent mistakes; None: `truth` and `answer`
     mistakes: tuple[tuple[str, str], ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadInit:
-    """How a head is initialised from the weights of other heads. All names are prefixes of parameter names."""
+    """How a head is initialised from another head. All names are prefixes of parameter names."""
 
-    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)  # in the other head -> in this one
-    # (in the other head, in this one): row 1 minus row 0 of a classifier of two classes becomes a score
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the other head's -> this head's
+    # (the other head's, this head's): row 1 minus row 0 of a two-class classifier becomes a score
     difference: tuple[str, str] | None = None
-    random: tuple[str, ...] = ()  # of this head, may keep its random initial values
-    # (in the other head, in this one): a classifier of answers takes the rows of the same answers from another list;
-    # rows of answers that this list lacks become zero
+    random: tuple[str, ...] = ()  # this head's; may keep their random values
+    # (the other head's, this head's): an answer classifier copies the rows of the answers that both vocabularies have;
+    # all other rows become zero
     answer_rows: tuple[str, str] | None = None
-    otherwise: HeadInit | None = None  # the rule for a head that has nothing of what this one takes
-    # of this head, with a row per region class; `task.config.has_background_last`: the last one is the background
+    otherwise: HeadInit | None = None  # the rule for a head with none of these parameters
+    # this head's, with a row per region class; `task.config.has_background_last`: the last class is the background
     region_classes: tuple[str, ...] = ()
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """What it reads of the other head."""
+        """The names that are read from the other head."""
         return (*self.copies, *(self.difference or ())[:1], *(self.answer_rows or ())[:1])
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """All parts of this head."""
+        """All names in this head."""
         return (
             *(*self.copies.values(), *(self.difference or ())[1:], *(self.answer_rows or ())[1:], *self.random),
             *(self.otherwise.parts if self.otherwise is not None else ()),
         )
 
     def for_weights(self, names: Iterable[str]) -> HeadInit:
-        """This rule, or the one for a head with other parameters."""
+        """This rule, or `otherwise` for a head with other parameters."""
         names = tuple(names)
         if self.otherwise is None or any(name.startswith(self.takes) for name in names):
             return self
@@ -172,14 +172,14 @@ class HeadInit:
 
 
 def phrase_boxes(prediction: Prediction, first: int = 0) -> tuple[list[Box], list[str], list[bool]]:
-    """Boxes and labels of the grounded phrases of a prediction, for its picture, and which of them are unsure.
+    """Boxes and labels of a prediction's grounded phrases, for its picture, and which of them are unsure.
 
-    Phrases that fit several regions about equally well are left out. Only where the answer is wrong, the second and
-    later ones, such as the landmark of a relation, are shown as unsure, because they may explain it. A "?" follows the
-    words of wrong phrases.
+    Phrases that match several regions about equally well are left out. If the answer is wrong, the second and later
+    ones, such as the landmark of a relation, are shown as unsure, because they may explain it. The labels of wrong
+    phrases end with "?".
 
     Args:
-        first: number of the first phrase that may be shown.
+        first: index of the first phrase to show.
     """
     boxes, labels, unsure = [], [], []
     for number, one in enumerate(prediction.grounded):
@@ -194,122 +194,122 @@ def phrase_boxes(prediction: Prediction, first: int = 0) -> tuple[list[Box], lis
 
 
 class Task(nn.Module, abc.ABC):
-    """From a batch and the output of any encoder to losses, predictions and metrics; `build` makes it from settings."""
+    """Computes losses, predictions and metrics from a batch and an encoder's output; `build` creates a task."""
 
-    predicts_box: ClassVar[bool] = False  # its predictions have a `box` with a `score`, chosen from candidates
-    # writes the predictions of a whole split, in the order of the data set, as a server or the literature expects them;
-    # of a task that has `second_run` the predictions of both runs. None: there is no such file.
+    predicts_box: ClassVar[bool] = False  # predictions have a `box` with a `score`, chosen from the candidates
+    # writes the predictions of a whole split, in data set order, in the format of a server or the literature; with
+    # `second_run`, the predictions of both runs. None: there is no such format.
     write_submission: ClassVar[Callable[..., None] | None] = None
-    # `key=value` settings under which a second run predicts the other half of that file; None: one run is enough
+    # `key=value` settings of a second run that predicts the other half of that file; None: one run is enough
     second_run: ClassVar[tuple[str, ...] | None] = None
-    second_run_option: ClassVar[str] = ""  # how users give that run
-    predicts_classes: ClassVar[bool] = False  # its metrics compare classes of the detector with the data's
-    answers_questions: ClassVar[bool] = True  # a user may ask about an image
-    # arguments of `e2e_vl.load(run).ask` that fit the task, for model cards
+    second_run_option: ClassVar[str] = ""  # the command-line option for that run
+    predicts_classes: ClassVar[bool] = False  # its metrics compare the detector's classes with the data set's
+    answers_questions: ClassVar[bool] = True  # accepts users' questions about an image
+    # example arguments for `e2e_vl.load(run).ask`, for model cards
     example_call: ClassVar[str] = '"photo.jpg", "what is in the picture"'
-    batches_questions: ClassVar[bool] = True  # ... and one batch may hold several questions
-    # its config has `answers`, a list that may be built from the data with its `min_answer_count`
+    batches_questions: ClassVar[bool] = True  # ... several of them in one batch
+    # its config has `answers`, which may be built from the data with `min_answer_count`
     chooses_answers: ClassVar[bool] = False
-    sums_objectives: ClassVar[bool] = False  # its config has `objectives`, which are built for it
-    blind_without_boxes: ClassVar[bool] = False  # the control without image sees no candidate boxes either
-    starts_from: ClassVar[HeadInit | None] = None  # how its head starts from another task's; None: not at all
-    transferable: ClassVar[tuple[str, ...]] = ()  # prefixes of its parameters from which heads of other tasks may start
-    # a second text segment starts as a copy of the first, which alone was trained before (official VL-BERT code)
+    sums_objectives: ClassVar[bool] = False  # its config has `objectives`, which are passed to `build`
+    blind_without_boxes: ClassVar[bool] = False  # the image-blind control gets no candidate boxes either
+    starts_from: ClassVar[HeadInit | None] = None  # how its head is initialised from another task's; None: it cannot be
+    transferable: ClassVar[tuple[str, ...]] = ()  # parameter prefixes that may initialise other tasks' heads
+    # the second text segment starts as a copy of the first, the only one that was pre-trained (official VL-BERT code)
     copies_first_segment: ClassVar[bool] = False
     prediction_class: ClassVar[type[Prediction]] = Prediction  # what `predict` returns
-    # properties where they follow from the config
-    needs: tuple[Ability, ...] = ()  # what the encoder must be able to do
-    answers: Sequence[str] = ()  # the list that a part of it chooses from; it is saved with the model
-    region_masking: RegionMasking | None = None  # how regions are masked; None: none is
-    reads_attention: bool = False  # its predictions of a split need the encoder's attention maps
-    mask_size: int | None = None  # side of the instance masks on the RoI maps; None: the task uses none
-    mask_at: str = "corners"  # where the masks' cells are sampled: at their "corners" or "centres"
+    # properties if they depend on the config
+    needs: tuple[Ability, ...] = ()  # abilities that the encoder must have
+    answers: Sequence[str] = ()  # the answer vocabulary, which is saved with the model
+    region_masking: RegionMasking | None = None  # how regions are masked; None: no masking
+    reads_attention: bool = False  # predictions for a split need the encoder's attention maps
+    mask_size: int | None = None  # size of the instance masks on the RoI maps; None: no masks
+    mask_at: str = "corners"  # where mask cells are sampled: at their "corners" or "centres"
 
     @classmethod
     def build(cls, sizes: Sizes, config: Any) -> Self:
-        """The task with heads that fit; one that `sums_objectives` gets them by name as a third argument."""
+        """Build the task; with `sums_objectives`, the objectives by name are a third argument."""
         return cls(sizes.hidden_size, config)
 
     @classmethod
     def extra_words(cls, config: Any) -> Iterable[str]:
-        """Words that the preprocessor adds to those of the data, for a vocabulary that is built from the data."""
+        """Words that the preprocessor adds, for a vocabulary built from the data."""
         return ()
 
     @classmethod
     def canonical_answer(cls, answer: str) -> str:
-        """The spelling of an annotated answer in a list of answers that is built from the data."""
+        """The spelling of an annotated answer in an answer vocabulary built from the data."""
         return answer
 
     @classmethod
     def parse_official_answer(cls, line: str) -> str:
-        """The answer in a line, stripped and in lower case, of an official text file of answers."""
+        """The answer in a stripped, lower-case line of an official answer file."""
         return line
 
     @abc.abstractmethod
     def preprocessor(self, text_tokenizer: TextTokenizer) -> Preprocessor:
-        """The preprocessor of the data's texts, which runs in data workers."""
+        """The text preprocessor, which runs in data workers."""
 
     def question(self, question: Question) -> Sample:
-        """The sample of a user's question; raises UserError for what the task cannot use, by default every question."""
-        raise UserError("This run answers no questions; see what its detector finds with `regions`.")
+        """The sample for a user's question; raises a UserError for unsupported inputs, by default for every question."""
+        raise UserError("This run does not answer questions; get its detections with `regions`.")
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
-        """Take initial values from the other parts; nothing by default.
+        """Initialise from the other parts; does nothing by default.
 
-        Called once when a model is built, after the starting weights of detector and encoder were loaded.
+        Called once when a model is built, after the initial weights of detector and encoder are loaded.
         """
 
     def check_data(self, info: DatasetInfo, detector: Detector) -> None:
-        """Check once, before training, that the data have what the task learns from; nothing by default."""
+        """Check before training that the data have the task's labels; does nothing by default."""
 
     @abc.abstractmethod
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """Losses (where the batch has targets) and logits of M texts, the same in training and in evaluation."""
+        """Losses (if the batch has targets) and logits of M texts, the same in training and evaluation."""
 
     @abc.abstractmethod
     def predict(self, batch: Batch, output: ModelOutput) -> list[Prediction]:
-        """One prediction per text, made by `prediction`; boxes in pixels of the original image."""
+        """One prediction per text, with boxes in pixels of the original image."""
 
     def prediction(self, record: Mapping[str, Any], **answer: Any) -> Prediction:
-        """The prediction for a text of the batch, of the task's own class; of a text without a target its phrases."""
+        """The prediction for a text of the batch; a text without a target gets `PhrasesOnly`."""
         if record.get(ONLY_PHRASES):
             return PhrasesOnly.of({name: value for name, value in record.items() if name != ONLY_PHRASES})
         return self.prediction_class.of(record, **answer)
 
     def replies(self, output: ModelOutput) -> list[Prediction]:
-        """The predictions for users' questions, by default as in `predict`."""
+        """The predictions for users' questions; by default as in `predict`."""
         return self.predict(output.batch, output)
 
     @abc.abstractmethod
     def correct(self, prediction: Prediction) -> float | None:
-        """How right one prediction is, 0 to 1; what `metrics` averages and reports show. None: the truth is unknown."""
+        """Score of one prediction, 0 to 1, which `metrics` averages and reports show. None: the truth is unknown."""
 
     @abc.abstractmethod
     def metrics(self, predictions: list[Prediction]) -> dict[str, float]:
-        """Score the predictions for a whole split."""
+        """The metrics of the predictions for a whole split."""
 
     def joint_metrics(self, predictions: list[Prediction], second: list[Prediction]) -> dict[str, float]:
-        """Scores that need both runs, where the split has labels; for a task that has `second_run`."""
+        """Metrics that need both runs, for a task with `second_run`; empty if the split has no labels."""
         return {}
 
     def ranked(self, prediction: Prediction) -> Ranked:
-        """The best answers with their scores, best first; none where an answer is not a text."""
+        """The best answers with their scores, best first; empty if answers are not texts."""
         return ()
 
     def answer_lines(self, prediction: Prediction) -> list[str]:
-        """One prediction in words, the answer first; by default the ranked answers."""
+        """One prediction as lines of text, the answer first; by default the ranked answers."""
         return [f"{score:.3f}  {answer}" for answer, score in self.ranked(prediction)]
 
     def answer_boxes(self, prediction: Prediction) -> list[tuple[str, Box]]:
-        """Boxes that answer a text, with labels; by default the one box of a task that `predicts_box`."""
+        """The predicted boxes with labels; by default the one box of a task that `predicts_box`."""
         if not self.predicts_box or prediction.box is None:
             return []
         return [(f"{prediction.detected_class or ''} {prediction.score:.2f}".strip(), prediction.box)]
 
     def draw(self, prediction: Prediction) -> np.ndarray | None:
-        """uint8 RGB picture [height, width, 3] of one prediction with the truth; by default the image with its phrases.
+        """uint8 RGB picture [height, width, 3] of a prediction and the ground truth; by default the image with phrases.
 
-        None: the text has no image.
+        None if the text has no image.
         """
         if prediction.file_name is None:
             return None
@@ -317,6 +317,6 @@ class Task(nn.Module, abc.ABC):
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels, dashed=unsure)
 
     def describe(self, prediction: Prediction) -> PredictionSummary:
-        """The question, the answer and the truth in words."""
+        """The question, the answer and the truth as text."""
         answer = next(iter(self.answer_lines(prediction)), "")
         return PredictionSummary(prediction.text, answer, group=prediction.family or "")

@@ -1,7 +1,7 @@
-"""Object detection: the boxes and classes that the detector itself finds.
+"""Object detection: the detector's predicted boxes and classes.
 
-The records hold the annotated objects of an image, as `detector.coco_ap` reads them. Each image has one empty
-text, which is not read; an encoder that reads no words goes with it.
+Records contain the annotated objects of an image in the format of `detector.coco_ap`. Each image has one empty text,
+which is not used; use an encoder that ignores texts.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -33,7 +33,7 @@ from e2e_vl.text import TextTokenizer
 
 @dataclasses.dataclass
 class CategoryTargets(Targets):
-    """What the classes of the detector are called in the data set."""
+    """The data set's categories for the detector's classes."""
 
     category_ids: Int64[np.ndarray, " K"] | Int64[Tensor, "M K"] | None = stacked()
 
@@ -55,7 +55,7 @@ class TrueObject(msgspec.Struct, frozen=True):
     category_id: int
     category: str
     is_crowd: bool
-    area: float | None = None  # of its mask, pixels; None: of its box
+    area: float | None = None  # area of its mask, pixels; None: use the box
 
 
 class DetectionPrediction(Prediction, kw_only=True):
@@ -69,7 +69,7 @@ class DetectionPrediction(Prediction, kw_only=True):
 
 
 class DetectionTask(Task):
-    """No head and no loss of its own: both are the detector's, and so the losses are `Regions.losses`."""
+    """Has no head and no loss: the losses are the detector's, in `Regions.losses`."""
 
     predicts_classes = True
     answers_questions = False
@@ -78,22 +78,22 @@ class DetectionTask(Task):
     def __init__(self, hidden_size: int, config: DetectionConfig | None = None):
         super().__init__()
         self.config = config or DetectionConfig()
-        # id -> name, for pictures; known after `check_data`. Without it, categories that an image lacks are numbers.
+        # id -> name, for pictures; set by `check_data`. Otherwise, categories not in the image are numbers.
         self.category_names: dict[int, str] = {}
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> DetectionPreprocessor:
         return DetectionPreprocessor(text_tokenizer)
 
     def check_data(self, info: DatasetInfo, detector: Detector) -> None:
-        """Remember what the categories are called."""
+        """Store the category names."""
         truth = next(iter(info.truths()), None)
         if isinstance(truth, Categories) and info.class_names is not None:
             self.category_names = dict(zip(truth.ids, info.class_names, strict=True))
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """Nothing to add: no losses, and empty `logits` [M, 0]."""
+        """Return no losses, and empty `logits` [M, 0]."""
         if self.training and batch.detection_targets is None:
-            raise UserError("Detection learns from nothing but the detection losses; set detector.loss_weight to 1.")
+            raise UserError("Detection is trained by the detection losses only; set detector.loss_weight to 1.")
         return TaskOutput(losses={}, logits=regions.features.new_zeros(len(batch), 0))
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[DetectionPrediction]:
@@ -114,18 +114,18 @@ class DetectionTask(Task):
         return predictions
 
     def correct(self, prediction: DetectionPrediction) -> float:
-        """F1 of one image: detections with a sufficient score against the objects that are no crowd.
+        """F1 of one image: detections with a sufficient score against the objects, without crowds.
 
-        1 if there is nothing to find and nothing was found.
+        1 if there are neither objects nor detections.
         """
         shown, found = self._matches(prediction)
         total = len(shown) + sum(not entry.is_crowd for entry in prediction.objects)
         return 2 * len(found) / total if total else 1.0
 
     def _matches(self, prediction: DetectionPrediction) -> tuple[list[int], dict[int, int]]:
-        """Rows of the detections with a sufficient score, and which object some of them found.
+        """Rows of the detections with a sufficient score, and the objects matched to some of them.
 
-        Detections, best first, each take the free object of their category that they overlap most.
+        Each detection, best first, is matched to the unmatched object of its category with the highest IoU.
         """
         shown = [row for row, score in enumerate(prediction.scores) if score >= self.config.shown_score]
         rows = [row for row, entry in enumerate(prediction.objects) if not entry.is_crowd]
@@ -148,7 +148,7 @@ class DetectionTask(Task):
         return coco_metrics([msgspec.to_builtins(prediction) for prediction in predictions])
 
     def draw(self, prediction: DetectionPrediction) -> np.ndarray:
-        """Detections with a sufficient score in blue (wrong: red), objects that none of them found in green."""
+        """Detections with a sufficient score in blue (wrong: red), missed objects in green."""
         names = self.category_names | {entry.category_id: entry.category for entry in prediction.objects}
         shown, found = self._matches(prediction)
         drawn: list[tuple[Box, str, Colour]] = []
@@ -164,7 +164,7 @@ class DetectionTask(Task):
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels=labels, colours=colours)
 
     def describe(self, prediction: DetectionPrediction) -> PredictionSummary:
-        """How many objects were found, and how many boxes are wrong."""
+        """The number of objects found and of wrong boxes."""
         shown, found = self._matches(prediction)
         total = sum(not entry.is_crowd for entry in prediction.objects)
         answer = f"objects found: {len(found)} of {total}, wrong boxes: {len(shown) - len(found)}"

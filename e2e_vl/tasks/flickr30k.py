@@ -1,6 +1,6 @@
-"""Flickr30K Entities: which regions do the phrases of a sentence name? All phrases of a sentence at once.
+"""Flickr30K Entities: which regions do the phrases of a sentence refer to? All phrases are grounded at once.
 
-The head is an attention without values: the states of phrases are the queries, those of the regions the keys.
+The head is attention without values: the queries are phrase states, the keys region states.
 
 Shape legend: see `e2e_vl/structures.py`; and here
     P   phrases of all texts in the batch
@@ -45,16 +45,16 @@ _BRACKETS = re.compile(r"\[([^\[\]]+)\]")  # phrases in a user's text
 
 @dataclasses.dataclass
 class Flickr30KTargets(Targets):
-    """The wordpieces of phrases in `spans`, also where the truth is unknown, and their boxes."""
+    """The wordpiece spans of phrases, even if the truth is unknown, and their boxes."""
 
-    spans: Ragged | Int64[np.ndarray, "n 2"] | None = ragged()  # first wordpiece and last plus one; a list per text
-    # float32 [boxes, 4] of each phrase, in pixels of the resized image; of a batch a list per phrase
+    spans: Ragged | Int64[np.ndarray, "n 2"] | None = ragged()  # first wordpiece, last + 1; a list per text
+    # float32 [boxes, 4] of each phrase, in pixels of the resized image; in a batch, a list per phrase
     boxes: Ragged | list[Float[np.ndarray, "_ 4"]] | None = nested(4)
 
 
 @dataclasses.dataclass(frozen=True)
 class Flickr30KPreprocessor(Preprocessor):
-    """A sentence as one text. In a mirrored image "left" and "right" are swapped."""
+    """Encodes a sentence as one text. In flipped images "left" and "right" are swapped."""
 
     config: Flickr30KConfig = dataclasses.field(default_factory=Flickr30KConfig)
     learns_from = (PhraseBoxes,)
@@ -83,9 +83,9 @@ class Flickr30KPreprocessor(Preprocessor):
 
 
 def first_occurrence(words: str, span: tuple[int, int]) -> tuple[int, int]:
-    """Characters of the first occurrence of a phrase's words in a text.
+    """Character span of the first occurrence of a phrase in a text.
 
-    As in the official code, only whole words between single spaces match, and case counts.
+    As in the official code, only whole words between single spaces match, and matching is case-sensitive.
     """
     phrase = words[slice(*span)]
     for found in re.finditer(rf"(?<!\S){re.escape(phrase)}(?!\S)", words):
@@ -94,7 +94,7 @@ def first_occurrence(words: str, span: tuple[int, int]) -> tuple[int, int]:
 
 
 class Flickr30KTask(Task):
-    """A share of attention per region for each phrase; the region with the largest is the answer."""
+    """Attention of each phrase over the regions; the region with the highest attention is the answer."""
 
     prediction_class = Flickr30KPrediction
     metrics = staticmethod(phrase_metrics)
@@ -112,7 +112,7 @@ class Flickr30KTask(Task):
         return Flickr30KPreprocessor(text_tokenizer, self.config)
 
     def question(self, question: Question) -> Sample:
-        """A user's sentence with phrases in brackets; without any, all of it is one phrase."""
+        """A user's sentence with phrases in brackets; without brackets, the whole sentence is one phrase."""
         words, spans = "", []
         for number, part in enumerate(_BRACKETS.split(question.text)):
             if number % 2:
@@ -126,9 +126,9 @@ class Flickr30KTask(Task):
         """Score the regions for the P phrases of M texts.
 
         Returns:
-            `logits` float32 [P, R], the logarithm of the attention on each region, -inf where a region cannot win; and
-            the loss `flickr30k` if the batch has the target `boxes`: the divergence (Kullback-Leibler) of that
-            attention from equal shares for all right regions. Phrases without a right region add nothing to it.
+            `logits` float32 [P, R], the log of the attention on each region, -inf if a region is no candidate; and the
+            loss `flickr30k` if the batch has the target `boxes`: the KL divergence of the attention from the uniform
+            distribution over all right regions. Phrases without a right region do not contribute.
         """
         targets: Flickr30KTargets = batch.targets
         owner = targets.spans.owner
@@ -153,10 +153,10 @@ class Flickr30KTask(Task):
         return text[owner, first if self.config.phrase_state == "first" else end - 1]
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[Flickr30KPrediction]:
-        """The region with the largest attention for each phrase, and the rank of the best right one if it is known."""
+        """The region with the highest attention for each phrase, and the rank of the best right region if known."""
         regions, spans = output.text_regions, batch.targets.spans
         boxes = regions.original_boxes(batch.images.scales).detach().cpu().double().numpy()
-        shares = output.task.logits.detach().cpu().double().exp().numpy()  # in float32 small shares would all be 0
+        shares = output.task.logits.detach().cpu().double().exp().numpy()  # small values would be 0 in float32
         kept = (output.task.logits > -torch.inf).cpu().numpy()
         predictions, phrase = [], 0
         for text, (record, count) in enumerate(zip(batch.records, spans.counts.tolist(), strict=True)):
@@ -174,12 +174,12 @@ class Flickr30KTask(Task):
         return predictions
 
     def correct(self, prediction: Flickr30KPrediction) -> float | None:
-        """Share of the phrases whose region is right; None where the truth is unknown."""
+        """Share of phrases with a right region; None if the truth is unknown."""
         ranks = prediction.ranks
         return None if ranks is None else sum(rank == 0 for rank in ranks) / len(ranks)
 
     def answer_lines(self, prediction: Flickr30KPrediction) -> list[str]:
-        """Where each phrase is, in their order."""
+        """The box of each phrase, in order."""
         rows = zip(prediction.phrases, prediction.boxes, prediction.scores, strict=True)
         return [
             f"{phrase}: {_box_or_nothing(box)}" + ("" if box is None else f" ({score:.3f})")
@@ -191,7 +191,7 @@ class Flickr30KTask(Task):
         return [(f"{phrase} {score:.2f}", box) for phrase, box, score in rows if box is not None]
 
     def draw(self, prediction: Flickr30KPrediction) -> np.ndarray:
-        """The region of each phrase in a colour of its own; of a wrong one also the boxes that are meant."""
+        """The region of each phrase in a different colour, and the true boxes of wrong phrases."""
         boxes, labels, colours = [], [], []
         ranks = prediction.ranks or [0] * len(prediction.phrases)
         for number, (phrase, box, rank) in enumerate(zip(prediction.phrases, prediction.boxes, ranks, strict=True)):
@@ -205,7 +205,7 @@ class Flickr30KTask(Task):
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels, colours)
 
     def describe(self, prediction: Flickr30KPrediction) -> PredictionSummary:
-        """The sentence, where its phrases are, and how many are right; the group is the type that all of them have."""
+        """The sentence, the boxes of its phrases, and how many are right; the group is their type if they share one."""
         ranks, types = prediction.ranks, {kind for own in prediction.phrase_types or () for kind in own}
         note, truth, mistakes = "", "", None
         if ranks is not None:
@@ -230,4 +230,4 @@ class Flickr30KTask(Task):
 
 
 def _box_or_nothing(box: Box | None) -> str:
-    return "nothing: there is no region to choose from" if box is None else box_text(box)
+    return "nothing: there are no candidate regions" if box is None else box_text(box)

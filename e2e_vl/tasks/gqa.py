@@ -1,4 +1,4 @@
-"""GQA: a class per possible answer; every question has one right answer.
+"""GQA: classification over an answer vocabulary; every question has one right answer.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -24,14 +24,14 @@ from e2e_vl.tasks.question_answering import AnswerLabels, AnswerTargets, AnswerT
 def attention_to_regions(
     encoded: EncoderOutput, texts: TextBatch, attention_mask: Bool[Tensor, "M R"]
 ) -> Float[Tensor, "M R"]:
-    """The attention of each answer on each region; the sum of a text is 1, or 0 where it attends to no region.
+    """The attention of each answer on each region; it sums to 1 per text, or to 0 if the text attends to no region.
 
-    Taken from the last layer in which the text attends to regions, at the position of its summary ([CLS] where the
-    summary is the pooled vector), as a mean over the heads.
+    From the last layer in which text attends to regions, at the position of the summary ([CLS] if the summary is the
+    pooled vector), averaged over the heads.
 
     Args:
         encoded: with attention maps.
-        attention_mask: of the regions.
+        attention_mask: attention mask of the regions.
     """
     length = texts.input_ids.shape[1]
     rows = torch.arange(len(texts), device=attention_mask.device)
@@ -44,7 +44,7 @@ def attention_to_regions(
 
 
 class GQAVocabulary(AnswerVocabulary):
-    """1 for the right answer, or for the one with the best score; nothing for an answer that is not in the list."""
+    """The target is 1 for the right answer, or the one with the best score; all 0 if it is not in the vocabulary."""
 
     learns_from = (CorrectAnswer, ScoredAnswers)
 
@@ -60,7 +60,7 @@ class GQAVocabulary(AnswerVocabulary):
 
 
 class GQATask(AnswerTask):
-    """A score per possible answer, see `AnswerTask`; the scores of the official script."""
+    """`AnswerTask` with the metrics of the official script."""
 
     loss_name = "gqa"
     prediction_class = GQAPrediction
@@ -75,8 +75,8 @@ class GQATask(AnswerTask):
         return GQAVocabulary(answers)
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[GQAPrediction]:
-        """As `AnswerTask.predict`, with `is_valid` and `is_plausible` from the choices of a question, and `grounding`
-        from the boxes that it names."""
+        """As `AnswerTask.predict`, with `is_valid` and `is_plausible` from the question's choices, and `grounding`
+        from the boxes of the objects that it mentions."""
         predictions = super().predict(batch, output)
         for prediction, attended in zip(predictions, self._attended(output), strict=True):
             named = prediction.metadata.pop("named_boxes", None)
@@ -98,7 +98,7 @@ class GQATask(AnswerTask):
         return Loss(total=total, count=(best >= 0).sum().to(logits.dtype))
 
     def _attended(self, output: ModelOutput) -> list[list[tuple[list[float], float]] | None]:
-        """Regions of each text, in shares of the image's width and height, with their attention; None without maps."""
+        """Regions of each text, relative to the image's width and height, with their attention; None without maps."""
         texts, regions = output.batch.texts, output.text_regions
         if not self.config.grounding or output.encoded.attentions is None:
             return [None] * len(texts)
@@ -111,7 +111,7 @@ class GQATask(AnswerTask):
         ]
 
     def correct(self, prediction: GQAPrediction) -> float | None:
-        """1 if the answer is the annotated one, letter by letter; None where it is unknown."""
+        """1 if the answer equals the annotated one exactly; None if it is unknown."""
         return None if prediction.right_answer is None else float(prediction.is_hit)
 
     def describe(self, prediction: GQAPrediction) -> PredictionSummary:
@@ -120,6 +120,6 @@ class GQATask(AnswerTask):
             prediction.answer,
             prediction.score,
             prediction.right_answer or "",
-            "" if prediction.is_balanced else "not balanced: it counts only where another question entails it",
+            "" if prediction.is_balanced else "not balanced: only used for the consistency of balanced questions",
             prediction.types.get("structural", ""),
         )

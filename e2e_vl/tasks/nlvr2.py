@@ -1,7 +1,7 @@
-"""NLVR2: is a sentence true of two photos? Read from the encoder's summary of the sentence and both images.
+"""NLVR2: is a sentence true of two photos? Predicted from the encoder's summary of the sentence and both images.
 
-The encoder decides how it reads two images (the regions of both in one sequence, or two passes with concatenated
-summaries), and so how wide the summary is.
+How two images are encoded (the regions of both in one sequence, or two passes with concatenated summaries), and so the
+width of the summary, depends on the encoder.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -30,7 +30,7 @@ from e2e_vl.tasks.base import Head, PredictionSummary, Sizes, Task, Transform
 from e2e_vl.tasks.config import NLVR2Config
 from e2e_vl.text import TextTokenizer
 
-IMAGES = (0, 1)  # the left and the right one
+IMAGES = (0, 1)  # left and right
 
 
 @dataclasses.dataclass
@@ -41,7 +41,7 @@ class NLVR2Targets(Targets):
 
 
 class NLVR2Preprocessor(Preprocessor):
-    """A sentence as one text. Words stay as they are in mirrored images: "left" is mostly the left image."""
+    """Encodes a sentence as one text. Words are not swapped in flipped images: "left" mostly means the left image."""
 
     learns_from = (CorrectChoice,)
 
@@ -65,7 +65,7 @@ class NLVR2Task(Task):
     prediction_class = NLVR2Prediction
     metrics = staticmethod(truth_metrics)
     write_submission = staticmethod(write_submission)
-    blind_without_boxes = True  # the numbers of boxes say how many things there are
+    blind_without_boxes = True  # the numbers of boxes reveal how many objects there are
     needs = (Ability.SUMMARY_OF_SINGLE, Ability.IMAGE_PAIRS)
     example_call = '("left.jpg", "right.jpg"), "both images show a dog"'
 
@@ -100,13 +100,13 @@ class NLVR2Task(Task):
         losses = {}
         if batch.targets is not None and batch.targets.label is not None:
             judged, label = map(batch.targets.with_target, (logits, batch.targets.label))
-            # with "sigmoid" the logits are 0 and the score, so their softmax is the sigmoid of the score
+            # with "sigmoid" the logits are (0, score), whose softmax is the sigmoid of the score
             total = F.cross_entropy(judged, label, reduction="sum")
             losses["nlvr2"] = Loss(total=total, count=logits.new_tensor(float(len(label))))
         return TaskOutput(losses=losses, logits=logits)
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[NLVR2Prediction]:
-        """The likelier label with its probability."""
+        """The more probable label with its probability."""
         logits = output.task.logits
         best, shares = logits.argmax(dim=1).tolist(), logits.softmax(dim=1).tolist()
         return [
@@ -115,7 +115,7 @@ class NLVR2Task(Task):
         ]
 
     def correct(self, prediction: NLVR2Prediction) -> float | None:
-        """1 if the prediction is the label; None where it is unknown."""
+        """1 if the prediction equals the label; None if it is unknown."""
         return None if prediction.label is None else float(prediction.prediction == prediction.label)
 
     def ranked(self, prediction: NLVR2Prediction) -> Ranked:

@@ -1,9 +1,9 @@
-"""Phrase grounding beside any task: the phrases of a text attend to regions, in a layer that is a setting.
+"""Phrase grounding alongside any task: the phrases of a text attend to regions, after a chosen encoder layer.
 
-The state of a phrase's last wordpiece is the query, the states of the regions are the keys, both between the layers of
-the encoder (VisualBERT's head for Flickr30K Entities reads the last layer). A second small head finds the phrases of
-texts that are not annotated. If the data never annotate all phrases of a text, it learns nothing, and a text is one
-phrase.
+The query is the state of a phrase's last wordpiece, and the keys are the states of the regions, both after an
+intermediate layer (VisualBERT's head for Flickr30K Entities uses the last layer). A second small head detects the
+phrases of unannotated texts. It is not trained if no text of the data has complete phrase annotations; the whole text
+is then one phrase.
 
 Shape legend: see `e2e_vl/structures.py`; and here
     P   phrases of all texts in the batch
@@ -28,17 +28,17 @@ from e2e_vl.structures import Batch, IntermediateStates, ModelOutput, PhraseOutp
 from e2e_vl.tasks.base import init_head
 
 MIN_IOU = 0.5
-TAGS = "phrase_tags"  # the loss of finding phrases, counted in wordpieces of texts whose phrases are all annotated
+TAGS = "phrase_tags"  # the loss of phrase detection, per wordpiece of texts with complete phrase annotations
 INSIDE, FIRST = 1, 2  # tags of wordpieces in a phrase; 0 = outside
 
 
 class PhraseHead(nn.Module):
-    """Attention of each phrase on each region, and tags that say which wordpieces are phrases.
+    """Attention of each phrase over regions, and tags that mark the wordpieces of phrases.
 
     Args:
         hidden_size: E.
         size: width of queries and keys.
-        layer: number of layers with words and regions after which states are read.
+        layer: number of layers with words and regions after which the states are used.
     """
 
     def __init__(self, hidden_size: int, size: int, layer: int):
@@ -49,12 +49,12 @@ class PhraseHead(nn.Module):
         init_head([self.query, self.key, self.tags], "official")
 
     def forward(self, batch: Batch, regions: TextRegions, states: IntermediateStates) -> PhraseOutput:
-        """Ground the phrases of M texts; those of texts without annotated ones are predicted, outside training.
+        """Ground the phrases of M texts; outside training, the phrases of texts without annotations are predicted.
 
         Returns:
-            The losses `phrases`, the divergence (Kullback-Leibler) of the attention from equal shares for all regions
-            that a phrase names (IoU of at least 0.5 with one of its boxes), and `phrase_tags`, a cross entropy per
-            wordpiece. Phrases without such a region, and texts whose phrases are not all annotated, add nothing.
+            The losses `phrases`, the KL divergence of the attention from the uniform distribution over the regions that
+            a phrase refers to (IoU of at least 0.5 with one of its boxes), and `phrase_tags`, a cross entropy per
+            wordpiece. Phrases without such a region, and texts with incomplete annotations, do not contribute.
         """
         annotated: PhraseBatch = batch.phrases
         tags = at_least_float32(self.tags(states.text))
@@ -75,20 +75,17 @@ class PhraseHead(nn.Module):
 
     @property
     def finds_phrases(self) -> bool:
-        """It was trained with annotated phrases: the bias of its tags, which starts at 0, has moved."""
+        """Whether it was trained with annotated phrases: then the tag bias is no longer 0, its initial value."""
         return bool(self.tags.bias.any())
 
 
 def log_attention_of(
     query: Float[Tensor, "P width"], key: Float[Tensor, "P R width"], candidates: Bool[Tensor, "P R"], heads: int = 1
 ) -> Float[Tensor, "P R"]:
-    """Logarithm of the attention of each phrase on the regions of its text, -inf where a region is no candidate.
-
-    With several heads it is their mean.
-    """
+    """Log attention of each phrase on the regions of its text, averaged over heads; -inf if a region is no candidate."""
     query, key = query.unflatten(-1, (heads, -1)), key.unflatten(-1, (heads, -1))
     scores = at_least_float32(torch.einsum("phd,prhd->phr", query, key)) / math.sqrt(query.shape[-1])
-    # the lowest number instead of -inf: texts without any region must not turn gradients into NaN
+    # the lowest number instead of -inf, which would make gradients NaN for texts without regions
     scores = scores.masked_fill(~candidates[:, None], torch.finfo(scores.dtype).min)
     shares = scores.log_softmax(dim=2).logsumexp(dim=1) - math.log(heads)
     return shares.masked_fill(~candidates, -torch.inf)
@@ -101,7 +98,7 @@ def overlapping(regions: TextRegions, text: Int64[Tensor, " P"], boxes: Ragged) 
         text: index of each phrase's text.
         boxes: xyxy in pixels of the resized image, a list per phrase.
     """
-    phrase = boxes.owner  # of each box
+    phrase = boxes.owner  # phrase index of each box
     ours, true = regions.boxes[text[phrase]], boxes.values[:, None].to(regions.boxes)
     low, high = torch.maximum(ours[..., :2], true[..., :2]), torch.minimum(ours[..., 2:], true[..., 2:])
     overlap = (high - low).clamp(min=0).prod(dim=-1)
@@ -112,9 +109,9 @@ def overlapping(regions: TextRegions, text: Int64[Tensor, " P"], boxes: Ragged) 
 
 
 def grounding_loss(log_attention: Float[Tensor, "P R"], is_right: Bool[Tensor, "P R"]) -> Loss:
-    """Divergence (Kullback-Leibler) of the attention from equal shares for all right regions.
+    """KL divergence of the attention from the uniform distribution over all right regions.
 
-    Its count is the number of phrases that have a right region; the others add nothing.
+    Its count is the number of phrases with a right region; the others do not contribute.
     """
     number = is_right.sum(dim=1)
     is_reachable = number > 0
@@ -124,7 +121,7 @@ def grounding_loss(log_attention: Float[Tensor, "P R"], is_right: Bool[Tensor, "
 
 
 def tagging_loss(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> Loss:
-    """Cross entropy of the tags over the wordpieces of texts whose phrases are all annotated."""
+    """Cross entropy of the tags over the wordpieces of texts with complete phrase annotations."""
     position = torch.arange(tags.shape[1], device=tags.device)
     first, end = phrases.spans.values.unbind(dim=1)
     inside = (position >= first[:, None]) & (position < end[:, None])  # [P, L]
@@ -138,14 +135,14 @@ def tagging_loss(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> Loss:
 
 
 def is_word(phrases: PhraseBatch) -> Bool[Tensor, "M L"]:
-    """Wordpieces of the texts as written; special ones and those of other texts are not."""
+    """Wordpieces of the original text, excluding special tokens and appended texts."""
     return phrases.offsets[..., 1] > 0
 
 
 def predicted_spans(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> list[list[tuple[int, int]]]:
-    """The phrases of each text by its tags: whole words, without punctuation at either end.
+    """The phrases of each text according to its tags: whole words, without punctuation at either end.
 
-    (The state of a punctuation mark is not trained to be a query where no phrase of the training ends with one.)
+    (If no training phrase ends with a punctuation mark, its state is not trained as a query.)
     """
     found = []
     spans = find_spans(word_level_tags(tags, phrases.continues_word), is_word(phrases))
@@ -156,13 +153,13 @@ def predicted_spans(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> list[
 
 
 def word_level_tags(tags: Float[Tensor, "M L 3"], continues: Bool[Tensor, "M L"]) -> Int64[Tensor, "M L"]:
-    """The most probable tags among those that take each word as a whole.
+    """The most probable tags that do not split words.
 
     Args:
-        continues: wordpieces of the same word as the one before.
+        continues: whether a wordpiece continues the previous one's word.
     """
     each = tags.log_softmax(dim=2)
-    # only the first wordpiece of a word begins a phrase
+    # only the first wordpiece of a word can begin a phrase
     first = torch.where(continues, each[..., INSIDE], each[..., FIRST])
     each = torch.stack([each[..., 0], each[..., INSIDE], first], dim=2)
     word = (~continues).cumsum(dim=1) - 1  # the first wordpiece continues nothing
@@ -172,7 +169,7 @@ def word_level_tags(tags: Float[Tensor, "M L 3"], continues: Bool[Tensor, "M L"]
 
 
 def find_spans(tags: Int64[Tensor, "M L"], is_real: Bool[Tensor, "M L"]) -> list[list[tuple[int, int]]]:
-    """Runs of tags that make a phrase: from each `FIRST`, or an `INSIDE` after something outside, to the next one."""
+    """Spans of tags that form a phrase: each begins with `FIRST`, or with `INSIDE` after an outside tag."""
     found = []
     for row in tags.masked_fill(~is_real, 0).tolist():
         spans, start = [], None
@@ -187,13 +184,13 @@ def find_spans(tags: Int64[Tensor, "M L"], is_real: Bool[Tensor, "M L"]) -> list
 
 
 def whole_spans(is_real: Bool[Tensor, "M L"]) -> list[list[tuple[int, int]]]:
-    """Each text with words as one phrase."""
+    """One phrase per text that has words: the whole text."""
     places = [row.nonzero()[:, 0].tolist() for row in is_real]
     return [[(own[0], own[-1] + 1)] if own else [] for own in places]
 
 
 def fill_in_spans(annotated: PhraseBatch, found: list[list[tuple[int, int]]]) -> Ragged:
-    """The annotated spans of each text; of texts without any, those that were found."""
+    """The annotated spans of each text, or the detected ones if it has none."""
     rows = [
         own if len(own) or is_complete else own.new_tensor(spans).reshape(-1, 2)
         for own, spans, is_complete in zip(annotated.spans.split(), found, annotated.is_complete.tolist(), strict=True)
@@ -203,9 +200,9 @@ def fill_in_spans(annotated: PhraseBatch, found: list[list[tuple[int, int]]]) ->
 
 
 def with_phrases(output: ModelOutput) -> ModelOutput:
-    """A copy whose records have the grounded phrases of each text under `grounded`; a text without a record keeps none.
+    """A copy with the grounded phrases of each text in its record, under `grounded`.
 
-    Called before the task predicts from the records.
+    Called before the task makes predictions from the records.
     """
     if output.phrases is None:
         return output
@@ -216,17 +213,17 @@ def with_phrases(output: ModelOutput) -> ModelOutput:
 
 
 def grounding_metrics(predictions: Iterable[Prediction]) -> dict[str, float]:
-    """`phrase_accuracy`, the share of right phrases among those with annotated boxes; empty where none has any."""
+    """`phrase_accuracy`, the share of right phrases among those with annotated boxes; empty if there are none."""
     judged = [one.correct for prediction in predictions for one in prediction.grounded if one.correct is not None]
     return {"phrase_accuracy": sum(judged) / len(judged)} if judged else {}
 
 
 def grounded_phrases(output: PhraseOutput, batch: Batch, regions: TextRegions) -> list[list[GroundedPhrase]]:
-    """The phrases of each text, boxes with two decimals and scores with four."""
+    """The phrases of each text, with boxes rounded to two decimals and scores to four."""
     boxes = regions.original_boxes(batch.images.scales)
     phrases = batch.phrases
     found: list[list[GroundedPhrase]] = [[] for _ in range(len(batch))]
-    # of the annotated phrases alone
+    # annotated phrases only
     annotated = zip(output.is_right, phrases.boxes.counts.tolist(), strict=True)
     for number, (text, span) in enumerate(zip(output.spans.owner.tolist(), output.spans.values.tolist(), strict=True)):
         first, end = characters_of(phrases.offsets[text], tuple(span))

@@ -1,4 +1,4 @@
-"""Pre-training: a sum of objectives, each in a file of its own (`tasks/objectives/`), on captions and their images.
+"""Pre-training: the sum of the objectives in `tasks/objectives/`, on images and captions.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -41,23 +41,23 @@ WORD_BIAS = "word_head.bias"  # the parameter
 
 @dataclasses.dataclass
 class PretrainingTargets(Targets):
-    """What each objective learns from."""
+    """The targets of each objective."""
 
     parts: dict[str, Targets] = by_name()
 
 
 @dataclasses.dataclass(frozen=True)
 class PretrainingPreprocessor(Preprocessor):
-    """A caption as one text, or as a pair with a second text, changed by one objective after the other.
+    """Encodes a caption as one text, or as a pair with a second text, and applies the objectives in turn.
 
-    Mirroring changes no word (official).
+    Words are not swapped in flipped images (official).
     """
 
     learns_from = (object,)
     parts: Mapping[str, ObjectivePreprocessor] = dataclasses.field(default_factory=dict)
     cut_pairs: Truncation = "ends"
-    choices: Preprocessor | None = None  # of a task that makes a text of each choice of a question; None: other data
-    drawn: Literal["random", "in_turn"] = "random"  # which of them is read, see `ChoiceTextsConfig`
+    choices: Preprocessor | None = None  # of a task that encodes each choice of a question; None: other data sets
+    drawn: Literal["random", "in_turn"] = "random"  # which choice is used, see `ChoiceTextsConfig`
 
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
@@ -88,7 +88,7 @@ class PretrainingPreprocessor(Preprocessor):
                 yield TextExample(extra_encoding, image_index, {}, targets, seed=0, other_words=extra.words)
 
     def _encode_words(self, draft: TextDraft, generator: np.random.Generator) -> TextEncoding:
-        """The words of the data, or those that the objectives replace them by, masked."""
+        """The text, possibly replaced by an objective, with masked words."""
         tokenizer = self.text_tokenizer
         for part in self.parts.values():
             part.exchange(draft, draft.text.index, generator)
@@ -110,16 +110,16 @@ class PretrainingPreprocessor(Preprocessor):
         make_generator: GeneratorFactory,
         generator: np.random.Generator,
     ) -> tuple[TextEncoding, Int64[np.ndarray, " L"] | None]:
-        """A question with one of its choices, each wordpiece a word of its own, and the regions that they name."""
+        """A question with one of its choices, with each wordpiece as a separate word, and the regions they refer to."""
         if self.choices is None:
-            raise UserError("The data have questions with choices; set task.config.choices.task, which encodes them.")
+            raise UserError("The data set has questions with choices; set task.config.choices.task to their task.")
         text = draft.text
         examples = list(self.choices.encode_text(text, draft.sample, images, make_generator))
         number = int(generator.integers(len(examples))) if self.drawn == "random" else text.index % len(examples)
         draft.is_choice = text.truth.number == number if isinstance(text.truth, CorrectChoice) else None
         encoding = examples[number].encoding
         is_given = encoding.source >= 0
-        # wordpieces that were truncated before the last one that stays are 0, and are not placed again
+        # pieces that were truncated before the last kept piece are 0, and are not placed again
         draft.ids = np.zeros(encoding.source.max(initial=-1) + 1, dtype=np.int64)
         draft.ids[encoding.source[is_given]] = encoding.input_ids[is_given]
         draft.pieces = [[int(piece)] for piece in draft.ids]
@@ -134,10 +134,10 @@ class PretrainingPreprocessor(Preprocessor):
 
 
 class PretrainingTask(Task):
-    """The objectives of a run. Each loss is a mean over all labelled items of the batch, 0 if there is none."""
+    """The objectives of a run. Each loss is the mean over all labelled items of the batch, 0 if there are none."""
 
     example_call = '"photo.jpg", "a [MASK] on a table"'
-    batches_questions = False  # answers at [MASK] and at masked regions are read for one text at a time
+    batches_questions = False  # predictions for [MASK] and masked regions are made for one text at a time
     sums_objectives = True
     prediction_class = PretrainingPrediction
     transferable = ("",)
@@ -153,10 +153,10 @@ class PretrainingTask(Task):
         if config.word_start == "bias":
             self.starts_from = dataclasses.replace(type(self).starts_from, copies={WORD_BIAS: WORD_BIAS})
         self.mask_size, self.mask_at = config.mask_size, config.mask_at
-        self.objectives = dict(objectives)  # registered below under their own names
+        self.objectives = dict(objectives)  # registered as modules below
         # for questions with choices; set when the task is built
         self.choice_preprocessor: Callable[[TextTokenizer], Preprocessor] | None = None
-        self.wordpieces = [f"wordpiece {number}" for number in range(sizes.vocab_size)]  # until there is a tokenizer
+        self.wordpieces = [f"wordpiece {number}" for number in range(sizes.vocab_size)]  # until `initialise`
         self.word_head = None
         if any(objective.reads_words for objective in objectives.values()):
             self.word_head = MLMHead(sizes.hidden_size, sizes.vocab_size)
@@ -173,7 +173,7 @@ class PretrainingTask(Task):
 
     @property
     def answers(self) -> Sequence[str]:
-        """The list that an objective chooses from; empty if there is none."""
+        """The answer vocabulary of an objective; empty if there is none."""
         return next((objective.answers for objective in self.objectives.values() if objective.answers), ())
 
     @property
@@ -207,20 +207,20 @@ class PretrainingTask(Task):
         return PretrainingPreprocessor(text_tokenizer, parts, self.config.cut_pairs, choices, drawn)
 
     def question(self, question: Question) -> Sample:
-        """A user's text with words or regions to predict."""
+        """A user's text with masked words or regions."""
         masks_boxes, can_mask = (
             question.boxes_to_mask is not None and len(question.boxes_to_mask) > 0,
             self.region_masking.enabled,
         )
         if (masks_boxes and not can_mask) or not (masks_boxes or MASK in question.text):
             raise UserError(
-                f"This run fills in what is missing: write {MASK} in the text"
+                f"This run predicts masked words: write {MASK} in the text"
                 f"{', or mask boxes' if can_mask else '; it was pre-trained without masked regions, so mask no boxes'}."
             )
         return question.sample(SampleText(0, question.text, {}), masks_regions=True)
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
-        """Keep the names of the wordpieces, and check that the objectives fit the detector."""
+        """Store the wordpieces, and check that the objectives fit the detector."""
         if tokenizer is not None:
             self.wordpieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         for objective in self.objectives.values():
@@ -234,7 +234,7 @@ class PretrainingTask(Task):
         """The weighted losses of all objectives.
 
         Returns:
-            Empty `logits` [M, 0]; by the objectives' names `parts` with their logits and `details` with their outputs.
+            Empty `logits` [M, 0]; `parts` with the logits and `details` with the outputs of each objective, by name.
         """
         details = {}
         transformed = encoded
@@ -251,7 +251,7 @@ class PretrainingTask(Task):
         )
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[PretrainingPrediction]:
-        """For each objective the number of items of each text, how many were right, and the prediction of each."""
+        """For each objective, the number of items of each text, how many are right, and their predictions."""
         found = [{name: ObjectiveCounts(0, 0, []) for name in self.objectives} for _ in range(len(batch))]
         for name, objective in self.objectives.items():
             items: ObjectiveOutput = output.task.details[name]
@@ -270,7 +270,7 @@ class PretrainingTask(Task):
         return [self.prediction(record, objectives=own) for record, own in rows if record]
 
     def replies(self, output: ModelOutput) -> list[PretrainingPrediction]:
-        """All objectives' answers to the one text of a batch: words at each [MASK], classes of masked regions."""
+        """The predictions for the single text of a batch: words at each [MASK], classes of masked regions."""
         answers: dict[str, Any] = {}
         for name, objective in self.objectives.items():
             names = objective.class_names(output, self.wordpieces, self.region_masking)
@@ -281,13 +281,13 @@ class PretrainingTask(Task):
         return [line for objective in self.objectives.values() for line in objective.lines(prediction)]
 
     def correct(self, prediction: PretrainingPrediction) -> float | None:
-        """Share of all masked items of the text that were predicted right; None if none was masked."""
+        """Share of the text's masked items that were predicted correctly; None if none was masked."""
         found = prediction.objectives.values()
         total = sum(one.count for one in found)
         return sum(one.right for one in found) / total if total else None
 
     def describe(self, prediction: PretrainingPrediction) -> PredictionSummary:
-        """The caption, how many of its masked items each objective predicted right, and the prediction of each."""
+        """The caption, how many of its masked items each objective predicted correctly, and all predictions."""
         found, notes, mistakes = [], [], []
         for name, items in prediction.objectives.items():
             words, kind = name.replace("_", " "), name.rpartition("_")[2]

@@ -1,7 +1,7 @@
-"""Questions with a list of possible answers: a class per answer, read from the encoder's summary of the question.
+"""Questions with an answer vocabulary: classification of the encoder's summary of question and image.
 
-The list belongs to the task and is saved with it. Each task makes targets from the truth of a text
-(`AnswerVocabulary.judge`), and scores predictions.
+The vocabulary is saved with the task. Each task makes targets from the ground truth (`AnswerVocabulary.judge`), and has
+its metrics.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -33,28 +33,28 @@ from e2e_vl.tasks.base import Head, HeadInit, Sizes, Task, Transform
 from e2e_vl.tasks.config import AnswerConfig
 from e2e_vl.text import TextTokenizer
 
-MANY_UNKNOWN = 0.5  # share of questions that is worth a warning
+MANY_UNKNOWN = 0.5  # share of questions that triggers a warning
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
 class AnswerTargets(Targets):
-    """How good each answer is, and the best one."""
+    """The score of each answer, and the best answer."""
 
     scores: Float[np.ndarray, " Y"] | Float[Tensor, "M Y"] | None = stacked()  # soft targets
-    best: int | np.int64 | Int64[Tensor, " M"] | None = stacked()  # class of the best answer; -1: none is known
+    best: int | np.int64 | Int64[Tensor, " M"] | None = stacked()  # class of the best answer; -1: unknown
 
 
 class AnswerLabels(NamedTuple):
-    """What the truth of a text means for the possible answers."""
+    """The labels that follow from the ground truth of a text."""
 
-    scores: Mapping[str, float]  # of some answers, also of some that are not in the list
-    best: int  # class of the best answer; -1: it is not in the list
-    record: dict[str, Any]  # the truth as predictions hold it
+    scores: Mapping[str, float]  # scores of answers, some perhaps not in the vocabulary
+    best: int  # class of the best answer; -1: not in the vocabulary
+    record: dict[str, Any]  # the ground truth, for predictions
 
 
 class AnswerVocabulary(abc.ABC):
-    """A list of answers and the class of each, see `AnswerConfig`."""
+    """An answer vocabulary, see `AnswerConfig`."""
 
     learns_from: ClassVar[tuple[type, ...]]  # see `Preprocessor.learns_from`
 
@@ -67,10 +67,10 @@ class AnswerVocabulary(abc.ABC):
 
     @abc.abstractmethod
     def judge(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
-        """What a truth means; None where it is unknown. In a mirrored image "left" and "right" are swapped."""
+        """The labels for a ground truth; None if it is unknown. In flipped images "left" and "right" are swapped."""
 
     def targets_of(self, scores: Mapping[str, float]) -> Float[np.ndarray, " Y"]:
-        """float32 targets of every possible answer; scores of answers that are not in the list are left out."""
+        """float32 targets of all answers; scores of answers outside the vocabulary are dropped."""
         targets = np.zeros(len(self.answers), dtype=np.float32)
         for answer, score in scores.items():
             if answer in self.class_of:
@@ -80,7 +80,7 @@ class AnswerVocabulary(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class AnswerPreprocessor(Preprocessor):
-    """A question with its answer token; in a mirrored image "left" and "right" are swapped (VL-BERT's code)."""
+    """Encodes a question with its answer token; in flipped images "left" and "right" are swapped (VL-BERT's code)."""
 
     answers: AnswerVocabulary
 
@@ -106,17 +106,17 @@ class AnswerPreprocessor(Preprocessor):
 
 
 class AnswerTask(Task):
-    """A score per possible answer, from the summary of question and image; the highest is the answer."""
+    """Scores each answer from the summary of question and image; the answer with the highest score is predicted."""
 
     chooses_answers = True
-    blind_without_boxes = True  # the number of boxes answers "how many"
-    # image question answering is a part of pre-training (LXMERT), or is not (VL-BERT)
+    blind_without_boxes = True  # the number of boxes reveals the answer to "how many"
+    # pre-trained with question answering (LXMERT), or without (VL-BERT)
     starts_from = HeadInit(
         copies={"image_qa.head.transform.": "head.transform."},
         answer_rows=("image_qa.head.output.", "head.output."),
         otherwise=HeadInit(copies={"word_head.transform.": "head.transform."}, random=("head.output.",)),
     )
-    loss_name: ClassVar[str]  # in the log
+    loss_name: ClassVar[str]  # name in the log
 
     def __init__(self, summary_size: int, config: AnswerConfig):
         super().__init__()
@@ -125,7 +125,7 @@ class AnswerTask(Task):
         width = config.head_width * summary_size if config.hidden_layer else summary_size
         transform = Transform(summary_size, norm=True, width=width) if config.hidden_layer else None
         self.head = Head(width, len(self.answers), config.dropout, config.new_layers, transform=transform)
-        if transform is None:  # only a hidden layer is like one of pre-training
+        if transform is None:  # only a head with a hidden layer matches the pre-training head
             self.starts_from = None
 
     @classmethod
@@ -134,7 +134,7 @@ class AnswerTask(Task):
 
     @abc.abstractmethod
     def make_vocabulary(self, answers: Sequence[str]) -> AnswerVocabulary:
-        """The possible answers, as the task judges them."""
+        """The answer vocabulary of this task."""
 
     @property
     def answers(self) -> list[str]:
@@ -153,7 +153,7 @@ class AnswerTask(Task):
 
     @torch.no_grad()
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
-        """Rows of the last Linear from the encoder's word embeddings; an answer without wordpieces keeps its row."""
+        """Initialise the last Linear from word embeddings; the row of an answer without wordpieces is unchanged."""
         if not self.config.initialise_from_words:
             return
         table = encoder.get_input_embeddings().weight
@@ -163,9 +163,9 @@ class AnswerTask(Task):
                 self.head.output.weight[row] = table[pieces].mean(dim=0)
 
     def check_data(self, info: DatasetInfo, detector: Detector) -> None:
-        """Log how many questions have no answer that is in the list; raise a UserError if none has.
+        """Log how many questions have no answer in the vocabulary; raise a UserError if no question has one.
 
-        They do not contribute to the softmax loss, and are negatives of all answers in the binary one.
+        They do not contribute to the softmax loss, and are negatives for all answers in the binary loss.
         """
         judged = [one for one in map(self.answer_vocabulary.judge, info.truths()) if one is not None]
         total, without = len(judged), sum(one.best == -1 for one in judged)
@@ -173,13 +173,13 @@ class AnswerTask(Task):
             return
         if without == total:
             raise UserError(
-                f"Not one of the {total} training questions has an answer among the {len(self.answers)} possible ones; "
-                "set task.config.answers to the list of these data, or leave it out to have one built."
+                f"Not one of the {total} training questions has an answer in the vocabulary of {len(self.answers)}; "
+                "set task.config.answers to the vocabulary of this data set, or leave it out to build one."
             )
         share = without / total
         logger.log(
             logging.WARNING if share > MANY_UNKNOWN else logging.INFO,
-            "%d of %d training questions (%.1f %%) have no answer among the %d possible ones (task.config.answers).",
+            "%d of %d training questions (%.1f %%) have no answer in the vocabulary of %d (task.config.answers).",
             *(without, total, 100 * share, len(self.answers)),
         )
 
@@ -187,8 +187,8 @@ class AnswerTask(Task):
         """Score the answers of M texts.
 
         Returns:
-            `logits` float32 [M, Y], and the task's loss if the answers are known. Its count is the number of texts
-            with a target ("binary", "divergence") or of texts with a known answer ("softmax").
+            `logits` float32 [M, Y], and the task's loss if the batch has targets. Its count is the number of texts
+            with a target ("binary", "divergence") or with a known answer ("softmax").
         """
         logits = at_least_float32(self.head(encoded.summary))
         losses = {}
@@ -205,15 +205,15 @@ class AnswerTask(Task):
         scores = targets.with_target(targets.scores).to(logits)
         if self.config.loss == "binary":
             total = F.binary_cross_entropy_with_logits(logits, scores, reduction="sum")
-        else:  # "divergence": a target of 0 adds nothing
+        else:  # "divergence": targets of 0 do not contribute
             total = F.kl_div(logits.log_softmax(dim=1), scores, reduction="sum")
         return Loss(total=total, count=logits.new_tensor(float(len(logits))))
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[Prediction]:
         """The best answer, its `score`, and `top_answers`, best first.
 
-        Scores are sigmoids of the logits; with the losses on a softmax, shares among all answers. Of answers with equal
-        logits the first of the list is the best, as in the arg-max of the official codes.
+        Scores are sigmoids of the logits, or a softmax over all answers for the losses on a softmax. Ties go to the
+        first answer in the vocabulary, as in the arg-max of the official code.
         """
         logits = output.task.logits
         shares = logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)

@@ -38,7 +38,7 @@ from e2e_vl.tasks.base import Head, HeadInit, PredictionSummary, Task, Transform
 from e2e_vl.tasks.config import ReferringConfig
 from e2e_vl.text import TextTokenizer
 
-OTHER_COLOURS = PALETTE[3:]  # of phrases: no green, blue or red
+OTHER_COLOURS = PALETTE[3:]  # for phrases: no green, blue or red
 
 
 @dataclasses.dataclass
@@ -49,7 +49,7 @@ class ReferringTargets(Targets):
 
 
 class ReferringPreprocessor(Preprocessor):
-    """An expression as one text. In a mirrored image "left" and "right" are swapped (official VL-BERT code)."""
+    """Encodes an expression as one text. In flipped images "left" and "right" are swapped (official VL-BERT code)."""
 
     learns_from = (ReferredBox,)
 
@@ -72,9 +72,9 @@ class ReferringPreprocessor(Preprocessor):
 
 
 class ReferringTask(Task):
-    """A score per region; the highest real region is the answer, padding never.
+    """Scores each region; the region with the highest score is predicted, never padding.
 
-    (In the official code the padded boxes of a batch can win, because it does not mask them.)
+    (The official code does not mask padded boxes, so it may predict them.)
     """
 
     predicts_box = True
@@ -98,9 +98,9 @@ class ReferringTask(Task):
         """Score the regions of M texts.
 
         Returns:
-            `logits` float32 [M, R], -inf where a region cannot win (padding; the whole image if it may not win), and
-            the loss `referring` if the batch has the target `box`. Its count is the number of candidate regions of
-            texts with a target ("binary") or of texts with a positive region ("softmax").
+            `logits` float32 [M, R], -inf for padding (and for the whole image if it is no candidate), and the loss
+            `referring` if the batch has the target `box`. Its count is the number of candidate regions of texts with a
+            target ("binary") or of texts with a positive region ("softmax").
         """
         scores = at_least_float32(self.head(encoded.regions))
         config = self.config
@@ -115,7 +115,7 @@ class ReferringTask(Task):
         return TaskOutput(losses=losses, logits=scores.masked_fill(~candidates, -torch.inf))
 
     def positive_regions(self, regions: TextRegions, referred: Float[Tensor, "M 4"]) -> Bool[Tensor, "M R"]:
-        """Regions whose IoU with the referred boxes is above `positive_iou`."""
+        """Regions whose IoU with the referred box is greater than `positive_iou`."""
         iou_of_each = torch.vmap(functools.partial(pairwise_iou, plus_one=self.config.plus_one))
         return iou_of_each(regions.boxes, referred[:, None])[..., 0] > self.config.positive_iou
 
@@ -131,7 +131,7 @@ class ReferringTask(Task):
         self, scores: Float[Tensor, "texts R"], positive: Bool[Tensor, "texts R"], candidates: Bool[Tensor, "texts R"]
     ) -> Loss:
         labelled = positive.any(dim=1)
-        # the lowest number instead of -inf: rows that are left out must not turn gradients into NaN
+        # the lowest number instead of -inf, which would make gradients NaN for skipped rows
         lowest = torch.finfo(scores.dtype).min
         over_all = scores.masked_fill(~candidates, lowest).logsumexp(dim=1)
         over_positive = scores.masked_fill(~positive, lowest).logsumexp(dim=1)
@@ -139,14 +139,14 @@ class ReferringTask(Task):
         return Loss(total=each.sum(), count=labelled.sum().float())
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[ReferringPrediction]:
-        """The score is the sigmoid of the region's logit; with the softmax loss its share among the candidates."""
+        """The score is the sigmoid of the region's logit; with the softmax loss, the softmax over the candidates."""
         logits, regions = output.task.logits, output.text_regions
         candidates = logits > -torch.inf
         if not self.config.no_region_is_miss:
             for row in (~candidates.any(dim=1)).nonzero().flatten().tolist():
                 names = [batch.images.names[index] for index in batch.image_index[row].tolist() if index >= 0]
                 raise UserError(
-                    f"There is no region to choose from in {', '.join(names) or 'a text without an image'}; give "
+                    f"There are no candidate regions in {', '.join(names) or 'a text without an image'}; give "
                     "boxes, keep at least one detection per image, or set the task's no_region_is_miss."
                 )
         boxes = regions.original_boxes(batch.images.scales).cpu()
@@ -168,7 +168,7 @@ class ReferringTask(Task):
         return predictions
 
     def correct(self, prediction: ReferringPrediction) -> float | None:
-        """1 if the predicted box hits the referred one under the task's IoU convention."""
+        """1 if the predicted box is right under the task's IoU convention."""
         if prediction.gt_box is None and prediction.ann_id is None:
             return None
         return referring_metrics([prediction], self.config.iou_convention)["accuracy"]
@@ -177,21 +177,21 @@ class ReferringTask(Task):
         return referring_metrics(predictions, self.config.iou_convention)
 
     def ranked(self, prediction: ReferringPrediction) -> Ranked:
-        """Where the box is, and its score."""
+        """The box as text, and its score."""
         if prediction.box is None:
             return ()
         x1, y1, x2, y2 = (round(value, 1) for value in prediction.box)
         return ((f"x {x1} to {x2}, y {y1} to {y2}", prediction.score),)
 
     def answer_lines(self, prediction: ReferringPrediction) -> list[str]:
-        """The same as one line, also where there is no box."""
-        return super().answer_lines(prediction) or ["nothing: there is no region to choose from"]
+        """The same as one line, even if there is no box."""
+        return super().answer_lines(prediction) or ["nothing: there are no candidate regions"]
 
     def draw(self, prediction: ReferringPrediction) -> np.ndarray:
-        """The true box in green, the predicted one, if any, in blue (wrong: red), phrases in other colours.
+        """The true box in green, the predicted box in blue (wrong: red), phrases in other colours.
 
-        The first phrase is about the answer itself: where it names the predicted box, it is left out. Boxes of unsure
-        phrases are dashed, see `phrase_boxes`.
+        The first phrase usually refers to the answer itself; it is left out if its box is the predicted one. Boxes of
+        unsure phrases are dashed, see `phrase_boxes`.
         """
         box, phrases = prediction.box, prediction.grounded
         chosen = f"chosen: {prediction.detected_class}" if prediction.detected_class else "chosen"
@@ -209,7 +209,7 @@ class ReferringTask(Task):
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels, colours, dashed=dashed)
 
     def describe(self, prediction: ReferringPrediction) -> PredictionSummary:
-        """The expression, the two boxes, and whether there was a right one to choose."""
+        """The expression, the two boxes, and whether any candidate was right."""
         note, mistakes = "", None
         count = len(prediction.candidate_boxes)
         if prediction.gt_box is not None:

@@ -1,6 +1,6 @@
 """VCR: which of four answers, or of four rationales, is right?
 
-The texts of a batch come in fours: the choices of one question.
+A batch has four texts per question, one for each choice.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -42,7 +42,7 @@ from e2e_vl.tasks.base import Head, HeadInit, PredictionSummary, Sizes, Task, Tr
 from e2e_vl.tasks.config import NEUTRAL_NAMES, VCRConfig
 from e2e_vl.text import TextEncoding, TextTokenizer, truncate_fronts
 
-# Sentences of words and of objects' names, as in the official codes of VL-BERT and VisualBERT.
+# Sentences with object names, as in the official code of VL-BERT and VisualBERT
 
 PERSON = "person"
 _TAG = re.compile(r"\[\s*(\d+(?:\s*,\s*\d+)*)\s*\]")
@@ -52,12 +52,12 @@ class Piece(NamedTuple):
     """One wordpiece."""
 
     id: int
-    row: int  # of the candidate box that it names; -1 = none
-    word: int  # which word of the sentence it belongs to; "and" between two objects is a word of its own
+    row: int  # row of the candidate box it refers to; -1 = none
+    word: int  # index of its word in the sentence; "and" between two objects is a separate word
 
 
 def name_objects(objects: Sequence[str], names: Sequence[str] = NEUTRAL_NAMES, start: int = 0) -> list[str]:
-    """The name of each object in the text: people get the names in turn, from `start` on, others their class."""
+    """The name of each object in the text: people get the names in turn, from `start` on; others get their class."""
     result, person = [], start
     for name in objects:
         result.append(names[person % len(names)] if name == PERSON else name)
@@ -73,10 +73,10 @@ def name_objects_by_mention(
     *,
     restarts: bool = False,
 ) -> dict[int, str]:
-    """The names of the objects in `named` and of those that the sentence mentions; new people get the names in turn.
+    """The names of the objects in `named` and of those mentioned in the sentence; new people get the names in turn.
 
-    The turn continues after the named people. With `restarts` it begins with the first name, so two people may share a
-    name (R2C's code, which VisualBERT uses).
+    Names continue after those of the named people. With `restarts` they begin at the first name, so two people may
+    share a name (R2C's code, which VisualBERT uses).
     """
     called = dict(named)
     person = 0 if restarts else sum(objects[number] == PERSON for number in named)
@@ -89,7 +89,7 @@ def name_objects_by_mention(
 
 
 def sentence_words(sentence: Sentence, names: Sequence[str], join_word: str | None = "and") -> list[tuple[str, int]]:
-    """The words of the sentence, objects replaced by their names, each with the object that it names (-1 = none)."""
+    """The words of the sentence, with objects replaced by names, each with the object it refers to (-1 = none)."""
     words: list[tuple[str, int]] = []
     for token in sentence:
         if isinstance(token, str):
@@ -110,13 +110,13 @@ def encode_sentence(
     join_word: str | None = "and",
     first_word: int = 0,
 ) -> list[Piece]:
-    """Split every word into wordpieces; pieces of an object's name carry the row of its box.
+    """Split every word into wordpieces; the pieces of an object's name have the row of its box.
 
     Args:
-        names: what each object is called.
+        names: name of each object.
         rows: candidate box of each object.
-        join_word: between several objects, naming none; None leaves it out (R2C).
-        first_word: number of the sentence's first word.
+        join_word: word between several objects; None leaves it out (R2C).
+        first_word: index of the sentence's first word.
     """
     pieces = []
     for number, (word, named) in enumerate(sentence_words(sentence, names, join_word), start=first_word):
@@ -126,10 +126,10 @@ def encode_sentence(
 
 
 def rows_by_word_number(encoding: TextEncoding, *texts: Sequence[Piece]) -> Int64[np.ndarray, " L"]:
-    """The row of each named object at the position that its word would have if no word were split; -1 elsewhere.
+    """The row of each named object at the position its word would have without wordpiece splits; -1 elsewhere.
 
-    Words are numbered from the start of their own text. So positions are too small after a split word, and too large
-    where the front of a text was truncated; those beyond the end are left out (official VisualBERT code, which confuses
+    Words are numbered from the start of each text. Positions are therefore too small after a split word, and too large
+    if the front of a text was truncated; those beyond the end are dropped (official VisualBERT code, which confuses
     words and wordpieces).
     """
     rows, first = np.full(len(encoding.input_ids), -1, dtype=np.int64), 0
@@ -143,19 +143,19 @@ def rows_by_word_number(encoding: TextEncoding, *texts: Sequence[Piece]) -> Int6
 
 
 def truncate_choices(front: Sequence[Piece], choices: list[list[Piece]], limit: int) -> None:
-    """Cut front + choice to `limit` wordpieces, in place: the choice loses its first pieces.
+    """Truncate front + choice to `limit` wordpieces, in place: the choice loses its first pieces.
 
-    (A mistake of the official VisualBERT code, which means to cut the front too, as `e2e_vl.text.truncate_fronts` does,
-    but takes the length of a pair for its length.)
+    (A bug in the official VisualBERT code, which is meant to truncate the front too, as `e2e_vl.text.truncate_fronts`
+    does, but takes the length of a pair for its length.)
     """
     for choice in choices:
         del choice[: max(len(front) + len(choice) - limit, 0)]
 
 
 def truncate_answers(question: list[Piece], answers: list[list[Piece]], limit: int) -> None:
-    """Cut question + answer to `limit` wordpieces, in place: the longer loses its last piece, on a tie the question.
+    """Truncate question + answer to `limit` wordpieces, in place: the longer one (on a tie the question) loses its end.
 
-    The four choices share the question, so the cut for one of them holds for all (official code).
+    The four choices share the question, so truncating it for one of them truncates it for all (official code).
     """
     for answer in answers:
         while len(question) + len(answer) > limit:
@@ -163,10 +163,10 @@ def truncate_answers(question: list[Piece], answers: list[list[Piece]], limit: i
 
 
 def truncate_rationales(question: list[Piece], answer: list[Piece], rationales: list[list[Piece]], limit: int) -> None:
-    """Cut question + answer + rationale to `limit` wordpieces, in place.
+    """Truncate question + answer + rationale to `limit` wordpieces, in place.
 
-    The rationale is cut while it is longer than question and answer together; else the question down to one piece, then
-    the answer (official code).
+    The rationale is truncated while it is longer than question and answer together; otherwise the question, down to one
+    piece, and then the answer (official code).
     """
     for rationale in rationales:
         while len(question) + len(answer) + len(rationale) > limit:
@@ -179,7 +179,7 @@ def truncate_rationales(question: list[Piece], answer: list[Piece], rationales: 
 
 
 def parse_sentence(text: str, num_objects: int) -> Sentence:
-    """Words and lists of objects of a text such as "Why is [0] smiling at [1,2]?"."""
+    """Split a text such as "Why is [0] smiling at [1,2]?" into words and lists of objects."""
     sentence: Sentence = []
     for position, part in enumerate(_TAG.split(text)):  # text, tag, text, tag, ...
         if position % 2 == 0:
@@ -188,8 +188,8 @@ def parse_sentence(text: str, num_objects: int) -> Sentence:
         objects = [int(number) for number in part.split(",")]
         if max(objects) >= num_objects:
             raise UserError(
-                f"'{text}' names the object [{max(objects)}], but {num_objects} boxes are given (counted from 0); give "
-                "its box too."
+                f"'{text}' refers to the object [{max(objects)}], but only {num_objects} boxes are given (numbered from "
+                "0); give its box too."
             )
         sentence.append(objects)
     return sentence
@@ -201,20 +201,19 @@ def choice_phrases(
     words: Sequence[Sequence[str]],
     boxes: Float[np.ndarray, "R 4"] | None,
 ) -> TextPhrases:
-    """The phrases of a front and its choice: the names of objects, which refer to the objects' boxes.
+    """The phrases of a front and its choice: object names, which refer to the objects' boxes.
 
     Args:
-        encoding: of both, joined.
+        encoding: of front and choice together.
         texts: the wordpieces of both, after truncation, in the same order.
-        words: of both, to which the pieces refer; they are joined by spaces.
-        boxes: of the objects, by the rows of the pieces, xyxy in pixels of the resized image; None: names are no
-            phrases.
+        words: the words of both, which the pieces index; they are joined by spaces.
+        boxes: xyxy in pixels of the resized image, indexed by the rows of the pieces; None: names are not phrases.
 
-    A wordpiece has the offsets of its whole word, because texts are split into wordpieces word by word. A name without
-    any wordpiece left after truncation is left out.
+    A wordpiece has the offsets of its whole word, because texts are tokenized word by word. A name that is truncated
+    completely is dropped.
     """
     characters = np.zeros((sum(map(len, texts)) + 1, 2), dtype=np.int64)  # the last row is for special wordpieces
-    runs: list[tuple[int, int, int]] = []  # row of the box, first piece and the last plus one
+    runs: list[tuple[int, int, int]] = []  # row of the box, first piece, last piece + 1
     start = first = 0
     for own, pieces in zip(words, texts, strict=True):
         starts = [start, *(start + np.cumsum([len(word) + 1 for word in own]))]
@@ -249,7 +248,7 @@ class VCRTargets(Targets):
 
 @dataclasses.dataclass(frozen=True)
 class VCRPreprocessor(Preprocessor):
-    """Four texts per question, one per choice; words that name objects know the row of the object's box."""
+    """Encodes four texts per question, one per choice; words that refer to objects have the row of the object's box."""
 
     learns_from = (CorrectChoice,)
     config: VCRConfig = dataclasses.field(default_factory=VCRConfig)
@@ -279,8 +278,8 @@ class VCRPreprocessor(Preprocessor):
         if text.names_are_phrases and self.text_tokenizer.with_phrase_spans:
             if config.ground_words:
                 raise UserError(
-                    "data.config.names_are_phrases asks which region a name means, but task.config.ground_words adds "
-                    "that region to the name; set task.config.ground_words to false, or names_are_phrases."
+                    "data.config.names_are_phrases trains the model to find the region of a name, but "
+                    "task.config.ground_words adds that region to the name; set one of them to false."
                 )
             boxes = images[text.image_index[0]].boxes
         for number, pieces in enumerate(zip(fronts, choices, strict=True)):
@@ -301,11 +300,11 @@ class VCRPreprocessor(Preprocessor):
             )
 
     def _encode_without_choices(self, text: SampleText, images: Sequence[ImageExample]) -> TextExample:
-        """A text of joined data that has phrases and no choices; it is cut to `max_pieces` too."""
+        """A text of joined data sets with phrases but without choices; it is also truncated to `max_pieces`."""
         if not self.lacks_target(text):
             raise UserError(
-                f"'{text.words}' has no four choices, so VCR has nothing to learn from it; leave its data out, or set "
-                "phrases.weight if they state what their phrases name."
+                f"'{text.words}' does not have four choices, so VCR cannot train on it; leave out its data set, or set "
+                "phrases.weight if it has phrases with boxes."
             )
         mirrored = bool(text.image_index) and images[text.image_index[0]].image_transform.flipped
         pieces = self.text_tokenizer.pieces(text.words, mirrored=mirrored)
@@ -319,10 +318,10 @@ class VCRPreprocessor(Preprocessor):
         candidates: Sequence[int] | None,
         make_generator: GeneratorFactory,
     ) -> tuple[list[str], list[int]]:
-        """The name of each object in the front, and the row of its box (-1 = it has none)."""
+        """The name of each object in the front, and the row of its box (-1 = none)."""
         people, start = self.config.people_names, 0
         if self.text_tokenizer.training and self.config.turn_names:
-            # the third draw: the first two decide about the image
+            # the third random number: the first two are for the image
             start = int(make_generator(text.index).random(3)[2] * len(people))
         kept = range(len(objects)) if candidates is None else candidates
         names, rows = list(objects.names), [-1] * len(objects)
@@ -348,7 +347,7 @@ class VCRPreprocessor(Preprocessor):
     def _pieces(
         self, text: ChoiceText, names: list[str], in_choices: list[list[str]], rows: list[int]
     ) -> tuple[list[list[Piece]], list[list[Piece]]]:
-        """Wordpieces of the fronts of the four choices, and of the choices, cut to their limit."""
+        """Wordpieces of the four fronts and choices, truncated."""
         config, limit = self.config, self.config.max_pieces
 
         def encode(sentence: Sentence, names: list[str], first_word: int = 0) -> list[Piece]:
@@ -376,7 +375,7 @@ class VCRPreprocessor(Preprocessor):
 
 
 class VCRTask(Task):
-    """A score per choice from its summary; beside it, every region is classified from its output state."""
+    """Scores each choice from its summary, and classifies every region from its output state."""
 
     example_call = """
     "photo.jpg",
@@ -429,9 +428,9 @@ class VCRTask(Task):
         return VCRPreprocessor(text_tokenizer, self.config)
 
     def question(self, question: Question) -> Sample:
-        """A user's question with four choices; texts name the given boxes as [0] or [1,2].
+        """A user's question with four choices; texts refer to the given boxes as [0] or [1,2].
 
-        Boxes without a class name are people; without outlines the whole rectangle counts as the object.
+        Boxes without a class name are people; without outlines, the mask is the whole box.
         """
         given, has_answer = question.boxes, question.answer is not None
         if given is None or len(question.choices) != CHOICES or has_answer != question.accepts_answer:
@@ -442,7 +441,7 @@ class VCRTask(Task):
         unknown = [name for name in names if name not in classes]
         if unknown:
             raise UserError(
-                f"{given.origin}: the class '{unknown[0]}' is none of the run's {len(classes)} classes "
+                f"{given.origin}: the class '{unknown[0]}' is not one of the run's {len(classes)} classes "
                 f"({', '.join(classes[:4])}, ...)."
             )
         corners = [np.array([[x1, y1], [x2 + 1, y1], [x2 + 1, y2 + 1], [x1, y2 + 1]]) for x1, y1, x2, y2 in given.boxes]
@@ -466,12 +465,12 @@ class VCRTask(Task):
         names = info.class_names
         if self.region_classifier is not None and names is not None and len(names) >= self.config.num_classes:
             raise UserError(
-                f"task.config.num_classes is {self.config.num_classes}, but the data have {len(names)} classes and the "
-                f"whole image is one more; set it to {len(names) + 1}."
+                f"task.config.num_classes is {self.config.num_classes}, but the data set has {len(names)} classes "
+                f"plus the whole image; set it to {len(names) + 1}."
             )
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """Score the four choices of U questions; texts that have phrases only are no questions.
+        """Score the four choices of U questions; texts with phrases only are not counted as questions.
 
         Returns:
             `logits` float32 [U, 4]; the loss `choice` if the batch has labels (count: choices with "sigmoid", questions
@@ -493,7 +492,7 @@ class VCRTask(Task):
         return TaskOutput(losses=losses, logits=logits)
 
     def _region_loss(self, batch: Batch, regions: TextRegions, states: Float[Tensor, "M R E"]) -> Loss:
-        """Every region of every choice counts, the whole image as class 0."""
+        """Classification of every region of every choice, with the whole image as class 0."""
         kept = regions.attention_mask
         if batch.targets.has_target is not None:
             kept = kept & batch.targets.has_target[:, None]
@@ -503,9 +502,9 @@ class VCRTask(Task):
         return Loss(total=total, count=kept.sum().to(total.dtype))
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[VCRPrediction]:
-        """One prediction per question; phrases are those of the question with the chosen answer.
+        """One prediction per question, with the phrases of the question with the chosen answer.
 
-        As in the official code the probabilities are a softmax, whichever loss was trained.
+        As in the official code, probabilities are a softmax for either loss.
         """
         probabilities = output.task.logits.softmax(dim=1).tolist()
         best = output.task.logits.argmax(dim=1).tolist()
@@ -517,13 +516,13 @@ class VCRTask(Task):
         ]
 
     def correct(self, prediction: VCRPrediction) -> float | None:
-        """1 if the right choice was made, 0 if not; None where the right one is unknown (test split)."""
+        """1 if the choice is right, else 0; None if the label is unknown (test split)."""
         return None if prediction.label is None else float(prediction.choice == prediction.label)
 
     def metrics(self, predictions: list[VCRPrediction]) -> dict[str, float]:
-        """`accuracy` over the questions with a label, `accuracy/<family>` where they have a family.
+        """`accuracy` over the questions with a label, and `accuracy/<family>` if they have a family.
 
-        Whether it is the accuracy of Q->A or of QA->R is the data's `question`. Without any label there is no accuracy.
+        The setting `question` of the data set decides between Q->A and QA->R. Without labels there is no accuracy.
         """
         scores: dict[str, list[float]] = defaultdict(list)
         for one in predictions:
@@ -534,12 +533,12 @@ class VCRTask(Task):
         return {name: sum(values) / len(values) for name, values in sorted(scores.items())}
 
     def draw(self, prediction: VCRPrediction) -> np.ndarray:
-        """The objects that the sentences may mention, with their names."""
+        """The candidate objects, with their names."""
         names, boxes = zip(*prediction.named_boxes, strict=True) if prediction.named_boxes else ((), ())
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, names)
 
     def describe(self, prediction: VCRPrediction) -> PredictionSummary:
-        """The question, the chosen and the right text, and the probability of the right one if it was not chosen."""
+        """The question, the chosen and the right text, and the probability of the right text if it was not chosen."""
         label, choice = prediction.label, prediction.choice
         choices, shares = prediction.choices, prediction.probabilities
         return PredictionSummary(

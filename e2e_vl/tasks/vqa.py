@@ -1,4 +1,4 @@
-"""Visual question answering (VQA v2): a class per possible answer; what ten people answered is the truth.
+"""Visual question answering (VQA v2): classification over an answer vocabulary; ten human answers are the ground truth.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -26,9 +26,9 @@ from e2e_vl.text import swap_left_right
 
 
 class VQAVocabulary(AnswerVocabulary):
-    """The possible answers; with `normalised`, normalised human answers are counted.
+    """The answer vocabulary; with `normalised`, targets come from normalised human answers.
 
-    In a mirrored image the answers change too (official code). Scores of answers are targets as they are.
+    In flipped images, answers are swapped too (official code). Scored answers are used as targets directly.
     """
 
     learns_from = (HumanAnswers, ScoredAnswers)
@@ -38,7 +38,7 @@ class VQAVocabulary(AnswerVocabulary):
         self.normalised = normalised
 
     def judge(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
-        """The best answer is the known one with the highest score, or the most frequent one, of several the first."""
+        """The best answer is the first with the highest score, or the most frequent one."""
 
         def spelled(answer: str) -> str:
             return " ".join(swap_left_right(answer.split(" "))) if mirrored else answer
@@ -58,7 +58,7 @@ class VQAVocabulary(AnswerVocabulary):
 
 
 class VQATask(AnswerTask):
-    """A score per possible answer, see `AnswerTask`; the official accuracy."""
+    """`AnswerTask` with the official accuracy."""
 
     loss_name = "vqa"
     prediction_class = VQAPrediction
@@ -70,20 +70,20 @@ class VQATask(AnswerTask):
 
     @classmethod
     def canonical_answer(cls, answer: str) -> str:
-        """As BAN's tool for answer vocabularies."""
+        """As in BAN's tool for answer vocabularies."""
         return vocabulary_answer(answer)
 
     @classmethod
     def parse_official_answer(cls, line: str) -> str:
-        """Through the punctuation step of the official evaluation (official VL-BERT code)."""
+        """Applies the punctuation step of the official evaluation (official VL-BERT code)."""
         return line if line == UNKNOWN else strip_punctuation(line)
 
     def correct(self, prediction: VQAPrediction) -> float | None:
-        """The official accuracy of one prediction, 0 to 1; None for a question whose answers are unknown."""
+        """The official accuracy of one prediction, 0 to 1; None if the answers are unknown."""
         return prediction.accuracy
 
     def describe(self, prediction: VQAPrediction) -> PredictionSummary:
-        """The question with its type, the best answer, and what people said, the most frequent answer first."""
+        """The question with its type, the best answer, and the human answers, most frequent first."""
         said, scored = Counter(prediction.answers or ()), prediction.answer_scores or {}
         return PredictionSummary(
             prediction.text,

@@ -59,7 +59,7 @@ WRONG = {  # words after e2e-vl -> part of the one sentence
     "analyze-attention --run RUN --heads ten": "write a head as LAYER-HEAD",
     "predict --run RUN --split val --boxes gt --output x train.learning_rate=1": NEAR,
     "ask --run nowhere --image x --text y": "nowhere holds no trained model",
-    "ask --run RUN --image x --text y --boxes 3,2,1": "[3.0, 2.0, 1.0] is no box",
+    "ask --run RUN --image x --text y --boxes 3,2,1": "[3.0, 2.0, 1.0] is not a box",
     "extract x.jpg --output x --text y": "--text needs --run",
     "extract configs --output x": "configs: there are no images",
     "convert x --output y train.lr=1": "train.lr=1: settings are for --run.",

@@ -331,7 +331,7 @@ def make_shards(folder, tmp_path) -> ShardCaptions:
 
 def test_records_of_all_shards_in_order(folder, tmp_path, caplog):
     source = make_shards(folder, tmp_path)
-    assert "left out 4 records without image or caption" in caplog.text
+    assert "skipped 4 records without an image or a caption" in caplog.text
     for one in (source, pickle.loads(pickle.dumps(source))):
         assert [one.caption(i) for i in range(3)] == ["A red box.", "eine Hütte", "last"]
         assert [one.name(i) for i in range(3)] == ["000000000", "000000002", "000010000"]

@@ -130,7 +130,7 @@ def test_each_part_reads_boxes_of_its_own(settings, tiny):
     found = [made[Request(number, tuple(group))].images[0].features for number, group in enumerate(dataset.groups)]
     assert [values.tolist() for values in found] == [[[1.0] * 3]] * 3 + [[[2.0] * 3]] * 2
     (Path(settings.root) / "said" / "9.npz").unlink()
-    with pytest.raises(ValueError, match=r"of image 9 of the split train of said"):
+    with pytest.raises(ValueError, match=r"for image 9 of the split train of said"):
         opened(settings, "precomputed")
 
 

@@ -49,7 +49,7 @@ def make(settings, split="train", boxes="gt", *, training=False, objects=False) 
 def test_captions_without_a_boxed_phrase_are_left_out(settings, tmp_path, caplog):
     dataset = make(settings)
     assert dataset.left_out == 4 and make(settings, "train+val").left_out == 4 and make(settings, "val").left_out == 0
-    assert "left out are 4 captions without a phrase that has a box" in caplog.text
+    assert "skipped 4 captions without a phrase that has a box" in caplog.text
     assert len(dataset) == 2 and [list(texts) for texts in dataset.groups] == [[0, 1]]
     assert list(dataset.image_ids()) == ["11"]
     sample = dataset.sample((0, 1))
@@ -110,8 +110,8 @@ def test_phrases_keep_their_places():
     ("read", "content", "part"),
     [
         (read_sentences, "ok\n[/EN#1/people A man in", "line 2"),
-        (read_sentences, "[/EN#1 A man]", "no phrase"),
-        (read_sentences, "[/EN#1/people  ]", "no phrase"),
+        (read_sentences, "[/EN#1 A man]", "not a phrase"),
+        (read_sentences, "[/EN#1/people  ]", "not a phrase"),
         (read_annotation, XML.replace("</annotation>", ""), "no element found"),
         (read_annotation, XML.replace("<xmin>5</xmin>", "<xmin>wide</xmin>"), "wide"),
         (read_image_ids, "\n", "list of image ids"),

@@ -128,7 +128,7 @@ def test_choices_of_balanced_questions_are_read_for_scores(settings, tiny, caplo
     assert first.metadata["choices"] == CHOICES and "choices" not in second.metadata
     assert second.words == "é?"
     dataset = make(settings, "test_balanced", "online", training=False)
-    assert "test_choices.json: there is no such file" in caplog.text
+    assert "test_choices.json does not exist" in caplog.text
     [text] = dataset.sample((0,)).texts
     assert text.truth is None and "right_answer" not in text.metadata and list(dataset.truths()) == [None]
 

@@ -231,7 +231,7 @@ def test_the_first_object_without_an_outline_is_logged(photo, caplog):
         masks = loader.load(photo, Augmentation(False, SAME)).roi_masks
         assert masks.any(axis=(1, 2)).tolist() == [True, False, False]
     [record] = caplog.records
-    assert "image 7: object 1 has no outline" in record.getMessage()
+    assert "image 7: the outline of object 1" in record.getMessage()
 
 
 # Saved features

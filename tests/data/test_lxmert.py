@@ -83,7 +83,7 @@ def test_texts_without_features_are_left_out_when_asked_for(root, name, caplog):
     kept = opened(root, name, "train", "precomputed", leave_out_unseen=True)
     assert "b" in everything.image_ids() and set(kept.image_ids()) == {"a"}
     number = 2 if name == "image_sentences" else 1
-    assert f"left out are {number} of {2 * number} texts of train" in caplog.text
+    assert f"skipped {number} of {2 * number} texts of train" in caplog.text
 
 
 def test_the_first_rows_of_a_file_of_features(root):

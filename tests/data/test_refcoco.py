@@ -157,7 +157,7 @@ def test_empty_boxes_are_left_out_unless_they_are_referred_to(tiny, caplog):
     boxes = {row["id"]: row for row in tiny.instances["annotations"]}
     boxes[102]["bbox"] = [10, 20, 0, 5]
     assert len(read(tiny.write())) == 9
-    assert "left out 1 annotations with empty boxes: [102]" in caplog.text
+    assert "skipped 1 annotations with empty boxes: [102]" in caplog.text
     boxes[100]["bbox"] = [10, 20, 0, 5]
     with refused("ref 1", "annotation 100", "empty box"):
         read(tiny.write())

@@ -114,7 +114,12 @@ def test_a_bad_file_of_boxes_is_named(tmp_path, content, part):
 
 @pytest.mark.parametrize(
     ("words", "part"),
-    [(["none.json"], "none.json"), (["1,2,3,4", "1,2,x,4"], "'x'"), (["5,2,3,4"], "no box"), (["1,2,3"], "no box")],
+    [
+        (["none.json"], "none.json"),
+        (["1,2,3,4", "1,2,x,4"], "'x'"),
+        (["5,2,3,4"], "not a box"),
+        (["1,2,3"], "not a box"),
+    ],
 )
 def test_words_that_are_no_boxes(words, part):
     with refused(part):

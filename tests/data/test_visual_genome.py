@@ -124,7 +124,7 @@ def test_words_name_the_objects_of_their_synset_or_their_name(tmp_path, caplog):
     phrases = found[9].of("é man")
     assert phrases.spans == ((2, 5),) and phrases.boxes[0].tolist() == [[10, 20, 40, 60]]
     assert 11 not in found and found[12].of("a horse") is None
-    assert "left out are 1 objects without an area and 2 words that are no characters" in caplog.text
+    assert "skipped 1 objects with empty boxes and 2 phrases outside" in caplog.text
     for words, spans in (
         ("men on a horse ", ((0, 3), (9, 14))),
         ("men  on a horse", ((0, 3), (10, 15))),

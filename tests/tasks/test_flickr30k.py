@@ -119,7 +119,7 @@ def test_without_regions_nothing_is_predicted():
     task, batch = make_task(), sentences(FIRST, SECOND)
     [record, _] = task.predict(batch, run(task, batch, BOXES[:0]))
     assert record.boxes == (None, None) == record.ranks and record.scores == (0, 0)
-    assert "no region" in task.answer_lines(record)[0]
+    assert "no candidate regions" in task.answer_lines(record)[0]
 
 
 def test_the_whole_image_wins_only_where_it_may():

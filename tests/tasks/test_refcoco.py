@@ -180,7 +180,7 @@ def test_an_image_without_regions_is_a_miss_or_the_whole_image_is_the_answer():
     task = make_task(whole_image_can_win=False, no_region_is_miss=True)
     missed, other, _ = predict(task, [[9, 1, 2, 0.0]] * 3, boxes=([], BOXES[1]))
     assert (missed.box, missed.score, missed.candidate_boxes) == (None, 0, ())
-    assert task.answer_lines(missed) == ["nothing: there is no region to choose from"]
+    assert task.answer_lines(missed) == ["nothing: there are no candidate regions"]
     assert other.box == (10, 120, 20, 180)
     whole = predict(make_task(whole_image_can_win=False), [[9, 1, 2, 0.0]] * 3, boxes=([], BOXES[1]))
     assert whole[0].box == (0, 0, 39.5, 29.5)
