@@ -250,7 +250,7 @@ class Task(nn.Module, abc.ABC):
         """The text preprocessor, which runs in data workers."""
 
     def question(self, question: Question) -> Sample:
-        """The sample for a user's question; raises a UserError for unsupported inputs, by default for every question."""
+        """The sample for a user's question; raises a UserError for unsupported inputs, by default for all."""
         raise UserError("This run does not answer questions; get its detections with `regions`.")
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:

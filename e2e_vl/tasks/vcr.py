@@ -188,8 +188,8 @@ def parse_sentence(text: str, num_objects: int) -> Sentence:
         objects = [int(number) for number in part.split(",")]
         if max(objects) >= num_objects:
             raise UserError(
-                f"'{text}' refers to the object [{max(objects)}], but only {num_objects} boxes are given (numbered from "
-                "0); give its box too."
+                f"'{text}' refers to the object [{max(objects)}], but only {num_objects} boxes are given (from 0 on); "
+                "give its box too."
             )
         sentence.append(objects)
     return sentence

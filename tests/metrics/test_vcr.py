@@ -56,7 +56,7 @@ def test_predictions_that_do_not_go_together(tmp_path):
     write = functools.partial(write_submission, tmp_path / "test.csv")
     answers = [answer("a", 2)]
     rationales = [rationale("a", given, 0) for given in range(4)]
-    with pytest.raises(UserError, match=r"question a, .*condition_on=each"):
+    with pytest.raises(UserError, match=r"question a .*condition_on=each"):
         write(answers, rationales[:3])
     with pytest.raises(UserError, match="rationale, expected the answer"):
         write(rationales, answers)

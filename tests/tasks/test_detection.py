@@ -132,5 +132,5 @@ def test_an_empty_text_with_the_numbers_of_the_categories(tmp_path):
 
 
 def test_a_question_is_refused(tmp_path):
-    with pytest.raises(UserError, match="answers no questions"):
+    with pytest.raises(UserError, match="does not answer questions"):
         DetectionTask(8).question(Question(tmp_path / "a.jpg", "the dog"))

@@ -184,7 +184,7 @@ def test_an_image_without_regions_is_a_miss_or_the_whole_image_is_the_answer():
     assert other.box == (10, 120, 20, 180)
     whole = predict(make_task(whole_image_can_win=False), [[9, 1, 2, 0.0]] * 3, boxes=([], BOXES[1]))
     assert whole[0].box == (0, 0, 39.5, 29.5)
-    with pytest.raises(UserError, match=r"no region to choose from in b\.jpg"):
+    with pytest.raises(UserError, match=r"no candidate regions in b\.jpg"):
         predict(make_task(), [[0.0, 1.0]] * 3, whole_image=False, boxes=(BOXES[0], []))
 
 
