@@ -1,6 +1,5 @@
-"""The commands of users, one module each: `e2e-vl NAME`.
+"""The commands `e2e-vl NAME`, one module each.
 
-Importing a module, reading its options and checking them imports no torch, transformers, accelerate or matplotlib,
-which take seconds: `--help` and a mistyped setting are answered at once. What needs these libraries is imported late,
-inside the functions that do the work.
+Parsing and checking options does not import torch, transformers, accelerate or matplotlib, which take seconds to
+import, so `--help` and errors in settings appear at once. Functions that need these libraries import them.
 """

@@ -1,4 +1,4 @@
-"""The answer of a trained run to texts about images.
+"""Ask a trained run about images.
 
     e2e-vl ask --run RUN --image IMAGE --text "the small red circle" --output DIR
     e2e-vl ask --run RUN --image IMAGE --text "What color is the star?" --boxes 10,20,60,80 5,5,40,90
@@ -7,20 +7,19 @@
     e2e-vl ask --run RUN --image DIR --text "the small red circle" --output DIR
     e2e-vl ask --run RUN --json questions.json --output DIR
 
-Prints the answer, the best first, and in a run that grounds phrases what each phrase names, with its share of the
-attention. Several images, or a folder of images, are asked the same text one by one; --pair says that the two images
-belong to one text. --json is a list of {"image": FILE, "text": TEXT}, with files relative to it. The model is loaded
-once, and the detector runs once per image. Images that are missing or cannot be read are named at the end, and the exit
-status is 2; the others are answered.
+Prints the answers, best first, and in a run with phrase grounding the region of each phrase with its share of the
+attention. Several images, or a folder of images, share one text; with --pair, it is about both images. --json is a
+list of {"image": FILE, "text": TEXT}, with paths relative to the list. The model is loaded once, and the detector runs
+once per image. Missing and unreadable images are skipped and listed at the end; the exit status is then 2.
 
-Without --boxes the run's own detector finds the regions; VCR needs its boxes, and its texts name them as [0] or [1,2],
-counted from 0; a VCR metadata file as --boxes brings their classes and outlines too. A pre-training run names the best
-words at every [MASK], and the best classes of every region that --hide masks in the image before the detector.
+Without --boxes, the run's detector predicts the regions. VCR needs --boxes, and its texts refer to them as [0] or
+[1,2], counted from 0; a VCR metadata file as --boxes also contains their classes and outlines. A pre-training run
+predicts the words at every [MASK], and the classes of the regions that --hide masks in the image.
 
---output DIR writes answer.json (the whole prediction, the regions, and the last layer's attention on them where the
-task points at no box), regions.png (all regions) and answer.png (the answer's box, or the regions that get much more
-attention than others, without the masked pixels; and boxes of phrases, dashed where they are unsure); for a pair also
-regions_2.png and answer_2.png. Of several questions each has a folder 0001, 0002, ... there.
+--output DIR writes answer.json (the prediction, the regions, and the last layer's attention on them unless the task
+predicts a box), regions.png (all regions) and answer.png (the predicted box or the most attended regions, with masked
+pixels in grey; and boxes of phrases, dashed if uncertain); for a pair also regions_2.png and answer_2.png. With several
+questions, each has a folder 0001, 0002, ...
 """
 
 from __future__ import annotations
@@ -75,10 +74,10 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 @says_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Answer, print and write; then name the images that could not be read."""
+    """Answer, print and write; then list the unreadable images."""
     options = build_parser(prog).parse_args(argv)
     questions = read_questions(options)
-    is_shared_model(options.run)  # says in one sentence what is missing
+    is_shared_model(options.run)  # raises an error if the run is missing
     from e2e_vl.api.model import load  # late: it imports torch
 
     model = load(options.run)
@@ -113,9 +112,9 @@ class AskedText(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_questions(options: argparse.Namespace) -> list[Question]:
-    """What the options ask."""
+    """The questions given by the options."""
     if (options.json is None) == (options.text is None):
-        raise UserError("Give either --image with --text, or --json, whose questions have texts of their own.")
+        raise UserError("Give either --image with --text, or --json, which contains the texts.")
     if options.json is not None:
         asked = [((options.json.parent / one.image,), one.text) for one in read_json(options.json, list[AskedText])]
     elif options.pair:
@@ -123,7 +122,7 @@ def read_questions(options: argparse.Namespace) -> list[Question]:
     else:
         asked = [((image,), options.text) for path in options.image for image in _images(path)]
     if not asked:
-        raise UserError("There is no question; name images, a folder of images, or a JSON list.")
+        raise UserError("There is no question; give images, a folder of images, or a JSON list.")
     boxes = None if options.boxes is None else read_boxes(options.boxes)
     to_mask = None if options.hide is None else read_boxes(options.hide, "--hide")
     own: dict[str, Any] = {"choices": tuple(options.choices), "answer": options.answer, "boxes_to_mask": to_mask}

@@ -1,15 +1,15 @@
-"""Read the annotation files of a run before training: what is wrong, how much there is, what other data sets have too.
+"""Check the annotation files of a run before training: problems, sizes, and photos shared with other data sets.
 
     e2e-vl check-data --config configs/refcoco/vl_bert_base.yaml data.root=DATA
     e2e-vl check-data --config configs/refcoco/vl_bert_base.yaml data.root=DATA \\
         --with configs/pretraining/vl_bert_base_e2e.yaml \\
         --visual-genome image_data.json --detector-images VG_train.txt
 
-Reads all samples of the splits that are trained on and evaluated, without opening images. Prints the first problems and
-the numbers of images, missing image files, texts, texts beyond data.max_text_length, boxes and answers. Says which
-photos of the evaluated splits are also in the training split, in the training splits of other configs (--with) or among
-the training images of the detector (--detector-images). Photos are identified by COCO's ids in file names and by Visual
-Genome's; --visual-genome says which of the latter are photos of COCO.
+Reads all samples of the training and evaluation splits, without opening images. Prints the first problems and the
+numbers of images, missing image files, texts, texts longer than data.max_text_length, boxes and answers. Reports photos
+of the evaluation splits that are also in the training split, in the training splits of other configs (--with) or among
+the training images of the detector (--detector-images). Photos are identified by COCO ids in file names and by Visual
+Genome ids; --visual-genome maps the latter to COCO ids.
 
 The exit status is 1 if there are problems, and with --no-overlap if photos are shared.
 """
@@ -40,19 +40,19 @@ from e2e_vl.samples import (
     Sentence,
 )
 
-MARGIN = 1.0  # pixels by which a box may leave its image without being counted: corners are often rounded
+MARGIN = 1.0  # pixels by which a box may exceed its image: corners are often rounded
 
 
 @dataclasses.dataclass
 class SplitReport:
-    """What a split has, and what is wrong with it."""
+    """Sizes and problems of a split."""
 
     split: str
     texts: int = 0
     images: int = 0
-    photos: int = 0  # different ones; joined data sets may have the same photo under two ids
+    photos: int = 0  # distinct ones: in joined data sets a photo may have two ids
     missing_images: int = 0
-    too_long: int = 0  # texts that data.max_text_length cuts
+    too_long: int = 0  # texts truncated to data.max_text_length
     boxes: int = 0  # annotated ones
     boxes_outside: int = 0  # by more than `MARGIN`
     texts_without_known_answer: int = 0  # no annotated answer is in the list of possible answers
@@ -122,9 +122,9 @@ def check_data(
     """Read all splits that a run trains on and evaluates.
 
     Args:
-        others: settings of other runs, by name, with whose training splits the evaluated splits are compared.
-        photo_ids: identifies photos of other data sets.
-        detector_photos: what the detector was trained on.
+        others: settings of other runs, by name; the evaluation splits are compared with their training splits.
+        photo_ids: identifies photos across data sets.
+        detector_photos: training images of the detector.
         max_images: read this many images of each split, evenly spread; None: all.
     """
     train, evaluated = config.data.train_split, config.data.eval_splits
@@ -248,7 +248,7 @@ class SplitReader:
 
 
 def _words_of(sentences: Sequence[Sentence], objects: AnnotatedObjects | None) -> str:
-    """Sentences as one text; objects are called by their classes."""
+    """Sentences as one text, with objects replaced by their classes."""
     words: list[str] = []
     for token in itertools.chain.from_iterable(sentences):
         if isinstance(token, str):

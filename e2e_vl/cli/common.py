@@ -1,4 +1,4 @@
-"""What the commands in e2e_vl/cli/ and the scripts in tools/ share."""
+"""Helpers shared by the commands in e2e_vl/cli/ and the scripts in tools/."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from typing import Any
 
 from detector.errors import DiskError, StoppedRunError, UserError
 
-# what a user can mend, or what the machine has done; the message is a sentence
+# errors whose message is shown without a traceback
 SENTENCES = (UserError, DiskError, ChildProcessError, ConnectionError, FloatingPointError, MemoryError)
 
 
 def make_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
-    """A parser whose help begins with the docstring of the command, as it is written.
+    """A parser whose help begins with the unformatted docstring of the command.
 
-    `prog` is what the usage line calls the command; None = the name of the script.
+    Args:
+        doc: the docstring.
+        prog: name of the command in the usage line; None = the name of the script.
     """
     shape = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(prog=prog, description=doc, formatter_class=shape)
 
 
 def says_errors(main: Callable[..., int]) -> Callable[..., int]:
-    """Errors about settings, files, memory and diverging losses become one sentence on stderr and the exit status 2.
+    """Print errors about settings, files, memory and diverging losses without a traceback, and exit with status 2.
 
-    So do those of the operating system, such as a full disk. Every other error is a bug and keeps its traceback. A run
-    that was stopped says so and has the exit status of the signal that stopped it.
+    The same holds for errors of the operating system, such as a full disk. Every other error is a bug and keeps its
+    traceback. A run stopped by a signal has the exit status of the signal.
     """
 
     @functools.wraps(main)
@@ -39,7 +41,7 @@ def says_errors(main: Callable[..., int]) -> Callable[..., int]:
                 print(stopped, file=sys.stderr)
             return stopped.status
         except (*SENTENCES, OSError) as error:
-            if not isinstance(error, SENTENCES) and error.errno is None:  # a library's
+            if not isinstance(error, SENTENCES) and error.errno is None:  # raised by a library
                 raise
             sentence = str(error) or f"{type(error).__name__}: out of memory, or the system gave no reason."
             print(f"error: {sentence}", file=sys.stderr)

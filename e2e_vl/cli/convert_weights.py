@@ -1,4 +1,4 @@
-"""Read published weights, say how they fit, and write them in this project's form; or a model of ours in theirs.
+"""Convert published weights to this project's format, or export a model of ours to an official format.
 
 A detector's checkpoint (Detectron2's .pkl and .pth, Caffe2 and torchvision names, both ports of bottom-up attention,
 VL-BERT's resnet101-pt-vgbua-0000.model, .safetensors files, and folders that hold a detector):
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 
 def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
-    """Read, check, print the report, and write the tensors that were matched: nothing random gets into the file."""
+    """Load weights into the detector, print the report, and write the matched tensors only."""
     # late: they import torch
     from detector.checkpoint import CONFIG_NAME, WEIGHTS_NAME, load_checkpoint, save_weights
     from detector.config import DetectorConfig
@@ -95,7 +95,7 @@ def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
 
 
 def import_official(weights: Path, run: Path, output: Path, overrides: list[str]) -> None:
-    """Write a model folder with the weights of an official file; what it lacks stays random, and is reported."""
+    """Write a model folder with the weights of an official file; missing tensors stay random and are reported."""
     config = load_config(run, overrides)
     from e2e_vl.run.build import build_model, build_tokenizer, resolve  # late: it imports torch
     from e2e_vl.run.checkpoint import save_model
@@ -114,9 +114,9 @@ def import_official(weights: Path, run: Path, output: Path, overrides: list[str]
 
 
 def export_official(folder: Path, output: Path) -> None:
-    """Write a trained model of ours as an official file, and say what has no place in it.
+    """Export a trained model to an official format, and print the tensors that are left out.
 
-    The answers of VQA, in the order of the classes, are written beside it.
+    For VQA, the answers are written beside it, in the order of the classes.
     """
     from e2e_vl.run.build import ADAPTERS  # late: it imports torch
     from e2e_vl.run.checkpoint import load_model, saved_settings
@@ -141,13 +141,13 @@ def export_official(folder: Path, output: Path) -> None:
 
 
 def official_lines(answers: Sequence[str], read: Callable[[str], str]) -> list[str]:
-    """The lines of an answer vocabulary of official code, one per answer in the order of their classes.
+    """The lines of an official answer vocabulary, one per answer in the order of the classes.
 
-    Lines of an official file that are read alike are one answer with several classes, of which the first counts; they
-    are written as different lines again ("t shirt", then "t-shirt"), since `read_answers` refuses equal ones.
+    Several classes may have the same answer after normalisation; they get different spellings ("t shirt", "t-shirt"),
+    because `read_answers` rejects duplicate lines.
 
     Args:
-        read: the answer that official code reads in a line.
+        read: the official code's normalisation of a line.
     """
     used: dict[str, int] = {}  # line -> number of its answer
     for number, answer in enumerate(answers):

@@ -1,12 +1,12 @@
-"""A page in the browser that shows what a trained run does with your photos.
+"""A web page to explore the predictions of a trained run on your photos.
 
     e2e-vl explore --run runs/demo_refcoco
     e2e-vl explore --run runs/demo_refcoco --port 7861
 
-Open the printed address, drop a photo, write a phrase or a question, and ask. The page shows the regions, the answer
-and the phrases. A click on a word or a region shows its attention in any layer and head; or a click on a region hides
-it, and the answers before and after are shown side by side. Only this machine can open the page, and the photos stay on
-it. It needs gradio: pip install "e2e-vl[explore]".
+Open the printed address, upload a photo, enter a phrase or a question, and ask. The page shows the regions, the answer
+and the phrases. Click a word or a region to see its attention in any layer and head, or hide regions and compare the
+answers before and after. Only this machine can open the page, and photos are not uploaded anywhere else. Requires
+gradio: pip install "e2e-vl[explore]".
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             f"--host {options.host} lets other machines use this page without a password; add --open-to-network if "
             f"you want that, or leave --host at {LOOPBACK}."
         )
-    is_shared_model(options.run)  # says in one sentence what is missing
+    is_shared_model(options.run)  # raises an error if the run is missing
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     if importlib.util.find_spec("gradio") is None:
         raise UserError('The explorer needs gradio; install it with pip install "e2e-vl[explore]".')

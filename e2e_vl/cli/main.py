@@ -13,29 +13,29 @@ import sys
 
 from e2e_vl.cli.common import make_parser
 
-# Name -> its function in this package, and what it does. A module is imported when it is called.
+# name -> function (imported when called) and description
 COMMANDS = {
-    "check-data": ("check_data:main", "problems and sizes of a run's annotation files, and images seen before"),
+    "check-data": ("check_data:main", "check annotation files, and find images shared between data sets"),
     "train": ("train:main", "train detector, encoder and task together"),
     "evaluate": ("evaluate:main", "evaluate a trained run on a split"),
-    "predict": ("predict:main", "predictions of a whole split as a file"),
-    "ask": ("ask:main", "the answer of a trained run to texts about images"),
-    "explore": ("explore:main", "a page in the browser: regions, answers, phrases, attention, hidden regions"),
-    "extract": ("extract:main", "regions and features of one image, or of many"),
-    "import-features": ("import_features:main", "turn published region features into a file that runs read"),
-    "analyze-attention": ("analyze_attention:main", "what the attention heads of a trained run ground"),
-    "convert": ("convert_weights:main", "read published weights, or write a trained run as an official file"),
+    "predict": ("predict:main", "write the predictions for a split to a file"),
+    "ask": ("ask:main", "ask a trained run about images"),
+    "explore": ("explore:main", "open a web page with regions, answers, phrases, attention and hidden regions"),
+    "extract": ("extract:main", "extract regions and features from one or many images"),
+    "import-features": ("import_features:main", "convert published region features"),
+    "analyze-attention": ("analyze_attention:main", "measure the grounding of attention heads"),
+    "convert": ("convert_weights:main", "convert published weights, or export a trained run to an official format"),
     "synthesize": ("make_synthetic:main", "draw a data set of scenes in the official formats"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Call a command by its name; returns its exit status."""
+    """Run the named command; returns its exit status."""
     words = sys.argv[1:] if argv is None else argv
     parser = make_parser(__doc__, "e2e-vl")
     kinds = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, text) in COMMANDS.items():
         kinds.add_parser(name, help=text, add_help=False)
-    command = parser.parse_args(words[:1]).command  # the command reads the other words itself
+    command = parser.parse_args(words[:1]).command  # the command parses the other words
     module, _, function = COMMANDS[command][0].partition(":")
     return getattr(importlib.import_module(f"e2e_vl.cli.{module}"), function)(words[1:], f"e2e-vl {command}")

@@ -1,18 +1,18 @@
-"""Predictions of a trained run for a whole split, as a file for a server or a leaderboard.
+"""Write the predictions of a trained run for a whole split, as a file for an evaluation server or leaderboard.
 
     e2e-vl predict --run RUN --split test2015 --boxes online --output vqa.json
     e2e-vl predict --run RUN --rationale-run RUN --split test --boxes gt --output vcr.csv
     accelerate launch -m e2e_vl predict --run RUN --split testA --boxes detections --output refcoco.json
 
-Writes what the task's server or the literature expects, in the order of the data set:
+Formats, with predictions in the order of the data set:
   VQA      JSON list of {"question_id", "answer"}
   VCR      CSV of 21 columns; --run chooses answers, --rationale-run rationales (given each of the four answers)
   RefCOCO  JSON list of {"ref_id", "sent_id", "box"}, the box as [x1, y1, x2, y2] in pixels of the stored image
   GQA      JSON list of {"questionId", "prediction"}
   NLVR2    CSV of lines identifier,True or identifier,False, without a header
   Flickr30K Entities  JSON list of {"image", "sentence", "phrases"}, each phrase with "id", "phrase", "box" and "score"
-Where the split has labels, the metrics are printed too; with two runs also Q->A, QA->R and Q->AR. Settings after the
-options (key=value) hold for both runs.
+If the split has labels, the metrics are printed too; with two runs also Q->A, QA->R and Q->AR. key=value settings apply
+to both runs.
 """
 
 from __future__ import annotations

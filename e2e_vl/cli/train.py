@@ -3,9 +3,9 @@
     e2e-vl train --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
     accelerate launch tools/train.py --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
 
-Everything after the options is `key=value` and beats the file. `--resume` continues the run in `output` exactly.
-`e2e-vl` trains in one process; `accelerate launch` and `torchrun` start several. SIGTERM, SIGHUP and Ctrl-C end a run
-after its step and a checkpoint, with the status 143, 129 or 130; errors have the status 2.
+`key=value` settings override the file. `--resume` continues the run in `output` exactly. `e2e-vl` trains in one
+process; `accelerate launch` and `torchrun` start several. SIGTERM, SIGHUP and Ctrl-C end a run after the current step
+and a checkpoint, with exit status 143, 129 or 130; errors have exit status 2.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     arguments = build_parser(prog).parse_intermixed_args(argv)
     config = load_config(arguments.config, arguments.overrides)
-    read_detector_config(config.detector)  # names its mistakes before torch is imported
-    # torch's C++ code warns every process of several that no parameter is unused, which a run need not know
+    read_detector_config(config.detector)  # errors before torch is imported
+    # suppress DDP's warning on every process that find_unused_parameters found none
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from e2e_vl.run.train import train  # late: it imports torch
 
         train(config, resume=arguments.resume)
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+        if os.environ.get("RANK", "0") == "0":  # print once
             print("interrupted; --resume continues from the newest checkpoint", file=sys.stderr)
         return 130
     return 0
