@@ -1,9 +1,8 @@
-"""Region features of many images, over any number of processes, resumable after a kill.
+"""Region features of many images, over any number of processes, resumable after an interruption.
 
-Every image is first written to a `.npz` file of its own, atomically: a file that exists is complete, and its image is
-skipped when the extraction is resumed. The folder of these files is the output itself or, for the single-file formats,
-a working folder beside it; when all images are done, the main process joins the files in the order of the list. So the
-output does not depend on kills or on the number of processes.
+Each image is written atomically to a separate `.npz` file, so existing files are complete and are skipped on resume.
+They are the output itself or, for the single-file formats, lie in a temporary folder beside it; at the end the main
+process joins them in the order of the list. The output depends neither on interruptions nor on the number of processes.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from e2e_vl.extraction.regions import InputImage, LoadedDetector, RegionExtracto
 from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.io import file_name, file_sha256, text_of_name
 
-WAITING_BATCHES = 8  # images that wait for others of their size, in batches
-LONGEST_WAIT = datetime.timedelta(days=30)  # for the accelerator: a process that is done waits for the others
+WAITING_BATCHES = 8  # maximum number of batches' worth of images that wait for others of the same size
+LONGEST_WAIT = datetime.timedelta(days=30)  # timeout of collectives: a finished process waits for the others
 
 
 @dataclasses.dataclass(frozen=True)
 class ExtractionJob:
-    """The images, the detector, and where and how to write."""
+    """The images, the detector, and the output."""
 
     images: list[ListedImage]
     output: Path
@@ -49,8 +48,8 @@ class ExtractionJob:
     settings: ExtractionSettings
     given: dict[str, GivenBoxes] | None = None  # by image id, with the rule "given"
     stamp: dict[str, Any] = dataclasses.field(default_factory=dict)
-    batch_size: int = 8  # images of one size in one pass of the detector
-    workers: int = 2  # processes that read images, per process
+    batch_size: int = 8  # images per forward pass, all of the same size
+    workers: int = 2  # data loader workers per process
 
     @property
     def folder(self) -> Path:
@@ -58,7 +57,7 @@ class ExtractionJob:
         return self.output if self.layout == "npz" else self.output.with_name(self.output.name + ".parts")
 
     def file_of(self, image_id: str) -> Path:
-        """The `.npz` file of an image, inside the folder whatever its id is."""
+        """The `.npz` file of an image; never outside the folder."""
         return self.folder / f"{file_name(image_id)}.npz"
 
 
@@ -67,22 +66,22 @@ class ExtractionSummary:
     """The result, over all processes."""
 
     done: int = 0  # images described by this call
-    before: int = 0  # images that were there already
+    before: int = 0  # images described by earlier calls
     failures: dict[str, str] = dataclasses.field(default_factory=dict)  # id -> reason, in the order of the list
-    few: int = 0  # images with fewer regions than the rule's `min_regions`, among the images of this call
+    few: int = 0  # images of this call with fewer regions than the rule's `min_regions`
 
 
 def extract_images(job: ExtractionJob, accelerator: Accelerator) -> ExtractionSummary:
     """Describe all images; called on every process.
 
-    Images that cannot be read are left out and reported in `failures`. The `.npz` files of a single-file format stay
-    then, so that after a repair the same call describes only the missing images.
+    Unreadable images are skipped and reported in `failures`. The `.npz` files of a single-file format are then kept, so
+    that a repeated call processes only the missing images.
 
     Args:
-        accelerator: its mixed precision is used; the written features are float32 all the same. With several processes
-            its process group needs the timeout `LONGEST_WAIT`.
+        accelerator: determines the mixed precision; features are written as float32. With several processes its
+            process group needs the timeout `LONGEST_WAIT`.
     """
-    # only the main process lists the folder: others could already see files that it has just written
+    # only the main process lists the folder, or others could see files that it has just written
     found: list[Any] = [_prepare(job) if accelerator.is_main_process else None]
     missing, is_joined = broadcast_object_list(found)[0]
     by_id = {image.id: image for image in job.images}
@@ -107,7 +106,7 @@ def extract_images(job: ExtractionJob, accelerator: Accelerator) -> ExtractionSu
 
 
 def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
-    """Make or check the output.
+    """Create or check the output.
 
     Returns:
         ids of images without features, and whether the output needs no joining.
@@ -115,14 +114,14 @@ def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
     check_format(job.layout, job.output)
     folder, stamp, image_ids = job.folder, json.loads(json.dumps(job.stamp)), {image.id for image in job.images}
     if job.given is not None and not job.given.keys() & image_ids:
-        raise UserError("The file of given boxes has boxes of none of the images; give the file that belongs to them.")
+        raise UserError("The file of given boxes has no boxes for any of the images; give the matching file.")
     if job.layout != "npz" and job.output.exists():
         store = open_features(job.output)
         if store.stamp == stamp and set(store.ids) == image_ids:
-            shutil.rmtree(folder, ignore_errors=True)  # of an extraction that was killed after it had joined its files
+            shutil.rmtree(folder, ignore_errors=True)  # left by an extraction interrupted after joining its files
             return [], True
         if not folder.exists():
-            raise UserError(f"{job.output} exists and holds other images or settings; choose another output")
+            raise UserError(f"{job.output} exists with other images or settings; choose another output")
     folder.mkdir(parents=True, exist_ok=True)
     for cut_off in folder.rglob("*.part"):
         cut_off.unlink()
@@ -131,7 +130,7 @@ def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
         changed = sorted(key for key in {*before, *stamp} if before.get(key) != stamp.get(key))
         if changed:
             raise UserError(
-                f"{folder} was begun with other settings ({', '.join(changed)}); use the same again, or another output"
+                f"{folder} was started with other settings ({', '.join(changed)}); use the same ones, or another output"
             )
     write_json(folder / STAMP_NAME, stamp)
     there = {text_of_name(name) for name in npz_names(folder)}
@@ -139,7 +138,7 @@ def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
 
 
 def _describe(job: ExtractionJob, images: list[ListedImage], accelerator: Accelerator) -> ExtractionSummary:
-    """Write the `.npz` files of this process's share of the images."""
+    """Describe the images of this process and write their `.npz` files."""
     extractor = RegionExtractor(job.source.detector.eval().to(accelerator.device), job.settings)
     summary = ExtractionSummary()
     bar = tqdm(total=len(images), unit="image", delay=1, disable=not accelerator.is_local_main_process)
@@ -157,7 +156,7 @@ def _describe(job: ExtractionJob, images: list[ListedImage], accelerator: Accele
 
 
 class _ImageFiles(Dataset):
-    """The images of one process; for an image that cannot be read, its id and the reason."""
+    """The images of one process; for an unreadable image, its id and the reason."""
 
     def __init__(self, job: ExtractionJob, images: list[ListedImage]) -> None:
         self.images, self.given, self.resize = images, job.given, job.source.resize
@@ -178,7 +177,7 @@ class _ImageFiles(Dataset):
 
 
 def _batches(job: ExtractionJob, images: list[ListedImage], failures: dict[str, str]) -> Iterator[list[InputImage]]:
-    """Batches of one image size each: padding would make features depend on the neighbours in the batch."""
+    """Batches of images of the same size: with padding, features would depend on the other images in a batch."""
     loader = DataLoader(_ImageFiles(job, images), batch_size=None, num_workers=job.workers if images else 0)
     waiting: dict[tuple[int, ...], list[InputImage]] = {}
     for loaded in loader:
@@ -195,7 +194,7 @@ def _batches(job: ExtractionJob, images: list[ListedImage], failures: dict[str, 
     yield from waiting.values()
 
 
-# How features were made, as JSON beside them: two files with equal stamps were made alike.
+# The stamp: metadata that records how features were made, as JSON beside them.
 
 
 def make_stamp(
@@ -238,7 +237,7 @@ def make_stamp(
 
 
 def parameters_hash(module: nn.Module) -> str:
-    """SHA-256 of all names, shapes and values of a state dict: the same for equal weights from different files."""
+    """SHA-256 of the names, shapes and values of a state dict; equal for equal weights from different files."""
     digest = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
         if not name.endswith("num_batches_tracked"):

@@ -1,6 +1,6 @@
-"""From images to their regions: a detector, a rule that chooses boxes, and the features of the chosen boxes.
+"""Region extraction: a detector, a rule that selects boxes, and the features of the selected boxes.
 
-Single images and whole folders go through the same `RegionExtractor`.
+Used for single images and in bulk.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -35,13 +35,13 @@ from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.io import model_folder
 from e2e_vl.samples import AnnotatedObjects, ImageBytes
 
-SAME_PLACE = 0.7  # IoU above which the rule "score" counts two detections as one region
+SAME_PLACE = 0.7  # IoU above which the rule "score" merges two detections
 MAX_CANDIDATES = 5000  # most probable (proposal, class) pairs that the rule "score" considers
 
 
 @dataclasses.dataclass(eq=False)
 class InputImage:
-    """One image in the size and the channel order of the network input."""
+    """One image, resized and in the channel order of the network."""
 
     id: str
     name: str  # for error messages
@@ -62,7 +62,7 @@ class _Chosen:
     """Boxes of one image in pixels of the resized image."""
 
     boxes: Tensor  # float32 [R, 4]
-    features: RoIFeatures | None = None  # None: still to be pooled from the boxes
+    features: RoIFeatures | None = None  # None: to be pooled from the boxes
     scores: Tensor | None = None  # float [R]; None: the best class probability of the features
     classes: Tensor | None = None  # int64 [R]
 
@@ -79,7 +79,7 @@ class _Proposals(NamedTuple):
 
 
 class RegionExtractor:
-    """Turns images into `RegionFeatures`, with a detector in evaluation mode that is on its device."""
+    """Extracts `RegionFeatures` from images, with a detector in evaluation mode on its device."""
 
     def __init__(self, detector: TwoStageDetector, settings: ExtractionSettings) -> None:
         if settings.attributes and not detector.roi_heads.box_predictor.has_attributes:
@@ -89,7 +89,7 @@ class RegionExtractor:
 
     @torch.no_grad()
     def __call__(self, images: Sequence[InputImage]) -> list[RegionFeatures]:
-        """Regions of N images, which all have the same size.
+        """Extract the regions of N images of the same size.
 
         Returns:
             N records: with the rules "score" and "maxnms" best score first, with "maxconf" in the order of
@@ -186,7 +186,7 @@ class RegionExtractor:
         if image.given is None:
             boxes = resize_boxes(chosen.boxes, image.pixels.shape[:2], image.original_size)
         else:
-            boxes = torch.from_numpy(image.given.boxes)  # as they were given: scaling there and back would round them
+            boxes = torch.from_numpy(image.given.boxes)  # not scaled back, which would add rounding errors
         return RegionFeatures(
             image_id=image.id,
             image_size=image.original_size,
@@ -202,17 +202,17 @@ class RegionExtractor:
 
 
 def _array(values: Tensor | None) -> np.ndarray | None:
-    """float32 where the values are fractions."""
+    """A numpy array; floats become float32."""
     if values is None:
         return None
     return (values.float() if values.is_floating_point() else values).cpu().numpy()
 
 
 def candidates(probs: Tensor) -> tuple[Tensor, Tensor]:
-    """The (proposal, class) pairs that can become detections: the most probable ones, and each proposal's best class.
+    """Candidate detections, as (proposal, class) pairs: the most probable ones, and each proposal's best class.
 
-    With many classes, a few confident proposals could fill `MAX_CANDIDATES` alone; without the best classes of the
-    other proposals the rule's minimum would not be reached.
+    With many classes, a few confident proposals could fill `MAX_CANDIDATES`; the best class of every proposal ensures
+    that the rule's minimum number is reached.
 
     Args:
         probs: float [P, K], without the background's column.
@@ -230,7 +230,7 @@ def candidates(probs: Tensor) -> tuple[Tensor, Tensor]:
 # The detector: a config with weights, or the detector of a trained run.
 
 
-RANDOM_WEIGHTS = "The detector's weights are random, so its boxes, classes and features mean nothing."
+RANDOM_WEIGHTS = "The detector's weights are random, so its boxes, classes and features are meaningless."
 RANDOM_BOXES = "The run's detector was trained on given boxes only: its predicted boxes are random."
 
 
@@ -241,13 +241,13 @@ class LoadedDetector:
     detector: TwoStageDetector
     resize: ResizeRule
     backend: str = "builtin"  # name of the detector's class
-    weights: Path | None = None  # the file that was loaded; None = random values
-    seed: int = 0  # of the random values
+    weights: Path | None = None  # the loaded file; None = random weights
+    seed: int = 0  # of random weights
     attribute_names: tuple[str, ...] | None = None  # A names; None: attributes are not predicted
-    warning: str = ""  # one sentence for users if the predicted boxes mean nothing
+    warning: str = ""  # for users, if the predicted boxes are random
 
     def named(self, class_names: str | Path | None, attribute_names: str | Path | None) -> LoadedDetector:
-        """The same detector with the names of its classes and attributes from text files, see `read_vocabulary`."""
+        """The same detector, with class and attribute names from text files, see `read_vocabulary`."""
         if class_names is not None:
             self.detector.class_names = read_vocabulary(class_names, self.detector.num_classes, "classes")
         if attribute_names is None:
@@ -307,7 +307,7 @@ def find_detector(
         source: the name of published weights, see `detector.zoo`; a run directory or saved model folder; a
             folder with `config.yaml` and `model.safetensors`; or any weights file that `load_checkpoint` reads.
         config: Detectron2 YAML file; needed for a file without one.
-        backend, max_proposals: as in `open_detector`; a run has a backend of its own.
+        backend, max_proposals: as in `open_detector`; for a run, the backend defaults to the run's.
     """
     found = resolve_weights(source)
     published, weights, rounding = None, found, "detectron2"
@@ -324,13 +324,13 @@ def find_detector(
     if published is not None:
         if published.expect == "backbone":
             raise UserError(
-                f"{published.name} is a backbone trained on ImageNet, which detects no objects; name a detector, or "
-                "start a training from it with detector.weights and detector.expect=backbone."
+                f"{published.name} is a backbone trained on ImageNet, not a detector; give a detector, or train from "
+                "this backbone with detector.weights and detector.expect=backbone."
             )
         config, rounding = config or published.config_path, published.rounding
     if config is None:
         find_weights(weights)  # raises an error if the file is missing
-        raise UserError(f"{weights}: the weights have no config with them; give the detector's Detectron2 YAML file.")
+        raise UserError(f"{weights}: there is no config beside the weights; give the detector's Detectron2 YAML file.")
     return open_detector(config, weights, backend=backend, rounding=rounding, max_proposals=max_proposals)
 
 
@@ -368,8 +368,8 @@ def extract_image(
     according to the config's MODEL.ROI_HEADS.FEATURES_OF.
 
     Args:
-        rule: which of the predicted boxes are kept.
-        given: a user's boxes, which replace the predicted ones and keep their order.
+        rule: selects the predicted boxes.
+        given: a user's boxes, used in place of predicted ones, in their order.
     """
     config = source.detector.config
     if isinstance(image, ImageBytes):

@@ -1,4 +1,4 @@
-"""Which boxes of an image become regions; does not import torch, so that commands check their options at once."""
+"""Selection of the boxes that become regions. Does not import torch, so commands check their options quickly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = SelectionRule(0.2, 10, 36)  # of "score", for pictures: fewer regions, w
 
 @dataclasses.dataclass(frozen=True)
 class ExtractionSettings:
-    """Which boxes become regions, and what is kept of them.
+    """How regions are selected, and which of their values are kept.
 
     rule
       score     detections (NMS within each class; several in one place are one region of the best class) by score

@@ -1,4 +1,4 @@
-"""Drawn scenes and texts about them, written in the official file formats; imports no reader of these formats."""
+"""Synthetic scenes and texts about them, in the official file formats; imports no reader of these formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scenes contain, how they are spoken about and how the imitated detector errs: settings of the drawn data."""
+"""Settings of the synthetic data: scenes, language, and errors of the imitated detector."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class LanguageConfig(Settings, frozen=True):
     """How scenes are described.
 
     The families of expressions are attribute ("big striped star"), superlative ("smallest red thing"), comparison
-    ("circle bigger than the red star") and relation ("circle next to the red star"). Objects that are not chosen to be
-    referred to are used where a family has no expression about the chosen ones.
+    ("circle bigger than the red star") and relation ("circle next to the red star"). Objects that were not
+    chosen are referred to only if a family has no expression about the chosen ones.
     """
 
     family_mix: dict[Family, NonNegativeFloat] = msgspec.field(  # shares among the expressions
@@ -70,7 +70,7 @@ class LanguageConfig(Settings, frozen=True):
 
 
 class ImitatedDetectorConfig(Settings, frozen=True):
-    """How the imitated detector errs."""
+    """Errors of the imitated detector."""
 
     missed: Probability = 0.04  # share of objects without a detection
     wrong_category: Probability = 0.05  # share of detections with another category

@@ -1,4 +1,4 @@
-"""Draws scenes and writes them as a data set in official file formats.
+"""Generates synthetic scenes and writes them as a data set in official file formats.
 
 Layout under the output folder:
 
@@ -6,10 +6,10 @@ Layout under the output folder:
     <format>/                                           one folder per format, see its class in ``WRITERS``
     synthetic.json                                      written last: settings, formats and statistics
 
-A scene depends only on the seed, the name of its split and its number in it: more training scenes leave the
-validation scenes as they are, and neither the number of processes nor the formats asked for change any file.
+A scene depends only on the seed, its split and its index in the split. More training scenes do not change the
+validation scenes, and neither the number of processes nor the chosen formats change any file.
 
-A new format is a new file with its ``FormatWriter`` and an entry in ``WRITERS``.
+To add a format, write a ``FormatWriter`` and add it to ``WRITERS``.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ WRITERS: dict[str, type[FormatWriter]] = {
     "visual_genome": VisualGenomeWriter,
 }
 FORMATS = tuple(WRITERS)
-VERSION = 5  # raise it when the same settings give other files
+VERSION = 5  # increment when the same settings give different files
 STAMP = "synthetic.json"
 _UNFINISHED = "synthetic.json.unfinished"
-_MAX_CHUNK = 16  # scenes handed to a process at once
+_MAX_CHUNK = 16  # scenes per task of a process
 _IMAGE_OPTIONS = {"jpg": [cv2.IMWRITE_JPEG_QUALITY, 95], "png": [cv2.IMWRITE_PNG_COMPRESSION, 3]}
 
 
@@ -92,10 +92,10 @@ def make_scenes(
     formats: Collection[str] | None = None,
     workers: int = 0,
 ) -> dict[str, Any]:
-    """Write the data set, or do nothing when the folder already has it.
+    """Write the data set, unless the folder already contains it.
 
-    Formats that a finished folder lacks are added; its images and other files stay as they are. A lock beside the
-    folder keeps two processes from drawing it at the same time.
+    Missing formats are added to a finished folder; its images and other files are not changed. A lock beside the folder
+    prevents two processes from writing it at the same time.
 
     Args:
         output: folder to write to; new, empty, or one of a finished or interrupted run with the same settings.
@@ -116,7 +116,7 @@ def make_scenes(
     output = Path(output)
     start = {"version": VERSION, "settings": msgspec.json.decode(msgspec.json.encode(recipe))}
     output.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(output.with_name(f".{output.name}.lock")):  # runs that start together draw once
+    with FileLock(output.with_name(f".{output.name}.lock")):  # concurrent runs draw the data once
         finished = _finished_stamp(output, start)
         missing = wanted - set(finished["formats"] if finished else ())
         return _add_formats(output, recipe, missing, start, finished, workers) if missing else finished
@@ -130,7 +130,7 @@ def _add_formats(
     finished: dict[str, Any] | None,
     workers: int,
 ) -> dict[str, Any]:
-    """Write these formats, and the images where no stamp says that they are finished; return the new stamp."""
+    """Write these formats, and the images unless they are finished; return the new stamp."""
     unfinished, images = output / _UNFINISHED, output / "images" / "train2014"
     images.mkdir(parents=True, exist_ok=True)
     if finished is None:
@@ -185,7 +185,7 @@ def _mapped(function: Callable[[ScenePlace], SceneRecord], places: list[ScenePla
     bar = partial(tqdm, total=len(places), desc="scenes", unit="scene", delay=1)
     if workers == 0:
         return list(bar(map(function, places)))
-    # Spawned, not forked: the caller may have threads running (torch).
+    # spawn, not fork: the caller may have running threads (torch)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=cv2.setNumThreads, initargs=(1,)) as pool:
         chunk = max(1, min(_MAX_CHUNK, len(places) // (2 * workers)))
@@ -195,11 +195,11 @@ def _mapped(function: Callable[[ScenePlace], SceneRecord], places: list[ScenePla
 def _make_scene(
     place: ScenePlace, *, recipe: Recipe, writers: Mapping[str, FormatWriter], with_image: bool
 ) -> SceneRecord:
-    """Draw a scene, write its image if asked to, and return its texts and annotations, without ids."""
+    """Draw a scene, optionally write its image, and return its texts and annotations, without ids."""
     rng = recipe.generator(place.split, place.number)
     scene = draw_scene(recipe.scene, rng)
     graph = SceneGraph(scene)
-    # The three share a generator, so their order decides what they draw.
+    # the three share a generator, so their order must not change
     references = draw_references(graph, recipe.language, rng)
     captions = draw_captions(graph, rng)
     detections = draw_detections(scene, recipe.detections, rng)
@@ -220,7 +220,7 @@ def _make_scene(
 
 
 def _statistics(scenes: Sequence[SceneRecord]) -> dict[str, Any]:
-    """Sizes, and shares of the families of expressions."""
+    """Sizes of the data set, and shares of the families of expressions."""
     said = [reference for scene in scenes for reference in scene.references]
     families = Counter(reference.expression.family for reference in said)
     return {
