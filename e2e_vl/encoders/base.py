@@ -1,4 +1,4 @@
-"""What every vision-and-language encoder offers the model, the tasks and the checkpoints.
+"""Base classes of the vision-and-language encoders.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -55,21 +55,21 @@ class EncoderConfig(PreTrainedConfig):
 
 
 class Encoder(PreTrainedModel):
-    """texts + regions -> one vector per wordpiece, one per region and one for all.
+    """Encodes texts and regions into one vector per wordpiece, one per region and a summary.
 
     A subclass sets `config_class`, whose config has the fields `hidden_size` and `uses_whole_image`, and declares its
     text layout and its abilities. Saving and loading (`save_pretrained`, `from_pretrained`) come from transformers.
     """
 
     layout: ClassVar[TextLayout] = TextLayout()
-    abilities: ClassVar[frozenset[Ability]] = frozenset()  # what it can do with every config
-    # where transformers finds the word embeddings [V, E], a part of `embeddings`; `get_input_embeddings` returns it
+    abilities: ClassVar[frozenset[Ability]] = frozenset()  # abilities with any config
+    # attribute of `embeddings` with the word embeddings [V, E]; `get_input_embeddings` returns it
     _input_embed_layer = "word_embeddings"
-    own_start: ClassVar[tuple[type[nn.Module], ...]] = GEOMETRY_LAYERS  # whose `reset_parameters` gives start values
+    own_start: ClassVar[tuple[type[nn.Module], ...]] = GEOMETRY_LAYERS  # initialised by their `reset_parameters`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "config_class" in vars(cls):  # AutoConfig and AutoModel know the encoder from now on
+        if "config_class" in vars(cls):  # register with AutoConfig and AutoModel
             AutoConfig.register(cls.config_class.model_type, cls.config_class, exist_ok=True)
             AutoModel.register(cls.config_class, cls, exist_ok=True)
 
@@ -80,7 +80,7 @@ class Encoder(PreTrainedModel):
 
     @property
     def summary_size(self) -> int:
-        """X, the width of the summary; E unless an encoder says otherwise."""
+        """X, the width of the summary; E by default."""
         return self.hidden_size
 
     @property
@@ -90,12 +90,12 @@ class Encoder(PreTrainedModel):
 
     @property
     def whole_image_is_region(self) -> bool:
-        """True if region 0 is a region like the others for tasks too. False: it only feeds other elements."""
+        """True if tasks also treat region 0 as a region. False: it only contributes to other embeddings."""
         return self.uses_whole_image
 
     @property
     def abilities_by_config(self) -> Mapping[Ability, tuple[bool, str]]:
-        """What the config decides: is the encoder able to, and what makes it able, such as "with_pooler to true"."""
+        """Abilities that depend on the config: (is enabled, what enables it, such as "with_pooler to true")."""
         return {}
 
     def lacks(self, ability: Ability) -> str | None:
@@ -106,12 +106,12 @@ class Encoder(PreTrainedModel):
         return None if ability in self.abilities else "choose another encoder.name"
 
     def require(self, ability: Ability, who: str) -> None:
-        """Refuse an encoder that lacks the ability that `who` needs, with the remedy."""
+        """Raise a UserError with the remedy if the encoder lacks an ability that `who` needs."""
         if (remedy := self.lacks(ability)) is not None:
             raise UserError(f"{who} needs an encoder with {ability.value}; {remedy}.")
 
     def recompute_activations(self) -> None:
-        """Keep fewer activations for the backward pass and compute them again, if the encoder is made for it."""
+        """Turn on activation checkpointing, if the encoder supports it."""
         if self.supports_gradient_checkpointing:
             # transformers' newer name, and the older one, of which newer versions warn
             names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
@@ -119,12 +119,12 @@ class Encoder(PreTrainedModel):
 
     @property
     def num_joint_layers(self) -> int:
-        """Layers in which words and regions read each other."""
+        """Number of layers in which words and regions attend to each other."""
         return self.config.num_hidden_layers
 
     @property
     def attention_graphs(self) -> Mapping[str, AttentionGraph]:
-        """Name -> the attention maps of a stack of layers; none for an encoder that gives no maps."""
+        """The attention maps of each stack of layers, by name; empty for an encoder without maps."""
         return {}
 
     def forward(
@@ -143,7 +143,7 @@ class Encoder(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Start values of a module's own parameters; those that a checkpoint has loaded stay as they are."""
+        """Initialise a module's parameters, except those loaded from a checkpoint."""
         if isinstance(module, self.own_start):
             module.reset_parameters()
         else:
@@ -157,11 +157,11 @@ def read_summary(
     return pooled if place is None else text[torch.arange(len(place), device=place.device), place]
 
 
-# No encoder: regions go to the task as the detector describes them, and words are not read.
+# No encoder: tasks get the detector's region features, and texts are ignored
 
 
 class NoEncoderConfig(EncoderConfig, settings=NoEncoderSettings):
-    """Nothing to choose."""
+    """No settings."""
 
     model_type = "no_encoder"
 
@@ -176,12 +176,12 @@ class NoEncoder(Encoder):
         self.post_init()
 
     def lacks(self, ability: Ability) -> str | None:
-        """It has no ability."""
-        return "this one reads no words and has no layers, so choose another encoder.name"
+        """It has no abilities."""
+        return "this one ignores texts and has no layers, so choose another encoder.name"
 
     @property
     def hidden_size(self) -> int:
-        """The width of a region feature: what comes in goes out."""
+        """The width of a region feature, which is returned unchanged."""
         return self.config.feature_dim
 
     @property

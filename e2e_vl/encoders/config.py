@@ -17,13 +17,13 @@ Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "rel
 
 
 class NoEncoderSettings(Settings, frozen=True):
-    """Nothing to choose but the whole image."""
+    """The only setting is the whole image."""
 
     uses_whole_image: bool = False
 
 
 class TransformerSettings(Settings, frozen=True):
-    """What all encoders share."""
+    """Settings that all encoders share."""
 
     hidden_size: PositiveInt = 768
     num_attention_heads: PositiveInt = 12
@@ -35,8 +35,8 @@ class TransformerSettings(Settings, frozen=True):
     type_vocab_size: PositiveInt = 2
     initializer_range: NonNegativeFloat = 0.02
     layer_norm_eps: PositiveFloat = 1e-12
-    # a learned bias between regions from where they lie relative to each other, see `RelativeGeometryBias`; official
-    # checkpoints do not have it
+    # a learned attention bias from the relative positions of regions, see `RelativeGeometryBias`; not in official
+    # checkpoints
     relative_geometry: bool = False
     relative_geometry_size: PositiveInt = 64  # width of the hidden layer of that bias
 
@@ -51,34 +51,34 @@ class VLBertSettings(TransformerSettings, frozen=True):
     geometry_dim: Annotated[int, Meta(ge=8, multiple_of=8)] = 2048  # width of the geometry embedding
     region_dropout_prob: Dropout = 0.1  # dropout before the Linear that joins geometry and feature
     visual_layer_norm: bool = True  # LayerNorm on the visual part; False = a scalar factor
-    visual_scale_text_init: float = 0.0  # start of that LayerNorm's weight (or of the factor) for words
+    visual_scale_text_init: float = 0.0  # initial weight of that LayerNorm (or the factor) for words
     visual_scale_object_init: float = 0.0  # the same for regions
     uses_whole_image: bool = True  # region 0 is the whole image
-    # the whole image is also a region of the sequence (official code). False: it is only the visual part of words
-    # (paper, section 3.2); its row of the output is zero and tasks do not see it.
+    # the whole image is also a region of the sequence (official code). False: it is only added to words (paper, section
+    # 3.2); its output is zero, and tasks ignore it.
     whole_image_in_sequence: bool = True
-    image_feature_on_words: bool = True  # words carry the vector of region 0 (scratch: False)
-    # [END] carries the vector of region 0 as words do (paper); False: no visual part (official)
+    image_feature_on_words: bool = True  # add the vector of region 0 to words (scratch: False)
+    # add the vector of region 0 to [END], as to words (paper); False: no visual part (official)
     visual_part_on_end: bool = False
-    text_only_embedding: bool = False  # a learned vector that words of texts without a region carry (pre-training)
+    text_only_embedding: bool = False  # a learned vector for words of texts without regions (pre-training)
     # the word embedding of a region. "learned": a learned vector, and another one for masked regions with
     # `masked_region_embedding` (official code). "img": the one vector of the token [IMG], masked or not (paper, section
-    # 3.2). It lies beside the word table, so that the vocabulary stays BERT's.
+    # 3.2). It is not part of the word table, so that the vocabulary stays BERT's.
     region_word: Literal["learned", "img"] = "learned"
-    # masked regions have a word embedding of their own (pre-training)
+    # masked regions have a separate word embedding (pre-training)
     masked_region_embedding: bool = False
     # a learned vector replaces the feature of a masked region (pre-training on precomputed features, or without masking
     # pixels)
     masked_region_feature: bool = False
-    # start of the Linear that makes region vectors. "official": PyTorch's default. "normal": N(0, `initializer_range`)
+    # initialisation of the region projection. "official": PyTorch's default. "normal": N(0, `initializer_range`)
     # and zero biases, as all other new layers (paper, section 4.1). The weight of the visual LayerNorms is
     # `visual_scale_*_init` in both.
     new_layers: Literal["official", "normal"] = "official"
     with_pooler: bool = False  # tanh pooler on the first position
-    # most images of one text. Above 1, regions of each image carry a learned vector of their slot, which
-    # starts at zero and which official checkpoints do not have.
+    # maximum number of images per text. Above 1, the regions of each image get a learned vector, initially zero and
+    # not in official checkpoints.
     max_images: PositiveInt = 1
-    # standard deviation of the embedding tables at the start (scratch); None = `initializer_range`
+    # standard deviation for initialising the embedding tables (scratch); None = `initializer_range`
     embedding_init_std: NonNegativeFloat | None = None
     norm_first: bool = False  # LayerNorm before attention and feed-forward instead of after ("pre-LN", scratch)
 
@@ -91,7 +91,7 @@ class VLBertSettings(TransformerSettings, frozen=True):
             )
         if self.region_word == "img" and self.masked_region_embedding:
             raise UserError(
-                "region_word: img leaves masked regions no vector of their own; set masked_region_embedding to false"
+                "region_word: img has no separate vector for masked regions; set masked_region_embedding to false"
             )
 
 
@@ -99,24 +99,24 @@ class VisualBertSettings(TransformerSettings, frozen=True):
     """VisualBERT."""
 
     num_hidden_layers: NonNegativeInt = 12
-    # x1, y1, x2, y2, width and height of the box, as shares of the image's, are appended to the feature (official code
-    # for Flickr30K Entities)
+    # append x1, y1, x2, y2, width and height of the box, relative to the image, to the feature (official code for
+    # Flickr30K Entities)
     with_box_numbers: bool = False
-    # features as wide as the hidden size are projected too (official code). False: only others are (paper, section 3.2)
+    # also project features of the hidden size (official code). False: only project other sizes (paper, section 3.2)
     project_equal_sizes: bool = True
     # row of the visual segment table for the regions of a text's first image, its second image and so on. The official
-    # code has [0, 1]; transformers takes row 1 for all where users name none.
+    # code has [0, 1]; transformers uses row 1 for all by default.
     region_types: Annotated[list[NonNegativeInt], Meta(min_length=1)] = msgspec.field(default_factory=lambda: [0, 1])
-    # "official": row 0 of the visual position table, plus the mean of the position vectors of the words that name the
-    # region. "paper" (section 3.2): the sum of those vectors, and nothing for regions that no word names.
+    # "official": row 0 of the visual position table, plus the mean of the position vectors of the words that refer to
+    # the region. "paper" (section 3.2): the sum of those vectors, and zero for regions without such words.
     region_position: Literal["official", "paper"] = "official"
     uses_whole_image: bool = False  # region 0 is the whole image (official code for VCR)
-    # late fusion ("w/o early fusion"): the layers read words alone, and one more layer reads them with the regions. A
-    # text without regions skips that layer.
+    # late fusion ("w/o early fusion"): the layers encode words only, and one more layer encodes words and regions.
+    # Texts without regions skip that layer.
     bypass_transformer: bool = False
-    # both visual tables start as copies of the text's, also where a BERT is loaded
+    # initialise both visual tables as copies of the text's, also when loading a BERT
     special_visual_initialize: bool = True
-    train_pooler: bool = False  # the official optimiser leaves the pooler out, so it stays BERT's
+    train_pooler: bool = False  # the official optimiser does not train the pooler
 
 
 class LxmertSettings(TransformerSettings, frozen=True):
@@ -129,19 +129,19 @@ class LxmertSettings(TransformerSettings, frozen=True):
     # "shared": one module attends from words to regions and from regions to words (official code). "separate": each
     # direction has its own (paper, section 2.2).
     cross_attention: Literal["shared", "separate"] = "shared"
-    # words carry the vector of their segment (official code: always the same one); False: word and position (paper,
+    # add segment embeddings to words (official code: always the same segment); False: word and position only (paper,
     # section 2.1)
     with_segments: bool = True
     # the summary. "tanh": tanh(Linear([CLS])) (official code). "state": the state of [CLS] (paper, section 2.3).
     pooled: Literal["tanh", "state"] = "tanh"
-    # which layers of a BERT the layers over words start from. "first": by their numbers (official code). "last": the
-    # top ones (paper).
+    # BERT layers that initialise the language layers. "first": the first ones (official code). "last": the last ones
+    # (paper).
     bert_layers: Literal["first", "last"] = "first"
-    # zeros replace the feature of a masked region (pre-training on saved features; official code). False: it is what
-    # the detector makes of masked pixels.
+    # set the feature of a masked region to zero (pre-training on saved features; official code). False: use the
+    # detector's feature of the masked pixels.
     masked_region_feature: bool = False
-    # a region also carries the mean of the position vectors of the words that name it, as VisualBERT's do (for VCR);
-    # official code has no such link
+    # add to a region the mean position vector of the words that refer to it, as in VisualBERT (for VCR); not in the
+    # official code
     named_regions: bool = False
-    # most images of one text. Each is read in a pass of its own, and the summaries of the passes are concatenated.
+    # maximum number of images per text. Each is encoded in a separate pass, and the summaries are concatenated.
     max_images: PositiveInt = 1

@@ -80,7 +80,7 @@ class RegionEmbeddings(nn.Module):
 
 
 class MultiHeadAttention(nn.Module):
-    """Queries of one sequence, keys and values of the same or of another one."""
+    """Attention with keys and values from the same or another sequence."""
 
     def __init__(self, config):
         super().__init__()
@@ -98,9 +98,9 @@ class MultiHeadAttention(nn.Module):
         output_attentions: bool = False,
         bias: Float[Tensor, "M heads queries keys"] | None = None,
     ) -> tuple[Float[Tensor, "M queries E"], Map | None]:
-        """What the states read from the context, and the map if asked for; the bias is added to the logits.
+        """The attention output, and the map if requested; the bias is added to the logits.
 
-        Where there is nothing to read, such as the regions of a text without an image, it is zero, and so is the map.
+        With an empty context, such as the regions of a text without an image, the output and the map are zero.
         (The official code would average over the padding, whose masked scores are all alike.)
         """
         split = (-1, self.head_size)
@@ -208,7 +208,7 @@ class CrossModalityLayer(GradientCheckpointingLayer):
         return words, regions, (to_regions, to_words, among_words, among_regions)
 
 
-# Each image of a text in a pass of its own, for encoders that read one image at a time.
+# One pass per image of a text, for encoders that read one image at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,9 +295,9 @@ class LxmertEncoderConfig(EncoderConfig, settings=LxmertSettings):
 
 
 class LxmertEncoder(Encoder):
-    """Words and regions each through layers of their own, then through layers with cross attention.
+    """Separate layers for words and for regions, then layers with cross attention.
 
-    Each image of a text is read in a pass of its own, as the official code reads NLVR2's two. Then a wordpiece has the
+    Each image of a text is encoded in a separate pass, as in the official code for NLVR2. Then a wordpiece has the
     mean of its states over the passes with an image, a region has the state of its image's pass, and the
     summary is [first image's summary; second image's summary], X = I x E with I = `max_images`. A pass without an
     image reads zeros where others read regions.
@@ -398,7 +398,7 @@ class LxmertEncoder(Encoder):
         for layer, bias in zip(self.encoder.r_layers, biases[: self.config.r_layers], strict=True):
             objects, found = layer(objects, region_mask, output_attentions, bias)
             of_regions.append(found)
-        # from here on each image of a text has words of its own
+        # from here on, words are separate for each image of a text
         words, word_mask, intermediate = passes.repeat(words), passes.repeat(texts.attention_mask), None
         for number, (layer, bias) in enumerate(zip(self.encoder.x_layers, biases[self.config.r_layers :], strict=True)):
             if number == intermediate_layer:
@@ -422,7 +422,7 @@ class LxmertEncoder(Encoder):
     def embed_regions(
         self, texts: TextBatch, regions: TextRegions, passes: ImagePasses
     ) -> Float[Tensor, "passes own E"]:
-        """What goes into the layers over regions, image by image."""
+        """The input of the layers over regions, image by image."""
         features = regions.features
         if self.config.masked_region_feature:
             features = features.masked_fill(regions.is_masked[..., None], 0.0)

@@ -36,7 +36,7 @@ from e2e_vl.structures import (
 )
 from e2e_vl.text import CLS, MASK, SEP, Template, TextLayout
 
-# What goes into VisualBERT's first layer: words as in BERT, and regions with tables of their own.
+# Input embeddings of VisualBERT: words as in BERT, and regions with separate tables
 
 
 BOX_NUMBERS = 6  # width of `box_numbers`
@@ -55,8 +55,8 @@ def box_numbers(boxes: Float[Tensor, "*shape 4"], image_sizes: Num[Tensor, "*sha
 class VisualBertEmbeddings(nn.Module):
     """Texts and their regions -> the packed input sequence `words, regions`.
 
-    What the official code does and the paper does not mention: no [SEP] follows the regions, one LayerNorm serves words
-    and regions, and all regions share row 0 of their position table, whose other rows are never read.
+    Details of the official code that are not in the paper: no [SEP] follows the regions, words and regions share one
+    LayerNorm, and all regions use row 0 of the visual position table; its other rows are unused.
     """
 
     def __init__(self, config):
@@ -135,8 +135,8 @@ class VisualBertEncoderConfig(EncoderConfig, BertConfig, settings=VisualBertSett
 class VisualBertEncoder(Encoder):
     """Words and regions in one sequence through BERT layers; parameter names are those of transformers' VisualBERT.
 
-    The sequence of a text is `words, regions`; see `VisualBertEmbeddings` for what each position is made of. Attention
-    maps come back over the L + R slots [words | regions] of the padded batch.
+    The sequence of a text is `words, regions`; see `VisualBertEmbeddings` for the input embeddings. Attention
+    maps are over the L + R slots [words | regions] of the padded batch.
     """
 
     config_class = VisualBertEncoderConfig

@@ -40,7 +40,7 @@ from e2e_vl.structures import (
 )
 from e2e_vl.text import CLS, MASK, SEP, Template, TextLayout
 
-# What goes into VL-BERT's first layer: word + visual + position + segment embeddings (paper, section 3.2).
+# Input embeddings of VL-BERT: word + visual + position + segment embeddings (paper, section 3.2)
 
 
 REGION_SEGMENT = 2  # segment of regions and [END]; words have 0 or 1
@@ -89,7 +89,7 @@ class ScalarFactor(nn.Module):
 
 
 class VisualPart(nn.Module):
-    """What a region vector adds to the embedding of a word or a region.
+    """The visual part of the embedding of a word or a region.
 
     A Linear where F differs from E, then LayerNorm, or a scalar factor without `layer_norm`. The weight of either
     starts at `scale`; at the official 0.0 the visual part is exactly zero at first, and no gradient gets through it.
@@ -120,7 +120,7 @@ class MaskedRegionFeature(nn.Module):
 
 
 class ImageSlotEmbedding(nn.Embedding):
-    """A vector for each image of a text; zero at the start, when it changes nothing."""
+    """A learned vector for each image of a text, initially zero."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -129,7 +129,7 @@ class ImageSlotEmbedding(nn.Embedding):
 class VLBertEmbeddings(nn.Module):
     """Texts and their regions -> the packed input sequence `words, regions, [END]`.
 
-    What the official code does and the paper does not mention: a region's word is one learned vector; all
+    Details of the official code that are not in the paper: a region's word is one learned vector; all
     regions share the position after the last word and [END] has the one after that; [END] is a learned vector without
     a visual part (unless `visual_part_on_end`); the whole image is one of the regions (unless `whole_image_in_sequence`
     is off); regions and [END] are segment 2.
@@ -307,8 +307,8 @@ class VLBertLayer(BertLayerWithMaps):
 class VLBertModel(Encoder):
     """Words and regions in one sequence through BERT layers.
 
-    The sequence of a text is `words, regions, [END]`; see `VLBertEmbeddings` for what each position is made of.
-    Attention maps come back over the L + R + 1 slots [words | regions | END] of the padded batch.
+    The sequence of a text is `words, regions, [END]`; see `VLBertEmbeddings` for the input embeddings.
+    Attention maps are over the L + R + 1 slots [words | regions | END] of the padded batch.
     """
 
     config_class = VLBertConfig

@@ -144,7 +144,7 @@ def write_submission(path: str | Path, predictions: Sequence[ReferringPrediction
     """Write predictions as a JSON list with one object per expression, in order.
 
     An object is {"ref_id": int, "sent_id": int, "box": [x1, y1, x2, y2]}, in pixels of the stored image; the box is
-    null if the model found none. There is no evaluation server. (`ref_id` alone would be ambiguous: an object has several
-    expressions.)
+    null if the model found none. There is no evaluation server. (`ref_id` alone would be ambiguous: an object has
+    several expressions.)
     """
     write_list(path, ({"ref_id": one.ref_id, "sent_id": one.sent_id, "box": one.box} for one in predictions))

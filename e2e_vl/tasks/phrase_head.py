@@ -82,7 +82,7 @@ class PhraseHead(nn.Module):
 def log_attention_of(
     query: Float[Tensor, "P width"], key: Float[Tensor, "P R width"], candidates: Bool[Tensor, "P R"], heads: int = 1
 ) -> Float[Tensor, "P R"]:
-    """Log attention of each phrase on the regions of its text, averaged over heads; -inf if a region is no candidate."""
+    """Log attention of each phrase on the regions of its text, averaged over heads; -inf for other regions."""
     query, key = query.unflatten(-1, (heads, -1)), key.unflatten(-1, (heads, -1))
     scores = at_least_float32(torch.einsum("phd,prhd->phr", query, key)) / math.sqrt(query.shape[-1])
     # the lowest number instead of -inf, which would make gradients NaN for texts without regions

@@ -1,6 +1,6 @@
-"""What every weight adapter offers: checkpoints of other projects under our parameter names, and back.
+"""Base classes of the weight adapters, which convert checkpoints of other projects to our parameter names and back.
 
-`ADAPTERS` in `e2e_vl/run/build.py` lists the adapters of each encoder; `e2e_vl.weights.start` asks them. Tables of
+`ADAPTERS` in `e2e_vl/run/build.py` lists the adapters of each encoder; `e2e_vl.weights.start` uses them. Tables of
 names are {theirs: ours}; a name is a parameter or, most often, the module that holds it.
 """
 
@@ -32,7 +32,7 @@ Names = Mapping[str, str]
 class ModelWeights:
     """Weights under our names, and the model that they come from."""
 
-    # of the three parts; empty where the file lacks a part
+    # of the three parts; empty if the file lacks a part
     detector: dict[str, Tensor]
     encoder: dict[str, Tensor]
     task: dict[str, Tensor]
@@ -43,11 +43,11 @@ class ModelWeights:
 
 
 class WeightAdapter(abc.ABC):
-    """One format of files that an encoder starts from. The tuples hold prefixes of its parameter names."""
+    """One format of checkpoints that an encoder can start from. The tuples contain prefixes of its parameter names."""
 
     layout: ClassVar[str]  # whose names the files have, for reports
     suffix: ClassVar[str | None] = None  # of the files that `export` writes; None: it writes none
-    required: Sequence[str] = ("",)  # what a file must hold; the rest of the encoder stays random
+    required: Sequence[str] = ("",)  # parameters that a checkpoint must have; the rest of the encoder stays random
 
     # True of the encoder whoever trained it, runs of this project included:
     same_config: ClassVar[tuple[str, ...]] = ()  # fields of its config, not prefixes, that no shape of a weight shows
@@ -128,7 +128,7 @@ def rename_head(task: Mapping[str, Tensor], names: Names) -> tuple[dict[str, Ten
 
 
 def check_settings(own: Mapping[str, Any], needed: Mapping[str, Any], path: Path) -> None:
-    """Refuse a model that the other project would compute otherwise with the same weights.
+    """Raise a UserError if the other project would compute something else with the same weights.
 
     Args:
         own: settings of our encoder or detector.

@@ -1,12 +1,12 @@
-"""Starting weights of an encoder and of the heads: from our own runs and from the files of other projects.
+"""Initial weights of the encoder and the heads, from our runs and from checkpoints of other projects.
 
-What a path holds is told by its content:
+The kind of checkpoint is detected from its contents:
 
 - a run directory, the `model` folder in it, or its `encoder` or `task` folder; an encoder's `save_pretrained` folder;
 - a file, a folder or a hub name that one of the encoder's weight adapters recognises, see `e2e_vl.weights.base`.
 
 A head starts from the head of another task by the rule in `Task.starts_from`, the phrase head from such a head
-of one of our runs. Everything else must fit, and what stays random or unused is listed in the report.
+of one of our runs. Everything else must match; missing and unused parameters are listed in the report.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None
 
 
 def check_vocabulary(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse an encoder of a run with another vocabulary, perhaps of the same size."""
+    """Raise a UserError if the encoder was trained with another vocabulary, even of the same size."""
     path = user_path(path)
     places = [path / "model", path]  # a run, a model folder
     places += [part.parent for part in (path, path.parent) if part.name == "encoder"]  # its part, the part's file
@@ -271,7 +271,7 @@ def check_vocabulary(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def check_answers(folder: Path, task: Task) -> None:
-    """Refuse a head of ours, in `folder`, with another list of answers, perhaps only in another order."""
+    """Raise a UserError if our head in `folder` has another answer vocabulary, or the same in another order."""
     path = folder / ANSWERS_FILE
     if task.chooses_answers and path.is_file() and read_answers(path) != task.answers:
         raise UserError(
