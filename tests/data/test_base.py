@@ -25,7 +25,6 @@ from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.samples import AnnotatedObjects, Sample, SampleImage, SampleText
 from tests.data.helpers import DOUBLE, SAME, examples, refused
-from tests.data.tiny_readers import READERS
 
 KNOWN = ("images", "captions", "corpus")
 BOXES = {7: [[10, 20, 30, 40], [60, 10, 90, 40], [0, 0, 100, 60]], 3: [[5.5, 10, 25.75, 70]]}
@@ -71,11 +70,6 @@ def test_classes_are_compared_by_name_where_the_names_are_known():
 
 
 # What every data set promises
-
-
-@pytest.fixture(params=READERS)
-def dataset(request, tiny) -> VLDataset:
-    return READERS[request.param](tiny)
 
 
 def test_texts_images_and_truths_agree(dataset):

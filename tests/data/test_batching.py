@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from detector.config import SelectionRule
 from detector.errors import UserError
-from e2e_vl.data.base import VLDataset
 from e2e_vl.data.batching import (
     BatchLoader,
     ExampleDataset,
@@ -42,7 +40,7 @@ from e2e_vl.examples import (
 )
 from e2e_vl.text import TextEncoding
 from tests.data.helpers import DOUBLE, SAME, examples, refused
-from tests.data.tiny_readers import READERS, captions
+from tests.data.tiny_readers import captions
 from tests.data.tiny_refcoco import GT_7
 
 GROUPS = [[0, 1, 2, 3, 4], [5], [6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17], [18, 19, 20]]
@@ -416,14 +414,6 @@ def test_batches_of_many_images_need_few_file_descriptors(few_file_descriptors):
     assert plain(first) == plain(joined([ManyImages()[Request(number, ())] for number in range(IMAGES)]))
 
 
-ALL = SelectionRule(min_score=0.0, min_regions=0, max_regions=100)
-
-
-@pytest.fixture(params=READERS)
-def dataset(request, tiny) -> VLDataset:
-    return READERS[request.param](tiny)
-
-
 # Every reader
 
 
@@ -443,20 +433,18 @@ def test_one_image_with_all_its_texts(dataset, tiny):
         assert text.record["flipped"] is False
 
 
-def test_randomness_depends_on_seed_epoch_and_text_only(dataset, tiny):
-    def draws(seed: int) -> list[tuple[bool, int, int]]:
-        data = examples(dataset, tiny.tokenizer, resize=(SAME, DOUBLE), flip_probability=0.5, seed=seed)
-        requests = [Request(0, (text,), epoch) for epoch in range(12) for text in dataset.groups[0]]
-        made = [data[one] for one in requests]
-        again = [data[one].images[0].pixels for one in reversed(requests)]
-        for example, pixels in zip(made, reversed(again), strict=True):
-            np.testing.assert_array_equal(example.images[0].pixels, pixels)
-        return [(e.texts[0].record["flipped"], e.images[0].pixels.shape[0], e.texts[0].seed) for e in made]
+def test_randomness_depends_on_seed_epoch_and_text_only(tiny):
+    requests = [Request(0, (text,), epoch) for epoch in range(12) for text in (0, 1)]
 
-    first = draws(1)
-    assert first == draws(1)
-    assert first != draws(2)
-    assert {row[:2] for row in first} == {(flipped, height) for flipped in (False, True) for height in (60, 120)}
+    def drawn(seed: int, order: list[Request]) -> dict[Request, tuple[bool, int, int]]:
+        data = examples(captions(tiny), tiny.tokenizer, resize=(SAME, DOUBLE), flip_probability=0.5, seed=seed)
+        made = {one: data[one] for one in order}
+        return {one: (*data_look(example), example.texts[0].seed) for one, example in made.items()}
+
+    first = drawn(1, requests)
+    assert first == drawn(1, requests[::-1])
+    assert first != drawn(2, requests)
+    assert {look[:2] for look in first.values()} == {(flipped, scale) for flipped in (False, True) for scale in (1, 2)}
 
 
 def test_an_image_that_is_missing_or_broken_is_named(dataset, tiny):
