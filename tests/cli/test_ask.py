@@ -201,7 +201,9 @@ def test_bad_images_of_a_folder_do_not_lose_the_other_answers(trained_run, folde
     assert expected.answer in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("setting", "message"), [("blank_text", "any text"), ("blank_image", "any image")])
+@pytest.mark.parametrize(
+    ("setting", "message"), [("blank_text", "the text as a control"), ("blank_image", "the image as a control")]
+)
 def test_runs_that_cannot_answer(trained_run, tmp_path, capsys, setting, message):
     shutil.copytree(trained_run.path / "model", tmp_path / "model")
     settings = yaml.safe_load((tmp_path / "model" / "config.yaml").read_text("utf-8"))
@@ -221,8 +223,8 @@ VCR = ("Why is [0] there?", "--boxes", "person:1,2,30,40")
 UNANSWERABLE = [
     ("vcr", VCR[:1], "takes boxes"),
     ("vcr", VCR, "four choices"),
-    ("vcr", (*VCR, "--choices", "a", "b", "c", "[1] d"), "names the object [1], but 1 boxes"),
-    ("vcr", (*VCR[:2], "robot:1,2,30,40", "--choices", *"abcd"), "class 'robot' is none of the run's"),
+    ("vcr", (*VCR, "--choices", "a", "b", "c", "[1] d"), "the object [1]"),
+    ("vcr", (*VCR[:2], "robot:1,2,30,40", "--choices", *"abcd"), "class 'robot'"),
     ("vcr", (*VCR, "--choices", *"abcd", "--answer", "x"), "four choices, and no answer"),
     ("vqa", ("  ",), "The text is empty"),
     ("vqa", ("x", "--choices", "a"), "takes no choices"),
