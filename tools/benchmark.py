@@ -18,7 +18,7 @@ other's median / ours: above 1, ours is faster. If the features differ, the exit
 
 `ask` times the answers of a trained run: importing and loading, the first answer, and further ones.
 
-The ways that are compared take turns, so that a machine that changes its speed slows all of them.
+The compared variants are run in turn, so that changes in machine speed affect all of them.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         command.add_argument("--warm-up", type=int, default=1, help="calls before them (default: 1)")
         command.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
     words = sys.argv[1:] if argv is None else argv
-    is_train = words[:1] == ["train"]  # its overrides may stand anywhere, which a parser of subcommands cannot read
+    is_train = words[:1] == ["train"]  # a parser with subcommands cannot read overrides between options
     arguments = train.parse_intermixed_args(words[1:]) if is_train else parser.parse_args(words)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = {
@@ -208,7 +208,7 @@ def measure_train(arguments: argparse.Namespace, device: torch.device) -> dict[s
 
 
 def compare_gradients(model: VisionLanguageModel, grouped: Batch, singles: Sequence[Batch]) -> dict[str, float]:
-    """How far task losses and gradients of both ways are apart, relative to the largest, without dropout, in float32.
+    """Relative differences of task losses and gradients between both ways, without dropout, in float32.
 
     Each loss is its total over the batches divided by its count in the grouped batch.
     """
@@ -238,7 +238,7 @@ def compare_gradients(model: VisionLanguageModel, grouped: Batch, singles: Seque
 
 
 def task_counts(output: ModelOutput) -> dict[str, Tensor]:
-    """What each task loss is divided by: its count, at least 1."""
+    """The divisor of each task loss: its count, at least 1."""
     return {name: loss.count.clamp(min=1) for name, loss in output.task.losses.items()}
 
 

@@ -1,6 +1,6 @@
-"""A caption as the encoder reads it, with the wordpieces of its phrases and of the words of its parse.
+"""Captions as encoder input, aligned with their phrases and parses.
 
-No word is masked and nothing is asked: it is the same for every task that a run was trained for.
+Captions are plain texts without masked words, whatever task the run was trained for.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -29,7 +29,7 @@ class ParsedWord:
     form: str  # as written; the words of a contraction have the same form
     governor: int  # row of the governing word from 0; -1: the root
     relation: str  # to the governor, in the labels of the file
-    is_joined: bool = False  # it belongs to the contraction that the word before began
+    is_joined: bool = False  # it continues the contraction of the word before
 
 
 def read_conllu(path: str | Path) -> Iterator[list[ParsedWord]]:
@@ -67,7 +67,7 @@ def _sentence(path: str | Path, rows: list[tuple[int, list[str]]]) -> list[Parse
     return words
 
 
-# Parses of captions, found by the characters of the caption and aligned with it.
+# Parses of captions, looked up by the characters of the caption and aligned with it.
 
 
 _SIGNS = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "-LCB-": "{", "-RCB-": "}", "``": '"', "''": '"'}
@@ -85,14 +85,14 @@ class PlacedWord:
 
 @dataclasses.dataclass(frozen=True)
 class Parses:
-    """The parses of some captions. It is sent to data workers."""
+    """The parses of some captions. It is pickled for data workers."""
 
     by_text: Mapping[str, tuple[ParsedWord, ...]]  # under `plain_characters`
     origin: str  # a file or a model, for messages
 
     @classmethod
     def of(cls, sentences: Iterable[Sequence[ParsedWord]], origin: str) -> Parses:
-        """The parses of sentences; of two parses of one text the first counts."""
+        """The parses of sentences; of duplicate texts, the first one is used."""
         found: dict[str, tuple[ParsedWord, ...]] = {}
         for words in sentences:
             text = "".join(plain_characters(word.form) for word in words if not word.is_joined)
@@ -125,7 +125,7 @@ def read_parses(path: str | Path) -> Parses:
 
 
 def parse_with_spacy(texts: Iterable[str], model: str) -> Parses:
-    """Parses that a spaCy model makes, one per different text; words of white space are no words."""
+    """Parse each distinct text with a spaCy model; whitespace tokens are dropped."""
     try:
         import spacy
 
@@ -177,7 +177,7 @@ class CaptionAnnotations:
 
 @dataclasses.dataclass(frozen=True)
 class CaptionPreprocessor(Preprocessor):
-    """Texts with annotated phrases, each as a text of its own; with `needs_parses` each must have a parse."""
+    """Encodes texts with annotated phrases; with `needs_parses`, a text without a parse is an error."""
 
     parses: Parses | None = None
     needs_parses: bool = True
@@ -199,7 +199,7 @@ class CaptionPreprocessor(Preprocessor):
         own: Bool[np.ndarray, " L"],
         uncut: Int64[np.ndarray, "pieces 2"],
     ) -> CaptionAnnotations:
-        """What the measures need of a text.
+        """The phrases and words of a text, aligned with its wordpieces.
 
         Args:
             places: characters of each wordpiece: the first and the last plus one.

@@ -1,4 +1,4 @@
-"""Measures of all captions of a split, over any number of processes; memory does not grow with the split.
+"""Measures over all captions of a split, on any number of processes, in constant memory.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -122,7 +122,7 @@ class MeasureKey:
 
 @dataclasses.dataclass
 class RecordedText:
-    """One text as pictures show it, on the CPU. Boxes are xyxy in pixels of the stored image."""
+    """The data for the pictures of one text, on the CPU. Boxes are xyxy in pixels of the stored image."""
 
     index: int
     caption: CaptionAnnotations
@@ -136,7 +136,7 @@ class RecordedText:
 
 @dataclasses.dataclass
 class Collected:
-    """The sums of all measures, how many texts there were, and the texts that pictures show."""
+    """The sums of all measures, counts of texts and phrases, and the texts to draw."""
 
     sums: dict[MeasureKey, HeadSums] = dataclasses.field(default_factory=dict)
     numbers: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -149,7 +149,7 @@ class Collected:
         self.sums[key].add(measured, per_sentence=per_sentence)
 
     def join(self, other: Collected) -> None:
-        """Add what another process has collected."""
+        """Add the results of another process."""
         for key, sums in other.sums.items():
             if key in self.sums:
                 self.sums[key].join(sums)
@@ -159,7 +159,7 @@ class Collected:
         self.shown += other.shown
 
     def labels(self, graph: str, measure: str, options: AttentionOptions) -> list[str]:
-        """The most common relations of a measure, by falling number of examples."""
+        """The most common relations of a measure, by descending number of examples."""
         found = {
             key.label: sums.examples for key, sums in self.sums.items() if (key.graph, key.measure) == (graph, measure)
         }
@@ -204,8 +204,8 @@ def collect_attention(
     """All measures of every text of a split; the same on every process.
 
     Args:
-        sorted_boxes: candidate boxes that come without scores are sorted by falling confidence.
-        shown: texts of which everything is kept for pictures.
+        sorted_boxes: candidate boxes without scores are sorted by descending confidence.
+        shown: indices of the texts to draw.
     """
     graphs = model.encoder.attention_graphs
     groups = examples.groups if max_images is None else examples.groups[:max_images]
@@ -284,7 +284,7 @@ def view_of(
     options: AttentionOptions,
     confidence: Float[Tensor, " R"] | None,
 ) -> TextView:
-    """What the measures need of one text."""
+    """The inputs of the measures for one text."""
     caption: CaptionAnnotations = batch.records[text][RECORD]
     allowed = regions.attention_mask[text] & (regions.image_slot[text] == 0)
     if options.whole_image == "excluded":
@@ -377,7 +377,7 @@ def put_by_label(put: Callable[..., None], measure: str, measured: Measurement, 
 
 
 def counted_phrases(view: TextView, options: AttentionOptions) -> Bool[Tensor, " phrases"]:
-    """The phrases that are measured: with or without boxes and right regions, as the choices say."""
+    """The phrases that are measured, see `options.without_box` and `options.without_proposal`."""
     has_box = torch.tensor([len(own) > 0 for own in view.caption.boxes], dtype=torch.bool, device=view.allowed.device)
     has_region = view.is_right.any(dim=1)
     counted = has_box if options.without_box == "skip" else torch.ones_like(has_box)
@@ -387,7 +387,7 @@ def counted_phrases(view: TextView, options: AttentionOptions) -> Bool[Tensor, "
 
 
 def count_text(numbers: Counter[str], view: TextView, options: AttentionOptions) -> None:
-    """Count what a text has and what is left out."""
+    """Update the counts with one text."""
     caption = view.caption
     has_box = [len(own) > 0 for own in caption.boxes]
     has_region = view.is_right.any(dim=1).tolist()
@@ -414,7 +414,7 @@ def count_text(numbers: Counter[str], view: TextView, options: AttentionOptions)
 
 
 def texts_to_show(groups: Sequence[Sequence[int]], number: int, seed: int) -> list[int]:
-    """One text each of some images, drawn at random."""
+    """One random text of each of `number` random images."""
     rng = np.random.default_rng(seed)
     some = rng.permutation(len(groups))
     filled = itertools.islice((groups[int(row)] for row in some if len(groups[int(row)])), number)

@@ -1,4 +1,4 @@
-"""What the papers leave open about measures of attention, each as a named option with a default."""
+"""Options for details of the attention measures that the papers do not specify."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WordPiece = Literal["last", "first", "mean"]
 
 
 class AttentionOptions(msgspec.Struct, frozen=True):
-    """The options of an analysis; `describe` repeats them in its output. The metadata of a type is its help."""
+    """The options of an analysis. The metadata of each type is the help text."""
 
     entity_piece: Annotated[
         Literal["last", "first", "mean", "head"],
@@ -89,14 +89,14 @@ class AttentionOptions(msgspec.Struct, frozen=True):
             )
 
     def describe(self) -> list[dict[str, Any]]:
-        """Of each option its `name`, `value`, `default` and `meaning`."""
+        """`name`, `value`, `default` and `meaning` of each option."""
         return [
             {"name": option_name(name), "value": getattr(self, name), "default": default, "meaning": meaning}
             for name, _, default, meaning in options()
         ]
 
     def number(self, layer: int, head: int) -> str:
-        """How the output names a head, such as "10-1"."""
+        """The name of a head in the output, such as "10-1"."""
         return f"{layer + self.first_number}-{head + self.first_number}"
 
 
@@ -109,7 +109,7 @@ def options() -> Iterator[tuple[str, Any, Any, str]]:
 
 
 def option_name(field: str) -> str:
-    """How a command names an option."""
+    """The command-line name of an option."""
     return "--" + field.replace("_", "-")
 
 

@@ -1,4 +1,4 @@
-"""The analysis of a trained run on a split whose captions name boxes: from the run's folder to the files of results."""
+"""Analysis of a trained run on a split with captions and boxes; writes all result files."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _percent(value: Any) -> str:
 
 FOLDER = "attention"  # of a run directory
 RESULTS_PAGE = "attention.html"
-# all that an analysis writes
+# all files of an analysis
 WRITTEN = (
     RESULTS_PAGE,
     "attention.json",
@@ -114,13 +114,13 @@ WRITTEN = (
     "relations_*.png",
     "overlays",
 )
-# settings of `data` about the input of the model and the work: those of the run, whichever data are read
+# `data` settings that are always those of the run, even with data from another config
 OF_RUN = ("resize", "canvas", "vocabulary", "max_text_length", "blank_text", "blank_image", "workers")
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRequest:
-    """What is to be analysed, and how."""
+    """The arguments of an analysis."""
 
     run: Path
     split: str
@@ -153,7 +153,7 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
     graphs = model.encoder.attention_graphs
     if config.data.blank_text or config.data.blank_image or not graphs:
         raise UserError(
-            f"{request.run}: a run without the text, the image or attention maps grounds nothing; choose another run."
+            f"{request.run}: a run without the text, the image or attention maps cannot be analysed; use another run."
         )
     if request.data is not None:
         config = with_data_of(config, request.data, of_data)
@@ -198,7 +198,7 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
     )
     page = None
     if accelerator.is_main_process:
-        with atomic_folder(request.folder.resolve()) as folder:  # in the place of an earlier analysis
+        with atomic_folder(request.folder.resolve()) as folder:  # replaces an earlier analysis
             write_results(folder, results, found, heads)
         page = request.folder.resolve() / RESULTS_PAGE
     accelerator.wait_for_everyone()
@@ -222,16 +222,16 @@ def write_results(folder: Path, results: AttentionResults, found: Collected, hea
 
 
 def check_results_folder(folder: Path) -> None:
-    """Check that the folder is new, or has an earlier analysis, which is replaced as a whole."""
+    """Check that the folder is new or contains an earlier analysis only."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if folder.is_file() or not all(any(fnmatch.fnmatchcase(name, own) for own in WRITTEN) for name in names):
         raise UserError(f"{folder} holds more than the results of an analysis; choose another --output.")
 
 
 def divided(overrides: Sequence[str], *, has_data: bool) -> tuple[list[str], list[str]]:
-    """What changes the settings of the run, and what changes the data that another config names.
+    """Split overrides into those of the run's settings and those of the other config's data.
 
-    How images and texts become input stays with the run, as it was trained (see `OF_RUN`).
+    Settings in `OF_RUN` belong to the run, because the model was trained with them.
     """
     changed = re.compile(rf"data\.(?!({'|'.join(OF_RUN)})\b)")
     of_data = [word for word in overrides if has_data and changed.match(word)]
@@ -239,7 +239,7 @@ def divided(overrides: Sequence[str], *, has_data: bool) -> tuple[list[str], lis
 
 
 def with_data_of(config: RunConfig, path: Path, overrides: list[str]) -> RunConfig:
-    """The settings of a run, with the data of a config; what `OF_RUN` names stays that of the run."""
+    """The settings of a run with the data of another config, except for the settings in `OF_RUN`."""
     data = load_config(path, [*overrides, "output=unused"]).data
     own = {name: getattr(config.data, name) for name in OF_RUN}
     return msgspec.structs.replace(config, data=msgspec.structs.replace(data, **own))
@@ -253,7 +253,7 @@ def caption_examples(
     parses: Parses | None,
 ) -> ExampleDataset:
     """The captions of a split as plain texts."""
-    # with a weight of their loss, phrases are read
+    # a non-zero loss weight makes the data set read phrases
     with_phrases = msgspec.structs.replace(config, phrases=msgspec.structs.replace(config.phrases, weight=1.0))
     dataset = open_split(with_phrases, request.split, request.boxes, training=False)
     loader = build_loader(config, model, dataset, request.boxes)

@@ -17,7 +17,7 @@ from e2e_vl.analysis.measures import HeadSums
 from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.structures import AttentionBlock, AttentionGraph
 
-# What a baseline is, in words.
+# descriptions of the baselines
 BASELINE_WORDS = {
     CONFIDENCE: "always the region with the highest detection confidence (the paper's baseline)",
     LARGEST: "always the largest region",
@@ -33,7 +33,7 @@ NO_CONFIDENCE = (
 
 @dataclasses.dataclass(frozen=True)
 class AttentionResults:
-    """Everything that was measured."""
+    """The results of an analysis."""
 
     run: str
     encoder: str
@@ -61,7 +61,7 @@ class AttentionResults:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences that the output must have beside its numbers."""
+        """Notes to print with the numbers."""
         notes = []
         if not any(CONFIDENCE in sums.baselines for sums in self.sums.values()):
             notes.append(NO_CONFIDENCE)
@@ -217,7 +217,7 @@ def _head_rows(results: AttentionResults, *, only_all: bool) -> Iterable[dict[st
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows of one kind under the names of their values; nothing for no rows."""
+    """Write rows with a header; no file if there are no rows."""
     rows = iter(rows)
     first = next(rows, None)
     if first is None:

@@ -1,17 +1,17 @@
-"""Measure what the attention heads of a trained run ground: entities, syntactic relations, and what they look at.
+"""Measure the grounding of entities and syntactic relations by the attention heads of a trained run.
 
     e2e-vl analyze-attention --run runs/demo_flickr30k --split val --boxes online \\
         --parses data/demo_flickr30k/flickr30k/parses/val.conllu
     accelerate launch -m e2e_vl analyze-attention --run RUN --split val --boxes gt --spacy en_core_web_sm
 
-Any run with an encoder that attends can be analysed, on data whose captions name boxes (Flickr30K Entities): those of
-the run, or those of another config (--data). Words are read as they are, whatever the task of the run masks or asks.
+Works for any run with an attention encoder, on captions with boxes for phrases (Flickr30K Entities): the data of the
+run, or of another config (--data). Captions are used without masked words, whatever the task of the run.
 
 Entity grounding: how often a phrase attends most, among the regions, to a region with IoU of at least 0.5 with its box.
 Syntactic grounding: the same for the word at the other end of a relation; parses come from a CoNLL-U file (--parses) or
 from an installed spaCy model (--spacy). A head is active if more than 20 % of that attention is on regions. Both follow
-section 3 of VisualBERT's ACL paper; what the paper leaves open are the options under "options", which the output
-repeats. An encoder with several graphs of attention (LXMERT: language, vision, cross) is measured graph by graph.
+section 3 of VisualBERT's ACL paper; see "options" for details that the paper does not specify. An encoder with several
+attention graphs (LXMERT: language, vision, cross) is measured graph by graph.
 
 Writes into --output: attention.html (everything on one page), attention.json, heads.csv, relations.csv, table2_*.csv,
 the figures and overlays/*.jpg, regions coloured by the attention of phrases. docs/analysis.md says more.
@@ -56,7 +56,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--max-images", type=int, help="only the first images of the split (default: all)")
     parser.add_argument("--output", type=Path, help="folder of the results (default: one in RUN/attention)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
-    group = parser.add_argument_group("options", "what the paper leaves open")
+    group = parser.add_argument_group("options", "details that the paper does not specify")
     for name, kind, default, meaning in options():
         group.add_argument(
             option_name(name),

@@ -1,10 +1,10 @@
-"""The regions of one image, with a picture; or the region features of many images, in the formats of the field.
+"""Extract the regions of one image, with a picture, or region features of many images, in published formats.
 
     e2e-vl extract IMAGE --output DIR
     e2e-vl extract FOLDER --output FILE --format tsv
     e2e-vl extract --images instances.json --output FILE --format hdf5
 
-One image, and many (a folder, or a list or COCO file that --images names), have options of their own; both follow.
+The options differ for one image and for many images (a folder, or a list or COCO file given by --images); both follow.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ONE_IMAGE = """Describe the regions of one image, and find what a phrase refers 
                 and their scores
 Without --run, --detector or --weights the detector is a ResNet-101 C4 with random weights: it shows formats and speed.
 """
-MANY_IMAGES = """Extract boxes, features, classes and attributes of many images, in the formats of the field.
+MANY_IMAGES = """Extract boxes, features, classes and attributes of many images, in published formats.
 
     e2e-vl extract DIR --output features --format npz --weights FILE --config FILE
     accelerate launch --num_processes 4 -m e2e_vl extract --images LIST.txt --output train.tsv --format tsv \\

@@ -79,10 +79,11 @@ def make_jobs(
 def compare(
     jobs: dict[str, list[Job]], variants: dict[str, list[str]], metrics: Sequence[str] | None
 ) -> dict[str, Any]:
-    """The metrics of all variants, whose runs are finished.
+    """The metrics of all variants.
 
     Args:
-        metrics: which; None: all accuracies over all kinds of texts.
+        jobs: finished runs.
+        metrics: names of metrics; None: all accuracies over all kinds of texts.
     """
     results = {name: [job.metrics for job in own] for name, own in jobs.items()}
     first = next(iter(results.values()))[0]

@@ -1,4 +1,4 @@
-"""Training runs that start from each other, several at a time, each in a process of its own."""
+"""Runs dependent training jobs, several at a time, each in a separate process."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run_jobs(jobs: Sequence[Job], *, launch: str, parallel: int = 1, keep_going:
         jobs: in an order in which each job comes after those that it needs.
         launch: see `Job.command`.
         parallel: runs at a time; on the CPU they share the cores evenly.
-        keep_going: after a failure the runs that do not need the failed one are run all the same.
+        keep_going: after a failure, still run the jobs that do not depend on the failed one.
     """
     for job in jobs:
         job.check()
@@ -122,7 +122,7 @@ def _run(job: Job, launch: str, environment: dict[str, str]) -> None:
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """What every command that trains many runs takes."""
+    """Add the options shared by all commands that train many runs."""
     parser.add_argument("--output", type=Path, required=True, help="folder of the runs and the table")
     parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="settings for all runs")
     parser.add_argument(
