@@ -1,8 +1,8 @@
-"""A run's settings: frozen Structs, decoded once and strictly from YAML files and `key=value` words.
+"""A run's settings: frozen Structs, strictly decoded from YAML files and `key=value` arguments.
 
-Order of precedence: command line (`train.lr=1e-5`) beats the file, the file beats its `base:` file, and that beats the
-defaults below. The settings of the parts that a run names (encoder, task, data set) are Structs of their own, see
-`e2e_vl/parts.py`. The resolved settings are saved with the run.
+The command line (`train.lr=1e-5`) overrides the file, the file its `base:` file, and that the defaults below. The
+encoder, task and data set of a run have separate settings Structs, see `e2e_vl/parts.py`. The resolved settings are
+saved with the run.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from e2e_vl.synthetic.config import SyntheticConfig
 
 
 class BoxSource(enum.StrEnum):
-    """A source of candidate boxes, as settings and commands name it.
+    """A source of candidate boxes, as used in settings and commands.
 
-    GT: all annotated objects of the image, crowds too. DETECTIONS: a file of detected boxes. DETECTIONS_GT: that file's
-    boxes, then all annotated objects; for training only. ONLINE: the detector of the model proposes them. PRECOMPUTED:
-    boxes and features of a features file; no image is read.
+    GT: all annotated objects of the image, including crowds. DETECTIONS: a file of detected boxes. DETECTIONS_GT: that
+    file's boxes, then all annotated objects; for training only. ONLINE: boxes predicted by the model's detector.
+    PRECOMPUTED: boxes and features from a features file; no image is read.
     """
 
     GT = "gt"
@@ -58,7 +58,7 @@ class BoxSource(enum.StrEnum):
 
     @property
     def metric_suffix(self) -> str:
-        """How names of metrics end that were measured with these boxes, such as `accuracy_predicted_boxes`."""
+        """Suffix of metrics measured with these boxes, as in `accuracy_predicted_boxes`."""
         return {
             BoxSource.GT: "gt_boxes",
             BoxSource.DETECTIONS: "detected_boxes",
@@ -79,17 +79,17 @@ class BoxSource(enum.StrEnum):
 
     @property
     def reads_annotations(self) -> bool:
-        """Annotated objects are among the candidates."""
+        """Whether annotated objects are among the candidates."""
         return self in (BoxSource.GT, BoxSource.DETECTIONS_GT)
 
     @classmethod
     def for_evaluation(cls) -> tuple[BoxSource, ...]:
-        """All sources but the mixture that adds the truth."""
+        """All sources except the one that adds the ground truth."""
         return tuple(source for source in cls if source is not cls.DETECTIONS_GT)
 
 
 class SyntheticSettings(Settings, frozen=True):
-    """Draw a data set in the official formats before the run, if it is not there yet."""
+    """Generate a data set in the official formats before the run, if it does not exist."""
 
     scenes: dict[str, NonNegativeInt] = {}  # split -> number of scenes; empty = no synthetic data
     seed: NonNegativeInt = 0
@@ -99,7 +99,7 @@ class SyntheticSettings(Settings, frozen=True):
 
 
 class BoxSettings(Settings, frozen=True):
-    """Where candidate boxes come from in training, and which boxes of a file are kept."""
+    """The source of candidate boxes in training, and which boxes of a file to keep."""
 
     train: BoxSource = BoxSource.GT
     selection: SelectionRule = SelectionRule()  # of boxes that come from a file
@@ -109,7 +109,7 @@ class BoxSettings(Settings, frozen=True):
 class ResizeSettings(Settings, frozen=True):
     """Sizes of images, in pixels."""
 
-    # training draws one, testing takes the last
+    # training samples one, testing uses the last
     short_edge: Annotated[list[PositiveInt], Meta(min_length=1)] = msgspec.field(default_factory=lambda: [600])
     long_edge: PositiveInt = 1000
     rounding: Literal["truncate", "detectron2", "torchvision"] = "truncate"  # truncate: VL-BERT's
@@ -128,25 +128,25 @@ class DataSettings(Settings, frozen=True):
     boxes: BoxSettings = BoxSettings()
     # None = INPUT.MIN_SIZE_TRAIN .. MAX_SIZE_TEST of the detector's YAML file, which have no effect otherwise
     resize: ResizeSettings | None = ResizeSettings()
-    # [short, long] edge of the canvas that each image is padded to at least, pixels; None = a batch is as large as its
-    # largest image
+    # [short, long] edge of the smallest canvas that images are padded to, pixels; None = pad to the largest image in
+    # the batch
     canvas: tuple[PositiveInt, PositiveInt] | None = None
     flip: Probability = 0.5  # of mirroring a training image
-    # precomputed features: mirror boxes and words although the features stay as they are (official VL-BERT code); False
+    # precomputed features: flip boxes and swap words although the features are unflipped (official VL-BERT code); False
     # forbids `flip` with them
     mirror_precomputed: bool = False
     # the whole image's feature is the mean of its regions' where a features file has none (official VL-BERT code)
     mean_image_feature: bool = False
-    # missing or unreadable images: training takes the next one and logs it; tools/evaluate.py leaves them out and
-    # counts them, as the evaluations of a training run always do
+    # missing or unreadable images: training logs them and uses the next image; tools/evaluate.py skips and counts them,
+    # as evaluations during training always do
     skip_broken: bool = False
-    # images of each split that are looked for before a run; 0 = none, None = all
+    # number of images of each split to check for before a run; 0 = none, None = all
     check_images: NonNegativeInt | None = 100
     keep_empty_images: bool = True  # detection: also train on images without objects
     texts_per_image: PositiveInt | None = 1  # texts of one image in one batch; None = all of them
     blank_text: bool = False  # text-blind control: every text is empty
     blank_image: bool = False  # image-blind control: every pixel is the mean colour
-    # wordpieces, special tokens included, of which there may be 4; None = no limit
+    # maximum number of wordpieces, including up to 4 special tokens; None = no limit
     max_text_length: Annotated[int, Meta(ge=4)] | None = None
     workers: NonNegativeInt = 2
     synthetic: SyntheticSettings = SyntheticSettings()
@@ -156,17 +156,17 @@ class DataSettings(Settings, frozen=True):
 
 
 class DetectorSettings(Settings, frozen=True):
-    """Which detector, and how it is trained beside the task."""
+    """Which detector, and how it is trained along with the task."""
 
     backend: str = "builtin"  # a key of DETECTORS in e2e_vl/parts.py
     config: str = "configs/detector/R_101_C4.yaml"  # a Detectron2 YAML file, or published weights by name
-    overrides: dict[str, Any] = {}  # nested Detectron2 keys that beat the file
+    overrides: dict[str, Any] = {}  # nested Detectron2 keys that override the file
     weights: str | None = None  # published weights by name, a file or a folder to start from; None = random
-    # what the weights must hold; the rest starts random
+    # what the weights must contain; the rest is initialised randomly
     expect: Literal["all", "no_attributes", "backbone"] = "all"
-    freeze: bool = False  # True: the whole detector keeps its starting values (and batch statistics)
-    loss_weight: NonNegativeFloat = 0.0  # weight of the detection losses beside the task's; 0 = they are not computed
-    # weights of single detection losses; 1 unless named
+    freeze: bool = False  # True: the whole detector keeps its initial weights (and batch statistics)
+    loss_weight: NonNegativeFloat = 0.0  # weight of the detection losses relative to the task's; 0 = not computed
+    # weights of individual detection losses; default 1
     loss_weights: dict[
         Literal["loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg", "loss_attribute"], float
     ] = {}
@@ -176,14 +176,14 @@ class DetectorSettings(Settings, frozen=True):
 
     @property
     def proposes_at_random(self) -> bool:
-        """Nothing trained the RPN and the box head: predicted boxes mean nothing."""
+        """Whether the RPN and the box head are untrained, so predicted boxes are meaningless."""
         is_trained = self.loss_weight > 0 and not self.freeze
         is_loaded = self.weights is not None and self.expect != "backbone"
         return self.backend != "precomputed" and not is_trained and not is_loaded
 
 
 class EncoderSettings(Settings, frozen=True):
-    """Which encoder, and its own settings."""
+    """Which encoder, and its settings."""
 
     name: str  # a key of ENCODERS in e2e_vl/parts.py
     config: Any = {}  # see e2e_vl/encoders/config.py
@@ -195,7 +195,7 @@ class EncoderSettings(Settings, frozen=True):
 
 
 class TaskSettings(Settings, frozen=True):
-    """Which task, and its own settings."""
+    """Which task, and its settings."""
 
     name: str  # a key of TASKS in e2e_vl/parts.py
     config: Any = {}  # see e2e_vl/tasks/config.py
@@ -233,23 +233,23 @@ class TrainSettings(Settings, frozen=True):
     schedule: Literal["linear", "cosine", "constant", "steps", "triangle"] = "linear"
     schedule_first: bool = False  # the first update has the rate of step 1, the last one the rate of the end (official)
     decay_steps: list[PositiveInt] = []  # schedule "steps": optimiser steps before each decay
-    decay_factor: PositiveFloat = 0.1  # schedule "steps": what each decay multiplies the rates with
+    decay_factor: PositiveFloat = 0.1  # schedule "steps": factor of each decay
     clip_norm: PositiveFloat | None = 1.0  # of all gradients together
     clip_tensor_norm: PositiveFloat | None = None  # of bert_adam: of the gradient of each parameter (VisualBERT: 1.0)
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    # how long processes wait for each other: the main one reads the data, and makes indices of large files, first
+    # timeout between processes: the main process first reads the data and indexes large files
     max_wait_minutes: PositiveFloat = 240.0
     channels_last: bool = True
-    activation_checkpointing: bool = False  # less memory, more time: compute activations again in the backward pass
+    activation_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     save_every_epochs: NonNegativeFloat = 1.0
     keep_checkpoints: PositiveInt = 2
     log_every: PositiveInt = 10
     # experiment trackers that accelerate knows, such as wandb; each is a package that must be installed
     trackers: list[str] = msgspec.field(default_factory=lambda: ["tensorboard"])
-    # name of a metric, of which more is better, such as val/accuracy_predicted_boxes, or of a loss, of which less is,
-    # such as val/loss_predicted_boxes: the model that is best by it is kept in best/
+    # a metric such as val/accuracy_predicted_boxes (higher is better) or a loss such as val/loss_predicted_boxes (lower
+    # is better): the best model is kept in best/
     keep_best: str | None = None
-    patience: PositiveInt | None = None  # stop after this many evaluations in a row without a better value of keep_best
+    patience: PositiveInt | None = None  # stop after this many evaluations without an improvement of keep_best
 
     def __post_init__(self) -> None:
         share, steps = self.warmup_share, self.decay_steps
@@ -294,14 +294,14 @@ class EvalSettings(Settings, frozen=True):
 
 
 class PhraseSettings(Settings, frozen=True):
-    """The phrases of a text point at the regions that they name, beside any task and in pre-training.
+    """Phrase grounding along with any task or pre-training: which regions do the phrases of a text refer to?
 
-    Only some data sets annotate phrases; the encoder learns them with the task.
+    Only some data sets annotate phrases; the encoder is trained on both losses.
     """
 
-    weight: NonNegativeFloat = 0.0  # of this loss beside the task's; 0 = there is no such head
-    tag_weight: NonNegativeFloat = 0.5  # of finding the phrases in a text, as a multiple of `weight`
-    # states after this number of layers with words and regions are read; 0 = before the first
+    weight: NonNegativeFloat = 0.0  # weight of this loss relative to the task's; 0 = no phrase head
+    tag_weight: NonNegativeFloat = 0.5  # weight of phrase detection, as a multiple of `weight`
+    # use the states after this number of layers with words and regions; 0 = before the first
     layer: NonNegativeInt = 2
     size: PositiveInt = 128  # width of queries and keys
     weights: str | None = None  # another run to start this head from; None = random
@@ -399,7 +399,7 @@ def parse_overrides(words: Iterable[str]) -> Tree:
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """Nested settings with others on top."""
+    """Nested settings, overridden by others."""
     merged = dict(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -408,7 +408,7 @@ def merge(below: Tree, above: Tree) -> Tree:
 
 
 def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
-    """Where two settings differ, as `key: one -> other` lines."""
+    """The differences of two settings, as `key: one -> other` lines."""
     first, second = (msgspec.to_builtins(one) if isinstance(one, msgspec.Struct) else one for one in (first, second))
     if isinstance(first, dict) and isinstance(second, dict):
         lines = []
@@ -527,7 +527,7 @@ def _source(key: str, layers: list[tuple[str, Tree]]) -> str:
     return layers[0][0]
 
 
-# The detector's own settings.
+# The detector's settings
 
 
 def read_detector_config(settings: DetectorSettings) -> DetectorConfig:

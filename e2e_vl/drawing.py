@@ -39,7 +39,7 @@ _MOST_HEAT, _MOST_GREY = 0.8, 0.55  # opacity of the highest value; share of gre
 
 
 class _Label(NamedTuple):
-    """A label that has no place yet."""
+    """A label before placement."""
 
     text: str  # lines that fit the picture
     width: int
@@ -190,7 +190,7 @@ def _resized(image: np.ndarray) -> Image.Image:
 def _font(size: int) -> ImageFont.FreeTypeFont:
     import matplotlib  # takes half a second, and many commands that can draw do not
 
-    # PIL's own font has neither accents nor Greek nor Cyrillic
+    # PIL's default font has no accents, Greek or Cyrillic
     return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", size)
 
 

@@ -22,7 +22,7 @@ from e2e_vl.predictions import ONLY_PHRASES
 from e2e_vl.samples import DETECTED, Sample, SampleText
 from e2e_vl.text import TextEncoding, TextTokenizer
 
-# What a task learns from: typed values of one text, and how the values of a batch are joined.
+# Targets: typed values of one text, and how to join them into a batch
 
 
 @dataclasses.dataclass
@@ -236,7 +236,7 @@ class ImageExample:
     box_ids: tuple[int, ...] | None = None  # annotation ids of the candidates, where all of them are annotated
     box_classes: Int64[np.ndarray, " R"] | None = None  # annotated classes, where all candidates are annotated
     class_probs: Float[np.ndarray, "R C"] | None = None  # class distributions of the candidates, from a file
-    detected_classes: Int64[np.ndarray, " R"] | None = None  # what a detector found in the candidates, see `DETECTED`
+    detected_classes: Int64[np.ndarray, " R"] | None = None  # predicted classes of the candidates, see `DETECTED`
     detected_scores: Float[np.ndarray, " R"] | None = None
     detected_attributes: Int64[np.ndarray, " R"] | None = None
     detected_attribute_scores: Float[np.ndarray, " R"] | None = None
@@ -247,7 +247,7 @@ class ImageExample:
     image_feature: Float[np.ndarray, " D"] | None = None  # precomputed feature of the whole image
 
     def without_boxes(self) -> ImageExample:
-        """A copy without candidate boxes: their number and places tell about the image."""
+        """A copy without candidate boxes, whose number and positions reveal something about the image."""
         if self.boxes is None:
             return self
         columns = ("boxes", "box_classes", "class_probs", "roi_masks", "features", *DETECTED)
@@ -256,7 +256,7 @@ class ImageExample:
         return dataclasses.replace(self, **emptied, box_ids=None)
 
 
-# Texts, and their phrases: which wordpieces they are, and which boxes they name.
+# Texts and their phrases, as wordpiece spans with boxes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,7 +399,7 @@ def characters_of(offsets: Int64[Tensor, "L 2"], span: tuple[int, int]) -> tuple
     return (int(real[:, 0].min()), int(real[:, 1].max())) if len(real) else (0, 0)
 
 
-# From a sample to wordpieces: what a task does before the model sees a text.
+# Preprocessing: from a sample to wordpieces and targets
 
 
 GeneratorFactory = Callable[[int], np.random.Generator]  # text index -> its random generator in this epoch
@@ -417,7 +417,7 @@ class Preprocessor(abc.ABC):
     def __call__(
         self, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
-        """All texts of the sample, in order; the loaded images say where boxes are now, and which are candidates."""
+        """Preprocess all texts of the sample, in order; the loaded images have the transformed and candidate boxes."""
         for text in sample.texts:
             for example in self.encode_text(text, sample, images, make_generator):
                 if self.lacks_target(text):
@@ -447,7 +447,7 @@ class Preprocessor(abc.ABC):
     def record(
         self, text: SampleText, images: Sequence[ImageExample], encoding: TextEncoding | None = None
     ) -> dict[str, Any]:
-        """What goes into the prediction beside the answer; sizes are (height, width) of the stored (first) image."""
+        """Metadata for the prediction; sizes are (height, width) of the stored (first) image."""
         record = {"text_index": text.index, "text": text.words, **text.metadata}
         if text.image_index:
             image = images[text.image_index[0]]

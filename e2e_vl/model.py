@@ -125,11 +125,11 @@ class VisionLanguageModel(nn.Module):
         return regions, text_regions, encoded
 
     def mask_regions(self, batch: Batch) -> Batch:
-        """The batch as the detector may see it; unchanged for a task without region masking."""
+        """The batch with masked regions; unchanged for a task without region masking."""
         rule = self.task.region_masking
         if rule is None or batch.masked_regions is not None:  # masked before: recorded batches come so
             return batch
-        if rule.enabled or batch.boxes is None:  # a detector pass of its own, without gradients, over the whole images
+        if rule.enabled or batch.boxes is None:  # a separate detector pass over the unmasked images, without gradients
             batch = label_regions(batch, self.detector, self.teacher or self.detector, rule)
         if rule.enabled:
             batch = mask_regions(batch, self.detector, rule)

@@ -1,6 +1,6 @@
 """The detectors, encoders, tasks, objectives and data sets by name, each with the class of its settings.
 
-A new part is a file of its own, a Struct of settings and one entry in a dict below; CONTRIBUTING.md walks through it.
+A new part is one file, a Struct of settings and one entry in a dict below; see CONTRIBUTING.md.
 Nothing is imported before it is used, so settings are checked without torch.
 """
 
@@ -48,7 +48,7 @@ class Part:
 
     @property
     def cls(self) -> type[Any]:
-        """What is built from them."""
+        """The class of the part."""
         return _resolved(self.implementation)
 
 
@@ -108,7 +108,7 @@ DATASETS = {
 }
 
 
-# From names and mappings, as YAML has them, to the Structs of parts.
+# From names and mappings in YAML to the Structs of parts
 
 
 def check_name(name: str, choices: Iterable[str], where: str) -> None:

@@ -71,7 +71,7 @@ def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: Reg
             boxes.append(torch.cat([masked, own]))
         labels = RegionLabels()
     if uses_detector:
-        classes = labels.classes  # annotated, so they stay what they are
+        classes = labels.classes  # annotated, so they are not replaced
         boxes, labels = describe_regions(teacher, batch.images, boxes, rule)
         labels.classes = classes
     elif labels.features is None and batch.images.precomputed is not None:
@@ -149,8 +149,8 @@ def mask_regions(batch: Batch, detector: Detector, rule: RegionMasking) -> Batch
             pixels = mask_pixels(images.pixels, images.sizes, rectangles, fill=black)
             images = dataclasses.replace(images, pixels=pixels)
     if images.precomputed is not None and images.precomputed.image_features is not None:
-        # The saved feature of the whole image would give the masked regions away. The mean of the others takes its
-        # place; the divisor is the official code's count + 1e-5.
+        # The saved feature of the whole image would reveal the masked regions. It is replaced by the mean of the
+        # others; the divisor is the official code's count + 1e-5.
         means = []
         for rows, is_masked in zip(images.precomputed.features, chosen.is_masked, strict=True):
             shown = (~is_masked).to(rows.dtype)
@@ -166,8 +166,8 @@ def sample_masked_regions(
     """Choose the regions that are to be predicted, and which of them are masked or get another region's feature.
 
     One number is drawn for each region, and none is ever forced; the whole image is never chosen. The papers mask every
-    chosen region (`mask=1`). Of ten, VL-BERT's official code leaves one visible; LXMERT's masks eight, replaces one
-    (`replace=0.1`) and leaves one as it is.
+    chosen region (`mask=1`). VL-BERT's official code leaves 10 % of them visible; LXMERT's masks 80 %, replaces 10 %
+    (`replace=0.1`) and leaves 10 % unchanged.
 
     Returns:
         Chosen (labelled); chosen and masked; chosen and to be replaced.
@@ -180,7 +180,7 @@ def sample_masked_regions(
 def sample_replacements(
     replaced: Bool[np.ndarray, " R"], counts: Sequence[int], generator: np.random.Generator
 ) -> Int64[np.ndarray, " R"]:
-    """Whose feature each of the replaced regions gets: of a random image of the batch, a random region.
+    """For each replaced region, the region whose feature it gets: a random region of a random image in the batch.
 
     (The official LXMERT code draws among the images of the data set; those of a batch are a random part of it.)
 

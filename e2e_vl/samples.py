@@ -1,4 +1,4 @@
-"""What data sets read and users ask: images, texts and ground truth, before any preprocessing.
+"""Samples from data sets and users: images, texts and ground truth, before any preprocessing.
 
 Boxes are float64 xyxy, continuous, in pixels of the image as it is stored (after its EXIF rotation).
 
@@ -19,7 +19,7 @@ from detector.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class ImageBytes:
-    """The content of an image file that lies in an archive or in memory."""
+    """The contents of an image file in an archive or in memory."""
 
     content: bytes
     name: str  # archive and member, or what it is, for error messages
@@ -76,7 +76,7 @@ class CandidateBoxes:
 
 @dataclasses.dataclass(frozen=True)
 class SampleImage:
-    """One image: what it is called, where its bytes are, and what is annotated in it."""
+    """One image: its id, its file and its annotations."""
 
     id: str  # names it in files of boxes and features
     file: Path | ImageBytes | Callable[[], Path | ImageBytes]  # or a function that finds it when it is needed
@@ -98,10 +98,10 @@ Sentence = list[str | list[int]]  # words, and lists of objects of the image tha
 
 @dataclasses.dataclass(frozen=True)
 class SampleText:
-    """One text of a data set, in words, and the truth about it."""
+    """One text of a data set, and its ground truth."""
 
     index: int  # its number in the data set
-    words: str  # as written
+    words: str  # the text
     # plain JSON-able values that go into the predictions: ids, truth in pixels of the stored image
     metadata: dict[str, Any]
     truth: Any = None  # one of the records below, or one of a task's own; None: unknown
@@ -146,7 +146,7 @@ class Sample:
 
 @runtime_checkable
 class DatasetInfo(Protocol):
-    """What a task may read of the training data as a whole; every data set offers it."""
+    """Information about the training data for tasks, implemented by every data set."""
 
     groups: Sequence[Sequence[int]]  # text indices of each image
     class_names: Sequence[str] | None  # of the annotated objects
@@ -192,7 +192,7 @@ class CorrectAnswer:
 
 @dataclasses.dataclass(frozen=True)
 class ScoredAnswers:
-    """How good each known answer to a question is, as written; empty where none is known to be good."""
+    """The score of each known answer to a question, as written; empty if no answer has a score."""
 
     scores: Mapping[str, float]
 
@@ -206,7 +206,7 @@ class CorrectChoice:
 
 @dataclasses.dataclass(frozen=True)
 class Categories:
-    """The data set's own number of each class of the detector, K of them."""
+    """The data set's category number for each of the detector's K classes."""
 
     ids: tuple[int, ...]
 

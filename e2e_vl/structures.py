@@ -1,6 +1,6 @@
-"""The batch that flows through the model, and what the encoder and the task give back.
+"""The batch, and the outputs of the encoder and the task.
 
-Shape legend of the whole package; letters of `detector/structures.py` mean the same here
+Shape legend of the whole package; the letters of `detector/structures.py` have the same meaning
     N   images in the batch
     M   texts in the batch; several texts may be about the same image
     I   images of one text, at most
@@ -37,7 +37,7 @@ from e2e_vl.examples import PhraseBatch, Ragged, Targets
 
 
 class Ability(enum.Enum):
-    """What a task may need of an encoder; the value ends the sentence "needs an encoder with ..."."""
+    """Abilities of an encoder that tasks may need; the value completes "needs an encoder with ..."."""
 
     SUMMARY_OF_SINGLE = "a summary of a text and its regions"
     SUMMARY_OF_QUESTION = "a summary at the place of an answer"
@@ -151,7 +151,7 @@ class TextRegions(Movable):
 
     @property
     def is_whole_image(self) -> Bool[Tensor, "M R"]:
-        """The region is a whole image, put in front because the encoder asked for it."""
+        """Whether the region is a whole image, added for encoders with `uses_whole_image`."""
         return self.attention_mask & (self.row < 0)
 
     def without_whole_image(self) -> TextRegions:
@@ -211,7 +211,7 @@ class TaskOutput:
 
 @dataclasses.dataclass
 class PhraseOutput:
-    """What the phrases of M texts point at."""
+    """The grounded phrases of M texts."""
 
     # [phrases, 2]: first wordpiece of each annotated or detected phrase and the last plus one; a list per text
     spans: Ragged
@@ -222,13 +222,13 @@ class PhraseOutput:
 
 @dataclasses.dataclass
 class ModelOutput:
-    """Everything one forward pass produced."""
+    """The output of one forward pass."""
 
     task: TaskOutput
     regions: Regions  # per image
     text_regions: TextRegions  # per text
     encoded: EncoderOutput
-    batch: Batch  # as the model saw it, with masked regions and their labels
+    batch: Batch  # with masked regions and their labels
     class_names: tuple[str, ...] | None = None  # of the detector's classes; None: unknown
     phrases: PhraseOutput | None = None  # None: not needed
 
@@ -253,7 +253,7 @@ def class_names_of(output: ModelOutput) -> list[list[str]]:
 
 
 def at_least_float32(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Half precision as float32: losses are never computed in less."""
+    """Convert half precision to float32, in which losses are computed."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

@@ -135,7 +135,7 @@ def unknown_words(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-# Templates: the special tokens and segments that an encoder wants, and where it keeps the summary of a text.
+# Templates: special tokens, segments and summary position for each encoder
 
 
 Pieces = Sequence[int] | np.ndarray  # wordpiece ids, or values of wordpieces
@@ -163,7 +163,7 @@ class Template:
 
 @dataclasses.dataclass(frozen=True)
 class TextLayout:
-    """The forms of text that an encoder was made for. The defaults are BERT's."""
+    """The text formats of an encoder. The defaults are BERT's."""
 
     single: Template = Template((CLS, 0, SEP), (0, 0, 0))  # one text
     question: Template = Template((CLS, 0, SEP), (0, 0, 0))  # one text whose answer is read at a place of its own
