@@ -119,7 +119,7 @@ def test_the_gradient_reaches_the_whole_detector_also_in_images_without_objects(
 
 
 def test_settings_that_detection_cannot_work_with(detection_config):
-    with pytest.raises(ValueError, match=r"cannot have boxes from 'gt'"):
+    with pytest.raises(ValueError, match=r"does not support boxes from 'gt'"):
         build_run(detection_config("data.boxes.train=gt"))
     with pytest.raises(ValueError, match="6 categories, but the detector has 7 classes"):
         build_run(detection_config(f"{SMALL}.ROI_HEADS.NUM_CLASSES=7"))
