@@ -132,7 +132,7 @@ def test_settings_that_do_not_fit(words, message, precomputed_config):
 def test_features_of_other_images(features, precomputed_config, tmp_path):
     (tmp_path / "few").mkdir()
     shutil.copy(max(features.glob("*.npz")), tmp_path / "few")
-    with pytest.raises(ValueError, match=r"of image \d+ .*of the split train"):
+    with pytest.raises(ValueError, match=r"image \d+ .*split train"):
         build_run(precomputed_config(f"data.files.features={tmp_path / 'few'}"))
 
 
