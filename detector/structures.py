@@ -59,7 +59,10 @@ class Loss:
 
     @property
     def mean(self) -> Float[Tensor, ""]:
-        """total / count; exactly 0 (with a gradient of 0) when nothing was labelled, never NaN."""
+        """total / count; exactly 0 (with a gradient of 0) when nothing was labelled, never NaN.
+
+        Training divides by the counts of all processes instead (`Trainer.train_step`).
+        """
         return self.total / self.count.clamp(min=1)
 
 

@@ -145,7 +145,11 @@ def _ragged(values: list[Any], row: tuple[int, ...] = ()) -> Ragged:
 class ImageTransform:
     """How pixels of a stored image became pixels of the resized one.
 
-    Boxes are given as float [R, 4] xyxy in pixels of the stored image, and come back in pixels of the resized image.
+    Boxes are given as float [R, 4] xyxy in pixels of the stored image, and come back in pixels of the resized image:
+
+    transform_boxes            not clamped, flip at width - 1: targets of tasks and phrases (official VL-BERT code)
+    transform_and_clamp_boxes  clamped, flip at width - 1: candidate boxes (official VL-BERT code)
+    transform_objects          clipped, flip at width: targets of detection losses (Detectron2)
     """
 
     original_size: tuple[int, int]  # (height, width)

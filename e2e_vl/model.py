@@ -86,7 +86,7 @@ class VisionLanguageModel(nn.Module):
         """
         if batch.image_index.shape[1] > 1:
             self.encoder.require(Ability.IMAGE_PAIRS, "A text about several images")
-        batch = self.mask_regions(batch)
+        batch = self.prepare_regions(batch)
         grounds_phrases = self.phrase_head is not None and batch.phrases is not None
         intermediate_layer = self.phrase_head.layer if grounds_phrases else None
         regions, text_regions, encoded = self.encode(batch, output_attentions, intermediate_layer)
@@ -124,8 +124,8 @@ class VisionLanguageModel(nn.Module):
             text_regions = text_regions.without_whole_image()
         return regions, text_regions, encoded
 
-    def mask_regions(self, batch: Batch) -> Batch:
-        """The batch with masked regions; unchanged for a task without region masking."""
+    def prepare_regions(self, batch: Batch) -> Batch:
+        """The batch with labelled, masked and truncated regions; unchanged for a task without region masking."""
         rule = self.task.region_masking
         if rule is None or batch.masked_regions is not None:  # masked before: recorded batches come so
             return batch

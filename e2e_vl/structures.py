@@ -159,7 +159,10 @@ class TextRegions(Movable):
         return dataclasses.replace(self, attention_mask=self.attention_mask & ~self.is_whole_image)
 
     def original_boxes(self, scales: Float[Tensor, "N 2"]) -> Float[Tensor, "M R 4"]:
-        """The boxes in pixels of the original images, whose `ImageBatch.scales` these are; meaningless at padding."""
+        """The boxes in pixels of the original images, given their `ImageBatch.scales`; meaningless at padding.
+
+        A flip is not undone.
+        """
         return self.boxes / scales[self.image.clamp(min=0)].repeat(1, 1, 2)
 
     def gather(self, values: list[Shaped[Tensor, "_R ..."]], fill: float) -> Shaped[Tensor, "M R ..."]:

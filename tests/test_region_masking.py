@@ -86,7 +86,7 @@ def test_choice_depends_on_the_seed_of_the_first_text():
     model, chosen = make_model(region_probability=0.5).eval(), []
     for seeds in ([11, 12, 13, 14], [11, 5, 13, 6], [5, 12, 6, 14]):  # the second changes those of later texts
         batch = dataclasses.replace(make_batch(), seeds=torch.tensor(seeds))
-        chosen.append(torch.cat(model.mask_regions(batch).masked_regions.is_labelled))
+        chosen.append(torch.cat(model.prepare_regions(batch).masked_regions.is_labelled))
     assert torch.equal(chosen[0], chosen[1]) and not torch.equal(chosen[0], chosen[2])
 
 
@@ -100,8 +100,8 @@ def test_visible_region_is_predicted_but_not_masked():
 def test_what_was_masked_before_stays_as_it_is():
     """Batches are recorded that way; nothing is labelled, drawn or cut again."""
     model = make_model(max_length=5).eval()
-    batch = model.mask_regions(make_batch())
-    assert model.mask_regions(batch) is batch and model(batch).batch is batch
+    batch = model.prepare_regions(make_batch())
+    assert model.prepare_regions(batch) is batch and model(batch).batch is batch
 
 
 # Pixels
@@ -126,12 +126,12 @@ def test_the_teacher_sees_what_is_painted_black():
     mean, black = (make_model(masked_pixels=colour, teacher="current", **every).eval() for colour in ("mean", "black"))
     batch = make_batch()
     before = batch.images.pixels.clone()
-    prepared = black.mask_regions(batch)
+    prepared = black.prepare_regions(batch)
     assert prepared.pixel_masks is None and torch.equal(batch.images.pixels, before)
     colour = -torch.tensor(black.detector.config.input.pixel_mean)
     assert torch.equal(prepared.images.pixels[0, :, 40, 40], colour)  # the last corner of the first box
     assert torch.equal(prepared.images.pixels[0, :, 0, 95], before[0, :, 0, 95])
-    labels = [one.region_labels.class_probs for one in (prepared, mean.mask_regions(make_batch()))]
+    labels = [one.region_labels.class_probs for one in (prepared, mean.prepare_regions(make_batch()))]
     assert_same(*map(torch.cat, labels))
 
 
@@ -142,7 +142,7 @@ def test_the_teacher_sees_what_is_painted_black():
 def test_background_comes_first_if_asked_for(boxes):
     """Then class k of the detector is column k + 1, as in files of bottom-up attention."""
     last, first = (make_model(background=place, region_probability=1.0).eval() for place in ("last", "first"))
-    ours, theirs = last.mask_regions(make_batch(boxes=boxes)), first.mask_regions(make_batch(boxes=boxes))
+    ours, theirs = last.prepare_regions(make_batch(boxes=boxes)), first.prepare_regions(make_batch(boxes=boxes))
     one, other = (torch.cat(batch.region_labels.class_probs) for batch in (ours, theirs))
     assert len(one) > 0 and not is_same(one, other)
     assert_same(one.roll(1, dims=1), other)
@@ -155,7 +155,7 @@ def test_region_labels_are_the_teachers_view_of_the_whole_image():
     model = make_model(norm="BN", teacher="current", region_probability=1.0).train()
     batch = make_batch()
     before = {name: buffer.clone() for name, buffer in model.detector.named_buffers()}
-    prepared = model.mask_regions(batch)
+    prepared = model.prepare_regions(batch)
     assert model.detector.training
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.detector.named_buffers())
     model.detector.eval()
@@ -175,11 +175,11 @@ def test_annotated_classes_stay_beside_what_a_teacher_says(teacher):
     model = make_model(teacher=teacher).eval()
     classes = [torch.arange(len(rows)) for rows in BOXES]
     given = RegionLabels(classes=classes, class_probs=[torch.rand(len(rows), CLASSES) for rows in BOXES])
-    labels = model.mask_regions(dataclasses.replace(make_batch(), region_labels=given)).region_labels
+    labels = model.prepare_regions(dataclasses.replace(make_batch(), region_labels=given)).region_labels
     assert labels.classes is classes
     assert (labels.class_probs is given.class_probs) == (teacher == "file")
     boxes_to_mask = [torch.tensor([[6.0, 6.0, 40.0, 40.0]]), torch.zeros(0, 4)]
-    masked = model.mask_regions(dataclasses.replace(make_batch(), region_labels=given, boxes_to_mask=boxes_to_mask))
+    masked = model.prepare_regions(dataclasses.replace(make_batch(), region_labels=given, boxes_to_mask=boxes_to_mask))
     assert masked.region_labels.classes is None  # the boxes are others now
 
 
@@ -203,7 +203,7 @@ def test_predicted_boxes_are_labelled_in_the_order_of_the_file():
     model = make_model(teacher="file", region_probability=1.0).eval()
     labels = RegionLabels(class_probs=[torch.ones(1, CLASSES) / CLASSES] * 2)
     batch = dataclasses.replace(make_batch(boxes=False), region_labels=labels)
-    prepared = model.mask_regions(batch)
+    prepared = model.prepare_regions(batch)
     logits = torch.cat(model.detector(batch.images, prepared.boxes).class_logits)
     found = torch.cat(prepared.region_labels.class_probs)
     assert len(found) > 0
@@ -236,7 +236,7 @@ def test_labels_of_a_file_must_be_there_and_precomputed_features_cannot_mask_pix
     batch.images = dataclasses.replace(batch.images, precomputed=PrecomputedFeatures(features))
     batch.region_labels = RegionLabels(class_probs=[torch.rand(len(rows), CLASSES) for rows in BOXES])
     with pytest.raises(ValueError, match=r"mask_pixels to false and encoder\.config\.masked_region_feature to true"):
-        model.mask_regions(batch)
+        model.prepare_regions(batch)
 
 
 # Boxes that a user masks
@@ -247,7 +247,7 @@ def test_a_users_boxes_are_masked_and_no_others(teacher):
     model = make_model(region_probability=1.0, teacher=teacher, max_detected_regions=4).eval()
     masked = [[6.0, 6.0, 40.0, 40.0], [60.0, 5.0, 90.0, 25.0]]
     given, proposed = (
-        model.mask_regions(
+        model.prepare_regions(
             dataclasses.replace(make_batch(boxes=boxes), boxes_to_mask=[torch.tensor(masked), torch.zeros(0, 4)])
         )
         for boxes in (True, False)
@@ -303,7 +303,7 @@ def test_a_whole_image_that_is_no_region_takes_no_place_of_the_length():
     limits = []
     for in_sequence in (True, False):
         model = make_model(encoder={"whole_image_in_sequence": in_sequence}, max_length=5).eval()
-        limits.append(model.mask_regions(make_batch()).region_limit.tolist())
+        limits.append(model.prepare_regions(make_batch()).region_limit.tolist())
     assert limits == [[[2], [2], [2], [0]], [[3], [3], [2], [0]]]
 
 
@@ -513,7 +513,7 @@ def test_masked_pixels_change_no_logit(name, make, encoder, options):
     parts = {key: part for key, part in batch.targets.parts.items() if key in model.task.objectives}
     parts |= {key: Targets() for key in SIGHTS[name]}
     batch = dataclasses.replace(batch, targets=PretrainingTargets(parts))
-    prepared = model.mask_regions(batch)
+    prepared = model.prepare_regions(batch)
     masked = [rows[mask] for rows, mask in zip(prepared.boxes, prepared.masked_regions.is_masked, strict=True)]
     assert sum(map(len, masked)) in range(1, sum(map(len, prepared.boxes)))
     other = with_other_pixels(batch, masked)

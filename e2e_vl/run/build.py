@@ -53,7 +53,10 @@ ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # encoders that can load the
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The settings with `data.resize` filled in from the detector's YAML file where it is null."""
+    """The settings with `data.resize` filled in from the detector's YAML file where it is null.
+
+    A detector that would train on the boxes of its random initialisation is refused.
+    """
     is_random = config.detector.loss_weight == 0 and config.detector.weights is None
     if config.data.boxes.train is BoxSource.ONLINE and is_random:
         raise UserError(

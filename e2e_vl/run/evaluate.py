@@ -31,7 +31,7 @@ from e2e_vl.tasks.phrase_head import TAGS, grounding_metrics, with_phrases
 logger = logging.getLogger(__name__)
 
 EVALUATIONS = "evaluations"  # folder in a run directory for the output of `evaluate_run`
-LOSS = "loss"  # metric: the weighted sum of the losses; lower is better
+LOSS = "loss"  # metric: the weighted sum of task and phrase losses, without detection losses; lower is better
 
 
 def phrase_weights(config: RunConfig) -> dict[str, float]:
@@ -60,7 +60,7 @@ class LossSums:
         return {name: total / count for name, (total, count) in sums.items() if count}
 
     def score(self, config: RunConfig) -> dict[str, float]:
-        """The weighted sum of all means as the metric `LOSS`; empty if no loss has items."""
+        """The weighted sum of the means as the metric `LOSS`; empty if no loss has items."""
         means, weights = self.means(), phrase_weights(config)
         return {LOSS: sum(weights.get(name, 1.0) * mean for name, mean in sorted(means.items()))} if means else {}
 

@@ -286,7 +286,7 @@ class Trainer:
                 for name in detection_losses:
                     weights[name] = detector.loss_weight * detector.loss_weights.get(name, 1.0)
                 losses = sorted({**task_losses, **detection_losses}.items())
-                # the mean of a loss is over its items on all processes
+                # means are over the items of a micro-batch on all processes; micro-batches have equal weights
                 sums = [torch.stack([one.total.detach().float(), one.count.float()]) for _, one in losses]
                 totals, counts = accelerator.reduce(torch.stack(sums), reduction="sum").unbind(dim=1)
                 loss = torch.zeros((), device=accelerator.device)
