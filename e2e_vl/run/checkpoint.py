@@ -12,7 +12,9 @@ A checkpoint is written to a temporary folder and renamed when complete. Loading
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ import msgspec
 import torch
 from accelerate import Accelerator
 from msgspec.structs import replace
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -52,17 +55,28 @@ OWN_START = (  # settings that a trained model does not use
 )
 
 
+@contextlib.contextmanager
+def full_disk_named(folder: Path) -> Iterator[None]:
+    """torch and safetensors have errors of their own for a full disk; they become the OSError of the system."""
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        if shutil.disk_usage(folder).free > 1 << 20:  # bytes
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+
+
 def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write settings, weights (safetensors) and tokenizer; the encoder folder is a transformers checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder / "config.yaml")
-    with _without_progress_bars():
+    with full_disk_named(folder), _without_progress_bars():
         model.encoder.save_pretrained(folder / "encoder")
-    for name, part in _parts(model).items():
-        if name != "encoder":
-            (folder / name).mkdir(exist_ok=True)
-            tensors = {key: value.detach().contiguous().cpu() for key, value in part.state_dict().items()}
-            save_file(tensors, folder / name / "model.safetensors")
+        for name, part in _parts(model).items():
+            if name != "encoder":
+                (folder / name).mkdir(exist_ok=True)
+                tensors = {key: value.detach().contiguous().cpu() for key, value in part.state_dict().items()}
+                save_file(tensors, folder / name / "model.safetensors")
     if model.task.answers:
         write_answers(folder / "task" / ANSWERS_FILE, model.task.answers)
     save_settings(model.detector, folder / "detector")
@@ -181,7 +195,8 @@ def save_state(
         )
     with contextlib.ExitStack() as writing:
         part = on_main(accelerator, lambda: writing.enter_context(atomic_folder(folder)))
-        accelerator.save_state(str(part / "state"))
+        with full_disk_named(part):
+            accelerator.save_state(str(part / "state"))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             save_model(part / "model", config, model, tokenizer)

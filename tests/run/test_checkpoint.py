@@ -16,6 +16,7 @@ import pickle
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -29,7 +30,7 @@ from e2e_vl.io import CHECKSUMS, find_damage, read_log, write_checksums
 from e2e_vl.run import evaluate as evaluation
 from e2e_vl.run import train as training
 from e2e_vl.run.build import build_examples
-from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.checkpoint import full_disk_named, load_model
 from e2e_vl.run.evaluate import evaluate
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.train import train
@@ -177,6 +178,19 @@ def test_signals_end_a_run_and_nothing_is_lost(uninterrupted, tiny_config, monke
     train(config, resume=True)
     assert_same_run(uninterrupted, config.output)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_full_disk_that_torch_hides_is_named(tmp_path, monkeypatch):
+    def save():
+        with full_disk_named(tmp_path):
+            raise RuntimeError("basic_ios::clear: iostream error")
+
+    with pytest.raises(RuntimeError):
+        save()
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    with pytest.raises(OSError, match="No space left") as caught:
+        save()
+    assert caught.value.filename == str(tmp_path)
 
 
 def test_a_full_disk_loses_nothing_before(stopped, monkeypatch):
