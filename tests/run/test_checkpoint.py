@@ -180,6 +180,21 @@ def test_signals_end_a_run_and_nothing_is_lost(uninterrupted, tiny_config, monke
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_a_failing_evaluation_costs_no_training(tiny_config, monkeypatch):
+    evaluated = []
+
+    def fail(trainer, *arguments, **named):
+        evaluated.append(trainer.step)
+        raise RuntimeError("the evaluation failed")
+
+    config = tiny_config("train.max_steps=2", "train.save_every_epochs=0.01", "eval.every_epochs=0.01")
+    monkeypatch.setattr(training.Trainer, "evaluate", fail)
+    with pytest.raises(RuntimeError, match="the evaluation failed"):
+        train(config)
+    assert evaluated == [1]
+    assert (Path(config.output) / "checkpoints" / f"step_{evaluated[0]:08d}" / "step.json").is_file()
+
+
 def test_a_full_disk_that_torch_hides_is_named(tmp_path, monkeypatch):
     def save():
         with full_disk_named(tmp_path):
