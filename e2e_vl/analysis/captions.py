@@ -26,14 +26,14 @@ from e2e_vl.samples import Sample, SampleText
 class ParsedWord:
     """One word of a parsed sentence."""
 
-    form: str  # as written; the words of a contraction have the same form
+    form: str  # as written; the words of a contraction share one form
     governor: int  # row of the governing word from 0; -1: the root
     relation: str  # to the governor, in the labels of the file
-    is_joined: bool = False  # it continues the contraction of the word before
+    is_joined: bool = False  # it continues the contraction of the previous word
 
 
 def read_conllu(path: str | Path) -> Iterator[list[ParsedWord]]:
-    """The sentences of a CoNLL-U file, one after the other."""
+    """Read the sentences of a CoNLL-U file."""
     lines = enumerate(read_text(path).splitlines(), start=1)
     for is_sentence, own in itertools.groupby(lines, key=lambda row: bool(row[1].strip())):
         rows = [(number, line.split("\t")) for number, line in own if is_sentence and not line.startswith("#")]
@@ -47,7 +47,7 @@ def _sentence(path: str | Path, rows: list[tuple[int, list[str]]]) -> list[Parse
     for line, cells in rows:
         try:
             number, form, _, _, _, _, governor, relation, _, _ = cells
-            if "." in number:  # an empty word, which the text does not have
+            if "." in number:  # an empty node, which is not part of the text
                 continue
             if "-" in number:
                 contraction, (first, last) = form, map(int, number.split("-"))
@@ -71,14 +71,14 @@ def _sentence(path: str | Path, rows: list[tuple[int, list[str]]]) -> list[Parse
 
 
 _SIGNS = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "-LCB-": "{", "-RCB-": "}", "``": '"', "''": '"'}
-_CHARACTER = re.compile("|".join([*map(re.escape, _SIGNS), r"\S"]))  # a sign of the Penn Treebank counts as one
+_CHARACTER = re.compile("|".join([*map(re.escape, _SIGNS), r"\S"]))  # a Penn Treebank symbol counts as one character
 
 
 @dataclasses.dataclass(frozen=True)
 class PlacedWord:
-    """A word of a parse in its caption."""
+    """A parsed word with its position in the caption."""
 
-    span: tuple[int, int]  # first character and the last plus one
+    span: tuple[int, int]  # first character, last character plus one
     governor: int = -1  # row of the governing word; -1: the root
     relation: str = ""
 
@@ -87,12 +87,12 @@ class PlacedWord:
 class Parses:
     """The parses of some captions. It is pickled for data workers."""
 
-    by_text: Mapping[str, tuple[ParsedWord, ...]]  # under `plain_characters`
-    origin: str  # a file or a model, for messages
+    by_text: Mapping[str, tuple[ParsedWord, ...]]  # keys are `plain_characters` of the text
+    origin: str  # file or spaCy model, for messages
 
     @classmethod
     def of(cls, sentences: Iterable[Sequence[ParsedWord]], origin: str) -> Parses:
-        """The parses of sentences; of duplicate texts, the first one is used."""
+        """Index parsed sentences by text; the first of duplicate texts wins."""
         found: dict[str, tuple[ParsedWord, ...]] = {}
         for words in sentences:
             text = "".join(plain_characters(word.form) for word in words if not word.is_joined)
@@ -144,7 +144,7 @@ def parse_with_spacy(texts: Iterable[str], model: str) -> Parses:
     return Parses.of(sentences, f"spaCy, {model}")
 
 
-RECORD = "attention"  # key of a record under which the `CaptionAnnotations` are
+RECORD = "attention"  # key of the `CaptionAnnotations` in a record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,20 +158,20 @@ class Relation:
 
 @dataclasses.dataclass(frozen=True)
 class CaptionAnnotations:
-    """The phrases and words of one caption. Positions are wordpieces: the first and the last plus one."""
+    """The phrases and words of one caption. Spans are half-open ranges of wordpieces."""
 
     words: str  # as written
     phrases: list[str]
     phrase_spans: Int64[np.ndarray, "phrases 2"]
     boxes: list[np.ndarray]  # of each phrase float64 [boxes, 4], xyxy in pixels of the stored image; maybe none
-    forms: list[str]  # words of the parse; without a parse what white space divides
+    forms: list[str]  # words of the parse, or without a parse the words between white space
     word_spans: Int64[np.ndarray, "words 2"]
-    phrase_of: list[int]  # of each word the row of its phrase; -1: it is in none
+    phrase_of: list[int]  # row of each word's phrase; -1 outside of phrases
     is_head: list[bool]  # the word governs the others of its phrase
     relations: list[Relation]
-    is_word: Bool[np.ndarray, " L"]  # wordpieces that are no special ones
+    is_word: Bool[np.ndarray, " L"]  # wordpieces other than special tokens
     is_parsed: bool = False
-    phrases_cut: int = 0  # phrases that were cut off with the end of the text
+    phrases_cut: int = 0  # phrases lost by truncation
     words_cut: int = 0
 
 
@@ -202,9 +202,9 @@ class CaptionPreprocessor(Preprocessor):
         """The phrases and words of a text, aligned with its wordpieces.
 
         Args:
-            places: characters of each wordpiece: the first and the last plus one.
-            own: wordpieces of the text, not of the layout.
-            uncut: the places of all wordpieces that the text has before it is cut.
+            places: first character and last character plus one of each wordpiece.
+            own: wordpieces of the text, not special tokens.
+            uncut: the places of all wordpieces before truncation.
         """
         phrases = text.phrases
         if phrases is None or phrases.boxes is None or not text.image_index:
@@ -214,7 +214,7 @@ class CaptionPreprocessor(Preprocessor):
             raise UserError(
                 f"{self.parses.origin}: the caption '{text.words}' has no parse; give one, or --missing-parse skip."
             )
-        # without a parse the words are what white space divides
+        # without a parse, split at white space
         words = parsed or [PlacedWord(found.span()) for found in re.finditer(r"\S+", text.words)]
 
         found = [covered_pieces(places, own, uncut, span) for span in phrases.spans]
@@ -223,7 +223,7 @@ class CaptionPreprocessor(Preprocessor):
         kept = [row for row, span in enumerate(spans) if span is not None]
         new_row = {row: new for new, row in enumerate(kept)}
         phrase_of = [_phrase_of(word.span, [phrases.spans[row] for row in phrase_rows]) for word in words]
-        # the governor of a head is outside of its phrase
+        # the governor of a head word is outside its phrase
         is_head = [
             own_phrase >= 0 and (word.governor < 0 or phrase_of[word.governor] != own_phrase)
             for word, own_phrase in zip(words, phrase_of, strict=True)
@@ -255,7 +255,7 @@ def covered_pieces(
     uncut: Int64[np.ndarray, "pieces 2"],
     span: tuple[int, int],
 ) -> tuple[int, int] | None:
-    """The wordpieces that share characters with a span; None if any of them was cut off."""
+    """The wordpieces that overlap a span of characters; None if any of them was truncated."""
     inside = np.flatnonzero(own & _touches(places, span))
     is_whole = 0 < len(inside) == np.count_nonzero(_touches(uncut, span))
     return (int(inside[0]), int(inside[-1]) + 1) if is_whole else None

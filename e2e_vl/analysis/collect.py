@@ -1,4 +1,4 @@
-"""Measures over all captions of a split, on any number of processes, in constant memory.
+"""Computes all measures over the captions of a split, on one or more processes, in constant memory.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -34,23 +34,23 @@ from e2e_vl.metrics.flickr30k import right_candidates
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, TextRegions
 
-# Which words of a caption attend and are attended to: the queries of phrases, and pairs of related words.
+# Queries and targets of the measures: wordpieces of phrases, and pairs of related words.
 
 
 @dataclasses.dataclass(frozen=True)
 class PhraseQueries:
-    """From which wordpieces the phrases of a caption attend."""
+    """The wordpieces whose attention is measured for the phrases of a caption."""
 
-    spans: Int64[np.ndarray, "phrases 2"]  # first wordpiece and the last plus one; without a query those of the phrase
-    attends: Bool[np.ndarray, " phrases"]  # False: it has no head word, so nothing of it attends
-    piece: WordPiece  # which wordpieces of a span attend
+    spans: Int64[np.ndarray, "phrases 2"]  # first wordpiece and last plus one; the whole phrase if it has no query
+    attends: Bool[np.ndarray, " phrases"]  # False: the phrase has no head word and is skipped
+    piece: WordPiece  # which wordpiece of a span is the query
 
 
-def phrase_queries(caption: CaptionAnnotations, options: AttentionOptions) -> PhraseQueries:
-    """The wordpieces that `options.entity_piece` chooses.
+def choose_queries(caption: CaptionAnnotations, options: AttentionOptions) -> PhraseQueries:
+    """Choose the query wordpieces according to `options.entity_piece`.
 
-    With "head" it is the head word of the parse, of several ones the first, read at `options.word_piece`. A phrase has
-    none where its caption has no parse, or where no word belongs to it (its words belong to phrases inside of it).
+    "head" is the (first) head word in the parse, read at `options.word_piece`. A phrase has no head word if its caption
+    has no parse, or if all its words belong to nested phrases.
     """
     spans, attends = caption.phrase_spans, np.ones(len(caption.phrases), dtype=bool)
     if options.entity_piece != "head":
@@ -64,16 +64,16 @@ def phrase_queries(caption: CaptionAnnotations, options: AttentionOptions) -> Ph
     return PhraseQueries(spans, attends, options.word_piece)
 
 
-Pair = tuple[int, int, str]  # the attending word, the other word or its phrase, and the relation
+Pair = tuple[int, int, str]  # query word, target word or its phrase, and the relation
 
 
-def shares_piece(spans: Int64[np.ndarray, "words 2"], first: int, second: int) -> bool:
-    """Whether two words have a wordpiece together."""
+def share_wordpiece(spans: Int64[np.ndarray, "words 2"], first: int, second: int) -> bool:
+    """Whether two words share a wordpiece."""
     return bool(max(spans[first, 0], spans[second, 0]) < min(spans[first, 1], spans[second, 1]))
 
 
-def word_pairs(caption: CaptionAnnotations, options: AttentionOptions) -> list[Pair]:
-    """Both directions of every relation: attending word w2, word w1."""
+def list_word_pairs(caption: CaptionAnnotations, options: AttentionOptions) -> list[Pair]:
+    """List both directions of every relation: query word w2, target word w1."""
     pairs = []
     for relation in caption.relations:
         for source, target, direction in (
@@ -85,18 +85,18 @@ def word_pairs(caption: CaptionAnnotations, options: AttentionOptions) -> list[P
     return pairs
 
 
-def grounded_pairs(caption: CaptionAnnotations, counted: Sequence[bool], options: AttentionOptions) -> list[Pair]:
-    """The pairs whose word w1 is in a counted phrase: attending word w2, phrase of w1."""
+def list_grounded_pairs(caption: CaptionAnnotations, counted: Sequence[bool], options: AttentionOptions) -> list[Pair]:
+    """List the pairs whose target word w1 is in a counted phrase: query word w2, phrase of w1."""
     return [
         (source, caption.phrase_of[target], label)
-        for source, target, label in word_pairs(caption, options)
+        for source, target, label in list_word_pairs(caption, options)
         if caption.phrase_of[target] >= 0
         and counted[caption.phrase_of[target]]
         and (options.phrase_word == "any" or caption.is_head[target])
     ]
 
 
-# The measures by name, and the block of a graph that each needs.
+# Names of the measures, and the attention block that each needs.
 ENTITIES, RELATIONS = "entity grounding", "syntactic grounding"
 NAMING, GROUPING, DEPENDENCIES = "region naming", "region grouping", "word dependency"
 NEEDS = {
@@ -108,12 +108,12 @@ NEEDS = {
 }
 ALL = ""  # label of the sums over all relations
 ROUNDING = 1e-6  # of an IoU
-CONFIDENCE, LARGEST = "highest confidence", "largest region"  # baselines beside "chance"
+CONFIDENCE, LARGEST = "highest confidence", "largest region"  # baselines besides "chance"
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasureKey:
-    """Which measure of which graph, for which relation."""
+    """A measure of a graph, for one relation or all."""
 
     graph: str
     measure: str
@@ -122,7 +122,7 @@ class MeasureKey:
 
 @dataclasses.dataclass
 class RecordedText:
-    """The data for the pictures of one text, on the CPU. Boxes are xyxy in pixels of the stored image."""
+    """What the pictures of one text need, on the CPU. Boxes are xyxy in pixels of the stored image."""
 
     index: int
     caption: CaptionAnnotations
@@ -169,7 +169,7 @@ class Collected:
 
 @dataclasses.dataclass
 class TextView:
-    """The regions of one text, and which of them are right for its phrases."""
+    """The regions of one text, and which of them are correct for each phrase."""
 
     caption: CaptionAnnotations
     length: int  # L
@@ -184,7 +184,7 @@ class TextView:
         return slice(self.length, self.length + len(self.allowed))
 
     def baselines(self, is_right: Bool[Tensor, "examples R"]) -> dict[str, Float[Tensor, " examples"]]:
-        """Whether the region that each rule chooses is right."""
+        """Whether the region chosen by each baseline is correct."""
         return {name: right_by_rule(score, self.allowed, is_right) for name, score in self.rules.items()}
 
 
@@ -201,7 +201,7 @@ def collect_attention(
     max_images: int | None = None,
     shown: Collection[int] = (),
 ) -> Collected:
-    """All measures of every text of a split; the same on every process.
+    """Compute all measures on a split; every process returns the totals.
 
     Args:
         sorted_boxes: candidate boxes without scores are sorted by descending confidence.
@@ -222,7 +222,7 @@ def collect_attention(
     bar = tqdm(
         loader, desc="attention", unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process
     )
-    with torch.no_grad(), bar:  # in float32 also where the run was trained in less: rounded shares would be equal
+    with torch.no_grad(), bar:  # always float32: rounding to lower precision would create ties
         for batch in bar:
             add_batch(found, model, batch.to(accelerator.device), graphs, options, sorted_boxes, shown)
     everything = Collected()
@@ -241,7 +241,7 @@ def add_batch(
     sorted_boxes: bool,
     shown: Collection[int],
 ) -> None:
-    """One pass of the model, and the measures of the texts of a batch."""
+    """Run the model on a batch and add the measures of its texts."""
     regions, text_regions, encoded = model.encode(batch, output_attentions=True)
     scores = regions.scores
     if scores is not None and model.encoder.uses_whole_image:
@@ -253,7 +253,9 @@ def add_batch(
     confidence = None if scores is None else text_regions.gather(scores, fill=-torch.inf)
     length = batch.texts.input_ids.shape[1]
     for text, record in enumerate(batch.records):
-        view = view_of(batch, text_regions, text, length, options, None if confidence is None else confidence[text])
+        view = make_text_view(
+            batch, text_regions, text, length, options, None if confidence is None else confidence[text]
+        )
         maps = {
             name: torch.stack([encoded.attentions[step][text] for step in graph.steps]).float()
             for name, graph in graphs.items()
@@ -276,7 +278,7 @@ def add_batch(
             )
 
 
-def view_of(
+def make_text_view(
     batch: Batch,
     regions: TextRegions,
     text: int,
@@ -284,14 +286,14 @@ def view_of(
     options: AttentionOptions,
     confidence: Float[Tensor, " R"] | None,
 ) -> TextView:
-    """The inputs of the measures for one text."""
+    """Prepare the inputs of the measures for one text."""
     caption: CaptionAnnotations = batch.records[text][RECORD]
     allowed = regions.attention_mask[text] & (regions.image_slot[text] == 0)
     if options.whole_image == "excluded":
         allowed = allowed & (regions.row[text] >= 0)
     scales = batch.images.scales[regions.image[text].clamp(min=0)].double()
     boxes = (regions.boxes[text].double() / torch.cat([scales, scales], dim=1)).cpu().numpy()
-    right = [right_regions_of(boxes, own, options) for own in caption.boxes]
+    right = [find_right_regions(boxes, own, options) for own in caption.boxes]
     is_right = torch.tensor(np.array(right, dtype=bool).reshape(-1, len(boxes)), device=allowed.device) & allowed
     sides = torch.from_numpy(boxes[:, 2:] - boxes[:, :2]).to(allowed.device)
     rules = {LARGEST: sides.prod(dim=1).float()}
@@ -300,13 +302,13 @@ def view_of(
     return TextView(caption, length, boxes, allowed, is_right, rules)
 
 
-def right_regions_of(regions: np.ndarray, boxes: np.ndarray, options: AttentionOptions) -> np.ndarray:
-    """bool [R]: the regions that overlap the boxes of a phrase enough, see `options.gold_boxes`."""
+def find_right_regions(regions: np.ndarray, boxes: np.ndarray, options: AttentionOptions) -> np.ndarray:
+    """Mark the regions (bool [R]) with enough overlap with the boxes of a phrase, see `options.gold_boxes`."""
     if not len(boxes):
         return np.zeros(len(regions), dtype=bool)
     if options.gold_boxes == "union":
         boxes = np.concatenate([boxes[:, :2].min(axis=0), boxes[:, 2:].max(axis=0)])[None]
-    # boxes come back from the resized image with rounding, which must not decide where the overlap is exactly that
+    # the boxes have been scaled to the resized image and back; rounding must not decide an IoU at the threshold
     return right_candidates(regions, boxes, options.min_iou - ROUNDING)
 
 
@@ -318,10 +320,10 @@ def add_text(
     view: TextView,
     options: AttentionOptions,
 ) -> None:
-    """The measures of one graph of one text."""
+    """Add the measures of one graph on one text."""
     per_sentence = options.mean_over == "sentences"
     caption, device = view.caption, maps.device
-    queries = phrase_queries(caption, options)
+    queries = choose_queries(caption, options)
     counted = counted_phrases(view, options)
 
     def put(measure: str, measured: Measurement, label: str = ALL) -> None:
@@ -346,30 +348,32 @@ def add_text(
         return
     words = torch.from_numpy(caption.word_spans).to(device)
     if NEEDS[RELATIONS] in graph.blocks:
-        pairs = grounded_pairs(caption, counted.tolist(), options)
+        pairs = list_grounded_pairs(caption, counted.tolist(), options)
         source, phrase, labels = columns(pairs, device)
         right = view.is_right[phrase]
         measured = entity_grounding(
             *(maps, words[source], view.regions, view.allowed, right, view.baselines(right), options.word_piece)
         )
-        put_by_label(put, RELATIONS, measured, labels)
+        add_by_label(put, RELATIONS, measured, labels)
     if NEEDS[DEPENDENCIES] in graph.blocks:
-        # attention cannot tell words apart that share a wordpiece
-        pairs = [pair for pair in word_pairs(caption, options) if not shares_piece(caption.word_spans, *pair[:2])]
+        # words that share a wordpiece cannot be told apart
+        pairs = [
+            pair for pair in list_word_pairs(caption, options) if not share_wordpiece(caption.word_spans, *pair[:2])
+        ]
         source, target, labels = columns(pairs, device)
-        put_by_label(put, DEPENDENCIES, word_dependency(maps, words, target, source, options.word_piece), labels)
+        add_by_label(put, DEPENDENCIES, word_dependency(maps, words, target, source, options.word_piece), labels)
 
 
 def columns(
     pairs: Sequence[Pair], device: torch.device
 ) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"], list[str]]:
-    """The columns of pairs."""
+    """First column, second column and labels of the pairs."""
     first, second = (torch.tensor([pair[i] for pair in pairs], dtype=torch.int64, device=device) for i in range(2))
     return first, second, [label for _, _, label in pairs]
 
 
-def put_by_label(put: Callable[..., None], measure: str, measured: Measurement, labels: Sequence[str]) -> None:
-    """Add the examples to the sums over all relations and of each relation."""
+def add_by_label(put: Callable[..., None], measure: str, measured: Measurement, labels: Sequence[str]) -> None:
+    """Add the examples to the sums over all relations and to those of each relation."""
     put(measure, measured)
     for label in dict.fromkeys(labels):
         kept = torch.tensor([own == label for own in labels], device=measured.hits.device)
@@ -399,7 +403,7 @@ def count_text(numbers: Counter[str], view: TextView, options: AttentionOptions)
             "phrases cut off with the end of a caption": caption.phrases_cut,
             "words cut off with the end of a caption": caption.words_cut,
             "relations of words that share a wordpiece, left out of word dependency": sum(
-                shares_piece(caption.word_spans, one.governor, one.dependent) for one in caption.relations
+                share_wordpiece(caption.word_spans, one.governor, one.dependent) for one in caption.relations
             ),
             "phrases without a box": has_box.count(False),
             "phrases with a box, without a right region": sum(
@@ -409,12 +413,12 @@ def count_text(numbers: Counter[str], view: TextView, options: AttentionOptions)
         }
     )
     if options.entity_piece == "head":
-        missing = int((~phrase_queries(caption, options).attends).sum())
+        missing = int((~choose_queries(caption, options).attends).sum())
         numbers["phrases without a head word, left out of entity grounding"] += missing
 
 
-def texts_to_show(groups: Sequence[Sequence[int]], number: int, seed: int) -> list[int]:
-    """One random text of each of `number` random images."""
+def choose_texts(groups: Sequence[Sequence[int]], number: int, seed: int) -> list[int]:
+    """Choose one random text of each of `number` random images."""
     rng = np.random.default_rng(seed)
     some = rng.permutation(len(groups))
     filled = itertools.islice((groups[int(row)] for row in some if len(groups[int(row)])), number)

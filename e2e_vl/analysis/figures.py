@@ -1,4 +1,4 @@
-"""The figures of an analysis: accuracy of all heads by layer, for entities and for each relation."""
+"""The figures of an analysis: accuracy of each head by layer, and pictures of attention."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from e2e_vl.analysis.collect import (
     NEEDS,
     MeasureKey,
     RecordedText,
-    phrase_queries,
+    choose_queries,
 )
 from e2e_vl.analysis.measures import attention_from
 from e2e_vl.analysis.options import AttentionOptions, parse_head
@@ -44,7 +44,7 @@ LONGEST_LABEL = 28  # characters of a relation in a title
 
 
 def draw_head_figure(results: AttentionResults, graph: str, measure: str, labels: Sequence[str] = (ALL,)) -> bytes:
-    """Accuracy of each head by layer, as figures 3 and 4 of VisualBERT's ACL paper, a panel per label; a PNG file."""
+    """Plot each head's accuracy by layer (VisualBERT's ACL paper, figures 3 and 4), one panel per label, as PNG."""
     columns = min(COLUMNS, len(labels))
     rows = math.ceil(len(labels) / columns)
     figure = Figure(figsize=(max(3.5 * columns, 7), 2.6 * rows + 0.8), layout="constrained", dpi=130)
@@ -71,7 +71,7 @@ def draw_head_figure(results: AttentionResults, graph: str, measure: str, labels
 
 
 def _panel(axes: Axes, results: AttentionResults, key: MeasureKey, top: float) -> None:
-    """A point per head, light for inactive heads, with the number of the best active one; lines for baselines."""
+    """One point per head (light if inactive), a label on the best active head, and a line per baseline."""
     options, place = results.options, (key.graph, key.measure, key.label)
     sums, active, best = results.of(*place), results.active(*place), results.best_active(*place)
     layers, heads = sums.hits.shape
@@ -106,7 +106,7 @@ def _panel(axes: Axes, results: AttentionResults, key: MeasureKey, top: float) -
 
 
 def _spread(head: int, heads: int) -> float:
-    """A small step beside the layer, so that heads of one accuracy stay apart."""
+    """Horizontal offset within a layer, to separate heads with equal accuracy."""
     return 0.5 * (head / max(heads - 1, 1) - 0.5) if heads > 1 else 0.0
 
 
@@ -117,7 +117,7 @@ def _png(figure: Figure) -> bytes:
 
 
 def draw_word_map(title: str, words: Sequence[str], values: np.ndarray) -> bytes:
-    """The attention among words of one head, rows attend to columns; a PNG file.
+    """Draw the word-to-word attention of one head as PNG; rows attend to columns.
 
     Args:
         values: float [words, words].
@@ -133,11 +133,11 @@ def draw_word_map(title: str, words: Sequence[str], values: np.ndarray) -> bytes
     return _png(figure)
 
 
-# Pictures of what chosen heads look at: regions coloured on the image, and maps among words.
+# Pictures of the attention of chosen heads: coloured regions on the image, and word-to-word maps.
 
 
-PHRASES = 3  # of one caption that get pictures
-HEADS = 2  # of a graph that get pictures where none is chosen
+PHRASES = 3  # maximum number of phrases per caption with pictures
+HEADS = 2  # heads per graph with pictures if none is chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,15 +157,15 @@ class Overlay:
     text: str  # the caption
     graph: str
     title: str  # phrase and head
-    note: str  # what is right or wrong about it
-    file: Path | None  # None: there is no picture
-    problem: str = ""  # why not
+    note: str  # share of attention on regions, and whether the top region is correct
+    file: Path | None  # None without a picture
+    problem: str = ""  # reason for a missing picture
 
 
-def chosen_heads(
+def parse_heads(
     words: Sequence[str], graphs: Mapping[str, AttentionGraph], options: AttentionOptions, num_heads: int
 ) -> list[ChosenHead]:
-    """The heads that a user names; without a graph it is the first one in which words read regions."""
+    """Parse --heads; the default graph is the first one in which words attend to regions."""
     reads = [name for name, graph in graphs.items() if AttentionBlock.WORDS_TO_REGIONS in graph.blocks]
     found = []
     for word in words:
@@ -178,8 +178,8 @@ def chosen_heads(
     return found
 
 
-def best_heads(results: AttentionResults) -> list[ChosenHead]:
-    """The best heads of each graph: in entity grounding the best active ones, else in what the graph can do."""
+def find_best_heads(results: AttentionResults) -> list[ChosenHead]:
+    """Find the best (active) heads of each graph in entity grounding, or else in another measure of the graph."""
     found = []
     for graph, phrases in results.graphs.items():
         number = 1
@@ -203,9 +203,9 @@ def best_heads(results: AttentionResults) -> list[ChosenHead]:
 def draw_overlays(
     folder: Path, results: AttentionResults, texts: Sequence[RecordedText], heads: Sequence[ChosenHead]
 ) -> list[Overlay]:
-    """Write a picture for each text, phrase and head (no heads: the best ones)."""
+    """Draw a picture for each text, phrase and head (by default the best heads)."""
     folder.mkdir(parents=True, exist_ok=True)
-    heads = heads or best_heads(results)
+    heads = heads or find_best_heads(results)
     return [
         overlay
         for text in texts
@@ -224,7 +224,7 @@ def _of_head(
     regions = slice(text.length, text.length + len(text.allowed))
     phrases = [row for row, boxes in enumerate(text.caption.boxes) if len(boxes)][:PHRASES]
     if AttentionBlock.WORDS_TO_REGIONS in blocks:
-        queries = phrase_queries(text.caption, options)
+        queries = choose_queries(text.caption, options)
         seen = attention_from(own, torch.from_numpy(queries.spans), queries.piece)[0, 0, :, regions].numpy()
         phrases = [row for row in phrases if queries.attends[row]]
         overlays = []
@@ -244,7 +244,7 @@ def _of_head(
                     _region_overlay(folder / f"{file}_{row}.jpg", text, head, seen, others, row, title, source=right[0])
                 )
         return overlays
-    # the attention among words; of a word's wordpieces rows are averaged and columns summed
+    # word-to-word attention: average the rows of a word's wordpieces and sum the columns
     spans, slots = torch.from_numpy(text.caption.word_spans), torch.arange(own.shape[3])
     inside = ((slots >= spans[:, :1]) & (slots < spans[:, 1:])).float()
     values = (attention_from(own, spans, "mean")[0, 0] @ inside.T).numpy()
@@ -264,7 +264,7 @@ def _region_overlay(
     title: str,
     source: int | None = None,
 ) -> Overlay:
-    """Regions coloured by their attention, the most attended one with its share, and the annotated boxes."""
+    """Colour the regions by attention, and draw the most attended region with its share and the annotated boxes."""
     seen = np.where(allowed, seen, 0)
     total = float(seen.sum())
     best = int(np.where(allowed, seen, -1).argmax()) if allowed.any() else None
@@ -275,7 +275,7 @@ def _region_overlay(
     shown = Overlay(text.index, text.caption.words, head.graph, title, note, path)
     try:
         image = load_image(text.file_name, "RGB")
-    except (FileNotFoundError, ValueError) as error:  # it lies in an archive, or was not needed for saved features
+    except (FileNotFoundError, ValueError) as error:  # in an archive, or absent because features are precomputed
         return dataclasses.replace(shown, file=None, problem=str(error))
     regions = text.region_boxes
     boxes, labels, colours = [], [], []

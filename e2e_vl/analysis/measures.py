@@ -1,8 +1,7 @@
-"""Measures of attention heads, each a function of the maps of one text, and sums that do not grow with the data.
+"""Measures of attention heads on one text, and their sums over many texts.
 
-Entity and syntactic grounding are those of section 3 of VisualBERT's ACL paper, as far as it defines them; what it
-leaves open is in `AttentionOptions`. The measures among words alone and among regions alone are for encoders whose
-words and regions attend in graphs of their own.
+Entity and syntactic grounding follow section 3 of VisualBERT's ACL paper; `AttentionOptions` covers the details that
+it leaves open. The other measures also suit encoders with separate attention for words and for regions.
 
 All maps are probabilities of one text, [layers heads slots slots] (query, key), with slots as in `EncoderOutput`.
 
@@ -23,11 +22,11 @@ Maps = Float[Tensor, "layers heads slots slots"]
 
 @dataclasses.dataclass
 class Measurement:
-    """A measure of the examples of one text."""
+    """One measure on the examples of one text."""
 
-    hits: Bool[Tensor, "layers heads examples"]  # whether the largest attention is where it should be
-    attention: Float[Tensor, "layers heads examples"]  # that lies on what was chosen from
-    baselines: dict[str, Float[Tensor, " examples"]]  # share of right answers of rules that ignore the attention
+    hits: Bool[Tensor, "layers heads examples"]  # whether the choice with the largest attention is correct
+    attention: Float[Tensor, "layers heads examples"]  # total attention on the allowed choices
+    baselines: dict[str, Float[Tensor, " examples"]]  # accuracy of rules that ignore the attention
 
     def __len__(self) -> int:
         return self.hits.shape[2]
@@ -83,11 +82,11 @@ class HeadSums:
 
     @property
     def mean_attention(self) -> Float[Tensor, "layers heads"]:
-        """Mean attention on what was chosen from."""
+        """Mean total attention on the allowed choices."""
         return self.attention / max(self.count, 1)
 
     def baseline(self, name: str) -> float:
-        """Share of hits of a rule that ignores the attention."""
+        """Accuracy of a baseline."""
         return self.baselines[name] / max(self.count, 1)
 
     def best(self, allowed: Bool[Tensor, "layers heads"] | None = None) -> tuple[int, int] | None:
@@ -105,10 +104,10 @@ class HeadSums:
 def attention_from(
     maps: Maps, spans: Int64[Tensor, "queries 2"], piece: str
 ) -> Float[Tensor, "layers heads queries slots"]:
-    """What words or phrases attend to.
+    """The attention distributions of words or phrases.
 
     Args:
-        spans: first slot of each and the last plus one.
+        spans: first slot and last slot plus one of each word or phrase.
         piece: "last" or "first" wordpiece, or the "mean" of all.
     """
     first, end = spans.unbind(dim=1)
@@ -125,7 +124,7 @@ def measure_hits(
     is_right: Bool[Tensor, "examples choices"],
     baselines: Mapping[str, Float[Tensor, " examples"]] | None = None,
 ) -> Measurement:
-    """A hit is a right choice with the largest attention among the allowed ones; of equal ones the first counts.
+    """Check whether the allowed choice with the largest attention is correct; ties go to the first choice.
 
     The baseline "chance" is added: the share of right choices among the allowed ones.
     """
@@ -163,9 +162,9 @@ def entity_grounding(
     baselines: Mapping[str, Float[Tensor, " examples"]],
     piece: str = "last",
 ) -> Measurement:
-    """How often phrases attend most, among the regions, to a right region.
+    """How often the region that a phrase attends to most is a correct one.
 
-    Syntactic grounding is the same with the words w2 as queries and the regions of w1 as right ones.
+    Syntactic grounding is the same with the words w2 as queries and the regions of w1 as correct ones.
 
     Args:
         regions: slots of the regions.
@@ -182,9 +181,9 @@ def region_naming(
     spans: Int64[Tensor, "entities 2"],
     is_word: Bool[Tensor, " L"],
 ) -> Measurement:
-    """How often the regions of entities attend most, among the words, to a word of a phrase that names them.
+    """How often the word that an entity's region attends to most is in a phrase that names the entity.
 
-    An example is a region that is right for some phrase; special wordpieces are no choice.
+    An example is a region that is correct for some phrase; special tokens are not allowed as choices.
     """
     named = is_right.any(dim=0).nonzero()[:, 0]
     length = len(is_word)
@@ -198,9 +197,9 @@ def region_naming(
 def region_grouping(
     maps: Maps, regions: slice, allowed: Bool[Tensor, " R"], is_right: Bool[Tensor, "entities R"]
 ) -> Measurement:
-    """How often a region of an entity with several ones attends most, among the others, to another one of them.
+    """How often the other region that an entity's region attends to most belongs to the same entity.
 
-    An example is a region of a phrase that has at least two right ones.
+    An example is a region of a phrase with at least two correct regions.
     """
     right = is_right & allowed
     phrase, region = (right & (right.sum(dim=1, keepdim=True) > 1)).nonzero().unbind(dim=1)
@@ -216,15 +215,15 @@ def word_dependency(
     sources: Int64[Tensor, " examples"],
     piece: str = "last",
 ) -> Measurement:
-    """How often words attend most, among the other words of the sentence, to the word that they are related to.
+    """How often the other word that a word attends to most is the one it is related to.
 
-    The attention on a word is the sum over its wordpieces; special wordpieces are no words. Words of the same
-    wordpieces are one choice, and words that share a wordpiece with the attending one are no choice. The baselines
-    "word before" and "word behind" always choose the neighbour.
+    The attention on a word is the sum over its wordpieces, without special tokens. Words with the same wordpieces are
+    one choice, and words that share a wordpiece with the query word are not allowed. The baselines "word before" and
+    "word behind" always choose that neighbour.
 
     Args:
         targets: row of w1 of each pair; it shares no wordpiece with w2.
-        sources: row of w2, the attending word.
+        sources: row of w2, the query word.
     """
     choices, choice = torch.unique(spans, dim=0, return_inverse=True)  # in the order of the text
     slots = torch.arange(maps.shape[3], device=maps.device)

@@ -1,4 +1,4 @@
-"""Options for details of the attention measures that the papers do not specify."""
+"""Options for the details of the attention measures that the paper leaves open."""
 
 from __future__ import annotations
 
@@ -16,75 +16,78 @@ WordPiece = Literal["last", "first", "mean"]
 
 
 class AttentionOptions(msgspec.Struct, frozen=True):
-    """The options of an analysis. The metadata of each type is the help text."""
+    """The options of an analysis. The description of each field is its help text."""
 
     entity_piece: Annotated[
         Literal["last", "first", "mean", "head"],
         Meta(
-            description="attending wordpiece of an entity; mean: the mean of all its wordpieces; head: its head word "
-            "in the parse, the first of several ones, at the wordpiece of --word-piece"
+            description="wordpiece of an entity whose attention is measured; mean: average over all its wordpieces; "
+            "head: its head word in the parse (the first if there are several), read at --word-piece"
         ),
     ] = "last"
     word_piece: Annotated[
-        WordPiece, Meta(description="wordpiece of an attending word, which is one of a relation or a head word")
+        WordPiece, Meta(description="wordpiece of a word (of a relation, or a head word) whose attention is measured")
     ] = "last"
     phrase_word: Annotated[
         Literal["any", "head"],
-        Meta(description="words of an entity that relations may lead to: any of them, or its head word alone"),
+        Meta(description="entity words that count as the target of a relation: any word, or the head word only"),
     ] = "any"
     gold_boxes: Annotated[
         Literal["any", "union"],
-        Meta(description="a region is right if it overlaps any box of the entity, or the box around all of them"),
+        Meta(description="a region is correct if it overlaps any box of the entity, or the box enclosing all of them"),
     ] = "any"
-    min_iou: Annotated[float, Meta(ge=0, le=1, description="least IoU of a right region, inclusive")] = 0.5
+    min_iou: Annotated[float, Meta(ge=0, le=1, description="minimum IoU of a correct region, inclusive")] = 0.5
     without_box: Annotated[
         Literal["skip", "miss"],
-        Meta(description="entities without an annotated box are left out, or counted as missed"),
+        Meta(description="entities without an annotated box are skipped, or counted as misses"),
     ] = "skip"
     without_proposal: Annotated[
-        Literal["miss", "skip"], Meta(description="entities without a right region are counted as missed, or left out")
+        Literal["miss", "skip"], Meta(description="entities without a correct region are counted as misses, or skipped")
     ] = "miss"
     mean_over: Annotated[
         Literal["entities", "sentences"],
-        Meta(
-            description="means are over entities (or pairs of words), or over sentences, each with the mean of its own"
-        ),
+        Meta(description="average over all entities (or word pairs), or over the means of all sentences"),
     ] = "entities"
     directions: Annotated[
         Literal["pooled", "separate"],
         Meta(
-            description="both directions of a relation are one measure, or two ('to its governor', 'from its governor')"
+            description="measure both directions of a relation together, or one by one ('to' and 'from its governor')"
         ),
     ] = "pooled"
-    min_count: Annotated[int, Meta(ge=1, description="least number of pairs of a relation that is shown")] = 1
-    most_relations: Annotated[int, Meta(ge=1, description="relations that are shown, the most common ones")] = 10
+    min_count: Annotated[int, Meta(ge=1, description="minimum number of word pairs for a relation to be shown")] = 1
+    most_relations: Annotated[int, Meta(ge=1, description="maximum number of relations shown, most common first")] = 10
     active_above: Annotated[
         float,
-        Meta(ge=0, le=1, description="least share of the measured words' attention that an active head has on regions"),
+        Meta(
+            ge=0,
+            le=1,
+            description="a head is active above this share of the measured words' attention on regions",
+        ),
     ] = 0.2
     active_over: Annotated[
         Literal["examples", "entities"],
         Meta(
-            description="samples on which the activity of a head is measured: the examples of each accuracy, or the "
-            "entities, for relations too"
+            description="where the activity of a head is measured: on the examples of each measure, or on the "
+            "entities, also for relations"
         ),
     ] = "examples"
     whole_image: Annotated[
         Literal["excluded", "candidate"],
-        Meta(description="whether the region of the whole image is a region like the others"),
+        Meta(description="whether the whole-image region is a candidate"),
     ] = "excluded"
     missing_parse: Annotated[
-        Literal["error", "skip"], Meta(description="a caption without a parse is an error, or has no relations")
+        Literal["error", "skip"],
+        Meta(description="a caption without a parse is an error, or has no relations"),
     ] = "error"
     first_number: Annotated[
-        Literal[0, 1], Meta(description="number of the first layer and of the first head in the output")
+        Literal[0, 1], Meta(description="whether layers and heads are numbered from 0 or 1 in the output")
     ] = 0
 
     def require_parses(self, *, given: bool) -> None:
-        """Check that parses are given where an option needs them."""
+        """Raise an error if an option needs parses and there are none."""
         if self.entity_piece == "head" and not given:
             raise UserError(
-                "--entity-piece head needs parses, which name the head word of a phrase; give --parses or --spacy, or "
+                "--entity-piece head needs parses to find the head word of a phrase; give --parses or --spacy, or "
                 "choose another --entity-piece."
             )
 
@@ -114,7 +117,7 @@ def option_name(field: str) -> str:
 
 
 def parse_head(text: str, first_number: int = 0) -> tuple[str | None, int, int]:
-    """A head as `number` and users write it: "10-1", or with its graph "cross:2-0"; layer and head from 0."""
+    """Parse "10-1" or "cross:2-0" into graph (or None), layer and head, both counted from 0."""
     found = re.fullmatch(r"(?:(.+):)?(\d+)-(\d+)", text)
     if found is None or min(int(found[2]), int(found[3])) < first_number:
         raise UserError(

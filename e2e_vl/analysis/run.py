@@ -1,4 +1,4 @@
-"""Analysis of a trained run on a split with captions and boxes; writes all result files."""
+"""Analyzes the attention of a trained run on a split with captions and boxes, and writes the result files."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from transformers import PreTrainedTokenizerBase
 from detector.errors import UserError
 from detector.io import atomic_folder, write_json, write_text
 from e2e_vl.analysis.captions import CaptionPreprocessor, Parses, parse_with_spacy, read_parses
-from e2e_vl.analysis.collect import ENTITIES, RELATIONS, Collected, collect_attention, texts_to_show
+from e2e_vl.analysis.collect import ENTITIES, RELATIONS, Collected, choose_texts, collect_attention
 from e2e_vl.analysis.figures import (
     ChosenHead,
     Overlay,
-    chosen_heads,
     draw_head_figure,
     draw_overlays,
+    parse_heads,
 )
 from e2e_vl.analysis.options import AttentionOptions
-from e2e_vl.analysis.tables import BASELINE_WORDS, AttentionResults, write_tables
+from e2e_vl.analysis.tables import BASELINE_DESCRIPTIONS, AttentionResults, write_tables
 from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.base import open_options
 from e2e_vl.data.batching import ExampleDataset
@@ -48,7 +48,7 @@ from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.launch import make_accelerator
 
 PAGE = Path(__file__).with_name("attention_page.html.jinja")
-LONGEST_SIDE = 720  # of a picture in the page, pixels
+LONGEST_SIDE = 720  # of a picture on the page, pixels
 
 
 def write_page(
@@ -57,8 +57,8 @@ def write_page(
     """Write the page.
 
     Args:
-        figures: PNG files by their names.
-        overlays: pictures that lie beside the page; those of one caption follow each other.
+        figures: content of PNG files by name.
+        overlays: pictures, grouped by caption.
     """
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -70,7 +70,7 @@ def write_page(
             graph: {name: results.summary(graph, name) for name in results.measures(graph)} for graph in results.graphs
         },
         relations={graph: results.relation_rows(graph) for graph in results.graphs},
-        baseline_words=BASELINE_WORDS,
+        baseline_words=BASELINE_DESCRIPTIONS,
         figures={name: _uri(content, "png") for name, content in figures.items()},
         captions=[
             (text, [(one, _picture(one)) for one in own])
@@ -82,7 +82,7 @@ def write_page(
 
 
 def _picture(overlay: Overlay) -> str:
-    """A data URI; "" without a picture."""
+    """The picture as a data URI, or "" without a picture."""
     if overlay.file is None:
         return ""
     buffer = io.BytesIO()
@@ -97,7 +97,7 @@ def _uri(content: bytes, kind: str) -> str:
 
 
 def _percent(value: Any) -> str:
-    """A share as per cent with two decimals, as in the paper; a dash for none."""
+    """Format a share as a percentage with two decimals, or None as a dash."""
     return "–" if value is None else f"{100 * value:.2f}"
 
 
@@ -114,8 +114,8 @@ WRITTEN = (
     "relations_*.png",
     "overlays",
 )
-# `data` settings that are always those of the run, even with data from another config
-OF_RUN = ("resize", "canvas", "vocabulary", "max_text_length", "blank_text", "blank_image", "workers")
+# `data` settings that always come from the run, even with the data of another config
+RUN_SETTINGS = ("resize", "canvas", "vocabulary", "max_text_length", "blank_text", "blank_image", "workers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,18 +126,18 @@ class AttentionRequest:
     split: str
     boxes: BoxSource
     output: Path | None = None  # None: a folder of the run
-    data: Path | None = None  # config whose `data` are read; None: the run's
+    data: Path | None = None  # config with the data to read; None: the run's own
     parses: Path | None = None  # CoNLL-U
     spacy_model: str | None = None
     options: AttentionOptions = dataclasses.field(default_factory=AttentionOptions)
-    heads: tuple[str, ...] = ()  # whose pictures are drawn; none given: the best ones
-    pictures: int = 6  # captions with pictures
+    heads: tuple[str, ...] = ()  # heads to draw; by default the best ones
+    pictures: int = 6  # number of captions with pictures
     max_images: int | None = None
     overrides: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
-        """Where the results go."""
+        """The output folder."""
         return self.output or self.run / FOLDER / file_name(f"{self.split}_{self.boxes}")
 
 
@@ -148,15 +148,15 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
         The results, and the page on the main process (None on the others).
     """
     check_results_folder(request.folder)
-    own, of_data = divided(request.overrides, has_data=request.data is not None)
+    own, of_data = split_overrides(request.overrides, has_data=request.data is not None)
     config, model, tokenizer = load_model(request.run, overrides=own)
     graphs = model.encoder.attention_graphs
     if config.data.blank_text or config.data.blank_image or not graphs:
         raise UserError(
-            f"{request.run}: a run without the text, the image or attention maps cannot be analysed; use another run."
+            f"{request.run}: cannot analyze a run with blank text, a blank image or no attention maps; use another run."
         )
     if request.data is not None:
-        config = with_data_of(config, request.data, of_data)
+        config = replace_data(config, request.data, of_data)
     if request.boxes is BoxSource.ONLINE:
         warn_of_random_boxes(config.detector)
     accelerator = make_accelerator(config.train.mixed_precision)
@@ -170,14 +170,14 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
         parses = parse_with_spacy(texts, request.spacy_model)
     examples = caption_examples(config, model, tokenizer, request, parses)
     groups = examples.groups if request.max_images is None else examples.groups[: request.max_images]
-    heads = chosen_heads(request.heads, graphs, request.options, model.encoder.config.num_attention_heads)
+    heads = parse_heads(request.heads, graphs, request.options, model.encoder.config.num_attention_heads)
     found = collect_attention(
         *(model, examples, build_collate(config, model), request.options, accelerator),
         images_per_batch=config.eval.images_per_batch,
         workers=config.data.workers,
         sorted_boxes=isinstance(examples.loader.boxes, DetectedBoxes),
         max_images=request.max_images,
-        shown=texts_to_show(groups, request.pictures, config.seed),
+        shown=choose_texts(groups, request.pictures, config.seed),
     )
     results = AttentionResults(
         run=str(request.run),
@@ -206,7 +206,7 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
 
 
 def write_results(folder: Path, results: AttentionResults, found: Collected, heads: list[ChosenHead]) -> None:
-    """Write all files."""
+    """Write all result files."""
     write_json(folder / "attention.json", results.as_json())
     write_tables(folder, results)
     figures: dict[str, bytes] = {}
@@ -222,26 +222,26 @@ def write_results(folder: Path, results: AttentionResults, found: Collected, hea
 
 
 def check_results_folder(folder: Path) -> None:
-    """Check that the folder is new or contains an earlier analysis only."""
+    """Raise an error unless the folder is new or contains an earlier analysis only."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if folder.is_file() or not all(any(fnmatch.fnmatchcase(name, own) for own in WRITTEN) for name in names):
-        raise UserError(f"{folder} holds more than the results of an analysis; choose another --output.")
+        raise UserError(f"{folder} contains other files than those of an analysis; choose another --output.")
 
 
-def divided(overrides: Sequence[str], *, has_data: bool) -> tuple[list[str], list[str]]:
-    """Split overrides into those of the run's settings and those of the other config's data.
+def split_overrides(overrides: Sequence[str], *, has_data: bool) -> tuple[list[str], list[str]]:
+    """Split overrides into those of the run and those of the other config's data.
 
-    Settings in `OF_RUN` belong to the run, because the model was trained with them.
+    Settings in `RUN_SETTINGS` belong to the run, because the model was trained with them.
     """
-    changed = re.compile(rf"data\.(?!({'|'.join(OF_RUN)})\b)")
+    changed = re.compile(rf"data\.(?!({'|'.join(RUN_SETTINGS)})\b)")
     of_data = [word for word in overrides if has_data and changed.match(word)]
     return [word for word in overrides if word not in of_data], of_data
 
 
-def with_data_of(config: RunConfig, path: Path, overrides: list[str]) -> RunConfig:
-    """The settings of a run with the data of another config, except for the settings in `OF_RUN`."""
+def replace_data(config: RunConfig, path: Path, overrides: list[str]) -> RunConfig:
+    """Replace the data of a run's config by those of another config, except for `RUN_SETTINGS`."""
     data = load_config(path, [*overrides, "output=unused"]).data
-    own = {name: getattr(config.data, name) for name in OF_RUN}
+    own = {name: getattr(config.data, name) for name in RUN_SETTINGS}
     return msgspec.structs.replace(config, data=msgspec.structs.replace(data, **own))
 
 
@@ -252,7 +252,7 @@ def caption_examples(
     request: AttentionRequest,
     parses: Parses | None,
 ) -> ExampleDataset:
-    """The captions of a split as plain texts."""
+    """The captions of a split as encoder inputs, without masked words."""
     # a non-zero loss weight makes the data set read phrases
     with_phrases = msgspec.structs.replace(config, phrases=msgspec.structs.replace(config.phrases, weight=1.0))
     dataset = open_split(with_phrases, request.split, request.boxes, training=False)

@@ -1,4 +1,4 @@
-"""The numbers of an analysis: as JSON, and as CSV files of heads and of relations."""
+"""The results of an analysis, and their JSON and CSV files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.structures import AttentionBlock, AttentionGraph
 
 # descriptions of the baselines
-BASELINE_WORDS = {
+BASELINE_DESCRIPTIONS = {
     CONFIDENCE: "always the region with the highest detection confidence (the paper's baseline)",
     LARGEST: "always the largest region",
     "chance": "a region (or word) drawn at random",
@@ -26,8 +26,8 @@ BASELINE_WORDS = {
     "word behind": "always the word behind",
 }
 NO_CONFIDENCE = (
-    "The regions come without detection confidences, so the paper's baseline (always the region with the highest one) "
-    "cannot be computed; the largest region and chance replace it."
+    "The regions have no detection confidences, so the paper's baseline (always the region with the highest one) "
+    "cannot be computed; compare with the largest region and with chance."
 )
 
 
@@ -40,12 +40,12 @@ class AttentionResults:
     data: str
     split: str
     boxes: str
-    parses: str | None  # file or model; None: there are none
+    parses: str | None  # file or spaCy model; None without parses
     options: AttentionOptions
     graphs: Mapping[str, AttentionGraph]
     sums: Mapping[MeasureKey, HeadSums]
     numbers: Mapping[str, int]
-    relations: Mapping[str, list[str]]  # graph -> the relations that are shown
+    relations: Mapping[str, list[str]]  # graph -> relations to show
     images: int
 
     def of(self, graph: str, measure: str, label: str = ALL) -> HeadSums | None:
@@ -61,32 +61,29 @@ class AttentionResults:
 
     @property
     def notes(self) -> list[str]:
-        """Notes to print with the numbers."""
+        """Notes that accompany the results."""
         notes = []
         if not any(CONFIDENCE in sums.baselines for sums in self.sums.values()):
             notes.append(NO_CONFIDENCE)
         if self.parses is None:
-            notes.append("No parses were given, so there is no syntactic grounding; give --parses or --spacy.")
+            notes.append("Syntactic grounding needs parses; give --parses or --spacy.")
         share = f"{100 * self.options.active_above:g} %"
         notes.append(
-            f"A head is called active where more than {share} of the attention of the measured words (entities, or the "
-            "attending words of relations) lies on regions, as a mean over the same examples as the accuracy."
+            f"A head is active if, on average over the examples of the measure, more than {share} of the attention of "
+            "the measured words is on regions."
             if self.options.active_over == "examples"
-            else f"A head is called active where more than {share} of the attention of the entities lies on regions, "
-            "as a mean over all measured entities; the same heads are active for relations."
+            else f"A head is active if, on average over all measured entities, more than {share} of their attention is "
+            "on regions; this also decides which heads are active for relations."
         )
+        notes.append(f"A region is correct if its IoU with an annotated box is at least {self.options.min_iou:g}.")
         notes.append(
-            f"A region is right where its IoU with an annotated box is at least {self.options.min_iou:g}; an IoU of "
-            f"exactly {self.options.min_iou:g} counts as a match."
-        )
-        notes.append(
-            "Where several regions share the largest attention of a head, or the highest score of a baseline, the "
-            "first of them in the order of the boxes is the chosen one."
+            "Ties (several regions with the same highest attention or baseline score) are resolved in favour of the "
+            "first box."
         )
         return notes
 
     def active(self, graph: str, measure: str, label: str = ALL) -> Bool[Tensor, "layers heads"]:
-        """The active heads of a measure, over the samples of `options.active_over`; none without any."""
+        """The active heads of a measure, see `options.active_over`; all False without examples."""
         own = sums = self.of(graph, measure, label)
         if self.options.active_over == "entities" and NEEDS[measure] is AttentionBlock.WORDS_TO_REGIONS:
             sums = self.of(graph, ENTITIES)
@@ -100,7 +97,7 @@ class AttentionResults:
         return None if sums is None else sums.best(self.active(graph, measure, label))
 
     def summary(self, graph: str, measure: str, label: str = ALL) -> dict[str, Any]:
-        """One measure in plain values: its best heads and baselines."""
+        """One measure as a JSON-ready dict: its best heads and baselines."""
         sums = self.of(graph, measure, label)
         found: dict[str, Any] = {
             "examples": sums.examples,
@@ -119,7 +116,7 @@ class AttentionResults:
         return found
 
     def lines(self) -> list[str]:
-        """The most important numbers as text: a line per graph and measure."""
+        """A text summary: one line per graph and measure, then the notes."""
         found = []
         for graph in self.graphs:
             for measure in self.measures(graph):
@@ -133,7 +130,7 @@ class AttentionResults:
         return [*found, *self.notes]
 
     def as_json(self) -> dict[str, Any]:
-        """All numbers and choices in plain values; matrices are [layer][head]."""
+        """All results and options as a JSON-ready dict; matrices are [layer][head]."""
         graphs: dict[str, Any] = {}
         for graph, phrases in self.graphs.items():
             measures = {}

@@ -1,4 +1,4 @@
-"""The interface of the classes that write one file format each, and what they write from."""
+"""Base class of the format writers, and the scene records that they write."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CATEGORY_IDS = {name: category_id for category_id, name in CATEGORY_NAMES.items(
 _ATTRIBUTE_IDS = {entry["name"]: entry["id"] for entry in ATTRIBUTES}
 _ATTEMPTS = 50
 _MIN_IOU = 0.6  # of a detection with its object
-_MAX_FALSE_IOU = 0.4  # of a detection that shows no object with any object
+_MAX_FALSE_IOU = 0.4  # of a false alarm with any object
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class ObjectRecord:
 
     @classmethod
     def of(cls, item: SceneObject) -> ObjectRecord:
-        """The record of a drawn object."""
+        """Make the record of a drawn object."""
         x1, y1, x2, y2 = map(float, item.box)
         return cls(item.appearance, [x1, y1, x2 - x1, y2 - y1], item.area, polygons(item.visible))
 
@@ -116,7 +116,7 @@ class FormatWriter(ABC):
         self.recipe = recipe
 
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> Any:
-        """What is drawn about a scene for this format alone; ``write`` finds it in ``scene.drawn``.
+        """Draw what only this format needs about a scene; ``write`` finds it in ``scene.drawn``.
 
         Random numbers must come from ``self.recipe.generator(scene.split, scene.number, NAME)`` with a name that no
         other format uses, so that no format changes the files of another. The ids of ``scene`` are not set yet.
@@ -146,7 +146,7 @@ def write_compact(path: Path, content: Any) -> None:
 
 
 def link_image(source: Path, target: Path) -> None:
-    """A hard link, or a copy where the disk has no hard links."""
+    """Make a hard link, or a copy if the file system has no hard links."""
     target.unlink(missing_ok=True)
     try:
         os.link(source, target)
@@ -178,7 +178,7 @@ def _corners(path: np.ndarray) -> np.ndarray:
 
 
 def draw_detections(scene: Scene, config: ImitatedDetectorConfig, rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Detections as a good but imperfect detector would give them, at least one.
+    """Detections as from an imperfect detector, at least one.
 
     Returns:
         dicts of ``box`` [x, y, w, h] in pixels, ``category_id``, ``category_name`` and ``score``.

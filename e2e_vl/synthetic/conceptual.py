@@ -116,7 +116,7 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 def _frcnn(image: CaptionedImage) -> dict[str, Any]:
     classes = np.array(image.classes, dtype=np.float32)
-    mixing = np.random.default_rng(0).normal(size=(classes.shape[1], FEATURE_DIM))  # boxes of a class look alike
+    mixing = np.random.default_rng(0).normal(size=(classes.shape[1], FEATURE_DIM))  # similar for boxes of a class
     return {
         "image_w": image.size[1],
         "image_h": image.size[0],

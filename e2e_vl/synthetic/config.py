@@ -74,7 +74,7 @@ class ImitatedDetectorConfig(Settings, frozen=True):
 
     missed: Probability = 0.04  # share of objects without a detection
     wrong_category: Probability = 0.05  # share of detections with another category
-    false_alarms: NonNegativeInt = 3  # largest number of boxes per image that show no object
+    false_alarms: NonNegativeInt = 3  # maximum number of boxes per image without an object
 
 
 class SyntheticConfig(Settings, frozen=True):

@@ -24,7 +24,7 @@ from e2e_vl.synthetic.language import (
     all_descriptions,
     identify,
     noun_phrase,
-    two_phrases,
+    split_phrases,
 )
 from e2e_vl.synthetic.scenes import SceneGraph, members
 
@@ -50,8 +50,8 @@ class GoldWord(NamedTuple):
     governor: int  # row from 0; -1: the root
 
 
-def parse_of(parts: Sequence[tuple[str, bool]]) -> list[GoldWord]:
-    """The parse of a drawn caption, given as texts, each with whether it is a phrase."""
+def parse_caption(parts: Sequence[tuple[str, bool]]) -> list[GoldWord]:
+    """Parse a drawn caption, given as pairs of a text and whether it is a phrase."""
     words: list[GoldWord] = []
     root = -1  # row of the noun of the first phrase
     for text, is_phrase in parts:
@@ -77,8 +77,8 @@ def parse_of(parts: Sequence[tuple[str, bool]]) -> list[GoldWord]:
     return words
 
 
-def conllu_lines(name: str, words: Sequence[GoldWord]) -> str:
-    """One sentence of a CoNLL-U file, with the empty line behind it."""
+def format_conllu(name: str, words: Sequence[GoldWord]) -> str:
+    """Format one sentence for a CoNLL-U file, with the empty line after it."""
     lines = [f"# sent_id = {name}", f"# text = {' '.join(word.form for word in words)}"]
     for row, word in enumerate(words, start=1):
         cells = (row, word.form, "_", word.kind, "_", "_", word.governor + 1, word.relation, "_", "_")
@@ -142,9 +142,9 @@ class EntitiesWriter(FormatWriter):
         for scene in scenes:
             for line, caption in enumerate(scene.drawn):
                 parts = [(part, False) if isinstance(part, str) else (part.words, True) for part in caption]
-                words = parse_of(parts)
+                words = parse_caption(parts)
                 text = " ".join(word.form for word in words)
-                found.setdefault(text, conllu_lines(f"{scene.image_id}#{line}", words))
+                found.setdefault(text, format_conllu(f"{scene.image_id}#{line}", words))
         (folder / "parses").mkdir(exist_ok=True)
         (folder / "parses" / f"{split}.conllu").write_text("".join(found.values()), encoding="utf-8")
 
@@ -247,7 +247,7 @@ def _xml(scene: SceneRecord, chains: _Chains) -> str:
 
 
 class PhrasesWriter(EntitiesWriter):
-    """Writes the noun phrases of all expressions as ``EntitiesWriter`` writes those of captions."""
+    """Writes the noun phrases of expressions in the format of ``EntitiesWriter``."""
 
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[EntityCaption]:
         return [phrases_of_reference(reference, graph) for reference in scene.references]
@@ -257,9 +257,9 @@ class PhrasesWriter(EntitiesWriter):
 
 
 def phrases_of_reference(reference: Reference, graph: SceneGraph) -> EntityCaption:
-    """The words of an expression as phrases and what is between them."""
+    """Split an expression into phrases and the words between them."""
     expression, fitting = reference.expression, reference.expression.description.mask(graph)
-    head, link, rest = two_phrases(expression, reference.sentence)
+    head, link, rest = split_phrases(expression, reference.sentence)
     if not rest:
         return [DrawnPhrase(head, "other", (reference.target,))]
     others = fitting & ~(1 << reference.target) if expression.anchor is None else expression.anchor.mask(graph)

@@ -43,7 +43,7 @@ NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 
 @dataclass(frozen=True)
 class Description:
-    """Attributes that an object must have; None where nothing is said."""
+    """Attributes that an object must have; None allows any value."""
 
     size: str | None = None
     texture: str | None = None
@@ -143,8 +143,8 @@ def to_words(expression: ReferringExpression, rng: np.random.Generator) -> str:
     return f"{head} {link} {anchor_article}{_noun_phrase(anchor, rng)}"
 
 
-def two_phrases(expression: ReferringExpression, sentence: str) -> tuple[str, str, str]:
-    """The words of an expression, taken apart.
+def split_phrases(expression: ReferringExpression, sentence: str) -> tuple[str, str, str]:
+    """Parse an expression from its words.
 
     Returns:
         What it is, the words between, and what it is compared or related to; the last two are empty for an expression
@@ -183,7 +183,7 @@ def _noun_phrase(description: Description, rng: np.random.Generator, suffix: boo
 
 
 def pluralised(noun: str) -> str:
-    """The plural of a noun of this language."""
+    """The plural of a noun."""
     return noun + ("es" if noun.endswith("s") else "s")
 
 
@@ -341,7 +341,7 @@ THING_SLOTS = (("colour", "shape"), ("texture", "shape"), ("size", "colour"))  #
 
 
 def all_descriptions(slots: Sequence[str], values: Values) -> list[Description]:
-    """Every description that names these attributes."""
+    """All descriptions with exactly these attributes."""
     chosen = product(*(values[slot] for slot in slots))
     return [Description(**dict(zip(slots, combination, strict=True))) for combination in chosen]
 
@@ -367,7 +367,7 @@ def draw_thing(
 
 
 def is_true_of(description: Description, appearance: Appearance) -> bool:
-    """The look has everything that the description names."""
+    """Whether the appearance has all attributes of the description."""
     return all(getattr(description, slot) in (None, getattr(appearance, slot)) for slot in SLOTS)
 
 

@@ -1,4 +1,4 @@
-"""Writer of the files of the official LXMERT code: sentences with labels, and regions with what a detector found."""
+"""Writer of the files of the official LXMERT code: sentences with labels, and detected regions with features."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from e2e_vl.synthetic.vqa import SOURCE, draw_vqa_questions, scores_of
 
 REGIONS = 36  # of every image
 FEATURE_DIM = 64
-_NOISE = 0.3  # standard deviation of what features say beside class and attributes
-_JITTER = 0.05  # of a box, in widths and heights
+_NOISE = 0.3  # standard deviation of the noise in features
+_JITTER = 0.05  # of a box, relative to its width and height
 
 
 class LxmertWriter(FormatWriter):
-    """Writes of every split the sentences of pre-training ``<split>.json``, the questions ``<split>_vqa.json``, the
+    """Writes for every split the pre-training sentences ``<split>.json``, the questions ``<split>_vqa.json``, the
     pairs of images ``<split>_nlvr2.json`` and the features ``<split>_obj36.tsv``; and the lists of answers
     ``all_ans.json`` and ``trainval_label2ans.json``.
     """
@@ -88,7 +88,7 @@ def _questions(scene: SceneRecord) -> list[dict[str, Any]]:
 
 
 def _row(scene: SceneRecord, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Every object in turn until there are enough regions, each time a little beside its box."""
+    """Make the regions by cycling through the objects and jittering their boxes."""
     shown = [scene.objects[number % len(scene.objects)] for number in range(REGIONS)]
     height, width = scene.size
     boxes = []

@@ -337,8 +337,8 @@ def paint_background(h: int, w: int, rng: np.random.Generator) -> np.ndarray:
     return (base.astype(np.float32) + (relief + grain)[..., None]).astype(np.float32)
 
 
-# What is true of a scene's objects, and clearly so.
-# Thresholds, all on what can be seen.
+# Unambiguous relations between the objects of a scene.
+# All thresholds concern visible pixels.
 BIGGER_SIDE, BIGGER_AREA = 1.15, 1.2  # clearly bigger: the ratios of the longer sides and of the areas, at least
 NOT_BIGGER = 0.95  # clearly not bigger: both ratios, at most
 NEAR, NOT_NEAR = 6.0, 13.0  # clearly near: gap in pixels, at most; clearly not near: at least

@@ -32,7 +32,7 @@ from e2e_vl.synthetic.language import (
 )
 from e2e_vl.synthetic.scenes import SceneGraph
 
-SOURCE = "vqa"  # as other formats name these questions
+SOURCE = "vqa"  # name of these questions in other formats
 SCORES = (0.0, 0.3, 0.6, 0.9, 1.0)  # of an answer that 0, 1, 2, 3, and 4 or more of ten people gave
 _WRONG = 0.08  # chance that a person is wrong
 _SPELLED = 0.1  # chance that a person writes a number up to ten as a word
@@ -84,7 +84,7 @@ class VQAWriter(FormatWriter):
 
 
 def draw_vqa_questions(graph: SceneGraph, config: SceneConfig, rng: np.random.Generator) -> list[_Question]:
-    """Different questions about a scene; what cannot be asked about it is left out.
+    """Draw different questions about a scene, leaving out kinds that do not apply to it.
 
     Returns:
         dicts of "question", "kind", "question_type", "answer_type", "answers" (ten strings) and
@@ -171,5 +171,5 @@ def _answers_of_people(answer: str, others: Sequence[str], rng: np.random.Genera
 
 
 def scores_of(answers: Sequence[str]) -> dict[str, float]:
-    """Different answer of the ten people -> its score."""
+    """Map each different answer of the ten people to its score."""
     return {answer: SCORES[min(number, 4)] for answer, number in Counter(answers).items()}

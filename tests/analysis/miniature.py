@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from e2e_vl.analysis.collect import view_of
+from e2e_vl.analysis.collect import make_text_view
 from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.run import AttentionRequest, caption_examples
 from e2e_vl.config import BoxSource, RunConfig, load_config
@@ -129,7 +129,7 @@ def lesson(model: VisionLanguageModel, batch):
         _, regions, _ = model.encode(batch)
     owner, place, wanted = [], [], []
     for text in range(len(batch)):
-        view = view_of(batch, regions, text, batch.texts.input_ids.shape[1], AttentionOptions(), None)
+        view = make_text_view(batch, regions, text, batch.texts.input_ids.shape[1], AttentionOptions(), None)
         for (_, end), right in zip(view.caption.phrase_spans.tolist(), view.is_right, strict=True):
             if right.any():
                 owner.append(text)

@@ -23,13 +23,13 @@ from e2e_vl.analysis.collect import (
     TextView,
     add_batch,
     add_text,
+    choose_queries,
+    choose_texts,
     count_text,
     counted_phrases,
-    grounded_pairs,
-    phrase_queries,
-    right_regions_of,
-    texts_to_show,
-    word_pairs,
+    find_right_regions,
+    list_grounded_pairs,
+    list_word_pairs,
 )
 from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, EncoderOutput, TextBatch, gather_regions
@@ -53,21 +53,21 @@ BOXES = np.array([[0.0, 0, 10, 10], [20, 0, 30, 10], [0, 0, 30, 10]])
 
 
 def view(options: AttentionOptions) -> TextView:
-    right = np.array([right_regions_of(BOXES, own, options) for own in CAPTION.boxes])
+    right = np.array([find_right_regions(BOXES, own, options) for own in CAPTION.boxes])
     areas = torch.tensor([100.0, 100, 300])
     return TextView(CAPTION, 6, BOXES, torch.ones(3, dtype=torch.bool), torch.from_numpy(right), {LARGEST: areas})
 
 
 def test_several_gold_boxes_are_any_of_them_or_one_around_all():
     def right(**change):
-        return right_regions_of(BOXES, CAPTION.boxes[0], AttentionOptions(**change)).tolist()
+        return find_right_regions(BOXES, CAPTION.boxes[0], AttentionOptions(**change)).tolist()
 
     assert right() == [True, True, False]
     assert right(gold_boxes="union") == [False, False, True]
     assert right(min_iou=1 / 3) == [True, True, True]  # 100 / 300, inclusive
-    assert not right_regions_of(BOXES, CAPTION.boxes[1], AttentionOptions()).any()
+    assert not find_right_regions(BOXES, CAPTION.boxes[1], AttentionOptions()).any()
     half = np.array([[0, 0, 10, 20.000001], [0, 0, 10, 20.01]])  # the first is half covered but for rounding
-    assert right_regions_of(half, np.array([[0.0, 0, 10, 10]]), AttentionOptions()).tolist() == [True, False]
+    assert find_right_regions(half, np.array([[0.0, 0, 10, 10]]), AttentionOptions()).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -85,18 +85,18 @@ def test_phrases_without_boxes_or_regions_are_missed_or_left_out(change, expecte
 
 
 def test_relations_have_two_directions():
-    assert set(word_pairs(CAPTION, AttentionOptions())) == {
+    assert set(list_word_pairs(CAPTION, AttentionOptions())) == {
         *((0, 1, "amod"), (1, 0, "amod"), (2, 1, "prep"), (1, 2, "prep"), (3, 2, "pobj"), (2, 3, "pobj")),
     }
-    labels = [label for _, _, label in word_pairs(CAPTION, AttentionOptions(directions="separate"))]
+    labels = [label for _, _, label in list_word_pairs(CAPTION, AttentionOptions(directions="separate"))]
     assert labels[:2] == ["amod, to its governor", "amod, from its governor"]
 
 
 def test_w1_is_any_word_of_a_counted_phrase_or_its_head():
     counted = [True, False, False]
-    found = set(grounded_pairs(CAPTION, counted, AttentionOptions()))
+    found = set(list_grounded_pairs(CAPTION, counted, AttentionOptions()))
     assert found == {(0, 0, "amod"), (1, 0, "amod"), (2, 0, "prep")}  # attending word, phrase
-    head = set(grounded_pairs(CAPTION, counted, AttentionOptions(phrase_word="head")))
+    head = set(list_grounded_pairs(CAPTION, counted, AttentionOptions(phrase_word="head")))
     assert head == {(0, 0, "amod"), (2, 0, "prep")}  # "red" is not the head of its phrase
 
 
@@ -229,13 +229,13 @@ def test_the_head_word_of_a_phrase_attends(change, examples, accuracy, attention
 
 def test_a_phrase_has_no_head_word_without_a_parse_and_the_first_of_several():
     head = AttentionOptions(entity_piece="head")
-    assert phrase_queries(dataclasses.replace(LONG, is_parsed=False), head).attends.tolist() == [False, False]
-    several = phrase_queries(dataclasses.replace(LONG, is_head=[True, True, False]), head)
+    assert choose_queries(dataclasses.replace(LONG, is_parsed=False), head).attends.tolist() == [False, False]
+    several = choose_queries(dataclasses.replace(LONG, is_head=[True, True, False]), head)
     assert several.spans.tolist() == [[1, 2], [1, 5]] and LONG.phrase_spans.tolist() == [[1, 5], [1, 5]]
 
 
 def test_pictures_are_of_different_images():
     groups = [range(5), range(5, 5), range(5, 9), range(9, 10)]
-    shown = texts_to_show(groups, 3, seed=0)
+    shown = choose_texts(groups, 3, seed=0)
     assert len(shown) == 3 and {sum(text >= own.start for own in groups if len(own)) for text in shown} == {1, 2, 3}
-    assert texts_to_show(groups, 3, seed=0) == shown and texts_to_show(groups, 0, seed=0) == []
+    assert choose_texts(groups, 3, seed=0) == shown and choose_texts(groups, 0, seed=0) == []

@@ -10,7 +10,7 @@ from PIL import Image
 
 from e2e_vl.analysis.captions import CaptionAnnotations
 from e2e_vl.analysis.collect import RecordedText
-from e2e_vl.analysis.figures import ChosenHead, chosen_heads, draw_overlays, draw_word_map
+from e2e_vl.analysis.figures import ChosenHead, draw_overlays, draw_word_map, parse_heads
 from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.run import write_page
 from e2e_vl.analysis.tables import AttentionResults
@@ -107,12 +107,12 @@ def test_an_image_that_is_missing_is_said_on_the_page(tmp_path):
 
 def test_heads_are_chosen_by_graph_and_number():
     options = AttentionOptions(first_number=1)
-    assert chosen_heads(["1-3", "language:2-1"], GRAPHS, options, 3) == [
+    assert parse_heads(["1-3", "language:2-1"], GRAPHS, options, 3) == [
         *(ChosenHead("joint", 0, 2), ChosenHead("language", 1, 0)),
     ]
     for word in ("1-4", "language:3-1", "vision:1-1"):
         with pytest.raises(ValueError, match=f"--heads has '{word}'"):
-            chosen_heads([word], GRAPHS, options, 3)
+            parse_heads([word], GRAPHS, options, 3)
 
 
 def test_words_are_shown_as_they_are_written():

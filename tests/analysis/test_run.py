@@ -18,7 +18,7 @@ import pytest
 from e2e_vl.analysis.captions import read_parses
 from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, Collected, MeasureKey, collect_attention
 from e2e_vl.analysis.options import AttentionOptions
-from e2e_vl.analysis.run import AttentionRequest, caption_examples, with_data_of
+from e2e_vl.analysis.run import AttentionRequest, caption_examples, replace_data
 from e2e_vl.cli.analyze_attention import main
 from e2e_vl.config import BoxSource, EncoderSettings, RunConfig, load_config, save_config
 from e2e_vl.run.build import build_collate, build_model
@@ -184,7 +184,7 @@ def test_results_replace_those_of_an_earlier_analysis_and_nothing_else(run, pars
     assert not [*output.rglob("*cross*")]
     (output / "notes.txt").write_text("mine")
     assert main([str(word) for word in words]) == 2
-    assert f"{output} holds more than the results of an analysis" in capsys.readouterr().err
+    assert f"{output} contains other files than those of an analysis" in capsys.readouterr().err
     assert (output / "notes.txt").exists()
 
 
@@ -210,7 +210,7 @@ def test_data_of_another_config_are_read_in_the_sizes_of_the_run(run, tmp_path, 
     assert found["images"] == 3 and found["numbers"]["phrases cut off with the end of a caption"] > 0
     left_out = found["numbers"]["captions of the whole split that the data set leaves out"]
     assert left_out == written - found["numbers"]["captions"] >= len(few)
-    config = with_data_of(own, tmp_path / "other.yaml", ["data.root=there"])
+    config = replace_data(own, tmp_path / "other.yaml", ["data.root=there"])
     assert (config.data.root, config.data.resize.short_edge) == ("there", [96])
     assert main([*words, "data.files.ids=none.txt"]) == 2
     assert "none.txt" in capsys.readouterr().err

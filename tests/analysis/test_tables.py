@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from e2e_vl.analysis.collect import ALL, DEPENDENCIES, ENTITIES, RELATIONS, MeasureKey
-from e2e_vl.analysis.figures import ChosenHead, best_heads, draw_head_figure
+from e2e_vl.analysis.figures import ChosenHead, draw_head_figure, find_best_heads
 from e2e_vl.analysis.measures import HeadSums
 from e2e_vl.analysis.options import AttentionOptions
 from e2e_vl.analysis.tables import AttentionResults, write_tables
@@ -50,7 +50,7 @@ def test_heads_are_active_over_the_examples_of_a_relation_or_over_entities(tmp_p
     assert best["head"] == head and f"{accuracy:.4f} (head {head})" in found.lines()[1]
     assert found.best_active("g", ENTITIES) == (0, 0), "entities are measured on themselves"
     assert found.best_active("g", DEPENDENCIES) == (0, 1), "words among themselves read no regions"
-    assert best_heads(found)[0] == ChosenHead("g", 0, 0)
+    assert find_best_heads(found)[0] == ChosenHead("g", 0, 0)
     write_tables(tmp_path, found)
     with (tmp_path / "relations.csv").open() as file:
         assert [one["active"] for one in csv.DictReader(file)] == active

@@ -11,8 +11,8 @@ import pytest
 
 from e2e_vl.config import DataSettings
 from e2e_vl.data.refcoco import RefCOCODataset
-from e2e_vl.synthetic.flickr30k import conllu_lines, parse_of
-from e2e_vl.synthetic.language import Description, ReferringExpression, to_words, two_phrases
+from e2e_vl.synthetic.flickr30k import format_conllu, parse_caption
+from e2e_vl.synthetic.language import Description, ReferringExpression, split_phrases, to_words
 from tests.data.helpers import open_dataset
 from tests.synthetic.meaning import NUMBERS, SPLITS, described, words_of
 
@@ -71,11 +71,11 @@ it nsubj still|is cop still|still advcl star|. punct star
 
 
 def test_the_parse_of_a_caption_with_everything():
-    words = parse_of(CAPTION)
+    words = parse_caption(CAPTION)
     governors = ["-" if word.governor < 0 else words[word.governor].form for word in words]
     found = [f"{word.form} {word.relation} {governor}" for word, governor in zip(words, governors, strict=True)]
     assert found == PARSE.strip().replace("\n", "|").split("|")
-    lines = conllu_lines("7#0", parse_of([("A picture", True), (".", False)])).split("\n")
+    lines = format_conllu("7#0", parse_caption([("A picture", True), (".", False)])).split("\n")
     assert lines[:2] == ["# sent_id = 7#0", "# text = A picture ."] and lines[-2:] == ["", ""]
     assert lines[3] == "2\tpicture\t_\tNOUN\t_\t_\t0\troot\t_\t_"
 
@@ -112,13 +112,13 @@ def test_every_spelling_comes_apart_into_its_phrases(expression):
     rng = np.random.default_rng(0)
     for _ in range(60):
         sentence = to_words(expression, rng)
-        head, link, rest = two_phrases(expression, sentence)
+        head, link, rest = split_phrases(expression, sentence)
         assert " ".join((head, link, rest)) == sentence
         assert head in ("star", "the star") and "star" not in rest
         assert rest in (("red circle", "the red circle") if expression.anchor else ("the others", "all the others"))
     one = ReferringExpression(STAR, "biggest")
     sentence = to_words(one, rng)
-    assert two_phrases(one, sentence) == (sentence, "", ""), "an expression about one object is one phrase"
+    assert split_phrases(one, sentence) == (sentence, "", ""), "an expression about one object is one phrase"
 
 
 def test_the_phrases_of_expressions_as_the_reader_gives_them(synthetic_folder):
