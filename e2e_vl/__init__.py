@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from e2e_vl.parts import ENCODERS
 
 if TYPE_CHECKING:
-    from e2e_vl.api.detector import TrainedDetector
-    from e2e_vl.api.model import TrainedModel
+    from e2e_vl.api.model import TrainedDetector, TrainedModel
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "load", "load_detector", "register_encoders"]
@@ -54,7 +53,7 @@ def load_detector(
             (bottom-up attention's objects_vocab.txt).
         attribute_names: the same for its attributes (attributes_vocab.txt); regions get attributes then.
     """
-    from e2e_vl.api.detector import TrainedDetector  # torch takes seconds to import
+    from e2e_vl.api.model import TrainedDetector  # torch takes seconds to import
     from e2e_vl.extraction.regions import find_detector
 
     return TrainedDetector(find_detector(source, config).named(class_names, attribute_names), device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -13,31 +14,315 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from accelerate.utils import parse_flag_from_env
 from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, snapshot_download
+from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
+from detector.config import SelectionRule
 from detector.errors import MissingFileError, UserError, first_line, user_path
-from detector.images import ResizeRule
+from detector.images import ResizeRule, load_resized, resize_boxes
 from detector.io import atomic_files, read_json, read_yaml, write_json
-from e2e_vl.api.detector import TrainedDetector, chosen_device
-from e2e_vl.api.inputs import ImageFile, ImageInput, content_key, for_each_question, given_boxes, image_file
-from e2e_vl.api.results import Answer, FoundRegions
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import random_generator
-from e2e_vl.data.user_inputs import require_inside
+from e2e_vl.data.user_inputs import checked_boxes, read_boxes, require_inside
+from e2e_vl.drawing import box_colours, draw_boxes
 from e2e_vl.examples import Example
-from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector
+from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector, extract_image
+from e2e_vl.extraction.settings import SHOWN
 from e2e_vl.io import is_shared_model
 from e2e_vl.metrics.names import MetricName
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS
-from e2e_vl.predictions import Prediction
+from e2e_vl.predictions import Box, GroundedPhrase, Prediction, Ranked
 from e2e_vl.run.build import build_collate, build_loader, build_text_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model
-from e2e_vl.samples import BrokenImageError, Question, Sample
+from e2e_vl.samples import AnnotatedObjects, BrokenImageError, ImageBytes, Question, Sample
 from e2e_vl.structures import Batch, ModelOutput, class_names_of
 from e2e_vl.tasks.phrase_head import with_phrases
 from e2e_vl.text import unknown_words
+
+# Conversion of users' images, texts, boxes and choices.
+
+
+ImageInput = str | Path | bytes | np.ndarray | Image.Image
+ImageFile = Path | ImageBytes
+
+_ORIENTATION = 0x0112  # the EXIF tag
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # modes that PNG stores without loss
+
+
+def image_file(image: ImageInput) -> ImageFile:
+    """Convert a path, the content of a file, a PIL image or an array to an image file.
+
+    Images in memory are encoded as PNG, so that `detector.images.load_image` handles mode, transparency and EXIF
+    orientation as in a file.
+
+    Args:
+        image: arrays are uint8, [height, width] in grey, [height, width, 3] in RGB or [height, width, 4] in RGBA.
+    """
+    if isinstance(image, str | Path):
+        return user_path(image, "Image")
+    if isinstance(image, bytes):
+        return ImageBytes(image, "(the bytes given)")
+    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.shape[2:] in ((), (3,), (4,)):
+        image = Image.fromarray(image)
+    if not isinstance(image, Image.Image) or image.mode in ("I", "F"):  # PIL would clip 32-bit values at 255
+        kind = f"{image.dtype} {list(image.shape)}" if isinstance(image, np.ndarray) else type(image).__name__
+        raise UserError(
+            "An image is a path, bytes, a PIL image of 8 or 16 bits, or a uint8 array [height, width, 3] in "
+            f"RGB, [height, width, 4] in RGBA or [height, width] in grey, not {kind}."
+        )
+    stored = image.copy() if image.mode in _PNG_MODES else image.convert("RGB")
+    stored.info = {}  # metadata such as a transparent colour may be invalid in a PNG
+    stream, upright = io.BytesIO(), Image.Exif()
+    upright[_ORIENTATION] = int(image.getexif().get(_ORIENTATION, 1))
+    stored.save(stream, "PNG", compress_level=1, exif=upright)
+    return ImageBytes(stream.getvalue(), "(the image given)")
+
+
+def content_key(image: ImageFile) -> Path | bytes:
+    """A key that is equal for the same file or the same content."""
+    return image.resolve() if isinstance(image, Path) else image.content
+
+
+def for_each_question(value: Any, count: int, is_one: Callable[[Any], bool], what: str) -> list[Any]:
+    """A list of `count` values from a single value or a list.
+
+    Args:
+        is_one: whether a value is a single one.
+        what: begins the error message.
+    """
+    if is_one(value):
+        return [value] * count
+    if not isinstance(value, list | tuple) or len(value) != count or not all(map(is_one, value)):
+        raise UserError(f"{what}, or a list with one for each of the {count} questions.")
+    return list(value)
+
+
+def given_boxes(boxes: Any) -> AnnotatedObjects | None:
+    """A user's boxes.
+
+    Args:
+        boxes: numbers [R, 4] or [4], xyxy in pixels of the original image; or words or a file as in `--boxes`.
+    """
+    if boxes is None or isinstance(boxes, AnnotatedObjects):
+        return boxes
+    if isinstance(boxes, str | Path):
+        boxes = [str(boxes)]
+    if isinstance(boxes, Sequence) and len(boxes) and all(isinstance(word, str) for word in boxes):
+        return read_boxes(boxes, "boxes")
+    return AnnotatedObjects(checked_boxes(np.atleast_2d(np.asarray(boxes, dtype=np.float64)), "boxes"), "boxes")
+
+
+# The results of `ask`, `hide` and `regions`, with pictures.
+
+
+SHOWN_SIZE = ResizeRule(600, 1000)  # of pictures
+MOST_ATTENDED = 5  # maximum number of attended regions in a picture
+HIGH_ATTENTION = 2.0  # minimum attention of a drawn region, as a multiple of the mean
+MIN_DRAWN_SCORE = 0.05  # minimum score of a drawn region
+GREY = 127  # value of masked pixels
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # == is ambiguous for arrays
+class Answer:
+    """The answer to one text. All boxes are xyxy in pixels of the original image."""
+
+    text: str  # the question
+    answer: str  # the answer in words; for tasks that predict a box, its position
+    score: float | None  # score of the answer, 0 to 1; None: the task gives several
+    box: np.ndarray | None  # float32 [4], the box that the text refers to; None: no box was predicted
+    top: Ranked  # the best answers with their scores, best first; empty if answers are not texts
+    lines: list[str]  # the answer as lines of text
+    boxes: np.ndarray  # float32 [R, 4], the candidate boxes
+    box_images: np.ndarray  # int64 [R], the image index of each box in `images`
+    box_names: list[str]  # R predicted classes, or in VCR the names the user gave; "" if unknown
+    attention: np.ndarray | None  # float32 [R], attention from the answer to each region; None: the task predicts a box
+    unknown_words: tuple[str, ...]  # words of the text, the choices and the given answer that are not in the vocabulary
+    answer_boxes: list[tuple[str, Box]]  # labelled boxes that the answer consists of; empty for most tasks
+    prediction: Prediction  # the full prediction, in the task's class
+    images: tuple[ImageFile, ...] = dataclasses.field(repr=False)
+
+    @property
+    def phrases(self) -> Sequence[GroundedPhrase]:
+        """The phrases of the text; empty for a run that does not ground phrases."""
+        return self.prediction.grounded
+
+    def draw(self, image: int = 0) -> Image.Image:
+        """Draw the boxes of the answer, or else the regions with the most attention.
+
+        Boxes of phrases have other colours, see `shown_phrases`; those of uncertain phrases are dashed.
+
+        Args:
+            image: image index, for a text about several images.
+        """
+        phrases = self.shown_phrases() if image == 0 else []
+        if self.answer_boxes:
+            labels, boxes = map(list, zip(*self.answer_boxes, strict=True))
+            return draw_on(self.images[image], boxes, labels, self.text, phrases=phrases)
+        title = f"{self.text} -> {self.answer}" if self.answer else self.text
+        masked = self.prediction.masked_regions  # they are the first candidates
+        covered = [one.box for one in masked]
+        labels = [f"masked: {one.classes[0][0]} {one.classes[0][1]:.2f}" for one in masked]
+        rows = []
+        if self.attention is not None and len(self.attention):
+            best = np.argsort(-self.attention, kind="stable")[:MOST_ATTENDED]
+            best = best[self.attention[best] >= HIGH_ATTENTION * self.attention.mean()]
+            rows = [row for row in best if row >= len(masked) and self.box_images[row] == image]
+        labels += [f"{self.box_names[row]} attention {self.attention[row]:.2f}".strip() for row in rows]
+        return draw_on(self.images[image], [*covered, *self.boxes[rows]], labels, title, covered, phrases)
+
+    def _repr_png_(self) -> bytes:
+        """For notebooks."""
+        return self.draw()._repr_png_()
+
+    def draw_candidates(self, image: int = 0) -> Image.Image:
+        """Draw all candidate boxes of one image with their indices and names."""
+        rows = np.flatnonzero(self.box_images == image)
+        labels = [f"{row} {self.box_names[row]}".strip() for row in rows]
+        return draw_on(self.images[image], self.boxes[rows], labels)
+
+    def shown_phrases(self) -> list[GroundedPhrase]:
+        """The phrases drawn in a picture, in their order: those with a clear region.
+
+        The first phrase is about the answer itself. If no other phrase, such as the landmark of a relation, is clear,
+        the one with the best score is included. Boxes of the answer are left out.
+        """
+        taken = [box for _, box in self.answer_boxes]
+        free = [
+            number
+            for number, one in enumerate(self.phrases)
+            if one.box is not None and not any(np.allclose(one.box, box, atol=0.5) for box in taken)
+        ]
+        best = None
+        if not any(one.is_clear for one in self.phrases[1:]):
+            landmarks = [number for number in free if number > 0]
+            best = max(landmarks, key=lambda number: self.phrases[number].score, default=None)
+        return [self.phrases[number] for number in free if self.phrases[number].is_clear or number == best]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # == is ambiguous for arrays
+class FoundRegions:
+    """The regions of one image, best score first. Boxes are xyxy in pixels of the original image."""
+
+    boxes: np.ndarray  # float32 [R, 4]
+    scores: np.ndarray  # float32 [R]
+    classes: np.ndarray  # int64 [R], 0 .. K-1
+    names: list[str]  # R class names; "class 7" if the names are unknown
+    features: np.ndarray  # float32 [R, D]
+    attributes: list[str]  # R most probable attributes; empty if their names are unknown
+    image: ImageFile = dataclasses.field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    def draw(self) -> Image.Image:
+        """Draw the regions with their classes and scores, except those with very low scores."""
+        rows = np.flatnonzero(self.scores >= MIN_DRAWN_SCORE)
+        attributes = self.attributes or [""] * len(self)
+        labels = [f"{attributes[row]} {self.names[row]} {self.scores[row]:.2f}".strip() for row in rows]
+        return draw_on(self.image, self.boxes[rows], labels)
+
+    def _repr_png_(self) -> bytes:
+        """For notebooks."""
+        return self.draw()._repr_png_()
+
+
+def draw_on(
+    image: ImageFile,
+    boxes: Any,
+    labels: list[str],
+    title: str | None = None,
+    covered: Any = (),
+    phrases: Sequence[GroundedPhrase] = (),
+) -> Image.Image:
+    """Draw boxes, given in pixels of the original image; the pixels inside `covered` boxes are grey."""
+    if isinstance(image, ImageBytes):
+        pixels, size = load_resized(image.content, SHOWN_SIZE, "RGB", image.name)
+    else:
+        pixels, size = load_resized(image, SHOWN_SIZE, "RGB")
+    pixels = pixels.copy()
+
+    def on_picture(boxes: Any) -> np.ndarray:
+        return resize_boxes(np.asarray(boxes, dtype=np.float64).reshape(-1, 4), size, pixels.shape[:2])
+
+    for x1, y1, x2, y2 in on_picture(covered).astype(int):
+        pixels[y1 : y2 + 1, x1 : x2 + 1] = GREY
+    moved = on_picture([*boxes, *(phrase.box for phrase in phrases)])
+    return Image.fromarray(draw_boxes(pixels, moved, title=title, **marks_of(labels, phrases)))
+
+
+def marks_of(labels: Sequence[str], phrases: Sequence[GroundedPhrase]) -> dict[str, list[Any]]:
+    """`labels`, `colours` and `dashed` of `draw_boxes` for labelled boxes followed by boxes of phrases."""
+    return {
+        "labels": [*labels, *(phrase.label for phrase in phrases)],
+        "colours": box_colours(len(labels), len(phrases)),
+        "dashed": [*[False] * len(labels), *(not phrase.is_clear for phrase in phrases)],
+    }
+
+
+# The public detector API: regions of any image, or features of given boxes.
+
+
+def chosen_device(device: str | torch.device | None) -> torch.device:
+    """The given device; None: the GPU, or the CPU if there is no GPU or ACCELERATE_USE_CPU is true."""
+    if device is None:
+        if torch.accelerator.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
+            return torch.accelerator.current_accelerator()
+        return torch.device("cpu")
+    return torch.device(device)
+
+
+class TrainedDetector:
+    """A loaded detector with its class names, see `e2e_vl.load_detector`.
+
+    It is thread-safe. Boxes are xyxy in pixels of the original image.
+    """
+
+    def __init__(self, source: LoadedDetector, device: str | torch.device | None = None):
+        self.source = source
+        self.network = source.detector.to(chosen_device(device)).eval()
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Names of the detector's classes; None: unknown."""
+        return self.network.class_names
+
+    def regions(
+        self,
+        image: ImageInput,
+        *,
+        boxes: Any = None,
+        min_score: float = SHOWN.min_score,
+        min_regions: int = SHOWN.min_regions,
+        max_regions: int = SHOWN.max_regions,
+        stacklevel: int = 2,
+    ) -> FoundRegions:
+        """Predicted regions, best score first, or the given boxes with features and classes, in their order.
+
+        Predicted boxes are selected by the rule "score" (`ExtractionSettings`), as in bulk extraction and in training.
+        The defaults suit the display of a photo: 0.2 and 10 to 36, instead of 0.5 and 10 to 100 (VL-BERT, section 4.1).
+
+        Args:
+            image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.model.image_file`).
+            boxes: [R, 4], or words or a file as in `TrainedModel.ask`; None: predicted boxes.
+            min_score: score threshold of predicted boxes.
+            min_regions, max_regions: limits of the number of predicted boxes; they take precedence over `min_score`.
+            stacklevel: of the warning that predicted boxes are random.
+        """
+        if boxes is None and self.source.warning:
+            warnings.warn(self.source.warning, stacklevel=stacklevel)
+        rule = SelectionRule(min_score, min_regions, max_regions)
+        return self.find(image_file(image), given_boxes(boxes), rule)
+
+    def find(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> FoundRegions:
+        """`regions` without the warning."""
+        found = extract_image(file, self.source, rule, given)
+        names = [f"class {row}" if self.class_names is None else self.class_names[row] for row in found.classes]
+        attributes = [] if found.attributes is None else [self.source.attribute_names[row] for row in found.attributes]
+        return FoundRegions(found.boxes, found.scores, found.classes, names, found.features, attributes, file)
+
 
 CARD = """---
 {{ card_data }}
@@ -117,7 +402,7 @@ class TrainedModel(
         """Answer texts about images: with a box, the best answers, the best choice, or the words at each [MASK].
 
         Args:
-            image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.inputs.image_file`); a tuple of them for a
+            image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.model.image_file`); a tuple of them for a
                 text about several images; or a list of any of these. The detector runs once per distinct image.
             text: a text, or a list of texts. A single image or text is combined with each element of the other list.
             boxes: candidate boxes in place of the predicted ones: [R, 4], words such as "person:10,20,80,200", or a

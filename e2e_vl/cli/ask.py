@@ -38,7 +38,7 @@ from e2e_vl.io import is_shared_model, write_png
 from e2e_vl.samples import Question
 
 if TYPE_CHECKING:  # at run time it would import torch
-    from e2e_vl.api.results import Answer
+    from e2e_vl.api.model import Answer
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:

@@ -136,8 +136,10 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
     most, least = options.max_regions, options.min_regions
     rule = SelectionRule(options.min_score, min(SHOWN.min_regions, most) if least is None else least, most)
     source = load_source(options)
-    from e2e_vl.api.detector import TrainedDetector  # late: they import torch
-    from e2e_vl.api.inputs import image_file
+    from e2e_vl.api.model import (
+        TrainedDetector,  # late: they import torch
+        image_file,
+    )
 
     source = source.named(options.class_names, options.attribute_names)
     if source.warning:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from detector.errors import UserError
 from detector.images import ResizeRule, load_resized, mask_pixels, mask_rectangles
-from e2e_vl.api.model import TrainedModel
-from e2e_vl.api.results import GREY, Answer, marks_of
+from e2e_vl.api.model import GREY, Answer, TrainedModel, marks_of
 from e2e_vl.drawing import BLUE, RED, Colour, draw_boxes, draw_heat_map
 from e2e_vl.samples import ImageBytes, Question
 from e2e_vl.structures import AttentionBlock, Batch, ModelOutput

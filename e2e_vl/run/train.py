@@ -2,7 +2,7 @@
 
 A run directory holds `config.yaml`, `log.jsonl`, `metrics.json`, TensorBoard events, `checkpoints/step_*`, `model/`
 (the final model in `save_pretrained` form), `predictions_*.json` and `report.html`; with `train.keep_best` also `best/`
-(the best model, see `e2e_vl/run/best.py`).
+(the best model, see `BestModel`).
 
 `Trainer.train_step` is one optimiser step, `Trainer.run` the loop around it.
 """
@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,8 @@ from e2e_vl.io import RunLog, without_nan
 from e2e_vl.metrics.names import MetricName
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run import checkpoint as checkpoints
-from e2e_vl.run.best import BestModel
 from e2e_vl.run.build import Run, build_eval_data, build_run, resolve
-from e2e_vl.run.evaluate import evaluate_splits, phrase_weights
+from e2e_vl.run.evaluate import LOSS, evaluate_splits, phrase_weights
 from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, run_lock, stopped_by
 from e2e_vl.run.launch import make_accelerator, on_main
 from e2e_vl.run.optim import build_optimizer, build_schedule
@@ -413,3 +412,90 @@ class Trainer:
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         return summary
+
+
+# The best model of a run so far, and early stopping
+
+
+@dataclasses.dataclass
+class BestModel:
+    """Tracks the best evaluation of a run. All processes have the same copy; the main process writes.
+
+    Attributes:
+        folder: folder of the best model.
+        metric: a metric (higher is better) or a loss (lower is better); None: nothing is tracked.
+        patience: training ends after this many evaluations in a row without a better value; None = never.
+        step, value: step and value of the best evaluation; None before the first one.
+        judged_step: step of the last evaluation.
+        waited: evaluations since the best one.
+    """
+
+    folder: Path
+    metric: str | None = None
+    patience: int | None = None
+    step: int | None = None
+    value: float | None = None
+    judged_step: int | None = None
+    waited: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `patience` is used up."""
+        return self.patience is not None and self.waited >= self.patience
+
+    @property
+    def found(self) -> dict[str, Any] | None:
+        """Metric, value and step of the best model; None before the first evaluation."""
+        return None if self.step is None else {"metric": self.metric, "value": self.value, "step": self.step}
+
+    def check_name(self, metrics: Mapping[str, Any]) -> None:
+        """Raise UserError for a metric that evaluations do not compute, or that training cannot change.
+
+        A detail of a metric, such as a family of texts, may be missing in a subset of the images.
+        """
+        if self.metric is None:
+            return
+        found = MetricName.read(self.metric)
+        has_details = found is not None and found.metric != LOSS
+        is_measured = self.metric in metrics or (has_details and str(found.whole) in metrics)
+        if not is_measured or (found is not None and found.is_constant):
+            names = [name for name in metrics if (other := MetricName.read(name)) is None or not other.is_constant]
+            raise UserError(
+                f"train.keep_best is '{self.metric}'; it must be one of {', '.join(names) or 'nothing'}, see "
+                "data.eval_splits and eval.boxes."
+            )
+
+    def judge(self, step: int, metrics: Mapping[str, Any]) -> bool:
+        """Whether the model of this step is the best so far; False if the step was evaluated before."""
+        if self.metric is None or step == self.judged_step:
+            return False
+        self.check_name(metrics)
+        value = metrics.get(self.metric)
+        is_best = value is not None and math.isfinite(value)
+        if is_best and self.value is not None:
+            name = MetricName.read(self.metric)
+            is_loss = name is not None and name.metric == LOSS
+            is_best = value < self.value if is_loss else value > self.value
+        self.judged_step, self.waited = step, 0 if is_best else self.waited + 1
+        if is_best:
+            self.step, self.value = step, float(value)
+        return is_best
+
+    def write(self, save: Callable[[Path], None]) -> None:
+        """Write the current model into the folder.
+
+        Args:
+            save: writes the model into the folder that it is given.
+        """
+        with atomic_folder(self.folder) as part:
+            save(part)
+            write_json(part / "best.json", self.found)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that a checkpoint saves."""
+        return {name: getattr(self, name) for name in ("metric", "step", "value", "judged_step", "waited")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state from a checkpoint, unless it belongs to another metric."""
+        if self.metric is not None and state["metric"] == self.metric:
+            vars(self).update(state)

@@ -27,6 +27,8 @@ from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import (
     PRETRAINING,
     WORD_EMBEDDINGS,
+    WORD_HEAD,
+    BertStart,
     ModelWeights,
     WeightAdapter,
     check_settings,
@@ -39,7 +41,6 @@ from e2e_vl.weights.base import (
     split_names,
     state_dicts,
 )
-from e2e_vl.weights.bert import WORD_HEAD, BertStart
 
 ANSWERING = ("vqa", "gqa")  # our tasks with the same head over a list of answers
 PAIRS = "nlvr2"  # our task whose head reads the summaries of two images

@@ -23,8 +23,12 @@ from detector.weight_names import REGION_NETWORK, from_visual_bert, visual_bert_
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import (
+    MODULES,
+    POSITION_IDS,
     PRETRAINING,
     WORD_EMBEDDINGS,
+    WORD_HEAD,
+    BertStart,
     ModelWeights,
     Names,
     WeightAdapter,
@@ -40,7 +44,6 @@ from e2e_vl.weights.base import (
     split_names,
     state_dicts,
 )
-from e2e_vl.weights.bert import MODULES, POSITION_IDS, WORD_HEAD, BertStart
 
 TRUNK, HEAD = "bert.bert.", "bert."
 MASK_FILTER = "roi_heads.mask_filter.weight"  # only the network of R2C has it

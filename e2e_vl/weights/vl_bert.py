@@ -23,6 +23,7 @@ from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import (
     PRETRAINING,
     WORD_EMBEDDINGS,
+    BertStart,
     ModelWeights,
     Names,
     WeightAdapter,
@@ -36,7 +37,6 @@ from e2e_vl.weights.base import (
     split_names,
     state_dicts,
 )
-from e2e_vl.weights.bert import BertStart
 
 ENCODER = {
     "image_feature_extractor.obj_downsample.1": "embeddings.region_projection",

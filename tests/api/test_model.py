@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import shutil
 import subprocess
 import sys
+import urllib.request
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,12 +16,30 @@ from pathlib import Path
 import huggingface_hub.constants
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
 
 import e2e_vl
+from detector.config import DetectorConfig
+from detector.errors import UserError
+from detector.faster_rcnn import FasterRCNN
+from detector.images import ResizeRule, load_image, load_resized
+from detector.zoo import cache_folder, known_weights
 from e2e_vl.api import model as trained_model
-from e2e_vl.api.model import TrainedModel
-from e2e_vl.samples import Question
+from e2e_vl.api.model import (
+    Answer,
+    TrainedDetector,
+    TrainedModel,
+    content_key,
+    for_each_question,
+    given_boxes,
+    image_file,
+)
+from e2e_vl.drawing import PALETTE
+from e2e_vl.predictions import GroundedPhrase, Prediction
+from e2e_vl.samples import ImageBytes, Question
+from tests.detector.published import load_detector, save_detector
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -214,3 +234,294 @@ def test_auto_classes_know_the_encoders_after_they_are_registered(trained_run):
     code += f"print(type(AutoModel.from_pretrained({folder!r})).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "VLBertModel"
+
+
+# Images, boxes and choices in any form that users have them.
+
+
+def picture(mode: str = "RGB") -> Image.Image:
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def pixels_of(image: object) -> np.ndarray:
+    file = image_file(image)
+    return load_resized(file.content, ResizeRule(40, 60), "RGB", file.name)[0]
+
+
+def saved(image: Image.Image, kind: str = "PNG", **options: object) -> io.BytesIO:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream
+
+
+ROTATED = Image.Exif()
+ROTATED[0x0112] = 6
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *(saved(picture(mode)) for mode in ("1", "L", "LA", "RGBA")),
+        *(saved(picture(mode), "TIFF") for mode in ("CMYK", "YCbCr")),
+        saved(picture("P"), transparency=3),
+        saved(picture(), exif=ROTATED),
+        saved(picture(), "JPEG", exif=b"Exif\0\0no tags"),
+    ],
+)
+def test_a_pil_image_has_the_pixels_of_its_file(file, tmp_path):
+    (tmp_path / "image").write_bytes(file.getvalue())
+    image = image_file(Image.open(file))
+    expected = load_image(tmp_path / "image", "RGB")
+    found = load_resized(image.content, ResizeRule(40, 60), "RGB", image.name)[0]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_arrays_and_modes_that_only_memory_has():
+    values = np.linspace(0, 65535, 2400).reshape(40, 60).astype(np.uint16)
+    expected = np.repeat((values >> 8).astype(np.uint8)[..., None], 3, axis=2)
+    np.testing.assert_array_equal(pixels_of(Image.fromarray(values)), expected)
+    np.testing.assert_array_equal(pixels_of(picture("HSV")), np.asarray(picture("HSV").convert("RGB")))
+    colours = np.asarray(picture())
+    alpha = np.dstack([colours, np.full((40, 60), 7, dtype=np.uint8)])
+    np.testing.assert_array_equal(pixels_of(colours), colours)
+    np.testing.assert_array_equal(pixels_of(alpha), colours)
+    np.testing.assert_array_equal(pixels_of(colours[:, :, 0]), np.repeat(colours[:, :, :1], 3, axis=2))
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (picture("L").convert("F"), "not Image"),
+        (np.zeros((4, 4), dtype=np.float32), r"not float32 \[4, 4\]"),
+        (np.zeros((3, 40, 60), dtype=np.uint8), r"not uint8 \[3, 40, 60\]"),
+        (7, "not int"),
+    ],
+)
+def test_what_is_no_image(image, message):
+    with pytest.raises(UserError, match=message):
+        image_file(image)
+
+
+def test_the_users_image_stays_as_it_is():
+    image = picture("P")
+    image.info["transparency"] = 3
+    image_file(image)
+    assert image.info == {"transparency": 3} and image.mode == "P"
+
+
+def test_one_image_has_one_key(tmp_path, monkeypatch):
+    picture().save(tmp_path / "a.png")
+    (tmp_path / "link.png").symlink_to(tmp_path / "a.png")
+    monkeypatch.chdir(tmp_path)
+    names = (tmp_path / "a.png", "a.png", Path("./a.png"), tmp_path / "link.png")
+    assert len({content_key(image_file(name)) for name in names}) == 1
+    assert content_key(image_file(picture())) == content_key(image_file(np.asarray(picture())))
+    assert content_key(image_file(picture())) != content_key(image_file(picture("L")))
+
+
+def test_forms_of_boxes():
+    for boxes in ([1, 2, 30, 40], ((1, 2, 30, 40),), torch.tensor([[1, 2, 30, 40]]), "1,2,30,40"):
+        assert given_boxes(boxes).boxes.tolist() == [[1, 2, 30, 40]]
+    for boxes in ([], [[1, 2, 3, 4, 0.5, 6]], [[1, 2, 1, 4]], [[1, 2, np.nan, 4]]):
+        with pytest.raises(UserError, match="boxes"):
+            given_boxes(boxes)
+
+
+def test_one_value_for_all_questions_or_one_for_each():
+    def is_text(value: object) -> bool:
+        return isinstance(value, str)
+
+    assert for_each_question("a", 2, is_text, "x") == ["a", "a"]
+    assert for_each_question(("a", "b"), 2, is_text, "x") == ["a", "b"]
+    for value in (["a"], [1, 2], 3):
+        with pytest.raises(UserError, match="one for each of the 2 questions"):
+            for_each_question(value, 2, is_text, "x")
+
+
+# Pictures of answers: the answer's box, and what the phrases name.
+
+
+SIZE = (600, 800)  # height and width: the picture is as large, below its title
+BOX = [20.0, 100.0, 120.0, 200.0]
+LANDMARK = [300.0, 200.0, 500.0, 400.0]
+
+
+def phrase(score: float, box: list[float] | None = None, text: str = "it") -> GroundedPhrase:
+    return GroundedPhrase(text, (0, len(text)), box, score)
+
+
+def answer(*phrases: GroundedPhrase, answer_boxes: list[tuple[str, list[float]]] | None = None, **changes) -> Answer:
+    stream = io.BytesIO()
+    Image.new("RGB", SIZE[::-1], (128, 128, 128)).save(stream, "PNG")
+    values = {
+        "text": "the circle next to the star",
+        "answer": "",
+        "score": 0.9,
+        "box": None,
+        "top": [],
+        "lines": [],
+        "boxes": np.zeros((0, 4), np.float32),
+        "box_images": np.zeros(0, np.int64),
+        "box_names": [],
+        "attention": None,
+        "unknown_words": (),
+        "prediction": Prediction(grounded=phrases),
+        "images": (ImageBytes(stream.getvalue(), "grey.png"),),
+        "answer_boxes": [("circle 0.90", BOX)] if answer_boxes is None else answer_boxes,
+    }
+    return Answer(**values | changes)
+
+
+def coloured(drawn: Answer, colour: int) -> np.ndarray:
+    """Which pixels of the image in the picture, without its title, have a colour of `PALETTE`."""
+    pixels = np.array(drawn.draw())[-SIZE[0] :]
+    return (pixels == PALETTE[colour]).all(axis=2)
+
+
+def outline(box: list[float]) -> int:
+    """Pixels of a closed line, 3 pixels wide, inside a box."""
+    return round(2 * 3 * (box[2] - box[0] + box[3] - box[1]) - 4 * 3 * 3)
+
+
+def test_the_answer_and_the_landmark_have_their_colours():
+    own, other = phrase(0.95, BOX, "the circle"), phrase(0.8, LANDMARK, "the star")
+    drawn = answer(own, other)
+    assert drawn.shown_phrases() == [other], "the first one names the box of the answer"
+    assert not any(coloured(drawn, colour).any() for colour in range(2, len(PALETTE)))
+    for colour, box in ((0, BOX), (1, LANDMARK)):
+        x1, y1, x2, y2 = map(int, box)
+        found = coloured(drawn, colour)
+        assert found[y1 : y2 + 1, x1 : x2 + 1].sum() == pytest.approx(outline(box), rel=0.02)
+        assert found[y1 - 40 : y1, x1:].sum() > 500, "the label above"
+    assert not coloured(answer(own), 1).any()
+
+
+def test_an_unsure_landmark_is_dashed():
+    own, sure, unsure = phrase(0.3, BOX), phrase(0.5, LANDMARK, "the star"), phrase(0.49, LANDMARK, "the star")
+    inside = np.s_[200:401, 300:501]
+    counts = [coloured(answer(own, other), 1)[inside].sum() for other in (sure, unsure)]
+    assert counts[0] == pytest.approx(outline(LANDMARK), rel=0.02)
+    assert 0.4 < counts[1] / counts[0] < 0.65
+    assert (sure.label, unsure.label) == ("the star 0.50", "the star 0.49, unsure")
+    assert coloured(answer(own, unsure), 0)[100:201, 20:121].sum() == pytest.approx(outline(BOX), rel=0.02)
+
+
+def test_of_unsure_landmarks_only_the_best_is_shown():
+    near, far = [30.0, 30.0, 60.0, 60.0], [400.0, 20.0, 500.0, 90.0]
+    first, low, high = phrase(0.45, far), phrase(0.2, LANDMARK), phrase(0.4, near)
+    assert answer(first, low, high).shown_phrases() == [high]
+    assert answer(first, low, high, phrase(0.6, far)).shown_phrases() == [phrase(0.6, far)], "one is clear"
+    assert answer(first, phrase(0.9, BOX), high).shown_phrases() == [], "a clear one names the answer's box"
+    assert answer(phrase(0.7, far), low).shown_phrases() == [phrase(0.7, far), low]
+    assert answer(first).shown_phrases() == answer().shown_phrases() == []
+    assert answer(first, phrase(0.0), phrase(0.3, BOX)).shown_phrases() == [], "nowhere, or where the answer is"
+    assert answer(first, low, answer_boxes=[]).shown_phrases() == [low], "also where the answer is in words"
+
+
+# `e2e_vl.load_detector`: the regions of any image, and the features of given boxes.
+
+
+@pytest.fixture(scope="module")
+def detector(trained_run) -> TrainedDetector:
+    return e2e_vl.load_detector(trained_run.path, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def photo(trained_run) -> Path:
+    return Path(json.loads((trained_run.path / "predictions_val_gt.json").read_text("utf-8"))[0]["file_name"])
+
+
+def test_regions_are_the_regions_of_the_model(detector, trained_run, photo):
+    limits = {"min_score": 0.0, "min_regions": 3, "max_regions": 5}
+    found = detector.regions(photo, **limits)
+    same = e2e_vl.load(trained_run.path, device="cpu").regions(photo, **limits)
+    assert 3 <= len(found) <= 5 and (np.diff(found.scores) <= 0).all() and found.names == same.names
+    np.testing.assert_array_equal(found.boxes, same.boxes)
+    np.testing.assert_array_equal(found.features, same.features)
+
+
+def test_given_boxes_keep_their_order_and_get_features(detector, photo):
+    boxes = [[30.0, 20.0, 70.0, 61.0], [2.0, 3.0, 40.0, 50.0]]
+    found = detector.regions(photo, boxes=boxes)
+    np.testing.assert_allclose(found.boxes, boxes)
+    assert found.features.shape == (2, detector.network.feature_dim) and len(found.names) == 2
+    swapped = detector.regions(Image.open(photo), boxes=boxes[::-1])
+    np.testing.assert_allclose(swapped.features[::-1], found.features, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match=r"boxes: box 0 \[-9, 2, 20, 30\] lies outside the image"):
+        detector.regions(photo, boxes=[-9, 2, 20, 30])
+
+
+def test_a_saved_detector_and_a_file_with_its_config(detector, tmp_path, trained_run):
+    save_detector(load_detector(trained_run.path / "model" / "detector"), tmp_path / "saved")
+    file, config = (tmp_path / "saved" / name for name in ("model.safetensors", "config.yaml"))
+    for again in (e2e_vl.load_detector(tmp_path / "saved"), e2e_vl.load_detector(file, config)):
+        assert again.class_names == detector.class_names
+        assert again.network.state_dict().keys() == detector.network.state_dict().keys()
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The name of published weights whose file is in the cache: a small detector of torchvision, with random values."""
+    name = "torchvision/fasterrcnn_mobilenet_v3_large_320_fpn-coco"
+    published = known_weights(name)
+    monkeypatch.setattr(torch.hub, "_hub_dir", None)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: pytest.fail("a download"))
+    torch.manual_seed(0)
+    model = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
+    file = cache_folder() / published.file
+    file.parent.mkdir(parents=True)
+    torch.save(model.state_dict(), file)
+    checksum = f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"
+    monkeypatch.setitem(vars(published), "checksum", checksum)  # the published one is of the trained weights
+    return name
+
+
+def test_a_detector_by_name(named: str, tmp_path: Path):
+    """Weights from the cache, settings, image size and class names: all follow from the name."""
+    pixels = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    loaded = e2e_vl.load_detector(named, device="cpu")
+    assert loaded.source.weights == cache_folder() / known_weights(named).file
+    assert loaded.source.resize == ResizeRule(320, 640, "torchvision")
+    assert loaded.class_names[0] == "person" and len(loaded.class_names) == 90
+    found = loaded.regions(tmp_path / "photo.png")
+    assert 10 <= len(found) <= 36 and found.features.shape == (len(found), 1024)
+    assert set(found.names) <= set(loaded.class_names) and found.attributes == []
+
+
+def test_names_of_classes_and_attributes_from_files(tmp_path: Path):
+    """As for bottom-up attention, whose weights come without names."""
+    attributes = {"NUM_CLASSES": 2, "EMBEDDING_DIM": 4, "HIDDEN_DIM": 4}
+    tree = {
+        "RESNETS": {"DEPTH": 18, "STEM_OUT_CHANNELS": 8, "RES2_OUT_CHANNELS": 8},
+        "ANCHOR_GENERATOR": {"SIZES": [[16, 32, 64]]},
+        "ROI_HEADS": {"NUM_CLASSES": 3},
+        "ROI_BOX_HEAD": {"POOLER_RESOLUTION": 4, "ATTRIBUTES": attributes},
+    }
+    sizes = {"MIN_SIZE_TEST": 96, "MAX_SIZE_TEST": 160}
+    save_detector(FasterRCNN(DetectorConfig.from_yaml({"MODEL": tree, "INPUT": sizes})), tmp_path / "saved")
+    Image.fromarray(np.full((60, 80, 3), 90, np.uint8)).save(tmp_path / "photo.png")
+    (tmp_path / "objects.txt").write_text("yolk,egg yolk\r\ngoal\r\nbathroom\r\n", newline="")
+    (tmp_path / "attributes.txt").write_text("up\nfloppy\n")
+
+    unnamed = e2e_vl.load_detector(tmp_path / "saved").regions(tmp_path / "photo.png")
+    assert set(unnamed.names) <= {"class 0", "class 1", "class 2"} and unnamed.attributes == []
+    loaded = e2e_vl.load_detector(
+        tmp_path / "saved", class_names=tmp_path / "objects.txt", attribute_names=tmp_path / "attributes.txt"
+    )
+    assert loaded.class_names == ("yolk", "goal", "bathroom")
+    found = loaded.regions(tmp_path / "photo.png")
+    assert found.names == [loaded.class_names[number] for number in unnamed.classes]
+    assert len(found.attributes) == len(found) and set(found.attributes) <= {"up", "floppy"}
+    given = loaded.regions(tmp_path / "photo.png", boxes=[[2, 3, 40, 50]])
+    assert len(given.attributes) == 1
+    assert np.any(np.asarray(found.draw()) != np.asarray(unnamed.draw()))
+
+
+def test_a_detector_that_learned_no_boxes_says_so(pretraining_run, photo):
+    for load in (e2e_vl.load_detector, e2e_vl.load):
+        with pytest.warns(UserWarning, match="its predicted boxes are random") as said:
+            load(pretraining_run).regions(photo)
+        assert said[0].filename == __file__
