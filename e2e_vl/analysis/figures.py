@@ -210,11 +210,11 @@ def draw_overlays(
         overlay
         for text in texts
         for head in heads
-        for overlay in _of_head(folder, results, text, head, results.graphs[head.graph].blocks)
+        for overlay in _draw_head(folder, results, text, head, results.graphs[head.graph].blocks)
     ]
 
 
-def _of_head(
+def _draw_head(
     folder: Path, results: AttentionResults, text: RecordedText, head: ChosenHead, blocks: frozenset[AttentionBlock]
 ) -> list[Overlay]:
     options = results.options

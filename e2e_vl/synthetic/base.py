@@ -190,13 +190,13 @@ def draw_detections(scene: Scene, config: ImitatedDetectorConfig, rng: np.random
         found = np.arange(1)
     detections = []
     for i in found:
-        box = _jittered(truth[i], size, rng)
+        box = _jitter_box(truth[i], size, rng)
         category = CATEGORY_IDS[scene.objects[i].appearance.shape]
         if rng.random() < config.wrong_category:
             category = CATEGORIES[rng.integers(len(CATEGORIES))]["id"]
         detections.append(_detection(box, category, rng.uniform(0.75, 1.0)))
     for _ in range(int(rng.integers(0, config.false_alarms + 1))):
-        box = _elsewhere(truth, size, rng)
+        box = _draw_false_alarm(truth, size, rng)
         if box is not None:
             category = CATEGORIES[rng.integers(len(CATEGORIES))]["id"]
             detections.append(_detection(box, category, rng.uniform(0.65, 0.9)))
@@ -213,7 +213,7 @@ def _detection(box: np.ndarray, category: int, score: float) -> dict[str, Any]:
     }
 
 
-def _jittered(box: np.ndarray, size: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
+def _jitter_box(box: np.ndarray, size: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
     sides = np.tile(box[2:] - box[:2], 2)
     for _ in range(_ATTEMPTS):
         moved = np.clip(box + rng.normal(0, 0.06, 4) * sides, 0, np.tile(size, 2))
@@ -222,7 +222,7 @@ def _jittered(box: np.ndarray, size: tuple[int, int], rng: np.random.Generator) 
     return box
 
 
-def _elsewhere(truth: np.ndarray, size: tuple[int, int], rng: np.random.Generator) -> np.ndarray | None:
+def _draw_false_alarm(truth: np.ndarray, size: tuple[int, int], rng: np.random.Generator) -> np.ndarray | None:
     sides = truth[:, 2:] - truth[:, :2]
     for _ in range(_ATTEMPTS):
         centre = rng.uniform(0, size)

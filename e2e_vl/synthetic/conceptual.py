@@ -39,7 +39,7 @@ class _CaptionedImageWriter(FormatWriter):
     """Draws the same caption and probabilities for both formats."""
 
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> CaptionedImage:
-        """One of the captions; a detection's score is its category's probability, the other columns share the rest."""
+        """Draw a caption and class probabilities: a detection's score for its category, the rest random."""
         rng = self.recipe.generator(scene.split, scene.number, "conceptual")
         boxes, classes = [], []
         for detection in scene.detections:
@@ -141,7 +141,7 @@ _SENTENCES_PER_LINE = (1, 9)
 
 
 class CorpusWriter(FormatWriter):
-    """Writes ``corpus.doc``, UTF-8: one paragraph per line, and a blank line now and then as between two documents."""
+    """Writes ``corpus.doc``, UTF-8: one paragraph per line, with blank lines between documents."""
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         rng = self.recipe.generator("corpus")

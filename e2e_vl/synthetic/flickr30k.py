@@ -101,11 +101,11 @@ class DrawnPhrase(NamedTuple):
 
     words: str
     kind: str  # its type
-    objects: tuple[int, ...]  # that it names
+    objects: tuple[int, ...]  # indices of the named objects
 
     @property
     def named(self) -> tuple[str, tuple[int, ...]]:
-        """What belongs to one chain: the objects, or the kind where there are none."""
+        """Key of the coreference chain: the objects, or the kind without objects."""
         return "" if self.objects else self.kind, self.objects
 
 
@@ -204,7 +204,7 @@ def _group(graph: SceneGraph, values: Values, rng: np.random.Generator) -> Drawn
 
 
 def _chains(scene: SceneRecord) -> _Chains:
-    """The chain of each set of objects, and of the scene; what cannot be seen is 0."""
+    """Number the chains of sets of objects and of the scene; things that cannot be seen are 0."""
     chains: _Chains = {}
     for phrase in (part for caption in scene.drawn for part in caption if not isinstance(part, str)):
         number = "0" if phrase.kind == _UNSEEN else str(scene.image_id * 100 + len(chains) + 1)

@@ -146,7 +146,7 @@ def _add_formats(
     ]
     scenes = []
     annotation_id, sentence_id = 1, 0
-    for scene in _mapped(make, places, workers):
+    for scene in _map_scenes(make, places, workers):
         scenes.append(replace(scene, first_annotation_id=annotation_id, first_sentence_id=sentence_id))
         annotation_id += len(scene.objects)
         sentence_id += len(scene.references)
@@ -180,7 +180,9 @@ def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | Non
     return stamp if path.name == STAMP else None
 
 
-def _mapped(function: Callable[[ScenePlace], SceneRecord], places: list[ScenePlace], workers: int) -> list[SceneRecord]:
+def _map_scenes(
+    function: Callable[[ScenePlace], SceneRecord], places: list[ScenePlace], workers: int
+) -> list[SceneRecord]:
     """``map`` in this process or over several, in order."""
     bar = partial(tqdm, total=len(places), desc="scenes", unit="scene", delay=1)
     if workers == 0:

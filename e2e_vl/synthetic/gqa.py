@@ -1,12 +1,12 @@
 """Writer of GQA: scene graphs, questions with programs, their valid and plausible answers.
 
-There are five kinds of questions, as in GQA's structural types: what the value of an attribute is (query), which of two
-values it has (choose), whether there is such a thing (verify), whether there are two things, or one of them (logical),
-and whether two things have the same colour or shape (compare). Yes is as frequent as no, and values are drawn through
-their objects, so that the words say little about the answer.
+There are five kinds of questions, as in GQA's structural types: ask for the value of an attribute (query), choose
+between two values (choose), ask whether a thing exists (verify), whether both or either of two things exist (logical),
+or whether two things have the same colour or shape (compare). Yes and no are equally frequent, and values are drawn
+by drawing objects, so the words of a question reveal little about the answer.
 
-A question about a value entails others, which are not balanced: whether the thing has that value, and whether it has
-another one. The files of all questions hold both kinds, the files of balanced questions only the first.
+A question about a value entails two others, which are not balanced: whether the thing has that value, and whether it
+has another one. The entailed questions are only in the files of all questions, not in the balanced files.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _ATTEMPTS = 30
 _YES_OR_NO = ("yes", "no")
 _ANSWER = {True: "yes", False: "no"}
 
-_Question = dict[str, Any]  # a record, with the numbers of other questions and of objects in place of ids
+_Question = dict[str, Any]  # a record that refers to other questions and objects by number instead of id
 
 
 class GQAWriter(FormatWriter):
     """Writes ``questions/<split>_{all,balanced}_questions.json``, ``eval/<split>_choices.json`` and
-    ``sceneGraphs/<split>_sceneGraphs.json``; the id of an image is its number as a text."""
+    ``sceneGraphs/<split>_sceneGraphs.json``; an image id is the image's number as a string."""
 
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> dict[str, Any]:
         generator = self.recipe.generator(scene.split, scene.number, "gqa")
@@ -78,7 +78,7 @@ def draw_questions(graph: SceneGraph, values: Values, rng: np.random.Generator) 
     return list(questions.values())
 
 
-def _asked(
+def _make_question(
     text: str,
     answer: str,
     choices: Sequence[str],
@@ -90,7 +90,7 @@ def _asked(
     objects: Sequence[int] = (),
     balanced: bool = True,
 ) -> _Question:
-    """A question; without ``dependencies`` the steps of its program follow each other."""
+    """Make a question; without ``dependencies`` each program step depends on the previous one."""
     if dependencies is None:
         dependencies = [[number - 1] if number else [] for number in range(len(program))]
     return {
@@ -112,7 +112,7 @@ def _asked(
 def _value(
     graph: SceneGraph, values: Values, rng: np.random.Generator
 ) -> tuple[int, str, str, str, list[str], str] | None:
-    """What to ask for: object, what names it, GQA's name of an attribute, its value, other ones, and an article."""
+    """Draw what to ask for: object, its description, GQA's attribute name, the value, other values, and an article."""
     slot = _ASKED[rng.integers(len(_ASKED))]
     found = identify(graph, without(SLOTS, slot), rng)
     if found is None or len(values[slot]) < 2:
@@ -124,13 +124,13 @@ def _value(
 
 
 def _query(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
-    """What the value is; entailed are whether it is that value, and whether it is another one."""
+    """Ask for a value; entails asking whether it is that value, and whether it is another one."""
     drawn = _value(graph, values, rng)
     if drawn is None:
         return None
     index, thing, name, answer, others, article = drawn
     select = "select", f"{thing} ({index})"
-    asked = _asked(
+    asked = _make_question(
         f"what {name} is the {thing}",
         answer,
         values["colour" if name == "color" else name],
@@ -140,7 +140,7 @@ def _query(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[
         objects=[index],
     )
     entailed = [
-        _asked(
+        _make_question(
             f"is the {thing} {article}{value}",
             is_true,
             _YES_OR_NO,
@@ -161,7 +161,7 @@ def _choose(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list
     index, thing, name, answer, others, article = drawn
     both = [answer, others[rng.integers(len(others))]]
     both = [both[number] for number in rng.permutation(2)]
-    asked = _asked(
+    asked = _make_question(
         f"is the {thing} {article}{both[0]} or {article}{both[1]}",
         answer,
         both,
@@ -179,12 +179,11 @@ def _verify(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list
     if thing is None:
         return None
     program = ("select", thing), ("exist", "?")
-    return [_asked(f"is there a {thing}", _ANSWER[wanted], _YES_OR_NO, program, ("verify", "obj", "exist"))]
+    return [_make_question(f"is there a {thing}", _ANSWER[wanted], _YES_OR_NO, program, ("verify", "obj", "exist"))]
 
 
 def _logical(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
-    """One of both is there as often as not, so that a true "and" and a false "or" are as frequent as their
-    opposites."""
+    """Choose whether the things exist so that "and" and "or" are true as often as false."""
     word = ("and", "or")[rng.integers(2)]
     wanted = bool(rng.random() < 0.5)
     first, second = (wanted, wanted) if wanted == (word == "and") else (wanted, not wanted)
@@ -194,7 +193,7 @@ def _logical(graph: SceneGraph, values: Values, rng: np.random.Generator) -> lis
     if None in things or things[0] == things[1]:
         return None
     start = "are there" if word == "and" else "is there"
-    asked = _asked(
+    asked = _make_question(
         f"{start} a {things[0]} {word} a {things[1]}",
         _ANSWER[wanted],
         _YES_OR_NO,
@@ -219,7 +218,7 @@ def _compare(graph: SceneGraph, values: Values, rng: np.random.Generator) -> lis
     else:
         return None
     name, things = _SPELLED.get(slot, slot), [noun_phrase(first), noun_phrase(second)]
-    asked = _asked(
+    asked = _make_question(
         f"do the {things[0]} and the {things[1]} have the same {name}",
         _ANSWER[wanted],
         _YES_OR_NO,
@@ -232,7 +231,7 @@ def _compare(graph: SceneGraph, values: Values, rng: np.random.Generator) -> lis
 
 
 def _with_ids(scene: SceneRecord) -> dict[str, _Question]:
-    """The questions of a scene as records of the official files, still with their choices; ids have zeros in front."""
+    """The questions of a scene as official records plus their choices; ids are zero-padded."""
     drawn = scene.drawn["questions"]
     ids = [f"{scene.image_id:06d}{number:02d}" for number in range(len(drawn))]
     records = {}

@@ -36,7 +36,7 @@ _RELATIONS = {
 }
 RELATIONS = tuple(_RELATIONS)
 _RELATION_SHARES = (0.34, 0.2, 0.1, 0.1, 0.13, 0.13)  # of the tries, in their order; rare relations stay rare
-_REDUNDANT = 0.4  # share of attribute expressions that may say more than is needed
+_REDUNDANT = 0.4  # share of attribute expressions that may be redundant
 _OTHERS = ("than the others", "than all the others")
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
@@ -113,7 +113,7 @@ def _only(mask: int) -> int | None:
 
 
 def _best(candidates: int, better: str, graph: SceneGraph) -> int | None:
-    """The candidate that is clearly better than each other candidate; at least one other is needed."""
+    """The candidate that is clearly better than every other one; needs at least two candidates."""
     items = members(candidates)
     if len(items) < 2:
         return None
@@ -272,7 +272,7 @@ class _Speaker:
             self._minimal.append([item for slots, item in unique.items() if not any(other < slots for other in unique)])
 
     def first(self, family: str, targets: list[int], said: dict[ReferringExpression, Reference]) -> Reference | None:
-        """An expression of this family that has not been said, about the first target that has one."""
+        """Find an unused expression of this family, about the first target that has one."""
         propose = getattr(self, f"_{family}")
         for target in targets:
             for _ in range(_PROPOSALS):
@@ -326,7 +326,7 @@ class _Speaker:
             if (with_size or description.size is None) and (mask & ~left_out).bit_count() >= 2
         ]
         if len(options) > 1 and self.rng.random() < 0.5:
-            options = options[1:]  # the first is "thing" alone, which is said rarely
+            options = options[1:]  # the first is "thing" alone, which should be rare
         return self._any(options)
 
     def _any(self, options: Sequence[T]) -> T | None:
@@ -347,7 +347,7 @@ def all_descriptions(slots: Sequence[str], values: Values) -> list[Description]:
 
 
 def identify(graph: SceneGraph, slots: Sequence[str], rng: np.random.Generator) -> tuple[int, Description] | None:
-    """An object drawn at random and attributes among these slots that only it has; None if there is no such object."""
+    """Draw an object and a description by some of these attributes that fits only it; None if there is none."""
     for index in rng.permutation(graph.count):
         appearance = graph.appearances[index]
         subsets = [subset for number in range(1, len(slots) + 1) for subset in combinations(slots, number)]
@@ -361,7 +361,7 @@ def identify(graph: SceneGraph, slots: Sequence[str], rng: np.random.Generator) 
 def draw_thing(
     graph: SceneGraph, slots: Sequence[str], values: Values, wanted: bool, rng: np.random.Generator
 ) -> str | None:
-    """A thing with these attributes that is in the scene (or, unless ``wanted``, is not there), in words."""
+    """Describe a thing that is in the scene (or, unless ``wanted``, is not) by these attributes."""
     some = [one for one in all_descriptions(slots, values) if bool(one.mask(graph)) == wanted]
     return noun_phrase(some[rng.integers(len(some))]) if some else None
 

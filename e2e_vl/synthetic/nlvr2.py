@@ -1,4 +1,4 @@
-"""Writer of NLVR2: sentences about pairs of scenes, balanced so that neither the sentence nor the pair tells the label.
+"""Writer of NLVR2: sentences about pairs of scenes. Neither the sentence nor the pair alone reveals the label.
 
 The examples come in sets of four pairs of images and two sentences, as in the release: each sentence is true of two of
 the pairs and false of the others, and each pair has one true sentence and one false one. Who reads only the sentence,
@@ -21,9 +21,9 @@ from e2e_vl.synthetic.coco import write_instances
 from e2e_vl.synthetic.config import PAIR_FAMILIES
 from e2e_vl.synthetic.language import NUMBERS, Description, Values, all_descriptions, is_true_of, noun_phrase
 
-PAIRS = 4  # of a set
+PAIRS = 4  # per set
 _DIRECTORIES = 100  # folders of the training images
-_DRAWN_PAIRS = 40  # among which the pairs of a set are looked for
+_DRAWN_PAIRS = 40  # candidates for the pairs of a set
 _ATTEMPTS = 200
 _SLOTS = (("shape",), ("colour",), ("colour", "shape"))
 
@@ -32,21 +32,21 @@ _Pair = tuple[SceneRecord, SceneRecord]
 
 @dataclass(frozen=True)
 class PairSentence:
-    """A sentence about two images, which counts what a description is true of in each of them."""
+    """A sentence about two images, decided by the number of matching objects in each."""
 
     family: str
     words: str
     description: Description
-    predicate: Callable[[int, int], bool]  # of the numbers in the left and in the right image
+    predicate: Callable[[int, int], bool]  # takes the counts in the left and the right image
 
     def is_true(self, pair: _Pair) -> bool:
-        """Whether it is true of a pair of scenes."""
+        """Whether the sentence is true of a pair of scenes."""
         appearances = [[item.appearance for item in scene.objects] for scene in pair]
         return self.predicate(*(sum(is_true_of(self.description, one) for one in own) for own in appearances))
 
 
 def draw_sentence(values: Values, rng: np.random.Generator, wanted: Sequence[str] = PAIR_FAMILIES) -> PairSentence:
-    """A sentence of a random one of the wanted families."""
+    """Draw a sentence of a random family among the given ones."""
     slots = _SLOTS[rng.integers(len(_SLOTS))]
     some = all_descriptions(slots, values)
     description = some[rng.integers(len(some))]
@@ -55,7 +55,7 @@ def draw_sentence(values: Values, rng: np.random.Generator, wanted: Sequence[str
     is_left, number = sides[0] == "left", int(rng.integers(1, 5))
 
     def turned(left: int, right: int) -> tuple[int, int]:
-        """The numbers on the named side and on the other one."""
+        """The counts on the named side and on the other side."""
         return (left, right) if is_left else (right, left)
 
     families: dict[str, tuple[str, Callable[[int, int], bool]]] = {

@@ -18,13 +18,13 @@ from e2e_vl.synthetic.config import SceneConfig
 
 _ATTEMPTS_PER_OBJECT = 40
 _ATTEMPTS_PER_SCENE = 200
-_MAX_ROTATION = 0.2  # radians; less than a square needs to look like a diamond
+_MAX_ROTATION = 0.2  # radians; too little to turn a square into a diamond
 _MIN_VISIBLE_SIDE = 0.85  # share of an object's longer side: a big object never shrinks to a small one's box
 _MIN_OVERLAP = 0.04  # share of the smaller object: objects overlap visibly or keep apart, never graze
 _MIN_GAP = 3  # pixels between objects that keep apart
 _MIN_VISIBLE = 0.65  # smallest visible share of an object's pixels
 MAX_BOX_IOU = 0.4  # of two objects; below 0.5, so that IoU 0.5 identifies one object
-_REPEATS = 0.65  # chance that an object repeats attributes of an earlier one: few words are not enough
+_REPEATS = 0.65  # chance that an object repeats attributes of an earlier one, which requires longer expressions
 _REPEATS_ALL = 0.06  # chance that such an object repeats all of them
 _TOUCHES = 0.4  # chance that an object is put close to or over an earlier one
 
@@ -45,8 +45,8 @@ class SceneObject:
 
     appearance: Appearance
     extent: float  # longer side of its unoccluded outline, pixels
-    full: np.ndarray  # bool [height, width], its pixels before anything was painted over it
-    visible: np.ndarray  # bool [height, width], its pixels that can be seen
+    full: np.ndarray  # bool [height, width], its pixels before occlusion
+    visible: np.ndarray  # bool [height, width], its visible pixels
     box: tuple[int, int, int, int]  # xyxy around the visible pixels, edges of pixels, so x2 - x1 is the width
 
     @property
@@ -92,7 +92,7 @@ def draw_scene(config: SceneConfig, rng: np.random.Generator) -> Scene:
 def _place_objects(
     config: SceneConfig, h: int, w: int, count: int, rng: np.random.Generator
 ) -> list[tuple[SceneObject, Patch]] | None:
-    """Appearances and places of all objects, or None when one of them found no place."""
+    """Draw the appearance and place of all objects; None if one of them does not fit."""
     objects: list[SceneObject] = []
     patches: list[Patch] = []
     for _ in range(count):
@@ -254,7 +254,7 @@ Patch = tuple[np.ndarray, np.ndarray, tuple[int, int]]  # see ``cover``
 
 
 def cover(points: np.ndarray, centre: tuple[float, float]) -> Patch:
-    """How much of each pixel an outline covers; its sides are off by at most a quarter of a pixel.
+    """The share of each pixel that an outline covers; its sides are accurate to a quarter of a pixel.
 
     Args:
         points: float [corners, 2] outline around its centre, pixels.

@@ -97,7 +97,7 @@ class VCRWriter(FormatWriter):
 
 
 def _ask(family: str, colours: Sequence[str], one: int, rng: np.random.Generator) -> _Asked | None:
-    """A question about an object; None where the scene has too few objects of its colour or of others."""
+    """Make a question about an object; None if too few objects have its colour or another one."""
     first = colours[one]
     same = [index for index, colour in enumerate(colours) if colour == first and index != one]
     others = [index for index, colour in enumerate(colours) if colour != first]
@@ -116,7 +116,7 @@ def _ask(family: str, colours: Sequence[str], one: int, rng: np.random.Generator
         wrong = _wrong_colours(colours, first, rng)
         rationales = [["Both", "are", colour, "."] for colour in (first, *wrong)]
         return ["Which", "has", "the", "colour", "of", [one], "?"], [[[o], "."] for o in objects], rationales
-    # no half of an answer gives it away
+    # neither half of an answer reveals it
     said = [(a, b) for a in (first, wrong[0]) for b in (colours[two], wrong[1])]
     answers = [[[one], "is", a, "and", [two], "is", b, "."] for a, b in said]
     rationales = [[[one], "has", "the", "colour", "of", [o], "."] for o in objects]
@@ -124,7 +124,7 @@ def _ask(family: str, colours: Sequence[str], one: int, rng: np.random.Generator
 
 
 def _wrong_colours(colours: Sequence[str], right: str, rng: np.random.Generator) -> list[str]:
-    """Three other colours, first those in the scene: the presence of a colour must not give the answer away."""
+    """Three other colours, preferably in the scene, so that a colour's presence does not reveal the answer."""
     present = [colour for colour in COLOURS if colour in colours and colour != right]
     absent = [colour for colour in COLOURS if colour not in colours]
     return [*_some(present, len(present), rng), *_some(absent, len(absent), rng)][: CHOICES - 1]
@@ -139,7 +139,7 @@ def _some(values: Sequence[Any], number: int, rng: np.random.Generator) -> list[
 
 
 def as_read_aloud(sentence: Sentence) -> str:
-    """A sentence as in the ``_orig`` fields, where objects are numbered from 1."""
+    """Format a sentence for the ``_orig`` fields, which number objects from 1."""
     words = (t if isinstance(t, str) else " and ".join(str(number + 1) for number in t) for t in sentence)
     return " ".join(words)
 
