@@ -60,6 +60,6 @@ def load_detector(
 
 
 def register_encoders() -> None:
-    """Make the encoders known to `AutoConfig` and `AutoModel` of transformers."""
+    """Register the encoders with `AutoConfig` and `AutoModel` of transformers."""
     for part in ENCODERS.values():
         _ = part.cls  # an encoder registers itself when it is imported

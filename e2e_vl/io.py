@@ -192,7 +192,7 @@ def model_folder(folder: Path) -> Path:
 
 
 def check_output(path: Path, *, may_replace: bool = False) -> None:
-    """Check a file that a command is about to write; to be called before anything is computed.
+    """Check the path of an output file before anything is computed.
 
     Args:
         may_replace: an existing file in a run directory may be replaced.

@@ -121,7 +121,7 @@ def check_name(name: str, choices: Iterable[str], where: str) -> None:
 
 
 def decode(values: Any, kind: type[Decoded], key: str) -> Decoded:
-    """Settings as a Struct, unless they are one already; `key` is the field that holds them, for messages.
+    """Convert settings to a Struct if they are not one yet; `key` names their field in error messages.
 
     Raises:
         UserError: an unknown key, or a value of the wrong type or out of range.
@@ -133,7 +133,7 @@ def decode(values: Any, kind: type[Decoded], key: str) -> Decoded:
 
 
 def set_part_config(section: Settings, parts: Mapping[str, Part], name: str) -> None:
-    """In the `__post_init__` of a section with a field `config`: decode it as the part of this name wants it."""
+    """In the `__post_init__` of a section with a field `config`: decode it as the settings of the named part."""
     check_name(name, parts, "name")
     config = decode(section.config, parts[name].config_class, "config")
     msgspec.structs.force_setattr(section, "config", config)

@@ -226,7 +226,7 @@ class Question:
     boxes_to_mask: AnnotatedObjects | None = None  # that a pre-trained model is to recognise without their pixels
     class_names: Sequence[str] | None = None  # that `boxes` may have, where the text names boxes by their classes
     accepts_answer: bool = False  # the run reads an answer that is given
-    others: tuple[Path | ImageBytes, ...] = ()  # further images that the text is about
+    others: tuple[Path | ImageBytes, ...] = ()  # further images that the text refers to
 
     @property
     def images(self) -> tuple[Path | ImageBytes, ...]:

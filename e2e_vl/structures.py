@@ -109,12 +109,12 @@ class RegionMasks(Movable):
 
 @dataclasses.dataclass
 class Batch(Movable):
-    """Images, texts, and which text is about which images."""
+    """Images, texts, and the images that each text refers to."""
 
     images: ImageBatch
     boxes: list[Float[Tensor, "_R 4"]] | None  # None: the detector proposes them
     texts: TextBatch
-    image_index: Int64[Tensor, "M I"]  # index of the image(s) each text is about; -1 = no image
+    image_index: Int64[Tensor, "M I"]  # index of the image(s) each text refers to; -1 = no image
     targets: Targets | None = None  # a class of the task's own; None: there are none
     detection_targets: DetectionTargets | None = None  # annotated objects of the N images
     region_labels: RegionLabels = dataclasses.field(default_factory=RegionLabels)
