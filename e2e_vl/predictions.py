@@ -107,12 +107,12 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ty
 
     @property
     def chosen_text(self) -> int:
-        """Which of the texts of its question, in the batch, it is about."""
+        """Index of the predicted text among the texts of its question in the batch."""
         return 0
 
     @property
     def box_names(self) -> Sequence[str]:
-        """What a user's text called the candidate boxes; empty: nothing."""
+        """Names of the candidate boxes in a user's text; empty: they have no names."""
         return ()
 
 

@@ -185,8 +185,8 @@ def sample_replacements(
     (The official LXMERT code draws among the images of the data set; those of a batch are a random part of it.)
 
     Returns:
-        Rows among the regions of all images, of which image n has `counts[n]`; -1 for the other regions, and where an
-        image without regions was drawn.
+        Rows among the regions of all images (image n has `counts[n]`); -1 for regions that are not replaced, and where
+        an image without regions was drawn.
     """
     starts = np.concatenate([[0], np.cumsum(counts)])
     index = np.full(len(replaced), -1, dtype=np.int64)

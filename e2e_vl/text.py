@@ -225,15 +225,15 @@ class TextTokenizer:
         return self._truncated(self.layout.single, pieces)
 
     def question(self, pieces: Pieces) -> TextEncoding:
-        """One text with a place for its answer; what is too long loses its last pieces."""
+        """One text with a position for its answer; a text that is too long is truncated at its end."""
         return self._truncated(self.layout.question, pieces)
 
     def pair(self, first: Pieces, second: Pieces, truncation: Truncation = "ends") -> TextEncoding:
-        """Two texts, truncated where they are too long together.
+        """Two texts, truncated if together they exceed the maximum length.
 
-        With "ends" the longer loses its last piece until they fit, of equally long ones the second. With "fronts" and
-        "fronts_too_much" both lose their first pieces, see `truncate_fronts`; a second text of which nothing is left
-        leaves a single one.
+        "ends" removes the last piece of the longer text until they fit; if both are equally long, of the second.
+        "fronts" and "fronts_too_much" remove the first pieces of both, see `truncate_fronts`; if nothing is left of
+        the second text, the first is encoded alone.
         """
         if truncation == "ends" or self.max_length is None:
             return self._truncated(self.layout.pair, first, second)
