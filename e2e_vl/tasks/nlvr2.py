@@ -3,14 +3,21 @@
 How two images are encoded (the regions of both in one sequence, or two passes with concatenated summaries), and so the
 width of the summary, depends on the encoder.
 
+NLVR2's metrics are accuracy and consistency, computed as by the official script and tested with golden data. An
+identifier is split-set-pair-sentence, such as dev-850-2-0. Predictions are compared with labels case-insensitively,
+without stripping. Examples that differ only in the pair form a group: the same sentence about different images. Groups
+depend on identifiers, not on sentences, which may occur in several groups.
+
 Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Self
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -19,11 +26,11 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from detector.images import load_image
+from detector.io import write_text
 from detector.structures import Loss
 from e2e_vl.drawing import draw_side_by_side
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
-from e2e_vl.metrics.nlvr2 import LABELS, NLVR2Prediction, truth_metrics, write_submission
-from e2e_vl.predictions import Ranked
+from e2e_vl.predictions import Prediction, Ranked, Score
 from e2e_vl.samples import CorrectChoice, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Head, PredictionSummary, Sizes, Task, Transform
@@ -31,6 +38,72 @@ from e2e_vl.tasks.config import NLVR2Config
 from e2e_vl.text import TextTokenizer
 
 IMAGES = (0, 1)  # left and right
+LABELS = ("False", "True")  # as in the official files
+
+
+class NLVR2Prediction(Prediction, kw_only=True):
+    """Whether a sentence is true of two photos."""
+
+    prediction: Literal["True", "False"]
+    score: Score  # probability of the prediction
+    true: Score  # probability of "True"
+    file_names: tuple[str, ...] = ()  # file names of the left and the right photo
+    label: Literal["True", "False"] | None = None
+    identifier: str = ""
+
+
+def group_of(identifier: str) -> str:
+    """The identifier without its pair."""
+    split, number, _, sentence = identifier.split("-")
+    return f"{split}-{number}-{sentence}"
+
+
+def truth_scores(labels: Mapping[str, str], predictions: Mapping[str, str]) -> dict[str, float]:
+    """Accuracy and consistency, 0 to 1.
+
+    Args:
+        labels: identifier -> "True" or "False".
+        predictions: identifier -> prediction; identifiers without a label are ignored (official).
+
+    Returns:
+        "accuracy" over the labelled examples, and "consistency", the share of groups with only right
+        predictions.
+    """
+    groups: dict[str, list[bool]] = defaultdict(list)
+    for identifier, label in labels.items():
+        groups[group_of(identifier)].append(predictions[identifier].lower() == label.lower())
+    hits = [hit for group in groups.values() for hit in group]
+    return {
+        "accuracy": sum(hits) / len(hits),
+        "consistency": sum(all(group) for group in groups.values()) / len(groups),
+    }
+
+
+def truth_metrics(predictions: Sequence[NLVR2Prediction]) -> dict[str, float]:
+    """The metrics of a run.
+
+    Returns:
+        "count"; and if there are labels, "accuracy", "accuracy/<label>" (over the examples with that label) and
+        "consistency".
+    """
+    labelled = [one for one in predictions if one.label is not None]
+    metrics = {"count": float(len(predictions))}
+    if not labelled:
+        return metrics
+    labels = {one.identifier: one.label for one in labelled}
+    metrics |= truth_scores(labels, {one.identifier: one.prediction for one in labelled})
+    for label in LABELS:
+        hits = [one.prediction == label for one in labelled if one.label == label]
+        if hits:
+            metrics[f"accuracy/{label.lower()}"] = sum(hits) / len(hits)
+    return metrics
+
+
+def write_submission(path: str | Path, predictions: Sequence[NLVR2Prediction]) -> None:
+    """Write predictions in the official script's format: identifier,True or identifier,False without a header."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, "".join(f"{one.identifier},{one.prediction}\n" for one in predictions))
 
 
 @dataclasses.dataclass

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.cli import main as tool
-from e2e_vl.metrics import nlvr2
+from e2e_vl.tasks import nlvr2
 from tests.cli.calls import data_root, refused, saved, split
 from tests.leaderboard import read_leaderboard, score
 from tests.same import assert_same

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.data.nlvr2 import read_examples
-from e2e_vl.metrics.nlvr2 import NLVR2Prediction, group_of, truth_metrics, truth_scores, write_submission
+from e2e_vl.tasks.nlvr2 import NLVR2Prediction, group_of, truth_metrics, truth_scores, write_submission
 from tests.parity.evaluation_common import folder_of
 
 FILES = ("predictions.csv", "predictions_edge.csv")

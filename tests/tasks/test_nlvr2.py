@@ -13,12 +13,19 @@ import torch.nn.functional as F
 
 from detector.errors import UserError
 from e2e_vl.data.batching import random_generator
-from e2e_vl.metrics.nlvr2 import NLVR2Prediction
 from e2e_vl.samples import CorrectChoice, Question, Sample, SampleImage, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, TaskOutput
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import NLVR2Config
-from e2e_vl.tasks.nlvr2 import NLVR2Targets, NLVR2Task
+from e2e_vl.tasks.nlvr2 import (
+    NLVR2Prediction,
+    NLVR2Targets,
+    NLVR2Task,
+    group_of,
+    truth_metrics,
+    truth_scores,
+    write_submission,
+)
 from e2e_vl.text import TextTokenizer
 from tests.tasks.batches import make_batch, output_of
 from tests.tasks.preprocessors import decoded, make_tokenizer, photo
@@ -110,3 +117,27 @@ def test_the_picture_shows_both_images(tmp_path):
         cv2.imwrite(name, np.full((60, 90), value, np.uint8))
     picture = make_task().draw(NLVR2Prediction(prediction="True", score=1, true=1, file_names=names))
     assert (picture[:, 5] == 40).all() and (picture[:, picture.shape[1] - 5] == 200).all()
+
+
+def prediction(identifier: str, answer: str = "True", label: str | None = None) -> NLVR2Prediction:
+    return NLVR2Prediction(identifier=identifier, prediction=answer, score=0.5, true=0.5, label=label)
+
+
+def test_groups_leave_the_pair_out():
+    assert group_of("dev-850-2-0") == group_of("dev-850-0-0") == "dev-850-0" != group_of("dev-850-2-1")
+
+
+def test_consistency_asks_for_all_of_a_group():
+    labels = {"dev-1-0-0": "True", "dev-1-1-0": "False", "dev-1-0-1": "True"}
+    scores = truth_scores(labels, {"dev-1-0-0": "tRUE", "dev-1-1-0": "True", "dev-1-0-1": "true", "dev-9-9-9": "x"})
+    assert scores == {"accuracy": pytest.approx(2 / 3), "consistency": 0.5}
+    assert truth_scores({"dev-1-0-0": "True"}, {"dev-1-0-0": " True"})["accuracy"] == 0, "nothing is stripped"
+
+
+def test_metrics_and_the_file_of_the_script(tmp_path):
+    ours = [prediction("dev-1-0-0", "True", "True"), prediction("dev-1-1-0", "True", "False")]
+    metrics = truth_metrics(ours)
+    assert metrics == {"count": 2, "accuracy": 0.5, "consistency": 0, "accuracy/true": 1, "accuracy/false": 0}
+    assert truth_metrics([prediction("dev-1-0-0")]) == {"count": 1}
+    write_submission(tmp_path / "deep" / "p.csv", ours)
+    assert (tmp_path / "deep" / "p.csv").read_text() == "dev-1-0-0,True\ndev-1-1-0,True\n"
