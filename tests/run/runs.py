@@ -14,6 +14,10 @@ from e2e_vl.io import read_log
 
 ROOT = Path(__file__).parents[2]
 TINY_DETECTOR = f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}"
+SHORT = (  # two steps, each with a checkpoint
+    *("train.max_steps=2", "train.save_every_epochs=0.01", "train.trackers=[]"),
+    *("eval.every_epochs=0", "eval.boxes=[gt]", "eval.report_pictures=0"),
+)
 
 
 def tiny(name: str, data: Path, output: Path, *words: str) -> RunConfig:

@@ -7,7 +7,6 @@ test_launch.py.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import multiprocessing
@@ -174,25 +173,12 @@ def test_signals_end_a_run_and_nothing_is_lost(uninterrupted, tiny_config, monke
     with pytest.raises(StoppedRunError, match="stopped by SIGINT") as caught:
         train(config, resume=True)
     assert caught.value.status == 130
+    newest = max((Path(config.output) / "checkpoints").iterdir())
+    assert newest.name == "step_00000004", "saved before the evaluation, which may fail"
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
     train(config, resume=True)
     assert_same_run(uninterrupted, config.output)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_a_failing_evaluation_costs_no_training(tiny_config, monkeypatch):
-    evaluated = []
-
-    def fail(trainer, *arguments, **named):
-        evaluated.append(trainer.step)
-        raise RuntimeError("the evaluation failed")
-
-    config = tiny_config("train.max_steps=2", "train.save_every_epochs=0.01", "eval.every_epochs=0.01")
-    monkeypatch.setattr(training.Trainer, "evaluate", fail)
-    with pytest.raises(RuntimeError, match="the evaluation failed"):
-        train(config)
-    assert evaluated == [1]
-    assert (Path(config.output) / "checkpoints" / f"step_{evaluated[0]:08d}" / "step.json").is_file()
 
 
 def test_a_full_disk_that_torch_hides_is_named(tmp_path, monkeypatch):
@@ -206,16 +192,6 @@ def test_a_full_disk_that_torch_hides_is_named(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left") as caught:
         save()
     assert caught.value.filename == str(tmp_path)
-
-
-def test_a_full_disk_loses_nothing_before(stopped, monkeypatch):
-    def full(path):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(atomic_writes, "_sync", full)
-    with pytest.raises(OSError, match="No space left"):
-        train(replaced(stopped, train={"max_steps": 5}), resume=True)
-    assert [path.name for path in (Path(stopped.output) / "checkpoints").iterdir()] == ["step_00000004"]
 
 
 ADAMW = {

@@ -42,21 +42,6 @@ def test_boxes_of_a_detector_that_never_learned_to_find_any_are_warned_of(tiny_c
     assert detector_of_run(run).warning.startswith("The run's detector was trained on given")
 
 
-@pytest.mark.parametrize("boxes", BOXES)
-def test_predictions_say_what_was_counted(trained_run, boxes):
-    records = predictions_of(trained_run.path, f"val_{boxes}")
-    metrics = trained_run.metrics
-    suffix = BoxSource(boxes).metric_suffix
-    assert metrics[f"val/count_{suffix}"] == len(records)
-    assert metrics[f"val/accuracy_{suffix}"] == pytest.approx(np.mean([record["correct"] for record in records]))
-    families = {record["family"] for record in records}
-    assert {f"val/accuracy_{suffix}/{family}" for family in families} <= set(metrics)
-    for record in records:
-        assert record["box"] in record["candidate_boxes"]
-        assert record["score"] == max(record["candidate_scores"])
-        assert Path(record["file_name"]).is_file()
-
-
 def test_a_corrupt_image_of_the_evaluation_ends_no_run(tiny_words, tiny_config, tmp_path):
     [root] = [word.partition("=")[2] for word in tiny_words if word.startswith("data.root=")]
     shutil.copytree(root, tmp_path / "data")
@@ -85,19 +70,16 @@ def test_a_corrupt_image_of_the_evaluation_ends_no_run(tiny_words, tiny_config, 
 # tools/evaluate.py
 
 
-def printed(capsys) -> dict[str, float]:
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("val/")]
-    return {name: float(value) for name, value in lines}
-
-
 @pytest.mark.parametrize(("iou", "boxes"), [("mattnet", "gt"), ("vlbert", "detections"), ("strict", "online")])
 def test_the_tool_prints_accuracy_and_ceiling_of_every_convention(trained_run, capsys, tmp_path, boxes, iou):
     output = tmp_path / "predictions.json"
     arguments = ["--run", str(trained_run.path), "--split", "val", "--boxes", boxes, "--iou", iou]
     assert tool.main([*arguments, "--output", str(output)]) == 0
-    values = printed(capsys)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("val/")]
+    values = {name: float(value) for name, value in lines}
     records = read_json(output)
     suffix = BoxSource(boxes).metric_suffix
+    assert {f"val/accuracy_{suffix}/{record['family']}" for record in records} <= set(values)
     for name, key in (("accuracy", lambda r: [r["box"]]), ("ceiling", lambda r: r["candidate_boxes"])):
         right = [
             hits(np.array(key(record)), np.array(record["gt_box"]), iou, record["image_size"]).any()
@@ -105,6 +87,11 @@ def test_the_tool_prints_accuracy_and_ceiling_of_every_convention(trained_run, c
         ]
         assert values[f"val/{name}_{suffix}"] == pytest.approx(np.mean(right), abs=1e-4)
     assert values[f"val/count_{suffix}"] == len(records)
+    assert values[f"val/accuracy_{suffix}"] == pytest.approx(np.mean([one["correct"] for one in records]), abs=1e-4)
+    for record in records:
+        assert record["box"] in record["candidate_boxes"]
+        assert record["score"] == max(record["candidate_scores"])
+        assert Path(record["file_name"]).is_file()
 
 
 def test_the_tool_writes_beside_the_run_and_takes_settings(trained_run, tmp_path):

@@ -27,15 +27,10 @@ from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
 from tests.cli.calls import ask, first_image, is_picture, refused, saved, told
 from tests.run.extensions import image_pairs, pooled_encoder, region_features, statements
-from tests.run.runs import lose_newest
+from tests.run.runs import ROOT, SHORT, lose_newest
 from tests.same import assert_same
 
-ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "run" / "extensions" / "tiny.yaml"
-SHORT = (
-    *("train.max_steps=2", "train.save_every_epochs=0.01", "train.trackers=[]"),
-    *("eval.every_epochs=0", "eval.boxes=[gt]", "eval.report_pictures=0"),
-)
 SCENES = "data.synthetic.scenes={train: 8, val: 4}"
 POOLED = {"name": "pooled", "config": {"hidden_size": 16}}
 

@@ -101,9 +101,7 @@ def test_a_phase_starts_from_the_one_before():
             assert later.data.vocabulary == earlier.data.vocabulary
 
 
-# Mistakes of the official VisualBERT code -> what is right
-# Configs at full size that train the detector along: encoder and task of each
-
+# Configs at full size that train the detector, too: encoder and task of each
 PIXELS = {
     "vqa/vl_bert_base_pixels": ("vl_bert", "vqa"),
     "nlvr2/vl_bert_base_pixels": ("vl_bert", "nlvr2"),

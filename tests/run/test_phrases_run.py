@@ -18,7 +18,7 @@ from e2e_vl.run.build import build_model, build_run
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run, predict_split
 from e2e_vl.run.train import train
-from tests.run.runs import losses_of, predictions_of, tiny
+from tests.run.runs import SHORT, losses_of, predictions_of, tiny
 from tests.same import assert_same
 from tests.weights.starts import options, replaced
 
@@ -74,10 +74,6 @@ LAYERS = {
     "lxmert": {"l_layers": 1, "r_layers": 1, "x_layers": 1, "masked_region_feature": True},
 }
 NEEDED = {"nlvr2": {"max_images": 2}, "vcr": {"named_regions": True}}  # of LXMERT by a task
-SHORT = (
-    *("train.max_steps=2", "train.save_every_epochs=0.01", "train.trackers=[]"),
-    *("eval.every_epochs=0", "eval.boxes=[gt]", "eval.report_pictures=0"),
-)
 
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -96,10 +92,9 @@ def alone(task: str, folder: Path, *words: str) -> RunConfig:
         HEAD,
         f"data.synthetic.formats=[{', '.join(sorted(drawn))}]",
         *("data.synthetic.scenes={train: 4, val: 3}", "data.texts_per_image=2", "data.boxes.train=gt"),
-        *("train.max_steps=2", "train.warmup_steps=0", "train.trackers=[]"),
-        *("eval.boxes=[gt]", "eval.every_epochs=0", "eval.report_pictures=0"),
+        "train.warmup_steps=0",
     ]
-    return tiny(task, folder / f"{task}_data", folder / "run", *common, *words)
+    return tiny(task, folder / f"{task}_data", folder / "run", *common, *SHORT, *words)
 
 
 def joined(task: str, folder: Path, *words: str, instances: bool | None = None) -> RunConfig:

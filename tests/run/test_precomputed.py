@@ -28,9 +28,24 @@ from tests.run.runs import ROOT, predictions_of
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
-def extracted(live: Run, config: RunConfig, output: Path) -> Path:
-    """Features of all annotated boxes, made by a live run's detector."""
-    data = config.data
+@pytest.fixture(scope="module")
+def config(tiny_words, tmp_path_factory) -> RunConfig:
+    """Settings of the run with a live detector."""
+    words = [*tiny_words, "detector.loss_weight=0", "detector.freeze=true", "data.boxes.train=gt"]
+    output = tmp_path_factory.mktemp("precomputed") / "run"
+    return load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [*words, f"output={output}"])
+
+
+@pytest.fixture(scope="module")
+def live(config) -> Run:
+    with cpu_with_one_thread():
+        return build_run(config)
+
+
+@pytest.fixture(scope="module")
+def features(live, config) -> Path:
+    """Features of all annotated boxes, made by the live run's detector."""
+    data, output = config.data, Path(config.output).with_name("features")
     instances = Path(data.root) / data.files["instances"]
     resize = ResizeRule(data.resize.short_edge[-1], data.resize.long_edge, data.resize.rounding)
     settings = ExtractionSettings("given", image_feature=True)
@@ -38,28 +53,9 @@ def extracted(live: Run, config: RunConfig, output: Path) -> Path:
     images, given = list_images(instances, Path(data.root) / data.files["images"]), read_given_boxes(instances)
     stamp = make_stamp(source, settings, boxes_file=instances)
     job = ExtractionJob(images, output, "npz", source, settings, given, stamp, workers=0)
-    assert not extract_images(job, make_accelerator("no")).failures
-    return output
-
-
-@pytest.fixture(scope="module")
-def live_and_features(tiny_words, tmp_path_factory) -> tuple[Run, Path]:
-    folder = tmp_path_factory.mktemp("precomputed")
-    words = [*tiny_words, "detector.loss_weight=0", "detector.freeze=true", "data.boxes.train=gt"]
-    config = load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [*words, f"output={folder / 'run'}"])
     with cpu_with_one_thread():
-        live = build_run(config)
-        return live, extracted(live, config, folder / "features")
-
-
-@pytest.fixture
-def live(live_and_features) -> Run:
-    return live_and_features[0]
-
-
-@pytest.fixture
-def features(live_and_features) -> Path:
-    return live_and_features[1]
+        assert not extract_images(job, make_accelerator("no")).failures
+    return output
 
 
 @pytest.fixture
@@ -122,18 +118,14 @@ def test_a_run_on_precomputed_features(features, precomputed_config):
         (["detector.backend=builtin"], "The box source is precomputed and detector.backend is builtin"),
         (["data.files.features=nowhere.tsv"], r"nowhere\.tsv"),
         (["data.flip=0.5"], r"set data\.flip to 0"),
+        (["data.files.features=FEW"], r"image \d+ .*split train"),  # those of other images
     ],
 )
-def test_settings_that_do_not_fit(words, message, precomputed_config):
+def test_settings_that_do_not_fit(words, message, precomputed_config, features, tmp_path):
+    shutil.copy(max(features.glob("*.npz")), tmp_path)
+    words = [word.replace("FEW", str(tmp_path)) for word in words]
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         build_run(precomputed_config(*words))
-
-
-def test_features_of_other_images(features, precomputed_config, tmp_path):
-    (tmp_path / "few").mkdir()
-    shutil.copy(max(features.glob("*.npz")), tmp_path / "few")
-    with pytest.raises(ValueError, match=r"image \d+ .*split train"):
-        build_run(precomputed_config(f"data.files.features={tmp_path / 'few'}"))
 
 
 def test_the_whole_image_comes_first(live):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +15,25 @@ from torch import Tensor
 from detector.structures import ImageBatch
 from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.batching import Request
-from e2e_vl.run.build import build_collate, build_examples, build_model, build_run, make_synthetic_data
-from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.build import (
+    build_collate,
+    build_examples,
+    build_model,
+    build_run,
+    build_tokenizer,
+    make_synthetic_data,
+)
+from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.optim import build_optimizer
 from e2e_vl.run.train import train
 from e2e_vl.structures import Batch, TextBatch
+from e2e_vl.synthetic import make_scenes
 from e2e_vl.tasks.objectives.texts import MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets
+from tests.conftest import ENCODERS
 from tests.run.runs import ROOT, losses_of, tiny
-from tests.weights.starts import same
+from tests.weights.starts import options, replaced, same
 
 OBJECTIVES = {"masked_words", "masked_text", "masked_regions", "relationship"}
 COLOURS = ("red", "blue", "yellow", "green")
@@ -202,6 +212,66 @@ def test_a_step_on_every_source(source, settings):
     [line] = losses_of(config.output)
     assert line["masked_words"] > 0 and line["masked_text"] > 0 and line["relationship"] > 0
     assert f"val/masked_words_{BoxSource(config.eval.boxes[0]).metric_suffix}" in metrics
+
+
+# LXMERT, from pixels and on the files of its official code, whose features are saved
+
+
+LXMERT_OBJECTIVES = {
+    "masked_words": {"weight": 1.0, "whole_words": False},
+    "masked_text": 0.0,
+    "masked_regions": 0.0,
+    "relationship": 1.0,
+    "object_labels": {"weight": 6.67, "classes": 6},
+    "region_features": 6.67,
+}
+
+
+def with_lxmert(config: RunConfig, **task: object) -> RunConfig:
+    """Settings with a small LXMERT and its objectives, and with more entries of `task.config`."""
+    own = options(config.task.config) | {"objectives": LXMERT_OBJECTIVES} | task
+    return replaced(config, encoder=ENCODERS["lxmert"], task={"config": own})
+
+
+def test_a_step_of_lxmert_from_pixels(settings):
+    config = settings("data.config.use_corpus=false", "train.max_steps=1", "eval.report_pictures=0")
+    shares = {"mask_probability": 0.8, "replace_probability": 0.1, "region_probability": 0.5}
+    train(with_lxmert(config, max_length=None, **shares))
+    [losses] = losses_of(config.output)
+    for name in ("masked_words", "relationship", "object_labels", "region_features"):
+        assert 0 < losses[name] < 100
+
+
+def test_a_saved_model_keeps_the_answers_of_pretraining(settings, tmp_path):
+    """The list comes with the model, wherever the file of answers was."""
+    listed = tmp_path / "all_ans.json"
+    sources = {"cat": ["vqa"], "dog": ["gqa"], "red": ["vqa", "gqa"]}
+    listed.write_text(json.dumps([{"ans": answer, "dsets": names} for answer, names in sources.items()]))
+    answers = {"weight": 1.0, "answers": str(listed), "answer_sources": ["gqa"]}
+    config = with_lxmert(settings("data.config.use_corpus=false"), objectives=LXMERT_OBJECTIVES | {"image_qa": answers})
+    tokenizer = build_tokenizer(config)
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
+    assert model.task.answers == ("dog", "red")
+    save_model(tmp_path / "saved", config, model, tokenizer)
+    listed.unlink()
+    _, loaded, _ = load_model(tmp_path / "saved")
+    assert loaded.task.answers == ("dog", "red")
+    assert same(loaded.task, model.task)
+
+
+def test_lxmert_on_its_official_files(tmp_path):
+    data = tmp_path / "data"
+    make_scenes(data, scenes={"train": 8, "val": 4}, formats=["lxmert"])
+    for path in (data / "images").rglob("*.jpg"):
+        path.unlink()  # features are all that is read
+    answers = data / "lxmert" / "all_ans.json"
+    words = [f"task.config.objectives.image_qa.answers={answers}", "task.config.region_probability=0.5"]
+    words += ["train={max_steps: 2, images_per_batch: 2}", "eval.report_pictures=0"]
+    metrics = train(tiny("lxmert_files", data, tmp_path / "run", *words))
+    [*_, losses] = losses_of(tmp_path / "run")
+    names = {"masked_words", "relationship", "object_labels", "attribute_labels", "region_features", "image_qa"}
+    assert names <= set(losses) and all(0 <= losses[name] < 100 for name in names)
+    assert {f"val/{name}_precomputed_boxes" for name in ("object_labels", "attribute_labels")} <= set(metrics)
 
 
 # VisualBERT learns from pixels

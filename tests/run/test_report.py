@@ -322,14 +322,6 @@ def test_pictures_are_small_keep_their_colours_and_may_be_wide_or_missing(run):
     assert "No picture: Image lost does not exist." in text_of(page) and page.count("No picture") == 1
 
 
-def test_sections_are_in_the_order_of_the_settings(run):
-    for name in ("val_online", "val_gt"):
-        write_json(run / f"predictions_{name}.json", [])
-    config = settings(run, boxes=[BoxSource.ONLINE, BoxSource.DETECTIONS, BoxSource.GT])
-    page = write_report(run, config, FakeTask()).read_text(encoding="utf-8")
-    assert re.findall("Predictions: ([^<]+)", page) == ["val, predicted boxes", "val, gt boxes"]
-
-
 def test_an_installed_package_has_the_template():
     """setuptools copies no file that is not Python, unless the settings name it."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]

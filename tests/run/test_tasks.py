@@ -12,18 +12,23 @@ import torch
 
 import e2e_vl
 from detector.io import read_json
-from e2e_vl.config import RunConfig
+from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.batching import Request
 from e2e_vl.io import read_log
 from e2e_vl.metrics.vcr import VCRPrediction, joint_metrics, write_submission
 from e2e_vl.predictions import read_predictions
-from e2e_vl.run.build import build_collate, build_examples, build_run
+from e2e_vl.run.build import build_collate, build_examples, build_run, make_synthetic_data
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run
+from e2e_vl.run.train import train
+from e2e_vl.weights.visual_bert import OfficialVisualBert
+from tests.conftest import ENCODERS
+from tests.data.drawn_metadata import write_metadata
 from tests.leaderboard import read_leaderboard
 from tests.official_vqa import vqa_accuracy
-from tests.run.runs import predictions_of, tiny
+from tests.run.runs import ROOT, predictions_of, tiny
 from tests.same import assert_same
+from tests.weights.starts import options, replaced
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -53,6 +58,24 @@ def test_gqa(run_of, tmp_path):
     model = e2e_vl.load(run)
     answer = model.ask(records[0]["file_name"], "What color is the circle?")
     assert answer.answer in model.network.task.answers and 0 < answer.score < 1
+
+
+def test_the_grounding_score_of_gqa_with_lxmert(settings, tmp_path):
+    config = settings(
+        "gqa",
+        *(
+            "data.synthetic={scenes: {train: 4, val: 2}, formats: [gqa, refcoco+, detections]}",
+            f"data.root={tmp_path / 'data'}",
+        ),
+        *("data.config.grounding=true", "task.config={grounding: true, initialise_from_words: false}"),
+        "data.files.scene_graphs=gqa/sceneGraphs/{part}_sceneGraphs.json",
+        *("train={max_steps: 1, warmup_steps: 0}", "eval={boxes: [gt], report_pictures: 0}"),
+    )
+    metrics = train(replaced(config, encoder=ENCODERS["lxmert"]))
+    records = predictions_of(config.output, "val_all_gt")
+    scored = [record["grounding"] for record in records if record.get("is_balanced", True)]
+    assert metrics["val_all/grounding_gt_boxes"] == pytest.approx(sum(scored) / len(scored))
+    assert any(scored) and all("named_boxes" not in record for record in records)
 
 
 def test_flickr30k(run_of):
@@ -146,3 +169,86 @@ def test_two_runs_of_vcr_make_one_submission(vcr_runs, tmp_path):
     assert metrics == {}  # the test split has no labels
     write_submission(tmp_path / "test.csv", answers, read_predictions(path, VCRPrediction))
     assert read_leaderboard(tmp_path / "test.csv").annot_ids == [one.annot_id for one in answers]
+
+
+# VCR with VisualBERT and the network of R2C, also as an official file
+
+
+NETWORK = {
+    "RESNETS": {"STEM_OUT_CHANNELS": 8, "RES2_OUT_CHANNELS": 16, "WIDTH_PER_GROUP": 4},
+    "R2C": {"FEATURE_DIM": 8, "MASK_CHANNELS": 4, "CLASS_DIM": 4, "CANVAS": [192, 192]},
+}
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def detector_of(shipped: RunConfig, **more: object) -> dict:
+    """The network of a published config, small."""
+    backbone = shipped.detector.overrides.get("MODEL", {}).get("BACKBONE", {})
+    return {
+        "backend": shipped.detector.backend,
+        "config": str(ROOT / "configs/detector/r2c_R_50.yaml"),
+        "overrides": {"MODEL": NETWORK | {"BACKBONE": backbone}},
+        "loss_weight": 0.0,
+        "loss_weights": {},
+        **more,
+    }
+
+
+def tiny_vcr(folder: Path, name: str, *words: str) -> RunConfig:
+    common = ("train={max_steps: 1, warmup_steps: 0, schedule: constant}", "data={flip: 0, texts_per_image: 1}")
+    return tiny("vcr", folder / "vcr", folder / name, *common, "eval={boxes: [gt], report_pictures: 0}", *words)
+
+
+def test_a_step_with_the_shipped_settings(tmp_path):
+    shipped = load_config(ROOT / "configs/vcr/visual_bert_q2a.yaml", ["data.root=DATA"])
+    config = replaced(
+        tiny_vcr(tmp_path, "run", "data.config.objects=r2c_all_texts"),
+        detector=detector_of(shipped, weights=None),
+        encoder={"name": shipped.encoder.name, "config": options(shipped.encoder.config) | SMALL},
+        task={"config": shipped.task.config},
+    )
+    metrics = train(config)
+    assert 0 <= metrics["val/accuracy_gt_boxes"] <= 1
+    _, model, _ = load_model(tmp_path / "run")
+    assert type(model.detector).__name__ == "R2CNetwork"
+    assert OfficialVisualBert().export(model, "vcr", tmp_path / "x.th") == []
+    state = torch.load(tmp_path / "x.th", weights_only=True)
+    assert {"bert.classifier.weight", "detector.object_embed.weight"} <= state.keys()
+
+
+def test_the_first_phase_trains_the_network_and_the_next_goes_on_with_it(tmp_path):
+    """COCO's captions with objects of a detector of VCR's classes; res5 and what follows learn, res4 does not."""
+    shipped = load_config(ROOT / "configs/pretraining/visual_bert_coco_vcr.yaml", ["data.root=DATA"])
+    data, metadata = tmp_path / "data", tmp_path / "metadata"
+    words = ("train={max_steps: 2, warmup_share: 0}", "eval.report_pictures=0")
+    drawn = tiny("visual_bert_pretraining", data, tmp_path / "run", *words)
+    config = replaced(
+        drawn,
+        detector=detector_of(shipped),
+        encoder={"config": options(drawn.encoder.config) | {"uses_whole_image": True}},
+        task={"config": shipped.task.config},
+        data={
+            "config": options(shipped.data.config) | {"min_object_score": 0.15},
+            "files": {key: drawn.data.files[key] for key in ("images", "captions")} | {"metadata": str(metadata)},
+        },
+    )
+    make_synthetic_data(drawn)
+    metadata.mkdir()
+    for split in ("train", "val"):
+        write_metadata(data / f"detection/instances_{split}.json", metadata)
+    metrics = train(config)
+    assert {"val/masked_words_gt_boxes", "val/relationship_gt_boxes"} <= set(metrics)
+    _, model, _ = load_model(tmp_path / "run")
+    assert type(model.detector).__name__ == "R2CNetwork" and model.task.mask_size == 14
+
+    before = model.detector.state_dict()
+    tuned = replaced(
+        tiny_vcr(tmp_path, "tuned", "detector.freeze=true"),
+        detector=detector_of(shipped, weights=str(tmp_path / "run")),
+        encoder={"name": "visual_bert", "config": SMALL | {"uses_whole_image": True}},
+        task={"config": {"mask_size": 14}},
+    )
+    train(tuned)
+    after = load_model(tmp_path / "tuned")[1].detector.state_dict()
+    kept = [name for name in before if "running" not in name and "num_batches" not in name]
+    assert all(torch.equal(before[name], after[name]) for name in kept)
