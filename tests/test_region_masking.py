@@ -11,15 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from detector.config import DetectorConfig, InputConfig
+from detector.config import InputConfig
 from detector.images import make_image_batch
-from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeatures, Regions
+from detector.structures import ImageBatch, PrecomputedFeatures, Regions
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
 from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.region_masking import (
     RegionMasking,
+    label_regions,
     mask_regions,
     replace_features,
     sample_masked_regions,
@@ -28,12 +29,8 @@ from e2e_vl.region_masking import (
     truncate_texts,
     truncated_lengths,
 )
-from e2e_vl.run.build import build_objectives
-from e2e_vl.structures import Ability, Batch, RegionLabels, RegionMasks, TextBatch
-from e2e_vl.tasks.config import PretrainingConfig
-from e2e_vl.tasks.objectives.base import Sizes
-from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
-from tests.encoders.small import LXMERT as SMALL
+from e2e_vl.structures import Batch, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.tasks.pretraining import PretrainingTargets
 from tests.tasks.tiny_pretraining import (
     BOXES,
     CLASSES,
@@ -360,12 +357,7 @@ def test_the_model_reads_what_truncation_leaves(in_sequence):
 # Other regions' features
 
 
-COUNTS, WIDTH = (3, 0, 2), SMALL["feature_dim"]
-OBJECTIVES = {
-    **dict.fromkeys(("masked_words", "masked_text", "masked_regions"), 0.0),
-    "object_labels": {"weight": 1.0, "classes": 4},
-    "region_features": 1.0,
-}
+COUNTS = (3, 0, 2)
 
 
 def test_donors_are_drawn_image_by_image():
@@ -393,62 +385,19 @@ def test_replaced_regions_have_the_features_of_their_donors(whole_image):
         assert replace_features(regions, absent, whole_image=whole_image) is regions
 
 
-def saved_batch() -> Batch:
-    generator = torch.Generator().manual_seed(0)
-    boxes = [torch.tensor([[0.0, 0, 10, 10], [5, 5, 30, 20], [2, 3, 20, 30]])[:count] for count in (3, 2)]
-    features = [torch.randn(len(rows), WIDTH, generator=generator) for rows in boxes]
-    sizes = torch.tensor([[40, 40], [32, 40]])
-    ids = torch.randint(5, 40, (2, 4), generator=generator)
-    return Batch(
-        images=ImageBatch(torch.zeros(2, 3, 0, 0), sizes, sizes, ["a", "b"], PrecomputedFeatures(features)),
-        boxes=boxes,
-        texts=TextBatch(ids, torch.zeros_like(ids), torch.ones_like(ids).bool()),
-        image_index=torch.tensor([[0], [1]]),
-        targets=PretrainingTargets({name: Targets() for name in ("object_labels", "region_features")}),
-        region_labels=RegionLabels(
-            detected_classes=[torch.tensor([1, 2, 3]), torch.tensor([0, 1])],
-            detected_scores=[torch.rand(len(rows), generator=generator) for rows in boxes],
-        ),
-        seeds=torch.tensor([3, 4]),
-    )
-
-
-def saved_model(**settings) -> VisionLanguageModel:
-    torch.manual_seed(0)
-    config = LxmertEncoderConfig(**SMALL, masked_region_feature=True)
-    sizes = Sizes(config.hidden_size, config.vocab_size, WIDTH)
-    own = PretrainingConfig(teacher="file", mask_pixels=False, max_length=None, **settings)
-    task = PretrainingTask(sizes, own, build_objectives(OBJECTIVES, sizes))
-    assert Ability.MASKED_FEATURES in task.needs
-    detector = PrecomputedDetector(DetectorConfig())
-    detector.feature_dim = WIDTH
-    return VisionLanguageModel(detector, LxmertEncoder(config), task).eval()
-
-
-def test_masked_features_do_not_leak_into_what_predicts_them():
-    """Another feature of a masked region changes the target, and nothing that the model computes."""
-    model = saved_model(region_probability=0.6, mask_probability=1.0, replace_probability=0.0)
-    batch = saved_batch()
-    first = model(batch)
-    masked = first.batch.masked_regions.is_masked
-    assert any(rows.any() for rows in masked) and not all(rows.all() for rows in masked)
-    given = batch.images.precomputed.features
-    features = [rows + 3 * is_masked[:, None] for rows, is_masked in zip(given, masked, strict=True)]
-    images = dataclasses.replace(batch.images, precomputed=PrecomputedFeatures(features))
-    second = model(dataclasses.replace(batch, images=images))
-    for name in OBJECTIVES.keys() & first.task.parts.keys():
-        assert torch.equal(first.task.parts[name], second.task.parts[name])
-    assert first.losses["region_features"].mean != second.losses["region_features"].mean
-    assert first.losses["object_labels"].mean == second.losses["object_labels"].mean
-
-
 def test_saved_features_are_the_target_whatever_the_model_sees():
-    model, batch = saved_model(region_probability=1.0, mask_probability=0.0, replace_probability=1.0), saved_batch()
-    output = model(batch)
-    index = torch.cat(output.batch.masked_regions.replacement_index)
-    assert (index >= 0).all()
-    assert torch.equal(torch.cat(output.regions.features), torch.cat(batch.images.precomputed.features)[index])
-    assert output.batch.region_labels.features is batch.images.precomputed.features
+    """tests/tasks/objectives/test_base.py checks that masked ones reach no logits."""
+    rule = RegionMasking(probability=1.0, mask_probability=0.0, replace_probability=1.0, pixels=False, teacher="file")
+    features = [torch.rand(len(rows), 4) for rows in BOXES]
+    images = dataclasses.replace(make_batch().images, precomputed=PrecomputedFeatures(features))
+    labels = RegionLabels(detected_classes=[torch.arange(len(rows)) for rows in BOXES])
+    batch = label_regions(about_one_image(images=images, region_labels=labels), None, None, rule)
+    masks = mask_regions(batch, None, rule).masked_regions
+    regions = Regions(batch.boxes, features, [torch.zeros(len(rows), 0) for rows in BOXES])
+    seen = replace_features(regions, masks, whole_image=False).features
+    index = torch.cat(masks.replacement_index)
+    assert (index >= 0).all() and torch.equal(torch.cat(seen), torch.cat(features)[index])
+    assert batch.region_labels.features is features
 
 
 # Masked pixels, with every encoder

@@ -270,14 +270,6 @@ def test_region_classes_keep_their_meaning_where_the_background_has_another_plac
     assert same(build(back, seed=3).task.masked_regions.output, output)
 
 
-@pytest.mark.parametrize("name", ["visual_part_on_end", "whole_image_in_sequence"])
-def test_another_input_sequence_is_an_error(config_of, pretrained, name):
-    """No shape shows it; only the paper's side or the official one is learned."""
-    other = {name: not getattr(pretrained[0].encoder.config, name)}
-    with pytest.raises(ValueError, match=f"set encoder.config.{name} to {not other[name]}"):
-        build(config_of("pretraining", f"encoder.weights={pretrained[1]['run']}", **other))
-
-
 def test_a_fine_tuned_model_comes_back_without_its_starting_weights(config_of, pretrained, tmp_path):
     _, paths = pretrained
     config = config_of("refcoco", f"encoder.weights={paths['run']}", f"task.weights={paths['run']}")

@@ -24,6 +24,8 @@ from tests.weights.starts import rules, same
     ("name", "make", "field", "value"),
     [
         ("vl_bert", make_vl_bert, "geometry", "corners"),
+        ("vl_bert", make_vl_bert, "visual_part_on_end", True),
+        ("vl_bert", make_vl_bert, "whole_image_in_sequence", False),
         ("visual_bert", make_visual_bert, "region_position", "paper"),
         ("lxmert", make_lxmert, "num_attention_heads", 2),
     ],
