@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from e2e_vl.metrics.gqa import (
     GQAPrediction,
     belongs,
-    distribution,
     gqa_metrics,
     gqa_scores,
     grounding,
-    write_submission,
 )
 
 QUERY = {"structural": "query", "semantic": "attr", "detailed": "color"}
@@ -52,17 +48,6 @@ def test_consistency_looks_at_what_right_answers_entail():
     assert "consistency" not in gqa_metrics([record("1", "yes")])
 
 
-def test_the_distribution_is_a_chi_square_of_each_group():
-    answers = [("red", "red"), ("red", "blue"), ("blue", "green"), ("left", "left")]
-    records = [
-        record(str(number), predicted, answer, types=QUERY, group="place" if answer == "left" else "color")
-        for number, (answer, predicted) in enumerate(answers)
-    ]
-    # color: red 2 -> 1, blue 1 -> 1, green is no annotated answer; place is equal
-    assert distribution(records) == pytest.approx((0.5 * 3 + 0 * 1) / 4)
-    assert distribution([record("1", "yes")]) == 0
-
-
 def test_common_attributes_have_choices_of_their_own():
     common = QUERY | {"detailed": "twoCommon"}
     assert belongs("color", ["red"], common) and not belongs("red", ["red"], common)
@@ -75,10 +60,3 @@ def test_grounding_weighs_attention_by_the_share_of_a_region_in_the_boxes():
     assert grounding([(0.25, 0.0, 0.75, 1.0)], regions) == pytest.approx(0.5)
     assert grounding([(0.0, 0.0, 0.5, 1.0)] * 2, regions) == pytest.approx(1.2), "each box counts"
     assert grounding([], regions) == 0
-
-
-def test_the_file_of_the_server(tmp_path):
-    records = [record("07", "yes"), record("8", "no")]
-    write_submission(tmp_path / "deep" / "gqa.json", records)
-    expected = [{"questionId": "07", "prediction": "yes"}, {"questionId": "8", "prediction": "no"}]
-    assert json.loads((tmp_path / "deep" / "gqa.json").read_text()) == expected

@@ -71,13 +71,6 @@ def test_unsure_phrases_are_shown_where_they_may_explain_a_wrong_answer():
     assert phrase_boxes(nowhere) == ([own.box], ["a cat?"], [False])
 
 
-def test_phrases_of_an_answer_in_words_are_drawn(grey):
-    plain, drawn = (
-        Task.draw(None, Prediction(file_name=grey, grounded=found)) for found in ((), (phrase("a cat", 0.9),))
-    )
-    assert Task.draw(None, Prediction()) is None and (plain != drawn).any()
-
-
 # Texts of joined data that have phrases and no target of the task
 
 SIZE = 32  # of `make_inputs` there are three texts

@@ -8,9 +8,8 @@ import torch
 from detector.errors import UserError
 from detector.structures import DetectionTargets, Regions
 from e2e_vl.drawing import BLUE, GREEN, RED
-from e2e_vl.samples import Categories, Question, SampleText
+from e2e_vl.samples import Categories, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, gather_regions
-from e2e_vl.tasks.base import PredictionSummary
 from e2e_vl.tasks.detection import CategoryTargets, DetectionPrediction, DetectionTask
 from e2e_vl.text import TextTokenizer
 from tests.tasks.batches import has_colour, make_batch
@@ -116,12 +115,6 @@ def test_pictures_show_sure_detections_and_missed_objects_only(grey, score, obje
     assert [one for one in (BLUE, RED, GREEN) if has_colour(picture, one).sum() > 100] == colours
 
 
-def test_detections_are_described_by_what_was_found():
-    one = prediction([entry(BOX), entry(ELSEWHERE)], (BOX, 4, 0.6))
-    summary = DetectionTask(8).describe(one)
-    assert summary == PredictionSummary("image 1", "objects found: 1 of 2, wrong boxes: 0", note="F1 0.67")
-
-
 def test_an_empty_text_with_the_numbers_of_the_categories(tmp_path):
     tokenizer = make_tokenizer(tmp_path, "square")
     sample = sample_of(SampleText(4, "", {"image_id": 7, "objects": []}, Categories((2, 90))))
@@ -129,8 +122,3 @@ def test_an_empty_text_with_the_numbers_of_the_categories(tmp_path):
     assert text.encoding.input_ids.tolist() == tokenizer("")["input_ids"] and text.image_index == (0,)
     assert text.targets.category_ids.tolist() == [2, 90]
     assert (text.record["text_index"], text.record["image_id"], text.record["image_size"]) == (4, 7, [60, 100])
-
-
-def test_a_question_is_refused(tmp_path):
-    with pytest.raises(UserError, match="does not answer questions"):
-        DetectionTask(8).question(Question(tmp_path / "a.jpg", "the dog"))

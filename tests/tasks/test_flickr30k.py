@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from detector.structures import Regions
-from e2e_vl.drawing import PALETTE
-from e2e_vl.metrics.flickr30k import Flickr30KPrediction
 from e2e_vl.samples import PhraseBoxes, Question, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, gather_regions
 from e2e_vl.tasks.config import Flickr30KConfig
 from e2e_vl.tasks.flickr30k import Flickr30KTargets, Flickr30KTask, first_occurrence
 from e2e_vl.text import TextTokenizer
-from tests.tasks.batches import has_colour, make_batch
+from tests.tasks.batches import make_batch
 from tests.tasks.preprocessors import make_tokenizer, photo, preprocess, sample_of, tokens
 
 HIDDEN, LENGTH = 6, 5
@@ -148,19 +146,6 @@ def test_predictions_are_in_pixels_of_the_original_image():
     unknown = sentences(None, None)
     [record, _] = task.predict(unknown, run(task, unknown))
     assert record.ranks is None and task.correct(record) is None and task.metrics([record]) == {"count": 1}
-
-
-def test_each_phrase_is_drawn_in_its_own_colour(grey):
-    record = Flickr30KPrediction.of(
-        {"file_name": grey, "phrases": ["a", "b"], "phrase_types": [[], []]},
-        boxes=[[5, 5, 30, 30], [50, 20, 80, 50]],
-        scores=[0.5, 0.5],
-        ranks=[0, None],
-        gt_boxes=[[[5, 5, 30, 30]], [[10, 35, 30, 55]]],
-    )
-    first, second, third = (has_colour(make_task().draw(record), colour).sum() for colour in PALETTE[:3])
-    assert 100 < first < second and not third
-    assert make_task().answer_boxes(record) == [("a 0.50", (5, 5, 30, 30)), ("b 0.50", (50, 20, 80, 50))]
 
 
 # Preprocessor

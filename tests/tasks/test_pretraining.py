@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from e2e_vl.examples import Targets, TextExample
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.run.build import build_objectives, build_task
-from e2e_vl.samples import AnnotatedObjects, PhraseBoxes, Question, Sample, SampleText
+from e2e_vl.samples import AnnotatedObjects, PhraseBoxes, Question, SampleText
 from e2e_vl.structures import Ability, Batch, TextBatch
 from e2e_vl.tasks.config import (
     MaskedWordsConfig,
@@ -29,7 +28,7 @@ from e2e_vl.tasks.objectives.texts import MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels, WordMasking
 from e2e_vl.tasks.pretraining import PretrainingPreprocessor, PretrainingTargets, PretrainingTask
 from e2e_vl.tasks.vcr import VCRPreprocessor
-from e2e_vl.text import TextEncoding, TextTokenizer
+from e2e_vl.text import TextTokenizer
 from tests.data.tiny_vcr import TinyVCR
 from tests.tasks.preprocessors import decoded, make_tokenizer, preprocess, sample_of
 from tests.tasks.tiny_pretraining import BOXES, CLASSES, assert_same, make_batch, make_model, make_pairs
@@ -261,24 +260,6 @@ def tokenizer(tmp_path):
     return make_tokenizer(tmp_path, "what is red", "the red box", "a dog and a cat")
 
 
-class ExtraTexts(ObjectivePreprocessor):
-    """Two empty texts beside each, one about its image."""
-
-    def extra_texts(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[TextDraft, TextEncoding]]:
-        for has_image in (True, False):
-            yield TextDraft("", sample, has_image=has_image), self.text_tokenizer.single([])
-
-
-def test_extra_texts_have_the_image_of_the_text_and_neither_its_record_nor_its_phrases(tokenizer):
-    text = SampleText(0, "the red box", {}, phrases=PhraseBoxes(((0, 3),), (np.zeros((1, 4)),)))
-    text_tokenizer = TextTokenizer(tokenizer, with_phrase_spans=True)
-    preprocessor = PretrainingPreprocessor(text_tokenizer, {"part": ExtraTexts(text_tokenizer)})
-    texts = preprocess(preprocessor, sample_of(text))
-    assert [text.image_index for text in texts] == [(0,), (0,), ()]
-    assert [bool(text.record) for text in texts] == [True, False, False]
-    assert [len(text.phrases.spans) for text in texts] == [1, 0, 0]
-
-
 # Pairs of texts
 
 
@@ -382,15 +363,6 @@ def test_a_random_choice_is_encoded_by_the_other_task(tiny):
         assert int(text.targets.parts["relationship"].is_match) == (number == 2) == text.record["is_match"]
         shown.add(number)
     assert shown == {0, 1, 2, 3} and not [name for name, _ in task.named_modules() if "region_classifier" in name]
-
-
-def test_choices_in_turn_are_the_same_in_every_epoch(tiny):
-    task = choice_task(tiny.tokenizer, "in_turn", probability=0.0)
-    for index in range(3):
-        expected = choices_of(task, tiny, index, config=VCRConfig(**WORDS))[index]
-        for epoch in range(2):
-            [text] = choices_of(task, tiny, index, epoch)
-            np.testing.assert_array_equal(text.encoding.input_ids, expected.encoding.input_ids)
 
 
 def test_wordpieces_of_choices_are_masked(tiny):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from e2e_vl.examples import TextExample
 from e2e_vl.metrics.vcr import VCRPrediction
 from e2e_vl.samples import AnnotatedObjects, Question
 from e2e_vl.structures import Batch, EncoderOutput, RegionLabels, TaskOutput, TextRegions, gather_regions
-from e2e_vl.tasks.base import PredictionSummary, Sizes
+from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import VCRConfig
 from e2e_vl.tasks.vcr import (
     Piece,
@@ -119,33 +118,11 @@ def test_metrics_count_the_questions_with_a_label():
     assert task.metrics(records[3:]) == {}
 
 
-@pytest.mark.parametrize(("classes", "weight", "fits"), [(3, 1.0, True), (2, 0.0, True), (2, 1.0, False)])
-def test_what_does_not_fit_is_found_before_training(classes, weight, fits):
-    task = VCRTask(H, VCRConfig(num_classes=classes, region_loss_weight=weight))
-    with nullcontext() if fits else pytest.raises(UserError, match=r"task\.config\.num_classes .*set it to 3"):
-        task.check_data(SimpleNamespace(class_names=["person", "chair"]), None)
-
-
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ({"label": 2, "family": "f"}, ("c", "the right choice has 0.20", "f")),
-        ({"label": 1}, ("b",)),
-        ({}, ()),
-    ],
-)
-def test_a_choice_is_described_with_the_right_one(more, expected):
-    base = {"text": "Why ?", "choices": ["a", "b", "c", "d"], "choice": 1, "probabilities": [0.1, 0.6, 0.2, 0.1]}
-    assert VCRTask(8).describe(VCRPrediction.of(base | more)) == PredictionSummary("Why ?", "b", 0.6, *expected)
-
-
-def test_a_picture_of_a_choice_has_the_named_boxes(grey):
-    def draw(*named: tuple[str, tuple]) -> np.ndarray:
-        found = VCRPrediction(probabilities=(0.25,) * 4, choice=0, file_name=grey, named_boxes=named)
-        return VCRTask(8).draw(found)
-
-    assert len(np.unique(draw().reshape(-1, 3), axis=0)) == 1
-    assert (draw(("Casey", (10, 10, 40, 40))) != draw()).any()
+def test_the_whole_image_is_a_class_too():
+    info = SimpleNamespace(class_names=["person", "chair"])
+    VCRTask(H, VCRConfig(num_classes=3)).check_data(info, None)
+    with pytest.raises(UserError, match=r"task\.config\.num_classes .*set it to 3"):
+        VCRTask(H, VCRConfig(num_classes=2)).check_data(info, None)
 
 
 # Sentences
@@ -239,14 +216,6 @@ def test_question_and_right_answer_stand_before_a_rationale(tiny):
     assert (texts[0].record["label"], texts[0].record["conditioned_on"]) == (1, 2)
 
 
-def test_names_and_rows_of_some_of_the_objects(tiny):
-    first = texts_of(tiny, objects="mentioned")[0]
-    assert line(tiny, first) == "[CLS] why is casey and chair there ? [SEP] no riley . [SEP]"
-    assert first.region_of_token[[3, 5, 10]].tolist() == [0, 1, 2]
-    first = texts_of(tiny, objects="r2c", join_word=None)[0]
-    assert line(tiny, first).startswith("[CLS] why is riley chair there ? [SEP]")
-
-
 def test_people_are_named_in_turn_and_in_training_from_anywhere(tiny):
     seen = {line(tiny, texts_of(tiny, training=True, epoch=epoch)[0]) for epoch in range(20)}
     assert len(seen) > 5
@@ -257,18 +226,11 @@ def test_people_are_named_in_turn_and_in_training_from_anywhere(tiny):
     assert line(tiny, own).startswith("[CLS] why is pat and chair there")
 
 
-@pytest.mark.parametrize(
-    ("restarts", "choices"),
-    [
-        (False, ["No Riley .", "Riley Jessie and Casey chair ."]),
-        (True, ["No Casey .", "Casey Riley and Casey chair ."]),  # [0] has the same name as [1] of the question
-    ],
-)
-def test_names_by_mention(tiny, restarts, choices):
-    """In the question [1] comes first; in each choice the names continue, or start again."""
+def test_names_by_mention(tiny):
+    """In the question [1] comes first; in each choice the names continue."""
     tiny.lines[0]["answer_choices"][1] = [[3, 0], "and", [1], [2], "."]
-    settings = {"names_by": "mention", "names_restart_in_choices": restarts, "join_word": None}
-    texts = texts_of(tiny, **settings, training=True, epoch=5)
+    choices = ["No Riley .", "Riley Jessie and Casey chair ."]
+    texts = texts_of(tiny, names_by="mention", join_word=None, training=True, epoch=5)
     assert line(tiny, texts[0]) == f"[CLS] why is casey chair there ? [SEP] {choices[0].lower()} [SEP]"
     assert line(tiny, texts[1]).endswith(f"[SEP] {choices[1].lower()} [SEP]")
     assert texts[1].region_of_token[[3, 4, 8, 9, 11, 12]].tolist() == [1, 2, 3, 0, 1, 2]
@@ -298,9 +260,7 @@ def test_a_question_names_the_given_boxes():
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (question(boxes=None), "takes boxes"),
         (question(choices=("yes", "no")), "four choices, and no answer"),
-        (question("because"), "no answer"),
         (question(accepts_answer=True), "the answer, for which"),
         (question(class_names=("cat", "person")), "--boxes: the class 'chair'"),
     ],

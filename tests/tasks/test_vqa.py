@@ -18,7 +18,6 @@ from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.metrics.vqa import VQAPrediction
 from e2e_vl.samples import HumanAnswers, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, TaskOutput
-from e2e_vl.tasks.base import PredictionSummary
 from e2e_vl.tasks.config import VQAConfig
 from e2e_vl.tasks.question_answering import AnswerTargets
 from e2e_vl.tasks.vqa import VQATask, VQAVocabulary
@@ -175,15 +174,6 @@ def test_the_first_of_equal_answers_wins():
     assert [record.answer for record in found] == ["answer 0", "answer 7"]
     top = [[answer for answer, _ in record.top_answers] for record in found]
     assert top == [["answer 0", "answer 1", "answer 2"], ["answer 7", "answer 12", "answer 30"]]
-
-
-def test_a_question_is_described_with_what_people_said():
-    task = VQATask(8, VQAConfig(answers=["red", "blue"]))
-    base = {"text": "What color?", "answer": "red", "score": 0.75}
-    answers = {"answers": ["blue", "red", "blue"], "multiple_choice_answer": "blue", "question_type": "what"}
-    expected = PredictionSummary("What color?", "red", 0.75, "blue", "people said: blue (2), red (1)", "what")
-    assert task.describe(VQAPrediction.of(base | answers)) == expected
-    assert task.describe(VQAPrediction.of(base)) == PredictionSummary("What color?", "red", 0.75)
 
 
 # A question in wordpieces with an answer token
