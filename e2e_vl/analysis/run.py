@@ -175,7 +175,7 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
         *(model, examples, build_collate(config, model), request.options, accelerator),
         images_per_batch=config.eval.images_per_batch,
         workers=config.data.workers,
-        sorted_boxes=isinstance(examples.loader.boxes, DetectedBoxes),
+        sorted_boxes=isinstance(examples.loader.box_reader, DetectedBoxes),
         max_images=request.max_images,
         shown=choose_texts(groups, request.pictures, config.seed),
     )

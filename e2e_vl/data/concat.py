@@ -34,7 +34,7 @@ class JoinedPart:
 
     images: str  # name of its image set
     dataset: VLDataset
-    boxes: BoxReader | None
+    box_reader: BoxReader | None
     texts: np.ndarray  # int64, ascending
 
     def __len__(self) -> int:
@@ -66,13 +66,13 @@ class JoinedDataset(VLDataset):
             kind = DATASETS[part.name].cls
             check_boxes_source(kind, name, needs.boxes)
             dataset = kind(own_files, own_options, part.splits[split], needs)
-            boxes = open_boxes_of(dataset, own_files.settings, needs.boxes)
+            box_reader = open_boxes_of(dataset, own_files.settings, needs.boxes)
             groups, image_ids = _kept_groups(name, part, dataset, files.root)
-            if boxes is not None:
-                boxes.require_images(image_ids, f"{split} of {name}")
+            if box_reader is not None:
+                box_reader.require_images(image_ids, f"{split} of {name}")
             texts = np.fromiter(itertools.chain.from_iterable(groups), dtype=np.int64)
             rising = np.sort(texts)
-            self.members.append(JoinedPart(part.images or f"of {name}", dataset, boxes, rising))
+            self.members.append(JoinedPart(part.images or f"of {name}", dataset, box_reader, rising))
             if part.images is not None:
                 for group, image_id in enumerate(image_ids, start=len(counts)):
                     self._same_image.setdefault((part.images, image_id), []).append(group)
@@ -180,8 +180,8 @@ class JoinedDataset(VLDataset):
         boxes, objects = image.boxes, image.objects
         if self.class_names is not None and objects is not None and objects.classes is None:
             objects = dataclasses.replace(objects, classes=np.full(len(objects), -1, dtype=np.int64))
-        if boxes is None and member.boxes is not None:
-            boxes = member.boxes.read(image.id)
+        if boxes is None and member.box_reader is not None:
+            boxes = member.box_reader.read(image.id)
         space, photo_aliases = member.dataset.id_space, image.photo_aliases
         if space is not None and not photo_aliases:
             photo_aliases = ((space, image.id),)

@@ -274,21 +274,21 @@ class ImageLoader:
     Args:
         rules: how images are preprocessed.
         source: source of the candidate boxes; boxes in the sample take precedence.
-        boxes: files of boxes or saved features, for the sources that read files.
+        box_reader: reads boxes or saved features from files, for the sources that need files.
     """
 
-    def __init__(self, rules: ImageRules, source: BoxSource, boxes: BoxReader | None = None) -> None:
+    def __init__(self, rules: ImageRules, source: BoxSource, box_reader: BoxReader | None = None) -> None:
         if source is BoxSource.PRECOMPUTED and rules.flip_probability > 0 and not rules.mirror_precomputed:
             raise UserError("Precomputed features do not allow flips; set data.flip to 0")
         self.rules = rules
         self.source = source
-        self.boxes = boxes
+        self.box_reader = box_reader
         self._warned_of_empty_mask = False
 
     def require_images(self, image_ids: Iterable[str], split: str) -> None:
         """Check at the start of a run that the box files contain all images of a split."""
-        if self.boxes is not None:
-            self.boxes.require_images(image_ids, split)
+        if self.box_reader is not None:
+            self.box_reader.require_images(image_ids, split)
 
     def draw_augmentation(self, generator: np.random.Generator) -> Augmentation:
         """Sample whether to flip, and the size."""
@@ -304,8 +304,8 @@ class ImageLoader:
                 missing.
         """
         found = image.boxes
-        if found is None and self.boxes is not None:
-            found = self.boxes.read(image.id)
+        if found is None and self.box_reader is not None:
+            found = self.box_reader.read(image.id)
         self._check_annotations(image, found)
         if found is not None and found.features is not None:
             example = self._precomputed(image, found, augmentation)

@@ -1,11 +1,17 @@
-"""A data set on its way to examples, as tests of readers, loader and loading need it."""
+"""Builders that the tests of the data sets share: files, settings, data sets, loaders and examples."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
@@ -20,6 +26,28 @@ from e2e_vl.text import TextTokenizer
 
 SAME = ResizeRule(short_edge=60, long_edge=1000)  # a photo of 100 x 60 pixels keeps its size
 DOUBLE = ResizeRule(short_edge=120, long_edge=1000)
+
+
+def write_json(path: Path, content: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    return path
+
+
+def write_json_lines(path: Path, rows: Iterable[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def with_files(settings: DataSettings, **files: str | None) -> DataSettings:
+    """Settings with other files; None removes a file."""
+    files = {key: name for key, name in (settings.files | files).items() if name is not None}
+    return msgspec.structs.replace(settings, files=files)
+
+
+def with_options(settings: DataSettings, **options: Any) -> DataSettings:
+    return msgspec.structs.replace(settings, config=options)
 
 
 class PlainPreprocessor(Preprocessor):
@@ -89,6 +117,17 @@ def refused(*parts: str) -> Iterator[None]:
         yield
     missing = [part for part in parts if part not in str(caught.value)]
     assert not missing, f"{missing} not in {caught.value}"
+
+
+def plain(value: Any) -> Any:
+    """A value in which tensors are lists with their dtype and shape, so that two can be compared."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.tolist()
+    if dataclasses.is_dataclass(value):
+        return type(value), {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def words_of(text: TextExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:

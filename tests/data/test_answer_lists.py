@@ -27,25 +27,18 @@ def test_answers_of_every_format(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "part"),
+    ("name", "content", "sources", "part"),
     [
-        ("a.pkl", "x", "JSON"),
-        ("a.txt", "no\nyes\n Yes\n", "yes"),
-        ("a.json", "[]", "answers"),
-        ("a.json", '{"yes": 1, "no": 2}', "0 to 1"),
-        ("a.json", '["", "no", "yes", "no"]', "no"),
+        ("a.pkl", "x", None, "JSON"),
+        ("a.txt", "no\nyes\n Yes\n", None, "yes"),
+        ("a.json", "[]", None, "answers"),
+        ("a.json", '{"yes": 1, "no": 2}', None, "0 to 1"),
+        ("a.json", '["", "no", "yes", "no"]', None, "no"),
+        ("a.json", '["yes"]', ["vqa"], "[0]"),
+        ("a.json", '[{"ans": "yes", "dsets": ["gqa"]}]', ["vqa"], "vqa"),
     ],
 )
-def test_answer_files_that_are_none(tmp_path, name, content, part):
+def test_bad_answer_files_are_named(tmp_path, name, content, sources, part):
     (tmp_path / name).write_text(content)
     with refused(name, part):
-        read_answers(tmp_path / name)
-
-
-def test_sources_that_a_list_does_not_have(tmp_path):
-    (tmp_path / "a.json").write_text('["yes"]')
-    with refused("a.json", "[0]"):
-        read_answers(tmp_path / "a.json", ["vqa"])
-    (tmp_path / "a.json").write_text('[{"ans": "yes", "dsets": ["gqa"]}]')
-    with refused("a.json", "vqa"):
-        read_answers(tmp_path / "a.json", ["vqa"])
+        read_answers(tmp_path / name, sources)

@@ -82,6 +82,9 @@ def test_texts_images_and_truths_agree(dataset):
     assert list(dataset.truths()) in ([], [sample.texts[0].truth for sample in alone])
     for group, whole in zip(dataset.groups, wholes, strict=True):
         assert [text.index for text in whole.texts] == list(group)
+        if whole.pool is not None:
+            assert whole.pool is copy and list(whole.own_texts) == list(group)
+            assert [copy[text.index] for text in whole.texts] == [text.words for text in whole.texts]
         for text in whole.texts:
             [own] = alone[text.index].texts
             assert (own.words, own.metadata, own.image_index) == (text.words, text.metadata, (0,))

@@ -63,9 +63,8 @@ def test_a_bad_record_is_named(tiny, change, parts):
 
 
 def settings_of(tiny, **changes) -> DataSettings:
-    files = {"images": "images", "instances": "{split}.json"}
-    root = str(tiny.images_root.parent)
-    return DataSettings(**({"name": "coco_detection", "root": root, "files": files} | changes))
+    root, files = str(tiny.images_root.parent), {"images": "images", "instances": "{split}.json"}
+    return DataSettings(name="coco_detection", root=root, files=files, **changes)
 
 
 def dataset_of(tiny, *, training: bool = False, **changes) -> CocoDetectionDataset:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.concat import JoinedDataset
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.samples import HumanAnswers, PhraseBoxes, SampleText
-from tests.data.helpers import examples, open_dataset, refused
+from tests.data.helpers import examples, open_dataset, refused, write_json
 from tests.data.tiny_refcoco import TinyRefCOCO
 from tests.data.tiny_vqa import write_vqa
 
@@ -36,8 +35,7 @@ def settings(tiny: TinyRefCOCO) -> DataSettings:
         for number in range(2)
     ]
     root = Path(vqa.root)
-    captions = {"images": tiny.instances["images"], "annotations": rows}
-    (root / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
+    write_json(root / "captions.json", {"images": tiny.instances["images"], "annotations": rows})
     parts = {
         "said": part("captions", {"captions": "captions.json", "images": str(tiny.images_root)}, images="photos"),
         "asked": part("vqa", dict(vqa.files), images="photos", config=msgspec.to_builtins(vqa.config)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -12,7 +11,7 @@ from PIL import Image
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.flickr30k import Flickr30KDataset, parse_sentence, read_annotation, read_image_ids, read_sentences
-from tests.data.helpers import open_dataset, refused
+from tests.data.helpers import open_dataset, refused, with_files, with_options, write_json
 
 CAPTIONS = (
     "[/EN#1/people A man] in [/EN#2/clothing/other a red shirt] near [/EN#3/scene the street] .",
@@ -70,7 +69,7 @@ def test_captions_without_a_boxed_phrase_are_left_out(settings, tmp_path, caplog
 
 
 def test_coordinates_may_begin_at_zero(settings):
-    shifted = msgspec.structs.replace(settings, config={"coordinates": "zero_based"})
+    shifted = with_options(settings, coordinates="zero_based")
     sample = make(shifted).sample((0,))
     assert sample.texts[0].metadata["gt_boxes"][0] == [[0, 1, 10, 31]]
     assert sample.images[0].objects.boxes[0].tolist() == [0, 1, 10, 31]
@@ -92,8 +91,8 @@ def test_classes_come_from_instances(settings, tmp_path):
     image = {"id": 11, "file_name": "x.jpg", "width": 50, "height": 40}
     row = {"id": 1, "image_id": 11, "category_id": 3, "bbox": [1, 2, 3, 4]}
     content = {"images": [image], "annotations": [row], "categories": [{"id": 3, "name": "cup"}]}
-    (tmp_path / "instances.json").write_text(json.dumps(content))
-    own = msgspec.structs.replace(settings, files=settings.files | {"instances": "instances.json"})
+    write_json(tmp_path / "instances.json", content)
+    own = with_files(settings, instances="instances.json")
     dataset = make(own, objects=True)
     assert dataset.sample((0,)).images[0].objects.boxes.tolist() == [[1, 2, 4, 6]] and dataset.class_names == ["cup"]
     with refused("instances.json", "13"):

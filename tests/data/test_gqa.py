@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -24,7 +21,7 @@ from e2e_vl.data.gqa import (
     reasoning_steps,
 )
 from e2e_vl.samples import CorrectAnswer
-from tests.data.helpers import open_dataset, refused
+from tests.data.helpers import open_dataset, refused, with_files, with_options, write_json
 from tests.data.tiny_refcoco import TinyRefCOCO
 
 BOX = {"name": "cup", "x": 1, "y": 2, "w": 3, "h": 4}
@@ -60,15 +57,14 @@ QUESTIONS = {
 def settings(tiny) -> DataSettings:
     """A folder with the tiny photos under names of GQA."""
     root = tiny.images_root.parent
-    for folder in ("questions", "eval", "sceneGraphs", "photos"):
-        (root / folder).mkdir()
+    (root / "photos").mkdir()
     for split, questions in QUESTIONS.items():
-        put(root / "questions" / f"{split}_questions.json", questions)
+        write_json(root / "questions" / f"{split}_questions.json", questions)
         part = split.partition("_")[0]
         if part != "test":
-            put(root / "eval" / f"{part}_choices.json", dict.fromkeys(questions, CHOICES))
+            write_json(root / "eval" / f"{part}_choices.json", dict.fromkeys(questions, CHOICES))
         graphs = {one["imageId"]: scene_graph(tiny, int(one["imageId"])) for one in questions.values()}
-        put(root / "sceneGraphs" / f"{part}_sceneGraphs.json", graphs)
+        write_json(root / "sceneGraphs" / f"{part}_sceneGraphs.json", graphs)
     for image in tiny.instances["images"]:
         (root / "photos" / f"{image['id']}.jpg").write_bytes((tiny.images_root / image["file_name"]).read_bytes())
     files = {
@@ -91,17 +87,8 @@ def scene_graph(tiny: TinyRefCOCO, image_id: int) -> dict[str, Any]:
     return {"width": image["width"], "height": image["height"], "objects": objects}
 
 
-def put(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-
-
 def make(settings, split="train_balanced", boxes="gt", *, training=True, objects=False) -> GQADataset:
     return open_dataset(GQADataset, settings, split, boxes, objects=objects, training=training)
-
-
-def changed(settings, **files: str | None) -> DataSettings:
-    joined = {name: path for name, path in (settings.files | files).items() if path is not None}
-    return msgspec.structs.replace(settings, files=joined)
 
 
 def test_questions_and_answers(settings):
@@ -136,10 +123,10 @@ def test_choices_of_balanced_questions_are_read_for_scores(settings, tiny, caplo
 def test_boxes_that_a_question_names_are_read_for_the_grounding_score(settings, tiny, caplog):
     named = {"answer": {"0": "102"}, "question": {"1": "100", "3": "101"}, "fullAnswer": {"2": "100"}}
     path = tiny.images_root.parent / "questions" / "named_questions.json"
-    put(path, {"8": question(7, "Is it?", annotations=named), "9": question(7, "So?", isBalanced=False)})
+    write_json(path, {"8": question(7, "Is it?", annotations=named), "9": question(7, "So?", isBalanced=False)})
     graphs = tiny.images_root.parent / "sceneGraphs"
     (graphs / "train_sceneGraphs.json").rename(graphs / "named_sceneGraphs.json")
-    settings = msgspec.structs.replace(changed(settings, choices=None), config={"grounding": True})
+    settings = with_options(with_files(settings, choices=None), grounding=True)
     first, second = make(settings, "named", "online", training=False).sample((0, 1)).texts
     left = [0.1, 20 / 60, 0.3, 40 / 60]
     np.testing.assert_allclose(first.metadata["named_boxes"], [left, [0.6, 1 / 6, 0.9, 4 / 6], left])
@@ -163,7 +150,7 @@ def test_splits_are_joined(settings):
 def test_instances_have_classes_and_scene_graphs_have_none(settings, tiny):
     with refused("data.files.instances"):
         make(settings, objects=True)
-    with_instances = changed(settings, instances="instances.json")
+    with_instances = with_files(settings, instances="instances.json")
     dataset = make(with_instances, objects=True)
     assert dataset.class_names == ["square", "box"]
     assert dataset.sample((0,)).images[0].objects.classes.tolist() == [0, 0, 1]
@@ -175,18 +162,17 @@ def test_instances_have_classes_and_scene_graphs_have_none(settings, tiny):
 
 
 def test_names_of_image_files(settings):
-    named = msgspec.structs.replace(settings, config={"image_name": "COCO_{id:0>12}.jpg"})
+    named = with_options(settings, image_name="COCO_{id:0>12}.jpg")
     assert make(named).sample((0,)).images[0].locate().name == "COCO_000000000007.jpg"
     for name in ("a.jpg", "{name}.jpg", "{id:012d}.jpg"):
         with refused("image_name"):
-            msgspec.structs.replace(settings, config={"image_name": name})
+            with_options(settings, image_name=name)
 
 
 def test_pieces_are_read_in_the_order_of_their_numbers(tmp_path):
     folder = tmp_path / "train_all_questions"
-    folder.mkdir()
     for number in range(11):
-        put(folder / f"{folder.name}_{number}.json", {f"q{number}": question(number, "a")})
+        write_json(folder / f"{folder.name}_{number}.json", {f"q{number}": question(number, "a")})
     pieces = pieces_of(tmp_path / "train_all_questions.json")
     assert [path.stem.rpartition("_")[2] for path in pieces] == [str(number) for number in range(11)]
     assert pieces_of(folder) == pieces
@@ -214,6 +200,6 @@ def test_steps_that_only_read_the_answer_do_not_count():
     ],
 )
 def test_a_bad_record_is_named(tmp_path, read, record, part):
-    put(tmp_path / "x.json", {"9": record})
+    write_json(tmp_path / "x.json", {"9": record})
     with refused("x.json", "9", part):
         list(read([tmp_path / "x.json"]))

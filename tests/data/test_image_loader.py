@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +29,9 @@ from tests.data.tiny_refcoco import DETECTIONS_7, GT_7, detection
 ALL = SelectionRule(min_score=0.0, min_regions=0, max_regions=100)
 BY_SCORE = DETECTIONS_7[::-1]
 BETTER = SelectionRule(min_score=0.5, min_regions=1, max_regions=100)
-FEATURE_BOXES = np.array([[0, 0, 10, 10], [5, 5, 20, 20]], dtype=np.float32)
+BOXES = np.array([[0, 0, 9, 9], [10, 10, 40, 40], [5, 5, 60, 60]], dtype=np.float32)  # in files of features
+SCORES = np.array([0.2, 0.9, 0.6], dtype=np.float32)
+FEATURES = np.eye(3, dtype=np.float32)
 
 
 @pytest.fixture
@@ -238,18 +241,28 @@ def test_the_first_object_without_an_outline_is_logged(photo, caplog):
 
 
 @pytest.fixture
-def features(tmp_path) -> BoxReader:
+def store(tmp_path):
+    def write(*ids: str, boxes=BOXES, features=FEATURES, **columns) -> Path:
+        (tmp_path / "features").mkdir(exist_ok=True)
+        for image_id in ids:
+            record = RegionFeatures(image_id, (60, 100), boxes, features, **{"scores": SCORES[: len(boxes)], **columns})
+            save_npz(tmp_path / "features" / f"{image_id}.npz", record)
+        return tmp_path / "features"
+
+    return write
+
+
+@pytest.fixture
+def features(store) -> BoxReader:
     values = np.arange(8, dtype=np.float32).reshape(2, 4)
-    (tmp_path / "features").mkdir()
-    save_npz(tmp_path / "features" / "7.npz", RegionFeatures("7", (60, 100), FEATURE_BOXES, values))
-    return open_boxes([tmp_path / "features"], ALL, with_features=True)
+    return open_boxes([store("7", boxes=BOXES[:2], features=values, scores=None)], ALL, with_features=True)
 
 
 def test_precomputed_features_need_no_pixels(photo, features):
     photo.file.unlink()
     image = load(photo, "precomputed", features, resize=DOUBLE)
     assert image.features.shape == (2, 4) and image.image_feature is None
-    np.testing.assert_array_equal(image.boxes, FEATURE_BOXES * 2)
+    np.testing.assert_array_equal(image.boxes, BOXES[:2] * 2)
     assert image.pixels.shape == (120, 200, 3) and image.pixels.strides[:2] == (0, 0), "a shape without memory"
     assert image.image_transform.original_size == (60, 100) and image.name == str(photo.file)
 
@@ -275,7 +288,7 @@ def test_mirrored_precomputed_features(photo, features):
     with refused("data.flip"):
         make_loader("precomputed", features, flip_probability=0.5)
     image = load(photo, "precomputed", features, flip=True, mirror_precomputed=True, flip_probability=1.0)
-    np.testing.assert_array_equal(image.boxes[0], [89, 0, 99, 10])
+    np.testing.assert_array_equal(image.boxes[0], [90, 0, 99, 9])
     assert image.features[0, 0] == 0 and image.image_transform.flipped
 
 
@@ -374,23 +387,6 @@ def test_centres_of_cells():
     twice = np.concatenate([whole, whole])
     assert not instance_mask([twice], np.array([10, 20, 18, 24]), at="centres").any()  # even-odd
     assert not instance_mask([], np.array([0, 0, 4, 4]), at="centres").any()
-
-
-BOXES = np.array([[0, 0, 9, 9], [10, 10, 40, 40], [5, 5, 60, 60]], dtype=np.float32)
-SCORES = np.array([0.2, 0.9, 0.6], dtype=np.float32)
-
-
-@pytest.fixture
-def store(tmp_path):
-    def write(*ids: str, **columns):
-        columns = {"scores": SCORES} | columns
-        for image_id in ids:
-            path = tmp_path / "features" / f"{image_id}.npz"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_npz(path, RegionFeatures(image_id, (60, 100), BOXES, np.eye(3, dtype=np.float32), **columns))
-        return tmp_path / "features"
-
-    return write
 
 
 def test_detections_come_by_falling_score_as_the_rule_keeps_them(tiny):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from e2e_vl.data.base import open_options
 from e2e_vl.data.features import RegionFeatures, save_npz, write_tsv
 from e2e_vl.data.lxmert import ImageSentenceDataset, ListedPairDataset, LXMERTDataset, ScoredQuestionDataset
 from e2e_vl.samples import CorrectChoice, ScoredAnswers
-from tests.data.helpers import open_dataset, refused
+from tests.data.helpers import open_dataset, refused, write_json
 
 SPLITS = {"train": ("a", "b"), "val": ("c",), "test": ("a",)}
 KINDS = {
@@ -24,11 +23,6 @@ KINDS = {
 IMAGE = {"img_id": "a", "sentf": {"mscoco": ["A cat."], "vqa": ["Is it?", "So?"]}, "labelf": {"vqa": [{"yes": 1}, {}]}}
 QUESTION = {"question_id": 7, "img_id": "a", "sent": "Is it?", "label": {"yes": 0.3}, "answer_type": "other"}
 PAIR = {"identifier": "train-1-0-0", "img0": "a", "img1": "b", "sent": "So.", "label": 1, "uid": "u"}
-
-
-def put(path: Path, content: object) -> Path:
-    path.write_text(json.dumps(content), encoding="utf-8")
-    return path
 
 
 @pytest.fixture
@@ -47,7 +41,7 @@ def root(tmp_path: Path) -> Path:
             ],
         }
         for kind, rows in content.items():
-            put(tmp_path / f"{split}_{kind}.json", rows)
+            write_json(tmp_path / f"{split}_{kind}.json", rows)
     for folder, names in (("first", "a"), ("second", "c")):
         (tmp_path / folder).mkdir()
         for name in names:
@@ -136,7 +130,7 @@ def read(kind: type[LXMERTDataset], path: Path, **options):
 
 
 def test_sentences_of_all_sources_or_some(tmp_path):
-    path = put(tmp_path / "x.json", [IMAGE, {"img_id": "b", "sentf": {"vg": ["hat"]}}])
+    path = write_json(tmp_path / "x.json", [IMAGE, {"img_id": "b", "sentf": {"vg": ["hat"]}}])
     found = read(ImageSentenceDataset, path)
     assert [one.id for one in found] == ["a_mscoco_000", "a_vqa_000", "a_vqa_001", "b_vg_000"]
     assert [one.label for one in found] == [None, {"yes": 1.0}, {}, None]
@@ -154,6 +148,6 @@ def test_sentences_of_all_sources_or_some(tmp_path):
     ],
 )
 def test_a_bad_record_is_named(tmp_path, kind, content, parts):
-    path = put(tmp_path / "x.json", content)
+    path = write_json(tmp_path / "x.json", content)
     with refused("x.json", *parts):
         read(kind, path)

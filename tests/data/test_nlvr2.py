@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.nlvr2 import NLVR2Dataset, read_examples
 from e2e_vl.samples import CorrectChoice
-from tests.data.helpers import open_dataset, refused
+from tests.data.helpers import open_dataset, refused, with_options, write_json, write_json_lines
 
 
 def line(identifier: str, label: str | None = "True", **more: Any) -> dict[str, Any]:
@@ -29,28 +26,18 @@ TRAIN = [
 DEV = [line("dev-8-2-1", "False", validation={"1": "True"}, extra_validations={"2": "False"})]
 
 
-def put(path: Path, rows: list[Any]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 @pytest.fixture
 def settings(tmp_path) -> DataSettings:
-    for split, rows in (
-        ("train", TRAIN),
-        ("dev", DEV),
-        ("balanced/balanced_dev", DEV),
-        ("test2", [line("test2-1-0-0", None)]),
-    ):
-        put(tmp_path / "data" / f"{split}.json", rows)
+    contents = {"train": TRAIN, "dev": DEV, "balanced/balanced_dev": DEV, "test2": [line("test2-1-0-0", None)]}
+    for split, rows in contents.items():
+        write_json_lines(tmp_path / "data" / f"{split}.json", rows)
     instances: dict[str, list] = {"images": [], "annotations": [], "categories": [{"id": 1, "name": "cup"}]}
     for number, name in enumerate(("train-3-0-img0", "train-3-0-img1", "train-3-1-img0", "train-3-1-img1"), start=1):
         instances["images"].append(
             {"id": number, "file_name": f"train/17/{name}.png", "width": 30 + number, "height": 20}
         )
         instances["annotations"].append({"id": number, "image_id": number, "category_id": 1, "bbox": [1, 2, number, 5]})
-    (tmp_path / "instances.json").write_text(json.dumps(instances))
+    write_json(tmp_path / "instances.json", instances)
     files = {"examples": "data/{split}.json", "images": "images/{images}", "instances": "instances.json"}
     return DataSettings(name="nlvr2", root=str(tmp_path), files=files)
 
@@ -77,7 +64,7 @@ def test_images_lie_in_the_folder_of_the_first_part_of_the_identifier(settings, 
     for split in ("dev", "balanced/balanced_dev"):
         [image, _] = make(settings, split).sample((0,)).images
         assert image.locate() == tmp_path / "images" / "dev" / "dev-8-2-img0.png"
-    flat = msgspec.structs.replace(settings, config={"use_directories": False, "suffix": ".jpg"})
+    flat = with_options(settings, use_directories=False, suffix=".jpg")
     assert make(flat).sample((0,)).images[1].locate() == tmp_path / "images" / "train" / "train-3-0-img1.jpg"
 
 
@@ -118,4 +105,4 @@ def test_a_split_without_labels_can_be_predicted_but_not_learned(settings):
 )
 def test_a_bad_line_is_named(tmp_path, row, parts):
     with refused("dev.json", *parts):
-        read_examples(put(tmp_path / "dev.json", [*DEV, row]))
+        read_examples(write_json_lines(tmp_path / "dev.json", [*DEV, row]))

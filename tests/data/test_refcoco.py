@@ -17,7 +17,7 @@ from detector.config import SelectionRule
 from detector.images import ResizeRule
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
-from e2e_vl.data.batching import ExampleDataset, GroupedBatchSampler, collate
+from e2e_vl.data.batching import GroupedBatchSampler, collate
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.image_loader import DetectedBoxes, read_detections
 from e2e_vl.data.refcoco import Expression, RefCOCODataset, read_expressions, read_refs, split_contains
@@ -163,66 +163,38 @@ def test_empty_boxes_are_left_out_unless_they_are_referred_to(tiny, caplog):
         read(tiny.write())
 
 
-# Ten real photos in the official formats: expressions, boxes, detections and pixels line up.
+# Ten real photos in the official formats
 
 
-@pytest.fixture(scope="module")
-def root() -> Path:
+def test_expressions_boxes_and_detections_line_up_with_real_photos(tmp_path):
     root = Path(os.environ.get("E2E_VL_REAL_MINI", DEFAULT))
     if not (root / "images" / "train2014").is_dir():
         pytest.skip(f"the ten real photos are not at {root}; set E2E_VL_REAL_MINI to their folder")
-    return root
-
-
-@pytest.fixture(scope="module")
-def instances(root) -> CocoInstances:
-    return CocoInstances(root / "refcoco+" / "instances.json")
-
-
-@pytest.fixture(scope="module")
-def expressions(root, instances) -> list[Expression]:
-    return read_expressions(root / "refcoco+" / "refs(unc).p", instances)
-
-
-@pytest.fixture(scope="module")
-def detections(root) -> Path:
-    return root / "detections" / "refcoco+_unc" / "res101_coco_minus_refer_notime_dets.json"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(expressions, tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "vocab.txt"
-    build_vocabulary((expression.words for expression in expressions), path)
-    return load_tokenizer(path)
-
-
-def make_real(root, tokenizer, split, boxes="gt", reader=None, **rules) -> ExampleDataset:
     files = {"images": "images/train2014", "refs": "refcoco+/refs(unc).p", "instances": "refcoco+/instances.json"}
     settings = DataSettings(name="refcoco", root=str(root), files=files)
-    dataset = open_dataset(RefCOCODataset, settings, split, "gt")
-    preprocessor = ReferringTask(8).preprocessor(TextTokenizer(tokenizer))
-    return examples(dataset, preprocessor, boxes, reader, resize=VL_BERT, **rules)
-
-
-def test_the_files_have_what_they_should(root, instances, expressions, detections):
+    instances = CocoInstances(root / files["instances"])
+    expressions = read_expressions(root / files["refs"], instances)
     assert len(expressions) == 78
     assert len({expression.ref_id for expression in expressions}) == 31
     assert [len({one.image_id for one in expressions if one.split == split}) for split in SPLITS] == [6, 2, 1, 1]
+    assert read_refs(root / "refcoco+" / "refs.json") == read_refs(root / files["refs"])
     objects = [one for image in instances.images for one in image.objects]
     assert (len(instances.images), len(objects), len(instances.class_names)) == (10, 47, 80)
     assert sum(one.is_crowd for one in objects) == 1
-    assert sum(len(boxes) for boxes, _ in read_detections(detections).values()) == 158
-    assert read_refs(root / "refcoco+" / "refs.json") == read_refs(root / "refcoco+" / "refs(unc).p")
-    assert all((root / "images" / "train2014" / image.file_name).is_file() for image in instances.images)
+    detections = root / "detections" / "refcoco+_unc" / "res101_coco_minus_refer_notime_dets.json"
+    detected = read_detections(detections)
+    assert sum(len(boxes) for boxes, _ in detected.values()) == 158
 
-
-def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, instances, detections, tokenizer):
-    seen, detected = 0, read_detections(detections)
+    build_vocabulary((expression.words for expression in expressions), tmp_path / "vocab.txt")
+    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
+    preprocessor = ReferringTask(8).preprocessor(TextTokenizer(tokenizer))
+    reader = DetectedBoxes([detections], SelectionRule(min_score=0.0, max_regions=1000))
+    seen = 0
     for split in SPLITS:
-        reader = DetectedBoxes([detections], SelectionRule(min_score=0.0, max_regions=1000))
-        dataset = make_real(root, tokenizer, split, "detections+gt", reader, with_objects=True)
-        for requests in GroupedBatchSampler(dataset.groups, 2, shuffle=False):
-            batch = collate([dataset[request] for request in requests], (0, 0, 0), (1, 1, 1))
+        dataset = open_dataset(RefCOCODataset, settings, split, "gt")
+        data = examples(dataset, preprocessor, "detections+gt", reader, resize=VL_BERT, with_objects=True)
+        for requests in GroupedBatchSampler(data.groups, 2, shuffle=False):
+            batch = collate([data[request] for request in requests], (0, 0, 0), (1, 1, 1))
             scales = batch.images.scales.repeat(1, 2)
             for row, record in enumerate(batch.records):
                 image, info = int(batch.image_index[row, 0]), instances[record["image_id"]]

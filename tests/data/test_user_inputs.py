@@ -12,17 +12,13 @@ from e2e_vl.data.user_inputs import list_images, read_boxes, read_given_boxes, r
 from tests.data.helpers import refused
 
 
-def touch(folder: Path, *names: str) -> None:
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-
-
 def test_images_of_a_folder(tmp_path):
-    touch(tmp_path, "b.JPG", "sub/a.png", "x.1.jpeg", "notes.txt")
+    (tmp_path / "sub").mkdir()
+    for name in ("b.JPG", "sub/a.png", "x.1.jpeg", "notes.txt"):
+        (tmp_path / name).touch()
     found = [(image.id, image.path.name) for image in list_images(tmp_path)]
     assert found == [("b", "b.JPG"), ("sub/a", "a.png"), ("x.1", "x.1.jpeg")]
-    touch(tmp_path, "sub/a.jpg")
+    (tmp_path / "sub" / "a.jpg").touch()
     with refused("a.png", "sub/a"):
         list_images(tmp_path)
 
@@ -42,7 +38,7 @@ def test_images_of_lists(tmp_path):
 def test_lists_that_cannot_be_used(tmp_path):
     with refused("no images"):
         list_images(tmp_path)
-    touch(tmp_path, "a\tb.jpg")
+    (tmp_path / "a\tb.jpg").touch()
     with refused("a\\tb"):
         list_images(tmp_path)
     (tmp_path / "bad.json").write_text('{"images": [{"id": 1}]}')
@@ -96,8 +92,12 @@ def test_boxes_of_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "part"),
+    ("words", "part"),
     [
+        (["none.json"], "none.json"),
+        (["1,2,3,4", "1,2,x,4"], "'x'"),
+        (["5,2,3,4"], "not a box"),
+        (["1,2,3"], "not a box"),
         ("[[1, 2, 3]]", "[0]"),
         ("[[1, 2, 3, 4], [5, 6, 5, 9]]", "[5.0, 6.0, 5.0, 9.0]"),
         ("[]", "no box"),
@@ -106,24 +106,12 @@ def test_boxes_of_a_file(tmp_path):
         ('{"boxes": [[1, 2, 3, 4]], "segms": [[[1, 2]]]}', "segms[0]"),
     ],
 )
-def test_a_bad_file_of_boxes_is_named(tmp_path, content, part):
-    (tmp_path / "bad.json").write_text(content)
-    with refused("bad.json", part):
-        read_boxes([str(tmp_path / "bad.json")])
-
-
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["none.json"], "none.json"),
-        (["1,2,3,4", "1,2,x,4"], "'x'"),
-        (["5,2,3,4"], "not a box"),
-        (["1,2,3"], "not a box"),
-    ],
-)
-def test_words_that_are_no_boxes(words, part):
-    with refused(part):
-        read_boxes(words, "--hide")
+def test_bad_boxes_are_named(tmp_path, words, part):
+    """On the command line, or (a text) in a file."""
+    path, in_file = tmp_path / "bad.json", isinstance(words, str)
+    path.write_text(words if in_file else "")
+    with refused(part, "bad.json" if in_file else ""):
+        read_boxes([str(path)] if in_file else words)
 
 
 def test_boxes_must_lie_in_their_image():

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.visual_genome import VisualGenomeDataset, read_region_graphs
 from e2e_vl.samples import CorrectAnswer
-from tests.data.helpers import open_dataset, refused
+from tests.data.helpers import open_dataset, refused, with_files, with_options, write_json
 
 IMAGES = [
     {"image_id": 1, "width": 30, "height": 20, "url": "https://host/VG_100K_2/1.jpg", "coco_id": None},
@@ -37,21 +34,15 @@ HORSE = {"object_id": 3, "x": 0, "y": 0, "w": 5, "h": 6, "name": "Horse", "synse
 FLAT = {"object_id": 4, "x": 0, "y": 0, "w": 5, "h": 0, "name": "grass", "synsets": ["grass.n.01"]}
 
 
-def put(path: Path, content: Any) -> Path:
-    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-    return path
-
-
 @pytest.fixture
 def settings(tmp_path: Path) -> DataSettings:
     contents = {"image_data": IMAGES, "regions": REGIONS, "questions": QUESTIONS}
-    files = {key: put(tmp_path / f"{key}.json", content).name for key, content in contents.items()}
+    files = {key: write_json(tmp_path / f"{key}.json", content).name for key, content in contents.items()}
     return DataSettings(name="visual_genome", root=str(tmp_path), files=files | {"images": "images"})
 
 
 def opened(settings: DataSettings, *, phrases: bool = False, **options) -> VisualGenomeDataset:
-    own = msgspec.structs.replace(settings, config=options)
-    return open_dataset(VisualGenomeDataset, own, "all", phrases=phrases)
+    return open_dataset(VisualGenomeDataset, with_options(settings, **options), "all", phrases=phrases)
 
 
 def test_regions_are_captions(settings, tmp_path):
@@ -76,7 +67,7 @@ def test_questions_have_one_answer(settings):
     assert [dataset[0], dataset[1]] == ["What color?", "Who?"]
     assert list(dataset.truths()) == [CorrectAnswer("Red."), CorrectAnswer("A man.")]
     assert dataset.sample([1]).texts[0].metadata == {"qa_id": 101}
-    own = msgspec.structs.replace(settings, config={"texts": "questions"})
+    own = with_options(settings, texts="questions")
     found = VisualGenomeDataset.answers_of(*open_options(VisualGenomeDataset, own), "all")
     assert found == {501: "Red.", 101: "A man."}
 
@@ -96,7 +87,7 @@ def test_images_that_coco_has(settings):
     ],
 )
 def test_bad_files_are_named(settings, tmp_path, file, content, parts):
-    put(tmp_path / f"{file}.json", content)
+    write_json(tmp_path / f"{file}.json", content)
     with refused(*parts):
         opened(settings)
 
@@ -115,7 +106,7 @@ def test_words_name_the_objects_of_their_synset_or_their_name(tmp_path, caplog):
         region(11, "the grass", [entity(4, 9, "grass")], [FLAT]),
         region(9, "é man", [entity(1, 5, "man"), entity(2, 9, "man"), entity(3, 3, "man")], [MAN]),
     ]
-    path = put(tmp_path / "graphs.json", [{"image_id": 7, "regions": []}, {"image_id": 1, "regions": regions}])
+    path = write_json(tmp_path / "graphs.json", [{"image_id": 7, "regions": []}, {"image_id": 1, "regions": regions}])
     with caplog.at_level(logging.WARNING):
         found = read_region_graphs(path)
     phrases = found[12].of("men on a horse")
@@ -144,16 +135,18 @@ def test_phrases_of_descriptions(settings, tmp_path):
         word = phrase.split()[0]
         return region(number, phrase, [entity(0, len(word), word)], [MAN | {"name": word}])
 
-    settings = msgspec.structs.replace(settings, files=settings.files | {"region_graphs": "graphs.json"})
+    settings = with_files(settings, region_graphs="graphs.json")
     regions = [named(11, "phrase  11"), named(12, "sentence 12")], [named(51, "red hat ")]
     graphs = [{"image_id": n, "regions": own} for n, own in zip((1, 5), regions, strict=True)]
-    put(tmp_path / "graphs.json", graphs)
+    write_json(tmp_path / "graphs.json", graphs)
     dataset = opened(settings, phrases=True)
     phrases = [text.phrases for texts in dataset.groups for text in dataset.sample(texts).texts]
     assert [None if one is None else one.spans for one in phrases] == [((0, 6),), None, ((0, 3),)]
-    put(tmp_path / "graphs.json", [{"image_id": 1, "regions": [named(11, "a"), named(12, "b")]}])
+    write_json(tmp_path / "graphs.json", [{"image_id": 1, "regions": [named(11, "a"), named(12, "b")]}])
     with refused("graphs.json", "same release"):
         opened(settings, phrases=True)
-    put(tmp_path / "graphs.json", [{"image_id": 1, "regions": [named(11, "a") | {"objects": [{"object_id": 1}]}]}])
+    write_json(
+        tmp_path / "graphs.json", [{"image_id": 1, "regions": [named(11, "a") | {"objects": [{"object_id": 1}]}]}]
+    )
     with refused("graphs.json", "objects[0]"):
         opened(settings, phrases=True)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco import CocoDetectionDataset
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.vqa import VQADataset
-from tests.data.helpers import open_dataset
+from tests.data.helpers import open_dataset, write_json
 from tests.data.tiny_refcoco import TinyRefCOCO
 from tests.data.tiny_vqa import write_vqa
 
 
-def settings_of(tiny: TinyRefCOCO, name: str, files: dict[str, str], config: dict | None = None) -> DataSettings:
-    return DataSettings(name=name, root=str(tiny.images_root.parent), files=files, config=config or {})
+def settings_of(tiny: TinyRefCOCO, name: str, files: dict[str, str]) -> DataSettings:
+    return DataSettings(name=name, root=str(tiny.images_root.parent), files=files)
 
 
 def refcoco(tiny: TinyRefCOCO) -> RefCOCODataset:
@@ -38,9 +36,8 @@ def captions(tiny: TinyRefCOCO) -> CaptionDataset:
         for image in tiny.instances["images"]
         for number, colour in enumerate(("red", "blue"))
     ]
-    file = tiny.images_root.parent / "captions.json"
-    file.write_text(json.dumps({"images": tiny.instances["images"], "annotations": rows}), encoding="utf-8")
-    files = {"images": "images", "instances": "instances.json", "captions": file.name}
+    write_json(tiny.images_root.parent / "captions.json", {"images": tiny.instances["images"], "annotations": rows})
+    files = {"images": "images", "instances": "instances.json", "captions": "captions.json"}
     return open_dataset(CaptionDataset, settings_of(tiny, "captions", files), "train", "gt", objects=True)
 
 

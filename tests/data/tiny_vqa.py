@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 from e2e_vl.config import DataSettings
+from tests.data.helpers import write_json
 from tests.data.tiny_refcoco import TinyRefCOCO
 
 ANSWERS = ["left side"] * 6 + ["left"] * 4
@@ -19,13 +17,12 @@ QUESTIONS = {
 def write_vqa(tiny: TinyRefCOCO) -> DataSettings:
     """Settings of a folder with the tiny photos under the names of COCO. The test split has no answers."""
     root = tiny.images_root.parent
-    (root / "vqa").mkdir()
     for split, questions in QUESTIONS.items():
         rows = [
             {"question_id": 1000 * image + number, "image_id": image, "question": text}
             for number, (image, text) in enumerate(questions)
         ]
-        _write(root / "vqa" / f"{split}_questions.json", {"data_subtype": split, "questions": rows})
+        write_json(root / "vqa" / f"{split}_questions.json", {"data_subtype": split, "questions": rows})
         if split != "test2015":
             kinds = {"answer_type": "other", "question_type": "what", "multiple_choice_answer": "left side"}
             answers = [{"answer": answer, "answer_id": 1} for answer in ANSWERS]
@@ -33,7 +30,7 @@ def write_vqa(tiny: TinyRefCOCO) -> DataSettings:
                 {"question_id": row["question_id"], "image_id": row["image_id"], "answers": answers, **kinds}
                 for row in rows
             ]
-            _write(root / "vqa" / f"{split}_annotations.json", {"annotations": annotations})
+            write_json(root / "vqa" / f"{split}_annotations.json", {"annotations": annotations})
         (root / split).mkdir()
         for image in tiny.instances["images"]:
             name = root / split / f"COCO_{split}_{image['id']:012d}.jpg"
@@ -46,7 +43,3 @@ def write_vqa(tiny: TinyRefCOCO) -> DataSettings:
         "detections": "dets.json",
     }
     return DataSettings(name="vqa", root=str(root), files=files)
-
-
-def _write(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content), encoding="utf-8")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from detector.images import load_resized
+from detector.images import load_resized, make_image_batch
+from detector.structures import ImageBatch
 from e2e_vl.extraction.regions import InputImage, LoadedDetector, open_detector
 
 SIZES = [(70, 90), (70, 90), (90, 70), (40, 120), (70, 90)]
@@ -61,3 +62,8 @@ def input_of(folder: Path, source: LoadedDetector):
         return InputImage(image_id, str(path), *load_resized(path, source.resize, channel_order))
 
     return load
+
+
+def network_input(source: LoadedDetector, image: InputImage) -> ImageBatch:
+    settings = source.detector.config.input
+    return make_image_batch([image.pixels], [image.original_size], ["x"], settings.pixel_mean, settings.pixel_std)

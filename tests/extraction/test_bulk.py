@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from detector.config import SelectionRule
 from detector.faster_rcnn import FasterRCNN
-from detector.images import make_image_batch, resize_boxes
+from detector.images import resize_boxes
 from e2e_vl.data.features import open_features
 from e2e_vl.data.user_inputs import GivenBoxes, list_images
 from e2e_vl.extraction import bulk
@@ -22,29 +22,19 @@ from e2e_vl.extraction.bulk import ExtractionJob, ExtractionSummary, extract_ima
 from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.run.launch import make_accelerator
 from tests.data.helpers import refused
-from tests.extraction.conftest import SIZES
+from tests.extraction.conftest import SIZES, network_input
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
+FOUR_TO_SIX = ExtractionSettings("score", SelectionRule(0.0, 4, 6))
 
 
 @pytest.fixture
 def make_job(folder: Path, source, tmp_path: Path):
-    def make(layout: str = "npz", **changes) -> ExtractionJob:
-        name = {"npz": "out", "hdf5": "out.h5"}.get(layout, f"out.{layout}")
-        settings = changes.pop("settings", ExtractionSettings("score", SelectionRule(0.0, 4, 6)))
-        return ExtractionJob(
-            **{
-                "images": list_images(folder),
-                "output": tmp_path / name,
-                "layout": layout,
-                "source": source,
-                "settings": settings,
-                "stamp": make_stamp(source, settings),
-                "workers": 0,
-                "batch_size": 2,
-                **changes,
-            }
-        )
+    def make(layout: str = "npz", settings=FOUR_TO_SIX, **changes) -> ExtractionJob:
+        output = tmp_path / {"npz": "out", "hdf5": "out.h5"}.get(layout, f"out.{layout}")
+        stamp = make_stamp(source, settings)
+        job = ExtractionJob(list_images(folder), output, layout, source, settings, None, stamp, batch_size=2, workers=0)
+        return dataclasses.replace(job, **changes)
 
     return make
 
@@ -55,11 +45,9 @@ def extract(job: ExtractionJob) -> ExtractionSummary:
 
 def described_again(source, image, boxes: np.ndarray) -> np.ndarray:
     """Features of boxes, in pixels of the original image, from the detector's own call."""
-    settings = source.detector.config.input
-    batch = make_image_batch([image.pixels], [image.original_size], ["x"], settings.pixel_mean, settings.pixel_std)
     resized = resize_boxes(boxes, image.original_size, image.pixels.shape[:2])
     with torch.no_grad():
-        return source.detector(batch, [torch.from_numpy(resized)]).features[0].numpy()
+        return source.detector(network_input(source, image), [torch.from_numpy(resized)]).features[0].numpy()
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import torch
 from detector.boxes import is_larger, pairwise_iou
 from detector.config import DetectorConfig, SelectionRule
 from detector.faster_rcnn import FasterRCNN
-from detector.images import ResizeRule, make_image_batch
-from detector.structures import ImageBatch
+from detector.images import ResizeRule
 from e2e_vl.config import DataSettings, EncoderSettings, ResizeSettings, RunConfig, TaskSettings, save_config
 from e2e_vl.data.features import open_features
 from e2e_vl.data.user_inputs import list_images
@@ -31,14 +30,10 @@ from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.run.launch import make_accelerator
 from tests.data.helpers import refused
 from tests.detector.published import save_detector
+from tests.extraction.conftest import network_input
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 RULE = SelectionRule(0.9, 12, 20)
-
-
-def network_input(source, image) -> ImageBatch:
-    settings = source.detector.config.input
-    return make_image_batch([image.pixels], [image.original_size], ["x"], settings.pixel_mean, settings.pixel_std)
 
 
 def test_features_of_the_proposal_with_a_refined_box(source, input_of):
