@@ -93,7 +93,7 @@ class SyntheticSettings(Settings, frozen=True):
 
     scenes: dict[str, NonNegativeInt] = {}  # split -> number of scenes; empty = no synthetic data
     seed: NonNegativeInt = 0
-    # folders beside `images` that are written, such as captions (see e2e_vl/synthetic/generate.py); None = all
+    # folders to write beside `images`, such as captions (see e2e_vl/synthetic/generate.py); None = all
     formats: list[str] | None = None
     config: SyntheticConfig = SyntheticConfig()
 
@@ -103,7 +103,7 @@ class BoxSettings(Settings, frozen=True):
 
     train: BoxSource = BoxSource.GT
     selection: SelectionRule = SelectionRule()  # of boxes that come from a file
-    max_precomputed: PositiveInt | None = None  # of precomputed regions, only the first of each image, by falling score
+    max_precomputed: PositiveInt | None = None  # use only the first precomputed regions of each image, best score first
 
 
 class ResizeSettings(Settings, frozen=True):
@@ -135,7 +135,7 @@ class DataSettings(Settings, frozen=True):
     # precomputed features: flip boxes and swap words although the features are unflipped (official VL-BERT code); False
     # forbids `flip` with them
     mirror_precomputed: bool = False
-    # the whole image's feature is the mean of its regions' where a features file has none (official VL-BERT code)
+    # use the mean of the region features for whole images without a feature of their own (official VL-BERT code)
     mean_image_feature: bool = False
     # missing or unreadable images: training logs them and uses the next image; tools/evaluate.py skips and counts them,
     # as evaluations during training always do
@@ -164,7 +164,7 @@ class DetectorSettings(Settings, frozen=True):
     weights: str | None = None  # published weights by name, a file or a folder to start from; None = random
     # what the weights must contain; the rest is initialised randomly
     expect: Literal["all", "no_attributes", "backbone"] = "all"
-    freeze: bool = False  # True: the whole detector keeps its initial weights (and batch statistics)
+    freeze: bool = False  # keep the initial weights and batch statistics of the whole detector
     loss_weight: NonNegativeFloat = 0.0  # weight of the detection losses relative to the task's; 0 = not computed
     # weights of individual detection losses; default 1
     loss_weights: dict[
@@ -188,7 +188,8 @@ class EncoderSettings(Settings, frozen=True):
     name: str  # a key of ENCODERS in e2e_vl/parts.py
     config: Any = {}  # see e2e_vl/encoders/config.py
     weights: str | None = None  # start: a run, a folder, a file of the official code or a BERT; None = random
-    fallback_weights: str | None = None  # a BERT for what `weights` lacks: VCR's pooler, as in the official code
+    # a BERT for parameters missing from `weights`, such as VCR's pooler (official code)
+    fallback_weights: str | None = None
 
     def __post_init__(self) -> None:
         set_part_config(self, ENCODERS, self.name)
@@ -200,7 +201,7 @@ class TaskSettings(Settings, frozen=True):
     name: str  # a key of TASKS in e2e_vl/parts.py
     config: Any = {}  # see e2e_vl/tasks/config.py
     weights: str | None = None  # start of the head: a run, a file of the official code or a BERT; None = random
-    # a BERT or a run for what `weights` lacks: objectives of pre-training that its run did not have
+    # a BERT or a run for parameters missing from `weights`, such as additional pre-training objectives
     fallback_weights: str | None = None
 
     def __post_init__(self) -> None:
@@ -214,7 +215,7 @@ class TrainSettings(Settings, frozen=True):
     accumulate: PositiveInt = 1  # micro-batches per optimiser step
     epochs: PositiveFloat = 20.0
     max_steps: PositiveInt | None = None  # instead of epochs; the schedule spans these steps
-    # of official code: adamw_official (VL-BERT) and bert_adam (VisualBERT and LXMERT)
+    # adamw_official: VL-BERT's code; bert_adam: VisualBERT's and LXMERT's code
     optimizer: Literal["adamw", "adamw_official", "bert_adam", "sgd"] = "adamw"
     lr: NonNegativeFloat = 2.56e-5
     detector_lr: NonNegativeFloat | None = None  # None = lr
@@ -223,19 +224,19 @@ class TrainSettings(Settings, frozen=True):
     eps: PositiveFloat = 1e-6
     momentum: NonNegativeFloat = 0.9  # of sgd
     weight_decay: NonNegativeFloat = 1e-4
-    decay_norm_and_bias: bool = True  # the official code decays them too
+    decay_norm_and_bias: bool = True  # True: as in the official code
     decay_bn_scales: bool = False  # without decay_norm_and_bias: scales of batch norms alone decay (VisualBERT's code)
     warmup_steps: NonNegativeInt = 0
-    # instead of warmup_steps: share of all steps, or -1: no warm-up, and the rate falls from half of `lr` (a quirk of
-    # BertAdam's own schedule)
+    # instead of warmup_steps: fraction of all steps; -1: no warm-up, and the rate decays from half of `lr` (a quirk of
+    # BertAdam's schedule)
     warmup_share: Annotated[float, Meta(ge=-1, le=1)] | None = None
     # after the warm-up; linear (the same as triangle) and cosine fall to 0
     schedule: Literal["linear", "cosine", "constant", "steps", "triangle"] = "linear"
-    schedule_first: bool = False  # the first update has the rate of step 1, the last one the rate of the end (official)
+    schedule_first: bool = False  # the first update has the rate of step 1, not 0 (official VL-BERT code)
     decay_steps: list[PositiveInt] = []  # schedule "steps": optimiser steps before each decay
-    decay_factor: PositiveFloat = 0.1  # schedule "steps": factor of each decay
-    clip_norm: PositiveFloat | None = 1.0  # of all gradients together
-    clip_tensor_norm: PositiveFloat | None = None  # of bert_adam: of the gradient of each parameter (VisualBERT: 1.0)
+    decay_factor: PositiveFloat = 0.1  # schedule "steps": factor per decay
+    clip_norm: PositiveFloat | None = 1.0  # maximum norm of all gradients together
+    clip_tensor_norm: PositiveFloat | None = None  # bert_adam: maximum norm per parameter (VisualBERT: 1.0)
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     # timeout between processes: the main process first reads the data and indexes large files
     max_wait_minutes: PositiveFloat = 240.0
@@ -289,19 +290,19 @@ class EvalSettings(Settings, frozen=True):
     images_per_batch: PositiveInt = 16
     # evaluations between epochs only use the first `max_images` images
     max_images: PositiveInt | None = None
-    # the report shows at most this many wrong, partly right, right and unlabelled predictions of each split and source
+    # maximum number of wrong, partly right, right and unlabelled predictions per split and source in the report
     report_pictures: NonNegativeInt = 12
 
 
 class PhraseSettings(Settings, frozen=True):
-    """Phrase grounding along with any task or pre-training: which regions do the phrases of a text refer to?
+    """Phrase grounding as an additional loss of any task: which regions do the phrases of a text refer to?
 
-    Only some data sets annotate phrases; the encoder is trained on both losses.
+    Only some data sets annotate phrases.
     """
 
     weight: NonNegativeFloat = 0.0  # weight of this loss relative to the task's; 0 = no phrase head
     tag_weight: NonNegativeFloat = 0.5  # weight of phrase detection, as a multiple of `weight`
-    # use the states after this number of layers with words and regions; 0 = before the first
+    # use the hidden states after this number of multimodal layers; 0 = their input
     layer: NonNegativeInt = 2
     size: PositiveInt = 128  # width of queries and keys
     weights: str | None = None  # another run to start this head from; None = random
@@ -353,29 +354,28 @@ INPUTS = (  # keys that name existing files or folders, see `load_config`
     *("task.weights", "task.fallback_weights", "task.config.answers", "phrases.weights"),
     *("data.vocabulary", "data.root"),
 )
-Tree = dict[str, Any]  # settings as YAML has them
+Tree = dict[str, Any]  # nested settings, as in YAML
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a run's settings.
 
-    Files and folders that the keys in `INPUTS` name are found from any working directory: where a relative path in a
-    YAML file does not exist, it is looked for in the folder of that file, then in the folder's parents. A path that
-    exists nowhere stays as it is; so do paths of the command line.
+    Relative paths under the keys in `INPUTS` work from any directory: a path in a YAML file that does not exist in the
+    working directory is searched for in the folder of that file, then in its parents. Paths that are found nowhere, and
+    paths from the command line, do not change.
 
     Args:
-        path: YAML file; its `base:` key names a file (relative to it) whose settings it changes.
-        overrides: `key=value` words of the command line; dots go down (`train.lr=1e-5`).
-
+        path: YAML file; its `base:` key names a file (relative to it) with the settings that it overrides.
+        overrides: `key=value` arguments; dots separate the levels (`train.lr=1e-5`).
     """
     path = Path(path)
-    default = _nested("detector.config", DetectorSettings().config)
-    layers = [(str(path), _with_found_inputs(default, path.parent)), *_layers(path)]
+    default = _nest("detector.config", DetectorSettings().config)
+    layers = [(str(path), _with_found_inputs(default, path.parent)), *_read_layers(path)]
     layers += [(f"Command line: {word}", parse_override(word)) for word in overrides]
     try:
-        config = msgspec.convert(_merged(layers), RunConfig, strict=True)
+        config = msgspec.convert(_merge_all(layers), RunConfig, strict=True)
     except msgspec.ValidationError as error:
-        raise UserError(_explained(str(error), layers)) from error
+        raise UserError(_explain(str(error), layers)) from error
     return msgspec.structs.replace(config, output=str(user_path(config.output, "output")))
 
 
@@ -386,20 +386,20 @@ def save_config(config: RunConfig, path: str | Path) -> None:
 
 
 def parse_override(word: str) -> Tree:
-    """A `key=value` word as nested settings."""
+    """Read a `key=value` argument as nested settings."""
     key, equals, value = word.partition("=")
     if not equals or not key:
         raise UserError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
-    return _nested(key, decode_yaml(value, f"Command line: the value in '{word}'"))
+    return _nest(key, decode_yaml(value, f"Command line: the value in '{word}'"))
 
 
 def parse_overrides(words: Iterable[str]) -> Tree:
-    """All `key=value` words together."""
+    """Read `key=value` arguments as nested settings; later ones override earlier ones."""
     return functools.reduce(merge, map(parse_override, words), {})
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """Nested settings, overridden by others."""
+    """Merge nested settings; `above` overrides `below`."""
     merged = dict(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -418,28 +418,34 @@ def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
     return [] if first == second else [f"{prefix}: {first} -> {second}"]
 
 
-def _layers(path: Path) -> list[tuple[str, Tree]]:
-    """The settings of a file and of its bases, the lowest base first, each with the name of its file."""
+def _read_layers(path: Path) -> list[tuple[str, Tree]]:
+    """The settings of a file and of its base files, the innermost base first, each with its file name."""
     tree = dict(read_yaml(path) or {})
     base = tree.pop("base", None)
-    return [*([] if base is None else _layers(path.parent / base)), (str(path), _with_found_inputs(tree, path.parent))]
+    below = [] if base is None else _read_layers(path.parent / base)
+    return [*below, (str(path), _with_found_inputs(tree, path.parent))]
 
 
-def _merged(layers: list[tuple[str, Tree]]) -> Tree:
+def _merge_all(layers: list[tuple[str, Tree]]) -> Tree:
     return functools.reduce(merge, (tree for _, tree in layers), {})
 
 
-def _nested(key: str, value: Any) -> Tree:
+def _nest(key: str, value: Any) -> Tree:
     """`a.b` and 1 -> {"a": {"b": 1}}."""
     return functools.reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), value)
 
 
 def _with_found_inputs(tree: Tree, folder: Path) -> Tree:
-    """The settings of a file in `folder`, with the paths of inputs as they are found from the working directory."""
+    """The settings of a file in `folder`, with input paths that exist from the working directory; see `load_config`."""
+    exists = os.path.exists  # unlike Path.exists, it returns False in a folder without permission
     for key in INPUTS:
         written = _get(tree, key.split("."))
-        if isinstance(written, str):
-            tree = merge(tree, _nested(key, _found(written, folder.resolve())))
+        if not isinstance(written, str) or Path(written).is_absolute() or written.startswith("~"):
+            continue
+        places = (Path(), folder.resolve(), *folder.resolve().parents)
+        found = next((place / written for place in places if exists(place / written)), None)
+        if found is not None and found.is_absolute():
+            tree = merge(tree, _nest(key, str(found)))
     return tree
 
 
@@ -447,17 +453,10 @@ _ABSENT = object()
 
 
 def _get(tree: Any, names: Sequence[str]) -> Any:
-    """The setting at the end of a path of keys; `_ABSENT` where there is none."""
+    """The setting under a path of keys; `_ABSENT` if it is not set."""
     for name in names:
         tree = tree.get(name, _ABSENT) if isinstance(tree, dict) else _ABSENT
     return tree
-
-
-def _found(name: str, folder: Path) -> str:
-    exists = os.path.exists  # unlike Path.exists, it takes a folder without permission as one without the file
-    if Path(name).is_absolute() or name.startswith("~") or exists(name):
-        return name
-    return next((str(place / name) for place in (folder, *folder.parents) if exists(place / name)), name)
 
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`")
@@ -465,8 +464,8 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
 _MISSING = re.compile(r"Object missing required field `(.*?)`")
 
 
-def _explained(message: str, layers: list[tuple[str, Tree]]) -> str:
-    """A sentence about an error of `msgspec.convert`: which file or word, which key, and what is wrong."""
+def _explain(message: str, layers: list[tuple[str, Tree]]) -> str:
+    """Rewrite an error of `msgspec.convert` as a sentence with the file or argument, the key and the problem."""
     place = ".".join(name for name in reversed(_PATH.findall(message)) if name)
     problem = _PATH.sub("", message).rstrip(".")
     if found := _MISSING.fullmatch(problem):
@@ -483,25 +482,26 @@ def _explained(message: str, layers: list[tuple[str, Tree]]) -> str:
             names += [one for one in types if one.rpartition(".")[2] == name]
         known = f"; {place or 'the top level'} has {', '.join(siblings)}." if siblings else "; see e2e_vl/config.py."
         hint = f"; did you mean '{names[0]}'?" if names else known
-        return f"{_source(key, layers)}: there is no setting '{key}'{hint}"
+        return f"{_find_source(key, layers)}: there is no setting '{key}'{hint}"
     if problem.startswith("Invalid enum value"):
-        problem += f"; it must be one of {', '.join(_choices_of(types.get(place.partition('[')[0])))}"
-    return f"{_source(place, layers)}: {place + ': ' if place else ''}{problem}{'' if problem.endswith('?') else '.'}"
+        problem += f"; it must be one of {', '.join(_list_choices(types.get(place.partition('[')[0])))}"
+    ending = "" if problem.endswith("?") else "."
+    return f"{_find_source(place, layers)}: {place + ': ' if place else ''}{problem}{ending}"
 
 
-def _choices_of(kind: Any) -> list[str]:
-    """The values that a type of a setting allows."""
+def _list_choices(kind: Any) -> list[str]:
+    """The allowed values of an enum or `Literal` type."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return [str(one) for one in kind]
     inner = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return [str(one) for one in inner]
-    return [choice for one in inner for choice in _choices_of(one)]
+    return [choice for one in inner for choice in _list_choices(one)]
 
 
 def _setting_types(layers: list[tuple[str, Tree]]) -> dict[str, Any]:
-    """Dotted names and types of all settings, with those of the parts that the settings name."""
-    merged, types = _merged(layers), dict(_types_in(RunConfig, ""))
+    """Dotted names and types of all settings, including those of the selected parts."""
+    merged, types = _merge_all(layers), dict(_types_in(RunConfig, ""))
     for section, parts in (("encoder", ENCODERS), ("task", TASKS), ("data", DATASETS)):
         part = parts.get(merged[section].get("name")) if isinstance(merged.get(section), dict) else None
         if part is not None:
@@ -517,8 +517,8 @@ def _types_in(struct: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, 
                 yield from _types_in(inner, f"{prefix}{field.name}.")
 
 
-def _source(key: str, layers: list[tuple[str, Tree]]) -> str:
-    """The file or word that set a dotted key, or else the section around it, last."""
+def _find_source(key: str, layers: list[tuple[str, Tree]]) -> str:
+    """The file or argument that last set a dotted key, or else the section around it."""
     names = key.partition("[")[0].split(".")
     for count in range(len(names), 0, -1):
         for source, tree in reversed(layers):
@@ -531,10 +531,10 @@ def _source(key: str, layers: list[tuple[str, Tree]]) -> str:
 
 
 def read_detector_config(settings: DetectorSettings) -> DetectorConfig:
-    """The Detectron2 YAML file (or the one of published weights), with `detector.overrides` on top."""
+    """Read the Detectron2 YAML file (or that of published weights), with `detector.overrides`."""
     published = resolve_weights(settings.config)
     path = published.config_path if isinstance(published, NamedWeights) else published
     if not settings.overrides:
         return DetectorConfig.from_yaml(path)
-    # not `resolve`: the cache of the Hugging Face hub links to files without an ending
+    # not `resolve`: the cache of the Hugging Face hub links to files without an extension
     return DetectorConfig.from_yaml({"_BASE_": str(path.absolute()), **settings.overrides})

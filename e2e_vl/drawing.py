@@ -75,15 +75,15 @@ def draw_boxes(
     texts = [""] * len(boxes) if labels is None else list(labels)
     colours = [PALETTE[row % len(PALETTE)] for row in range(len(boxes))] if colours is None else list(colours)
     dashed = [False] * len(boxes) if dashed is None else list(dashed)
-    content = _resized(image)
+    content = _resize(image)
     width, height = (max(side, _MIN_SIDE) for side in content.size)
     root = math.sqrt(width * height)
     line = min(max(round(root / 250), 2), 5)
     size = title_size = min(max(round(root / 30), 12), 36)
-    made = [_label(text, width, size) for text in texts]
+    made = [_make_label(text, width, size) for text in texts]
     while size > 12 and sum(one.width * one.height for one in made if one.text) > _LABEL_SHARE * width * height:
         size -= 1
-        made = [_label(text, width, size) for text in texts]
+        made = [_make_label(text, width, size) for text in texts]
     scale = np.tile(np.array(content.size) / (image.shape[1], image.shape[0]), 2)
     placed = np.round(boxes * scale).clip(0, np.tile(content.size, 2)).astype(int)
     inside: dict[int, Place] = {}
@@ -92,7 +92,7 @@ def draw_boxes(
     for row, label in enumerate(made):
         if not label.text:
             continue
-        place = _free_place(label, placed[row], np.array([*inside.values()]).reshape(-1, 4), width, height)
+        place = _find_free_place(label, placed[row], np.array([*inside.values()]).reshape(-1, 4), width, height)
         if place is not None:
             inside[row] = place
             continue
@@ -114,14 +114,14 @@ def draw_boxes(
         draw.text((x1 + _PAD, y1 + _PAD // 2), made[row].text, fill=ink, font=_font(size), spacing=0)
     if not title:
         return np.array(picture)
-    header = _label(title, width, title_size)
+    header = _make_label(title, width, title_size)
     result = Image.new("RGB", (width, header.height + _PAD + bottom), _WHITE)
     ImageDraw.Draw(result).text((_PAD, _PAD), header.text, fill=_BLACK, font=_font(title_size), spacing=0)
     result.paste(picture, (0, header.height + _PAD))
     return np.array(result)
 
 
-def box_colours(answers: int, phrases: int) -> list[Colour]:
+def choose_box_colours(answers: int, phrases: int) -> list[Colour]:
     """Colours of the boxes that an answer points at, then of the boxes that its phrases name.
 
     They are those of `PALETTE` in turn, but no phrase ever has the first one, which an answer has.
@@ -140,7 +140,7 @@ def draw_side_by_side(images: Sequence[np.ndarray]) -> np.ndarray:
     Returns:
         A new uint8 picture [h', w', 3]; each image is enlarged or shrunk as by `draw_boxes`, then to the least height.
     """
-    contents = [_resized(image) for image in images]
+    contents = [_resize(image) for image in images]
     height = min(content.height for content in contents)
     widths = [max(round(content.width * height / content.height), 1) for content in contents]
     picture = Image.new("RGB", (sum(widths) + _GAP * (len(images) - 1), height), _MARGIN)
@@ -176,7 +176,7 @@ def draw_heat_map(image: np.ndarray, boxes: np.ndarray, values: np.ndarray) -> n
     return np.round((1 - share) * faded + share * heat).clip(0, 255).astype(np.uint8)
 
 
-def _resized(image: np.ndarray) -> Image.Image:
+def _resize(image: np.ndarray) -> Image.Image:
     """The image, enlarged or shrunk until its long side is between `SHORTEST` and `LONGEST`."""
     height, width = image.shape[:2]
     longer = max(height, width)
@@ -194,7 +194,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", size)
 
 
-def _label(text: str, width: int, size: int) -> _Label:
+def _make_label(text: str, width: int, size: int) -> _Label:
     """A text in lines that fit a picture of this width; longer words are broken."""
     font, most = _font(size), width - 2 * _PAD
     characters = max(min(len(text), int(most / font.getlength("i"))), 1)
@@ -208,7 +208,7 @@ def _label(text: str, width: int, size: int) -> _Label:
     return _Label("\n".join(lines), math.ceil(longest) + 2 * _PAD, len(lines) * line_height + 2 * (_PAD // 2))
 
 
-def _free_place(label: _Label, box: np.ndarray, taken: np.ndarray, width: int, height: int) -> Place | None:
+def _find_free_place(label: _Label, box: np.ndarray, taken: np.ndarray, width: int, height: int) -> Place | None:
     """The free place that is nearest to the upper left corner of the box, best just above it."""
     if label.height > height:
         return None

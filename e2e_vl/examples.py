@@ -143,9 +143,9 @@ def _ragged(values: list[Any], row: tuple[int, ...] = ()) -> Ragged:
 
 @dataclasses.dataclass(frozen=True)
 class ImageTransform:
-    """How pixels of a stored image became pixels of the resized one.
+    """How pixels of a original image became pixels of the resized one.
 
-    Boxes are given as float [R, 4] xyxy in pixels of the stored image, and come back in pixels of the resized image:
+    Boxes are given as float [R, 4] xyxy in pixels of the original image, and come back in pixels of the resized image:
 
     transform_boxes            not clamped, flip at width - 1: targets of tasks and phrases (official VL-BERT code)
     transform_and_clamp_boxes  clamped, flip at width - 1: candidate boxes (official VL-BERT code)
@@ -192,7 +192,7 @@ class ImageTransform:
         pixel, becomes one pixel wide or high there: boxes never have zero area.
 
         Args:
-            name: names the boxes if one lies outside the stored image.
+            name: names the boxes if one lies outside the original image.
 
         Returns:
             float32 [R, 4].
@@ -349,7 +349,7 @@ class PhraseBatch(Movable):
         )
 
 
-def phrases_of(
+def find_phrases(
     text: SampleText, example: TextExample, images: Sequence[ImageExample], text_tokenizer: TextTokenizer
 ) -> TextPhrases:
     """The annotated phrases of a text as spans of its wordpieces; the text comes first in `example`."""
@@ -369,13 +369,15 @@ def phrases_of(
         words=text.words,
         offsets=offsets,
         continues_word=continues,
-        spans=np.array([wordpieces_of(offsets, own, span) for span in annotated.spans], dtype=np.int64).reshape(-1, 2),
+        spans=np.array([find_wordpieces(offsets, own, span) for span in annotated.spans], dtype=np.int64).reshape(
+            -1, 2
+        ),
         boxes=[move(boxes).astype(np.float32) for boxes in annotated.boxes or unknown],
         is_complete=annotated.is_complete,
     )
 
 
-def wordpieces_of(
+def find_wordpieces(
     offsets: Int64[np.ndarray, "L 2"], is_own: Bool[np.ndarray, " L"], span: tuple[int, int]
 ) -> tuple[int, int]:
     """First wordpiece of some characters of a text and the last plus one.
@@ -396,7 +398,7 @@ def wordpieces_of(
     return int(inside[0]), int(inside[-1]) + 1
 
 
-def characters_of(offsets: Int64[Tensor, "L 2"], span: tuple[int, int]) -> tuple[int, int]:
+def find_characters(offsets: Int64[Tensor, "L 2"], span: tuple[int, int]) -> tuple[int, int]:
     """First character of some wordpieces of a text and the last plus one."""
     own = offsets[span[0] : span[1]]
     real = own[own[:, 1] > 0]
@@ -415,7 +417,7 @@ class Preprocessor(abc.ABC):
 
     text_tokenizer: TextTokenizer
     # kinds of truth that the task learns from. In joined data sets, texts with phrases and with another truth have no
-    # target, see `no_target`. (): the task cannot take such texts. (object,): it learns from any text.
+    # target, see `placeholder_targets`. (): the task cannot take such texts. (object,): it learns from any text.
     learns_from: ClassVar[tuple[type, ...]] = ()
 
     def __call__(
@@ -425,12 +427,12 @@ class Preprocessor(abc.ABC):
         for text in sample.texts:
             for example in self.encode_text(text, sample, images, make_generator):
                 if self.lacks_target(text):
-                    example.targets = dataclasses.replace(self.no_target(), has_target=False)
+                    example.targets = dataclasses.replace(self.placeholder_targets(), has_target=False)
                     example.record = example.record | {ONLY_PHRASES: True}
                 if self.text_tokenizer.with_phrase_spans and example.phrases is None:
                     other = example.other_words
                     said = text if other is None else dataclasses.replace(text, words=other, phrases=None)
-                    example.phrases = phrases_of(said, example, images, self.text_tokenizer)
+                    example.phrases = find_phrases(said, example, images, self.text_tokenizer)
                 yield example
 
     def lacks_target(self, text: SampleText) -> bool:
@@ -438,7 +440,7 @@ class Preprocessor(abc.ABC):
         could = bool(self.learns_from) and self.text_tokenizer.with_phrase_spans and text.may_lack_target
         return could and not isinstance(text.truth, self.learns_from)
 
-    def no_target(self) -> Targets:
+    def placeholder_targets(self) -> Targets:
         """Values that mean nothing, of the class, shapes and dtypes that the targets of other texts have."""
         raise NotImplementedError(f"{type(self).__name__} has targets for every text.")
 

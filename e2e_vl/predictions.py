@@ -75,7 +75,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ty
     text: str = ""
     family: str | None = None  # kind of text, in the drawn data sets
     file_name: str | None = None  # of the (first) image
-    image_size: tuple[Side, Side] | None = None  # (height, width) of the stored image
+    image_size: tuple[Side, Side] | None = None  # (height, width) of the original image
     flipped: bool = False
     cut_wordpieces: Count = 0  # that did not fit into the text
     correct: Score | None = None

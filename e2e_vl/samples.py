@@ -59,7 +59,7 @@ class CandidateBoxes:
     boxes: np.ndarray  # float [R, 4]
     origin: str  # file and record, for error messages
     class_probs: np.ndarray | None = None  # float32 [R, C], distributions over the classes of a detector
-    image_size: tuple[int, int] | None = None  # (height, width) of the stored image, where the file says it
+    image_size: tuple[int, int] | None = None  # (height, width) of the original image, where the file says it
     features: np.ndarray | None = None  # float32 [R, D]
     image_feature: np.ndarray | None = None  # float32 [D], feature of the whole image
     # see `DETECTED`
@@ -102,7 +102,7 @@ class SampleText:
 
     index: int  # its number in the data set
     words: str  # the text
-    # plain JSON-able values that go into the predictions: ids, truth in pixels of the stored image
+    # plain JSON-able values that go into the predictions: ids, truth in pixels of the original image
     metadata: dict[str, Any]
     truth: Any = None  # one of the records below, or one of a task's own; None: unknown
     image_index: tuple[int, ...] = (0,)  # rows of `Sample.images`; empty for a text without an image

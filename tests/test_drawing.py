@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from e2e_vl.drawing import LONGEST, PALETTE, SHORTEST, box_colours, draw_boxes
+from e2e_vl.drawing import LONGEST, PALETTE, SHORTEST, choose_box_colours, draw_boxes
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
@@ -99,8 +99,8 @@ def test_a_dashed_box_has_the_same_corners_and_about_half_of_the_outline():
 def test_no_phrase_has_the_colour_of_the_answer():
     count = 2 * len(PALETTE) + 3
     for answers in (0, 1, 3):
-        colours = box_colours(answers, count)
+        colours = choose_box_colours(answers, count)
         assert len(colours) == answers + count and PALETTE[0] not in colours[answers:]
         assert colours[:answers] == list(PALETTE[:answers])
         assert all(one != other for one, other in itertools.pairwise(colours))
-    assert box_colours(1, 7) == list(PALETTE), "as without phrases"
+    assert choose_box_colours(1, 7) == list(PALETTE), "as without phrases"

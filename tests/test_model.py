@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.batching import ExampleDataset, Request
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import build_collate, build_examples, build_model, build_tokenizer, resolve
+from e2e_vl.run.build import build_collate, build_examples, build_model, build_tokenizer, resolve_config
 from e2e_vl.structures import Batch
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +44,7 @@ class Built:
 
 
 def build(config: RunConfig, *, boxes: str = "gt") -> Built:
-    config = resolve(config)
+    config = resolve_config(config)
     tokenizer = build_tokenizer(config)
     torch.manual_seed(3)
     model = build_model(config, vocab_size=len(tokenizer)).train()

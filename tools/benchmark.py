@@ -56,7 +56,7 @@ from e2e_vl.config import load_config
 from e2e_vl.data.batching import GroupedBatchSampler, Request
 from e2e_vl.io import write_json
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import build_run, resolve
+from e2e_vl.run.build import build_run, resolve_config
 from e2e_vl.run.optim import build_optimizer
 from e2e_vl.structures import Batch, ModelOutput
 
@@ -146,7 +146,7 @@ def random_boxes(number: int) -> Tensor:
 
 def measure_train(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Grouped against ungrouped steps, or with `--sweep` single steps; no file of the run is written."""
-    config = resolve(load_config(arguments.config, arguments.overrides))
+    config = resolve_config(load_config(arguments.config, arguments.overrides))
     number, texts = config.train.images_per_batch // config.train.accumulate, config.data.texts_per_image
     with tempfile.TemporaryDirectory() as folder:
         words = [*arguments.overrides, "data.flip=0", "data.workers=0", f"output={folder}/run"]
@@ -156,7 +156,7 @@ def measure_train(arguments: argparse.Namespace, device: torch.device) -> dict[s
                 f"data.root={folder}/data",
                 f"data.synthetic.scenes={{{config.data.train_split}: {4 * number + 8}}}",
             ]
-        config = resolve(load_config(arguments.config, words))
+        config = resolve_config(load_config(arguments.config, words))
         set_seed(config.seed)
         run = build_run(config)
         model = run.model.to(device)

@@ -163,7 +163,7 @@ class CaptionAnnotations:
     words: str  # as written
     phrases: list[str]
     phrase_spans: Int64[np.ndarray, "phrases 2"]
-    boxes: list[np.ndarray]  # of each phrase float64 [boxes, 4], xyxy in pixels of the stored image; maybe none
+    boxes: list[np.ndarray]  # of each phrase float64 [boxes, 4], xyxy in pixels of the original image; maybe none
     forms: list[str]  # words of the parse, or without a parse the words between white space
     word_spans: Int64[np.ndarray, "words 2"]
     phrase_of: list[int]  # row of each word's phrase; -1 outside of phrases

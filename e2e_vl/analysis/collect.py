@@ -122,7 +122,7 @@ class MeasureKey:
 
 @dataclasses.dataclass
 class RecordedText:
-    """What the pictures of one text need, on the CPU. Boxes are xyxy in pixels of the stored image."""
+    """What the pictures of one text need, on the CPU. Boxes are xyxy in pixels of the original image."""
 
     index: int
     caption: CaptionAnnotations
@@ -173,7 +173,7 @@ class TextView:
 
     caption: CaptionAnnotations
     length: int  # L
-    boxes: np.ndarray  # float64 [R, 4], xyxy in pixels of the stored image
+    boxes: np.ndarray  # float64 [R, 4], xyxy in pixels of the original image
     allowed: Bool[Tensor, " R"]
     is_right: Bool[Tensor, "phrases R"]
     rules: dict[str, Float[Tensor, " R"]]  # baseline -> score of each region

@@ -26,7 +26,7 @@ from detector.io import atomic_files, read_json, read_yaml, write_json
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import random_generator
 from e2e_vl.data.user_inputs import checked_boxes, read_boxes, require_inside
-from e2e_vl.drawing import box_colours, draw_boxes
+from e2e_vl.drawing import choose_box_colours, draw_boxes
 from e2e_vl.examples import Example
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector, extract_image
 from e2e_vl.extraction.settings import SHOWN
@@ -257,7 +257,7 @@ def marks_of(labels: Sequence[str], phrases: Sequence[GroundedPhrase]) -> dict[s
     """`labels`, `colours` and `dashed` of `draw_boxes` for labelled boxes followed by boxes of phrases."""
     return {
         "labels": [*labels, *(phrase.label for phrase in phrases)],
-        "colours": box_colours(len(labels), len(phrases)),
+        "colours": choose_box_colours(len(labels), len(phrases)),
         "dashed": [*[False] * len(labels), *(not phrase.is_clear for phrase in phrases)],
     }
 

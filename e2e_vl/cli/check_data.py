@@ -165,7 +165,7 @@ class SplitReader:
         self, config: RunConfig, split: str, boxes: Sequence[BoxSource], all_ids: PhotoIds, max_images: int | None
     ) -> None:
         from e2e_vl.data.image_loader import open_boxes_of  # late: they import torch and transformers
-        from e2e_vl.run.build import open_split, possible_answers
+        from e2e_vl.run.build import load_answers, open_split
         from e2e_vl.text import load_tokenizer
 
         self.config, self.all_ids = config, all_ids
@@ -175,7 +175,7 @@ class SplitReader:
         vocabulary = config.data.vocabulary
         try:
             self.tokenizer = None if vocabulary is None else load_tokenizer(vocabulary)
-            self.answers = set(possible_answers(config)) if self.task.chooses_answers else None
+            self.answers = set(load_answers(config)) if self.task.chooses_answers else None
             main = next((one for one in boxes if one.reads_annotations), boxes[0])
             dataset = open_split(config, split, main, training=split == config.data.train_split)
             self._read(dataset, max_images)

@@ -97,7 +97,7 @@ def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
 def import_official(weights: Path, run: Path, output: Path, overrides: list[str]) -> None:
     """Write a model folder with the weights of an official file; missing tensors stay random and are reported."""
     config = load_config(run, overrides)
-    from e2e_vl.run.build import build_model, build_tokenizer, resolve  # late: it imports torch
+    from e2e_vl.run.build import build_model, build_tokenizer, resolve_config  # late: it imports torch
     from e2e_vl.run.checkpoint import save_model
 
     start = {"weights": str(weights)}
@@ -105,7 +105,7 @@ def import_official(weights: Path, run: Path, output: Path, overrides: list[str]
     if detector.backend != "precomputed":
         detector = msgspec.structs.replace(detector, **start, expect="backbone")
     encoder, task = (msgspec.structs.replace(part, **start) for part in (config.encoder, config.task))
-    config = resolve(msgspec.structs.replace(config, detector=detector, encoder=encoder, task=task))
+    config = resolve_config(msgspec.structs.replace(config, detector=detector, encoder=encoder, task=task))
     tokenizer = build_tokenizer(config)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     with atomic_files(output, "config.yaml") as part:
@@ -119,9 +119,9 @@ def export_official(folder: Path, output: Path) -> None:
     For VQA, the answers are written beside it, in the order of the classes.
     """
     from e2e_vl.run.build import ADAPTERS  # late: it imports torch
-    from e2e_vl.run.checkpoint import load_model, saved_settings
+    from e2e_vl.run.checkpoint import load_model, load_saved_config
 
-    encoder = saved_settings(folder).encoder.name
+    encoder = load_saved_config(folder).encoder.name
     adapters = {adapter.suffix: adapter for adapter in ADAPTERS.get(encoder, ()) if adapter.suffix}
     if output.suffix not in adapters:
         raise UserError(

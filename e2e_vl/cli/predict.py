@@ -7,7 +7,7 @@
 Formats, with predictions in the order of the data set:
   VQA      JSON list of {"question_id", "answer"}
   VCR      CSV of 21 columns; --run chooses answers, --rationale-run rationales (given each of the four answers)
-  RefCOCO  JSON list of {"ref_id", "sent_id", "box"}, the box as [x1, y1, x2, y2] in pixels of the stored image
+  RefCOCO  JSON list of {"ref_id", "sent_id", "box"}, the box as [x1, y1, x2, y2] in pixels of the original image
   GQA      JSON list of {"questionId", "prediction"}
   NLVR2    CSV of lines identifier,True or identifier,False, without a header
   Flickr30K Entities  JSON list of {"image", "sentence", "phrases"}, each phrase with "id", "phrase", "box" and "score"

@@ -59,10 +59,10 @@ class CocoObject(Record, array_like=True):
 
     id: Id
     class_index: int  # 0 .. K-1, by sorted category id
-    box: FourNumbers  # xyxy, continuous, pixels of the stored image
+    box: FourNumbers  # xyxy, continuous, pixels of the original image
     is_crowd: bool
     attributes: tuple[int, ...]  # 0 .. number of attributes - 1, by sorted attribute id
-    area: float | None  # of its mask, pixels of the stored image; None if not in the file
+    area: float | None  # of its mask, pixels of the original image; None if not in the file
 
 
 class CocoImage(Record, array_like=True):
@@ -70,7 +70,7 @@ class CocoImage(Record, array_like=True):
 
     id: Id
     file_name: str
-    width: int  # pixels of the stored image
+    width: int  # pixels of the original image
     height: int
     objects: list[CocoObject]
 
@@ -212,7 +212,7 @@ class CocoDetectionDataset(VLDataset):
         image = self.instances.images[texts[0]]
         objects = [
             {
-                "box": [*one.box],  # box and area in pixels of the stored image
+                "box": [*one.box],  # box and area in pixels of the original image
                 "category_id": self.instances.category_ids[one.class_index],
                 "category": self.class_names[one.class_index],
                 "area": one.area,

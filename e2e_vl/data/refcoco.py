@@ -58,7 +58,7 @@ class Expression(TextRecord, array_like=True):
     split: str
     words: str
     category: str  # of the annotated object
-    box: FourNumbers  # xyxy, pixels of the stored image
+    box: FourNumbers  # xyxy, pixels of the original image
     family: str | None = None  # kind of expression, in synthetic data only
 
     @property

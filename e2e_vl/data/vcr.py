@@ -104,7 +104,7 @@ def read_detected_objects(path: Path, min_score: float) -> tuple[tuple[int, int]
         min_score: keep only boxes with a higher score.
 
     Returns:
-        (height, width) of the stored image, and the kept objects in file order, with classes.
+        (height, width) of the original image, and the kept objects in file order, with classes.
     """
     content = read_json(path, Metadata)
     objects = content.objects(str(path))

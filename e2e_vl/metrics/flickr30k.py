@@ -89,7 +89,7 @@ def phrase_metrics(predictions: Sequence[Flickr30KPrediction]) -> dict[str, floa
 def write_submission(path: str | Path, predictions: Sequence[Flickr30KPrediction]) -> None:
     """Write a JSON list of {"image", "sentence", "phrases": [{"id", "phrase", "box", "score"}]}.
 
-    There is no evaluation server; boxes are xyxy in pixels of the stored image.
+    There is no evaluation server; boxes are xyxy in pixels of the original image.
     """
     entries = []
     for one in predictions:

@@ -52,10 +52,10 @@ def box_iou(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size
     """IoU of predicted and true boxes, pair by pair.
 
     Args:
-        boxes: float [..., 4], predicted, xyxy (x2 = x + w) in pixels of the stored image.
+        boxes: float [..., 4], predicted, xyxy (x2 = x + w) in pixels of the original image.
         gt_boxes: float [..., 4], true; the leading axes broadcast against the axes of `boxes`.
         convention: one in the table above, except `same_annotation`.
-        image_size: [..., 2], (height, width) of the stored image(s); needed by `vlbert` only.
+        image_size: [..., 2], (height, width) of the original image(s); needed by `vlbert` only.
 
     Returns:
         float64 [...], in 0..1.
@@ -143,7 +143,7 @@ def _same_annotation(prediction: ReferringPrediction) -> tuple[bool, bool]:
 def write_submission(path: str | Path, predictions: Sequence[ReferringPrediction]) -> None:
     """Write predictions as a JSON list with one object per expression, in order.
 
-    An object is {"ref_id": int, "sent_id": int, "box": [x1, y1, x2, y2]}, in pixels of the stored image; the box is
+    An object is {"ref_id": int, "sent_id": int, "box": [x1, y1, x2, y2]}, in pixels of the original image; the box is
     null if the model found none. There is no evaluation server. (`ref_id` alone would be ambiguous: an object has
     several expressions.)
     """

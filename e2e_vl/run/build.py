@@ -52,7 +52,7 @@ ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # encoders that can load the
 }
 
 
-def resolve(config: RunConfig) -> RunConfig:
+def resolve_config(config: RunConfig) -> RunConfig:
     """The settings with `data.resize` filled in from the detector's YAML file where it is null.
 
     A detector that would train on the boxes of its random initialisation is refused.
@@ -87,7 +87,7 @@ def has_answers(config: RunConfig) -> bool:
     return getattr(config.task.config, "answers", None) is not None or "answers" in config.data.files
 
 
-def possible_answers(config: RunConfig) -> list[str]:
+def load_answers(config: RunConfig) -> list[str]:
     """The answers in the order of their classes.
 
     They come from `task.config.answers` (a list or a file) or from the file `data.files.answers`, under data.root.
@@ -99,13 +99,13 @@ def possible_answers(config: RunConfig) -> list[str]:
         return list(settings.answers)
     if not has_answers(config):
         given = dataset.answers_of(*open_options(dataset, config.data), config.data.train_split)
-        return frequent_answers(given, settings.min_answer_count, task.canonical_answer)
+        return count_frequent_answers(given, settings.min_answer_count, task.canonical_answer)
     path = user_path(settings.answers or Path(config.data.root, config.data.files["answers"]), "task.config.answers")
     answers = read_answers(path)
     return [task.parse_official_answer(answer) for answer in answers] if path.suffix == ".txt" else answers
 
 
-def frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spell: Callable[[str], str]) -> list[str]:
+def count_frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spell: Callable[[str], str]) -> list[str]:
     """The answers to at least `min_count` questions, by descending count, then alphabetically.
 
     The empty answer may be one of them. Published vocabularies have a different order.
@@ -208,7 +208,7 @@ def build_task(config: RunConfig, sizes: Sizes) -> Task:
     """The task with its head."""
     task_class, settings = TASKS[config.task.name].cls, config.task.config
     if task_class.chooses_answers:
-        settings = msgspec.structs.replace(settings, answers=possible_answers(config))
+        settings = msgspec.structs.replace(settings, answers=load_answers(config))
     if not task_class.sums_objectives:
         return task_class.build(sizes, settings)
     task = task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
@@ -270,11 +270,11 @@ def build_tokenizer(config: RunConfig, *, writes: bool = True) -> PreTrainedToke
         return load_tokenizer(config.data.vocabulary)
     path = Path(config.output) / "tokenizer" / "vocab.txt"
     if writes:
-        build_vocabulary(training_texts(config), path)
+        build_vocabulary(read_training_texts(config), path)
     return load_tokenizer(path)
 
 
-def training_texts(config: RunConfig) -> Iterable[str]:
+def read_training_texts(config: RunConfig) -> Iterable[str]:
     """The texts to build a vocabulary from: those of the training split, and extra words of the task."""
     dataset = DATASETS[config.data.name].cls
     files, options = open_options(dataset, config.data)
@@ -406,7 +406,7 @@ def build_run(config: RunConfig, *, writes: bool = True) -> Run:
     A vocabulary or answer list built from the data is written into the run directory.
 
     Args:
-        config: as returned by `resolve`.
+        config: as returned by `resolve_config`.
         writes: whether this process writes these files; False: another process has written them.
     """
     make_synthetic_data(config)

@@ -44,7 +44,7 @@ from e2e_vl.run.launch import on_main
 from e2e_vl.text import load_tokenizer
 
 logger = logging.getLogger(__name__)
-OWN_START = (  # settings that a trained model does not use
+START_SETTINGS = (  # settings that a trained model does not use
     "detector.config",
     "detector.weights",
     "encoder.weights",
@@ -56,7 +56,7 @@ OWN_START = (  # settings that a trained model does not use
 
 
 @contextlib.contextmanager
-def full_disk_named(folder: Path) -> Iterator[None]:
+def translate_full_disk(folder: Path) -> Iterator[None]:
     """torch and safetensors have errors of their own for a full disk; they become the OSError of the system."""
     try:
         yield
@@ -70,7 +70,7 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
     """Write settings, weights (safetensors) and tokenizer; the encoder folder is a transformers checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder / "config.yaml")
-    with full_disk_named(folder), _without_progress_bars():
+    with translate_full_disk(folder), _without_progress_bars():
         model.encoder.save_pretrained(folder / "encoder")
         for name, part in _parts(model).items():
             if name != "encoder":
@@ -111,11 +111,11 @@ def load_model(
     """
     folder = model_folder(folder)
     for word in overrides or []:
-        if word.partition("=")[0] in OWN_START:
+        if word.partition("=")[0] in START_SETTINGS:
             raise UserError(f"{word}: a trained model includes its detector and weights; leave this setting out.")
     # phrases.weights without phrases.weight is an error, and an override may set the latter to 0
     overrides = [*(overrides or []), "phrases.weights=null"]
-    config = saved_settings(folder, overrides)
+    config = load_saved_config(folder, overrides)
     changes = parse_overrides(word for word in overrides if word.startswith("detector.overrides."))
     detector = replace(
         config.detector,
@@ -146,7 +146,7 @@ def _parts(model: VisionLanguageModel) -> dict[str, nn.Module]:
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def saved_settings(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_saved_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The settings saved with a model."""
     return load_config(model_folder(run_dir) / "config.yaml", overrides)
 
@@ -195,7 +195,7 @@ def save_state(
         )
     with contextlib.ExitStack() as writing:
         part = on_main(accelerator, lambda: writing.enter_context(atomic_folder(folder)))
-        with full_disk_named(part):
+        with translate_full_disk(part):
             accelerator.save_state(str(part / "state"))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -203,7 +203,7 @@ def save_state(
             write_json(part / POSITION_FILE, {**position, "processes": accelerator.num_processes})
             write_checksums(part)
     if accelerator.is_main_process:
-        every = complete_checkpoints(folder.parent.parent)
+        every = list_checkpoints(folder.parent.parent)
         kept = [one for one in every if one.name <= folder.name][-keep:]
         for old in set(every).difference(kept):
             (old / POSITION_FILE).unlink()  # marks it as incomplete
@@ -223,7 +223,7 @@ def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folde
     return read_json(folder / POSITION_FILE)
 
 
-def complete_checkpoints(run_dir: Path) -> list[Path]:
+def list_checkpoints(run_dir: Path) -> list[Path]:
     """The complete checkpoints of a run directory, oldest first."""
     return sorted(path.parent for path in (run_dir / "checkpoints").glob(f"step_*/{POSITION_FILE}"))
 
@@ -235,7 +235,7 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     """
     if not output.is_dir():
         raise MissingFileError(f"Cannot resume: run directory {output} does not exist; start without --resume.")
-    folders, damaged = complete_checkpoints(output), []
+    folders, damaged = list_checkpoints(output), []
     while folders and (damage := find_damage(folders[-1])) is not None:
         damaged.append(f"{folders.pop()} is damaged ({damage})")
     if damaged and not folders:
@@ -247,7 +247,7 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     folder = folders[-1]
     if damaged:
         logger.warning("%s; resuming from %s.", "; ".join(damaged), folder)
-    written = saved_settings(folder / "model")
+    written = load_saved_config(folder / "model")
     detector = replace(written.detector, config=str(folder / "model/detector/config.yaml"), overrides={})
     processes = read_json(folder / POSITION_FILE)["processes"]
     changed = differences(
@@ -278,7 +278,7 @@ def _architecture(config: RunConfig, processes: int) -> dict[str, Any]:
 def refuse_to_overwrite(output: Path) -> None:
     """Raise UserError unless the folder is empty or its run was stopped before the first checkpoint."""
     is_run = (output / LOCK_FILE).exists()
-    has_results = bool(complete_checkpoints(output)) or (output / "metrics.json").exists()
+    has_results = bool(list_checkpoints(output)) or (output / "metrics.json").exists()
     has_other_files = not is_run and output.exists() and (output.is_file() or any(output.iterdir()))
     if has_results or has_other_files:
         raise UserError(

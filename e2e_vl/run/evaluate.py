@@ -23,7 +23,7 @@ from e2e_vl.metrics.names import MetricName, named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.predictions import PhrasesOnly, Prediction, with_target, write_list
 from e2e_vl.run.build import Run, build_collate, build_examples, warn_of_random_boxes
-from e2e_vl.run.checkpoint import load_model, saved_settings
+from e2e_vl.run.checkpoint import load_model, load_saved_config
 from e2e_vl.run.launch import gather_to_main, make_accelerator, on_main
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.phrase_head import TAGS, grounding_metrics, with_phrases
@@ -151,7 +151,7 @@ def evaluate_split(
         losses=losses,
         unreadable=unreadable if skip_broken else None,
     )
-    scores = on_main(accelerator, lambda: metrics_of(model.task, predictions))
+    scores = on_main(accelerator, lambda: compute_metrics(model.task, predictions))
     if unreadable:
         scores["unreadable_images"] = len({image for one in unreadable for image in one.images})
     if losses is not None:
@@ -159,7 +159,7 @@ def evaluate_split(
     return Evaluation(predictions, named_metrics(scores, split, boxes), unreadable)
 
 
-def metrics_of(task: Task, predictions: Sequence[Prediction]) -> dict[str, Any]:
+def compute_metrics(task: Task, predictions: Sequence[Prediction]) -> dict[str, Any]:
     """The task's metrics over the texts with a target, and the phrase metrics over all texts."""
     judged = with_target(predictions)
     has_only_phrases = bool(predictions) and not judged
@@ -314,7 +314,7 @@ def predict_split(
             f"{run_dir} was trained for the task '{config.task.name}', which has no submission file; write its "
             "predictions with tools/evaluate.py."
         )
-    second_task = None if second_run_dir is None else saved_settings(second_run_dir).task.name
+    second_task = None if second_run_dir is None else load_saved_config(second_run_dir).task.name
     if second_task != (None if task.second_run is None else config.task.name):
         wanted = "one run" if task.second_run is None else f"two runs of it, the other one as {task.second_run_option}"
         raise UserError(f"The submission file of the task '{config.task.name}' needs {wanted}.")

@@ -97,14 +97,14 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         comes_again = self.number is not None and time.monotonic() - self._came_at > self.PATIENCE
         if self.at_once or comes_again:
-            raise stopped_by(number, "--resume continues from the newest checkpoint.")
+            raise make_stopped_error(number, "--resume continues from the newest checkpoint.")
         if self.number is None:
             self.number, self._came_at = number, time.monotonic()
             if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
                 os.write(2, b"\nsaving a checkpoint after this step; Ctrl-C again stops at once\n")
 
 
-def stopped_by(number: int, advice: str) -> StoppedRunError:
+def make_stopped_error(number: int, advice: str) -> StoppedRunError:
     """The exception of a run that a signal stopped; the exit status is 128 + the signal, as in shells."""
     is_main = os.environ.get("RANK", "0") == "0"
     return StoppedRunError(f"stopped by {signal.Signals(number).name}. {advice}" if is_main else "", 128 + number)

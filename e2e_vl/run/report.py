@@ -55,7 +55,7 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
     plots: dict[str, Series] = {title: {} for title in (TASK, DETECTOR, SUM, EVALUATION, EVALUATION_LOSS)}
     for line in lines:
         for name in sorted(line):
-            title, label = _plot_of(line["kind"], name)
+            title, label = _find_plot(line["kind"], name)
             if title and line[name] is not None:  # None: NaN or infinite
                 plots[title].setdefault(label, []).append((line["step"], line[name]))
     plots = {title: series for title, series in plots.items() if series}
@@ -73,7 +73,7 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
     return buffer.getvalue()
 
 
-def _plot_of(kind: str, name: str) -> tuple[str, str]:
+def _find_plot(kind: str, name: str) -> tuple[str, str]:
     """The plot that a value belongs to ("": none), and its label there."""
     if kind == "train" and name not in OTHER_VALUES and not name.startswith("lr_"):
         return (SUM if name == TOTAL else DETECTOR if name.startswith(DETECTOR_PREFIX) else TASK), name
@@ -101,7 +101,7 @@ def _plot(axes: Axes, title: str, series: Series) -> None:
     axes.legend(fontsize=8)
 
 
-def changed_settings(config: RunConfig) -> list[str]:
+def list_changed_settings(config: RunConfig) -> list[str]:
     """The settings of a run that differ from the defaults, as `key: default -> value`."""
     defaults = msgspec.to_builtins(
         RunConfig(
@@ -128,7 +128,7 @@ class MetricTable(NamedTuple):
     rows: dict[str, list[float | None]]  # row name -> a value per column; None: not measured
 
 
-def metric_tables(metrics: Mapping[str, Any]) -> list[MetricTable]:
+def build_metric_tables(metrics: Mapping[str, Any]) -> list[MetricTable]:
     """For each split, a table of its metrics over all texts, then a table for each metric with families."""
     tables: dict[str, dict[tuple[str, str], float | None]] = {}  # title -> (row, column) -> value
     names = {name: found for name in metrics if (found := MetricName.read(name)) is not None}
@@ -156,7 +156,7 @@ OUTCOMES = ("wrong", "partly right", "right", "without a label")
 MOST_MISTAKES = 8  # rows in the table of frequent mistakes
 
 
-class Described(NamedTuple):
+class DescribedPrediction(NamedTuple):
     """One prediction and the task's description of it."""
 
     prediction: Prediction
@@ -177,12 +177,12 @@ class Described(NamedTuple):
         return "; ".join(f"{one.line}{judged[one.correct]}" for one in self.prediction.grounded)
 
 
-class Sampled(NamedTuple):
+class SampledPredictions(NamedTuple):
     """A random sample of `total` predictions."""
 
     title: str
     total: int
-    shown: list[Described]
+    shown: list[DescribedPrediction]
 
 
 class PredictionLists(NamedTuple):
@@ -191,10 +191,10 @@ class PredictionLists(NamedTuple):
     groups: dict[str, Counter[str]]  # family or question type, "all" first -> number of predictions by outcome
     mistakes: list[tuple[str, str, int]]  # the most frequent (ground truth, wrong answer) pairs, with numbers of images
     outcomes: list[str]  # outcomes that occur; always "wrong" and "right"
-    wrong: list[Sampled]  # one per group with errors, most errors first
+    wrong: list[SampledPredictions]  # one per group with errors, most errors first
     # group -> wrong predictions with more than one phrase, by whether all phrases but the first are right
     grounded: dict[str, Counter[str]]
-    others: list[Sampled]  # partly right, right and unlabelled predictions, if any
+    others: list[SampledPredictions]  # partly right, right and unlabelled predictions, if any
 
 
 def list_predictions(predictions: Sequence[Prediction], task: Task, number: int, seed: int) -> PredictionLists:
@@ -209,18 +209,18 @@ def list_predictions(predictions: Sequence[Prediction], task: Task, number: int,
     """
     generator = np.random.default_rng(seed)
 
-    def draw(title: str, members: Sequence[Described], count: int) -> Sampled:
+    def draw(title: str, members: Sequence[DescribedPrediction], count: int) -> SampledPredictions:
         rows = generator.choice(len(members), size=min(count, len(members)), replace=False)
-        return Sampled(title, len(members), [members[row] for row in sorted(rows)])
+        return SampledPredictions(title, len(members), [members[row] for row in sorted(rows)])
 
-    described = [Described(one, task.describe(one)) for one in with_target(predictions)]
+    described = [DescribedPrediction(one, task.describe(one)) for one in with_target(predictions)]
     by_outcome = {outcome: [one for one in described if one.outcome == outcome] for outcome in OUTCOMES}
     groups = {"all": Counter(one.outcome for one in described)}
     for name in sorted({one.words.group for one in described} - {""}):
         groups[name] = Counter(one.outcome for one in described if one.words.group == name)
     others = [draw(outcome, by_outcome[outcome], number) for outcome in OUTCOMES[1:] if by_outcome[outcome]]
 
-    wrong: dict[str, list[Described]] = {}
+    wrong: dict[str, list[DescribedPrediction]] = {}
     # for wrong answers: whether the other phrases, such as the landmark of a relation, were found; the first phrase is
     # about the answer itself
     grounded: dict[str, Counter[str]] = {}
@@ -235,7 +235,7 @@ def list_predictions(predictions: Sequence[Prediction], task: Task, number: int,
     shares = Counter(rank for _, rank in turns)
     return PredictionLists(
         groups,
-        _mistakes([*by_outcome["wrong"], *by_outcome["partly right"]]),
+        _count_mistakes([*by_outcome["wrong"], *by_outcome["partly right"]]),
         [outcome for outcome in OUTCOMES if by_outcome[outcome] or outcome in ("wrong", "right")],
         [draw(name, members, shares[rank]) for rank, (name, members) in enumerate(ordered)],
         grounded,
@@ -243,7 +243,7 @@ def list_predictions(predictions: Sequence[Prediction], task: Task, number: int,
     )
 
 
-def _mistakes(predictions: Sequence[Described]) -> list[tuple[str, str, int]]:
+def _count_mistakes(predictions: Sequence[DescribedPrediction]) -> list[tuple[str, str, int]]:
     """Pairs of a ground truth and a wrong answer that occur in more than one image."""
     found: dict[tuple[str, str, str | None], None] = {}  # each pair once per image, in order
     for one in predictions:
@@ -290,19 +290,19 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"value": _value}
+    environment.filters |= {"value": _format_number}
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=run_dir.resolve().name,
         task=config.task.name,
         data=config.data.name,
-        tables=metric_tables(metrics),
+        tables=build_metric_tables(metrics),
         best=metrics.get("best"),
-        best_tables=metric_tables((metrics.get("best") or {}).get("metrics", {})),
+        best_tables=build_metric_tables((metrics.get("best") or {}).get("metrics", {})),
         numbers=numbers,
         sections=sections,
         draw=functools.partial(draw_prediction, task),
-        curves=None if curves is None else _data_uri(curves, "png"),
-        changed=changed_settings(config),
+        curves=None if curves is None else _make_data_uri(curves, "png"),
+        changed=list_changed_settings(config),
         settings=read_text(run_dir / "config.yaml"),
     )
     path = run_dir / "report.html"
@@ -329,14 +329,14 @@ def draw_prediction(task: Task, prediction: Prediction) -> Picture:
     factor = min((PICTURE_AREA / (image.width * image.height)) ** 0.5, 1)
     size = (max(round(image.width * factor), 1), max(round(image.height * factor), 1))
     image.resize(size).save(buffer, "JPEG", quality=85)
-    return Picture(_data_uri(buffer.getvalue(), "jpeg"), is_wide=image.width > WIDE * image.height)
+    return Picture(_make_data_uri(buffer.getvalue(), "jpeg"), is_wide=image.width > WIDE * image.height)
 
 
-def _data_uri(content: bytes, kind: str) -> str:
+def _make_data_uri(content: bytes, kind: str) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def _value(value: Any) -> str:
+def _format_number(value: Any) -> str:
     """A number as text: whole numbers in full, others with three decimals or digits; a dash for none."""
     if value is None:
         return "–"

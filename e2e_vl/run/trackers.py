@@ -26,14 +26,14 @@ PROJECT = "e2e-vl"  # project name in trackers
 
 def start_trackers(accelerator: Accelerator, config: RunConfig) -> None:
     """Start the accelerator's trackers, with all settings as hyperparameters."""
-    accelerator.init_trackers(PROJECT, config=dict(_flat(msgspec.to_builtins(config))))
+    accelerator.init_trackers(PROJECT, config=dict(_flatten(msgspec.to_builtins(config))))
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
     """Dotted names and plain values; lists become text, and None is left out."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         elif value is not None:
             yield prefix + name, value if isinstance(value, bool | int | float | str) else str(value)
 
@@ -60,7 +60,7 @@ def track_pictures(
         words = task.describe(prediction)
         try:
             picture = draw_boxes(task.draw(prediction), [], title=f"{words.question} -> {words.answer}")
-        except (FileNotFoundError, ValueError):  # in an archive, or moved since
+        except (FileNotFoundError, ValueError):  # in an archive, or the image was moved
             continue
         for tracker in trackers:
             key = f"{name} {number}"
@@ -75,22 +75,33 @@ PRECISIONS = {"no": "float32", "bf16": "bfloat16 mixed with float32", "fp16": "f
 SHOWN_NAMES = 3  # parameter names in a list
 
 
-def start_text(config: RunConfig, run: Run, accelerator: Accelerator, step: int, total_steps: int) -> str:
+def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: int, total_steps: int) -> str:
     """A summary of the run, printed before training.
 
     Args:
         step: optimiser steps completed before resuming.
         total_steps: optimiser steps of the whole run.
     """
-    settings, boxes = config.train, config.eval.boxes
+    settings, boxes, processes = config.train, config.eval.boxes, accelerator.num_processes
+    if accelerator.device.type == "cpu":
+        device = f"CPU with {torch.get_num_threads()} of {os.cpu_count()} threads"
+    else:
+        device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else str(accelerator.device)
+    limit = config.data.texts_per_image
+    texts = "all texts" if limit is None else "1 text" if limit == 1 else f"at most {limit} texts"
+    steps = (
+        f"{total_steps:,}{f', {step:,} of them done' if step else ''}, each with {settings.images_per_batch} images"
+        f"{f' in {settings.accumulate} parts' if settings.accumulate > 1 else ''} and {texts} per image "
+        f"({total_steps * settings.images_per_batch:,} images in all)"
+    )
     lines = [
-        ("device", f"{_device(accelerator)}, {PRECISIONS[settings.mixed_precision]}"),
+        ("device", f"{device}, {_count(processes, 'process', 'es')}, {PRECISIONS[settings.mixed_precision]}"),
         ("training", f"{config.data.train_split}: {_size(run.train_data)}, boxes: {config.data.boxes.train}"),
         *(
             ("evaluation", f"{split}: {_size(run.eval_data[split, boxes[0]])}, boxes: {', '.join(boxes)}")
             for split in (config.data.eval_splits if boxes else ())
         ),
-        ("steps", _steps(config, run, step, total_steps)),
+        ("steps", steps),
         ("vocabulary", f"{len(run.tokenizer)} wordpieces, {config.data.vocabulary or 'built from the training texts'}"),
     ]
     parts = {"detector": run.model.detector, "encoder": run.model.encoder, "head": run.model.task}
@@ -98,19 +109,10 @@ def start_text(config: RunConfig, run: Run, accelerator: Accelerator, step: int,
         parts["phrases"] = run.model.phrase_head
     for name, part in parts.items():
         starts = [one for one in run.starts if one.part == ("task" if name == "head" else name)]
-        is_frozen = name == "detector" and config.detector.freeze
+        frozen = ", frozen" if name == "detector" and config.detector.freeze else ""
         number = sum(one.numel() for one in part.parameters())
-        lines.append((name, f"{number:,} parameters{', frozen' if is_frozen else ''}, {origin_text(part, starts)}"))
+        lines.append((name, f"{number:,} parameters{frozen}, {describe_weights(part, starts)}"))
     return "\n".join([config.output, *(f"  {name:<11s} {text}" for name, text in lines)])
-
-
-def _device(accelerator: Accelerator) -> str:
-    number = accelerator.num_processes
-    if accelerator.device.type == "cpu":
-        what = f"CPU with {torch.get_num_threads()} of {os.cpu_count()} threads"
-    else:
-        what = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else str(accelerator.device)
-    return f"{what}, {number} process{'es' if number > 1 else ''}"
 
 
 def _size(examples: ExampleDataset) -> str:
@@ -119,20 +121,7 @@ def _size(examples: ExampleDataset) -> str:
     return f"{len(examples.groups):,} images with {len(examples):,} texts{alone}"
 
 
-def _steps(config: RunConfig, run: Run, step: int, total_steps: int) -> str:
-    settings = config.train
-    parts = f" in {settings.accumulate} parts" if settings.accumulate > 1 else ""
-    number = config.data.texts_per_image
-    seen = total_steps * settings.images_per_batch
-    texts = "all texts" if number is None else "1 text" if number == 1 else f"at most {number} texts"
-    done = f", {step:,} of them done" if step else ""
-    return (
-        f"{total_steps:,}{done}, each with {settings.images_per_batch} images{parts} and {texts} per image "
-        f"({seen:,} images in all)"
-    )
-
-
-def origin_text(part: nn.Module, starts: Sequence[Start]) -> str:
+def describe_weights(part: nn.Module, starts: Sequence[Start]) -> str:
     """How a part of the model was initialised: the weights files, and the names of random parameters."""
     if not starts:
         return "all random" if any(True for _ in part.parameters()) else "nothing to learn"
@@ -157,8 +146,8 @@ def origin_text(part: nn.Module, starts: Sequence[Start]) -> str:
     )
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _count(number: int, what: str, plural: str = "s") -> str:
+    return f"{number:,} {what}{'' if number == 1 else plural}"
 
 
 def _names(names: Iterable[str]) -> str:
@@ -167,7 +156,7 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(names[:SHOWN_NAMES]) + more
 
 
-def finished_text(output: Path, steps: int) -> str:
+def describe_finished_run(output: Path, steps: int) -> str:
     """The message about a run that is already complete on resume."""
     return (
         f"{output} is already finished after {_count(steps, 'step')}; to continue, raise train.epochs or "
@@ -175,7 +164,7 @@ def finished_text(output: Path, steps: int) -> str:
     )
 
 
-def end_text(summary: Mapping[str, Any], output: Path, report: Path) -> str:
+def describe_results(summary: Mapping[str, Any], output: Path, report: Path) -> str:
     """The table of results and the output paths, printed after training.
 
     Args:
@@ -196,11 +185,11 @@ def end_text(summary: Mapping[str, Any], output: Path, report: Path) -> str:
 
 
 def _titled_table(title: str, metrics: Mapping[str, Any]) -> list[str]:
-    table = result_table(metrics)
+    table = format_results(metrics)
     return ["", *([title] if title else []), *table, ""] if table else []
 
 
-def result_table(metrics: Mapping[str, Any]) -> list[str]:
+def format_results(metrics: Mapping[str, Any]) -> list[str]:
     """A table with a row per split, metric and family, and a column per box source.
 
     Args:

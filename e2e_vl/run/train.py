@@ -33,12 +33,12 @@ from e2e_vl.io import RunLog, without_nan
 from e2e_vl.metrics.names import MetricName
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run import checkpoint as checkpoints
-from e2e_vl.run.build import Run, build_eval_data, build_run, resolve
+from e2e_vl.run.build import Run, build_eval_data, build_run, resolve_config
 from e2e_vl.run.evaluate import LOSS, evaluate_splits, phrase_weights
-from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, run_lock, stopped_by
+from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, make_stopped_error, run_lock
 from e2e_vl.run.launch import make_accelerator, on_main
 from e2e_vl.run.optim import build_optimizer, build_schedule
-from e2e_vl.run.trackers import end_text, finished_text, start_text, start_trackers, track_pictures
+from e2e_vl.run.trackers import describe_finished_run, describe_results, describe_run, start_trackers, track_pictures
 from e2e_vl.structures import Batch
 from e2e_vl.weights.start import check_answers, check_vocabulary
 
@@ -67,7 +67,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         max_wait_minutes=config.train.max_wait_minutes,
     )
     is_main = accelerator.is_main_process
-    config = resolve(config)
+    config = resolve_config(config)
     with contextlib.ExitStack() as lock:
 
         def prepare_output() -> Path | None:
@@ -97,7 +97,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         if finished is None:
             return trainer.run(started)
         if is_main:
-            print(finished_text(output, trainer.step), flush=True)
+            print(describe_finished_run(output, trainer.step), flush=True)
         accelerator.end_training()
         return finished
 
@@ -203,7 +203,7 @@ class Trainer:
             save_config(self.config, self.output / "config.yaml")
             with atomic_files(self.output / "tokenizer", "tokenizer_config.json") as part:
                 self.built.tokenizer.save_pretrained(part)
-            print(start_text(self.config, self.built, self.accelerator, self.step, self.total_steps), flush=True)
+            print(describe_run(self.config, self.built, self.accelerator, self.step, self.total_steps), flush=True)
         resume_step = self.step if self.checkpoint is not None else None
         self.log = RunLog(self.output / "log.jsonl", enabled=is_main, resume_step=resume_step)
         start_trackers(self.accelerator, self.config)
@@ -229,7 +229,7 @@ class Trainer:
                 if signal_number:
                     self.save()
                     self.accelerator.end_training()
-                    raise stopped_by(signal_number, f"--resume continues from step {self.step}.")
+                    raise make_stopped_error(signal_number, f"--resume continues from step {self.step}.")
                 if self.step == self.total_steps:
                     break
                 # save before the evaluation, so that its failure loses nothing
@@ -408,7 +408,7 @@ class Trainer:
             from e2e_vl.run.report import write_report  # late: importing matplotlib takes seconds
 
             report = write_report(self.output, self.config, model.task)
-            print(end_text(summary, self.output, report), flush=True)
+            print(describe_results(summary, self.output, report), flush=True)
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         return summary

@@ -27,9 +27,9 @@ from e2e_vl.examples import (
     Ragged,
     Targets,
     TextExample,
+    find_wordpieces,
     nested,
     ragged,
-    wordpieces_of,
 )
 from e2e_vl.metrics.flickr30k import Flickr30KPrediction, first_hit, phrase_metrics, right_candidates, write_submission
 from e2e_vl.predictions import Box, box_text
@@ -59,7 +59,7 @@ class Flickr30KPreprocessor(Preprocessor):
     config: Flickr30KConfig = dataclasses.field(default_factory=Flickr30KConfig)
     learns_from = (PhraseBoxes,)
 
-    def no_target(self) -> Flickr30KTargets:
+    def placeholder_targets(self) -> Flickr30KTargets:
         return Flickr30KTargets(np.zeros((0, 2), dtype=np.int64), [])
 
     def encode_text(
@@ -75,7 +75,7 @@ class Flickr30KPreprocessor(Preprocessor):
         own = encoding.source >= 0
         offsets = np.zeros((len(own), 2), dtype=np.int64)
         offsets[own] = places[encoding.source[own]]
-        found = [wordpieces_of(offsets, own, span) if own.any() else (0, 1) for span in spans]
+        found = [find_wordpieces(offsets, own, span) if own.any() else (0, 1) for span in spans]
         targets = Flickr30KTargets(spans=np.array(found, dtype=np.int64).reshape(-1, 2))
         if truth.boxes is not None:
             targets.boxes = [image.image_transform.transform_boxes(boxes).astype(np.float32) for boxes in truth.boxes]

@@ -118,7 +118,7 @@ class NLVR2Preprocessor(Preprocessor):
 
     learns_from = (CorrectChoice,)
 
-    def no_target(self) -> NLVR2Targets:
+    def placeholder_targets(self) -> NLVR2Targets:
         return NLVR2Targets(np.int64(0))
 
     def encode_text(

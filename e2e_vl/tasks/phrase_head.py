@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from detector.boxes import area
 from detector.structures import Loss
-from e2e_vl.examples import PhraseBatch, Ragged, characters_of
+from e2e_vl.examples import PhraseBatch, Ragged, find_characters
 from e2e_vl.predictions import GroundedPhrase, Prediction
 from e2e_vl.structures import Batch, IntermediateStates, ModelOutput, PhraseOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import init_head
@@ -226,7 +226,7 @@ def grounded_phrases(output: PhraseOutput, batch: Batch, regions: TextRegions) -
     # annotated phrases only
     annotated = zip(output.is_right, phrases.boxes.counts.tolist(), strict=True)
     for number, (text, span) in enumerate(zip(output.spans.owner.tolist(), output.spans.values.tolist(), strict=True)):
-        first, end = characters_of(phrases.offsets[text], tuple(span))
+        first, end = find_characters(phrases.offsets[text], tuple(span))
         shares = output.log_attention[number].detach()
         best = int(shares.argmax())
         box, score, correct = None, 0.0, None

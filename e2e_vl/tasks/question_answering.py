@@ -88,7 +88,7 @@ class AnswerPreprocessor(Preprocessor):
     def learns_from(self) -> tuple[type, ...]:
         return self.answers.learns_from
 
-    def no_target(self) -> AnswerTargets:
+    def placeholder_targets(self) -> AnswerTargets:
         return AnswerTargets(self.answers.targets_of({}), np.int64(-1))
 
     def encode_text(

@@ -53,7 +53,7 @@ class ReferringPreprocessor(Preprocessor):
 
     learns_from = (ReferredBox,)
 
-    def no_target(self) -> ReferringTargets:
+    def placeholder_targets(self) -> ReferringTargets:
         return ReferringTargets(np.zeros(4, dtype=np.float32))
 
     def encode_text(

@@ -253,7 +253,7 @@ class VCRPreprocessor(Preprocessor):
     learns_from = (CorrectChoice,)
     config: VCRConfig = dataclasses.field(default_factory=VCRConfig)
 
-    def no_target(self) -> VCRTargets:
+    def placeholder_targets(self) -> VCRTargets:
         return VCRTargets(np.float32(0))
 
     def encode_text(
@@ -309,7 +309,7 @@ class VCRPreprocessor(Preprocessor):
         mirrored = bool(text.image_index) and images[text.image_index[0]].image_transform.flipped
         pieces = self.text_tokenizer.pieces(text.words, mirrored=mirrored)
         encoding = self.text_tokenizer.single(pieces[: self.config.max_pieces])
-        return TextExample(encoding, text.image_index, self.record(text, images, encoding), self.no_target())
+        return TextExample(encoding, text.image_index, self.record(text, images, encoding), self.placeholder_targets())
 
     def _names(
         self,

@@ -22,7 +22,7 @@ from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.batching import Request
 from e2e_vl.data.features import RegionFeatures, write_tsv
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import build_collate, build_model, training_texts
+from e2e_vl.run.build import build_collate, build_model, read_training_texts
 from e2e_vl.run.checkpoint import save_model
 from e2e_vl.synthetic import SceneConfig, make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
@@ -96,7 +96,7 @@ def train_miniature(folder: Path, steps: int) -> tuple[RunConfig, VisionLanguage
     """Draw data, train and save a model into `folder / "run"`."""
     config = draw_data(folder)
     run = folder / "run"
-    build_vocabulary(training_texts(config), run / "vocab.txt")
+    build_vocabulary(read_training_texts(config), run / "vocab.txt")
     tokenizer = load_tokenizer(run / "vocab.txt")
     torch.manual_seed(0)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)

@@ -17,7 +17,7 @@ from e2e_vl.metrics.vqa import (
     vocabulary_answer,
     vqa_metrics,
 )
-from e2e_vl.run.build import frequent_answers
+from e2e_vl.run.build import count_frequent_answers
 from tests.official_vqa import vqa_accuracy
 from tests.parity.evaluation_common import folder_of, read_optional
 
@@ -92,7 +92,7 @@ def test_vqa_vocabulary_and_soft_targets(folder, annotations):
     for raw, spelled in recorded["preprocess_answer"]:
         assert vocabulary_answer(raw) == spelled, raw
     most_frequent = {row["question_id"]: row["multiple_choice_answer"] for row in annotations}
-    vocabulary = frequent_answers(most_frequent, recorded["min_occurrence"], vocabulary_answer)
+    vocabulary = count_frequent_answers(most_frequent, recorded["min_occurrence"], vocabulary_answer)
     assert sorted(vocabulary) == sorted(recorded["vocabulary"])
     assert len(annotations) == len(recorded["targets"])
     for row in annotations:

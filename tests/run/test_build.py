@@ -28,10 +28,10 @@ from e2e_vl.run import build as building
 from e2e_vl.run.build import (
     build_model,
     build_tokenizer,
-    frequent_answers,
+    count_frequent_answers,
+    load_answers,
     make_synthetic_data,
-    possible_answers,
-    resolve,
+    resolve_config,
 )
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.evaluate import evaluate_run
@@ -53,9 +53,9 @@ TESTED_AT_96 = "{MIN_SIZE_TRAIN: [96, 112, 128], MAX_SIZE_TRAIN: 160, MIN_SIZE_T
 
 def test_the_sizes_are_those_of_the_yaml_file_and_are_saved_with_the_run(tiny_config, on_cpu):
     config = tiny_config("data.resize=null", f"detector.overrides.INPUT={TESTED_AT_96}")
-    resolved = resolve(config)
+    resolved = resolve_config(config)
     assert resolved.data.resize == ResizeSettings([112, 128, 96], 160, "detectron2")  # testing takes the last
-    assert resolve(resolved) == resolved
+    assert resolve_config(resolved) == resolved
     train(replaced(config, train={"max_steps": 1}, eval={"boxes": []}))
     assert load_config(Path(config.output) / "model/config.yaml").data.resize == resolved.data.resize
 
@@ -75,10 +75,10 @@ def test_the_sizes_are_those_of_the_yaml_file_and_are_saved_with_the_run(tiny_co
 def test_ranges_of_sizes_and_tests_at_other_sizes(tiny_config, old, new, sizes):
     config = tiny_config("data.resize=null", f"detector.overrides.INPUT={TESTED_AT_96.replace(old, new)}")
     if sizes is not None:
-        assert resolve(config).data.resize.short_edge == sizes
+        assert resolve_config(config).data.resize.short_edge == sizes
     else:
         with pytest.raises(ValueError, match=r"set data\.resize"):
-            resolve(config)
+            resolve_config(config)
 
 
 def test_a_trained_model_sees_images_on_the_canvas_of_its_settings(trained_run, tmp_path, monkeypatch, on_cpu):
@@ -109,10 +109,10 @@ GIVEN = dict(enumerate(["Two, three"] * 3 + ["2 3"] * 3 + ["the box"] * 2))
 
 def test_a_list_is_ordered_by_count_then_alphabet():
     given = dict(enumerate(["yes"] * 3 + ["no"] * 3 + ["Two"] + ["2"] + ["rare"]))
-    assert frequent_answers(given, 2, vocabulary_answer) == ["no", "yes", "2"]
-    assert frequent_answers(given, 1, str) == ["no", "yes", "2", "Two", "rare"]
+    assert count_frequent_answers(given, 2, vocabulary_answer) == ["no", "yes", "2"]
+    assert count_frequent_answers(given, 1, str) == ["no", "yes", "2", "Two", "rare"]
     with pytest.raises(ValueError, match="no answer occurs in at least 4 of the 9 questions"):
-        frequent_answers(given, 4, vocabulary_answer)
+        count_frequent_answers(given, 4, vocabulary_answer)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_the_task_spells_the_answers(tiny_config, monkeypatch, tmp_path, task, b
     (tmp_path / "a.txt").write_text("<unk>\nT - shirt\n")
     for answers, expected in ((None, built), (str(tmp_path / "a.txt"), read), (["x", "y"], ["x", "y"])):
         given = replaced(config, task={"config": {"answers": answers, "min_answer_count": 2}})
-        assert possible_answers(given) == expected
+        assert load_answers(given) == expected
 
 
 # Parts

@@ -29,7 +29,7 @@ from e2e_vl.io import CHECKSUMS, find_damage, read_log, write_checksums
 from e2e_vl.run import evaluate as evaluation
 from e2e_vl.run import train as training
 from e2e_vl.run.build import build_examples
-from e2e_vl.run.checkpoint import full_disk_named, load_model
+from e2e_vl.run.checkpoint import load_model, translate_full_disk
 from e2e_vl.run.evaluate import evaluate
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.train import train
@@ -183,7 +183,7 @@ def test_signals_end_a_run_and_nothing_is_lost(uninterrupted, tiny_config, monke
 
 def test_a_full_disk_that_torch_hides_is_named(tmp_path, monkeypatch):
     def save():
-        with full_disk_named(tmp_path):
+        with translate_full_disk(tmp_path):
             raise RuntimeError("basic_ios::clear: iostream error")
 
     with pytest.raises(RuntimeError):

@@ -13,7 +13,7 @@ import yaml
 from detector.config import DetectorConfig
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.parts import TASKS
-from e2e_vl.run.build import build_examples, build_model, resolve
+from e2e_vl.run.build import build_examples, build_model, resolve_config
 from e2e_vl.samples import CorrectAnswer, CorrectChoice, HumanAnswers
 from e2e_vl.text import load_tokenizer
 
@@ -94,7 +94,7 @@ def test_the_model_of_a_run_can_be_built_and_missing_data_are_named(path, tmp_pa
     assert (model.teacher is not None) == has_teacher
 
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red"]))
-    config, tokenizer = resolve(config), load_tokenizer(str(tmp_path / "vocab.txt"))
+    config, tokenizer = resolve_config(config), load_tokenizer(str(tmp_path / "vocab.txt"))
     split, boxes = config.data.train_split, config.data.boxes.train
     with pytest.raises(FileNotFoundError, match="nowhere"):
         build_examples(config, model, tokenizer, split, boxes=boxes, training=True)

@@ -26,10 +26,10 @@ from e2e_vl.run.report import (
     PICTURE_AREA,
     TEMPLATE,
     MetricTable,
-    Sampled,
+    SampledPredictions,
+    build_metric_tables,
     draw_curves,
     list_predictions,
-    metric_tables,
     write_report,
 )
 from e2e_vl.tasks.base import PredictionSummary
@@ -129,13 +129,15 @@ def test_metrics_become_tables_of_box_sources_and_families():
         "steps": 8,
     }
     both = ["gt boxes", "predicted boxes"]
-    assert metric_tables(metrics) == [
+    assert build_metric_tables(metrics) == [
         MetricTable("val", both, {"accuracy": [0.8, 0.7], "count": [5.0, 5.0]}),
         MetricTable("val: accuracy", both, {"all": [0.8, 0.7], "relation": [0.5, None], "by place": [None, None]}),
         MetricTable("testA", ["gt boxes"], {"accuracy": [0.1]}),
     ]
     metrics = named_metrics({"accuracy_by_question/how many": 0.25}, "val", BoxSource.GT)
-    assert metric_tables(metrics)[-1] == MetricTable("val: accuracy by question", ["gt boxes"], {"how many": [0.25]})
+    assert build_metric_tables(metrics)[-1] == MetricTable(
+        "val: accuracy by question", ["gt boxes"], {"how many": [0.25]}
+    )
 
 
 # Lists of predictions
@@ -149,7 +151,7 @@ def guesses(outcomes: dict[str, list[float | None]]) -> list[Guess]:
     ]
 
 
-def asked(sample: Sampled) -> list[str]:
+def asked(sample: SampledPredictions) -> list[str]:
     return [one.words.question for one in sample.shown]
 
 
@@ -286,13 +288,13 @@ def test_texts_are_escaped(run):
     page = report(run, guess(text="a <b>bold</b> & 'quoted' cup", correct=0.0, truth="<i>", family="<u>"))
     assert not re.search(r"<[biu]>(?!a &lt;)", page)
     assert "a &lt;b&gt;bold&lt;/b&gt; &amp; &#39;quoted&#39; cup" in page
-    assert "right would be: <i> " in text_of(page) and "Wrong, <u>: 1 of 1" in text_of(page)
+    assert "ground truth: <i> " in text_of(page) and "Wrong, <u>: 1 of 1" in text_of(page)
 
 
 def test_errors_come_first_and_only_some_are_shown(run):
     wrong = guess(text="bad", correct=0.0, truth="red", family="colours")
     words = text_of(report(run, guess(text="fine"), wrong, guess(correct=None)))
-    assert "Wrong, colours: 1 of 1 bad wrong: blue (0.26) right would be: red" in words
+    assert "Wrong, colours: 1 of 1 bad wrong: blue (0.26) ground truth: red" in words
     assert words.index("Wrong, colours") < words.index("Right: 1 of 1") < words.index("Without a label: 1 of 1")
     assert "all 3 1 1 1 50.0 % colours 1 1 0 0 100.0 %" in words
 

@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from e2e_vl.io import read_log
-from e2e_vl.run.trackers import PICTURES, result_table
+from e2e_vl.run.trackers import PICTURES, format_results
 
 ROOT = Path(__file__).parents[2]
 BOXES = ("gt", "detections", "online")
@@ -45,7 +45,7 @@ def test_the_table_has_a_row_per_family_and_a_column_per_source_of_boxes():
         "steps": 8,
         "parameters": {"detector": 3},
     }
-    assert result_table(metrics) == [
+    assert format_results(metrics) == [
         "                     gt boxes  predicted boxes  precomputed boxes",
         "val/accuracy            0.500            1.000                  -",
         "val/accuracy/yes/no     0.250                -                  -",
@@ -53,4 +53,4 @@ def test_the_table_has_a_row_per_family_and_a_column_per_source_of_boxes():
         "val/count                   6                -                  -",
         "test/AP                     -                -              0.125",
     ]
-    assert result_table({"steps": 8}) == []
+    assert format_results({"steps": 8}) == []

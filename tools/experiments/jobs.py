@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from detector.errors import UserError
 from detector.io import read_json, write_json, write_text
 from e2e_vl.config import differences, load_config
-from e2e_vl.run.build import resolve
+from e2e_vl.run.build import resolve_config
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
@@ -57,7 +57,7 @@ class Job:
         """Check that the settings load, and that a run directory that exists holds a run with them."""
         wanted = load_config(self.config, self.settings)
         saved = self.run / "config.yaml"
-        changed = differences(load_config(saved), resolve(wanted)) if saved.is_file() else []
+        changed = differences(load_config(saved), resolve_config(wanted)) if saved.is_file() else []
         if changed:
             raise UserError(
                 f"{self.run} holds a run with other settings ({'; '.join(changed[:3])}); remove it or choose another "

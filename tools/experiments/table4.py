@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.config import load_config
-from e2e_vl.run.build import make_synthetic_data, training_texts
+from e2e_vl.run.build import make_synthetic_data, read_training_texts
 from e2e_vl.text import build_vocabulary
 from jobs import Job, add_common_options, made_by, markdown_table, mean_and_spread, run_jobs, shown, write_table
 
@@ -110,7 +110,7 @@ def prepare(configs: Path, output: Path, settings: Sequence[str]) -> None:
     if not vocabulary.is_file():
         texts = []
         for name in ("pretrain", *TASKS):
-            texts += training_texts(load_config(configs / f"{name}.yaml", settings))
+            texts += read_training_texts(load_config(configs / f"{name}.yaml", settings))
         build_vocabulary(texts, vocabulary)
 
 

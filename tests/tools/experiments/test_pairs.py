@@ -15,7 +15,7 @@ import jobs as jobs_module
 import pairs as tool
 from e2e_vl.cli import train as train_command
 from e2e_vl.config import differences, load_config
-from e2e_vl.run.build import resolve
+from e2e_vl.run.build import resolve_config
 from e2e_vl.text import basic_tokenize
 from tests.conftest import cpu_with_one_thread
 from tests.weights.starts import replaced
@@ -43,7 +43,7 @@ def test_every_cell_is_a_run_of_its_task_with_its_encoder(tmp_path):
     jobs, configs = tool.make_jobs(cells, ENCODERS, tmp_path, tool.CONFIGS, ["train.log_every=7"])
     assert set(jobs) - {tool.DETECTOR} == {cell.name for cell in cells}
     for cell in cells:
-        config = resolve(load_config(jobs[cell.name].config, jobs[cell.name].settings))
+        config = resolve_config(load_config(jobs[cell.name].config, jobs[cell.name].settings))
         assert (config.task.name, config.encoder.name) == (cell.task, cell.encoder)
         assert config.train.log_every == 7
         wanted = {
