@@ -1,4 +1,4 @@
-"""Base classes of the tasks: a preprocessor, a head with its loss, predictions, metrics and pictures."""
+"""Base class of the tasks and building blocks of their heads."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def init_head(linears: Iterable[nn.Linear], start: NewLayers | float) -> None:
 
 
 class Transform(nn.ModuleDict):
-    """Linear and GELU; with `norm` also a LayerNorm, as in BERT's head for masked words.
+    """Linear and GELU; with `norm` also LayerNorm, as in BERT's masked-language-modelling head.
 
     `width` is the output width; None: `hidden_size`.
     """
@@ -105,31 +105,32 @@ class Head(nn.Module):
 
 
 def candidate_regions(
-    regions: TextRegions, *, whole_image_can_win: bool, may_be_empty: bool = False
+    text_regions: TextRegions, *, whole_image_can_win: bool, may_be_empty: bool = False
 ) -> Bool[Tensor, "M R"]:
     """Regions that may be the answer.
 
     Args:
-        whole_image_can_win: the box of the whole image is a candidate like any other. False: it is one only for texts
-            without other regions, and never with `may_be_empty`.
+        whole_image_can_win: the box of the whole image is a candidate like any other. False: only for texts without
+            other regions.
+        may_be_empty: without other regions, there are no candidates either.
     """
     if whole_image_can_win:
-        return regions.attention_mask
-    others = regions.attention_mask & ~regions.is_whole_image
+        return text_regions.attention_mask
+    others = text_regions.attention_mask & ~text_regions.is_whole_image
     if may_be_empty:
         return others
-    return torch.where(others.any(dim=1, keepdim=True), others, regions.attention_mask)
+    return torch.where(others.any(dim=1, keepdim=True), others, text_regions.attention_mask)
 
 
 @dataclasses.dataclass(frozen=True)
 class PredictionSummary:
-    """A prediction as text, for reports."""
+    """A prediction as text for reports."""
 
     question: str  # the text of the data set
     answer: str  # the predicted answer
     score: float | None = None  # score of that answer; None: it has no score
     truth: str = ""  # the right answer; "" if unknown
-    note: str = ""  # details that help to explain why the answer is right or wrong
+    note: str = ""  # details
     group: str = ""  # family of the text or type of the question; "" if there is none
     # (truth, wrong answer) pairs for the list of frequent mistakes; None: `truth` and `answer`
     mistakes: tuple[tuple[str, str], ...] | None = None
@@ -142,7 +143,7 @@ class HeadInit:
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the other head's -> this head's
     # (the other head's, this head's): row 1 minus row 0 of a two-class classifier becomes a score
     difference: tuple[str, str] | None = None
-    random: tuple[str, ...] = ()  # this head's; may keep their random values
+    random: tuple[str, ...] = ()  # this head's; may keep their random initialisation
     # (the other head's, this head's): an answer classifier copies the rows of the answers that both vocabularies have;
     # all other rows become zero
     answer_rows: tuple[str, str] | None = None
@@ -172,11 +173,10 @@ class HeadInit:
 
 
 def phrase_boxes(prediction: Prediction, first: int = 0) -> tuple[list[Box], list[str], list[bool]]:
-    """Boxes and labels of a prediction's grounded phrases, for its picture, and which of them are unsure.
+    """Boxes and labels of the grounded phrases, for pictures, and whether each is unsure.
 
-    Phrases that match several regions about equally well are left out. If the answer is wrong, the second and later
-    ones, such as the landmark of a relation, are shown as unsure, because they may explain it. The labels of wrong
-    phrases end with "?".
+    Unsure phrases, which match several regions about equally well, are omitted. If the answer is wrong, all but the
+    first are shown, because they may explain it (the landmark of a relation). Labels of wrong phrases end with "?".
 
     Args:
         first: index of the first phrase to show.
@@ -197,31 +197,32 @@ class Task(nn.Module, abc.ABC):
     """Computes losses, predictions and metrics from a batch and an encoder's output; `build` creates a task."""
 
     predicts_box: ClassVar[bool] = False  # predictions have a `box` with a `score`, chosen from the candidates
-    # writes the predictions of a whole split, in data set order, in the format of a server or the literature; with
-    # `second_run`, the predictions of both runs. None: there is no such format.
+    # writes the predictions of a split, in data set order, in the format of an evaluation server or script; with
+    # `second_run`, the predictions of both runs. None: there is no such format
     write_submission: ClassVar[Callable[..., None] | None] = None
-    # `key=value` settings of a second run that predicts the other half of that file; None: one run is enough
+    # settings (`key=value`) of a second run that predicts the other half of the submission; None: one run is enough
     second_run: ClassVar[tuple[str, ...] | None] = None
     second_run_option: ClassVar[str] = ""  # the command-line option for that run
     predicts_classes: ClassVar[bool] = False  # its metrics compare the detector's classes with the data set's
-    answers_questions: ClassVar[bool] = True  # accepts users' questions about an image
-    # example arguments for `e2e_vl.load(run).ask`, for model cards
+    answers_questions: ClassVar[bool] = True  # answers users' questions about an image
+    # example arguments of `e2e_vl.load(run).ask`, for model cards
     example_call: ClassVar[str] = '"photo.jpg", "what is in the picture"'
-    batches_questions: ClassVar[bool] = True  # ... several of them in one batch
-    # its config has `answers`, which may be built from the data with `min_answer_count`
+    batches_questions: ClassVar[bool] = True  # answers several questions in one batch
+    # its config has `answers`, a vocabulary that may be built from the data with `min_answer_count`
     chooses_answers: ClassVar[bool] = False
     sums_objectives: ClassVar[bool] = False  # its config has `objectives`, which are passed to `build`
     blind_without_boxes: ClassVar[bool] = False  # the image-blind control gets no candidate boxes either
-    starts_from: ClassVar[HeadInit | None] = None  # how its head is initialised from another task's; None: it cannot be
+    starts_from: ClassVar[HeadInit | None] = None  # initialisation of its head from another task's; None: impossible
     transferable: ClassVar[tuple[str, ...]] = ()  # parameter prefixes that may initialise other tasks' heads
-    # the second text segment starts as a copy of the first, the only one that was pre-trained (official VL-BERT code)
+    # the embedding of the second text segment is initialised from the first, the only one that was pre-trained
+    # (official VL-BERT code)
     copies_first_segment: ClassVar[bool] = False
     prediction_class: ClassVar[type[Prediction]] = Prediction  # what `predict` returns
-    # properties if they depend on the config
+    # the following may be properties that depend on the config
     needs: tuple[Ability, ...] = ()  # abilities that the encoder must have
     answers: Sequence[str] = ()  # the answer vocabulary, which is saved with the model
     region_masking: RegionMasking | None = None  # how regions are masked; None: no masking
-    reads_attention: bool = False  # predictions for a split need the encoder's attention maps
+    reads_attention: bool = False  # predictions need the encoder's attention maps
     mask_size: int | None = None  # size of the instance masks on the RoI maps; None: no masks
     mask_at: str = "corners"  # where mask cells are sampled: at their "corners" or "centres"
 
@@ -232,17 +233,17 @@ class Task(nn.Module, abc.ABC):
 
     @classmethod
     def extra_words(cls, config: Any) -> Iterable[str]:
-        """Words that the preprocessor adds, for a vocabulary built from the data."""
+        """Words that the preprocessor adds to texts, for a vocabulary built from the data."""
         return ()
 
     @classmethod
     def canonical_answer(cls, answer: str) -> str:
-        """The spelling of an annotated answer in an answer vocabulary built from the data."""
+        """Normalise an annotated answer for an answer vocabulary built from the data."""
         return answer
 
     @classmethod
     def parse_official_answer(cls, line: str) -> str:
-        """The answer in a stripped, lower-case line of an official answer file."""
+        """Parse a stripped, lower-case line of an official answer file."""
         return line
 
     @abc.abstractmethod
@@ -263,15 +264,15 @@ class Task(nn.Module, abc.ABC):
         """Check before training that the data have the task's labels; does nothing by default."""
 
     @abc.abstractmethod
-    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """Losses (if the batch has targets) and logits of M texts, the same in training and evaluation."""
+    def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+        """Compute the logits of M texts, and the losses if the batch has targets."""
 
     @abc.abstractmethod
     def predict(self, batch: Batch, output: ModelOutput) -> list[Prediction]:
         """One prediction per text, with boxes in pixels of the original image."""
 
     def prediction(self, record: Mapping[str, Any], **answer: Any) -> Prediction:
-        """The prediction for a text of the batch; a text without a target gets `PhrasesOnly`."""
+        """Create the prediction for a text of the batch; `PhrasesOnly` for a text without a target."""
         if record.get(ONLY_PHRASES):
             return PhrasesOnly.of({name: value for name, value in record.items() if name != ONLY_PHRASES})
         return self.prediction_class.of(record, **answer)
@@ -282,7 +283,7 @@ class Task(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def correct(self, prediction: Prediction) -> float | None:
-        """Score of one prediction, 0 to 1, which `metrics` averages and reports show. None: the truth is unknown."""
+        """Score of one prediction, 0 to 1, for reports; None: the truth is unknown."""
 
     @abc.abstractmethod
     def metrics(self, predictions: list[Prediction]) -> dict[str, float]:
@@ -307,9 +308,10 @@ class Task(nn.Module, abc.ABC):
         return [(f"{prediction.detected_class or ''} {prediction.score:.2f}".strip(), prediction.box)]
 
     def draw(self, prediction: Prediction) -> np.ndarray | None:
-        """uint8 RGB picture [height, width, 3] of a prediction and the ground truth; by default the image with phrases.
+        """Draw a prediction and the ground truth; by default the image with phrases.
 
-        None if the text has no image.
+        Returns:
+            uint8 RGB [height, width, 3]; None if the text has no image.
         """
         if prediction.file_name is None:
             return None

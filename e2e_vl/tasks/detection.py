@@ -90,11 +90,11 @@ class DetectionTask(Task):
         if isinstance(truth, Categories) and info.class_names is not None:
             self.category_names = dict(zip(truth.ids, info.class_names, strict=True))
 
-    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+    def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Return no losses, and empty `logits` [M, 0]."""
         if self.training and batch.detection_targets is None:
             raise UserError("Detection is trained by the detection losses only; set detector.loss_weight to 1.")
-        return TaskOutput(losses={}, logits=regions.features.new_zeros(len(batch), 0))
+        return TaskOutput(losses={}, logits=text_regions.features.new_zeros(len(batch), 0))
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[DetectionPrediction]:
         """The detections of each image."""

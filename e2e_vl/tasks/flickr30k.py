@@ -122,7 +122,7 @@ class Flickr30KTask(Task):
         metadata = {"phrases": [words[slice(*span)] for span in spans]}
         return question.sample(SampleText(0, words, metadata, PhraseBoxes(tuple(spans), None)))
 
-    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+    def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Score the regions for the P phrases of M texts.
 
         Returns:
@@ -132,12 +132,12 @@ class Flickr30KTask(Task):
         """
         targets: Flickr30KTargets = batch.targets
         owner = targets.spans.owner
-        candidates = candidate_regions(regions, whole_image_can_win=self.config.whole_image_can_win)[owner]
+        candidates = candidate_regions(text_regions, whole_image_can_win=self.config.whole_image_can_win)[owner]
         query = self.query(self._phrase_states(encoded.text, targets.spans))
         log_attention = log_attention_of(query, self.key(encoded.regions)[owner], candidates, self.config.num_heads)
         losses = {}
         if targets.boxes is not None:
-            loss = grounding_loss(log_attention, overlapping(regions, owner, targets.boxes) & candidates)
+            loss = grounding_loss(log_attention, overlapping(text_regions, owner, targets.boxes) & candidates)
             if self.config.loss_per == "text":
                 number = len(targets.with_target(batch.image_index))
                 loss = Loss(loss.total, loss.count.new_tensor(float(number)))
@@ -154,8 +154,8 @@ class Flickr30KTask(Task):
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[Flickr30KPrediction]:
         """The region with the highest attention for each phrase, and the rank of the best right region if known."""
-        regions, spans = output.text_regions, batch.targets.spans
-        boxes = regions.original_boxes(batch.images.scales).detach().cpu().double().numpy()
+        text_regions, spans = output.text_regions, batch.targets.spans
+        boxes = text_regions.original_boxes(batch.images.scales).detach().cpu().double().numpy()
         shares = output.task.logits.detach().cpu().double().exp().numpy()  # small values would be 0 in float32
         kept = (output.task.logits > -torch.inf).cpu().numpy()
         predictions, phrase = [], 0

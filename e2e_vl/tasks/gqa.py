@@ -99,12 +99,12 @@ class GQATask(AnswerTask):
 
     def _attended(self, output: ModelOutput) -> list[list[tuple[list[float], float]] | None]:
         """Regions of each text, relative to the image's width and height, with their attention; None without maps."""
-        texts, regions = output.batch.texts, output.text_regions
+        texts, text_regions = output.batch.texts, output.text_regions
         if not self.config.grounding or output.encoded.attentions is None:
             return [None] * len(texts)
-        shares = regions.boxes / regions.image_sizes.flip(-1).repeat(1, 1, 2)
-        attention = attention_to_regions(output.encoded, texts, regions.attention_mask)
-        has_area = regions.attention_mask & (shares[..., 2:] > shares[..., :2]).all(dim=-1)
+        shares = text_regions.boxes / text_regions.image_sizes.flip(-1).repeat(1, 1, 2)
+        attention = attention_to_regions(output.encoded, texts, text_regions.attention_mask)
+        has_area = text_regions.attention_mask & (shares[..., 2:] > shares[..., :2]).all(dim=-1)
         return [
             list(zip(shares[row][kept].tolist(), attention[row][kept].tolist(), strict=True))
             for row, kept in enumerate(has_area)

@@ -160,7 +160,7 @@ class NLVR2Task(Task):
         """A user's sentence about two images; without boxes the detector proposes them."""
         return question.sample(SampleText(0, question.text, {}, image_index=IMAGES))
 
-    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+    def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Judge M texts.
 
         Returns:

@@ -1,9 +1,9 @@
-"""Phrase grounding alongside any task: the phrases of a text attend to regions, after a chosen encoder layer.
+"""Phrase grounding as an auxiliary head of any task: attention of the phrases of a text over the regions.
 
-The query is the state of a phrase's last wordpiece, and the keys are the states of the regions, both after an
-intermediate layer (VisualBERT's head for Flickr30K Entities uses the last layer). A second small head detects the
-phrases of unannotated texts. It is not trained if no text of the data has complete phrase annotations; the whole text
-is then one phrase.
+The query is the state of a phrase's last wordpiece, and the keys are the states of the regions, both after a chosen
+encoder layer (VisualBERT's head for Flickr30K Entities uses the last layer). A tagging head detects the phrases of
+unannotated texts. If no text of the data has complete phrase annotations, it is not trained, and the whole text is one
+phrase.
 
 Shape legend: see `e2e_vl/structures.py`; and here
     P   phrases of all texts in the batch
@@ -33,12 +33,12 @@ INSIDE, FIRST = 1, 2  # tags of wordpieces in a phrase; 0 = outside
 
 
 class PhraseHead(nn.Module):
-    """Attention of each phrase over regions, and tags that mark the wordpieces of phrases.
+    """Attention of each phrase over the regions, and phrase tags of wordpieces.
 
     Args:
         hidden_size: E.
         size: width of queries and keys.
-        layer: number of layers with words and regions after which the states are used.
+        layer: number of layers with words and regions after which the states are taken.
     """
 
     def __init__(self, hidden_size: int, size: int, layer: int):
@@ -48,7 +48,7 @@ class PhraseHead(nn.Module):
         self.tags = nn.Linear(hidden_size, 3)
         init_head([self.query, self.key, self.tags], "official")
 
-    def forward(self, batch: Batch, regions: TextRegions, states: IntermediateStates) -> PhraseOutput:
+    def forward(self, batch: Batch, text_regions: TextRegions, states: IntermediateStates) -> PhraseOutput:
         """Ground the phrases of M texts; outside training, the phrases of texts without annotations are predicted.
 
         Returns:
@@ -64,18 +64,18 @@ class PhraseHead(nn.Module):
             spans = fill_in_spans(annotated, found)
             is_annotated = annotated.spans.counts[spans.owner] > 0
         # candidate boxes of a text's first image
-        candidates = regions.attention_mask & (regions.row >= 0) & (regions.image_slot == 0)
+        candidates = text_regions.attention_mask & (text_regions.row >= 0) & (text_regions.image_slot == 0)
         owner = spans.owner
         query, key = self.query(states.text[owner, spans.values[:, 1] - 1]), self.key(states.regions)
         log_attention = log_attention_of(query, key[owner], candidates[owner])
         text = annotated.spans.owner
-        is_right = overlapping(regions, text, annotated.boxes) & candidates[text]
+        is_right = overlapping(text_regions, text, annotated.boxes) & candidates[text]
         losses = {"phrases": grounding_loss(log_attention[is_annotated], is_right), TAGS: tagging_loss(tags, annotated)}
         return PhraseOutput(spans, log_attention, is_right, losses)
 
     @property
     def finds_phrases(self) -> bool:
-        """Whether it was trained with annotated phrases: then the tag bias is no longer 0, its initial value."""
+        """Whether the tags were trained: the bias is then no longer 0, its initial value."""
         return bool(self.tags.bias.any())
 
 
@@ -91,15 +91,15 @@ def log_attention_of(
     return shares.masked_fill(~candidates, -torch.inf)
 
 
-def overlapping(regions: TextRegions, text: Int64[Tensor, " P"], boxes: Ragged) -> Bool[Tensor, "P R"]:
+def overlapping(text_regions: TextRegions, text: Int64[Tensor, " P"], boxes: Ragged) -> Bool[Tensor, "P R"]:
     """Regions whose IoU with any box of the phrase is at least 0.5.
 
     Args:
-        text: index of each phrase's text.
-        boxes: xyxy in pixels of the resized image, a list per phrase.
+        text: text index of each phrase.
+        boxes: the boxes of each phrase, xyxy in pixels of the resized image.
     """
     phrase = boxes.owner  # phrase index of each box
-    ours, true = regions.boxes[text[phrase]], boxes.values[:, None].to(regions.boxes)
+    ours, true = text_regions.boxes[text[phrase]], boxes.values[:, None].to(text_regions.boxes)
     low, high = torch.maximum(ours[..., :2], true[..., :2]), torch.minimum(ours[..., 2:], true[..., 2:])
     overlap = (high - low).clamp(min=0).prod(dim=-1)
     union = area(ours) + area(true) - overlap
@@ -142,7 +142,7 @@ def is_word(phrases: PhraseBatch) -> Bool[Tensor, "M L"]:
 def predicted_spans(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> list[list[tuple[int, int]]]:
     """The phrases of each text according to its tags: whole words, without punctuation at either end.
 
-    (If no training phrase ends with a punctuation mark, its state is not trained as a query.)
+    (A punctuation mark as the last wordpiece would be a query that was never trained.)
     """
     found = []
     spans = find_spans(word_level_tags(tags, phrases.continues_word), is_word(phrases))
@@ -153,23 +153,23 @@ def predicted_spans(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> list[
 
 
 def word_level_tags(tags: Float[Tensor, "M L 3"], continues: Bool[Tensor, "M L"]) -> Int64[Tensor, "M L"]:
-    """The most probable tags that do not split words.
+    """The most probable tags that are consistent within words.
 
     Args:
-        continues: whether a wordpiece continues the previous one's word.
+        continues: whether a wordpiece continues the word of the previous one.
     """
     each = tags.log_softmax(dim=2)
     # only the first wordpiece of a word can begin a phrase
     first = torch.where(continues, each[..., INSIDE], each[..., FIRST])
     each = torch.stack([each[..., 0], each[..., INSIDE], first], dim=2)
-    word = (~continues).cumsum(dim=1) - 1  # the first wordpiece continues nothing
+    word = (~continues).cumsum(dim=1) - 1  # word index of each wordpiece
     sums = torch.zeros_like(each).scatter_add(1, word[..., None].expand_as(each), each)
     best = sums.argmax(dim=2).gather(1, word)
     return best.masked_fill(continues & (best == FIRST), INSIDE)
 
 
 def find_spans(tags: Int64[Tensor, "M L"], is_real: Bool[Tensor, "M L"]) -> list[list[tuple[int, int]]]:
-    """Spans of tags that form a phrase: each begins with `FIRST`, or with `INSIDE` after an outside tag."""
+    """The spans of phrases; a phrase begins with `FIRST`, or with `INSIDE` after an outside tag."""
     found = []
     for row in tags.masked_fill(~is_real, 0).tolist():
         spans, start = [], None
@@ -184,13 +184,13 @@ def find_spans(tags: Int64[Tensor, "M L"], is_real: Bool[Tensor, "M L"]) -> list
 
 
 def whole_spans(is_real: Bool[Tensor, "M L"]) -> list[list[tuple[int, int]]]:
-    """One phrase per text that has words: the whole text."""
+    """The whole text as one phrase; none for texts without words."""
     places = [row.nonzero()[:, 0].tolist() for row in is_real]
     return [[(own[0], own[-1] + 1)] if own else [] for own in places]
 
 
 def fill_in_spans(annotated: PhraseBatch, found: list[list[tuple[int, int]]]) -> Ragged:
-    """The annotated spans of each text, or the detected ones if it has none."""
+    """The annotated spans of each text; for texts without annotations, the detected ones."""
     rows = [
         own if len(own) or is_complete else own.new_tensor(spans).reshape(-1, 2)
         for own, spans, is_complete in zip(annotated.spans.split(), found, annotated.is_complete.tolist(), strict=True)
@@ -218,12 +218,12 @@ def grounding_metrics(predictions: Iterable[Prediction]) -> dict[str, float]:
     return {"phrase_accuracy": sum(judged) / len(judged)} if judged else {}
 
 
-def grounded_phrases(output: PhraseOutput, batch: Batch, regions: TextRegions) -> list[list[GroundedPhrase]]:
+def grounded_phrases(output: PhraseOutput, batch: Batch, text_regions: TextRegions) -> list[list[GroundedPhrase]]:
     """The phrases of each text, with boxes rounded to two decimals and scores to four."""
-    boxes = regions.original_boxes(batch.images.scales)
+    boxes = text_regions.original_boxes(batch.images.scales)
     phrases = batch.phrases
     found: list[list[GroundedPhrase]] = [[] for _ in range(len(batch))]
-    # annotated phrases only
+    # `is_right` has only the annotated phrases
     annotated = zip(output.is_right, phrases.boxes.counts.tolist(), strict=True)
     for number, (text, span) in enumerate(zip(output.spans.owner.tolist(), output.spans.values.tolist(), strict=True)):
         first, end = find_characters(phrases.offsets[text], tuple(span))

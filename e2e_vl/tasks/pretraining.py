@@ -41,16 +41,16 @@ WORD_BIAS = "word_head.bias"  # the parameter
 
 @dataclasses.dataclass
 class PretrainingTargets(Targets):
-    """The targets of each objective."""
+    """Targets by objective."""
 
     parts: dict[str, Targets] = by_name()
 
 
 @dataclasses.dataclass(frozen=True)
 class PretrainingPreprocessor(Preprocessor):
-    """Encodes a caption as one text, or as a pair with a second text, and applies the objectives in turn.
+    """Encodes a caption, or a caption and a second text as a pair, with the masks and targets of all objectives.
 
-    Words are not swapped in flipped images (official).
+    "left" and "right" are not swapped in flipped images (official VL-BERT code).
     """
 
     learns_from = (object,)
@@ -83,15 +83,14 @@ class PretrainingPreprocessor(Preprocessor):
         )
         for part in self.parts.values():
             for extra, extra_encoding in part.extra_texts(sample, other):
-                image_index = text.image_index if extra.has_image else ()
                 targets = self._targets(extra, extra_encoding)
-                yield TextExample(extra_encoding, image_index, {}, targets, seed=0, other_words=extra.words)
+                yield TextExample(extra_encoding, (), {}, targets, seed=0, other_words=extra.words)
 
     def _encode_words(self, draft: TextDraft, generator: np.random.Generator) -> TextEncoding:
-        """The text, possibly replaced by an objective, with masked words."""
+        """Encode the text, which objectives may have replaced, with masked words."""
         tokenizer = self.text_tokenizer
         for part in self.parts.values():
-            part.exchange(draft, draft.text.index, generator)
+            part.edit_text(draft, draft.text.index, generator)
         texts = [draft.words] if draft.second is None else [draft.words, draft.second]
         words = [word_pieces("" if tokenizer.is_blank else one, tokenizer.tokenizer) for one in texts]
         draft.pieces = list(itertools.chain(*words))
@@ -110,7 +109,11 @@ class PretrainingPreprocessor(Preprocessor):
         make_generator: GeneratorFactory,
         generator: np.random.Generator,
     ) -> tuple[TextEncoding, Int64[np.ndarray, " L"] | None]:
-        """A question with one of its choices, with each wordpiece as a separate word, and the regions they refer to."""
+        """Encode a question with one of its choices; each wordpiece is masked as a separate word.
+
+        Returns:
+            The encoding, and the candidate box of each wordpiece (-1 = none), see `TextExample.region_of_token`.
+        """
         if self.choices is None:
             raise UserError("The data set has questions with choices; set task.config.choices.task to their task.")
         text = draft.text
@@ -119,7 +122,7 @@ class PretrainingPreprocessor(Preprocessor):
         draft.is_choice = text.truth.number == number if isinstance(text.truth, CorrectChoice) else None
         encoding = examples[number].encoding
         is_given = encoding.source >= 0
-        # pieces that were truncated before the last kept piece are 0, and are not placed again
+        # truncated wordpieces before the last kept one are 0; `encoding.place` drops them
         draft.ids = np.zeros(encoding.source.max(initial=-1) + 1, dtype=np.int64)
         draft.ids[encoding.source[is_given]] = encoding.input_ids[is_given]
         draft.pieces = [[int(piece)] for piece in draft.ids]
@@ -134,7 +137,7 @@ class PretrainingPreprocessor(Preprocessor):
 
 
 class PretrainingTask(Task):
-    """The objectives of a run. Each loss is the mean over all labelled items of the batch, 0 if there are none."""
+    """The sum of several objectives. Each loss is a mean over the labelled items of the batch; 0 if there are none."""
 
     example_call = '"photo.jpg", "a [MASK] on a table"'
     batches_questions = False  # predictions for [MASK] and masked regions are made for one text at a time
@@ -173,7 +176,7 @@ class PretrainingTask(Task):
 
     @property
     def answers(self) -> Sequence[str]:
-        """The answer vocabulary of an objective; empty if there is none."""
+        """The answer vocabulary of the objective that has one."""
         return next((objective.answers for objective in self.objectives.values() if objective.answers), ())
 
     @property
@@ -207,20 +210,16 @@ class PretrainingTask(Task):
         return PretrainingPreprocessor(text_tokenizer, parts, self.config.cut_pairs, choices, drawn)
 
     def question(self, question: Question) -> Sample:
-        """A user's text with masked words or regions."""
-        masks_boxes, can_mask = (
-            question.boxes_to_mask is not None and len(question.boxes_to_mask) > 0,
-            self.region_masking.enabled,
-        )
+        """A user's text with masked words or regions, as a sample."""
+        masks_boxes = question.boxes_to_mask is not None and len(question.boxes_to_mask) > 0
+        can_mask = self.region_masking.enabled
         if (masks_boxes and not can_mask) or not (masks_boxes or MASK in question.text):
-            raise UserError(
-                f"This run predicts masked words: write {MASK} in the text"
-                f"{', or mask boxes' if can_mask else '; it was pre-trained without masked regions, so mask no boxes'}."
-            )
+            boxes = ", or mask boxes" if can_mask else "; it was pre-trained without masked regions, so mask no boxes"
+            raise UserError(f"This run predicts masked words: write {MASK} in the text{boxes}.")
         return question.sample(SampleText(0, question.text, {}), masks_regions=True)
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
-        """Store the wordpieces, and check that the objectives fit the detector."""
+        """Store the vocabulary, and check that the objectives fit the detector."""
         if tokenizer is not None:
             self.wordpieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         for objective in self.objectives.values():
@@ -230,11 +229,11 @@ class PretrainingTask(Task):
         for objective in self.objectives.values():
             objective.check(info, detector, self.region_masking)
 
-    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """The weighted losses of all objectives.
+    def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+        """Compute the weighted losses of all objectives.
 
         Returns:
-            Empty `logits` [M, 0]; `parts` with the logits and `details` with the outputs of each objective, by name.
+            The losses, and by objective `parts`, the logits, and `details`, the outputs. `logits` is empty [M, 0].
         """
         details = {}
         transformed = encoded
@@ -242,7 +241,7 @@ class PretrainingTask(Task):
             transformed = dataclasses.replace(encoded, regions=self.region_transform(encoded.regions))
         for name, objective in self.objectives.items():
             states = transformed if objective.transforms_regions else encoded
-            details[name] = objective(batch.targets.parts[name], batch, regions, states, self.word_head)
+            details[name] = objective(batch.targets.parts[name], batch, text_regions, states, self.word_head)
         return TaskOutput(
             losses={name: found.loss for name, found in details.items()},
             logits=encoded.text.new_zeros(len(batch), 0),
@@ -251,7 +250,7 @@ class PretrainingTask(Task):
         )
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[PretrainingPrediction]:
-        """For each objective, the number of items of each text, how many are right, and their predictions."""
+        """The counts and predictions of each objective, for each text."""
         found = [{name: ObjectiveCounts(0, 0, []) for name in self.objectives} for _ in range(len(batch))]
         for name, objective in self.objectives.items():
             items: ObjectiveOutput = output.task.details[name]
@@ -270,7 +269,7 @@ class PretrainingTask(Task):
         return [self.prediction(record, objectives=own) for record, own in rows if record]
 
     def replies(self, output: ModelOutput) -> list[PretrainingPrediction]:
-        """The predictions for the single text of a batch: words at each [MASK], classes of masked regions."""
+        """The prediction for a batch of one text: words for each [MASK], classes of masked regions."""
         answers: dict[str, Any] = {}
         for name, objective in self.objectives.items():
             names = objective.class_names(output, self.wordpieces, self.region_masking)
@@ -278,7 +277,7 @@ class PretrainingTask(Task):
         return [self.prediction(output.batch.records[0], **answers)]
 
     def answer_lines(self, prediction: PretrainingPrediction) -> list[str]:
-        return [line for objective in self.objectives.values() for line in objective.lines(prediction)]
+        return [line for objective in self.objectives.values() for line in objective.answer_lines(prediction)]
 
     def correct(self, prediction: PretrainingPrediction) -> float | None:
         """Share of the text's masked items that were predicted correctly; None if none was masked."""

@@ -183,7 +183,7 @@ class AnswerTask(Task):
             *(without, total, 100 * share, len(self.answers)),
         )
 
-    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+    def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Score the answers of M texts.
 
         Returns:

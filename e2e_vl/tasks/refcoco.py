@@ -94,7 +94,7 @@ class ReferringTask(Task):
     def question(self, question: Question) -> Sample:
         return question.sample(SampleText(0, question.text, {}))
 
-    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+    def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Score the regions of M texts.
 
         Returns:
@@ -105,19 +105,19 @@ class ReferringTask(Task):
         scores = at_least_float32(self.head(encoded.regions))
         config = self.config
         candidates = candidate_regions(
-            regions, whole_image_can_win=config.whole_image_can_win, may_be_empty=config.no_region_is_miss
+            text_regions, whole_image_can_win=config.whole_image_can_win, may_be_empty=config.no_region_is_miss
         )
         losses = {}
         if batch.targets is not None and batch.targets.box is not None:
-            positive = self.positive_regions(regions, batch.targets.box) & candidates
+            positive = self.positive_regions(text_regions, batch.targets.box) & candidates
             loss = self._binary_loss if config.loss == "binary" else self._softmax_loss
             losses["referring"] = loss(*map(batch.targets.with_target, (scores, positive, candidates)))
         return TaskOutput(losses=losses, logits=scores.masked_fill(~candidates, -torch.inf))
 
-    def positive_regions(self, regions: TextRegions, referred: Float[Tensor, "M 4"]) -> Bool[Tensor, "M R"]:
+    def positive_regions(self, text_regions: TextRegions, referred: Float[Tensor, "M 4"]) -> Bool[Tensor, "M R"]:
         """Regions whose IoU with the referred box is greater than `positive_iou`."""
         iou_of_each = torch.vmap(functools.partial(pairwise_iou, plus_one=self.config.plus_one))
-        return iou_of_each(regions.boxes, referred[:, None])[..., 0] > self.config.positive_iou
+        return iou_of_each(text_regions.boxes, referred[:, None])[..., 0] > self.config.positive_iou
 
     def _binary_loss(
         self, scores: Float[Tensor, "texts R"], positive: Bool[Tensor, "texts R"], candidates: Bool[Tensor, "texts R"]
@@ -140,7 +140,7 @@ class ReferringTask(Task):
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[ReferringPrediction]:
         """The score is the sigmoid of the region's logit; with the softmax loss, the softmax over the candidates."""
-        logits, regions = output.task.logits, output.text_regions
+        logits, text_regions = output.task.logits, output.text_regions
         candidates = logits > -torch.inf
         if not self.config.no_region_is_miss:
             for row in (~candidates.any(dim=1)).nonzero().flatten().tolist():
@@ -149,7 +149,7 @@ class ReferringTask(Task):
                     f"There are no candidate regions in {', '.join(names) or 'a text without an image'}; give "
                     "boxes, keep at least one detection per image, or set the task's no_region_is_miss."
                 )
-        boxes = regions.original_boxes(batch.images.scales).cpu()
+        boxes = text_regions.original_boxes(batch.images.scales).cpu()
         shares = (logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)).cpu()
         classes = class_names_of(output)
         predictions = []

@@ -1,6 +1,6 @@
-"""VCR: which of four answers, or of four rationales, is right?
+"""VCR: choose one of four answers, or of four rationales.
 
-A batch has four texts per question, one for each choice.
+A batch has four texts per question, one per choice.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -57,7 +57,7 @@ class Piece(NamedTuple):
 
 
 def name_objects(objects: Sequence[str], names: Sequence[str] = NEUTRAL_NAMES, start: int = 0) -> list[str]:
-    """The name of each object in the text: people get the names in turn, from `start` on; others get their class."""
+    """The name of each object in the text: people get the names in turn, from `start` on; other objects their class."""
     result, person = [], start
     for name in objects:
         result.append(names[person % len(names)] if name == PERSON else name)
@@ -73,7 +73,7 @@ def name_objects_by_mention(
     *,
     restarts: bool = False,
 ) -> dict[int, str]:
-    """The names of the objects in `named` and of those mentioned in the sentence; new people get the names in turn.
+    """The names of the objects in `named` and of those that the sentence mentions; new people get the names in turn.
 
     Names continue after those of the named people. With `restarts` they begin at the first name, so two people may
     share a name (R2C's code, which VisualBERT uses).
@@ -89,7 +89,7 @@ def name_objects_by_mention(
 
 
 def sentence_words(sentence: Sentence, names: Sequence[str], join_word: str | None = "and") -> list[tuple[str, int]]:
-    """The words of the sentence, with objects replaced by names, each with the object it refers to (-1 = none)."""
+    """The words of the sentence, with names for objects, each with the index of its object (-1 = none)."""
     words: list[tuple[str, int]] = []
     for token in sentence:
         if isinstance(token, str):
@@ -126,11 +126,11 @@ def encode_sentence(
 
 
 def rows_by_word_number(encoding: TextEncoding, *texts: Sequence[Piece]) -> Int64[np.ndarray, " L"]:
-    """The row of each named object at the position its word would have without wordpiece splits; -1 elsewhere.
+    """The row of each named object at the position equal to its word number; -1 elsewhere.
 
-    Words are numbered from the start of each text. Positions are therefore too small after a split word, and too large
-    if the front of a text was truncated; those beyond the end are dropped (official VisualBERT code, which confuses
-    words and wordpieces).
+    This is a bug in the official VisualBERT code, which confuses words and wordpieces. Words are numbered from the
+    start of each text, so positions are too small after a word with several wordpieces, and too large if the front of
+    the text was truncated. Positions beyond the end are dropped.
     """
     rows, first = np.full(len(encoding.input_ids), -1, dtype=np.int64), 0
     for pieces in texts:
@@ -143,19 +143,20 @@ def rows_by_word_number(encoding: TextEncoding, *texts: Sequence[Piece]) -> Int6
 
 
 def truncate_choices(front: Sequence[Piece], choices: list[list[Piece]], limit: int) -> None:
-    """Truncate front + choice to `limit` wordpieces, in place: the choice loses its first pieces.
+    """Truncate front + choice to `limit` wordpieces, in place, by removing the first pieces of the choice.
 
-    (A bug in the official VisualBERT code, which is meant to truncate the front too, as `e2e_vl.text.truncate_fronts`
-    does, but takes the length of a pair for its length.)
+    (A bug in the official VisualBERT code: it is meant to truncate the front too, as `e2e_vl.text.truncate_fronts`
+    does, but uses the length of the pair as the length of the front.)
     """
     for choice in choices:
         del choice[: max(len(front) + len(choice) - limit, 0)]
 
 
 def truncate_answers(question: list[Piece], answers: list[list[Piece]], limit: int) -> None:
-    """Truncate question + answer to `limit` wordpieces, in place: the longer one (on a tie the question) loses its end.
+    """Truncate question + answer to `limit` wordpieces, in place, by removing the last pieces of the longer one.
 
-    The four choices share the question, so truncating it for one of them truncates it for all (official code).
+    If both are equally long, the question is truncated. The four choices share the question, so truncating it for one
+    of them truncates it for all (official code).
     """
     for answer in answers:
         while len(question) + len(answer) > limit:
@@ -201,16 +202,16 @@ def choice_phrases(
     words: Sequence[Sequence[str]],
     boxes: Float[np.ndarray, "R 4"] | None,
 ) -> TextPhrases:
-    """The phrases of a front and its choice: object names, which refer to the objects' boxes.
+    """The phrases of a front and its choice: the names of objects, with the objects' boxes.
 
     Args:
         encoding: of front and choice together.
-        texts: the wordpieces of both, after truncation, in the same order.
-        words: the words of both, which the pieces index; they are joined by spaces.
-        boxes: xyxy in pixels of the resized image, indexed by the rows of the pieces; None: names are not phrases.
+        texts: the wordpieces of front and choice after truncation.
+        words: the words of front and choice, indexed by `Piece.word`; they are joined by spaces.
+        boxes: xyxy in pixels of the resized image, indexed by `Piece.row`; None: names are not phrases.
 
-    A wordpiece has the offsets of its whole word, because texts are tokenized word by word. A name that is truncated
-    completely is dropped.
+    All wordpieces of a word have the offsets of the whole word, because texts are tokenized word by word. Names that
+    were truncated completely are dropped.
     """
     characters = np.zeros((sum(map(len, texts)) + 1, 2), dtype=np.int64)  # the last row is for special wordpieces
     runs: list[tuple[int, int, int]] = []  # row of the box, first piece, last piece + 1
@@ -248,7 +249,7 @@ class VCRTargets(Targets):
 
 @dataclasses.dataclass(frozen=True)
 class VCRPreprocessor(Preprocessor):
-    """Encodes four texts per question, one per choice; words that refer to objects have the row of the object's box."""
+    """Encodes four texts per question, one per choice; wordpieces of object names have the row of the object's box."""
 
     learns_from = (CorrectChoice,)
     config: VCRConfig = dataclasses.field(default_factory=VCRConfig)
@@ -278,8 +279,8 @@ class VCRPreprocessor(Preprocessor):
         if text.names_are_phrases and self.text_tokenizer.with_phrase_spans:
             if config.ground_words:
                 raise UserError(
-                    "data.config.names_are_phrases trains the model to find the region of a name, but "
-                    "task.config.ground_words adds that region to the name; set one of them to false."
+                    "data.config.names_are_phrases trains the model to predict the region of a name, but "
+                    "task.config.ground_words gives it that region; set one of them to false."
                 )
             boxes = images[text.image_index[0]].boxes
         for number, pieces in enumerate(zip(fronts, choices, strict=True)):
@@ -300,10 +301,10 @@ class VCRPreprocessor(Preprocessor):
             )
 
     def _encode_without_choices(self, text: SampleText, images: Sequence[ImageExample]) -> TextExample:
-        """A text of joined data sets with phrases but without choices; it is also truncated to `max_pieces`."""
+        """Encode a text of another data set, with phrases but without choices, truncated to `max_pieces`."""
         if not self.lacks_target(text):
             raise UserError(
-                f"'{text.words}' does not have four choices, so VCR cannot train on it; leave out its data set, or set "
+                f"'{text.words}' has no choices, so VCR cannot train on it; leave out its data set, or set "
                 "phrases.weight if it has phrases with boxes."
             )
         mirrored = bool(text.image_index) and images[text.image_index[0]].image_transform.flipped
@@ -347,7 +348,7 @@ class VCRPreprocessor(Preprocessor):
     def _pieces(
         self, text: ChoiceText, names: list[str], in_choices: list[list[str]], rows: list[int]
     ) -> tuple[list[list[Piece]], list[list[Piece]]]:
-        """Wordpieces of the four fronts and choices, truncated."""
+        """The wordpieces of the four fronts and of the four choices, truncated."""
         config, limit = self.config, self.config.max_pieces
 
         def encode(sentence: Sentence, names: list[str], first_word: int = 0) -> list[Piece]:
@@ -375,7 +376,7 @@ class VCRPreprocessor(Preprocessor):
 
 
 class VCRTask(Task):
-    """Scores each choice from its summary, and classifies every region from its output state."""
+    """Scores each choice from the summary, and classifies every region from its state."""
 
     example_call = """
     "photo.jpg",
@@ -469,12 +470,12 @@ class VCRTask(Task):
                 f"plus the whole image; set it to {len(names) + 1}."
             )
 
-    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """Score the four choices of U questions; texts with phrases only are not counted as questions.
+    def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+        """Score the four choices of U questions; texts that only have phrases are ignored.
 
         Returns:
-            `logits` float32 [U, 4]; the loss `choice` if the batch has labels (count: choices with "sigmoid", questions
-            with "softmax"), and with it `region_class`, already weighted (count: regions of all choices).
+            `logits` float32 [U, 4]; if the batch has labels, the loss `choice` (count: choices with "sigmoid",
+            questions with "softmax") and the weighted loss `region_class` (count: regions of all choices).
         """
         targets = batch.targets or VCRTargets()
         logits = at_least_float32(self.head(targets.with_target(encoded.summary))).view(-1, CHOICES)
@@ -488,23 +489,23 @@ class VCRTask(Task):
                 total, count = F.cross_entropy(logits, is_right.argmax(dim=1), reduction="sum"), len(logits)
             losses["choice"] = Loss(total=total, count=logits.new_tensor(float(count)))
             if self.region_classifier is not None:
-                losses["region_class"] = self._region_loss(batch, regions, encoded.regions)
+                losses["region_class"] = self._region_loss(batch, text_regions, encoded.regions)
         return TaskOutput(losses=losses, logits=logits)
 
-    def _region_loss(self, batch: Batch, regions: TextRegions, states: Float[Tensor, "M R E"]) -> Loss:
+    def _region_loss(self, batch: Batch, text_regions: TextRegions, states: Float[Tensor, "M R E"]) -> Loss:
         """Classification of every region of every choice, with the whole image as class 0."""
-        kept = regions.attention_mask
+        kept = text_regions.attention_mask
         if batch.targets.has_target is not None:
             kept = kept & batch.targets.has_target[:, None]
-        classes = regions.gather(batch.region_labels.classes, fill=-1)[kept] + 1
+        classes = text_regions.gather(batch.region_labels.classes, fill=-1)[kept] + 1
         scores = at_least_float32(self.region_classifier(states[kept]))
         total = F.cross_entropy(scores, classes, reduction="sum") * self.config.region_loss_weight
         return Loss(total=total, count=kept.sum().to(total.dtype))
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[VCRPrediction]:
-        """One prediction per question, with the phrases of the question with the chosen answer.
+        """One prediction per question, with the phrases of the chosen text.
 
-        As in the official code, probabilities are a softmax for either loss.
+        Probabilities are a softmax over the choices for both losses (official code).
         """
         probabilities = output.task.logits.softmax(dim=1).tolist()
         best = output.task.logits.argmax(dim=1).tolist()
@@ -522,7 +523,7 @@ class VCRTask(Task):
     def metrics(self, predictions: list[VCRPrediction]) -> dict[str, float]:
         """`accuracy` over the questions with a label, and `accuracy/<family>` if they have a family.
 
-        The setting `question` of the data set decides between Q->A and QA->R. Without labels there is no accuracy.
+        They are Q->A or QA->R accuracies, depending on `data.config.question`.
         """
         scores: dict[str, list[float]] = defaultdict(list)
         for one in predictions:
@@ -533,7 +534,7 @@ class VCRTask(Task):
         return {name: sum(values) / len(values) for name, values in sorted(scores.items())}
 
     def draw(self, prediction: VCRPrediction) -> np.ndarray:
-        """The candidate objects, with their names."""
+        """The candidate objects with their names."""
         names, boxes = zip(*prediction.named_boxes, strict=True) if prediction.named_boxes else ((), ())
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, names)
 

@@ -153,5 +153,5 @@ def test_a_task_whose_texts_have_choices(tmp_path):
     [text] = texts_of(VCRTask(SIZE), tmp_path, PHRASES)
     assert text.targets.has_target is False and text.targets.is_right.dtype == np.float32
     assert text.record["only_phrases"] is True and text.phrases.spans.tolist() == [[1, 2]]
-    with pytest.raises(UserError, match="'red square' does not have four choices"):
+    with pytest.raises(UserError, match="'red square' has no choices"):
         texts_of(VCRTask(SIZE), tmp_path, PHRASES, may_lack=False)

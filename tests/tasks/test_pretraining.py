@@ -266,18 +266,18 @@ def tokenizer(tmp_path):
 class TwoCaptions(ObjectivePreprocessor):
     """Makes a pair of each text and the next one of the data."""
 
-    def exchange(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
+    def edit_text(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
         draft.second = draft.sample.pool[index + 1]
 
 
 class OtherCaption(ObjectivePreprocessor):
     """Replaces each text by the next one of the data."""
 
-    def exchange(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
+    def edit_text(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
         draft.words = draft.sample.pool[index + 1]
 
 
-def exchanged(tokenizer, part: type[ObjectivePreprocessor], probability: float = 0.0, **options) -> TextExample:
+def edited(tokenizer, part: type[ObjectivePreprocessor], probability: float = 0.0, **options) -> TextExample:
     """A caption with a phrase, of which `part` makes something, and whose words are masked."""
     text = SampleText(0, "the red box", {}, phrases=PhraseBoxes(((0, 11),), (np.zeros((1, 4)),), is_complete=True))
     text_tokenizer = TextTokenizer(tokenizer, with_phrase_spans=True, **options)
@@ -289,15 +289,15 @@ def exchanged(tokenizer, part: type[ObjectivePreprocessor], probability: float =
 
 
 def test_two_texts_are_encoded_as_a_pair(tokenizer):
-    text = exchanged(tokenizer, TwoCaptions)
+    text = edited(tokenizer, TwoCaptions)
     assert decoded(text, tokenizer) == "[CLS] the red box [SEP] a dog and a cat [SEP]"
     assert text.encoding.token_type_ids.tolist() == [0] * 5 + [1] * 6
-    assert decoded(exchanged(tokenizer, TwoCaptions, is_blank=True), tokenizer) == "[CLS] [SEP] [SEP]"
+    assert decoded(edited(tokenizer, TwoCaptions, is_blank=True), tokenizer) == "[CLS] [SEP] [SEP]"
 
 
 def test_a_pair_that_is_too_long_is_cut_with_its_labels(tokenizer):
-    text = exchanged(tokenizer, TwoCaptions, probability=1.0, max_length=8)
-    whole = exchanged(tokenizer, TwoCaptions, max_length=8)
+    text = edited(tokenizer, TwoCaptions, probability=1.0, max_length=8)
+    whole = edited(tokenizer, TwoCaptions, max_length=8)
     assert decoded(whole, tokenizer) == "[CLS] the red box [SEP] a dog [SEP]"
     assert text.record["cut_wordpieces"] == 3
     labels = text.targets.parts["masked_words"].labels
@@ -309,7 +309,7 @@ def test_a_pair_that_is_too_long_is_cut_with_its_labels(tokenizer):
 )
 def test_phrases_belong_to_the_text_of_the_data(tokenizer, part, spans):
     """Those of the first text of two stay; another caption has none."""
-    phrases = exchanged(tokenizer, part, probability=0.9).phrases
+    phrases = edited(tokenizer, part, probability=0.9).phrases
     assert phrases.spans.tolist() == spans and phrases.is_complete == bool(spans)
     assert phrases.words == ("a dog and a cat" if part is OtherCaption else "the red box")
     characters = [phrases.words[slice(*place)] for place in phrases.offsets if place[1]]

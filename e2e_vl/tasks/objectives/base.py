@@ -1,4 +1,4 @@
-"""One part of pre-training: how it changes a text, its loss, its predictions, and its answer to a user.
+"""Base classes of the pre-training objectives: a preprocessor, a loss, predictions, and answers to users.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -33,55 +33,59 @@ NO_LABEL = -1
 
 @dataclasses.dataclass
 class TextDraft:
-    """A text before it is encoded, as one objective after the other changes it."""
+    """A text before it is encoded; each objective may change it in turn."""
 
     words: str
     sample: Sample
     has_image: bool = True
-    text: SampleText | None = None  # of the data, with its truth; None for a text that is not from the data
-    second: str | None = None  # words of a second text, which makes a pair of the two
-    # wordpieces of each word, before masking; of a pair the wordpieces of both texts, one after the other
+    text: SampleText | None = None  # the text of the data set, with its truth; None: it is not from the data set
+    second: str | None = None  # the second text of a pair; None: a single text
+    # wordpieces of each word, before masking; for a pair, the words of both texts in order
     pieces: list[list[int]] = dataclasses.field(default_factory=list)
     ids: Int64[np.ndarray, " pieces"] | None = None  # after masking
-    labels: Int64[np.ndarray, " pieces"] | None = None  # the masked wordpieces; `NO_LABEL` elsewhere
-    is_match: bool | None = True  # the text belongs to its image, or is true of it; None: unknown
-    is_choice: bool | None = None  # of a text that is one of several choices: it is the right one; None: it is none
-    record: dict[str, Any] = dataclasses.field(default_factory=dict)  # what the objectives add to the record
+    labels: Int64[np.ndarray, " pieces"] | None = None  # original ids of the masked wordpieces; `NO_LABEL` elsewhere
+    is_match: bool | None = True  # whether the text describes its image; None: unknown
+    is_choice: bool | None = None  # whether it is the right one of several choices; None: there are no choices
+    record: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields that the objectives add to the record
 
 
 @dataclasses.dataclass(frozen=True)
 class ObjectivePreprocessor:
-    """What an objective does to a text in a data worker; nothing by default. Texts are changed in three steps."""
+    """Prepares texts and targets for an objective, in data workers. The methods are called in order; by default they do
+    nothing."""
 
     text_tokenizer: TextTokenizer
 
-    def exchange(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
-        """First: perhaps replace the words of the text of this index, or add a second text.
+    def edit_text(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
+        """Replace the words of the text, or add a second text.
 
-        A second text needs `Ability.SUMMARY_OF_PAIR`, if the objective reads the summary.
+        An objective that adds a second text and reads the summary needs `Ability.SUMMARY_OF_PAIR`.
+
+        Args:
+            index: index of the text among all texts of the data set.
         """
 
     def mask(self, draft: TextDraft, generator: np.random.Generator) -> None:
-        """Then: perhaps mask wordpieces."""
+        """Mask wordpieces."""
 
     def targets(self, draft: TextDraft, encoding: TextEncoding) -> Targets:
-        """Last: what to learn from the text; the same class for every text."""
+        """The targets of the encoded text, of the same class for every text."""
         return Targets()
 
     def extra_texts(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[TextDraft, TextEncoding]]:
-        """Further texts beside each text of the data, about its images or none; predictions leave them out."""
+        """Texts without an image to add after each text of the data set; they get no predictions."""
         return ()
 
 
 @dataclasses.dataclass
 class ObjectiveOutput:
-    """The loss of one objective, and the prediction for each item (a masked word, a region or a text)."""
+    """The loss of an objective, and its prediction for each item: a masked wordpiece, a region or a text."""
 
     loss: Loss  # weighted
-    text: Int64[Tensor, " items"]  # which text an item belongs to
+    text: Int64[Tensor, " items"]  # index of the item's text
     is_right: Bool[Tensor, " items"]
     logits: Float[Tensor, "items ..."]
-    # of an objective that chooses classes: position in the text, the most probable class and the true one
+    # for classification: position in the text, predicted class and true class
     position: Int64[Tensor, " items"] | None = None
     best: Int64[Tensor, " items"] | None = None
     truth: Int64[Tensor, " items"] | None = None
@@ -94,10 +98,11 @@ def classified(
     truth: Int64[Tensor, " items"],
     losses: Float[Tensor, " items"] | None = None,
 ) -> ObjectiveOutput:
-    """The output of an objective that chooses classes for the labelled texts, or positions of texts.
+    """The output of a classification objective.
 
     Args:
-        losses: of each item; None: the cross entropy.
+        is_labelled: the items, as a mask over texts or over positions of texts.
+        losses: the loss of each item; None: cross entropy.
     """
     index, best = is_labelled.nonzero(), logits.argmax(dim=1)
     total = F.cross_entropy(logits, truth, reduction="sum") if losses is None else losses.sum()
@@ -109,26 +114,26 @@ def classified(
 class Choice(msgspec.Struct, frozen=True):
     """The class predicted for one item."""
 
-    place: int  # of the wordpiece or of the region in its text, from 0; region 0 is the whole image, where there is one
-    chosen: str
+    place: int  # position of the wordpiece, or index of the region; region 0 is the whole image if there is one
+    chosen: str  # predicted class
     truth: str
 
 
 class ObjectiveCounts(msgspec.Struct):
-    """How many items of a text one objective had, and how many of them were predicted right."""
+    """The number of items of an objective in one text, and how many were predicted correctly."""
 
     count: int
     right: int
-    choices: list[Choice] = []  # of each item, for an objective whose classes have names
+    choices: list[Choice] = []  # one per item, if the classes have names
 
 
 class PretrainingPrediction(Prediction, kw_only=True):
-    """The predictions of each objective for a text; for a user's text also what it fills in."""
+    """The predictions of each objective for a text; for a user's text, the words that fill its masks."""
 
     objectives: dict[str, ObjectiveCounts] = msgspec.field(default_factory=dict)
     second: str | None = None  # the second text of a pair
-    is_match: bool | None = None  # the text belongs to its image, or is true of it
-    drawn_answer: str | None = None  # the answer to be predicted by `image_qa`
+    is_match: bool | None = None  # whether the text describes its image
+    drawn_answer: str | None = None  # the target answer of `image_qa`
     filled: str = ""  # a user's text with the best word at each [MASK]
     masks: tuple[Ranked, ...] = ()  # the best words at each [MASK]
 
@@ -149,57 +154,64 @@ class MLMHead(nn.Module):
 
 
 class Objective(nn.Module, abc.ABC):
-    """Built as `Objective(sizes, config)`; the config is a subclass of `ObjectiveConfig`."""
+    """A pre-training objective, built as `Objective(sizes, config)` with a subclass of `ObjectiveConfig`."""
 
-    needs: ClassVar[tuple[Ability, ...]] = ()  # what the encoder must be able to do
-    predicts_regions: ClassVar[bool] = False  # regions are masked for it
-    reads_words: ClassVar[bool] = False  # it uses the word head, which all objectives share
-    # the states of regions come to it through the `Transform` that all such objectives share
+    needs: ClassVar[tuple[Ability, ...]] = ()  # abilities that the encoder must have
+    predicts_regions: ClassVar[bool] = False  # needs masked regions
+    reads_words: ClassVar[bool] = False  # uses the shared word head
+    # gets the region states after a `Transform` that is shared by all such objectives
     transforms_regions: ClassVar[bool] = False
 
-    answers: Sequence[str] = ()  # the list that it chooses from, which is saved with the model
+    answers: Sequence[str] = ()  # its answer vocabulary, which is saved with the model
 
     def __init__(self, sizes: Sizes, config: ObjectiveConfig):
         super().__init__()
         self.config = config
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> ObjectivePreprocessor:
-        """What it does to texts in data workers."""
+        """The text preprocessor, which runs in data workers; by default it does nothing."""
         return ObjectivePreprocessor(text_tokenizer)
 
-    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
-        """Raises UserError if data (where they are known), detector or rule do not fit; nothing by default."""
+    def check(self, info: DatasetInfo | None, detector: Detector, masking: RegionMasking) -> None:
+        """Raise a UserError if data, detector or region masking do not fit the objective; does nothing by default.
+
+        Args:
+            info: the training data; None: no data, as in prediction.
+        """
 
     @abc.abstractmethod
     def forward(
-        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
+        self, targets: Targets, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
         """The weighted loss over all labelled items of the batch, and the predictions."""
 
-    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], rule: RegionMasking) -> Sequence[str] | None:
-        """Names of the classes that it chooses from, for reports and answers; None: they have none.
+    def class_names(
+        self, output: ModelOutput, wordpieces: Sequence[str], masking: RegionMasking
+    ) -> Sequence[str] | None:
+        """Names of the predicted classes, for reports and answers; None: they have no names.
 
         Args:
-            wordpieces: the vocabulary, by wordpiece id.
-            rule: with the position of the background among the classes of regions.
+            wordpieces: the vocabulary, in the order of wordpiece ids.
+            masking: gives the position of the background among the region classes.
         """
         return None
 
     def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str] | None) -> dict[str, Any]:
-        """Fields of the `PretrainingPrediction` for a user's text, from the logits of this objective.
+        """Fields of the `PretrainingPrediction` for a user's text.
 
         Args:
+            logits: of this objective.
             names: see `class_names`.
         """
         return {}
 
-    def lines(self, prediction: PretrainingPrediction) -> list[str]:
-        """That answer in words."""
+    def answer_lines(self, prediction: PretrainingPrediction) -> list[str]:
+        """The fields of `answer` as lines of text."""
         return []
 
 
 def top_classes(probabilities: Float[Tensor, "rows columns"], names: Sequence[str]) -> list[Ranked]:
-    """The names of the five best columns of each row with their probabilities, best first."""
+    """The five most probable classes of each row, by name, with their probabilities, best first."""
     values, numbers = probabilities.topk(min(5, probabilities.shape[1]), dim=1)
     return [
         tuple((names[number], value) for number, value in zip(*row, strict=True))
@@ -207,6 +219,6 @@ def top_classes(probabilities: Float[Tensor, "rows columns"], names: Sequence[st
     ]
 
 
-def listed(pairs: Ranked) -> str:
-    """Names with their values as one line."""
+def format_ranked(pairs: Ranked) -> str:
+    """Names and values as one line of text."""
     return ", ".join(f"{name} {value:.3f}" for name, value in pairs)

@@ -1,4 +1,4 @@
-"""Objectives on regions: classes of masked regions, classes and attributes of all, and features of masked ones.
+"""Objectives on regions: masked region classification, object and attribute labels, and feature regression.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -29,17 +29,18 @@ from e2e_vl.tasks.objectives.base import (
     PretrainingPrediction,
     Sizes,
     classified,
-    listed,
+    format_ranked,
     top_classes,
 )
 
-# Masked RoI classification with linguistic clues (VL-BERT, section 3.3): what is in the masked regions?
+# Masked RoI classification with linguistic clues (VL-BERT, section 3.3)
 
 
 class MaskedRegions(Objective):
-    """Linear, GELU, Linear to the region classes; cross entropy with the teacher's classes, mean over labelled regions.
+    """Classifies the masked regions; cross entropy with the teacher's classes, averaged over the labelled regions.
 
-    Rows of class distributions that do not add up to 1 (by 0.1 or more) are ignored, as in the official code.
+    The head is Linear, GELU, Linear. Class distributions whose sum differs from 1 by 0.1 or more are ignored, as in the
+    official code.
     """
 
     needs = (Ability.MASKED_REGIONS,)
@@ -52,22 +53,22 @@ class MaskedRegions(Objective):
         self.output = nn.Linear(sizes.hidden_size, config.classes)
         init_head((self.transform["dense"], self.output), "normal")
 
-    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
-        _check_classes(self.config, detector, rule, detector.num_classes + 1, "classes and the background")
+    def check(self, info: DatasetInfo | None, detector: Detector, masking: RegionMasking) -> None:
+        _check_classes(self.config, detector, masking, detector.num_classes + 1, "classes and the background")
 
     def classify(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, "*shape C"]:
-        """States -> logits."""
+        """Logits of the region classes."""
         return at_least_float32(self.output(self.transform(states)))
 
     def forward(
-        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
+        self, targets: Targets, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
-        """Its logits are float32 [labelled regions, C]."""
-        chosen = regions.gather(batch.masked_regions.is_labelled, fill=False)
+        """The logits are float32 [labelled regions, C]."""
+        chosen = text_regions.gather(batch.masked_regions.is_labelled, fill=False)
         class_probs = batch.region_labels.class_probs
         if class_probs is None:
             class_probs = [rows.new_zeros(len(rows), self.config.classes) for rows in batch.boxes]
-        probabilities = regions.gather(class_probs, fill=0.0)[chosen]
+        probabilities = text_regions.gather(class_probs, fill=0.0)[chosen]
         if probabilities.shape[1] != self.config.classes:
             raise UserError(
                 f"The class distributions have {probabilities.shape[1]} columns, but {self.config.key('classes')} is "
@@ -82,23 +83,23 @@ class MaskedRegions(Objective):
             losses = -(probabilities.to(logits.dtype) * logits.log_softmax(dim=1)).sum(dim=1)
         return classified(self.config.weight, chosen, logits, best, losses)
 
-    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], rule: RegionMasking) -> Sequence[str]:
-        """C names; the detector's classes are numbered from 0 where their names are unknown."""
+    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], masking: RegionMasking) -> Sequence[str]:
+        """C names; without known names, the classes are numbered from 0."""
         names, count = output.class_names, self.config.classes - 1
-        if names is None or len(names) != count or rule.teacher == "file":
+        if names is None or len(names) != count or masking.teacher == "file":
             names = [f"class {row}" for row in range(count)]
-        return ["background", *names] if rule.background_first else [*names, "background"]
+        return ["background", *names] if masking.background_first else [*names, "background"]
 
     def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str]) -> dict[str, Any]:
         """`masked_regions`, see `MaskedRegion`."""
-        batch, regions = output.batch, output.text_regions
+        batch, text_regions = output.batch, output.text_regions
         is_masked = batch.masked_regions.is_masked[0]
-        if int(regions.is_masked[0].sum()) < int(is_masked.sum()):
+        if int(text_regions.is_masked[0].sum()) < int(is_masked.sum()):
             raise UserError(
                 "Text and regions together are longer than task.config.max_length, and a masked region is truncated; "
                 "shorten the text, or mask fewer regions."
             )
-        classes = top_classes(self.classify(output.encoded.regions[0, regions.is_masked[0]]).softmax(dim=1), names)
+        classes = top_classes(self.classify(output.encoded.regions[0, text_regions.is_masked[0]]).softmax(dim=1), names)
         boxes = (batch.boxes[0] / batch.images.scales[0].repeat(2))[is_masked].tolist()
         seen, class_probs = [None] * len(boxes), batch.region_labels.class_probs
         if class_probs is not None:
@@ -107,37 +108,38 @@ class MaskedRegions(Objective):
             "masked_regions": [MaskedRegion(tuple(box), *row) for box, *row in zip(boxes, classes, seen, strict=True)]
         }
 
-    def lines(self, prediction: PretrainingPrediction) -> list[str]:
+    def answer_lines(self, prediction: PretrainingPrediction) -> list[str]:
         lines = []
         for number, region in enumerate(prediction.masked_regions, start=1):
-            seen = "" if region.seen is None else f" (unmasked: {listed([region.seen])})"
-            lines.append(f"masked region {number}: {listed(region.classes)}{seen}")
+            seen = "" if region.seen is None else f" (unmasked: {format_ranked([region.seen])})"
+            lines.append(f"masked region {number}: {format_ranked(region.classes)}{seen}")
         return lines
 
 
 def _check_classes(
-    config: MaskedRegionsConfig | ObjectLabelsConfig, detector: Detector, rule: RegionMasking, number: int, what: str
+    config: MaskedRegionsConfig | ObjectLabelsConfig, detector: Detector, masking: RegionMasking, number: int, what: str
 ) -> None:
-    """Raise a UserError unless a detector that labels regions has the objective's classes."""
-    if rule.teacher != "file" and number != config.classes:
+    """Raise a UserError if a detector labels the regions with another number of classes than the objective has."""
+    if masking.teacher != "file" and number != config.classes:
         raise UserError(
             f"{config.key('classes')} is {config.classes}, but the detector has {detector.num_classes} {what}; make "
             "them agree."
         )
 
 
-# Classes of objects that a detector found in the regions (LXMERT, section 3.1.2): what is in each region?
+# Detected-label classification (LXMERT, section 3.1.2)
 
 
 class ObjectLabels(Objective):
-    """A Linear on the transformed state of a region; cross entropy with what the detector found, mean over regions.
+    """Predicts the detector's class of each region with a Linear on the transformed region states.
 
-    The mean is over all real regions with `regions: all`, and over the masked ones with `regions: masked`.
+    The cross entropy is averaged over all candidate boxes with `regions: all`, and over the masked ones with
+    `regions: masked`.
     """
 
     predicts_regions = True
     transforms_regions = True
-    kind: ClassVar[str] = "classes"  # for messages
+    kind: ClassVar[str] = "classes"  # for error messages
     config: ObjectLabelsConfig
 
     def __init__(self, sizes: Sizes, config: ObjectLabelsConfig):
@@ -145,61 +147,62 @@ class ObjectLabels(Objective):
         self.output = nn.Linear(sizes.hidden_size, config.classes)
         init_head([self.output], "normal")
 
-    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
-        _check_classes(self.config, detector, rule, detector.num_classes, "classes")
+    def check(self, info: DatasetInfo | None, detector: Detector, masking: RegionMasking) -> None:
+        _check_classes(self.config, detector, masking, detector.num_classes, "classes")
 
     def found(self, labels: RegionLabels) -> tuple[list[Tensor] | None, list[Tensor] | None]:
-        """Labels of the candidate boxes, and how sure the detector was."""
+        """The detector's labels of the candidate boxes, and their confidence."""
         return labels.detected_classes, labels.detected_scores
 
     def forward(
-        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
+        self, targets: Targets, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
-        """Its logits are float32 [regions, K]; none where a user masks regions, which have no labels."""
-        is_used = regions.row >= 0
+        """The logits are float32 [regions, K]; none if a user masks regions, because they have no labels."""
+        is_used = text_regions.row >= 0
         if self.config.regions == "masked":
-            is_used = is_used & regions.gather(batch.masked_regions.is_labelled, fill=False)
+            is_used = is_used & text_regions.gather(batch.masked_regions.is_labelled, fill=False)
         classes, scores = self.found(batch.region_labels)
         if classes is None and batch.boxes_to_mask is not None:
             is_used = torch.zeros_like(is_used)
             classes = scores = [rows.new_zeros(len(rows), dtype=torch.int64) for rows in batch.boxes]
         if classes is None or (self.config.confidence and scores is None):
             raise UserError(
-                f"The regions come without the {self.kind} that a detector found in them"
-                f"{'' if classes is None else ', or without their scores'}; use region features that were extracted "
-                f"with {self.kind}, or a detector that finds them, or set {self.config.key('weight')} to 0."
+                f"The regions have no detected {self.kind}{'' if classes is None else ' with scores'}; use region "
+                f"features that were extracted with {self.kind}, or a detector that predicts them, or set "
+                f"{self.config.key('weight')} to 0."
             )
-        truth = regions.gather(classes, fill=0)[is_used]
+        truth = text_regions.gather(classes, fill=0)[is_used]
         logits = at_least_float32(self.output(encoded.regions[is_used]))
         losses = F.cross_entropy(logits, truth, reduction="none")
         if self.config.confidence:
-            losses = losses * regions.gather(scores, fill=0)[is_used].to(losses.dtype)
+            losses = losses * text_regions.gather(scores, fill=0)[is_used].to(losses.dtype)
         return classified(self.config.weight, is_used, logits, truth, losses)
 
 
-# Attributes that a detector found in the regions (LXMERT's official code): what is each region like?
+# Attribute classification (LXMERT's official code)
 
 
 class AttributeLabels(ObjectLabels):
-    """As `ObjectLabels`, with the most probable attribute."""
+    """As `ObjectLabels`, for the most probable attribute of each region."""
 
     kind: ClassVar[str] = "attributes"
     config: AttributeLabelsConfig
 
-    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
-        """A detector does not say how many attributes it has."""
+    def check(self, info: DatasetInfo | None, detector: Detector, masking: RegionMasking) -> None:
+        """Do not check the number of attributes, because it is not part of the detector's interface."""
 
     def found(self, labels: RegionLabels) -> tuple[list[Tensor] | None, list[Tensor] | None]:
         return labels.detected_attributes, labels.detected_attribute_scores
 
 
-# Regression of the features of masked regions (LXMERT, section 3.1.2): what would the detector say of a region?
+# RoI-feature regression (LXMERT, section 3.1.2)
 
 
 class RegionFeatureRegression(Objective):
-    """A Linear on the transformed state of a masked region; the target is its feature as the detector sees it unmasked.
+    """Predicts the features of masked regions with a Linear on the transformed region states.
 
-    A region counts as found if the prediction is nearer to its feature than zeros are.
+    The targets are the detector's features of the unmasked regions. A prediction counts as right if it is closer to the
+    target than the zero vector is.
     """
 
     predicts_regions = True
@@ -212,21 +215,21 @@ class RegionFeatureRegression(Objective):
         init_head([self.output], "normal")
 
     def forward(
-        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
+        self, targets: Targets, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
-        """Its logits are the predicted features, float32 [masked regions, D]."""
-        is_masked = regions.gather(batch.masked_regions.is_labelled, fill=False)
+        """The logits are the predicted features, float32 [masked regions, D]."""
+        is_masked = text_regions.gather(batch.masked_regions.is_labelled, fill=False)
         logits = at_least_float32(self.output(encoded.regions[is_masked]))
         features = batch.region_labels.features
         if features is None:
             raise UserError(
-                "There is no feature of the unmasked regions to learn; set task.config.teacher to frozen or current, "
+                "There are no features of unmasked regions to predict; set task.config.teacher to frozen or current, "
                 f"use saved features, or set {self.config.key('weight')} to 0."
             )
-        truth = regions.gather(features, fill=0.0)[is_masked].detach().to(logits.dtype)
+        truth = text_regions.gather(features, fill=0.0)[is_masked].detach().to(logits.dtype)
         error = F.smooth_l1_loss if self.config.loss == "smooth_l1" else F.mse_loss
         each = error(logits, truth, reduction="none").mean(dim=1)
-        counted = is_masked if self.config.average == "masked" else regions.row >= 0
+        counted = is_masked if self.config.average == "masked" else text_regions.row >= 0
         loss = Loss(self.config.weight * each.sum(), counted.sum().to(each.dtype))
         is_near = (logits - truth).norm(dim=1) < truth.norm(dim=1)
         return ObjectiveOutput(loss, is_masked.nonzero()[:, 0], is_near, logits)

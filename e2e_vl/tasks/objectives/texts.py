@@ -1,4 +1,4 @@
-"""Objectives on whole texts, read from the summary: does a text match its image, and what is the answer to a question?
+"""Objectives on the encoder's summary: does the text match its image, and what is the answer to the question?
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -34,26 +34,26 @@ from e2e_vl.tasks.objectives.base import (
 )
 from e2e_vl.text import TextEncoding, TextTokenizer, simplify_answer
 
-# Sentence-image relationship prediction. Three kinds of it: a caption that may be another image's (VL-BERT, table 4,
-# row c; LXMERT); a right caption with a second one that may be another image's (VisualBERT, section 3.3); a text of
-# which the data say whether it is true (VisualBERT's code, pre-training on NLVR2 and VCR).
+# Sentence-image relationship prediction, in three variants: the caption may belong to another image (VL-BERT, table 4,
+# row c; LXMERT); a second caption after the image's own may belong to another image (VisualBERT, section 3.3); the data
+# have labels (VisualBERT's code, pre-training on NLVR2 and VCR).
 
 
 @dataclasses.dataclass
 class MatchTargets(Targets):
-    """Whether each text belongs to its image."""
+    """Whether each text matches its image."""
 
-    # 1 = its own caption, or true; 0 = another image's, or false; -1 = no image, or unknown
+    # 1 = match, or true; 0 = caption of another image, or false; -1 = no image, or unknown
     is_match: int | np.int64 | Int64[Tensor, " M"] | None = stacked()
 
 
 @dataclasses.dataclass(frozen=True)
 class CaptionReplacement(ObjectivePreprocessor):
-    """Replaces some captions by those of other images, or adds a second caption to each."""
+    """Replaces some captions with captions of other images, or adds a second caption to each."""
 
     config: RelationshipConfig = dataclasses.field(default_factory=RelationshipConfig)
 
-    def exchange(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
+    def edit_text(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
         if draft.sample.from_user or self.config.texts == "labelled":
             return
         own, pool = draft.sample.own_texts, draft.sample.pool
@@ -80,14 +80,14 @@ class CaptionReplacement(ObjectivePreprocessor):
             draft.is_match = bool(truth.number) if is_labelled else draft.is_choice
         elif isinstance(draft.text, ChoiceText):
             raise UserError(
-                "Questions with choices stay as they are; set task.config.objectives.relationship.texts to labelled."
+                "Questions with choices cannot be replaced; set task.config.objectives.relationship.texts to labelled."
             )
         draft.record["is_match"] = draft.is_match
         return MatchTargets(np.int64(-1 if draft.is_match is None or not draft.has_image else draft.is_match))
 
 
 class Relationship(Objective):
-    """A Linear on the summary, two classes; cross entropy over the texts that are judged."""
+    """Linear on the summary to two classes; cross entropy over the texts with a label."""
 
     config: RelationshipConfig
 
@@ -101,34 +101,34 @@ class Relationship(Objective):
     def preprocessor(self, text_tokenizer: TextTokenizer) -> CaptionReplacement:
         return CaptionReplacement(text_tokenizer, self.config)
 
-    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
+    def check(self, info: DatasetInfo | None, detector: Detector, masking: RegionMasking) -> None:
         if info is None or self.config.texts == "single":
             return
         missing = None
         if self.config.texts == "pair" and any(len(texts) < 2 for texts in info.groups):
-            missing = "some images have one caption only"
+            missing = "some images have only one caption"
         elif self.config.texts == "labelled" and not any(isinstance(truth, CorrectChoice) for truth in info.truths()):
-            missing = "the data do not say which texts are true"
+            missing = "the data have no labels of true texts"
         if missing is not None:
             raise UserError(f"{self.config.key('texts')} is {self.config.texts}, but {missing}; set it to single.")
 
     def forward(
-        self, targets: MatchTargets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
+        self, targets: MatchTargets, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
-        """Its logits are float32 [judged texts, 2], no match and match."""
+        """The logits are float32 [labelled texts, 2]: no match, match."""
         is_judged = targets.is_match >= 0
         logits = at_least_float32(self.head(encoded.summary[is_judged]))
         return classified(self.config.weight, is_judged, logits, targets.is_match[is_judged])
 
 
-# Image question answering as a part of pre-training (LXMERT, section 3.1.3): which answer of a list is right?
+# Image question answering (LXMERT, section 3.1.3)
 
 
 @dataclasses.dataclass
 class AnswerLabel(Targets):
-    """The answer that was chosen for each text."""
+    """The target answer of each text."""
 
-    # class of the answer; -1: the text is no question, no answer is in the list, or the image is another one
+    # class of the answer; -1: not a question, no answer in the vocabulary, or another image
     answer: int | np.int64 | Int64[Tensor, " M"] | None = stacked()
 
 
@@ -137,15 +137,15 @@ class AnswerSampling(ObjectivePreprocessor):
     """Chooses one of the answers to a question: draws it anew in each epoch, or takes the best one."""
 
     class_of: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    takes_best: bool = False
+    uses_best: bool = False
 
     def mask(self, draft: TextDraft, generator: np.random.Generator) -> None:
-        """Draws the answer; the text stays as it is."""
+        """Sample the target answer; the text is unchanged."""
         if draft.sample.from_user or not draft.is_match or draft.text is None:
             return
         scores = scores_of(draft.text.truth)
         if scores is not None:
-            if self.takes_best:
+            if self.uses_best:
                 listed = known_answers(scores, self.class_of)
                 answer = max(listed, key=listed.get, default=None)
             else:
@@ -158,10 +158,10 @@ class AnswerSampling(ObjectivePreprocessor):
 
 
 def scores_of(truth: Any) -> Mapping[str, float] | None:
-    """The score of each answer to a question, from any kind of truth; None for a text that is no question.
+    """The score of each answer to a question, from any kind of truth; None for texts that are not questions.
 
-    Human answers score as in VQA v2, normalised; the one right answer scores 1. Those are the scores in the files that
-    the official code learns from.
+    Human answers get VQA v2's soft scores after normalisation, and a single right answer gets 1, as in the official
+    training files.
     """
     match truth:
         case ScoredAnswers(scores=scores):
@@ -174,10 +174,10 @@ def scores_of(truth: Any) -> Mapping[str, float] | None:
 
 
 def known_answers(scores: Mapping[str, float], class_of: Mapping[str, int]) -> dict[str, float]:
-    """The answers that are in the list, with their scores.
+    """The answers in the vocabulary, with their scores.
 
-    Answers are first spelled as in the list (`simplify_answer`). If two become equal, the score of the one whose
-    spelling changed counts alone, as in the official code.
+    Answers are first normalised with `simplify_answer`. If two become equal, the score of the one that was changed by
+    the normalisation is used, as in the official code.
     """
     spelled = {answer: score for answer, score in scores.items() if answer == simplify_answer(answer)}
     spelled |= {simplify_answer(answer): score for answer, score in scores.items() if answer != simplify_answer(answer)}
@@ -187,9 +187,9 @@ def known_answers(scores: Mapping[str, float], class_of: Mapping[str, int]) -> d
 def sample_answer(
     scores: Mapping[str, float], class_of: Mapping[str, int], generator: np.random.Generator
 ) -> str | None:
-    """One of `known_answers`, with a probability in proportion to its score; None if there is none.
+    """Sample one of `known_answers` with probability proportional to its score; None if there are none.
 
-    Nothing is drawn where there is no choice.
+    A single answer is returned without using the generator.
     """
     listed = known_answers(scores, class_of)
     if len(listed) < 2:
@@ -199,7 +199,10 @@ def sample_answer(
 
 
 class ImageQA(Objective):
-    """Linear, GELU, LayerNorm, Linear on the summary; cross entropy over the texts with an answer."""
+    """Classifies the answer from the summary; cross entropy over the texts with an answer.
+
+    The head is Linear, GELU, LayerNorm, Linear.
+    """
 
     needs = (Ability.SUMMARY_OF_SINGLE,)
     config: ImageQAConfig
@@ -207,9 +210,7 @@ class ImageQA(Objective):
     def __init__(self, sizes: Sizes, config: ImageQAConfig):
         super().__init__(sizes, config)
         if not isinstance(config.answers, list):
-            raise UserError(
-                f"{config.key('answers')} is missing; give the list of possible answers, or a file of them."
-            )
+            raise UserError(f"{config.key('answers')} is missing; set it to an answer vocabulary, or to its file.")
         self.answers: Sequence[str] = tuple(config.answers)
         width = config.head_width * sizes.summary_size
         transform = Transform(sizes.summary_size, norm=True, width=width)
@@ -217,25 +218,25 @@ class ImageQA(Objective):
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> AnswerSampling:
         class_of = {answer: number for number, answer in enumerate(self.answers)}
-        return AnswerSampling(text_tokenizer, class_of, takes_best=self.config.label == "best")
+        return AnswerSampling(text_tokenizer, class_of, uses_best=self.config.label == "best")
 
-    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
+    def check(self, info: DatasetInfo | None, detector: Detector, masking: RegionMasking) -> None:
         if info is None:
             return
         listed = set(self.answers)
         if not any(simplify_answer(answer) in listed for truth in info.truths() for answer in scores_of(truth) or ()):
             raise UserError(
-                f"No text of the data has an answer that is in {self.config.key('answers')}; use data with questions, "
+                f"No text of the data has an answer in {self.config.key('answers')}; use data with questions, "
                 f"or set {self.config.key('weight')} to 0."
             )
 
     def forward(
-        self, targets: AnswerLabel, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
+        self, targets: AnswerLabel, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
-        """Its logits are float32 [texts with an answer, Y]."""
+        """The logits are float32 [texts with an answer, Y]."""
         has_answer = targets.answer >= 0
         logits = at_least_float32(self.head(encoded.summary[has_answer]))
         return classified(self.config.weight, has_answer, logits, targets.answer[has_answer])
 
-    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], rule: RegionMasking) -> Sequence[str]:
+    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], masking: RegionMasking) -> Sequence[str]:
         return self.answers

@@ -1,4 +1,4 @@
-"""Masked language modelling with visual clues (VL-BERT, section 3.3): which words are masked in a caption?
+"""Masked language modelling with visual clues, and on a text-only corpus (VL-BERT, section 3.3).
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -30,7 +30,7 @@ from e2e_vl.tasks.objectives.base import (
     PretrainingPrediction,
     TextDraft,
     classified,
-    listed,
+    format_ranked,
     top_classes,
 )
 from e2e_vl.text import TextEncoding, TextTokenizer, word_pieces
@@ -38,21 +38,21 @@ from e2e_vl.text import TextEncoding, TextTokenizer, word_pieces
 
 @dataclasses.dataclass
 class WordLabels(Targets):
-    """The masked wordpieces."""
+    """Labels of the wordpieces."""
 
-    # of one text, or of a batch; -1 = nothing to predict
+    # original ids of the masked wordpieces; -1 elsewhere
     labels: Int64[np.ndarray, " L"] | Int64[Tensor, "M L"] | None = per_wordpiece(fill=NO_LABEL)
 
 
 @dataclasses.dataclass(frozen=True)
 class WordMasking(ObjectivePreprocessor):
-    """Masks random words of captions; in a user's text every [MASK] is to be predicted, and nothing else."""
+    """Masks random words of captions; in a user's text only the given [MASK] tokens are predicted."""
 
-    of_images: ClassVar[bool] = True  # it masks texts that have an image; False: texts that have none
+    of_images: ClassVar[bool] = True  # masks texts with an image; False: texts without an image
     config: MaskedWordsConfig = dataclasses.field(default_factory=MaskedWordsConfig)
 
-    def exchange(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
-        """Append the answer to a question, with one question mark between them."""
+    def edit_text(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
+        """Append an answer to the question, separated by one question mark."""
         if self.config.answer == "left_out" or draft.sample.from_user or draft.has_image != self.of_images:
             return
         if isinstance(draft.text.truth, HumanAnswers):
@@ -74,7 +74,7 @@ class WordMasking(ObjectivePreprocessor):
     def mask_words(
         self, words: Sequence[Sequence[int]], generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and labels by the settings, see the function `mask_words`."""
+        """Ids and labels after masking with the configured settings, see the function `mask_words`."""
         tokenizer, config = self.text_tokenizer.tokenizer, self.config
         if not config.whole_words:
             words = [[piece] for word in words for piece in word]
@@ -82,7 +82,7 @@ class WordMasking(ObjectivePreprocessor):
         return mask_words(words, generator, mask_id, size, config.probability, always_mask=config.always_mask)
 
     def targets(self, draft: TextDraft, encoding: TextEncoding) -> WordLabels:
-        if draft.has_image != self.of_images or draft.labels is None:  # `extra_texts` of others may have no labels
+        if draft.has_image != self.of_images or draft.labels is None:  # texts of other objectives may have no labels
             return WordLabels(np.full_like(encoding.source, NO_LABEL))
         return WordLabels(encoding.place(draft.labels, fill=NO_LABEL))
 
@@ -96,21 +96,20 @@ def mask_words(
     *,
     always_mask: bool = False,
 ) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"]]:
-    """Mask some words of a text (official VL-BERT code).
+    """Mask random words of a text (official VL-BERT code).
 
-    Whole words are chosen, before they are split into wordpieces. Of the chosen ones, 80 % become [MASK] at all of
-    their pieces, 10 % random entries of the vocabulary (each piece its own, special tokens included) and 10 % stay.
-    No word is ever forced, so a short text often has no label at all.
+    Whole words are chosen. 80 % of them become [MASK] at all their wordpieces; at 10 %, each wordpiece is replaced by a
+    random vocabulary entry, possibly a special token; 10 % are unchanged. A text may have no chosen word.
 
     Args:
         words: wordpiece ids of each word, without special tokens.
         vocab_size: V; random entries are drawn from 0 .. V - 1.
-        probability: chance of a word to be chosen.
-        always_mask: every chosen word becomes [MASK], as the paper (section 3.3) has it.
+        probability: probability that a word is chosen.
+        always_mask: replace all chosen words by [MASK] (paper, section 3.3).
 
     Returns:
-        One entry per wordpiece: the ids after masking; the original id at every piece of a chosen
-        word and `NO_LABEL` elsewhere.
+        Per wordpiece: the ids after masking, and the labels, which are the original ids of the chosen words and
+        `NO_LABEL` elsewhere.
     """
     lengths = np.array([len(word) for word in words], dtype=np.int64)
     ids = np.array([piece for word in words for piece in word], dtype=np.int64)
@@ -124,7 +123,7 @@ def mask_words(
 
 
 class MaskedWords(Objective):
-    """A cross entropy over the vocabulary at every masked wordpiece, mean over all of the batch."""
+    """Cross entropy over the vocabulary, averaged over all masked wordpieces of the batch."""
 
     needs = (Ability.WORD_EMBEDDINGS,)
     reads_words = True
@@ -133,23 +132,23 @@ class MaskedWords(Objective):
     def preprocessor(self, text_tokenizer: TextTokenizer) -> WordMasking:
         return WordMasking(text_tokenizer, self.config)
 
-    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
+    def check(self, info: DatasetInfo | None, detector: Detector, masking: RegionMasking) -> None:
         reads_answers = info is not None and self.config.answer != "left_out"
         if reads_answers and not any(isinstance(truth, HumanAnswers) for truth in info.truths()):
             raise UserError(
                 f"task.config.objectives.masked_words.answer is {self.config.answer}, but no text of the data has "
-                "human answers; set it to left_out, or use data of questions with human answers."
+                "human answers; set it to left_out, or use questions with human answers."
             )
 
     def forward(
-        self, targets: WordLabels, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
+        self, targets: WordLabels, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
-        """Its logits are float32 [masked wordpieces, V]."""
+        """The logits are float32 [masked wordpieces, V]."""
         is_labelled = targets.labels >= 0
         logits = at_least_float32(word_head(encoded.text[is_labelled], encoded.word_embeddings))
         return classified(self.config.weight, is_labelled, logits, targets.labels[is_labelled])
 
-    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], rule: RegionMasking) -> Sequence[str]:
+    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], masking: RegionMasking) -> Sequence[str]:
         return wordpieces
 
     def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str]) -> dict[str, Any]:
@@ -166,17 +165,17 @@ class MaskedWords(Objective):
         filled = first + "".join(word + part for word, part in zip(best, rest, strict=True))
         return {"filled": filled, "masks": masks}
 
-    def lines(self, prediction: PretrainingPrediction) -> list[str]:
-        masks = [f"{MASK} {number}: {listed(words)}" for number, words in enumerate(prediction.masks, start=1)]
+    def answer_lines(self, prediction: PretrainingPrediction) -> list[str]:
+        masks = [f"{MASK} {number}: {format_ranked(words)}" for number, words in enumerate(prediction.masks, start=1)]
         return [prediction.filled, *masks] if masks else []
 
 
-# Masked language modelling of a text-only corpus, one text of it beside each caption (VL-BERT, section 3.3).
+# Masked language modelling on a text-only corpus, with one corpus text per caption
 
 
 @dataclasses.dataclass(frozen=True)
 class CorpusMasking(WordMasking):
-    """Draws a text of the corpus for each text of the data, and masks its words."""
+    """Samples a corpus text for each text of the data set, and masks its words."""
 
     of_images = False
     config: MaskedTextConfig = dataclasses.field(default_factory=MaskedTextConfig)
@@ -184,7 +183,7 @@ class CorpusMasking(WordMasking):
     def extra_texts(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[TextDraft, TextEncoding]]:
         if sample.corpus is None:
             return
-        words = self.words(sample.corpus, int(generator.integers(len(sample.corpus))))
+        words = self.words_from_line(sample.corpus, int(generator.integers(len(sample.corpus))))
         ids, labels = self.mask_words(words, generator)
         text_tokenizer, kept = dataclasses.replace(self.text_tokenizer, max_length=None), self.config.max_length
         if self.config.special_tokens:
@@ -193,8 +192,8 @@ class CorpusMasking(WordMasking):
             encoding = text_tokenizer.bare(ids[:kept])
         yield TextDraft("", sample, has_image=False, ids=ids, labels=labels), encoding
 
-    def words(self, corpus: Sequence[str], number: int) -> list[list[int]]:
-        """Wordpieces of the words of the text that begins with a line; after the last line the first one follows."""
+    def words_from_line(self, corpus: Sequence[str], number: int) -> list[list[int]]:
+        """Wordpieces of each word of the text that begins at a line; the first line follows the last."""
         words: list[list[int]] = []
         for step in range(len(corpus) * self.config.min_words):
             words += word_pieces(corpus[(number + step) % len(corpus)], self.text_tokenizer.tokenizer)
@@ -204,14 +203,14 @@ class CorpusMasking(WordMasking):
 
 
 class MaskedText(MaskedWords):
-    """As `MaskedWords`, on texts without an image."""
+    """As `MaskedWords`, on corpus texts without an image."""
 
     config: MaskedTextConfig
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> CorpusMasking:
         return CorpusMasking(text_tokenizer, self.config)
 
-    def check(self, info: DatasetInfo | None, detector: Detector, rule: RegionMasking) -> None:
+    def check(self, info: DatasetInfo | None, detector: Detector, masking: RegionMasking) -> None:
         if info is not None and info.corpus is None:
             raise UserError(
                 f"task.config.objectives.masked_text has the weight {self.config.weight}, but the data have no "
@@ -219,4 +218,4 @@ class MaskedText(MaskedWords):
                 "task.config.objectives.masked_text=0."
             )
 
-    answer, lines = Objective.answer, Objective.lines  # a user's text has an image
+    answer, answer_lines = Objective.answer, Objective.answer_lines  # a user's text has an image

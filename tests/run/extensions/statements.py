@@ -68,7 +68,7 @@ class StatementTask(Task):
     def question(self, question: Question) -> Sample:
         return question.sample(SampleText(0, question.text, {}, image_index=(0, 1)))
 
-    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+    def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         logits = at_least_float32(self.output(self.dropout(encoded.summary)))
         losses = {}
         if batch.targets.label is not None:

@@ -120,11 +120,11 @@ def test_every_region_is_weighted_by_its_score(objective, texts, labels, weights
 
 def test_labels_that_are_missing():
     inputs, objective = make_inputs(), object_labels()
-    with pytest.raises(UserError, match=r"without the classes that .*object_labels\.weight"):
+    with pytest.raises(UserError, match=r"no detected classes; .*object_labels\.weight"):
         inputs.run(objective, Targets())
     with_detected(inputs)
     inputs.batch.region_labels.detected_scores = None
-    with pytest.raises(UserError, match="or without their scores"):
+    with pytest.raises(UserError, match="no detected classes with scores"):
         inputs.run(objective, Targets())
 
 

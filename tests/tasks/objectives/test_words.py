@@ -132,7 +132,7 @@ def corpus_text(tokenizer, number: int = 0, **options) -> tuple[list[int], list[
 
 
 def test_a_text_joins_lines_and_starts_again_after_the_last(corpus_tokenizer):
-    words = CorpusMasking(TextTokenizer(corpus_tokenizer), MaskedTextConfig(min_words=12)).words(LINES, 2)
+    words = CorpusMasking(TextTokenizer(corpus_tokenizer), MaskedTextConfig(min_words=12)).words_from_line(LINES, 2)
     expected = corpus_tokenizer.encode(" ".join([LINES[2], LINES[3], LINES[0]]), add_special_tokens=False)
     assert len(words) == 13 and [piece for pieces in words for piece in pieces] == expected
 
