@@ -41,7 +41,6 @@ def test_boxes_are_scaled_and_flipped_on_the_last_pixel():
 @pytest.mark.parametrize(
     ("transform", "boxes", "expected"),
     [
-        (TWICE, [[0, 0, 50, 40], [-3, -4, 10, 99]], [[0, 0, 99, 79], [0, 0, 20, 79]]),
         (MIRRORED, [[0, 0, 50, 40], [-3, -4, 10, 99]], [[0, 0, 99, 79], [79, 0, 99, 79]]),
         (
             SAME,

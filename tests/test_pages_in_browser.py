@@ -139,10 +139,8 @@ def analysis(tmp_path_factory) -> Path:
     for graph in graphs:
         figures[f"entities_{graph}.png"] = draw_head_figure(results, graph, ENTITIES)
         figures[f"relations_{graph}.png"] = draw_head_figure(results, graph, RELATIONS, labels)
-    caption, title = (
-        "a caption with " + "honorificabilitudinitatibus" * 3,
-        f"“{'otorhinolaryngologists' * 3}”, joint:0-1",
-    )
+    caption = "a caption with " + "honorificabilitudinitatibus" * 3
+    title = f"“{'otorhinolaryngologists' * 3}”, joint:0-1"
     overlays = [
         Overlay(7, caption, "joint", title, "right", draw(folder / f"{number}.png", size))
         for number, size in enumerate([(1280, 160), (160, 1280), (480, 640)])

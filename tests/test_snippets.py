@@ -47,6 +47,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_run: SimpleN
 
 
 @pytest.fixture
+def run_in_folder(folder: Path, trained_run: SimpleNamespace) -> Path:
+    """The working directory, with a trained run where the pages expect the demo's."""
+    (folder / "runs").mkdir()
+    (folder / "runs" / "demo_refcoco").symlink_to(trained_run.path)
+    return folder
+
+
+@pytest.fixture
 def placeholders(tmp_path: Path, trained_run: SimpleNamespace) -> dict[str, str]:
     """What stands for the words in capitals of the pages."""
     bert = tmp_path / "bert"
@@ -109,16 +117,12 @@ def reduced(options: list[str], placeholders: dict[str, str]) -> list[str]:
     """Settings with which a training run of a page takes seconds."""
     config = options[options.index("--config") + 1]
     if "configs/demo" in config:
-        return [*FEW_STEPS, *few_scenes()]
+        return [*FEW_STEPS, "data.synthetic.scenes={train: 6, val: 3, test: 3}"]
     if "vl_bert_base" in config:
         tiny = yaml.safe_dump({**SMALL, "geometry_dim": 32}, default_flow_style=True).strip()
         detector = f"detector.config={placeholders['DETECTOR']}/config.yaml"
         return [*FEW_STEPS, "train.accumulate=1", "data.workers=0", detector, f"encoder.config={tiny}"]
     return ["train.max_steps=2"]
-
-
-def few_scenes() -> list[str]:
-    return ["data.synthetic.scenes={train: 6, val: 3, test: 3}"]
 
 
 def run_tool(words: list[str]) -> int:
@@ -149,23 +153,6 @@ def test_readme(folder: Path, placeholders: dict[str, str]) -> None:
     assert (folder / "runs" / "demo_refcoco" / "report.html").is_file()
 
 
-def test_the_page_about_python(folder: Path, placeholders: dict[str, str], trained_run: SimpleNamespace) -> None:
-    (folder / "runs").mkdir()
-    (folder / "runs" / "demo_refcoco").symlink_to(trained_run.path)
-    names, commands = run_page("docs/python_api.md", placeholders)
-    assert names["answer"].box is not None and commands == 1
-
-
-def test_the_python_of_the_page_about_the_explorer(folder: Path, trained_run: SimpleNamespace) -> None:
-    (folder / "runs").mkdir()
-    (folder / "runs" / "demo_refcoco").symlink_to(trained_run.path)
-    names: dict = {}
-    for kind, block in blocks_of("docs/explorer.md"):
-        if kind == "python":  # its command opens a page and waits
-            exec(compile(block, "docs/explorer.md", "exec"), names)
-    assert names["picture"].ndim == 3 and names["hidden"].hidden == (0, 3)
-
-
 def test_the_page_about_own_data(folder: Path, placeholders: dict[str, str]) -> None:
     names, commands = run_page("docs/your_own_data.md", placeholders)
     assert names["answer"].box is not None and commands == 3
@@ -173,13 +160,22 @@ def test_the_page_about_own_data(folder: Path, placeholders: dict[str, str]) -> 
     assert "train/accuracy_gt_boxes" in metrics and "val/accuracy_gt_boxes" in metrics
 
 
-def test_the_notebook(folder: Path, trained_run: SimpleNamespace) -> None:
-    (folder / "runs").mkdir()
-    (folder / "runs" / "demo_refcoco").symlink_to(trained_run.path)
+@pytest.mark.usefixtures("run_in_folder")
+def test_the_pages_about_python_and_the_explorer(placeholders: dict[str, str]) -> None:
+    names, commands = run_page("docs/python_api.md", placeholders)
+    assert names["answer"].box is not None and commands == 1
+    names = {}
+    for kind, block in blocks_of("docs/explorer.md"):
+        if kind == "python":  # its command opens a page and waits
+            exec(compile(block, "docs/explorer.md", "exec"), names)
+    assert names["picture"].ndim == 3 and names["hidden"].hidden == (0, 3)
+
+
+def test_the_notebook(run_in_folder: Path) -> None:
     cells = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text("utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert len(code) >= 4 and not any(cell.get("outputs") for cell in cells), "the notebook is kept without outputs"
     names: dict = {}
     for cell in code:
         exec(compile(cell, "quickstart.ipynb", "exec"), names)
-    assert len(names["found"]) >= 3 and (folder / "runs" / "quickstart_model" / "README.md").is_file()
+    assert len(names["found"]) >= 3 and (run_in_folder / "runs" / "quickstart_model" / "README.md").is_file()

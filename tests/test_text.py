@@ -160,9 +160,6 @@ def pieces(tokenizer, text: str) -> list[int]:
     return TextTokenizer(tokenizer).pieces(text)
 
 
-# Templates
-
-
 def test_a_template_is_filled_with_its_texts(tokenizer):
     first, second = pieces(tokenizer, "the red box"), pieces(tokenizer, "left")
     encoding = fill_template(TextLayout().pair, (first, second), tokenizer)
@@ -176,9 +173,6 @@ def test_a_template_is_filled_with_its_texts(tokenizer):
         assert encoding.summary == summary and words(encoding, tokenizer)[summary] == "[MASK]"
 
 
-# Values at the pieces
-
-
 def test_values_stand_at_their_pieces(tokenizer):
     first, second = pieces(tokenizer, "the red box"), pieces(tokenizer, "left")
     text_tokenizer = TextTokenizer(tokenizer)
@@ -190,9 +184,6 @@ def test_values_stand_at_their_pieces(tokenizer):
     assert text_tokenizer.single([]).place([]).tolist() == [-1, -1]
     shorter = TextTokenizer(tokenizer, max_length=4).single(first + second)  # values of lost pieces are left out
     assert shorter.place([5, 6, 7, 8]).tolist() == [-1, 5, 6, -1] and shorter.num_truncated == 2
-
-
-# The text_tokenizer
 
 
 def test_pieces_of_a_text(tokenizer):
@@ -229,9 +220,6 @@ def test_of_a_pair_the_longer_text_is_cut(tokenizer):
         assert encoding.input_ids[encoding.source >= 0].tolist() == first[: kept[0]] + second[: kept[1]]
         assert encoding.source[encoding.source >= 0].tolist() == [*range(kept[0]), *range(5, 5 + kept[1])]
         assert encoding.num_truncated == 7 - sum(kept) and len(encoding.input_ids) == sum(kept) + 3
-
-
-# Places of wordpieces in their text
 
 
 def test_wordpieces_know_their_characters(tokenizer):

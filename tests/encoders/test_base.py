@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -357,17 +358,19 @@ def test_the_setting_that_a_message_names_gives_the_ability(name, setting, chang
 # Summary
 
 
-@pytest.mark.parametrize("with_pooler", [False, True])
-def test_vl_bert_reads_a_place_before_its_pooler(with_pooler):
-    model = make_vl_bert(with_pooler=with_pooler)
-    texts, regions = make_inputs()
-    pooled = model(texts, regions).summary
-    assert (pooled is not None) == with_pooler
+@pytest.mark.parametrize("make", [make_vl_bert, partial(make_vl_bert, with_pooler=True), make_visual_bert])
+def test_the_summary_is_the_state_at_a_position_or_else_the_pooled_one(make):
+    model, (texts, regions) = make(), make_inputs()
+    output = model(texts, regions)
+    pooled = output.summary
+    if model.pooler is None:
+        assert pooled is None
+    else:
+        torch.testing.assert_close(pooled, model.pooler(output.text))
     texts.summary = torch.tensor([3, 2, 0])
     output = model(texts, regions)
     torch.testing.assert_close(output.summary, output.text[torch.arange(3), texts.summary])
-    if with_pooler:
-        assert not torch.allclose(output.summary, pooled, atol=1e-2)
+    assert pooled is None or not torch.allclose(output.summary, pooled, atol=1e-2)
 
 
 # No encoder

@@ -29,25 +29,26 @@ def test_whole_image_reaches_the_end_only_if_asked_for(has_visual_part):
     assert changed(*ends)[:, 0].tolist() == [has_visual_part] * 3
 
 
-def test_text_without_regions_carries_the_text_only_vector():
-    model = make_model(text_only_embedding=True)
-    texts, regions = make_inputs(counts=(2, 4, 0))
-    before = model(texts, regions)
-    with torch.no_grad():
-        model.embeddings.text_only_embedding.weight += 1 + torch.arange(model.config.visual_size)
-    after = model(texts, regions)
-    assert not changed(before.text[:2], after.text[:2]).any()
-    assert changed(before.text[2], after.text[2]).any()
-
-
-def test_start_values():
-    model = make_model(vocab_size=2000, initializer_range=0.05, embedding_init_std=0.4).requires_grad_(False)
-    embeddings = model.embeddings
-    assert embeddings.word_embeddings.weight.std() == pytest.approx(0.4, rel=0.05)
+def test_initialization():
+    """With `new_layers: normal` as in BERT; otherwise the region projection has PyTorch's default."""
+    fields = {"vocab_size": 2000, "initializer_range": 0.05, "embedding_init_std": 0.4}
+    fields |= {"visual_size": 40, "feature_dim": 600}
+    model = make_model(**fields).requires_grad_(False)
     assert model.layers[0].intermediate.dense.weight.std() == pytest.approx(0.05, rel=0.1)
-    assert embeddings.text_visual.norm.weight.unique().tolist() == [0.5]
-    assert embeddings.norm.weight.unique().tolist() == [1]
+    official = model.embeddings
+    assert official.word_embeddings.weight.std() == pytest.approx(0.4, rel=0.05)
+    assert official.norm.weight.unique().tolist() == [1]
     assert make_model(visual_layer_norm=False).embeddings.text_visual.norm.weight == 0.5
+    bound = (VL_BERT["geometry_dim"] + 600) ** -0.5  # PyTorch's default for a Linear
+    assert official.region_projection.weight.abs().max() == pytest.approx(bound, rel=0.01)
+    assert official.region_projection.bias.abs().sum() > 0
+    normal = make_model(new_layers="normal", **fields).requires_grad_(False).embeddings
+    assert normal.region_projection.weight.std() == pytest.approx(0.05, rel=0.05)
+    assert normal.region_projection.weight.abs().max() > 0.15  # a normal distribution has tails
+    assert normal.region_projection.bias.abs().sum() == 0
+    for part in (normal.text_visual, normal.region_visual):
+        assert part.projection.weight.std() == pytest.approx(0.05, rel=0.1)
+        assert part.norm.weight.unique().tolist() == [0.5]
 
 
 def test_pre_ln_learns_to_find_the_named_region():
@@ -82,11 +83,6 @@ def test_pre_ln_learns_to_find_the_named_region():
 # Where paper and official code differ
 
 
-def with_whole_image(regions: TextRegions) -> TextRegions:
-    """The same regions; row 0 of each text that has one is the whole image."""
-    return dataclasses.replace(regions, row=regions.row - regions.attention_mask.long())
-
-
 @pytest.mark.parametrize("word", ["learned", "img"])
 def test_masked_regions_have_a_word_of_their_own_only_in_the_official_code(word):
     model = make_model(region_word=word, masked_region_embedding=word == "learned")
@@ -110,37 +106,12 @@ def test_the_whole_image_is_no_region_of_the_sequence():
     assert not without.whole_image_is_region and make_model().whole_image_is_region
     texts, regions = make_inputs(counts=(2, 4, 1))
     rest = TextRegions(*(getattr(regions, field.name)[:, 1:] for field in dataclasses.fields(regions)))
-    output, expected = model(texts, with_whole_image(regions)), without(texts, rest)
+    with_whole_image = dataclasses.replace(regions, row=regions.row - regions.attention_mask.long())  # row 0 is it
+    output, expected = model(texts, with_whole_image), without(texts, rest)
     torch.testing.assert_close(output.text, expected.text, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(output.regions[:, 1:], expected.regions, rtol=1e-4, atol=1e-5)
     assert output.regions[:, 0].abs().sum() == 0
     assert not torch.allclose(make_model(image_feature_on_words=False)(texts, regions).text, output.text, atol=1e-3)
-
-
-def test_words_still_carry_the_whole_image():
-    model = make_model(num_hidden_layers=0, whole_image_in_sequence=False, text_only_embedding=True)
-    texts, regions = make_inputs(counts=(2, 1, 0))  # the second image has no other region
-    regions = with_whole_image(regions)
-    other = dataclasses.replace(regions, features=regions.features.clone())
-    other.features[:, 0] += 1
-    first, second = model(texts, regions), model(texts, other)
-    assert torch.equal(changed(first.text, second.text), texts.attention_mask & torch.tensor([[True], [True], [False]]))
-    assert not changed(first.regions, second.regions).any()
-
-
-def test_new_layers_can_all_start_as_in_bert():
-    fields = {"initializer_range": 0.05, "visual_size": 40, "feature_dim": 600}
-    official, normal = (
-        make_model(new_layers=kind, **fields).requires_grad_(False).embeddings for kind in ("official", "normal")
-    )
-    assert normal.region_projection.weight.std() == pytest.approx(0.05, rel=0.05)
-    assert normal.region_projection.weight.abs().max() > 0.15  # a normal distribution has tails
-    assert normal.region_projection.bias.abs().sum() == 0
-    bound = (VL_BERT["geometry_dim"] + 600) ** -0.5  # torch's default for a Linear
-    assert official.region_projection.weight.abs().max() == pytest.approx(bound, rel=0.01)
-    assert official.region_projection.bias.abs().sum() > 0
-    for part in (normal.text_visual, normal.region_visual):
-        assert part.projection.weight.std() == pytest.approx(0.05, rel=0.1)
 
 
 # Two images per text

@@ -16,6 +16,14 @@ from e2e_vl.tasks.pretraining import PretrainingTask
 from e2e_vl.weights.start import StartRules
 
 Module = TypeVar("Module", bound=nn.Module)
+BERT_SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 20,
+}
 # They make a tiny detector one of the official VL-BERT code; no weight shows them.
 OFFICIAL_DETECTOR = {
     "MODEL": {

@@ -15,10 +15,8 @@ from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights import start
 from e2e_vl.weights.start import load_encoder, load_task
+from tests.weights.starts import BERT_SIZES as SIZES
 from tests.weights.starts import fill, pretraining_task, rules, same
-
-SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-SIZES |= {"intermediate_size": 24, "max_position_embeddings": 20}
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from e2e_vl.tasks.pretraining import PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.lxmert import OfficialLxmert, TransformersLxmert
-from e2e_vl.weights.start import StartRules, load_encoder, load_task, rows_of_answers
+from e2e_vl.weights.start import load_encoder, load_task, rows_of_answers
 from tests.encoders.small import LXMERT as SMALL
 from tests.encoders.small import make_inputs
 from tests.weights.starts import fill, pretraining_task, same
@@ -45,11 +45,8 @@ HEADS = {
     "region_features": 1.0,
     "image_qa": {"weight": 1.0, "answers": ANSWERS},
 }
+rules = partial(rules_of, encoder="lxmert")
 same_values = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
-
-
-def rules(task_name: str) -> StartRules:
-    return rules_of(task_name, "lxmert")
 
 
 def make_encoder(seed: int = 0, **fields: Any) -> LxmertEncoder:
@@ -191,14 +188,6 @@ def test_answers_start_from_the_rows_of_the_same_answers(tmp_path: Path):
     rows = torch.arange(6.0).view(3, 2) + 1
     found = rows_of_answers(rows, ["2", "gray", "cat"], ["a cat", "dog", "Two.", "grey"], "weight")
     assert found.tolist() == [[5, 6], [0, 0], [1, 2], [3, 4]]
-
-
-def test_damaged_and_strange_files():
-    adapter, words = OfficialLxmert(), torch.rand(4, 2)
-    file = {"bert.embeddings.word_embeddings.weight": words, "cls.predictions.decoder.weight": words + 1}
-    for content, named in ((file, r"cls\.predictions\.decoder"), ({"bert.unheard.of": words}, r"bert\.unheard\.of")):
-        with pytest.raises(ValueError, match=f"f: {named}"):
-            adapter.convert(content, "f")
 
 
 # Folders of transformers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +31,19 @@ from e2e_vl.tasks.nlvr2 import NLVR2Task
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vcr import VCRTask
 from e2e_vl.tasks.vqa import VQATask
-from e2e_vl.weights.start import StartRules, load_encoder, load_task
+from e2e_vl.weights.start import load_encoder, load_task
 from e2e_vl.weights.visual_bert import OfficialVisualBert, TransformersVisualBert, official_state
+from tests.weights.starts import BERT_SIZES as SIZES
 from tests.weights.starts import fill, pretraining_task, same
 from tests.weights.starts import rules as rules_of
 
-SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-SIZES |= {"intermediate_size": 24, "max_position_embeddings": 20}
 NETWORK = {"R2C.FEATURE_DIM": 8, "R2C.MASK_CHANNELS": 4, "R2C.CLASS_DIM": 3, "ROI_HEADS.NUM_CLASSES": 5}
 NETWORK |= {"RESNETS.NORM": "BN", "BACKBONE.FREEZE_AT": 0, "ROI_BOX_HEAD.POOLER_TYPE": "ROIAlign"}
 NETWORK |= {"ROI_BOX_HEAD.POOLER_RESOLUTION": 7, "PIXEL_MEAN": [123.675, 116.28, 103.53]}
 NETWORK |= {"PIXEL_STD": [58.395, 57.12, 57.375]}
 HEADS = {"masked_words": 1.0, "relationship": 1.0, "masked_regions": 0.0, "masked_text": 0.0}
+rules = partial(rules_of, encoder="visual_bert")
 export_official, export_folder = OfficialVisualBert().export, TransformersVisualBert().export
-
-
-def rules(task_name: str) -> StartRules:
-    return rules_of(task_name, "visual_bert")
 
 
 def make_encoder(**fields: Any) -> VisualBertEncoder:
@@ -168,14 +165,6 @@ def test_what_the_other_project_would_compute_otherwise_is_not_written(tmp_path,
     with pytest.raises(ValueError, match=wrong):
         export(model, task, tmp_path / "x.th")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["bert.new.weight", "bert.cls.predictions.decoder.weight"])
-def test_strange_names_and_an_untied_decoder_are_named_with_the_file(tmp_path, name):
-    export_official(make_model("pretraining"), "pretraining", tmp_path / "x.th")
-    state = state_of(tmp_path / "x.th") | {name: torch.rand(40, 16)}
-    with pytest.raises(ValueError, match=f"x.th: .*{name.removeprefix('bert.')}"):
-        OfficialVisualBert().convert(state, "x.th")
 
 
 # transformers
