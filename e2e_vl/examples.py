@@ -143,7 +143,7 @@ def _ragged(values: list[Any], row: tuple[int, ...] = ()) -> Ragged:
 
 @dataclasses.dataclass(frozen=True)
 class ImageTransform:
-    """How pixels of a original image became pixels of the resized one.
+    """How pixels of an original image became pixels of the resized one.
 
     Boxes are given as float [R, 4] xyxy in pixels of the original image, and come back in pixels of the resized image:
 

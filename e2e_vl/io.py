@@ -1,4 +1,4 @@
-"""Fields of JSON files, names of files, a run's log, checksums, and which files a command may write."""
+"""Types of JSON fields, file names, checksums, the log of a run, model folders, and checks of output paths."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from detector.io import atomic_file, decode_json, json_text, read_json, write_js
 if TYPE_CHECKING:
     from PIL import Image
 
-# Types of the fields of JSON files; msgspec checks them and names the field.
+# Types of JSON fields; msgspec validates them and names the field in its errors.
 
-_LARGEST = 1e9  # pixels; float32 holds every sum of two such numbers
+_LARGEST = 1e9  # pixels; the sum of two such numbers is finite in float32
 
 Id = int | str
 Count = Annotated[int, Meta(ge=0)]
@@ -29,19 +29,19 @@ Side = Annotated[int, Meta(ge=1, le=int(_LARGEST))]  # of an image, pixels
 Words = Annotated[str, Meta(pattern=r"\S")]  # a text that is not blank
 Name = Annotated[str, Meta(min_length=1)]
 Pixel = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
-Score = Annotated[float, Meta(ge=0, le=1.0001)]  # a probability; sums in float32 leave 1 by a little
+Score = Annotated[float, Meta(ge=0, le=1.0001)]  # a probability; float32 sums may slightly exceed 1
 FourNumbers = tuple[Pixel, Pixel, Pixel, Pixel]
 
 
 class Record(msgspec.Struct, gc=False):
-    """An object in a JSON file. Keys that are no field are skipped, since official files have more of them."""
+    """An object in a JSON file. Unknown keys are ignored, because official files have additional ones."""
 
 
 def box_corners(box: FourNumbers, where: str) -> FourNumbers:
     """Turn [x, y, width, height] into continuous corners (x, y, x + width, y + height), in the same pixels.
 
     Args:
-        where: file and record, for the error.
+        where: file and record, for the error message.
     """
     x, y, width, height = box
     if x + width <= x or y + height <= y:
@@ -52,29 +52,29 @@ def box_corners(box: FourNumbers, where: str) -> FourNumbers:
 
 
 def read_text(path: str | Path) -> str:
-    """The content of a UTF-8 text file, without a byte-order mark."""
+    """Read a UTF-8 text file, without a byte-order mark."""
     path = user_path(path)
     with reading(path, UnicodeDecodeError):
         return path.read_text(encoding="utf-8-sig")
 
 
 def file_name(text: str) -> str:
-    """An id, or another text from outside, as the name of a file without its suffix; `text_of_name` reads it back."""
+    """A safe file name (without suffix) for an id or another text; `text_from_file_name` is the inverse."""
     return quote(text, safe=" +")
 
 
-def text_of_name(name: str) -> str:
-    """The text whose `file_name` this is."""
+def text_from_file_name(name: str) -> str:
+    """The inverse of `file_name`."""
     return unquote(name)
 
 
 def write_png(path: Path, picture: Image.Image) -> None:
-    """Write a picture as a PNG file atomically."""
+    """Write a PNG file atomically."""
     with atomic_file(path) as part:
         picture.save(part, "PNG")
 
 
-# Checksums.
+# Checksums
 
 CHECKSUMS = "checksums.json"
 
@@ -86,7 +86,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with the first file that differs from its checksum; None if nothing is. Later files are ignored."""
+    """Describe the first file that does not match its checksum; None if all match. Files added later are ignored."""
     try:
         expected = read_json(folder / CHECKSUMS, dict[str, str])
     except UserError:
@@ -96,7 +96,7 @@ def find_damage(folder: Path) -> str | None:
         if not path.is_file():
             return f"{name} is missing"
         if file_sha256(path) != digest:
-            return f"{name} is not as it was written"
+            return f"{name} has changed since it was written"
     return None
 
 
@@ -106,16 +106,16 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# The log of a run: `log.jsonl`, one JSON object per line.
+# The log of a run: `log.jsonl`, with one JSON object per line
 
 
 class RunLog:
     """Appends to `log.jsonl`.
 
     Args:
-        enabled: True on the main process only; the other processes write nothing.
-        resume_step: drop the lines beyond this step and the evaluations of this step, because they are about to be
-            computed again; None starts a new file.
+        enabled: whether to write; True on the main process only.
+        resume_step: drop lines after this step, and evaluations at this step, because they will be computed again;
+            None starts a new file.
     """
 
     def __init__(self, path: Path, *, enabled: bool, resume_step: int | None = None):
@@ -131,62 +131,62 @@ class RunLog:
         write_text(path, "".join(json_text(line, str(path)) + "\n" for line in kept))
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """Append one line; a value that is NaN or infinite becomes null, and its name is in `not_finite`.
+        """Append one line; NaN and infinite values become null and are listed in `not_finite`.
 
         Args:
-            kind: "train"; "eval" for an evaluation on the images that all evaluations of the run share, and "final"
-                for the last one if it covers more.
+            kind: "train", "eval" (an evaluation on the images that all evaluations of the run use), or "final" (a last
+                evaluation on more images).
         """
         if self.enabled:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json_text({"step": step, "kind": kind, **without_nan(values)}, str(self.path)) + "\n")
+                file.write(json_text({"step": step, "kind": kind, **replace_nan(values)}, str(self.path)) + "\n")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """All lines of a `log.jsonl`. A missing file has no lines; a last line that was cut off is left out."""
+    """Read the lines of a `log.jsonl`; none if the file is missing. A truncated last line is skipped."""
     if not path.is_file():
         return []
     *lines, _ = read_text(path).split("\n")
     return [decode_json(line, f"{path}, line {number}", dict[str, Any]) for number, line in enumerate(lines, start=1)]
 
 
-def without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with None in place of NaN and infinities, whose names stand under `not_finite` if there are any."""
+def replace_nan(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace NaN and infinite values with None, and list their names in `not_finite` if there are any."""
     lost = [name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
     return {**values, **dict.fromkeys(lost), **({"not_finite": lost} if lost else {})}
 
 
-# Runs, saved models, and names of models on the hub.
+# Run directories, saved models and models on the Hugging Face Hub
 
-_FILE_ENDS = (".txt", ".json", ".bin", ".model", ".safetensors", ".pth", ".pkl")  # no hub names
+_FILE_ENDS = (".txt", ".json", ".bin", ".model", ".safetensors", ".pth", ".pkl")  # suffixes of files, not models
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def looks_like_hub_name(name: str) -> bool:
-    """Only a text that cannot be a path is a hub name, so that a mistyped path never reaches for the network."""
+    """Whether a name can only be a model on the Hub, not a path, so that a mistyped path is never downloaded."""
     if not _HUB_ID.fullmatch(name) or name.endswith(_FILE_ENDS):
         return False
     owner, slash, _ = name.partition("/")
     return not (slash and Path(owner).exists())  # "runs/old" beside an existing folder "runs" is a path
 
 
-def is_shared_model(source: str | Path) -> bool:
-    """Whether it can only be a model of the hub, `owner/name`; a name without an owner is taken for a folder."""
+def is_hub_model(source: str | Path) -> bool:
+    """Whether a source is a model on the Hub (`owner/name`), not a run directory or a saved model, which must exist."""
     path = user_path(source, "The run")
     if not path.exists() and "/" in str(source) and looks_like_hub_name(str(source)):
         return True
-    model_folder(path)
+    find_model_folder(path)
     return False
 
 
-def model_folder(folder: Path) -> Path:
-    """The folder that `save_model` (e2e_vl/run/checkpoint.py) wrote: `folder`, or `model/` in a run directory."""
+def find_model_folder(folder: Path) -> Path:
+    """The folder written by `save_model` (e2e_vl/run/checkpoint.py): `folder`, or `model/` in a run directory."""
     folder = Path(folder)
     if (folder / "config.yaml").is_file() and (folder / "encoder").is_dir():
         return folder
     if not (folder / "model" / "config.yaml").is_file():
         raise MissingFileError(
-            f"{folder} holds no trained model (no model/config.yaml); give a run directory of tools/train.py."
+            f"{folder} contains no trained model (no model/config.yaml); give a run directory of tools/train.py."
         )
     return folder / "model"
 
@@ -195,15 +195,15 @@ def check_output(path: Path, *, may_replace: bool = False) -> None:
     """Check the path of an output file before anything is computed.
 
     Args:
-        may_replace: an existing file in a run directory may be replaced.
+        may_replace: allow replacing an existing file in a run directory.
     """
     if path.is_dir():
-        raise UserError(f"{path} is a folder; name the file that is to be written as --output.")
+        raise UserError(f"{path} is a folder; give the path of a file as --output.")
     parts = ("metrics.json", "log.jsonl", "checkpoints", "encoder", "model")  # of a run or of a saved model
     runs = [
         folder
         for folder in path.resolve().parents
         if (folder / "config.yaml").is_file() and any((folder / part).exists() for part in parts)
     ]
-    if path.exists() and runs and not may_replace:  # a saved model lies in the folder of its run
-        raise UserError(f"{path} belongs to the run {runs[-1]} and is not replaced; choose another --output.")
+    if path.exists() and runs and not may_replace:  # a saved model is in the folder of its run
+        raise UserError(f"{path} is a file of the run {runs[-1]} and is not overwritten; choose another --output.")

@@ -17,8 +17,8 @@ from e2e_vl.io import (
     find_damage,
     read_log,
     read_text,
-    text_of_name,
-    without_nan,
+    replace_nan,
+    text_from_file_name,
     write_checksums,
 )
 from tests.data.helpers import refused
@@ -29,7 +29,7 @@ from tests.data.helpers import refused
 )
 def test_every_id_is_one_harmless_name_and_comes_back(text: str):
     name = file_name(text)
-    assert text_of_name(name) == text
+    assert text_from_file_name(name) == text
     assert not set(name) & set('<>:"|?*\\/\0')
     assert name == text or not text.replace("+", "").replace(" ", "").isalnum()
 
@@ -52,8 +52,8 @@ def test_text_files(tmp_path: Path):
 
 
 def test_a_log_names_what_was_not_finite_and_loses_a_line_that_was_cut_off(tmp_path: Path):
-    assert without_nan({"a": math.nan, "b": 1.0, "c": "x"}) == {"a": None, "b": 1.0, "c": "x", "not_finite": ["a"]}
-    assert without_nan({"b": 1.0}) == {"b": 1.0}
+    assert replace_nan({"a": math.nan, "b": 1.0, "c": "x"}) == {"a": None, "b": 1.0, "c": "x", "not_finite": ["a"]}
+    assert replace_nan({"b": 1.0}) == {"b": 1.0}
     path = tmp_path / "log.jsonl"
     assert read_log(path) == []
     RunLog(path, enabled=True).write(3, "eval", {"val/loss": math.inf})
@@ -88,7 +88,7 @@ def test_every_kind_of_damage_is_found(tmp_path: Path):
     whole = path.read_bytes()
     for damaged in (whole[:100] + bytes([whole[100] ^ 1]) + whole[101:], whole[:-1]):
         path.write_bytes(damaged)
-        assert find_damage(folder) == "deep/a.bin is not as it was written"
+        assert find_damage(folder) == "deep/a.bin has changed since it was written"
     path.unlink()
     assert find_damage(folder) == "deep/a.bin is missing"
     (folder / "checksums.json").write_text(json.dumps([1]))

@@ -25,12 +25,12 @@ from detector.images import ResizeRule, load_resized, resize_boxes
 from detector.io import atomic_files, read_json, read_yaml, write_json
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import random_generator
-from e2e_vl.data.user_inputs import checked_boxes, read_boxes, require_inside
+from e2e_vl.data.user_inputs import read_boxes, require_inside, validate_boxes
 from e2e_vl.drawing import choose_box_colours, draw_boxes
 from e2e_vl.examples import Example
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector, extract_image
-from e2e_vl.extraction.settings import SHOWN
-from e2e_vl.io import is_shared_model
+from e2e_vl.extraction.settings import DISPLAY_SELECTION
+from e2e_vl.io import is_hub_model
 from e2e_vl.metrics.names import MetricName
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS
@@ -112,7 +112,7 @@ def given_boxes(boxes: Any) -> AnnotatedObjects | None:
         boxes = [str(boxes)]
     if isinstance(boxes, Sequence) and len(boxes) and all(isinstance(word, str) for word in boxes):
         return read_boxes(boxes, "boxes")
-    return AnnotatedObjects(checked_boxes(np.atleast_2d(np.asarray(boxes, dtype=np.float64)), "boxes"), "boxes")
+    return AnnotatedObjects(validate_boxes(np.atleast_2d(np.asarray(boxes, dtype=np.float64)), "boxes"), "boxes")
 
 
 # The results of `ask`, `hide` and `regions`, with pictures.
@@ -294,9 +294,9 @@ class TrainedDetector:
         image: ImageInput,
         *,
         boxes: Any = None,
-        min_score: float = SHOWN.min_score,
-        min_regions: int = SHOWN.min_regions,
-        max_regions: int = SHOWN.max_regions,
+        min_score: float = DISPLAY_SELECTION.min_score,
+        min_regions: int = DISPLAY_SELECTION.min_regions,
+        max_regions: int = DISPLAY_SELECTION.max_regions,
         stacklevel: int = 2,
     ) -> FoundRegions:
         """Predicted regions, best score first, or the given boxes with features and classes, in their order.
@@ -560,7 +560,7 @@ class TrainedModel(
                 class_names=self._dataset.class_names_of(self._options),
                 accepts_answer=self._dataset.takes_answer(self._options),
             )
-            samples.append(self._dataset.narrowed(self.network.task.question(asked), self._options))
+            samples.append(self._dataset.select_candidates(self.network.task.question(asked), self._options))
         texts = [dataclasses.replace(sample.texts[0], index=row) for row, sample in enumerate(samples)]
         return dataclasses.replace(samples[0], texts=tuple(texts))
 
@@ -713,7 +713,7 @@ def _answer_position(output: ModelOutput, text: int) -> int:
 
 def load(source: str | Path, device: str | torch.device | None = None) -> TrainedModel:
     """Load a run directory, a saved model folder, or a model of the Hugging Face hub; see `e2e_vl.load`."""
-    if not is_shared_model(source):
+    if not is_hub_model(source):
         return TrainedModel.from_folder(user_path(source), device)
     try:
         folder = snapshot_download(str(source))

@@ -26,7 +26,7 @@ from pathlib import Path
 from e2e_vl.analysis.options import AttentionOptions, option_name, options, parse_head
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.config import BoxSource, load_config
-from e2e_vl.io import model_folder
+from e2e_vl.io import find_model_folder
 from e2e_vl.parts import decode
 
 
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     arguments = build_parser(prog).parse_intermixed_args(argv)
     of_data = [word for word in arguments.overrides if arguments.data is not None and word.startswith("data.")]
     words = [word for word in arguments.overrides if word not in of_data]
-    load_config(model_folder(arguments.run) / "config.yaml", words)  # before torch is imported
+    load_config(find_model_folder(arguments.run) / "config.yaml", words)  # before torch is imported
     if arguments.data is not None:
         load_config(arguments.data, [*of_data, "output=unused"])
     chosen = decode({name: getattr(arguments, name) for name, *_ in options()}, AttentionOptions, "options")

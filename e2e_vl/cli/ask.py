@@ -34,7 +34,7 @@ from detector.errors import UserError
 from detector.io import read_json, write_json
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.data.user_inputs import IMAGE_SUFFIXES, read_boxes
-from e2e_vl.io import is_shared_model, write_png
+from e2e_vl.io import is_hub_model, write_png
 from e2e_vl.samples import Question
 
 if TYPE_CHECKING:  # at run time it would import torch
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Answer, print and write; then list the unreadable images."""
     options = build_parser(prog).parse_args(argv)
     questions = read_questions(options)
-    is_shared_model(options.run)  # raises an error if the run is missing
+    is_hub_model(options.run)  # raises an error if the run is missing
     from e2e_vl.api.model import load  # late: it imports torch
 
     model = load(options.run)

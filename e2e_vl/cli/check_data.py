@@ -26,7 +26,7 @@ from detector.io import write_json
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.base import VLDataset
-from e2e_vl.data.overlap import PhotoId, PhotoIds, number_of_photos, read_visual_genome
+from e2e_vl.data.overlap import PhotoId, PhotoIds, count_photos, read_visual_genome
 from e2e_vl.parts import ENCODERS, TASKS
 from e2e_vl.samples import (
     AnnotatedObjects,
@@ -144,7 +144,7 @@ def check_data(
             common = {name: own for name, own in photos.items() if not ids.isdisjoint(own)}
             if common:
                 report.shared.append(
-                    f"{number_of_photos(common.values()):,} of {report.photos:,} photos of {split} are in {place} "
+                    f"{count_photos(common.values()):,} of {report.photos:,} photos of {split} are in {place} "
                     f"(such as {', '.join([*common][:3])})"
                 )
     return [reader.report for reader in read.values()]
@@ -185,7 +185,7 @@ class SplitReader:
                     reader.require_images(dataset.image_ids(), split)
         except (ValueError, OSError) as error:
             self.report.problems.append(f"{split}: {error}")
-        self.report.images, self.report.photos = len(self.photos), number_of_photos(self.photos.values())
+        self.report.images, self.report.photos = len(self.photos), count_photos(self.photos.values())
 
     @property
     def photo_ids(self) -> set[PhotoId]:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.config import BoxSource, load_config
-from e2e_vl.io import model_folder
+from e2e_vl.io import find_model_folder
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -41,7 +41,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 @says_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     arguments = build_parser(prog).parse_intermixed_args(argv)
-    load_config(model_folder(arguments.run) / "config.yaml", arguments.overrides)  # before torch is imported
+    load_config(find_model_folder(arguments.run) / "config.yaml", arguments.overrides)  # before torch is imported
     from e2e_vl.run.evaluate import evaluate_run  # late: it imports torch
 
     metrics, path = evaluate_run(

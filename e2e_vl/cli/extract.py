@@ -21,7 +21,7 @@ from detector.errors import MissingFileError, UserError
 from detector.io import atomic_file, write_json
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.data.features import FORMATS
-from e2e_vl.extraction.settings import DEFAULTS, SHOWN, ExtractionSettings
+from e2e_vl.extraction.settings import DEFAULT_SELECTIONS, DISPLAY_SELECTION, ExtractionSettings
 from e2e_vl.io import write_png
 from e2e_vl.samples import Question
 
@@ -119,10 +119,11 @@ def one_image_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--text", help="a phrase; the run answers it, and the box that it refers to is drawn")
     parser.add_argument("--class-names", type=Path, help="text file with a line for each class (objects_vocab.txt)")
     parser.add_argument("--attribute-names", type=Path, help="the same for attributes, which are drawn then")
-    parser.add_argument("--min-score", type=float, default=SHOWN.min_score, help="least score (default: %(default)s)")
-    parser.add_argument("--min-regions", type=int, help=f"always keep so many regions (default: {SHOWN.min_regions})")
+    shown = DISPLAY_SELECTION
+    parser.add_argument("--min-score", type=float, default=shown.min_score, help="least score (default: %(default)s)")
+    parser.add_argument("--min-regions", type=int, help=f"always keep so many regions (default: {shown.min_regions})")
     parser.add_argument(
-        "--max-regions", type=int, default=SHOWN.max_regions, help="at most so many regions (default: %(default)s)"
+        "--max-regions", type=int, default=shown.max_regions, help="at most so many regions (default: %(default)s)"
     )
     return parser
 
@@ -134,7 +135,7 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
     if options.text is not None and options.run is None:
         raise UserError("--text needs --run, the directory of a trained run; train one with tools/train.py.")
     most, least = options.max_regions, options.min_regions
-    rule = SelectionRule(options.min_score, min(SHOWN.min_regions, most) if least is None else least, most)
+    rule = SelectionRule(options.min_score, min(DISPLAY_SELECTION.min_regions, most) if least is None else least, most)
     source = load_source(options)
     from e2e_vl.api.model import (
         TrainedDetector,  # late: they import torch
@@ -181,7 +182,9 @@ def many_images_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--format", default="npz", choices=FORMATS)
     add_detector_options(parser, 300)
     parser.add_argument("--precision", default="no", choices=("no", "bf16", "fp16"), help="mixed precision")
-    parser.add_argument("--rule", default="score", choices=tuple(DEFAULTS), help="which boxes (default: score)")
+    parser.add_argument(
+        "--rule", default="score", choices=tuple(DEFAULT_SELECTIONS), help="which boxes (default: score)"
+    )
     parser.add_argument("--num-boxes", type=int, help="a fixed number of boxes: the same --min-boxes and --max-boxes")
     parser.add_argument("--min-boxes", type=int, help="at least this many, if the detector proposes them")
     parser.add_argument("--max-boxes", type=int, help="at most this many")
@@ -230,10 +233,10 @@ def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
     if accelerator.is_main_process:
         if source.warning and (given is None or source.weights is None):
             print(source.warning)
-        before = f", {summary.before} were there before" if summary.before else ""
-        print(f"{summary.done} images described{before}: {options.output}")
-        if summary.few:
-            print(f"{summary.few} of them have fewer than {settings.numbers.min_regions} regions.")
+        existing = f", {summary.existing} already existed" if summary.existing else ""
+        print(f"{summary.extracted} images extracted{existing}: {options.output}")
+        if summary.below_minimum:
+            print(f"{summary.below_minimum} of them have fewer than {settings.selection_rule.min_regions} regions.")
         if summary.failures:
             print(f"{len(summary.failures)} images could not be described:", file=sys.stderr)
         for image_id, reason in summary.failures.items():
@@ -248,7 +251,7 @@ def extraction_settings(options: argparse.Namespace) -> ExtractionSettings:
         raise UserError("The TSV formats have no place for the whole image's feature; choose npz, hdf5 or lmdb.")
     if options.boxes is not None:
         return ExtractionSettings("given", attributes=attributes, image_feature=options.image_feature)
-    default = DEFAULTS[options.rule]
+    default = DEFAULT_SELECTIONS[options.rule]
     if options.num_boxes is not None:
         least = most = options.num_boxes
     else:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from e2e_vl.cli.common import make_parser, says_errors
 from e2e_vl.config import BoxSource, load_config
-from e2e_vl.io import model_folder
+from e2e_vl.io import find_model_folder
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -40,7 +40,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 @says_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     options = build_parser(prog).parse_intermixed_args(argv)
-    load_config(model_folder(options.run) / "config.yaml", options.overrides)  # before torch is imported
+    load_config(find_model_folder(options.run) / "config.yaml", options.overrides)  # before torch is imported
     from e2e_vl.run.evaluate import predict_split  # late: it imports torch
 
     metrics, is_main = predict_split(

@@ -48,7 +48,7 @@ class VLDataset(abc.ABC):
         parts: for each of the joined splits, the placeholder values for its box files in `data.files`, such as
             {"split": "val"}.
         class_names: names of the object classes, in the order of the detector's classes; None if there are no classes.
-        corpus: texts without images.
+        corpus: texts without images, for pre-training.
         has_phrases: whether some texts have annotated phrases (`SampleText.phrases`).
         has_truths: whether annotated splits have a ground truth for each text.
         mixes_phrases: whether only some of several joined data sets have phrases.
@@ -95,8 +95,8 @@ class VLDataset(abc.ABC):
         return False
 
     @classmethod
-    def narrowed(cls, sample: Sample, options: Any) -> Sample:
-        """A user's sample, with only the candidate boxes that the options select."""
+    def select_candidates(cls, sample: Sample, options: Any) -> Sample:
+        """Keep only those candidate boxes of a user's sample that the options select."""
         return sample
 
     @abc.abstractmethod
@@ -115,25 +115,25 @@ class VLDataset(abc.ABC):
         """Ids of all images that box files must contain; empty if listing them would be slow."""
         return ()
 
-    def check_classes(self, num_classes: int, known: Sequence[str] | None = None) -> None:
+    def check_classes(self, num_classes: int, detector_names: Sequence[str] | None = None) -> None:
         """Check that the classes of the annotated objects match the detector's class indices.
 
         A file with a subset of the detector's categories would number them differently.
 
         Args:
             num_classes: the detector's number of foreground classes.
-            known: their names, if they are stored with the weights.
+            detector_names: their names, if they are stored with the weights.
         """
         names = self.class_names
         if names is None:
             return
-        if len(names) > num_classes or (known is None and len(names) < num_classes):
+        if len(names) > num_classes or (detector_names is None and len(names) < num_classes):
             raise UserError(
                 f"The data set has {len(names)} categories, but the detector has {num_classes} classes; set "
                 "MODEL.ROI_HEADS.NUM_CLASSES in its config."
             )
-        for number, (name, other) in enumerate(zip(names, known or names, strict=False)):
-            if letters_of(name) != letters_of(other):
+        for number, (name, other) in enumerate(zip(names, detector_names or names, strict=False)):
+            if normalize_class_name(name) != normalize_class_name(other):
                 raise UserError(
                     f"Class {number} is '{name}' in the data set, but '{other}' in the detector's weights; use a file "
                     "with the categories of the weights, or start a detector of the data set's classes from a backbone "
@@ -245,8 +245,8 @@ class DataFiles:
         return name
 
 
-def letters_of(name: str) -> str:
-    """A class name reduced to its letters: the same for "traffic light", "trafficlight" and "Traffic_Light"."""
+def normalize_class_name(name: str) -> str:
+    """Lower-case letters and digits of a class name: "traffic light" and "Traffic_Light" become "trafficlight"."""
     return "".join(letter for letter in name.casefold() if letter.isalnum()) or name
 
 
@@ -256,7 +256,7 @@ def open_options(dataset: type[VLDataset], settings: DataSettings) -> tuple[Data
 
 
 def split_names(split: str) -> list[str]:
-    """The names in a joined split such as train2014+val2014."""
+    """Split a joined split such as train2014+val2014 into its names."""
     return [name.strip() for name in split.split("+")]
 
 

@@ -97,7 +97,7 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         parts = np.minimum(counts, 1) if texts_per_image is None else -(-counts // texts_per_image)
         self.num_groups = int(parts.sum())
         self._starts = starts  # where the texts of each group begin in `_texts`
-        # for each request, its group and where its texts begin
+        # per request: its group, and where its texts begin
         self._group_of = np.repeat(np.arange(len(counts)), parts)
         number_in_group = np.arange(self.num_groups) - np.repeat(np.cumsum(parts) - parts, parts)
         self._first = starts[self._group_of] + number_in_group * (texts_per_image or 0)
@@ -240,9 +240,9 @@ class BatchLoader:
     ) -> None:
         self._unreadable = unreadable
         self._loader = DataLoader(
-            _Batches(dataset, collate, leaves_out=unreadable is not None),
+            _Batches(dataset, collate, skip_unreadable=unreadable is not None),
             batch_sampler=sampler,
-            collate_fn=unchanged,
+            collate_fn=_identity,
             num_workers=workers,
             persistent_workers=keep_workers and workers > 0,
             worker_init_fn=_ignore_signals,
@@ -270,14 +270,14 @@ class _Batches(Dataset):
 
     dataset: Dataset
     collate: Callable[[list[Example]], Batch]
-    leaves_out: bool = False
+    skip_unreadable: bool = False
 
     def __getitems__(self, requests: list[Request]) -> tuple[Any, list[Unreadable]] | Exception:
         examples, unreadable = [], []
         try:
             for request in requests:
                 try:
-                    examples.append(self.dataset.read(request) if self.leaves_out else self.dataset[request])
+                    examples.append(self.dataset.read(request) if self.skip_unreadable else self.dataset[request])
                 except BrokenImageError as error:
                     ids = tuple(image.id for image in self.dataset.dataset.sample(request.texts).images)
                     unreadable.append(Unreadable(ids, request.texts, str(error.__cause__)))
@@ -288,13 +288,13 @@ class _Batches(Dataset):
 
 
 def _ignore_signals(worker: int) -> None:
-    """Ignore the SIGTERM that launchers also send to workers: the run needs them until it has saved a checkpoint."""
+    """Ignore signals that launchers also send to workers: a run needs its workers until it has saved a checkpoint."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
-def unchanged(loaded: Any) -> Any:
-    """The `collate_fn` of a data set that returns whole batches."""
+def _identity(loaded: Any) -> Any:
+    """The `collate_fn` for `_Batches`, which are already collated."""
     return loaded
 
 

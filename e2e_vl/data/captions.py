@@ -314,7 +314,7 @@ class CaptionDataset(VLDataset):
             self.class_names = CLASS_NAMES
         else:
             self.instances = CocoInstances(files.path("instances", split=split))
-            self.instances.require(self.image_ids())
+            self.instances.require_images(self.image_ids())
             self.class_names = self.instances.class_names
 
     @classmethod

@@ -139,7 +139,7 @@ class CocoInstances:
         """An image by its id; an integer id may be given as a string."""
         return self.images[self._rows.row(image_id)]
 
-    def require(self, image_ids: Iterable[Id]) -> None:
+    def require_images(self, image_ids: Iterable[Id]) -> None:
         """Raise a UserError if the file lacks any of these images."""
         missing = {image_id for image_id in image_ids if image_id not in self}
         if missing:
@@ -196,9 +196,9 @@ class CocoDetectionDataset(VLDataset):
         """The category names, since images have no texts to build a vocabulary from."""
         return CocoInstances(files.path("instances", split=split)).class_names
 
-    def check_classes(self, num_classes: int, known: Sequence[str] | None = None) -> None:
-        """As in `VLDataset`, but the detector may not have additional classes either: they would have no category."""
-        super().check_classes(num_classes, known if len(self.class_names) == num_classes else None)
+    def check_classes(self, num_classes: int, detector_names: Sequence[str] | None = None) -> None:
+        """As in `VLDataset`, but additional detector classes are not allowed either: they would have no category."""
+        super().check_classes(num_classes, detector_names if len(self.class_names) == num_classes else None)
 
     def __len__(self) -> int:
         """Number of images in the file, and so of texts."""

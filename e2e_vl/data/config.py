@@ -45,7 +45,7 @@ class NLVR2Options(Settings, frozen=True):
     """NLVR2."""
 
     suffix: str = ".png"  # of the image files; many files in the release are actually JPEG
-    use_directories: bool = True  # training images are in subfolders named by `directory`; False: all in one folder
+    use_folders: bool = True  # training images are in subfolders named by `directory`; False: all in one folder
 
 
 class Flickr30KOptions(ImageNames, frozen=True):
@@ -82,9 +82,9 @@ class VCROptions(Settings, frozen=True):
             the leaderboard requires; a question then has four text indices, and no labels for training.
         objects: which objects are candidate boxes. "all": all in the image, in file order, so that questions
             can share a detector pass. "mentioned": those mentioned in the question and the choices (for rationales,
-            also in the answers), in the order of first mention. "r2c": R2C's selection, see `relevant_objects`, in file
-            order. "r2c_all_texts": the selection for the question with all its answers and rationales together
-            (official VisualBERT code).
+            also in the answers), in the order of first mention. "r2c": R2C's selection, in file order, see
+            `find_relevant_objects`. "r2c_all_texts": the selection for the question with all its answers and rationales
+            together (official VisualBERT code).
         class_names: names of the object classes, in the order of the detector's classes.
         names_are_phrases: object names in the question and the choices are phrases to ground in the objects' boxes,
             which a run with `phrases.weight` trains.
@@ -138,9 +138,9 @@ class ImageSets(ImageNames, frozen=True):
 
     # split -> value of {images} in `data.files`, such as {mscoco_train: train2014}; default: the name of the split
     image_sets: dict[str, str] = {}
-    # skip texts about images that are missing in the file of features (or detections), as the official LXMERT code
-    # does, and log their number; False: a missing image is an error
-    leave_out_unseen: bool = False
+    # skip texts about images that the file of features (or detections) lacks, as the official LXMERT code does, and
+    # log their number; False: a missing image is an error
+    skip_missing_images: bool = False
     # split -> number of rows: keep only texts about images in the first rows of that file, and log how many are
     # skipped (minival of the official LXMERT code: 5000)
     first_rows: dict[str, PositiveInt] = {}

@@ -37,10 +37,10 @@ from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import atomic_file, read_json, write_json
-from e2e_vl.io import text_of_name
+from e2e_vl.io import text_from_file_name
 
-# Optional columns with their dtypes; R rows each.
-OPTIONAL = {
+# Optional columns with R rows, and their dtypes
+OPTIONAL_COLUMNS = {
     "scores": np.float32,
     "classes": np.int64,
     "attributes": np.int64,
@@ -48,7 +48,7 @@ OPTIONAL = {
     "box_ids": np.int64,
 }
 TOLERANCE = 1.0  # pixels by which a box may exceed its image
-ROUNDING = 1e-3  # by which a probability may exceed [0, 1]: half precision
+ROUNDING = 1e-3  # by which a probability may exceed [0, 1] (half precision)
 STAMP_NAME = "stamp.json"
 STAMP_KEY = b"__stamp__"  # in an LMDB file
 TSV_COLUMNS = {
@@ -86,8 +86,8 @@ class RegionFeatures:
         return len(self.boxes)
 
     def columns(self) -> dict[str, np.ndarray]:
-        """The arrays with R rows, by name: `boxes`, `features` and the columns of `OPTIONAL` that are not None."""
-        names = ("boxes", "features", *OPTIONAL)
+        """The arrays with R rows, by name: `boxes`, `features` and the `OPTIONAL_COLUMNS` that are not None."""
+        names = ("boxes", "features", *OPTIONAL_COLUMNS)
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def check(self, image_id: str, where: str) -> None:
@@ -141,7 +141,7 @@ def load_npz(file: Path | BinaryIO, where: str | None = None) -> RegionFeatures:
     """Read regions written by `save_npz`; `where` names the file in error messages."""
     damage = (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
     with reading(where or file, *damage), np.load(file, allow_pickle=False) as arrays:
-        names = [name for name in ("image_feature", *OPTIONAL) if name in arrays]
+        names = [name for name in ("image_feature", *OPTIONAL_COLUMNS) if name in arrays]
         return RegionFeatures(
             image_id=str(arrays["image_id"]),
             image_size=tuple(arrays["image_size"].tolist()),
@@ -151,7 +151,7 @@ def load_npz(file: Path | BinaryIO, where: str | None = None) -> RegionFeatures:
 
 def to_column(name: str, values: np.ndarray) -> np.ndarray:
     """Convert an array to the dtype of its column: float32 or int64."""
-    return values.astype(OPTIONAL.get(name, np.float32), copy=False)
+    return values.astype(OPTIONAL_COLUMNS.get(name, np.float32), copy=False)
 
 
 # Readers
@@ -206,7 +206,7 @@ class NpzStore(FeatureStore):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._names = {text_of_name(name): name for name in sorted(npz_names(path))}
+        self._names = {text_from_file_name(name): name for name in sorted(npz_names(path))}
         self.ids = list(self._names)
         stamp = path / STAMP_NAME
         self.stamp = read_json(stamp, dict[str, Any]) if stamp.is_file() else None
@@ -220,7 +220,7 @@ def npz_names(folder: Path) -> list[str]:
     return [file.relative_to(folder).as_posix().removesuffix(".npz") for file in folder.rglob("*.npz")]
 
 
-def sidecar(path: Path) -> Path:
+def sidecar_path(path: Path) -> Path:
     """The file beside a TSV file with its stamp and its index."""
     return path.with_name(path.name + ".json")
 
@@ -245,11 +245,11 @@ class TsvStore(FeatureStore):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        content = read_json(sidecar(path), _Sidecar) if sidecar(path).is_file() else _Sidecar()
+        content = read_json(sidecar_path(path), _Sidecar) if sidecar_path(path).is_file() else _Sidecar()
         if content.index is None or content.index.bytes != path.stat().st_size:
             content.index = self._scan()
             with contextlib.suppress(PermissionError):  # in a read-only folder the file is scanned every time
-                write_json(sidecar(path), msgspec.to_builtins(content))
+                write_json(sidecar_path(path), msgspec.to_builtins(content))
         self.stamp = content.stamp
         self.offsets = content.index.offsets
         self.ids = list(self.offsets)
@@ -285,7 +285,7 @@ def parse_row(line: str) -> RegionFeatures:
         image_size=tuple(int(row[f"{'img' if is_lxmert else 'image'}_{side}"]) for side in "hw"),
         boxes=_array(row["boxes"], np.float32).reshape(number, 4),
         features=_array(row["features"], np.float32).reshape(number, -1 if number else 0),
-        **{field: _array(row[name], OPTIONAL[field]) for name, field in LXMERT_FIELDS.items() if is_lxmert},
+        **{field: _array(row[name], OPTIONAL_COLUMNS[field]) for name, field in LXMERT_FIELDS.items() if is_lxmert},
     )
 
 
@@ -308,7 +308,7 @@ class Hdf5Store(FeatureStore):
         file, row = _open(_hdf5_file, self.path), self.rows[image_id]
         rows = slice(self.starts[row], self.starts[row + 1])
         with reading(f"{self.path}: image {image_id}", OSError, KeyError):
-            names = [name for name in OPTIONAL if name in file]
+            names = [name for name in OPTIONAL_COLUMNS if name in file]
             columns = {name: to_column(name, file[name][rows]) for name in ("boxes", "features", *names)}
             if "image_feature" in file:
                 columns["image_feature"] = to_column("image_feature", file["image_feature"][row])
@@ -383,7 +383,7 @@ def write_tsv(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, An
                 offsets[record.image_id] = position
                 position += len(line)
         index = {"bytes": position, "offsets": offsets}
-        write_json(sidecar(path), {"stamp": stamp, "columns": TSV_COLUMNS[layout], "index": index})
+        write_json(sidecar_path(path), {"stamp": stamp, "columns": TSV_COLUMNS[layout], "index": index})
 
 
 def _cells(record: RegionFeatures, layout: str) -> list[str]:

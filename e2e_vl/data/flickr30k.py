@@ -158,7 +158,7 @@ class Flickr30KDataset(RecordDataset):
         # detection losses need classes, which the annotated boxes lack
         if needs.objects or (needs.annotations and "instances" in files):
             self.instances = CocoInstances(files.path("instances", split=split))
-            self.instances.require(self.image_ids())
+            self.instances.require_images(self.image_ids())
             self.class_names = self.instances.class_names
 
     @classmethod

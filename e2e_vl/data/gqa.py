@@ -124,7 +124,7 @@ class SceneGraph(Record):
     objects: dict[str, SceneObject]
 
 
-def pieces_of(path: str | Path) -> list[Path]:
+def find_pieces(path: str | Path) -> list[Path]:
     """The file, or the parts in which a large file is released: NAME/NAME_0.json, ... for NAME.json."""
     path = user_path(path)
     if path.is_file():
@@ -142,7 +142,7 @@ def pieces_of(path: str | Path) -> list[Path]:
     return [numbered[number] for number in sorted(numbered)]
 
 
-def reasoning_steps(program: Iterable[_Step]) -> int:
+def count_reasoning_steps(program: Iterable[_Step]) -> int:
     """Number of reasoning steps in a question's program (`semantic`), counted as in the official evaluation script.
 
     Steps that only read out the answer are not counted.
@@ -160,7 +160,7 @@ def read_questions(paths: Iterable[Path]) -> Iterator[GQAQuestion]:
                     raise UserError(f"{path}: question {key} has an answer but no types, which the metrics need")
                 question.answer, question.group, question.entailed = row.answer, row.groups.get("global"), row.entailed
                 question.types = msgspec.structs.asdict(row.types)
-                question.steps = reasoning_steps(row.semantic)
+                question.steps = count_reasoning_steps(row.semantic)
                 question.named = [*row.annotations.question.values(), *row.annotations.full_answer.values()]
             yield question
 
@@ -176,7 +176,7 @@ class GQADataset(RecordDataset):
     """Questions of one split, or of several joined by "+", grouped by image.
 
     Attributes:
-        choices, grounds: for the metrics; None: not needed.
+        choices, grounding_graphs: for the metrics; None: not needed.
         scene_graphs: of all images, whose objects are candidate boxes; None: not needed.
         instances: annotated objects of all images, used instead of the scene graphs.
     """
@@ -191,23 +191,23 @@ class GQADataset(RecordDataset):
         self.parts = [{"split": name, "part": name.partition("_")[0]} for name in split_names(split)]
         questions = SerializedList(read_questions(_question_files(files, split)), GQAQuestion)
         self.set_texts(questions, f"the splits {split}: question")
-        self.instances = self.scene_graphs = self.choices = self.grounds = None
-        # detection losses need classes, which the object names in scene graphs are not
+        self.instances = self.scene_graphs = self.choices = self.grounding_graphs = None
+        # detection losses need classes; the objects of scene graphs have only free-text names
         if needs.objects or (needs.annotations and "instances" in files):
             self.instances = CocoInstances(files.path("instances", **self.parts[0]))
-            self.instances.require(self.image_ids())
+            self.instances.require_images(self.image_ids())
             self.class_names = self.instances.class_names
         elif needs.annotations:
             self.scene_graphs = read_entries((files.path("scene_graphs", **one) for one in self.parts), SceneGraph)
             self.scene_graphs.require(self.image_ids())
         if "choices" in files and not needs.training:
-            self.choices = self._for_scores(files, "choices", Choices, "validity and plausibility are")
+            self.choices = self._read_for_metrics(files, "choices", Choices, "validity and plausibility are")
         if options.grounding and not needs.training:
             graphs = self.scene_graphs
-            self.grounds = graphs or self._for_scores(files, "scene_graphs", SceneGraph, "grounding is")
+            self.grounding_graphs = graphs or self._read_for_metrics(files, "scene_graphs", SceneGraph, "grounding is")
 
-    def _for_scores(self, files: DataFiles, key: str, kind: type, left_out: str) -> SerializedDict | None:
-        """Read the files of all parts; None if a part has no file, since a metric needs all of them."""
+    def _read_for_metrics(self, files: DataFiles, key: str, kind: type, left_out: str) -> SerializedDict | None:
+        """Read a file of each part for the metrics; None if one is missing, because a metric needs all of them."""
         paths = [files.path(key, **values) for values in self.parts]
         missing = [path for path in paths if not path.is_file()]
         if missing:  # released for train and val only
@@ -247,8 +247,8 @@ class GQADataset(RecordDataset):
         if question.answer is not None and question.is_balanced:
             if self.choices is not None:
                 text.metadata["choices"] = msgspec.to_builtins(self.choices[question.id])
-            if self.grounds is not None:
-                text.metadata["named_boxes"] = named_boxes(question, self.grounds[question.image_id])
+            if self.grounding_graphs is not None:
+                text.metadata["named_boxes"] = named_boxes(question, self.grounding_graphs[question.image_id])
         return text
 
 
@@ -262,4 +262,4 @@ def named_boxes(question: GQAQuestion, graph: SceneGraph) -> list[list[float]]:
 
 
 def _question_files(files: DataFiles, split: str) -> list[Path]:
-    return [piece for name in split_names(split) for piece in pieces_of(files.path("questions", split=name))]
+    return [piece for name in split_names(split) for piece in find_pieces(files.path("questions", split=name))]

@@ -237,7 +237,7 @@ class ImageRules:
         with_objects: add the annotated objects, without crowds, as targets for the detection losses.
         mask_size: S, the size of the instance masks of the candidate boxes; None: no masks.
         mask_at: see `instance_mask`.
-        fill_masks: objects without outlines get masks of their whole boxes, because other images have outlines.
+        fill_masks: if an image has no outlines, use masks of ones; for data where other images have outlines.
         is_blank: for the control without images: all pixels have the mean colour, saved features are zero, and instance
             masks are one.
         blank_boxes: with `is_blank`, also remove the candidate boxes, whose number and positions reveal the answer.
@@ -378,7 +378,7 @@ class ImageLoader:
         )
 
     def _add_candidates(self, example: ImageExample, image: SampleImage, found: CandidateBoxes | None) -> None:
-        """Add boxes from a file or the sample, then annotated boxes, depending on the source; boxes are clamped."""
+        """Add boxes from a file or the sample, and annotated boxes, depending on the source; boxes are clamped."""
         parts = []
         if found is not None:
             parts.append(example.image_transform.transform_and_clamp_boxes(found.boxes, found.origin))

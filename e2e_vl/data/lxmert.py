@@ -206,10 +206,12 @@ class ListedPairDataset(LXMERTDataset):
 def _kept(
     texts: list[Any], options: ImageSets, files: DataFiles, values: dict[str, str], needs: DataNeeds
 ) -> list[Any]:
-    """The texts of a split that `leave_out_unseen` and `first_rows` keep."""
+    """The texts of a split that `skip_missing_images` and `first_rows` keep."""
     split, rows = values["split"], options.first_rows.get(values["split"])
     store = None
-    if needs.boxes in (BoxSource.PRECOMPUTED, BoxSource.DETECTIONS) and (rows is not None or options.leave_out_unseen):
+    if needs.boxes in (BoxSource.PRECOMPUTED, BoxSource.DETECTIONS) and (
+        rows is not None or options.skip_missing_images
+    ):
         store = open_features(files.path(needs.boxes.needs[-1], **values))
     if rows is not None and (store is None or store.path.is_dir()):
         raise UserError(
@@ -219,7 +221,7 @@ def _kept(
     if store is None:
         return texts
     kept = texts
-    if options.leave_out_unseen:
+    if options.skip_missing_images:
         kept = [text for text in texts if all(image in store for image in text.image_names)]
     if rows is not None:
         behind = set(store.ids[rows:])

@@ -101,7 +101,7 @@ class NLVR2Dataset(RecordDataset):
 
     def image(self, name: str, text: int) -> SampleImage:
         example, place = self.texts[text], f"{name}{self.settings.suffix}"
-        if example.directory is not None and self.settings.use_directories:
+        if example.directory is not None and self.settings.use_folders:
             place = f"{example.directory}/{place}"
         file = self.folders[name.partition("-")[0]] / place
         if self.objects is None:

@@ -45,7 +45,7 @@ class _GenomePhoto(Record):
     coco_id: Id | None = None
     flickr_id: Id | None = None
 
-    def others(self) -> tuple[PhotoId, ...]:
+    def other_ids(self) -> tuple[PhotoId, ...]:
         """The photo's COCO and Flickr ids."""
         pairs = ((COCO, self.coco_id), (FLICKR, self.flickr_id))
         return tuple(PhotoId(space, str(number)) for space, number in pairs if number is not None)
@@ -101,7 +101,7 @@ class PhotoIds:
             rows = [line.split()[0] for line in read_text(path).split("\n") if line.strip()]
         for row in rows:
             if isinstance(row, _GenomePhoto):
-                yield (*self.in_space(VISUAL_GENOME, str(row.image_id)), *row.others())
+                yield (*self.in_space(VISUAL_GENOME, str(row.image_id)), *row.other_ids())
                 continue
             name, image_id = (row.file_name or row.id, row.id) if isinstance(row, _ListedImage) else (row, None)
             place = Path(str(name))
@@ -123,8 +123,8 @@ def aliases_of_id(image_id: str) -> tuple[tuple[str, str], ...]:
     return ((VISUAL_GENOME, image_id),) if _VISUAL_GENOME_NAME.fullmatch(image_id) else ()
 
 
-def number_of_photos(images: Iterable[tuple[PhotoId, ...]]) -> int:
-    """Number of distinct photos among images, given the ids of each image."""
+def count_photos(images: Iterable[tuple[PhotoId, ...]]) -> int:
+    """Count the distinct photos among images, given the photo ids of each image."""
     above: dict[PhotoId, PhotoId] = {}  # union-find: the ids of a photo form a tree
 
     def top(one: PhotoId) -> PhotoId:
@@ -141,4 +141,4 @@ def number_of_photos(images: Iterable[tuple[PhotoId, ...]]) -> int:
 
 def read_visual_genome(path: Path) -> dict[str, tuple[PhotoId, ...]]:
     """COCO and Flickr ids of the photos in Visual Genome's `image_data.json`, by Visual Genome id."""
-    return {str(photo.image_id): photo.others() for photo in read_json(path, list[_GenomePhoto])}
+    return {str(photo.image_id): photo.other_ids() for photo in read_json(path, list[_GenomePhoto])}

@@ -1,4 +1,4 @@
-"""Large lists and files in forms that data workers share without copying.
+"""Large lists and files that data workers share without copying.
 
 Reading a Python object changes its reference count, so a list of a million records is copied, page by page, into every
 forked worker. Records serialised into one numpy array have no reference counts. For files larger than memory (text

@@ -22,7 +22,7 @@ from e2e_vl.io import FourNumbers, Id, Name, Pixel, Record, box_corners, read_te
 from e2e_vl.samples import AnnotatedObjects
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-TOLERANCE = 1.0  # pixels by which a user's box may exceed its image: corners are often counted from 1, or rounded
+TOLERANCE = 1.0  # pixels by which a user's box may exceed its image: corners may be counted from 1, or rounded
 
 
 class _ListedRow(Record):
@@ -143,7 +143,7 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObject
     except ValueError as error:
         raise UserError(f"{source}: {error}; write every box as x1,y1,x2,y2 or as class:x1,y1,x2,y2.") from error
     names = tuple(name for name, _ in pairs)
-    return AnnotatedObjects(checked_boxes(boxes, source), source, names=names if any(names) else None)
+    return AnnotatedObjects(validate_boxes(boxes, source), source, names=names if any(names) else None)
 
 
 def _read_file(path: Path) -> AnnotatedObjects:
@@ -161,14 +161,14 @@ def _read_file(path: Path) -> AnnotatedObjects:
     if any(len(one) != len(content.boxes) for one in (names, outlines) if one is not None):
         raise UserError(f"{path}: 'names' and 'segms' must have one entry for each of the {len(content.boxes)} boxes.")
     return AnnotatedObjects(
-        checked_boxes(content.boxes, str(path)),
+        validate_boxes(content.boxes, str(path)),
         str(path),
         names=None if names is None else tuple(names),
         outlines=None if outlines is None else [[np.array(one, float) for one in own] for own in outlines],
     )
 
 
-def checked_boxes(boxes: Sequence[Sequence[float]], where: str) -> np.ndarray:
+def validate_boxes(boxes: Sequence[Sequence[float]], where: str) -> np.ndarray:
     """A user's boxes as float64 [R, 4]: at least one, none empty; `where` names them in error messages."""
     wrong = [
         box

@@ -193,7 +193,7 @@ class VCRDataset(VLDataset):
         return options.question == "rationale"
 
     @classmethod
-    def narrowed(cls, sample: Sample, options: VCROptions) -> Sample:
+    def select_candidates(cls, sample: Sample, options: VCROptions) -> Sample:
         image, text = sample.images[0], sample.texts[0]
         if not isinstance(text, ChoiceText):  # a text with masked words, which refers to no boxes
             return sample
@@ -259,22 +259,25 @@ def _kept_objects(which: str, objects: Sequence[str], sentences: Sequence[Senten
     """The objects that the option `objects` keeps as candidate boxes; None: all."""
     if which == "all":
         return None
-    return mentioned_objects(sentences) if which == "mentioned" else relevant_objects(objects, sentences)
+    return find_mentioned_objects(sentences) if which == "mentioned" else find_relevant_objects(objects, sentences)
 
 
 PERSON = "person"
 EVERYONE = ("everyone", "everyones")  # refer to all people in R2C's rule
 
 
-def mentioned_objects(sentences: Iterable[Sentence]) -> tuple[int, ...]:
-    """Objects mentioned in the sentences, in the order of first mention (VL-BERT's rule)."""
+def find_mentioned_objects(sentences: Iterable[Sentence]) -> tuple[int, ...]:
+    """Find the objects mentioned in the sentences, in the order of first mention (VL-BERT's rule)."""
     named = (o for sentence in sentences for token in sentence if isinstance(token, list) for o in token)
     return tuple(dict.fromkeys(named))
 
 
-def relevant_objects(objects: Sequence[str], sentences: Sequence[Sentence]) -> tuple[int, ...]:
-    """Objects that R2C keeps, ascending: those mentioned; all people if a sentence has "everyone" or mentions none."""
+def find_relevant_objects(objects: Sequence[str], sentences: Sequence[Sentence]) -> tuple[int, ...]:
+    """Find the objects that R2C keeps, in ascending order.
+
+    These are the mentioned objects, and all people if a sentence has "everyone" or if no object is mentioned.
+    """
     people = {index for index, name in enumerate(objects) if name == PERSON}
-    kept = set(mentioned_objects(sentences))
+    kept = set(find_mentioned_objects(sentences))
     says_everyone = any(isinstance(t, str) and t.lower() in EVERYONE for sentence in sentences for t in sentence)
     return tuple(sorted(kept | people if says_everyone or not kept else kept))

@@ -198,7 +198,7 @@ def _corners(x: float, y: float, width: float, height: float) -> FourNumbers | N
     return (x, y, x + width, y + height) if width > 0 and height > 0 else None
 
 
-READ = {"regions": read_region_descriptions, "questions": read_genome_questions}
+READERS = {"regions": read_region_descriptions, "questions": read_genome_questions}
 
 
 class VisualGenomeDataset(RecordDataset):
@@ -223,7 +223,7 @@ class VisualGenomeDataset(RecordDataset):
         kept = {"all": (True, False), "without": (False,), "only": (True,)}[options.coco]
 
         def texts() -> Iterator[GenomeText]:
-            for text in READ[options.texts](path):
+            for text in READERS[options.texts](path):
                 if text.image_id not in is_of_coco:
                     raise UserError(f"{image_data} lacks image {text.image_id} of {path}; use files of one release")
                 if is_of_coco[text.image_id] in kept:
@@ -251,7 +251,7 @@ class VisualGenomeDataset(RecordDataset):
     @classmethod
     def texts_of(cls, files: DataFiles, options: GenomeOptions, split: str) -> Iterable[str]:
         """All descriptions, or all questions."""
-        return (text.words for text in READ[options.texts](files.path(options.texts, split=split)))
+        return (text.words for text in READERS[options.texts](files.path(options.texts, split=split)))
 
     @classmethod
     def answers_of(cls, files: DataFiles, options: GenomeOptions, split: str) -> dict[Any, str]:

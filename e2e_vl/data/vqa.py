@@ -129,7 +129,7 @@ class VQADataset(RecordDataset):
             values = {"split": name, "images": own[0].image_set}
             if needs.annotations and "instances" in files:
                 self.instances.append(CocoInstances(files.path("instances", **values)))
-                self.instances[-1].require(question.image_id for question in own)
+                self.instances[-1].require_images(question.image_id for question in own)
                 self.class_names = self.instances[-1].class_names
             self.parts.append(values)
             self.starts.append(len(questions))

@@ -1,8 +1,9 @@
 """Region features of many images, over any number of processes, resumable after an interruption.
 
 Each image is written atomically to a separate `.npz` file, so existing files are complete and are skipped on resume.
-They are the output itself or, for the single-file formats, lie in a temporary folder beside it; at the end the main
-process joins them in the order of the list. The output depends neither on interruptions nor on the number of processes.
+They are the output itself or, for the single-file formats, are kept in a temporary folder beside it, and the main
+process merges them at the end, in the order of the list. The output depends neither on interruptions nor on the number
+of processes.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from e2e_vl.data.features import STAMP_NAME, check_format, load_npz, npz_names, 
 from e2e_vl.data.user_inputs import GivenBoxes, ListedImage
 from e2e_vl.extraction.regions import InputImage, LoadedDetector, RegionExtractor
 from e2e_vl.extraction.settings import ExtractionSettings
-from e2e_vl.io import file_name, file_sha256, text_of_name
+from e2e_vl.io import file_name, file_sha256, text_from_file_name
 
-WAITING_BATCHES = 8  # maximum number of batches' worth of images that wait for others of the same size
+WAITING_BATCHES = 8  # in batches: maximum number of images that wait for others of the same size
 LONGEST_WAIT = datetime.timedelta(days=30)  # timeout of collectives: a finished process waits for the others
 
 
@@ -65,14 +66,14 @@ class ExtractionJob:
 class ExtractionSummary:
     """The result, over all processes."""
 
-    done: int = 0  # images described by this call
-    before: int = 0  # images described by earlier calls
+    extracted: int = 0  # images processed by this call
+    existing: int = 0  # images processed by earlier calls
     failures: dict[str, str] = dataclasses.field(default_factory=dict)  # id -> reason, in the order of the list
-    few: int = 0  # images of this call with fewer regions than the rule's `min_regions`
+    below_minimum: int = 0  # images of this call with fewer regions than the rule's `min_regions`
 
 
 def extract_images(job: ExtractionJob, accelerator: Accelerator) -> ExtractionSummary:
-    """Describe all images; called on every process.
+    """Extract the features of all images; called on every process.
 
     Unreadable images are skipped and reported in `failures`. The `.npz` files of a single-file format are then kept, so
     that a repeated call processes only the missing images.
@@ -83,18 +84,18 @@ def extract_images(job: ExtractionJob, accelerator: Accelerator) -> ExtractionSu
     """
     # only the main process lists the folder, or others could see files that it has just written
     found: list[Any] = [_prepare(job) if accelerator.is_main_process else None]
-    missing, is_joined = broadcast_object_list(found)[0]
+    missing, is_complete = broadcast_object_list(found)[0]
     by_id = {image.id: image for image in job.images}
     own = [by_id[image_id] for image_id in missing[accelerator.process_index :: accelerator.num_processes]]
-    gathered = gather_object([_describe(job, own, accelerator)])
+    gathered = gather_object([_extract_own(job, own, accelerator)])
     failures = {image_id: reason for one in gathered for image_id, reason in one.failures.items()}
     summary = ExtractionSummary(
-        done=sum(one.done for one in gathered),
-        before=len(job.images) - len(missing),
+        extracted=sum(one.extracted for one in gathered),
+        existing=len(job.images) - len(missing),
         failures={image.id: failures[image.id] for image in job.images if image.id in failures},
-        few=sum(one.few for one in gathered),
+        below_minimum=sum(one.below_minimum for one in gathered),
     )
-    if accelerator.is_main_process and not is_joined and len(failures) < len(job.images):
+    if accelerator.is_main_process and not is_complete and len(failures) < len(job.images):
         paths = [job.file_of(image.id) for image in job.images if image.id not in failures]
         records = (load_npz(path) for path in tqdm(paths, desc=f"writing {job.output.name}", unit="image", delay=1))
         num_bytes = sum(path.stat().st_size for path in paths)
@@ -109,7 +110,7 @@ def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
     """Create or check the output.
 
     Returns:
-        ids of images without features, and whether the output needs no joining.
+        ids of images without features, and whether the output needs no merging.
     """
     check_format(job.layout, job.output)
     folder, stamp, image_ids = job.folder, json.loads(json.dumps(job.stamp)), {image.id for image in job.images}
@@ -118,7 +119,7 @@ def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
     if job.layout != "npz" and job.output.exists():
         store = open_features(job.output)
         if store.stamp == stamp and set(store.ids) == image_ids:
-            shutil.rmtree(folder, ignore_errors=True)  # left by an extraction interrupted after joining its files
+            shutil.rmtree(folder, ignore_errors=True)  # left by an extraction interrupted after merging
             return [], True
         if not folder.exists():
             raise UserError(f"{job.output} exists with other images or settings; choose another output")
@@ -133,12 +134,12 @@ def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
                 f"{folder} was started with other settings ({', '.join(changed)}); use the same ones, or another output"
             )
     write_json(folder / STAMP_NAME, stamp)
-    there = {text_of_name(name) for name in npz_names(folder)}
+    there = {text_from_file_name(name) for name in npz_names(folder)}
     return [image.id for image in job.images if image.id not in there], job.layout == "npz"
 
 
-def _describe(job: ExtractionJob, images: list[ListedImage], accelerator: Accelerator) -> ExtractionSummary:
-    """Describe the images of this process and write their `.npz` files."""
+def _extract_own(job: ExtractionJob, images: list[ListedImage], accelerator: Accelerator) -> ExtractionSummary:
+    """Extract the features of this process's images and write their `.npz` files."""
     extractor = RegionExtractor(job.source.detector.eval().to(accelerator.device), job.settings)
     summary = ExtractionSummary()
     bar = tqdm(total=len(images), unit="image", delay=1, disable=not accelerator.is_local_main_process)
@@ -148,8 +149,8 @@ def _describe(job: ExtractionJob, images: list[ListedImage], accelerator: Accele
         for record in records:
             path = job.file_of(record.image_id)
             save_npz(path, record, job.stamp if job.layout == "npz" else None)
-            summary.few += job.given is None and len(record) < job.settings.numbers.min_regions
-        summary.done += len(records)
+            summary.below_minimum += job.given is None and len(record) < job.settings.selection_rule.min_regions
+        summary.extracted += len(records)
         bar.update(len(batch))
     bar.close()
     return summary
@@ -194,7 +195,7 @@ def _batches(job: ExtractionJob, images: list[ListedImage], failures: dict[str, 
     yield from waiting.values()
 
 
-# The stamp: metadata that records how features were made, as JSON beside them.
+# The stamp: metadata (JSON) on how features were extracted, stored with them
 
 
 def make_stamp(
@@ -204,7 +205,7 @@ def make_stamp(
 
     Args:
         source: the detector, its weights file and the image size.
-        settings: which boxes are described.
+        settings: how regions are selected.
         boxes_file: the file of given boxes.
         precision: Accelerate's mixed precision.
     """
@@ -224,7 +225,7 @@ def make_stamp(
         "resize": dataclasses.asdict(source.resize),
         "box_rule": {
             "rule": settings.rule,
-            "selection": None if is_given else msgspec.to_builtins(settings.numbers),
+            "selection": None if is_given else msgspec.to_builtins(settings.selection_rule),
             "nms_threshold": settings.nms_threshold,
             "boxes_sha256": boxes_file and file_sha256(boxes_file),
         },

@@ -32,7 +32,7 @@ from e2e_vl.data.features import RegionFeatures
 from e2e_vl.data.user_inputs import GivenBoxes, require_inside
 from e2e_vl.examples import ImageTransform
 from e2e_vl.extraction.settings import ExtractionSettings
-from e2e_vl.io import model_folder
+from e2e_vl.io import find_model_folder
 from e2e_vl.samples import AnnotatedObjects, ImageBytes
 
 SAME_PLACE = 0.7  # IoU above which the rule "score" merges two detections
@@ -47,7 +47,7 @@ class InputImage:
     name: str  # for error messages
     pixels: np.ndarray  # uint8 [h, w, 3]
     original_size: tuple[int, int]  # (height, width) of the image in the file, after its EXIF rotation
-    given: GivenBoxes | None = None  # the boxes to describe, with the rule "given"
+    given: GivenBoxes | None = None  # boxes to extract, with the rule "given"
     # float32 [R, 4], the given boxes in pixels of the network input, clamped as in training on the same boxes
     boxes: np.ndarray | None = dataclasses.field(default=None, init=False)
 
@@ -148,11 +148,11 @@ class RegionExtractor:
             if is_final or rule == "maxnms":
                 usable = (torch.isfinite(best_boxes).all(dim=1) & is_larger(best_boxes)).nonzero()[:, 0]
             if rule == "maxnms":
-                kept, _ = select_max_nms(best_boxes[usable], best_scores[usable], self.settings.numbers)
+                kept, _ = select_max_nms(best_boxes[usable], best_scores[usable], self.settings.selection_rule)
             else:
                 in_original = resize_boxes(found.boxes[usable], found.size, found.original_size)
                 kept = select_max_conf(
-                    in_original, found.probs[usable], self.settings.numbers, self.settings.nms_threshold
+                    in_original, found.probs[usable], self.settings.selection_rule, self.settings.nms_threshold
                 )
             rows = usable[kept]
             classes = best_classes[rows]
@@ -163,14 +163,14 @@ class RegionExtractor:
     def _detections(self, found: _Proposals) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of proposals, classes and boxes [R, 4] of the detections that the rule "score" keeps."""
         probs = found.probs
-        rows, classes = candidates(probs)
+        rows, classes = select_candidate_pairs(probs)
         boxes = clip_boxes_to_image(found.refined[rows, classes], found.size)
         usable = torch.isfinite(boxes).all(dim=1) & is_larger(boxes)
         rows, classes, boxes = rows[usable], classes[usable], boxes[usable]
         scores = probs[rows, classes]
         kept = batched_nms(boxes, scores, classes, self.detector.config.roi_heads.nms_thresh)
         kept = kept[nms(boxes[kept], scores[kept], SAME_PLACE)]
-        kept = kept[select_regions(scores[kept], self.settings.numbers)]
+        kept = kept[select_regions(scores[kept], self.settings.selection_rule)]
         return rows[kept], classes[kept], boxes[kept]
 
     def _record(self, image: InputImage, chosen: _Chosen, image_feature: Tensor | None) -> RegionFeatures:
@@ -208,7 +208,7 @@ def _array(values: Tensor | None) -> np.ndarray | None:
     return (values.float() if values.is_floating_point() else values).cpu().numpy()
 
 
-def candidates(probs: Tensor) -> tuple[Tensor, Tensor]:
+def select_candidate_pairs(probs: Tensor) -> tuple[Tensor, Tensor]:
     """Candidate detections, as (proposal, class) pairs: the most probable ones, and each proposal's best class.
 
     With many classes, a few confident proposals could fill `MAX_CANDIDATES`; the best class of every proposal ensures
@@ -227,7 +227,7 @@ def candidates(probs: Tensor) -> tuple[Tensor, Tensor]:
     return pairs // num_classes, pairs % num_classes
 
 
-# The detector: a config with weights, or the detector of a trained run.
+# The detector: a config with weights, or the detector of a trained run
 
 
 RANDOM_WEIGHTS = "The detector's weights are random, so its boxes, classes and features are meaningless."
@@ -338,7 +338,7 @@ def detector_of_run(
     run_dir: str | Path, *, backend: str | None = None, max_proposals: int | None = None
 ) -> LoadedDetector:
     """The trained detector of a run directory or saved model folder, with the image size of the run's evaluation."""
-    folder = model_folder(Path(run_dir))
+    folder = find_model_folder(Path(run_dir))
     config = load_config(folder / "config.yaml")
     if config.detector.backend not in BACKENDS:
         raise UserError(

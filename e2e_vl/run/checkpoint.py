@@ -35,7 +35,7 @@ from detector.errors import MissingFileError, UserError
 from detector.io import atomic_folder, decode_yaml, read_json, write_json
 from e2e_vl.config import RunConfig, differences, load_config, parse_overrides, read_detector_config, save_config
 from e2e_vl.data.answer_lists import ANSWERS_FILE, write_answers
-from e2e_vl.io import find_damage, model_folder, write_checksums
+from e2e_vl.io import find_damage, find_model_folder, write_checksums
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import TASKS, Settings
 from e2e_vl.run.build import build_model
@@ -109,7 +109,7 @@ def load_model(
         MissingFileError: there is no model, or one of its files is missing.
         UserError: the weights do not match the settings.
     """
-    folder = model_folder(folder)
+    folder = find_model_folder(folder)
     for word in overrides or []:
         if word.partition("=")[0] in START_SETTINGS:
             raise UserError(f"{word}: a trained model includes its detector and weights; leave this setting out.")
@@ -148,7 +148,7 @@ def _parts(model: VisionLanguageModel) -> dict[str, nn.Module]:
 
 def load_saved_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The settings saved with a model."""
-    return load_config(model_folder(run_dir) / "config.yaml", overrides)
+    return load_config(find_model_folder(run_dir) / "config.yaml", overrides)
 
 
 def _with_answers(config: RunConfig, answers: Path) -> Settings:

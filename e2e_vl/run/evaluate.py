@@ -18,7 +18,7 @@ from detector.io import write_json
 from detector.structures import Loss
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Unreadable
-from e2e_vl.io import check_output, file_name, without_nan
+from e2e_vl.io import check_output, file_name, replace_nan
 from e2e_vl.metrics.names import MetricName, named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.predictions import PhrasesOnly, Prediction, with_target, write_list
@@ -277,7 +277,7 @@ def evaluate_run(
     if accelerator.is_main_process:
         path.parent.mkdir(parents=True, exist_ok=True)
         settings = [*(overrides or []), *convention]
-        write_json(metrics_path, {**without_nan(metrics), "run": str(run_dir), "settings": settings})
+        write_json(metrics_path, {**replace_nan(metrics), "run": str(run_dir), "settings": settings})
         evaluation.write(path, path.with_name(f"{path.stem}_unreadable.json"))
     accelerator.wait_for_everyone()
     return metrics, path if accelerator.is_main_process else None

@@ -29,7 +29,7 @@ from detector.io import atomic_files, atomic_folder, read_json, remove_leftovers
 from detector.structures import Loss
 from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler
-from e2e_vl.io import RunLog, without_nan
+from e2e_vl.io import RunLog, replace_nan
 from e2e_vl.metrics.names import MetricName
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run import checkpoint as checkpoints
@@ -404,7 +404,7 @@ class Trainer:
         if is_main:
             with atomic_folder(self.output / "model") as folder:
                 checkpoints.save_model(folder, *self.parts)
-            write_json(self.output / "metrics.json", without_nan(summary))
+            write_json(self.output / "metrics.json", replace_nan(summary))
             from e2e_vl.run.report import write_report  # late: importing matplotlib takes seconds
 
             report = write_report(self.output, self.config, model.task)

@@ -167,7 +167,7 @@ def test_confidences_come_from_the_detector_or_from_the_order_of_a_file(scores, 
         one = Collected()
         add_batch(one, model, batch, graphs, AttentionOptions(whole_image=whole_image), sorted_boxes, [0])
         found[whole_image] = one.sums[MeasureKey("g", ENTITIES)]
-        assert one.shown[0].region_boxes[1:].tolist() == BOXES.tolist(), "in pixels of the stored image"
+        assert one.shown[0].region_boxes[1:].tolist() == BOXES.tolist(), "in pixels of the original image"
     sums = found["excluded"]
     assert sums.examples == 2 and sums.accuracy.item() == 0.5 and found["candidate"].accuracy.item() == 0
     if expected is None:

@@ -187,7 +187,7 @@ def test_a_detector_that_the_official_code_does_not_have(settings, tmp_path, cha
     ("words", "message"),
     [
         (["none.model", "--run", "run.yaml", "--output", "out"], "none.model"),
-        (["here", "--output", "out.model"], "here holds no trained model"),
+        (["here", "--output", "out.model"], "here contains no trained model"),
     ],
 )
 def test_errors_are_one_line(settings, config, tmp_path, monkeypatch, capsys, words, message):

@@ -210,7 +210,7 @@ def test_two_processes_that_are_killed_and_one_that_goes_on(words, tmp_path, cap
     assert len(shares) == 2 and len(done) < NUMBER, printed[-3000:]
 
     assert extract.many_images([*words, "--output", str(output)]) == 0
-    assert f"{NUMBER - len(done)} images described, {len(done)} were there before" in capsys.readouterr().out
+    assert f"{NUMBER - len(done)} images extracted, {len(done)} already existed" in capsys.readouterr().out
     assert not parts.exists()
     assert extract.many_images([*words, "--output", str(tmp_path / "undisturbed.tsv")]) == 0
     found, expected = open_features(output), open_features(tmp_path / "undisturbed.tsv")
@@ -233,7 +233,7 @@ def test_images_that_cannot_be_read_end_in_exit_code_1(words, tmp_path, images, 
     words[1] = str(listed)
     assert extract.many_images([*words, "--output", str(tmp_path / "o.tsv")]) == 1
     printed = capsys.readouterr()
-    assert "2 images described" in printed.out
+    assert "2 images extracted" in printed.out
     assert "2 images could not be described" in printed.err
     assert f"bad: Image {tmp_path}/bad.jpg" in printed.err and "missing.png" in printed.err
     assert open_features(tmp_path / "o.tsv").ids == ["003", "001"]

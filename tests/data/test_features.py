@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from e2e_vl.data.features import (
-    OPTIONAL,
+    OPTIONAL_COLUMNS,
     STAMP_NAME,
     TSV_COLUMNS,
     RegionFeatures,
     TsvStore,
     open_features,
     save_npz,
-    sidecar,
+    sidecar_path,
     write_features,
 )
 from e2e_vl.io import file_name
@@ -37,7 +37,7 @@ def records() -> list[RegionFeatures]:
     generator = np.random.default_rng(0)
     made = []
     for image_id, rows in (("val/7", 3), ("42", 5), ("é", 0), ("9", 1)):
-        columns = {name: generator.integers(0, 9, rows).astype(kind) for name, kind in OPTIONAL.items()}
+        columns = {name: generator.integers(0, 9, rows).astype(kind) for name, kind in OPTIONAL_COLUMNS.items()}
         columns |= {name: columns[name] / 10 for name in ("scores", "attribute_scores")}  # probabilities
         made.append(
             RegionFeatures(
@@ -67,7 +67,7 @@ def assert_equal(found: RegionFeatures, expected: RegionFeatures, kept: set[str]
     assert (found.image_id, found.image_size) == (expected.image_id, expected.image_size)
     assert np.array_equal(found.boxes, expected.boxes)
     assert found.features.size == expected.features.size == 0 or np.array_equal(found.features, expected.features)
-    for name in {*OPTIONAL, "image_feature"}:
+    for name in {*OPTIONAL_COLUMNS, "image_feature"}:
         if name in kept:
             assert np.array_equal(getattr(found, name), getattr(expected, name)), name
             assert getattr(found, name).dtype == getattr(expected, name).dtype
@@ -82,7 +82,7 @@ def test_what_is_written_is_read_again(layout: str, tmp_path: Path, records):
     assert sorted(store.ids) == sorted(record.image_id for record in records)
     for one in (store, pickle.loads(pickle.dumps(store)), open_features(store.path)):
         for record in records[::-1]:
-            assert_equal(one[record.image_id], record, KEPT.get(layout, {*OPTIONAL, "image_feature"}))
+            assert_equal(one[record.image_id], record, KEPT.get(layout, {*OPTIONAL_COLUMNS, "image_feature"}))
     with refused(FILES[layout], "image 43"):
         store["43"]
     assert not list(tmp_path.rglob("*.part"))
@@ -111,7 +111,7 @@ def test_the_columns_of_the_tsv_files(tmp_path: Path, records):
 def test_a_tsv_file_is_read_without_its_index(tmp_path: Path, records, monkeypatch):
     path = write("tsv", tmp_path, records)
     indexed = TsvStore(path)
-    sidecar(path).unlink()
+    sidecar_path(path).unlink()
     scanned = TsvStore(path)
     assert scanned.offsets == indexed.offsets and scanned.stamp is None
     with monkeypatch.context() as patch:

@@ -15,10 +15,10 @@ from e2e_vl.data.gqa import (
     Choices,
     GQADataset,
     SceneGraph,
-    pieces_of,
+    count_reasoning_steps,
+    find_pieces,
     read_entries,
     read_questions,
-    reasoning_steps,
 )
 from e2e_vl.samples import CorrectAnswer
 from tests.data.helpers import open_dataset, refused, with_files, with_options, write_json
@@ -173,18 +173,18 @@ def test_pieces_are_read_in_the_order_of_their_numbers(tmp_path):
     folder = tmp_path / "train_all_questions"
     for number in range(11):
         write_json(folder / f"{folder.name}_{number}.json", {f"q{number}": question(number, "a")})
-    pieces = pieces_of(tmp_path / "train_all_questions.json")
+    pieces = find_pieces(tmp_path / "train_all_questions.json")
     assert [path.stem.rpartition("_")[2] for path in pieces] == [str(number) for number in range(11)]
-    assert pieces_of(folder) == pieces
+    assert find_pieces(folder) == pieces
     assert [one.id for one in read_questions(pieces)] == [f"q{number}" for number in range(11)]
     (folder / f"{folder.name}_4.json").unlink()
     with refused("train_all_questions"):
-        pieces_of(folder)
+        find_pieces(folder)
 
 
 def test_steps_that_only_read_the_answer_do_not_count():
     program = [("select", "dog"), ("filter color", "blue"), ("exist", "?"), ("query", "name"), ("choose name", "a|b")]
-    assert reasoning_steps(SimpleNamespace(operation=one, argument=other) for one, other in program) == 2
+    assert count_reasoning_steps(SimpleNamespace(operation=one, argument=other) for one, other in program) == 2
 
 
 @pytest.mark.parametrize(

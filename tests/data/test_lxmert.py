@@ -74,7 +74,7 @@ def test_splits_are_joined_and_keep_their_images(root, name):
 @pytest.mark.parametrize("name", KINDS)
 def test_texts_without_features_are_left_out_when_asked_for(root, name, caplog):
     everything = opened(root, name, "train", "precomputed")
-    kept = opened(root, name, "train", "precomputed", leave_out_unseen=True)
+    kept = opened(root, name, "train", "precomputed", skip_missing_images=True)
     assert "b" in everything.image_ids() and set(kept.image_ids()) == {"a"}
     number = 2 if name == "image_sentences" else 1
     assert f"skipped {number} of {2 * number} texts of train" in caplog.text

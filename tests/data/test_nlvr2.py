@@ -64,7 +64,7 @@ def test_images_lie_in_the_folder_of_the_first_part_of_the_identifier(settings, 
     for split in ("dev", "balanced/balanced_dev"):
         [image, _] = make(settings, split).sample((0,)).images
         assert image.locate() == tmp_path / "images" / "dev" / "dev-8-2-img0.png"
-    flat = with_options(settings, use_directories=False, suffix=".jpg")
+    flat = with_options(settings, use_folders=False, suffix=".jpg")
     assert make(flat).sample((0,)).images[1].locate() == tmp_path / "images" / "train" / "train-3-0-img1.jpg"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.data.overlap import PhotoId, PhotoIds, aliases_of_id, number_of_photos, read_visual_genome
+from e2e_vl.data.overlap import PhotoId, PhotoIds, aliases_of_id, count_photos, read_visual_genome
 from tests.data.helpers import refused
 
 
@@ -61,10 +61,10 @@ def test_a_bare_number_does_not_tell_whose_it_is(tmp_path):
 
 def test_images_with_an_id_in_common_are_one_photo():
     coco, genome, other = PhotoId("coco", "1"), PhotoId("vg", "5"), PhotoId("vg", "6")
-    assert number_of_photos([(coco,), (genome,), (other,)]) == 3
-    assert number_of_photos([(coco,), (genome,), (other,), (genome, coco)]) == 2
-    assert number_of_photos([(coco, genome), (other, genome)]) == 1
-    assert number_of_photos([]) == 0
+    assert count_photos([(coco,), (genome,), (other,)]) == 3
+    assert count_photos([(coco,), (genome,), (other,), (genome, coco)]) == 2
+    assert count_photos([(coco, genome), (other, genome)]) == 1
+    assert count_photos([]) == 0
 
 
 def test_aliases_go_before_the_ids_of_the_data_set():

@@ -14,9 +14,9 @@ from e2e_vl.data.base import open_options
 from e2e_vl.data.config import CLASS_NAMES, VCROptions
 from e2e_vl.data.vcr import (
     VCRDataset,
-    mentioned_objects,
+    find_mentioned_objects,
+    find_relevant_objects,
     read_detected_objects,
-    relevant_objects,
 )
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage, SampleText
 from tests.data.helpers import examples, refused
@@ -117,11 +117,11 @@ def test_objects_that_are_candidates(tiny, objects, question, kept):
 
 def test_rules_about_mentions():
     sentences = [["Is", [2, 0], "?"], [[0], "and", [1]]]
-    assert mentioned_objects(sentences) == (2, 0, 1)
+    assert find_mentioned_objects(sentences) == (2, 0, 1)
     objects = ["cup", "person", "person", "car"]
-    assert relevant_objects(objects, [["No", "."]]) == (1, 2)
-    assert relevant_objects(objects, [[[3], "."]]) == (3,)
-    assert relevant_objects(objects, [[[3], "and", "EVERYONE"]]) == (1, 2, 3)
+    assert find_relevant_objects(objects, [["No", "."]]) == (1, 2)
+    assert find_relevant_objects(objects, [[[3], "."]]) == (3,)
+    assert find_relevant_objects(objects, [[[3], "and", "EVERYONE"]]) == (1, 2, 3)
 
 
 def test_own_classes(tiny):
@@ -159,9 +159,9 @@ def test_a_users_boxes_are_narrowed():
     text = ChoiceText(0, "Why ?", {}, query=(["Why", [2], "?"],), choices=(["Because", [1]],))
     sample = Sample((SampleImage("a", Path("a.jpg"), objects=objects),), (text,), from_user=True)
     options = VCROptions(objects="mentioned")
-    assert VCRDataset.narrowed(sample, options).images[0].candidates == (2, 1)
+    assert VCRDataset.select_candidates(sample, options).images[0].candidates == (2, 1)
     masked = dataclasses.replace(sample, texts=(SampleText(0, "Why [MASK] ?", {}),))
-    assert VCRDataset.narrowed(masked, options) is masked, "a pre-trained model fills in a text"
+    assert VCRDataset.select_candidates(masked, options) is masked, "a pre-trained model fills in a text"
 
 
 def test_both_questions_for_pretraining(tiny):

@@ -62,12 +62,12 @@ def described_again(source, image, boxes: np.ndarray) -> np.ndarray:
 )
 def test_features_are_those_of_the_boxes(settings, make_job, source, input_of):
     summary = extract(make_job(settings=settings))
-    assert (summary.done, summary.before, summary.few, summary.failures) == (5, 0, 0, {})
+    assert (summary.extracted, summary.existing, summary.below_minimum, summary.failures) == (5, 0, 0, {})
     store = open_features(make_job().output)
     assert store.ids == ["0", "1", "2", "3", "4"]
     for record, size in zip(map(store.read, store.ids), SIZES, strict=True):
         assert record.image_size == size
-        assert settings.numbers.min_regions <= len(record) <= settings.numbers.max_regions
+        assert settings.selection_rule.min_regions <= len(record) <= settings.selection_rule.max_regions
         assert np.allclose(described_again(source, input_of(record.image_id), record.boxes), record.features, atol=1e-4)
         assert (record.boxes >= 0).all() and (record.boxes <= [size[1], size[0]] * 2).all()
         assert (record.attributes is None) is not settings.attributes
@@ -83,7 +83,7 @@ def test_given_boxes(make_job, source, input_of):
     given = {"0": GivenBoxes(boxes, np.array([5, 4, 9])), "3": GivenBoxes(boxes + 500, np.array([1, 2, 3]))}
     settings = ExtractionSettings("given", image_feature=True)
     summary = extract(make_job("hdf5", settings=settings, given=given))
-    assert summary.done == 4 and list(summary.failures) == ["3"] and "lies outside" in summary.failures["3"]
+    assert summary.extracted == 4 and list(summary.failures) == ["3"] and "lies outside" in summary.failures["3"]
     store = open_features(make_job("hdf5").output)
     assert store.ids == ["0", "1", "2", "4"] and len(store["1"]) == 0
     record = store["0"]
@@ -113,7 +113,7 @@ def test_an_interrupted_extraction_goes_on(make_job, monkeypatch, tmp_path):
     assert not job.output.exists()
     monkeypatch.setattr(bulk, "save_npz", save)
     summary = extract(job)
-    assert (summary.before, summary.done) == (3, 2)
+    assert (summary.existing, summary.extracted) == (3, 2)
     found, expected = open_features(job.output), open_features(undisturbed.output)
     assert found.ids == expected.ids
     for record in map(expected.read, expected.ids):
@@ -121,7 +121,7 @@ def test_an_interrupted_extraction_goes_on(make_job, monkeypatch, tmp_path):
         assert np.allclose(found[record.image_id].features, record.features, atol=1e-5)
     assert not job.folder.exists()
     job.folder.mkdir()  # killed while the joined files were removed
-    assert extract(job).before == 5 and not job.folder.exists()
+    assert extract(job).existing == 5 and not job.folder.exists()
 
 
 @pytest.mark.parametrize("layout", ["npz", "tsv"])
@@ -134,7 +134,7 @@ def test_a_damaged_image_does_not_stop_the_others(layout, make_job, folder, tmp_
     assert open_features(make_job(layout).output).ids == ["0", "2", "3", "4"]
     (mixed / "1.png").write_bytes(whole)
     summary = extract(make_job(layout, images=list_images(mixed)))
-    assert (summary.before, summary.done, summary.failures) == (4, 1, {})
+    assert (summary.existing, summary.extracted, summary.failures) == (4, 1, {})
     assert open_features(make_job(layout).output).ids == ["0", "1", "2", "3", "4"]
 
 
@@ -154,7 +154,7 @@ def test_a_stamp_that_was_cut_off_is_no_other_file(make_job):
     job.folder.mkdir()
     left = job.folder / ".stamp.json.12.34.part"
     left.write_text('{"box_')
-    assert extract(job).done == 5
+    assert extract(job).extracted == 5
     assert not left.exists() and len(open_features(job.output).ids) == 5
 
 

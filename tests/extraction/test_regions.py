@@ -21,10 +21,10 @@ from e2e_vl.extraction.regions import (
     MAX_CANDIDATES,
     SAME_PLACE,
     RegionExtractor,
-    candidates,
     detector_of_run,
     extract_image,
     open_detector,
+    select_candidate_pairs,
 )
 from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.run.launch import make_accelerator
@@ -94,7 +94,7 @@ def test_sure_proposals_with_many_classes_leave_room_for_the_others():
     probs[:3] = 1e-4
     probs[:3, 0] = 2e-4
     probs[3:, 7] = 1e-5
-    rows, classes = candidates(probs)
+    rows, classes = select_candidate_pairs(probs)
     assert MAX_CANDIDATES < 3 * 2000
     assert len(rows) == MAX_CANDIDATES + 17
     assert rows.unique().tolist() == list(range(20))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.data.vcr import VCRQuestion, read_metadata, read_questions, relevant_objects
+from e2e_vl.data.vcr import VCRQuestion, find_relevant_objects, read_metadata, read_questions
 from e2e_vl.metrics.vcr import Submission, write_leaderboard
 from tests.leaderboard import read_leaderboard, score
 from tests.parity.evaluation_common import folder_of
@@ -75,7 +75,7 @@ def test_vcr_boxes_that_r2c_keeps(expected, questions):
             "rationale": [one.question + right, *one.rationale_choices],
         }
         for kind, said in sentences.items():
-            used = list(relevant_objects(one.objects, said))
+            used = list(find_relevant_objects(one.objects, said))
             assert used == recorded[kind]["used"]
             tags = [used.index(number) + 1 if number in used else -1 for number in range(len(one.objects))]
             assert tags == recorded[kind]["old_to_new"]

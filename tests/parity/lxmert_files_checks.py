@@ -61,7 +61,7 @@ ANSWERING: dict[str, Callable[[list[str]], AnswerTask]] = {
 
 def opened(golden, kind: type[VLDataset], files: dict[str, str], sets: dict[str, str], split: str) -> VLDataset:
     golden.require("data")
-    options = {"image_sets": sets, "leave_out_unseen": True}
+    options = {"image_sets": sets, "skip_missing_images": True}
     name = next(name for name, part in DATASETS.items() if part.cls is kind)
     settings = DataSettings(name=name, root=str(golden.folder / "data"), files=files, config=options)
     return kind(*open_options(kind, settings), split, DataNeeds(BoxSource.PRECOMPUTED))

@@ -21,7 +21,7 @@ from e2e_vl.config import DataSettings, RunConfig, load_config
 from e2e_vl.data.base import DataFiles, DataNeeds
 from e2e_vl.data.config import VCROptions
 from e2e_vl.data.image_loader import instance_mask
-from e2e_vl.data.vcr import VCRDataset, relevant_objects
+from e2e_vl.data.vcr import VCRDataset, find_relevant_objects
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from e2e_vl.examples import TextExample
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, SampleImage
@@ -87,7 +87,7 @@ def test_people_have_recorded_names(data_rules, rules_tokenizer, settings, kind)
 def test_boxes_of_all_texts(data_rules):
     item = part_of(data_rules, "vcr", "item")
     sentences = [item["question"], *item["answer_choices"], *item["rationale_choices"]]
-    assert list(relevant_objects(item["objects"], sentences)) == part_of(data_rules, "vcr", "boxes_used")
+    assert list(find_relevant_objects(item["objects"], sentences)) == part_of(data_rules, "vcr", "boxes_used")
 
 
 @pytest.mark.parametrize(("kind", "objects"), [("answer", "r2c_all_texts"), ("answer", "r2c"), ("rationale", "r2c")])
