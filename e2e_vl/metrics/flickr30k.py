@@ -1,10 +1,10 @@
-"""Flickr30K Entities: phrase recall as in BAN's code, which VisualBERT copied; tested with golden data.
+"""Phrase recall of Flickr30K Entities as in BAN's code, which VisualBERT copied; tested with golden data.
 
-Phrases with at least one box are evaluated. A candidate is right if its IoU with *any* box of the phrase is at least
-0.5, with areas (x2 - x1) * (y2 - y1); boxes are not merged. Recall at k is the share of phrases with a right candidate
-among the k highest scores; the upper bound, with any right candidate. Phrases without a right candidate are missed.
+Only phrases with boxes are evaluated. A candidate is right if its IoU with *any* box of the phrase is at least 0.5,
+with areas (x2 - x1) * (y2 - y1). Recall at k is the share of phrases with a right candidate among the k highest scores; the
+upper bound is the share of phrases with any right candidate.
 
-Other papers merge the boxes of a phrase into one that encloses them, or take the first; their numbers are not
+Other papers merge the boxes of a phrase into their enclosing box, or use the first box; their numbers are not
 comparable.
 
 Shape legend: see `e2e_vl/structures.py`.
@@ -50,7 +50,7 @@ def right_candidates(
 
 
 def first_hit(scores: np.ndarray | Sequence[float], is_right: np.ndarray | Sequence[bool]) -> int | None:
-    """Rank from 0 of the best right candidate of a phrase; None if there is none. Ties keep their order."""
+    """Rank, from 0, of the best right candidate; None if there is none. Of equal scores, the first is better."""
     ranked = np.asarray(is_right)[np.argsort(-np.asarray(scores, dtype=np.float64), kind="stable")]
     return int(ranked.argmax()) if ranked.any() else None
 

@@ -1,7 +1,7 @@
-"""GQA: the metrics of the official evaluation script, tested with golden data.
+"""The metrics of GQA's official evaluation script, tested with golden data.
 
-Answers are compared exactly, including case and spaces. Only balanced questions are evaluated; unbalanced ones matter
-only if a balanced question entails them (`consistency`).
+Answers are compared exactly, including case and spaces. Only balanced questions are evaluated; unbalanced ones count
+only for `consistency`, if a balanced question entails them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KINDS = {"accuracyPerStructuralType": "structural", "accuracyPerSemanticType": 
 
 
 class GQAPrediction(Prediction, kw_only=True):
-    """The answer to a question; the fields from `types` on are as in the official question files.
+    """The answer to a question, with fields of the official question files.
 
     Attributes:
         types: "structural", "semantic" and "detailed"; empty in LXMERT's files of balanced questions.
@@ -102,10 +102,10 @@ def gqa_scores(predictions: Sequence[GQAPrediction]) -> dict[str, Any]:
 
 
 def distribution(predictions: Iterable[GQAPrediction]) -> float:
-    """Distance between the distributions of predicted and annotated answers: chi-square per group, weighted by size.
+    """Chi-square between predicted and annotated answers of each group of questions, weighted by the group's size.
 
-    Questions about the same kind of thing form a group; questions without a group are skipped, and so are predictions
-    that are not an annotated answer in the group. 0 if there are no groups.
+    Questions without a group are skipped, and so are predicted answers that are not annotated in the group. 0 if there
+    are no groups.
     """
     gold: dict[str, Counter[str]] = defaultdict(Counter)
     predicted: dict[str, Counter[str]] = defaultdict(Counter)
@@ -123,9 +123,9 @@ def distribution(predictions: Iterable[GQAPrediction]) -> float:
 
 
 def gqa_metrics(predictions: Sequence[GQAPrediction]) -> dict[str, float]:
-    """The same metrics as fractions, 0 to 1.
+    """The metrics of `gqa_scores` as fractions, 0 to 1.
 
-    Predictions without types, such as those from LXMERT's files of balanced questions, only have an accuracy.
+    Predictions without types, such as those for LXMERT's files of balanced questions, only have an accuracy.
 
     Returns:
         "count"; and if there are balanced questions with answers, "accuracy", "accuracy/binary" and "accuracy/open"
@@ -158,11 +158,11 @@ def gqa_metrics(predictions: Sequence[GQAPrediction]) -> dict[str, float]:
 
 
 def grounding(annotated: Sequence[Sequence[float]], attended: Iterable[tuple[Sequence[float], float]]) -> float:
-    """Attention on the objects mentioned in a question and its answer, for one question.
+    """Attention on the objects of one question and its answer.
 
-    Each annotated box adds the attention of every region times the share of the region inside the box, so attention on
-    several annotated boxes counts several times. (The official script is meant to add the whole image for questions
-    about the scene, but never does: it looks for the word among the keys of a program's steps.)
+    The sum, over annotated boxes and regions, of the region's attention times the share of the region inside the box;
+    attention inside several boxes counts several times. (The official script is meant to add the whole image for
+    questions about the scene, but never does, because it looks for "scene" among the keys of a program's steps.)
 
     Args:
         annotated: boxes xyxy of those objects, relative to the image's width and height (the question's `annotations`).

@@ -7,8 +7,8 @@
 | `strict` | MAttNet's IoU > 0.5 | UNITER |
 | `same_annotation` | the chosen annotation is the referred one, so a near-duplicate is wrong | MAttNet, gt boxes |
 
-All use continuous corners with x2 = x + w (equivalent to MAttNet's x2 = x + w - 1 with an inclusive overlap) and count
-expressions, not refs. The rules follow the official scripts and are tested with golden data.
+All use continuous corners with x2 = x + w (equivalent to MAttNet's x2 = x + w - 1 with inclusive pixels) and count
+expressions, not refs. The conventions follow the official scripts and are tested with golden data.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -26,7 +26,7 @@ from detector.errors import UserError
 from e2e_vl.predictions import Box, Id, Prediction, Score, write_list
 
 THRESHOLD = 0.5
-# An IoU of exactly 0.5 may differ from it by a rounding error.
+# tolerance for an IoU of exactly 0.5, which may have a rounding error
 _ROUNDING = 1e-9
 
 

@@ -1,7 +1,7 @@
 """VCR's metrics and leaderboard file.
 
-Q->A and QA->R are accuracies of the arg-max; Q->AR is the share of questions with both right (the official R2C code,
-`eval_q2ar.py`). QA->R is conditioned on the right answer.
+Q->A and QA->R are accuracies of the arg-max, and Q->AR is the share of questions with both right (`eval_q2ar.py` of the
+official R2C code). QA->R is conditioned on the right answer.
 
 Shape legend: see `e2e_vl/structures.py`.
 """

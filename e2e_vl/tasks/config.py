@@ -1,4 +1,4 @@
-"""The settings of the tasks, `task.config` of a run, and of the objectives of pre-training."""
+"""Configs of the tasks (`task.config` of a run) and of the pre-training objectives."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class ReferringConfig(Settings, frozen=True):
     """RefCOCO. The defaults are those of the official VL-BERT code."""
 
     dropout: Dropout = 0.0  # dropout between the two Linears of the head
-    # "binary": binary cross entropy per region (official). "softmax": cross entropy over the regions of a text, with
-    # all positive regions as the target; texts without positive regions are skipped.
+    # "binary": binary cross entropy per region (official). "softmax": minus the log of the total softmax share of the
+    # positive regions; texts without positive regions are skipped.
     loss: Literal["binary", "softmax"] = "binary"
     # a region is positive if its IoU with the referred box is greater than this
     positive_iou: Annotated[float, Meta(ge=0, lt=1)] = 0.5
-    plus_one: bool = True  # compute that IoU with inclusive pixels, (x2 - x1 + 1) * (y2 - y1 + 1)
+    plus_one: bool = True  # in that IoU, add one pixel to widths and heights: (x2 - x1 + 1) * (y2 - y1 + 1)
     positive_weight: NonNegativeFloat = 1.0  # weight of positive regions in the binary loss
     # the box of the whole image is a candidate like any other. False: it is neither trained nor predicted, unless a
     # text has no other region and `no_region_is_miss` is off.
@@ -69,7 +69,7 @@ class Flickr30KConfig(Settings, frozen=True):
 
 
 class DetectionConfig(Settings, frozen=True):
-    """Detection: the thresholds of `correct`; the metrics have no settings."""
+    """Detection. The thresholds are for the score of a single image and pictures; the metrics are COCO's."""
 
     # ignore detections below this score
     shown_score: Annotated[float, Meta(gt=0, le=1)] = 0.5
@@ -81,14 +81,14 @@ class DetectionConfig(Settings, frozen=True):
 
 
 class AnswerConfig(Settings, frozen=True):
-    """Settings of all tasks with an answer vocabulary. The defaults are those of the official VL-BERT code."""
+    """All tasks with an answer vocabulary. The defaults are those of the official VL-BERT code."""
 
     # the answer vocabulary; an answer's position is its class. May also be a file, see
     # `e2e_vl.data.answer_lists.read_answers`; None: `data.files.answers`, or built from the annotations of the
     # training split. The first of duplicate answers is used; `<unk>` is never a target, and is predicted only with
     # `unknown_can_win`.
     answers: list[str] | str | None = None
-    # a vocabulary built from annotations has the answers that are the most frequent answer to at least this number of
+    # a vocabulary built from annotations keeps the answers that are the most frequent answer of at least this many
     # questions; 9 gives the usual 3,129 answers of VQA v2's train and val
     min_answer_count: PositiveInt = 9
     dropout: Dropout = 0.1  # dropout before the last Linear
@@ -96,7 +96,7 @@ class AnswerConfig(Settings, frozen=True):
     # entropy with the best answer as target; texts without a known answer are skipped. "divergence": the KL divergence
     # of the softmax from the unnormalised soft targets, averaged over all texts (official VisualBERT code).
     loss: Literal["binary", "softmax", "divergence"] = "binary"
-    # initialise each row of the last Linear as the mean word embedding of the answer's wordpieces (official)
+    # initialise each row of the last Linear with the mean embedding of the answer's wordpieces (official)
     initialise_from_words: bool = True
     # the head has a hidden layer with GELU and LayerNorm; False: dropout and one Linear (official VisualBERT code)
     hidden_layer: bool = True
@@ -129,8 +129,8 @@ class GQAConfig(AnswerConfig, frozen=True):
     initialise_from_words: bool = False
     head_width: PositiveInt = 2
     new_layers: NewLayers = "normal"
-    # compute how much attention over regions falls on the objects in a question and its answer; needs
-    # `data.config.grounding`, which reads their boxes
+    # compute the attention on the regions of the objects in a question and its answer; needs `data.config.grounding`,
+    # which reads their boxes
     grounding: bool = False
 
 
@@ -173,8 +173,8 @@ class VCRConfig(Settings, frozen=True):
     ground_at: Literal["pieces", "word_number"] = "pieces"
     # question and choice together are truncated to this number of wordpieces, not counting [CLS] and [SEP]
     max_pieces: Annotated[int, Meta(ge=2)] = 64
-    # how: "longer" removes the last pieces of the longer text, see `truncate_answers` and `truncate_rationales`;
-    # "fronts" removes the first pieces of both, of the choice and of what precedes it, see `truncate_fronts`
+    # "longer" removes the last pieces of the longer text, see `truncate_answers` and `truncate_rationales`; "fronts"
+    # removes the first pieces of both the choice and the text before it, see `truncate_fronts`
     cut: Literal["longer", "fronts"] = "longer"
     # with "fronts": only the choice is truncated (a bug in the official VisualBERT code, which takes the length of a
     # pair for the length of the text before the choice)
@@ -182,7 +182,7 @@ class VCRConfig(Settings, frozen=True):
     mask_size: PositiveInt | None = 14  # size of the instance masks and of the detector's RoI maps; None = no masks
     # a mask cell belongs to the object if its upper left corner does or, as in R2C's and VisualBERT's code, its centre
     mask_at: MaskAt = "corners"
-    blank_question: bool = False  # choices-only control
+    blank_question: bool = False  # remove the question (control experiment with choices only)
     dropout: Dropout = 0.1  # dropout on the summary, before the Linear that scores a choice
     # "sigmoid": binary cross entropy per choice, averaged over all choices (official). "softmax": cross entropy over
     # the four choices (paper, section 4.2.1).
@@ -198,9 +198,9 @@ class VCRConfig(Settings, frozen=True):
 
 
 class ObjectiveConfig(Settings, frozen=True):
-    """Every objective has a weight; 0 turns it off."""
+    """Base of the objectives' configs. A weight of 0 turns an objective off."""
 
-    name: ClassVar[str] = "<name>"  # in settings, for error messages
+    name: ClassVar[str] = "<name>"  # its key in `objectives`
     weight: NonNegativeFloat = 0.0
 
     @classmethod
@@ -218,8 +218,8 @@ class MaskedWordsConfig(ObjectiveConfig, frozen=True):
     always_mask: bool = False  # replace all chosen words by [MASK] (paper), not only 80 % (official code)
     # mask whole words (VL-BERT); False: mask each wordpiece independently (VisualBERT, LXMERT)
     whole_words: bool = True
-    # append one of the human answers to a question, sampled in each epoch, and mask it too (VisualBERT). "letters":
-    # each of its letters is a word, a bug in VisualBERT's code.
+    # append a random human answer to a question, new in each epoch, and mask it too (VisualBERT). "letters": each of
+    # its letters is a word (a bug in VisualBERT's code).
     answer: Literal["left_out", "words", "letters"] = "left_out"
 
 
@@ -239,13 +239,13 @@ class MaskedRegionsConfig(ObjectiveConfig, frozen=True):
 
     name: ClassVar[str] = "masked_regions"
     weight: NonNegativeFloat = 1.0
-    classes: PositiveInt = 1601  # C; 1601 for Visual Genome's
+    classes: PositiveInt = 1601  # C, with the background; 1601 for Visual Genome
     # the target. "distribution": the whole class distribution (official code). "class": its best class (paper).
     labels: Literal["distribution", "class"] = "distribution"
 
 
 class RelationshipConfig(ObjectiveConfig, frozen=True):
-    """Does a text match its image? Some captions are replaced by captions of other images."""
+    """Does a text match its image? Some captions are replaced with captions of other images."""
 
     name: ClassVar[str] = "relationship"
     # probability of a caption of another image; 0.5 in the official code of all models
@@ -260,7 +260,7 @@ class ObjectLabelsConfig(ObjectiveConfig, frozen=True):
 
     name: ClassVar[str] = "object_labels"
     classes: PositiveInt = 1600  # K, without a background; 1600 for Visual Genome's objects
-    # regions in the loss. "all": all, masked or not (official code). "masked": only those to be predicted (paper).
+    # regions in the loss. "all": masked or not (official code). "masked": only masked ones (paper).
     regions: Literal["all", "masked"] = "all"
     confidence: bool = True  # weight the loss of each region by the detector's confidence in its label
 
@@ -276,7 +276,7 @@ class RegionFeaturesConfig(ObjectiveConfig, frozen=True):
     """The defaults follow the official code, with the weight 1 / 0.15 and the name Feat."""
 
     name: ClassVar[str] = "region_features"
-    # mean over the D numbers of a feature. "smooth_l1": with beta 1 (official code). "l2": squared differences (paper).
+    # averaged over the D dimensions. "smooth_l1": with beta 1 (official code). "l2": squared differences (paper).
     loss: Literal["smooth_l1", "l2"] = "smooth_l1"
     # divisor of the sum over the masked regions. "all": the number of all regions (official code). "masked": the number
     # of masked regions.
@@ -298,12 +298,12 @@ class ImageQAConfig(ObjectiveConfig, frozen=True):
 
 
 class ChoiceTextsConfig(Settings, frozen=True):
-    """The task that preprocesses questions with choices, and which of the choices is used."""
+    """Preprocessing of questions with several choices, of which one is used."""
 
-    task: str  # a key of TASKS in e2e_vl/parts.py; its rule truncates the texts
-    config: Any = {}  # settings of that task
-    # "random": one of the choices, sampled in each epoch. "in_turn": for text i always choice i modulo their number
-    # (a bug in VisualBERT's code)
+    task: str  # the task that encodes and truncates the texts, a key of TASKS in e2e_vl/parts.py
+    config: Any = {}  # config of that task
+    # "random": a random choice in each epoch. "in_turn": for text i always choice i modulo the number of choices (a bug
+    # in VisualBERT's code)
     drawn: Literal["random", "in_turn"] = "random"
 
     def __post_init__(self) -> None:
@@ -314,20 +314,20 @@ class ChoiceTextsConfig(Settings, frozen=True):
 class PretrainingConfig(Settings, frozen=True):
     """Masking and objectives; the defaults follow the official code."""
 
-    # name of an objective, see `OBJECTIVES` in `e2e_vl/parts.py` -> its settings, or only its weight; a weight of 0
-    # turns it off. Objectives that are not listed are added with their default settings.
+    # name of an objective, see `OBJECTIVES` in `e2e_vl/parts.py` -> its config, or only its weight; a weight of 0 turns
+    # it off. Objectives that are not listed have their default config.
     objectives: dict[str, Any] = {}
-    region_probability: Probability = 0.15  # probability that a region is to be predicted
-    # probability that a region to be predicted is masked; 1.0 in the paper
+    region_probability: Probability = 0.15  # probability that a region is chosen for prediction
+    # probability that a chosen region is masked; 1.0 in the paper
     mask_probability: Probability = 0.9
-    # probability that a region to be predicted gets the feature of another region instead (LXMERT's official code:
+    # probability that a chosen region gets the feature of another region instead (LXMERT's official code:
     # mask_probability 0.8, replace_probability 0.1)
     replace_probability: Probability = 0.0
     # source of the region labels: "frozen" = a copy of the initial detector; "current" = the detector in training;
     # "file" = class distributions in the data
     teacher: Literal["frozen", "current", "file"] = "frozen"
-    # mask regions in the image, before the detector. False: a learned vector replaces only the region's feature,
-    # although it is still visible in its neighbours and the whole image.
+    # mask regions in the image, before the detector. False: replace only the region's feature by a learned vector; the
+    # region is still visible in overlapping regions and the whole image.
     mask_pixels: bool = True
     # colour of masked pixels. "mean": zero in the network's input, which is the mean colour (official code). "black":
     # zero in the image, before the mean is subtracted (paper, section 3.3).
@@ -346,10 +346,10 @@ class PretrainingConfig(Settings, frozen=True):
     # which part of the masked-language-modelling head is initialised from a BERT in task.weights: the whole "head", or
     # only its output "bias" (official LXMERT code, whose pre-training from scratch keeps BERT's bias)
     word_start: Literal["head", "bias"] = "head"
-    # for data sets of questions with several choices; None: other data sets
+    # for data sets of questions with several choices; None for other data sets
     choices: ChoiceTextsConfig | None = None
-    # size of the instance masks for the detector (R2C's network: 14), and where their cells are sampled, as in VCR's
-    # task; None: no masks. With `choices` both are settings of that task.
+    # size of the instance masks for the detector (R2C's network: 14), and where their cells are sampled, as in
+    # `VCRConfig`; None: no masks. With `choices`, both are set in that task's config.
     mask_size: PositiveInt | None = None
     mask_at: MaskAt = "corners"
 

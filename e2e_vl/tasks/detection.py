@@ -1,7 +1,6 @@
-"""Object detection: the detector's predicted boxes and classes.
+"""Object detection: boxes and classes of the detector, evaluated with COCO's average precision.
 
-Records contain the annotated objects of an image in the format of `detector.coco_ap`. Each image has one empty text,
-which is not used; use an encoder that ignores texts.
+Each image has one empty text; use an encoder that ignores texts.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -39,7 +38,7 @@ class CategoryTargets(Targets):
 
 
 class DetectionPreprocessor(Preprocessor):
-    """An empty text per image."""
+    """Encodes the empty text of an image."""
 
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
@@ -69,7 +68,7 @@ class DetectionPrediction(Prediction, kw_only=True):
 
 
 class DetectionTask(Task):
-    """Has no head and no loss: the losses are the detector's, in `Regions.losses`."""
+    """Has no head and no loss of its own: the detection losses are in `Regions.losses`."""
 
     predicts_classes = True
     answers_questions = False
@@ -78,7 +77,7 @@ class DetectionTask(Task):
     def __init__(self, hidden_size: int, config: DetectionConfig | None = None):
         super().__init__()
         self.config = config or DetectionConfig()
-        # id -> name, for pictures; set by `check_data`. Otherwise, categories not in the image are numbers.
+        # id -> name, for pictures, set by `check_data`; unknown categories are shown as numbers
         self.category_names: dict[int, str] = {}
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> DetectionPreprocessor:
@@ -93,7 +92,7 @@ class DetectionTask(Task):
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Return no losses, and empty `logits` [M, 0]."""
         if self.training and batch.detection_targets is None:
-            raise UserError("Detection is trained by the detection losses only; set detector.loss_weight to 1.")
+            raise UserError("Detection is trained only with the detection losses; set detector.loss_weight to 1.")
         return TaskOutput(losses={}, logits=text_regions.features.new_zeros(len(batch), 0))
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[DetectionPrediction]:
@@ -114,16 +113,16 @@ class DetectionTask(Task):
         return predictions
 
     def correct(self, prediction: DetectionPrediction) -> float:
-        """F1 of one image: detections with a sufficient score against the objects, without crowds.
+        """F1 score of one image; 1 if there are neither objects nor detections.
 
-        1 if there are neither objects nor detections.
+        Detections with a score of at least `shown_score` count, and all objects that are not crowds.
         """
         shown, found = self._matches(prediction)
         total = len(shown) + sum(not entry.is_crowd for entry in prediction.objects)
         return 2 * len(found) / total if total else 1.0
 
     def _matches(self, prediction: DetectionPrediction) -> tuple[list[int], dict[int, int]]:
-        """Rows of the detections with a sufficient score, and the objects matched to some of them.
+        """Rows of the detections with a sufficient score; and detection row -> row of the matched object.
 
         Each detection, best first, is matched to the unmatched object of its category with the highest IoU.
         """

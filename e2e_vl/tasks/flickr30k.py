@@ -1,6 +1,6 @@
-"""Flickr30K Entities: which regions do the phrases of a sentence refer to? All phrases are grounded at once.
+"""Flickr30K Entities: ground all phrases of a sentence in the regions of its image.
 
-The head is attention without values: the queries are phrase states, the keys region states.
+The head is attention without values, with the states of phrases as queries and the states of regions as keys.
 
 Shape legend: see `e2e_vl/structures.py`; and here
     P   phrases of all texts in the batch
@@ -45,16 +45,16 @@ _BRACKETS = re.compile(r"\[([^\[\]]+)\]")  # phrases in a user's text
 
 @dataclasses.dataclass
 class Flickr30KTargets(Targets):
-    """The wordpiece spans of phrases, even if the truth is unknown, and their boxes."""
+    """The wordpiece spans of the phrases, and their boxes if known."""
 
-    spans: Ragged | Int64[np.ndarray, "n 2"] | None = ragged()  # first wordpiece, last + 1; a list per text
-    # float32 [boxes, 4] of each phrase, in pixels of the resized image; in a batch, a list per phrase
+    spans: Ragged | Int64[np.ndarray, "n 2"] | None = ragged()  # first wordpiece, last + 1; ragged by text
+    # float32 [boxes, 4] of each phrase, xyxy in pixels of the resized image; ragged by phrase in a batch
     boxes: Ragged | list[Float[np.ndarray, "_ 4"]] | None = nested(4)
 
 
 @dataclasses.dataclass(frozen=True)
 class Flickr30KPreprocessor(Preprocessor):
-    """Encodes a sentence as one text. In flipped images "left" and "right" are swapped."""
+    """Encodes a sentence as one text; in flipped images "left" and "right" are swapped."""
 
     config: Flickr30KConfig = dataclasses.field(default_factory=Flickr30KConfig)
     learns_from = (PhraseBoxes,)

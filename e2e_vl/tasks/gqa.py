@@ -24,14 +24,14 @@ from e2e_vl.tasks.question_answering import AnswerLabels, AnswerTargets, AnswerT
 def attention_to_regions(
     encoded: EncoderOutput, texts: TextBatch, attention_mask: Bool[Tensor, "M R"]
 ) -> Float[Tensor, "M R"]:
-    """The attention of each answer on each region; it sums to 1 per text, or to 0 if the text attends to no region.
+    """The attention of each answer over the regions; sums to 1 per text, or 0 without attention on regions.
 
-    From the last layer in which text attends to regions, at the position of the summary ([CLS] if the summary is the
-    pooled vector), averaged over the heads.
+    Attention is taken from the last layer in which text attends to regions, at the position of the summary ([CLS] if
+    the summary is the pooled vector), and averaged over the heads.
 
     Args:
-        encoded: with attention maps.
-        attention_mask: attention mask of the regions.
+        encoded: must have attention maps.
+        attention_mask: of the regions.
     """
     length = texts.input_ids.shape[1]
     rows = torch.arange(len(texts), device=attention_mask.device)
@@ -44,7 +44,7 @@ def attention_to_regions(
 
 
 class GQAVocabulary(AnswerVocabulary):
-    """The target is 1 for the right answer, or the one with the best score; all 0 if it is not in the vocabulary."""
+    """Targets are 1 for the right answer, or the one with the best score, and 0 for all others."""
 
     learns_from = (CorrectAnswer, ScoredAnswers)
 

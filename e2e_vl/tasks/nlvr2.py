@@ -1,12 +1,11 @@
-"""NLVR2: is a sentence true of two photos? Predicted from the encoder's summary of the sentence and both images.
+"""NLVR2: is a sentence true of two photos? Classification of the encoder's summary of the sentence and both images.
 
-How two images are encoded (the regions of both in one sequence, or two passes with concatenated summaries), and so the
-width of the summary, depends on the encoder.
+The encoder determines how two images are encoded: with the regions of both in one sequence, or in two passes with
+concatenated summaries.
 
-NLVR2's metrics are accuracy and consistency, computed as by the official script and tested with golden data. An
-identifier is split-set-pair-sentence, such as dev-850-2-0. Predictions are compared with labels case-insensitively,
-without stripping. Examples that differ only in the pair form a group: the same sentence about different images. Groups
-depend on identifiers, not on sentences, which may occur in several groups.
+The metrics are accuracy and consistency as in the official script, tested with golden data. An identifier is
+split-set-pair-sentence, such as dev-850-2-0. Predictions and labels are compared case-insensitively, without stripping.
+Identifiers that differ only in the pair form a group: the same sentence with different images.
 
 Shape legend: see `e2e_vl/structures.py`.
 """

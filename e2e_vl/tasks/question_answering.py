@@ -1,7 +1,6 @@
-"""Questions with an answer vocabulary: classification of the encoder's summary of question and image.
+"""Base classes of tasks with an answer vocabulary: classification of the summary of question and image.
 
-The vocabulary is saved with the task. Each task makes targets from the ground truth (`AnswerVocabulary.judge`), and has
-its metrics.
+The vocabulary is saved with the task. Subclasses define targets (`AnswerVocabulary.judge`) and metrics.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -46,11 +45,11 @@ class AnswerTargets(Targets):
 
 
 class AnswerLabels(NamedTuple):
-    """The labels that follow from the ground truth of a text."""
+    """Labels of a question, from its ground truth."""
 
     scores: Mapping[str, float]  # scores of answers, some perhaps not in the vocabulary
     best: int  # class of the best answer; -1: not in the vocabulary
-    record: dict[str, Any]  # the ground truth, for predictions
+    record: dict[str, Any]  # the ground truth, stored in predictions
 
 
 class AnswerVocabulary(abc.ABC):
@@ -67,7 +66,7 @@ class AnswerVocabulary(abc.ABC):
 
     @abc.abstractmethod
     def judge(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
-        """The labels for a ground truth; None if it is unknown. In flipped images "left" and "right" are swapped."""
+        """Labels from the ground truth; None if it is unknown. With `mirrored`, "left" and "right" are swapped."""
 
     def targets_of(self, scores: Mapping[str, float]) -> Float[np.ndarray, " Y"]:
         """float32 targets of all answers; scores of answers outside the vocabulary are dropped."""
@@ -80,7 +79,10 @@ class AnswerVocabulary(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class AnswerPreprocessor(Preprocessor):
-    """Encodes a question with its answer token; in flipped images "left" and "right" are swapped (VL-BERT's code)."""
+    """Encodes a question with its answer token.
+
+    In flipped images "left" and "right" are swapped (official VL-BERT code).
+    """
 
     answers: AnswerVocabulary
 
@@ -116,7 +118,7 @@ class AnswerTask(Task):
         answer_rows=("image_qa.head.output.", "head.output."),
         otherwise=HeadInit(copies={"word_head.transform.": "head.transform."}, random=("head.output.",)),
     )
-    loss_name: ClassVar[str]  # name in the log
+    loss_name: ClassVar[str]  # name of the loss in logs
 
     def __init__(self, summary_size: int, config: AnswerConfig):
         super().__init__()
@@ -134,7 +136,7 @@ class AnswerTask(Task):
 
     @abc.abstractmethod
     def make_vocabulary(self, answers: Sequence[str]) -> AnswerVocabulary:
-        """The answer vocabulary of this task."""
+        """Build the answer vocabulary of this task."""
 
     @property
     def answers(self) -> list[str]:
@@ -153,7 +155,7 @@ class AnswerTask(Task):
 
     @torch.no_grad()
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
-        """Initialise the last Linear from word embeddings; the row of an answer without wordpieces is unchanged."""
+        """Initialise the last Linear from word embeddings; rows of answers without wordpieces are unchanged."""
         if not self.config.initialise_from_words:
             return
         table = encoder.get_input_embeddings().weight
@@ -163,9 +165,9 @@ class AnswerTask(Task):
                 self.head.output.weight[row] = table[pieces].mean(dim=0)
 
     def check_data(self, info: DatasetInfo, detector: Detector) -> None:
-        """Log how many questions have no answer in the vocabulary; raise a UserError if no question has one.
+        """Log how many questions have no answer in the vocabulary; raise a UserError if none has one.
 
-        They do not contribute to the softmax loss, and are negatives for all answers in the binary loss.
+        Such questions do not contribute to the softmax loss; in the binary loss all their answers are negatives.
         """
         judged = [one for one in map(self.answer_vocabulary.judge, info.truths()) if one is not None]
         total, without = len(judged), sum(one.best == -1 for one in judged)
@@ -210,10 +212,10 @@ class AnswerTask(Task):
         return Loss(total=total, count=logits.new_tensor(float(len(logits))))
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[Prediction]:
-        """The best answer, its `score`, and `top_answers`, best first.
+        """Predict the best answer, its `score`, and `top_answers`, best first.
 
-        Scores are sigmoids of the logits, or a softmax over all answers for the losses on a softmax. Ties go to the
-        first answer in the vocabulary, as in the arg-max of the official code.
+        Scores are sigmoids of the logits with the binary loss, and a softmax over all answers with the other losses. Of
+        equal scores, the first answer in the vocabulary wins, as in the arg-max of the official code.
         """
         logits = output.task.logits
         shares = logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)

@@ -1,4 +1,4 @@
-"""Referring expressions (RefCOCO, RefCOCO+, RefCOCOg): which region does the expression mean?
+"""Referring expressions (RefCOCO, RefCOCO+, RefCOCOg): which region does an expression refer to?
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -49,7 +49,7 @@ class ReferringTargets(Targets):
 
 
 class ReferringPreprocessor(Preprocessor):
-    """Encodes an expression as one text. In flipped images "left" and "right" are swapped (official VL-BERT code)."""
+    """Encodes an expression as one text; in flipped images "left" and "right" are swapped (official VL-BERT code)."""
 
     learns_from = (ReferredBox,)
 
@@ -72,9 +72,9 @@ class ReferringPreprocessor(Preprocessor):
 
 
 class ReferringTask(Task):
-    """Scores each region; the region with the highest score is predicted, never padding.
+    """Scores each region; the region with the highest score is predicted.
 
-    (The official code does not mask padded boxes, so it may predict them.)
+    Padding is masked (the official code does not mask padded boxes, so it may predict them).
     """
 
     predicts_box = True
@@ -139,7 +139,10 @@ class ReferringTask(Task):
         return Loss(total=each.sum(), count=labelled.sum().float())
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[ReferringPrediction]:
-        """The score is the sigmoid of the region's logit; with the softmax loss, the softmax over the candidates."""
+        """Predict the candidate with the highest logit.
+
+        Its score is the sigmoid of the logit, or with the softmax loss, the softmax over the candidates.
+        """
         logits, text_regions = output.task.logits, output.text_regions
         candidates = logits > -torch.inf
         if not self.config.no_region_is_miss:
@@ -177,14 +180,14 @@ class ReferringTask(Task):
         return referring_metrics(predictions, self.config.iou_convention)
 
     def ranked(self, prediction: ReferringPrediction) -> Ranked:
-        """The box as text, and its score."""
+        """The predicted box as text, with its score."""
         if prediction.box is None:
             return ()
         x1, y1, x2, y2 = (round(value, 1) for value in prediction.box)
         return ((f"x {x1} to {x2}, y {y1} to {y2}", prediction.score),)
 
     def answer_lines(self, prediction: ReferringPrediction) -> list[str]:
-        """The same as one line, even if there is no box."""
+        """The predicted box and its score as one line of text."""
         return super().answer_lines(prediction) or ["nothing: there are no candidate regions"]
 
     def draw(self, prediction: ReferringPrediction) -> np.ndarray:
@@ -209,7 +212,7 @@ class ReferringTask(Task):
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels, colours, dashed=dashed)
 
     def describe(self, prediction: ReferringPrediction) -> PredictionSummary:
-        """The expression, the two boxes, and whether any candidate was right."""
+        """The expression, the predicted and the true box, and whether any candidate was right."""
         note, mistakes = "", None
         count = len(prediction.candidate_boxes)
         if prediction.gt_box is not None:

@@ -1,4 +1,4 @@
-"""Visual question answering (VQA v2): classification over an answer vocabulary; ten human answers are the ground truth.
+"""Visual question answering (VQA v2): classification over an answer vocabulary, with ten human answers per question.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -26,9 +26,9 @@ from e2e_vl.text import swap_left_right
 
 
 class VQAVocabulary(AnswerVocabulary):
-    """The answer vocabulary; with `normalised`, targets come from normalised human answers.
+    """Targets are the soft scores of human answers (with `normalised`, of normalised answers), or given scores.
 
-    In flipped images, answers are swapped too (official code). Scored answers are used as targets directly.
+    In flipped images, "left" and "right" are swapped in answers too (official VL-BERT code).
     """
 
     learns_from = (HumanAnswers, ScoredAnswers)
