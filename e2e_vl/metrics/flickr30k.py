@@ -1,8 +1,8 @@
 """Phrase recall of Flickr30K Entities as in BAN's code, which VisualBERT copied; tested with golden data.
 
 Only phrases with boxes are evaluated. A candidate is right if its IoU with *any* box of the phrase is at least 0.5,
-with areas (x2 - x1) * (y2 - y1). Recall at k is the share of phrases with a right candidate among the k highest scores; the
-upper bound is the share of phrases with any right candidate.
+with areas (x2 - x1) * (y2 - y1). Recall at k is the share of phrases with a right candidate among the k highest scores;
+the upper bound is the share of phrases with any right candidate.
 
 Other papers merge the boxes of a phrase into their enclosing box, or use the first box; their numbers are not
 comparable.
