@@ -328,6 +328,6 @@ def test_an_official_head_needs_the_list_of_its_answers(config_of, tmp_path, mon
         started = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
         assert torch.equal(started.task.head.output.weight, model.task.head.output.weight)
     config = config_of("vqa", f"task.weights={tmp_path / 'vqa.model'}")
-    monkeypatch.setattr("e2e_vl.run.build.possible_answers", lambda *_: ["no", "yes"])
+    monkeypatch.setattr("e2e_vl.run.build.load_answers", lambda *_: ["no", "yes"])
     with pytest.raises(ValueError, match=r"vqa\.model: .* built from annotations.*task\.config\.answers"):
         build(config)
