@@ -29,9 +29,9 @@ from e2e_vl.text import TextLayout
 
 
 class EncoderConfig(PreTrainedConfig):
-    """The transformers config of an encoder. Its fields are those of a Struct of settings, and the two below.
+    """The transformers config of an encoder, with the fields of a settings Struct and the two fields below.
 
-    A subclass names the Struct: `class MyConfig(EncoderConfig, settings=MySettings)`.
+    A subclass passes the Struct as an argument: `class MyConfig(EncoderConfig, settings=MySettings)`.
     """
 
     settings_class: ClassVar[type[Settings]]
@@ -57,15 +57,16 @@ class EncoderConfig(PreTrainedConfig):
 class Encoder(PreTrainedModel):
     """Encodes texts and regions into one vector per wordpiece, one per region and a summary.
 
-    A subclass sets `config_class`, whose config has the fields `hidden_size` and `uses_whole_image`, and declares its
-    text layout and its abilities. Saving and loading (`save_pretrained`, `from_pretrained`) come from transformers.
+    A subclass sets `config_class`, its text layout and its abilities. The config must have the fields `hidden_size`
+    and `uses_whole_image`. `save_pretrained` and `from_pretrained` come from transformers.
     """
 
     layout: ClassVar[TextLayout] = TextLayout()
     abilities: ClassVar[frozenset[Ability]] = frozenset()  # abilities with any config
     # attribute of `embeddings` with the word embeddings [V, E]; `get_input_embeddings` returns it
     _input_embed_layer = "word_embeddings"
-    own_start: ClassVar[tuple[type[nn.Module], ...]] = GEOMETRY_LAYERS  # initialised by their `reset_parameters`
+    # classes of modules that are initialised by their `reset_parameters`
+    self_initialized: ClassVar[tuple[type[nn.Module], ...]] = GEOMETRY_LAYERS
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -90,12 +91,12 @@ class Encoder(PreTrainedModel):
 
     @property
     def whole_image_is_region(self) -> bool:
-        """True if tasks also treat region 0 as a region. False: it only contributes to other embeddings."""
+        """True if tasks also treat the whole image as a region. False: it only contributes to other embeddings."""
         return self.uses_whole_image
 
     @property
     def abilities_by_config(self) -> Mapping[Ability, tuple[bool, str]]:
-        """Abilities that depend on the config: (is enabled, what enables it, such as "with_pooler to true")."""
+        """Abilities that depend on the config -> (is enabled, the setting that enables it: "with_pooler to true")."""
         return {}
 
     def lacks(self, ability: Ability) -> str | None:
@@ -113,7 +114,7 @@ class Encoder(PreTrainedModel):
     def recompute_activations(self) -> None:
         """Turn on activation checkpointing, if the encoder supports it."""
         if self.supports_gradient_checkpointing:
-            # transformers' newer name, and the older one, of which newer versions warn
+            # newer versions of transformers warn about the second, older name
             names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
             getattr(self, next(name for name in names if hasattr(self, name)))({"use_reentrant": False})
 
@@ -136,32 +137,33 @@ class Encoder(PreTrainedModel):
     ) -> EncoderOutput:
         """Encode M texts together with their regions; vectors are zero at padding.
 
-        With `output_attentions` the output has the attention maps too, and with `intermediate_layer` the states after
-        so many of the `num_joint_layers` (0: before the first).
+        Args:
+            output_attentions: also return the attention maps.
+            intermediate_layer: also return the states after this number of the `num_joint_layers`; 0: before the first.
         """
         raise NotImplementedError
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise a module's parameters, except those loaded from a checkpoint."""
-        if isinstance(module, self.own_start):
+        if isinstance(module, self.self_initialized):
             module.reset_parameters()
         else:
             super()._init_weights(module)
 
 
 def read_summary(
-    text: Float[Tensor, "M L E"], pooled: Float[Tensor, "M E"] | None, place: Int64[Tensor, " M"] | None
+    text: Float[Tensor, "M L E"], pooled: Float[Tensor, "M E"] | None, position: Int64[Tensor, " M"] | None
 ) -> Float[Tensor, "M E"] | None:
-    """The state of a wordpiece at `place` (`TextBatch.summary`), or without a place the pooled vector, if any."""
-    return pooled if place is None else text[torch.arange(len(place), device=place.device), place]
+    """The state of the wordpiece at `position` (`TextBatch.summary`) or, if there is no position, the pooled vector."""
+    return pooled if position is None else text[torch.arange(len(position), device=position.device), position]
 
 
 # No encoder: tasks get the detector's region features, and texts are ignored
 
 
 class NoEncoderConfig(EncoderConfig, settings=NoEncoderSettings):
-    """No settings."""
+    """The config of `NoEncoder`."""
 
     model_type = "no_encoder"
 
@@ -176,7 +178,7 @@ class NoEncoder(Encoder):
         self.post_init()
 
     def lacks(self, ability: Ability) -> str | None:
-        """It has no abilities."""
+        """A remedy for every ability, because it has none."""
         return "this one ignores texts and has no layers, so choose another encoder.name"
 
     @property
@@ -186,7 +188,7 @@ class NoEncoder(Encoder):
 
     @property
     def dtype(self) -> torch.dtype:
-        """float32; transformers would read it from the first parameter."""
+        """float32; transformers reads it from the first parameter, and there is none."""
         return torch.float32
 
     def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
@@ -195,6 +197,6 @@ class NoEncoder(Encoder):
         return EncoderOutput(text=text, regions=regions.features)
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
-        """As in transformers, with an empty weights file: it writes none for a model without parameters."""
+        """As in transformers, plus an empty weights file, which transformers leaves out if there are no parameters."""
         super().save_pretrained(save_directory, **options)
         save_file({}, Path(save_directory) / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})

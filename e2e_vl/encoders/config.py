@@ -1,6 +1,6 @@
-"""The settings of the encoders: `encoder.config` of a run. The defaults are the base models of the official codes.
+"""The settings of the encoders (`encoder.config` of a run). The defaults are the official base models.
 
-`vocab_size` and `feature_dim` follow from the tokenizer and the detector; the transformers configs have them too.
+`vocab_size` and `feature_dim` come from the tokenizer and the detector; only the transformers configs have them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "rel
 
 
 class NoEncoderSettings(Settings, frozen=True):
-    """The only setting is the whole image."""
+    """No encoder: tasks read the detector's features."""
 
-    uses_whole_image: bool = False
+    uses_whole_image: bool = False  # region 0 is the whole image
 
 
 class TransformerSettings(Settings, frozen=True):
-    """Settings that all encoders share."""
+    """Settings of all Transformer encoders."""
 
     hidden_size: PositiveInt = 768
     num_attention_heads: PositiveInt = 12
@@ -35,10 +35,10 @@ class TransformerSettings(Settings, frozen=True):
     type_vocab_size: PositiveInt = 2
     initializer_range: NonNegativeFloat = 0.02
     layer_norm_eps: PositiveFloat = 1e-12
-    # a learned attention bias from the relative positions of regions, see `RelativeGeometryBias`; not in official
-    # checkpoints
+    # add a learned bias from the relative positions of regions to the attention logits, see `RelativeGeometryBias`; not
+    # in official checkpoints
     relative_geometry: bool = False
-    relative_geometry_size: PositiveInt = 64  # width of the hidden layer of that bias
+    relative_geometry_size: PositiveInt = 64  # hidden size of its MLPs
 
 
 class VLBertSettings(TransformerSettings, frozen=True):
@@ -46,11 +46,11 @@ class VLBertSettings(TransformerSettings, frozen=True):
 
     num_hidden_layers: NonNegativeInt = 12
     type_vocab_size: Annotated[int, Meta(ge=3)] = 3  # segments: two of the text, one of the regions
-    visual_size: PositiveInt | None = None  # width of a region vector; None = `hidden_size`
-    geometry: Literal["centre_size", "corners"] = "centre_size"  # official code, or paper; see `geometry_embedding`
+    visual_size: PositiveInt | None = None  # width of a region vector; None: `hidden_size`
+    geometry: Literal["centre_size", "corners"] = "centre_size"  # official code or paper, see `geometry_embedding`
     geometry_dim: Annotated[int, Meta(ge=8, multiple_of=8)] = 2048  # width of the geometry embedding
-    region_dropout_prob: Dropout = 0.1  # dropout before the Linear that joins geometry and feature
-    visual_layer_norm: bool = True  # LayerNorm on the visual part; False = a scalar factor
+    region_dropout_prob: Dropout = 0.1  # before the Linear over geometry and feature
+    visual_layer_norm: bool = True  # LayerNorm on the visual part; False: a learned scalar factor
     visual_scale_text_init: float = 0.0  # initial weight of that LayerNorm (or the factor) for words
     visual_scale_object_init: float = 0.0  # the same for regions
     uses_whole_image: bool = True  # region 0 is the whole image
@@ -62,8 +62,8 @@ class VLBertSettings(TransformerSettings, frozen=True):
     visual_part_on_end: bool = False
     text_only_embedding: bool = False  # a learned vector for words of texts without regions (pre-training)
     # the word embedding of a region. "learned": a learned vector, and another one for masked regions with
-    # `masked_region_embedding` (official code). "img": the one vector of the token [IMG], masked or not (paper, section
-    # 3.2). It is not part of the word table, so that the vocabulary stays BERT's.
+    # `masked_region_embedding` (official code). "img": the vector of the token [IMG], masked or not (paper, section
+    # 3.2). [IMG] has its own table, so the vocabulary stays BERT's.
     region_word: Literal["learned", "img"] = "learned"
     # masked regions have a separate word embedding (pre-training)
     masked_region_embedding: bool = False
@@ -71,14 +71,14 @@ class VLBertSettings(TransformerSettings, frozen=True):
     # pixels)
     masked_region_feature: bool = False
     # initialisation of the region projection. "official": PyTorch's default. "normal": N(0, `initializer_range`)
-    # and zero biases, as all other new layers (paper, section 4.1). The weight of the visual LayerNorms is
-    # `visual_scale_*_init` in both.
+    # and zero biases, like all other new layers (paper, section 4.1). The visual LayerNorms start at
+    # `visual_scale_*_init` in either case.
     new_layers: Literal["official", "normal"] = "official"
     with_pooler: bool = False  # tanh pooler on the first position
     # maximum number of images per text. Above 1, the regions of each image get a learned vector, initially zero and
     # not in official checkpoints.
     max_images: PositiveInt = 1
-    # standard deviation for initialising the embedding tables (scratch); None = `initializer_range`
+    # standard deviation for initialising the embedding tables (scratch); None: `initializer_range`
     embedding_init_std: NonNegativeFloat | None = None
     norm_first: bool = False  # LayerNorm before attention and feed-forward instead of after ("pre-LN", scratch)
 
@@ -101,7 +101,7 @@ class VisualBertSettings(TransformerSettings, frozen=True):
     num_hidden_layers: NonNegativeInt = 12
     # append x1, y1, x2, y2, width and height of the box, relative to the image, to the feature (official code for
     # Flickr30K Entities)
-    with_box_numbers: bool = False
+    with_box_coordinates: bool = False
     # also project features of the hidden size (official code). False: only project other sizes (paper, section 3.2)
     project_equal_sizes: bool = True
     # row of the visual segment table for the regions of a text's first image, its second image and so on. The official

@@ -1,6 +1,6 @@
 """LXMERT (Tan and Bansal, EMNLP 2019): a Transformer over words, one over regions, and cross attention between them.
 
-Shape legend: see `e2e_vl/structures.py`; `passes` is M x I, and `own` the regions of the image with the most.
+Shape legend: see `e2e_vl/structures.py`; `passes` is M x I, `own` the largest number of regions of one image.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from e2e_vl.structures import (
     take_along_dim,
 )
 
-# The layers of LXMERT, with the parameter names of transformers' `LxmertModel`; attention is fused.
-
+# The layers of LXMERT, with fused attention and the parameter names of transformers' `LxmertModel`
 
 Map = Float[Tensor, "M heads _ _"]  # attention probabilities (query, key) before dropout
 
@@ -38,8 +37,8 @@ Map = Float[Tensor, "M heads _ _"]  # attention probabilities (query, key) befor
 class TextEmbeddings(nn.Module):
     """Word + position + segment vector, LayerNorm, dropout.
 
-    As in the official code, row 0 of each table is a padding row, which gets no gradient through the lookup: so the
-    position of [CLS] and segment 0, which every official text has, keep their start values, which are not zero.
+    As in the official code, row 0 of each table is a padding row and gets no gradient from the lookup. Therefore the
+    vectors of position 0 ([CLS]) and of segment 0 (all texts of the official code) keep their random initial values.
     """
 
     def __init__(self, config):
@@ -73,14 +72,14 @@ class RegionEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, features: Float[Tensor, "M R D"], boxes: Float[Tensor, "M R 4"]) -> Float[Tensor, "M R E"]:
-        """Features, and x1, y1, x2, y2 as shares of the image's width and height."""
+        """Args: features, and boxes xyxy divided by the image's width and height."""
         seen = self.visn_layer_norm(self.visn_fc(features))
         placed = self.box_layer_norm(self.box_fc(boxes.to(features.dtype)))
         return self.dropout((seen + placed) / 2)
 
 
 class MultiHeadAttention(nn.Module):
-    """Attention with keys and values from the same or another sequence."""
+    """Multi-head attention with keys and values from the same or another sequence."""
 
     def __init__(self, config):
         super().__init__()
@@ -98,10 +97,10 @@ class MultiHeadAttention(nn.Module):
         output_attentions: bool = False,
         bias: Float[Tensor, "M heads queries keys"] | None = None,
     ) -> tuple[Float[Tensor, "M queries E"], Map | None]:
-        """The attention output, and the map if requested; the bias is added to the logits.
+        """The output, and the attention map with `output_attentions`; the bias is added to the logits.
 
-        With an empty context, such as the regions of a text without an image, the output and the map are zero.
-        (The official code would average over the padding, whose masked scores are all alike.)
+        If the context is empty, such as the regions of a text without an image, the output and the map are zero.
+        (The official code would average over the padding, because all masked scores are equal.)
         """
         split = (-1, self.head_size)
         query = self.query(states).unflatten(-1, split).transpose(1, 2)
@@ -124,7 +123,7 @@ class MultiHeadAttention(nn.Module):
 
 
 class AttentionStep(nn.Module):
-    """Attention, Linear, dropout, residual, LayerNorm. `inner` is the name of the attention among the parameters."""
+    """Attention, Linear, dropout, residual, LayerNorm. `inner` is the attention's name in the state dict."""
 
     def __init__(self, config, inner: str = "self"):
         super().__init__()
@@ -161,7 +160,7 @@ class SelfAttentionLayer(GradientCheckpointingLayer):
         output_attentions: bool = False,
         bias: Float[Tensor, "M heads length length"] | None = None,
     ) -> tuple[Float[Tensor, "M length E"], Map | None]:
-        """States -> states, and the map if asked for; the bias is added to the attention logits."""
+        """States -> states, and the attention map; see `MultiHeadAttention.forward`."""
         states, found = self.attention(states, states, attention_mask, output_attentions, bias)
         return self.output(self.intermediate(states), states), found
 
@@ -169,9 +168,9 @@ class SelfAttentionLayer(GradientCheckpointingLayer):
 class CrossModalityLayer(GradientCheckpointingLayer):
     """Cross attention both ways, then self-attention and feed-forward of words and of regions.
 
-    Both directions of the cross attention read the layer's input: regions do not see the words that have just been
-    updated. They share one module in the official code; with `cross_attention: separate` each has its own (paper,
-    section 2.2).
+    Both directions of the cross attention read the layer's input: regions do not attend to the updated words. The
+    directions share one module in the official code; with `cross_attention: separate` each has its own (paper, section
+    2.2).
     """
 
     def __init__(self, config):
@@ -192,9 +191,9 @@ class CrossModalityLayer(GradientCheckpointingLayer):
         output_attentions: bool = False,
         bias: Float[Tensor, "M heads R R"] | None = None,
     ) -> tuple[Float[Tensor, "M L E"], Float[Tensor, "M R E"], tuple[Map | None, ...]]:
-        """Words and regions -> words and regions, and four maps (None unless asked for); the bias is among regions.
+        """Words and regions -> words, regions and four attention maps (None without `output_attentions`).
 
-        These are from words to regions, from regions to words, among words, among regions.
+        The maps are words to regions, regions to words, among words, among regions; the bias is for the last one.
         """
         to_text = self.visual_attention if self.text_attention is None else self.text_attention
         (words, to_regions), (regions, to_words) = (
@@ -208,21 +207,21 @@ class CrossModalityLayer(GradientCheckpointingLayer):
         return words, regions, (to_regions, to_words, among_words, among_regions)
 
 
-# One pass per image of a text, for encoders that read one image at a time
+# One pass per image of a text
 
 
 @dataclasses.dataclass(frozen=True)
 class ImagePasses:
-    """Which regions belong to which image of a text: the I images of M texts are M x I passes of the encoder."""
+    """The mapping between the regions of M texts and the M x I passes of the encoder, one per image of a text."""
 
-    row: Int64[Tensor, "M I own"]  # region of the text that is shown at a place of the pass
-    attention_mask: Bool[Tensor, "M I own"]  # places with a region
+    row: Int64[Tensor, "M I own"]  # region of the text at each position of a pass
+    attention_mask: Bool[Tensor, "M I own"]  # positions with a region
     slot: Int64[Tensor, "M R"]  # image of a region; I at padding
-    place: Int64[Tensor, "M R"]  # of a region in the pass of its image; any valid one for padding
+    position: Int64[Tensor, "M R"]  # of a region in the pass of its image; arbitrary but valid at padding
 
     @classmethod
-    def of(cls, regions: TextRegions, count: int) -> ImagePasses:
-        """The passes of texts with up to `count` images."""
+    def from_regions(cls, regions: TextRegions, count: int) -> ImagePasses:
+        """The passes for texts with at most `count` images."""
         attention_mask, slot = regions.attention_mask, regions.image_slot.masked_fill(~regions.attention_mask, count)
         if count == 1:
             row = torch.arange(attention_mask.shape[1], device=attention_mask.device).expand_as(attention_mask)
@@ -230,8 +229,8 @@ class ImagePasses:
         is_own = slot[:, None] == torch.arange(count, device=slot.device)[:, None]  # [M, I, R]
         own = max(int(is_own.sum(dim=2).max()), 1)
         row = (~is_own).to(torch.uint8).argsort(dim=2, stable=True)[:, :, :own]
-        place = (is_own.cumsum(dim=2) - 1).gather(1, slot.clamp(max=count - 1)[:, None])[:, 0].clamp(0, own - 1)
-        return cls(row, is_own.gather(2, row), slot, place)
+        position = (is_own.cumsum(dim=2) - 1).gather(1, slot.clamp(max=count - 1)[:, None])[:, 0].clamp(0, own - 1)
+        return cls(row, is_own.gather(2, row), slot, position)
 
     def split(self, values: Shaped[Tensor, "M R width"]) -> Shaped[Tensor, "passes own width"]:
         """Regions of texts -> regions of passes; meaningless at padding."""
@@ -241,16 +240,16 @@ class ImagePasses:
     def join(self, states: Float[Tensor, "passes own E"]) -> Float[Tensor, "M R E"]:
         """Regions of passes -> regions of texts, zero at padding."""
         count, own = self.row.shape[1:]
-        places = self.slot.clamp(max=count - 1) * own + self.place
+        positions = self.slot.clamp(max=count - 1) * own + self.position
         states = states.unflatten(0, (-1, count)).flatten(1, 2)
-        return take_along_dim(states, places[..., None], dim=1) * (self.slot < count)[..., None]
+        return take_along_dim(states, positions[..., None], dim=1) * (self.slot < count)[..., None]
 
     def repeat(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "passes ..."]:
-        """Values of texts, once per pass."""
+        """Repeat the values of each text for its passes."""
         return values.repeat_interleave(self.row.shape[1], dim=0)
 
 
-def slot_maps(
+def merge_maps(
     texts: TextBatch,
     passes: ImagePasses,
     of_words: list[Float[Tensor, "M heads L L"]],
@@ -260,36 +259,37 @@ def slot_maps(
     """Maps over the L + R slots [words | regions] of M texts.
 
     Args:
-        of_words: of the layers over words.
-        of_regions: of the layers over regions, for each pass; one map, in which images do not see each other.
-        across: the four maps of each layer with cross attention, for each pass; two maps per image.
+        of_words: a map per layer over words.
+        of_regions: a map per layer over regions and pass; the maps of all images are added up, as regions of different
+            images do not attend to each other.
+        across: four maps per layer with cross attention and pass; they become two maps per image.
     """
     attention_mask, count = texts.attention_mask, passes.row.shape[1]
     length, rest = attention_mask.shape[1], passes.slot.shape[1]
     words = torch.arange(length, device=attention_mask.device).expand_as(attention_mask)
-    places = torch.cat([words, length + passes.place], dim=1)
+    positions = torch.cat([words, length + passes.position], dim=1)
 
-    def of_images(maps: Float[Tensor, "passes heads places places"]) -> list[Float[Tensor, "M heads _ _"]]:
-        """Maps over the places [words | regions of the image] -> a map over all slots for each image."""
+    def split_images(maps: Float[Tensor, "passes heads positions positions"]) -> list[Float[Tensor, "M heads _ _"]]:
+        """Maps over the positions [words | regions of the image] -> a map over all slots for each image."""
         found = []
         for image, rows in enumerate(maps.unflatten(0, (-1, count)).unbind(dim=1)):
             is_real = torch.cat([attention_mask, passes.slot == image], dim=1)
-            found.append(gather_pairs(rows, places) * (is_real[:, None, :, None] & is_real[:, None, None, :]))
+            found.append(gather_pairs(rows, positions) * (is_real[:, None, :, None] & is_real[:, None, None, :]))
         return found
 
     is_pair = attention_mask[:, None, :, None] & attention_mask[:, None, None, :]
     found = [F.pad(one * is_pair, (0, rest, 0, rest)) for one in of_words]
-    found += [torch.stack(of_images(F.pad(one, (length, 0, length, 0)))).sum(dim=0) for one in of_regions]
+    found += [torch.stack(split_images(F.pad(one, (length, 0, length, 0)))).sum(dim=0) for one in of_regions]
     for to_regions, to_words, among_words, among_regions in across:
         first = torch.cat([among_words * 0, to_regions], 3), torch.cat([to_words, among_regions * 0], 3)
         second = torch.cat([among_words, to_regions * 0], 3), torch.cat([to_words * 0, among_regions], 3)
-        for steps in zip(of_images(torch.cat(first, dim=2)), of_images(torch.cat(second, dim=2)), strict=True):
+        for steps in zip(split_images(torch.cat(first, dim=2)), split_images(torch.cat(second, dim=2)), strict=True):
             found += steps
     return tuple(found)
 
 
 class LxmertEncoderConfig(EncoderConfig, settings=LxmertSettings):
-    """The settings of LXMERT."""
+    """The config of LXMERT."""
 
     model_type = "lxmert_encoder"
 
@@ -297,15 +297,13 @@ class LxmertEncoderConfig(EncoderConfig, settings=LxmertSettings):
 class LxmertEncoder(Encoder):
     """Separate layers for words and for regions, then layers with cross attention.
 
-    Each image of a text is encoded in a separate pass, as in the official code for NLVR2. Then a wordpiece has the
-    mean of its states over the passes with an image, a region has the state of its image's pass, and the
-    summary is [first image's summary; second image's summary], X = I x E with I = `max_images`. A pass without an
-    image reads zeros where others read regions.
+    Each image of a text is encoded in a separate pass, as in the official code for NLVR2. The state of a wordpiece is
+    its mean over the passes with an image, and the summary is [first image's summary; second image's summary] with X =
+    I x E and I = `max_images`. In a pass without an image, the cross attention of words is zero.
 
-    Attention maps come back over the L + R slots [words | regions] in this order: a map per layer over words; a map per
-    layer over regions; then of each layer with cross attention two maps, and of several images two maps for each image:
-    the cross attention (from words to regions and from regions to words), and the self-attentions (among words and
-    among regions).
+    The attention maps are over the L + R slots [words | regions], in this order: one per layer over words; one per
+    layer over regions; two per layer with cross attention and image, the cross attention (words to regions and regions
+    to words) and the self-attention (among words and among regions).
     """
 
     config_class = LxmertEncoderConfig
@@ -339,17 +337,17 @@ class LxmertEncoder(Encoder):
 
     @property
     def summary_size(self) -> int:
-        """X; a vector for each image of a text."""
+        """X, one vector of width E per image."""
         return self.config.hidden_size * self.config.max_images
 
     @property
     def num_joint_layers(self) -> int:
-        """Those with cross attention."""
+        """The number of layers with cross attention."""
         return self.config.x_layers
 
     @property
     def attention_graphs(self) -> dict[str, AttentionGraph]:
-        """Layers over words, and over regions (self-attention of the cross layers behind them); cross attention."""
+        """Self-attention of words, self-attention of regions, and cross attention."""
         config = self.config
         before, each = config.l_layers + config.r_layers, 2 * config.max_images
         across = tuple(before + each * layer for layer in range(config.x_layers))
@@ -381,11 +379,12 @@ class LxmertEncoder(Encoder):
         output_attentions: bool = False,
         intermediate_layer: int | None = None,
     ) -> EncoderOutput:
-        """See `Encoder.forward`, and above."""
-        passes = ImagePasses.of(regions, self.config.max_images)
+        """See `Encoder.forward` and the docstring of the class."""
+        passes = ImagePasses.from_regions(regions, self.config.max_images)
         region_mask = passes.attention_mask.flatten(0, 1)
         of_words, of_regions, across = [], [], []  # maps
-        biases = [None] * (self.config.r_layers + self.config.x_layers)  # of the layers over regions, then of both
+        # one per layer over regions, then one per layer with cross attention
+        biases = [None] * (self.config.r_layers + self.config.x_layers)
         if self.relative_geometry is not None:
             is_pair = region_mask[:, :, None] & region_mask[:, None]
             biases = self.relative_geometry(passes.split(regions.boxes), passes.split(regions.image_sizes), is_pair)
@@ -407,14 +406,14 @@ class LxmertEncoder(Encoder):
             across.append(found)
 
         pooled = words[:, 0] if self.pooler is None else self.pooler(words)
-        states = self.of_texts(words, objects, texts, passes)
+        states = self.combine_passes(words, objects, texts, passes)
         if intermediate_layer is not None:
-            intermediate = states if intermediate is None else self.of_texts(*intermediate, texts, passes)
+            intermediate = states if intermediate is None else self.combine_passes(*intermediate, texts, passes)
         return EncoderOutput(
             text=states.text,
             regions=states.regions,
             summary=pooled.unflatten(0, (len(texts), -1)).flatten(1),
-            attentions=slot_maps(texts, passes, of_words, of_regions, across) if output_attentions else None,
+            attentions=merge_maps(texts, passes, of_words, of_regions, across) if output_attentions else None,
             word_embeddings=self.get_input_embeddings().weight,
             intermediate=intermediate,
         )
@@ -422,7 +421,7 @@ class LxmertEncoder(Encoder):
     def embed_regions(
         self, texts: TextBatch, regions: TextRegions, passes: ImagePasses
     ) -> Float[Tensor, "passes own E"]:
-        """The input of the layers over regions, image by image."""
+        """The input of the layers over regions."""
         features = regions.features
         if self.config.masked_region_feature:
             features = features.masked_fill(regions.is_masked[..., None], 0.0)
@@ -434,16 +433,16 @@ class LxmertEncoder(Encoder):
             objects = objects + passes.split(named / named.sum(dim=2, keepdim=True).clamp(min=1) @ places)
         return objects
 
-    def of_texts(
+    def combine_passes(
         self,
         words: Float[Tensor, "passes L E"],
         objects: Float[Tensor, "passes own E"],
         texts: TextBatch,
         passes: ImagePasses,
     ) -> IntermediateStates:
-        """States of passes -> of texts, zero at padding.
+        """States of passes -> states of texts, zero at padding.
 
-        Those of words are the mean over the passes with an image, or over all where a text has none.
+        The states of words are averaged over the passes with an image, or over all passes if a text has no image.
         """
         words = words.unflatten(0, (-1, passes.row.shape[1]))
         has_image = passes.attention_mask.any(dim=2)
@@ -454,7 +453,7 @@ class LxmertEncoder(Encoder):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As in `Encoder`, but padding rows of tables start as the others do (official code)."""
+        """As in `Encoder`, but padding rows of tables are initialised like the other rows (official code)."""
         if isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=self.config.initializer_range)
         else:

@@ -18,11 +18,11 @@ from e2e_vl.encoders.base import Encoder, EncoderConfig, read_summary
 from e2e_vl.encoders.config import VisualBertSettings
 from e2e_vl.encoders.layers import (
     BertLayerWithMaps,
-    LayersRun,
+    LayerOutputs,
     RelativeGeometryBias,
     SequenceLayout,
     check_length,
-    packed_biases,
+    pack_biases,
     region_word_alignment,
     run_layers,
 )
@@ -36,16 +36,17 @@ from e2e_vl.structures import (
 )
 from e2e_vl.text import CLS, MASK, SEP, Template, TextLayout
 
-# Input embeddings of VisualBERT: words as in BERT, and regions with separate tables
+# Input embeddings of VisualBERT
+
+BOX_COORDINATES = 6  # width of `relative_box_coordinates`
 
 
-BOX_NUMBERS = 6  # width of `box_numbers`
+def relative_box_coordinates(
+    boxes: Float[Tensor, "*shape 4"], image_sizes: Num[Tensor, "*shape 2"]
+) -> Float[Tensor, "*shape 6"]:
+    """x1, y1, x2, y2, width and height of a box, divided by its image's width and height.
 
-
-def box_numbers(boxes: Float[Tensor, "*shape 4"], image_sizes: Num[Tensor, "*shape 2"]) -> Float[Tensor, "*shape 6"]:
-    """x1, y1, x2, y2, width and height of a box as shares of its image's width and height.
-
-    The official code appends them to the features of Flickr30K Entities (BAN's files).
+    The official code appends them to BAN's features of Flickr30K Entities.
     """
     height, width = image_sizes.to(boxes.dtype).unbind(-1)
     corners = boxes / torch.stack([width, height, width, height], dim=-1)
@@ -75,7 +76,7 @@ class VisualBertEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, texts: TextBatch, regions: TextRegions) -> tuple[Float[Tensor, "M Z E"], SequenceLayout]:
-        """Args: M texts and their regions. Returns: the input, and which slot sits at which position."""
+        """The input of the layers, and the layout of the packed sequence."""
         alignment = region_word_alignment(texts, regions, self.position_embeddings.weight.dtype)
         return self.join(texts, regions, alignment)
 
@@ -85,8 +86,8 @@ class VisualBertEmbeddings(nn.Module):
         """Add up the embeddings and pack them.
 
         Args:
-            alignment: how often each word is listed for each region (`image_text_alignment` of the official code);
-                None: no word is listed.
+            alignment: how often each word refers to each region (`image_text_alignment` of the official code); None:
+                no word refers to a region.
 
         Returns:
             The input after LayerNorm and dropout; the layout.
@@ -95,10 +96,10 @@ class VisualBertEmbeddings(nn.Module):
         words = self.word_embeddings(texts.input_ids) + self.token_type_embeddings(texts.token_type_ids)
         words = words + self.position_embeddings.weight[:length]
         features = regions.features
-        if self.config.with_box_numbers:
-            numbers = box_numbers(regions.boxes, regions.image_sizes)
+        if self.config.with_box_coordinates:
+            numbers = relative_box_coordinates(regions.boxes, regions.image_sizes)
             features = torch.cat([features, numbers.to(features.dtype)], dim=-1)
-        # the segment tells the images of a text apart
+        # the segment embedding distinguishes the images of a text
         types = torch.stack([self.visual_token_type_embeddings.weight[row] for row in self.config.region_types])
         objects = self.visual_projection(features) + F.embedding(regions.image_slot, types)
         objects = objects + self.region_positions(alignment)
@@ -107,7 +108,7 @@ class VisualBertEmbeddings(nn.Module):
         return self.dropout(self.LayerNorm(layout.pack(slots))), layout
 
     def region_positions(self, alignment: Float[Tensor, "M R L"] | None) -> Float[Tensor, "*shape E"]:
-        """The position vector of each region, from the vectors of the words that are listed for it; or one for all."""
+        """The position vector of each region, see `region_position` of the config; or one vector for all."""
         is_official = self.config.region_position == "official"
         shared = self.visual_position_embeddings.weight[0]
         result = shared if is_official else torch.zeros_like(shared)
@@ -122,21 +123,21 @@ ANSWER_BEFORE_END = Template((CLS, 0, MASK, SEP), (0, 0, 0, 0), summary=2)
 
 
 class VisualBertEncoderConfig(EncoderConfig, BertConfig, settings=VisualBertSettings):
-    """BERT's config with the settings of VisualBERT."""
+    """The config of VisualBERT."""
 
     model_type = "visual_bert_encoder"  # transformers has a `visual_bert`
 
     @property
     def visual_embedding_dim(self) -> int:
-        """Width of what is projected: the feature, and the numbers of the box if they are appended."""
-        return self.feature_dim + BOX_NUMBERS * self.with_box_numbers
+        """Width of the projection's input: the feature, and the box coordinates if they are appended."""
+        return self.feature_dim + BOX_COORDINATES * self.with_box_coordinates
 
 
 class VisualBertEncoder(Encoder):
-    """Words and regions in one sequence through BERT layers; parameter names are those of transformers' VisualBERT.
+    """BERT layers over one sequence of words and regions; parameters have the names of transformers' VisualBERT.
 
-    The sequence of a text is `words, regions`; see `VisualBertEmbeddings` for the input embeddings. Attention
-    maps are over the L + R slots [words | regions] of the padded batch.
+    The sequence of a text is `words, regions`; see `VisualBertEmbeddings` for the input embeddings. Attention maps are
+    over the L + R slots [words | regions] of the padded batch.
     """
 
     config_class = VisualBertEncoderConfig
@@ -167,7 +168,7 @@ class VisualBertEncoder(Encoder):
         if config.relative_geometry:
             self.relative_geometry = RelativeGeometryBias(config, self.num_joint_layers)
         self.post_init()
-        if config.special_visual_initialize:  # copies, which are trained apart
+        if config.special_visual_initialize:  # copies that are trained separately
             with torch.no_grad():
                 tables = self.embeddings
                 tables.visual_token_type_embeddings.weight.copy_(tables.token_type_embeddings.weight)
@@ -175,7 +176,7 @@ class VisualBertEncoder(Encoder):
         self._freeze()
 
     def train(self, mode: bool = True) -> VisualBertEncoder:
-        """As in `nn.Module`; it freezes the pooler again, because `from_pretrained` makes new parameters before."""
+        """As in `nn.Module`; freezes the pooler again, because `from_pretrained` creates new parameters."""
         super().train(mode)
         self._freeze()
         return self
@@ -190,12 +191,12 @@ class VisualBertEncoder(Encoder):
 
     @property
     def num_joint_layers(self) -> int:
-        """Of late fusion, only the additional layer."""
+        """With late fusion, only the additional layer counts."""
         return 1 if self.config.bypass_transformer else self.config.num_hidden_layers
 
     @property
     def attention_graphs(self) -> dict[str, AttentionGraph]:
-        """One graph of words and regions, and with late fusion another one of words before it."""
+        """One graph of words and regions; with late fusion also one of words alone."""
         count = self.config.num_hidden_layers
         if not self.config.bypass_transformer:
             return {"joint": AttentionGraph(tuple(range(count)))}
@@ -212,11 +213,10 @@ class VisualBertEncoder(Encoder):
         """See `Encoder.forward`.
 
         Returns:
-            Vectors that are zero at padding; as summary the state at the place of an answer, or else the pooled state
-            of [CLS]; maps (query, key).
+            The summary is the state at `texts.summary`, or else the pooled state of [CLS].
         """
         hidden, layout = self.embeddings(texts, regions)
-        biases = [] if self.relative_geometry is None else packed_biases(self.relative_geometry, regions, layout)
+        biases = [] if self.relative_geometry is None else pack_biases(self.relative_geometry, regions, layout)
         return self.encode(texts, hidden, layout, output_attentions, biases, intermediate_layer)
 
     def encode(
@@ -228,7 +228,7 @@ class VisualBertEncoder(Encoder):
         biases: Sequence[Float[Tensor, "M heads Z Z"]] = (),
         intermediate_layer: int | None = None,
     ) -> EncoderOutput:
-        """What `forward` returns, from the packed input of the layers and what is added to their attention logits."""
+        """As `forward`, from the packed input of the layers and the biases of their attention logits."""
         length = texts.attention_mask.shape[1]
         if self.additional_layer is None:
             run = run_layers(
@@ -257,12 +257,12 @@ class VisualBertEncoder(Encoder):
         output_attentions: bool,
         biases: Sequence[Float[Tensor, "M heads Z Z"]],
         intermediate_layer: int | None,
-    ) -> LayersRun:
-        """Words through all layers, then words and embedded regions through the additional one.
+    ) -> LayerOutputs:
+        """Run all layers over words, then the additional layer over words and embedded regions.
 
         Returns:
-            As `run_layers`, but the maps are over all slots: zero for regions in the first layers, and for texts
-            without regions in the last one. The inner states before the additional layer are its input.
+            As `run_layers`, but the maps are over all slots: zero at regions in the first layers, and zero in the
+            additional layer for texts without regions. Its input counts as the intermediate states.
         """
         slots = layout.unpack(hidden)
         is_word, is_region = layout.is_real[:, :length], layout.is_real[:, length:]
@@ -276,6 +276,6 @@ class VisualBertEncoder(Encoder):
         )
         has_regions = is_region.any(dim=1)[:, None, None]
         maps += [layout.unpack_pairs(one) * has_regions[..., None] for one in run.attentions]
-        return LayersRun(
+        return LayerOutputs(
             torch.where(has_regions, run.output, joint), maps, torch.where(has_regions, run.intermediate, joint)
         )

@@ -21,13 +21,13 @@ from e2e_vl.encoders.config import VLBertSettings
 from e2e_vl.encoders.layers import (
     GEOMETRY_LAYERS,
     BertLayerWithMaps,
-    LayersRun,
+    LayerOutputs,
     RelativeGeometryBias,
     SequenceLayout,
     attention_probabilities,
     check_length,
     geometry_embedding,
-    packed_biases,
+    pack_biases,
     run_layers,
 )
 from e2e_vl.structures import (
@@ -40,14 +40,13 @@ from e2e_vl.structures import (
 )
 from e2e_vl.text import CLS, MASK, SEP, Template, TextLayout
 
-# Input embeddings of VL-BERT: word + visual + position + segment embeddings (paper, section 3.2)
-
+# Input embeddings: word + visual + position + segment embeddings (paper, section 3.2)
 
 REGION_SEGMENT = 2  # segment of regions and [END]; words have 0 or 1
 
 
 class RegionProjection(nn.Linear):
-    """ReLU(Linear(Dropout([geometry, feature]))), the vector of a region; keeps torch's default start values."""
+    """ReLU(Linear(Dropout([geometry, feature]))), the vector of a region; initialised as in PyTorch."""
 
     def __init__(self, geometry_dim: int, feature_dim: int, visual_size: int, dropout: float):
         super().__init__(geometry_dim + feature_dim, visual_size)
@@ -61,7 +60,7 @@ class RegionProjection(nn.Linear):
 
 
 class ScaledLayerNorm(nn.LayerNorm):
-    """A LayerNorm whose weight starts at `scale` instead of 1."""
+    """A LayerNorm whose weight is initially `scale` instead of 1."""
 
     def __init__(self, hidden_size: int, scale: float, eps: float):
         self.scale = scale  # before the parent's constructor, which calls reset_parameters
@@ -73,7 +72,7 @@ class ScaledLayerNorm(nn.LayerNorm):
 
 
 class ScalarFactor(nn.Module):
-    """One learned factor that starts at `scale`."""
+    """One learned factor, initially `scale`."""
 
     def __init__(self, scale: float):
         super().__init__()
@@ -91,8 +90,8 @@ class ScalarFactor(nn.Module):
 class VisualPart(nn.Module):
     """The visual part of the embedding of a word or a region.
 
-    A Linear where F differs from E, then LayerNorm, or a scalar factor without `layer_norm`. The weight of either
-    starts at `scale`; at the official 0.0 the visual part is exactly zero at first, and no gradient gets through it.
+    A Linear if F differs from E, then LayerNorm (or a scalar factor without `layer_norm`) with the initial weight
+    `scale`. At the official 0.0 the visual part is zero at first, and features get no gradient through it.
     """
 
     def __init__(self, visual_size: int, hidden_size: int, scale: float, layer_norm: bool, eps: float):
@@ -105,7 +104,7 @@ class VisualPart(nn.Module):
 
 
 class MaskedRegionFeature(nn.Module):
-    """One learned feature, zero at the start, in place of the features of masked regions."""
+    """A learned vector, initially zero, that replaces the features of masked regions."""
 
     def __init__(self, feature_dim: int):
         super().__init__()
@@ -129,10 +128,10 @@ class ImageSlotEmbedding(nn.Embedding):
 class VLBertEmbeddings(nn.Module):
     """Texts and their regions -> the packed input sequence `words, regions, [END]`.
 
-    Details of the official code that are not in the paper: a region's word is one learned vector; all
-    regions share the position after the last word and [END] has the one after that; [END] is a learned vector without
-    a visual part (unless `visual_part_on_end`); the whole image is one of the regions (unless `whole_image_in_sequence`
-    is off); regions and [END] are segment 2.
+    Details of the official code that are not in the paper: the word embedding of regions is one learned vector; all
+    regions have the position after the last word, and [END] the next one; [END] is a learned vector without a visual
+    part (except with `visual_part_on_end`); the whole image is also a region (except without
+    `whole_image_in_sequence`); regions and [END] have segment 2.
     """
 
     def __init__(self, config):
@@ -161,7 +160,7 @@ class VLBertEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, texts: TextBatch, regions: TextRegions) -> tuple[Float[Tensor, "M Z E"], SequenceLayout]:
-        """Args: M texts and their regions. Returns: the input, and which slot sits at which position."""
+        """The input of the layers, and the layout of the packed sequence."""
         vectors = self.region_vectors(regions)
         word_vectors = self.word_vectors(texts, vectors, regions)
         region_words = self.region_word_embedding.weight.expand(*regions.attention_mask.shape, -1)
@@ -188,14 +187,13 @@ class VLBertEmbeddings(nn.Module):
     def word_vectors(
         self, texts: TextBatch, vectors: Float[Tensor, "M R F"], regions: TextRegions
     ) -> Float[Tensor, "M _ F"] | None:
-        """The region vector each word carries: the whole image, or the region of the first image that it names.
+        """The region vector of each word: the region of the first image that it refers to, or the whole image.
 
-        Of several images it is the mean of the whole images' vectors. Row 0 of the regions is the first image as a
-        whole.
+        For several images the vectors of the whole images are averaged. Row 0 of the regions is the first whole image.
 
         Returns:
-            One entry where all words of a text carry the same; None in a model whose words have no visual part. Texts
-            without a region get the learned text-only vector, or zero without one.
+            One row per text if all its words have the same vector; None if words have no visual part. Texts without
+            regions get the learned text-only vector, or zeros without `text_only_embedding`.
         """
         if self.text_visual is None:
             return None
@@ -206,7 +204,7 @@ class VLBertEmbeddings(nn.Module):
         if texts.region_of_token is None:
             word_vectors = vectors[:, :1]
         else:
-            rows = texts.region_of_token + 1  # row 0 is the whole image, which words that name nothing carry
+            rows = texts.region_of_token + 1  # -1 (no region) becomes row 0, the whole image
             word_vectors = take_along_dim(vectors, rows[..., None], dim=1)
         has_region = regions.attention_mask.any(dim=1)[:, None, None]
         if self.text_only_embedding is None:
@@ -225,9 +223,10 @@ class VLBertEmbeddings(nn.Module):
         """Add up the embeddings and pack them.
 
         Args:
-            word_vectors: region vector that each word carries, or None.
-            region_words: the word embedding of each region.
-            image_slot: which of the text's images a region comes from.
+            word_vectors: region vector of each word, or None.
+            region_words: word embedding of each region.
+            vectors: region vector of each region.
+            image_slot: index of the region's image among those of the text.
 
         Returns:
             The input after LayerNorm and dropout; the layout.
@@ -239,7 +238,7 @@ class VLBertEmbeddings(nn.Module):
         objects = region_words + self.region_visual(vectors)
         end = self.end_embedding.weight.expand(len(texts), 1, -1)
         if self.config.visual_part_on_end:
-            end = end + self.text_visual(word_vectors[:, :1])  # the first word, [CLS], names no region
+            end = end + self.text_visual(word_vectors[:, :1])  # as [CLS], which never refers to a region
         slots = torch.cat([words, objects.to(words.dtype), end], dim=1)
 
         positions = self.position_ids(texts.attention_mask, image_slot)
@@ -251,9 +250,9 @@ class VLBertEmbeddings(nn.Module):
     def position_ids(
         self, text_mask: Bool[Tensor, "M L"], image_slot: Int64[Tensor, "M R"]
     ) -> Int64[Tensor, "M L+R+1"]:
-        """Of a text of n wordpieces the words have 0 .. n - 1, every region has n, [END] has n + 1.
+        """0 .. n - 1 for the words of a text of n wordpieces, n for its regions, n + 1 for [END].
 
-        Regions of the text's second image have n + 1, and so on: each image has a position of its own.
+        Regions of the second image have n + 1 and so on; [END] comes after the last image.
         """
         length = text_mask.sum(dim=1, keepdim=True)
         words = (text_mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -263,7 +262,7 @@ class VLBertEmbeddings(nn.Module):
     def token_type_ids(
         self, text_segments: Int64[Tensor, "M L"], region_mask: Bool[Tensor, "M R"]
     ) -> Int64[Tensor, "M L+R+1"]:
-        """The words' own segments, then 2 for regions and [END]."""
+        """The segments of the words, then 2 for regions and [END]."""
         rest = (len(text_segments), region_mask.shape[1] + 1)
         return torch.cat([text_segments, text_segments.new_full(rest, REGION_SEGMENT)], dim=1)
 
@@ -272,7 +271,7 @@ ANSWER_SLOT = Template((CLS, 0, SEP, MASK, SEP), (0, 0, 0, 1, 1), summary=3)
 
 
 class VLBertConfig(EncoderConfig, BertConfig, settings=VLBertSettings):
-    """BERT's config with the settings of VL-BERT."""
+    """The config of VL-BERT."""
 
     model_type = "vl_bert"
 
@@ -283,7 +282,7 @@ class VLBertConfig(EncoderConfig, BertConfig, settings=VLBertSettings):
 
 
 class VLBertLayer(BertLayerWithMaps):
-    """A BERT layer, post-LN as in BERT or pre-LN."""
+    """A BERT layer, post-LN as in BERT or pre-LN (`norm_first`)."""
 
     def __init__(self, config: VLBertConfig, index: int):
         super().__init__(config, index)
@@ -296,19 +295,19 @@ class VLBertLayer(BertLayerWithMaps):
         if not self.norm_first:
             return super().forward(hidden, mask, output_attentions)
         attention, output = self.attention.output, self.output
-        attended_to = attention.LayerNorm(hidden)
-        probabilities = attention_probabilities(self.attention.self, attended_to, mask) if output_attentions else None
-        context, _ = self.attention.self(attended_to, mask)
+        normed = attention.LayerNorm(hidden)
+        probabilities = attention_probabilities(self.attention.self, normed, mask) if output_attentions else None
+        context, _ = self.attention.self(normed, mask)
         hidden = hidden + attention.dropout(attention.dense(context))
         expanded = self.intermediate(output.LayerNorm(hidden))
         return hidden + output.dropout(output.dense(expanded)), probabilities
 
 
 class VLBertModel(Encoder):
-    """Words and regions in one sequence through BERT layers.
+    """BERT layers over one sequence of words and regions.
 
-    The sequence of a text is `words, regions, [END]`; see `VLBertEmbeddings` for the input embeddings.
-    Attention maps are over the L + R + 1 slots [words | regions | END] of the padded batch.
+    The sequence of a text is `words, regions, [END]`; see `VLBertEmbeddings` for the input embeddings. Attention maps
+    are over the L + R + 1 slots [words | regions | END] of the padded batch.
     """
 
     config_class = VLBertConfig
@@ -317,7 +316,7 @@ class VLBertModel(Encoder):
     _supports_sdpa = True
     _no_split_modules = ("VLBertLayer",)
     layout = TextLayout(question=ANSWER_SLOT)
-    own_start = (
+    self_initialized = (
         MaskedRegionFeature,
         ImageSlotEmbedding,
         RegionProjection,
@@ -371,8 +370,7 @@ class VLBertModel(Encoder):
         """See `Encoder.forward`; with `config.uses_whole_image`, row 0 of the regions is the whole image.
 
         Returns:
-            Vectors that are zero at padding; a summary where an answer has its place or with `config.with_pooler`; maps
-            (query, key).
+            The summary is the state at `texts.summary`, or else the pooled state of [CLS] with `config.with_pooler`.
         """
         hidden, layout = self.embeddings(texts, regions)
         run = self.encode(hidden, layout, regions, output_attentions, intermediate_layer)
@@ -395,9 +393,9 @@ class VLBertModel(Encoder):
         regions: TextRegions | None,
         output_attentions: bool = False,
         intermediate_layer: int | None = None,
-    ) -> LayersRun:
-        """Run the layers over the packed sequence; `regions` are for the relative geometry, and not used without it."""
-        biases = [] if self.relative_geometry is None else packed_biases(self.relative_geometry, regions, layout)
+    ) -> LayerOutputs:
+        """Run the layers over the packed sequence; only the relative geometry needs `regions`."""
+        biases = [] if self.relative_geometry is None else pack_biases(self.relative_geometry, regions, layout)
         run = run_layers(self.layers, hidden, layout.attention_mask, output_attentions, biases, intermediate_layer)
         if self.final_norm is None:
             return run
@@ -405,11 +403,11 @@ class VLBertModel(Encoder):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As in `Encoder`, with the config's start values of region vectors and embedding tables."""
+        """As in `Encoder`, with `new_layers` and `embedding_init_std` of the config."""
         std = self.config.embedding_init_std
         if isinstance(module, RegionProjection) and self.config.new_layers == "normal":
             PreTrainedModel._init_weights(self, module)
-        elif isinstance(module, nn.Embedding) and not isinstance(module, self.own_start):
+        elif isinstance(module, nn.Embedding) and not isinstance(module, self.self_initialized):
             init.normal_(module.weight, std=self.config.initializer_range if std is None else std)
         else:
             super()._init_weights(module)

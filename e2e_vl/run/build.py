@@ -39,7 +39,7 @@ from e2e_vl.tasks.phrase_head import PhraseHead
 from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
 from e2e_vl.weights.base import WeightAdapter
 from e2e_vl.weights.lxmert import LxmertFromBert, OfficialLxmert, TransformersLxmert
-from e2e_vl.weights.start import StartRules, check_vocabulary, load_encoder, load_phrase_head, load_task
+from e2e_vl.weights.start import InitRules, check_vocabulary, load_encoder, load_phrase_head, load_task
 from e2e_vl.weights.visual_bert import OfficialVisualBert, TransformersVisualBert, VisualBertFromBert
 from e2e_vl.weights.vl_bert import OfficialVLBert, VLBertFromBert
 
@@ -158,7 +158,7 @@ def build_model(
     if tokenizer is not None and config.encoder.weights is not None:
         check_vocabulary(config.encoder.weights, tokenizer)
     detector = build_detector(config, on_start)
-    rules = StartRules(config.task.name, ADAPTERS.get(config.encoder.name, ()))
+    rules = InitRules(config.task.name, ADAPTERS.get(config.encoder.name, ()))
     encoder = build_encoder(config, vocab_size, detector.feature_dim)
     for weights in filter(None, (config.encoder.fallback_weights, config.encoder.weights)):
         on_start(Start("encoder", weights, load_encoder(encoder, weights, rules)))

@@ -1,7 +1,7 @@
 """Base classes of the weight adapters, which convert checkpoints of other projects to our parameter names and back.
 
-`ADAPTERS` in `e2e_vl/run/build.py` lists the adapters of each encoder; `e2e_vl.weights.start` uses them. Tables of
-names are {theirs: ours}; a name is a parameter or, most often, the module that holds it.
+`ADAPTERS` in `e2e_vl/run/build.py` lists the adapters of each encoder. Tables of names are {theirs: ours}; a name is
+that of a parameter or, in most cases, of a module.
 """
 
 from __future__ import annotations
@@ -22,80 +22,80 @@ from detector.errors import UserError
 from detector.io import atomic_file, atomic_files
 from e2e_vl.model import VisionLanguageModel
 
-PRETRAINING = "pretraining"  # our name of the task
-WORD_EMBEDDINGS = "embeddings.word_embeddings.weight"  # in all our encoders, and in BERT
-TIED_DECODER = "predictions.decoder.weight"  # how names end in other projects that hold the word embeddings again
+PRETRAINING = "pretraining"  # name of the task
+WORD_EMBEDDINGS = "embeddings.word_embeddings.weight"  # of all encoders and of BERT
+TIED_DECODER = "predictions.decoder.weight"  # end of the name of tied word embeddings in other projects
 
 Names = Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelWeights:
-    """Weights under our names, and the model that they come from."""
+    """Weights with our parameter names, and what is known about their model."""
 
-    # of the three parts; empty if the file lacks a part
+    # state dicts, empty if the file does not have the part
     detector: dict[str, Tensor]
     encoder: dict[str, Tensor]
     task: dict[str, Tensor]
-    task_name: str | None = None  # of our task that has such a head; None: there is none, or the file has no head
+    task_name: str | None = None  # task with such a head; None: no head, or an unknown one
     transferable: tuple[str, ...] = ()  # see `Task.transferable`
-    background_last: bool | None = None  # place of the background among region classes of the head; None: unknown
-    compatible_tasks: tuple[str, ...] = ()  # further tasks of ours that have the same head
+    background_last: bool | None = None  # order of the region classes; None: unknown
+    compatible_tasks: tuple[str, ...] = ()  # other tasks with the same head
 
 
 class WeightAdapter(abc.ABC):
-    """One format of checkpoints that an encoder can start from. The tuples contain prefixes of its parameter names."""
+    """A checkpoint format from which an encoder can be initialised. The tuples contain prefixes of its parameters."""
 
-    layout: ClassVar[str]  # whose names the files have, for reports
-    suffix: ClassVar[str | None] = None  # of the files that `export` writes; None: it writes none
-    required: Sequence[str] = ("",)  # parameters that a checkpoint must have; the rest of the encoder stays random
+    layout: ClassVar[str]  # name of the format in reports
+    suffix: ClassVar[str | None] = None  # of exported files; None: no export
+    required: Sequence[str] = ("",)  # must be in a checkpoint; other parameters may stay random
 
-    # True of the encoder whoever trained it, runs of this project included:
-    same_config: ClassVar[tuple[str, ...]] = ()  # fields of its config, not prefixes, that no shape of a weight shows
-    optional: ClassVar[tuple[str, ...]] = ()  # only some tasks train them: the weights of another task may lack them
-    pretraining_only: ClassVar[tuple[str, ...]] = ()  # fine-tuned weights may lack them
-    segment_tables: ClassVar[tuple[str, ...]] = ()  # whole names: a row per text segment
+    # the next four also apply to checkpoints of this project
+    checked_fields: ClassVar[tuple[str, ...]] = ()  # config fields that must agree and that no weight shape shows
+    optional: ClassVar[tuple[str, ...]] = ()  # only trained for some tasks; checkpoints of other tasks may lack them
+    pretraining_only: ClassVar[tuple[str, ...]] = ()  # fine-tuned checkpoints may lack them
+    segment_tables: ClassVar[tuple[str, ...]] = ()  # full names of tables with a row per text segment
 
     @abc.abstractmethod
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether a file with these names is of this format."""
+        """Whether the names are those of this format."""
 
     @abc.abstractmethod
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        """A state dict under our names in float32; `source` is for error messages."""
+        """A state dict -> float32 weights with our names; `source` is for error messages."""
 
-    def fit(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
-        """Converted weights as this encoder can take them, by default as they are, and what was moved, "from -> to"."""
+    def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
+        """Adapt converted weights to the encoder's config; return them and what was copied ("from -> to")."""
         return tensors, []
 
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
-        """Write a model in this format, for an adapter with a `suffix`.
+        """Write a model in this format, if the adapter has a `suffix`.
 
         Returns:
-            names (`detector.`, `encoder.`, `task.`) of what the format has no place for and was left out.
+            Names (`detector.`, `encoder.`, `task.`) that the format does not have and that were left out.
         """
         raise NotImplementedError
 
 
 def replace_module(name: str, names: Names) -> str | None:
-    """The name of a parameter after its module, or the parameter itself, was renamed; None: it is not in `names`."""
+    """Rename a parameter or its module; None if neither is in `names`."""
     for old, new in names.items():
         if name == old or name.startswith(f"{old}."):
             return new + name.removeprefix(old)
     return None
 
 
-def reverse(names: Names) -> dict[str, str]:
+def invert(names: Names) -> dict[str, str]:
     return {new: old for old, new in names.items()}
 
 
-def split_names(
+def split_weights(
     tensors: Mapping[str, Tensor], encoder: Names, head: Names, source: str | Path, unused: Sequence[str] = ()
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The encoder and the head in a file, under our names and in float32.
+    """Split a state dict into encoder and head, with our names and in float32.
 
     Args:
-        unused: their parameters or modules that are left out.
+        unused: their parameters or modules to ignore.
     """
     found: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     for name, value in tensors.items():
@@ -105,17 +105,17 @@ def split_names(
                 break
         else:
             if not name.endswith(TIED_DECODER) and replace_module(name, dict.fromkeys(unused, "")) is None:
-                raise UserError(f"{source}: {name} is no parameter of a model with this architecture and head.")
+                raise UserError(f"{source}: unexpected parameter {name} for this architecture and head.")
     words = found[0].get(WORD_EMBEDDINGS)
     for name, value in tensors.items():
         if name.endswith(TIED_DECODER) and (words is None or not torch.equal(value.float(), words)):
-            raise UserError(f"{source}: {name} differs from the word embeddings, which are tied to it in BERT.")
+            raise UserError(f"{source}: {name} differs from the word embeddings, to which it must be tied.")
     return found
 
 
 def rename_head(task: Mapping[str, Tensor], names: Names) -> tuple[dict[str, Tensor], list[str]]:
-    """The head under the names of another project, and what was left out: side heads and objectives of ours alone."""
-    ours_to_theirs = reverse(names)
+    """Rename a head to another project's names; also returns the names of heads that only this project has."""
+    ours_to_theirs = invert(names)
     modules = {ours.split(".")[0] for ours in ours_to_theirs}
     renamed, left_out = {}, []
     for name, value in task.items():
@@ -124,25 +124,23 @@ def rename_head(task: Mapping[str, Tensor], names: Names) -> tuple[dict[str, Ten
         elif name.split(".")[0] not in modules:
             left_out.append(f"task.{name}")
         else:
-            raise UserError(f"task.{name} has no place in the other project, whose head would compute something else.")
+            raise UserError(f"task.{name} has no equivalent in the other project, whose head is different.")
     return renamed, left_out
 
 
 def check_settings(own: Mapping[str, Any], needed: Mapping[str, Any], path: Path) -> None:
-    """Raise a UserError if the other project would compute something else with the same weights.
+    """Raise a UserError if a setting differs from the other project's, which would then compute something else.
 
     Args:
-        own: settings of our encoder or detector.
-        needed: some of them, with the values that the other project has.
+        own: settings of the encoder or the detector.
+        needed: the values of the other project.
     """
     for key, value in needed.items():
         if own[key] != value:
-            raise UserError(
-                f"{path}: the other project has {key} = {value}, and this model was trained with {own[key]}."
-            )
+            raise UserError(f"{path}: the format requires {key} = {value}, but this model was trained with {own[key]}.")
 
 
-def require_task(task_name: str | None, choices: Sequence[str], model: str) -> None:
+def check_task(task_name: str | None, choices: Sequence[str], model: str) -> None:
     if task_name not in choices:
         raise UserError(
             f"There is no official {model} model for the task '{task_name}', only for {', '.join(choices)}."
@@ -150,41 +148,40 @@ def require_task(task_name: str | None, choices: Sequence[str], model: str) -> N
 
 
 def save_for_torch(content: dict[str, Any], path: Path) -> None:
-    """Write a file of an official code."""
+    """Write a file with `torch.save`, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as part, part.open("wb") as file:
         torch.save(content, file)
 
 
 def save_for_transformers(state: Mapping[str, Tensor], config: PreTrainedConfig, path: Path) -> None:
-    """Write the weights, and beside them the `config.json` with which transformers reads the folder."""
+    """Write the weights and, in the same folder, transformers' `config.json`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_files(path.parent, "config.json") as part:
-        save_file(on_cpu(state), part / path.name, metadata={"format": "pt"})
+        save_file(move_to_cpu(state), part / path.name, metadata={"format": "pt"})
         config.save_pretrained(part)
 
 
-def on_cpu(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def move_to_cpu(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().cpu().contiguous() for name, value in state.items()}
 
 
 def shared_fields(config: PreTrainedConfig, other: type[PreTrainedConfig], *omitted: str) -> dict[str, Any]:
-    """The fields that both kinds of config have."""
+    """The values of the fields that both config classes have."""
     own = config.to_dict()
     names = {field.name for field in dataclasses.fields(other)} & own.keys()
     return {name: own[name] for name in names - {"architectures", "model_type", *omitted}}
 
 
-def state_dicts(model: VisionLanguageModel, task_name: str) -> ModelWeights:
-    """The weights of a model of ours."""
+def collect_weights(model: VisionLanguageModel, task_name: str) -> ModelWeights:
+    """The state dicts of a model's parts."""
     detector, encoder, task = (dict(part.state_dict()) for part in (model.detector, model.encoder, model.task))
     return ModelWeights(detector, encoder, task, task_name)
 
 
-# BERT checkpoints of transformers as a start: old and new names, and heads.
+# BERT checkpoints of transformers, with old and new names
 
-
-MODULES = (
+BERT_MODULES = (
     "embeddings.word_embeddings",
     "embeddings.position_embeddings",
     "embeddings.token_type_embeddings",
@@ -195,24 +192,24 @@ MODULES = (
 WORD_HEAD = {
     "cls.predictions.transform.dense": "word_head.transform.dense",
     "cls.predictions.transform.LayerNorm": "word_head.transform.norm",
-    "cls.predictions.decoder.bias": "word_head.bias",  # the next one again, in files of some versions
-    "cls.predictions.bias": "word_head.bias",  # after it: `reverse` takes the last
+    "cls.predictions.decoder.bias": "word_head.bias",  # a copy of the next one in files of some versions
+    "cls.predictions.bias": "word_head.bias",  # last, because `invert` keeps the last one
 }
-POSITION_IDS = "embeddings.position_ids"  # indices that old versions saved
+POSITION_IDS = "embeddings.position_ids"  # saved by old versions
 
 
 class BertStart(WeightAdapter):
-    """BERT fills the parts of an encoder that it has; the rest stays random."""
+    """Initialises an encoder from BERT; parameters that BERT does not have stay random."""
 
     layout = "BERT"
-    names: ClassVar[Names] = dict(zip(MODULES, MODULES, strict=True))  # of an encoder that has BERT's names
+    names: ClassVar[Names] = dict(zip(BERT_MODULES, BERT_MODULES, strict=True))  # for encoders with BERT's names
     head_names: ClassVar[Names] = WORD_HEAD
     unused: ClassVar[tuple[str, ...]] = ("cls.seq_relationship", POSITION_IDS)
     transferable: ClassVar[tuple[str, ...]] = ("word_head.",)  # see `Task.transferable`
 
     @property
     def required(self) -> list[str]:
-        """All that it has but the pooler, which a masked language model lacks."""
+        """All modules except the pooler, which masked language models do not have."""
         return [f"{ours}." for ours in self.names.values() if ours != "pooler"]
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
@@ -223,5 +220,5 @@ class BertStart(WeightAdapter):
             re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)).removeprefix("bert."): value
             for name, value in tensors.items()
         }
-        encoder, head = split_names(new, self.names, self.head_names, source, self.unused)
+        encoder, head = split_weights(new, self.names, self.head_names, source, self.unused)
         return ModelWeights({}, encoder, head, transferable=self.transferable)

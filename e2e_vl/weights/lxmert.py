@@ -1,16 +1,16 @@
-"""Files of the official LXMERT code and of transformers' LXMERT <-> names of our encoder and heads.
+"""Convert checkpoints of the official LXMERT code and of transformers, and initialise LXMERT from BERT.
 
-Our encoder has the names of transformers' `LxmertModel`, so only prefixes change:
+Our encoder has the parameter names of transformers' `LxmertModel`. Other names and prefixes:
 
     `*_LXRT.pth` (pre-training)            `bert.*`, `cls.*`, `obj_predict_head.*`, `answer_head.*`
     `BEST.pth`, `LAST.pth` (fine-tuned)    `lxrt_encoder.model.bert.*`, `logit_fc.*`
     `LxmertForPreTraining`                 `lxmert.*`, heads as in pre-training
     `LxmertForQuestionAnswering`           `lxmert.*`, `answer_head.*`
 
-Files that the official code wrote on several GPUs have `module.` in front of all names, fine-tuned ones after
-`lxrt_encoder.model.`. A file of transformers' bare `LxmertModel` has our own names and needs no adapter.
+Official files from training on several GPUs have the prefix `module.`; in fine-tuned models it follows
+`lxrt_encoder.model.`. A checkpoint of transformers' `LxmertModel` has our names and needs no adapter.
 
-Facts from the official code (airsplay/lxmert).
+The names follow the official code (airsplay/lxmert).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from e2e_vl.weights.base import (
     ModelWeights,
     WeightAdapter,
     check_settings,
-    on_cpu,
+    check_task,
+    collect_weights,
+    move_to_cpu,
     rename_head,
-    require_task,
     save_for_torch,
     save_for_transformers,
     shared_fields,
-    split_names,
-    state_dicts,
+    split_weights,
 )
 
-ANSWERING = ("vqa", "gqa")  # our tasks with the same head over a list of answers
-PAIRS = "nlvr2"  # our task whose head reads the summaries of two images
+ANSWERING = ("vqa", "gqa")  # tasks with the same head over a list of answers
+PAIRS = "nlvr2"  # its head reads the summaries of two images
 FINE_TUNED = "lxrt_encoder.model."
 ENCODER = {  # with the official and with transformers' prefix
     f"{prefix}.{module}": module for prefix in ("bert", "lxmert") for module in ("embeddings", "encoder", "pooler")
@@ -68,9 +68,9 @@ FINE_TUNED_HEAD = {
 QUESTION_ANSWERING_HEAD = {f"answer_head.{name}": ours for name, ours in FINE_TUNED_HEAD.items()}  # transformers
 OFFICIAL_HEADS = {PRETRAINING: PRETRAINING_HEADS, **dict.fromkeys((*ANSWERING, PAIRS), FINE_TUNED_HEAD)}
 SEGMENTS = "embeddings.token_type_embeddings.weight"
-DECODER = "cls.predictions.decoder.weight"  # the word embeddings again
+DECODER = "cls.predictions.decoder.weight"  # tied to the word embeddings
 CROSS, OTHER_CROSS = ".visual_attention.", ".text_attention."
-OFFICIAL = {
+OFFICIAL_CONFIG = {
     "cross_attention": "shared",
     "with_segments": True,
     "pooled": "tanh",
@@ -81,11 +81,11 @@ OFFICIAL = {
 
 
 class OfficialLxmert(WeightAdapter):
-    """Models of the official LXMERT code, in and out."""
+    """Checkpoints of the official LXMERT code."""
 
     layout = "LXMERT"
     suffix = ".pth"
-    same_config = ("num_attention_heads", "hidden_act", "layer_norm_eps")
+    checked_fields = ("num_attention_heads", "hidden_act", "layer_norm_eps")
     segment_tables = (SEGMENTS,)
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
@@ -93,12 +93,12 @@ class OfficialLxmert(WeightAdapter):
         return any(name.removeprefix("module.").startswith(starts) for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        """A state dict, official or of transformers."""
+        """Convert a state dict of the official code or of transformers."""
         plain = {
             name.removeprefix("module.").removeprefix(FINE_TUNED).removeprefix("module."): value
             for name, value in tensors.items()
         }
-        # our task with such a head; a head over answers counts as the first task that has one
+        # a head over answers is taken for the first task that has one, see `compatible_tasks`
         hidden = plain.get("logit_fc.0.weight")
         if any(name.startswith(("cls.", "obj_predict_head.")) for name in plain):
             task_name, names = PRETRAINING, PRETRAINING_HEADS
@@ -107,13 +107,13 @@ class OfficialLxmert(WeightAdapter):
         else:
             has_answers = any(name.startswith("answer_head.") for name in plain)
             task_name, names = ANSWERING[0] if has_answers else None, QUESTION_ANSWERING_HEAD
-        encoder, head = split_names(plain, ENCODER, names, source)
+        encoder, head = split_weights(plain, ENCODER, names, source)
         transferable = ("",) if task_name == PRETRAINING else ()
         compatible = ANSWERING if task_name in ANSWERING else ()
         return ModelWeights({}, encoder, head, task_name, transferable, compatible_tasks=compatible)
 
-    def fit(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
-        """Both directions of separate cross attention start from the shared one; parts that are off are left out."""
+    def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
+        """Copy shared cross attention to both directions if the encoder separates them; drop parts it does not have."""
         moved = []
         if encoder.config.cross_attention == "separate":
             tensors |= {name.replace(CROSS, OTHER_CROSS): value for name, value in tensors.items() if CROSS in name}
@@ -121,17 +121,17 @@ class OfficialLxmert(WeightAdapter):
         return _without_absent(tensors, encoder), moved
 
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
-        """Write a file of the official code: its pre-training names for pre-training, else `BEST.pth`'s."""
-        require_task(task_name, list(OFFICIAL_HEADS), "LXMERT")
-        check_settings(model.encoder.config.to_dict(), OFFICIAL, path)
-        parts = state_dicts(model, task_name)
-        save_for_torch(on_cpu(official_lxmert_state(parts)), path)
+        """Write a file of the official code, with the names of `*_LXRT.pth` or of `BEST.pth`."""
+        check_task(task_name, list(OFFICIAL_HEADS), "LXMERT")
+        check_settings(model.encoder.config.to_dict(), OFFICIAL_CONFIG, path)
+        parts = collect_weights(model, task_name)
+        save_for_torch(move_to_cpu(to_official(parts)), path)
         _, left_out = rename_head(parts.task, OFFICIAL_HEADS[task_name])
         return left_out + [f"detector.{name}" for name in parts.detector]
 
 
-def official_lxmert_state(parts: ModelWeights) -> dict[str, Tensor]:
-    """The reverse of `OfficialLxmert.convert`: official names, without `module.`."""
+def to_official(parts: ModelWeights) -> dict[str, Tensor]:
+    """The inverse of `OfficialLxmert.convert`: official names without `module.`."""
     prefix = "" if parts.task_name == PRETRAINING else FINE_TUNED
     official = {f"{prefix}bert.{name}": value for name, value in parts.encoder.items()}
     official |= rename_head(parts.task, OFFICIAL_HEADS[parts.task_name])[0]
@@ -141,24 +141,24 @@ def official_lxmert_state(parts: ModelWeights) -> dict[str, Tensor]:
 
 
 def _without_absent(tensors: Mapping[str, Tensor], encoder: nn.Module) -> dict[str, Tensor]:
-    """Without the segment table and the pooler where the encoder's config leaves them out."""
+    """Drop the segment table and the pooler if the encoder does not have them."""
     off = () if encoder.config.with_segments else (SEGMENTS,)
     off += () if encoder.config.pooled == "tanh" else ("pooler.",)
     return {name: value for name, value in tensors.items() if not name.startswith(off)}
 
 
 class LxmertFromBert(BertStart):
-    """BERT's layers as LXMERT's layers over words: the first by their numbers (official code) or the last (paper).
+    """Initialises the layers over words from BERT's first layers (official code) or last layers (paper).
 
     The layers over regions, the cross attention and the region embeddings stay random.
     """
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Not our own encoder, whose names begin as BERT's do."""
+        """BERT, but not our encoder, which has the same names for words."""
         return super().recognise(tensors) and not any(name.startswith("encoder.visn_fc.") for name in tensors)
 
-    def fit(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
-        """BERT's other layers are left out, see `bert_layers` of the encoder's config."""
+    def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
+        """Select BERT's layers, see `bert_layers` of the encoder's config."""
         number, wanted = re.compile(r"encoder\.layer\.(\d+)\."), encoder.config.l_layers
         numbers = {name: int(found[1]) for name in tensors if (found := number.match(name))}
         count = max(numbers.values(), default=-1) + 1
@@ -172,12 +172,11 @@ class LxmertFromBert(BertStart):
         return _without_absent(kept, encoder), moved
 
 
-# Folders of transformers' LXMERT <-> names of our encoder and heads.
-
+# Folders of transformers' LXMERT
 
 TRUNK = "lxmert."
-LOSS_NORMALISER = 1 / 0.15  # the official code's; transformers' default is 6.67
-IN_TRANSFORMERS = {  # what its model computes: fields of our encoder's config that it does not have
+LOSS_NORMALISER = 1 / 0.15  # as in the official code; transformers' default is 6.67
+TRANSFORMERS_CONFIG = {  # values of our config that transformers' model implements
     "max_images": 1,
     "named_regions": False,
     "cross_attention": "shared",
@@ -186,7 +185,7 @@ IN_TRANSFORMERS = {  # what its model computes: fields of our encoder's config t
     "pooled": "tanh",
     "layer_norm_eps": 1e-12,
 }
-# Parts of the heads of pre-training; a part goes along if all its modules (our names) are there.
+# Parts of the pre-training heads (our module names); a part is exported if all its modules exist.
 WORDS = ("word_head.transform.dense", "word_head.transform.norm", "word_head.bias", "relationship.head")
 TRANSFORM = ("region_transform.dense", "region_transform.norm")
 REGIONS = {"obj": "object_labels.output", "attr": "attribute_labels.output", "feat": "region_features.output"}
@@ -195,7 +194,7 @@ ANSWERS = ("head.transform.dense", "head.transform.norm", "head.output")
 
 
 class TransformersLxmert(OfficialLxmert):
-    """LXMERT of transformers with a head, in and out."""
+    """Checkpoints of transformers' LXMERT with a head."""
 
     layout = "transformers' LXMERT"
     suffix = ".safetensors"
@@ -206,13 +205,12 @@ class TransformersLxmert(OfficialLxmert):
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
         """Write a folder's `model.safetensors` and `config.json`.
 
-        Pre-training gives `LxmertForPreTraining`, VQA and GQA `LxmertForQuestionAnswering`. The trunk alone
-        (`LxmertModel`) is written for other tasks, for heads of another shape than transformers', and for a
-        pre-training without masked words or matching. Users of the folder pass boxes as x1, y1, x2, y2 over the width
-        and height of the image.
+        The architecture is `LxmertForPreTraining` for pre-training and `LxmertForQuestionAnswering` for VQA and GQA.
+        Other tasks, heads whose shape differs from transformers', and pre-training without masked words or matching
+        give the trunk alone (`LxmertModel`). Its users must divide boxes (xyxy) by the width and height of the image.
         """
-        check_settings(model.encoder.config.to_dict(), IN_TRANSFORMERS, path)
-        config, parts = model.encoder.config, state_dicts(model, task_name)
+        check_settings(model.encoder.config.to_dict(), TRANSFORMERS_CONFIG, path)
+        config, parts = model.encoder.config, collect_weights(model, task_name)
         taken, fields = _head_for_transformers(parts, config.hidden_size, config.hidden_act)
         names = PRETRAINING_HEADS if task_name == PRETRAINING else QUESTION_ANSWERING_HEAD
         head, left_out = rename_head(parts.task, {theirs: ours for theirs, ours in names.items() if ours in taken})
@@ -226,18 +224,18 @@ class TransformersLxmert(OfficialLxmert):
 def _head_for_transformers(
     parts: ModelWeights, hidden_size: int, hidden_act: str
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Our modules that transformers' model for this task has too, and the fields of its config that say so."""
+    """The modules that transformers' model for this task also has, and the corresponding fields of its config."""
     task = parts.task
     present = {*task, *(name.rpartition(".")[0] for name in task)}
 
     def has_answers(modules: tuple[str, ...]) -> bool:
-        """The head has transformers' hidden layer, of twice the width."""
+        """Whether the head has transformers' hidden layer of twice the width."""
         return present.issuperset(modules) and len(task[f"{modules[0]}.weight"]) == 2 * hidden_size
 
     if parts.task_name in ANSWERING and has_answers(ANSWERS):
         rows = len(task["head.output.weight"])
         return ANSWERS, {"num_qa_labels": rows, "architectures": ["LxmertForQuestionAnswering"]}
-    # transformers' transform of words has the encoder's activation, ours always GELU
+    # the word head's activation is the encoder's in transformers and always GELU here
     if parts.task_name != PRETRAINING or not present.issuperset(WORDS) or hidden_act != "gelu":
         return (), {"architectures": ["LxmertModel"]}
     outputs = {kind: module for kind, module in REGIONS.items() if present.issuperset((*TRANSFORM, module))}

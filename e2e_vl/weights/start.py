@@ -5,8 +5,8 @@ The kind of checkpoint is detected from its contents:
 - a run directory, the `model` folder in it, or its `encoder` or `task` folder; an encoder's `save_pretrained` folder;
 - a file, a folder or a hub name that one of the encoder's weight adapters recognises, see `e2e_vl.weights.base`.
 
-A head starts from the head of another task by the rule in `Task.starts_from`, the phrase head from such a head
-of one of our runs. Everything else must match; missing and unused parameters are listed in the report.
+`Task.starts_from` defines how a head is initialised from the head of another task. The phrase head is initialised
+from the phrase head of another run. Everything else must match; the report lists missing and unused parameters.
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ from e2e_vl.text import load_tokenizer, looks_like_hub_name, simplify_answer
 from e2e_vl.weights.base import WeightAdapter
 
 FILES = ("model.safetensors", "pytorch_model.bin")
-PUBLISHED_ANSWERS = "all_ans.json"  # of LXMERT's pre-training
+PUBLISHED_ANSWERS = "all_ans.json"  # published with LXMERT's pre-training
 
 
 @dataclasses.dataclass(frozen=True)
-class StartRules:
-    """How the encoder and the task of a run start from weights."""
+class InitRules:
+    """What the initialisation of an encoder and a task depends on, besides the weights."""
 
     task_name: str  # the run's task
-    adapters: Sequence[WeightAdapter] = ()  # of the run's encoder; what they say of it holds for our own runs too
+    adapters: Sequence[WeightAdapter] = ()  # of the run's encoder
 
-    def of_adapters(self, what: str) -> tuple[str, ...]:
-        """An attribute of `WeightAdapter`, from all adapters together."""
-        return tuple(value for adapter in self.adapters for value in getattr(adapter, what))
+    def collect(self, attribute: str) -> tuple[str, ...]:
+        """The values of an attribute of `WeightAdapter`, from all adapters."""
+        return tuple(value for adapter in self.adapters for value in getattr(adapter, attribute))
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Weights under our names, and where they come from."""
+    """Weights with our parameter names, and their origin."""
 
     path: Path
     tensors: dict[str, Tensor]  # of the encoder or of the task
-    adapter: WeightAdapter | None  # what read the file; None: this project's own
-    task_name: str | None  # what they were trained for; None: unknown, or none of our tasks
+    adapter: WeightAdapter | None  # None: a checkpoint of this project
+    task_name: str | None  # task of the training; None: unknown, or none of our tasks
     transferable: tuple[str, ...]  # see `Task.transferable`
     background_last: bool | None  # order of the region classes; None: unknown
 
     @property
     def layout(self) -> str:
-        """Whose names the file has."""
+        """Name of the checkpoint format."""
         return "this project" if self.adapter is None else self.adapter.layout
 
 
-def read_source(path: str | Path, part: Literal["encoder", "task"], rules: StartRules) -> Source:
-    """Read the encoder's or the task's weights of any kind."""
-    file = find_part(str(path), part)
+def read_source(path: str | Path, part: Literal["encoder", "task"], rules: InitRules) -> Source:
+    """Read the encoder's or the task's weights from any kind of checkpoint."""
+    file = find_weights(str(path), part)
     tensors = read_tensors(file)
     for adapter in rules.adapters:
         if adapter.recognise(tensors):
@@ -85,24 +85,24 @@ def read_source(path: str | Path, part: Literal["encoder", "task"], rules: Start
     return Source(file, tensors, None, name, task_class.transferable, background_last)
 
 
-def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> LoadReport:
-    """Start an encoder; `path` is described at the top of this file.
+def load_encoder(encoder: nn.Module, path: str | Path, rules: InitRules) -> LoadReport:
+    """Initialise an encoder; see the top of this file for `path`.
 
-    As in the official VL-BERT code, tasks with `copies_first_segment` start from pre-training with the second text
-    segment as a copy of the first, and parameters that only some tasks train may be missing or unused. Relative
-    geometry that the weights lack starts at zero.
+    As in the official VL-BERT code, tasks with `copies_first_segment` replace the second text segment of pre-trained
+    weights by the first, and parameters that only some tasks train may be missing or unused. If the weights have no
+    relative geometry, it is initialised to zero.
     """
     source = read_source(path, "encoder", rules)
-    _check_config(source.path, encoder, rules.of_adapters("same_config"))
+    _check_config(source.path, encoder, rules.collect("checked_fields"))
     tensors, may_miss, copied = source.tensors, [], []
     if source.adapter is not None:
-        tensors, copied = source.adapter.fit(tensors, encoder)
+        tensors, copied = source.adapter.adapt(tensors, encoder)
         may_miss = [name for name in encoder.state_dict() if not name.startswith(tuple(source.adapter.required))]
-    optional, pretraining_only = rules.of_adapters("optional"), rules.of_adapters("pretraining_only")
+    optional, pretraining_only = rules.collect("optional"), rules.collect("pretraining_only")
     if source.task_name not in (None, rules.task_name):
         may_miss += optional if source.transferable else (*optional, *pretraining_only)
         if source.transferable and TASKS[rules.task_name].cls.copies_first_segment:
-            for name in tensors.keys() & rules.of_adapters("segment_tables"):
+            for name in tensors.keys() & rules.collect("segment_tables"):
                 tensors = {**tensors, name: tensors[name][[0, 0, *range(2, len(tensors[name]))]]}
                 copied.append(f"{name} row 0 -> row 1")
     may_exceed = () if source.adapter is None and source.task_name is None else (*optional, *pretraining_only)
@@ -113,38 +113,38 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> Loa
     return dataclasses.replace(report, copied=copied, zero=zero)
 
 
-def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_order: bool = True) -> LoadReport:
-    """Start a task's head from the same task's, or from another one's by the rule in `Task.starts_from`.
+def load_task(task: Task, path: str | Path, rules: InitRules, *, knows_class_order: bool = True) -> LoadReport:
+    """Initialise a head from that of the same task, or of another task according to `Task.starts_from`.
 
-    Region classes are reordered where the background comes first in one head and last in the other. The weights may
-    hold parts that are switched off in the task.
+    Region classes are reordered if the background is the first class of one head and the last of the other. The
+    weights may contain parts that the task does not use.
 
     Args:
-        knows_class_order: False: the list of answers was built from annotations. Files of other projects do not name
-            their answers, so the same list in the same order must be given.
+        knows_class_order: False if the list of answers was built from annotations. Checkpoints of other projects do
+            not contain their answers and can then not be loaded.
     """
     source = read_source(path, "task", rules)
     if source.task_name == rules.task_name or (source.adapter is None and source.task_name is None):
         check_answers(source.path.parent, task)
         if source.adapter is not None and not knows_class_order:
             raise UserError(
-                f"{source.path}: the file does not name the answers of its head, and this run's were built from "
-                "annotations, in another order; set task.config.answers to the list that the file was trained with."
+                f"{source.path}: the file does not contain the answers of its head, and those of this run were built "
+                "from annotations in another order; set task.config.answers to the list used in its training."
             )
         return _continue_head(task, source)
     rule = (task.starts_from or HeadInit()).for_weights(source.tensors)
     if not any(prefix.startswith(source.transferable) for prefix in rule.takes):
         theirs = f"a {source.layout}" if source.task_name is None else f"the head of {source.task_name}"
         raise UserError(
-            f"{source.path}: holds {theirs}, from which the head of {rules.task_name} cannot start; leave out "
+            f"{source.path}: contains {theirs}, which cannot initialise the head of {rules.task_name}; remove "
             "task.weights."
         )
     return _start_from_other(task, source, rule)
 
 
 def load_phrase_head(head: PhraseHead, path: str | Path) -> LoadReport:
-    """Start the head of phrases from that of another run, whatever its task; all of it must fit."""
-    file = find_part(str(path), "phrases")
+    """Initialise the phrase head from that of another run of any task; all parameters must match."""
+    file = find_weights(str(path), "phrases")
     settings = _settings_of_run(file.parent, "phrases").get("phrases") or {}
     if settings.get("layer", head.layer) != head.layer:
         raise UserError(
@@ -155,7 +155,7 @@ def load_phrase_head(head: PhraseHead, path: str | Path) -> LoadReport:
 
 
 def _continue_head(task: Task, source: Source) -> LoadReport:
-    """Start from a head of the same task."""
+    """Initialise a head from a head of the same task."""
     rule = task.starts_from or HeadInit()
     tensors, copied = source.tensors, []
     moved = {name: value for name, value in tensors.items() if name.startswith(rule.region_classes)}
@@ -172,9 +172,9 @@ def _continue_head(task: Task, source: Source) -> LoadReport:
 
 
 def _start_from_other(task: Task, source: Source, rule: HeadInit) -> LoadReport:
-    """Start from a head of another task.
+    """Initialise a head from a head of another task.
 
-    What is to be copied must be found, unless its part is switched off or the other head may not be transferred.
+    Everything that the rule copies must exist, except parts that the task does not use or that are not transferable.
     """
     own = task.state_dict()
     modules = _modules(own)
@@ -187,7 +187,7 @@ def _start_from_other(task: Task, source: Source, rule: HeadInit) -> LoadReport:
     copied = []
 
     def moved(start: str, to: str) -> dict[str, Tensor]:
-        """The parameters whose names begin with `start`, with `to` in its place."""
+        """The parameters with the prefix `start`, which is replaced by `to`."""
         return {
             to + name.removeprefix(start): value for name, value in source.tensors.items() if name.startswith(start)
         }
@@ -203,7 +203,7 @@ def _start_from_other(task: Task, source: Source, rule: HeadInit) -> LoadReport:
     if rule.answer_rows is not None and (found := moved(*rule.answer_rows)):
         start, to = rule.answer_rows
         theirs = _answers_beside(source.path)
-        tensors |= {name: rows_of_answers(value, theirs, task.answers, name) for name, value in found.items()}
+        tensors |= {name: select_answer_rows(value, theirs, task.answers, name) for name, value in found.items()}
         count = sum(simplify_answer(answer) in theirs for answer in task.answers)
         copied.append(f"{start[:-1]} rows of {count} of {len(task.answers)} answers -> {to[:-1]}")
     random = [name for name in own if name.startswith(rule.random) and not name.startswith(tuple(copies.values()))]
@@ -218,30 +218,30 @@ def _modules(names: Iterable[str]) -> set[str]:
 
 
 def _answers_beside(path: Path) -> list[str]:
-    """The answers of the head in a file, in the order of their classes, from a list that lies beside it."""
+    """The answers of a head in the order of its classes, from a list in the same folder."""
     for name in (ANSWERS_FILE, PUBLISHED_ANSWERS):
         if (path.parent / name).is_file():
             return read_answers(path.parent / name)
     raise MissingFileError(
-        f"{path.parent}: the answers of the head in {path.name} are not listed; put {PUBLISHED_ANSWERS} of the "
-        f"project that published it, or {ANSWERS_FILE}, there."
+        f"{path.parent}: there is no list of the answers of {path.name}; add {PUBLISHED_ANSWERS} from its "
+        f"publishers, or {ANSWERS_FILE}."
     )
 
 
-def rows_of_answers(rows: Tensor, theirs: Sequence[str], ours: Sequence[str], name: str) -> Tensor:
-    """A weight or bias with a row per answer, of another list of answers; rows of answers that it lacks are zero.
+def select_answer_rows(rows: Tensor, theirs: Sequence[str], ours: Sequence[str], name: str) -> Tensor:
+    """Select the rows of our answers from a weight or bias for another list of answers; unknown answers get zeros.
 
-    Our answers are spelled as in the other list first, see `simplify_answer` (official LXMERT code).
+    Our answers are normalised by `simplify_answer` first (official LXMERT code).
     """
     if len(rows) != len(theirs):
-        raise UserError(f"{name}: the head has {len(rows)} answers, and the list beside it {len(theirs)}.")
+        raise UserError(f"{name}: the head has {len(rows)} answers, but its list of answers has {len(theirs)}.")
     class_of = {answer: number for number, answer in enumerate(theirs)}
     found = torch.tensor([class_of.get(simplify_answer(answer), -1) for answer in ours])
     return rows[found.clamp(min=0)] * (found >= 0).view(-1, *[1] * (rows.ndim - 1))
 
 
 def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None:
-    """Compare settings that no shape shows with the `config.json` beside a weights file, if there is one."""
+    """Compare settings that no weight shape shows with the `config.json` of a weights file, if there is one."""
     path = file.parent / "config.json"
     if not path.is_file():
         return
@@ -249,54 +249,51 @@ def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None
     for name in fields:
         if name in theirs and name in own and theirs[name] != own[name]:
             raise UserError(
-                f"{path}: {name} is {theirs[name]}, but the encoder's is {own[name]}; set encoder.config.{name} to "
+                f"{path}: {name} is {theirs[name]} there and {own[name]} in this run; set encoder.config.{name} to "
                 f"{theirs[name]}."
             )
 
 
 def check_vocabulary(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise a UserError if the encoder was trained with another vocabulary, even of the same size."""
+    """Raise a UserError if the encoder was trained with another vocabulary, even one of the same size."""
     path = user_path(path)
     places = [path / "model", path]  # a run, a model folder
-    places += [part.parent for part in (path, path.parent) if part.name == "encoder"]  # its part, the part's file
+    places += [part.parent for part in (path, path.parent) if part.name == "encoder"]  # the encoder's folder or file
     folder = next((place / "tokenizer" for place in places if (place / "tokenizer").is_dir()), None)
     if folder is None:
         return
     theirs, own = load_tokenizer(folder).get_vocab(), tokenizer.get_vocab()
     if theirs != own:
         raise UserError(
-            f"{path}: its encoder was trained with the {len(theirs)} wordpieces in {folder}, this run has {len(own)} "
-            f"others; set data.vocabulary={folder}."
+            f"{path}: the encoder was trained with the {len(theirs)} wordpieces in {folder}, but this run has another "
+            f"vocabulary of {len(own)}; set data.vocabulary={folder}."
         )
 
 
 def check_answers(folder: Path, task: Task) -> None:
-    """Raise a UserError if our head in `folder` has another answer vocabulary, or the same in another order."""
+    """Raise a UserError if the head in `folder` has other answers, or the same answers in another order."""
     path = folder / ANSWERS_FILE
     if task.chooses_answers and path.is_file() and read_answers(path) != task.answers:
         raise UserError(
-            f"{path}: the head was trained for other answers than this run's, or for another order of them; set "
+            f"{path}: the head was trained with other answers than those of this run, or in another order; set "
             f"task.config.answers={path}."
         )
 
 
-def find_part(name: str, part: str) -> Path:
-    """The file with the weights of a part: `encoder`, `task` or `phrases`.
-
-    `name` is a path or a hub name, see the top of this file.
-    """
+def find_weights(name: str, part: str) -> Path:
+    """Find the weights file of a part: `encoder`, `task` or `phrases`; see the top of this file for `name`."""
     path = user_path(name)
     if path.is_file():
         return path
     if not path.exists() and looks_like_hub_name(name):
         try:
-            cached_file(name, "config.json")  # fails for all reasons there are; `load_encoder` reads it
+            cached_file(name, "config.json")  # raises every possible error first; also used by `load_encoder`
             new, old = FILES
             found = cached_file(name, new, _raise_exceptions_for_missing_entries=False) or cached_file(name, old)
         except (OSError, ValueError) as error:
             raise MissingFileError(
-                f"{name}: neither a local file or folder nor a model that could be fetched from the hub "
-                f"({first_line(error)}); check the name and the connection, or give a local file."
+                f"{name}: neither a local path nor a model that could be downloaded from the hub "
+                f"({first_line(error)}); check the name and the connection, or use a local file."
             ) from error
         return Path(found)
     for folder in (path / "model" / part, path / part, path):
@@ -304,11 +301,11 @@ def find_part(name: str, part: str) -> Path:
             if (folder / file).is_file():
                 return folder / file
     raise MissingFileError(
-        f"{path}: no weights of `{part}` there; give a run directory, a file, or a folder with {' or '.join(FILES)}."
+        f"{path}: no weights for `{part}` found; use a run directory, a file, or a folder with {' or '.join(FILES)}."
     )
 
 
 def _settings_of_run(folder: Path, part: str) -> dict[str, Any]:
-    """All settings of the run that a part's folder lies in, as saved; empty for a folder by itself."""
+    """The saved settings of the run that contains a part's folder; empty if there is none."""
     path = folder.absolute().parent / "config.yaml"
     return read_yaml(path) if folder.absolute().name == part and path.is_file() else {}

@@ -1,10 +1,10 @@
-"""Official VisualBERT checkpoints (`*.th`), transformers' VisualBERT, and BERT as a start of VisualBERT.
+"""Convert VisualBERT checkpoints, official (`*.th`) and of transformers, and initialise VisualBERT from BERT.
 
-An official file is a bare state dict: `bert.bert.` is the trunk, `bert.` in front of other names a head, and in files
-of VCR `detector.` the network of regions, whose names are in `detector.weight_names`. Our encoder has the names of
+An official file is a plain state dict: the prefix `bert.bert.` is the trunk, any other `bert.` a head, and `detector.`
+the region network in files for VCR (names in `detector.weight_names`). Our encoder has the parameter names of
 transformers' VisualBERT.
 
-Facts from the official code (uclanlp/visualbert); the published files themselves were not seen.
+The names follow the official code (uclanlp/visualbert); they were not compared with published files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from detector.weight_names import REGION_NETWORK, from_visual_bert, visual_bert_
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import (
-    MODULES,
+    BERT_MODULES,
     POSITION_IDS,
     PRETRAINING,
     WORD_EMBEDDINGS,
@@ -33,21 +33,21 @@ from e2e_vl.weights.base import (
     Names,
     WeightAdapter,
     check_settings,
-    on_cpu,
+    check_task,
+    collect_weights,
+    invert,
+    move_to_cpu,
     rename_head,
     replace_module,
-    require_task,
-    reverse,
     save_for_torch,
     save_for_transformers,
     shared_fields,
-    split_names,
-    state_dicts,
+    split_weights,
 )
 
 TRUNK, HEAD = "bert.bert.", "bert."
-MASK_FILTER = "roi_heads.mask_filter.weight"  # only the network of R2C has it
-OFFICIAL_NETWORK: dict[str, Any] = {  # settings of that network that no weight shows
+MASK_FILTER = "roi_heads.mask_filter.weight"  # only in the region network of R2C
+OFFICIAL_NETWORK: dict[str, Any] = {  # settings of that network that are not visible in the weights
     "INPUT.FORMAT": "RGB",
     "MODEL.PIXEL_MEAN": [123.675, 116.28, 103.53],
     "MODEL.PIXEL_STD": [58.395, 57.12, 57.375],
@@ -56,7 +56,7 @@ OFFICIAL_NETWORK: dict[str, Any] = {  # settings of that network that no weight 
     "MODEL.ROI_BOX_HEAD.POOLER_SAMPLING_RATIO": 0,
 }
 ENCODER = {
-    **{name: name for name in (*MODULES, "additional_layer")},
+    **{name: name for name in (*BERT_MODULES, "additional_layer")},
     "embeddings.token_type_embeddings_visual": "embeddings.visual_token_type_embeddings",
     "embeddings.position_embeddings_visual": "embeddings.visual_position_embeddings",
     "embeddings.projection": "embeddings.visual_projection",
@@ -66,21 +66,21 @@ COPIED_TABLES = {  # text -> visual, see `special_visual_initialize`
     "embeddings.token_type_embeddings.weight": "embeddings.visual_token_type_embeddings.weight",
     "embeddings.position_embeddings.weight": "embeddings.visual_position_embeddings.weight",
 }
-DECODER = "cls.predictions.decoder.weight"  # the word embeddings again
+DECODER = "cls.predictions.decoder.weight"  # tied to the word embeddings
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadNames:
-    """The head of one task in other projects."""
+    """The head of a task in the other projects."""
 
-    names: Names  # official, without `bert.` in front
-    architecture: str  # of transformers, which has such a head
-    unused: tuple[str, ...] = ()  # official modules in the files of this task that nothing reads
-    counts_labels: bool = False  # transformers' config says how many rows the last Linear has
+    names: Names  # official, without the prefix `bert.`
+    architecture: str  # class in transformers
+    unused: tuple[str, ...] = ()  # modules in official files that are not used
+    counts_labels: bool = False  # `num_labels` of transformers' config is the number of outputs
 
 
 CLASSIFIER = {"classifier": "head.output"}
-HEADS = {  # our name of a task -> its head
+HEADS = {  # task -> its head
     PRETRAINING: HeadNames(WORD_HEAD | {"cls.seq_relationship": "relationship.head"}, "VisualBertForPreTraining"),
     "vqa": HeadNames(CLASSIFIER, "VisualBertForQuestionAnswering", counts_labels=True),
     "vcr": HeadNames(CLASSIFIER, "VisualBertForMultipleChoice"),
@@ -92,18 +92,18 @@ HEADS = {  # our name of a task -> its head
     ),
 }
 NO_HEAD = HeadNames({}, "VisualBertModel")
-ANSWERS = "vqa"  # the task whose `classifier` may have any number of rows
-CLASSIFIER_ROWS = {1: "vcr", 2: "nlvr2"}  # rows of `classifier` -> task, unless a run of `ANSWERS` asks for it
+ANSWERS = "vqa"  # task whose `classifier` may have any number of rows
+CLASSIFIER_ROWS = {1: "vcr", 2: "nlvr2"}  # rows of `classifier` -> task, except in runs of `ANSWERS`
 
 
 class OfficialVisualBert(WeightAdapter):
-    """Models of the official VisualBERT code, in and out."""
+    """Checkpoints of the official VisualBERT code."""
 
     layout = "VisualBERT"
     suffix = ".th"
-    same_config = ("num_attention_heads", "hidden_act", "layer_norm_eps", "region_position", "region_types")
-    # fields of our encoder's config, with their values in the other project
-    needed_config: ClassVar[dict[str, Any]] = {
+    checked_fields = ("num_attention_heads", "hidden_act", "layer_norm_eps", "region_position", "region_types")
+    # values of the encoder's config that the other project implements
+    required_config: ClassVar[dict[str, Any]] = {
         "region_position": "official",
         "region_types": [0, 1],
         "project_equal_sizes": True,
@@ -122,7 +122,7 @@ class OfficialVisualBert(WeightAdapter):
         if any(name.startswith(f"{HEAD}flickr_attention.") for name in tensors):
             task_name = "flickr30k"
         rule = HEADS.get(task_name, NO_HEAD)
-        encoder, task = split_names(
+        encoder, task = split_weights(
             tensors,
             {f"{TRUNK}{theirs}": ours for theirs, ours in ENCODER.items()},
             {f"{HEAD}{theirs}": ours for theirs, ours in rule.names.items()},
@@ -135,32 +135,32 @@ class OfficialVisualBert(WeightAdapter):
         return ModelWeights(detector, encoder, task, task_name, transferable, compatible_tasks=compatible)
 
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
-        """Write a `.th` file; returns what was left out, see `official_state`."""
-        require_task(task_name, list(HEADS), "VisualBERT")
-        check_settings(model.encoder.config.to_dict(), self.needed_config, path)
+        """Write a `.th` file and return the names that were left out, see `to_official`."""
+        check_task(task_name, list(HEADS), "VisualBERT")
+        check_settings(model.encoder.config.to_dict(), self.required_config, path)
         if isinstance(model.detector, R2CNetwork):
             check_settings(model.detector.config.to_flat(), OFFICIAL_NETWORK, path)
-        state, left_out = official_state(state_dicts(model, task_name))
-        save_for_torch(on_cpu(state), path)
+        state, left_out = to_official(collect_weights(model, task_name))
+        save_for_torch(move_to_cpu(state), path)
         return left_out
 
 
-def official_state(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
-    """The reverse of `OfficialVisualBert.convert`.
+def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
+    """The inverse of `OfficialVisualBert.convert`.
 
     Returns:
-        the weights by official names, and what was left out: a detector other than the network of R2C, and side heads
-        and objectives that no official model has.
+        The weights with official names, and the names that were left out: a detector other than R2C's region network,
+        and heads that no official model has.
     """
     head, left_out = rename_head(parts.task, HEADS.get(parts.task_name, NO_HEAD).names)
-    state = {f"{TRUNK}{replace_module(name, reverse(ENCODER))}": value for name, value in parts.encoder.items()}
+    state = {f"{TRUNK}{replace_module(name, invert(ENCODER))}": value for name, value in parts.encoder.items()}
     state |= {f"{HEAD}{name}": value for name, value in head.items()}
     if any(name.startswith("cls.predictions.") for name in head):
         state[f"{HEAD}{DECODER}"] = parts.encoder[WORD_EMBEDDINGS]
     if MASK_FILTER not in parts.detector:
         return state, left_out + [f"detector.{name}" for name in parts.detector]
     network = {visual_bert_name(name): value for name, value in parts.detector.items()}
-    # a frozen norm counts no batches, and official files have the counter
+    # official files have the batch counter, which frozen norms lack
     for norm in (name.removesuffix("running_var") for name in list(network) if name.endswith("running_var")):
         network.setdefault(f"{norm}num_batches_tracked", torch.zeros((), dtype=torch.int64))
     return state | network, left_out
@@ -169,9 +169,9 @@ def official_state(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
 # Folders of transformers' VisualBERT
 
 
-IN_TRANSFORMERS = "visual_bert."  # in front of the trunk
+TRANSFORMERS_PREFIX = "visual_bert."  # of the trunk
 TRANSFORMERS_NAMES = {  # transformers' -> official
-    **{f"{IN_TRANSFORMERS}{ours}": f"{TRUNK}{theirs}" for theirs, ours in ENCODER.items()},
+    **{f"{TRANSFORMERS_PREFIX}{ours}": f"{TRUNK}{theirs}" for theirs, ours in ENCODER.items()},
     "cls.predictions": f"{HEAD}cls.predictions",
     "cls.seq_relationship": f"{HEAD}cls.seq_relationship",
     "cls": f"{HEAD}classifier",
@@ -180,12 +180,12 @@ TRANSFORMERS_NAMES = {  # transformers' -> official
 
 
 class TransformersVisualBert(OfficialVisualBert):
-    """VisualBERT of transformers with a head, in and out."""
+    """Checkpoints of transformers' VisualBERT with a head."""
 
     layout = "transformers' VisualBERT"
     suffix = ".safetensors"
-    # users name the types of regions in each call; transformers' late fusion fails
-    needed_config: ClassVar[dict[str, Any]] = {
+    # the types of regions are an argument in transformers; its late fusion raises an error
+    required_config: ClassVar[dict[str, Any]] = {
         "region_position": "official",
         "bypass_transformer": False,
         "project_equal_sizes": True,
@@ -194,10 +194,10 @@ class TransformersVisualBert(OfficialVisualBert):
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
         is_old_trunk = POSITION_IDS in tensors and PROJECTION in tensors
-        return is_old_trunk or any(name.startswith(IN_TRANSFORMERS) for name in tensors)
+        return is_old_trunk or any(name.startswith(TRANSFORMERS_PREFIX) for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        prefix = "" if any(name.startswith(IN_TRANSFORMERS) for name in tensors) else IN_TRANSFORMERS
+        prefix = "" if any(name.startswith(TRANSFORMERS_PREFIX) for name in tensors) else TRANSFORMERS_PREFIX
         tensors = {f"{prefix}{name}": value for name, value in tensors.items() if not name.endswith(POSITION_IDS)}
         official = {replace_module(name, TRANSFORMERS_NAMES) or name: value for name, value in tensors.items()}
         return super().convert(official, source)
@@ -205,33 +205,33 @@ class TransformersVisualBert(OfficialVisualBert):
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
         """Write a folder's `model.safetensors` and `config.json`.
 
-        A task that has no head in transformers gives the trunk alone (`VisualBertModel`). Users of the folder pass
-        `visual_token_type_ids` as `region_types` says (transformers takes 1 if they are left out), and features that
-        end with the numbers of the boxes if the encoder has `with_box_numbers`.
+        Tasks without a head in transformers give the trunk alone (`VisualBertModel`). Its users must pass
+        `visual_token_type_ids` according to `region_types` (transformers' default is 1) and, with
+        `with_box_coordinates`, features with the box coordinates appended.
         """
-        check_settings(model.encoder.config.to_dict(), self.needed_config, path)
-        parts = state_dicts(model, task_name)
-        state, left_out = transformers_state(parts)
-        save_for_transformers(state, transformers_config(model.encoder, parts), path)
+        check_settings(model.encoder.config.to_dict(), self.required_config, path)
+        parts = collect_weights(model, task_name)
+        state, left_out = to_transformers(parts)
+        save_for_transformers(state, make_transformers_config(model.encoder, parts), path)
         return left_out
 
 
-def transformers_state(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
-    """The reverse of `TransformersVisualBert.convert`; what is tied to something else is left to transformers.
+def to_transformers(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
+    """The inverse of `TransformersVisualBert.convert`, without tied weights.
 
     Returns:
-        the weights by transformers' names, and what was left out: the detector, side heads and objectives.
+        The weights with transformers' names, and the names that were left out: the detector and additional heads.
     """
-    official, left_out = official_state(dataclasses.replace(parts, detector={}))
+    official, left_out = to_official(dataclasses.replace(parts, detector={}))
     official.pop(f"{HEAD}{DECODER}", None)
-    state = {replace_module(name, reverse(TRANSFORMERS_NAMES)): value for name, value in official.items()}
+    state = {replace_module(name, invert(TRANSFORMERS_NAMES)): value for name, value in official.items()}
     if parts.task_name not in HEADS:
-        state = {name.removeprefix(IN_TRANSFORMERS): value for name, value in state.items()}
+        state = {name.removeprefix(TRANSFORMERS_PREFIX): value for name, value in state.items()}
     return state, left_out + [f"detector.{name}" for name in parts.detector]
 
 
-def transformers_config(encoder: VisualBertEncoder, parts: ModelWeights) -> VisualBertConfig:
-    """The settings that both projects have. No row of the word embeddings is padding, as in the official code."""
+def make_transformers_config(encoder: VisualBertEncoder, parts: ModelWeights) -> VisualBertConfig:
+    """The config of transformers. As in the official code, no row of the word embeddings is a padding row."""
     rule = HEADS.get(parts.task_name, NO_HEAD)
     fields = shared_fields(encoder.config, VisualBertConfig, "pad_token_id")
     if rule.counts_labels:
@@ -245,21 +245,21 @@ def transformers_config(encoder: VisualBertEncoder, parts: ModelWeights) -> Visu
 
 
 class VisualBertFromBert(BertStart):
-    """BERT fills the parts of VisualBERT that it has, the projection stays random.
+    """Initialises VisualBERT from BERT; the projection stays random.
 
-    With `special_visual_initialize` the visual tables become copies of BERT's, as in the official code. Of the heads
-    BERT's sentence head is converted too; the official code loads it although its own labels have the classes swapped.
+    With `special_visual_initialize` the visual tables are copies of BERT's, as in the official code. BERT's
+    next-sentence head is also loaded, as in the official code, although the labels there have the opposite order.
     """
 
     head_names = HEADS[PRETRAINING].names
     transferable = ("word_head.", "relationship.")
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
-        """A BERT has no tables of regions; our own encoder has, and BERT's other names."""
+        """BERT, but not our encoder, which also has visual tables."""
         return super().recognise(tensors) and not COPIED_TABLES.values() & tensors.keys()
 
-    def fit(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
-        """Copies for the visual tables."""
+    def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
+        """Copy BERT's tables to the visual tables."""
         if not encoder.config.special_visual_initialize:
             return tensors, []
         copies = {text: visual for text, visual in COPIED_TABLES.items() if text in tensors}

@@ -1,10 +1,10 @@
-"""Official VL-BERT checkpoints (`vl-bert-*.model`, fine-tuned ones too) and BERT as a start of VL-BERT.
+"""Convert official VL-BERT checkpoints (`vl-bert-*.model` and fine-tuned ones), and initialise VL-BERT from BERT.
 
-An official file is a dict with the weights under `state_dict`, each name with the prefix `module.`, maybe in half
-precision. The fine-tuned model of VCR has `vlbert._module.` where the others have `vlbert.`. A file has two things
-twice: res5 (see `detector.weight_names`), and the word embeddings as `vlbert.mlm_head.predictions.decoder.weight`.
+An official file is a dict with the state dict in `state_dict`, possibly in half precision. All names have the prefix
+`module.`; fine-tuned models for VCR have `vlbert._module.` instead of `vlbert.`. Files contain two modules twice: res5
+(see `detector.weight_names`), and the word embeddings as `vlbert.mlm_head.predictions.decoder.weight`.
 
-Facts from the official code (jackroos/VL-BERT).
+The names follow the official code (jackroos/VL-BERT).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from e2e_vl.weights.base import (
     Names,
     WeightAdapter,
     check_settings,
-    on_cpu,
+    check_task,
+    collect_weights,
+    invert,
+    move_to_cpu,
     rename_head,
     replace_module,
-    require_task,
-    reverse,
     save_for_torch,
-    split_names,
-    state_dicts,
+    split_weights,
 )
 
 ENCODER = {
@@ -56,7 +56,7 @@ ENCODER = {
     "vlbert.encoder.layer": "layers",
     "vlbert.pooler": "pooler",
 }
-SCALARS = {  # instead of the LayerNorms above, with `visual_layer_norm` off
+SCALARS = {  # in place of the LayerNorms above, without `visual_layer_norm`
     "vlbert.visual_scale_text": "embeddings.text_visual.norm.weight",
     "vlbert.visual_scale_object": "embeddings.region_visual.norm.weight",
 }
@@ -81,21 +81,21 @@ HEADS = {  # task -> its head
         "cnn_loss_reg.2": "region_classifier.output",
     },
 }
-MARKS = {  # task -> names that only its files have; looked up in this order
+TASK_PREFIXES = {  # task -> prefixes that only its files have; the first match counts
     PRETRAINING: ("vlbert.mlm_head.", "vlbert.mvrc_head.", "vlbert.relationsip_head."),
     "vcr": ("cnn_loss_reg.", "final_mlp.1."),
     "vqa": ("final_mlp.0.LayerNorm.",),
     "refcoco": ("final_mlp.",),
 }
-DETECTOR = VL_BERT.removesuffix(".")  # module of the detector, and of one Linear of our encoder
+DETECTOR = VL_BERT.removesuffix(".")  # module with the detector and one Linear of the encoder
 SEGMENTS = "embeddings.segment_embeddings.weight"
 DECODER = "vlbert.mlm_head.predictions.decoder.weight"
-PRETRAINING_EMBEDDINGS = (  # ours of what only the official pre-training model has
+PRETRAINING_EMBEDDINGS = (  # only in the official pre-training model
     "embeddings.masked_region_word_embedding.",
     "embeddings.masked_region_feature.",
     "embeddings.text_only_embedding.",
 )
-ENCODER_CONFIG = {
+OFFICIAL_CONFIG = {
     "geometry": "centre_size",
     "visual_part_on_end": False,
     "whole_image_in_sequence": True,
@@ -105,7 +105,7 @@ ENCODER_CONFIG = {
     "relative_geometry": False,
     "max_images": 1,
 }
-OFFICIAL_DETECTOR: dict[str, Any] = {  # no weight shows it; keys of configs/detector/vl_bert_R_101.yaml
+OFFICIAL_DETECTOR: dict[str, Any] = {  # not visible in the weights; from configs/detector/vl_bert_R_101.yaml
     "MODEL.ROI_HEADS.NAME": "Res5ROIHeads",
     "INPUT.FORMAT": "BGR",
     "MODEL.PIXEL_MEAN": [102.9801, 115.9465, 122.7717],
@@ -122,11 +122,11 @@ REGION_CLASSES = ("masked_regions.output.weight", "masked_regions.output.bias") 
 
 
 class OfficialVLBert(WeightAdapter):
-    """Models of the official VL-BERT code, in and out."""
+    """Checkpoints of the official VL-BERT code."""
 
     layout = "VL-BERT"
     suffix = ".model"
-    same_config = (
+    checked_fields = (
         "num_attention_heads",
         "hidden_act",
         "layer_norm_eps",
@@ -147,42 +147,42 @@ class OfficialVLBert(WeightAdapter):
             for name, value in tensors.items()
         }
         task_name = next(
-            (task for task, marks in MARKS.items() if any(name.startswith(marks) for name in tensors)), None
+            (task for task, prefixes in TASK_PREFIXES.items() if any(name.startswith(prefixes) for name in tensors)),
+            None,
         )
-        encoder, head = split_names(tensors, ENCODER | SCALARS, HEADS.get(task_name, {}), source, (DETECTOR,))
+        encoder, head = split_weights(tensors, ENCODER | SCALARS, HEADS.get(task_name, {}), source, (DETECTOR,))
         transferable = ("",) if task_name == PRETRAINING else ()
         return ModelWeights(from_vl_bert(tensors), encoder, head, task_name, transferable, background_last=False)
 
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
-        """Write a `.model` file; returns what was left out, see `to_official`.
+        """Write a `.model` file and return the names that were left out, see `to_official`.
 
-        Two things of pre-training are written so that the official code computes the same: with `region_word: img` the
-        vector of [IMG] is written for regions and for masked regions; and a region classifier with the
-        background last gets it first.
+        Pre-training weights are changed where the official code would otherwise compute something else: with
+        `region_word: img` the vector of [IMG] is written for regions and for masked regions, and the background
+        becomes the first class of the region classifier.
         """
-        check_settings(model.encoder.config.to_dict(), ENCODER_CONFIG, path)
+        check_settings(model.encoder.config.to_dict(), OFFICIAL_CONFIG, path)
         if not isinstance(model.detector, PrecomputedDetector):
             settings = DetectorConfig.to_flat(model.detector.config) | model.detector.config.to_flat()
             check_settings(settings, OFFICIAL_DETECTOR, path)
-        parts = state_dicts(model, task_name)
+        parts = collect_weights(model, task_name)
         if model.encoder.config.region_word == "img" and task_name == PRETRAINING:
             parts.encoder[MASKED_REGION_WORD] = parts.encoder[REGION_WORD]
         if REGION_CLASSES[0] in parts.task and model.task.config.has_background_last:
             parts.task.update({name: parts.task[name].roll(1, dims=0) for name in REGION_CLASSES})
         official, left_out = to_official(parts)
-        save_for_torch({"state_dict": on_cpu(official)}, path)
+        save_for_torch({"state_dict": move_to_cpu(official)}, path)
         return left_out
 
 
 def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
-    """The reverse of `OfficialVLBert.convert`: official names with the prefix `module.`, as the files have them.
+    """The inverse of `OfficialVLBert.convert`: official names with the prefix `module.`.
 
     Returns:
-        the weights, and the names (`detector.`, `encoder.`, `task.`) of what an official model of this task has no
-        place for and was left out: RPN and box head, learned vectors of pre-training, a pooler that nothing reads, and
-        other objectives.
+        The weights, and the names (`detector.`, `encoder.`, `task.`) that an official model of this task does not have:
+        RPN and box head, learned vectors of pre-training, an unused pooler, and other objectives.
     """
-    require_task(parts.task_name, list(HEADS), "VL-BERT")
+    check_task(parts.task_name, list(HEADS), "VL-BERT")
     head, left_out = rename_head(parts.task, HEADS[parts.task_name])
     left_out += [f"detector.{name}" for name in parts.detector if not name.startswith(("backbone.", "roi_heads.res5."))]
     unread = () if parts.task_name == PRETRAINING else PRETRAINING_EMBEDDINGS
@@ -190,7 +190,7 @@ def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
         unread += ("pooler.",)
     official = to_vl_bert(parts.detector) | head
     for name, value in parts.encoder.items():
-        theirs = replace_module(name, reverse(SCALARS if value.ndim == 0 else ENCODER))
+        theirs = replace_module(name, invert(SCALARS if value.ndim == 0 else ENCODER))
         if theirs is None or name.startswith(unread):
             left_out.append(f"encoder.{name}")
         else:
@@ -203,7 +203,7 @@ def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
 
 
 class VLBertFromBert(BertStart):
-    """BERT's two segment rows become rows 0 and 1 (official code); row 2, of regions, stays random."""
+    """BERT's two segments become segments 0 and 1 (official code); segment 2 (regions) stays random."""
 
     names: ClassVar[Names] = {
         "embeddings.word_embeddings": "embeddings.word_embeddings",
@@ -214,10 +214,10 @@ class VLBertFromBert(BertStart):
         "pooler": "pooler",
     }
 
-    def fit(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
-        """The encoder's own rows are added to the segment table."""
+    def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
+        """Append the encoder's other rows to BERT's segment table."""
         own, segments = encoder.state_dict()[SEGMENTS], tensors.get(SEGMENTS)
-        # otherwise the loader reports the mismatch
+        # the loader reports any other shape
         if segments is not None and segments.shape[1] == own.shape[1] and len(segments) <= len(own):
             tensors = {**tensors, SEGMENTS: torch.cat([segments, own[len(segments) :].float()])}
-        return tensors, [f"segment rows of BERT -> the first rows of {SEGMENTS}"]
+        return tensors, [f"BERT's segments -> the first rows of {SEGMENTS}"]

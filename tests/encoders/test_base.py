@@ -15,7 +15,7 @@ from transformers.models.bert.modeling_bert import BertIntermediate
 
 from detector.errors import UserError
 from e2e_vl.encoders.base import Encoder, NoEncoder, NoEncoderConfig
-from e2e_vl.encoders.layers import pairs_of_one_image
+from e2e_vl.encoders.layers import same_image_mask
 from e2e_vl.structures import Ability, AttentionBlock
 from tests.encoders.small import (
     look,
@@ -45,7 +45,7 @@ VARIANTS = {
     "vl_bert two images": (make_vl_bert, {"max_images": 2}),
     "visual_bert": (make_visual_bert, {}),
     "visual_bert late fusion": (make_visual_bert, {"bypass_transformer": True}),
-    "visual_bert box numbers": (make_visual_bert, {"with_box_numbers": True}),
+    "visual_bert box numbers": (make_visual_bert, {"with_box_coordinates": True}),
     "visual_bert paper": (
         make_visual_bert,
         {"region_position": "paper", "project_equal_sizes": False, "train_pooler": True},
@@ -303,7 +303,7 @@ def test_geometry_of_one_image_says_nothing_about_the_other(name):
     learn_geometry(paired)
     regions = look((0, 1), whole_image=False)
     moved = dataclasses.replace(regions, boxes=regions.boxes + 3.0 * (regions.image_slot == 1)[..., None])
-    biases = (paired.relative_geometry(one.boxes, one.image_sizes, pairs_of_one_image(one)) for one in (regions, moved))
+    biases = (paired.relative_geometry(one.boxes, one.image_sizes, same_image_mask(one)) for one in (regions, moved))
     for one, other in zip(*biases, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     assert paired(one_text(), regions).regions.isfinite().all()

@@ -12,8 +12,8 @@ from e2e_vl.encoders.layers import (
     RelativeGeometryBias,
     SequenceLayout,
     geometry_embedding,
-    pairs_of_one_image,
     relative_geometry,
+    same_image_mask,
     sinusoids,
 )
 from tests.regions import regions_of_own_images
@@ -72,7 +72,7 @@ def test_a_bias_is_only_between_real_regions_of_one_image():
         attention_mask=torch.tensor([[True] * 4, [True, True, False, False]]),
         image_slot=torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]]),
     )
-    values = torch.stack(bias(regions.boxes, regions.image_sizes, pairs_of_one_image(regions)))
+    values = torch.stack(bias(regions.boxes, regions.image_sizes, same_image_mask(regions)))
     assert values.shape == (3, 2, 2, 4, 4)
     block = torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).bool()
     single = torch.zeros(4, 4, dtype=torch.bool)

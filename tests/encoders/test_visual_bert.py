@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, VisualBertConfig, VisualBertModel
 
 from e2e_vl.encoders.layers import region_word_alignment
-from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig, box_numbers
+from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig, relative_box_coordinates
 from e2e_vl.text import CLS, MASK, SEP, Template
 from tests.encoders.small import VISUAL_BERT, changed, look, make_inputs, name_regions, one_text
 from tests.encoders.small import make_visual_bert as make_encoder
@@ -66,12 +66,12 @@ def test_a_named_region_has_the_mean_or_the_sum_of_its_words_positions(position,
     torch.testing.assert_close(embeddings.region_positions(None), shared)
 
 
-def test_box_numbers():
+def test_box_coordinates():
     boxes = torch.tensor([[[10.0, 5.0, 30.0, 20.0], [0.0, 0.0, 80.0, 50.0]]])
     sizes = torch.tensor([[[50.0, 80.0]] * 2])
     expected = [[[0.125, 0.1, 0.375, 0.4, 0.25, 0.3], [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]]]
-    torch.testing.assert_close(box_numbers(boxes, sizes), torch.tensor(expected))
-    model, (texts, regions) = make_encoder(with_box_numbers=True), make_inputs()
+    torch.testing.assert_close(relative_box_coordinates(boxes, sizes), torch.tensor(expected))
+    model, (texts, regions) = make_encoder(with_box_coordinates=True), make_inputs()
     assert model.embeddings.visual_projection.in_features == VISUAL_BERT["feature_dim"] + 6
     other = dataclasses.replace(regions, boxes=regions.boxes * 0.5)
     assert torch.equal(changed(model(texts, other).regions, model(texts, regions).regions), regions.attention_mask)

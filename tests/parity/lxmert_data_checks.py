@@ -29,7 +29,7 @@ from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.words import mask_words
 from e2e_vl.tasks.pretraining import PretrainingPreprocessor, PretrainingTask
 from e2e_vl.text import TextTokenizer, load_tokenizer, simplify_answer
-from e2e_vl.weights.start import StartRules, load_task
+from e2e_vl.weights.start import InitRules, load_task
 from tests.parity import lxmert_common as common
 from tests.parity.lxmert_common import assert_near
 from tests.parity.lxmert_finetuning_checks import answering_task
@@ -307,7 +307,7 @@ def test_an_answer_head_that_starts_from_pretraining(golden, rules, tmp_path):
     (tmp_path / "all_ans.json").write_text(json.dumps(table), encoding="utf-8")
     task = answering_task(hidden, len(recorded["label2ans"]))
     task.answer_vocabulary.answers[:] = recorded["label2ans"]
-    report = load_task(task, tmp_path / "Epoch20_LXRT.pth", StartRules("vqa", ADAPTERS["lxmert"]))
+    report = load_task(task, tmp_path / "Epoch20_LXRT.pth", InitRules("vqa", ADAPTERS["lxmert"]))
     places = {"0": "transform.dense", "2": "transform.norm", "3": "output"}
     state = task.head.state_dict()
     for name, value in golden.part("data", "head.after.").items():

@@ -24,7 +24,7 @@ from e2e_vl.tasks.gqa import GQATask
 from e2e_vl.tasks.question_answering import AnswerTargets
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.base import ModelWeights
-from e2e_vl.weights.lxmert import official_lxmert_state
+from e2e_vl.weights.lxmert import to_official
 from tests.parity import lxmert_common as common
 from tests.parity.lxmert_common import assert_gradients_near, assert_near, gradients_of, regions_of, texts_of
 from tests.parity.tolerances import NETWORK
@@ -107,7 +107,7 @@ def run_answering(
 
 def gradients(name: str, encoder: nn.Module, head: nn.Module, arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """By official names, with those of the inputs."""
-    found = official_lxmert_state(ModelWeights({}, gradients_of(encoder), gradients_of(head), name))
+    found = to_official(ModelWeights({}, gradients_of(encoder), gradients_of(head), name))
     return found | {f"in.{key}": arrays[key].grad for key in ("visual_feats", "boxes")}
 
 

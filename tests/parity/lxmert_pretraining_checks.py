@@ -22,7 +22,7 @@ from e2e_vl.tasks.objectives.texts import AnswerLabel, MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
 from e2e_vl.weights.base import ModelWeights
-from e2e_vl.weights.lxmert import official_lxmert_state
+from e2e_vl.weights.lxmert import to_official
 from tests.parity import lxmert_common as common
 from tests.parity.lxmert_common import assert_gradients_near, assert_near, gradients_of
 from tests.parity.tolerances import NETWORK
@@ -169,7 +169,7 @@ def gradients(golden, name: str | None = None) -> dict[str, Tensor]:
     (sum(losses.values()) if name is None else losses[name]).backward()
     found = ModelWeights({}, gradients_of(model.encoder), gradients_of(model.task), "pretraining")
     inputs = {"in.visual_feats": features.grad, "in.boxes": boxes.grad}
-    return official_lxmert_state(found) | {key: value for key, value in inputs.items() if value is not None}
+    return to_official(found) | {key: value for key, value in inputs.items() if value is not None}
 
 
 def test_gradients_of_all_losses(golden):

@@ -10,7 +10,7 @@ from e2e_vl.config import TrainSettings
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.optim import BertAdam, build_schedule
 from e2e_vl.weights.base import ModelWeights
-from e2e_vl.weights.lxmert import official_lxmert_state
+from e2e_vl.weights.lxmert import to_official
 from tests.parity import lxmert_common as common
 from tests.parity.lxmert_common import KEY_BIAS, assert_near
 from tests.parity.lxmert_pretraining_checks import make_batch, make_model, means
@@ -23,7 +23,7 @@ def values_of(model: VisionLanguageModel) -> dict[str, Tensor]:
     """All parameters by official names."""
     parts = model.encoder, model.task
     encoder, task = ({name: value.detach() for name, value in part.named_parameters()} for part in parts)
-    return official_lxmert_state(ModelWeights({}, encoder, task, "pretraining"))
+    return to_official(ModelWeights({}, encoder, task, "pretraining"))
 
 
 def test_updates_of_the_whole_model(golden):
@@ -61,7 +61,7 @@ def test_updates_of_the_whole_model(golden):
 def test_every_array_of_the_trunk_is_read(golden):
     """And none of the encoder is missing: the other checks start from it."""
     encoder = common.make_encoder(golden)
-    ours = official_lxmert_state(ModelWeights({}, encoder.state_dict(), {}, "pretraining"))
+    ours = to_official(ModelWeights({}, encoder.state_dict(), {}, "pretraining"))
     assert set(ours) == set(golden["trunk"])
     for name, value in golden["trunk"].items():
         assert torch.equal(ours[name], value), name

@@ -32,9 +32,9 @@ from e2e_vl.weights.visual_bert import (
     TRUNK,
     OfficialVisualBert,
     TransformersVisualBert,
-    official_state,
-    transformers_config,
-    transformers_state,
+    make_transformers_config,
+    to_official,
+    to_transformers,
 )
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import recorded_parts
@@ -159,7 +159,7 @@ def test_a_published_layout_is_our_encoder_and_head(visual_golden, published, la
     assert shapes(parts.task) == shapes(ours.state_dict())
     assert shapes(parts.detector) == (network_shapes() if task == "vcr" else {})
 
-    state, left_out = official_state(parts)
+    state, left_out = to_official(parts)
     unread = tuple(f"{HEAD}{module}." for module in rule.unused)
     assert shapes(state) == {
         name: shape for name, shape in layout.items() if not name.startswith(unread) or name.startswith(TRUNK)
@@ -172,8 +172,8 @@ def test_transformers_models_have_the_names_that_are_written(visual_golden, publ
     layout = official_layout(visual_golden, published)
     encoder = encoder_of(layout)
     parts = OfficialVisualBert().convert(tensors_of(layout), published)
-    state, _ = transformers_state(parts)
-    config = transformers_config(encoder, parts)
+    state, _ = to_transformers(parts)
+    config = make_transformers_config(encoder, parts)
     with torch.device("meta"):
         theirs = getattr(transformers, config.architectures[0])(config)
     assert config.visual_embedding_dim == encoder.state_dict()[PROJECTION].shape[1]
@@ -202,7 +202,7 @@ def test_recorded_weights_go_through_unchanged(visual_golden, files):
     for file in files:
         recorded |= visual_golden.part(file, "state.")
     parts = recorded_parts(visual_golden, *files)
-    state, left_out = official_state(ModelWeights({}, parts.encoder, parts.task, "pretraining"))
+    state, left_out = to_official(ModelWeights({}, parts.encoder, parts.task, "pretraining"))
     assert left_out == []
     assert state.keys() - recorded.keys() == {f"{HEAD}{DECODER}"}
     assert all(torch.equal(state[name], value) for name, value in recorded.items())

@@ -20,7 +20,7 @@ from detector.structures import ImageBatch
 from e2e_vl.config import load_config
 from e2e_vl.data.flickr30k import EntitySentence, read_sentences
 from e2e_vl.data.nlvr2 import read_examples
-from e2e_vl.encoders.visual_bert import VisualBertEncoder, box_numbers
+from e2e_vl.encoders.visual_bert import VisualBertEncoder, relative_box_coordinates
 from e2e_vl.examples import TextExample
 from e2e_vl.metrics.flickr30k import right_candidates
 from e2e_vl.samples import CorrectChoice, HumanAnswers, PhraseBoxes, SampleText
@@ -168,4 +168,4 @@ def test_numbers_of_boxes(data_rules):
     one = part_of(data_rules, "coco", "flickr_spatial")
     boxes = torch.tensor(one["boxes"], dtype=torch.float64)
     size = torch.tensor([[one["height"], one["width"]]]).expand(len(boxes), 2)
-    np.testing.assert_allclose(box_numbers(boxes, size).numpy(), one["appended"], atol=ROUNDED)
+    np.testing.assert_allclose(relative_box_coordinates(boxes, size).numpy(), one["appended"], atol=ROUNDED)

@@ -311,7 +311,7 @@ def test_a_head_for_the_same_answers_in_another_order_is_no_start(config_of, tmp
     save_model(tmp_path / "vqa" / "model", config, model, build_tokenizer(config))
     config = replaced(config, task={"weights": str(tmp_path / "vqa")})
     assert torch.equal(build(config, seed=1).task.head.output.weight, model.task.head.output.weight)
-    with pytest.raises(ValueError, match=r"answers.json: the head was trained for other answers"):
+    with pytest.raises(ValueError, match=r"answers.json: the head was trained with other answers"):
         build(with_options(config, answers=["no", "yes"]))
 
 

@@ -13,7 +13,7 @@ from e2e_vl.run.build import ADAPTERS, build_objectives
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.pretraining import PretrainingTask
-from e2e_vl.weights.start import StartRules
+from e2e_vl.weights.start import InitRules
 
 Module = TypeVar("Module", bound=nn.Module)
 BERT_SIZES = {
@@ -35,9 +35,9 @@ OFFICIAL_DETECTOR = {
 }
 
 
-def rules(task_name: str, encoder: str = "vl_bert") -> StartRules:
+def rules(task_name: str, encoder: str = "vl_bert") -> InitRules:
     """Of a run with this task and encoder."""
-    return StartRules(task_name, ADAPTERS[encoder])
+    return InitRules(task_name, ADAPTERS[encoder])
 
 
 def fill(module: Module, seed: int) -> Module:

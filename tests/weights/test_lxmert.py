@@ -30,7 +30,7 @@ from e2e_vl.tasks.pretraining import PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.lxmert import OfficialLxmert, TransformersLxmert
-from e2e_vl.weights.start import load_encoder, load_task, rows_of_answers
+from e2e_vl.weights.start import load_encoder, load_task, select_answer_rows
 from tests.encoders.small import LXMERT as SMALL
 from tests.encoders.small import make_inputs
 from tests.weights.starts import fill, pretraining_task, same
@@ -186,7 +186,7 @@ def test_answers_start_from_the_rows_of_the_same_answers(tmp_path: Path):
     with pytest.raises(ValueError, match=r"7 answers, .* 6"):
         load_task(task, path, rules("vqa"))
     rows = torch.arange(6.0).view(3, 2) + 1
-    found = rows_of_answers(rows, ["2", "gray", "cat"], ["a cat", "dog", "Two.", "grey"], "weight")
+    found = select_answer_rows(rows, ["2", "gray", "cat"], ["a cat", "dog", "Two.", "grey"], "weight")
     assert found.tolist() == [[5, 6], [0, 0], [1, 2], [3, 4]]
 
 

@@ -32,7 +32,7 @@ from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vcr import VCRTask
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.start import load_encoder, load_task
-from e2e_vl.weights.visual_bert import OfficialVisualBert, TransformersVisualBert, official_state
+from e2e_vl.weights.visual_bert import OfficialVisualBert, TransformersVisualBert, to_official
 from tests.weights.starts import BERT_SIZES as SIZES
 from tests.weights.starts import fill, pretraining_task, same
 from tests.weights.starts import rules as rules_of
@@ -92,7 +92,7 @@ def test_there_and_back_is_exact(tmp_path, name, late):
     assert same(other, model)
     parts = OfficialVisualBert().convert(state, path)
     assert parts.task_name == name
-    assert same(official_state(parts)[0], state)
+    assert same(to_official(parts)[0], state)
 
 
 @pytest.mark.parametrize("count", [1, 2])
