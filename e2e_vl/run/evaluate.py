@@ -144,7 +144,7 @@ def evaluate_split(
     """
     losses = LossSums() if with_loss else None
     unreadable: list[Unreadable] = []
-    predictions = evaluate(
+    predictions = predict_texts(
         *(config, model, examples, accelerator),
         max_images=max_images,
         name=f"{split}, {boxes}",
@@ -166,7 +166,7 @@ def compute_metrics(task: Task, predictions: Sequence[Prediction]) -> dict[str, 
     return ({} if has_only_phrases else task.metrics(judged)) | grounding_metrics(predictions)
 
 
-def evaluate(
+def predict_texts(
     config: RunConfig,
     model: VisionLanguageModel,
     examples: ExampleDataset,
@@ -177,7 +177,7 @@ def evaluate(
     losses: LossSums | None = None,
     unreadable: list[Unreadable] | None = None,
 ) -> list[Prediction]:
-    """Predictions for every text of a split, with `correct`; empty on all but the main process.
+    """Predict every text of a split, with `correct`; the result is empty on all but the main process.
 
     Processes receive whole batches: features depend slightly on padding, so the composition of a batch must not depend
     on the number of processes.
@@ -328,7 +328,7 @@ def predict_split(
         if boxes is BoxSource.ONLINE:
             warn_of_random_boxes(config.detector)
         model.to(accelerator.device)
-        predictions.append(with_target(evaluate(config, model, examples, accelerator, name=f"{split}, {boxes}")))
+        predictions.append(with_target(predict_texts(config, model, examples, accelerator, name=f"{split}, {boxes}")))
         model.cpu()
     metrics = on_main(accelerator, lambda: task.metrics(predictions[0]))
     if len(predictions) == 2:

@@ -30,7 +30,7 @@ from e2e_vl.run import evaluate as evaluation
 from e2e_vl.run import train as training
 from e2e_vl.run.build import build_examples
 from e2e_vl.run.checkpoint import load_model, translate_full_disk
-from e2e_vl.run.evaluate import evaluate
+from e2e_vl.run.evaluate import predict_texts
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.train import train
 from tests.conftest import cpu_with_one_thread
@@ -78,7 +78,7 @@ def test_a_saved_model_is_the_model_in_memory(trained_run):
     assert model.detector.config == trained_run.model.detector.config
     examples = build_examples(config, model, tokenizer, "val", boxes="online")
     accelerator = make_accelerator("no")
-    one, other = (evaluate(config, each, examples, accelerator) for each in (model, trained_run.model))
+    one, other = (predict_texts(config, each, examples, accelerator) for each in (model, trained_run.model))
     assert one == other
 
 
@@ -152,7 +152,7 @@ def test_signals_end_a_run_and_nothing_is_lost(uninterrupted, tiny_config, monke
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     config = tiny_config(*SETTINGS)
-    step, evaluate = training.Trainer.train_step, evaluation.evaluate
+    step, predict = training.Trainer.train_step, evaluation.predict_texts
 
     def terminated(self, micro_batches):
         if self.step == 1:
@@ -162,20 +162,20 @@ def test_signals_end_a_run_and_nothing_is_lost(uninterrupted, tiny_config, monke
 
     def interrupted(*arguments, **named):
         os.kill(os.getpid(), signal.SIGINT)
-        return evaluate(*arguments, **named)
+        return predict(*arguments, **named)
 
     monkeypatch.setattr(training.Trainer, "train_step", terminated)
     with pytest.raises(StoppedRunError, match=r"stopped by SIGTERM. --resume continues from step 2") as caught:
         train(config)
     assert caught.value.status == 143
     monkeypatch.setattr(training.Trainer, "train_step", step)
-    monkeypatch.setattr(evaluation, "evaluate", interrupted)
+    monkeypatch.setattr(evaluation, "predict_texts", interrupted)
     with pytest.raises(StoppedRunError, match="stopped by SIGINT") as caught:
         train(config, resume=True)
     assert caught.value.status == 130
     newest = max((Path(config.output) / "checkpoints").iterdir())
     assert newest.name == "step_00000004", "saved before the evaluation, which may fail"
-    monkeypatch.setattr(evaluation, "evaluate", evaluate)
+    monkeypatch.setattr(evaluation, "predict_texts", predict)
     train(config, resume=True)
     assert_same_run(uninterrupted, config.output)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

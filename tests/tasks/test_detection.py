@@ -104,7 +104,6 @@ BOX, ELSEWHERE = [9.0, 9, 30, 50], [50.0, 9, 80, 50]
 @pytest.mark.parametrize(
     ("score", "objects", "colours"),
     [
-        (0.4, [], []),
         (0.6, [entry(BOX)], [BLUE]),
         (0.6, [entry(ELSEWHERE)], [RED, GREEN]),
         (0.4, [entry(BOX, is_crowd=True)], [GREEN]),

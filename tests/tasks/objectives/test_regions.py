@@ -118,18 +118,10 @@ def test_every_region_is_weighted_by_its_score(objective, texts, labels, weights
     assert output.is_right.tolist() == (output.logits.argmax(dim=1) == torch.tensor(labels)).tolist()
 
 
-def test_labels_that_are_missing():
-    inputs, objective = make_inputs(), object_labels()
-    with pytest.raises(UserError, match=r"no detected classes; .*object_labels\.weight"):
-        inputs.run(objective, Targets())
-    with_detected(inputs)
-    inputs.batch.region_labels.detected_scores = None
-    with pytest.raises(UserError, match="no detected classes with scores"):
-        inputs.run(objective, Targets())
-
-
-def test_nothing_is_learned_where_a_user_masks_regions():
+def test_missing_labels_are_an_error_unless_a_user_masks_regions():
     inputs = make_inputs()
+    with pytest.raises(UserError, match=r"no detected classes; .*object_labels\.weight"):
+        inputs.run(object_labels(), Targets())
     inputs.batch.boxes_to_mask = [torch.zeros(0, 4)] * 2
     output = inputs.run(object_labels(), Targets())
     assert len(output.logits) == 0 and output.loss.mean == 0
