@@ -179,7 +179,7 @@ class RecordDataset(VLDataset):
             need_labels: raise an error if no record has a label.
         """
         if not records or (need_labels and records[0].truth is None):
-            raise UserError(f"{where}s: there are none, or they have no labels for training; choose another split")
+            raise UserError(f"{where}s: none found, or they have no labels for training; choose another split")
         require_unique((record.id for record in records), where)
         self.texts = records if isinstance(records, SerializedList) else SerializedList(records, type(records[0]))
         self.groups = TextGroups.of_images(images or (record.image_names for record in records))

@@ -71,12 +71,12 @@ class JoinedDataset(VLDataset):
             if box_reader is not None:
                 box_reader.require_images(image_ids, f"{split} of {name}")
             texts = np.fromiter(itertools.chain.from_iterable(groups), dtype=np.int64)
-            rising = np.sort(texts)
-            self.members.append(JoinedPart(part.images or f"of {name}", dataset, box_reader, rising))
+            ascending = np.sort(texts)
+            self.members.append(JoinedPart(part.images or f"of {name}", dataset, box_reader, ascending))
             if part.images is not None:
                 for group, image_id in enumerate(image_ids, start=len(counts)):
                     self._same_image.setdefault((part.images, image_id), []).append(group)
-            numbers.append(self.starts[-1] + np.searchsorted(rising, texts))
+            numbers.append(self.starts[-1] + np.searchsorted(ascending, texts))
             counts += map(len, groups)
             self.starts.append(self.starts[-1] + len(texts))
         self.groups = TextGroups(np.concatenate(numbers), counts)
@@ -199,7 +199,7 @@ class JoinedDataset(VLDataset):
 def _kept_groups(
     name: str, part: PartSettings, dataset: VLDataset, root: Path
 ) -> tuple[Sequence[Sequence[int]], list[str]]:
-    """The groups whose images the settings of a part keep, and their image ids (empty if unknown)."""
+    """The groups that `only_images` and `without_images` keep, and their image ids (empty if unknown)."""
     ids = list(dataset.image_ids())
     if len(ids) != len(dataset.groups):  # ids are unknown, or a group has several images
         ids = []

@@ -221,7 +221,7 @@ def npz_names(folder: Path) -> list[str]:
 
 
 def sidecar_path(path: Path) -> Path:
-    """The file beside a TSV file with its stamp and its index."""
+    """The path of the JSON file with the stamp and the index of a TSV file."""
     return path.with_name(path.name + ".json")
 
 
@@ -231,7 +231,7 @@ class _Index(msgspec.Struct):
 
 
 class _Sidecar(msgspec.Struct):
-    """The file beside a TSV file."""
+    """The contents of the JSON file beside a TSV file."""
 
     stamp: dict[str, Any] | None = None
     index: _Index | None = None
@@ -240,7 +240,7 @@ class _Sidecar(msgspec.Struct):
 class TsvStore(FeatureStore):
     """A TSV file of bottom-up attention or of LXMERT.
 
-    The row offsets are in the file beside it. If it is missing, the whole TSV file is scanned once.
+    The row offsets are in a JSON file beside it. If that is missing, the whole TSV file is scanned once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -274,7 +274,7 @@ class TsvStore(FeatureStore):
 
 
 def parse_row(line: str) -> RegionFeatures:
-    """Parse a row of either TSV format, told apart by the number of columns; ValueError if it is damaged."""
+    """Parse a row of a TSV file; the number of columns tells the format. ValueError if the row is damaged."""
     cells = line.split("\t")
     names = TSV_COLUMNS["lxmert" if len(cells) > len(TSV_COLUMNS["tsv"]) else "tsv"]
     row = dict(zip(names, cells, strict=True))

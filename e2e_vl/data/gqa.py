@@ -176,8 +176,8 @@ class GQADataset(RecordDataset):
     """Questions of one split, or of several joined by "+", grouped by image.
 
     Attributes:
-        choices, grounding_graphs: for the metrics; None: not needed.
-        scene_graphs: of all images, whose objects are candidate boxes; None: not needed.
+        choices, grounding_graphs: answer choices and scene graphs for the metrics; None: not needed.
+        scene_graphs: of all images; their objects are the candidate boxes. None: not needed.
         instances: annotated objects of all images, used instead of the scene graphs.
     """
 

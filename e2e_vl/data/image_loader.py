@@ -240,7 +240,7 @@ class ImageRules:
         fill_masks: if an image has no outlines, use masks of ones; for data where other images have outlines.
         is_blank: for the control without images: all pixels have the mean colour, saved features are zero, and instance
             masks are one.
-        blank_boxes: with `is_blank`, also remove the candidate boxes, whose number and positions reveal the answer.
+        blank_boxes: with `is_blank`, also remove the candidate boxes: their number and positions may reveal the answer.
         mirror_precomputed: flip the boxes of saved features although the features are of the unflipped image
             (official VL-BERT code); False forbids flips with saved features.
         mean_image_feature: if the file has no feature of the whole image, use the mean over the regions (official

@@ -224,8 +224,8 @@ def _kept(
     if options.skip_missing_images:
         kept = [text for text in texts if all(image in store for image in text.image_names)]
     if rows is not None:
-        behind = set(store.ids[rows:])
-        kept = [text for text in kept if behind.isdisjoint(text.image_names)]
+        later = set(store.ids[rows:])
+        kept = [text for text in kept if later.isdisjoint(text.image_names)]
     if len(kept) < len(texts):
         number = len(texts) - len(kept)
         logger.warning("%s: skipped %d of %d texts of %s.", store.path, number, len(texts), split)

@@ -119,7 +119,7 @@ class PhotoIds:
 
 
 def aliases_of_id(image_id: str) -> tuple[tuple[str, str], ...]:
-    """`SampleImage.photo_aliases` of an image whose id is a COCO file name or a Visual Genome number."""
+    """`SampleImage.photo_aliases` of an image: Visual Genome's for a number; COCO's file names need none."""
     return ((VISUAL_GENOME, image_id),) if _VISUAL_GENOME_NAME.fullmatch(image_id) else ()
 
 

@@ -115,8 +115,8 @@ def read_expressions(path: str | Path, instances: CocoInstances) -> list[Express
 def split_contains(split: str, name: str) -> bool:
     """Whether a ref of the split `name` belongs to a split, as in the REFER API.
 
-    testA, testB and testC contain every split with that letter ("testAB" is in both), and "test" every split whose name
-    contains "test"; other names must be equal.
+    testA, testB and testC contain every split with that letter in its name ("testAB" is in testA and testB), "test"
+    every split with "test" in its name; other names must be equal.
     """
     if split in ("testA", "testB", "testC"):
         return split[-1] in name

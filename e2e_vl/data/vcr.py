@@ -46,7 +46,7 @@ class VCRQuestion(Record):
     family: str | None = None  # kind of question, in synthetic data only
 
 
-class Metadata(Record):
+class ImageMetadata(Record):
     """The metadata file of an image, see `VCRQuestion.metadata_fn`.
 
     It may also have `attribute_ids` (synthetic data only): a list of attribute numbers from 0 for each object, all of
@@ -84,7 +84,7 @@ def read_questions(path: str | Path) -> SerializedList[VCRQuestion]:
 
 def read_metadata(path: Path, question: VCRQuestion) -> tuple[tuple[int, int], AnnotatedObjects]:
     """(height, width) of a question's image, and its objects in the order of the metadata file, without classes."""
-    content, where = read_json(path, Metadata), f"{path} ({question.annot_id})"
+    content, where = read_json(path, ImageMetadata), f"{path} ({question.annot_id})"
     if content.names != question.objects:
         raise UserError(
             f"{where}: the names {content.names} differ from the question's objects {question.objects}; use "
@@ -106,7 +106,7 @@ def read_detected_objects(path: Path, min_score: float) -> tuple[tuple[int, int]
     Returns:
         (height, width) of the original image, and the kept objects in file order, with classes.
     """
-    content = read_json(path, Metadata)
+    content = read_json(path, ImageMetadata)
     objects = content.objects(str(path))
     unknown = sorted({*content.names} - {*CLASS_NAMES})
     if unknown or not all(len(box) == 5 and 0 <= box[4] <= 1 for box in content.boxes):

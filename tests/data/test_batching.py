@@ -170,11 +170,13 @@ def echo_loader(dataset, workers: int, **options) -> BatchLoader:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_in_the_order_of_the_sampler(workers):
+def test_batches_in_the_order_of_the_sampler_draw_no_seed_from_the_generator_of_the_model(workers):
+    before = torch.random.get_rng_state()
     batches = echo_loader(Echo(), workers)
     assert len(batches) == 3
     for _ in range(2):
         assert list(batches) == [[(0,), (1,)], [(2,), (3,)], [(4,), (5,)]]
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -186,14 +188,6 @@ def test_an_error_about_the_data_is_raised_as_it_was(workers, error):
     assert str(caught.value) == "photo_3.jpg is missing", "and no traceback of a worker"
     iterator = iter(echo_loader(Echo(3, error), workers))
     assert next(iterator) == [(0,), (1,)], "the batches before it are whole"
-
-
-def test_no_seed_is_drawn_from_the_generator_of_the_model():
-    torch.manual_seed(0)
-    before = torch.random.get_rng_state()
-    list(echo_loader(Echo(), 0))
-    list(echo_loader(Echo(), 1))
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_packing_changes_nothing():

@@ -215,8 +215,6 @@ def test_objects_of_vcrs_metadata_files(root):
     for texts in dataset.groups:
         found, whole = (one.sample(texts).images[0].objects for one in (dataset, annotated))
         np.testing.assert_allclose(found.boxes, whole.boxes[1:])  # the first one has the score 0.1
-        assert found.classes.tolist() == [(number + 1) % len(CLASS_NAMES) for number in whole.classes[1:]]
-        assert len(found.outlines) == len(found.boxes) and found.outlines[0][0].shape == (4, 2)
     file = folder / dataset.sample((0,)).images[0].file.with_suffix(".json").name
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"width": content["width"] + 1}))

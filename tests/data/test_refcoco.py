@@ -83,21 +83,11 @@ def test_json_has_the_same_content_and_a_ref_may_have_the_family(tiny):
     assert read_refs(path) == read_refs(tiny.refs_file)
 
 
-@pytest.mark.parametrize(
-    ("asked", "name", "inside"),
-    [
-        ("testA", "testA", True),
-        ("testA", "testAB", True),
-        ("testA", "testB", False),
-        ("testB", "testAB", True),
-        ("testAB", "testA", False),
-        ("test", "testA", True),
-        ("test", "train", False),
-        ("val", "minival", False),
-    ],
-)
-def test_split_names_follow_the_refer_api(asked, name, inside):
-    assert split_contains(asked, name) is inside
+def test_split_names_follow_the_refer_api():
+    inside = [("testA", "testA"), ("testA", "testAB"), ("testB", "testAB"), ("test", "testA")]
+    outside = [("testA", "testB"), ("testAB", "testA"), ("test", "train"), ("val", "minival")]
+    assert all(split_contains(split, name) for split, name in inside)
+    assert not any(split_contains(split, name) for split, name in outside)
 
 
 @pytest.mark.parametrize(
@@ -117,20 +107,16 @@ def test_a_bad_ref_is_named(tiny, change, parts):
 
 
 class Exploit:
-    def __init__(self, path):
-        self.path = path
-
     def __reduce__(self):
-        return os.mkdir, (str(self.path),)
+        return os.mkdir, ("harm",)
 
 
-def test_a_pickle_that_tries_to_run_code_is_refused_before_it_runs(tiny, tmp_path):
-    tiny.refs_file.write_bytes(pickle.dumps([Exploit(tmp_path / "harm")], protocol=2))
+def test_a_pickle_that_tries_to_run_code_is_refused_before_it_runs(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny.refs_file.write_bytes(pickle.dumps([Exploit()], protocol=2))
     with refused("refs(unc).p", "mkdir"):
         read_refs(tiny.refs_file)
     assert not (tmp_path / "harm").exists()
-    pickle.loads(tiny.refs_file.read_bytes())  # the file is dangerous indeed
-    assert (tmp_path / "harm").exists()
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
@@ -145,9 +131,8 @@ def test_python_2_byte_strings(tiny, encoding):
     assert read_refs(tiny.refs_file)[0].sentences[0].sent == "at the café"
 
 
-@pytest.mark.parametrize("content", [b"not a pickle at all", b"\x80\x02}."])
-def test_a_file_that_is_no_list_of_refs(tiny, content):
-    tiny.refs_file.write_bytes(content)
+def test_a_file_that_is_no_list_of_refs(tiny):
+    tiny.refs_file.write_bytes(pickle.dumps({}))
     with refused("refs(unc).p"):
         read_refs(tiny.refs_file)
 

@@ -11,6 +11,7 @@ import pytest
 
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
+from e2e_vl.data.batching import Request
 from e2e_vl.data.config import CLASS_NAMES, VCROptions
 from e2e_vl.data.vcr import (
     VCRDataset,
@@ -26,12 +27,6 @@ from tests.data.tiny_vcr import BOXES, OBJECTS, TinyVCR
 @pytest.fixture
 def tiny(tmp_path) -> TinyVCR:
     return TinyVCR(tmp_path)
-
-
-def load(dataset: VCRDataset, text: int, tiny: TinyVCR, **rules):
-    """The image of one text index."""
-    loader = examples(dataset, tiny.tokenizer, **rules).loader
-    return loader.load(dataset.sample((text,)).images[0], loader.draw_augmentation(np.random.default_rng(0)))
 
 
 def test_a_question_and_its_choices(tiny):
@@ -111,7 +106,7 @@ def test_objects_that_are_candidates(tiny, objects, question, kept):
     assert list(dataset.groups) == ([[0, 2], [1]] if objects == "all" else [[0], [1], [2]])
     if kept is not None:
         left = [BOXES[number][0] for number in kept]
-        image = load(dataset, 0, tiny, mask_size=14)
+        image = examples(dataset, tiny.tokenizer, mask_size=14)[Request(0, (0,))].images[0]
         assert image.boxes[:, 0].tolist() == left and image.roi_masks.shape == (len(kept), 14, 14)
 
 
