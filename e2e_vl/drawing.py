@@ -54,10 +54,10 @@ def draw_boxes(
     title: str | None = None,
     dashed: Sequence[bool] | None = None,
 ) -> np.ndarray:
-    """Draw boxes at a size at which lines and labels are legible, for images of any size.
+    """Draw labelled boxes; small images are enlarged and large ones shrunk, so that lines and labels are legible.
 
-    Labels never overlap: each is written above the upper left corner of its box or as near to it as there is room, with
-    a line to the box where it is apart; labels without room are written below the image.
+    Labels never overlap. Each goes above the upper left corner of its box or to the nearest free place, where a line
+    connects it to the box. Labels that do not fit go below the image.
 
     Args:
         image: uint8 [h, w, 3]; it is not changed.
@@ -68,8 +68,8 @@ def draw_boxes(
         dashed: whether the outline of each of the R boxes is dashed; None = no outline is.
 
     Returns:
-        A new uint8 picture [h', w', 3] in the channel order of `image`. The long side of the image in it has between
-        480 and 1280 pixels; the picture is larger where the image is thin, has a title, or has no room for a label.
+        A new uint8 picture [h', w', 3] in the channel order of `image`. The long side of the resized image has 480 to
+        1280 pixels; margins of thin images, labels below the image and the title are added to that.
     """
     boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
     texts = [""] * len(boxes) if labels is None else list(labels)
@@ -122,9 +122,9 @@ def draw_boxes(
 
 
 def choose_box_colours(answers: int, phrases: int) -> list[Colour]:
-    """Colours of the boxes that an answer points at, then of the boxes that its phrases name.
+    """Colours of `PALETTE` for the boxes of an answer, then for those of its phrases.
 
-    They are those of `PALETTE` in turn, but no phrase ever has the first one, which an answer has.
+    The first colour is reserved for answers.
     """
     own = [PALETTE[row % len(PALETTE)] for row in range(answers)]
     others, first = PALETTE[1:], max(answers - 1, 0)
@@ -132,13 +132,13 @@ def choose_box_colours(answers: int, phrases: int) -> list[Colour]:
 
 
 def draw_side_by_side(images: Sequence[np.ndarray]) -> np.ndarray:
-    """Images of one height beside each other, with a margin between them.
+    """Join images side by side, at the same height, with a margin between them.
 
     Args:
         images: uint8 [h, w, 3] each, of any sizes.
 
     Returns:
-        A new uint8 picture [h', w', 3]; each image is enlarged or shrunk as by `draw_boxes`, then to the least height.
+        A new uint8 picture [h', w', 3]; each image is resized as in `draw_boxes`, then to the smallest height.
     """
     contents = [_resize(image) for image in images]
     height = min(content.height for content in contents)
@@ -152,7 +152,7 @@ def draw_side_by_side(images: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def draw_heat_map(image: np.ndarray, boxes: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """A greyed image with boxes coloured by value; where boxes overlap, the highest value counts.
+    """Draw boxes coloured by value on a greyed image; where boxes overlap, the highest value counts.
 
     Args:
         image: uint8 RGB [h, w, 3]; it is not changed.
@@ -177,25 +177,25 @@ def draw_heat_map(image: np.ndarray, boxes: np.ndarray, values: np.ndarray) -> n
 
 
 def _resize(image: np.ndarray) -> Image.Image:
-    """The image, enlarged or shrunk until its long side is between `SHORTEST` and `LONGEST`."""
+    """Resize the image so that its long side is between `SHORTEST` and `LONGEST`."""
     height, width = image.shape[:2]
     longer = max(height, width)
     factor = min(max(longer, SHORTEST), LONGEST) / longer
-    # Enlarged pixels stay squares, so that the picture shows what the network saw.
+    # enlarged pixels remain visible squares: the picture shows what the network saw
     method = Image.Resampling.NEAREST if factor > 1 else Image.Resampling.BILINEAR
     return Image.fromarray(image).resize((max(round(width * factor), 1), max(round(height * factor), 1)), method)
 
 
 @functools.cache
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    import matplotlib  # takes half a second, and many commands that can draw do not
+    import matplotlib  # slow to import, and not every command draws
 
     # PIL's default font has no accents, Greek or Cyrillic
     return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", size)
 
 
 def _make_label(text: str, width: int, size: int) -> _Label:
-    """A text in lines that fit a picture of this width; longer words are broken."""
+    """Wrap a text to the width of the picture; longer words are broken."""
     font, most = _font(size), width - 2 * _PAD
     characters = max(min(len(text), int(most / font.getlength("i"))), 1)
     while True:
@@ -209,7 +209,7 @@ def _make_label(text: str, width: int, size: int) -> _Label:
 
 
 def _find_free_place(label: _Label, box: np.ndarray, taken: np.ndarray, width: int, height: int) -> Place | None:
-    """The free place that is nearest to the upper left corner of the box, best just above it."""
+    """Find the free place nearest to the one just above the upper left corner of the box; None: there is none."""
     if label.height > height:
         return None
     wanted = np.array([box[0], box[1] - label.height])
@@ -229,7 +229,7 @@ def _find_free_place(label: _Label, box: np.ndarray, taken: np.ndarray, width: i
 
 
 def _draw_link(draw: ImageDraw.ImageDraw, label: Place, box: list[int], colour: Colour, line: int) -> None:
-    """A line from a label to its box where the two are apart."""
+    """Draw a line from a label to its box unless they touch."""
     on_label, on_box = [], []
     for first in (0, 1):  # x, then y
         nearest = min(max((label[first] + label[first + 2]) // 2, box[first]), box[first + 2])
@@ -241,7 +241,7 @@ def _draw_link(draw: ImageDraw.ImageDraw, label: Place, box: list[int], colour: 
 
 
 def _draw_box(draw: ImageDraw.ImageDraw, box: list[int], colour: Colour, line: int, is_dashed: bool) -> None:
-    """An outline inside the box, with a thin white edge that sets it off from any background."""
+    """Draw an outline inside the box, with a thin white edge for contrast."""
     x1, y1, x2, y2 = box
     x2, y2 = max(x2 - 1, x1), max(y2 - 1, y1)  # PIL counts the last pixel in
     line = max(min(line, (x2 - x1) // 4, (y2 - y1) // 4), 1)

@@ -1,4 +1,4 @@
-"""One image (or pair) with its texts, ready to be joined into a batch: resized pixels, moved boxes, wordpieces.
+"""One image (or pair) with its texts, ready for a batch: resized pixels, transformed boxes, wordpieces, targets.
 
 Shape legend: see `e2e_vl/structures.py`. Boxes are xyxy float32 in pixels of the resized image.
 """
@@ -27,18 +27,18 @@ from e2e_vl.text import TextEncoding, TextTokenizer
 
 @dataclasses.dataclass
 class Ragged(Movable):
-    """Lists of different lengths, joined: `values` holds all entries, `counts` how many belong to each list."""
+    """Concatenated lists of different lengths: `values` holds all entries, `counts` the length of each list."""
 
     values: Shaped[Tensor, "entries ..."]  # entries: sum of counts
     counts: Int64[Tensor, " lists"]
 
     def split(self) -> tuple[Tensor, ...]:
-        """The lists."""
+        """The lists as separate tensors."""
         return self.values.split(self.counts.tolist())
 
     @property
     def owner(self) -> Int64[Tensor, " entries"]:
-        """Which list an entry belongs to."""
+        """The index of the list of each entry."""
         return torch.repeat_interleave(torch.arange(len(self.counts), device=self.counts.device), self.counts)
 
 
@@ -47,15 +47,14 @@ class Targets(Movable):
     """Base class of a task's targets; subclasses are dataclasses with fields made by the functions below.
 
     Attributes:
-        has_target: of a text False where it has no target of the task; of a batch False for these texts. None: no text
-            lacks one.
+        has_target: whether a text has a target of the task; in a batch, one value per text. None: all texts have one.
     """
 
     has_target: bool | Bool[Tensor, " M"] | None = dataclasses.field(default=None, kw_only=True)
 
     @classmethod
     def join(cls, texts: Sequence[Targets]) -> Targets:
-        """The targets of M texts, in their order."""
+        """Join the targets of M texts, in order."""
         joined: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             values = [getattr(text, field.name) for text in texts]
@@ -68,11 +67,11 @@ class Targets(Movable):
         return cls(**joined)
 
     def with_target(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "some ..."]:
-        """Of values per text of a batch those of the texts that have a target."""
+        """Select the values of the texts that have a target."""
         return values if self.has_target is None else values[self.has_target]
 
     def truncate(self, index: Int64[Tensor, "M L"], attention_mask: Bool[Tensor, "M L"]) -> Targets:
-        """A copy for truncated texts; `index` holds the old position of each wordpiece that stays."""
+        """A copy for truncated texts; `index` holds the old position of each kept wordpiece."""
         changes = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -83,7 +82,7 @@ class Targets(Movable):
         return dataclasses.replace(self, **changes)
 
     def labelled_wordpieces(self, text: int) -> list[int]:
-        """Positions of one text of a batch whose wordpieces have a label."""
+        """Positions of the labelled wordpieces of one text in a batch."""
         found: set[int] = set()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -99,12 +98,12 @@ def _field(join: Callable[[list[Any]], Any], **more: Any) -> Any:
 
 
 def stacked() -> Any:
-    """A field of one shape [...] per text; of a batch [M, ...]."""
+    """A field with the same shape [...] for every text; [M, ...] in a batch."""
     return _field(lambda values: torch.from_numpy(np.stack(values)))
 
 
 def per_wordpiece(fill: int = -1) -> Any:
-    """A field int64 [L] per text; of a batch [M, L], with `fill` at padding. It is truncated with the text."""
+    """An int64 field [L] per text; [M, L] in a batch, padded with `fill`. It is truncated with the text."""
 
     def pad(values: list[Any]) -> Tensor:
         rows = [torch.from_numpy(np.asarray(value, dtype=np.int64)) for value in values]
@@ -114,21 +113,21 @@ def per_wordpiece(fill: int = -1) -> Any:
 
 
 def ragged() -> Any:
-    """A field [n, ...] per text with another n in each; of a batch `Ragged` with a list per text."""
+    """A field [n, ...] per text, where n varies; in a batch, a `Ragged` with one list per text."""
     return _field(_ragged)
 
 
 def nested(*row: int) -> Any:
-    """A field that is a list of arrays [n, ...] per text; of a batch, `Ragged` with a list per array, text by text.
+    """A field with a list of arrays [n, ...] per text; in a batch, a `Ragged` with one list per array, text by text.
 
     Args:
-        row: the shape [...] of one entry, for batches without any array; they are then float32.
+        row: the shape [...] of one entry, for batches without any array (float32).
     """
     return _field(lambda values: _ragged([array for arrays in values for array in arrays], row))
 
 
 def by_name() -> Any:
-    """A field that is a dict of `Targets` per text; of a batch a dict of the joined ones."""
+    """A field with a dict of `Targets` per text; in a batch, a dict of the joined targets."""
     return _field(lambda values: {key: type(values[0][key]).join([v[key] for v in values]) for key in values[0]})
 
 
@@ -143,9 +142,9 @@ def _ragged(values: list[Any], row: tuple[int, ...] = ()) -> Ragged:
 
 @dataclasses.dataclass(frozen=True)
 class ImageTransform:
-    """How pixels of an original image became pixels of the resized one.
+    """The resize and flip of an image, applied to its boxes.
 
-    Boxes are given as float [R, 4] xyxy in pixels of the original image, and come back in pixels of the resized image:
+    The methods take boxes as float [R, 4] xyxy in pixels of the original image and return pixels of the resized image:
 
     transform_boxes            not clamped, flip at width - 1: targets of tasks and phrases (official VL-BERT code)
     transform_and_clamp_boxes  clamped, flip at width - 1: candidate boxes (official VL-BERT code)
@@ -188,11 +187,11 @@ class ImageTransform:
     def transform_and_clamp_boxes(self, boxes: np.ndarray, name: str) -> np.ndarray:
         """Scale, flip and clamp boxes to [0, width - 1] x [0, height - 1] (official VL-BERT code).
 
-        A box that lies in the image but loses its whole width or height to the clamp, because it only covers the last
-        pixel, becomes one pixel wide or high there: boxes never have zero area.
+        A box that only covers the last column or row of pixels, and would be empty after clamping, becomes one pixel
+        wide or high: boxes never have zero area.
 
         Args:
-            name: names the boxes if one lies outside the original image.
+            name: describes the boxes in the error about a box outside the original image.
 
         Returns:
             float32 [R, 4].
@@ -233,12 +232,12 @@ class DetectionObjects:
 class ImageExample:
     """One resized image."""
 
-    pixels: UInt8[np.ndarray, "height width 3"]  # of precomputed features only its shape counts
+    pixels: UInt8[np.ndarray, "height width 3"]  # with precomputed features, only the shape is used
     image_transform: ImageTransform
     name: str  # for error messages, usually the path
     boxes: Float[np.ndarray, "R 4"] | None = None  # candidates; None: the detector proposes them
-    box_ids: tuple[int, ...] | None = None  # annotation ids of the candidates, where all of them are annotated
-    box_classes: Int64[np.ndarray, " R"] | None = None  # annotated classes, where all candidates are annotated
+    box_ids: tuple[int, ...] | None = None  # annotation ids, if all candidates are annotated objects
+    box_classes: Int64[np.ndarray, " R"] | None = None  # annotated classes, if all candidates are annotated objects
     class_probs: Float[np.ndarray, "R C"] | None = None  # class distributions of the candidates, from a file
     detected_classes: Int64[np.ndarray, " R"] | None = None  # predicted classes of the candidates, see `DETECTED`
     detected_scores: Float[np.ndarray, " R"] | None = None
@@ -251,7 +250,7 @@ class ImageExample:
     image_feature: Float[np.ndarray, " D"] | None = None  # precomputed feature of the whole image
 
     def without_boxes(self) -> ImageExample:
-        """A copy without candidate boxes, whose number and positions reveal something about the image."""
+        """A copy without candidate boxes, for image-blind controls: boxes reveal something about the image."""
         if self.boxes is None:
             return self
         columns = ("boxes", "box_classes", "class_probs", "roi_masks", "features", *DETECTED)
@@ -271,23 +270,23 @@ class TextPhrases:
     offsets: Int64[np.ndarray, "L 2"]  # first character of each wordpiece and the last plus one; 0, 0 at special tokens
     continues_word: Bool[np.ndarray, " L"]  # wordpieces of the same word as the one before
     spans: Int64[np.ndarray, "n 2"]  # first wordpiece of each phrase and the last plus one
-    boxes: list[Float[np.ndarray, "_ 4"]]  # of each phrase; no row where it names no box, or its boxes are unknown
+    boxes: list[Float[np.ndarray, "_ 4"]]  # of each phrase; empty if it refers to no box or its boxes are unknown
     is_complete: bool  # all phrases of the text are listed
 
 
 @dataclasses.dataclass
 class TextExample:
-    """One text, its targets, and its images among those of its `Example`."""
+    """One text with its targets."""
 
     encoding: TextEncoding
     image_index: tuple[int, ...]  # rows of `Example.images`; empty for a text without an image
     record: dict[str, Any]  # plain JSON-able values: ids, text, truth in pixels of the original image
     targets: Targets | None = None  # a class of the task's own
-    seed: int | None = None  # from which the model draws what is random about the text
-    region_of_token: Int64[np.ndarray, " L"] | None = None  # row of the candidate box a wordpiece names; -1 = none
-    # None: not needed, or they are the phrases that the data annotate in the text
+    seed: int | None = None  # of the model's random choices for the text
+    region_of_token: Int64[np.ndarray, " L"] | None = None  # candidate box that each wordpiece names; -1 = none
+    # None: not needed, or the phrases that the data annotate
     phrases: TextPhrases | None = None
-    # the words, where they are not those of the data, whose phrases do not apply then
+    # the text, if it differs from the text in the data; the annotated phrases then do not apply
     other_words: str | None = None
 
 
@@ -307,12 +306,12 @@ class PhraseBatch(Movable):
     offsets: Int64[Tensor, "M L 2"]  # first character of each wordpiece and the last plus one; 0, 0 at special tokens
     continues_word: Bool[Tensor, "M L"]  # wordpieces of the same word as the one before
     spans: Ragged  # [P, 2]: first wordpiece of each phrase and the last plus one; a list per text
-    boxes: Ragged  # [boxes, 4]: a list per phrase, empty where it names no box, or its boxes are unknown
+    boxes: Ragged  # [boxes, 4]: a list per phrase; empty if it refers to no box or its boxes are unknown
     is_complete: Bool[Tensor, " M"]  # all phrases of the text are listed
 
     @classmethod
     def join(cls, texts: Sequence[TextPhrases]) -> PhraseBatch:
-        """The phrases of M texts, in their order."""
+        """Join the phrases of M texts, in order."""
         offsets = [torch.from_numpy(text.offsets) for text in texts]
         continues = [torch.from_numpy(text.continues_word) for text in texts]
         return cls(
@@ -325,7 +324,7 @@ class PhraseBatch(Movable):
         )
 
     def is_punctuation(self) -> Bool[Tensor, "M L"]:
-        """Wordpieces of the texts that are punctuation, and nothing else."""
+        """Which wordpieces consist of punctuation only."""
         found = [
             end > first and all(unicodedata.category(one).startswith("P") for one in text[first:end])
             for text, offsets in zip(self.words, self.offsets.tolist(), strict=True)
@@ -334,9 +333,9 @@ class PhraseBatch(Movable):
         return torch.tensor(found, device=self.offsets.device).reshape(self.offsets.shape[:2])
 
     def truncate(self, index: Int64[Tensor, "M L"], attention_mask: Bool[Tensor, "M L"]) -> PhraseBatch:
-        """A copy for truncated texts; `index` holds the old position of each wordpiece that stays.
+        """A copy for truncated texts; `index` holds the old position of each kept wordpiece.
 
-        A phrase that was cut off altogether becomes the last wordpiece before it.
+        A phrase that was truncated completely becomes the last wordpiece before it.
         """
         kept = index.masked_fill(~attention_mask, torch.iinfo(torch.int64).max)[self.spans.owner]  # [P, L]
         first, end = ((kept < bound[:, None]).sum(dim=1) for bound in self.spans.values.unbind(dim=1))
@@ -352,7 +351,7 @@ class PhraseBatch(Movable):
 def find_phrases(
     text: SampleText, example: TextExample, images: Sequence[ImageExample], text_tokenizer: TextTokenizer
 ) -> TextPhrases:
-    """The annotated phrases of a text as spans of its wordpieces; the text comes first in `example`."""
+    """Find the wordpieces of the annotated phrases; `example` is the text, possibly followed by another one."""
     flipped = bool(text.image_index) and images[text.image_index[0]].image_transform.flipped
     pieces = text_tokenizer.encode(text.words, mirrored=flipped)
     source = example.encoding.source
@@ -380,12 +379,12 @@ def find_phrases(
 def find_wordpieces(
     offsets: Int64[np.ndarray, "L 2"], is_own: Bool[np.ndarray, " L"], span: tuple[int, int]
 ) -> tuple[int, int]:
-    """First wordpiece of some characters of a text and the last plus one.
+    """Convert a span of characters to a span of wordpieces: the first one and the last one plus one.
 
-    Where all of them were truncated, it is the last wordpiece before their end.
+    If all of these characters were truncated, it is the last wordpiece before their end.
 
     Args:
-        offsets: characters of each wordpiece.
+        offsets: span of characters of each wordpiece.
         is_own: which positions belong to the text; at least one.
     """
     kept = np.flatnonzero(is_own)
@@ -399,7 +398,7 @@ def find_wordpieces(
 
 
 def find_characters(offsets: Int64[Tensor, "L 2"], span: tuple[int, int]) -> tuple[int, int]:
-    """First character of some wordpieces of a text and the last plus one."""
+    """Convert a span of wordpieces to a span of characters: the first one and the last one plus one."""
     own = offsets[span[0] : span[1]]
     real = own[own[:, 1] > 0]
     return (int(real[:, 0].min()), int(real[:, 1].max())) if len(real) else (0, 0)
@@ -413,17 +412,17 @@ GeneratorFactory = Callable[[int], np.random.Generator]  # text index -> its ran
 
 @dataclasses.dataclass(frozen=True)
 class Preprocessor(abc.ABC):
-    """Turns the texts of a sample into wordpieces, targets and records; it is sent to data workers."""
+    """Turns the texts of a sample into wordpieces, targets and records; runs in data workers."""
 
     text_tokenizer: TextTokenizer
-    # kinds of truth that the task learns from. In joined data sets, texts with phrases and with another truth have no
-    # target, see `placeholder_targets`. (): the task cannot take such texts. (object,): it learns from any text.
+    # kinds of truth that the task learns from. In joined data sets, texts with phrases and another kind of truth only
+    # serve phrase grounding, see `lacks_target`. (): such texts are not supported. (object,): all kinds.
     learns_from: ClassVar[tuple[type, ...]] = ()
 
     def __call__(
         self, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
-        """Preprocess all texts of the sample, in order; the loaded images have the transformed and candidate boxes."""
+        """Preprocess all texts of the sample, in order; `images` are its loaded images with their candidate boxes."""
         for text in sample.texts:
             for example in self.encode_text(text, sample, images, make_generator):
                 if self.lacks_target(text):
@@ -436,19 +435,19 @@ class Preprocessor(abc.ABC):
                 yield example
 
     def lacks_target(self, text: SampleText) -> bool:
-        """Phrases are asked for, and the text has nothing else to learn from."""
+        """Whether the text only serves phrase grounding, because it has no target of the task."""
         could = bool(self.learns_from) and self.text_tokenizer.with_phrase_spans and text.may_lack_target
         return could and not isinstance(text.truth, self.learns_from)
 
     def placeholder_targets(self) -> Targets:
-        """Values that mean nothing, of the class, shapes and dtypes that the targets of other texts have."""
+        """Meaningless targets with the class, shapes and dtypes of real ones."""
         raise NotImplementedError(f"{type(self).__name__} has targets for every text.")
 
     @abc.abstractmethod
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
-        """One text of the sample: usually one example, several where it has several choices."""
+        """Encode one text of the sample: one example, or one per answer choice."""
 
     def record(
         self, text: SampleText, images: Sequence[ImageExample], encoding: TextEncoding | None = None

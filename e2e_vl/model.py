@@ -35,9 +35,9 @@ class VisionLanguageModel(nn.Module):
 
     Args:
         encoder: with `uses_whole_image` region 0 is the whole image; with `whole_image_is_region` tasks see it too.
-        teacher: labels the masked regions; it is not trained. None: the detector itself does.
-        phrase_head: grounds the phrases of texts beside the task.
-        freeze_detector: keep the detector exactly as it starts: no gradients, and no new batch statistics.
+        teacher: labels the masked regions and is not trained; None: the detector itself labels them.
+        phrase_head: grounds the phrases of texts, in addition to the task.
+        freeze_detector: keep the initial weights and batch statistics of the detector.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class VisionLanguageModel(nn.Module):
         """One pass over N images and the M texts about them.
 
         Returns:
-            The task's losses and logits, the regions per image and per text, the encoder's output (with
-            `output_attentions` its attention maps too); detection losses when the batch carries detection targets; what
-            phrases point at when it carries phrases.
+            The task's losses and logits, the regions per image (with detection losses if the batch has detection
+            targets) and per text, the encoder's output (with attention maps if `output_attentions`), and the output of
+            the phrase head if the batch has phrases.
         """
         if batch.image_index.shape[1] > 1:
             self.encoder.require(Ability.IMAGE_PAIRS, "A text about several images")
@@ -97,7 +97,7 @@ class VisionLanguageModel(nn.Module):
     def encode(
         self, batch: Batch, output_attentions: bool = False, intermediate_layer: int | None = None
     ) -> tuple[Regions, TextRegions, EncoderOutput]:
-        """Detector and encoder: the regions per image and per text, and the encoder's output."""
+        """Run detector and encoder; returns the regions per image and per text, and the encoder's output."""
         whole_image = self.encoder.uses_whole_image
         classes = {"box_classes": batch.region_labels.classes} if self.detector.reads_classes else {}
         regions = self.detector(
@@ -127,7 +127,7 @@ class VisionLanguageModel(nn.Module):
     def prepare_regions(self, batch: Batch) -> Batch:
         """The batch with labelled, masked and truncated regions; unchanged for a task without region masking."""
         rule = self.task.region_masking
-        if rule is None or batch.masked_regions is not None:  # masked before: recorded batches come so
+        if rule is None or batch.masked_regions is not None:  # already masked, as in recorded batches
             return batch
         if rule.enabled or batch.boxes is None:  # a separate detector pass over the unmasked images, without gradients
             batch = label_regions(batch, self.detector, self.teacher or self.detector, rule)

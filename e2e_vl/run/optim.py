@@ -134,7 +134,12 @@ def build_optimizer(
     }
     groups = []
     for name, (module, lr) in parts.items():
-        decayed, undecayed = _split_by_decay(module, decay_bn_scales=settings.decay_bn_scales)
+        norms = [one for one in module.modules() if isinstance(one, _BatchNorm)] if settings.decay_bn_scales else []
+        scales = {id(norm.weight) for norm in norms}
+        decayed, undecayed = [], []  # matrices and kernels | vectors (biases, scales of norms)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                (decayed if parameter.dim() > 1 or id(parameter) in scales else undecayed).append(parameter)
         if settings.decay_norm_and_bias:
             decayed, undecayed = decayed + undecayed, []
         rate = settings.lr if lr is None else lr
@@ -148,21 +153,6 @@ def build_optimizer(
     if settings.optimizer == "bert_adam":
         return BertAdam(groups, clip_tensor_norm=settings.clip_tensor_norm, **options)
     return (OfficialAdamW if settings.optimizer == "adamw_official" else torch.optim.AdamW)(groups, **options)
-
-
-def _split_by_decay(module: nn.Module, *, decay_bn_scales: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trainable parameters of a module: matrices and kernels | vectors (biases, scales of norms).
-
-    With `decay_bn_scales`, the first list includes the scales of batch norms.
-    """
-    norms = [one for one in module.modules() if isinstance(one, _BatchNorm)] if decay_bn_scales else []
-    scales = {id(norm.weight) for norm in norms}
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    is_decayed = [parameter.dim() > 1 or id(parameter) in scales for parameter in trainable]
-    return (
-        [parameter for parameter, decayed in zip(trainable, is_decayed, strict=True) if decayed],
-        [parameter for parameter, decayed in zip(trainable, is_decayed, strict=True) if not decayed],
-    )
 
 
 def build_schedule(
