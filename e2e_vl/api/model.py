@@ -39,7 +39,7 @@ from e2e_vl.run.build import build_collate, build_loader, build_text_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.samples import AnnotatedObjects, BrokenImageError, ImageBytes, Question, Sample
 from e2e_vl.structures import Batch, ModelOutput, class_names_of
-from e2e_vl.tasks.phrase_head import with_phrases
+from e2e_vl.tasks.phrase_head import add_grounded_phrases
 from e2e_vl.text import unknown_words
 
 # Conversion of users' images, texts, boxes and choices.
@@ -586,11 +586,11 @@ class TrainedModel(
     @torch.no_grad()
     def _run(self, examples: list[Example], change: Callable[[Batch], Batch] | None = None) -> ModelOutput:
         batch = self._collate(examples).to(self.device)
-        return with_phrases(self.network(batch if change is None else change(batch), output_attentions=True))
+        return add_grounded_phrases(self.network(batch if change is None else change(batch), output_attentions=True))
 
     @torch.no_grad()
     def _answers(self, questions: Sequence[Question], output: ModelOutput) -> list[Answer]:
-        predictions = self.network.task.replies(output)
+        predictions = self.network.task.predict_answers(output)
         texts_of_each = len(output.batch) // len(predictions)  # a question with four choices is four texts
         return [
             self._answer(question, prediction, output, number * texts_of_each + prediction.chosen_text)

@@ -26,7 +26,7 @@ from e2e_vl.run.build import Run, build_collate, build_examples, warn_of_random_
 from e2e_vl.run.checkpoint import load_model, load_saved_config
 from e2e_vl.run.launch import gather_to_main, make_accelerator, on_main
 from e2e_vl.tasks.base import Task
-from e2e_vl.tasks.phrase_head import TAGS, grounding_metrics, with_phrases
+from e2e_vl.tasks.phrase_head import TAGS, add_grounded_phrases, grounding_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ def predict_texts(
     with torch.no_grad(), accelerator.autocast(), bar:
         for batch in bar:
             batch = batch.to(accelerator.device)
-            output = with_phrases(model(batch, output_attentions=model.task.reads_attention))
+            output = add_grounded_phrases(model(batch, output_attentions=model.task.reads_attention))
             predictions += model.task.predict(output.batch, output)
             if losses is not None:
                 losses.add(output.task_losses)

@@ -277,8 +277,8 @@ class Task(nn.Module, abc.ABC):
             return PhrasesOnly.of({name: value for name, value in record.items() if name != ONLY_PHRASES})
         return self.prediction_class.of(record, **answer)
 
-    def replies(self, output: ModelOutput) -> list[Prediction]:
-        """The predictions for users' questions; by default as in `predict`."""
+    def predict_answers(self, output: ModelOutput) -> list[Prediction]:
+        """The predictions for users' questions; by default those of `predict`."""
         return self.predict(output.batch, output)
 
     @abc.abstractmethod

@@ -57,7 +57,7 @@ def group_of(identifier: str) -> str:
     return f"{split}-{number}-{sentence}"
 
 
-def truth_scores(labels: Mapping[str, str], predictions: Mapping[str, str]) -> dict[str, float]:
+def nlvr2_scores(labels: Mapping[str, str], predictions: Mapping[str, str]) -> dict[str, float]:
     """Accuracy and consistency, 0 to 1.
 
     Args:
@@ -78,7 +78,7 @@ def truth_scores(labels: Mapping[str, str], predictions: Mapping[str, str]) -> d
     }
 
 
-def truth_metrics(predictions: Sequence[NLVR2Prediction]) -> dict[str, float]:
+def nlvr2_metrics(predictions: Sequence[NLVR2Prediction]) -> dict[str, float]:
     """The metrics of a run.
 
     Returns:
@@ -90,7 +90,7 @@ def truth_metrics(predictions: Sequence[NLVR2Prediction]) -> dict[str, float]:
     if not labelled:
         return metrics
     labels = {one.identifier: one.label for one in labelled}
-    metrics |= truth_scores(labels, {one.identifier: one.prediction for one in labelled})
+    metrics |= nlvr2_scores(labels, {one.identifier: one.prediction for one in labelled})
     for label in LABELS:
         hits = [one.prediction == label for one in labelled if one.label == label]
         if hits:
@@ -135,7 +135,7 @@ class NLVR2Task(Task):
     """Two classes, or one score, from the summary."""
 
     prediction_class = NLVR2Prediction
-    metrics = staticmethod(truth_metrics)
+    metrics = staticmethod(nlvr2_metrics)
     write_submission = staticmethod(write_submission)
     blind_without_boxes = True  # the numbers of boxes reveal how many objects there are
     needs = (Ability.SUMMARY_OF_SINGLE, Ability.IMAGE_PAIRS)

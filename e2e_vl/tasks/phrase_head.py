@@ -199,7 +199,7 @@ def fill_in_spans(annotated: PhraseBatch, found: list[list[tuple[int, int]]]) ->
     return Ragged(torch.cat(rows), counts)
 
 
-def with_phrases(output: ModelOutput) -> ModelOutput:
+def add_grounded_phrases(output: ModelOutput) -> ModelOutput:
     """A copy with the grounded phrases of each text in its record, under `grounded`.
 
     Called before the task makes predictions from the records.

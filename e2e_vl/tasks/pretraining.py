@@ -268,7 +268,7 @@ class PretrainingTask(Task):
         rows = zip(batch.records, found, strict=True)
         return [self.prediction(record, objectives=own) for record, own in rows if record]
 
-    def replies(self, output: ModelOutput) -> list[PretrainingPrediction]:
+    def predict_answers(self, output: ModelOutput) -> list[PretrainingPrediction]:
         """The prediction for a batch of one text: words for each [MASK], classes of masked regions."""
         answers: dict[str, Any] = {}
         for name, objective in self.objectives.items():

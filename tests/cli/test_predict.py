@@ -114,7 +114,7 @@ def test_the_file_of_the_nlvr2_script(run_of, tmp_path, capsys):
     lines = (data_root(run) / "nlvr2" / "data" / "val.json").read_text("utf-8").splitlines()
     labels = {one["identifier"]: one["label"] for one in map(json.loads, lines)}
     assert set(labels) == {identifier for identifier, _ in rows} and len(labels) == len(rows)
-    scores = nlvr2.truth_scores(labels, dict(rows))
+    scores = nlvr2.nlvr2_scores(labels, dict(rows))
     for name in ("accuracy", "consistency"):
         assert metrics[f"val/{name}_gt_boxes"] == pytest.approx(scores[name], abs=1e-4)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.data.nlvr2 import read_examples
-from e2e_vl.tasks.nlvr2 import NLVR2Prediction, group_of, truth_metrics, truth_scores, write_submission
+from e2e_vl.tasks.nlvr2 import NLVR2Prediction, group_of, nlvr2_metrics, nlvr2_scores, write_submission
 from tests.parity.evaluation_common import folder_of
 
 FILES = ("predictions.csv", "predictions_edge.csv")
@@ -43,7 +43,7 @@ def test_nlvr2_scores_of_the_official_script(nlvr2_folder, nlvr2_expected, nlvr2
     if name != FILES[0] and name not in nlvr2_expected:
         pytest.skip(f"the set has no {name}; it is optional")
     assert nlvr2_expected[name].keys() == {"accuracy", "consistency"}
-    ours = truth_scores(nlvr2_labels, read_predictions(nlvr2_folder / name))
+    ours = nlvr2_scores(nlvr2_labels, read_predictions(nlvr2_folder / name))
     for key, value in nlvr2_expected[name].items():
         assert ours[key] == pytest.approx(value, abs=1e-12), key
 
@@ -65,7 +65,7 @@ def test_nlvr2_metrics_of_a_run_are_the_same_numbers(nlvr2_folder, nlvr2_expecte
         )
         for identifier, label in nlvr2_labels.items()
     ]
-    metrics = truth_metrics(records)
+    metrics = nlvr2_metrics(records)
     for key, value in nlvr2_expected[FILES[0]].items():
         assert metrics[key] == pytest.approx(value, abs=1e-12), key
     write_submission(tmp_path / "again.csv", records)

@@ -1,4 +1,4 @@
-"""Batches of texts about black images for tests of heads, and pictures taken apart by colour."""
+"""Batches of texts about black images for tests of heads, and colours of pictures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_batch(
     summary: torch.Tensor | None = None,
     **fields: Any,
 ) -> Batch:
-    """Texts of the same wordpieces about images a.jpg, b.jpg, ... of (height, width) `sizes`."""
+    """Texts with equal wordpieces about images a.jpg, b.jpg, ... with (height, width) `sizes`."""
     sizes = torch.tensor(sizes)
     originals = sizes if original_sizes is None else torch.tensor(original_sizes)
     pixels = torch.zeros(len(sizes), 3, *sizes.amax(dim=0).tolist())
@@ -33,7 +33,7 @@ def make_batch(
 
 
 def output_of(batch: Batch, logits: torch.Tensor) -> ModelOutput:
-    """A model output of which a task reads the logits alone."""
+    """A model output that only has the logits of the task."""
     return ModelOutput(TaskOutput({}, logits), None, None, None, batch)
 
 

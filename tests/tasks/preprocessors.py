@@ -15,7 +15,7 @@ from e2e_vl.text import build_vocabulary, load_tokenizer
 
 
 def make_tokenizer(folder: Path, *sentences: str) -> PreTrainedTokenizerBase:
-    """A tokenizer that knows the words of the sentences."""
+    """A tokenizer with the words of the sentences."""
     build_vocabulary(sentences, folder / "vocab.txt")
     return load_tokenizer(folder / "vocab.txt")
 
@@ -27,7 +27,7 @@ def photo(*, flipped: bool = False, scale: int = 1, **fields) -> ImageExample:
 
 
 def sample_of(*texts: SampleText | str, image: SampleImage | None = None, **fields) -> Sample:
-    """The texts about one photo; a string is a text of that number without metadata."""
+    """A sample of texts about one photo; strings are texts without metadata."""
     shown = image or SampleImage("7", Path("photo.jpg"))
     made = (SampleText(n, text, {}) if isinstance(text, str) else text for n, text in enumerate(texts))
     return Sample((shown,), tuple(made), **fields)

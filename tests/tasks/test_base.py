@@ -1,4 +1,4 @@
-"""What tasks share: the initial values of their heads, pictures, and texts without a target."""
+"""Shared by the tasks: initialisation of heads, phrases in pictures, and texts without a target."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_unsure_phrases_are_shown_where_they_may_explain_a_wrong_answer():
     assert phrase_boxes(nowhere) == ([own.box], ["a cat?"], [False])
 
 
-# Texts of joined data that have phrases and no target of the task
+# Texts of joined data sets with phrases and without a target of the task
 
 SIZE = 32  # of `make_inputs` there are three texts
 BOX = (10.0, 10.0, 30.0, 30.0)
@@ -94,7 +94,7 @@ def preprocessor_of(task: Task, folder: Path, *, with_phrase_spans: bool = True)
 
 
 def texts_of(task: Task, folder: Path, *truths: Any, may_lack: bool = True, with_phrase_spans: bool = True) -> list:
-    """One wordpiece text per truth; those of another kind may lack a target."""
+    """One encoded text per truth."""
     fields = {"phrases": PHRASES, "may_lack_target": may_lack}
     texts = (SampleText(n, "red square", {}, truth, **fields) for n, truth in enumerate(truths))
     return preprocess(preprocessor_of(task, folder, with_phrase_spans=with_phrase_spans), sample_of(*texts))
@@ -137,7 +137,7 @@ def test_only_texts_with_a_target_are_learned(tmp_path, task_class, config, own)
 
 @pytest.mark.parametrize(("task_class", "config", "own"), CASES)
 def test_which_texts_lack_a_target(tmp_path, task_class, config, own):
-    """None does in one data set alone, or in a run without phrases."""
+    """None in a single data set, or in a run without phrases."""
     task = task_class(SIZE, config)
     others = other_truths(task, tmp_path)
     first, *rest = texts_of(task, tmp_path, own, *others)

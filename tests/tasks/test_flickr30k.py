@@ -1,4 +1,4 @@
-"""Flickr30K Entities: places of phrases, labels, the loss of the official code, predictions and pictures."""
+"""Flickr30K Entities: spans of phrases, labels, the loss of the official code, and predictions."""
 
 from __future__ import annotations
 

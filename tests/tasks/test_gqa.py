@@ -1,4 +1,4 @@
-"""GQA: targets, losses, predictions with choices and attention, and what reports say."""
+"""GQA: targets, losses, predictions with choices and attention."""
 
 from __future__ import annotations
 
@@ -126,11 +126,11 @@ def test_a_question_and_its_answer(tmp_path):
     assert unknown.targets.best == -1 and not unknown.targets.scores.any()
 
 
-# Attention of an answer over regions, from maps whose steps see words, regions or both
+# Attention of an answer over regions, from maps over words, regions or both
 
 
 def attention_step(rows: dict[tuple[int, int], list[float]], texts: int = 1) -> torch.Tensor:
-    """A map over three words, two regions and an end, in which (text, word) looks at the regions as given."""
+    """A map over three words, two regions and an end; (text, word) attends to the regions as given."""
     found = torch.zeros(texts, 2, 6, 6)
     for (text, place), shares in rows.items():
         for head in range(2):  # head 1 twice as much as head 0

@@ -20,7 +20,7 @@ from e2e_vl.tasks.nlvr2 import (
     NLVR2Prediction,
     NLVR2Targets,
     NLVR2Task,
-    truth_metrics,
+    nlvr2_metrics,
     write_submission,
 )
 from e2e_vl.text import TextTokenizer
@@ -114,8 +114,8 @@ def prediction(identifier: str, answer: str = "True", label: str | None = None) 
 
 def test_metrics_and_the_file_of_the_script(tmp_path):
     ours = [prediction("dev-1-0-0", "True", "True"), prediction("dev-1-1-0", "True", "False")]
-    metrics = truth_metrics(ours)
+    metrics = nlvr2_metrics(ours)
     assert metrics == {"count": 2, "accuracy": 0.5, "consistency": 0, "accuracy/true": 1, "accuracy/false": 0}
-    assert truth_metrics([prediction("dev-1-0-0")]) == {"count": 1}
+    assert nlvr2_metrics([prediction("dev-1-0-0")]) == {"count": 1}
     write_submission(tmp_path / "deep" / "p.csv", ours)
     assert (tmp_path / "deep" / "p.csv").read_text() == "dev-1-0-0,True\ndev-1-1-0,True\n"

@@ -1,4 +1,4 @@
-"""Phrases that point at regions beside a task: losses, found phrases, records."""
+"""Phrase grounding: losses, detected phrases, records."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from e2e_vl.tasks.phrase_head import (
     FIRST,
     INSIDE,
     PhraseHead,
+    add_grounded_phrases,
     find_spans,
     grounding_metrics,
     predicted_spans,
-    with_phrases,
     word_level_tags,
 )
 from tests.tasks.batches import make_batch
@@ -116,7 +116,7 @@ def test_runs_of_tags_make_phrases(tags, spans):
 
 
 def head_that_finds_all() -> PhraseHead:
-    """It takes every word for the inside of a phrase."""
+    """It tags every word as the inside of a phrase."""
     head = make_head(training=False)
     with torch.no_grad():
         head.tags.weight.zero_()
@@ -157,7 +157,7 @@ def test_records_hold_phrases_in_pixels_of_the_original_image():
     head = head_that_finds_all()
     output = run(head, make_phrases(boxes=(((0, 0, 10, 10), (20, 20, 30, 39)), ((50, 50, 55, 55),))))
     output.batch.records = [{"a": 1}, {"a": 2}]
-    first, second = with_phrases(output).batch.records
+    first, second = add_grounded_phrases(output).batch.records
     assert "grounded" not in output.batch.records[0]
     assert first["a"] == 1 and [phrase.text for phrase in first["grounded"]] == ["the star", "here"]
     best = output.phrases.log_attention.argmax(dim=1)
@@ -176,7 +176,7 @@ def test_records_hold_phrases_in_pixels_of_the_original_image():
 def test_a_text_without_regions_points_at_nothing():
     output = run(make_head(training=False), make_phrases(), REGIONS[:1])
     output.batch.records = [{"a": 1}, {}]
-    [first, second] = with_phrases(output).batch.records
+    [first, second] = add_grounded_phrases(output).batch.records
     assert second == {}  # such as a text of a corpus, of which nothing is predicted
     assert [(phrase.box, phrase.score) for phrase in first["grounded"]] == [(None, 0.0)] * 2
 

@@ -160,7 +160,7 @@ def question_batch(masked: list[list[float]] | None = None, mask_at: int = 1) ->
 
 def answer(model: VisionLanguageModel, batch: Batch) -> PretrainingPrediction:
     with torch.no_grad():
-        return model.task.replies(model(batch))[0]
+        return model.task.predict_answers(model(batch))[0]
 
 
 def test_every_masked_box_is_classified():
@@ -193,7 +193,7 @@ def test_without_boxes_to_mask_no_region_is_masked():
     batch = question_batch()
     with torch.no_grad():
         output = model(batch)
-        record = model.task.replies(output)[0]
+        record = model.task.predict_answers(output)[0]
     assert output.batch.boxes[0].tolist() == BOXES[0] and not output.batch.masked_regions.is_masked[0].any()
     plain = make_model(objectives={"masked_regions": 0.0}).eval()
     missing, unexpected = plain.load_state_dict(model.state_dict(), strict=False)

@@ -1,4 +1,4 @@
-"""Referring expressions: labels, losses, and which region may win."""
+"""Referring expressions: labels, losses, predictions and pictures."""
 
 from __future__ import annotations
 

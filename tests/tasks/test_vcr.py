@@ -1,4 +1,4 @@
-"""VCR: losses of choices and regions, predictions, rules of its sentences, and a question as four texts."""
+"""VCR: losses of choices and regions, predictions, truncation, and the four texts of a question."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""VQA: targets, losses, what is predicted, and starting rows from word embeddings."""
+"""VQA: targets, losses, predictions, and initialisation from word embeddings."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
 SEP, CLASSES, VOCABULARY = 3, 5, 40
 PAPER = {"region_word": "img", "masked_region_embedding": False, "whole_image_in_sequence": False}
 BOXES = [[[5, 5, 40, 40], [30, 30, 80, 60], [2, 50, 30, 62]], [[10, 0, 50, 30], [0, 0, 20, 20]]]
-PAIRS = torch.tensor([[0, 1], [1, 0], [1, -1], [-1, -1]])  # what the texts of `make_pairs` look at
+PAIRS = torch.tensor([[0, 1], [1, 0], [1, -1], [-1, -1]])  # `image_index` of `make_pairs`
 
 
 def make_model(
@@ -35,7 +35,7 @@ def make_model(
     objectives: dict[str, Any] | None = None,
     **options: Any,
 ) -> VisionLanguageModel:
-    """The model with settings of the encoder, of objectives (name -> weight or settings) and of the task."""
+    """The model with options of the encoder, of objectives (name -> weight or config) and of the task."""
     torch.manual_seed(0)
     detector = make_detector(norm)
     settings = {
@@ -57,7 +57,7 @@ def make_model(
 
 
 def make_detector(norm: str = "FrozenBN", attributes: int = 0) -> FasterRCNN:
-    """A tiny detector of four classes at random, with so many attributes."""
+    """A tiny detector with random weights, four classes and some attributes."""
     detector = FasterRCNN(
         DetectorConfig.from_flat(
             {
@@ -80,7 +80,7 @@ def make_detector(norm: str = "FrozenBN", attributes: int = 0) -> FasterRCNN:
 def put_together(
     detector: FasterRCNN, encoder: Encoder, objectives: dict[str, Any], **options: Any
 ) -> VisionLanguageModel:
-    """The pre-training model of these parts, with settings of the task."""
+    """The pre-training model of these parts, with options of the task."""
     sizes = Sizes(16, VOCABULARY, detector.feature_dim, detector.num_classes, encoder.summary_size)
     config = PretrainingConfig(objectives=objectives, **options)
     task = PretrainingTask(sizes, config, build_objectives(objectives, sizes))
@@ -125,15 +125,15 @@ def make_batch(seed: int = 0, masks: bool = True, boxes: bool = True) -> Batch:
 
 
 def make_pairs(**changes: Any) -> Batch:
-    """The same texts; the first two look at both images, in either order."""
+    """The same texts; the first two have both images, in either order."""
     return dataclasses.replace(make_batch(**changes), image_index=PAIRS)
 
 
 def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Equal but for rounding, which differs from machine to machine."""
+    """Assert equality up to rounding, which depends on the machine."""
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """What `assert_same` asserts."""
+    """Whether `assert_same` passes."""
     return torch.allclose(one, other, rtol=1e-5, atol=1e-6)

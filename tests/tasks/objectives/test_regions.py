@@ -1,4 +1,4 @@
-"""Objectives on regions: which regions count, and what their truth is."""
+"""Objectives on regions: which regions contribute to the losses, and their targets."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_distributions_that_do_not_add_up_to_one_are_left_out():
 
 
 def test_regions_without_labels_do_not_contribute():
-    """Such as those that a user masks in a run that learned from a file."""
+    """For example those that a user masks in a run with labels from a file."""
     inputs, objective = make_inputs(), masked_regions()
     output = inputs.run(objective, Targets())
     assert output.loss.count == 0 and output.loss.mean == 0 and output.logits.shape == (0, CLASSES)

@@ -1,4 +1,4 @@
-"""Objectives on whole texts: does a text belong to its image, and what answers a question?"""
+"""Objectives on whole texts: relationship prediction and image question answering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masked words of captions and of a corpus: which are masked, what becomes of them, and the losses."""
+"""Masked words of captions and of a corpus: masks, labels and losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three texts about two images for objectives: what an encoder might make of them, without any encoder."""
+"""Three texts about two images with random encoder states, and preprocessors, for tests of objectives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNTS = (3, 2)  # regions of the two images, the whole image included
 
 @dataclasses.dataclass
 class Inputs:
-    """What an objective reads beside its targets."""
+    """The inputs of an objective, except its targets."""
 
     batch: Batch
     regions: TextRegions
@@ -35,7 +35,7 @@ class Inputs:
 
 
 def make_inputs(image_index: list[list[int]] | None = None) -> Inputs:
-    """Text 0 looks at image 0, text 1 at image 1 and text 2 at none, or as asked for."""
+    """By default text 0 has image 0, text 1 has image 1 and text 2 has none."""
     generator = torch.Generator().manual_seed(0)
     image_index = torch.tensor(image_index or [[0], [1], [-1]])
     regions = Regions(
@@ -65,13 +65,13 @@ def make_inputs(image_index: list[list[int]] | None = None) -> Inputs:
     return Inputs(batch, gathered, encoded, MLMHead(HIDDEN, VOCABULARY))
 
 
-# Texts that some objectives preprocess.
+# Preprocessors
 
 ONLY_WORDS = {"masked_text": 0.0, "masked_regions": 0.0, "relationship": 0.0}
 
 
 def make_task(tokenizer: PreTrainedTokenizerBase, **objectives) -> PretrainingTask:
-    """Masked words alone, unless other objectives are named with their weight or settings."""
+    """A task with masked words, and with the given objectives (name -> weight or config)."""
     sizes = Sizes(hidden_size=4, vocab_size=len(tokenizer))
     return PretrainingTask(sizes, PretrainingConfig(), build_objectives(ONLY_WORDS | objectives, sizes))
 
