@@ -122,8 +122,8 @@ def test_choices_of_balanced_questions_are_read_for_scores(settings, tiny, caplo
 
 def test_boxes_that_a_question_names_are_read_for_the_grounding_score(settings, tiny, caplog):
     named = {"answer": {"0": "102"}, "question": {"1": "100", "3": "101"}, "fullAnswer": {"2": "100"}}
-    path = tiny.images_root.parent / "questions" / "named_questions.json"
-    write_json(path, {"8": question(7, "Is it?", annotations=named), "9": question(7, "So?", isBalanced=False)})
+    questions = {"8": question(7, "Is it?", annotations=named), "9": question(7, "So?", isBalanced=False)}
+    write_json(tiny.images_root.parent / "questions" / "named_questions.json", questions)
     graphs = tiny.images_root.parent / "sceneGraphs"
     (graphs / "train_sceneGraphs.json").rename(graphs / "named_sceneGraphs.json")
     settings = with_options(with_files(settings, choices=None), grounding=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from e2e_vl.data.image_loader import (
 )
 from e2e_vl.examples import ImageExample, ImageTransform
 from e2e_vl.samples import AnnotatedObjects, BrokenImageError, CandidateBoxes, ImageBytes, SampleImage
-from tests.data.helpers import DOUBLE, SAME, make_loader, refused
+from tests.data.helpers import DOUBLE, SAME, make_loader, refused, write_json
 from tests.data.tiny_refcoco import DETECTIONS_7, GT_7, detection
 
 ALL = SelectionRule(min_score=0.0, min_regions=0, max_regions=100)
@@ -389,21 +388,18 @@ def test_centres_of_cells():
     assert not instance_mask([], np.array([0, 0, 4, 4]), at="centres").any()
 
 
-def test_detections_come_by_falling_score_as_the_rule_keeps_them(tiny):
+def test_detections_come_by_falling_score_as_the_rule_keeps_them(tiny, tmp_path):
     found = DetectedBoxes([tiny.detections_file], SelectionRule(min_score=0.0)).read("7")
     np.testing.assert_array_equal(found.boxes, DETECTIONS_7[::-1])
     assert found.origin == f"{tiny.detections_file}: image 7"
     assert found.features is found.class_probs is found.image_size is None
-    kept = open_boxes([tiny.detections_file], BETTER, with_features=False).read("7")
-    np.testing.assert_array_equal(kept.boxes, [DETECTIONS_7[1]])
-
-
-def test_several_files_of_detections_have_different_images(tiny, tmp_path):
-    more = tmp_path / "more.json"
-    more.write_text(json.dumps([detection(0, 12, [0, 0, 5, 5], 0.9), detection(1, 7, [0, 0, 6, 6], 0.9)]))
-    reader = open_boxes([tiny.detections_file, more], BETTER, with_features=False)
+    rows = [detection(0, 12, [0, 0, 5, 5], 0.9), detection(1, 7, [0, 0, 6, 6], 0.9)]
+    files = [tiny.detections_file, write_json(tmp_path / "more.json", rows)]
+    reader = open_boxes(files, BETTER, with_features=False)
     np.testing.assert_array_equal(reader.read("12").boxes, [[0, 0, 5, 5]])
     np.testing.assert_array_equal(reader.read("7").boxes, [DETECTIONS_7[1]], "the first file that has it")
+    with refused("dets.json", "features"):
+        open_boxes(files, BETTER, with_features=True)
 
 
 def test_images_without_boxes_are_named_and_counted(tiny, store):
@@ -440,17 +436,11 @@ def test_features_of_given_boxes_keep_their_order(store, columns):
     np.testing.assert_array_equal(whole.image_feature, [1, 1, 1])
 
 
-def test_boxes_without_features_cannot_replace_the_detector(tiny):
-    with refused("dets.json", "features"):
-        open_boxes([tiny.detections_file], BETTER, with_features=True)
-
-
 @pytest.mark.parametrize(
     ("change", "key"),
     [({"box": [1, 1, 0, 5]}, "detection 1"), ({"box": [1, 1]}, "[1].box"), ({"score": 7}, "[1].score")],
 )
 def test_a_bad_detection_is_named(tiny, change, key):
     tiny.detections[1].update(change)
-    tiny.detections_file.write_text(json.dumps(tiny.detections))
     with refused("dets.json", key):
-        read_detections(tiny.detections_file)
+        read_detections(tiny.write().detections_file)
