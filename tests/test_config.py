@@ -247,5 +247,3 @@ def test_the_detector_file_with_overrides():
     assert published.input.format == "RGB" and published.roi_heads.num_classes == 90
     with pytest.raises(ValueError, match=r"MODEL\.FOO"):
         read_detector_config(DetectorSettings(config=tiny, overrides={"MODEL": {"FOO": 1}}))
-    with pytest.raises(FileNotFoundError, match="torchvision/fasterrcnn_resnet50"):
-        read_detector_config(DetectorSettings(config="torchvision/fasterrcnn_resnet50"))

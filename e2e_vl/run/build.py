@@ -38,8 +38,8 @@ from e2e_vl.tasks.objectives.base import Objective
 from e2e_vl.tasks.phrase_head import PhraseHead
 from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
 from e2e_vl.weights.base import WeightAdapter
+from e2e_vl.weights.loading import InitRules, check_vocabulary, load_encoder, load_phrase_head, load_task
 from e2e_vl.weights.lxmert import LxmertFromBert, OfficialLxmert, TransformersLxmert
-from e2e_vl.weights.start import InitRules, check_vocabulary, load_encoder, load_phrase_head, load_task
 from e2e_vl.weights.visual_bert import OfficialVisualBert, TransformersVisualBert, VisualBertFromBert
 from e2e_vl.weights.vl_bert import OfficialVLBert, VLBertFromBert
 

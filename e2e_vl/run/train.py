@@ -40,7 +40,7 @@ from e2e_vl.run.launch import make_accelerator, on_main
 from e2e_vl.run.optim import build_optimizer, build_schedule
 from e2e_vl.run.trackers import describe_finished_run, describe_results, describe_run, start_trackers, track_pictures
 from e2e_vl.structures import Batch
-from e2e_vl.weights.start import check_answers, check_vocabulary
+from e2e_vl.weights.loading import check_answers, check_vocabulary
 
 
 def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.words import mask_words
 from e2e_vl.tasks.pretraining import PretrainingPreprocessor, PretrainingTask
 from e2e_vl.text import TextTokenizer, load_tokenizer, simplify_answer
-from e2e_vl.weights.start import InitRules, load_task
+from e2e_vl.weights.loading import InitRules, load_task
 from tests.parity import lxmert_common as common
 from tests.parity.lxmert_common import assert_near
 from tests.parity.lxmert_finetuning_checks import answering_task

@@ -13,7 +13,7 @@ from e2e_vl.run.build import ADAPTERS, build_objectives
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.pretraining import PretrainingTask
-from e2e_vl.weights.start import InitRules
+from e2e_vl.weights.loading import InitRules
 
 Module = TypeVar("Module", bound=nn.Module)
 BERT_SIZES = {

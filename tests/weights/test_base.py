@@ -13,8 +13,8 @@ from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.tasks.config import VQAConfig
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vqa import VQATask
-from e2e_vl.weights import start
-from e2e_vl.weights.start import load_encoder, load_task
+from e2e_vl.weights import loading
+from e2e_vl.weights.loading import load_encoder, load_task
 from tests.weights.starts import BERT_SIZES as SIZES
 from tests.weights.starts import fill, pretraining_task, rules, same
 
@@ -140,7 +140,7 @@ def test_strange_names_and_an_untied_decoder_are_named_with_the_file(tmp_path, b
 @pytest.mark.parametrize("name", ["missing.bin", "no/such/folder", "./bert"])
 def test_a_path_to_nothing_never_reaches_for_the_network(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(start, "cached_file", lambda *args, **options: pytest.fail("network"))
+    monkeypatch.setattr(loading, "cached_file", lambda *args, **options: pytest.fail("network"))
     with pytest.raises(FileNotFoundError, match=Path(name).name):
         load_encoder(vl_bert(), name, rules("refcoco"))
 
@@ -153,7 +153,7 @@ def test_a_hub_name_is_fetched_by_transformers(tmp_path, monkeypatch, bert):
             raise OSError("not reachable")
         return str(folder / file) if (folder / file).is_file() else None
 
-    monkeypatch.setattr(start, "cached_file", cached_file)
+    monkeypatch.setattr(loading, "cached_file", cached_file)
     encoder = vl_bert()
     load_encoder(encoder, "org/bert-tiny", rules("refcoco"))
     assert torch.equal(encoder.embeddings.word_embeddings.weight, bert.bert.embeddings.word_embeddings.weight)

@@ -29,8 +29,8 @@ from e2e_vl.tasks.nlvr2 import NLVR2Task
 from e2e_vl.tasks.pretraining import PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vqa import VQATask
+from e2e_vl.weights.loading import load_encoder, load_task, select_answer_rows
 from e2e_vl.weights.lxmert import OfficialLxmert, TransformersLxmert
-from e2e_vl.weights.start import load_encoder, load_task, select_answer_rows
 from tests.encoders.small import LXMERT as SMALL
 from tests.encoders.small import make_inputs
 from tests.weights.starts import fill, pretraining_task, same

@@ -31,7 +31,7 @@ from e2e_vl.tasks.nlvr2 import NLVR2Task
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vcr import VCRTask
 from e2e_vl.tasks.vqa import VQATask
-from e2e_vl.weights.start import load_encoder, load_task
+from e2e_vl.weights.loading import load_encoder, load_task
 from e2e_vl.weights.visual_bert import OfficialVisualBert, TransformersVisualBert, to_official
 from tests.weights.starts import BERT_SIZES as SIZES
 from tests.weights.starts import fill, pretraining_task, same

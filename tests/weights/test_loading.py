@@ -11,8 +11,8 @@ from detector.structures import PrecomputedDetector
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.config import VQAConfig
 from e2e_vl.tasks.vqa import VQATask
+from e2e_vl.weights.loading import load_encoder
 from e2e_vl.weights.lxmert import OfficialLxmert
-from e2e_vl.weights.start import load_encoder
 from e2e_vl.weights.visual_bert import OfficialVisualBert
 from e2e_vl.weights.vl_bert import OfficialVLBert
 from tests.encoders.small import make_inputs, make_lxmert, make_visual_bert, make_vl_bert

@@ -48,7 +48,7 @@ class InitRules:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class CheckpointPart:
     """Weights with our parameter names, and their origin."""
 
     path: Path
@@ -64,7 +64,7 @@ class Source:
         return "this project" if self.adapter is None else self.adapter.layout
 
 
-def read_source(path: str | Path, part: Literal["encoder", "task"], rules: InitRules) -> Source:
+def read_checkpoint_part(path: str | Path, part: Literal["encoder", "task"], rules: InitRules) -> CheckpointPart:
     """Read the encoder's or the task's weights from any kind of checkpoint."""
     file = find_weights(str(path), part)
     tensors = read_tensors(file)
@@ -72,7 +72,9 @@ def read_source(path: str | Path, part: Literal["encoder", "task"], rules: InitR
         if adapter.recognise(tensors):
             found = adapter.convert(tensors, file)
             task_name = rules.task_name if rules.task_name in found.compatible_tasks else found.task_name
-            return Source(file, getattr(found, part), adapter, task_name, found.transferable, found.background_last)
+            return CheckpointPart(
+                file, getattr(found, part), adapter, task_name, found.transferable, found.background_last
+            )
     settings = _settings_of_run(file.parent, part).get("task") or {}
     name = settings.get("name")
     task_part = TASKS.get(name or rules.task_name)
@@ -82,7 +84,7 @@ def read_source(path: str | Path, part: Literal["encoder", "task"], rules: InitR
     if part == "task" and settings and has_background:
         config = decode(settings.get("config", {}), task_part.config_class, "task.config")
         background_last = config.has_background_last
-    return Source(file, tensors, None, name, task_class.transferable, background_last)
+    return CheckpointPart(file, tensors, None, name, task_class.transferable, background_last)
 
 
 def load_encoder(encoder: nn.Module, path: str | Path, rules: InitRules) -> LoadReport:
@@ -92,7 +94,7 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: InitRules) -> Load
     weights by the first, and parameters that only some tasks train may be missing or unused. If the weights have no
     relative geometry, it is initialised to zero.
     """
-    source = read_source(path, "encoder", rules)
+    source = read_checkpoint_part(path, "encoder", rules)
     _check_config(source.path, encoder, rules.collect("checked_fields"))
     tensors, may_miss, copied = source.tensors, [], []
     if source.adapter is not None:
@@ -123,7 +125,7 @@ def load_task(task: Task, path: str | Path, rules: InitRules, *, knows_class_ord
         knows_class_order: False if the list of answers was built from annotations. Checkpoints of other projects do
             not contain their answers and can then not be loaded.
     """
-    source = read_source(path, "task", rules)
+    source = read_checkpoint_part(path, "task", rules)
     if source.task_name == rules.task_name or (source.adapter is None and source.task_name is None):
         check_answers(source.path.parent, task)
         if source.adapter is not None and not knows_class_order:
@@ -154,7 +156,7 @@ def load_phrase_head(head: PhraseHead, path: str | Path) -> LoadReport:
     return load_weights(head, read_tensors(file), file, layout="this project")
 
 
-def _continue_head(task: Task, source: Source) -> LoadReport:
+def _continue_head(task: Task, source: CheckpointPart) -> LoadReport:
     """Initialise a head from a head of the same task."""
     rule = task.starts_from or HeadInit()
     tensors, copied = source.tensors, []
@@ -171,7 +173,7 @@ def _continue_head(task: Task, source: Source) -> LoadReport:
     return dataclasses.replace(report, copied=copied)
 
 
-def _start_from_other(task: Task, source: Source, rule: HeadInit) -> LoadReport:
+def _start_from_other(task: Task, source: CheckpointPart, rule: HeadInit) -> LoadReport:
     """Initialise a head from a head of another task.
 
     Everything that the rule copies must exist, except parts that the task does not use or that are not transferable.
