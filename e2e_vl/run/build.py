@@ -19,7 +19,6 @@ from detector.checkpoint import LoadReport, load_checkpoint
 from detector.config import SelectionRule
 from detector.errors import UserError, user_path
 from detector.images import ResizeRule
-from detector.io import read_json
 from detector.structures import Detector
 from e2e_vl.config import BoxSource, DetectorSettings, ResizeSettings, RunConfig, read_detector_config
 from e2e_vl.data.answer_lists import ANSWERS_FILE, read_answers, write_answers
@@ -30,8 +29,7 @@ from e2e_vl.encoders.base import Encoder
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS, DETECTORS, ENCODERS, OBJECTIVES, TASKS
 from e2e_vl.structures import Ability, Batch
-from e2e_vl.synthetic import FORMATS, make_scenes
-from e2e_vl.synthetic.generate import STAMP
+from e2e_vl.synthetic import make_scenes
 from e2e_vl.tasks.base import Sizes, Task
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Objective
@@ -55,7 +53,7 @@ ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # encoders that can load the
 def resolve_config(config: RunConfig) -> RunConfig:
     """The settings with `data.resize` filled in from the detector's YAML file where it is null.
 
-    A detector that would train on the boxes of its random initialisation is refused.
+    It is an error to train on the boxes of a detector that stays random.
     """
     is_random = config.detector.loss_weight == 0 and config.detector.weights is None
     if config.data.boxes.train is BoxSource.ONLINE and is_random:
@@ -190,6 +188,7 @@ def build_model(
 
 
 def build_detector(config: RunConfig, on_start: Callable[[Start], None] = log_start) -> Detector:
+    """The detector with random weights or those of `detector.weights`."""
     settings = config.detector
     detector = DETECTORS[settings.backend].cls(read_detector_config(settings))
     if settings.weights is not None:
@@ -205,7 +204,7 @@ def build_encoder(config: RunConfig, vocab_size: int, feature_dim: int) -> Encod
 
 
 def build_task(config: RunConfig, sizes: Sizes) -> Task:
-    """The task with its head."""
+    """The task with random weights."""
     task_class, settings = TASKS[config.task.name].cls, config.task.config
     if task_class.chooses_answers:
         settings = msgspec.structs.replace(settings, answers=load_answers(config))
@@ -213,7 +212,7 @@ def build_task(config: RunConfig, sizes: Sizes) -> Task:
         return task_class.build(sizes, settings)
     task = task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
     if settings.choices is not None:
-        # this task takes the preprocessor and the mask size of another one
+        # use the preprocessor and the mask size of the other task
         other = TASKS[settings.choices.task].cls.build(sizes, settings.choices.config)
         task.choice_preprocessor = other.preprocessor
         task.mask_size, task.mask_at = other.mask_size, other.mask_at
@@ -247,17 +246,10 @@ def make_synthetic_data(config: RunConfig) -> None:
         config=synthetic.config.scene,
         language=synthetic.config.language,
         formats=synthetic.formats,
-        workers=max(config.data.workers, os.cpu_count() or 1) if config.data.workers else 0,  # all cores are free
+        workers=max(config.data.workers, os.cpu_count() or 1)
+        if config.data.workers
+        else 0,  # no other process of the run is busy
     )
-
-
-def is_drawn(config: RunConfig) -> bool:
-    """Whether the data set of `data.synthetic` exists and is complete."""
-    stamp = user_path(config.data.root, "data.root") / STAMP
-    if not stamp.is_file():
-        return False
-    formats = config.data.synthetic.formats
-    return set(FORMATS if formats is None else formats) <= set(read_json(stamp, dict[str, Any]).get("formats", FORMATS))
 
 
 def build_tokenizer(config: RunConfig, *, writes: bool = True) -> PreTrainedTokenizerBase:
@@ -275,7 +267,7 @@ def build_tokenizer(config: RunConfig, *, writes: bool = True) -> PreTrainedToke
 
 
 def read_training_texts(config: RunConfig) -> Iterable[str]:
-    """The texts to build a vocabulary from: those of the training split, and extra words of the task."""
+    """Read the texts of the training split, and the task's extra words, to build a vocabulary from."""
     dataset = DATASETS[config.data.name].cls
     files, options = open_options(dataset, config.data)
     yield from dataset.texts_of(files, options, config.data.train_split)
@@ -304,7 +296,7 @@ def build_examples(
 
 
 def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: bool) -> VLDataset:
-    """The data set of a split."""
+    """Open the data set of a split; checks that box source, detector and files match."""
     if (boxes is BoxSource.PRECOMPUTED) != (config.detector.backend == "precomputed"):
         raise UserError(
             f"The box source is {boxes} and detector.backend is {config.detector.backend}; with precomputed features "
@@ -345,10 +337,10 @@ def build_loader(
     *,
     training: bool = False,
 ) -> ImageLoader:
-    """Loads the images of a run and their boxes; deterministic in evaluation.
+    """The loader of the images of a run and their boxes; deterministic in evaluation.
 
     Args:
-        dataset: its box files are opened; None: boxes come with each sample or from the detector.
+        dataset: opens its box files; None: boxes come with each sample or from the detector.
     """
     data = config.data
     sizes = data.resize.short_edge if training else data.resize.short_edge[-1:]

@@ -57,7 +57,7 @@ START_SETTINGS = (  # settings that a trained model does not use
 
 @contextlib.contextmanager
 def translate_full_disk(folder: Path) -> Iterator[None]:
-    """torch and safetensors have errors of their own for a full disk; they become the OSError of the system."""
+    """Convert the errors that torch and safetensors raise on a full disk to an OSError."""
     try:
         yield
     except (RuntimeError, SafetensorError) as error:
@@ -147,12 +147,12 @@ def _parts(model: VisionLanguageModel) -> dict[str, nn.Module]:
 
 
 def load_saved_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The settings saved with a model."""
+    """Load the settings saved with a model."""
     return load_config(find_model_folder(run_dir) / "config.yaml", overrides)
 
 
 def _with_answers(config: RunConfig, answers: Path) -> Settings:
-    """The settings of the task, with the saved answers in it or in its objectives."""
+    """The settings of the task, with the path of the saved answers in them or in those of its objectives."""
     settings = config.task.config
     if TASKS[config.task.name].cls.chooses_answers:
         return replace(settings, answers=str(answers))
@@ -224,12 +224,12 @@ def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folde
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The complete checkpoints of a run directory, oldest first."""
+    """List the complete checkpoints of a run directory, oldest first."""
     return sorted(path.parent for path in (run_dir / "checkpoints").glob(f"step_*/{POSITION_FILE}"))
 
 
 def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path | None:
-    """The newest intact checkpoint of a run directory; None if the run never saved one.
+    """Find the newest intact checkpoint of a run directory; None if the run never saved one.
 
     Settings that do not affect the architecture may differ from those of the checkpoint; changes are logged.
     """

@@ -107,11 +107,11 @@ def evaluate_splits(
     best = MetricName.read(config.train.keep_best or "")
     for split in config.data.eval_splits:
         for boxes in map(BoxSource, config.eval.boxes):
-            is_judged = best is not None and (best.metric, best.split, best.source) == (LOSS, split, boxes)
+            needs_loss = best is not None and (best.metric, best.split, best.source) == (LOSS, split, boxes)
             evaluation = evaluate_split(
                 *(config, run.model, run.eval_data[split, boxes], accelerator, split, boxes),
                 max_images=max_images,
-                with_loss=is_judged,
+                with_loss=needs_loss,
             )
             metrics |= evaluation.metrics
             if accelerator.is_main_process:

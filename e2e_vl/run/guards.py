@@ -95,8 +95,8 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        comes_again = self.number is not None and time.monotonic() - self._came_at > self.PATIENCE
-        if self.at_once or comes_again:
+        is_repeated = self.number is not None and time.monotonic() - self._came_at > self.PATIENCE
+        if self.at_once or is_repeated:
             raise make_stopped_error(number, "--resume continues from the newest checkpoint.")
         if self.number is None:
             self.number, self._came_at = number, time.monotonic()

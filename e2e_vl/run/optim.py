@@ -27,14 +27,16 @@ class OfficialAdam(torch.optim.AdamW, ABC):
     """
 
     @abstractmethod
-    def converted(self, rate: float, decay: float, eps: float, corrections: tuple[float, float]) -> dict[str, float]:
+    def convert_options(
+        self, rate: float, decay: float, eps: float, corrections: tuple[float, float]
+    ) -> dict[str, float]:
         """The `lr`, `weight_decay` and `eps` for torch's AdamW.
 
         Args:
             corrections: the bias corrections `1 - beta1**t` and `1 - beta2**t` of update t.
         """
 
-    def rate_of(self, group: dict[str, Any], updates: int) -> float:
+    def compute_rate(self, group: dict[str, Any], updates: int) -> float:
         """The learning rate of parameters after this number of updates."""
         return group["lr"]
 
@@ -58,8 +60,8 @@ class OfficialAdam(torch.optim.AdamW, ABC):
                 by_updates[int(state["step"]) if state else 0].append(parameter)  # torch keeps the count on the CPU
         for updates, parameters in by_updates.items():
             corrections = 1 - beta1 ** (updates + 1), 1 - beta2 ** (updates + 1)
-            rate = self.rate_of(group, updates)
-            changed = self.converted(rate, group["weight_decay"], group["eps"], corrections)
+            rate = self.compute_rate(group, updates)
+            changed = self.convert_options(rate, group["weight_decay"], group["eps"], corrections)
             yield {**group, **changed, "params": parameters}
 
 
@@ -70,7 +72,9 @@ class OfficialAdamW(OfficialAdam):
     `lr * weight_decay * weight`, after the update.
     """
 
-    def converted(self, rate: float, decay: float, eps: float, corrections: tuple[float, float]) -> dict[str, float]:
+    def convert_options(
+        self, rate: float, decay: float, eps: float, corrections: tuple[float, float]
+    ) -> dict[str, float]:
         kept = 1 - rate * decay  # decay after the update also shrinks the update
         return {"lr": rate * kept, "weight_decay": decay / kept, "eps": eps / math.sqrt(corrections[1])}
 
@@ -99,11 +103,13 @@ class BertAdam(OfficialAdam):
         super().__init__(groups, betas=betas, eps=eps, fused=fused)
         self.clip_tensor_norm = clip_tensor_norm
 
-    def converted(self, rate: float, decay: float, eps: float, corrections: tuple[float, float]) -> dict[str, float]:
+    def convert_options(
+        self, rate: float, decay: float, eps: float, corrections: tuple[float, float]
+    ) -> dict[str, float]:
         scale = corrections[0] / math.sqrt(corrections[1])  # undoes the bias correction
         return {"lr": rate * scale, "weight_decay": decay / scale, "eps": eps / math.sqrt(corrections[1])}
 
-    def rate_of(self, group: dict[str, Any], updates: int) -> float:
+    def compute_rate(self, group: dict[str, Any], updates: int) -> float:
         return group["lr"] if self.factor is None else group["initial_lr"] * self.factor(updates)
 
     @torch.no_grad()

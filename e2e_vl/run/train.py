@@ -103,9 +103,9 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
 
 
 class LossesOnly(nn.Module):
-    """The model for DistributedDataParallel, with the losses as its only output.
+    """The model with the losses as its only output.
 
-    DDP would wait for gradients through any other output, and they never come.
+    DistributedDataParallel waits for gradients through every output, and only losses get them.
     """
 
     def __init__(self, model: VisionLanguageModel):
