@@ -137,7 +137,7 @@ class Flickr30KDataset(RecordDataset):
     is_pool = True
 
     def __init__(self, files: DataFiles, options: Flickr30KOptions, split: str, needs: DataNeeds) -> None:
-        self.settings = options
+        self.options = options
         self.parts = [{"split": name} for name in split_names(split)]
         self.folder = files.path("images")
         self.annotations_folder = files.path("annotations")
@@ -170,7 +170,7 @@ class Flickr30KDataset(RecordDataset):
         return ()  # they depend on the image annotations
 
     def image(self, name: str, text: int) -> SampleImage:
-        file, annotated = self.settings.file(self.folder, name), self.annotated[name]
+        file, annotated = self.options.file(self.folder, name), self.annotated[name]
         if self.instances is not None:
             return self.instances.sample_image(name, file)
         boxes = self._moved(np.array(annotated.boxes, dtype=np.float64).reshape(-1, 4))
@@ -195,7 +195,7 @@ class Flickr30KDataset(RecordDataset):
         return SampleText(index, words, metadata, truth, phrases=everything)
 
     def _moved(self, boxes: np.ndarray) -> np.ndarray:
-        return boxes - 1 if self.settings.coordinates == "zero_based" else boxes
+        return boxes - 1 if self.options.coordinates == "zero_based" else boxes
 
 
 def _captions(files: DataFiles, split: str) -> Iterator[Caption]:

@@ -186,7 +186,7 @@ class GQADataset(RecordDataset):
     id_space = "vg"
 
     def __init__(self, files: DataFiles, options: GQAOptions, split: str, needs: DataNeeds) -> None:
-        self.settings = options
+        self.options = options
         self.folder = files.path("images")
         self.parts = [{"split": name, "part": name.partition("_")[0]} for name in split_names(split)]
         questions = SerializedList(read_questions(_question_files(files, split)), GQAQuestion)
@@ -230,7 +230,7 @@ class GQADataset(RecordDataset):
         return {one.id: one.answer for one in questions if one.is_balanced and one.answer is not None}
 
     def image(self, name: str, text: int) -> SampleImage:
-        file = self.settings.file(self.folder, name)
+        file = self.options.file(self.folder, name)
         if self.instances is not None:
             return self.instances.sample_image(name, file)
         if self.scene_graphs is None:

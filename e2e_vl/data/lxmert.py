@@ -120,7 +120,7 @@ class LXMERTDataset(RecordDataset):
     box_sources = (BoxSource.ONLINE, BoxSource.DETECTIONS, BoxSource.PRECOMPUTED)
 
     def __init__(self, files: DataFiles, options: ImageSets, split: str, needs: DataNeeds) -> None:
-        self.settings = options
+        self.options = options
         self.parts = [options.values(name) for name in split_names(split)]
         self.folders: list[Path] = []
         texts: list[Any] = []
@@ -151,7 +151,7 @@ class LXMERTDataset(RecordDataset):
     def image(self, name: str, text: int) -> SampleImage:
         part = next(number for number, end in enumerate(self._ends) if text < end)
         folder = self.folders[part] if self.folders else Path()
-        return SampleImage(name, self.settings.file(folder, name), photo_aliases=aliases_of_id(name))
+        return SampleImage(name, self.options.file(folder, name), photo_aliases=aliases_of_id(name))
 
 
 class ImageSentenceDataset(LXMERTDataset):

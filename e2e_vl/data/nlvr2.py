@@ -72,7 +72,7 @@ class NLVR2Dataset(RecordDataset):
     id_space = "nlvr2"
 
     def __init__(self, files: DataFiles, options: NLVR2Options, split: str, needs: DataNeeds) -> None:
-        self.settings = options
+        self.options = options
         self.folders: dict[str, Path] = {}
         self.parts: list[dict[str, str]] = []
         examples: list[PairStatement] = []
@@ -100,8 +100,8 @@ class NLVR2Dataset(RecordDataset):
         return [example.words for path in paths for example in read_examples(path)]
 
     def image(self, name: str, text: int) -> SampleImage:
-        example, place = self.texts[text], f"{name}{self.settings.suffix}"
-        if example.directory is not None and self.settings.use_folders:
+        example, place = self.texts[text], f"{name}{self.options.suffix}"
+        if example.directory is not None and self.options.use_folders:
             place = f"{example.directory}/{place}"
         file = self.folders[name.partition("-")[0]] / place
         if self.objects is None:

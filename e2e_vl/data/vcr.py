@@ -144,7 +144,7 @@ class VCRDataset(VLDataset):
         self.folder = files.path("images", split=split)
         self.path = files.path("questions", split=split)
         self.questions = read_questions(self.path)
-        self.settings = options
+        self.options = options
         self.class_names = options.class_names
         self.has_phrases = options.names_are_phrases
         self.parts = [{}]
@@ -171,11 +171,11 @@ class VCRDataset(VLDataset):
 
     def _is_answer(self, index: int) -> bool:
         """Whether the choices of this text index are answers, not rationales."""
-        if self.settings.question == "both":
+        if self.options.question == "both":
             return index % 2 == 0
-        if self.settings.question == "in_turn":
+        if self.options.question == "in_turn":
             return index % (2 * CHOICES) < CHOICES
-        return self.settings.question == "answer"
+        return self.options.question == "answer"
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: VCROptions, split: str) -> Iterable[str]:
@@ -214,21 +214,21 @@ class VCRDataset(VLDataset):
         classes = np.array([self._class_of[name] for name in question.objects], dtype=np.int64)
         chosen = tuple(self._text(index) for index in texts)
         sentences = [*chosen[0].query, *chosen[0].choices]
-        if self.settings.objects != "r2c":
+        if self.options.objects != "r2c":
             sentences = [question.question, *question.answer_choices]
-            if self.settings.objects == "r2c_all_texts" or not self._is_answer(texts[0]):
+            if self.options.objects == "r2c_all_texts" or not self._is_answer(texts[0]):
                 sentences += question.rationale_choices
         image = SampleImage(
             question.img_fn,
             self.folder / question.img_fn,
             size,
             objects=dataclasses.replace(objects, classes=classes),
-            candidates=_kept_objects(self.settings.objects, question.objects, sentences),
+            candidates=_kept_objects(self.options.objects, question.objects, sentences),
         )
         return Sample((image,), chosen)
 
     def _text(self, index: int) -> ChoiceText:
-        question, each = self.questions[index // self.per_question], self.settings.condition_on == "each"
+        question, each = self.questions[index // self.per_question], self.options.condition_on == "each"
         query, choices, label, given = [question.question], question.answer_choices, question.answer_label, None
         if not self._is_answer(index):
             given = index % self.per_question if each else question.answer_label
@@ -251,7 +251,7 @@ class VCRDataset(VLDataset):
             None if label is None or each else CorrectChoice(label),
             query=tuple(query),
             choices=tuple(choices),
-            names_are_phrases=self.settings.names_are_phrases,
+            names_are_phrases=self.options.names_are_phrases,
         )
 
 

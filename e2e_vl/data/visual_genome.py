@@ -215,7 +215,7 @@ class VisualGenomeDataset(RecordDataset):
     is_pool = True
 
     def __init__(self, files: DataFiles, options: GenomeOptions, split: str, needs: DataNeeds) -> None:
-        self.settings = options
+        self.options = options
         self.folder = Path() if needs.boxes is BoxSource.PRECOMPUTED else files.path("images", split=split)
         self.parts = [{"split": split}]
         images = list(stream_list(image_data := files.path("image_data", split=split), GenomeImage))
@@ -262,7 +262,7 @@ class VisualGenomeDataset(RecordDataset):
 
     def image(self, name: str, text: int) -> SampleImage:
         image = self.images[name]
-        folder = PurePosixPath(image.url or "").parent.name if self.settings.use_folders else ""
+        folder = PurePosixPath(image.url or "").parent.name if self.options.use_folders else ""
         aliases = ((VISUAL_GENOME, name), *(() if image.coco_id is None else ((COCO, str(image.coco_id)),)))
         file = self.folder / folder / f"{name}.jpg"
         return SampleImage(name, file, (image.height, image.width), photo_aliases=aliases)

@@ -118,7 +118,7 @@ class VQADataset(RecordDataset):
     file_keys = ("images", "questions", "annotations", "answers", "instances", "detections", "features")
 
     def __init__(self, files: DataFiles, options: VQAOptions, split: str, needs: DataNeeds) -> None:
-        self.settings = options
+        self.options = options
         self.parts: list[dict[str, str]] = []
         self.starts: list[int] = []
         self.folders: list[Path] = []
@@ -152,7 +152,7 @@ class VQADataset(RecordDataset):
 
     def image(self, name: str, text: int) -> SampleImage:
         part, image_id = bisect.bisect_right(self.starts, text) - 1, self.texts[text].image_id
-        file = self.settings.file(self.folders[part], name, images=self.parts[part]["images"])
+        file = self.options.file(self.folders[part], name, images=self.parts[part]["images"])
         return self.instances[part].sample_image(image_id, file) if self.instances else SampleImage(name, file)
 
 
