@@ -179,7 +179,7 @@ def test_k_texts_of_an_image_are_k_batches_of_one(tiny_config):
 # Two images per text
 
 
-def look_at_both(batch: Batch) -> Batch:
+def refer_to_both_images(batch: Batch) -> Batch:
     """The first text twice, about two images in either order."""
     texts = dataclasses.replace(
         batch.texts,
@@ -192,7 +192,7 @@ def look_at_both(batch: Batch) -> Batch:
 def test_two_images_need_an_encoder_that_tells_them_apart(tiny_config):
     model, batch = built_for(tiny_config(), texts=1)
     with pytest.raises(ValueError, match=r"encoder\.config\.max_images to 2"):
-        model(look_at_both(batch))
+        model(refer_to_both_images(batch))
 
 
 @pytest.mark.parametrize(("in_sequence", "relative"), [(True, False), (False, True)])
@@ -201,7 +201,7 @@ def test_swapped_images_give_other_scores(tiny_config, in_sequence, relative):
     settings |= {"whole_image_in_sequence": in_sequence, "relative_geometry": relative}
     words = [f"encoder.config.{name}={value}" for name, value in settings.items()]
     model, batch = built_for(tiny_config(*NO_DROPOUT, *TASK_ONLY, *words), texts=1)
-    batch = look_at_both(batch)
+    batch = refer_to_both_images(batch)
     batch.images.pixels.requires_grad_()
     output = model(batch)
     regions, logits = output.text_regions, output.task.logits

@@ -1,4 +1,4 @@
-"""Small encoders, and texts and regions for them."""
+"""Small encoders and their inputs."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def make_inputs(lengths=(6, 3, 5), counts=(2, 4, 0), seed=1) -> tuple[TextBatch,
 
 
 def changed(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """bool [M, L or R]: vectors that differ by more than rounding."""
+    """bool [M, L or R]: whether the vectors differ by more than rounding."""
     return (one - other).abs().sum(dim=-1) > 1e-4
 
 
 def select(texts: TextBatch, regions: TextRegions, row: int) -> tuple[TextBatch, TextRegions]:
-    """One text alone, without any padding."""
+    """One text without padding."""
     length, count = int(texts.attention_mask[row].sum()), max(int(regions.attention_mask[row].sum()), 1)
     return (
         TextBatch(
@@ -89,14 +89,11 @@ def select(texts: TextBatch, regions: TextRegions, row: int) -> tuple[TextBatch,
 
 
 def name_regions(texts: TextBatch, rows: list[list[int]]) -> TextBatch:
-    """The first words of each text name these regions, -1 = none; the other words name none."""
+    """Set the regions to which the first words of each text refer; -1 = none, as for the other words."""
     named = torch.full_like(texts.input_ids, -1)
     for text, wanted in enumerate(rows):
         named[text, : len(wanted)] = torch.tensor(wanted)
     return dataclasses.replace(texts, region_of_token=named)
-
-
-# Regions of two images
 
 
 SIZES = torch.tensor([[60, 80], [50, 90]])
@@ -114,11 +111,13 @@ def make_regions(seed: int = 3) -> Regions:
     return Regions(boxes, features, [torch.zeros(count, 2) for count in COUNTS])
 
 
-def look(*image_index: tuple[int, ...], whole_image: bool = True, regions: Regions | None = None) -> TextRegions:
+def regions_of_images(
+    *image_index: tuple[int, ...], whole_image: bool = True, regions: Regions | None = None
+) -> TextRegions:
     return gather_regions(regions or make_regions(), SIZES, torch.tensor(image_index), whole_image=whole_image)
 
 
 def one_text(times: int = 1) -> TextBatch:
-    """A text of five wordpieces, several times."""
+    """A text of five wordpieces, repeated."""
     text, _ = make_inputs(lengths=(5,), counts=(1,))
     return TextBatch(*(rows.expand(times, -1) for rows in (text.input_ids, text.token_type_ids, text.attention_mask)))

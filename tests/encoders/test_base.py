@@ -1,4 +1,4 @@
-"""What all encoders promise, whatever their config: saving, padding, gradients, attention maps, abilities, geometry."""
+"""Tests of all encoders: saving, padding, gradients, attention maps, abilities and relative geometry."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from e2e_vl.encoders.base import Encoder, NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.layers import same_image_mask
 from e2e_vl.structures import Ability, AttentionBlock
 from tests.encoders.small import (
-    look,
     make_inputs,
     make_lxmert,
     make_visual_bert,
     make_vl_bert,
     name_regions,
     one_text,
+    regions_of_images,
     select,
 )
 from tests.regions import learn_geometry
@@ -301,7 +301,7 @@ def test_geometry_of_one_image_says_nothing_about_the_other(name):
     """Moving all boxes of the second image together changes no place relative to the others of that image."""
     paired = make(name, relative_geometry=True, **OF_PAIRS[name])
     learn_geometry(paired)
-    regions = look((0, 1), whole_image=False)
+    regions = regions_of_images((0, 1), whole_image=False)
     moved = dataclasses.replace(regions, boxes=regions.boxes + 3.0 * (regions.image_slot == 1)[..., None])
     biases = (paired.relative_geometry(one.boxes, one.image_sizes, same_image_mask(one)) for one in (regions, moved))
     for one, other in zip(*biases, strict=True):

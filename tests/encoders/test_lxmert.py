@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.encoders.small import changed, make_inputs, one_text
-from tests.encoders.small import look as look_at
+from tests.encoders.small import changed, make_inputs, one_text, regions_of_images
 from tests.encoders.small import make_lxmert as make_model
 
 TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
@@ -28,8 +27,10 @@ def test_a_text_without_regions_reads_zeros():
 def test_two_images_are_two_passes():
     pair, single = make_model(max_images=2), make_model()
     single.load_state_dict(pair.state_dict())
-    both = pair(one_text(), look_at((0, 1), whole_image=False), output_attentions=True)
-    passes = [single(one_text(), look_at((image,), whole_image=False), output_attentions=True) for image in (0, 1)]
+    both = pair(one_text(), regions_of_images((0, 1), whole_image=False), output_attentions=True)
+    passes = [
+        single(one_text(), regions_of_images((image,), whole_image=False), output_attentions=True) for image in (0, 1)
+    ]
     torch.testing.assert_close(both.summary, torch.cat([one.summary for one in passes], dim=1))
     torch.testing.assert_close(both.regions, torch.cat([one.regions for one in passes], dim=1))
     torch.testing.assert_close(both.text, sum(one.text for one in passes) / 2)
@@ -47,8 +48,8 @@ def test_two_images_are_two_passes():
 
 def test_images_may_be_missing():
     model = make_model(max_images=2)
-    output = model(one_text(3), look_at((0, 1), (1, -1), (-1, -1), whole_image=False))
-    alone = model(one_text(), look_at((1, -1), whole_image=False))
+    output = model(one_text(3), regions_of_images((0, 1), (1, -1), (-1, -1), whole_image=False))
+    alone = model(one_text(), regions_of_images((1, -1), whole_image=False))
     torch.testing.assert_close(output.summary[1], alone.summary[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(output.summary[1, 32:], output.summary[2, :32], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(output.summary[2, :32], output.summary[2, 32:], rtol=1e-4, atol=1e-5)

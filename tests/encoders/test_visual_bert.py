@@ -11,7 +11,7 @@ from transformers import AutoConfig, VisualBertConfig, VisualBertModel
 from e2e_vl.encoders.layers import region_word_alignment
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig, relative_box_coordinates
 from e2e_vl.text import CLS, MASK, SEP, Template
-from tests.encoders.small import VISUAL_BERT, changed, look, make_inputs, name_regions, one_text
+from tests.encoders.small import VISUAL_BERT, changed, make_inputs, name_regions, one_text, regions_of_images
 from tests.encoders.small import make_visual_bert as make_encoder
 
 POSITIONS, VISUAL_POSITIONS = "position_embeddings", "visual_position_embeddings"
@@ -34,14 +34,14 @@ def test_swapped_images_give_another_result():
     texts = one_text(2)
     for late in (False, True):
         model = make_encoder(bypass_transformer=late)
-        output = model(texts, look((0, 1), (1, 0), whole_image=False))
+        output = model(texts, regions_of_images((0, 1), (1, 0), whole_image=False))
         assert changed(output.text[0], output.text[1]).all()
         assert changed(output.summary[0], output.summary[1])
 
 
 def test_one_image_has_the_first_type_and_the_second_image_the_second():
     model = make_encoder(num_hidden_layers=0)
-    regions = look((0, 1), (0, -1), whole_image=False)
+    regions = regions_of_images((0, 1), (0, -1), whole_image=False)
     before = model(one_text(2), regions).regions
     with torch.no_grad():
         model.embeddings.visual_token_type_embeddings.weight[1] += torch.arange(32.0)

@@ -10,7 +10,7 @@ from torch import nn
 
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.structures import TextRegions
-from tests.encoders.small import VL_BERT, changed, look, make_inputs, one_text
+from tests.encoders.small import VL_BERT, changed, make_inputs, one_text, regions_of_images
 from tests.encoders.small import make_vl_bert as make_model
 from tests.regions import learn_geometry
 
@@ -142,14 +142,14 @@ def test_swapped_images_give_another_result_and_a_text_does_not_depend_on_its_ba
     model = make_slots(**changes)
     slots = model.embeddings.image_slot_embeddings.weight
     assert not slots.any()
-    output = model(one_text(2), look((0, 1), (1, 0), whole_image=whole_image))
+    output = model(one_text(2), regions_of_images((0, 1), (1, 0), whole_image=whole_image))
     assert changed(output.text[0], output.text[1]).all()
     assert output.summary is None or changed(output.summary[0], output.summary[1])
     nn.init.normal_(slots)
     image_index = ((0, 1), (1, -1), (-1, -1), (1, 0))
-    together = model(one_text(4), look(*image_index, whole_image=whole_image))
+    together = model(one_text(4), regions_of_images(*image_index, whole_image=whole_image))
     for row, images in enumerate(image_index):
-        alone = model(one_text(), look(images, whole_image=whole_image))
+        alone = model(one_text(), regions_of_images(images, whole_image=whole_image))
         torch.testing.assert_close(together.text[row], alone.text[0], rtol=1e-4, atol=1e-5)
         count = alone.regions.shape[1]
         torch.testing.assert_close(together.regions[row, :count], alone.regions[0], rtol=1e-4, atol=1e-5)
@@ -162,9 +162,9 @@ def test_the_vector_of_a_slot_tells_images_apart_by_itself():
     with torch.no_grad():
         positions = model.embeddings.position_embeddings.weight
         positions.copy_(positions[:1].expand_as(positions).clone())
-        same = model(one_text(2), look((0, 1), (1, 0)))
+        same = model(one_text(2), regions_of_images((0, 1), (1, 0)))
         model.embeddings.image_slot_embeddings.weight.normal_()
-        other = model(one_text(2), look((0, 1), (1, 0)))
+        other = model(one_text(2), regions_of_images((0, 1), (1, 0)))
     torch.testing.assert_close(same.text[0], same.text[1], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(same.regions[0, :3], same.regions[1, 4:], rtol=1e-4, atol=1e-5)
     assert changed(other.text[0], other.text[1]).all()
@@ -177,9 +177,9 @@ def test_one_image_is_as_if_there_were_no_slots(variant):
     plain, slots = make_slots(**changes, max_images=1), make_slots(**changes)
     missing, unexpected = slots.load_state_dict(plain.state_dict(), strict=False)
     assert (missing, unexpected) == (["embeddings.image_slot_embeddings.weight"], [])
-    expected = plain(one_text(3), look((0,), (1,), (-1,), whole_image=whole_image))
+    expected = plain(one_text(3), regions_of_images((0,), (1,), (-1,), whole_image=whole_image))
     for image_index in (((0,), (1,), (-1,)), ((0, -1), (1, -1), (-1, -1))):
-        output = slots(one_text(3), look(*image_index, whole_image=whole_image))
+        output = slots(one_text(3), regions_of_images(*image_index, whole_image=whole_image))
         for name in ("text", "regions", "summary"):
             torch.testing.assert_close(getattr(output, name), getattr(expected, name), rtol=1e-5, atol=1e-6)
 
@@ -187,7 +187,7 @@ def test_one_image_is_as_if_there_were_no_slots(variant):
 @pytest.mark.parametrize("in_sequence", [True, False])
 def test_words_carry_the_mean_of_the_whole_images(in_sequence):
     embeddings = make_slots(whole_image_in_sequence=in_sequence, text_only_embedding=True).embeddings
-    regions = look((0, 1), (1, -1), (-1, -1), (-1, 1))
+    regions = regions_of_images((0, 1), (1, -1), (-1, -1), (-1, 1))
     vectors = embeddings.region_vectors(regions)
     words = embeddings.word_vectors(one_text(4), vectors, regions)
     assert words.shape == (4, 1, VL_BERT["hidden_size"])
@@ -203,7 +203,7 @@ def test_words_carry_the_mean_of_the_whole_images(in_sequence):
 
 def test_positions_and_segments_of_two_images():
     embeddings = make_slots().embeddings
-    regions = look((0, 1), (1, -1))
+    regions = regions_of_images((0, 1), (1, -1))
     positions = embeddings.position_ids(one_text(2).attention_mask, regions.image_slot)
     assert positions.tolist() == [
         [0, 1, 2, 3, 4, 5, 5, 5, 6, 6, 6, 6, 7],

@@ -1,4 +1,4 @@
-"""What tests of starting weights share: rules of a run, values that tell parameters apart, a pre-training task."""
+"""Helpers for tests of initial weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BERT_SIZES = {
     "intermediate_size": 24,
     "max_position_embeddings": 20,
 }
-# They make a tiny detector one of the official VL-BERT code; no weight shows them.
+# settings of the official VL-BERT code's detector that are not visible in the weights
 OFFICIAL_DETECTOR = {
     "MODEL": {
         "PIXEL_MEAN": [102.9801, 115.9465, 122.7717],
@@ -36,12 +36,12 @@ OFFICIAL_DETECTOR = {
 
 
 def rules(task_name: str, encoder: str = "vl_bert") -> InitRules:
-    """Of a run with this task and encoder."""
+    """The rules of a run with this task and encoder."""
     return InitRules(task_name, ADAPTERS[encoder])
 
 
 def fill(module: Module, seed: int) -> Module:
-    """Random values everywhere, also where parameters start at 0 or 1 or as copies."""
+    """Set all parameters to random values, including those initialised to 0, 1 or copies."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -50,13 +50,13 @@ def fill(module: Module, seed: int) -> Module:
 
 
 def same(one: nn.Module | dict[str, Tensor], other: nn.Module | dict[str, Tensor]) -> bool:
-    """Two state dicts, or those of modules, have the same names and values."""
+    """Whether two modules or state dicts have the same names and values."""
     first, second = (part.state_dict() if isinstance(part, nn.Module) else part for part in (one, other))
     return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 def replaced(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
-    """Settings with other values: `replaced(config, task={"name": "vqa", "config": {}})`."""
+    """A copy of a config with other values: `replaced(config, task={"name": "vqa", "config": {}})`."""
     tree = msgspec.to_builtins(config, str_keys=True)
     for name, fields in sections.items():
         tree[name] |= msgspec.to_builtins(fields, str_keys=True)
@@ -64,12 +64,12 @@ def replaced(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
 
 
 def options(config: msgspec.Struct) -> dict[str, Any]:
-    """The options of a task, an encoder or a data set, to be changed and given to `replaced`."""
+    """The config of a task, an encoder or a data set as a dict for `replaced`."""
     return msgspec.to_builtins(config, str_keys=True)
 
 
 def pretraining_task(hidden_size: int, vocab_size: int, objectives: dict[str, Any], **settings: Any) -> PretrainingTask:
-    """With the heads of these objectives, besides those that have a weight by default."""
+    """A task with these objectives and those that have a weight by default."""
     sizes = Sizes(hidden_size, vocab_size)
     config = PretrainingConfig(objectives=objectives, **settings)
     return PretrainingTask(sizes, config, build_objectives(objectives, sizes))
