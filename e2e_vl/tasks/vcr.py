@@ -78,14 +78,14 @@ def name_objects_by_mention(
     Names continue after those of the named people. With `restarts` they begin at the first name, so two people may
     share a name (R2C's code, which VisualBERT uses).
     """
-    called = dict(named)
+    result = dict(named)
     person = 0 if restarts else sum(objects[number] == PERSON for number in named)
     for number in (one for token in sentence if isinstance(token, list) for one in token):
-        if number not in called:
+        if number not in result:
             is_person = objects[number] == PERSON
-            called[number] = names[person % len(names)] if is_person else objects[number]
+            result[number] = names[person % len(names)] if is_person else objects[number]
             person += is_person
-    return called
+    return result
 
 
 def sentence_words(sentence: Sentence, names: Sequence[str], join_word: str | None = "and") -> list[tuple[str, int]]:
@@ -264,15 +264,15 @@ class VCRPreprocessor(Preprocessor):
             yield self._encode_without_choices(text, images)
             return
         [image], config = sample.images, self.config
-        names, rows = self._names(text, image.objects, image.candidates, make_generator)
+        names, rows = self._object_names(text, image.objects, image.candidates, make_generator)
         in_choices = self._names_in_choices(text, image.objects, names)
         fronts, choices = self._pieces(text, names, in_choices, rows)
         named = zip(names, rows, image.objects.boxes, strict=True)
-        query = [sentence_words(sentence, names, config.join_word) for sentence in text.query]
-        said = [sentence_words(*one, config.join_word) for one in zip(text.choices, in_choices, strict=True)]
+        query_words = [sentence_words(sentence, names, config.join_word) for sentence in text.query]
+        choice_words = [sentence_words(*one, config.join_word) for one in zip(text.choices, in_choices, strict=True)]
         record = self.record(text, images) | {
-            "text": " ".join(word for sentence in query for word, _ in sentence),
-            "choices": [" ".join(word for word, _ in choice) for choice in said],
+            "text": " ".join(word for sentence in query_words for word, _ in sentence),
+            "choices": [" ".join(word for word, _ in choice) for choice in choice_words],
             "named_boxes": [(name, tuple(box.tolist())) for name, row, box in named if row >= 0],
         }
         boxes = phrases = None
@@ -291,7 +291,10 @@ class VCRPreprocessor(Preprocessor):
             elif config.ground_words:
                 region_of_token = encoding.place([piece.row for own in pieces for piece in own])
             if self.text_tokenizer.with_phrase_spans:
-                words = [word for sentence in query for word, _ in sentence], [word for word, _ in said[number]]
+                words = (
+                    [word for sentence in query_words for word, _ in sentence],
+                    [word for word, _ in choice_words[number]],
+                )
                 phrases = choice_phrases(encoding, pieces, words, boxes)
             is_right = None if text.truth is None else np.float32(number == text.truth.number)
             yield TextExample(
@@ -312,7 +315,7 @@ class VCRPreprocessor(Preprocessor):
         encoding = self.text_tokenizer.single(pieces[: self.config.max_pieces])
         return TextExample(encoding, text.image_index, self.record(text, images, encoding), self.placeholder_targets())
 
-    def _names(
+    def _object_names(
         self,
         text: ChoiceText,
         objects: AnnotatedObjects,
@@ -326,24 +329,26 @@ class VCRPreprocessor(Preprocessor):
             start = int(make_generator(text.index).random(3)[2] * len(people))
         kept = range(len(objects)) if candidates is None else candidates
         names, rows = list(objects.names), [-1] * len(objects)
-        called = name_objects([objects.names[number] for number in kept], people, start)
-        for row, (number, name) in enumerate(zip(kept, called, strict=True)):
+        shown_names = name_objects([objects.names[number] for number in kept], people, start)
+        for row, (number, name) in enumerate(zip(kept, shown_names, strict=True)):
             names[number], rows[number] = name, row
         if self.config.names_by == "mention":
-            said = [token for sentence in text.query for token in sentence]
-            called = name_objects_by_mention(said, objects.names, people, {})
-            names = [called.get(number, name) for number, name in enumerate(objects.names)]
+            tokens = [token for sentence in text.query for token in sentence]
+            by_mention = name_objects_by_mention(tokens, objects.names, people, {})
+            names = [by_mention.get(number, name) for number, name in enumerate(objects.names)]
         return names, rows
 
     def _names_in_choices(self, text: ChoiceText, objects: AnnotatedObjects, names: list[str]) -> list[list[str]]:
         """The name of each object in each of the choices."""
         if self.config.names_by == "box":
             return [names] * len(text.choices)
-        said = {number for sentence in text.query for token in sentence if isinstance(token, list) for number in token}
-        named, people = {number: names[number] for number in said}, self.config.people_names
+        tokens = [token for sentence in text.query for token in sentence if isinstance(token, list)]
+        named, people = {number: names[number] for token in tokens for number in token}, self.config.people_names
         restarts = self.config.names_restart_in_choices
-        called = [name_objects_by_mention(one, objects.names, people, named, restarts=restarts) for one in text.choices]
-        return [[own.get(number, name) for number, name in enumerate(names)] for own in called]
+        by_mention = [
+            name_objects_by_mention(one, objects.names, people, named, restarts=restarts) for one in text.choices
+        ]
+        return [[own.get(number, name) for number, name in enumerate(names)] for own in by_mention]
 
     def _pieces(
         self, text: ChoiceText, names: list[str], in_choices: list[list[str]], rows: list[int]
