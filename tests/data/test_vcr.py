@@ -173,7 +173,6 @@ def test_both_questions_for_pretraining(tiny):
 
 
 def test_questions_in_turn(tiny):
-    """Four for their answers, four for their rationales."""
     tiny.lines = [{**tiny.lines[0], "annot_id": f"val-{number}"} for number in range(9)]
     dataset = tiny.dataset(question="in_turn", training=True)
     kinds = [dataset.sample((index,)).texts[0].metadata["kind"] for index in range(len(dataset))]
