@@ -26,9 +26,9 @@ def tiny(name: str, data: Path, output: Path, *words: str) -> RunConfig:
     return load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", own)
 
 
-def losses_of(run: str | Path) -> list[dict]:
-    """The lines of the log about training."""
-    return [line for line in read_log(Path(run) / "log.jsonl") if line["kind"] == "train"]
+def logged(run: str | Path, kind: str = "train") -> list[dict]:
+    """The lines of the log of one kind: train, eval or final."""
+    return [line for line in read_log(Path(run) / "log.jsonl") if line["kind"] == kind]
 
 
 def predictions_of(run: str | Path, name: str = "val_gt") -> list[dict]:

@@ -34,7 +34,7 @@ from e2e_vl.run.evaluate import predict_texts
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.train import train
 from tests.conftest import cpu_with_one_thread
-from tests.run.runs import assert_same_run, lose_newest, losses_of
+from tests.run.runs import assert_same_run, logged, lose_newest
 from tests.weights.starts import replaced
 
 ROOT = Path(__file__).parents[2]
@@ -229,7 +229,7 @@ def test_the_official_optimisers_go_on_exactly(tiny_config, tmp_path, settings, 
     lose_newest(tmp_path / "whole", Path(config.output))
     train(config, resume=True)
     assert_same_run(tmp_path / "whole", config.output)
-    rates = [line["lr_encoder"] for line in losses_of(config.output)]
+    rates = [line["lr_encoder"] for line in logged(config.output)]
     assert rates == pytest.approx([config.train.lr * factor for factor in factors])
 
 
@@ -287,7 +287,7 @@ def test_other_settings_are_used_and_logged(stopped, caplog):
     with caplog.at_level(logging.WARNING):
         train(replaced(stopped, train=other), resume=True)
     assert "train.lr: 0.001 -> 0.125" in caplog.text
-    last = losses_of(stopped.output)[-1]
+    last = logged(stopped.output)[-1]
     assert last["lr_head"] == last["lr_encoder"] == 0.125
     assert [path.name for path in (Path(stopped.output) / "checkpoints").iterdir()] == ["step_00000005"]
 

@@ -17,7 +17,7 @@ from e2e_vl.data.batching import Request
 from e2e_vl.run.build import build_collate, build_examples, build_model, build_run, build_tokenizer
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
-from tests.run.runs import ROOT, TINY_DETECTOR, losses_of, predictions_of
+from tests.run.runs import ROOT, TINY_DETECTOR, logged, predictions_of
 from tests.same import assert_same
 from tests.weights.starts import replaced
 
@@ -64,7 +64,7 @@ def test_a_detector_from_scratch_reaches_an_average_precision(tmp_path: Path):
     assert metrics["val/AP_predicted_boxes"] <= metrics["val/AP50_predicted_boxes"]
     assert metrics["parameters"]["encoder"] == metrics["parameters"]["task"] == 0
     run = tmp_path / "run"
-    lines = losses_of(run)
+    lines = logged(run)
     names = {"loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg"}
     assert names <= set(lines[0]) and "loss_attribute" not in lines[0]
     for line in lines:

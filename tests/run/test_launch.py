@@ -21,7 +21,7 @@ from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.train import train
 from tests.conftest import SAME_SIZE, cpu_with_one_thread
-from tests.run.runs import assert_same_run, losses_of, predictions_of
+from tests.run.runs import assert_same_run, logged, predictions_of
 from tests.run.two_processes import start
 from tests.same import assert_same
 
@@ -126,7 +126,7 @@ def runs(launched) -> dict[tuple[str, int], Path]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_losses_and_parameters_are_those_of_one_process(runs, variant):
     *_, losses, tolerance = VARIANTS[variant]
-    for one, two in zip(*(losses_of(runs[variant, number])[:3] for number in (1, 2)), strict=True):
+    for one, two in zip(*(logged(runs[variant, number])[:3] for number in (1, 2)), strict=True):
         assert set(one) == set(two) > losses
         for name in set(one) - {"kind"}:
             assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-6), name
@@ -141,7 +141,7 @@ def test_losses_and_parameters_are_those_of_one_process(runs, variant):
 
 def test_batch_statistics_are_those_of_both_processes(runs):
     """Up to the first update; later, rounding flips ReLUs of flat image areas, which batch statistics make large."""
-    lines = [losses_of(runs["synchronised", number])[:2] for number in (1, 2)]
+    lines = [logged(runs["synchronised", number])[:2] for number in (1, 2)]
     for one, two in zip(*lines, strict=True):
         assert one["referring"] == pytest.approx(two["referring"], rel=2e-6)
     assert lines[0][0]["lr_head"] == 0 < lines[0][1]["lr_head"]

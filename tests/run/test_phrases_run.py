@@ -18,7 +18,7 @@ from e2e_vl.run.build import build_model, build_run
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run, predict_split
 from e2e_vl.run.train import train
-from tests.run.runs import SHORT, losses_of, predictions_of, tiny
+from tests.run.runs import SHORT, logged, predictions_of, tiny
 from tests.same import assert_same
 from tests.weights.starts import options, replaced
 
@@ -131,7 +131,7 @@ def test_a_run_with_phrases(tiny_config):
     config = tiny_config(*OWN_PHRASES, *SHORT)
     metrics = train(config)
     run = Path(config.output)
-    assert all(line[name] > 0 for line in losses_of(run) for name in ("phrases", "phrase_tags"))
+    assert all(line[name] > 0 for line in logged(run) for name in ("phrases", "phrase_tags"))
     assert 0 <= metrics["val/phrase_accuracy_gt_boxes"] <= 1
     states = [load_model(run / "checkpoints" / f"step_{step:08}" / "model")[1].state_dict() for step in (1, 2)]
     moved = {name for name, value in states[1].items() if not torch.equal(value, states[0][name])}
@@ -177,7 +177,7 @@ def test_a_run_whose_phrases_are_of_other_data(folder, tmp_path, task):
     metrics = train(config)
     run = tmp_path / "run"
     for loss in (LOSSES.get(task, task), "phrases", "phrase_tags", *(["region_class"] if task == "vcr" else [])):
-        log = losses_of(run)
+        log = logged(run)
         assert any(line[loss] > 0 for line in log) and all(0 <= line[loss] < 100 for line in log), loss
     records = predictions_of(run)
     captions = [record for record in records if record["type"] == "PhrasesOnly"]

@@ -32,7 +32,7 @@ from e2e_vl.tasks.objectives.texts import MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets
 from tests.conftest import ENCODERS
-from tests.run.runs import ROOT, losses_of, tiny
+from tests.run.runs import ROOT, logged, tiny
 from tests.weights.starts import options, replaced, same
 
 OBJECTIVES = {"masked_words", "masked_text", "masked_regions", "relationship"}
@@ -94,7 +94,7 @@ def test_the_tiny_run_trains_evaluates_and_keeps_its_teacher(settings):
     run = Path(config.output)
     assert {f"val/{name}_gt_boxes" for name in OBJECTIVES - {"masked_text"}} <= set(metrics)
     assert all(0 <= metrics[f"val/{name}_gt_boxes"] <= 1 for name in OBJECTIVES - {"masked_text"})
-    lines = losses_of(run)
+    lines = logged(run)
     assert len(lines) == 2 and all(set(line) >= OBJECTIVES for line in lines)
     assert all(line[name] > 0 for line in lines for name in OBJECTIVES)
     assert (run / "report.html").is_file()
@@ -146,7 +146,7 @@ def test_masked_words_are_learned_from_the_image(tmp_path):
     """On scenes that it did not train on; without pixels the same model guesses."""
     run = tmp_path / "run"
     train(tiny("pretraining", tmp_path / "data", run, *ONE_CIRCLE))
-    losses = [line["masked_words"] for line in losses_of(run)]
+    losses = [line["masked_words"] for line in logged(run)]
     assert losses[-1] < 0.25 * losses[0]
     seen, blind = named_colours(run), named_colours(run, "data.blank_image=true")
     assert seen > 0.55 and seen > blind + 0.2, (seen, blind)
@@ -173,7 +173,7 @@ def test_nothing_masked_is_no_nan(settings):
     words = [f"task.config.objectives.{name}.probability=0" for name in ("masked_words", "masked_text")]
     config = settings(*words, "task.config.region_probability=0", "train.max_steps=1", "eval.boxes=[]")
     train(config)
-    lines = losses_of(config.output)
+    lines = logged(config.output)
     for name in OBJECTIVES - {"relationship"}:
         assert all(line[name] == 0 for line in lines), name
     for part in ("detector", "encoder", "task"):
@@ -209,7 +209,7 @@ def test_a_step_on_every_source(source, settings):
         chosen[-1] = f"detector.weights={detector.output}"
     config = settings("train.max_steps=1", "data.texts_per_image=1", *chosen)
     metrics = train(config)
-    [line] = losses_of(config.output)
+    [line] = logged(config.output)
     assert line["masked_words"] > 0 and line["masked_text"] > 0 and line["relationship"] > 0
     assert f"val/masked_words_{BoxSource(config.eval.boxes[0]).metric_suffix}" in metrics
 
@@ -237,7 +237,7 @@ def test_a_step_of_lxmert_from_pixels(settings):
     config = settings("data.config.use_corpus=false", "train.max_steps=1", "eval.report_pictures=0")
     shares = {"mask_probability": 0.8, "replace_probability": 0.1, "region_probability": 0.5}
     train(with_lxmert(config, max_length=None, **shares))
-    [losses] = losses_of(config.output)
+    [losses] = logged(config.output)
     for name in ("masked_words", "relationship", "object_labels", "region_features"):
         assert 0 < losses[name] < 100
 
@@ -268,7 +268,7 @@ def test_lxmert_on_its_official_files(tmp_path):
     words = [f"task.config.objectives.image_qa.answers={answers}", "task.config.region_probability=0.5"]
     words += ["train={max_steps: 2, images_per_batch: 2}", "eval.report_pictures=0"]
     metrics = train(tiny("lxmert_files", data, tmp_path / "run", *words))
-    [*_, losses] = losses_of(tmp_path / "run")
+    [*_, losses] = logged(tmp_path / "run")
     names = {"masked_words", "relationship", "object_labels", "attribute_labels", "region_features", "image_qa"}
     assert names <= set(losses) and all(0 <= losses[name] < 100 for name in names)
     assert {f"val/{name}_precomputed_boxes" for name in ("object_labels", "attribute_labels")} <= set(metrics)

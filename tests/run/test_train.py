@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from detector.io import read_json
 from e2e_vl.config import load_config
 from e2e_vl.io import read_log
 from e2e_vl.run import train as training
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import BestModel, train
+from tests.run.runs import logged, lose_newest
+from tests.weights.starts import same
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,14 +38,10 @@ def parameters_of(run_dir: str | Path) -> dict[str, torch.Tensor]:
     }
 
 
-def logged(run_dir: str | Path, kind: str = "train") -> list[dict]:
-    return [line for line in read_log(Path(run_dir) / "log.jsonl") if line["kind"] == kind]
-
-
 def test_the_run_directory_metrics_and_log_of_a_run(trained_run):
     path, metrics, lines = trained_run.path, trained_run.metrics, logged(trained_run.path)
     assert load_config(path / "config.yaml") == trained_run.config
-    assert json.loads((path / "metrics.json").read_text()) == metrics
+    assert read_json(path / "metrics.json") == metrics
     names = {item.name for item in path.iterdir() if not item.name.startswith(".")}
     predictions = {f"predictions_val_{boxes}.json" for boxes in ("gt", "detections", "online")}
     others = {"config.yaml", "log.jsonl", "tensorboard", "checkpoints", "model", "tokenizer", "report.html"}
@@ -214,39 +212,23 @@ def scores(monkeypatch) -> dict[int, float]:
     return values
 
 
-def best_of(run: str | Path) -> dict:
-    return json.loads((Path(run) / "best" / "best.json").read_text())
-
-
 def weights_of(model: str | Path) -> dict[str, torch.Tensor]:
     return load_file(Path(model) / "encoder" / "model.safetensors")
 
 
-def is_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
-
-
-def test_the_best_model_is_kept_and_a_resumed_run_keeps_the_same(scores, tiny_config, tmp_path, monkeypatch):
+def test_the_best_model_is_kept_and_a_resumed_run_keeps_the_same(scores, tiny_config, tmp_path):
     metrics = train(tiny_config(*SETTINGS, f"output={tmp_path / 'whole'}"))
     run = tmp_path / "whole"
-    assert best_of(run) == {"metric": METRIC, "value": 0.5, "step": 5}
+    best = {"metric": METRIC, "value": 0.5, "step": 5}
+    assert read_json(run / "best" / "best.json") == best
     own = {"metrics": {METRIC: 0.45, "val/count_gt_boxes": 6.0}}  # what every evaluation gives after step 8
-    assert metrics["best"] == {**best_of(run), "images": 6, **own} and "stopped_early" not in metrics
-    assert not is_equal(weights_of(run / "best"), weights_of(run / "model"))
+    assert metrics["best"] == {**best, "images": 6, **own} and "stopped_early" not in metrics
+    assert not same(weights_of(run / "best"), weights_of(run / "model"))
 
-    config, step = tiny_config(*SETTINGS), training.Trainer.train_step
-
-    def interrupt(self, micro_batches):
-        if self.step == 7:  # the model of step 5 is there already, and the run goes on from step 4
-            raise KeyboardInterrupt
-        return step(self, micro_batches)
-
-    monkeypatch.setattr(training.Trainer, "train_step", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        train(config)
-    monkeypatch.setattr(training.Trainer, "train_step", step)
+    config = tiny_config(*SETTINGS)
+    lose_newest(run, Path(config.output))  # the model of step 5 is there already, and the run goes on from step 4
     assert train(config, resume=True)["best"] == metrics["best"]
-    assert is_equal(weights_of(run / "best"), weights_of(Path(config.output) / "best"))
+    assert same(weights_of(run / "best"), weights_of(Path(config.output) / "best"))
     assert read_log(run / "log.jsonl") == read_log(Path(config.output) / "log.jsonl")
 
 
@@ -259,14 +241,14 @@ def test_only_evaluations_of_the_same_images_compare(scores, tiny_config):
     evaluations = [line for line in lines if line[0] != "train"]
     assert evaluations == [("eval", 3), ("eval", 6), ("eval", 8), ("final", 8)]
     assert metrics["best"] == {"metric": METRIC, "value": 0.9, "step": 8, "images": 2}
-    assert is_equal(weights_of(Path(config.output) / "best"), weights_of(Path(config.output) / "model"))
+    assert same(weights_of(Path(config.output) / "best"), weights_of(Path(config.output) / "model"))
 
 
 def test_training_ends_when_no_better_model_comes(scores, tiny_config):
     config = tiny_config(*SETTINGS, "train.patience=2")
     metrics = train(config)
     assert (metrics["steps"], metrics["stopped_early"]) == (4, 2)  # steps 3 and 4 are not better than step 2
-    assert best_of(config.output)["step"] == 2
+    assert read_json(Path(config.output) / "best" / "best.json")["step"] == 2
     assert train(config, resume=True)["steps"] == 4  # it has ended
     assert train(tiny_config(*SETTINGS, "train.patience=3"), resume=True)["steps"] == 8  # 5 is better, 6 to 8 are not
 
