@@ -96,25 +96,17 @@ def name_regions(texts: TextBatch, rows: list[list[int]]) -> TextBatch:
     return dataclasses.replace(texts, region_of_token=named)
 
 
-SIZES = torch.tensor([[60, 80], [50, 90]])
-COUNTS = (3, 4)  # regions of the two images, the whole image included
-
-
-def make_regions(seed: int = 3) -> Regions:
-    """Regions of two images."""
-    generator = torch.Generator().manual_seed(seed)
-    boxes = []
-    for count in COUNTS:
+def regions_of_images(*image_index: tuple[int, ...], whole_image: bool = True) -> TextRegions:
+    """The regions of each text from two images with 3 and 4 regions, including the whole image."""
+    generator = torch.Generator().manual_seed(3)
+    boxes, counts = [], (3, 4)
+    for count in counts:
         corner = torch.rand(count, 2, generator=generator) * 30
         boxes.append(torch.cat([corner, corner + 5 + torch.rand(count, 2, generator=generator) * 20], dim=1))
-    features = [torch.randn(count, SHARED["feature_dim"], generator=generator) for count in COUNTS]
-    return Regions(boxes, features, [torch.zeros(count, 2) for count in COUNTS])
-
-
-def regions_of_images(
-    *image_index: tuple[int, ...], whole_image: bool = True, regions: Regions | None = None
-) -> TextRegions:
-    return gather_regions(regions or make_regions(), SIZES, torch.tensor(image_index), whole_image=whole_image)
+    features = [torch.randn(count, SHARED["feature_dim"], generator=generator) for count in counts]
+    regions = Regions(boxes, features, [torch.zeros(count, 2) for count in counts])
+    sizes = torch.tensor([[60, 80], [50, 90]])
+    return gather_regions(regions, sizes, torch.tensor(image_index), whole_image=whole_image)
 
 
 def one_text(times: int = 1) -> TextBatch:
