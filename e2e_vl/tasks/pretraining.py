@@ -25,7 +25,7 @@ from e2e_vl.tasks.base import HeadInit, PredictionSummary, Sizes, Task, Transfor
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import (
     MASK,
-    Choice,
+    ItemPrediction,
     MLMHead,
     Objective,
     ObjectiveCounts,
@@ -255,16 +255,14 @@ class PretrainingTask(Task):
         for name, objective in self.objectives.items():
             items: ObjectiveOutput = output.task.details[name]
             names = objective.class_names(output, self.wordpieces, self.region_masking)
-            chosen = [None] * len(items.text)
+            texts = items.text.tolist()
+            for text, is_right in zip(texts, items.is_right.tolist(), strict=True):
+                found[text][name].count += 1
+                found[text][name].right += is_right
             if names is not None:
-                columns = zip(items.position.tolist(), items.best.tolist(), items.truth.tolist(), strict=True)
-                chosen = [Choice(place, names[best], names[truth]) for place, best, truth in columns]
-            for text, is_right, choice in zip(items.text.tolist(), items.is_right.tolist(), chosen, strict=True):
-                own = found[text][name]
-                own.count += 1
-                own.right += is_right
-                if choice is not None:
-                    own.choices.append(choice)
+                columns = items.position.tolist(), items.best.tolist(), items.truth.tolist()
+                for text, position, best, truth in zip(texts, *columns, strict=True):
+                    found[text][name].items.append(ItemPrediction(position, names[best], names[truth]))
         rows = zip(batch.records, found, strict=True)
         return [self.prediction(record, objectives=own) for record, own in rows if record]
 
@@ -288,18 +286,19 @@ class PretrainingTask(Task):
     def describe(self, prediction: PretrainingPrediction) -> PredictionSummary:
         """The caption, how many of its masked items each objective predicted correctly, and all predictions."""
         found, notes, mistakes = [], [], []
-        for name, items in prediction.objectives.items():
+        for name, counts in prediction.objectives.items():
             words, kind = name.replace("_", " "), name.rpartition("_")[2]
-            if items.count:
-                found.append(f"{items.right} of {items.count} {words}")
-            wrong = [one for one in items.choices if one.chosen != one.truth]
-            mistakes += [(f"{one.truth} ({kind})", f"{one.chosen} ({kind})") for one in wrong]
-            if items.choices:
-                chosen = (
-                    f"{one.place}: {one.chosen}" + ("" if one.chosen == one.truth else f" instead of {one.truth}")
-                    for one in items.choices
+            if counts.count:
+                found.append(f"{counts.right} of {counts.count} {words}")
+            wrong = [one for one in counts.items if one.predicted != one.truth]
+            mistakes += [(f"{one.truth} ({kind})", f"{one.predicted} ({kind})") for one in wrong]
+            if counts.items:
+                items = (
+                    f"{one.position}: {one.predicted}"
+                    + ("" if one.predicted == one.truth else f" instead of {one.truth}")
+                    for one in counts.items
                 )
-                notes.append(f"{words}: {', '.join(chosen)}")
+                notes.append(f"{words}: {', '.join(items)}")
         return PredictionSummary(
             prediction.text,
             f"{', '.join(found)} found" if found else "nothing was masked",

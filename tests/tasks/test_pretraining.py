@@ -81,8 +81,8 @@ def test_predictions_count_captions_only():
     assert counts["masked_words"] == [1, 1, 0] and counts["masked_regions"] == [3, 3, 2]
     assert counts["relationship"] == [1, 1, 1]
     regions = [record.objectives["masked_regions"] for record in records]
-    assert [[choice.place for choice in own.choices] for own in regions] == [[1, 2, 3], [1, 2, 3], [1, 2]]
-    assert [sum(one.chosen == one.truth for one in own.choices) for own in regions] == [own.right for own in regions]
+    assert [[item.position for item in own.items] for own in regions] == [[1, 2, 3], [1, 2, 3], [1, 2]]
+    assert [sum(one.predicted == one.truth for one in own.items) for own in regions] == [own.right for own in regions]
     scores = model.task.metrics(records)
     assert set(scores) == {"masked_words", "masked_regions", "relationship"}
     assert scores["masked_regions"] == pytest.approx(sum(own.right for own in regions) / 8)

@@ -111,11 +111,11 @@ def classified(
     return ObjectiveOutput(loss, index[:, 0], best == truth, logits, position, best, truth)
 
 
-class Choice(msgspec.Struct, frozen=True):
+class ItemPrediction(msgspec.Struct, frozen=True):
     """The class predicted for one item."""
 
-    place: int  # position of the wordpiece, or index of the region; region 0 is the whole image if there is one
-    chosen: str  # predicted class
+    position: int  # of the wordpiece, or of the region; region 0 is the whole image if there is one
+    predicted: str
     truth: str
 
 
@@ -124,7 +124,7 @@ class ObjectiveCounts(msgspec.Struct):
 
     count: int
     right: int
-    choices: list[Choice] = []  # one per item, if the classes have names
+    items: list[ItemPrediction] = []  # one per item, if the classes have names
 
 
 class PretrainingPrediction(Prediction, kw_only=True):
@@ -133,7 +133,7 @@ class PretrainingPrediction(Prediction, kw_only=True):
     objectives: dict[str, ObjectiveCounts] = msgspec.field(default_factory=dict)
     second: str | None = None  # the second text of a pair
     is_match: bool | None = None  # whether the text describes its image
-    drawn_answer: str | None = None  # the target answer of `image_qa`
+    target_answer: str | None = None  # the target answer of `image_qa`
     filled: str = ""  # a user's text with the best word at each [MASK]
     masks: tuple[Ranked, ...] = ()  # the best words at each [MASK]
 

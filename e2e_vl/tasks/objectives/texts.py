@@ -151,10 +151,10 @@ class AnswerSampling(ObjectivePreprocessor):
             else:
                 answer = sample_answer(scores, self.class_of, generator)
             if answer is not None:
-                draft.record["drawn_answer"] = answer
+                draft.record["target_answer"] = answer
 
     def targets(self, draft: TextDraft, encoding: TextEncoding) -> AnswerLabel:
-        return AnswerLabel(np.int64(self.class_of.get(draft.record.get("drawn_answer"), NO_LABEL)))
+        return AnswerLabel(np.int64(self.class_of.get(draft.record.get("target_answer"), NO_LABEL)))
 
 
 def scores_of(truth: Any) -> Mapping[str, float] | None:

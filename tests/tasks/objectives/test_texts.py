@@ -146,7 +146,7 @@ def test_the_best_answer(tokenizer):
         ({"horse": 1.0}, None),
     ]
     texts = encode(tokenizer, questions(*(ScoredAnswers(scores) for scores, _ in cases)), label="best")
-    assert [text.record.get("drawn_answer") for text in texts] == [answer for _, answer in cases]
+    assert [text.record.get("target_answer") for text in texts] == [answer for _, answer in cases]
 
 
 def questions(*truths: object, **more):
@@ -164,7 +164,7 @@ def test_only_questions_with_a_known_answer_are_learned_from(tokenizer):
     truths = ScoredAnswers({"Cat": 1.0}), ScoredAnswers({"horse": 1.0}), ScoredAnswers({}), None, ReferredBox((0,) * 4)
     texts = encode(tokenizer, questions(*truths))
     assert [int(text.targets.parts["image_qa"].answer) for text in texts] == [1, -1, -1, -1, -1]
-    assert texts[0].record["drawn_answer"] == "cat" and "drawn_answer" not in texts[1].record
+    assert texts[0].record["target_answer"] == "cat" and "target_answer" not in texts[1].record
 
 
 def test_answers_of_other_kinds_score_as_in_the_official_files():
