@@ -1,4 +1,4 @@
-"""Settings: one strict decode of files and words, and errors that name the source and the key."""
+"""Configs: files and overrides are decoded strictly, and errors name the source and the key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages, config headers, docstrings of commands: what they name exists, and what they show is valid."""
+"""Paths, names, settings and commands in pages, config headers and docstrings of commands are valid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOOLS = sorted(  # scripts, relative to tools/
     for path in (ROOT / "tools").rglob("*.py")
     if '\nif __name__ == "__main__"' in path.read_text(encoding="utf-8")
 )
-CONSOLE = "e2e-vl"  # stands among the tools for the console script
+CONSOLE = "e2e-vl"  # the console script, listed among the tools
 COMMANDS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "e2e_vl" / "cli").glob("[a-z]*.py"))
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 FOLDERS = ("detector", "e2e_vl", "configs", "docs", "tests", "tools", ".ci")
@@ -48,12 +48,12 @@ def read(path: str | Path) -> str:
 
 
 def code_spans(page: str) -> list[str]:
-    """What stands in backticks outside of code blocks."""
+    """The code spans of a page, outside of code blocks."""
     return CODE_SPAN.findall(CODE_BLOCK.sub("", read(page)))
 
 
 def code_lines(file: str) -> list[str]:
-    """Lines of a file that show commands; continued ones are joined."""
+    """The command lines of a file; continued lines are joined."""
     if file.endswith(".md"):
         text = "\n".join(CODE_BLOCK.findall(read(file)))
     elif file.endswith(".py"):
@@ -64,7 +64,7 @@ def code_lines(file: str) -> list[str]:
 
 
 def calls_of_tools() -> list[tuple[str, str, list[str]]]:
-    """(file that shows it, tool, its words) of every call in pages, config headers and docstrings of commands."""
+    """(file, tool, arguments) of every command in pages, config headers and docstrings of commands."""
     configs = [path.relative_to(ROOT).as_posix() for path in CONFIGS]
     files = [*PAGES, *configs, *(f"tools/{tool}" for tool in TOOLS), *COMMANDS]
     found = [(file, *call) for file in files for line in code_lines(file) for call in TOOL_CALL.findall(line)]

@@ -1,4 +1,4 @@
-"""Names of files, logs, checksums, and which files a command may write."""
+"""File names, logs, checksums, and the files that a command may overwrite."""
 
 from __future__ import annotations
 

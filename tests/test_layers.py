@@ -1,4 +1,4 @@
-"""Imports go down the layers only and never in a circle; names of parts stay in their files; files stay readable."""
+"""Layers and import cycles, names of parts outside of their files, and lengths of files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def sources() -> dict[str, str]:
 
 
 def layer_of(module: str) -> str | None:
-    """The layer of a dotted name, or None for another project's."""
+    """The layer of a dotted name; None for third-party modules."""
     package, _, rest = module.partition(".")
     if package in ("detector", "tools"):
         return package
@@ -72,7 +72,7 @@ def imports(source: str) -> Iterator[tuple[int, str]]:
 
 
 def violations(file: str, source: str) -> list[str]:
-    """One sentence for each import that the file's layer forbids."""
+    """A message for each import that the layer of the file forbids."""
     layer = layer_of(file.removesuffix(".py").replace("/", "."))
     found = []
     for line, target in imports(source):
@@ -81,7 +81,7 @@ def violations(file: str, source: str) -> list[str]:
         if file != ONLY_IN.get(top, file):
             found.append(f"{file}:{line} imports {target}; only {ONLY_IN[top]} may.")
         elif layer == "detector" and top == "transformers":
-            found.append(f"{file}:{line} imports {target}; the detector knows nothing of language.")
+            found.append(f"{file}:{line} imports {target}; the detector must not depend on language.")
         elif other is not None and other not in MAY_IMPORT[layer] | {layer}:
             found.append(f"{file}:{line} imports {target}; layer '{layer}' must not import layer '{other}'.")
     return found
@@ -130,7 +130,7 @@ COMMON_WORDS = {"none", "captions", "detection", "joined"}  # also other values 
 
 
 def strays(file: str, source: str, names: set[str]) -> list[str]:
-    """One sentence for each place outside of a part's own files that knows its name."""
+    """A message for each name of a part in a file that does not belong to it."""
     parts = PurePosixPath(file).parts
     if file.startswith(LISTS) or (parts[0] == "e2e_vl" and parts[1] in HOMES):
         return []

@@ -1,4 +1,4 @@
-"""What the joined model promises: pixel masks, gradients, and one detector pass for several texts."""
+"""The whole model: pixel masks, gradients, and one detector pass for several texts."""
 
 from __future__ import annotations
 

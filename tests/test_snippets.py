@@ -1,6 +1,6 @@
-"""What README, pages of docs/ and the notebook show runs: Python and commands, in order.
+"""Run the Python code and the commands of README, pages of docs/ and the notebook, in order.
 
-Commands run with less data and fewer steps than they say; a placeholder such as DETECTOR stands for a file made here.
+Commands run with less data and fewer steps; placeholders such as DETECTOR are replaced by files made here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_run: SimpleNamespace) -> Path:
-    """A working directory with what a clone and a reader have: configs, tools and a photo."""
+    """A working directory with configs, tools and a photo."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "configs", tmp_path / "configs")  # no link: relative paths are looked for beside a config
     (tmp_path / "tools").symlink_to(ROOT / "tools")
@@ -56,7 +56,7 @@ def run_in_folder(folder: Path, trained_run: SimpleNamespace) -> Path:
 
 @pytest.fixture
 def placeholders(tmp_path: Path, trained_run: SimpleNamespace) -> dict[str, str]:
-    """What stands for the words in capitals of the pages."""
+    """The values of the words in capitals."""
     bert = tmp_path / "bert"
     build_vocabulary(["the red blue green box one ?"], bert / "vocab.txt")
     words = len((bert / "vocab.txt").read_text("utf-8").splitlines())
@@ -81,13 +81,13 @@ def commands_of(block: str) -> list[str]:
 
 
 def parse(parser: argparse.ArgumentParser, options: list[str]) -> int:
-    """Read the options; argparse ends the test for one that it does not know."""
+    """Parse the options; unknown ones end the test."""
     parser.parse_args(options)
     return 0
 
 
 def run_command(command: str, placeholders: dict[str, str]) -> None:
-    """Run a command of a page: what an installation precedes is run without it.
+    """Run a command of a page, without the installation before it.
 
     Raises:
         AssertionError: it fails, or no test knows such a command.
@@ -114,7 +114,7 @@ def run_command(command: str, placeholders: dict[str, str]) -> None:
 
 
 def reduced(options: list[str], placeholders: dict[str, str]) -> list[str]:
-    """Settings with which a training run of a page takes seconds."""
+    """Settings that reduce a training run of a page to seconds."""
     config = options[options.index("--config") + 1]
     if "configs/demo" in config:
         return [*FEW_STEPS, "data.synthetic.scenes={train: 6, val: 3, test: 3}"]
@@ -126,14 +126,14 @@ def reduced(options: list[str], placeholders: dict[str, str]) -> list[str]:
 
 
 def run_tool(words: list[str]) -> int:
-    """A tool in a process of its own: it starts others, or measures itself."""
+    """Run a tool in another process, because it starts processes or measures itself."""
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.returncode
 
 
 def run_page(page: str, placeholders: dict[str, str]) -> tuple[dict, int]:
-    """Everything that a page shows, as a reader would; the names of its Python, and how many commands ran."""
+    """Run everything on a page; return the variables of its Python code and the number of commands."""
     names: dict = {}
     commands = 0
     for kind, block in blocks_of(page):

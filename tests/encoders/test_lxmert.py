@@ -1,4 +1,4 @@
-"""LXMERT beyond the recorded numbers: texts without regions, two images, the paper's side, named regions, start."""
+"""LXMERT beyond parity: texts without regions, two images, options of the paper, named regions, initialization."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_masked_features_are_zeros_and_masked_boxes_stay():
     assert changed(plain(texts, regions).regions, plain(texts, other).regions)[0, 0]
 
 
-def test_the_papers_side():
+def test_the_options_of_the_paper():
     texts, regions = make_inputs()
     shared, separate = make_model(), make_model(cross_attention="separate")
     extra = {name for name in separate.state_dict() if ".text_attention." in name}

@@ -1,4 +1,4 @@
-"""VisualBERT beyond the recorded numbers: summary, embeddings, fusion, transformers' own model."""
+"""VisualBERT beyond parity: summary, embeddings, late fusion, and transformers' VisualBERT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""VL-BERT beyond the recorded numbers: what words and regions carry, paper and official code, two images, start."""
+"""VL-BERT beyond parity: embeddings, differences between paper and official code, two images, initialization."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_pre_ln_learns_to_find_the_named_region():
     assert torch.stack(correct[-20:]).mean() > 0.85
 
 
-# Where paper and official code differ
+# Differences between paper and official code
 
 
 @pytest.mark.parametrize("word", ["learned", "img"])

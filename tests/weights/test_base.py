@@ -1,4 +1,4 @@
-"""BERT of transformers as a start of VL-BERT, in the formats and with the names of its old and new versions."""
+"""VL-BERT initialised from BERT, with the formats and names of old and new versions of transformers."""
 
 from __future__ import annotations
 

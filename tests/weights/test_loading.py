@@ -1,4 +1,4 @@
-"""Encoders that start from runs of ours, and relative geometry that weights lack."""
+"""Encoders initialised from our runs, and weights without relative geometry."""
 
 from __future__ import annotations
 
@@ -40,9 +40,6 @@ def test_an_encoder_of_ours_starts_if_its_config_agrees_in_what_no_shape_shows(t
     assert report.is_complete and report.layout == "this project" and same(loaded, saved)
     with pytest.raises(ValueError, match=rf"config\.json: {field} .*encoder\.config\.{field}"):
         load_encoder(make(**{field: value}), tmp_path, rules("refcoco", name))
-
-
-# Relative geometry may be switched on in a run that starts from weights without it
 
 
 ENCODERS = {

@@ -1,4 +1,4 @@
-"""Official LXMERT checkpoints in and out, transformers' LXMERT in, and BERT as a start."""
+"""Conversion of LXMERT to and from the official code and transformers, and initialization from BERT."""
 
 from __future__ import annotations
 

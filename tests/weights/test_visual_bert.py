@@ -1,4 +1,4 @@
-"""VisualBERT's files, official and transformers', in and out, and BERT as its start."""
+"""Conversion of VisualBERT to and from the official code and transformers, and initialization from BERT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Official VL-BERT checkpoints in and out."""
+"""Conversion of VL-BERT to and from the official code."""
 
 from __future__ import annotations
 
