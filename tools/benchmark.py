@@ -48,11 +48,12 @@ from tqdm.auto import tqdm
 
 from detector.checkpoint import load_weights
 from detector.config import DetectorConfig
+from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN, pad_to_multiple
 from detector.structures import DetectionTargets, ImageBatch, Loss, Regions
 from detector.weight_names import from_torchvision_detector
 from e2e_vl.cli.common import says_errors
-from e2e_vl.config import load_config
+from e2e_vl.config import BoxSource, load_config
 from e2e_vl.data.batching import GroupedBatchSampler, Request
 from e2e_vl.io import write_json
 from e2e_vl.model import VisionLanguageModel
@@ -147,6 +148,8 @@ def random_boxes(number: int) -> Tensor:
 def measure_train(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Grouped against ungrouped steps, or with `--sweep` single steps; no file of the run is written."""
     config = resolve_config(load_config(arguments.config, arguments.overrides))
+    if arguments.boxes is not None and config.data.boxes.train == BoxSource.ONLINE:
+        raise UserError("--boxes needs given boxes; set data.boxes.train=gt, or leave --boxes out.")
     number, texts = config.train.images_per_batch // config.train.accumulate, config.data.texts_per_image
     with tempfile.TemporaryDirectory() as folder:
         words = [*arguments.overrides, "data.flip=0", "data.workers=0", f"output={folder}/run"]

@@ -34,6 +34,12 @@ def test_grouping_is_the_same_update_in_less_time(train, tmp_path):
     assert result["checks"]["gradient_difference"] < 1e-4
 
 
+def test_added_boxes_need_given_boxes(train, capsys):
+    assert train("--boxes", "6", "data.boxes.train=online") == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: --boxes needs given boxes") and message.count("\n") == 1
+
+
 def test_a_missing_text_is_a_difference(train, monkeypatch):
     compare = tool.compare_gradients
     monkeypatch.setattr(
