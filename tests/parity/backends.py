@@ -57,6 +57,12 @@ def cell_anchors(model: TwoStageDetector) -> Tensor:
     return torch.stack(list(rpn.anchor_generator.cell_anchors))
 
 
+def round_anchors(model: TwoStageDetector) -> None:
+    """Float32 anchors in a float64 model, as in Detectron2: rounding decides which of several IoUs is the largest."""
+    if is_builtin(model):
+        model.proposal_generator.anchor_generators.float()
+
+
 class RPNArrays(NamedTuple):
     anchors: Tensor  # [A, 4]
     objectness: Tensor  # [N, A]
@@ -114,12 +120,18 @@ def label_anchors(
 class SampledArrays(NamedTuple):
     boxes: list[Tensor]
     classes: list[Tensor]
-    matched_boxes: list[Tensor]  # of the annotated object each RoI was compared with
+    matched_boxes: list[Tensor]  # of the annotated object each RoI was compared with; 0 in an image without objects
 
 
 def sampled_arrays(sampled: Any, targets: DetectionTargets) -> SampledArrays:
     if hasattr(sampled, "instances"):
         rows = sampled.instances
-        return SampledArrays(sampled.boxes, [r.gt_classes for r in rows], [r.gt_boxes.tensor for r in rows])
-    matched = [boxes[index] for boxes, index in zip(targets.boxes, sampled.matched, strict=True)]
-    return SampledArrays(sampled.boxes, sampled.classes, matched)
+        classes = [one.gt_classes for one in rows]
+        matched = [one.gt_boxes.tensor if one.has("gt_boxes") else torch.zeros(len(one), 4) for one in rows]
+    else:
+        classes = sampled.classes
+        matched = [
+            boxes[index] if len(boxes) else torch.zeros(len(index), 4)
+            for boxes, index in zip(targets.boxes, sampled.matched, strict=True)
+        ]
+    return SampledArrays(sampled.boxes, classes, matched)

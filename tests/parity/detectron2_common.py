@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from detector.checkpoint import load_weights
 from detector.config import DetectorConfig
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import make_image_batch
-from detector.structures import ImageBatch
+from detector.structures import ImageBatch, Regions
 from tests.parity.tolerances import NETWORK
 
 BATCH_NORMS = ("BN", "SyncBN")
@@ -49,6 +50,9 @@ class GoldenSet:
     def of_images(self, pattern: str) -> list[Tensor]:
         """The tensors of all images; `pattern` has {} where the image number goes."""
         return [self[pattern.format(f"image{number}")] for number in range(self.num_images)]
+
+    def rows(self, prefix: str, *names: str) -> list[Tensor]:
+        return [self[prefix + name] for name in names]
 
     def description(self, name: str) -> str:
         return next(notes[name]["description"] for notes in self.meta["tensors"].values() if name in notes)
@@ -93,6 +97,33 @@ def with_area(given: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     """The boxes that have an area, which `Detector.forward` demands, and their rows in the joined boxes."""
     rows = is_larger(torch.cat(given)).nonzero()[:, 0]
     return [boxes[is_larger(boxes)] for boxes in given], rows
+
+
+def detections_of(regions: Regions, number: int) -> list[Tensor]:
+    return [regions.boxes[number], regions.scores[number], regions.classes[number]]
+
+
+def assert_same_rows(found: Sequence[Tensor], recorded: Sequence[Tensor], tolerance: float = NETWORK) -> Tensor:
+    """Boxes, scores and, of detections, classes, by descending score; rounding may swap rows of nearly equal scores.
+
+    Returns the row of `found` for each row of `recorded`.
+    """
+    boxes, scores, *_ = found
+    assert boxes.shape == recorded[0].shape
+    keys = [
+        torch.cat([boxes, scores[:, None], *(1e4 * labels[:, None] for labels in classes)], dim=1).double()
+        for boxes, scores, *classes in (found, recorded)
+    ]
+    rows: list[int] = []
+    for distances in torch.cdist(keys[1], keys[0]):
+        distances[rows] = torch.inf
+        rows.append(int(distances.argmin()))
+    assert (scores.diff() <= 0).all()
+    assert_near(boxes[rows], recorded[0], tolerance)
+    assert_near(scores[rows], recorded[1], tolerance)
+    for labels, expected in zip(found[2:], recorded[2:], strict=True):
+        assert torch.equal(labels[rows], expected)
+    return torch.tensor(rows, dtype=torch.int64)
 
 
 @pytest.fixture(scope="module")

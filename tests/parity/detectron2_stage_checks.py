@@ -18,7 +18,7 @@ from detector.faster_rcnn import TwoStageDetector, pad_to_multiple
 from detector.images import make_image_batch, resize_image
 from detector.roi_pooler import to_rois
 from detector.structures import DetectionTargets, ImageBatch
-from tests.parity.detectron2_common import GoldenSet, assert_near, with_area
+from tests.parity.detectron2_common import GoldenSet, assert_near, assert_same_rows, detections_of, with_area
 from tests.parity.tolerances import ARITHMETIC, GRADIENT, NETWORK
 
 
@@ -67,12 +67,11 @@ def test_proposals(
     boxes, objectness = backends.proposals(model, rpn_output, sizes)
     for number in range(golden.num_images):
         prefix = f"rpn.image{number}."
-        assert_near(boxes[number], golden[f"{prefix}proposal_boxes"])
-        assert_near(objectness[number], golden[f"{prefix}proposal_logits"])
-    if backends.is_builtin(model):  # Detectron2 does not say which anchor a proposal came from
-        found = model.proposal_generator.propose(rpn_output, sizes)
-        for number, index in enumerate(found.anchor_index):
-            assert torch.equal(index, golden[f"rpn.image{number}.proposal_anchor_index"])
+        recorded = golden.rows(prefix, "proposal_boxes", "proposal_logits")
+        rows = assert_same_rows((boxes[number], objectness[number]), recorded)
+        if backends.is_builtin(model):  # Detectron2 does not say which anchor a proposal came from
+            index = model.proposal_generator.propose(rpn_output, sizes).anchor_index[number]
+            assert torch.equal(index[rows], golden[f"{prefix}proposal_anchor_index"])
 
 
 def test_box_head_on_proposals(golden: GoldenSet, model: TwoStageDetector, features: Any):
@@ -91,13 +90,13 @@ def test_box_head_on_proposals(golden: GoldenSet, model: TwoStageDetector, featu
 def test_detections(golden: GoldenSet, model: TwoStageDetector, images: ImageBatch):
     with torch.no_grad():
         regions = model(images)
-        again = model(images, regions.boxes)
+        boxes, usable = with_area(regions.boxes)
+        again = model(images, boxes)
     for number in range(golden.num_images):
-        prefix = f"det.image{number}."
-        assert_near(regions.boxes[number], golden[f"{prefix}boxes"])
-        assert_near(regions.scores[number], golden[f"{prefix}scores"])
-        assert torch.equal(regions.classes[number], golden[f"{prefix}classes"])
-        assert_near(regions.features[number], again.features[number], 1e-5)  # of the final boxes, not of the proposals
+        recorded = golden.rows(f"det.image{number}.", "boxes", "scores", "classes")
+        assert_same_rows(detections_of(regions, number), recorded)
+    # of the final boxes, not of the proposals
+    assert_near(torch.cat(regions.features)[usable], torch.cat(again.features), 1e-5)
 
 
 def test_detections_at_another_size(golden: GoldenSet, sizes: list[tuple[int, int]]):
@@ -109,17 +108,23 @@ def test_detections_at_another_size(golden: GoldenSet, sizes: list[tuple[int, in
         assert torch.equal(golden[f"{prefix}classes"][kept], golden[f"{prefix}post.classes"])
 
 
-def test_features_of_proposals(golden: GoldenSet, images: ImageBatch, sizes: list[tuple[int, int]]):
+def test_features_of_proposals(
+    golden: GoldenSet, images: ImageBatch, sizes: list[tuple[int, int]], backends: ModuleType
+):
     model = golden.detector(MODEL__ROI_HEADS__FEATURES_OF="proposal")
     with torch.no_grad():
         regions = model(images)
         features = model.features(images)
+        proposals, objectness = backends.proposals(model, model.run_rpn(features), sizes)
         detections, _ = model.detect(features, model.propose(model.run_rpn(features), sizes), sizes)
     for number in range(golden.num_images):
         prefix = f"det.image{number}."
-        assert torch.equal(detections.proposal_index[number], golden[f"{prefix}proposal_index"])
-        assert_near(regions.boxes[number], golden[f"{prefix}boxes"])
-        assert_near(regions.features[number], golden[f"{prefix}proposal_features"])
+        rows = assert_same_rows(detections_of(regions, number), golden.rows(prefix, "boxes", "scores", "classes"))
+        assert_near(regions.features[number][rows], golden[f"{prefix}proposal_features"])
+        recorded = golden.rows(f"rpn.image{number}.", "proposal_boxes", "proposal_logits")
+        proposal_rows = assert_same_rows((proposals[number], objectness[number]), recorded)
+        expected = proposal_rows[golden[f"{prefix}proposal_index"]]
+        assert torch.equal(detections.proposal_index[number][rows], expected)
 
 
 def test_images_run_alone(golden: GoldenSet, given: list[Tensor], backends: ModuleType):
@@ -140,10 +145,8 @@ def test_images_run_alone(golden: GoldenSet, given: list[Tensor], backends: Modu
         for name in names:
             assert_near(features[name], golden[f"{prefix}{name}"])
         assert_near(described, golden[f"{prefix}given_pooled_features"])
-        assert_near(detected.boxes[0], golden[f"{prefix}det.boxes"])
-        assert_near(detected.scores[0], golden[f"{prefix}det.scores"])
-        assert torch.equal(detected.classes[0], golden[f"{prefix}det.classes"])
-        assert_near(detected.features[0], golden[f"{prefix}det.proposal_features"])
+        rows = assert_same_rows(detections_of(detected, 0), golden.rows(f"{prefix}det.", "boxes", "scores", "classes"))
+        assert_near(detected.features[0][rows], golden[f"{prefix}det.proposal_features"])
 
 
 def targets_of(golden: GoldenSet) -> DetectionTargets:
@@ -162,8 +165,8 @@ def test_training_targets(golden: GoldenSet, images: ImageBatch, sizes: list[tup
 
     boxes, objectness = backends.proposals(model, output, sizes)
     for number in range(golden.num_images):
-        assert_near(boxes[number], golden[f"train.image{number}.proposal_boxes"], NETWORK * golden.noise)
-        assert_near(objectness[number], golden[f"train.image{number}.proposal_logits"], NETWORK * golden.noise)
+        recorded = golden.rows(f"train.image{number}.", "proposal_boxes", "proposal_logits")
+        assert_same_rows((boxes[number], objectness[number]), recorded, NETWORK * golden.noise)
 
     sampled = backends.sampled_arrays(model.sample(boxes, targets, sizes), targets)
     for number in range(golden.num_images):
@@ -176,8 +179,8 @@ def test_training_targets(golden: GoldenSet, images: ImageBatch, sizes: list[tup
         assert_near(sampled.boxes[number], expected[distances.argmin(dim=0)], NETWORK * golden.noise)
         assert torch.equal(sampled.classes[number][order], golden[f"{prefix}roi_classes"])
         foreground = golden[f"{prefix}roi_classes"] < model.num_classes
-        objects = targets.boxes[number][golden[f"{prefix}roi_matched_gt"]]
-        assert torch.equal(sampled.matched_boxes[number][order][foreground], objects[foreground])
+        objects = targets.boxes[number][golden[f"{prefix}roi_matched_gt"][foreground]]
+        assert torch.equal(sampled.matched_boxes[number][order][foreground], objects)
 
 
 @pytest.mark.parametrize("with_boxes", [False, True])
@@ -234,3 +237,21 @@ def test_feature_of_a_resized_image(golden: GoldenSet, model: TwoStageDetector):
         with torch.no_grad():
             regions = model(batch, [torch.tensor([[0.0, 0.0, width, height]])])
         assert_near(regions.features[0], golden[f"resize.{case}.full_image_feature"])
+
+
+def test_poolers(golden: GoldenSet, features: Any, given: list[Tensor], backends: ModuleType):
+    names = sorted({key.removesuffix(".rows") for key in golden.tensors if re.match(r"pooler\..*\.rows", key)})
+    assert names
+    for name in names:
+        note = golden.description(f"{name}.output")
+        kind, ratio, side = re.search(r"type (\w+), sampling_ratio (\d+), (\d+)x", note).groups()
+        model = golden.detector(
+            MODEL__ROI_BOX_HEAD__POOLER_TYPE=kind,
+            MODEL__ROI_BOX_HEAD__POOLER_SAMPLING_RATIO=int(ratio),
+            MODEL__ROI_BOX_HEAD__POOLER_RESOLUTION=int(side),
+        )
+        with torch.no_grad():
+            maps = backends.pooled_maps(model, features, to_rois(given))
+            described = model.describe(features, to_rois(given))
+        assert_near(maps[golden[f"{name}.rows"]], golden[f"{name}.output"])
+        assert_near(described.predictor, golden[f"{name}.pooled_features"])

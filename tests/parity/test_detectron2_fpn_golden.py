@@ -20,7 +20,7 @@ from detector.images import make_image_batch
 from detector.roi_pooler import assign_levels, to_rois
 from detector.structures import ImageBatch
 from tests.parity import detectron2_common as common
-from tests.parity.detectron2_common import GoldenSet, assert_near, with_area
+from tests.parity.detectron2_common import GoldenSet, assert_near, assert_same_rows, detections_of, with_area
 from tests.parity.detectron2_stage_checks import *  # noqa: F403
 from tests.parity.detectron2_stage_checks import targets_of
 from tests.parity.tolerances import GRADIENT_FLOAT64, LOSS_FLOAT64
@@ -119,33 +119,32 @@ def test_region_features(golden: GoldenSet, features: Any, given: list[Tensor], 
         assert_near(described.region, golden[f"given.{name}"])
 
 
-def test_large_image(golden: GoldenSet):
+def test_large_image(golden: GoldenSet, backends: ModuleType):
     """Boxes on all levels, on an image that is larger than the others."""
     pixels = golden["resize.case0.output_bgr_u8"].numpy()
     height, width = pixels.shape[:2]
-    boxes = golden["large.boxes"]
+    given, rows = with_area([golden["large.boxes"]])
     features = {name: f"large.{name}" for name in FEATURES if f"large.{name}" in golden.tensors}
     for feature, key in (features | {"head": "large.pooled_features"}).items():
         model = golden.detector(MODEL__ROI_BOX_HEAD__REGION_FEATURE=feature)
         config = model.config.input
         batch = make_image_batch([pixels], [(height, width)], ["large"], config.pixel_mean, config.pixel_std)
         with torch.no_grad():
-            regions, found = model(batch, [boxes]), model(batch)
+            regions, found = model(batch, given), model(batch)
             maps = model.features(batch)
-            proposals = model.propose(model.run_rpn(maps), [(height, width)])[0]
-            _, deltas = model.roi_heads.box_predictor(model.describe(maps, to_rois([boxes])).predictor)
-        assert_near(regions.features[0], golden[key])
-        assert_near(regions.class_logits[0], golden["large.class_logits"])
+            boxes, objectness = backends.proposals(model, model.run_rpn(maps), [(height, width)])
+            _, deltas = model.roi_heads.box_predictor(model.describe(maps, to_rois([golden["large.boxes"]])).predictor)
+        assert_near(regions.features[0], golden[key][rows])
+        assert_near(regions.class_logits[0], golden["large.class_logits"][rows])
         assert_near(deltas, golden["large.box_deltas"])
-        assert_near(proposals, golden["large.proposal_boxes"])
-        assert_near(found.boxes[0], golden["large.det.boxes"])
-        assert_near(found.scores[0], golden["large.det.scores"])
-        assert torch.equal(found.classes[0], golden["large.det.classes"])
+        assert_same_rows((boxes[0], objectness[0]), golden.rows("large.", "proposal_boxes", "proposal_logits"))
+        assert_same_rows(detections_of(found, 0), golden.rows("large.det.", "boxes", "scores", "classes"))
 
 
-def test_gradients_in_float64(golden: GoldenSet, images: ImageBatch):
+def test_gradients_in_float64(golden: GoldenSet, images: ImageBatch, backends: ModuleType):
     """Without the rounding errors that flip ReLUs, gradients agree as closely as features do."""
     model = golden.detector().double().train()
+    backends.round_anchors(model)
     batch = ImageBatch(images.pixels.double(), images.sizes, images.original_sizes, images.names)
     losses = {name: loss.mean for name, loss in model(batch, None, targets_of(golden)).losses.items()}
     for name, value in losses.items():
@@ -159,21 +158,3 @@ def test_gradients_in_float64(golden: GoldenSet, images: ImageBatch):
         assert distance <= GRADIENT_FLOAT64 * expected.norm(), name
     for name, norm in golden.meta["train_mode"]["grad64_norms_of_all_parameters"].items():
         assert model.get_parameter(name).grad.norm().item() == pytest.approx(norm, rel=GRADIENT_FLOAT64), name
-
-
-def test_poolers(golden: GoldenSet, images: ImageBatch, features: Any, given: list[Tensor], backends: ModuleType):
-    names = sorted({key.removesuffix(".rows") for key in golden.tensors if re.match(r"pooler\..*\.rows", key)})
-    assert names
-    for name in names:
-        note = golden.description(f"{name}.output")
-        kind, ratio, side = re.search(r"type (\w+), sampling_ratio (\d+), (\d+)x", note).groups()
-        model = golden.detector(
-            MODEL__ROI_BOX_HEAD__POOLER_TYPE=kind,
-            MODEL__ROI_BOX_HEAD__POOLER_SAMPLING_RATIO=int(ratio),
-            MODEL__ROI_BOX_HEAD__POOLER_RESOLUTION=int(side),
-        )
-        with torch.no_grad():
-            maps = backends.pooled_maps(model, features, to_rois(given))
-            described = model.describe(features, to_rois(given))
-        assert_near(maps[golden[f"{name}.rows"]], golden[f"{name}.output"])
-        assert_near(described.predictor, golden[f"{name}.pooled_features"])
