@@ -52,7 +52,7 @@ from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN, pad_to_multiple
 from detector.structures import DetectionTargets, ImageBatch, Loss, Regions
 from detector.weight_names import from_torchvision_detector
-from e2e_vl.cli.common import says_errors
+from e2e_vl.cli.common import print_errors
 from e2e_vl.config import BoxSource, load_config
 from e2e_vl.data.batching import GroupedBatchSampler, Request
 from e2e_vl.io import write_json
@@ -68,7 +68,7 @@ SAMPLED_ROIS = 64  # of each image, for the detection losses
 OBJECTS = 8  # annotated objects of each image in the training step of a detector
 
 
-@says_errors
+@print_errors
 def main(argv: list[str] | None = None) -> int:
     shape = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(**shape)
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     train.add_argument("--sweep", action="store_true", help="precision, checkpointing and memory of single steps")
     train.add_argument("--boxes", type=int, help="boxes per image (default: those of the data)")
     train.add_argument("--image-size", type=int, nargs=2, metavar=("H", "W"), help="pixels of the padded images")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that beat the file")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
     train.set_defaults(measure=measure_train)
     detectors = commands.add_parser("detector", help="the built-in detector against another implementation", **shape)
     detectors.add_argument("--detector-config", type=Path, default=ROOT / "configs" / "detector" / "vl_bert_R_101.yaml")

@@ -24,7 +24,7 @@ import typing
 from pathlib import Path
 
 from e2e_vl.analysis.options import AttentionOptions, option_name, options, parse_head
-from e2e_vl.cli.common import make_parser, says_errors
+from e2e_vl.cli.common import make_parser, print_errors
 from e2e_vl.config import BoxSource, load_config
 from e2e_vl.io import find_model_folder
 from e2e_vl.parts import decode
@@ -68,7 +68,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-@says_errors
+@print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     arguments = build_parser(prog).parse_intermixed_args(argv)
     of_data = [word for word in arguments.overrides if arguments.data is not None and word.startswith("data.")]

@@ -32,7 +32,7 @@ import msgspec
 
 from detector.errors import UserError
 from detector.io import read_json, write_json
-from e2e_vl.cli.common import make_parser, says_errors
+from e2e_vl.cli.common import make_parser, print_errors
 from e2e_vl.data.user_inputs import IMAGE_SUFFIXES, read_boxes
 from e2e_vl.io import is_hub_model, write_png
 from e2e_vl.samples import Question
@@ -72,7 +72,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-@says_errors
+@print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """Answer, print and write; then list the unreadable images."""
     options = build_parser(prog).parse_args(argv)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from detector.io import write_json
-from e2e_vl.cli.common import make_parser, says_errors
+from e2e_vl.cli.common import make_parser, print_errors
 from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.overlap import PhotoId, PhotoIds, count_photos, read_visual_genome
@@ -88,11 +88,11 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--examples", type=int, default=10, metavar="N", help="problems shown per split (default: 10)")
     parser.add_argument("--no-overlap", action="store_true", help="shared photos are problems too")
     parser.add_argument("--json", **file, help="write everything that was found, all problems too")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that beat the file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
     return parser
 
 
-@says_errors
+@print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     options = build_parser(prog).parse_intermixed_args(argv)
     config = load_config(options.config, [*options.overrides, "output=unused"])

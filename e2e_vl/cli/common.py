@@ -11,7 +11,7 @@ from typing import Any
 from detector.errors import DiskError, StoppedRunError, UserError
 
 # errors whose message is shown without a traceback
-SENTENCES = (UserError, DiskError, ChildProcessError, ConnectionError, FloatingPointError, MemoryError)
+EXPECTED_ERRORS = (UserError, DiskError, ChildProcessError, ConnectionError, FloatingPointError, MemoryError)
 
 
 def make_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
@@ -25,7 +25,7 @@ def make_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=prog, description=doc, formatter_class=shape)
 
 
-def says_errors(main: Callable[..., int]) -> Callable[..., int]:
+def print_errors(main: Callable[..., int]) -> Callable[..., int]:
     """Print errors about settings, files, memory and diverging losses without a traceback, and exit with status 2.
 
     The same holds for errors of the operating system, such as a full disk. Every other error is a bug and keeps its
@@ -40,11 +40,11 @@ def says_errors(main: Callable[..., int]) -> Callable[..., int]:
             if str(stopped):
                 print(stopped, file=sys.stderr)
             return stopped.status
-        except (*SENTENCES, OSError) as error:
-            if not isinstance(error, SENTENCES) and error.errno is None:  # raised by a library
+        except (*EXPECTED_ERRORS, OSError) as error:
+            if not isinstance(error, EXPECTED_ERRORS) and error.errno is None:  # raised by a library
                 raise
-            sentence = str(error) or f"{type(error).__name__}: out of memory, or the system gave no reason."
-            print(f"error: {sentence}", file=sys.stderr)
+            message = str(error) or f"{type(error).__name__}: out of memory, or the system gave no reason."
+            print(f"error: {message}", file=sys.stderr)
             return 2
 
     return wrapped

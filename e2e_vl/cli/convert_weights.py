@@ -42,7 +42,7 @@ import msgspec
 from detector.config import EXPECTED_PARTS
 from detector.errors import UserError
 from detector.io import atomic_files, write_text
-from e2e_vl.cli.common import make_parser, says_errors
+from e2e_vl.cli.common import make_parser, print_errors
 from e2e_vl.config import load_config
 
 
@@ -56,11 +56,11 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, help="folder, .pth, .safetensors, .model or .th to write")
     expect_help = "what the file must hold; only what it holds is written (default: all)"
     parser.add_argument("--expect", choices=EXPECTED_PARTS, default="all", help=expect_help)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --run: settings that beat the file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --run: settings that override the file")
     return parser
 
 
-@says_errors
+@print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     options = build_parser(prog).parse_intermixed_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)

@@ -18,7 +18,7 @@ import os
 import sys
 
 from detector.errors import UserError
-from e2e_vl.cli.common import make_parser, says_errors
+from e2e_vl.cli.common import make_parser, print_errors
 from e2e_vl.io import is_hub_model
 
 LOOPBACK = "127.0.0.1"
@@ -40,7 +40,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-@says_errors
+@print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     options = build_parser(prog).parse_args(argv)
     is_local = is_loopback(options.host)

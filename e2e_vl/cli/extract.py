@@ -19,7 +19,7 @@ import numpy as np
 from detector.config import BACKENDS, SelectionRule
 from detector.errors import MissingFileError, UserError
 from detector.io import atomic_file, write_json
-from e2e_vl.cli.common import make_parser, says_errors
+from e2e_vl.cli.common import make_parser, print_errors
 from e2e_vl.data.features import FORMATS
 from e2e_vl.extraction.settings import DEFAULT_SELECTIONS, DISPLAY_SELECTION, ExtractionSettings
 from e2e_vl.io import write_png
@@ -63,7 +63,7 @@ them. Each records how it was made: config, hash of the weights, channel order, 
 """
 
 
-@says_errors
+@print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words[:1] in (["-h"], ["--help"]):
@@ -120,15 +120,15 @@ def one_image_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--class-names", type=Path, help="text file with a line for each class (objects_vocab.txt)")
     parser.add_argument("--attribute-names", type=Path, help="the same for attributes, which are drawn then")
     shown = DISPLAY_SELECTION
-    parser.add_argument("--min-score", type=float, default=shown.min_score, help="least score (default: %(default)s)")
-    parser.add_argument("--min-regions", type=int, help=f"always keep so many regions (default: {shown.min_regions})")
+    parser.add_argument("--min-score", type=float, default=shown.min_score, help="minimum score (default: %(default)s)")
+    parser.add_argument("--min-regions", type=int, help=f"minimum number of regions (default: {shown.min_regions})")
     parser.add_argument(
-        "--max-regions", type=int, default=shown.max_regions, help="at most so many regions (default: %(default)s)"
+        "--max-regions", type=int, default=shown.max_regions, help="maximum number of regions (default: %(default)s)"
     )
     return parser
 
 
-@says_errors
+@print_errors
 def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
     """tools/extract_demo.py: regions.npz, regions.png, phrase.json and phrase.png."""
     options = one_image_parser(prog).parse_args(argv)
@@ -204,7 +204,7 @@ def many_images_parser(prog: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-@says_errors
+@print_errors
 def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
     """A folder or file of region features."""
     options = many_images_parser(prog).parse_args(argv)

@@ -28,7 +28,7 @@ import numpy as np
 
 from detector.errors import MissingFileError, UserError, reading
 from detector.io import read_json, read_pickle
-from e2e_vl.cli.common import make_parser, says_errors
+from e2e_vl.cli.common import make_parser, print_errors
 from e2e_vl.data.features import RegionFeatures, check_format, import_optional, write_features
 from e2e_vl.io import Record, Side
 
@@ -61,7 +61,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-@says_errors
+@print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     options = build_parser(prog).parse_args(argv)
     if options.output.exists():

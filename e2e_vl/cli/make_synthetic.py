@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from e2e_vl.cli.common import says_errors
+from e2e_vl.cli.common import print_errors
 from e2e_vl.parts import decode
 from e2e_vl.synthetic import FORMATS, LanguageConfig, SceneConfig, make_scenes
 
@@ -61,7 +61,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-@says_errors
+@print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     options = build_parser(prog).parse_args(argv)
     limits = {name: getattr(options, name) for name in LIMITS}

@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from e2e_vl.cli.common import make_parser, says_errors
+from e2e_vl.cli.common import make_parser, print_errors
 from e2e_vl.config import BoxSource, load_config
 from e2e_vl.io import find_model_folder
 
@@ -37,7 +37,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-@says_errors
+@print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     options = build_parser(prog).parse_intermixed_args(argv)
     load_config(find_model_folder(options.run) / "config.yaml", options.overrides)  # before torch is imported

@@ -14,7 +14,7 @@ import argparse
 import os
 import sys
 
-from e2e_vl.cli.common import make_parser, says_errors
+from e2e_vl.cli.common import make_parser, print_errors
 from e2e_vl.config import load_config, read_detector_config
 
 
@@ -23,11 +23,11 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser = make_parser(__doc__, prog)
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("--resume", action="store_true", help="continue from the run directory's newest checkpoint")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that beat the file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
     return parser
 
 
-@says_errors
+@print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     arguments = build_parser(prog).parse_intermixed_args(argv)
     config = load_config(arguments.config, arguments.overrides)

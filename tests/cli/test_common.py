@@ -7,11 +7,11 @@ import errno
 import pytest
 
 from detector.errors import UserError
-from e2e_vl.cli.common import says_errors
+from e2e_vl.cli.common import print_errors
 
 
 def raising(error: BaseException):
-    @says_errors
+    @print_errors
     def main() -> int:
         raise error
 

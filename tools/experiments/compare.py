@@ -21,11 +21,11 @@ from typing import Any
 
 from detector.errors import UserError
 from detector.io import read_yaml
-from e2e_vl.cli.common import make_parser, says_errors
+from e2e_vl.cli.common import make_parser, print_errors
 from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, write_table
 
 
-@says_errors
+@print_errors
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run that all variants change")

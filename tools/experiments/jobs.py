@@ -29,13 +29,13 @@ class Job:
     """A run of tools/train.py."""
 
     config: Path  # YAML file
-    words: tuple[str, ...]  # `key=value` settings that beat the file, without `output`
+    words: tuple[str, ...]  # `key=value` settings that override the file, without `output`
     run: Path  # run directory; unique among the jobs
     after: tuple[Path, ...] = ()  # run directories of the jobs that must be finished before this one starts
 
     @property
     def settings(self) -> list[str]:
-        """All settings that beat the file."""
+        """All settings that override the file."""
         return [*self.words, f"output={self.run}"]
 
     @property

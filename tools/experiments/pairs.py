@@ -33,7 +33,7 @@ import torch
 from detector.boxes import pairwise_iou
 from detector.io import read_yaml
 from e2e_vl import parts
-from e2e_vl.cli.common import make_parser, says_errors
+from e2e_vl.cli.common import make_parser, print_errors
 from e2e_vl.config import BoxSource, EncoderSettings, RunConfig, load_config, save_config
 from e2e_vl.data.base import VLDataset
 from e2e_vl.metrics.names import MetricName
@@ -89,7 +89,7 @@ class Cell(NamedTuple):
         return f"{self.task}_{self.encoder}_{self.variant}_{self.seed}"
 
 
-@says_errors
+@print_errors
 def main(argv: list[str] | None = None) -> int:
     encoders = read_yaml(ENCODERS)
     parser = make_parser(__doc__)

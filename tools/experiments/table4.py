@@ -22,7 +22,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from e2e_vl.cli.common import make_parser, says_errors
+from e2e_vl.cli.common import make_parser, print_errors
 from e2e_vl.config import load_config
 from e2e_vl.run.build import make_synthetic_data, read_training_texts
 from e2e_vl.text import build_vocabulary
@@ -46,7 +46,7 @@ TASKS = {"vqa": "VQA", "vcr": "VCR Q -> A", "refcoco": "RefCOCO+"}
 METRIC = "val/accuracy_gt_boxes"
 
 
-@says_errors
+@print_errors
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
