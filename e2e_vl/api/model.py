@@ -100,7 +100,7 @@ def for_each_question(value: Any, count: int, is_one: Callable[[Any], bool], wha
     return list(value)
 
 
-def given_boxes(boxes: Any) -> AnnotatedObjects | None:
+def convert_boxes(boxes: Any) -> AnnotatedObjects | None:
     """A user's boxes.
 
     Args:
@@ -250,10 +250,10 @@ def draw_on(
     for x1, y1, x2, y2 in on_picture(covered).astype(int):
         pixels[y1 : y2 + 1, x1 : x2 + 1] = GREY
     moved = on_picture([*boxes, *(phrase.box for phrase in phrases)])
-    return Image.fromarray(draw_boxes(pixels, moved, title=title, **marks_of(labels, phrases)))
+    return Image.fromarray(draw_boxes(pixels, moved, title=title, **box_marks(labels, phrases)))
 
 
-def marks_of(labels: Sequence[str], phrases: Sequence[GroundedPhrase]) -> dict[str, list[Any]]:
+def box_marks(labels: Sequence[str], phrases: Sequence[GroundedPhrase]) -> dict[str, list[Any]]:
     """`labels`, `colours` and `dashed` of `draw_boxes` for labelled boxes followed by boxes of phrases."""
     return {
         "labels": [*labels, *(phrase.label for phrase in phrases)],
@@ -265,7 +265,7 @@ def marks_of(labels: Sequence[str], phrases: Sequence[GroundedPhrase]) -> dict[s
 # The public detector API: regions of any image, or features of given boxes.
 
 
-def chosen_device(device: str | torch.device | None) -> torch.device:
+def choose_device(device: str | torch.device | None) -> torch.device:
     """The given device; None: the GPU, or the CPU if there is no GPU or ACCELERATE_USE_CPU is true."""
     if device is None:
         if torch.accelerator.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
@@ -282,7 +282,7 @@ class TrainedDetector:
 
     def __init__(self, source: LoadedDetector, device: str | torch.device | None = None):
         self.source = source
-        self.network = source.detector.to(chosen_device(device)).eval()
+        self.network = source.detector.to(choose_device(device)).eval()
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -314,7 +314,7 @@ class TrainedDetector:
         if boxes is None and self.source.warning:
             warnings.warn(self.source.warning, stacklevel=stacklevel)
         rule = SelectionRule(min_score, min_regions, max_regions)
-        return self.find(image_file(image), given_boxes(boxes), rule)
+        return self.find(image_file(image), convert_boxes(boxes), rule)
 
     def find(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> FoundRegions:
         """`regions` without the warning."""
@@ -372,10 +372,10 @@ class TrainedModel(
         Args:
             source: its folder, for messages.
             metrics: the run's metrics, for the model card.
-            device: see `chosen_device`.
+            device: see `choose_device`.
         """
         self.settings, self.tokenizer, self.source = settings, tokenizer, source
-        self.device = chosen_device(device)
+        self.device = choose_device(device)
         self.network = network.to(self.device).eval()
         self._metrics, self._has_warned_of_boxes = dict(metrics or {}), False
         self._dataset, self._options = DATASETS[settings.data.name].cls, settings.data.config
@@ -427,7 +427,7 @@ class TrainedModel(
         all_answers = for_each_question(
             answer, count, lambda one: one is None or isinstance(one, str), "answer must be a string"
         )
-        given = given_boxes(boxes)
+        given = convert_boxes(boxes)
         files: dict[int, ImageFile] = {}  # by object id: repeated images are converted once
         questions = []
         for row in range(count):
@@ -448,7 +448,7 @@ class TrainedModel(
             boxes: [Q, 4], or words or a file as in `ask`.
             text: a caption, optionally with [MASK].
         """
-        question = Question(image_file(image), text, boxes_to_mask=given_boxes(boxes))
+        question = Question(image_file(image), text, boxes_to_mask=convert_boxes(boxes))
         return self._answer_with_warnings([question])[0]
 
     def regions(self, image: ImageInput, **options: Any) -> FoundRegions:
@@ -464,7 +464,7 @@ class TrainedModel(
         warning = RANDOM_BOXES if self.settings.detector.proposes_at_random else ""
         return TrainedDetector(LoadedDetector(self.network.detector, resize, warning=warning), self.device)
 
-    def replies(self, questions: Sequence[Question], *, keep_going: bool = False) -> list[Answer | Exception]:
+    def answer_questions(self, questions: Sequence[Question], *, keep_going: bool = False) -> list[Answer | Exception]:
         """Answer questions, without warnings. Questions about the same images and boxes share one detector pass.
 
         A batch contains up to `eval.images_per_batch` consecutive groups of such questions, all with images of the same
@@ -507,7 +507,9 @@ class TrainedModel(
             answer_waiting()
         return [answers[number] for number in range(len(questions))]
 
-    def look(self, question: Question, change: Callable[[Batch], Batch] | None = None) -> tuple[Answer, ModelOutput]:
+    def ask_with_output(
+        self, question: Question, change: Callable[[Batch], Batch] | None = None
+    ) -> tuple[Answer, ModelOutput]:
         """Answer one question; returns the answer and the model's output with its attention maps.
 
         Args:
@@ -532,7 +534,7 @@ class TrainedModel(
 
     def _answer_with_warnings(self, questions: Sequence[Question]) -> list[Answer]:
         """Answer questions, with warnings attributed to the caller of the public method."""
-        answers = self.replies(questions)
+        answers = self.answer_questions(questions)
         about_boxes = self.warning_of_boxes(questions)
         if about_boxes and not self._has_warned_of_boxes:
             self._has_warned_of_boxes = True

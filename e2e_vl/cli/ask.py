@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     from e2e_vl.api.model import load  # late: it imports torch
 
     model = load(options.run)
-    answers = model.replies(questions, keep_going=True)
+    answers = model.answer_questions(questions, keep_going=True)
     failures = []
     for number, (question, answer) in enumerate(zip(questions, answers, strict=True), start=1):
         if isinstance(answer, Exception):
@@ -138,10 +138,12 @@ def _images(path: Path) -> list[Path]:
 def save(folder: Path, answer: Answer) -> None:
     """Write answer.json, regions.png and answer.png; of a second image regions_2.png and answer_2.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    said = msgspec.to_builtins(answer.prediction)
-    said = {key: value for key, value in said.items() if key not in ("type", "text_index", "file_name", "text")}
+    prediction = msgspec.to_builtins(answer.prediction)
+    prediction = {
+        key: value for key, value in prediction.items() if key not in ("type", "text_index", "file_name", "text")
+    }
     first, *others = map(str, answer.images)
-    content: dict[str, Any] = {"image": first, "text": answer.text, **said, "regions": answer.boxes.tolist()}
+    content: dict[str, Any] = {"image": first, "text": answer.text, **prediction, "regions": answer.boxes.tolist()}
     if others:
         content |= {"other_images": others, "region_images": answer.box_images.tolist()}
     if answer.attention is not None:

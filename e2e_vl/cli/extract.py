@@ -158,7 +158,7 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
         model = load(options.run)
         if not model.network.task.predicts_box:
             raise UserError(f"{options.run}: the task '{model.settings.task.name}' does not answer with a box.")
-        [answer] = model.replies([Question(options.image, options.text)])
+        [answer] = model.answer_questions([Question(options.image, options.text)])
         shown = {"image": str(options.image), "text": options.text, "box": answer.box, "score": answer.score}
         shown |= {"boxes": answer.prediction.candidate_boxes, "scores": answer.prediction.candidate_scores}
         write_json(options.output / "phrase.json", {key: np.asarray(value).tolist() for key, value in shown.items()})

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from detector.errors import UserError
 from detector.images import ResizeRule, load_resized, mask_pixels, mask_rectangles
-from e2e_vl.api.model import GREY, Answer, TrainedModel, marks_of
+from e2e_vl.api.model import GREY, Answer, TrainedModel, box_marks
 from e2e_vl.drawing import BLUE, RED, Colour, draw_boxes, draw_heat_map
 from e2e_vl.samples import ImageBytes, Question
 from e2e_vl.structures import AttentionBlock, Batch, ModelOutput
 
 # about the size on the page, so that labels are not scaled down; at least the minimum size of `e2e_vl.drawing`
 SHOWN_SIZE = ResizeRule(600, 640)
-DESCRIBED_AGAIN = (
+POOLED_AGAIN = (
     "The detector of this run pools features from its proposals before it refines them (FEATURES_OF: proposal). The "
     "explorer pools them from the refined boxes, with and without hidden regions, so that the two answers can be "
     "compared; answers may differ from `ask` and evaluation."
@@ -148,15 +148,15 @@ class Explorer:
         self.model = model
         self.warning = model.warning_of_boxes([question])
         heads = getattr(model.network.detector.config, "roi_heads", None)
-        self._describes_again = heads is not None and heads.features_of == "proposal"
-        self.note = DESCRIBED_AGAIN if self._describes_again else ""
+        self._pools_again = heads is not None and heads.features_of == "proposal"
+        self.note = POOLED_AGAIN if self._pools_again else ""
 
     def ask(self, session: Session, text: str) -> Session:
         """A session with the answer to a text about the same photo; no region is hidden."""
         if session.photo is None:
             raise UserError("There is no photo yet; upload an image first.")
         found = self.inspect(session.photo, text)
-        if self._describes_again:
+        if self._pools_again:
             found = self.inspect(session.photo, text, found)
         return Session(session.photo, found, step=found.best_step)
 
@@ -185,7 +185,9 @@ class Explorer:
             pixels = mask_pixels(images.pixels, images.sizes, [rectangles.to(before.boxes.dtype)])
             return dataclasses.replace(batch, images=dataclasses.replace(images, pixels=pixels), boxes=[before.boxes])
 
-        answer, output = self.model.look(Question(photo.file, text), None if before is None else with_regions)
+        answer, output = self.model.ask_with_output(
+            Question(photo.file, text), None if before is None else with_regions
+        )
         return self._inspection(answer, output, tuple(answer.box_names) if before is None else before.names)
 
     def _inspection(self, answer: Answer, output: ModelOutput, names: tuple[str, ...]) -> Inspection:
@@ -262,7 +264,7 @@ def draw_pointed(session: Session, found: Inspection | None, hidden: tuple[int, 
     shown = found.shown_boxes()
     boxes = _on_picture(session.photo, np.array([box for _, box in shown]))
     labels = [label for label, _ in shown[: len(found.answer.answer_boxes)]]
-    marks = marks_of(labels, found.answer.shown_phrases())
+    marks = box_marks(labels, found.answer.shown_phrases())
     return draw_boxes(_covered(session.photo, found, hidden), boxes, **marks)
 
 

@@ -32,8 +32,8 @@ from e2e_vl.api.model import (
     TrainedDetector,
     TrainedModel,
     content_key,
+    convert_boxes,
     for_each_question,
-    given_boxes,
     image_file,
 )
 from e2e_vl.drawing import PALETTE
@@ -159,7 +159,7 @@ def test_masked_regions_and_the_attention_of_a_masked_word(pretraining_run):
     image = saved_records(pretraining_run)[0]["file_name"]
     masked = model.hide(image, [[5, 6, 40, 50], [30, 20, 70, 61]], "a [MASK] circle").prediction.masked_regions
     assert [one.box for one in masked] == [pytest.approx([5, 6, 40, 50]), pytest.approx([30, 20, 70, 61])]
-    answer, output = model.look(Question(Path(image), "a [MASK] circle"))
+    answer, output = model.ask_with_output(Question(Path(image), "a [MASK] circle"))
     wordpieces, kept = output.batch.texts.input_ids[0].tolist(), output.text_regions.row[0] >= 0
     place = wordpieces.index(model.tokenizer.mask_token_id)
     shares = output.encoded.attentions[-1][0, :, place, len(wordpieces) : len(wordpieces) + len(kept)].mean(dim=0)
@@ -322,10 +322,10 @@ def test_one_image_has_one_key(tmp_path, monkeypatch):
 
 def test_forms_of_boxes():
     for boxes in ([1, 2, 30, 40], ((1, 2, 30, 40),), torch.tensor([[1, 2, 30, 40]]), "1,2,30,40"):
-        assert given_boxes(boxes).boxes.tolist() == [[1, 2, 30, 40]]
+        assert convert_boxes(boxes).boxes.tolist() == [[1, 2, 30, 40]]
     for boxes in ([], [[1, 2, 3, 4, 0.5, 6]], [[1, 2, 1, 4]], [[1, 2, np.nan, 4]]):
         with pytest.raises(UserError, match="boxes"):
-            given_boxes(boxes)
+            convert_boxes(boxes)
 
 
 def test_one_value_for_all_questions_or_one_for_each():

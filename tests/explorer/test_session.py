@@ -230,6 +230,6 @@ def test_a_detector_that_describes_proposals_is_asked_in_one_way_before_and_afte
     again = explorer.inspect(photo, record["text"], before, ())
     assert again.answer.score == pytest.approx(before.answer.score, abs=1e-6)
     assert np.allclose(again.attention, before.attention, atol=1e-6) and again.names == before.names
-    found, _ = model.look(Question(photo.file, record["text"]))
+    found, _ = model.ask_with_output(Question(photo.file, record["text"]))
     assert abs(found.score - before.answer.score) > 1e-6, "the detector itself describes other boxes"
     assert "FEATURES_OF" in explorer.note
