@@ -248,7 +248,7 @@ class TsvStore(FeatureStore):
         content = read_json(sidecar_path(path), _Sidecar) if sidecar_path(path).is_file() else _Sidecar()
         if content.index is None or content.index.bytes != path.stat().st_size:
             content.index = self._scan()
-            with contextlib.suppress(PermissionError):  # in a read-only folder the file is scanned every time
+            with contextlib.suppress(OSError):  # in a read-only folder the file is scanned every time
                 write_json(sidecar_path(path), msgspec.to_builtins(content))
         self.stamp = content.stamp
         self.offsets = content.index.offsets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import csv
 import dataclasses
 import multiprocessing
@@ -117,6 +118,17 @@ def test_a_tsv_file_is_read_without_its_index(tmp_path: Path, records, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(TsvStore, "_scan", lambda self: pytest.fail("the index is kept beside the file"))
         assert TsvStore(path).offsets == indexed.offsets
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_a_tsv_file_is_read_where_its_index_cannot_be_written(code, tmp_path: Path, records, monkeypatch):
+    def refuse(path: Path, value: object) -> None:
+        raise OSError(code, "no", str(path))
+
+    path = write("tsv", tmp_path, records)
+    sidecar_path(path).unlink()
+    monkeypatch.setattr("e2e_vl.data.features.write_json", refuse)
+    assert TsvStore(path).ids and not sidecar_path(path).exists()
 
 
 _inherited = {}  # of a forked worker

@@ -256,7 +256,7 @@ def test_pretraining_captions_of_flickr30k(data_rules, rules_tokenizer):
 def test_pretraining_which_text_of_a_question_is_read(data_rules):
     """`complete_shuffle` gives a question the same of its eight texts always: four answers, then four rationales."""
     reader = VCRDataset.__new__(VCRDataset)
-    reader.settings = VCROptions(question="in_turn")
+    reader.options = VCROptions(question="in_turn")
     for one in part_of(data_rules, "vcr", "shuffled_index"):
         item, which = one["index"] // 8, one["which"]
         assert one["item"] == item
