@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
-import errno
 import csv
 import dataclasses
+import errno
 import multiprocessing
 import pickle
 import sys
