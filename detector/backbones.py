@@ -1,7 +1,7 @@
 """Backbones with Detectron2's module and parameter names: ResNet, feature pyramid, and res5 of a C4 RoI head.
 
-Stage s has RES2_OUT_CHANNELS * 2 ** (s - 2) channels. All feature maps are kept in channels-last memory, in which
-convolutions on CPU run markedly faster.
+Stage s has RES2_OUT_CHANNELS * 2 ** (s - 2) channels. Feature maps use the channels-last memory format, which makes
+convolutions on CPU much faster.
 
 Shape legend: see `detector/structures.py`.
 """
@@ -30,9 +30,9 @@ BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)  # SyncBatchNorm below is a Bat
 
 
 class SyncBatchNorm(nn.BatchNorm2d):
-    """Batch norm over the samples of all processes, on any device.
+    """Batch norm with statistics over all processes, on any device.
 
-    (torch's class refuses CPU tensors, and DistributedDataParallel refuses CPU models that contain it.)
+    `torch.nn.SyncBatchNorm` supports neither CPU tensors nor CPU models in DistributedDataParallel.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,15 +55,15 @@ class SyncBatchNorm(nn.BatchNorm2d):
 
 
 def make_norm(name: str, channels: int) -> nn.Module:
-    """A normalisation layer of `channels` channels.
+    """Make a normalisation layer for `channels` channels.
 
     Args:
-        name: FrozenBN (fixed affine map), BN, SyncBN (statistics of all processes) or GN (32 groups, or the greatest
-            common divisor of 32 and the channels where 32 does not divide them; Detectron2 refuses that).
+        name: FrozenBN (a fixed affine map), BN, SyncBN (statistics over all processes) or GN (32 groups; if 32 does not
+            divide `channels`, their greatest common divisor, where Detectron2 raises an error).
     """
     if name == "FrozenBN":
         norm = FrozenBatchNorm2d(channels, eps=NORM_EPS)
-        norm.running_var -= norm.eps  # as in Detectron2: exactly the identity until statistics are loaded
+        norm.running_var -= norm.eps  # the identity until statistics are loaded, as in Detectron2
         return norm
     if name == "BN":
         return nn.BatchNorm2d(channels)
@@ -73,9 +73,9 @@ def make_norm(name: str, channels: int) -> nn.Module:
 
 
 class BatchStatistics(nn.BatchNorm2d):
-    """Batch norm that uses the statistics of the batch in evaluation too, and never updates its running statistics.
+    """Batch norm that uses batch statistics in evaluation too and never updates its running statistics.
 
-    (What torch 1.x did with `track_running_stats` switched off after a model was built.)
+    In torch 1.x, setting `track_running_stats = False` on a layer had this effect.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,12 +83,12 @@ class BatchStatistics(nn.BatchNorm2d):
 
 
 def freeze(module: nn.Module, norm: type[FrozenBatchNorm2d] | type[BatchStatistics] = FrozenBatchNorm2d) -> None:
-    """Switch off all gradients of a module and turn its batch norms into `norm`, as Detectron2's `freeze`."""
+    """Disable the gradients of a module and convert its batch norms to `norm`, like Detectron2's `freeze`."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, BATCH_NORMS):
                 frozen = norm(child.num_features, eps=child.eps).to(child.weight.device)
-                if not child.weight.is_meta:  # it has no values to copy
+                if not child.weight.is_meta:  # meta tensors have no values
                     frozen.load_state_dict(child.state_dict())
                 setattr(parent, name, frozen)
     for parameter in module.parameters():
@@ -96,21 +96,24 @@ def freeze(module: nn.Module, norm: type[FrozenBatchNorm2d] | type[BatchStatisti
 
 
 BLOCKS_PER_STAGE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-ROI_BLOCKS = 3  # of res5 in a RoI head, for all depths
-FROZEN_BRANCH_SCALE = 0.2  # of residual branches under FrozenBN, see `ResidualBlock`
+ROI_BLOCKS = 3  # blocks of res5 in a RoI head, at every depth
+FROZEN_BRANCH_SCALE = 0.2  # initial scale of residual branches with FrozenBN, see `ResidualBlock`
 
-Pooling = Callable[[Tensor, int], Tensor]  # FeatureMap, stride on the RoI maps -> RoI maps [J, channels, S, S]
+# (feature maps of the images, stride on the RoI maps) -> RoI maps [J, channels, S, S]
+Pooling = Callable[[Tensor, int], Tensor]
 
 
 class ConvNorm(nn.Conv2d):
-    """Convolution with a `norm` child (names `weight`, `norm.weight`, ... as in Detectron2), or with a bias instead.
+    """Convolution with a normalisation layer instead of a bias, or with a bias only.
 
-    A frozen batch norm is an affine map per channel and is folded into the convolution: one multiplication of the
-    weights instead of two passes over the feature map. The gradient still reaches the weights.
+    Keys are `weight`, `norm.weight`, ..., as in Detectron2.
+
+    A frozen batch norm is an affine map per channel and is folded into the convolution, which saves two passes over the
+    feature map. Gradients still flow to the weights.
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int, *, norm: str, **options: int) -> None:
-        """`norm` is a name of `make_norm`, or empty for a bias."""
+        """`norm` is a name accepted by `make_norm`, or "" for a bias."""
         super().__init__(in_channels, out_channels, kernel_size, bias=not norm, **options)
         self.norm = make_norm(norm, out_channels) if norm else None
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
@@ -122,19 +125,18 @@ class ConvNorm(nn.Conv2d):
             return super().forward(x)
         if not isinstance(self.norm, FrozenBatchNorm2d):
             return self.norm(super().forward(x))
-        return self._conv_forward(x, *self._folded())
+        return self._conv_forward(x, *self._fold_norm())
 
-    def _folded(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias with the frozen norm folded in."""
+    def _fold_norm(self) -> tuple[Tensor, Tensor]:
+        """Return weight and bias with the frozen norm folded in."""
         scale = self.norm.weight * (self.norm.running_var + self.norm.eps).rsqrt()
         return self.weight * scale[:, None, None, None], self.norm.bias - self.norm.running_mean * scale
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution, called by `forward`.
+        """Convolve, working around a bug in oneDNN (seen with torch 2.15).
 
-        In the backward pass of a 1x1 convolution with a stride, on channels-last maps of a CPU, torch's oneDNN writes
-        outside its memory if the channels are not a multiple of 16 (seen with torch 2.15). There the cells between the
-        strides are left out first, which gives the same values.
+        The backward pass of a strided 1x1 convolution on channels-last CPU tensors writes out of bounds if the number
+        of channels is not a multiple of 16. Subsampling the input first gives the same values.
         """
         stride = self.stride[0]
         if self.kernel_size == (1, 1) and stride > 1 and (self.in_channels % 16 or self.out_channels % 16):
@@ -142,21 +144,21 @@ class ConvNorm(nn.Conv2d):
         return super()._conv_forward(x, weight, bias)
 
     def forward_pooled(self, x: Tensor, pool: Pooling) -> Tensor:
-        """`self(pool(x))` of a 1x1 convolution, with the convolution before the pooling.
+        """Compute `self(pool(x))` of a 1x1 convolution with the convolution applied before the pooling.
 
-        Both are linear, one per cell and one per channel, so their order can be exchanged exactly. The feature map of
-        an image has far fewer cells than the maps of many RoIs.
+        The convolution is linear across channels and the pooling across cells, so they commute exactly. The feature map
+        of an image has far fewer cells than the maps of many RoIs.
         """
         if not isinstance(self.norm, FrozenBatchNorm2d):
             return self.norm(pool(F.conv2d(x, self.weight), self.stride[0]))
-        weight, shift = self._folded()
+        weight, shift = self._fold_norm()
         pooled = pool(F.conv2d(x, weight), self.stride[0])
-        # adding in place to a view would make autograd copy the whole map
+        # an in-place addition to a view would make autograd copy the whole map
         return pooled + shift[:, None, None] if pooled.requires_grad else pooled.add_(shift[:, None, None])
 
 
 class BasicStem(nn.Module):
-    """7x7 convolution of stride 2, then a 3x3 max-pool of stride 2 (or none)."""
+    """7x7 convolution with stride 2, then an optional 3x3 max pool with stride 2."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
@@ -164,7 +166,7 @@ class BasicStem(nn.Module):
         self.conv1 = ConvNorm(3, config.stem_out_channels, 7, norm=config.norm, stride=2, padding=3)
 
     def forward(self, x: Float[Tensor, "N 3 H W"]) -> FeatureMap:
-        """A map of H/4, W/4 cells (H/2, W/2 without a pool)."""
+        """Return a map of H/4 x W/4 cells, or H/2 x W/2 without the pool."""
         x = F.relu_(self.conv1(x))
         if self.pool == "none":
             return x
@@ -174,10 +176,10 @@ class BasicStem(nn.Module):
 
 
 class ResidualBlock(nn.Module, abc.ABC):
-    """Common part of both block types: shortcut, sum, ReLU.
+    """Base class of both block types.
 
-    A network that is trained from scratch needs a norm that learns. With FrozenBN nothing keeps the activations of a
-    random network in range, so its residual branches start scaled down; loaded weights replace this.
+    With FrozenBN nothing normalises the activations of a randomly initialised network, so its residual branches start
+    at a smaller scale, which loaded weights replace. To train from scratch, use another norm.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int, norm: str) -> None:
@@ -188,14 +190,14 @@ class ResidualBlock(nn.Module, abc.ABC):
         self.recompute = False  # see `recompute_activations`
 
     def forward(self, x: Tensor, pool: Pooling | None = None) -> Tensor:
-        """The block on x; with `pool`, on `pool(x, 1)` (bottleneck blocks only, see `ConvNorm.forward_pooled`)."""
+        """Apply the block to x, or to `pool(x, 1)` if `pool` is given."""
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self.residual, x, pool, use_reentrant=False)
         return self.residual(x, pool)
 
     @abc.abstractmethod
     def residual(self, x: Tensor, pool: Pooling | None) -> Tensor:
-        """`forward` without recomputation."""
+        """Compute `forward` without activation checkpointing."""
 
 
 class BasicBlock(ResidualBlock):
@@ -216,7 +218,7 @@ class BasicBlock(ResidualBlock):
 
 
 class BottleneckBlock(ResidualBlock):
-    """1x1, 3x3, 1x1 convolutions. The stride sits in the first 1x1 (MSRA, Caffe) or in the 3x3 (torchvision)."""
+    """1x1, 3x3, 1x1 convolutions. The stride is in the first 1x1 (MSRA, Caffe) or in the 3x3 (torchvision)."""
 
     def __init__(
         self, in_channels: int, out_channels: int, config: ResNetConfig, *, width: int, stride: int, dilation: int
@@ -233,7 +235,7 @@ class BottleneckBlock(ResidualBlock):
             self.conv3.norm.weight.fill_(FROZEN_BRANCH_SCALE)
 
     def residual(self, x: Tensor, pool: Pooling | None) -> Tensor:
-        """With a pooling, which must be linear, the block's 1x1 convolutions come before it."""
+        """With `pool`, which must be linear, apply the 1x1 convolutions before it, see `ConvNorm.forward_pooled`."""
         out = F.relu_(self.conv1(x) if pool is None else self.conv1.forward_pooled(x, pool))
         out = self.conv3(F.relu_(self.conv2(out)))
         if self.shortcut is None:
@@ -244,8 +246,8 @@ class BottleneckBlock(ResidualBlock):
 
 
 class ResNet(nn.Module):
-    """Stem and res2 .. res5, see `ResNetConfig`. Stages after the last of OUT_FEATURES are left out. Stages up to
-    `freeze_at` get no gradient and their batch norms become FrozenBN.
+    """Stem and the stages from res2 to the last of OUT_FEATURES, see `ResNetConfig`. Stages up to `freeze_at` get no
+    gradient, and their batch norms become FrozenBN.
     """
 
     def __init__(self, config: ResNetConfig) -> None:
@@ -259,7 +261,7 @@ class ResNet(nn.Module):
             freeze(getattr(self, name))
 
     def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMaps:
-        """The maps of OUT_FEATURES."""
+        """Return the maps in OUT_FEATURES by name."""
         x = self.stem(pixels)
         maps = {}
         for name in self.stages:
@@ -268,9 +270,9 @@ class ResNet(nn.Module):
 
 
 class Res5(nn.Sequential):
-    """The res5 stage of a C4 detector's RoI head: three bottleneck blocks, as in Detectron2, also for depths 18 and 34.
+    """The res5 stage in the RoI head of a C4 detector: three bottleneck blocks at every depth, as in Detectron2.
 
-    With RES5_DILATION 2 the output keeps the side of the RoI map. FREEZE_AT 5 freezes res5.
+    With RES5_DILATION 2 the output is as large as the RoI map. FREEZE_AT 5 freezes res5.
     """
 
     def __init__(self, config: ResNetConfig) -> None:
@@ -281,7 +283,7 @@ class Res5(nn.Sequential):
     def forward(
         self, x: Float[Tensor, "_maps _channels _h _w"], pool: Pooling | None = None
     ) -> Float[Tensor, "J D S S"]:
-        """From RoI maps, or from the feature maps of images and the linear pooling that turns them into RoI maps."""
+        """Apply res5 to RoI maps, or, with the linear pooling `pool`, to the feature maps of images."""
         first, *rest = self
         x = first(x, pool)
         for block in rest:
@@ -290,20 +292,20 @@ class Res5(nn.Sequential):
 
 
 def recompute_activations(module: nn.Module) -> None:
-    """Keep only the input of each residual block for the backward pass, and recompute the rest there."""
+    """Enable activation checkpointing: store only each residual block's input and recompute the rest in backward."""
     for block in module.modules():
         if not isinstance(block, ResidualBlock):
             continue
         if any(isinstance(norm, nn.BatchNorm2d) for norm in block.modules()):
             raise UserError(
-                "Activation checkpointing would count every batch twice in the statistics of batch norms that learn; "
-                "use MODEL.RESNETS.NORM FrozenBN or GN, or switch train.activation_checkpointing off."
+                "Activation checkpointing would update the running statistics of batch norms twice per batch; set "
+                "MODEL.RESNETS.NORM to FrozenBN or GN, or disable train.activation_checkpointing."
             )
         block.recompute = True
 
 
 def _make_stage(config: ResNetConfig, name: str, is_roi_head: bool = False) -> nn.Sequential:
-    """res2, res3, res4 or res5; its first block has the stride."""
+    """Make res2, res3, res4 or res5. The stage's stride is in its first block."""
     number = STAGES.index(name)
     out_channels = config.shapes[name].channels
     channels = config.stem_out_channels if number == 0 else out_channels // 2
@@ -323,17 +325,17 @@ def _make_stage(config: ResNetConfig, name: str, is_roi_head: bool = False) -> n
 
 
 class FPN(nn.Module):
-    """Feature pyramid network (Lin et al., CVPR 2017, section 3): levels p2, p3, ... of equal width on top of a ResNet,
-    and one more level above them (p6).
+    """Feature pyramid network (Lin et al., CVPR 2017, section 3) on a ResNet: levels p2, p3, ..., and one more above
+    them (p6), all with the same number of channels.
 
-    Names are `bottom_up.*`, `fpn_lateral2`, `fpn_output2`, ...; the number of a level is log2 of its stride.
+    Keys are `bottom_up.*`, `fpn_lateral2.*`, `fpn_output2.*`, ...; the number of a level is log2 of its stride.
     """
 
     def __init__(self, config: DetectorConfig) -> None:
         super().__init__()
         self.in_features = config.fpn.in_features
         self.is_average = config.fpn.fuse_type == "avg"
-        self.out_features = tuple(config.map_shapes)  # one more than `in_features`
+        self.out_features = tuple(config.map_shapes)  # one level more than `in_features`
         self.levels = self.out_features[:-1]  # those with a lateral convolution
         self.bottom_up = ResNet(config.resnet)
         width, norm = config.fpn.out_channels, config.fpn.norm
@@ -346,7 +348,7 @@ class FPN(nn.Module):
             self.add_module(f"fpn_output{level[1:]}", output)
 
     def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMaps:
-        """All levels, finest first. H and W are multiples of the stride of the last input map."""
+        """Return all levels, finest first. H and W must be multiples of the stride of the last input map."""
         bottom_up = self.bottom_up(pixels)
         maps = {}
         x = None
@@ -363,10 +365,9 @@ class FPN(nn.Module):
 
 
 def make_mobilenet(config: ResNetConfig) -> BackboneWithFPN:
-    """Torchvision's MobileNetV3 with a feature pyramid and random weights.
+    """Make torchvision's MobileNetV3 with a feature pyramid and random weights.
 
-    Of the settings, it reads `norm` ("FrozenBN" or "BN") and `freeze_at`: of torchvision's 6 stages, the first
-    `freeze_at` are frozen.
+    Only `norm` ("FrozenBN" or "BN") and `freeze_at` (how many of torchvision's 6 stages are frozen) are used.
     """
     trunk = mobilenet_backbone(
         backbone_name="mobilenet_v3_large",
@@ -377,5 +378,5 @@ def make_mobilenet(config: ResNetConfig) -> BackboneWithFPN:
     )
     for block in trunk.body.children():
         if not any(parameter.requires_grad for parameter in block.parameters()):
-            freeze(block)  # torchvision leaves batch norms that learn in frozen blocks
+            freeze(block)  # torchvision leaves trainable batch norms in frozen blocks
     return trunk

@@ -1,8 +1,8 @@
-"""Saving and loading detectors, reading weights files of every kind, and the one strict loader of weights.
+"""Save and load detectors, read weights files and load state dicts strictly.
 
-A saved detector is a folder of `config.yaml` (Detectron2 keys), `model.safetensors` and, where they are known,
-`class_names.json`, a list of strings. Published checkpoints can be loaded too: see `detector.weight_names` for their
-layouts. No file can run code, and nothing is copied into a model unless every key of the file fits.
+A saved detector is a folder with `config.yaml` (Detectron2 keys), `model.safetensors` and, if class names are known,
+`class_names.json` (a list of strings). Published checkpoints can be loaded too; `detector.weight_names` lists their
+layouts. Loading a file never executes code. If a key does not fit, the model is left unchanged.
 """
 
 from __future__ import annotations
@@ -35,48 +35,51 @@ logger = logging.getLogger(__name__)
 CONFIG_NAME = "config.yaml"
 WEIGHTS_NAME = "model.safetensors"
 CLASS_NAMES = "class_names.json"
-# Where the detector is in a folder: a saved detector, a saved model, a run directory, a Detectron2 output directory.
+# Weights files in the folder of a saved detector, a saved model, a training run, and Detectron2's OUTPUT_DIR.
 IN_FOLDERS = (WEIGHTS_NAME, f"detector/{WEIGHTS_NAME}", f"model/detector/{WEIGHTS_NAME}", "model_final.pth")
 
-SHOWN_KEYS = 3  # of each kind in an error message
-TOLERANCE = 1e-3  # pixels or grey levels, between buffers of old checkpoints and the config
+SHOWN_KEYS = 3  # number of keys of each kind in an error message
+TOLERANCE = 1e-3  # in pixels or grey levels, between the buffers of old checkpoints and the config
 
-# The trunk below an FPN, torchvision's MobileNet, and the ResNet of other detectors.
+# Prefixes of the backbone's keys: below an FPN, in torchvision's MobileNet, and in other detectors.
 TRUNKS = (("backbone.bottom_up.",), ("backbone.body.",), ("backbone.", "roi_heads.res5."))
-# Settings on which weights depend although they fit without them.
+# Settings that the weights depend on but that do not change any shape.
 CONVENTIONS = ("INPUT.FORMAT", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD", "MODEL.RESNETS.STRIDE_IN_1X1")
 ATTRIBUTE_HEAD = tuple(f"{PREDICTOR}{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
-# The part of the detector that a file must hold -> arguments of `load_weights`. The rest of the detector keeps its
-# values, the rest of the file is not used.
+# Part of the detector that a file must contain -> arguments of `load_weights`. The rest of the detector keeps its
+# values; the rest of the file is ignored.
 EXPECT: dict[str, dict[str, Sequence[str]]] = {
     "all": {"may_exceed": LEFTOVERS},
     "no_attributes": {"may_exceed": (*LEFTOVERS, *ATTRIBUTE_HEAD), "may_miss": ATTRIBUTE_HEAD},
-    "backbone": {},  # `only` the names of the trunk
+    "backbone": {},  # `load_checkpoint` sets `only`
 }
 
 
 def detector_class(backend: Literal["builtin", "detectron2"]) -> type[TwoStageDetector]:
-    """The class of a backend."""
+    """Return the detector class of a backend."""
     if backend == "builtin":
         return FasterRCNN
-    from detector.detectron2_backend import Detectron2Detector  # imported only when it is chosen
+    from detector.detectron2_backend import Detectron2Detector  # Detectron2 is optional
 
     return Detectron2Detector
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightsFile:
-    """The content of a file, under the names that it uses."""
+    """A weights file as read, before its keys are renamed."""
 
     path: Path
     tensors: dict[str, Tensor]
-    matching_heuristics: bool = False  # Detectron2 may match its names with the ends of the model's
-    norm_eps: float = NORM_EPS  # epsilon of the frozen batch norms that the numbers are meant for
+    matching_heuristics: bool = False  # keys may be suffixes of the model's keys, see `match_ends`
+    norm_eps: float = NORM_EPS  # epsilon of the frozen batch norms that the weights were trained with
 
 
 def find_weights(path: str | Path) -> Path:
-    """A file as it is; the detector's weights in a folder; or published weights (`detector.zoo`) in the cache, where
-    they are downloaded once.
+    """Return the path of a weights file.
+
+    Args:
+        path: a file, a folder that contains a detector, or the name or address of published weights (`detector.zoo`),
+            which are downloaded into the cache.
     """
     path = resolve_weights(path)
     if isinstance(path, NamedWeights):
@@ -86,17 +89,19 @@ def find_weights(path: str | Path) -> Path:
         similar = similar_names(path)
         hint = f" Did you mean the published weights {' or '.join(similar)}?" if similar else ""
         if path.is_dir():
-            hint = f" A folder must hold one of {', '.join(IN_FOLDERS)}."
+            hint = f" The folder must contain one of {', '.join(IN_FOLDERS)}."
         raise MissingFileError(f"{path}: no such weights file.{hint}")
     return found
 
 
 def read_weights(path: str | Path) -> WeightsFile:
-    """Read a `.safetensors` file, a pickle of arrays (`.pkl`), or a `.pth` / `.model` / `.bin` file of torch.
+    """Read a `.safetensors` file, a pickle of arrays (`.pkl`) or a torch file (`.pth`, `.model`, `.bin`).
 
-    A pickle holds arrays by name, bare or under `model` (Detectron2) or `blobs` (Caffe2, without its momentum); a torch
-    file holds a state dict, bare or under `model` or `state_dict`. `path` may also be a folder or the name of published
-    weights, see `find_weights`.
+    A pickle contains a dict of arrays, optionally under the key `model` (Detectron2) or `blobs` (Caffe2; momentum blobs
+    are skipped). A torch file contains a state dict, optionally under `model` or `state_dict`.
+
+    Args:
+        path: a file, a folder or the name of published weights, see `find_weights`.
     """
     published = known_weights(path)
     norm_eps = NORM_EPS if published is None else published.norm_eps
@@ -106,16 +111,16 @@ def read_weights(path: str | Path) -> WeightsFile:
         if path.suffix == ".safetensors":
             return WeightsFile(path, load_file(path), norm_eps=norm_eps)
         loaded = read_pickle(path) if is_pickle else torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch, pickle and safetensors raise errors of many kinds
+    except Exception as error:  # torch, pickle and safetensors raise many types
         is_refused = isinstance(error, pickle.UnpicklingError)
-        reason = "it is damaged or holds more than tensors" if is_refused else first_line(error).rstrip(".")
+        reason = "it is damaged or contains other objects than tensors" if is_refused else first_line(error).rstrip(".")
         raise UserError(
-            f"{path}: cannot be read as weights ({reason}), and nothing in it was executed; copy or download it again."
+            f"{path}: cannot be read as weights ({reason}); no code in it was executed. Copy or download it again."
         ) from error
     loaded = loaded if isinstance(loaded, dict) else {type(loaded).__name__: loaded}
     heuristics = bool(loaded.get("matching_heuristics")) or loaded.get("__author__") == "Caffe2"
     state = next((loaded[key] for key in ("model", "state_dict", "blobs") if isinstance(loaded.get(key), dict)), loaded)
-    if is_pickle and "model" not in loaded:  # Detectron2 takes it for a file of Caffe2, too
+    if is_pickle and "model" not in loaded:  # Detectron2 also treats such a file as Caffe2's
         heuristics = True
         state = {name: value for name, value in state.items() if not str(name).endswith("_momentum")}
     tensors = {
@@ -125,27 +130,27 @@ def read_weights(path: str | Path) -> WeightsFile:
     other = next((name for name, value in tensors.items() if not isinstance(value, Tensor)), None)
     if other is not None:
         raise UserError(
-            f"{path}: expected a state dict of tensors, bare or under the key `model`; {other!r} is not a tensor."
+            f"{path}: expected a state dict, optionally under the key `model`; the value of {other!r} is not a tensor."
         )
     return WeightsFile(path, tensors, heuristics, norm_eps)
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of `read_weights`, under the file's own names."""
+    """Return the tensors of a weights file with the file's own keys, see `read_weights`."""
     return read_weights(path).tensors
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """How the keys of a weights file fit the keys of a model."""
+    """Comparison of the keys of a weights file with those of a model."""
 
     matched: list[str]
     missing: list[str]  # in the model, not in the file
-    unexpected: list[str]  # in the file, not in the model (or not asked for)
+    unexpected: list[str]  # in the file, not in the model or not requested
     mismatched: list[str]  # in both, with different shapes: "key [file shape] -> [model shape]"
-    layout: str = "this detector"  # the software whose names and conventions the file has
-    copied: list[str] = dataclasses.field(default_factory=list)  # "from -> to": loaded under a different name
-    # parts, as prefixes of missing keys, that start at zero: they add nothing until they are trained
+    layout: str = "this detector"  # software whose key names and conventions the file uses
+    copied: list[str] = dataclasses.field(default_factory=list)  # "from -> to": copied to another key
+    # prefixes of missing keys whose parameters are initialised to zero: they have no effect until they are trained
     zero: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -153,7 +158,7 @@ class LoadReport:
         return not (self.missing or self.unexpected or self.mismatched)
 
     def summary(self) -> str:
-        """One clause that counts each kind of misfit and names the first keys of it."""
+        """Return one line with the number of keys of each kind and the first keys that do not match."""
         parts = [f"{len(self.matched)} keys match"]
         for kind in ("missing", "unexpected", "mismatched"):
             keys = getattr(self, kind)
@@ -167,7 +172,7 @@ class LoadReport:
         return ", ".join(parts)
 
     def __str__(self) -> str:
-        """The whole report, one key per line; matched keys are only counted."""
+        """The full report, one key per line. Matched keys are only counted."""
         lines = [f"layout: {self.layout}", f"matched: {len(self.matched)}"]
         for kind in ("missing", "unexpected", "mismatched"):
             keys = getattr(self, kind)
@@ -187,20 +192,20 @@ def load_weights(
     only: Sequence[str] = ("",),
     layout: str = LoadReport.layout,
 ) -> LoadReport:
-    """Load a state dict of finite numbers; every key must fit, or nothing is loaded.
+    """Load a state dict if all its keys and shapes match and all its values are finite; otherwise load nothing.
 
     Args:
-        source: the file's name, for the error message.
-        may_miss, may_exceed: prefixes of keys that may be missing from the file, or be in it without being used. The
-            report lists them nevertheless.
-        only: prefixes of the keys to load; others are listed as missing and unexpected, and permitted.
+        source: the file's name, for error messages.
+        may_miss: prefixes of keys that may be missing from the file. The report still lists them.
+        may_exceed: prefixes of keys that the file may have although the model does not. The report still lists them.
+        only: prefixes of the keys to load. Other keys are reported as missing or unexpected, without an error.
         layout: for the report.
     """
     if isinstance(module, Detector):
         tensors = _drop_config_buffers(module.config, tensors, source)
     own, wanted = module.state_dict(), tuple(only)
     used = {name: value for name, value in tensors.items() if name in own and name.startswith(wanted)}
-    counter = "num_batches_tracked"  # no output depends on it, and a frozen batch norm does not have it
+    counter = "num_batches_tracked"  # affects no output; frozen batch norms do not have it
     names = [name for name in own if not name.endswith(counter)]
     fits = {name: used[name].shape == own[name].shape for name in names if name in used}
     report = LoadReport(
@@ -216,23 +221,22 @@ def load_weights(
         unexpected=[n for n in report.unexpected if n.startswith(wanted) and not n.startswith(tuple(may_exceed))],
     )
     if not refused.is_complete:
-        part = " Or load a part of it: expect no_attributes or backbone." if isinstance(module, Detector) else ""
+        part = " To load a part of it, expect no_attributes or backbone." if isinstance(module, Detector) else ""
         raise UserError(
-            f"{source} does not fit the model's config: {refused.summary()}; use the settings it was trained with."
-            f"{part}"
+            f"{source} does not fit the model's config: {refused.summary()}. Use the config it was trained with.{part}"
         )
     diverged = next((name for name, value in used.items() if not torch.isfinite(value).all()), None)
     if diverged is not None:
         raise UserError(
-            f"{source}: {diverged} has values that are NaN or infinite; the training that wrote it has diverged or the "
-            "file is damaged: use another checkpoint."
+            f"{source}: {diverged} contains NaN or infinite values; training diverged or the file is damaged. Use "
+            "another checkpoint."
         )
-    module.load_state_dict(used, strict=False)  # the keys were judged above
+    module.load_state_dict(used, strict=False)  # the keys were checked above
     return report
 
 
 def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], source: str | Path) -> dict[str, Tensor]:
-    """The tensors without the buffers of old checkpoints that repeat the config, after a comparison with it."""
+    """Drop the buffers of old checkpoints that duplicate config values, after checking that they are equal."""
     expected = {
         "pixel_mean": (torch.tensor(config.input.pixel_mean), "MODEL.PIXEL_MEAN"),
         "pixel_std": (torch.tensor(config.input.pixel_std), "MODEL.PIXEL_STD"),
@@ -246,25 +250,25 @@ def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], sou
         found, value = tensors[name].float().flatten(), value.flatten()
         if len(found) != len(value) or not torch.allclose(found, value, rtol=0, atol=TOLERANCE):
             shown = [round(number, 2) for number in found[:8].tolist()]
-            raise UserError(f"{source}: its {name} {shown} contradicts {key} of the config; correct the config.")
+            raise UserError(f"{source}: its {name} {shown} differs from {key} in the config; correct the config.")
     return {name: value for name, value in tensors.items() if name not in expected}
 
 
 def load_strictly(module: nn.Module, path: str | Path) -> LoadReport:
-    """Load a file with the module's own names; it must hold every key in its shape, and no other key."""
+    """Load a weights file whose keys and shapes are exactly those of the module."""
     return load_weights(module, read_tensors(path), path)
 
 
 def load_checkpoint(
     detector: Detector, path: str | Path, *, expect: Literal["all", "no_attributes", "backbone"] = "all"
 ) -> LoadReport:
-    """Start a detector from its own or a published checkpoint.
+    """Load a saved or published checkpoint into a detector.
 
     Args:
-        path: see `read_weights`. Class names are read from the file's folder if it has them.
-        expect: the part of the detector that the file must hold. "no_attributes": all but the attribute head, which may
-            be missing from the file or from the detector. "backbone": stem to res5; RPN and box predictor keep their
-            values even where the file holds some.
+        path: see `read_weights`. Class names are loaded from the same folder if it has them.
+        expect: the part of the detector that the file must contain. "no_attributes": all but the attribute head, which
+            may be missing from the file or from the detector. "backbone": stem to res5; the RPN and the box predictor
+            keep their values even if the file contains them.
     """
     weights = read_weights(path)
     names = detector.state_dict().keys()
@@ -281,13 +285,13 @@ def load_checkpoint(
         options = {"only": next(trunk for trunk in TRUNKS if any(name.startswith(trunk) for name in names))}
     report = load_weights(detector, tensors, path, layout=layout, **options)
     published = known_weights(path)
-    if published is not None:  # warn of settings that no shape shows
+    if published is not None:  # shapes match, but other settings may differ
         own, theirs = detector.config.to_flat(), DetectorConfig.from_yaml(published.config_path).to_flat()
         different = [f"{key} {theirs[key]}" for key in CONVENTIONS if own.get(key) != theirs.get(key) and key in theirs]
         if different:
             logger.warning(
-                "%s was made with %s, and the detector's config has other values; its features will differ (%s.yaml in "
-                "detector/published has what it needs).",
+                "%s was trained with %s, but the detector's config has other values, so its features will differ. See "
+                "%s.yaml in detector/published for the right config.",
                 *(published.name, ", ".join(different), published.config),
             )
     if expect == "backbone":
@@ -295,13 +299,13 @@ def load_checkpoint(
     load_class_names(detector, weights.path.parent)
     if detector.class_names is None and published is not None:
         class_names = published.read_class_names()
-        if class_names and len(class_names) == detector.num_classes:  # a file of the same name may be another one
+        if class_names and len(class_names) == detector.num_classes:  # another file may have the same name
             detector.class_names = class_names
     return report
 
 
 def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
-    """Write tensors as a `.safetensors` file, or else as a file that Detectron2 loads ({"model": state dict})."""
+    """Write a `.safetensors` file, or, with any other suffix, a torch file for Detectron2 ({"model": state dict})."""
     path = Path(path)
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -313,7 +317,7 @@ def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
 
 
 def save_settings(detector: Detector, directory: str | Path) -> None:
-    """Write all of a detector that is not weights, its config and its class names, into a folder."""
+    """Write a detector's config and class names into a folder."""
     write_text(Path(directory, CONFIG_NAME), detector.config.to_yaml())
     names = Path(directory, CLASS_NAMES)
     names.unlink(missing_ok=True)
@@ -322,13 +326,14 @@ def save_settings(detector: Detector, directory: str | Path) -> None:
 
 
 def load_class_names(detector: Detector, directory: str | Path) -> None:
-    """Set the detector's class names to the ones in a folder, if it holds any."""
+    """Load the detector's class names from a folder, if it has any."""
     path = Path(directory, CLASS_NAMES)
     if not path.is_file():
         return
     names = read_json(path, list[str])
     if len(names) != detector.num_classes:
         raise UserError(
-            f"{path} names {len(names)} classes, but the detector has {detector.num_classes}; remove it or correct it."
+            f"{path} has {len(names)} class names, but the detector has {detector.num_classes} classes; correct or "
+            "remove it."
         )
     detector.class_names = tuple(names)

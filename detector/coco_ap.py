@@ -1,13 +1,13 @@
-"""COCO average precision of detections, computed by pycocotools from plain records.
+"""COCO average precision of detections, computed with pycocotools.
 
-A record is a dict about one image; boxes are xyxy, continuous, in pixels of the original image:
+A record is a dict with the detections and objects of one image. Boxes are xyxy in pixels of the original image:
 
     image_id        int
     boxes           list of [x1, y1, x2, y2], one per detection
     scores          list of floats, one per detection
     category_ids    list of ints, one per detection
-    objects         the truth: a list of {"box", "category_id"} with, optionally, "category" (a name), "area" (of the
-                    object's mask in pixels of the original image; otherwise the area of its box) and "is_crowd"
+    objects         ground truth: a list of {"box", "category_id"} with the optional keys "category" (a name), "area"
+                    (of the object's mask in pixels of the original image; default: the box area) and "is_crowd"
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-SUMMARY = {"AP": 0, "AP50": 1, "AP75": 2, "APs": 3, "APm": 4, "APl": 5, "AR100": 8}  # place in pycocotools' summary
+SUMMARY = {"AP": 0, "AP50": 1, "AP75": 2, "APs": 3, "APm": 4, "APl": 5, "AR100": 8}  # index in `COCOeval.stats`
 
 
 def coco_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """COCO's box metrics over all records.
+    """Compute COCO's box metrics.
 
     Args:
-        records: one per image, as above; images without objects or without detections count too.
+        records: one per image, see above. Include images without objects or without detections.
 
     Returns:
-        in 0 .. 1: `AP` (mean over the IoU thresholds 0.5, 0.55, ..., 0.95 and the categories), `AP50`, `AP75`, `APs`,
-        `APm`, `APl` (objects by area: below 32^2, up to 96^2, above), `AR100` (mean recall), and `AP/<category>` for
-        each category of the truth. The 100 best detections of an image count. None where there is no object to find.
-        Crowds are ignored: a detection of one is neither right nor wrong. As in COCO, detections of a category that
-        has no object in any record are ignored.
+        values in 0 .. 1, or None if there is no object: `AP` (mean over the categories and the IoU thresholds 0.5,
+        0.55, ..., 0.95), `AP50`, `AP75`, `APs`, `APm`, `APl` (objects with an area below 32^2, up to 96^2, above),
+        `AR100` (mean recall), and `AP/<category>` for each category in the ground truth. The 100 detections with the
+        highest scores count in each image. As in COCO, detections of crowds and of categories without any object are
+        ignored.
     """
     categories = {
         entry["category_id"]: str(entry.get("category", entry["category_id"]))
@@ -54,7 +54,7 @@ def coco_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
         for entry in record["objects"]
     ]
     truth = _dataset(images, categories, objects)
-    # the area of a detection without a match decides whether it counts in APs, APm or APl
+    # the area of an unmatched detection decides whether it counts in APs, APm or APl
     found = [
         {
             "image_id": record["image_id"],
@@ -84,12 +84,12 @@ def coco_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def _dataset(images: list[dict], categories: dict[int, str], annotations: list[dict[str, Any]]) -> COCO:
-    """The same object as `COCO(file)`. (`COCO.loadRes` fails where no image has a detection.)"""
+    """Build a `COCO` object without a file. `COCO.loadRes` fails if there are no detections."""
     dataset = COCO()
     dataset.dataset = {
         "images": images,
         "categories": [{"id": category_id, "name": name} for category_id, name in categories.items()],
-        # ids from 1: pycocotools takes the id 0 of a matched object for "no match"
+        # ids start at 1: pycocotools reads the id 0 of a matched object as "no match"
         "annotations": [annotation | {"id": number} for number, annotation in enumerate(annotations, start=1)],
     }
     with contextlib.redirect_stdout(io.StringIO()):

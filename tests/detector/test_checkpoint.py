@@ -86,11 +86,11 @@ def test_buffers_of_old_checkpoints_must_agree_with_the_config():
     tensors["pixel_mean"] = torch.tensor(model.config.input.pixel_mean).reshape(3, 1, 1)
     load_weights(model, tensors, "x.pth")
     tensors[f"{CELL_ANCHORS}0"][3] += 1
-    with pytest.raises(UserError, match=r"x\.pth: its proposal_generator.* contradicts MODEL.ANCHOR_GENERATOR"):
+    with pytest.raises(UserError, match=r"x\.pth: its proposal_generator.* differs from MODEL.ANCHOR_GENERATOR"):
         load_weights(model, tensors, "x.pth")
     del tensors[f"{CELL_ANCHORS}0"]
     tensors["pixel_mean"] = torch.tensor([1.0, 2.0, 3.0])
-    with pytest.raises(UserError, match=r"x\.pth: its pixel_mean .* contradicts MODEL.PIXEL_MEAN"):
+    with pytest.raises(UserError, match=r"x\.pth: its pixel_mean .* differs from MODEL.PIXEL_MEAN"):
         load_weights(model, tensors, "x.pth")
 
 

@@ -96,7 +96,7 @@ def test_caffe_bottom_up_attention(tmp_path: Path, original: FasterRCNN, box_wei
 
     state[f"{CELL_ANCHORS}0"] = cells - torch.tensor([0, 0, 1, 1])  # size-major already
     torch.save(state, tmp_path / "a.pth")
-    with pytest.raises(ValueError, match=r"contradicts MODEL\.ANCHOR"):
+    with pytest.raises(ValueError, match=r"differs from MODEL\.ANCHOR"):
         load_checkpoint(model, tmp_path / "a.pth")
 
 
@@ -293,7 +293,7 @@ def test_other_conventions_than_those_of_the_weights_are_said(tmp_path: Path, ca
     tree = {"MODEL": {"ROI_HEADS": {"NUM_CLASSES": 2}}}
     load_checkpoint(FasterRCNN(DetectorConfig.from_yaml(tree)), tmp_path / "resnet50-0676ba61.pth", expect="backbone")
     [message] = [record.getMessage() for record in caplog.records]
-    assert "torchvision/resnet50-imagenet1k_v1 was made with INPUT.FORMAT RGB" in message
+    assert "torchvision/resnet50-imagenet1k_v1 was trained with INPUT.FORMAT RGB" in message
     assert "MODEL.RESNETS.STRIDE_IN_1X1 False" in message and "torchvision_R_50_C4.yaml" in message
 
 
