@@ -1,15 +1,15 @@
-"""The built-in detector's settings, read from Detectron2 YAML files. No torch is imported here.
+"""Config of the built-in detector, read from Detectron2 YAML files. This module does not import torch.
 
-Every field has its Detectron2 key and Detectron2's default. Keys fall into four groups:
+Each field has Detectron2's key and default value. There are four kinds of keys:
 
-- read: the fields below;
-- ours: those of them that Detectron2 does not have (`OUR_KEYS`), written only where they differ from their default;
-- fixed: keys that Detectron2 reads but for which only one value is built here (`FIXED`): any other value is an error;
-- ignored: keys that a Faster R-CNN does not read, or that belong to the training run (`IGNORED`); without FPN or box
-  head (`StandardROIHeads`) also the keys of these parts.
+- supported: the fields of the classes below;
+- additional: supported keys that Detectron2 does not have (`OUR_KEYS`), written only if they differ from their default;
+- fixed: Detectron2 keys for which only one value is supported (`FIXED`); any other value raises an error;
+- ignored: keys that do not affect a Faster R-CNN, such as those of training (`IGNORED`). The keys of FPN or of the box
+  head (`StandardROIHeads`) are also ignored if the model does not have that part.
 
-Any other key is an error. MODEL.BACKBONE.NAME (with FPN or without) and MODEL.ROI_HEADS.NAME (res5 on RoI maps, or a
-box head) decide the architecture.
+Any other key raises an error. MODEL.BACKBONE.NAME (with or without FPN) and MODEL.ROI_HEADS.NAME (res5 on RoI maps, or
+a box head) determine the architecture.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from msgspec import Meta, Struct, field
 from detector.errors import UserError, user_path
 from detector.io import read_yaml
 
-# Keys that have one possible value here.
+# Keys with a single supported value.
 FIXED: dict[str, Any] = {
     "VERSION": 2,
     "MODEL.META_ARCHITECTURE": "GeneralizedRCNN",
@@ -45,14 +45,14 @@ FIXED: dict[str, Any] = {
     "TEST.AUG.ENABLED": False,
 }
 
-# What is built instead, for the keys that published files often set to another value.
+# What is supported instead, for keys that published files often set to other values.
 SUPPORTED: dict[str, str] = {
-    "MODEL.META_ARCHITECTURE": "two-stage detectors of boxes are supported: GeneralizedRCNN with C4, DC5 or FPN",
-    "MODEL.MASK_ON": "only the box branch is supported; MODEL.MASK_ON: False reads the box part of a Mask R-CNN",
-    "MODEL.KEYPOINT_ON": "only the box branch is supported; MODEL.KEYPOINT_ON: False reads the box part",
+    "MODEL.META_ARCHITECTURE": "only two-stage box detectors are supported: GeneralizedRCNN with C4, DC5 or FPN",
+    "MODEL.MASK_ON": "only boxes are supported; set MODEL.MASK_ON: False to load the box part of a Mask R-CNN",
+    "MODEL.KEYPOINT_ON": "only boxes are supported; set MODEL.KEYPOINT_ON: False to load the box part",
 }
 
-# Prefixes of keys (or whole keys) that do not change the output of this model.
+# Keys, or prefixes of keys, that do not affect the model's output.
 IGNORED: tuple[str, ...] = (
     *("CUDNN_BENCHMARK", "DATALOADER.", "DATASETS.", "FLOAT32_PRECISION", "GLOBAL.", "OUTPUT_DIR", "SEED", "SOLVER."),
     *("VIS_PERIOD", "INPUT.CROP.", "INPUT.MASK_FORMAT", "INPUT.RANDOM_FLIP", "MODEL.DEVICE", "MODEL.PANOPTIC_FPN."),
@@ -62,7 +62,7 @@ IGNORED: tuple[str, ...] = (
     *("TEST.AUG.", "TEST.EVAL_PERIOD", "TEST.EXPECTED_RESULTS", "TEST.KEYPOINT_OKS_SIGMAS", "TEST.PRECISE_BN."),
 )
 
-# Keys that only the built-in detector has.
+# Keys that Detectron2 does not have.
 OUR_KEYS: tuple[str, ...] = (
     "MODEL.RESNETS.STEM_POOL",
     *(f"MODEL.ANCHOR_GENERATOR.{name}" for name in ("CELL_ANCHORS", "STRIDES")),
@@ -75,24 +75,23 @@ OUR_KEYS: tuple[str, ...] = (
 )
 
 C4_BACKBONE, FPN_BACKBONE = "build_resnet_backbone", "build_resnet_fpn_backbone"
-MOBILENET_BACKBONE = "build_mobilenet_v3_large_fpn_backbone"  # not a name of Detectron2
+MOBILENET_BACKBONE = "build_mobilenet_v3_large_fpn_backbone"  # Detectron2 does not have this name
 RES5_HEADS, STANDARD_HEADS = "Res5ROIHeads", "StandardROIHeads"
 STAGES = ("res2", "res3", "res4", "res5")
-NORM_EPS = 1e-5  # of frozen batch norms, in Detectron2 and here
-BACKENDS = ("builtin", "detectron2")  # detectors that compute their features from pixels, see `detector_class`
-EXPECTED_PARTS = ("all", "no_attributes", "backbone")  # what a weights file must hold, see `EXPECT` in checkpoint.py
+NORM_EPS = 1e-5  # epsilon of frozen batch norms, as in Detectron2
+BACKENDS = ("builtin", "detectron2")  # implementations of the detector, see `detector_class`
+EXPECTED_PARTS = ("all", "no_attributes", "backbone")  # what a weights file must contain, see `EXPECT` in checkpoint.py
 
-# Types of settings. Detectron2 gives a meaning to some values that are refused here (MIN_SIZE_TEST 0,
-# DETECTIONS_PER_IMAGE -1); they are not built.
-Positive = Annotated[int, Meta(gt=0)]
-Count = Annotated[int, Meta(ge=0)]
+# Types of fields. Some special values of Detectron2 are not supported (MIN_SIZE_TEST 0, DETECTIONS_PER_IMAGE -1).
+PositiveInt = Annotated[int, Meta(gt=0)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
-BelowOne = Annotated[float, Meta(ge=0, lt=1)]
-Widths = Annotated[tuple[Annotated[int, Meta(ge=-1)], ...], Meta(min_length=1)]
-FourPositive = tuple[PositiveFloat, PositiveFloat, PositiveFloat, PositiveFloat]
-Lists = tuple[Annotated[tuple[PositiveFloat, ...], Meta(min_length=1)], ...]
+FractionBelowOne = Annotated[float, Meta(ge=0, lt=1)]
+ConvDims = Annotated[tuple[Annotated[int, Meta(ge=-1)], ...], Meta(min_length=1)]
+BoxWeights = tuple[PositiveFloat, PositiveFloat, PositiveFloat, PositiveFloat]
+FloatLists = tuple[Annotated[tuple[PositiveFloat, ...], Meta(min_length=1)], ...]
 Stage = Literal["res2", "res3", "res4", "res5"]
 Norm = Literal["FrozenBN", "BN", "SyncBN", "GN"]
 OptionalNorm = Literal["", "FrozenBN", "BN", "SyncBN", "GN"]
@@ -100,7 +99,7 @@ BoxLoss = Literal["smooth_l1", "giou", "diou", "ciou"]
 
 
 def load_tree(path: Path) -> dict[str, Any]:
-    """A YAML file with its `_BASE_` files merged below it."""
+    """Read a YAML file and merge it into its `_BASE_` files."""
     tree = read_yaml(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected a mapping of keys, found {type(tree).__name__}.")
@@ -108,7 +107,7 @@ def load_tree(path: Path) -> dict[str, Any]:
 
 
 def merge_bases(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`tree` on top of the files (one or a list) in its `_BASE_`, whose paths are relative to `folder`."""
+    """Merge `tree` into the files listed in its `_BASE_` (a path or a list), which are relative to `folder`."""
     bases = tree.get("_BASE_", [])
     merged: dict[str, Any] = {}
     for base in [bases] if isinstance(bases, str) else bases:
@@ -144,8 +143,8 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _literal(value: Any) -> Any:
-    """A value in which texts such as "(640, 672)" are read as Python literals, as in Detectron2."""
+def _parse_literal(value: Any) -> Any:
+    """Parse strings such as "(640, 672)" as Python literals, like Detectron2."""
     if isinstance(value, str) and value.startswith(("(", "[")):
         try:
             return ast.literal_eval(value)
@@ -155,47 +154,48 @@ def _literal(value: Any) -> Any:
 
 
 def _under(section: str) -> Callable[[str], str]:
-    """How the fields of a group are named in YAML, where they have no other name."""
+    """Map a field name to its default YAML key."""
     return lambda name: f"{section}.{name.upper()}"
 
 
 class MapShape(NamedTuple):
-    """A feature map of the padded batch."""
+    """Size of a feature map relative to the padded batch."""
 
     channels: int
-    stride: int  # pixels of the network input per cell
+    stride: int  # pixels of the padded image per cell
 
 
 class InputConfig(Struct, frozen=True, rename=_under("INPUT")):
-    """How images reach the network. Sizes are pixels of the resized image."""
+    """Resizing and normalisation of images. Sizes are in pixels of the resized image."""
 
     format: Literal["BGR", "RGB"] = "BGR"
     pixel_mean: tuple[float, float, float] = field(default=(103.53, 116.28, 123.675), name="MODEL.PIXEL_MEAN")
     pixel_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = field(
         default=(1.0, 1.0, 1.0), name="MODEL.PIXEL_STD"
     )
-    min_size_train: tuple[Positive, ...] = (800,)
+    min_size_train: tuple[PositiveInt, ...] = (800,)
     min_size_train_sampling: Literal["choice", "range"] = "choice"
-    max_size_train: Positive = 1333
-    min_size_test: Positive = 800
-    max_size_test: Positive = 1333
+    max_size_train: PositiveInt = 1333
+    min_size_test: PositiveInt = 800
+    max_size_test: PositiveInt = 1333
 
 
 class ResNetConfig(Struct, frozen=True, rename=_under("MODEL.RESNETS")):
-    """Stem and res2 .. res5. Where the RoI heads are `Res5ROIHeads`, res5 belongs to them.
+    """Stem and stages res2 .. res5. With `Res5ROIHeads`, res5 is part of the RoI heads.
 
-    `freeze_at`: 0 trains all stages, 1 freezes the stem, 2 also res2, and so on. `res5_dilation` 2: all res5 blocks
-    have stride 1 and their 3x3 convolutions dilation 2 (VL-BERT, bottom-up attention); stock Detectron2 ignores the
-    key in `Res5ROIHeads`. `stem_pool`: "max" 3x3/2 padding 1; "caffe_max" 3x3/2 without padding, sizes rounded up;
-    "none" leaves the stem at stride 2, so that res4 has stride 8.
+    `freeze_at`: 0 trains all stages, 1 freezes the stem, 2 also res2, and so on.
+    `res5_dilation` 2: all res5 blocks have stride 1, and their 3x3 convolutions dilation 2 (VL-BERT, bottom-up
+    attention). Detectron2 ignores this key in `Res5ROIHeads`.
+    `stem_pool`: "max", 3x3 with stride 2 and padding 1; "caffe_max", 3x3 with stride 2, no padding and output sizes
+    rounded up; "none", a stem of stride 2, so that res4 has stride 8.
     """
 
     depth: Literal[18, 34, 50, 101, 152] = 50
     norm: Norm = "FrozenBN"
-    num_groups: Positive = 1
-    width_per_group: Positive = 64
-    stem_out_channels: Positive = 64
-    res2_out_channels: Positive = 256
+    num_groups: PositiveInt = 1
+    width_per_group: PositiveInt = 64
+    stem_out_channels: PositiveInt = 64
+    res2_out_channels: PositiveInt = 256
     stride_in_1x1: bool = True
     res5_dilation: Literal[1, 2] = 1
     freeze_at: Literal[0, 1, 2, 3, 4, 5] = field(default=2, name="MODEL.BACKBONE.FREEZE_AT")
@@ -204,7 +204,7 @@ class ResNetConfig(Struct, frozen=True, rename=_under("MODEL.RESNETS")):
 
     @property
     def shapes(self) -> dict[str, MapShape]:
-        """Channels and strides of res2 .. res5, as a whole image sees them."""
+        """Channels and strides of res2 .. res5 when they are applied to the whole image."""
         stride = 2 if self.stem_pool == "none" else 4
         strides = [stride, 2 * stride, 4 * stride, (4 if self.res5_dilation == 2 else 8) * stride]
         return {
@@ -214,101 +214,104 @@ class ResNetConfig(Struct, frozen=True, rename=_under("MODEL.RESNETS")):
 
 
 class FPNConfig(Struct, frozen=True, rename=_under("MODEL.FPN")):
-    """Feature pyramid network on the maps `in_features` of the ResNet, with a max-pool on top (p6)."""
+    """Feature pyramid network on the ResNet's maps `in_features`; p6 is a max pool of the last level."""
 
     in_features: tuple[Stage, ...] = ()
-    out_channels: Positive = 256
+    out_channels: PositiveInt = 256
     norm: OptionalNorm = ""
     fuse_type: Literal["sum", "avg"] = "sum"
 
 
 class AnchorConfig(Struct, frozen=True, rename=_under("MODEL.ANCHOR_GENERATOR")):
-    """Anchors: the square roots of their areas in pixels of the resized image, and their height / width.
+    """Anchors of the RPN.
 
-    `strides` is the distance between the anchors of a map: "fixed", the map's own stride (Detectron2); "image", the
-    padded side of the image divided by the side of the map, rounded down (torchvision; 61, not 64, on p6 for a side of
-    800).
-
-    Sizes and ratios are lists, one for all feature maps or one per map of `RPNConfig.in_features`. `cell_anchors` gives
-    the corners (x1, y1, x2, y2) relative to the cell's origin instead, map by map, in the same order (sizes outer,
-    ratios inner): for detectors whose anchors were rounded (Caffe). Empty = from sizes and ratios.
+    `sizes`: square roots of the anchor areas, in pixels of the resized image. `aspect_ratios`: height / width. Both
+    have one list for all feature maps, or one list per map in `RPNConfig.in_features`.
+    `cell_anchors`: corners (x1, y1, x2, y2) relative to the cell's origin, used instead of sizes and ratios, for
+    detectors with rounded anchors (Caffe). They are listed map by map, with sizes in the outer loop and ratios in the
+    inner one.
+    `strides`: distance between neighbouring anchors. "fixed": the stride of the feature map (Detectron2). "image": the
+    padded side of the image divided by the side of the map, rounded down (torchvision; for a side of 800, this is 61
+    on p6, not 64).
     """
 
-    sizes: Lists = ((32.0, 64.0, 128.0, 256.0, 512.0),)
-    aspect_ratios: Lists = ((0.5, 1.0, 2.0),)
-    offset: BelowOne = 0.0
+    sizes: FloatLists = ((32.0, 64.0, 128.0, 256.0, 512.0),)
+    aspect_ratios: FloatLists = ((0.5, 1.0, 2.0),)
+    offset: FractionBelowOne = 0.0
     cell_anchors: tuple[tuple[float, float, float, float], ...] = ()
     strides: Literal["fixed", "image"] = "fixed"
 
     def pairs(self, num_maps: int) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
-        """Sizes and ratios of each of `num_maps` feature maps."""
+        """Return (sizes, ratios) for each of `num_maps` feature maps."""
         sizes, ratios = (lists * num_maps if len(lists) == 1 else lists for lists in (self.sizes, self.aspect_ratios))
         return list(zip(sizes, ratios, strict=True))
 
 
 class RPNConfig(Struct, frozen=True, rename=_under("MODEL.RPN")):
-    """Region proposal network: matching, sampling, losses, and the choice of proposals.
+    """Region proposal network: matching, sampling, losses, and selection of proposals.
 
-    `loss_normaliser` divides the losses: "batch_size", BATCH_SIZE_PER_IMAGE of each image (Detectron2), or the number
-    of "sampled" anchors (torchvision). Proposals stay whose sides are longer than `min_size` (Detectron2)
-    and at least `min_side` (torchvision's min_size), both in pixels, and whose objectness is at least `score_thresh`,
-    a probability (torchvision's score_thresh). A -1 in `conv_dims` means the width of the feature map.
+    `conv_dims`: -1 means as many channels as the feature map has.
+    `loss_normaliser`: losses are divided by BATCH_SIZE_PER_IMAGE for each image ("batch_size", Detectron2) or by the
+    number of sampled anchors ("sampled", torchvision).
+    A proposal is kept if both its sides are longer than `min_size` (Detectron2) and not shorter than `min_side`
+    (torchvision's min_size), both in pixels, and its probability of being an object is at least `score_thresh`
+    (torchvision).
     """
 
     in_features: tuple[str, ...] = ("res4",)
-    conv_dims: Widths = (-1,)
+    conv_dims: ConvDims = (-1,)
     boundary_thresh: int = -1
     iou_thresholds: tuple[PositiveFloat, ...] = (0.3, 0.7)
     iou_labels: tuple[Literal[-1, 0, 1], ...] = (0, -1, 1)
-    batch_size_per_image: Positive = 256
+    batch_size_per_image: PositiveInt = 256
     positive_fraction: Fraction = 0.5
     box_loss_type: BoxLoss = field(default="smooth_l1", name="MODEL.RPN.BBOX_REG_LOSS_TYPE")
-    box_loss_weight: NotNegative = field(default=1.0, name="MODEL.RPN.BBOX_REG_LOSS_WEIGHT")
-    box_weights: FourPositive = field(default=(1.0, 1.0, 1.0, 1.0), name="MODEL.RPN.BBOX_REG_WEIGHTS")
-    smooth_l1_beta: NotNegative = 0.0
-    loss_weight: NotNegative = 1.0
-    pre_nms_topk_train: Positive = 12000
-    pre_nms_topk_test: Positive = 6000
-    post_nms_topk_train: Positive = 2000
-    post_nms_topk_test: Positive = 1000
+    box_loss_weight: NonNegativeFloat = field(default=1.0, name="MODEL.RPN.BBOX_REG_LOSS_WEIGHT")
+    box_weights: BoxWeights = field(default=(1.0, 1.0, 1.0, 1.0), name="MODEL.RPN.BBOX_REG_WEIGHTS")
+    smooth_l1_beta: NonNegativeFloat = 0.0
+    loss_weight: NonNegativeFloat = 1.0
+    pre_nms_topk_train: PositiveInt = 12000
+    pre_nms_topk_test: PositiveInt = 6000
+    post_nms_topk_train: PositiveInt = 2000
+    post_nms_topk_test: PositiveInt = 1000
     nms_thresh: Fraction = 0.7
-    min_size: Count = field(default=0, name="MODEL.PROPOSAL_GENERATOR.MIN_SIZE")
-    min_side: NotNegative = 0.0
+    min_size: NonNegativeInt = field(default=0, name="MODEL.PROPOSAL_GENERATOR.MIN_SIZE")
+    min_side: NonNegativeFloat = 0.0
     score_thresh: Fraction = 0.0
     loss_normaliser: Literal["batch_size", "sampled"] = "batch_size"
 
 
 class ROIHeadsConfig(Struct, frozen=True, rename=_under("MODEL.ROI_HEADS")):
-    """RoIs: sampling for training, thresholds for testing, pooling, and the box predictor.
+    """RoI heads: sampling in training, thresholds in inference, pooling, and the box predictor.
 
-    `features_of` names the boxes that the features of detections are taken from: "final", the refined boxes, pooled
-    again; or "proposal", the proposals that they came from (as in bottom-up attention). `level_rule` is the rounding
-    by which a RoI is assigned to a feature map, see `assign_levels`. Final boxes stay whose sides are at least
-    `min_side` pixels long (torchvision: 0.01; Detectron2 keeps all).
+    `features_of`: features of detections are pooled from the refined boxes ("final") or from the proposals that they
+    were refined from ("proposal", bottom-up attention).
+    `level_rule`: how RoIs are assigned to feature maps, see `assign_levels`.
+    `min_side`: detections with a side shorter than this many pixels are dropped (torchvision: 0.01; Detectron2: 0).
     """
 
     name: Literal["Res5ROIHeads", "StandardROIHeads"] = "Res5ROIHeads"
     in_features: tuple[str, ...] = ("res4",)
-    num_classes: Positive = 80
+    num_classes: PositiveInt = 80
     iou_thresholds: tuple[PositiveFloat, ...] = (0.5,)
     iou_labels: tuple[Literal[-1, 0, 1], ...] = (0, 1)
-    batch_size_per_image: Positive = 512
+    batch_size_per_image: PositiveInt = 512
     positive_fraction: Fraction = 0.25
     append_objects: bool = field(default=True, name="MODEL.ROI_HEADS.PROPOSAL_APPEND_GT")
     score_thresh: Fraction = field(default=0.05, name="MODEL.ROI_HEADS.SCORE_THRESH_TEST")
     nms_thresh: Fraction = field(default=0.5, name="MODEL.ROI_HEADS.NMS_THRESH_TEST")
-    detections_per_image: Positive = field(default=100, name="TEST.DETECTIONS_PER_IMAGE")
+    detections_per_image: PositiveInt = field(default=100, name="TEST.DETECTIONS_PER_IMAGE")
     pooler_type: Literal["ROIAlignV2", "ROIAlign", "ROIPool"] = field(
         default="ROIAlignV2", name="MODEL.ROI_BOX_HEAD.POOLER_TYPE"
     )
-    pooler_resolution: Positive = field(default=14, name="MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION")
-    pooler_sampling_ratio: Count = field(default=0, name="MODEL.ROI_BOX_HEAD.POOLER_SAMPLING_RATIO")
+    pooler_resolution: PositiveInt = field(default=14, name="MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION")
+    pooler_sampling_ratio: NonNegativeInt = field(default=0, name="MODEL.ROI_BOX_HEAD.POOLER_SAMPLING_RATIO")
     box_loss_type: BoxLoss = field(default="smooth_l1", name="MODEL.ROI_BOX_HEAD.BBOX_REG_LOSS_TYPE")
-    box_loss_weight: NotNegative = field(default=1.0, name="MODEL.ROI_BOX_HEAD.BBOX_REG_LOSS_WEIGHT")
-    box_weights: FourPositive = field(default=(10.0, 10.0, 5.0, 5.0), name="MODEL.ROI_BOX_HEAD.BBOX_REG_WEIGHTS")
-    smooth_l1_beta: NotNegative = field(default=0.0, name="MODEL.ROI_BOX_HEAD.SMOOTH_L1_BETA")
+    box_loss_weight: NonNegativeFloat = field(default=1.0, name="MODEL.ROI_BOX_HEAD.BBOX_REG_LOSS_WEIGHT")
+    box_weights: BoxWeights = field(default=(10.0, 10.0, 5.0, 5.0), name="MODEL.ROI_BOX_HEAD.BBOX_REG_WEIGHTS")
+    smooth_l1_beta: NonNegativeFloat = field(default=0.0, name="MODEL.ROI_BOX_HEAD.SMOOTH_L1_BETA")
     class_agnostic_boxes: bool = field(default=False, name="MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG")
-    min_side: NotNegative = 0.0
+    min_side: NonNegativeFloat = 0.0
     level_rule: Literal["detectron2", "torchvision"] = field(default="detectron2", name="MODEL.ROI_BOX_HEAD.LEVEL_RULE")
     features_of: Literal["final", "proposal"] = "final"
 
@@ -316,48 +319,47 @@ class ROIHeadsConfig(Struct, frozen=True, rename=_under("MODEL.ROI_HEADS")):
 class BoxHeadConfig(Struct, frozen=True, rename=_under("MODEL.ROI_BOX_HEAD")):
     """Convolutions and fully connected layers on RoI maps (`StandardROIHeads`).
 
-    `region_feature` describes a region: "head" is the input of the box predictor; "fc6" and "fc7" are the outputs of
-    the first and second fully connected layer after their ReLU; "mean" is the mean of the pooled RoI map.
-    The box predictor always reads the last layer.
+    `region_feature`: the feature of a region is the input of the box predictor ("head"), the output of the first or
+    second fully connected layer after its ReLU ("fc6", "fc7"), or the mean of the pooled RoI map ("mean").
     """
 
     name: Literal["", "FastRCNNConvFCHead"] = ""
-    num_conv: Count = 0
-    conv_dim: Positive = 256
-    num_fc: Count = 0
-    fc_dim: Positive = 1024
+    num_conv: NonNegativeInt = 0
+    conv_dim: PositiveInt = 256
+    num_fc: NonNegativeInt = 0
+    fc_dim: PositiveInt = 1024
     norm: OptionalNorm = ""
     region_feature: Literal["head", "fc6", "fc7", "mean"] = "head"
 
 
 class AttributeConfig(Struct, frozen=True, rename=_under("MODEL.ROI_BOX_HEAD.ATTRIBUTES")):
-    """Optional attribute head of bottom-up attention; 0 classes = no head. "No attribute" is an extra, last class."""
+    """Attribute head of bottom-up attention; 0 classes disable it. "No attribute" is an additional last class."""
 
-    num_classes: Count = 0
-    embedding_dim: Positive = 256
-    hidden_dim: Positive = 512
-    loss_weight: NotNegative = 0.2
+    num_classes: NonNegativeInt = 0
+    embedding_dim: PositiveInt = 256
+    hidden_dim: PositiveInt = 512
+    loss_weight: NonNegativeFloat = 0.2
 
 
 class R2CConfig(Struct, frozen=True, rename=_under("MODEL.R2C")):
-    """The network of R2C on VCR, see `detector.r2c`; `feature_dim` 0 = another detector.
+    """R2C's network for VCR, see `detector.r2c`. `feature_dim` 0 disables it.
 
-    `class_dim` is the width of the vector of a box's class; 0 = features without it.
-    `canvas` is the (height, width) in pixels of the black canvas on which every image is placed.
-    `frozen_statistics`: the batch norms of frozen stages normalise by their "stored" statistics, or by the ones of the
-    "batch", in evaluation too (official VisualBERT code).
+    `class_dim`: size of the class embedding; 0 disables it.
+    `canvas`: (height, width) in pixels of a black canvas on which each image is placed.
+    `frozen_statistics`: the batch norms of frozen stages normalise with their "stored" statistics, or with those of the
+    "batch", even in evaluation (official VisualBERT code).
     """
 
-    feature_dim: Count = 0
-    mask_channels: Positive = 32
-    class_dim: Count = 128
-    dropout: BelowOne = 0.1
-    canvas: tuple[Positive, Positive] | None = None
+    feature_dim: NonNegativeInt = 0
+    mask_channels: PositiveInt = 32
+    class_dim: NonNegativeInt = 128
+    dropout: FractionBelowOne = 0.1
+    canvas: tuple[PositiveInt, PositiveInt] | None = None
     frozen_statistics: Literal["stored", "batch"] = "stored"
 
 
 class DetectorConfig(Struct, frozen=True):
-    """All settings of the built-in detector. `weights` is kept for the caller; building a detector does not load it."""
+    """Config of the built-in detector. Constructing a detector does not load `weights`."""
 
     weights: str = field(default="", name="MODEL.WEIGHTS")
     backbone: Literal["build_resnet_backbone", "build_resnet_fpn_backbone", "build_mobilenet_v3_large_fpn_backbone"] = (
@@ -387,14 +389,13 @@ class DetectorConfig(Struct, frozen=True):
 
     @property
     def has_box_head(self) -> bool:
-        """Whether a box head reads RoI maps; otherwise res5 does (C4)."""
+        """Whether RoI maps are the input of a box head; otherwise they are the input of res5 (C4)."""
         return self.roi_heads.name == STANDARD_HEADS
 
     @property
     def map_shapes(self) -> dict[str, MapShape]:
-        """Feature maps of the backbone: the stages of OUT_FEATURES, or with FPN p2 .. p6, named after log2(stride).
-
-        A MobileNet has torchvision's names "0", "1" and "pool".
+        """Feature maps of the backbone: the stages in OUT_FEATURES; with FPN, p2 .. p6, named after log2(stride); with
+        MobileNet, "0", "1" and "pool", as in torchvision.
         """
         if self.is_mobilenet:
             return {"0": MapShape(256, 32), "1": MapShape(256, 32), "pool": MapShape(256, 64)}
@@ -407,14 +408,14 @@ class DetectorConfig(Struct, frozen=True):
 
     @property
     def size_divisibility(self) -> int:
-        """The sides of the padded batch are made multiples of this many pixels."""
+        """Images are padded to a multiple of this many pixels."""
         if self.is_mobilenet:
             return 32
         return self.resnet.shapes[self.fpn.in_features[-1]].stride if self.is_fpn else 1
 
     @property
     def map_size(self) -> int:
-        """Side of the RoI masks, which multiply the pooled maps of a box head or the output of res5."""
+        """Side of the RoI masks, which are multiplied with the pooled maps of a box head or with res5's output."""
         side = self.roi_heads.pooler_resolution
         if self.is_r2c:
             return 2 * side
@@ -422,7 +423,7 @@ class DetectorConfig(Struct, frozen=True):
 
     @property
     def feature_dim(self) -> int:
-        """Width of a region feature."""
+        """Size of a region feature."""
         head = self.box_head
         if self.is_r2c:
             return self.r2c.feature_dim
@@ -433,7 +434,7 @@ class DetectorConfig(Struct, frozen=True):
         return head.fc_dim if head.num_fc else head.conv_dim * self.roi_heads.pooler_resolution**2
 
     def __post_init__(self) -> None:
-        """Reject keys that contradict each other and would, without an error, build another network."""
+        """Reject combinations that would silently build another network."""
         resnet, head, pooled = self.resnet, self.box_head, self.roi_heads.in_features
         c4 = (C4_BACKBONE, ("res4",), ("res4",))
         if not self.has_box_head and (self.backbone, resnet.out_features, pooled) != c4:
@@ -446,7 +447,7 @@ class DetectorConfig(Struct, frozen=True):
         ):
             raise UserError(
                 f"MODEL.ROI_BOX_HEAD.REGION_FEATURE {head.region_feature} needs MODEL.ROI_HEADS.NAME {STANDARD_HEADS} "
-                "and as many layers in MODEL.ROI_BOX_HEAD.NUM_FC."
+                "and at least as many layers in MODEL.ROI_BOX_HEAD.NUM_FC."
             )
         if self.is_r2c and (
             self.has_box_head
@@ -464,24 +465,24 @@ class DetectorConfig(Struct, frozen=True):
         maps = self.map_shapes
         if not {*self.rpn.in_features, *pooled} <= maps.keys():
             raise UserError(
-                "MODEL.RPN.IN_FEATURES and MODEL.ROI_HEADS.IN_FEATURES must name maps of the backbone, which are "
+                "MODEL.RPN.IN_FEATURES and MODEL.ROI_HEADS.IN_FEATURES must be maps of the backbone: "
                 f"{', '.join(maps)}."
             )
         strides = [maps[name].stride for name in pooled]
         if strides != [strides[0] * 2**level for level in range(len(strides))]:
-            raise UserError(f"MODEL.ROI_HEADS.IN_FEATURES {', '.join(pooled)} must be consecutive, finest map first.")
+            raise UserError(f"MODEL.ROI_HEADS.IN_FEATURES {', '.join(pooled)} must be consecutive, finest first.")
 
     @classmethod
     def from_yaml(cls, source: str | Path | dict[str, Any]) -> DetectorConfig:
-        """Read a Detectron2 YAML file, or a nested dict of the same keys. `_BASE_` files are merged first."""
+        """Read a Detectron2 YAML file or a nested dict with the same keys. `_BASE_` files are merged first."""
         if isinstance(source, dict):
             return cls.from_flat(flatten(merge_bases(source, Path())))
         return cls.from_flat(flatten(load_tree(Path(source))), str(source))
 
     @classmethod
     def from_flat(cls, flat: dict[str, Any], name: str = "detector config") -> DetectorConfig:
-        """Build from dotted keys, e.g. {"MODEL.RESNETS.DEPTH": 101}; `name` is used in error messages."""
-        flat = {key: _literal(value) for key, value in flat.items()}
+        """Create a config from dotted keys, e.g. {"MODEL.RESNETS.DEPTH": 101}. `name` is for error messages."""
+        flat = {key: _parse_literal(value) for key, value in flat.items()}
         for key, value in flat.items():
             if key in FIXED and (list(value) if isinstance(value, tuple) else value) != FIXED[key]:
                 supported = SUPPORTED.get(key, f"the only value is {FIXED[key]!r}")
@@ -489,8 +490,8 @@ class DetectorConfig(Struct, frozen=True):
             if key not in KEYS and key not in FIXED and not key.startswith(IGNORED):
                 close = difflib.get_close_matches(key, [*KEYS, *FIXED], n=1)
                 hint = f" Did you mean {close[0]}?" if close else ""
-                raise UserError(f"{name}: {key} is neither a key of Detectron2 nor one of this project.{hint}")
-        if isinstance(flat.get("INPUT.MIN_SIZE_TRAIN"), int):  # Detectron2 accepts a single size too
+                raise UserError(f"{name}: {key} is not a known key of Detectron2 or of this project.{hint}")
+        if isinstance(flat.get("INPUT.MIN_SIZE_TRAIN"), int):  # Detectron2 also accepts a single size
             flat["INPUT.MIN_SIZE_TRAIN"] = [flat["INPUT.MIN_SIZE_TRAIN"]]
         unused = _unused_groups(flat.get("MODEL.BACKBONE.NAME"), flat.get("MODEL.ROI_HEADS.NAME"))
         nested: dict[str, Any] = {}
@@ -503,10 +504,10 @@ class DetectorConfig(Struct, frozen=True):
         try:
             return msgspec.convert(nested, cls)
         except msgspec.ValidationError as error:
-            raise UserError(f"{name}: {_explained(error)}") from error
+            raise UserError(f"{name}: {_format_error(error)}") from error
 
     def to_flat(self) -> dict[str, Any]:
-        """Dotted keys and plain values; our keys only where they differ from their default."""
+        """Convert to dotted keys and plain values; `OUR_KEYS` are included only if they differ from their default."""
         flat = dict(FIXED)
         unused = _unused_groups(self.backbone, self.roi_heads.name)
         for key, (group, found) in KEYS.items():
@@ -516,12 +517,12 @@ class DetectorConfig(Struct, frozen=True):
         return flat
 
     def to_yaml(self) -> str:
-        """YAML text that `from_yaml` reads back to an equal config, and Detectron2 too if none of our keys is used."""
+        """Convert to YAML for `from_yaml`. Detectron2 can read it too if none of `OUR_KEYS` is used."""
         return yaml.safe_dump(nest(self.to_flat()), default_flow_style=None, sort_keys=True)
 
 
 def _keys() -> dict[str, tuple[str | None, msgspec.structs.FieldInfo]]:
-    """Dotted key -> (group, field) of every setting; the group of a setting of `DetectorConfig` itself is None."""
+    """Map each dotted key to (group, field); the group is None for fields of `DetectorConfig` itself."""
     keys = {}
     for found in msgspec.structs.fields(DetectorConfig):
         if isinstance(found.type, type) and issubclass(found.type, Struct):
@@ -534,8 +535,8 @@ def _keys() -> dict[str, tuple[str | None, msgspec.structs.FieldInfo]]:
 KEYS = _keys()
 
 
-def _explained(error: msgspec.ValidationError) -> str:
-    """The message of msgspec, with the key in front and the choices of a `Literal`."""
+def _format_error(error: msgspec.ValidationError) -> str:
+    """Add the key and the choices of a `Literal` to msgspec's message."""
     reason, _, path = str(error).partition(" - at `$")
     key = max((key for key in KEYS if key in path), key=len, default=None)
     if key is None:
@@ -548,22 +549,22 @@ def _explained(error: msgspec.ValidationError) -> str:
 
 
 def _unused_groups(backbone: Any, heads: Any) -> set[str]:
-    """Groups whose keys (apart from ours) an architecture does not read."""
+    """Return the groups that an architecture does not have. Their keys, except `OUR_KEYS`, are ignored."""
     parts = {"fpn": backbone == FPN_BACKBONE, "box_head": heads == STANDARD_HEADS}
     return {group for group, is_used in parts.items() if not is_used}
 
 
 class SelectionRule(Struct, frozen=True, forbid_unknown_fields=True):
-    """Keep scores of at least `min_score`, but never fewer than `min_regions` nor more than `max_regions` boxes.
+    """Keep boxes with scores of at least `min_score`, but at least `min_regions` and at most `max_regions` boxes.
 
-    The defaults are VL-BERT's (section 4.1). Bottom-up attention uses 0.2 with 10 to 100; a fixed number, such as
-    LXMERT's 36, is `min_regions == max_regions`.
+    The defaults are VL-BERT's (section 4.1). Bottom-up attention uses 0.2 with 10 to 100 boxes. For a fixed number of
+    boxes, such as LXMERT's 36, set `min_regions == max_regions`.
     """
 
     min_score: float = 0.5
-    min_regions: Count = 10
-    max_regions: Positive = 100
+    min_regions: NonNegativeInt = 10
+    max_regions: PositiveInt = 100
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_regions >= self.min_regions:
-            raise UserError(f"max_regions {self.max_regions} is not positive or below min_regions {self.min_regions}.")
+            raise UserError(f"max_regions {self.max_regions} must be positive and >= min_regions {self.min_regions}.")

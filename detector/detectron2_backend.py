@@ -1,10 +1,10 @@
-"""The Detectron2 backend: the real Detectron2 model behind this project's detector interface.
+"""Detectron2 backend: Detectron2's own modules with this project's detector interface.
 
-Shape legend: see `detector/structures.py`. B counts the anchors on one feature map; `head_dim` is the width
-of the box predictor's input.
+The modules are called in the same order as in `GeneralizedRCNN` and `FasterRCNN`. Both backends use Detectron2's
+parameter names, so their checkpoints are interchangeable.
 
-The network's parts are Detectron2's, called in the order of its `GeneralizedRCNN`; `FasterRCNN` takes the same steps.
-Parameter names are Detectron2's in both backends, so their checkpoints are interchangeable.
+Shape legend: see `detector/structures.py`. B = anchors on one feature map, `head_dim` = size of the box predictor's
+input.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ except ImportError as error:
     ) from error
 
 
-# Keys of ours that only the built-in detector has: torchvision's arithmetic.
+# Keys that only the built-in detector supports; they follow torchvision.
 BUILTIN_KEYS = (
     "MODEL.ANCHOR_GENERATOR.STRIDES",
     "MODEL.RPN.LOSS_NORMALISER",
@@ -62,7 +62,7 @@ BUILTIN_KEYS = (
 
 
 class LevelOutputs(NamedTuple):
-    """The region proposal network's output for every anchor, one entry per feature map."""
+    """Output of the RPN for every anchor, one entry per feature map."""
 
     anchors: list[Boxes]
     objectness: list[Float32[Tensor, "N _B"]]  # logits
@@ -70,18 +70,18 @@ class LevelOutputs(NamedTuple):
 
 
 class SampledInstances(NamedTuple):
-    """The RoIs of N images that the box head is trained on, with Detectron2's labels."""
+    """RoIs sampled from N images to train the box head, with Detectron2's labels."""
 
     boxes: list[Float32[Tensor, "_P 4"]]
     instances: list[Instances]
 
 
 class OutputLayers(AttributeHead, FastRCNNOutputLayers):
-    """Detectron2's box predictor, with room for the attribute head."""
+    """Detectron2's box predictor with an attribute head."""
 
 
 class Stem(nn.Module):
-    """Detectron2's stem with another pool: "caffe_max" (no padding, sizes rounded up) or "none"."""
+    """Detectron2's stem with another pool: "caffe_max" (no padding, output sizes rounded up) or "none"."""
 
     def __init__(self, conv1: nn.Module, pool: str) -> None:
         super().__init__()
@@ -89,25 +89,25 @@ class Stem(nn.Module):
         self.pool = pool
 
     def forward(self, x: Float[Tensor, "N 3 H W"]) -> FeatureMap:
-        """A map of H/4, W/4 cells (H/2, W/2 without a pool)."""
+        """Return a map of H/4 x W/4 cells, or H/2 x W/2 without the pool."""
         x = F.relu_(self.conv1(x))
         return x if self.pool == "none" else F.max_pool2d(x, kernel_size=3, stride=2, padding=0, ceil_mode=True)
 
 
 class Detectron2Detector(TwoStageDetector):
-    """A Faster R-CNN of Detectron2: C4 (`Res5ROIHeads`) or with a box head (`StandardROIHeads`, e.g. FPN).
+    """Detectron2's Faster R-CNN: C4 (`Res5ROIHeads`) or with a box head (`StandardROIHeads`, e.g. FPN).
 
-    Images come normalised, so Detectron2's own preprocessing (`GeneralizedRCNN.preprocess_image`) is not used.
+    Input images are already normalised, so `GeneralizedRCNN.preprocess_image` is not used.
     """
 
     def __init__(self, config: DetectorConfig) -> None:
         super().__init__(config)
-        flat = config.to_flat()  # it holds keys of ours only where they differ from their default
+        flat = config.to_flat()  # contains `OUR_KEYS` only if they differ from their default
         unread = [key for key in BUILTIN_KEYS if key in flat]
         if config.has_box_head and config.resnet.stem_pool == "none":
-            unread.append("MODEL.RESNETS.STEM_POOL none for a box head")
+            unread.append("MODEL.RESNETS.STEM_POOL none with a box head")
         if unread:
-            raise UserError(f"Detectron2 has no {unread[0]}; leave it out, or use detector.backend builtin.")
+            raise UserError(f"Detectron2 does not support {unread[0]}; remove it, or set detector.backend to builtin.")
         cfg = make_cfg(config)
         self.backbone, self.proposal_generator, self.roi_heads = build_parts(cfg, config)
         adapt(self.backbone, self.proposal_generator, self.roi_heads, config)
@@ -117,7 +117,7 @@ class Detectron2Detector(TwoStageDetector):
         self.roi_heads.box_predictor = predictor
 
     def features(self, images: ImageBatch) -> FeatureMaps:
-        """Feature maps by name: `res4` of a C4 model, `p2` .. `p6` of an FPN."""
+        """Return feature maps by name: `res4` for C4, `p2` .. `p6` for FPN."""
         return self.backbone(pad_to_multiple(images.pixels, max(self.backbone.size_divisibility, 1)))
 
     def run_rpn(self, features: FeatureMaps) -> LevelOutputs:
@@ -142,7 +142,7 @@ class Detectron2Detector(TwoStageDetector):
 
     def rpn_losses(self, rpn_output: LevelOutputs, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
         rpn = self.proposal_generator
-        with EventStorage():  # Detectron2 logs into it; nothing here reads it
+        with EventStorage():  # required by Detectron2, whose modules log to it
             labels, matched = rpn.label_and_sample_anchors(rpn_output.anchors, to_instances(targets, sizes))
             losses = rpn.losses(rpn_output.anchors, rpn_output.objectness, labels, rpn_output.deltas, matched)
         return to_sums(losses, rpn.batch_size_per_image * len(sizes))
@@ -173,10 +173,10 @@ class Detectron2Detector(TwoStageDetector):
         return losses
 
     def pool(self, features: FeatureMaps, rois: Float[Tensor, "J 5"]) -> Float[Tensor, "J channels S S"]:
-        """RoI maps; the rows of `rois` are ordered by image."""
+        """Pool RoI maps. The rows of `rois` must be sorted by image."""
         heads = self.roi_heads
         maps = [features[name] for name in heads.in_features]
-        maps = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in maps]  # as the built-in detector pools
+        maps = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in maps]  # like the built-in detector
         counts = torch.bincount(rois[:, 0].long(), minlength=len(maps[0])).tolist()
         boxes = [Boxes(rows) for rows in rois[:, 1:].split(counts)]
         return (heads.box_pooler if self.config.has_box_head else heads.pooler)(maps, boxes)
@@ -227,22 +227,22 @@ class Detectron2Detector(TwoStageDetector):
 
 
 def make_cfg(config: DetectorConfig) -> CfgNode:
-    """Detectron2's own config of the same keys. Settings that it cannot build keep their default there; see `adapt`."""
+    """Make a Detectron2 config without the settings that Detectron2 does not support; `adapt` applies those."""
     flat = {key: value for key, value in config.to_flat().items() if key not in OUR_KEYS}
     if not config.has_box_head:
         flat["MODEL.RESNETS.RES5_DILATION"] = 1
     cfg = get_cfg()
     cfg.merge_from_other_cfg(CfgNode(nest(flat)))
-    cfg.MODEL.DEVICE = "cpu"  # the model is moved as a whole later
+    cfg.MODEL.DEVICE = "cpu"  # the whole model is moved later
     cfg.freeze()
     return cfg
 
 
 def build_parts(cfg: CfgNode, config: DetectorConfig) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """Backbone, proposal generator and RoI heads of `build_model`.
+    """Build the backbone, proposal generator and RoI heads.
 
-    `build_model` builds ResNet-18 and -34 with RES2_OUT_CHANNELS 64 only; networks of other widths are put together
-    here from the same classes.
+    Detectron2's `build_model` supports ResNet-18 and -34 only with RES2_OUT_CHANNELS 64; for other widths, the same
+    classes are combined here.
     """
     resnet, fpn = config.resnet, config.fpn
     if resnet.depth >= 50 or resnet.res2_out_channels == 64:
@@ -257,7 +257,7 @@ def build_parts(cfg: CfgNode, config: DetectorConfig) -> tuple[nn.Module, nn.Mod
 
 
 def build_shallow_resnet(config: ResNetConfig) -> nn.Module:
-    """A ResNet of basic blocks of any width."""
+    """Build a ResNet-18 or -34 of any width."""
     stages, channels = [], config.stem_out_channels
     last = STAGES.index(config.out_features[-1])
     for name, num_blocks in list(zip(STAGES, BLOCKS_PER_STAGE[config.depth], strict=True))[: last + 1]:
@@ -276,13 +276,13 @@ def build_shallow_resnet(config: ResNetConfig) -> nn.Module:
 
 
 def adapt(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config: DetectorConfig) -> None:
-    """Apply the settings that stock Detectron2 ignores or lacks: stem pool, dilated res5, frozen res5, cell anchors."""
+    """Apply the settings that Detectron2 does not support: stem pool, dilated or frozen res5, cell anchors."""
     settings = config.resnet
     if not config.has_box_head and settings.freeze_at >= 5:
         for block in heads.res5:
             block.freeze()
     for module in (*backbone.modules(), *heads.modules()):
-        if isinstance(module, FrozenBatchNorm2d):  # a frozen norm keeps a counter that nothing reads
+        if isinstance(module, FrozenBatchNorm2d):  # a frozen norm has an unused counter
             module.num_batches_tracked = None
     if settings.stem_pool != "max":
         resnet = getattr(backbone, "bottom_up", backbone)
@@ -306,7 +306,7 @@ def adapt(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config: Detecto
 
 
 def to_instances(targets: DetectionTargets, sizes: ImageSizes) -> list[Instances]:
-    """Annotated objects as Detectron2's `Instances`, one per image."""
+    """Convert annotated objects to Detectron2's `Instances`, one per image."""
     rows = []
     for number, (size, boxes, classes) in enumerate(zip(sizes, targets.boxes, targets.classes, strict=True)):
         fields = {} if targets.attributes is None else {"gt_attributes": targets.attributes[number]}
@@ -315,5 +315,5 @@ def to_instances(targets: DetectionTargets, sizes: ImageSizes) -> list[Instances
 
 
 def to_sums(losses: dict[str, Tensor], count: int) -> dict[str, Loss]:
-    """Losses that Detectron2 has divided by `count`, as sums again, so that several processes can add them up."""
+    """Convert losses that Detectron2 divided by `count` back to sums, which processes can add up."""
     return {name: Loss(value * count, value.detach().new_tensor(float(count))) for name, value in losses.items()}

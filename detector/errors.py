@@ -1,6 +1,6 @@
-"""Errors that a user can correct: the message is one sentence that names the file, the record and the remedy.
+"""Errors that a user can fix. Their messages name the file or setting and what to do.
 
-The command line prints the message of these errors only; every other error is a bug and keeps its traceback.
+The command line prints only the message of these errors. Any other error is a bug and is shown with its traceback.
 """
 
 from __future__ import annotations
@@ -11,44 +11,46 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """A file, a record or a setting is wrong; the message is one sentence with the remedy."""
+    """A file, a record or a setting is invalid."""
 
 
 class DiskError(OSError):
-    """A file cannot be written because the disk is full or the folder is read-only."""
+    """A file cannot be written, for example because the disk is full or the folder is read-only."""
 
 
 class MissingFileError(UserError, FileNotFoundError):
-    """A file or folder does not exist; the message names it."""
+    """A file or folder does not exist."""
 
 
 class MissingPackageError(UserError, ImportError):
-    """An optional package is not installed; the message gives the command that installs it."""
+    """An optional package is not installed."""
 
 
 class StoppedRunError(BaseException):
-    """A run stopped because it was asked to. Like KeyboardInterrupt, it is no `Exception`, so nothing catches it.
+    """A run was stopped by a signal. Like KeyboardInterrupt, it is not a subclass of `Exception`.
 
-    `sentence` is for the user ("" prints nothing), `status` the exit status of the process.
+    Args:
+        message: printed for the user, unless it is empty.
+        status: exit status of the process.
     """
 
-    def __init__(self, sentence: str, status: int) -> None:
-        super().__init__(sentence)
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
         self.status = status
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's error message, or the error's class if there is none."""
+    """Return the first line of an error message, or the name of the error's class if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextlib.contextmanager
 def reading(path: str | Path, *damage: type[Exception]) -> Iterator[None]:
-    """A context in which a file is opened and read; its errors become a UserError that names the file.
+    """Context manager that converts errors of reading a file to UserErrors with its name.
 
     Args:
-        path: the file, or the record of a file that is read.
-        damage: what the library in use raises about a file that is damaged or of another format.
+        path: the file, or a record in a file, for the error message.
+        damage: exceptions that indicate a damaged file or another format.
     """
     try:
         yield
@@ -57,15 +59,15 @@ def reading(path: str | Path, *damage: type[Exception]) -> Iterator[None]:
     except FileNotFoundError as error:
         raise MissingFileError(f"{path}: no such file; check the path.") from error
     except damage as error:
-        raise UserError(f"{path}: damaged, or of another format ({first_line(error)}); get it again.") from error
+        raise UserError(f"{path}: damaged or in another format ({first_line(error)}); replace the file.") from error
 
 
 def user_path(written: str | Path, what: str = "The path") -> Path:
-    """The path that a user wrote, with `~` expanded; the file need not exist. A web address raises UserError.
+    """Convert user input to a path and expand `~`. A URL raises UserError.
 
     Args:
-        what: begins the error message.
+        what: start of the error message.
     """
     if str(written).startswith(("http://", "https://", "ftp://", "file://", "s3://")):
-        raise UserError(f"{what} '{written}' is an address and not a path; download the file first.")
+        raise UserError(f"{what} '{written}' is a URL, not a path; download the file first.")
     return Path(written).expanduser()

@@ -1,8 +1,7 @@
-"""From an image file to the pixels a network sees: reading, resizing, normalising, padding, masking.
+"""Read, resize, normalise, pad and mask images.
 
 An image is a uint8 array [height, width, 3]. Images are resized as uint8 with PIL's antialiased bilinear filter, as in
-Detectron2 and the official VL-BERT code; filters without antialiasing change the features of a shrunken photo by a
-fifth.
+Detectron2 and the official VL-BERT code. Without antialiasing, the features of a downscaled photo differ by about 20 %.
 
 Shape legend: see `detector/structures.py`.
 """
@@ -31,20 +30,20 @@ from detector.structures import ImageBatch
 Pixels = UInt8[np.ndarray, "height width 3"]
 ChannelOrder = Literal["BGR", "RGB"]
 
-# Read by the content of a file, not by its name. PIL knows forty more, and one of them starts a program (EPS).
+# Detected from the file's content, not its name. PIL supports about forty more, one of which runs a program (EPS).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 
 @dataclass(frozen=True)
 class ResizeRule:
-    """Size of the network input: the short edge gets a fixed length unless the long one would pass its limit.
+    """Resize the short edge to a fixed length, unless the long edge would exceed its limit.
 
     Args:
-        short_edge: wanted length of the short edge, pixels.
-        long_edge: limit for the long edge, pixels.
-        rounding: "detectron2" (`ResizeShortestEdge`: both edges are rounded), "torchvision" (both edges are multiplied
-            by one factor and truncated) or "truncate" (official VL-BERT code: a short edge that had to shrink is
-            truncated first, then the long edge that follows from it, so that it may end just under `long_edge`).
+        short_edge: target length of the short edge, in pixels.
+        long_edge: maximum length of the long edge, in pixels.
+        rounding: "detectron2" (`ResizeShortestEdge`: both edges are rounded), "torchvision" (both edges are scaled by
+            the same factor and truncated) or "truncate" (official VL-BERT code: if the long edge exceeds its limit, the
+            short edge is truncated first and the long edge is computed from it, so it may be just below `long_edge`).
     """
 
     short_edge: int = 800
@@ -52,7 +51,7 @@ class ResizeRule:
     rounding: Literal["detectron2", "truncate", "torchvision"] = "detectron2"
 
     def target_size(self, h: int, w: int) -> tuple[int, int]:
-        """(height, width) after resizing an image of height h and width w; no side becomes less than 1."""
+        """Return (height, width), at least 1, after resizing an image of height h and width w."""
         short, long = min(h, w), max(h, w)
         if self.rounding == "detectron2":
             scale = self.short_edge / short
@@ -74,11 +73,11 @@ class ResizeRule:
 
 
 def load_image(path: str | Path, channel_order: ChannelOrder = "BGR") -> Pixels:
-    """Read an image file at its full size.
+    """Read an image file in its original size.
 
-    Every kind becomes three 8-bit channels: grey is repeated, palettes are looked up, CMYK is converted, 16-bit values
-    keep their upper byte, and transparency is dropped, not blended (as in Detectron2's reader). The EXIF orientation is
-    applied; an unreadable EXIF block counts as upright. Of several pictures in a file the first one is read.
+    Every pixel format is converted to three 8-bit channels: grey values are repeated, palettes and CMYK are converted,
+    16-bit values keep their upper byte, and the alpha channel is dropped without blending (as in Detectron2). The EXIF
+    orientation is applied; unreadable EXIF data is ignored. If a file contains several images, the first one is read.
     """
     return _to_array(_read(path, str(path)), channel_order)
 
@@ -86,14 +85,14 @@ def load_image(path: str | Path, channel_order: ChannelOrder = "BGR") -> Pixels:
 def load_resized(
     image: str | Path | bytes, rule: ResizeRule, channel_order: ChannelOrder = "BGR", name: str | None = None
 ) -> tuple[Pixels, tuple[int, int]]:
-    """Read an image, as `load_image` does, and resize it.
+    """Read an image like `load_image` and resize it.
 
     Args:
-        image: a path, or the content of a file.
-        name: for error messages; None = the path.
+        image: a path, or the bytes of a file.
+        name: for error messages; default: the path.
 
     Returns:
-        the resized image, and the (height, width) of the original after its rotation.
+        the resized image, and (height, width) of the original image after applying the EXIF orientation.
     """
     found = _read(image, name or ("in memory" if isinstance(image, bytes) else str(image)))
     size = (found.height, found.width)
@@ -101,12 +100,12 @@ def load_resized(
 
 
 def resize_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Resize an image to `size`, (height, width), with PIL's antialiased bilinear filter."""
+    """Resize an image to `size` = (height, width) with PIL's antialiased bilinear filter."""
     return image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
 
 
 def resize_boxes(boxes: Float[Array, "*R 4"], size: tuple[int, int], new_size: tuple[int, int]) -> Float[Array, "*R 4"]:
-    """Boxes after their image was resized from `size` to `new_size`, both (height, width)."""
+    """Scale boxes of an image that is resized from `size` to `new_size`, both (height, width)."""
     x, y = new_size[1] / size[1], new_size[0] / size[0]
     factors = boxes.new_tensor([x, y, x, y]) if isinstance(boxes, torch.Tensor) else np.array([x, y, x, y], boxes.dtype)
     return boxes * factors
@@ -120,21 +119,21 @@ def make_image_batch(
     pixel_std: Sequence[float],
     pad_to: tuple[int, int] | None = None,
 ) -> ImageBatch:
-    """Normalise images and put them into one batch, padded with zeros (the mean colour) at the right and the bottom.
+    """Normalise images and batch them, padded with zeros (the mean colour) on the right and at the bottom.
 
     Args:
         images: N resized images, uint8 [height, width, 3].
-        original_sizes: N (height, width) before the resize.
+        original_sizes: N tuples (height, width) before resizing.
         names: N names for error messages.
-        pixel_mean, pixel_std: 3 values in grey levels, in the images' channel order.
-        pad_to: (H, W) of the batch; None = the size of its largest image, as in Detectron2. A box's features depend a
-            little on the padding, so a fixed size makes them independent of the other images in the batch.
+        pixel_mean, pixel_std: 3 values in 0 .. 255, in the channel order of the images.
+        pad_to: (H, W) of the batch; default: the maximum over its images, as in Detectron2. Features depend slightly on
+            the padding, so a fixed size makes them independent of the other images in the batch.
     """
     for image, name in zip(images, names, strict=True):
         if pad_to is not None and (image.shape[0] > pad_to[0] or image.shape[1] > pad_to[1]):
             raise UserError(
-                f"{name}: the resized image has {image.shape[0]} x {image.shape[1]} pixels (height x width) and does "
-                f"not fit into the fixed batch size {pad_to[0]} x {pad_to[1]}; enlarge it or use another resize rule."
+                f"{name}: the resized image of {image.shape[0]} x {image.shape[1]} pixels (height x width) does not "
+                f"fit into the fixed batch size {pad_to[0]} x {pad_to[1]}; increase it or use another resize rule."
             )
     sizes = torch.tensor([image.shape[:2] for image in images])
     height, width = pad_to if pad_to is not None else sizes.amax(0).tolist()
@@ -153,18 +152,18 @@ def _to_array(image: Image.Image, channel_order: ChannelOrder) -> Pixels:
 
 
 def _read(source: str | Path | bytes, name: str) -> Image.Image:
-    """An upright RGB image."""
+    """Read an RGB image and apply its EXIF orientation."""
     source = io.BytesIO(source) if isinstance(source, bytes) else source
-    with reading(f"Image {name}", Exception), Image.open(source, formats=FORMATS) as image:  # PIL raises many kinds
+    with reading(f"Image {name}", Exception), Image.open(source, formats=FORMATS) as image:  # PIL raises many types
         image.load()
-        with contextlib.suppress(Exception):  # a damaged EXIF block
+        with contextlib.suppress(Exception):  # damaged EXIF data
             ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith(("I", "F")):  # 16-bit grey; PIL's own conversion would clip it at 255
             values = np.asarray(image)
             if image.mode == "F" or values.min() < 0 or values.max() > 65535:
-                raise ValueError("it has pixels of 32 bits; save it with 8 or 16 bits per channel")
+                raise ValueError("its pixels have 32 bits; save it with 8 or 16 bits per channel")
             return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
-        if "transparency" in image.info:  # converting this kind to RGB in one step makes PIL warn
+        if "transparency" in image.info:  # PIL warns about a direct conversion to RGB
             return image.convert("RGBA").convert("RGB")
         return image.convert("RGB")
 
@@ -172,16 +171,16 @@ def _read(source: str | Path | bytes, name: str) -> Image.Image:
 def mask_rectangles(
     boxes: Float[Tensor, "Q 4"], size: Sequence[int], rounding: Literal["outward", "truncate"] = "outward"
 ) -> Int64[Tensor, "Q 4"]:
-    """Whole-pixel rectangles that cover boxes.
+    """Round boxes to whole pixels.
 
     Args:
         boxes: xyxy in pixels of the resized image.
-        size: (height, width) of that image without padding.
-        rounding: "outward" takes every pixel that the box touches (floor, floor, ceil, ceil); "truncate" does as the
-            official VL-BERT code: rows int(y1) to int(y2) and columns int(x1) to int(x2), the last ones included.
+        size: (height, width) of the resized image without padding.
+        rounding: "outward" includes every pixel that the box touches (floor, floor, ceil, ceil); "truncate" includes
+            rows int(y1) .. int(y2) and columns int(x1) .. int(x2), as in the official VL-BERT code.
 
     Returns:
-        x1, y1, x2, y2, half-open (pixels [y1:y2, x1:x2]) and clipped to the image.
+        x1, y1, x2, y2 of the pixels [y1:y2, x1:x2], clipped to the image.
     """
     if rounding == "outward":
         corners = torch.cat([boxes[:, :2].floor(), boxes[:, 2:].ceil()], dim=1)
@@ -197,16 +196,16 @@ def mask_pixels(
     masks: list[Float[Tensor, "_Q 4"]],
     fill: Float[Tensor, " 3"] | None = None,
 ) -> Float[Tensor, "N 3 H W"]:
-    """A copy of a normalised batch in which the pixels of boxes have one colour.
+    """Copy a batch and fill the pixels of boxes with one colour.
 
-    Masking the feature of a region does not hide its class (VL-BERT, section 3.3): neighbouring features and the
-    feature of the whole image are computed from the same pixels.
+    Masking the feature of a region would not hide its class, because the features of overlapping regions and of the
+    whole image are computed from the same pixels (VL-BERT, section 3.3).
 
     Args:
-        pixels: network input after normalisation.
+        pixels: normalised images.
         sizes: (height, width) of each image without padding.
-        masks: N entries, xyxy in pixels of the resized image, rounded outward; Q may be 0.
-        fill: the colour after normalisation; None = 0, which is the mean colour.
+        masks: boxes of each image, xyxy in pixels of the resized image, rounded outward; Q may be 0.
+        fill: the colour after normalisation; default: 0, the mean colour.
     """
     masked = pixels.clone()
     colour = 0.0 if fill is None else fill.to(pixels)[:, None, None]

@@ -1,8 +1,8 @@
-"""Files: JSON and YAML, pickles that run no code, and atomic writes.
+"""Read JSON, YAML and pickle files (without executing code), and write files atomically.
 
-An atomic write goes to a temporary name beside its target, is flushed to disk and only then renamed, so a killed
-process or a full disk never leaves half a file under the final name. Temporary names begin with a dot and end in
-`.part` or `.old`; `remove_leftovers` deletes what a killed process left.
+An atomic write creates a temporary file next to its target, flushes it to disk and then renames it, so a killed process
+or a full disk never leaves an incomplete file under the final name. Temporary names start with a dot and end with
+`.part` or `.old`; `remove_leftovers` deletes those left by killed processes.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _PART, _OLD = ".part", ".old"
 
 
 def read_json(path: str | Path, type: type[T] | Any = Any) -> T:
-    """The content of a JSON file as an instance of `type`, which may be anything that msgspec can decode."""
+    """Read a JSON file as an instance of `type`, which may be any type supported by msgspec."""
     return decode_json(_read_bytes(path), str(path), type)
 
 
 def decode_json(text: str | bytes, name: str, type: type[T] | Any = Any) -> T:
-    """As `read_json`, of a text; error messages begin with `name`."""
+    """Decode JSON like `read_json`. Error messages start with `name`."""
     try:
         return msgspec.json.decode(text, type=type)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         what = "" if isinstance(error, msgspec.ValidationError) else "not valid JSON: "
-        raise UserError(f"{name}: {what}{first_line(error)}; correct the file or get it again.") from error
+        raise UserError(f"{name}: {what}{first_line(error)}; correct or replace the file.") from error
 
 
 def read_yaml(path: str | Path) -> Any:
-    """The content of a YAML file; None for an empty one. A mapping may not have a key twice."""
+    """Read a YAML file; an empty file gives None. Duplicate keys raise UserError."""
     return decode_yaml(_read_bytes(path), str(path))
 
 
 def decode_yaml(text: str | bytes, name: str) -> Any:
-    """As `read_yaml`, of a text; error messages begin with `name`."""
+    """Decode YAML like `read_yaml`. Error messages start with `name`."""
     try:
         return yaml.load(text, Loader=_YamlLoader)  # a SafeLoader
     except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:
@@ -60,7 +60,7 @@ def decode_yaml(text: str | bytes, name: str) -> Any:
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """`yaml.SafeLoader` that reads 1e-5 as a number, as YAML 1.2 does, and refuses a mapping that has a key twice."""
+    """`yaml.SafeLoader` that reads 1e-5 as a number, as in YAML 1.2, and rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[tuple[str, Any]] = set()
@@ -79,7 +79,7 @@ _YamlLoader.add_implicit_resolver(
 
 
 class Unpickler(pickle.Unpickler):
-    """Builds plain values and numeric arrays of numpy. Every other class is refused, so that no file can run code."""
+    """Unpickle plain values and numeric NumPy arrays. Other classes are rejected, so no code is executed."""
 
     ALLOWED = frozenset(
         [
@@ -89,7 +89,7 @@ class Unpickler(pickle.Unpickler):
             ("numpy._core.multiarray", "scalar"),
             ("numpy._core.numeric", "_frombuffer"),
             ("collections", "OrderedDict"),
-            ("_codecs", "encode"),  # how Python 3 writes bytes for Python 2
+            ("_codecs", "encode"),  # how Python 3 pickles bytes for Python 2
             ("__builtin__", "bytes"),
         ]
     )
@@ -102,12 +102,12 @@ class Unpickler(pickle.Unpickler):
 
 
 def read_pickle(path: str | Path, encoding: str = "latin1") -> Any:
-    """The content of a pickle of plain values and numeric arrays; nothing in it is executed.
+    """Read a pickle of plain values and numeric arrays without executing code.
 
     Args:
-        encoding: of the strings that Python 2 wrote; arrays need latin1.
+        encoding: of strings written by Python 2. Arrays need latin1.
     """
-    with reading(path, Exception), Path(path).open("rb") as file:  # a damaged pickle raises nearly anything
+    with reading(path, Exception), Path(path).open("rb") as file:  # damaged pickles raise many types
         return Unpickler(file, encoding=encoding).load()
 
 
@@ -128,7 +128,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_text(value: Any, name: str, *, indent: int | None = None) -> str:
-    """JSON as the standard has it: a number that is NaN or infinite raises UserError, which names the file `name`."""
+    """Encode standard JSON. NaN and infinite numbers raise UserError with the file's `name`."""
     try:
         return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
@@ -140,15 +140,15 @@ def json_text(value: Any, name: str, *, indent: int | None = None) -> str:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Gives a temporary path to write to, which is renamed to `path` at the end; after an error nothing is left.
+    """Yield a temporary path and rename it to `path` at the end. After an error the temporary file is deleted.
 
-    Several processes may write `path` at once: readers find one complete version. A pipe or a device, such as
-    `/dev/stdout`, is written directly.
+    If several processes write `path` at once, readers see one complete version. Pipes and devices, such as
+    `/dev/stdout`, are written directly.
     """
     if path.parent in (Path("/dev"), Path("/dev/fd")) or (path.exists() and not (path.is_file() or path.is_dir())):
         yield path
         return
-    part = _beside(path, f".{os.getpid()}.{threading.get_native_id()}{_PART}")
+    part = _temporary_path(path, f".{os.getpid()}.{threading.get_native_id()}{_PART}")
     try:
         yield part
         _sync(part)
@@ -161,8 +161,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Gives an empty folder to write to, which replaces `folder` at the end; after an error `folder` is as it was."""
-    part, old = _new_folder(folder), _beside(folder, _OLD)
+    """Yield an empty temporary folder that replaces `folder` at the end. After an error `folder` is unchanged."""
+    part, old = _new_folder(folder), _temporary_path(folder, _OLD)
     try:
         yield part
         _sync_all(part)
@@ -179,12 +179,12 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_files(folder: Path, last: str) -> Iterator[Path]:
-    """Gives an empty folder to write to, whose files are moved into `folder` at the end; its other files stay.
+    """Yield an empty temporary folder and move its files into `folder` at the end. Other files in `folder` are kept.
 
-    While they are moved, `folder` does not hold `last`, so that nobody reads a mixture of new and earlier files.
+    `last` is deleted first and moved last, so `folder` cannot be read while it contains both old and new files.
 
     Args:
-        last: name of the file without which a folder of this kind is not read.
+        last: name of a file that readers of such a folder require.
     """
     folder.mkdir(parents=True, exist_ok=True)
     part = _new_folder(folder / last)
@@ -203,9 +203,9 @@ def atomic_files(folder: Path, last: str) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what killed processes left of files and folders that they were writing into `folder`.
+    """Delete the temporary files and folders that killed processes left in `folder`.
 
-    Where a process was killed between the two renames of `atomic_folder`, the earlier folder gets its name back.
+    If a process was killed between the two renames of `atomic_folder`, the old folder is restored.
     """
     for old in folder.glob(f".*{_OLD}"):
         place = old.with_name(old.name[1 : -len(_OLD)])
@@ -221,14 +221,14 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _new_folder(folder: Path) -> Path:
-    part = _beside(folder, _PART)
+    part = _temporary_path(folder, _PART)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     return part
 
 
-def _beside(path: Path, ending: str) -> Path:
-    return path.with_name(f".{path.name}{ending}")
+def _temporary_path(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}{suffix}")
 
 
 def _sync_all(folder: Path) -> None:
@@ -238,7 +238,7 @@ def _sync_all(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
