@@ -159,7 +159,7 @@ def box_regression_loss(
 
     Args:
         deltas, boxes, targets: predictions, anchors or proposals, and annotated boxes of the positives.
-        weights: of the box coder.
+        weights: weights of the box coder.
         kind: "smooth_l1" compares deltas; "giou", "diou" and "ciou" compare decoded boxes.
         smooth_l1_beta: where L1 becomes L2; 0 is plain L1.
 

@@ -89,7 +89,7 @@ def load_resized(
 
     Args:
         image: a path, or the bytes of a file.
-        name: for error messages; default: the path.
+        name: name of the file in error messages; default: its path.
 
     Returns:
         the resized image, and (height, width) of the original image after applying the EXIF orientation.

@@ -78,7 +78,7 @@ _YamlLoader.add_implicit_resolver(
 )
 
 
-class Unpickler(pickle.Unpickler):
+class RestrictedUnpickler(pickle.Unpickler):
     """Unpickle plain values and numeric NumPy arrays. Other classes are rejected, so no code is executed."""
 
     ALLOWED = frozenset(
@@ -105,10 +105,10 @@ def read_pickle(path: str | Path, encoding: str = "latin1") -> Any:
     """Read a pickle of plain values and numeric arrays without executing code.
 
     Args:
-        encoding: of strings written by Python 2. Arrays need latin1.
+        encoding: encoding of strings written by Python 2. Arrays need latin1.
     """
     with reading(path, Exception), Path(path).open("rb") as file:  # damaged pickles raise many types
-        return Unpickler(file, encoding=encoding).load()
+        return RestrictedUnpickler(file, encoding=encoding).load()
 
 
 def _read_bytes(path: str | Path) -> bytes:

@@ -71,7 +71,7 @@ def _axis(
     """Which cells of the feature map each cell of the RoI map averages along one axis.
 
     Args:
-        start, length: of the RoIs, in cells of the feature map.
+        start, length: where the RoIs begin and how long they are, in cells of the feature map.
         limit: cells of the feature map along the axis.
 
     Returns:

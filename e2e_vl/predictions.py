@@ -66,7 +66,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ty
 
     Attributes:
         text_index: number of the text in its data set; -1: it is from none.
-        correct: how right the answer is, 0 to 1, see `Task.correct`; None: the truth is unknown.
+        correct: how right the answer is, 0 to 1, see `Task.correctness`; None: the truth is unknown.
         grounded: the phrases of the text; empty for a run that does not ground phrases.
         metadata: whatever else the data set has about the text, such as ids.
     """
@@ -85,10 +85,12 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ty
 
     @classmethod
     def of(cls, record: Mapping[str, Any], **answer: Any) -> Self:
-        """The prediction for a text.
+        """Create the prediction for a text.
 
         Args:
-            record: of the text, see `Batch.records`. What is no field of the class goes into `metadata`.
+            record: the record of the text, see `Batch.records`; keys that are not fields of the class go into
+                `metadata`.
+            answer: values of the other fields.
 
         Raises:
             UserError: a value is not of the declared type, such as a score that is NaN.

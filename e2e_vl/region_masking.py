@@ -111,7 +111,7 @@ def mask_regions(batch: Batch, detector: Detector, rule: RegionMasking) -> Batch
     have no seeds.
 
     Args:
-        detector: of the model, for the colours of its input.
+        detector: detector of the model; its pixel normalisation gives the colours.
     """
     if rule.pixels and batch.images.precomputed is not None:
         raise UserError(
@@ -211,7 +211,7 @@ def replace_features(regions: Regions, masks: RegionMasks | None, *, whole_image
     """A copy in which regions have the features of their replacements.
 
     Args:
-        regions: of the N images, as the detector describes them.
+        regions: regions of the N images, as the detector describes them.
         whole_image: row 0 of each image is the whole image, which keeps its feature.
     """
     if masks is None or masks.replacement_index is None:

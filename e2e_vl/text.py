@@ -70,7 +70,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def basic_tokenize(sentence: str) -> list[str]:
-    """Lower-case, strip accents, split at white space and punctuation: BERT's steps before wordpieces."""
+    """Lower-case, strip accents, split at whitespace and punctuation: BERT's steps before wordpieces."""
     normal = BertNormalizer(lowercase=True).normalize_str(sentence)
     return [word for word, _ in BertPreTokenizer().pre_tokenize_str(normal)]
 
@@ -112,14 +112,14 @@ def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:
 
 
 def word_pieces(text: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Wordpiece ids of each word; words end at white space and at punctuation, which is a word of its own."""
+    """Wordpiece ids of each word. Words end at whitespace and punctuation; each punctuation mark is a separate word."""
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     pairs = zip(encoding.word_ids, encoding.ids, strict=True)
     return [[piece for _, piece in word] for _, word in itertools.groupby(pairs, key=operator.itemgetter(0))]
 
 
 def unknown_words(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The words of a text that the vocabulary lacks, each once, in their order; numbers and signs are not counted.
+    """The words of a text that the vocabulary lacks, in order, without repetitions; numbers and symbols are ignored.
 
     Such a word has an unknown wordpiece, or is spelled in wordpieces of one letter each.
     """

@@ -263,7 +263,7 @@ def test_truncation_moves_spans_with_their_wordpieces(mark):
 
 
 def test_wordpieces_know_which_of_them_go_on_with_a_word(mark, tokenizer):
-    """Words end where the tokenizer ends them: at white space, punctuation and Chinese characters."""
+    """Words end where the tokenizer ends them: at whitespace, punctuation and Chinese characters."""
     texts = ("the redstar, don't $5 re-do", "星形 star星", "the\u200bstar", "é e\u0301 star\tstar\n🙂", "...", "star")
     for text in texts:
         example, _ = mark(SampleText(0, text, {}))

@@ -115,7 +115,7 @@ class Parses:
 
 
 def plain_characters(text: str) -> str:
-    """The characters of a text without white space, with signs of the Penn Treebank replaced."""
+    """The characters of a text without whitespace, with signs of the Penn Treebank replaced."""
     return "".join(_SIGNS.get(character, character) for character in _CHARACTER.findall(text))
 
 
@@ -164,7 +164,7 @@ class CaptionAnnotations:
     phrases: list[str]
     phrase_spans: Int64[np.ndarray, "phrases 2"]
     boxes: list[np.ndarray]  # of each phrase float64 [boxes, 4], xyxy in pixels of the original image; maybe none
-    forms: list[str]  # words of the parse, or without a parse the words between white space
+    forms: list[str]  # words of the parse, or without a parse the words between whitespace
     word_spans: Int64[np.ndarray, "words 2"]
     phrase_of: list[int]  # row of each word's phrase; -1 outside of phrases
     is_head: list[bool]  # the word governs the others of its phrase
@@ -214,7 +214,7 @@ class CaptionPreprocessor(Preprocessor):
             raise UserError(
                 f"{self.parses.origin}: the caption '{text.words}' has no parse; give one, or --missing-parse skip."
             )
-        # without a parse, split at white space
+        # without a parse, split at whitespace
         words = parsed or [PlacedWord(found.span()) for found in re.finditer(r"\S+", text.words)]
 
         found = [covered_pieces(places, own, uncut, span) for span in phrases.spans]

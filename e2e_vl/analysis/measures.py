@@ -49,7 +49,7 @@ class HeadSums:
 
     @classmethod
     def zero(cls, layers: int, heads: int, names: Sequence[str]) -> HeadSums:
-        """No examples yet."""
+        """Sums over no examples."""
         none = torch.zeros(layers, heads, dtype=torch.float64)
         return cls(none, none.clone(), dict.fromkeys(names, 0.0))
 

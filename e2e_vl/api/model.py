@@ -184,10 +184,10 @@ class Answer:
         return draw_on(self.images[image], self.boxes[rows], labels)
 
     def shown_phrases(self) -> list[GroundedPhrase]:
-        """The phrases drawn in a picture, in their order: those with a clear region.
+        """The phrases that `draw` shows, in text order: those that are clearly grounded in one region.
 
-        The first phrase is about the answer itself. If no other phrase, such as the landmark of a relation, is clear,
-        the one with the best score is included. Boxes of the answer are left out.
+        The first phrase usually refers to the answer itself. If none of the others, such as the landmark of a relation,
+        is clear, the one with the best score is shown too. Phrases whose box is a box of the answer are left out.
         """
         taken = [box for _, box in self.answer_boxes]
         free = [
@@ -299,7 +299,7 @@ class TrainedDetector:
         max_regions: int = DISPLAY_SELECTION.max_regions,
         stacklevel: int = 2,
     ) -> FoundRegions:
-        """Predicted regions, best score first, or the given boxes with features and classes, in their order.
+        """Predicted regions, best score first, or the given boxes with features and classes, in the given order.
 
         Predicted boxes are selected by the rule "score" (`ExtractionSettings`), as in bulk extraction and in training.
         The defaults suit the display of a photo: 0.2 and 10 to 36, instead of 0.5 and 10 to 100 (VL-BERT, section 4.1).
@@ -309,7 +309,7 @@ class TrainedDetector:
             boxes: [R, 4], or words or a file as in `TrainedModel.ask`; None: predicted boxes.
             min_score: score threshold of predicted boxes.
             min_regions, max_regions: limits of the number of predicted boxes; they take precedence over `min_score`.
-            stacklevel: of the warning that predicted boxes are random.
+            stacklevel: stack level of the warning that predicted boxes are random.
         """
         if boxes is None and self.source.warning:
             warnings.warn(self.source.warning, stacklevel=stacklevel)

@@ -136,7 +136,7 @@ def _images(path: Path) -> list[Path]:
 
 
 def save(folder: Path, answer: Answer) -> None:
-    """Write answer.json, regions.png and answer.png; of a second image regions_2.png and answer_2.png."""
+    """Write answer.json, regions.png and answer.png; for a second image, also regions_2.png and answer_2.png."""
     folder.mkdir(parents=True, exist_ok=True)
     prediction = msgspec.to_builtins(answer.prediction)
     prediction = {

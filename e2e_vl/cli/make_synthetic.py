@@ -2,7 +2,7 @@
 
     e2e-vl synthesize --output data/synthetic --train 3500 --val 200 --testA 100 --testB 100
 
-The layout is described in ``e2e_vl/synthetic/generate.py``, and each format in its writer class. The same settings give
+The layout is described in `e2e_vl/synthetic/generate.py`, and each format in its writer class. The same settings give
 the same files; a second call with the same settings does nothing.
 """
 

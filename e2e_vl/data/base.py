@@ -133,7 +133,7 @@ class VLDataset(abc.ABC):
                 "MODEL.ROI_HEADS.NUM_CLASSES in its config."
             )
         for number, (name, other) in enumerate(zip(names, detector_names or names, strict=False)):
-            if normalize_class_name(name) != normalize_class_name(other):
+            if normalise_class_name(name) != normalise_class_name(other):
                 raise UserError(
                     f"Class {number} is '{name}' in the data set, but '{other}' in the detector's weights; use a file "
                     "with the categories of the weights, or start a detector of the data set's classes from a backbone "
@@ -245,7 +245,7 @@ class DataFiles:
         return name
 
 
-def normalize_class_name(name: str) -> str:
+def normalise_class_name(name: str) -> str:
     """Lower-case letters and digits of a class name: "traffic light" and "Traffic_Light" become "trafficlight"."""
     return "".join(letter for letter in name.casefold() if letter.isalnum()) or name
 

@@ -54,7 +54,7 @@ class CaptionSource(abc.ABC):
 
     @abc.abstractmethod
     def caption(self, text: int) -> str:
-        """One caption."""
+        """The caption with index `text`."""
 
     @abc.abstractmethod
     def name(self, group: int) -> str:
@@ -62,7 +62,7 @@ class CaptionSource(abc.ABC):
 
     @abc.abstractmethod
     def image(self, group: int) -> Path | ImageBytes:
-        """The image file, or its contents."""
+        """The file of the image with index `group`, or its contents."""
 
     def image_size(self, group: int) -> tuple[int, int] | None:
         """(height, width) according to the annotations, or None."""

@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset
 
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset, check_boxes_source, normalize_class_name, open_options
+from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset, check_boxes_source, normalise_class_name, open_options
 from e2e_vl.data.config import JoinedOptions, PartSettings
 from e2e_vl.data.image_loader import BoxReader, open_boxes_of
 from e2e_vl.data.tables import TextGroups
@@ -81,7 +81,7 @@ class JoinedDataset(VLDataset):
             self.starts.append(self.starts[-1] + len(texts))
         self.groups = TextGroups(np.concatenate(numbers), counts)
         datasets = [member.dataset for member in self.members]
-        names = {tuple(map(normalize_class_name, dataset.class_names or ())) for dataset in datasets}
+        names = {tuple(map(normalise_class_name, dataset.class_names or ())) for dataset in datasets}
         if len(names if needs.objects else names - {()}) > 1:
             raise UserError(
                 "The joined data sets have objects of different classes, or some have none; use boxes from a file or "

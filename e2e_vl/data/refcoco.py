@@ -168,7 +168,7 @@ class RefCOCODataset(RecordDataset):
 
 
 class NounPhrases:
-    """The noun phrases of expressions, read when needed from files in the format of Flickr30K Entities.
+    """The noun phrases of expressions, read on demand from files in the format of Flickr30K Entities.
 
     The last image is cached, because the expressions of an image are read one after the other.
     """

@@ -275,7 +275,7 @@ class TextLines(Sequence):
         return len(self._starts)
 
     def __getitem__(self, number: int) -> str:
-        """One line, stripped of white space."""
+        """One line, stripped of whitespace."""
         with reading(f"{self.path}, line {number + 1}", UnicodeDecodeError), self.path.open("rb") as file:
             file.seek(int(self._starts[range(len(self))[number]]))
             return file.readline().decode("utf-8-sig").strip()

@@ -9,7 +9,7 @@ Files (`data.files`, relative to `data.root`; the release has no splits, so {spl
     detections, features   boxes by image id
 
 Without region graphs, the whole description is one phrase, with the box of its region. With them, a description has no
-phrases if its text differs from its region graph's in more than white space.
+phrases if its text differs from its region graph's in more than whitespace.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class RegionPhrases(Record, array_like=True):
     named: NamedBoxes
 
     def of(self, words: str) -> PhraseBoxes | None:
-        """The phrases of a description with this text; None if more than white space differs."""
+        """The phrases of a description with this text; None if more than whitespace differs."""
         if "".join(words.split()) != "".join(self.words.split()):
             return None
         places = [at for at, character in enumerate(words) if not character.isspace()]

@@ -265,7 +265,7 @@ class RelativeGeometryBias(nn.Module):
     initially 0 (plain attention), so checkpoints without it can be loaded.
 
     Args:
-        config: of the encoder.
+        config: config of the encoder.
         num_layers: number of layers with attention among regions.
     """
 

@@ -276,7 +276,7 @@ def open_detector(
         resize: size of the network input; None = the config's INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST, with `rounding`.
         max_proposals: upper limit for RPN.POST_NMS_TOPK_TEST, the number of proposals that reach the RoI head; None =
             the config's number. Time on a CPU grows with it; bottom-up attention uses 300, Detectron2 1000.
-        seed: of the random values.
+        seed: seed of the random values.
     """
     backend = backend or "builtin"
     cls = detector_class(backend)
@@ -369,7 +369,7 @@ def extract_image(
 
     Args:
         rule: selects the predicted boxes.
-        given: a user's boxes, used in place of predicted ones, in their order.
+        given: a user's boxes, used in place of predicted ones, in the given order.
     """
     config = source.detector.config
     if isinstance(image, ImageBytes):

@@ -100,10 +100,10 @@ def normalise_answer(answer: str) -> str:
 
 
 def answer_accuracy(prediction: str, answers: Sequence[str]) -> float:
-    """Score of one prediction, 0 to 1: the mean over the human answers of min(1, matches among the others / 3).
+    """Score of one prediction, 0 to 1: the mean over the human answers of min(1, matches among the other answers / 3).
 
     With ten answers, 0, 1, 2, 3 or more than 3 matches give 0, 0.3, 0.6, 0.9 or 1. When all human answers are the same
-    string, the comparison is raw and case-sensitive (official script).
+    string, answers are compared without normalisation, so case matters (as in the official script).
     """
     prediction, answers = clean_answer(prediction), [clean_answer(answer) for answer in answers]
     if len(set(answers)) > 1:

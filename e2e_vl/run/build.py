@@ -253,10 +253,10 @@ def make_synthetic_data(config: RunConfig) -> None:
 
 
 def build_tokenizer(config: RunConfig, *, writes: bool = True) -> PreTrainedTokenizerBase:
-    """The tokenizer of `data.vocabulary`, or one built from the training texts and saved in the run directory.
+    """Load the tokenizer of `data.vocabulary`, or build one from the training texts and save it in the run directory.
 
     Args:
-        writes: whether this process builds the vocabulary; False: another process has written it.
+        writes: whether this process builds the vocabulary; if not, another process has already written it.
     """
     if config.data.vocabulary is not None:
         return load_tokenizer(config.data.vocabulary)
@@ -399,7 +399,7 @@ def build_run(config: RunConfig, *, writes: bool = True) -> Run:
 
     Args:
         config: as returned by `resolve_config`.
-        writes: whether this process writes these files; False: another process has written them.
+        writes: whether this process writes these files; if not, another process has already written them.
     """
     make_synthetic_data(config)
     tokenizer = build_tokenizer(config, writes=writes)

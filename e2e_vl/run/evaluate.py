@@ -59,8 +59,8 @@ class LossSums:
             sums[name] = before[0] + total, before[1] + count
         return {name: total / count for name, (total, count) in sums.items() if count}
 
-    def score(self, config: RunConfig) -> dict[str, float]:
-        """The weighted sum of the means as the metric `LOSS`; empty if no loss has items."""
+    def metrics(self, config: RunConfig) -> dict[str, float]:
+        """The metric `LOSS`, the weighted sum of the means; empty if no loss has items."""
         means, weights = self.means(), phrase_weights(config)
         return {LOSS: sum(weights.get(name, 1.0) * mean for name, mean in sorted(means.items()))} if means else {}
 
@@ -155,7 +155,7 @@ def evaluate_split(
     if unreadable:
         scores["unreadable_images"] = len({image for one in unreadable for image in one.images})
     if losses is not None:
-        scores |= losses.score(config)
+        scores |= losses.metrics(config)
     return Evaluation(predictions, named_metrics(scores, split, boxes), unreadable)
 
 
@@ -230,7 +230,7 @@ def predict_texts(
         raise UserError(f"{name}: no image can be read; {unreadable[0].reason}")
     for prediction in predictions:
         if not isinstance(prediction, PhrasesOnly):
-            prediction.correct = model.task.correct(prediction)
+            prediction.correct = model.task.correctness(prediction)
     return predictions
 
 

@@ -39,7 +39,7 @@ _MAX_FALSE_IOU = 0.4  # of a false alarm with any object
 
 @dataclass(frozen=True)
 class Recipe:
-    """All settings that decide the content of the files (see ``make_scenes``), in their order in ``synthetic.json``."""
+    """All settings that decide the content of the files (see `make_scenes`), in their order in `synthetic.json`."""
 
     scenes: dict[str, int]
     seed: int
@@ -71,7 +71,7 @@ class ObjectRecord:
     appearance: Appearance
     box: list[float]  # [x, y, width, height] of the visible part, pixels
     area: int  # number of visible pixels
-    outlines: list[list[int]]  # per visible part x, y, x, y, ... in pixels (see ``polygons``)
+    outlines: list[list[int]]  # per visible part x, y, x, y, ... in pixels (see `polygons`)
 
     @classmethod
     def of(cls, item: SceneObject) -> ObjectRecord:
@@ -81,12 +81,12 @@ class ObjectRecord:
 
     @property
     def category_id(self) -> int:
-        """Id of its shape in ``CATEGORIES``."""
+        """Id of its shape in `CATEGORIES`."""
         return CATEGORY_IDS[self.appearance.shape]
 
     @property
     def attribute_ids(self) -> list[int]:
-        """Indices of its colour, texture and size in ``ATTRIBUTES``."""
+        """Indices of its colour, texture and size in `ATTRIBUTES`."""
         look = self.appearance
         return [_ATTRIBUTE_IDS[value] for value in (look.colour, look.texture, look.size)]
 
@@ -97,10 +97,10 @@ class SceneRecord(ScenePlace):
 
     size: tuple[int, int]  # (height, width), pixels
     objects: list[ObjectRecord]  # back to front
-    references: list[Reference]  # about single objects; ``target`` is an index into ``objects``
+    references: list[Reference]  # about single objects; `target` is an index into `objects`
     captions: list[str]  # up to five true sentences
-    detections: list[dict[str, Any]]  # what ``draw_detections`` returned
-    drawn: Any  # what the ``draw`` of a writer returned
+    detections: list[dict[str, Any]]  # what `draw_detections` returned
+    drawn: Any  # what the `draw` of a writer returned
     first_annotation_id: int = 1  # of the first object, in the whole data set; the other objects follow
     first_sentence_id: int = 0  # of the first reference, in the whole data set; the other references follow
 
@@ -108,18 +108,18 @@ class SceneRecord(ScenePlace):
 class FormatWriter(ABC):
     """Writes one file format into a folder of its own.
 
-    ``draw`` is called once per scene, perhaps in another process, and ``write`` once at the end. So a writer must be
-    picklable and must not collect anything in ``draw``.
+    `draw` is called once per scene, perhaps in another process, and `write` once at the end. So a writer must be
+    picklable and must not collect anything in `draw`.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> Any:
-        """Draw what only this format needs about a scene; ``write`` finds it in ``scene.drawn``.
+        """Draw what only this format needs about a scene; `write` finds it in `scene.drawn`.
 
-        Random numbers must come from ``self.recipe.generator(scene.split, scene.number, NAME)`` with a name that no
-        other format uses, so that no format changes the files of another. The ids of ``scene`` are not set yet.
+        Random numbers must come from `self.recipe.generator(scene.split, scene.number, NAME)` with a name that no
+        other format uses, so that no format changes the files of another. The ids of `scene` are not set yet.
         """
         return None
 
@@ -141,7 +141,7 @@ def by_split(scenes: Iterable[SceneRecord]) -> dict[str, list[SceneRecord]]:
 
 
 def write_compact(path: Path, content: Any) -> None:
-    """Write JSON without white space."""
+    """Write JSON without whitespace."""
     path.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
 
 
@@ -181,7 +181,7 @@ def draw_detections(scene: Scene, config: ImitatedDetectorConfig, rng: np.random
     """Detections as from an imperfect detector, at least one.
 
     Returns:
-        dicts of ``box`` [x, y, w, h] in pixels, ``category_id``, ``category_name`` and ``score``.
+        dicts of `box` [x, y, w, h] in pixels, `category_id`, `category_name` and `score`.
     """
     size = scene.image.shape[1], scene.image.shape[0]
     truth = np.array([item.box for item in scene.objects], float)

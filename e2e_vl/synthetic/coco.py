@@ -1,8 +1,8 @@
 """Writers of COCO's instances and captions files.
 
 Annotations of an image are listed in the order of painting: of two that touch, the later one lies in front. Beside
-COCO's keys, an annotation has ``attribute_ids``, three indices (colour, texture, size) into the file's list
-``attributes`` of {id, name}.
+COCO's keys, an annotation has `attribute_ids`, three indices (colour, texture, size) into the file's list
+`attributes` of {id, name}.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from e2e_vl.synthetic.base import ATTRIBUTES, CATEGORIES, FormatWriter, SceneRec
 
 
 class COCOAnnotationsWriter(FormatWriter):
-    """Writes ``instances_train2014.json`` and ``captions_train2014.json``, both over all splits."""
+    """Writes `instances_train2014.json` and `captions_train2014.json`, both over all splits."""
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         write_instances(folder / "instances_train2014.json", scenes)
@@ -25,7 +25,7 @@ class COCOAnnotationsWriter(FormatWriter):
 
 
 class COCODetectionWriter(FormatWriter):
-    """Writes ``instances_<split>.json``."""
+    """Writes `instances_<split>.json`."""
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
@@ -33,7 +33,7 @@ class COCODetectionWriter(FormatWriter):
 
 
 class COCOCaptionsWriter(FormatWriter):
-    """Writes ``captions_<split>.json``."""
+    """Writes `captions_<split>.json`."""
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
@@ -94,9 +94,9 @@ def _write(path: Path, scenes: Sequence[SceneRecord], annotations: list[dict[str
 
 
 class RefCOCOPlusWriter(FormatWriter):
-    """Writes ``instances.json`` (as in COCO) and the pickle ``refs(unc).p``, both over all splits.
+    """Writes `instances.json` (as in COCO) and the pickle `refs(unc).p`, both over all splits.
 
-    A sentence's ``family`` is ours, the other keys are REFER's.
+    A sentence's `family` is ours, the other keys are REFER's.
     """
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
@@ -112,7 +112,7 @@ class RefCOCOPlusWriter(FormatWriter):
 def _refs(scene: SceneRecord, first_ref_id: int) -> list[dict[str, Any]]:
     """One entry per object that is referred to.
 
-    As in the release, ``file_name`` has a number added and does not name a file.
+    As in the release, `file_name` has a number added and does not name a file.
     """
     sentences: dict[int, list[dict[str, Any]]] = {}  # by object
     for sent_id, reference in enumerate(scene.references, start=scene.first_sentence_id):
@@ -138,10 +138,10 @@ def _refs(scene: SceneRecord, first_ref_id: int) -> list[dict[str, Any]]:
 
 
 class MAttNetDetectionsWriter(FormatWriter):
-    """Writes ``refcoco+_unc/res101_coco_minus_refer_notime_dets.json``.
+    """Writes `refcoco+_unc/res101_coco_minus_refer_notime_dets.json`.
 
     It is the flat list of the detections of all splits, in a random order of images and boxes as in the release. A
-    written width is ``x2 - x1 + 1`` with the inclusive corners of the release, which is the width between the pixels'
+    written width is `x2 - x1 + 1` with the inclusive corners of the release, which is the width between the pixels'
     edges.
     """
 

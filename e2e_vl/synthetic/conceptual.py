@@ -53,9 +53,9 @@ class _CaptionedImageWriter(FormatWriter):
 
 
 class ShardsWriter(_CaptionedImageWriter):
-    """Writes ``<split>/00000.tar`` and ``<split>/00000_stats.json`` as img2dataset does.
+    """Writes `<split>/00000.tar` and `<split>/00000_stats.json` as img2dataset does.
 
-    A shard has ``KEY.jpg``, ``KEY.txt`` and ``KEY.json`` side by side.
+    A shard has `KEY.jpg`, `KEY.txt` and `KEY.json` side by side.
     """
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
@@ -66,8 +66,8 @@ class ShardsWriter(_CaptionedImageWriter):
 class ConceptualWriter(_CaptionedImageWriter):
     """Writes the layout of the official VL-BERT code.
 
-    ``<split>.json`` and ``<split>_frcnn.json`` are JSON lines of an image, the words of its caption and, in the second,
-    the file of its detected boxes. They name members of ``<split>_image.zip`` and ``<split>_frcnn.zip``, which are not
+    `<split>.json` and `<split>_frcnn.json` are JSON lines of an image, the words of its caption and, in the second,
+    the file of its detected boxes. They name members of `<split>_image.zip` and `<split>_frcnn.zip`, which are not
     compressed.
     """
 
@@ -90,7 +90,7 @@ class ConceptualWriter(_CaptionedImageWriter):
 
 
 def write_shards(folder: Path, images: Sequence[CaptionedImage], records_per_shard: int = RECORDS_PER_SHARD) -> None:
-    """Write webdataset shards into ``folder``, in the order of the images."""
+    """Write webdataset shards into `folder`, in the order of the images."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, first in enumerate(range(0, len(images), records_per_shard)):
         part = images[first : first + records_per_shard]
@@ -141,7 +141,7 @@ _SENTENCES_PER_LINE = (1, 9)
 
 
 class CorpusWriter(FormatWriter):
-    """Writes ``corpus.doc``, UTF-8: one paragraph per line, with blank lines between documents."""
+    """Writes `corpus.doc`, UTF-8: one paragraph per line, with blank lines between documents."""
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         rng = self.recipe.generator("corpus")
@@ -149,7 +149,7 @@ class CorpusWriter(FormatWriter):
 
 
 def write_corpus(path: Path, config: SceneConfig, rng: np.random.Generator, *, lines: int) -> None:
-    """Write a corpus of ``lines`` paragraphs about the shapes, colours and textures of ``config``."""
+    """Write a corpus of `lines` paragraphs about the shapes, colours and textures of `config`."""
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for _ in range(lines):
             paragraph = " ".join(_sentence(config, rng) for _ in range(rng.integers(*_SENTENCES_PER_LINE)))

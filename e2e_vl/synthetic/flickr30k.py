@@ -114,9 +114,9 @@ _Chains = dict[tuple[str, tuple[int, ...]], str]  # what is named -> its number
 
 
 class EntitiesWriter(FormatWriter):
-    """Writes ``Sentences/<id>.txt``, ``Annotations/<id>.xml`` and ``<split>.txt``; an id is the image's number.
+    """Writes `Sentences/<id>.txt`, `Annotations/<id>.xml` and `<split>.txt`; an id is the image's number.
 
-    The release has no parses; ``parses/<split>.conllu`` has gold parses of all captions.
+    The release has no parses; `parses/<split>.conllu` has gold parses of all captions.
     """
 
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[EntityCaption]:
@@ -247,7 +247,7 @@ def _xml(scene: SceneRecord, chains: _Chains) -> str:
 
 
 class PhrasesWriter(EntitiesWriter):
-    """Writes the noun phrases of expressions in the format of ``EntitiesWriter``."""
+    """Writes the noun phrases of expressions in the format of `EntitiesWriter`."""
 
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[EntityCaption]:
         return [phrases_of_reference(reference, graph) for reference in scene.references]

@@ -3,13 +3,13 @@
 Layout under the output folder:
 
     images/train2014/COCO_train2014_000000000001.jpg    all splits, as in the release
-    <format>/                                           one folder per format, see its class in ``WRITERS``
+    <format>/                                           one folder per format, see its class in `WRITERS`
     synthetic.json                                      written last: settings, formats and statistics
 
 A scene depends only on the seed, its split and its index in the split. More training scenes do not change the
 validation scenes, and neither the number of processes nor the chosen formats change any file.
 
-To add a format, write a ``FormatWriter`` and add it to ``WRITERS``.
+To add a format, write a `FormatWriter` and add it to `WRITERS`.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ def make_scenes(
         scenes: number of scenes per split, for example {"train": 3500, "val": 200}.
         config, language, detections: what is drawn, said and detected; None for the defaults.
         image_format: "jpg" (quality 95) or "png".
-        formats: which of ``FORMATS`` are wanted; None for all.
+        formats: which of `FORMATS` are wanted; None for all.
         workers: number of processes that draw; 0 draws in this process.
 
     Returns:
-        the content of ``synthetic.json``: "version", "settings", "formats" and "statistics".
+        the content of `synthetic.json`: "version", "settings", "formats" and "statistics".
     """
     what = (config or SceneConfig(), language or LanguageConfig(), detections or ImitatedDetectorConfig())
     recipe = Recipe(dict(scenes), seed, image_format, *what)
@@ -183,7 +183,7 @@ def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | Non
 def _map_scenes(
     function: Callable[[ScenePlace], SceneRecord], places: list[ScenePlace], workers: int
 ) -> list[SceneRecord]:
-    """``map`` in this process or over several, in order."""
+    """`map` in this process or over several, in order."""
     bar = partial(tqdm, total=len(places), desc="scenes", unit="scene", delay=1)
     if workers == 0:
         return list(bar(map(function, places)))

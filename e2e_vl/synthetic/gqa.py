@@ -33,8 +33,8 @@ _Question = dict[str, Any]  # a record that refers to other questions and object
 
 
 class GQAWriter(FormatWriter):
-    """Writes ``questions/<split>_{all,balanced}_questions.json``, ``eval/<split>_choices.json`` and
-    ``sceneGraphs/<split>_sceneGraphs.json``; an image id is the image's number as a string."""
+    """Writes `questions/<split>_{all,balanced}_questions.json`, `eval/<split>_choices.json` and
+    `sceneGraphs/<split>_sceneGraphs.json`; an image id is the image's number as a string."""
 
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> dict[str, Any]:
         generator = self.recipe.generator(scene.split, scene.number, "gqa")
@@ -90,7 +90,7 @@ def _make_question(
     objects: Sequence[int] = (),
     balanced: bool = True,
 ) -> _Question:
-    """Make a question; without ``dependencies`` each program step depends on the previous one."""
+    """Make a question; without `dependencies` each program step depends on the previous one."""
     if dependencies is None:
         dependencies = [[number - 1] if number else [] for number in range(len(program))]
     return {

@@ -51,7 +51,7 @@ class Description:
     shape: str | None = None
 
     def mask(self, graph: SceneGraph) -> int:
-        """Bit mask of the objects it is true of."""
+        """Bit mask of the objects that fit the description."""
         mask = graph.everything
         for slot in SLOTS:
             value = getattr(self, slot)
@@ -74,7 +74,7 @@ class ReferringExpression:
 
     @property
     def family(self) -> str:
-        """One of ``FAMILIES``."""
+        """One of `FAMILIES`."""
         if self.operator is None:
             return "attribute"
         if self.operator in _SUPERLATIVES:
@@ -163,7 +163,7 @@ def split_phrases(expression: ReferringExpression, sentence: str) -> tuple[str, 
 
 
 def _noun_phrase(description: Description, rng: np.random.Generator, suffix: bool = False) -> str:
-    """Adjectives and noun; with ``suffix`` the texture may follow as "with stripes"."""
+    """Adjectives and noun; with `suffix` the texture may follow as "with stripes"."""
     adjectives = []
     ending = ""
     if description.size:
@@ -222,7 +222,7 @@ class Reference:
 
     target: int  # index of the object that the expression is true of
     expression: ReferringExpression
-    sentence: str  # its words (see ``to_words``)
+    sentence: str  # its words (see `to_words`)
     typed: str = ""  # the sentence as an annotator might have typed it
 
 
@@ -319,7 +319,7 @@ class _Speaker:
         return ReferringExpression(description, operator, self._any(self._minimal[anchor]))
 
     def _shared_description(self, target: int, left_out: int, with_size: bool = False) -> Description | None:
-        """A description of the target that is also true of another object (not of ``left_out``): it is not enough."""
+        """A description of the target that is also true of another object (not of `left_out`): it is not enough."""
         options = [
             description
             for description, mask in self._descriptions[target]
@@ -336,7 +336,7 @@ class _Speaker:
 # Descriptions of objects as questions and sentences need them: of one object alone, or of any number.
 
 
-Values = Mapping[str, Sequence[str]]  # of each attribute, see ``SceneConfig.values``
+Values = Mapping[str, Sequence[str]]  # of each attribute, see `SceneConfig.values`
 THING_SLOTS = (("colour", "shape"), ("texture", "shape"), ("size", "colour"))  # attributes of things that are asked for
 
 
@@ -361,7 +361,7 @@ def identify(graph: SceneGraph, slots: Sequence[str], rng: np.random.Generator) 
 def draw_thing(
     graph: SceneGraph, slots: Sequence[str], values: Values, wanted: bool, rng: np.random.Generator
 ) -> str | None:
-    """Describe a thing that is in the scene (or, unless ``wanted``, is not) by these attributes."""
+    """Describe a thing that is in the scene (or, unless `wanted`, is not) by these attributes."""
     some = [one for one in all_descriptions(slots, values) if bool(one.mask(graph)) == wanted]
     return noun_phrase(some[rng.integers(len(some))]) if some else None
 
@@ -391,7 +391,7 @@ _ATTEMPTS = 20
 
 
 def draw_captions(graph: SceneGraph, rng: np.random.Generator, count: int = 5) -> list[str]:
-    """Up to ``count`` different captions; each is true of the scene, and may be true of other scenes."""
+    """Up to `count` different captions; each is true of the scene, and may be true of other scenes."""
     count_shapes, count_colours = partial(_count, "shape", "{}", None), partial(_count, "colour", "{} shape", 3)
     kinds = (count_shapes, count_colours, _name_some, _relate_two, _name_some)
     captions: dict[str, None] = {}

@@ -2,7 +2,7 @@
 
 The examples come in sets of four pairs of images and two sentences, as in the release: each sentence is true of two of
 the pairs and false of the others, and each pair has one true sentence and one false one. Who reads only the sentence,
-or sees only the images, is right half of the time. More sentences per pair (``language.sentences_per_pair``) come two
+or sees only the images, is right half of the time. More sentences per pair (`language.sentences_per_pair`) come two
 by two in the same way; training from pixels needs them, because the detector's work is the same for two and for twenty.
 """
 
@@ -137,8 +137,8 @@ def _more_sentences(
 
 
 class PairWriter(FormatWriter):
-    """Writes ``data/<split>.json`` (a line each), ``images/<split>/...`` under the names of the release, and
-    ``instances_<split>.json``, where each image of a pair is an image of its own.
+    """Writes `data/<split>.json` (a line each), `images/<split>/...` under the names of the release, and
+    `instances_<split>.json`, where each image of a pair is an image of its own.
 
     The images are links to the drawn scenes where the disk allows it, whatever their format: as in the release, the
     name of a JPEG file may end in .png.

@@ -153,7 +153,7 @@ def _draw_centre(
 
 
 def _put_in_front(objects: list[SceneObject], new: SceneObject) -> list[SceneObject] | None:
-    """The objects with ``new`` in front of them all, or None when that hides too much or leaves an unclear contact."""
+    """The objects with `new` in front of them all, or None when that hides too much or leaves an unclear contact."""
     updated = []
     reach = _MIN_GAP
     nx1, ny1, nx2, ny2 = new.box
@@ -238,7 +238,7 @@ OUTLINES: dict[str, np.ndarray] = {  # float64 [corners, 2], at any place and si
 
 
 def outline(shape: str, size: float, angle: float) -> np.ndarray:
-    """Outline of a shape of ``OUTLINES`` around the centre of its box, float64 [corners, 2], x and y.
+    """Outline of a shape of `OUTLINES` around the centre of its box, float64 [corners, 2], x and y.
 
     Args:
         size: longer side of the outline's box after rotation, pixels.
@@ -250,7 +250,7 @@ def outline(shape: str, size: float, angle: float) -> np.ndarray:
     return (points - (low + high) / 2) * (size / (high - low).max())
 
 
-Patch = tuple[np.ndarray, np.ndarray, tuple[int, int]]  # see ``cover``
+Patch = tuple[np.ndarray, np.ndarray, tuple[int, int]]  # see `cover`
 
 
 def cover(points: np.ndarray, centre: tuple[float, float]) -> Patch:
@@ -282,7 +282,7 @@ def cover(points: np.ndarray, centre: tuple[float, float]) -> Patch:
 
 
 def paint(image: np.ndarray, patch: Patch, colour: str, texture: str, rng: np.random.Generator) -> None:
-    """Paint an object over ``image`` (float32 [height, width, 3], RGB 0..255), in place."""
+    """Paint an object over `image` (float32 [height, width, 3], RGB 0..255), in place."""
     fill, edge, (x0, y0) = patch
     h, w = fill.shape
     main = np.asarray(RGB[colour], np.float32) + rng.uniform(-9, 9, 3).astype(np.float32)
@@ -313,7 +313,7 @@ def _pattern(texture: str, h: int, w: int, rng: np.random.Generator) -> np.ndarr
 def paint_background(h: int, w: int, rng: np.random.Generator) -> np.ndarray:
     """A dull, low-contrast ground of one of four kinds, float32 [h, w, 3], RGB 0..255.
 
-    It has little saturation and medium brightness, so that no part of it looks like an object of ``RGB``.
+    It has little saturation and medium brightness, so that no part of it looks like an object of `RGB`.
     """
     base = rng.uniform(88, 142) + rng.uniform(-13, 13, 3)
     kind = rng.integers(4)

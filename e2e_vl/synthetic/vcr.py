@@ -7,7 +7,7 @@
 Sentences name objects by number, and what is asked about an object is its colour, which neither its class nor its box
 tells: the image is needed. Wrong choices name colours or objects of the same scene: the question is needed too.
 
-A line's ``family`` is ours, the other keys are VCR's:
+A line's `family` is ours, the other keys are VCR's:
 
     colour   What colour is [2] ?              It is red .                         It has the colour of [0] .
     match    Which has the colour of [2] ?     [0] .                               Both are red .
@@ -54,7 +54,7 @@ class VCRWriter(FormatWriter):
     """Writes the files listed at the top; image files of an interrupted run are replaced."""
 
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[_Question]:
-        """Up to ``_MAX_QUESTIONS`` different questions.
+        """Up to `_MAX_QUESTIONS` different questions.
 
         Returns:
             dicts of "family", "question", and "answer_choices", "answer_label", "rationale_choices" and
@@ -139,13 +139,13 @@ def _some(values: Sequence[Any], number: int, rng: np.random.Generator) -> list[
 
 
 def as_read_aloud(sentence: Sentence) -> str:
-    """Format a sentence for the ``_orig`` fields, which number objects from 1."""
+    """Format a sentence for the `_orig` fields, which number objects from 1."""
     words = (t if isinstance(t, str) else " and ".join(str(number + 1) for number in t) for t in sentence)
     return " ".join(words)
 
 
 def _metadata(scene: SceneRecord) -> dict[str, Any]:
-    """The content of an image's metadata file; ``attribute_ids`` (see ``coco.py``) are ours."""
+    """The content of an image's metadata file; `attribute_ids` (see `coco.py`) are ours."""
     boxes = [item.box for item in scene.objects]
     return {
         "boxes": [[x, y, x + w, y + h, 1.0] for x, y, w, h in boxes],
@@ -160,7 +160,7 @@ def _metadata(scene: SceneRecord) -> dict[str, Any]:
 def _line(
     question: _Question, split: str, index: int, objects: list[str], files: dict[str, str], ids: dict[str, Any]
 ) -> dict[str, Any]:
-    """A line of a jsonl file, with VCR's keys; ``index`` is its number in the file."""
+    """A line of a jsonl file, with VCR's keys; `index` is its number in the file."""
     answer, rationale = (question[f"{kind}_choices"][question[f"{kind}_label"]] for kind in ("answer", "rationale"))
     record = {
         "movie": "drawn_scenes",

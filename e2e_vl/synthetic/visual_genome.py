@@ -22,8 +22,8 @@ _NOUNS = frozenset({*SHAPES, *THINGS})
 
 
 class VisualGenomeWriter(FormatWriter):
-    """Writes ``image_data_<split>.json``, ``region_descriptions_<split>.json``, ``region_graphs_<split>.json`` and
-    ``VG_100K/<id>.jpg``; an id is the image's number."""
+    """Writes `image_data_<split>.json`, `region_descriptions_<split>.json`, `region_graphs_<split>.json` and
+    `VG_100K/<id>.jpg`; an id is the image's number."""
 
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[EntityCaption]:
         return [phrases_of_reference(reference, graph) for reference in scene.references]

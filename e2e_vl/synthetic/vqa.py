@@ -54,7 +54,7 @@ _Made = tuple[str, str, str, Sequence[str]] | None  # question, its type, the ri
 
 
 class VQAWriter(FormatWriter):
-    """Writes ``v2_OpenEnded_mscoco_<split>_questions.json`` and ``v2_mscoco_<split>_annotations.json``."""
+    """Writes `v2_OpenEnded_mscoco_<split>_questions.json` and `v2_mscoco_<split>_annotations.json`."""
 
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[_Question]:
         return draw_vqa_questions(graph, self.recipe.scene, self.recipe.generator(scene.split, scene.number, "vqa"))

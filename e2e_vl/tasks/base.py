@@ -282,7 +282,7 @@ class Task(nn.Module, abc.ABC):
         return self.predict(output.batch, output)
 
     @abc.abstractmethod
-    def correct(self, prediction: Prediction) -> float | None:
+    def correctness(self, prediction: Prediction) -> float | None:
         """Score of one prediction, 0 to 1, for reports; None: the truth is unknown."""
 
     @abc.abstractmethod
@@ -290,7 +290,7 @@ class Task(nn.Module, abc.ABC):
         """The metrics of the predictions for a whole split."""
 
     def joint_metrics(self, predictions: list[Prediction], second: list[Prediction]) -> dict[str, float]:
-        """Metrics that need both runs, for a task with `second_run`; empty if the split has no labels."""
+        """Metrics that need the predictions of two runs, see `second_run`; empty if the split has no labels."""
         return {}
 
     def ranked(self, prediction: Prediction) -> Ranked:

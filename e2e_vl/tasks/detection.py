@@ -112,7 +112,7 @@ class DetectionTask(Task):
             )
         return predictions
 
-    def correct(self, prediction: DetectionPrediction) -> float:
+    def correctness(self, prediction: DetectionPrediction) -> float:
         """F1 score of one image; 1 if there are neither objects nor detections.
 
         Detections with a score of at least `shown_score` count, and all objects that are not crowds.
@@ -167,4 +167,4 @@ class DetectionTask(Task):
         shown, found = self._matches(prediction)
         total = sum(not entry.is_crowd for entry in prediction.objects)
         answer = f"objects found: {len(found)} of {total}, wrong boxes: {len(shown) - len(found)}"
-        return PredictionSummary(f"image {prediction.image_id}", answer, note=f"F1 {self.correct(prediction):.2f}")
+        return PredictionSummary(f"image {prediction.image_id}", answer, note=f"F1 {self.correctness(prediction):.2f}")

@@ -173,7 +173,7 @@ class Flickr30KTask(Task):
             predictions.append(self.prediction(record, boxes=best_boxes, scores=best_scores, ranks=ranks))
         return predictions
 
-    def correct(self, prediction: Flickr30KPrediction) -> float | None:
+    def correctness(self, prediction: Flickr30KPrediction) -> float | None:
         """Share of phrases with a right region; None if the truth is unknown."""
         ranks = prediction.ranks
         return None if ranks is None else sum(rank == 0 for rank in ranks) / len(ranks)

@@ -31,7 +31,7 @@ def attention_to_regions(
 
     Args:
         encoded: must have attention maps.
-        attention_mask: of the regions.
+        attention_mask: mask of the regions, False at padding.
     """
     length = texts.input_ids.shape[1]
     rows = torch.arange(len(texts), device=attention_mask.device)
@@ -110,7 +110,7 @@ class GQATask(AnswerTask):
             for row, kept in enumerate(has_area)
         ]
 
-    def correct(self, prediction: GQAPrediction) -> float | None:
+    def correctness(self, prediction: GQAPrediction) -> float | None:
         """1 if the answer equals the annotated one exactly; None if it is unknown."""
         return None if prediction.right_answer is None else float(prediction.is_hit)
 

@@ -186,7 +186,7 @@ class NLVR2Task(Task):
             for record, is_true, (false, true) in zip(batch.records, best, shares, strict=True)
         ]
 
-    def correct(self, prediction: NLVR2Prediction) -> float | None:
+    def correctness(self, prediction: NLVR2Prediction) -> float | None:
         """1 if the prediction equals the label; None if it is unknown."""
         return None if prediction.label is None else float(prediction.prediction == prediction.label)
 

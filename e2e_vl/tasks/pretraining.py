@@ -277,7 +277,7 @@ class PretrainingTask(Task):
     def answer_lines(self, prediction: PretrainingPrediction) -> list[str]:
         return [line for objective in self.objectives.values() for line in objective.answer_lines(prediction)]
 
-    def correct(self, prediction: PretrainingPrediction) -> float | None:
+    def correctness(self, prediction: PretrainingPrediction) -> float | None:
         """Share of the text's masked items that were predicted correctly; None if none was masked."""
         found = prediction.objectives.values()
         total = sum(one.count for one in found)

@@ -170,8 +170,8 @@ class ReferringTask(Task):
             )
         return predictions
 
-    def correct(self, prediction: ReferringPrediction) -> float | None:
-        """1 if the predicted box is right under the task's IoU convention."""
+    def correctness(self, prediction: ReferringPrediction) -> float | None:
+        """1 if the predicted box is correct under the task's IoU convention, else 0; None if the truth is unknown."""
         if prediction.gt_box is None and prediction.ann_id is None:
             return None
         return referring_metrics([prediction], self.config.iou_convention)["accuracy"]

@@ -73,10 +73,14 @@ def name_objects_by_mention(
     *,
     restarts: bool = False,
 ) -> dict[int, str]:
-    """The names of the objects in `named` and of those that the sentence mentions; new people get the names in turn.
+    """`named` with the objects that the sentence mentions added: people get the next names, others their class.
 
-    Names continue after those of the named people. With `restarts` they begin at the first name, so two people may
-    share a name (R2C's code, which VisualBERT uses).
+    The next name is the one after those of the people in `named`. With `restarts` it is the first name again, so two
+    people may share a name (R2C's code, which VisualBERT uses).
+
+    Args:
+        objects: class of each object.
+        named: names of objects that earlier sentences mention, by index.
     """
     result = dict(named)
     person = 0 if restarts else sum(objects[number] == PERSON for number in named)
@@ -205,7 +209,7 @@ def choice_phrases(
     """The phrases of a front and its choice: the names of objects, with the objects' boxes.
 
     Args:
-        encoding: of front and choice together.
+        encoding: encoding of front and choice together.
         texts: the wordpieces of front and choice after truncation.
         words: the words of front and choice, indexed by `Piece.word`; they are joined by spaces.
         boxes: xyxy in pixels of the resized image, indexed by `Piece.row`; None: names are not phrases.
@@ -521,7 +525,7 @@ class VCRTask(Task):
             for number, (shares, choice) in enumerate(zip(probabilities, best, strict=True))
         ]
 
-    def correct(self, prediction: VCRPrediction) -> float | None:
+    def correctness(self, prediction: VCRPrediction) -> float | None:
         """1 if the choice is right, else 0; None if the label is unknown (test split)."""
         return None if prediction.label is None else float(prediction.choice == prediction.label)
 
@@ -533,9 +537,9 @@ class VCRTask(Task):
         scores: dict[str, list[float]] = defaultdict(list)
         for one in predictions:
             if one.label is not None:
-                scores["accuracy"].append(self.correct(one))
+                scores["accuracy"].append(self.correctness(one))
                 if one.family is not None:
-                    scores[f"accuracy/{one.family}"].append(self.correct(one))
+                    scores[f"accuracy/{one.family}"].append(self.correctness(one))
         return {name: sum(values) / len(values) for name, values in sorted(scores.items())}
 
     def draw(self, prediction: VCRPrediction) -> np.ndarray:

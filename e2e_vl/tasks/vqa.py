@@ -78,7 +78,7 @@ class VQATask(AnswerTask):
         """Applies the punctuation step of the official evaluation (official VL-BERT code)."""
         return line if line == UNKNOWN else strip_punctuation(line)
 
-    def correct(self, prediction: VQAPrediction) -> float | None:
+    def correctness(self, prediction: VQAPrediction) -> float | None:
         """The official accuracy of one prediction, 0 to 1; None if the answers are unknown."""
         return prediction.accuracy
 

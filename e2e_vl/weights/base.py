@@ -57,7 +57,7 @@ class WeightAdapter(abc.ABC):
     segment_tables: ClassVar[tuple[str, ...]] = ()  # full names of tables with a row per text segment
 
     @abc.abstractmethod
-    def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
+    def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether the names are those of this format."""
 
     @abc.abstractmethod
@@ -212,7 +212,7 @@ class BertStart(WeightAdapter):
         """All modules except the pooler, which masked language models do not have."""
         return [f"{ours}." for ours in self.names.values() if ours != "pooler"]
 
-    def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
+    def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         return any(name.removeprefix("bert.") == "embeddings.token_type_embeddings.weight" for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:

@@ -69,7 +69,7 @@ def read_checkpoint_part(path: str | Path, part: Literal["encoder", "task"], rul
     file = find_weights(str(path), part)
     tensors = read_tensors(file)
     for adapter in rules.adapters:
-        if adapter.recognise(tensors):
+        if adapter.recognises(tensors):
             found = adapter.convert(tensors, file)
             task_name = rules.task_name if rules.task_name in found.compatible_tasks else found.task_name
             return CheckpointPart(

@@ -81,14 +81,14 @@ OFFICIAL_CONFIG = {
 
 
 class OfficialLxmert(WeightAdapter):
-    """Checkpoints of the official LXMERT code."""
+    """Converts checkpoints of the official LXMERT code."""
 
     layout = "LXMERT"
     suffix = ".pth"
     checked_fields = ("num_attention_heads", "hidden_act", "layer_norm_eps")
     segment_tables = (SEGMENTS,)
 
-    def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
+    def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         starts = (FINE_TUNED, "bert.encoder.visn_fc.")
         return any(name.removeprefix("module.").startswith(starts) for name in tensors)
 
@@ -153,9 +153,9 @@ class LxmertFromBert(BertStart):
     The layers over regions, the cross attention and the region embeddings stay random.
     """
 
-    def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
+    def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         """BERT, but not our encoder, which has the same names for words."""
-        return super().recognise(tensors) and not any(name.startswith("encoder.visn_fc.") for name in tensors)
+        return super().recognises(tensors) and not any(name.startswith("encoder.visn_fc.") for name in tensors)
 
     def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
         """Select BERT's layers, see `bert_layers` of the encoder's config."""
@@ -199,7 +199,7 @@ class TransformersLxmert(OfficialLxmert):
     layout = "transformers' LXMERT"
     suffix = ".safetensors"
 
-    def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
+    def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         return any(name.startswith(f"{TRUNK}encoder.visn_fc.") for name in tensors)
 
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:

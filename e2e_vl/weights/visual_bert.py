@@ -97,7 +97,7 @@ CLASSIFIER_ROWS = {1: "vcr", 2: "nlvr2"}  # rows of `classifier` -> task, except
 
 
 class OfficialVisualBert(WeightAdapter):
-    """Checkpoints of the official VisualBERT code."""
+    """Converts checkpoints of the official VisualBERT code."""
 
     layout = "VisualBERT"
     suffix = ".th"
@@ -110,7 +110,7 @@ class OfficialVisualBert(WeightAdapter):
         "relative_geometry": False,
     }
 
-    def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
+    def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         return any(name.startswith(TRUNK) for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
@@ -192,7 +192,7 @@ class TransformersVisualBert(OfficialVisualBert):
         "relative_geometry": False,
     }
 
-    def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
+    def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         is_old_trunk = POSITION_IDS in tensors and PROJECTION in tensors
         return is_old_trunk or any(name.startswith(TRANSFORMERS_PREFIX) for name in tensors)
 
@@ -254,9 +254,9 @@ class VisualBertFromBert(BertStart):
     head_names = HEADS[PRETRAINING].names
     transferable = ("word_head.", "relationship.")
 
-    def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
+    def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         """BERT, but not our encoder, which also has visual tables."""
-        return super().recognise(tensors) and not COPIED_TABLES.values() & tensors.keys()
+        return super().recognises(tensors) and not COPIED_TABLES.values() & tensors.keys()
 
     def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
         """Copy BERT's tables to the visual tables."""

@@ -122,7 +122,7 @@ REGION_CLASSES = ("masked_regions.output.weight", "masked_regions.output.bias") 
 
 
 class OfficialVLBert(WeightAdapter):
-    """Checkpoints of the official VL-BERT code."""
+    """Converts checkpoints of the official VL-BERT code."""
 
     layout = "VL-BERT"
     suffix = ".model"
@@ -138,7 +138,7 @@ class OfficialVLBert(WeightAdapter):
     pretraining_only = PRETRAINING_EMBEDDINGS
     segment_tables = (SEGMENTS,)
 
-    def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
+    def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         return any(name.removeprefix("module.").startswith("vlbert.") for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:

@@ -124,5 +124,5 @@ def test_means_of_losses_are_over_the_items_of_all_batches(tiny_config):
     sums.add({"words": loss(6.0, 2.0), "phrases": loss(1.0, 1.0)})
     sums.add({"words": loss(1.0, 5.0), "none": loss(0.0, 0.0)})
     assert sums.means() == {"words": 1.0, "phrases": 1.0}
-    assert sums.score(tiny_config("phrases.weight=0.5")) == {"loss": 1.5}
-    assert LossSums().score(tiny_config()) == {}
+    assert sums.metrics(tiny_config("phrases.weight=0.5")) == {"loss": 1.5}
+    assert LossSums().metrics(tiny_config()) == {}

@@ -89,7 +89,7 @@ A, B, FAR = [0.0, 0.0, 10.0, 10.0], [20.0, 0.0, 30.0, 10.0], [50.0, 50.0, 60.0, 
     ],
 )
 def test_correct_is_the_f1_of_an_image(objects, found, expected):
-    assert DetectionTask(5).correct(prediction(objects, *found)) == pytest.approx(expected)
+    assert DetectionTask(5).correctness(prediction(objects, *found)) == pytest.approx(expected)
 
 
 def test_metrics_are_cocos():

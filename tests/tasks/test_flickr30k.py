@@ -137,7 +137,7 @@ def test_predictions_are_in_pixels_of_the_original_image():
     assert first.boxes == ((5, 0, 15, 10), (0, 0, 10, 10)) and first.ranks == (1, None)
     assert second.boxes == ((20, 20, 30, 40),) and second.ranks == (0,)
     assert first.scores == pytest.approx([0.6, 0.7])
-    assert (task.correct(first), task.correct(second)) == (0, 1)
+    assert (task.correctness(first), task.correctness(second)) == (0, 1)
     metrics = task.metrics([first, second])
     assert metrics["accuracy"] == pytest.approx(1 / 3) and metrics["ceiling"] == pytest.approx(2 / 3)
     described = task.describe(first)
@@ -145,7 +145,7 @@ def test_predictions_are_in_pixels_of_the_original_image():
     assert described.mistakes == (("people", "another region"), ("people", "no right candidate"))
     unknown = sentences(None, None)
     [record, _] = task.predict(unknown, run(task, unknown))
-    assert record.ranks is None and task.correct(record) is None and task.metrics([record]) == {"count": 1}
+    assert record.ranks is None and task.correctness(record) is None and task.metrics([record]) == {"count": 1}
 
 
 # Preprocessor

@@ -78,7 +78,7 @@ def test_choices_become_whether_the_answer_is_among_them():
     [record] = predict(task, batch, torch.tensor([[3.0, 0, 0, 0, 1]]))
     assert (record.answer, record.right_answer, record.is_valid, record.is_plausible) == ("yes", "red", True, False)
     assert "choices" not in record.metadata
-    assert task.correct(record) == 0 and task.correct(GQAPrediction(answer="yes", score=1)) is None
+    assert task.correctness(record) == 0 and task.correctness(GQAPrediction(answer="yes", score=1)) is None
     assert [answer for answer, _ in task.ranked(record)][:2] == ["yes", "red"]
     described = task.describe(record)
     assert (described.answer, described.truth, described.group) == ("yes", "red", "query")

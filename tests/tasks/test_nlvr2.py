@@ -74,7 +74,7 @@ def test_predictions_and_metrics():
     first, second, third = found
     assert (first.prediction, second.prediction, third.prediction) == ("True", "False", "False")
     assert first.true == pytest.approx(0.8808, abs=1e-4) and second.score == pytest.approx(0.7311, abs=1e-4)
-    assert (task.correct(first), task.correct(second), task.correct(third)) == (1, 0, None)
+    assert (task.correctness(first), task.correctness(second), task.correctness(third)) == (1, 0, None)
     metrics = task.metrics([first, second, third])
     assert metrics == {"count": 3, "accuracy": 0.5, "consistency": 0.5, "accuracy/true": 0.5}
     assert [name for name, _ in task.ranked(second)] == ["False", "True"]

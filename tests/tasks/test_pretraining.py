@@ -89,7 +89,7 @@ def test_predictions_count_captions_only():
     batch.records[1] = {}  # an objective's own text about an image, beside those of the data
     assert [record.text_index for record in model.task.predict(batch, output)] == [0, 2]
     nothing = PretrainingPrediction(objectives={name: ObjectiveCounts(0, 0) for name in model.task.objectives})
-    assert model.task.correct(nothing) is None and model.task.describe(nothing).answer == "nothing was masked"
+    assert model.task.correctness(nothing) is None and model.task.describe(nothing).answer == "nothing was masked"
 
 
 def test_what_is_right_is_counted_per_text_and_objective():
@@ -102,7 +102,7 @@ def test_what_is_right_is_counted_per_text_and_objective():
         records = model.task.predict(batch, model(batch))
     assert [record.objectives["masked_words"].right for record in records] == [1, 0, 0]
     assert [record.objectives["relationship"].right for record in records] == [0, 1, 0]
-    assert [model.task.correct(record) for record in records] == [0.5, 0.5, 0.0]
+    assert [model.task.correctness(record) for record in records] == [0.5, 0.5, 0.0]
     assert model.task.metrics(records) == {"masked_words": 0.5, "relationship": pytest.approx(1 / 3)}
     right, wrong = map(model.task.describe, records[:2])  # there is no tokenizer, and so wordpieces are numbers
     assert right.answer == "1 of 1 masked words, 0 of 1 relationship found"

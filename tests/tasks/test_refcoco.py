@@ -221,8 +221,8 @@ def test_an_expression_is_described_with_both_boxes_and_whether_there_was_a_righ
     assert summary.note == "a right box was among 2 candidates"
     assert "no right box" in task.describe(prediction_of(candidate_boxes=[chosen])).note
     assert task.describe(prediction_of(box=None)).score is None
-    assert [task.correct(prediction_of(box=box)) for box in (chosen, [10, 10, 40, 38])] == [0, 1]
-    assert task.correct(prediction_of(gt_box=None)) is None
+    assert [task.correctness(prediction_of(box=box)) for box in (chosen, [10, 10, 40, 38])] == [0, 1]
+    assert task.correctness(prediction_of(gt_box=None)) is None
     for name, mistake in (("dog", "dog"), ("cat", "another cat")):
         summary = task.describe(prediction_of(category="cat", detected_class=name))
         assert summary.mistakes == (("cat", mistake),)

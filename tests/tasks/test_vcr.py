@@ -113,7 +113,7 @@ def test_metrics_count_the_questions_with_a_label():
         VCRPrediction(probabilities=(0.25,) * 4, choice=choice, label=label, family=family)
         for choice, label, family in rows
     ]
-    assert [task.correct(record) for record in records] == [1, 0, 1, None]
+    assert [task.correctness(record) for record in records] == [1, 0, 1, None]
     assert task.metrics(records) == {"accuracy": 2 / 3, "accuracy/colour": 0.5, "accuracy/pair": 1.0}
     assert task.metrics(records[3:]) == {}
 

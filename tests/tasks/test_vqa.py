@@ -116,9 +116,9 @@ def test_predictions_and_metrics():
     assert predict(make_task(unknown_can_win=True), batch, logits)[0].answer == "<unk>"
     assert [answer for answer, _ in first.top_answers] == ["no", "2"]
     assert first.score == pytest.approx(1 / (1 + math.exp(-2)))
-    assert [task.correct(first), task.correct(second)] == pytest.approx([0.9, 1])
+    assert [task.correctness(first), task.correctness(second)] == pytest.approx([0.9, 1])
     assert task.metrics([first, second])["accuracy"] == pytest.approx(0.95)
-    assert task.correct(VQAPrediction(answer="no", score=1)) is None
+    assert task.correctness(VQAPrediction(answer="no", score=1)) is None
     shares = predict(make_task(loss="softmax"), batch, logits)[0]
     assert shares.score == pytest.approx(float(logits[0].softmax(0)[1])) and len(shares.top_answers) == 5
 

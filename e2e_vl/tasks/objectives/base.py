@@ -200,7 +200,7 @@ class Objective(nn.Module, abc.ABC):
         """Fields of the `PretrainingPrediction` for a user's text.
 
         Args:
-            logits: of this objective.
+            logits: logits of this objective.
             names: see `class_names`.
         """
         return {}

@@ -80,11 +80,11 @@ class StatementTask(Task):
         shares = output.task.logits.softmax(dim=1)[:, 1].tolist()
         return [self.prediction(record, true=share) for record, share in zip(batch.records, shares, strict=True)]
 
-    def correct(self, prediction: StatementPrediction) -> float:
+    def correctness(self, prediction: StatementPrediction) -> float:
         return float((prediction.true > 0.5) == prediction.label)
 
     def metrics(self, predictions: list[StatementPrediction]) -> dict[str, float]:
-        return {"accuracy": sum(map(self.correct, predictions)) / len(predictions)}
+        return {"accuracy": sum(map(self.correctness, predictions)) / len(predictions)}
 
     def answer_lines(self, prediction: StatementPrediction) -> list[str]:
         return [f"{prediction.true:.3f}  true"]
