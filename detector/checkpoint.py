@@ -27,8 +27,8 @@ from detector.faster_rcnn import FasterRCNN, TwoStageDetector
 from detector.io import atomic_file, read_json, read_pickle, write_text
 from detector.rpn import configured_cell_anchors
 from detector.structures import Detector
-from detector.weight_names import CELL_ANCHORS, LEFTOVERS, PREDICTOR, to_detector_names
-from detector.zoo import NamedWeights, cached_weights, known_weights, resolve_weights, similar_names
+from detector.weight_names import CELL_ANCHORS, PREDICTOR, UNUSED_KEYS, to_detector_names
+from detector.zoo import PublishedWeights, download_weights, find_published_weights, resolve_weights, suggest_names
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +49,13 @@ ATTRIBUTE_HEAD = tuple(f"{PREDICTOR}{layer}." for layer in ("cls_embedding", "fc
 # Part of the detector that a file must contain -> arguments of `load_weights`. The rest of the detector keeps its
 # values; the rest of the file is ignored.
 EXPECT: dict[str, dict[str, Sequence[str]]] = {
-    "all": {"may_exceed": LEFTOVERS},
-    "no_attributes": {"may_exceed": (*LEFTOVERS, *ATTRIBUTE_HEAD), "may_miss": ATTRIBUTE_HEAD},
+    "all": {"may_exceed": UNUSED_KEYS},
+    "no_attributes": {"may_exceed": (*UNUSED_KEYS, *ATTRIBUTE_HEAD), "may_miss": ATTRIBUTE_HEAD},
     "backbone": {},  # `load_checkpoint` sets `only`
 }
 
 
-def detector_class(backend: Literal["builtin", "detectron2"]) -> type[TwoStageDetector]:
+def get_detector_class(backend: Literal["builtin", "detectron2"]) -> type[TwoStageDetector]:
     """Return the detector class of a backend."""
     if backend == "builtin":
         return FasterRCNN
@@ -82,11 +82,11 @@ def find_weights(path: str | Path) -> Path:
             which are downloaded into the cache.
     """
     path = resolve_weights(path)
-    if isinstance(path, NamedWeights):
-        return cached_weights(path)
+    if isinstance(path, PublishedWeights):
+        return download_weights(path)
     found = next((file for file in (path, *(path / name for name in IN_FOLDERS)) if file.is_file()), None)
     if found is None:
-        similar = similar_names(path)
+        similar = suggest_names(path)
         hint = f" Did you mean the published weights {' or '.join(similar)}?" if similar else ""
         if path.is_dir():
             hint = f" The folder must contain one of {', '.join(IN_FOLDERS)}."
@@ -103,7 +103,7 @@ def read_weights(path: str | Path) -> WeightsFile:
     Args:
         path: a file, a folder or the name of published weights, see `find_weights`.
     """
-    published = known_weights(path)
+    published = find_published_weights(path)
     norm_eps = NORM_EPS if published is None else published.norm_eps
     path = find_weights(path)
     is_pickle = path.suffix == ".pkl" and not zipfile.is_zipfile(path)  # torch writes zip archives
@@ -284,7 +284,7 @@ def load_checkpoint(
     if expect == "backbone":
         options = {"only": next(trunk for trunk in TRUNKS if any(name.startswith(trunk) for name in names))}
     report = load_weights(detector, tensors, path, layout=layout, **options)
-    published = known_weights(path)
+    published = find_published_weights(path)
     if published is not None:  # shapes match, but other settings may differ
         own, theirs = detector.config.to_flat(), DetectorConfig.from_yaml(published.config_path).to_flat()
         different = [f"{key} {theirs[key]}" for key in CONVENTIONS if own.get(key) != theirs.get(key) and key in theirs]

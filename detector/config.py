@@ -79,7 +79,7 @@ MOBILENET_BACKBONE = "build_mobilenet_v3_large_fpn_backbone"  # Detectron2 does 
 RES5_HEADS, STANDARD_HEADS = "Res5ROIHeads", "StandardROIHeads"
 STAGES = ("res2", "res3", "res4", "res5")
 NORM_EPS = 1e-5  # epsilon of frozen batch norms, as in Detectron2
-BACKENDS = ("builtin", "detectron2")  # implementations of the detector, see `detector_class`
+BACKENDS = ("builtin", "detectron2")  # implementations of the detector, see `get_detector_class`
 EXPECTED_PARTS = ("all", "no_attributes", "backbone")  # what a weights file must contain, see `EXPECT` in checkpoint.py
 
 # Types of fields. Some special values of Detectron2 are not supported (MIN_SIZE_TEST 0, DETECTIONS_PER_IMAGE -1).

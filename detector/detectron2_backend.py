@@ -110,7 +110,7 @@ class Detectron2Detector(TwoStageDetector):
             raise UserError(f"Detectron2 does not support {unread[0]}; remove it, or set detector.backend to builtin.")
         cfg = make_cfg(config)
         self.backbone, self.proposal_generator, self.roi_heads = build_parts(cfg, config)
-        adapt(self.backbone, self.proposal_generator, self.roi_heads, config)
+        apply_settings(self.backbone, self.proposal_generator, self.roi_heads, config)
         head_dim = self.roi_heads.box_predictor.cls_score.in_features
         predictor = OutputLayers(cfg, ShapeSpec(channels=head_dim, height=1, width=1))
         predictor.add_attribute_layers(head_dim, config.attributes)
@@ -227,7 +227,7 @@ class Detectron2Detector(TwoStageDetector):
 
 
 def make_cfg(config: DetectorConfig) -> CfgNode:
-    """Make a Detectron2 config without the settings that Detectron2 does not support; `adapt` applies those."""
+    """Make a Detectron2 config without the settings that it does not support; `apply_settings` applies those."""
     flat = {key: value for key, value in config.to_flat().items() if key not in OUR_KEYS}
     if not config.has_box_head:
         flat["MODEL.RESNETS.RES5_DILATION"] = 1
@@ -275,7 +275,7 @@ def build_shallow_resnet(config: ResNetConfig) -> nn.Module:
     return ResNet(stem, stages, out_features=list(config.out_features), freeze_at=config.freeze_at)
 
 
-def adapt(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config: DetectorConfig) -> None:
+def apply_settings(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config: DetectorConfig) -> None:
     """Apply the settings that Detectron2 does not support: stem pool, dilated or frozen res5, cell anchors."""
     settings = config.resnet
     if not config.has_box_head and settings.freeze_at >= 5:

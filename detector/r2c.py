@@ -1,8 +1,9 @@
-"""The network of R2C (Zellers et al., CVPR 2019) that describes given boxes by their pixels, outlines and classes.
+"""Image network of R2C (Zellers et al., CVPR 2019): features of given boxes from pixels, instance masks and classes.
 
-A ResNet up to res4 runs once per image; each box is pooled from it, features of the object's mask are added to the
-first channels of the pooled map, and res5 and a mean follow. The mean and an embedding of the given class (unless its
-width is 0) make the region's feature. The official VisualBERT code trains it on VCR together with its encoder.
+A ResNet up to res4 processes the image. Each box is pooled from res4, features of the object's mask are added to the
+first channels of the pooled map, and res5 and average pooling follow. The region feature is computed from the result
+and, unless CLASS_DIM is 0, an embedding of the box's class. The official VisualBERT code trains this network on VCR
+together with its encoder.
 
 Shape legend: see `detector/structures.py`.
 """
@@ -35,20 +36,20 @@ from detector.images import mask_pixels
 from detector.roi_pooler import align_rois, to_rois
 from detector.structures import DetectionTargets, Detector, FeatureMap, ImageBatch, Regions
 
-STRIDE = 16  # of res4, pixels of the network input per cell
-EXPANSION = 4  # channels of a bottleneck block per channel between its 1x1 convolutions
-WHOLE_IMAGE = 0  # class of the whole image; the class k of a box is k + 1
+STRIDE = 16  # stride of res4: pixels of the padded image per cell
+EXPANSION = 4  # output channels of a bottleneck block / channels of its 3x3 convolution
+WHOLE_IMAGE = 0  # row of the class embedding for the whole image; class k of a box has row k + 1
 
 
 class NetworkSizes(NamedTuple):
-    """Sizes that follow from the depth of a ResNet."""
+    """Number of channels and blocks of a ResNet."""
 
-    stem: int  # channels
-    blocks: tuple[int, ...]  # of res2 .. res5
-    widths: tuple[int, ...]  # channels between the 1x1 convolutions of each stage
+    stem: int  # output channels
+    blocks: tuple[int, ...]  # number of blocks in res2 .. res5
+    widths: tuple[int, ...]  # channels of the 3x3 convolutions in res2 .. res5
 
     @classmethod
-    def of(cls, config: ResNetConfig) -> NetworkSizes:
+    def from_config(cls, config: ResNetConfig) -> NetworkSizes:
         widths = tuple(config.width_per_group * 2**number for number in range(4))
         return cls(config.stem_out_channels, BLOCKS_PER_STAGE[config.depth], widths)
 
@@ -56,8 +57,8 @@ class NetworkSizes(NamedTuple):
 class DescribedBoxes(NamedTuple):
     """The network's output for J boxes."""
 
-    pooled: Float[Tensor, "J channels S S"]  # from res4, before anything is added
-    mean: Float[Tensor, "J channels5"]  # of the output of res5
+    pooled: Float[Tensor, "J channels S S"]  # from res4, without mask features
+    mean: Float[Tensor, "J channels5"]  # mean of res5's output
     features: Float[Tensor, "J D"]
     class_logits: Float[Tensor, "J K_plus_1"]  # background last
 
@@ -78,15 +79,15 @@ class R2CTrunk(nn.Module):
             freeze(getattr(self, name), norm)
 
     def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMap:
-        """res4."""
+        """Return the output of res4."""
         return self.res4(self.res3(self.res2(self.stem(pixels))))
 
 
 class R2CHead(nn.Module):
-    """RoI maps, masks and classes -> features of boxes.
+    """Compute region features from RoI maps, masks and classes.
 
-    `mask_filter` turns masks of twice the side of the RoI maps into features of the maps' side. With
-    `MODEL.R2C.CLASS_DIM` 0 there is no class embedding, and features do not depend on the classes.
+    Masks have twice the side of the RoI maps, and `mask_filter` has stride 2. If `MODEL.R2C.CLASS_DIM` is 0, there is
+    no class embedding, and features do not depend on the classes.
     """
 
     def __init__(self, config: DetectorConfig, sizes: NetworkSizes) -> None:
@@ -99,7 +100,7 @@ class R2CHead(nn.Module):
         self.class_embedding = nn.Embedding(classes, own.class_dim) if own.class_dim else None
         self.dropout = nn.Dropout(own.dropout)
         self.projection = nn.Linear(channels5 + own.class_dim, own.feature_dim)
-        self.classifier = nn.Linear(channels5, classes)  # trained by nothing: its weight is 0 in all official settings
+        self.classifier = nn.Linear(channels5, classes)  # not trained: its loss weight is 0 in all official configs
 
     def forward(
         self, pooled: Float[Tensor, "J channels S S"], masks: Float[Tensor, "J _ _"], classes: Int64[Tensor, " J"]
@@ -116,15 +117,13 @@ class R2CHead(nn.Module):
 
 
 class R2CNetwork(Detector):
-    """Features of given boxes from pixels, instance masks and classes; `sizes` are of a ResNet of another depth than
-    `MODEL.RESNETS.DEPTH`.
-    """
+    """Features of given boxes from pixels, instance masks and classes. `sizes` overrides those of `MODEL.RESNETS`."""
 
     reads_classes = True
 
     def __init__(self, config: DetectorConfig, sizes: NetworkSizes | None = None) -> None:
         super().__init__(config)
-        sizes = sizes or NetworkSizes.of(config.resnet)
+        sizes = sizes or NetworkSizes.from_config(config.resnet)
         self.backbone = R2CTrunk(config, sizes)
         self.roi_heads = R2CHead(config, sizes)
 
@@ -142,13 +141,15 @@ class R2CNetwork(Detector):
         whole_image: bool = False,
         box_classes: list[Int64[Tensor, " _R"]] | None = None,
     ) -> Regions:
-        """See `Detector.forward`. Without `roi_masks` every box is all object. The whole image is described with the
-        box [0, 0, width, height], although its row is [0, 0, width - 1, height - 1] as in every detector.
+        """See `Detector.forward`. Without `roi_masks`, all masks are 1.
+
+        The feature of the whole image is pooled from the box [0, 0, width, height], but, as in every detector, the
+        returned box is [0, 0, width - 1, height - 1].
         """
         if boxes is None or box_classes is None or targets is not None:
             raise UserError(
-                "The network of R2C describes given boxes of given classes and has no detection losses; use the "
-                "annotated boxes (data.boxes.train and eval.boxes: gt), and set detector.loss_weight to 0."
+                "R2C's network needs given boxes and classes and has no detection losses; set data.boxes.train and "
+                "eval.boxes to gt, and detector.loss_weight to 0."
             )
         check_boxes(boxes, images.names, "box")
         side, parts = self.map_size, [*boxes]
@@ -162,7 +163,7 @@ class R2CNetwork(Detector):
             boxes = prepend(whole_image_boxes(images.sizes), boxes)
         if pixel_masks is not None:
             images = dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, pixel_masks))
-        pixels, shifts = self.on_canvas(images)
+        pixels, shifts = self.place_on_canvas(images)
         parts = [rows + shift.repeat(2) for rows, shift in zip(parts, shifts, strict=True)]
         found = self.describe(pixels, to_rois(parts), torch.cat(masks), torch.cat(classes))
         counts = [len(rows) for rows in boxes]
@@ -175,15 +176,15 @@ class R2CNetwork(Detector):
         masks: Float[Tensor, "J _ _"],
         classes: Int64[Tensor, " J"],
     ) -> DescribedBoxes:
-        """Describe boxes in pixels of the network input.
+        """Compute features of boxes in pixels of the padded image.
 
         Args:
-            masks: instance masks in 0..1 on a grid of the box, `map_size` points along each side.
-            classes: 0 = the whole image, 1 .. K.
+            masks: instance masks in 0 .. 1, `map_size` x `map_size` values per box.
+            classes: 1 .. K, or 0 for the whole image.
         """
         maps = self.backbone(pixels.contiguous(memory_format=torch.channels_last))
         settings = self.config.roi_heads
-        maps = maps.to(torch.promote_types(maps.dtype, torch.float32))  # pooling coordinates need more than bfloat16
+        maps = maps.to(torch.promote_types(maps.dtype, torch.float32))  # bfloat16 is too coarse for RoI coordinates
         pooled = align_rois(
             maps,
             rois.to(maps.dtype),
@@ -194,13 +195,13 @@ class R2CNetwork(Detector):
         )
         return self.roi_heads(pooled, masks, classes)
 
-    def on_canvas(self, images: ImageBatch) -> tuple[Float[Tensor, "N 3 _H _W"], Float[Tensor, "N 2"]]:
-        """Images on black canvases of the configured size: in training at a random place, else in the middle.
+    def place_on_canvas(self, images: ImageBatch) -> tuple[Float[Tensor, "N 3 _H _W"], Float[Tensor, "N 2"]]:
+        """Place images on black canvases of the configured size, at a random position in training, else in the centre.
 
-        Without a canvas the images stay as they are, padded with the mean colour.
+        If no canvas is configured, the images are returned unchanged.
 
         Returns:
-            pixels, and (x, y) of each image's upper left corner.
+            pixels, and (x, y) of the upper left corner of each image.
         """
         canvas, pixels = self.config.r2c.canvas, images.pixels
         if not canvas:
@@ -222,9 +223,9 @@ class R2CNetwork(Detector):
 def _make_blocks(
     config: ResNetConfig, sizes: NetworkSizes, number: int, channels: int, *, stride: int
 ) -> nn.Sequential:
-    """Stage res{number + 2} of bottleneck blocks; its first block has the stride.
+    """Make stage res{number + 2} of bottleneck blocks. The stage's stride is in its first block.
 
-    As in torchvision, the first block of every stage but res2 has a convolution in its shortcut.
+    As in torchvision, the first block of every stage after res2 has a convolution in its shortcut.
     """
     width, blocks = sizes.widths[number], []
     for index in range(sizes.blocks[number]):

@@ -1,4 +1,4 @@
-"""From feature maps to RoI maps: which level a RoI is pooled from, and the pooling itself, as Detectron2's `ROIPooler`.
+"""RoI pooling: assign RoIs to feature levels and pool RoI maps, like Detectron2's `ROIPooler`.
 
 Shape legend: see `detector/structures.py`.
 """
@@ -28,27 +28,27 @@ def align_rois(
     aligned: bool,
     stride: int = 1,
 ) -> Float[Tensor, "J channels S S"]:
-    """RoIAlign (He et al., Mask R-CNN, section 3) with torchvision's numbers, fast on CPU in both directions.
+    """RoIAlign (He et al., Mask R-CNN, section 3) with the same results as torchvision, but faster on CPU.
 
     Args:
-        side: cells of the RoI map along each axis.
+        side: number of cells of the RoI map along each axis.
         spatial_scale: cells of the feature map per pixel.
-        sampling_ratio: samples per cell of the RoI map along one axis; 0 or less = the width of the cell, rounded up.
-        aligned: half-pixel shift (Detectron2's ROIAlignV2); without it RoIs are at least one cell of the map large.
-        stride: 1 computes all cells of the RoI map, 2 every second cell from the first on, and so on.
+        sampling_ratio: samples per cell of the RoI map along each axis; 0 or less: the cell's size, rounded up.
+        aligned: shift by half a pixel (Detectron2's ROIAlignV2). Without it, RoIs are at least one cell wide and high.
+        stride: 1 computes all cells of the RoI map, 2 every second cell starting with the first, and so on.
 
     Returns:
-        RoI maps with S = side / stride rounded up, in channels-last memory on CPU.
+        RoI maps with S = ceil(side / stride), on CPU in channels-last memory format.
     """
-    if features.device.type != "cpu" or not len(rois):  # the backward pass of `embedding_bag` crashes without any bag
+    if features.device.type != "cpu" or not len(rois):  # `embedding_bag` crashes in backward without bags
         maps = roi_align(features, rois, (side, side), spatial_scale, sampling_ratio, aligned)
         return maps[:, :, ::stride, ::stride]
     _, channels, height, width = features.shape
     shift = 0.5 if aligned else 0.0
     x1, y1, x2, y2 = (rois[:, 1:].detach() * spatial_scale - shift).unbind(1)
     smallest = -torch.inf if aligned else 1.0
-    rows, row_weights = _axis(y1, (y2 - y1).clamp(min=smallest), side, stride, sampling_ratio, height)
-    columns, column_weights = _axis(x1, (x2 - x1).clamp(min=smallest), side, stride, sampling_ratio, width)
+    rows, row_weights = _axis_weights(y1, (y2 - y1).clamp(min=smallest), side, stride, sampling_ratio, height)
+    columns, column_weights = _axis_weights(x1, (x2 - x1).clamp(min=smallest), side, stride, sampling_ratio, width)
 
     image = rois[:, 0].long()[:, None, None, None, None]
     cells = (image * height + rows[:, :, None, :, None]) * width
@@ -65,24 +65,24 @@ def align_rois(
     return pooled.view(len(rois), num_cells, num_cells, channels).permute(0, 3, 1, 2)
 
 
-def _axis(
+def _axis_weights(
     start: Float[Tensor, " J"], length: Float[Tensor, " J"], side: int, stride: int, sampling_ratio: int, limit: int
 ) -> tuple[Int64[Tensor, "J S reach"], Float[Tensor, "J S reach"]]:
-    """Which cells of the feature map each cell of the RoI map averages along one axis.
+    """Compute the cells of the feature map that each cell of the RoI map averages along one axis.
 
     Args:
-        start, length: where the RoIs begin and how long they are, in cells of the feature map.
-        limit: cells of the feature map along the axis.
+        start, length: start and length of the RoIs, in cells of the feature map.
+        limit: number of cells of the feature map along the axis.
 
     Returns:
-        indices of the cells, and their weights, which are 0 where there is nothing to read.
+        indices of the cells, and their weights, which are 0 for unused entries.
     """
     size = length / side
     samples = torch.full_like(size, sampling_ratio) if sampling_ratio > 0 else size.ceil().clamp(min=0)
     most = max(int(samples.max()), 1) if len(samples) else 1
     cell = torch.arange(0, side, stride, dtype=start.dtype)
     number = torch.arange(most, dtype=start.dtype)
-    # the order of these operations is torchvision's, so that samples on a border fall on the same side of it
+    # same order of operations as torchvision, so that samples at a border are rounded the same way
     point = (start[:, None] + cell * size[:, None])[..., None] + (
         (number + 0.5) * size[:, None] / samples.clamp(min=1)[:, None]
     )[:, None]
@@ -92,7 +92,7 @@ def _axis(
     upper = point - low  # weight of the cell after `low`
     share = inside / samples.clamp(min=1)[:, None, None]
 
-    # samples lie at most one cell apart unless `sampling_ratio` is small: they share cells, which are read only once
+    # samples at most one cell apart share cells, so read each cell only once; with a small `sampling_ratio` they do not
     first = low[..., :1]
     reach = int((low - first).max()) + 2 if low.numel() else 2
     if reach > 2 * most:
@@ -106,12 +106,12 @@ def _axis(
     return index.clamp(max=limit - 1), weight
 
 
-CANONICAL_SIZE = 224  # a box of this side length, in pixels, is pooled from CANONICAL_LEVEL
-CANONICAL_LEVEL = 4  # of stride 2 ** 4
+CANONICAL_SIZE = 224  # boxes with sides of this many pixels are pooled from CANONICAL_LEVEL
+CANONICAL_LEVEL = 4  # stride 2 ** 4
 
 
 def to_rois(boxes: ImageBoxes) -> Float32[Tensor, "J 5"]:
-    """Boxes of all images, joined, with the image index in front."""
+    """Concatenate the boxes of all images, with the image index in the first column."""
     counts = torch.tensor([len(rows) for rows in boxes], device=boxes[0].device)
     image = torch.repeat_interleave(torch.arange(len(boxes), device=counts.device), counts)
     joined = torch.cat(boxes).float()
@@ -121,11 +121,11 @@ def to_rois(boxes: ImageBoxes) -> Float32[Tensor, "J 5"]:
 def assign_levels(
     boxes: Float[Tensor, "J 4"], lowest: int, highest: int, rule: str = "detectron2"
 ) -> Int64[Tensor, " J"]:
-    """Pyramid level of each box: floor(4 + log2(sqrt(area) / 224)), from `lowest` to `highest` (FPN, equation 1).
+    """Compute pyramid levels floor(4 + log2(sqrt(area) / 224)), clamped to lowest .. highest (FPN, equation 1).
 
     Args:
-        rule: "detectron2" adds 1e-8 to the logarithm's argument; "torchvision" adds 1e-6 to the logarithm, so that a
-            box just below a limit gets the higher level. A box without area gets the lowest level under both.
+        rule: "detectron2" adds 1e-8 to the logarithm's argument; "torchvision" adds 1e-6 to the logarithm, so a box
+            just below a threshold is assigned to the higher level. With both, a box with area 0 gets the lowest level.
     """
     ratio = area(boxes).clamp(min=0).sqrt() / CANONICAL_SIZE
     shifts = (1e-8, 0.0) if rule == "detectron2" else (0.0, 1e-6)
@@ -133,7 +133,7 @@ def assign_levels(
 
 
 class RoIPooler:
-    """Pools each RoI from the level that fits its size; with a single feature map, all from that one."""
+    """Pool each RoI from the feature level for its size."""
 
     def __init__(self, config: DetectorConfig) -> None:
         self.config = config.roi_heads
@@ -141,8 +141,10 @@ class RoIPooler:
         self.strides = [config.map_shapes[name].stride for name in self.in_features]
 
     def __call__(self, maps: LevelMaps, rois: Float[Tensor, "J 5"], step: int = 1) -> Float[Tensor, "J channels S S"]:
-        """RoI maps of at least 32-bit floats, from the maps of IN_FEATURES. With `step` s, only every s-th cell of each
-        RoI map is computed.
+        """Pool RoI maps (float32 or float64) from the maps of IN_FEATURES.
+
+        Args:
+            step: compute only every step-th cell of the RoI maps, along both axes.
         """
         if len(self.strides) == 1:
             return self._pool(maps[0], rois, self.strides[0], step)
@@ -160,7 +162,7 @@ class RoIPooler:
         self, features: FeatureMap, rois: Float[Tensor, "rois 5"], stride: int, step: int
     ) -> Float[Tensor, "rois channels S S"]:
         config = self.config
-        # pooling coordinates need more than bfloat16's 8 bits; float64 stays
+        # bfloat16 is not precise enough for RoI coordinates
         features = features.to(torch.promote_types(features.dtype, torch.float32))
         rois = rois.to(features.dtype)
         if config.pooler_type == "ROIPool":

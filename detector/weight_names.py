@@ -1,19 +1,20 @@
-"""Names and conventions of published checkpoints, turned into the ones of this detector (which are Detectron2's).
+"""Convert published checkpoints to the names and conventions of this detector, which are Detectron2's.
 
-Layouts (from the code of Detectron2, `c2_model_loading.py` and `convert-torchvision-to-d2.py`, and of the two ports):
+Layouts (from Detectron2's `c2_model_loading.py` and `convert-torchvision-to-d2.py`, and the two ports of bottom-up
+attention):
 
-- Detectron2: used as it is. The `.pkl` files of "py-bottom-up-attention" (the Detectron2 port of bottom-up attention)
-  have it too: plain dictionaries with these names and an attribute head.
+- Detectron2: needs no conversion. The `.pkl` files of "py-bottom-up-attention" (a Detectron2 port of bottom-up
+  attention) have this layout too: dicts with these names and an attribute head.
 - Caffe2 (Detectron, and Detectron2's ImageNet models): `res2_0_branch2a_w`, and with FPN `fpn_inner_res2_2_sum_w`,
-  `conv_rpn_fpn2_w`, `fc6_w`. Background is class 0 there.
-- torchvision: `layer1.0.conv1.weight`; VL-BERT's `resnet101-pt-vgbua-0000.model` has such names too.
-- VL-BERT: `image_feature_extractor.backbone.layer1.0.conv1.weight`, the network up to res5 in a `.model` file of the
-  official VL-BERT code, beside its encoder and heads, which are left out here.
-- partial: `stem.conv1.weight`, `res2.0.conv1.weight`, matched with the ends of the model's names.
-- Caffe bottom-up attention: the `.pth` files of "bottom-up-attention.pytorch" in its caffe mode (ResNet-101). Their
-  numbers are rearranged exactly. The box arithmetic of that code is not part of the weights and is not reproduced: it
-  clips proposals to width - 1, counts a box's last pixel as inside in NMS (x2 - x1 + 1), and decodes final boxes from
-  proposals that are one pixel wider. Features of given boxes are not affected.
+  `conv_rpn_fpn2_w`, `fc6_w`. The background is class 0.
+- torchvision: `layer1.0.conv1.weight`. VL-BERT's `resnet101-pt-vgbua-0000.model` also has this layout.
+- VL-BERT: `image_feature_extractor.backbone.layer1.0.conv1.weight` in a `.model` file of the official VL-BERT code. It
+  contains the network up to res5. The encoder and heads in the same file are ignored here.
+- Detectron2 without prefixes: `stem.conv1.weight`, `res2.0.conv1.weight`, matched with the ends of the model's keys.
+- Caffe bottom-up attention: the `.pth` files of "bottom-up-attention.pytorch" in its caffe mode (ResNet-101). Weights
+  are converted exactly. The box arithmetic of that code is not reproduced: it clips proposals to width - 1, includes
+  the last pixel in NMS (x2 - x1 + 1) and decodes final boxes from proposals that are one pixel wider. Features of given
+  boxes are not affected.
 
 Shape legend: see `detector/structures.py`; cell_anchors = sizes * ratios.
 """
@@ -33,17 +34,17 @@ from detector.errors import UserError
 BODY = "backbone.body."
 RPN_HEAD = "proposal_generator.rpn_head."
 PREDICTOR = "roi_heads.box_predictor."
-FOLDED_VARIANCE = 1 - NORM_EPS  # with the epsilon: exactly 1
+FOLDED_VARIANCE = 1 - NORM_EPS  # variance + epsilon is exactly 1
 
 BLOCK = re.compile(r"layer(?P<stage>[1-4])\.(?P<block>\d+)\.(?P<rest>.+)")
 
 
 def from_torchvision_detector(tensors: Mapping[str, Tensor], *, norm_eps: float = NORM_EPS) -> dict[str, Tensor]:
-    """A state dict in Detectron2's names and conventions. Names that no part of a Faster R-CNN has are kept.
+    """Convert a state dict of torchvision's Faster R-CNN. Unknown keys are kept.
 
     Args:
-        norm_eps: epsilon of the frozen batch norms in torchvision. It is 0 in models that start from the COCO_V1
-            weights of `fasterrcnn_resnet50_fpn`, and in what they become; no number shows it. See `fold_norms`.
+        norm_eps: epsilon of the frozen batch norms in torchvision. It is 0 in `fasterrcnn_resnet50_fpn` with COCO_V1
+            weights, and in models fine-tuned from it. The state dict does not contain it. See `fold_norms`.
     """
     has_several_convs = any(name.startswith("rpn.head.conv.1.") for name in tensors)
     fcs = sorted({int(found[1]) for name in tensors if (found := re.match(r"roi_heads\.box_head\.(\d+)\.[wb]", name))})
@@ -61,28 +62,28 @@ def from_torchvision_detector(tensors: Mapping[str, Tensor], *, norm_eps: float 
     if any(name.startswith(f"{BODY}layer") for name in tensors):
         kinds, parts = {"inner": "lateral", "layer": "output"}, {None: "", "0.": "", "1.": "norm."}
         rules += [
-            (r"backbone\.body\.(.+)", lambda found: f"backbone.bottom_up.{trunk_name(found[1])}"),
+            (r"backbone\.body\.(.+)", lambda found: f"backbone.bottom_up.{convert_backbone_name(found[1])}"),
             (
                 r"backbone\.fpn\.(inner|layer)_blocks\.(\d)\.([01]\.)?",
                 lambda found: f"backbone.fpn_{kinds[found[1]]}{int(found[2]) + 2}.{parts[found[3]]}",
             ),
         ]
-    else:  # a MobileNet keeps torchvision's names
+    else:  # MobileNet has torchvision's names here too
         rules.append((r"(backbone\.fpn\.\w+_blocks\.\d\.)(?=weight|bias)", r"\g<1>0."))
 
     converted = {}
     for name, value in tensors.items():
         if name.startswith(f"{PREDICTOR}cls_score."):
-            value = background_last(value)
+            value = move_background_last(value)
         elif name.startswith(f"{PREDICTOR}bbox_pred."):
-            value = value[4:]
+            value = value[4:]  # without the background
         pattern, new = next((rule for rule in rules if re.match(rule[0], name)), ("", ""))
         converted[re.sub(f"^{pattern}", new, name, count=1)] = value
     return converted if norm_eps == NORM_EPS else fold_norms(converted, norm_eps)
 
 
-def trunk_name(name: str) -> str:
-    """`layer1.0.bn1.weight` -> `res2.0.conv1.norm.weight`, `conv1.weight` -> `stem.conv1.weight`; others are kept."""
+def convert_backbone_name(name: str) -> str:
+    """`layer1.0.bn1.weight` -> `res2.0.conv1.norm.weight`, `conv1.weight` -> `stem.conv1.weight`; else unchanged."""
     block = BLOCK.fullmatch(name)
     rest = re.sub(r"^bn(\d)\.", r"conv\1.norm.", block["rest"] if block else name)
     if block:
@@ -92,10 +93,10 @@ def trunk_name(name: str) -> str:
 
 
 def fold_norms(tensors: Mapping[str, Tensor], norm_eps: float) -> dict[str, Tensor]:
-    """Frozen batch norms of another epsilon, with exactly the same values under epsilon 1e-5.
+    """Convert frozen batch norms of another epsilon to epsilon 1e-5 with exactly the same output.
 
-    The scale weight / sqrt(variance + epsilon) becomes the weight, for variance 1. (Variances minus 1e-5 would do for
-    most channels, but a dead channel with a variance near 0 would have none left.)
+    The weight becomes weight / sqrt(variance + norm_eps), and the variance 1 - 1e-5. Subtracting 1e-5 from the variance
+    instead would make it negative for dead channels.
     """
     folded = dict(tensors)
     for name, variance in tensors.items():
@@ -106,14 +107,14 @@ def fold_norms(tensors: Mapping[str, Tensor], norm_eps: float) -> dict[str, Tens
     return folded
 
 
-def background_last(value: Tensor) -> Tensor:
-    """Move row 0 of [K + 1, ...] to the end."""
+def move_background_last(value: Tensor) -> Tensor:
+    """Move the first row of [K + 1, ...] to the end."""
     return torch.cat((value[1:], value[:1]))
 
 
-# Of official VisualBERT files (VCR): the network that `detector.r2c` builds. Its trunk has torchvision's names here.
+# Prefix of the image network (`detector.r2c`) in official VisualBERT files for VCR.
 REGION_NETWORK = "detector."
-_R2C_NAMES = {
+_R2C_NAMES = {  # prefix in these files -> torchvision's prefix, or ours for the RoI heads
     "backbone.0.": "conv1.",
     "backbone.1.": "bn1.",
     "backbone.4.": "layer1.",
@@ -128,46 +129,46 @@ _R2C_NAMES = {
 
 
 def from_visual_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The network of an official VisualBERT model, in float32; everything else is left out."""
+    """Convert the image network of an official VisualBERT model to float32. Other parameters are dropped."""
     renamed = {}
     for name, value in tensors.items():
         if not name.startswith(REGION_NETWORK):
             continue
         rest = name.removeprefix(REGION_NETWORK)
         old = next((old for old in _R2C_NAMES if rest.startswith(old)), None)
-        if old is not None:  # otherwise no detector has it
-            name = trunk_name(_R2C_NAMES[old] + rest.removeprefix(old))
+        if old is not None:  # otherwise keep the name, which is then reported as unexpected
+            name = convert_backbone_name(_R2C_NAMES[old] + rest.removeprefix(old))
             if not name.startswith("roi_heads."):
                 name = f"roi_heads.{name}" if name.startswith("res5.") else f"backbone.{name}"
         renamed[name] = value.float() if value.is_floating_point() else value
     return renamed
 
 
-def visual_bert_name(name: str) -> str | None:
-    """The official name, with `detector.`, of a parameter of `R2CNetwork`; None: it is another network's."""
+def to_visual_bert_name(name: str) -> str | None:
+    """Return the official VisualBERT name of a parameter of `R2CNetwork`, or None for any other parameter."""
     rest = _torchvision_name(name)
     found = (REGION_NETWORK + old + rest.removeprefix(new) for old, new in _R2C_NAMES.items() if rest.startswith(new))
     return next(found, None)
 
 
 def _torchvision_name(name: str) -> str:
-    """The reverse of `trunk_name`, of a parameter of the detector: `roi_heads.res5.0.*` -> `layer4.0.*`."""
+    """Invert `convert_backbone_name` for a parameter of the detector: `roi_heads.res5.0.*` -> `layer4.0.*`."""
     name = re.sub(r"^(backbone|roi_heads(?=\.res5))\.(stem\.)?", "", name)
     name = re.sub(r"^res(\d)\.", lambda stage: f"layer{int(stage[1]) - 1}.", name)
     name = name.replace("shortcut.norm.", "downsample.1.").replace("shortcut.", "downsample.0.")
     return re.sub(r"\bconv(\d)\.norm\.", r"bn\1.", name)
 
 
-# Detectron2 saved these as buffers until May 2021, one per feature map. They repeat the config.
+# Until May 2021, Detectron2 saved these as buffers, one per feature map. They duplicate config values.
 CELL_ANCHORS = "proposal_generator.anchor_generator.cell_anchors."
-# Of Mask and Keypoint R-CNNs only the boxes are used; the last three are Caffe2's names.
+# Mask and keypoint heads are not used. The last three names are Caffe2's.
 OTHER_BRANCHES = (
     *("roi_heads.mask_head.", "roi_heads.mask_pooler.", "roi_heads.keypoint_head.", "roi_heads.keypoint_pooler."),
     *("_[mask]_fcn", "mask_fcn_logits_", "conv5_mask_"),
 )
-# ImageNet classifiers, and the bias that Caffe's first convolution has before its norm. No detector uses them, and
-# Detectron2 leaves them out too.
-LEFTOVERS = ("fc.", "stem.fc.", "fc1000.", "pred.", "stem.conv1.bias", *OTHER_BRANCHES)
+# Keys that no detector uses: ImageNet classifiers, mask and keypoint heads, and the bias of the first convolution in
+# Caffe, which precedes a norm. Detectron2 ignores them too.
+UNUSED_KEYS = ("fc.", "stem.fc.", "fc1000.", "pred.", "stem.conv1.bias", *OTHER_BRANCHES)
 
 _PARAMETER = {"w": "weight", "b": "bias"}
 _NORM_PARAMETER = {
@@ -183,7 +184,7 @@ _CAFFE2_LAYERS = {
     "rpn_bbox_pred": f"{RPN_HEAD}anchor_deltas",
     "cls_score": "cls_score",
     "bbox_pred": "bbox_pred",
-    "conv_rpn_fpn2": f"{RPN_HEAD}conv",  # made for the finest level and shared by all
+    "conv_rpn_fpn2": f"{RPN_HEAD}conv",  # named after the finest level, shared by all levels
     "rpn_cls_logits_fpn2": f"{RPN_HEAD}objectness_logits",
     "rpn_bbox_pred_fpn2": f"{RPN_HEAD}anchor_deltas",
     "fc6": "box_head.fc1",
@@ -198,7 +199,7 @@ _CAFFE2_FPN = re.compile(r"fpn_(?P<inner>inner_)?res(?P<stage>\d)_\d+_sum(?:_lat
 _CAFFE2_HEAD_CONV = re.compile(r"head_conv(?P<number>\d+)")
 VL_BERT = "image_feature_extractor."
 _VL_BERT_RES5 = f"{VL_BERT}roi_head_feature_extractor."
-_VL_BERT_RES5_AGAIN = f"{VL_BERT}head.0."  # the official module has res5 under two names
+_VL_BERT_RES5_AGAIN = f"{VL_BERT}head.0."  # the official module contains res5 twice
 _CAFFE_ATTENTION_LAYERS = {
     f"{PREDICTOR}cls_embed": f"{PREDICTOR}cls_embedding",
     f"{PREDICTOR}attr_linear1": f"{PREDICTOR}fc_attr",
@@ -215,16 +216,16 @@ def to_detector_names(
     matching_heuristics: bool = False,
     norm_eps: float = NORM_EPS,
 ) -> tuple[dict[str, Tensor], str]:
-    """Recognise a checkpoint's layout by its names, and convert it to this detector's names and conventions.
+    """Detect the layout of a checkpoint and convert it to this detector's names and conventions.
 
     Args:
-        model_names: keys of the detector's state dict; names without a prefix are matched with their ends.
-        config: its anchors and box weights are those that Caffe's bottom-up attention is converted to.
+        model_names: keys of the detector's state dict, see `match_ends`.
+        config: anchors and box weights for the conversion of Caffe's bottom-up attention.
         source: for the error message.
         matching_heuristics, norm_eps: see `WeightsFile` in `detector.checkpoint`.
 
     Returns:
-        the tensors, and the layout's name for messages.
+        the converted tensors, and the name of the layout for messages.
     """
 
     def has(*prefixes: str) -> bool:
@@ -236,7 +237,7 @@ def to_detector_names(
         return from_vl_bert(tensors), "VL-BERT"
     if has("bert.bert.", f"{REGION_NETWORK}after_roi_align."):
         return from_visual_bert(tensors), "VisualBERT"
-    if has(BODY):  # no other software has these names
+    if has(BODY):  # only torchvision has these names
         return from_torchvision_detector(tensors, norm_eps=norm_eps), "torchvision"
     if has("backbone.", "proposal_generator.", "roi_heads."):
         logits, deltas = (tensors.get(f"{RPN_HEAD}{name}.bias") for name in ("objectness_logits", "anchor_deltas"))
@@ -246,7 +247,7 @@ def to_detector_names(
     if any(_CAFFE2_BLOCK.match(name) for name in tensors):
         converted, layout = from_caffe2(tensors), "Caffe2"
     elif any(BLOCK.match(name) for name in tensors):
-        converted, layout = {trunk_name(name): value for name, value in tensors.items()}, "torchvision"
+        converted, layout = {convert_backbone_name(name): value for name, value in tensors.items()}, "torchvision"
     elif has("features.0."):  # torchvision's MobileNet
         converted = {re.sub(r"^features\.", BODY, name): value for name, value in tensors.items()}
         layout = "torchvision"
@@ -254,15 +255,17 @@ def to_detector_names(
         converted, layout = tensors, "Detectron2 without prefixes"
     else:
         raise UserError(
-            f"{source}: its names are of no known layout ({', '.join(list(tensors)[:3])}, ...); use a file of "
-            "Detectron2, Caffe2, torchvision or VL-BERT."
+            f"{source}: unknown layout of keys ({', '.join(list(tensors)[:3])}, ...); use a file from Detectron2, "
+            "Caffe2, torchvision or VL-BERT."
         )
     return match_ends(converted, model_names), layout
 
 
 def match_ends(tensors: dict[str, Tensor], model_names: Iterable[str]) -> dict[str, Tensor]:
-    """Detectron2's matching heuristics: a name becomes the model's name that ends with it, after a dot. The longest end
-    wins; a name without a match is kept.
+    """Rename keys with Detectron2's matching heuristics.
+
+    A key matches a key of the model if it is equal to it or to its end after a dot. For each key of the model, the
+    longest match is used. Keys without a match are kept.
     """
     full: dict[str, str] = {}
     for model_name in model_names:
@@ -275,17 +278,17 @@ def match_ends(tensors: dict[str, Tensor], model_names: Iterable[str]) -> dict[s
 
 
 def from_caffe2(blobs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Blobs of Caffe2 -> names to be matched by their ends; the background class moves from first to last.
+    """Convert Caffe2's blobs to names for `match_ends`, with the background as the last class.
 
-    Detectron folded its batch norms to a scale and a bias: they get mean 0 and variance 1.
+    Detectron's batch norms consist of a scale and a bias. They get mean 0 and variance 1.
     """
     tensors: dict[str, Tensor] = {}
     for blob, value in blobs.items():
         name = _caffe2_name(blob)
         if name.startswith("cls_score."):
-            value = background_last(value)
+            value = move_background_last(value)
         elif name.startswith("bbox_pred."):
-            value = value[4:]  # the background's box
+            value = value[4:]  # without the background
         tensors[name] = value
         if blob.endswith("_bn_s") and not any(f"{blob[:-1]}{end}" in blobs for end in ("rm", "running_mean")):
             base = name.removesuffix("weight")
@@ -295,7 +298,7 @@ def from_caffe2(blobs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _caffe2_name(blob: str) -> str:
-    """`res2_0_branch2a_bn_s` -> `res2.0.conv1.norm.weight`; unknown blobs keep their name."""
+    """`res2_0_branch2a_bn_s` -> `res2.0.conv1.norm.weight`; names of unknown blobs are unchanged."""
     norm = _CAFFE2_NORM.fullmatch(blob)
     if norm:
         layer, parameter = norm["layer"], f"norm.{_NORM_PARAMETER[norm['parameter']]}"
@@ -318,25 +321,25 @@ def _caffe2_name(blob: str) -> str:
 
 
 def from_vl_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The network up to res5 of an official VL-BERT model (without the prefix `module.`), in float32.
+    """Convert the network up to res5 of an official VL-BERT model (without the prefix `module.`) to float32.
 
     `image_feature_extractor.backbone.layer2.0.bn1.weight` -> `backbone.res3.0.conv1.norm.weight`,
-    `image_feature_extractor.roi_head_feature_extractor.0.*` -> `roi_heads.res5.0.*`. Everything else is left out, also
-    `image_feature_extractor.obj_downsample`, which is part of our encoder.
+    `image_feature_extractor.roi_head_feature_extractor.0.*` -> `roi_heads.res5.0.*`. Other parameters are dropped;
+    `image_feature_extractor.obj_downsample` belongs to this project's encoder.
     """
     renamed = {}
     trunk = f"{VL_BERT}backbone."
     for name, value in tensors.items():
         value = value.float() if value.is_floating_point() else value
         if name.startswith(_VL_BERT_RES5):
-            renamed[f"roi_heads.{trunk_name(f'layer4.{name.removeprefix(_VL_BERT_RES5)}')}"] = value
+            renamed[f"roi_heads.{convert_backbone_name(f'layer4.{name.removeprefix(_VL_BERT_RES5)}')}"] = value
         elif name.startswith(trunk):
-            renamed[f"backbone.{trunk_name(name.removeprefix(trunk))}"] = value
+            renamed[f"backbone.{convert_backbone_name(name.removeprefix(trunk))}"] = value
     return renamed
 
 
 def to_vl_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The reverse of `from_vl_bert`, with res5 under both of its names and `num_batches_tracked` for batch norms."""
+    """Invert `from_vl_bert`, with both copies of res5 and with `num_batches_tracked` for batch norms."""
     official = {}
     for name, value in tensors.items():
         if not name.startswith(("backbone.", "roi_heads.res5.")):
@@ -346,20 +349,21 @@ def to_vl_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         rest = rest.removeprefix("layer4.")
         for prefix in (_VL_BERT_RES5, _VL_BERT_RES5_AGAIN) if is_res5 else (f"{VL_BERT}backbone.",):
             official[prefix + rest] = value
-            if rest.endswith("running_var"):  # a frozen norm counts no batches
+            if rest.endswith("running_var"):  # frozen norms do not have this counter
                 counter = f"{prefix}{rest.removesuffix('running_var')}num_batches_tracked"
                 official.setdefault(counter, torch.zeros((), dtype=torch.int64))
     return official
 
 
 def from_caffe_attention(tensors: dict[str, Tensor], config: DetectorConfig) -> dict[str, Tensor]:
-    """Caffe's conventions of bottom-up attention -> Detectron2's. Exact, apart from rounding in the objectness.
+    """Convert bottom-up attention from Caffe's conventions to Detectron2's. Only the objectness is rounded.
 
-    - objectness [2 * cell_anchors]: background logits, then foreground logits -> their difference [cell_anchors] (its
-      sigmoid is the softmax);
-    - anchors: ratios outer, sizes inner -> sizes outer; cell anchors count their last pixel -> continuous corners;
-    - classes, class embedding and attributes: row 0 (background, "no attribute") -> last row;
-    - box deltas: rows of the background dropped; they are in units of the box, here multiplied by BBOX_REG_WEIGHTS.
+    - Objectness [2 * cell_anchors]: background logits, then foreground logits -> their difference [cell_anchors], whose
+      sigmoid equals the softmax.
+    - Anchors: ratios in the outer loop -> sizes in the outer loop; corners that include the last pixel -> continuous
+      corners.
+    - Classes, class embedding and attributes: the background or "no attribute" moves from the first row to the last.
+    - Box deltas: the background rows are dropped, and the other rows are multiplied by BBOX_REG_WEIGHTS.
     """
     sizes, ratios = len(config.anchors.sizes[0]), len(config.anchors.aspect_ratios[0])
     number = sizes * ratios
@@ -382,6 +386,6 @@ def from_caffe_attention(tensors: dict[str, Tensor], config: DetectorConfig) -> 
             scale = value.new_tensor(config.roi_heads.box_weights).repeat(len(value) // 4 - 1)
             value = value[4:] * scale.reshape(-1, *[1] * (value.ndim - 1))
         elif layer in (f"{PREDICTOR}cls_score", f"{PREDICTOR}cls_embed", f"{PREDICTOR}attr_linear2"):
-            value = background_last(value)
+            value = move_background_last(value)
         converted[name] = value
     return converted

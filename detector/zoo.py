@@ -1,16 +1,15 @@
-"""Published weights by name: their addresses, the config that each needs, and the cache of downloaded files.
+"""Published weights by name: URLs, configs, checksums and downloads.
 
-Names begin with the software that published the weights: `torchvision/...`, `detectron2/...` (the names of its model
-zoo) and `bottom-up-attention/...`. Detectron2's own addresses (`detectron2://ImageNetPretrained/MSRA/R-50.pkl`) and
-the full addresses of the table are understood too.
+Names start with the publisher: `torchvision/...`, `detectron2/...` (as in its model zoo) and `bottom-up-attention/...`.
+Detectron2's own addresses (`detectron2://ImageNetPretrained/MSRA/R-50.pkl`) and full URLs are also accepted.
 
-Sources: torchvision's addresses are in its weights enums; its file names end in the first 8 hexadecimal digits of the
-file's sha256. Detectron2's are in `detectron2/model_zoo/model_zoo.py` and MODEL_ZOO.md; the file names of its detectors
-end in the first 6 digits of the file's md5. Its ImageNet models and the files of bottom-up attention have no published
-checksum. The two sha256 in full are from public records of the same files.
+Sources: torchvision's URLs are in its weights enums, and its file names end with the first 8 hexadecimal digits of the
+file's sha256. Detectron2's are in `detectron2/model_zoo/model_zoo.py` and MODEL_ZOO.md, and the file names of its
+detectors end with the first 6 digits of the file's md5. Its ImageNet models and the files of bottom-up attention have
+no published checksum. The two full sha256 are from public records of the same files.
 
-Licences: Detectron2's files CC BY-SA 3.0. Torchvision (BSD-3-Clause) and the two ports of bottom-up attention
-(Apache-2.0) state one for their code only; torchvision adds that the terms of COCO or ImageNet may apply.
+Licences: Detectron2's files have CC BY-SA 3.0. The licences of torchvision (BSD-3-Clause) and of the two ports of
+bottom-up attention (Apache-2.0) cover only their code; torchvision adds that the terms of COCO or ImageNet may apply.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from detector.errors import MissingFileError, UserError, first_line, reading, us
 from detector.io import atomic_file
 
 PUBLISHED = Path(__file__).with_name("published")  # Detectron2 YAML files
-CLASS_LISTS = Path(__file__).with_name("class_names")  # text files, one name per line in the order of the classes
+CLASS_LISTS = Path(__file__).with_name("class_names")  # text files with one class name per line
 
 TORCHVISION = "https://download.pytorch.org/models/"
 DETECTRON2 = "https://dl.fbaipublicfiles.com/detectron2/"
-UNC = "https://nlp.cs.unc.edu/models/"  # reported dead in 2020; public copies of the files have the same names
+UNC = "https://nlp.cs.unc.edu/models/"  # reported offline in 2020; public copies have the same file names
 MILVLG = "https://awma1-my.sharepoint.com/:u:/g/personal/yuz_l0_tn/"
 
 IMAGENET_CONFIGS = {
@@ -45,69 +44,63 @@ IMAGENET_CONFIGS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class NamedWeights:
-    """One published file.
-
-    `config` names the YAML file in detector/published that the weights need. `expect` is the part of the detector that
-    the file holds, as in `detector.checkpoint.load_checkpoint`. `norm_eps` is the epsilon of the frozen batch norms
-    that the numbers are meant for.
-    """
+class PublishedWeights:
+    """A published weights file."""
 
     name: str
-    address: str
-    file: str  # its name in the cache
-    config: str
-    checksum: str = ""  # "sha256:" or "md5:" and the first hexadecimal digits, as many as are known; "" = unknown
-    class_names: str = ""  # a file in detector/class_names; "" = unknown
-    expect: str = "all"
-    norm_eps: float = NORM_EPS
-    rounding: str = "detectron2"  # of the sides of a resized image, see `detector.images.ResizeRule`
+    address: str  # URL
+    file: str  # file name in the cache
+    config: str  # stem of the YAML file in detector/published
+    checksum: str = ""  # "sha256:" or "md5:" and the known first hexadecimal digits; "": unknown
+    class_names: str = ""  # stem of a file in detector/class_names; "": unknown
+    expect: str = "all"  # part of the detector in the file, see `detector.checkpoint.load_checkpoint`
+    norm_eps: float = NORM_EPS  # epsilon of the frozen batch norms that the weights were trained with
+    rounding: str = "detectron2"  # see `detector.images.ResizeRule`
 
     @property
     def config_path(self) -> Path:
-        """The Detectron2 YAML file, which is installed with this package."""
+        """Path of the config, which is installed with this package."""
         return PUBLISHED / f"{self.config}.yaml"
 
     def read_class_names(self) -> tuple[str, ...] | None:
-        """Names of the classes 0 .. K-1, or None where they are unknown.
+        """Return the names of classes 0 .. K-1, or None if they are unknown.
 
-        In "coco_ids", class c has the COCO id c + 1; the ten ids that COCO does not use are called "N/A", as in
-        torchvision.
+        In "coco_ids", class c has the COCO id c + 1, and the ten unused ids are named "N/A", as in torchvision.
         """
         if not self.class_names:
             return None
         return tuple((CLASS_LISTS / f"{self.class_names}.txt").read_text(encoding="utf-8").splitlines())
 
 
-def _torchvision(name: str, file: str, config: str, **fields: Any) -> NamedWeights:
+def _torchvision(name: str, file: str, config: str, **fields: Any) -> PublishedWeights:
     digits = file.removesuffix(".pth").rpartition("-")[2]
     fields = {"checksum": f"sha256:{digits}", "rounding": "torchvision", **fields}
-    return NamedWeights(f"torchvision/{name}", TORCHVISION + file, file, config, **fields)
+    return PublishedWeights(f"torchvision/{name}", TORCHVISION + file, file, config, **fields)
 
 
-def _imagenet(name: str, file: str, **fields: Any) -> NamedWeights:
+def _imagenet(name: str, file: str, **fields: Any) -> PublishedWeights:
     return _torchvision(name, file, IMAGENET_CONFIGS[name.partition("-")[0]], expect="backbone", **fields)
 
 
-def _zoo(name: str, number: int, digits: str, config: str, **fields: Any) -> NamedWeights:
-    """A detector of Detectron2's model zoo; `digits` are in its file name."""
+def _zoo(name: str, number: int, digits: str, config: str, **fields: Any) -> PublishedWeights:
+    """Make the entry of a detector in Detectron2's model zoo; `digits` are part of its file name."""
     name = f"COCO-Detection/{name}"
     file = f"model_final_{digits}.pkl"
     fields = {"checksum": f"md5:{digits}", "class_names": "coco", **fields}
-    return NamedWeights(f"detectron2/{name}", f"{DETECTRON2}{name}/{number}/{file}", file, config, **fields)
+    return PublishedWeights(f"detectron2/{name}", f"{DETECTRON2}{name}/{number}/{file}", file, config, **fields)
 
 
-def _zoo_trunk(name: str, config: str) -> NamedWeights:
+def _zoo_backbone(name: str, config: str) -> PublishedWeights:
     address = f"{DETECTRON2}ImageNetPretrained/{name}.pkl"
-    file = f"detectron2-{name.replace('/', '-')}.pkl"  # its own name, such as R-50.pkl, is not unique
-    return NamedWeights(f"detectron2/ImageNetPretrained/{name}", address, file, config, expect="backbone")
+    file = f"detectron2-{name.replace('/', '-')}.pkl"  # the original file name, such as R-50.pkl, is not unique
+    return PublishedWeights(f"detectron2/ImageNetPretrained/{name}", address, file, config, expect="backbone")
 
 
-def _port(name: str, address: str, config: str, suffix: str) -> NamedWeights:
-    return NamedWeights(f"bottom-up-attention/{name}", address, f"{name}{suffix}", config)
+def _port(name: str, address: str, config: str, suffix: str) -> PublishedWeights:
+    return PublishedWeights(f"bottom-up-attention/{name}", address, f"{name}{suffix}", config)
 
 
-NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
+PUBLISHED_WEIGHTS: tuple[PublishedWeights, ...] = (
     _torchvision(
         "fasterrcnn_resnet50_fpn-coco",
         "fasterrcnn_resnet50_fpn_coco-258fb6c6.pth",
@@ -153,9 +146,9 @@ NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
     _zoo("faster_rcnn_R_50_DC5_1x", 137847829, "51d356", "R_50_DC5"),
     _zoo("faster_rcnn_R_50_DC5_3x", 137849425, "68d202", "R_50_DC5"),
     _zoo("faster_rcnn_R_101_DC5_3x", 138204841, "3e0943", "R_101_DC5"),
-    _zoo_trunk("MSRA/R-50", "R_50_C4"),
-    _zoo_trunk("MSRA/R-101", "R_101_C4"),
-    _zoo_trunk("FAIR/X-101-32x8d", "X_101_32x8d_FPN"),
+    _zoo_backbone("MSRA/R-50", "R_50_C4"),
+    _zoo_backbone("MSRA/R-101", "R_101_C4"),
+    _zoo_backbone("FAIR/X-101-32x8d", "X_101_32x8d_FPN"),
     # "py-bottom-up-attention"; `frcnn-vg-finetuned` is its `faster_rcnn_from_caffe_attr` on the Hugging Face hub.
     _port(
         "frcnn-vg-finetuned",
@@ -182,12 +175,11 @@ NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
 )
 
 
-def resolve_weights(name: str | Path) -> Path | NamedWeights:
-    """Tell a name of the table from a path. Nothing is downloaded.
+def resolve_weights(name: str | Path) -> Path | PublishedWeights:
+    """Return the published weights with this name or URL, or else a path. Nothing is downloaded.
 
-    A file or folder that exists comes first. The beginning of a name, up to any slash, may be left out where one name
-    only ends with the rest, and so may Detectron2's `.yaml`. What is neither a name nor an address is a path, whether
-    it exists or not.
+    Existing files and folders take precedence. The start of a name up to any slash may be omitted, and Detectron2's
+    suffix `.yaml` is ignored. Anything else is returned as a path, even if it does not exist.
     """
     path = Path(name) if "://" in str(name) else user_path(name)
     if path.exists():
@@ -196,24 +188,24 @@ def resolve_weights(name: str | Path) -> Path | NamedWeights:
     return _find(key) or (user_path(key) if "://" in key else path)
 
 
-def known_weights(name: str | Path) -> NamedWeights | None:
-    """The entry of a name, of an address, or of a file that has the name of an entry's file; None for anything else."""
-    of_file = next((weights for weights in NAMED_WEIGHTS if Path(name).name == weights.file), None)
+def find_published_weights(name: str | Path) -> PublishedWeights | None:
+    """Return the published weights with this name, URL or file name, or None."""
+    of_file = next((weights for weights in PUBLISHED_WEIGHTS if Path(name).name == weights.file), None)
     if of_file is not None or Path(name).exists():
         return of_file
     return _find(_key(name))
 
 
-def similar_names(name: str | Path) -> list[str]:
-    """Names of the table whose last part is nearly the last part of `name`, the most similar first; at most three."""
-    names = {_last(weights.name): weights.name for weights in NAMED_WEIGHTS}
+def suggest_names(name: str | Path) -> list[str]:
+    """Return up to three names of published weights with a last part similar to that of `name`, best match first."""
+    names = {_last(weights.name): weights.name for weights in PUBLISHED_WEIGHTS}
     return [names[last] for last in difflib.get_close_matches(_last(_key(name)), names, n=3, cutoff=0.7)]
 
 
-def _find(key: str) -> NamedWeights | None:
-    """The entry that has this address, or a name that ends with it after a slash."""
+def _find(key: str) -> PublishedWeights | None:
+    """Find published weights by their URL, their name, or the end of their name after a slash."""
     end = f"/{key.removesuffix('.yaml')}"
-    return next((one for one in NAMED_WEIGHTS if key == one.address or f"/{one.name}".endswith(end)), None)
+    return next((one for one in PUBLISHED_WEIGHTS if key == one.address or f"/{one.name}".endswith(end)), None)
 
 
 def _last(key: str) -> str:
@@ -221,31 +213,31 @@ def _last(key: str) -> str:
 
 
 def _key(name: str | Path) -> str:
-    """The name with forward slashes, as an address where it is one; `Path` takes one slash of "://" away."""
+    """Normalise a name or URL: use forward slashes, and restore the "://" of a URL that was converted to a `Path`."""
     key = re.sub(r"^([\w-]{2,}):/+", r"\1://", Path(name).as_posix() if isinstance(name, Path) else name)
     return key.replace("detectron2://", DETECTRON2, 1) if key.startswith("detectron2://") else key
 
 
 def cache_folder() -> Path:
-    import torch  # late: it takes seconds
+    import torch  # slow to import
 
     return Path(torch.hub.get_dir(), "checkpoints")
 
 
-def cached_weights(weights: NamedWeights) -> Path:
-    """The path of the file in the cache of torch.hub, verified; it is downloaded if it is not there.
+def download_weights(weights: PublishedWeights) -> Path:
+    """Return the path of the file in torch.hub's cache. Download it if necessary, and verify its checksum.
 
-    Of several processes one downloads, and the others wait for it.
+    If several processes call this at once, only one of them downloads the file.
     """
-    import torch  # late: it takes seconds
+    import torch  # slow to import
 
     path = cache_folder() / weights.file
-    by_hand = f"download it by other means and save it as {path}, or give the path of your file instead of the name"
+    by_hand = f"download it manually and save it as {path}, or use the path of your file instead of the name"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(f"{path}.lock"):
-                if not path.is_file():  # another process may have downloaded it meanwhile
+                if not path.is_file():  # another process may have downloaded it in the meantime
                     with atomic_file(path) as part:
                         torch.hub.download_url_to_file(weights.address, str(part))
         except (OSError, http.client.HTTPException) as error:
@@ -260,8 +252,8 @@ def cached_weights(weights: NamedWeights) -> Path:
     return path
 
 
-def _difference(weights: NamedWeights, path: Path) -> str:
-    """How a file differs from what is known of the published one; "" if it does not."""
+def _difference(weights: PublishedWeights, path: Path) -> str:
+    """Describe why a file cannot be the published one; "" if it can."""
     if path.stat().st_size == 0:
         return "it is empty"
     with path.open("rb") as file:
@@ -272,26 +264,26 @@ def _difference(weights: NamedWeights, path: Path) -> str:
             file.seek(0)
             found = hashlib.file_digest(file, algorithm).hexdigest()
             if not found.startswith(digits):
-                return f"its {algorithm} begins with {found[: len(digits)]} instead of {digits}"
+                return f"its {algorithm} starts with {found[: len(digits)]} instead of {digits}"
     return ""
 
 
 def read_vocabulary(path: str | Path, number: int, what: str) -> tuple[str, ...]:
-    """Names from a text file such as `objects_vocab.txt` or `attributes_vocab.txt`: line i names number i, from 0.
+    """Read class or attribute names from a text file such as `objects_vocab.txt` or `attributes_vocab.txt`.
 
-    A line may hold synonyms behind commas, which are left out. There is no line for the background or for "no
-    attribute".
+    Line i contains the name of class i, from 0. Synonyms after a comma are dropped. There is no line for the background
+    or for "no attribute".
 
     Args:
-        number: how many names are needed.
-        what: the plural of what is named, for messages.
+        number: expected number of names.
+        what: "classes" or "attributes", for error messages.
     """
     with reading(path):
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     names = tuple(line.partition(",")[0].strip() for line in lines)
     if len(names) != number or not all(names):
         raise UserError(
-            f"{path} has {len([*filter(None, names)])} lines with a name, but the detector has {number} {what}; give "
-            "the file that belongs to its weights."
+            f"{path} has {len([*filter(None, names)])} names, but the detector has {number} {what}; use the file that "
+            "belongs to its weights."
         )
     return names

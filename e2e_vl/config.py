@@ -24,7 +24,7 @@ from msgspec import Meta
 from detector.config import DetectorConfig, SelectionRule
 from detector.errors import UserError, user_path
 from detector.io import decode_yaml, read_yaml, write_text
-from detector.zoo import NamedWeights, resolve_weights
+from detector.zoo import PublishedWeights, resolve_weights
 from e2e_vl.parts import (
     DATASETS,
     DETECTORS,
@@ -533,7 +533,7 @@ def _find_source(key: str, layers: list[tuple[str, Tree]]) -> str:
 def read_detector_config(settings: DetectorSettings) -> DetectorConfig:
     """Read the Detectron2 YAML file (or that of published weights), with `detector.overrides`."""
     published = resolve_weights(settings.config)
-    path = published.config_path if isinstance(published, NamedWeights) else published
+    path = published.config_path if isinstance(published, PublishedWeights) else published
     if not settings.overrides:
         return DetectorConfig.from_yaml(path)
     # not `resolve`: the cache of the Hugging Face hub links to files without an extension

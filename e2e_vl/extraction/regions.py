@@ -18,7 +18,7 @@ from torch import Tensor
 from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 
 from detector.boxes import decode_deltas, is_larger
-from detector.checkpoint import CONFIG_NAME, detector_class, find_weights, load_checkpoint
+from detector.checkpoint import CONFIG_NAME, find_weights, get_detector_class, load_checkpoint
 from detector.config import BACKENDS, DetectorConfig, SelectionRule
 from detector.errors import UserError, user_path
 from detector.faster_rcnn import TwoStageDetector
@@ -26,7 +26,7 @@ from detector.images import ResizeRule, load_resized, make_image_batch, resize_b
 from detector.roi_pooler import to_rois
 from detector.selection import best_class_boxes, select_max_conf, select_max_nms, select_regions
 from detector.structures import FeatureMaps, ImageBatch, RoIFeatures
-from detector.zoo import NamedWeights, known_weights, read_vocabulary, resolve_weights
+from detector.zoo import PublishedWeights, find_published_weights, read_vocabulary, resolve_weights
 from e2e_vl.config import load_config
 from e2e_vl.data.features import RegionFeatures
 from e2e_vl.data.user_inputs import GivenBoxes, require_inside
@@ -279,7 +279,7 @@ def open_detector(
         seed: seed of the random values.
     """
     backend = backend or "builtin"
-    cls = detector_class(backend)
+    cls = get_detector_class(backend)
     settings = DetectorConfig.from_yaml(config)
     weights = None if weights is None else find_weights(weights)  # before the network is built, which takes seconds
     if max_proposals is not None:
@@ -311,12 +311,12 @@ def find_detector(
     """
     found = resolve_weights(source)
     published, weights, rounding = None, found, "detectron2"
-    if isinstance(found, NamedWeights):
+    if isinstance(found, PublishedWeights):
         published, weights = found, found.name
     else:
         weights = user_path(found)
         if config is None and weights.is_file():  # a copy of a published file, with its name
-            published = known_weights(weights)
+            published = find_published_weights(weights)
         if config is None and ((weights / "model").is_dir() or (weights / "detector").is_dir()):
             return detector_of_run(weights, backend=backend, max_proposals=max_proposals)
         if config is None and (weights / CONFIG_NAME).is_file():

@@ -39,7 +39,7 @@ class ModelWeights:
     task: dict[str, Tensor]
     task_name: str | None = None  # task with such a head; None: no head, or an unknown one
     transferable: tuple[str, ...] = ()  # see `Task.transferable`
-    background_last: bool | None = None  # order of the region classes; None: unknown
+    move_background_last: bool | None = None  # order of the region classes; None: unknown
     compatible_tasks: tuple[str, ...] = ()  # other tasks with the same head
 
 

@@ -56,7 +56,7 @@ class CheckpointPart:
     adapter: WeightAdapter | None  # None: a checkpoint of this project
     task_name: str | None  # task of the training; None: unknown, or none of our tasks
     transferable: tuple[str, ...]  # see `Task.transferable`
-    background_last: bool | None  # order of the region classes; None: unknown
+    move_background_last: bool | None  # order of the region classes; None: unknown
 
     @property
     def layout(self) -> str:
@@ -73,18 +73,18 @@ def read_checkpoint_part(path: str | Path, part: Literal["encoder", "task"], rul
             found = adapter.convert(tensors, file)
             task_name = rules.task_name if rules.task_name in found.compatible_tasks else found.task_name
             return CheckpointPart(
-                file, getattr(found, part), adapter, task_name, found.transferable, found.background_last
+                file, getattr(found, part), adapter, task_name, found.transferable, found.move_background_last
             )
     settings = _settings_of_run(file.parent, part).get("task") or {}
     name = settings.get("name")
     task_part = TASKS.get(name or rules.task_name)
     task_class = Task if task_part is None else task_part.cls
-    background_last = None
+    move_background_last = None
     has_background = task_part is not None and hasattr(task_part.config_class, "has_background_last")
     if part == "task" and settings and has_background:
         config = decode(settings.get("config", {}), task_part.config_class, "task.config")
-        background_last = config.has_background_last
-    return CheckpointPart(file, tensors, None, name, task_class.transferable, background_last)
+        move_background_last = config.has_background_last
+    return CheckpointPart(file, tensors, None, name, task_class.transferable, move_background_last)
 
 
 def load_encoder(encoder: nn.Module, path: str | Path, rules: InitRules) -> LoadReport:
@@ -161,8 +161,8 @@ def _continue_head(task: Task, source: CheckpointPart) -> LoadReport:
     rule = task.starts_from or HeadInit()
     tensors, copied = source.tensors, []
     moved = {name: value for name, value in tensors.items() if name.startswith(rule.region_classes)}
-    if moved and source.background_last not in (None, task.config.has_background_last):
-        step, place = (1, "first") if source.background_last else (-1, "last")
+    if moved and source.move_background_last not in (None, task.config.has_background_last):
+        step, place = (1, "first") if source.move_background_last else (-1, "last")
         tensors = tensors | {name: value.roll(step, dims=0) for name, value in moved.items()}
         copied = [f"{prefix[:-1]}, background becomes the {place} class" for prefix in rule.region_classes]
     own = _modules(task.state_dict())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.models.visual_bert.configuration_visual_bert import VisualBertConfig
 
 from detector.r2c import R2CNetwork
-from detector.weight_names import REGION_NETWORK, from_visual_bert, visual_bert_name
+from detector.weight_names import REGION_NETWORK, from_visual_bert, to_visual_bert_name
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import (
@@ -159,7 +159,7 @@ def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
         state[f"{HEAD}{DECODER}"] = parts.encoder[WORD_EMBEDDINGS]
     if MASK_FILTER not in parts.detector:
         return state, left_out + [f"detector.{name}" for name in parts.detector]
-    network = {visual_bert_name(name): value for name, value in parts.detector.items()}
+    network = {to_visual_bert_name(name): value for name, value in parts.detector.items()}
     # official files have the batch counter, which frozen norms lack
     for norm in (name.removesuffix("running_var") for name in list(network) if name.endswith("running_var")):
         network.setdefault(f"{norm}num_batches_tracked", torch.zeros((), dtype=torch.int64))

@@ -152,7 +152,7 @@ class OfficialVLBert(WeightAdapter):
         )
         encoder, head = split_weights(tensors, ENCODER | SCALARS, HEADS.get(task_name, {}), source, (DETECTOR,))
         transferable = ("",) if task_name == PRETRAINING else ()
-        return ModelWeights(from_vl_bert(tensors), encoder, head, task_name, transferable, background_last=False)
+        return ModelWeights(from_vl_bert(tensors), encoder, head, task_name, transferable, move_background_last=False)
 
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
         """Write a `.model` file and return the names that were left out, see `to_official`.

@@ -25,7 +25,7 @@ from detector.config import DetectorConfig
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule, load_image, load_resized
-from detector.zoo import cache_folder, known_weights
+from detector.zoo import cache_folder, find_published_weights
 from e2e_vl.api import model as trained_model
 from e2e_vl.api.model import (
     Answer,
@@ -464,7 +464,7 @@ def test_a_saved_detector_and_a_file_with_its_config(detector, tmp_path, trained
 def named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The name of published weights whose file is in the cache: a small detector of torchvision, with random values."""
     name = "torchvision/fasterrcnn_mobilenet_v3_large_320_fpn-coco"
-    published = known_weights(name)
+    published = find_published_weights(name)
     monkeypatch.setattr(torch.hub, "_hub_dir", None)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: pytest.fail("a download"))
@@ -483,7 +483,7 @@ def test_a_detector_by_name(named: str, tmp_path: Path):
     pixels = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "photo.png")
     loaded = e2e_vl.load_detector(named, device="cpu")
-    assert loaded.source.weights == cache_folder() / known_weights(named).file
+    assert loaded.source.weights == cache_folder() / find_published_weights(named).file
     assert loaded.source.resize == ResizeRule(320, 640, "torchvision")
     assert loaded.class_names[0] == "person" and len(loaded.class_names) == 90
     found = loaded.regions(tmp_path / "photo.png")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from detector.checkpoint import detector_class
+from detector.checkpoint import get_detector_class
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
 
@@ -17,5 +17,5 @@ def test_without_detectron2_choosing_it_says_how_to_install_it(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "detectron2", None)  # makes `import detectron2` fail, installed or not
     monkeypatch.delitem(sys.modules, "detector.detectron2_backend", raising=False)
     with pytest.raises(UserError, match="python -m pip install 'git"):
-        detector_class("detectron2")
-    assert detector_class("builtin") is FasterRCNN
+        get_detector_class("detectron2")
+    assert get_detector_class("builtin") is FasterRCNN

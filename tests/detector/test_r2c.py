@@ -111,7 +111,7 @@ def test_a_canvas_is_black_and_boxes_move_with_the_image():
 def test_in_training_the_place_on_the_canvas_is_random():
     detector = network(**{"R2C.CANVAS": [80, 96]}).train()
     batch = images(8)
-    pixels, shifts = detector.on_canvas(batch)
+    pixels, shifts = detector.place_on_canvas(batch)
     assert len(shifts.unique(dim=0)) > 4
     assert (shifts >= 0).all() and (shifts <= torch.tensor([96 - WIDTH, 80 - HEIGHT])).all()
     left, top = shifts[3].long().tolist()

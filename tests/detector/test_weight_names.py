@@ -27,7 +27,7 @@ from detector.weight_names import (
     from_torchvision_detector,
     from_visual_bert,
     match_ends,
-    visual_bert_name,
+    to_visual_bert_name,
 )
 from detector.zoo import PUBLISHED
 from tests.detector import published
@@ -361,10 +361,10 @@ def test_norms_are_folded_on_request():
 def test_every_parameter_has_an_official_name_and_back():
     with torch.device("meta"):
         own = R2CNetwork(DetectorConfig.from_flat({"MODEL.R2C.FEATURE_DIM": 8})).state_dict()
-    official = {name: visual_bert_name(name) for name in own}
+    official = {name: to_visual_bert_name(name) for name in own}
     assert None not in official.values() and len(set(official.values())) == len(own)
     assert list(from_visual_bert({official[name]: value for name, value in own.items()})) == list(own)
     assert official["backbone.res3.0.shortcut.norm.weight"] == "detector.backbone.5.0.downsample.1.weight"
     assert official["roi_heads.res5.2.conv3.weight"] == "detector.after_roi_align.0.2.conv3.weight"
     assert official["backbone.stem.conv1.norm.running_var"] == "detector.backbone.1.running_var"
-    assert visual_bert_name("proposal_generator.rpn_head.conv.weight") is None
+    assert to_visual_bert_name("proposal_generator.rpn_head.conv.weight") is None

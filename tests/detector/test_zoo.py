@@ -21,33 +21,33 @@ from detector.checkpoint import EXPECT, find_weights, read_weights
 from detector.config import DetectorConfig
 from detector.errors import MissingFileError, UserError
 from detector.zoo import (
-    NAMED_WEIGHTS,
     PUBLISHED,
-    NamedWeights,
+    PUBLISHED_WEIGHTS,
+    PublishedWeights,
     cache_folder,
-    cached_weights,
-    known_weights,
+    download_weights,
+    find_published_weights,
     read_vocabulary,
     resolve_weights,
 )
 
 ROOT = Path(__file__).parents[2]
-BY_NAME = {weights.name: weights for weights in NAMED_WEIGHTS}
+BY_NAME = {weights.name: weights for weights in PUBLISHED_WEIGHTS}
 PUBLISHERS = ("torchvision/", "detectron2/", "bottom-up-attention/")
 V2 = "torchvision/fasterrcnn_resnet50_fpn_v2-coco"
 R50 = "detectron2/ImageNetPretrained/MSRA/R-50"
 
 
 def test_names_addresses_and_files_are_unique() -> None:
-    ends = [weights.name.rpartition("/")[2] for weights in NAMED_WEIGHTS]  # by which they may be named
+    ends = [weights.name.rpartition("/")[2] for weights in PUBLISHED_WEIGHTS]  # by which they may be named
     assert len(set(ends)) == len(ends)
     for field in ("name", "address", "file"):
-        values = [getattr(weights, field).lower() for weights in NAMED_WEIGHTS]
+        values = [getattr(weights, field).lower() for weights in PUBLISHED_WEIGHTS]
         assert len(set(values)) == len(values), field
 
 
-@pytest.mark.parametrize("weights", NAMED_WEIGHTS, ids=lambda weights: weights.name)
-def test_entry(weights: NamedWeights) -> None:
+@pytest.mark.parametrize("weights", PUBLISHED_WEIGHTS, ids=lambda weights: weights.name)
+def test_entry(weights: PublishedWeights) -> None:
     assert weights.name.startswith(PUBLISHERS)
     assert re.fullmatch(r"https://[\w.-]+/.+", weights.address)
     assert re.fullmatch(r"[\w.-]+\.(pth|pkl|bin)", weights.file)
@@ -137,13 +137,13 @@ def test_numbers_of_torchvision() -> None:
 )
 def test_names_ends_of_names_and_addresses(given: str, name: str) -> None:
     for value in (given, Path(given)):
-        assert resolve_weights(value) is known_weights(value) is BY_NAME[name]
+        assert resolve_weights(value) is find_published_weights(value) is BY_NAME[name]
 
 
 @pytest.mark.parametrize("name", ["weights.pth", "./torchvision/x.pth", "C:/weights/x.pth", "mask_rcnn/model.pth"])
 def test_everything_else_is_a_path(name: str) -> None:
     assert resolve_weights(name) == Path(name)
-    assert known_weights(name) is None
+    assert find_published_weights(name) is None
 
 
 def test_a_file_that_exists_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +152,8 @@ def test_a_file_that_exists_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
     path.parent.mkdir()
     path.write_bytes(b"x")
     assert resolve_weights(V2) == path
-    assert known_weights(tmp_path / "fasterrcnn_resnet50_fpn_v2_coco-dd69338a.pth") is BY_NAME[V2]
-    assert known_weights(tmp_path / "other.pth") is None
+    assert find_published_weights(tmp_path / "fasterrcnn_resnet50_fpn_v2_coco-dd69338a.pth") is BY_NAME[V2]
+    assert find_published_weights(tmp_path / "other.pth") is None
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_a_file_that_exists_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
         ("fasterrcnn_resnet50_fpn_v2", V2),
         ("bottom-up-attention/rcnn_from_caffe", "bottom-up-attention/faster_rcnn_from_caffe"),
         ("torchvision/", "torchvision"),
-        ("detectron2://COCO-Detection/other.pkl", "address"),
-        ("https://example.com/weights.pth", "address"),
+        ("detectron2://COCO-Detection/other.pkl", "is a URL"),
+        ("https://example.com/weights.pth", "is a URL"),
         ("some/folder", "some/folder"),
     ],
 )
@@ -178,7 +178,7 @@ def test_the_page_about_detectors_names_what_there_is() -> None:
     names = re.findall(rf"(?:{'|'.join(PUBLISHERS)})[\w./-]*\w(?![\w.]*\.\.)", page)
     assert len(names) >= 9
     for name in names:
-        assert isinstance(resolve_weights(name), NamedWeights), name
+        assert isinstance(resolve_weights(name), PublishedWeights), name
 
 
 CONTENT = bytes(range(256)) * 200
@@ -205,9 +205,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache_folder()
 
 
-def entry(**fields: object) -> NamedWeights:
+def entry(**fields: object) -> PublishedWeights:
     fields = {"checksum": f"sha256:{SHA256}", **fields}
-    return NamedWeights("torchvision/test", ADDRESS, "test.pth", "R_50_C4", **fields)
+    return PublishedWeights("torchvision/test", ADDRESS, "test.pth", "R_50_C4", **fields)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def entry(**fields: object) -> NamedWeights:
 )
 def test_a_file_is_downloaded_once(cache: Path, fields: dict[str, object]) -> None:
     for _ in range(2):
-        assert cached_weights(entry(**fields)) == cache / "test.pth"
+        assert download_weights(entry(**fields)) == cache / "test.pth"
     assert (cache / "test.pth").read_bytes() == CONTENT
     assert (cache.parents[1] / "log").read_text().count("\n") == 1
 
@@ -239,7 +239,7 @@ def test_another_file_is_rejected_and_stays(cache: Path, fields: dict[str, objec
     cache.mkdir(parents=True)
     path.write_bytes(content)
     with pytest.raises(UserError, match=str(path)):
-        cached_weights(entry(**fields))
+        download_weights(entry(**fields))
     assert path.read_bytes() == content
 
 
@@ -250,12 +250,12 @@ def test_a_failed_download_leaves_nothing(cache: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.hub, "download_url_to_file", cut_off)
     with pytest.raises(MissingFileError, match=f"torchvision/test.*{ADDRESS}.*connection reset.*{cache}"):
-        cached_weights(entry())
+        download_weights(entry())
     assert [path.name for path in cache.iterdir()] in ([], ["test.pth.lock"])
 
 
 def fetch(_: int) -> str:
-    return hashlib.sha256(cached_weights(entry()).read_bytes()).hexdigest()
+    return hashlib.sha256(download_weights(entry()).read_bytes()).hexdigest()
 
 
 def test_of_several_processes_one_downloads_and_all_see_the_whole_file(cache: Path) -> None:
@@ -268,7 +268,7 @@ def test_weights_are_read_by_name_and_by_the_name_of_their_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, file = "torchvision/fasterrcnn_resnet50_fpn-coco", "fasterrcnn_resnet50_fpn_coco-258fb6c6.pth"
-    monkeypatch.setattr(detector.checkpoint, "cached_weights", lambda weights: tmp_path / weights.file)
+    monkeypatch.setattr(detector.checkpoint, "download_weights", lambda weights: tmp_path / weights.file)
     torch.save({"x": torch.ones(2)}, tmp_path / file)
     for given in (name, tmp_path / file):
         found = read_weights(given)

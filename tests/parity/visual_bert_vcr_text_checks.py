@@ -142,7 +142,7 @@ def test_images_on_their_canvas(data_rules, settings):
         if case["width"] >= case["height"]:
             assert rule.target_size(case["height"], case["width"]) == size
         sizes = torch.tensor([size])
-        pixels, shift = network.on_canvas(ImageBatch(torch.ones(1, 3, *size), sizes, sizes, ["image"]))
+        pixels, shift = network.place_on_canvas(ImageBatch(torch.ones(1, 3, *size), sizes, sizes, ["image"]))
         assert list(pixels.shape[:1:-1]) == case["result"]
         assert shift.tolist() == [[left, top]]
         assert (pixels[0, :, top:bottom, left:right] == 1).all()
