@@ -117,14 +117,12 @@ def test_files_that_are_not_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_another_number_of_classes(tmp_path: Path, plain: FasterRCNN):
-    """An error; but the backbone alone loads if it is complete, and the heads of the file are listed as unused."""
+    """The backbone loads if it is complete, and the file's heads are reported as unexpected."""
     state = plain.state_dict()
     save_weights(state, tmp_path / "a.pth")
     tree = copy.deepcopy(published.WITHOUT_ATTRIBUTES)
     tree["MODEL"]["ROI_HEADS"]["NUM_CLASSES"] = 9
     model = published.make(tree, 3)
-    with pytest.raises(UserError, match=r"4 mismatched \(roi_heads\.box_predictor\.cls_score\.weight \[5, 64\] -> "):
-        load_checkpoint(model, tmp_path / "a.pth")
     report = load_checkpoint(model, tmp_path / "a.pth", expect="backbone")
     assert len(report.unexpected) == len(report.missing) == 10
     assert "unexpected: 10\n  proposal_generator.rpn_head.conv.weight\n" in str(report)

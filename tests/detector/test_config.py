@@ -76,23 +76,13 @@ def test_keys_of_training_runs_are_ignored_and_texts_may_be_python_literals():
         ("MODEL.ROI_BOX_HEAD.REGION_FEATURE", "mean"),  # of a C4
         ("MODEL.PIXEL_STD", [1, 1, 0]),
         ("TEST.DETECTIONS_PER_IMAGE", -1),
+        ("MODEL.RESNETS.DEPHT.*MODEL.RESNETS.DEPTH", 1),  # with a hint
+        ("MODEL.RESNETS.NORM.*'FrozenBN', 'BN', 'SyncBN', 'GN'", "LN"),
     ],
 )
 def test_bad_values_name_file_and_key(key: str, value: Any):
     with pytest.raises(UserError, match=rf"^a\.yaml: .*{key.removeprefix('MODEL.')}"):
-        DetectorConfig.from_flat({key: value}, "a.yaml")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "hint"),
-    [
-        ("MODEL.RESNETS.DEPHT", 1, "MODEL.RESNETS.DEPTH"),
-        ("MODEL.RESNETS.NORM", "LN", "'FrozenBN', 'BN', 'SyncBN', 'GN'"),
-    ],
-)
-def test_hints_at_the_right_key_or_value(key: str, value: Any, hint: str):
-    with pytest.raises(UserError, match=f"{key}.*{hint}"):
-        DetectorConfig.from_flat({key: value})
+        DetectorConfig.from_flat({key.partition(".*")[0]: value}, "a.yaml")
 
 
 def test_bad_files(tmp_path: Path):

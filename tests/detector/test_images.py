@@ -159,51 +159,37 @@ def test_batch_is_padded_after_normalisation():
     assert batch.original_sizes.tolist() == [[50, 90], [16, 8]]
     assert torch.allclose(batch.scales, torch.tensor([[0.1, 0.1], [0.5, 0.5]]))
     assert batch.names == ["a", "b"]
-
-
-def test_batch_of_fixed_size():
-    image = random_pixels(5, 9)
-    batch = make_image_batch([image], [(5, 9)], ["a"], [0] * 3, [1] * 3, pad_to=(16, 12))
-    assert batch.pixels.shape == (1, 3, 16, 12)
-    assert batch.pixels.sum() == image.astype(int).sum()
+    larger = make_image_batch(images, [(50, 90), (16, 8)], ["a", "b"], mean, std, pad_to=(16, 12)).pixels
+    assert torch.equal(larger[:, :, :8, :9], batch.pixels) and larger.shape == (2, 3, 16, 12)
+    assert not larger[:, :, 8:].any() and not larger[:, :, :, 9:].any()
     with pytest.raises(ValueError, match=r"photo\.jpg.*5 x 9.*4 x 12"):
-        make_image_batch([image], [(5, 9)], ["photo.jpg"], [0] * 3, [1] * 3, pad_to=(4, 12))
+        make_image_batch(images[:1], [(5, 9)], ["photo.jpg"], mean, std, pad_to=(4, 12))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
-def test_the_formats_that_are_named_are_read(tmp_path: Path, kind: str):
+def test_supported_formats(tmp_path: Path, kind: str):
     Image.new("RGB", (6, 4), (255, 255, 255)).save(tmp_path / "a", kind)
     assert (load_image(tmp_path / "a") == 255).all()
 
 
-def test_outward_takes_every_touched_pixel():
+def test_mask_rectangles():
+    """Outward: every touched pixel; truncate: the last row and column too, as in VL-BERT."""
     boxes = torch.tensor([[1.2, 2.0, 3.0, 4.5], [-3.0, -0.5, 2.5, 99.0], [2.0, 3.0, 2.0, 5.0]])
-    rectangles = mask_rectangles(boxes, (10, 8))
-    assert rectangles.tolist() == [[1, 2, 3, 5], [0, 0, 3, 10], [2, 3, 2, 5]]
-    assert rectangles.dtype == torch.int64
-
-
-def test_vl_bert_takes_the_last_row_and_column_too():
+    assert mask_rectangles(boxes, (10, 8)).tolist() == [[1, 2, 3, 5], [0, 0, 3, 10], [2, 3, 2, 5]]
     boxes = torch.tensor([[1.9, 2.0, 3.0, 4.5], [0.0, 0.0, 7.0, 9.0], [5.0, 5.0, 30.0, 30.0]])
     assert mask_rectangles(boxes, (10, 8), "truncate").tolist() == [[1, 2, 4, 5], [0, 0, 8, 10], [5, 5, 8, 10]]
 
 
-def test_only_the_boxes_of_each_image_become_zero():
+@pytest.mark.parametrize("fill", [None, torch.tensor([-1.0, -2.0, -3.0])])
+def test_only_the_boxes_of_each_image_are_filled(fill: torch.Tensor | None):
     pixels = torch.rand(3, 3, 10, 12) + 1
     before = pixels.clone()
     sizes = torch.tensor([[10, 12], [6, 5], [10, 12]])
     masks = [torch.tensor([[1.0, 2.0, 4.0, 5.0], [8.0, 8.0, 9.5, 9.0]]), torch.tensor([[3.0, 3.0, 50.0, 50.0]])]
-    masked = mask_pixels(pixels, sizes, [*masks, torch.zeros(0, 4)])
-    expected = before.clone()
-    expected[0, :, 2:5, 1:4] = 0
-    expected[0, :, 8:9, 8:10] = 0
-    expected[1, :, 3:6, 3:5] = 0  # clipped to the image: the padding is not its own
+    masked = mask_pixels(pixels, sizes, [*masks, torch.zeros(0, 4)], fill)
+    expected, colour = before.clone(), 0 if fill is None else fill[:, None, None]
+    expected[0, :, 2:5, 1:4] = colour
+    expected[0, :, 8:9, 8:10] = colour
+    expected[1, :, 3:6, 3:5] = colour  # clipped to the image: padding is not filled
     assert torch.equal(masked, expected)
     assert torch.equal(pixels, before)
-
-
-def test_masked_boxes_take_a_given_colour():
-    pixels, colour = torch.rand(1, 3, 6, 8), torch.tensor([-1.0, -2.0, -3.0])
-    masked = mask_pixels(pixels, torch.tensor([[6, 8]]), [torch.tensor([[1.0, 2.0, 4.0, 5.0]])], fill=colour)
-    assert torch.equal(masked[0, :, 2:5, 1:4], colour[:, None, None].expand(3, 3, 3))
-    assert (masked != pixels).sum() == 3 * 9

@@ -23,8 +23,7 @@ def test_scores_above_the_threshold_are_filled_up_and_cut(rule: SelectionRule, r
 
 
 def test_ties_keep_their_order_and_numpy_works():
-    scores = np.array([0.6, 0.8] * 20, dtype=np.float32)
-    rows = select_regions(scores, SelectionRule(0.7, 0, 100))
+    rows = select_regions(np.array([0.6, 0.8] * 20, dtype=np.float32), SelectionRule(0.7, 0, 100))
     assert rows.tolist() == list(range(1, 40, 2))
 
 
@@ -70,14 +69,14 @@ def test_max_nms_loosens_until_enough():
     scores = torch.tensor([0.5, 0.9, 0.8, 0.7])
     # row 1 overlaps row 0 by 0.95 and row 3 by 0.55
     boxes = torch.tensor([[0.0, 0, 10, 9.5], [0, 0, 10, 10], [50, 50, 60, 60], [0, 0, 10, 5.5]])
-    rows, threshold = select_max_nms(boxes, scores, SelectionRule(0.2, 2, 4))
-    assert rows.tolist() == [1, 2] and threshold == 0.3
-    rows, threshold = select_max_nms(boxes, scores, SelectionRule(0.99, 3, 4))
-    assert rows.tolist() == [1, 2, 3] and threshold == 0.6
-    rows, threshold = select_max_nms(boxes, scores, SelectionRule(0.2, 4, 4))
-    assert rows.tolist() == [1, 2, 3] and threshold == 0.9  # no threshold keeps four
-    rows, threshold = select_max_nms(boxes, scores, SelectionRule(0.2, 1, 1))
-    assert rows.tolist() == [1] and threshold == 0.3
+    for rule, expected, threshold in (
+        (SelectionRule(0.2, 2, 4), [1, 2], 0.3),
+        (SelectionRule(0.99, 3, 4), [1, 2, 3], 0.6),
+        (SelectionRule(0.2, 4, 4), [1, 2, 3], 0.9),  # no threshold keeps four
+        (SelectionRule(0.2, 1, 1), [1], 0.3),
+    ):
+        rows, found = select_max_nms(boxes, scores, rule)
+        assert (rows.tolist(), found) == (expected, threshold)
 
 
 def test_best_class_boxes():

@@ -63,22 +63,6 @@ def test_folders(tmp_path: Path, plain: FasterRCNN):
         load_checkpoint(model, tmp_path)
 
 
-def test_folded_norms_of_caffe2(tmp_path: Path):
-    """Detectron saved scale and bias alone. What statistics the model had before does not matter."""
-    source = published.make(published.WITHOUT_ATTRIBUTES, 2)
-    for name, value in source.state_dict().items():
-        if "running" in name:
-            value.fill_(0.0 if name.endswith("mean") else 1 - 1e-5)
-    blobs = {
-        name: v
-        for name, v in published.caffe2_blobs(source, published.OLD_NORMS).items()
-        if not name.endswith(("_rm", "_riv"))
-    }
-    model = published.make(published.WITHOUT_ATTRIBUTES, 3)
-    assert load_checkpoint(model, published.write_pickle(tmp_path / "a.pkl", blobs)).is_complete
-    published.assert_same_outputs(source, model)
-
-
 @pytest.mark.parametrize("box_weights", [[10.0, 10.0, 5.0, 5.0], [1.0, 1.0, 1.0, 1.0]])
 def test_caffe_bottom_up_attention(tmp_path: Path, original: FasterRCNN, box_weights: list[float]):
     state = published.caffe_attention_state(original)
@@ -202,20 +186,30 @@ def test_a_model_zoo_file_of_a_mask_rcnn_with_old_buffers(tmp_path: Path, tree: 
     [
         (published.WITHOUT_ATTRIBUTES, published.NEW_NORMS, "model"),
         (published.WITHOUT_ATTRIBUTES, published.OLD_NORMS, "bare"),
+        (published.WITHOUT_ATTRIBUTES, published.OLD_NORMS, "folded"),
         (FPN_TREE, published.OLD_NORMS, "blobs"),
         (GROUP_NORMS, published.NEW_NORMS, "blobs"),
     ],
-    ids=["c4", "c4_old_norms", "fpn", "group_norms"],
+    ids=["c4", "c4_old_norms", "c4_folded_norms", "fpn", "group_norms"],
 )
 def test_caffe2_blobs(tmp_path: Path, tree: dict, norms: dict[str, str], wrap: str):
     original, model = published.make(tree, 1), published.make(tree, 2)
+    if wrap == "folded":  # Detectron saved scale and bias only; the model's own statistics must be replaced
+        for name, value in original.state_dict().items():
+            if "running" in name:
+                value.fill_(0.0 if name.endswith("mean") else 1 - 1e-5)
     blobs = published.caffe2_blobs(original, norms)
     if tree is FPN_TREE:
         assert {"fpn_inner_res5_2_sum_w", "fpn_inner_res4_5_sum_lateral_w", "fpn_res2_2_sum_w", "fc6_w"} <= set(blobs)
         assert {"conv_rpn_fpn2_w", "rpn_cls_logits_fpn2_w", "rpn_bbox_pred_fpn2_b"} <= set(blobs)
     mask = {name: np.zeros(2, np.float32) for name in ("_[mask]_fcn1_w", "mask_fcn_logits_w", "conv5_mask_w")}
     blobs |= mask | {"conv1_b": np.zeros(8, np.float32), "fc1000_w": np.zeros((10, 64), np.float32)}
-    content = {"bare": blobs, "model": {"model": blobs, "__author__": "Caffe2", "matching_heuristics": True}}
+    folded = {name: value for name, value in blobs.items() if not name.endswith(("_rm", "_riv"))}
+    content = {
+        "bare": blobs,
+        "folded": folded,
+        "model": {"model": blobs, "__author__": "Caffe2", "matching_heuristics": True},
+    }
     content["blobs"] = {"blobs": {**blobs, "conv1_w_momentum": blobs["conv1_w"]}, "cfg": "text"}
     report = load_checkpoint(model, published.write_pickle(tmp_path / "a.pkl", content[wrap]))
     assert report.layout == "Caffe2"

@@ -205,41 +205,28 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache_folder()
 
 
-def entry(**fields: object) -> PublishedWeights:
-    fields = {"checksum": f"sha256:{SHA256}", **fields}
-    return PublishedWeights("torchvision/test", ADDRESS, "test.pth", "R_50_C4", **fields)
+def entry(checksum: str = f"sha256:{SHA256}") -> PublishedWeights:
+    return PublishedWeights("torchvision/test", ADDRESS, "test.pth", "R_50_C4", checksum)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"checksum": f"sha256:{SHA256[:8]}"},
-        {"checksum": f"md5:{hashlib.md5(CONTENT).hexdigest()[:6]}"},
-        {"checksum": ""},
-    ],
-)
-def test_a_file_is_downloaded_once(cache: Path, fields: dict[str, object]) -> None:
+@pytest.mark.parametrize("checksum", [f"sha256:{SHA256[:8]}", f"md5:{hashlib.md5(CONTENT).hexdigest()[:6]}", ""])
+def test_a_file_is_downloaded_once(cache: Path, checksum: str) -> None:
     for _ in range(2):
-        assert download_weights(entry(**fields)) == cache / "test.pth"
+        assert download_weights(entry(checksum=checksum)) == cache / "test.pth"
     assert (cache / "test.pth").read_bytes() == CONTENT
     assert (cache.parents[1] / "log").read_text().count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("fields", "content"),
-    [
-        ({"checksum": "sha256:00000000"}, CONTENT),
-        ({"checksum": "md5:000000"}, CONTENT),
-        ({"checksum": ""}, b" <!DOCTYPE html><html>"),
-        ({"checksum": ""}, b""),
-    ],
+    ("checksum", "content"),
+    [("sha256:00000000", CONTENT), ("md5:000000", CONTENT), ("", b" <!DOCTYPE html><html>"), ("", b"")],
 )
-def test_another_file_is_rejected_and_stays(cache: Path, fields: dict[str, object], content: bytes) -> None:
+def test_another_file_is_rejected_and_stays(cache: Path, checksum: str, content: bytes) -> None:
     path = cache / "test.pth"
     cache.mkdir(parents=True)
     path.write_bytes(content)
     with pytest.raises(UserError, match=str(path)):
-        download_weights(entry(**fields))
+        download_weights(entry(checksum=checksum))
     assert path.read_bytes() == content
 
 
