@@ -40,6 +40,30 @@ TREE = {
 }
 WITHOUT_ATTRIBUTES = copy.deepcopy(TREE)
 del WITHOUT_ATTRIBUTES["MODEL"]["ROI_BOX_HEAD"]["ATTRIBUTES"]
+STAGES = ["res2", "res3", "res4", "res5"]
+LEVELS = ["p2", "p3", "p4", "p5", "p6"]
+FPN_TREE = {
+    "MODEL": {
+        "BACKBONE": {"NAME": "build_resnet_fpn_backbone"},
+        "RESNETS": {
+            "DEPTH": 50,
+            "STEM_OUT_CHANNELS": 8,
+            "RES2_OUT_CHANNELS": 8,
+            "WIDTH_PER_GROUP": 4,
+            "OUT_FEATURES": STAGES,
+        },
+        "FPN": {"IN_FEATURES": STAGES, "OUT_CHANNELS": 16},
+        "ANCHOR_GENERATOR": {"SIZES": [[16], [24], [32], [48], [64]]},
+        "RPN": {"IN_FEATURES": LEVELS, "PRE_NMS_TOPK_TEST": 20, "POST_NMS_TOPK_TEST": 20},
+        "ROI_HEADS": {
+            "NAME": "StandardROIHeads",
+            "IN_FEATURES": LEVELS[:4],
+            "NUM_CLASSES": 4,
+            "SCORE_THRESH_TEST": 0.0,
+        },
+        "ROI_BOX_HEAD": {"NAME": "FastRCNNConvFCHead", "NUM_FC": 2, "FC_DIM": 12, "POOLER_RESOLUTION": 3},
+    }
+}
 RPN = "proposal_generator.rpn_head"
 PREDICTOR = "roi_heads.box_predictor"
 CAFFE2_LAYERS = {

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 from detector.backbones import FPN, ConvNorm, Res5, ResNet, SyncBatchNorm, freeze, make_norm, recompute_activations
-from detector.config import DetectorConfig, ResNetConfig
+from detector.config import DetectorConfig, ResNetConfig, flatten
 from detector.roi_pooler import align_rois
+from tests.detector import published
 
 TINY = ResNetConfig(depth=18, norm="BN", width_per_group=4, stem_out_channels=8, res2_out_channels=16, freeze_at=0)
 
@@ -151,26 +152,9 @@ def test_two_processes_equal_one(tmp_path: Path):
         torch.testing.assert_close(part[4], norm.running_var)
 
 
-STAGES = ["res2", "res3", "res4", "res5"]
-
-
 def make_pyramid(**keys) -> FPN:
-    flat = {
-        "MODEL.BACKBONE.NAME": "build_resnet_fpn_backbone",
-        "MODEL.BACKBONE.FREEZE_AT": 0,
-        "MODEL.RESNETS.DEPTH": 18,
-        "MODEL.RESNETS.NORM": "GN",
-        "MODEL.RESNETS.STEM_OUT_CHANNELS": 8,
-        "MODEL.RESNETS.RES2_OUT_CHANNELS": 8,
-        "MODEL.RESNETS.OUT_FEATURES": STAGES,
-        "MODEL.FPN.IN_FEATURES": STAGES,
-        "MODEL.FPN.OUT_CHANNELS": 16,
-        "MODEL.RPN.IN_FEATURES": ["p5"],
-        "MODEL.ROI_HEADS.NAME": "StandardROIHeads",
-        "MODEL.ROI_HEADS.IN_FEATURES": ["p5"],
-        "MODEL.ROI_BOX_HEAD.NAME": "FastRCNNConvFCHead",
-        "MODEL.ROI_BOX_HEAD.NUM_FC": 1,
-    }
+    flat = flatten(published.FPN_TREE)
+    flat |= {"MODEL.BACKBONE.FREEZE_AT": 0, "MODEL.RESNETS.DEPTH": 18, "MODEL.RESNETS.NORM": "GN"}
     torch.manual_seed(0)
     return FPN(DetectorConfig.from_flat(flat | keys))
 

@@ -6,21 +6,11 @@ import pytest
 import torch
 from torchvision.ops import roi_align
 
-from detector.config import DetectorConfig
+from detector.config import DetectorConfig, flatten
 from detector.roi_pooler import RoIPooler, align_rois, assign_levels, to_rois
+from tests.detector import published
 
-STAGES = ["res2", "res3", "res4", "res5"]
-FLAT = {
-    "MODEL.BACKBONE.NAME": "build_resnet_fpn_backbone",
-    "MODEL.RESNETS.OUT_FEATURES": STAGES,
-    "MODEL.FPN.IN_FEATURES": STAGES,
-    "MODEL.RPN.IN_FEATURES": ["p2"],
-    "MODEL.ROI_HEADS.NAME": "StandardROIHeads",
-    "MODEL.ROI_HEADS.IN_FEATURES": ["p3", "p4"],
-    "MODEL.ROI_BOX_HEAD.NAME": "FastRCNNConvFCHead",
-    "MODEL.ROI_BOX_HEAD.NUM_FC": 1,
-    "MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": 3,
-}
+FLAT = flatten(published.FPN_TREE) | {"MODEL.ROI_HEADS.IN_FEATURES": ["p3", "p4"]}
 
 
 def test_levels_double_with_the_side_and_are_clamped():

@@ -133,31 +133,7 @@ def test_the_shipped_config_has_the_shapes_of_the_published_files():
     assert "backbone.res4.22.conv3.norm.running_var" in shapes and "backbone.res4.23.conv1.weight" not in shapes
 
 
-STAGES = ["res2", "res3", "res4", "res5"]
-LEVELS = ["p2", "p3", "p4", "p5", "p6"]
-FPN_TREE = {
-    "MODEL": {
-        "BACKBONE": {"NAME": "build_resnet_fpn_backbone"},
-        "RESNETS": {
-            "DEPTH": 50,
-            "STEM_OUT_CHANNELS": 8,
-            "RES2_OUT_CHANNELS": 8,
-            "WIDTH_PER_GROUP": 4,
-            "OUT_FEATURES": STAGES,
-        },
-        "FPN": {"IN_FEATURES": STAGES, "OUT_CHANNELS": 16},
-        "ANCHOR_GENERATOR": {"SIZES": [[16], [24], [32], [48], [64]]},
-        "RPN": {"IN_FEATURES": LEVELS, "PRE_NMS_TOPK_TEST": 20, "POST_NMS_TOPK_TEST": 20},
-        "ROI_HEADS": {
-            "NAME": "StandardROIHeads",
-            "IN_FEATURES": LEVELS[:4],
-            "NUM_CLASSES": 4,
-            "SCORE_THRESH_TEST": 0.0,
-        },
-        "ROI_BOX_HEAD": {"NAME": "FastRCNNConvFCHead", "NUM_FC": 2, "FC_DIM": 12, "POOLER_RESOLUTION": 3},
-    }
-}
-GROUP_NORMS = copy.deepcopy(FPN_TREE)
+GROUP_NORMS = copy.deepcopy(published.FPN_TREE)
 GROUP_NORMS["MODEL"]["FPN"]["NORM"] = "GN"
 GROUP_NORMS["MODEL"]["ROI_BOX_HEAD"] |= {"NUM_CONV": 1, "CONV_DIM": 8, "NUM_FC": 1, "NORM": "GN"}
 
@@ -169,7 +145,7 @@ def old_buffers(model: FasterRCNN) -> dict[str, np.ndarray]:
     return cells | {name: np.array(values, np.float32).reshape(3, 1, 1) for name, values in means.items()}
 
 
-@pytest.mark.parametrize("tree", [FPN_TREE, published.TREE], ids=["fpn", "attributes"])
+@pytest.mark.parametrize("tree", [published.FPN_TREE, published.TREE], ids=["fpn", "attributes"])
 def test_a_model_zoo_file_of_a_mask_rcnn_with_old_buffers(tmp_path: Path, tree: dict):
     """Also the layout of py-bottom-up-attention, which has our attribute head's names."""
     original, model = published.make(tree, 1), published.make(tree, 2)
@@ -187,7 +163,7 @@ def test_a_model_zoo_file_of_a_mask_rcnn_with_old_buffers(tmp_path: Path, tree: 
         (published.WITHOUT_ATTRIBUTES, published.NEW_NORMS, "model"),
         (published.WITHOUT_ATTRIBUTES, published.OLD_NORMS, "bare"),
         (published.WITHOUT_ATTRIBUTES, published.OLD_NORMS, "folded"),
-        (FPN_TREE, published.OLD_NORMS, "blobs"),
+        (published.FPN_TREE, published.OLD_NORMS, "blobs"),
         (GROUP_NORMS, published.NEW_NORMS, "blobs"),
     ],
     ids=["c4", "c4_old_norms", "c4_folded_norms", "fpn", "group_norms"],
@@ -199,7 +175,7 @@ def test_caffe2_blobs(tmp_path: Path, tree: dict, norms: dict[str, str], wrap: s
             if "running" in name:
                 value.fill_(0.0 if name.endswith("mean") else 1 - 1e-5)
     blobs = published.caffe2_blobs(original, norms)
-    if tree is FPN_TREE:
+    if tree is published.FPN_TREE:
         assert {"fpn_inner_res5_2_sum_w", "fpn_inner_res4_5_sum_lateral_w", "fpn_res2_2_sum_w", "fc6_w"} <= set(blobs)
         assert {"conv_rpn_fpn2_w", "rpn_cls_logits_fpn2_w", "rpn_bbox_pred_fpn2_b"} <= set(blobs)
     mask = {name: np.zeros(2, np.float32) for name in ("_[mask]_fcn1_w", "mask_fcn_logits_w", "conv5_mask_w")}
@@ -234,7 +210,7 @@ def trunk_content(trunk: dict[str, Tensor], style: str) -> dict:
 @pytest.mark.parametrize("style", ["caffe2", "torchvision", "detectron2"])
 @pytest.mark.parametrize(
     ("tree", "prefixes"),
-    [(FPN_TREE, ("backbone.bottom_up.",)), (published.WITHOUT_ATTRIBUTES, ("backbone.", "roi_heads.res5."))],
+    [(published.FPN_TREE, ("backbone.bottom_up.",)), (published.WITHOUT_ATTRIBUTES, ("backbone.", "roi_heads.res5."))],
     ids=["fpn", "c4"],
 )
 def test_imagenet_files_fill_the_backbone_alone(tmp_path: Path, tree: dict, prefixes: tuple[str, ...], style: str):
