@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -103,6 +104,10 @@ FROZEN_BRANCH_SCALE = 0.2  # initial scale of residual branches with FrozenBN, s
 Pooling = Callable[[Tensor, int], Tensor]
 
 
+def _forget_affine(module: ConvNorm, *_: Any) -> None:
+    module.affine = None
+
+
 class ConvNorm(nn.Conv2d):
     """Convolution with a normalisation layer instead of a bias, or with a bias only.
 
@@ -116,6 +121,8 @@ class ConvNorm(nn.Conv2d):
         """`norm` is a name accepted by `make_norm`, or "" for a bias."""
         super().__init__(in_channels, out_channels, kernel_size, bias=not norm, **options)
         self.norm = make_norm(norm, out_channels) if norm else None
+        self.affine: tuple[Tensor, Tensor] | None = None  # scale and bias of a frozen norm, kept until the next load
+        self.register_load_state_dict_pre_hook(_forget_affine)
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -129,8 +136,12 @@ class ConvNorm(nn.Conv2d):
 
     def _fold_norm(self) -> tuple[Tensor, Tensor]:
         """Return weight and bias with the frozen norm folded in."""
-        scale = self.norm.weight * (self.norm.running_var + self.norm.eps).rsqrt()
-        return self.weight * scale[:, None, None, None], self.norm.bias - self.norm.running_mean * scale
+        norm, kept = self.norm, self.affine
+        if kept is None or (kept[0].device, kept[0].dtype) != (norm.weight.device, norm.weight.dtype):
+            scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+            self.affine = scale, norm.bias - norm.running_mean * scale
+        scale, bias = self.affine
+        return self.weight * scale[:, None, None, None], bias
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve, working around a bug in oneDNN (seen with torch 2.15).

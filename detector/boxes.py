@@ -10,14 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float32, Int8, Int64, Num
 from torch import Tensor
-from torchvision.ops import clip_boxes_to_image, complete_box_iou_loss, distance_box_iou_loss, generalized_box_iou_loss
+from torchvision.ops import (
+    batched_nms,
+    clip_boxes_to_image,
+    complete_box_iou_loss,
+    distance_box_iou_loss,
+    generalized_box_iou_loss,
+    nms,
+)
 
 from detector.errors import UserError
 
@@ -122,6 +129,11 @@ def prepend(
     return [torch.cat(pair) for pair in zip(first, rest, strict=True)]
 
 
+def are_valid(boxes: Num[Tensor, "R 4"]) -> Bool[Tensor, " R"]:
+    """Whether each box is finite and has an area."""
+    return torch.isfinite(boxes).all(dim=1) & is_larger(boxes)
+
+
 def check_boxes(boxes: Sequence[Array], names: Sequence[str], what: str = "box") -> None:
     """Raise UserError where a box that comes from outside is not finite or has no area.
 
@@ -131,7 +143,7 @@ def check_boxes(boxes: Sequence[Array], names: Sequence[str], what: str = "box")
         what: the word for a row of these boxes, e.g. "annotated box".
     """
     joined = torch.cat([torch.as_tensor(rows) for rows in boxes])
-    is_valid = torch.isfinite(joined).all(dim=1) & is_larger(joined)
+    is_valid = are_valid(joined)
     if bool(is_valid.all()):
         return
     for rows, valid, name in zip(boxes, is_valid.split([len(rows) for rows in boxes]), names, strict=True):
@@ -147,9 +159,10 @@ IOU_LOSSES = {"giou": generalized_box_iou_loss, "diou": distance_box_iou_loss, "
 
 
 def box_regression_loss(
-    deltas: Float[Tensor, "positives 4"],
-    boxes: Float[Tensor, "positives 4"],
-    targets: Float[Tensor, "positives 4"],
+    deltas: Float[Tensor, "*R 4"],
+    boxes: Float[Tensor, "*R 4"],
+    targets: Float[Tensor, "*R 4"],
+    is_positive: Bool[Tensor, "*R"],
     *,
     weights: Sequence[float],
     kind: str,
@@ -158,7 +171,7 @@ def box_regression_loss(
     """Regression loss of the RPN and the box head, summed over positive boxes as in Detectron2.
 
     Args:
-        deltas, boxes, targets: predictions, anchors or proposals, and annotated boxes of the positives.
+        deltas, boxes, targets: predictions, anchors or proposals, and annotated boxes; those of the positives count.
         weights: weights of the box coder.
         kind: "smooth_l1" compares deltas; "giou", "diou" and "ciou" compare decoded boxes.
         smooth_l1_beta: where L1 becomes L2; 0 is plain L1.
@@ -166,11 +179,15 @@ def box_regression_loss(
     Returns:
         the sum, in float32 (float64 where the deltas are); 0 (with a gradient of 0) where there are no positives.
     """
+    targets = torch.where(is_positive[..., None], targets, boxes)  # finite deltas everywhere
     if kind == "smooth_l1":
         deltas = deltas.to(torch.promote_types(deltas.dtype, torch.float32))
-        return F.smooth_l1_loss(deltas, encode_deltas(boxes, targets, weights), beta=smooth_l1_beta, reduction="sum")
-    decoded = decode_deltas(deltas, boxes, weights)
-    return IOU_LOSSES[kind](decoded, targets.to(decoded.dtype), reduction="sum")
+        wanted = encode_deltas(boxes, targets, weights)
+        losses = F.smooth_l1_loss(deltas, wanted, beta=smooth_l1_beta, reduction="none").sum(dim=-1)
+    else:
+        decoded = decode_deltas(deltas, boxes, weights)
+        losses = IOU_LOSSES[kind](decoded, targets.to(decoded.dtype))
+    return losses.masked_fill(~is_positive, 0.0).sum()
 
 
 def match(
@@ -203,19 +220,96 @@ def match(
     return matched, label
 
 
+class Sample(NamedTuple):
+    """Candidates of each image to train on. The sizes are fixed; places that are not filled are False in the masks."""
+
+    positive: Int64[Tensor, "N positives"]
+    is_positive: Bool[Tensor, "N positives"]
+    negative: Int64[Tensor, "N negatives"]
+    is_negative: Bool[Tensor, "N negatives"]
+
+
 def subsample(
-    is_positive: Bool[Tensor, " candidates"],
-    is_negative: Bool[Tensor, " candidates"],
+    is_positive: Bool[Tensor, "N candidates"],
+    is_negative: Bool[Tensor, "N candidates"],
     number: int,
     positive_fraction: float,
-) -> tuple[Int64[Tensor, " positives"], Int64[Tensor, " negatives"]]:
-    """Positive and negative rows to train on, in random order (torch's global generator): at most `number *
-    positive_fraction` positives, filled up with negatives.
+) -> Sample:
+    """Draw at most `number * positive_fraction` positives of each image, and fill up with negatives to `number`.
+
+    Each candidate gets a random key from torch's global generator, and those with the largest keys are taken: a GPU
+    need not tell the host how many there are.
     """
-    positive, negative = is_positive.nonzero()[:, 0], is_negative.nonzero()[:, 0]
-    num_positive = min(len(positive), int(number * positive_fraction))
-    num_negative = min(len(negative), number - num_positive)
-    return (
-        positive[torch.randperm(len(positive), device=positive.device)[:num_positive]],
-        negative[torch.randperm(len(negative), device=negative.device)[:num_negative]],
-    )
+    candidates = is_positive.shape[1]
+    key = torch.rand(is_positive.shape, device=is_positive.device)
+    positive = torch.where(is_positive, key, -1.0).topk(min(int(number * positive_fraction), candidates), dim=1)
+    negative = torch.where(is_negative, key, -1.0).topk(min(number, candidates), dim=1)
+    is_drawn = positive.values >= 0
+    free = number - is_drawn.sum(dim=1, keepdim=True)
+    is_filled = (negative.values >= 0) & (torch.arange(negative.values.shape[1], device=key.device) < free)
+    return Sample(positive.indices, is_drawn, negative.indices, is_filled)
+
+
+def nms_per_image(
+    boxes: Float[Tensor, "J 4"],
+    scores: Float[Tensor, " J"],
+    image: Int64[Tensor, " J"],
+    group: Int64[Tensor, " J"],
+    *,
+    sizes: Sequence[tuple[int, int]],
+    num_groups: int,
+    threshold: float,
+    limit: int,
+    is_usable: Bool[Tensor, " J"] | None = None,
+) -> list[Int64[Tensor, " _kept"]]:
+    """Non-maximum suppression among the boxes of one image and group; groups are feature maps or classes.
+
+    On a GPU, one call serves all images, so the host waits twice and not twice per image. The boxes of each image and
+    group are moved apart, in float64, where no coordinate is rounded.
+
+    Args:
+        boxes: of all images, inside their image.
+        image, group: which each box belongs to; groups are 0 .. `num_groups` - 1.
+        sizes: (height, width) of the images.
+        limit: maximum number of boxes of one image.
+        is_usable: boxes that take part; None: all.
+
+    Returns:
+        the kept rows of each image, best score first.
+    """
+    if boxes.device.type == "cpu":
+        kept = []
+        for number in range(len(sizes)):
+            own = image == number
+            rows = (own if is_usable is None else own & is_usable).nonzero()[:, 0]
+            kept.append(rows[batched_nms(boxes[rows], scores[rows], group[rows], threshold)[:limit]])
+        return kept
+    rows, counts = nms_of_all_images(boxes, scores, image, group, sizes, num_groups, threshold, is_usable)
+    return [part[:limit] for part in rows.split(counts)[:-1]]
+
+
+def nms_of_all_images(
+    boxes: Float[Tensor, "J 4"],
+    scores: Float[Tensor, " J"],
+    image: Int64[Tensor, " J"],
+    group: Int64[Tensor, " J"],
+    sizes: Sequence[tuple[int, int]],
+    num_groups: int,
+    threshold: float,
+    is_usable: Bool[Tensor, " J"] | None,
+) -> tuple[Int64[Tensor, " kept"], list[int]]:
+    """`nms_per_image` in one call: the kept rows of image after image, best score first, and how many each has.
+
+    The last count belongs to boxes that are not usable, whose rows come last.
+    """
+    side = max(max(size) for size in sizes) + 1
+    moved = boxes.double() + ((image * num_groups + group) * side)[:, None]
+    scores, owner = scores.double(), image
+    if is_usable is not None:
+        moved = torch.where(is_usable[:, None], moved, 0.0)  # a box without area overlaps nothing
+        scores, owner = scores.masked_fill(~is_usable, -torch.inf), image.masked_fill(~is_usable, len(sizes))
+    rows = nms(moved, scores, threshold)
+    owner = owner[rows]
+    counts = torch.zeros(len(sizes) + 1, dtype=torch.int64, device=rows.device)
+    counts = counts.index_add(0, owner, torch.ones_like(owner)).tolist()
+    return rows[owner.argsort(stable=True)], counts

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from detector.backbones import FPN, ResNet, make_mobilenet, recompute_activations
-from detector.boxes import check_boxes, prepend, whole_image_boxes
+from detector.boxes import are_valid, check_boxes, prepend, whole_image_boxes
 from detector.config import DetectorConfig
 from detector.errors import UserError
 from detector.images import mask_pixels
@@ -117,11 +117,7 @@ class TwoStageDetector(Detector):
         The score and class of a RoI sampled in training belong to its best foreground class; a whole-image row has
         score 1 and class K (background). The `mean` of each loss is Detectron2's value, weights included.
         """
-        if boxes is not None:
-            check_boxes(boxes, images.names, "box")
-        if targets is not None:
-            check_boxes(targets.boxes, images.names, "annotated box")
-            self._check_classes(targets.classes, images.names)
+        self._check_inputs(boxes, targets, images.names)
         if pixel_masks is not None:
             images = dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, pixel_masks))
         sizes = [(height, width) for height, width in images.sizes.tolist()]
@@ -136,7 +132,7 @@ class TwoStageDetector(Detector):
             losses |= self.rpn_losses(rpn_output, targets, sizes)
             sampled = self.sample(self.propose(rpn_output, sizes), targets, sizes)
 
-        groups = {"whole": whole_image_boxes(images.sizes)} if whole_image else {}
+        groups = {"whole": whole_image_boxes(images.sizes.to(images.pixels.device))} if whole_image else {}
         if boxes is not None:
             groups["regions"] = boxes
         elif sampled is None or not self.training:
@@ -209,9 +205,21 @@ class TwoStageDetector(Detector):
             classes = [torch.cat((rows.new_full((1,), self.num_classes), rows)) for rows in classes]
         return dataclasses.replace(regions, scores=scores, classes=classes)
 
-    def _check_classes(self, classes: list[Int64[Tensor, " _G"]], names: list[str]) -> None:
-        joined = torch.cat(classes)
-        if len(joined) and not 0 <= int(joined.min()) <= int(joined.max()) < self.num_classes:
+    def _check_inputs(self, boxes: ImageBoxes | None, targets: DetectionTargets | None, names: list[str]) -> None:
+        """A GPU waits once, unless something is wrong."""
+        given = [*(boxes or []), *([] if targets is None else targets.boxes)]
+        if not given:
+            return
+        is_valid = are_valid(torch.cat(given)).all()
+        if targets is not None:
+            classes = torch.cat(targets.classes)
+            is_valid &= ((classes >= 0) & (classes < self.num_classes)).all()
+        if bool(is_valid):
+            return
+        if boxes is not None:
+            check_boxes(boxes, names, "box")
+        if targets is not None:
+            check_boxes(targets.boxes, names, "annotated box")
             raise UserError(
                 f"{', '.join(names)}: a class label of an annotated object is not in 0 .. {self.num_classes - 1}; set "
                 "MODEL.ROI_HEADS.NUM_CLASSES to the number of classes of the data."

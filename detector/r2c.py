@@ -156,11 +156,11 @@ class R2CNetwork(Detector):
         masks = [rows.new_ones(len(rows), side, side) for rows in boxes] if roi_masks is None else [*roi_masks]
         classes = [rows + 1 for rows in box_classes]
         if whole_image:
-            corners = images.sizes.flip(1).to(boxes[0].dtype)
+            corners = images.sizes.flip(1).to(boxes[0])
             parts = prepend(list(torch.cat([torch.zeros_like(corners), corners], dim=1)[:, None]), parts)
             masks = [torch.cat([rows.new_ones(1, side, side), rows]) for rows in masks]
             classes = [F.pad(rows, (1, 0), value=WHOLE_IMAGE) for rows in classes]
-            boxes = prepend(whole_image_boxes(images.sizes), boxes)
+            boxes = prepend(whole_image_boxes(images.sizes.to(boxes[0].device)), boxes)
         if pixel_masks is not None:
             images = dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, pixel_masks))
         pixels, shifts = self.place_on_canvas(images)

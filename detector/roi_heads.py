@@ -15,13 +15,21 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int64, Shaped
 from torch import Tensor, nn
-from torchvision.ops import batched_nms, clip_boxes_to_image
+from torch.nn.utils.rnn import pad_sequence
 
 from detector.backbones import ConvNorm, Res5
-from detector.boxes import box_regression_loss, decode_deltas, is_at_least, match, pairwise_iou, subsample
+from detector.boxes import (
+    box_regression_loss,
+    decode_deltas,
+    is_at_least,
+    match,
+    nms_per_image,
+    pairwise_iou,
+    subsample,
+)
 from detector.config import AttributeConfig, BoxHeadConfig, DetectorConfig, ROIHeadsConfig
 from detector.errors import UserError
-from detector.roi_pooler import RoIPooler
+from detector.roi_pooler import RoIPooler, to_rois
 from detector.structures import (
     DetectionTargets,
     FeatureMap,
@@ -122,13 +130,13 @@ class AttributeHead(nn.Module):
             classes: target class, K = background; its embedding is the head's second input.
             labels: attributes of the object that a RoI is matched with, -1 = none in this slot.
         """
-        labelled = ((classes < self.num_classes) & (labels >= 0).any(dim=1)).nonzero()[:, 0]
-        labels = labels[labelled]
-        log_probs = self.attributes(features[labelled], classes[labelled]).log_softmax(dim=1)
         is_label = labels >= 0
+        is_labelled = (classes < self.num_classes) & is_label.any(dim=1)
+        log_probs = self.attributes(features, classes).log_softmax(dim=1)
         picked = -log_probs.gather(1, labels.clamp(min=0)) * is_label
-        total = (picked.sum(dim=1) / is_label.sum(dim=1)).sum() * self.attribute_config.loss_weight
-        return Loss(total, total.detach().new_tensor(float(len(labelled))))
+        each = picked.sum(dim=1) / is_label.sum(dim=1).clamp(min=1)
+        total = each.masked_fill(~is_labelled, 0.0).sum() * self.attribute_config.loss_weight
+        return Loss(total, is_labelled.sum().to(total.dtype))
 
 
 class BoxPredictor(AttributeHead):
@@ -166,18 +174,20 @@ class BoxPredictor(AttributeHead):
             classes: target class, K = background.
             matched_boxes: the annotated box of each foreground RoI (any value for background).
         """
-        foreground = (classes < self.num_classes).nonzero()[:, 0]
-        per_class = deltas.unflatten(1, (-1, 4))
-        column = torch.zeros_like(foreground) if self.config.class_agnostic_boxes else classes[foreground]
+        is_foreground = classes < self.num_classes
+        if not self.config.class_agnostic_boxes:
+            column = classes.clamp(max=self.num_classes - 1)[:, None, None].expand(-1, 1, 4)
+            deltas = deltas.unflatten(1, (-1, 4)).gather(1, column)[:, 0]
         reg = box_regression_loss(
-            per_class[foreground, column],
-            boxes[foreground],
-            matched_boxes[foreground],
+            deltas,
+            boxes,
+            matched_boxes,
+            is_foreground,
             weights=self.config.box_weights,
             kind=self.config.box_loss_type,
             smooth_l1_beta=self.config.smooth_l1_beta,
         )
-        count = reg.new_tensor(float(len(classes)))
+        count = reg.new_full((), len(classes))
         return {
             "loss_cls": Loss(F.cross_entropy(logits, classes, reduction="sum"), count),
             "loss_box_reg": Loss(reg * self.config.box_loss_weight, count),
@@ -264,24 +274,38 @@ class ROIHeads(nn.Module, abc.ABC):
 
         With PROPOSAL_APPEND_GT the annotated boxes join the proposals first.
         """
-        images = []
+        if self.config.append_objects:
+            proposals = [torch.cat(pair) for pair in zip(proposals, targets.boxes, strict=True)]
+        matches, labels = [], []
         for boxes, objects, object_classes in zip(proposals, targets.boxes, targets.classes, strict=True):
-            if self.config.append_objects:
-                boxes = torch.cat((boxes, objects))
             matched, label = match(pairwise_iou(objects, boxes), self.config.iou_thresholds, self.config.iou_labels)
             classes = torch.full_like(matched, self.num_classes)
             if len(objects):
                 classes = object_classes[matched].masked_fill(label == 0, self.num_classes)
                 classes = classes.masked_fill(label == -1, -1)
-            positive, negative = subsample(
-                (classes >= 0) & (classes < self.num_classes),
-                classes == self.num_classes,
-                self.config.batch_size_per_image,
-                self.config.positive_fraction,
+            matches.append(matched)
+            labels.append(classes)
+        padded = pad_sequence(labels, batch_first=True, padding_value=-1)
+        sample = subsample(
+            (padded >= 0) & (padded < self.num_classes),
+            padded == self.num_classes,
+            self.config.batch_size_per_image,
+            self.config.positive_fraction,
+        )
+        # the number of RoIs is the only thing that the host must know
+        counts = torch.stack((sample.is_positive.sum(dim=1), sample.is_negative.sum(dim=1)), dim=1).tolist()
+        drawn = [
+            torch.cat((positive[:num_positive], negative[:num_negative]))
+            for positive, negative, (num_positive, num_negative) in zip(
+                sample.positive, sample.negative, counts, strict=True
             )
-            rows = torch.cat((positive, negative))
-            images.append((boxes[rows], classes[rows], matched[rows]))
-        return SampledRoIs(*map(list, zip(*images, strict=True)))
+        ]
+        return SampledRoIs(
+            *(
+                [rows[index] for rows, index in zip(column, drawn, strict=True)]
+                for column in (proposals, labels, matches)
+            )
+        )
 
     def losses(
         self, features: Float[Tensor, "J head_dim"], sampled: SampledRoIs, targets: DetectionTargets
@@ -309,22 +333,33 @@ class ROIHeads(nn.Module, abc.ABC):
 
         `logits` and `deltas` are of the proposals of all images, joined.
         """
-        counts = [len(boxes) for boxes in proposals]
-        decoded = decode_deltas(deltas, torch.cat(proposals), self.config.box_weights)
-        images = []
-        for boxes, scores, size in zip(decoded.split(counts), logits.softmax(dim=1).split(counts), sizes, strict=True):
-            finite = torch.isfinite(boxes).all(dim=1) & torch.isfinite(scores).all(dim=1)
-            candidate = (scores[:, :-1] > self.config.score_thresh) & finite[:, None]
-            proposal, category = candidate.nonzero(as_tuple=True)
-            column = torch.zeros_like(category) if self.config.class_agnostic_boxes else category
-            boxes = clip_boxes_to_image(boxes.unflatten(1, (-1, 4))[proposal, column], size)
-            scores = scores[proposal, category]
-            if self.config.min_side > 0:
-                large = is_at_least(boxes, self.config.min_side).nonzero()[:, 0]
-                boxes, scores, proposal, category = boxes[large], scores[large], proposal[large], category[large]
-            kept = batched_nms(boxes, scores, category, self.config.nms_thresh)[: self.config.detections_per_image]
-            images.append((boxes[kept], scores[kept], category[kept], proposal[kept]))
-        return Detections(*map(list, zip(*images, strict=True)))
+        decoded = decode_deltas(deltas, torch.cat(proposals), self.config.box_weights).unflatten(1, (-1, 4))
+        probabilities = logits.softmax(dim=1)
+        is_finite = torch.isfinite(decoded).flatten(1).all(dim=1) & torch.isfinite(probabilities).all(dim=1)
+        rois, classes = ((probabilities[:, :-1] > self.config.score_thresh) & is_finite[:, None]).nonzero(as_tuple=True)
+        column = torch.zeros_like(classes) if self.config.class_agnostic_boxes else classes
+        image = to_rois(proposals)[:, 0].long()[rois]
+        limits = torch.tensor(sizes, dtype=decoded.dtype).flip(1).to(decoded.device)[image]  # (width, height)
+        boxes = decoded[rois, column].clamp(min=0).minimum(limits.repeat(1, 2))
+        scores = probabilities[rois, classes]
+        kept = nms_per_image(
+            boxes,
+            scores,
+            image,
+            classes,
+            sizes=sizes,
+            num_groups=self.num_classes,
+            threshold=self.config.nms_thresh,
+            limit=self.config.detections_per_image,
+            is_usable=is_at_least(boxes, self.config.min_side) if self.config.min_side > 0 else None,
+        )
+        starts = [sum(len(rows) for rows in proposals[:number]) for number in range(len(proposals))]
+        return Detections(
+            [boxes[rows] for rows in kept],
+            [scores[rows] for rows in kept],
+            [classes[rows] for rows in kept],
+            [rois[rows] - start for rows, start in zip(kept, starts, strict=True)],
+        )
 
 
 class Res5ROIHeads(ROIHeads):

@@ -112,10 +112,9 @@ CANONICAL_LEVEL = 4  # stride 2 ** 4
 
 def to_rois(boxes: ImageBoxes) -> Float32[Tensor, "J 5"]:
     """Concatenate the boxes of all images, with the image index in the first column."""
-    counts = torch.tensor([len(rows) for rows in boxes], device=boxes[0].device)
-    image = torch.repeat_interleave(torch.arange(len(boxes), device=counts.device), counts)
+    image = torch.cat([rows.new_full((len(rows), 1), number, dtype=torch.float32) for number, rows in enumerate(boxes)])
     joined = torch.cat(boxes).float()
-    return torch.cat((image[:, None].to(joined.dtype), joined), dim=1)
+    return torch.cat((image, joined), dim=1)
 
 
 def assign_levels(

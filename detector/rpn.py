@@ -16,9 +16,18 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int8, Int64
 from torch import Tensor, nn
-from torchvision.ops import batched_nms, clip_boxes_to_image, nms
+from torchvision.ops import clip_boxes_to_image
 
-from detector.boxes import box_regression_loss, decode_deltas, is_at_least, is_larger, match, pairwise_iou, subsample
+from detector.boxes import (
+    box_regression_loss,
+    decode_deltas,
+    is_at_least,
+    is_larger,
+    match,
+    nms_per_image,
+    pairwise_iou,
+    subsample,
+)
 from detector.config import AnchorConfig, DetectorConfig, RPNConfig
 from detector.structures import DetectionTargets, FeatureMap, FeatureMaps, ImageBoxes, ImageSizes, Loss
 
@@ -175,26 +184,29 @@ class RPN(nn.Module):
         starts = [sum(output.counts[:number]) for number in range(len(best))]
         scores = torch.cat([level.values for level in best], dim=1)
         index = torch.cat([level.indices + start for level, start in zip(best, starts, strict=True)], dim=1)
-        lengths = torch.tensor([level.values.shape[1] for level in best], device=index.device)
-        levels = torch.repeat_interleave(torch.arange(len(best), device=index.device), lengths)
+        levels = torch.cat([torch.full_like(level.indices, number) for number, level in enumerate(best)], dim=1)
         chosen = output.deltas.gather(1, index[..., None].expand(-1, -1, 4))
         decoded = decode_deltas(chosen, output.anchors[index], config.box_weights)
-        is_finite = torch.isfinite(decoded).all(dim=2) & torch.isfinite(scores)
-        if self.training and not bool(is_finite.all()):
+        is_usable = torch.isfinite(decoded).all(dim=2) & torch.isfinite(scores)
+        if self.training and not bool(is_usable.all()):
             raise FloatingPointError("Proposals are NaN or infinite: the training has diverged; lower train.lr.")
-        images = []
-        for boxes, logits, rows, finite, size in zip(decoded, scores, index, is_finite, sizes, strict=True):
-            boxes = clip_boxes_to_image(boxes, size)
-            usable = finite & is_larger(boxes, config.min_size) & is_at_least(boxes, config.min_side)
-            if config.score_thresh > 0:
-                usable = usable & (logits.sigmoid() >= config.score_thresh)
-            boxes, logits, rows = boxes[usable], logits[usable], rows[usable]
-            if len(best) == 1:
-                kept = nms(boxes, logits, config.nms_thresh)[:after]
-            else:
-                kept = batched_nms(boxes, logits, levels[usable], config.nms_thresh)[:after]
-            images.append((boxes[kept], logits[kept], rows[kept]))
-        return Proposals(*map(list, zip(*images, strict=True)))
+        boxes = torch.stack([clip_boxes_to_image(rows, size) for rows, size in zip(decoded, sizes, strict=True)])
+        is_usable &= is_larger(boxes, config.min_size) & is_at_least(boxes, config.min_side)
+        if config.score_thresh > 0:
+            is_usable &= scores.sigmoid() >= config.score_thresh
+        image = torch.arange(len(sizes), device=scores.device)[:, None].expand_as(index)
+        columns = [column.flatten(0, 1) for column in (boxes, scores, index)]
+        kept = nms_per_image(
+            *columns[:2],
+            image.flatten(),
+            levels.flatten(),
+            sizes=sizes,
+            num_groups=len(best),
+            threshold=config.nms_thresh,
+            limit=after,
+            is_usable=is_usable.flatten(),
+        )
+        return Proposals(*([column[rows] for rows in kept] for column in columns))
 
     @torch.no_grad()
     def label_anchors(
@@ -222,30 +234,30 @@ class RPN(nn.Module):
 
     def losses(self, output: RPNOutput, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
         """`loss_rpn_cls` and `loss_rpn_loc` of a random, limited set of positive and negative anchors of each image."""
-        all_labels, matched = self.label_anchors(output.anchors, targets.boxes, sizes)
-        labels = torch.full_like(all_labels, -1)  # ignored
-        for row, label in zip(labels, all_labels, strict=True):
-            positive, negative = subsample(
-                label == 1, label == 0, self.config.batch_size_per_image, self.config.positive_fraction
-            )
-            row[positive], row[negative] = 1, 0
-        image, anchor = (labels == 1).nonzero(as_tuple=True)
-        starts = torch.tensor([0] + [len(boxes) for boxes in targets.boxes[:-1]], device=labels.device).cumsum(0)
-        wanted = torch.cat(targets.boxes)[starts[image] + matched[image, anchor]]
+        labels, matched = self.label_anchors(output.anchors, targets.boxes, sizes)
+        sample = subsample(labels == 1, labels == 0, self.config.batch_size_per_image, self.config.positive_fraction)
+        starts = [sum(len(rows) for rows in targets.boxes[:image]) for image in range(len(sizes))]
+        rows = matched.gather(1, sample.positive)
+        rows = torch.stack([own + start for own, start in zip(rows, starts, strict=True)])
+        objects = F.pad(torch.cat(targets.boxes), (0, 0, 0, 1))  # the last image may have no objects
         loc = box_regression_loss(
-            output.deltas[image, anchor],
-            output.anchors[anchor],
-            wanted,
+            output.deltas.gather(1, sample.positive[..., None].expand(-1, -1, 4)),
+            output.anchors[sample.positive],
+            objects[rows],
+            sample.is_positive,
             weights=self.config.box_weights,
             kind=self.config.box_loss_type,
             smooth_l1_beta=self.config.smooth_l1_beta,
         )
-        used = labels >= 0
-        cls = F.binary_cross_entropy_with_logits(output.objectness[used], labels[used].float(), reduction="sum")
+        is_used = torch.cat((sample.is_positive, sample.is_negative), dim=1)
+        logits = output.objectness.gather(1, torch.cat((sample.positive, sample.negative), dim=1))
+        is_object = torch.cat((sample.is_positive, torch.zeros_like(sample.is_negative)), dim=1)
+        cls = F.binary_cross_entropy_with_logits(logits, is_object.float(), reduction="none")
+        cls = cls.masked_fill(~is_used, 0.0).sum()
         if self.config.loss_normaliser == "sampled":
-            count = used.sum().to(cls.dtype)
+            count = is_used.sum().to(cls.dtype)
         else:
-            count = cls.new_tensor(float(self.config.batch_size_per_image * len(sizes)))
+            count = cls.new_full((), self.config.batch_size_per_image * len(sizes))
         weight = self.config.loss_weight
         return {
             "loss_rpn_cls": Loss(cls * weight, count),

@@ -66,24 +66,38 @@ class Loss:
         return self.total / self.count.clamp(min=1)
 
 
-def _move(value: Any, device: torch.device | str, non_blocking: bool) -> Any:
-    if hasattr(value, "to"):
-        return value.to(device, non_blocking=non_blocking)
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of nested lists, dicts and dataclasses whose tensors are changed; fields in `on_host` stay as they are."""
+    if isinstance(value, Tensor):
+        return change(value)
     if isinstance(value, list):
-        return [_move(item, device, non_blocking) for item in value]
+        return [map_tensors(item, change) for item in value]
     if isinstance(value, dict):
-        return {key: _move(item, device, non_blocking) for key, item in value.items()}
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    if dataclasses.is_dataclass(value):
+        names = {field.name for field in dataclasses.fields(value)} - getattr(value, "on_host", frozenset())
+        return dataclasses.replace(value, **{name: map_tensors(getattr(value, name), change) for name in names})
     return value
 
 
 class Movable:
     """Adds `.to(device)` to a dataclass of tensors, lists of tensors and nested dataclasses."""
 
+    on_host: ClassVar[frozenset[str]] = frozenset()  # fields that stay on the CPU; reading them never waits
+
     def to(self, device: torch.device | str, non_blocking: bool = False):
-        changes = {
-            field.name: _move(getattr(self, field.name), device, non_blocking) for field in dataclasses.fields(self)
-        }
-        return dataclasses.replace(self, **changes)
+        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def cpu(self):
+        """A copy on the CPU, without gradients. All tensors travel as one, so that a GPU waits once."""
+        tensors: list[Tensor] = []
+        map_tensors(self, lambda tensor: tensors.append(tensor) or tensor)
+        moved = [one for one in tensors if one.device.type != "cpu"]
+        moved.sort(key=lambda one: -one.element_size())  # every part starts at a multiple of its element size
+        flat = [one.detach().contiguous().view(-1).view(torch.uint8) for one in moved]
+        parts = torch.cat(flat).cpu().split([len(one) for one in flat]) if flat else ()
+        copies = {id(one): part.view(one.dtype).view(one.shape) for one, part in zip(moved, parts, strict=True)}
+        return map_tensors(self, lambda tensor: copies.get(id(tensor), tensor))
 
 
 @dataclasses.dataclass
@@ -98,9 +112,11 @@ class PrecomputedFeatures(Movable):
 class ImageBatch(Movable):
     """N images as the network sees them: resized, mean-subtracted, zero-padded at the right and the bottom."""
 
+    on_host = frozenset({"sizes", "original_sizes"})
+
     pixels: Float[Tensor, "N 3 H W"]  # channel order of the detector's config (BGR by default)
-    sizes: Int64[Tensor, "N 2"]  # (height, width) of each resized image without padding
-    original_sizes: Num[Tensor, "N 2"]  # (height, width) of each image as stored (after its EXIF rotation)
+    sizes: Int64[Tensor, "N 2"]  # (height, width) of each resized image without padding; on the CPU
+    original_sizes: Num[Tensor, "N 2"]  # (height, width) of each image as stored (after its EXIF rotation); on the CPU
     names: list[str]  # N names (usually paths) for error messages
     precomputed: PrecomputedFeatures | None = None  # if given, nothing was read and `pixels` is empty, [N, 3, 0, 0]
 
@@ -109,7 +125,7 @@ class ImageBatch(Movable):
 
     @property
     def scales(self) -> Float32[Tensor, "N 2"]:
-        """(x, y) factors from original to resized pixels."""
+        """(x, y) factors from original to resized pixels; on the CPU."""
         return (self.sizes.float() / self.original_sizes.float()).flip(1)
 
 
@@ -233,7 +249,7 @@ class PrecomputedDetector(Detector):
                 )
         features = [rows.reshape(len(rows), self.feature_dim) for rows in given.features]
         if whole_image:
-            boxes = prepend(whole_image_boxes(images.sizes), boxes)
+            boxes = prepend(whole_image_boxes(images.sizes.to(boxes[0].device)), boxes)
             features = prepend(list(given.image_features[:, None]), features)
         return Regions(boxes=boxes, features=features, class_logits=[rows.new_zeros(len(rows), 0) for rows in features])
 

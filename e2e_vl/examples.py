@@ -39,7 +39,8 @@ class Ragged(Movable):
     @property
     def owner(self) -> Int64[Tensor, " entries"]:
         """The index of the list of each entry."""
-        return torch.repeat_interleave(torch.arange(len(self.counts), device=self.counts.device), self.counts)
+        lists = torch.arange(len(self.counts), device=self.counts.device)
+        return torch.repeat_interleave(lists, self.counts, output_size=len(self.values))
 
 
 @dataclasses.dataclass

@@ -118,7 +118,7 @@ def mask_regions(batch: Batch, detector: Detector, rule: RegionMasking) -> Batch
             "Precomputed features have no pixels to mask, so masked regions would stay visible; set "
             "task.config.mask_pixels to false and encoder.config.masked_region_feature to true."
         )
-    device = batch.image_index.device
+    device = batch.images.pixels.device
     if batch.boxes_to_mask is None:
         counts, drawn = [len(rows) for rows in batch.boxes], []
         for count, generator in zip(counts, _image_generators(batch), strict=True):
@@ -126,20 +126,19 @@ def mask_regions(batch: Batch, detector: Detector, rule: RegionMasking) -> Batch
                 count, generator, rule.probability, rule.mask_probability, rule.replace_probability
             )
             drawn.append((labelled, masked, sample_replacements(replaced, counts, generator)))
-        chosen = RegionMasks(
-            *([torch.from_numpy(rows).to(device) for rows in column] for column in zip(*drawn, strict=True))
-        )
+        chosen = RegionMasks(*([torch.from_numpy(rows) for rows in column] for column in zip(*drawn, strict=True)))
         if not rule.replace_probability:
             chosen.replacement_index = None
     else:
         pairs = zip(batch.boxes, batch.boxes_to_mask, strict=True)
-        first = [torch.arange(len(rows), device=device) < len(masked) for rows, masked in pairs]
+        first = [torch.arange(len(rows)) < len(masked) for rows, masked in pairs]
         chosen = RegionMasks(first, first)
     images, pixel_masks = batch.images, batch.pixel_masks
     if rule.pixels:
+        boxes = torch.cat(batch.boxes).cpu().split([len(rows) for rows in batch.boxes])
         rectangles = [
             mask_rectangles(rows[is_masked], size, "truncate").to(rows.dtype)
-            for rows, is_masked, size in zip(batch.boxes, chosen.is_masked, images.sizes.tolist(), strict=True)
+            for rows, is_masked, size in zip(boxes, chosen.is_masked, images.sizes.tolist(), strict=True)
         ]
         if rule.colour == "mean":
             pixel_masks = rectangles
@@ -148,6 +147,7 @@ def mask_regions(batch: Batch, detector: Detector, rule: RegionMasking) -> Batch
             black = -torch.tensor(settings.pixel_mean) / torch.tensor(settings.pixel_std)
             pixels = mask_pixels(images.pixels, images.sizes, rectangles, fill=black)
             images = dataclasses.replace(images, pixels=pixels)
+    chosen = chosen.to(device)
     if images.precomputed is not None and images.precomputed.image_features is not None:
         # The saved feature of the whole image would reveal the masked regions. It is replaced by the mean of the
         # others; the divisor is the official code's count + 1e-5.
@@ -234,7 +234,7 @@ def truncate_batch(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
     Args:
         whole_image: whole images are part of the sequence, and count as regions.
     """
-    lengths = batch.texts.attention_mask.sum(dim=1).tolist()
+    lengths = batch.texts.lengths.tolist()
     counts = [len(rows) + whole_image for rows in batch.boxes]
     kept, limits = [], []
     for length, images in zip(lengths, batch.image_index.tolist(), strict=True):
@@ -244,11 +244,10 @@ def truncate_batch(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
         while sum(own) > regions:
             own[max(range(len(own)), key=lambda image: (own[image], image))] -= 1
         limits.append([max(number - whole_image, 0) for number in own])
-    device = batch.image_index.device
-    texts, index = truncate_texts(batch.texts, torch.tensor(kept, device=device))
+    texts, index = truncate_texts(batch.texts, torch.tensor(kept, dtype=torch.int64))
     targets = None if batch.targets is None else batch.targets.truncate(index, texts.attention_mask)
     phrases = None if batch.phrases is None else batch.phrases.truncate(index, texts.attention_mask)
-    limits = torch.tensor(limits, device=device)
+    limits = torch.tensor(limits, dtype=torch.int64).reshape(batch.image_index.shape)
     return dataclasses.replace(batch, texts=texts, targets=targets, phrases=phrases, region_limit=limits)
 
 
@@ -270,15 +269,16 @@ def truncated_lengths(text_length: int, region_count: int, limit: int) -> tuple[
 
 
 def truncate_texts(texts: TextBatch, kept: Int64[Tensor, " M"]) -> tuple[TextBatch, Int64[Tensor, "M L"]]:
-    """Shorten texts to `kept` wordpieces: the first ones and the very last.
+    """Shorten texts to `kept` wordpieces (a tensor on the CPU): the first ones and the very last.
 
     The position of the summary is kept too: if it would be lost, it takes the place before the last wordpiece.
 
     Returns:
         The texts, and which old position each new one came from.
     """
-    last = texts.attention_mask.sum(dim=1) - 1
-    position = torch.arange(int(kept.max()), device=kept.device).expand(len(kept), -1)
+    longest, lengths = max(kept.tolist(), default=0), kept
+    kept, last = kept.to(texts.input_ids.device), (texts.lengths - 1).to(texts.input_ids.device)
+    position = torch.arange(longest, device=kept.device).expand(len(kept), -1)
     index = torch.where(position == kept[:, None] - 1, last[:, None], position)
     attention_mask = position < kept[:, None]
     names, summary = texts.region_of_token, texts.summary
@@ -291,5 +291,6 @@ def truncate_texts(texts: TextBatch, kept: Int64[Tensor, " M"]) -> tuple[TextBat
         attention_mask=attention_mask,
         summary=None if summary is None else (index == summary[:, None]).int().argmax(dim=1),
         region_of_token=None if names is None else names.gather(1, index).masked_fill(~attention_mask, -1),
+        lengths=lengths,
     )
     return truncated, index

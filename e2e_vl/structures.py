@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import Any
 
 import torch
@@ -71,6 +72,8 @@ class AttentionGraph:
 class TextBatch(Movable):
     """M wordpiece sequences, padded at the end."""
 
+    on_host = frozenset({"lengths"})
+
     input_ids: Int64[Tensor, "M L"]
     token_type_ids: Int64[Tensor, "M L"]  # 0 or 1
     attention_mask: Bool[Tensor, "M L"]  # True at real wordpieces
@@ -78,6 +81,11 @@ class TextBatch(Movable):
     # row of the candidate box of the (first) image that a wordpiece names; -1 = none. Boxes of further images cannot be
     # named, which no data set of several images does.
     region_of_token: Int64[Tensor, "M L"] | None = None
+    lengths: Int64[Tensor, " M"] = None  # real wordpieces, on the CPU; None: counted from the attention mask
+
+    def __post_init__(self) -> None:
+        if self.lengths is None:
+            self.lengths = self.attention_mask.sum(dim=1).cpu()
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -111,19 +119,22 @@ class RegionMasks(Movable):
 class Batch(Movable):
     """Images, texts, and the images that each text refers to."""
 
+    on_host = frozenset({"image_index", "seeds", "region_limit", "pixel_masks"})
+
     images: ImageBatch
     boxes: list[Float[Tensor, "_R 4"]] | None  # None: the detector proposes them
     texts: TextBatch
-    image_index: Int64[Tensor, "M I"]  # index of the image(s) each text refers to; -1 = no image
+    image_index: Int64[Tensor, "M I"]  # index of the image(s) each text refers to; -1 = no image; on the CPU
     targets: Targets | None = None  # a class of the task's own; None: there are none
     detection_targets: DetectionTargets | None = None  # annotated objects of the N images
     region_labels: RegionLabels = dataclasses.field(default_factory=RegionLabels)
     roi_masks: list[Float[Tensor, "_R S S"]] | None = None  # instance masks of the candidate boxes
-    seeds: Int64[Tensor, " M"] | None = None  # of the random choices that the model makes about a text
+    seeds: Int64[Tensor, " M"] | None = None  # of the random choices that the model makes about a text; on the CPU
     boxes_to_mask: list[Float[Tensor, "_Q 4"]] | None = None  # mask exactly these; None: drawn at random
     masked_regions: RegionMasks | None = None  # candidate boxes that are masked and predicted
-    pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None  # boxes whose pixels are masked before the detector
-    region_limit: Int64[Tensor, "M I"] | None = None  # a text reads only the first candidate boxes of each image
+    pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None  # boxes whose pixels are masked first; on the CPU
+    # a text reads only the first candidate boxes of each image; on the CPU
+    region_limit: Int64[Tensor, "M I"] | None = None
     phrases: PhraseBatch | None = None  # None: not needed
     # M dicts of ids and ground truth, see `Preprocessor.record`; predictions begin with them
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -149,6 +160,11 @@ class TextRegions(Movable):
     is_masked: Bool[Tensor, "M R"]  # see `RegionMasks`
     classes: Int64[Tensor, "M R"]  # detected, 0 .. K-1; -1 where the boxes were given, and elsewhere
 
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """The number of regions of each text. `gather_regions` sets it; otherwise a GPU waits here."""
+        return self.attention_mask.sum(dim=1).tolist()
+
     @property
     def is_whole_image(self) -> Bool[Tensor, "M R"]:
         """Whether the region is a whole image, added for encoders with `uses_whole_image`."""
@@ -163,20 +179,18 @@ class TextRegions(Movable):
 
         A flip is not undone.
         """
-        return self.boxes / scales[self.image.clamp(min=0)].repeat(1, 1, 2)
+        return self.boxes / scales.to(self.boxes.device)[self.image.clamp(min=0)].repeat(1, 1, 2)
 
     def gather(self, values: list[Shaped[Tensor, "_R ..."]], fill: float) -> Shaped[Tensor, "M R ..."]:
         """Copy values of the candidate boxes of N images to the texts that read them.
 
         `fill` is the value at whole images and padding.
         """
-        counts = torch.tensor([len(rows) for rows in values], device=self.row.device)
-        starts = counts.cumsum(0) - counts
-        joined = torch.cat(values)
-        is_box = self.row >= 0
-        result = joined.new_full((*self.row.shape, *joined.shape[1:]), fill)
-        result[is_box] = joined[(starts[self.image.clamp(min=0)] + self.row)[is_box]]
-        return result
+        counts = torch.tensor([len(rows) for rows in values])
+        starts = (counts.cumsum(0) - counts).to(self.row.device, non_blocking=True)
+        joined = torch.cat([*values, values[0].new_full((1, *values[0].shape[1:]), fill)])
+        rows = starts[self.image.clamp(min=0)] + self.row
+        return joined[torch.where(self.row >= 0, rows, len(joined) - 1)]
 
 
 @dataclasses.dataclass
@@ -224,7 +238,7 @@ class PhraseOutput:
 
 
 @dataclasses.dataclass
-class ModelOutput:
+class ModelOutput(Movable):
     """The output of one forward pass."""
 
     task: TaskOutput
@@ -234,6 +248,25 @@ class ModelOutput:
     batch: Batch  # with masked regions and their labels
     class_names: tuple[str, ...] | None = None  # of the detector's classes; None: unknown
     phrases: PhraseOutput | None = None  # None: not needed
+
+    def on_cpu(self) -> ModelOutput:
+        """What predictions are made from, on the CPU: all but pixels, features and the encoder's output, which stay.
+
+        A GPU waits once, and not for every number that a prediction reads.
+        """
+        if self.text_regions.boxes.device.type == "cpu":
+            return self
+        heavy = {"features": [], "class_logits": [], "attribute_logits": None}
+        images = self.batch.images
+        moved = dataclasses.replace(
+            self,
+            regions=dataclasses.replace(self.regions, **heavy),
+            text_regions=dataclasses.replace(self.text_regions, features=self.text_regions.features[..., :0]),
+            encoded=None,
+            batch=dataclasses.replace(self.batch, images=dataclasses.replace(images, pixels=None)),
+        ).cpu()
+        batch = dataclasses.replace(moved.batch, images=dataclasses.replace(moved.batch.images, pixels=images.pixels))
+        return dataclasses.replace(moved, encoded=self.encoded, batch=batch)
 
     @property
     def losses(self) -> dict[str, Loss]:
@@ -281,31 +314,31 @@ def gather_regions(
     """
     first = int(whole_image)  # candidate boxes begin at this row
     device = regions.features[0].device
-    counts = torch.tensor([len(boxes) for boxes in regions.boxes], device=device)
-    padded = max(max((len(boxes) for boxes in regions.boxes), default=0), 1)
+    counts = torch.tensor([len(boxes) for boxes in regions.boxes])
     all_features, all_boxes = torch.cat(regions.features), torch.cat(regions.boxes)
 
-    # index[n, r] = row of region r of image n in the concatenated rows
-    position = torch.arange(padded, device=device)
+    # all indices are computed on the CPU, and moved together
+    position = torch.arange(max(counts.tolist(), default=0) or 1)
     index = ((counts.cumsum(0) - counts)[:, None] + position).clamp(max=len(all_features))  # the last: zeros
     image = image_index.clamp(min=0)  # [M, I]
-    attention_mask = (position < counts[:, None])[image] & (image_index >= 0)[..., None]  # [M, I, R]
+    is_real = (position < counts[:, None])[image] & (image_index >= 0)[..., None]  # [M, I, R]
     if limit is not None:
-        attention_mask = attention_mask & (position < limit[..., None] + first)
-    slot = torch.arange(image_index.shape[1], device=device)[None, :, None].expand_as(attention_mask)
-    candidate = (position - first).expand_as(attention_mask)
-    columns = (attention_mask, slot, index[image], candidate, image[..., None].expand_as(attention_mask))
+        is_real = is_real & (position < limit[..., None] + first)
+    slot = torch.arange(image_index.shape[1])[None, :, None].expand_as(is_real)
+    candidate = (position - first).expand_as(is_real)
+    columns = (is_real, slot, index[image], candidate, image[..., None].expand_as(is_real))
     # padding moves to the end of each text, and what is padding in all texts is cut
-    order = (~attention_mask).flatten(1).to(torch.uint8).argsort(dim=1, stable=True)
-    longest = max(int(attention_mask.flatten(1).sum(1).max()) if len(attention_mask) else 0, 1)
-    attention_mask, slot, rows, candidate, image_row = (
-        column.flatten(1).gather(1, order[:, :longest]) for column in columns
-    )
+    lengths = is_real.flatten(1).sum(dim=1).tolist()
+    order = (~is_real).flatten(1).to(torch.uint8).argsort(dim=1, stable=True)
+    order = order[:, : max(lengths, default=0) or 1]
+    indices = torch.stack([column.flatten(1).gather(1, order) for column in columns])
+    is_real, slot, rows, candidate, image_row = indices.to(device, non_blocking=True)
+    attention_mask = is_real.bool()
 
     result = TextRegions(
         features=F.pad(all_features, (0, 0, 0, 1))[rows] * attention_mask[..., None],
         boxes=F.pad(all_boxes, (0, 0, 0, 1))[rows] * attention_mask[..., None],
-        image_sizes=torch.where(attention_mask[..., None], image_sizes.to(torch.float32)[image_row], 1.0),
+        image_sizes=torch.where(attention_mask[..., None], image_sizes.to(device, torch.float32)[image_row], 1.0),
         attention_mask=attention_mask,
         image_slot=slot.masked_fill(~attention_mask, 0),
         image=image_row.masked_fill(~attention_mask, -1),
@@ -313,6 +346,7 @@ def gather_regions(
         is_masked=torch.zeros_like(attention_mask),
         classes=torch.full_like(candidate, -1),
     )
+    result.lengths = lengths
     if regions.classes is not None:
         result.classes = F.pad(torch.cat(regions.classes), (0, 1))[rows].masked_fill(result.row < 0, -1)
     if masks is not None:

@@ -125,9 +125,11 @@ def test_all_parts_of_a_batch_move_together():
         records=[{"text": "x"}],
     )
     moved = batch.to("meta")
-    tensors = [moved.images.pixels, *moved.boxes, moved.texts.summary, moved.image_index]
+    tensors = [moved.images.pixels, *moved.boxes, moved.texts.summary]
     tensors += [*moved.region_labels.class_probs, *moved.masked_regions.is_masked]
     assert all(tensor.device.type == "meta" for tensor in tensors)
+    on_host = [moved.images.sizes, moved.images.original_sizes, moved.texts.lengths, moved.image_index]
+    assert all(tensor.device.type == "cpu" for tensor in on_host)
     assert moved.region_labels.features is None and moved.records == [{"text": "x"}]
     assert batch.image_index.device.type == "cpu"
 

@@ -291,7 +291,7 @@ def make_text_view(
     allowed = regions.attention_mask[text] & (regions.image_slot[text] == 0)
     if options.whole_image == "excluded":
         allowed = allowed & (regions.row[text] >= 0)
-    scales = batch.images.scales[regions.image[text].clamp(min=0)].double()
+    scales = batch.images.scales.to(regions.image.device)[regions.image[text].clamp(min=0)].double()
     boxes = (regions.boxes[text].double() / torch.cat([scales, scales], dim=1)).cpu().numpy()
     right = [find_right_regions(boxes, own, options) for own in caption.boxes]
     is_right = torch.tensor(np.array(right, dtype=bool).reshape(-1, len(boxes)), device=allowed.device) & allowed

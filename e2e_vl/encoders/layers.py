@@ -119,12 +119,24 @@ class SequenceLayout:
 
     @classmethod
     def from_masks(
-        cls, text_mask: Bool[Tensor, "M L"], region_mask: Bool[Tensor, "M R"], *, has_end: bool = True
+        cls,
+        text_mask: Bool[Tensor, "M L"],
+        region_mask: Bool[Tensor, "M R"],
+        longest: int | None = None,
+        *,
+        has_end: bool = True,
     ) -> SequenceLayout:
-        """Args: masks that are True at real words and regions. With `has_end` there is one more slot, always real."""
+        """Make the layout of texts and their regions.
+
+        Args:
+            text_mask, region_mask: True at real words and regions.
+            longest: Z, the number of real slots of the longest text; None: counted from the masks (a GPU waits).
+            has_end: there is one more slot ([END]), which is always real.
+        """
         end = text_mask.new_ones(len(text_mask), int(has_end))
         is_real = torch.cat([text_mask, region_mask, end], dim=1)
-        longest = max(int(is_real.sum(dim=1).max()) if len(is_real) else 1, 1)
+        if longest is None:
+            longest = max(is_real.sum(dim=1).tolist(), default=0) or 1
         slot = (~is_real).to(torch.uint8).argsort(dim=1, stable=True)[:, :longest]
         position = (is_real.cumsum(dim=1) - 1).clamp(min=0)
         return cls(

@@ -103,7 +103,8 @@ class VisualBertEmbeddings(nn.Module):
         types = torch.stack([self.visual_token_type_embeddings.weight[row] for row in self.config.region_types])
         objects = self.visual_projection(features) + F.embedding(regions.image_slot, types)
         objects = objects + self.region_positions(alignment)
-        layout = SequenceLayout.from_masks(texts.attention_mask, regions.attention_mask, has_end=False)
+        longest = max(map(sum, zip(texts.lengths.tolist(), regions.lengths, strict=True)), default=0) or 1
+        layout = SequenceLayout.from_masks(texts.attention_mask, regions.attention_mask, longest, has_end=False)
         slots = torch.cat([words, objects.to(words.dtype)], dim=1)
         return self.dropout(self.LayerNorm(layout.pack(slots))), layout
 

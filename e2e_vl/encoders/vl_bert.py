@@ -169,10 +169,10 @@ class VLBertEmbeddings(nn.Module):
             region_words = torch.where(regions.is_masked[..., None], hidden, region_words)
         if self.image_slot_embeddings is not None:
             region_words = region_words + self.image_slot_embeddings(regions.image_slot)
-        in_sequence = regions.attention_mask
-        if not self.config.whole_image_in_sequence:
-            in_sequence = in_sequence & ~regions.is_whole_image
-        return self.join(texts, word_vectors, region_words, vectors, in_sequence, regions.image_slot)
+        in_sequence = regions if self.config.whole_image_in_sequence else regions.without_whole_image()
+        longest = max(map(sum, zip(texts.lengths.tolist(), in_sequence.lengths, strict=True)), default=0) + 1  # [END]
+        mask = in_sequence.attention_mask
+        return self.join(texts, word_vectors, region_words, vectors, mask, regions.image_slot, longest)
 
     def region_vectors(self, regions: TextRegions) -> Float[Tensor, "M R F"]:
         """Geometry and feature of each region as one vector; meaningless at padding."""
@@ -219,6 +219,7 @@ class VLBertEmbeddings(nn.Module):
         vectors: Float[Tensor, "M R F"],
         region_mask: Bool[Tensor, "M R"],
         image_slot: Int64[Tensor, "M R"],
+        longest: int | None = None,
     ) -> tuple[Float[Tensor, "M Z E"], SequenceLayout]:
         """Add up the embeddings and pack them.
 
@@ -227,6 +228,7 @@ class VLBertEmbeddings(nn.Module):
             region_words: word embedding of each region.
             vectors: region vector of each region.
             image_slot: index of the region's image among those of the text.
+            longest: see `SequenceLayout.from_masks`.
 
         Returns:
             The input after LayerNorm and dropout; the layout.
@@ -244,7 +246,7 @@ class VLBertEmbeddings(nn.Module):
         positions = self.position_ids(texts.attention_mask, image_slot)
         segments = self.token_type_ids(texts.token_type_ids, region_mask)
         slots = slots + self.position_embeddings(positions) + self.segment_embeddings(segments)
-        layout = SequenceLayout.from_masks(texts.attention_mask, region_mask)
+        layout = SequenceLayout.from_masks(texts.attention_mask, region_mask, longest)
         return self.dropout(self.norm(layout.pack(slots))), layout
 
     def position_ids(

@@ -112,7 +112,7 @@ class RegionExtractor:
             one.features = features if one.features is None else one.features
         whole: list[Tensor | None] = [None] * len(images)
         if self.settings.image_feature:
-            corners = batch.sizes.flip(1).float() - 1  # VL-BERT's box of the whole image ends at the last pixel
+            corners = batch.sizes.flip(1).to(batch.pixels) - 1  # the last pixel, as in VL-BERT
             boxes = torch.cat((torch.zeros_like(corners), corners), dim=1)[:, None]
             whole = [features.region[0] for features in self._pool(maps, list(boxes))]
         return [self._record(*one) for one in zip(images, chosen, whole, strict=True)]

@@ -211,7 +211,8 @@ def predict_texts(
     with torch.no_grad(), accelerator.autocast(), bar:
         for batch in bar:
             batch = batch.to(accelerator.device)
-            output = add_grounded_phrases(model(batch, output_attentions=model.task.reads_attention))
+            output = model(batch, output_attentions=model.task.reads_attention).on_cpu()
+            output = add_grounded_phrases(output)
             predictions += model.task.predict(output.batch, output)
             if losses is not None:
                 losses.add(output.task_losses)

@@ -506,10 +506,11 @@ class VCRTask(Task):
         kept = text_regions.attention_mask
         if batch.targets.has_target is not None:
             kept = kept & batch.targets.has_target[:, None]
-        classes = text_regions.gather(batch.region_labels.classes, fill=-1)[kept] + 1
-        scores = at_least_float32(self.region_classifier(states[kept]))
+        index = kept.nonzero(as_tuple=True)
+        classes = text_regions.gather(batch.region_labels.classes, fill=-1)[index] + 1
+        scores = at_least_float32(self.region_classifier(states[index]))
         total = F.cross_entropy(scores, classes, reduction="sum") * self.config.region_loss_weight
-        return Loss(total=total, count=kept.sum().to(total.dtype))
+        return Loss(total=total, count=total.new_full((), len(scores)))
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[VCRPrediction]:
         """One prediction per question, with the phrases of the chosen text.

@@ -93,7 +93,7 @@ class ObjectiveOutput:
 
 def classified(
     weight: float,
-    is_labelled: Bool[Tensor, " *labelled"],
+    index: tuple[Int64[Tensor, " items"], ...],
     logits: Float[Tensor, "items classes"],
     truth: Int64[Tensor, " items"],
     losses: Float[Tensor, " items"] | None = None,
@@ -101,14 +101,14 @@ def classified(
     """The output of a classification objective.
 
     Args:
-        is_labelled: the items, as a mask over texts or over positions of texts.
-        losses: the loss of each item; None: cross entropy.
+        index: the text of each item, and its position in the text if the objective chooses positions.
+        losses: of each item; None: the cross entropy.
     """
-    index, best = is_labelled.nonzero(), logits.argmax(dim=1)
+    best = logits.argmax(dim=1)
     total = F.cross_entropy(logits, truth, reduction="sum") if losses is None else losses.sum()
-    loss = Loss(weight * total, logits.new_tensor(float(len(logits))))
-    position = index[:, 1] if is_labelled.ndim > 1 else torch.zeros_like(index[:, 0])
-    return ObjectiveOutput(loss, index[:, 0], best == truth, logits, position, best, truth)
+    loss = Loss(weight * total, logits.new_full((), len(logits)))
+    position = index[1] if len(index) > 1 else torch.zeros_like(index[0])
+    return ObjectiveOutput(loss, index[0], best == truth, logits, position, best, truth)
 
 
 class ItemPrediction(msgspec.Struct, frozen=True):

@@ -68,20 +68,21 @@ class MaskedRegions(Objective):
         class_probs = batch.region_labels.class_probs
         if class_probs is None:
             class_probs = [rows.new_zeros(len(rows), self.config.classes) for rows in batch.boxes]
-        probabilities = text_regions.gather(class_probs, fill=0.0)[chosen]
-        if probabilities.shape[1] != self.config.classes:
+        probabilities = text_regions.gather(class_probs, fill=0.0)
+        if probabilities.shape[2] != self.config.classes:
             raise UserError(
-                f"The class distributions have {probabilities.shape[1]} columns, but {self.config.key('classes')} is "
+                f"The class distributions have {probabilities.shape[2]} columns, but {self.config.key('classes')} is "
                 f"{self.config.classes}; make them agree."
             )
-        usable = (probabilities.sum(dim=1) - 1).abs() < 0.1
-        chosen, probabilities = chosen.masked_scatter(chosen, usable), probabilities[usable]
-        logits = self.classify(encoded.regions[chosen])
+        is_usable = (probabilities.sum(dim=2) - 1).abs() < 0.1
+        index = (chosen & is_usable).nonzero(as_tuple=True)
+        probabilities = probabilities[index]
+        logits = self.classify(encoded.regions[index])
         best = probabilities.argmax(dim=1)
         losses = None
         if self.config.labels == "distribution":
             losses = -(probabilities.to(logits.dtype) * logits.log_softmax(dim=1)).sum(dim=1)
-        return classified(self.config.weight, chosen, logits, best, losses)
+        return classified(self.config.weight, index, logits, best, losses)
 
     def class_names(self, output: ModelOutput, wordpieces: Sequence[str], masking: RegionMasking) -> Sequence[str]:
         """C names; without known names, the classes are numbered from 0."""
@@ -100,7 +101,7 @@ class MaskedRegions(Objective):
                 "shorten the text, or mask fewer regions."
             )
         classes = top_classes(self.classify(output.encoded.regions[0, text_regions.is_masked[0]]).softmax(dim=1), names)
-        boxes = (batch.boxes[0] / batch.images.scales[0].repeat(2))[is_masked].tolist()
+        boxes = (batch.boxes[0] / batch.images.scales[0].repeat(2).to(is_masked.device))[is_masked].tolist()
         seen, class_probs = [None] * len(boxes), batch.region_labels.class_probs
         if class_probs is not None:
             seen = [row[0] for row in top_classes(class_probs[0][is_masked], names)]
@@ -171,12 +172,13 @@ class ObjectLabels(Objective):
                 f"features that were extracted with {self.kind}, or a detector that predicts them, or set "
                 f"{self.config.key('weight')} to 0."
             )
-        truth = text_regions.gather(classes, fill=0)[is_used]
-        logits = at_least_float32(self.output(encoded.regions[is_used]))
+        index = is_used.nonzero(as_tuple=True)
+        truth = text_regions.gather(classes, fill=0)[index]
+        logits = at_least_float32(self.output(encoded.regions[index]))
         losses = F.cross_entropy(logits, truth, reduction="none")
         if self.config.confidence:
-            losses = losses * text_regions.gather(scores, fill=0)[is_used].to(losses.dtype)
-        return classified(self.config.weight, is_used, logits, truth, losses)
+            losses = losses * text_regions.gather(scores, fill=0)[index].to(losses.dtype)
+        return classified(self.config.weight, index, logits, truth, losses)
 
 
 # Attribute classification (LXMERT's official code)
@@ -219,17 +221,18 @@ class RegionFeatureRegression(Objective):
     ) -> ObjectiveOutput:
         """The logits are the predicted features, float32 [masked regions, D]."""
         is_masked = text_regions.gather(batch.masked_regions.is_labelled, fill=False)
-        logits = at_least_float32(self.output(encoded.regions[is_masked]))
+        index = is_masked.nonzero(as_tuple=True)
+        logits = at_least_float32(self.output(encoded.regions[index]))
         features = batch.region_labels.features
         if features is None:
             raise UserError(
                 "There are no features of unmasked regions to predict; set task.config.teacher to frozen or current, "
                 f"use saved features, or set {self.config.key('weight')} to 0."
             )
-        truth = text_regions.gather(features, fill=0.0)[is_masked].detach().to(logits.dtype)
+        truth = text_regions.gather(features, fill=0.0)[index].detach().to(logits.dtype)
         error = F.smooth_l1_loss if self.config.loss == "smooth_l1" else F.mse_loss
         each = error(logits, truth, reduction="none").mean(dim=1)
         counted = is_masked if self.config.average == "masked" else text_regions.row >= 0
         loss = Loss(self.config.weight * each.sum(), counted.sum().to(each.dtype))
         is_near = (logits - truth).norm(dim=1) < truth.norm(dim=1)
-        return ObjectiveOutput(loss, is_masked.nonzero()[:, 0], is_near, logits)
+        return ObjectiveOutput(loss, index[0], is_near, logits)

@@ -116,9 +116,9 @@ class Relationship(Objective):
         self, targets: MatchTargets, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
         """The logits are float32 [labelled texts, 2]: no match, match."""
-        is_judged = targets.is_match >= 0
-        logits = at_least_float32(self.head(encoded.summary[is_judged]))
-        return classified(self.config.weight, is_judged, logits, targets.is_match[is_judged])
+        index = (targets.is_match >= 0).nonzero(as_tuple=True)
+        logits = at_least_float32(self.head(encoded.summary[index]))
+        return classified(self.config.weight, index, logits, targets.is_match[index])
 
 
 # Image question answering (LXMERT, section 3.1.3)
@@ -234,9 +234,9 @@ class ImageQA(Objective):
         self, targets: AnswerLabel, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
         """The logits are float32 [texts with an answer, Y]."""
-        has_answer = targets.answer >= 0
-        logits = at_least_float32(self.head(encoded.summary[has_answer]))
-        return classified(self.config.weight, has_answer, logits, targets.answer[has_answer])
+        index = (targets.answer >= 0).nonzero(as_tuple=True)
+        logits = at_least_float32(self.head(encoded.summary[index]))
+        return classified(self.config.weight, index, logits, targets.answer[index])
 
     def class_names(self, output: ModelOutput, wordpieces: Sequence[str], masking: RegionMasking) -> Sequence[str]:
         return self.answers

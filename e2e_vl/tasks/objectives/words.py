@@ -144,9 +144,9 @@ class MaskedWords(Objective):
         self, targets: WordLabels, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
         """The logits are float32 [masked wordpieces, V]."""
-        is_labelled = targets.labels >= 0
-        logits = at_least_float32(word_head(encoded.text[is_labelled], encoded.word_embeddings))
-        return classified(self.config.weight, is_labelled, logits, targets.labels[is_labelled])
+        index = (targets.labels >= 0).nonzero(as_tuple=True)
+        logits = at_least_float32(word_head(encoded.text[index], encoded.word_embeddings))
+        return classified(self.config.weight, index, logits, targets.labels[index])
 
     def class_names(self, output: ModelOutput, wordpieces: Sequence[str], masking: RegionMasking) -> Sequence[str]:
         return wordpieces

@@ -1,0 +1,48 @@
+"""How often the host waits for a GPU, counted on a pretended one: per training step and per batch of an evaluation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ENCODERS
+from tests.run.runs import ROOT, TINY_DETECTOR
+
+PREDICTED, GIVEN = 7, 3  # of a training step with predicted boxes and detection losses, or with given boxes
+PRETRAINING = 9
+EVALUATION = {"gt": 3, "detections": 3, "online": 7}  # of a batch
+TASKS = ("refcoco", "vqa", "gqa", "nlvr2", "flickr30k", "vcr", "pretraining")
+
+
+def job(task: str, encoder: str, folder: Path) -> dict[str, Any]:
+    words = [
+        *("train={max_steps: 2, images_per_batch: 2, warmup_steps: 0, trackers: []}", "data.workers=0"),
+        *("data.synthetic.scenes={train: 4, val: 2}", "data.resize={short_edge: [64], long_edge: 80}"),
+        *("eval.every_epochs=0", "eval.report_pictures=0", f"data.root={folder / task}"),
+        *(TINY_DETECTOR, f"output={folder / f'{task}_{encoder}'}"),
+    ]
+    chosen = ENCODERS[encoder]
+    if chosen is not None:
+        more = {"nlvr2": {"max_images": 2}, "vcr": {"named_regions": True}}.get(task, {}) if encoder == "lxmert" else {}
+        chosen = {**chosen, "config": chosen["config"] | more}
+    return {"config": str(ROOT / "configs" / "tiny" / f"{task}.yaml"), "words": words, "encoder": chosen}
+
+
+@pytest.mark.parametrize("encoder", list(ENCODERS))
+def test_waits_of_every_task(encoder: str, tmp_path: Path):
+    tasks = TASKS if encoder == "vl_bert" else TASKS[:-1]  # the tiny pre-training has objectives of VL-BERT
+    jobs = [job(task, encoder, tmp_path) for task in tasks]
+    command = [sys.executable, "-m", "tests.pretended_gpu", json.dumps(jobs)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for task, found in zip(tasks, json.loads(done.stdout), strict=True):
+        limit = {"pretraining": PRETRAINING, "vcr": GIVEN}.get(task, PREDICTED)
+        assert sum(found["step"].values()) <= limit, (task, found["step"])
+        for name, lines in found["evaluations"].items():
+            extra = PRETRAINING - GIVEN if task == "pretraining" else 1 if task == "vcr" else 0
+            assert sum(lines.values()) <= EVALUATION[name.split(", ")[1]] + extra, (task, name, lines)
