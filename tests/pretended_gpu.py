@@ -157,7 +157,7 @@ def measure(config: str, words: list[str], encoder: dict[str, Any] | None = None
     from e2e_vl.run import checkpoint, evaluate, train
     from tests.weights.starts import replaced
 
-    real_step, real_evaluate = train.Trainer.train_step, evaluate.evaluate
+    real_step, real_evaluate = train.Trainer.train_step, evaluate.predict_texts
     found: dict[str, Any] = {"evaluations": {}}
 
     def step(self, micro_batches):
@@ -177,7 +177,7 @@ def measure(config: str, words: list[str], encoder: dict[str, Any] | None = None
     with (
         mock.patch.object(checkpoint, "save_state", lambda *a, **k: None),  # it copies all parameters
         mock.patch.object(train.Trainer, "train_step", step),
-        mock.patch.object(evaluate, "evaluate", evaluation),
+        mock.patch.object(evaluate, "predict_texts", evaluation),
     ):
         settings = load_config(Path(config), words)
         train.train(settings if encoder is None else replaced(settings, encoder=encoder))
