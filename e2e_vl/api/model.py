@@ -486,7 +486,11 @@ class TrainedModel(
         waiting: list[tuple[list[int], Example]] = []  # question indices and their example
 
         def answer_waiting() -> None:
-            output = self._run([example for _, example in waiting])
+            task = self.network.task
+            output = self._run(
+                [example for _, example in waiting],
+                output_attentions=task.reads_attention or not task.predicts_box,
+            )
             numbers = [number for group, _ in waiting for number in group]
             found = self._answers([questions[number] for number in numbers], output)
             answers.update(zip(numbers, found, strict=True))
@@ -515,7 +519,7 @@ class TrainedModel(
         Args:
             change: changes the batch before the forward pass, for example masks pixels.
         """
-        output = self._run([self._read(self._sample([question]))], change)
+        output = self._run([self._read(self._sample([question]))], change, output_attentions=True)
         [answer] = self._answers([question], output)
         return answer, output
 
@@ -586,9 +590,21 @@ class TrainedModel(
         return Example(images, list(self._preprocessor(sample, images, make_generator)))
 
     @torch.no_grad()
-    def _run(self, examples: list[Example], change: Callable[[Batch], Batch] | None = None) -> ModelOutput:
+    def _run(
+        self,
+        examples: list[Example],
+        change: Callable[[Batch], Batch] | None = None,
+        *,
+        output_attentions: bool,
+    ) -> ModelOutput:
+        """The output with the precision of the run's evaluation, on the CPU except for the encoder's output."""
         batch = self._collate(examples).to(self.device)
-        return add_grounded_phrases(self.network(batch if change is None else change(batch), output_attentions=True))
+        precision = self.settings.train.mixed_precision
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        is_mixed = dtype is not None and (self.device.type != "cpu" or dtype == torch.bfloat16)
+        with torch.autocast(self.device.type, dtype, enabled=is_mixed):
+            output = self.network(batch if change is None else change(batch), output_attentions=output_attentions)
+        return add_grounded_phrases(output.on_cpu())
 
     @torch.no_grad()
     def _answers(self, questions: Sequence[Question], output: ModelOutput) -> list[Answer]:
@@ -608,9 +624,9 @@ class TrainedModel(
         if maps is not None and not task.predicts_box:
             length = batch.texts.input_ids.shape[1]
             position = _answer_position(output, text)
-            rows = [one[text, :, position, length : length + len(kept)] for one in maps]
-            last = next((row for row in reversed(rows) if row.any()), rows[-1])  # not all maps attend to regions
-            attention = last.mean(dim=0)[kept].float().cpu().numpy()
+            rows = torch.stack([one[text, :, position, length : length + len(kept)] for one in maps]).float().cpu()
+            last = next((row for row in rows.flip(0) if row.any()), rows[-1])  # not all maps attend to regions
+            attention = last.mean(dim=0)[kept].numpy()
         ranked, lines = task.ranked(prediction), task.answer_lines(prediction)
         box = prediction.box if task.predicts_box else None
         words = [question.text, *question.choices, *([] if question.answer is None else [question.answer])]
@@ -621,8 +637,8 @@ class TrainedModel(
             box=None if box is None else np.array(box, dtype=np.float32),
             top=ranked,
             lines=lines,
-            boxes=regions.original_boxes(batch.images.scales)[text, kept].cpu().numpy(),
-            box_images=regions.image_slot[text, kept].cpu().numpy(),
+            boxes=regions.original_boxes(batch.images.scales)[text, kept].numpy(),
+            box_images=regions.image_slot[text, kept].numpy(),
             box_names=prediction.box_names or names,
             attention=attention,
             unknown_words=tuple(dict.fromkeys(word for one in words for word in unknown_words(one, self.tokenizer))),

@@ -183,7 +183,9 @@ class Explorer:
             images = batch.images
             rectangles = mask_rectangles(before.boxes[list(hidden)], images.sizes[0].tolist(), "truncate")
             pixels = mask_pixels(images.pixels, images.sizes, [rectangles.to(before.boxes.dtype)])
-            return dataclasses.replace(batch, images=dataclasses.replace(images, pixels=pixels), boxes=[before.boxes])
+            return dataclasses.replace(
+                batch, images=dataclasses.replace(images, pixels=pixels), boxes=[before.boxes.to(images.pixels.device)]
+            )
 
         answer, output = self.model.ask_with_output(
             Question(photo.file, text), None if before is None else with_regions
