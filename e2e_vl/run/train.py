@@ -63,7 +63,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         config.train.mixed_precision,
         log_with=config.train.trackers or None,
         project_config=ProjectConfiguration(str(output), logging_dir=str(output / "tensorboard")),
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True)],
         max_wait_minutes=config.train.max_wait_minutes,
     )
     is_main = accelerator.is_main_process
@@ -287,7 +287,12 @@ class Trainer:
                 losses = sorted({**task_losses, **detection_losses}.items())
                 # means are over the items of a micro-batch on all processes; micro-batches have equal weights
                 sums = [torch.stack([one.total.detach().float(), one.count.float()]) for _, one in losses]
-                totals, counts = accelerator.reduce(torch.stack(sums), reduction="sum").unbind(dim=1)
+                # the signal that a process has received travels with the losses: its number, and 1
+                stop = torch.tensor([float(self.stop.number or 0), float(self.stop.number is not None)])
+                sums.append(stop.to(accelerator.device, non_blocking=True))
+                rows = accelerator.reduce(torch.stack(sums), reduction="sum")
+                totals, counts = rows[:-1].unbind(dim=1)
+                logged["stop"] = rows[-1, 0] / rows[-1, 1].clamp(min=1)
                 loss = torch.zeros((), device=accelerator.device)
                 for (name, one), total, count in zip(losses, totals, counts, strict=True):
                     divisor = count.clamp(min=1) * len(micro_batches)
@@ -298,8 +303,6 @@ class Trainer:
                 accelerator.backward(loss)
         max_norm = math.inf if clip_norm is None else clip_norm
         logged["grad_norm"] = accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
-        stop = torch.full((1,), float(self.stop.number or 0), device=accelerator.device)
-        logged["stop"] = accelerator.gather(stop).max()
         # the only host-device synchronisation of a step: the values are checked before the update
         numbers = torch.stack([value.float() for value in logged.values()]).tolist()
         values = dict(zip(logged, numbers, strict=True))
