@@ -5,8 +5,8 @@ relies on internals of torch, so it runs in a process of its own:
 
     python -m tests.pretended_gpu '[{"config": "configs/tiny/refcoco.yaml", "words": ["train.max_steps=1"]}]'
 
-trains with each of these settings and prints, as JSON, the waits of the last training step and of each evaluation. A
-job may replace the encoder, too.
+trains with each of these settings and prints, as JSON, the waits of the last training step, of each evaluation, and of
+a question about the photo that a job names. A job may replace the encoder, too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
@@ -149,10 +150,13 @@ def pretended_gpu() -> Iterator[None]:
         yield
 
 
-def measure(config: str, words: list[str], encoder: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Train with these settings; the lines that waited in the last step and in each evaluation, and how often."""
+def measure(
+    config: str, words: list[str], encoder: dict[str, Any] | None = None, photo: str | None = None
+) -> dict[str, Any]:
+    """Train with these settings; the lines that waited in each part, and how often."""
     from accelerate.state import AcceleratorState
 
+    import e2e_vl
     from e2e_vl.config import load_config
     from e2e_vl.run import checkpoint, evaluate, train
     from tests.weights.starts import replaced
@@ -181,6 +185,12 @@ def measure(config: str, words: list[str], encoder: dict[str, Any] | None = None
     ):
         settings = load_config(Path(config), words)
         train.train(settings if encoder is None else replaced(settings, encoder=encoder))
+    if photo is not None:
+        model = e2e_vl.load(settings.output)
+        for name, boxes in {"ask": None, "ask about boxes": np.array([[5.0, 5.0, 40.0, 40.0]])}.items():
+            waits.clear()
+            model.ask(next(Path(settings.data.root).glob(photo)), "the small red circle", boxes=boxes)
+            found[name] = dict(waits)
     return found
 
 

@@ -15,6 +15,7 @@ from tests.run.runs import ROOT, TINY_DETECTOR
 
 PREDICTED, GIVEN = 7, 3  # of a training step with predicted boxes and detection losses, or with given boxes
 PRETRAINING = 9
+ASK = 8  # of a question about predicted boxes
 EVALUATION = {"gt": 3, "detections": 3, "online": 7}  # of a batch
 TASKS = ("refcoco", "vqa", "gqa", "nlvr2", "flickr30k", "vcr", "pretraining")
 
@@ -30,7 +31,13 @@ def job(task: str, encoder: str, folder: Path) -> dict[str, Any]:
     if chosen is not None:
         more = {"nlvr2": {"max_images": 2}, "vcr": {"named_regions": True}}.get(task, {}) if encoder == "lxmert" else {}
         chosen = {**chosen, "config": chosen["config"] | more}
-    return {"config": str(ROOT / "configs" / "tiny" / f"{task}.yaml"), "words": words, "encoder": chosen}
+    photo = "images/train2014/*.jpg" if task == "refcoco" else None
+    return {
+        "photo": photo,
+        "config": str(ROOT / "configs" / "tiny" / f"{task}.yaml"),
+        "words": words,
+        "encoder": chosen,
+    }
 
 
 @pytest.mark.parametrize("encoder", list(ENCODERS))
@@ -43,6 +50,8 @@ def test_waits_of_every_task(encoder: str, tmp_path: Path):
     for task, found in zip(tasks, json.loads(done.stdout), strict=True):
         limit = {"pretraining": PRETRAINING, "vcr": GIVEN}.get(task, PREDICTED)
         assert sum(found["step"].values()) <= limit, (task, found["step"])
+        if task == "refcoco":
+            assert sum(found["ask"].values()) <= ASK and sum(found["ask about boxes"].values()) <= GIVEN, found
         for name, lines in found["evaluations"].items():
             extra = PRETRAINING - GIVEN if task == "pretraining" else 1 if task == "vcr" else 0
             assert sum(lines.values()) <= EVALUATION[name.split(", ")[1]] + extra, (task, name, lines)
