@@ -138,8 +138,9 @@ class ConvNorm(nn.Conv2d):
         """Return weight and bias with the frozen norm folded in."""
         norm, kept = self.norm, self.affine
         if kept is None or (kept[0].device, kept[0].dtype) != (norm.weight.device, norm.weight.dtype):
-            scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-            self.affine = scale, norm.bias - norm.running_mean * scale
+            with torch.inference_mode(False):  # what is kept serves training too
+                scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+                self.affine = scale, norm.bias - norm.running_mean * scale
         scale, bias = self.affine
         return self.weight * scale[:, None, None, None], bias
 

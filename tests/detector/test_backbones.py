@@ -71,6 +71,19 @@ def test_folded_frozen_norm_is_conv_then_norm_with_its_gradient():
     torch.testing.assert_close(gradient(conv(x)), gradient(separate))
 
 
+def test_the_affine_map_of_a_frozen_norm_follows_loaded_weights_and_the_dtype():
+    conv, other = (ConvNorm(2, 3, 1, norm="FrozenBN") for _ in range(2))
+    nn.init.uniform_(other.norm.weight)
+    nn.init.uniform_(other.norm.running_mean)
+    image = torch.rand(1, 2, 4, 4)
+    with torch.inference_mode():
+        conv(image)
+    conv(image).sum().backward()  # what inference mode has kept serves training
+    conv.load_state_dict(other.state_dict())
+    torch.testing.assert_close(conv(image), other(image))
+    torch.testing.assert_close(conv.double()(image.double()).float(), other(image))
+
+
 def test_frozen_batch_norms_keep_their_numbers():
     block = nn.Sequential(ConvNorm(3, 4, 1, norm="BN"))
     block[0].norm.running_mean.uniform_(-1, 1)
