@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -159,10 +159,9 @@ IOU_LOSSES = {"giou": generalized_box_iou_loss, "diou": distance_box_iou_loss, "
 
 
 def box_regression_loss(
-    deltas: Float[Tensor, "*R 4"],
-    boxes: Float[Tensor, "*R 4"],
-    targets: Float[Tensor, "*R 4"],
-    is_positive: Bool[Tensor, "*R"],
+    deltas: Float[Tensor, "positives 4"],
+    boxes: Float[Tensor, "positives 4"],
+    targets: Float[Tensor, "positives 4"],
     *,
     weights: Sequence[float],
     kind: str,
@@ -171,7 +170,7 @@ def box_regression_loss(
     """Regression loss of the RPN and the box head, summed over positive boxes as in Detectron2.
 
     Args:
-        deltas, boxes, targets: predictions, anchors or proposals, and annotated boxes; those of the positives count.
+        deltas, boxes, targets: predictions, anchors or proposals, and annotated boxes of the positives.
         weights: weights of the box coder.
         kind: "smooth_l1" compares deltas; "giou", "diou" and "ciou" compare decoded boxes.
         smooth_l1_beta: where L1 becomes L2; 0 is plain L1.
@@ -179,15 +178,11 @@ def box_regression_loss(
     Returns:
         the sum, in float32 (float64 where the deltas are); 0 (with a gradient of 0) where there are no positives.
     """
-    targets = torch.where(is_positive[..., None], targets, boxes)  # finite deltas everywhere
     if kind == "smooth_l1":
         deltas = deltas.to(torch.promote_types(deltas.dtype, torch.float32))
-        wanted = encode_deltas(boxes, targets, weights)
-        losses = F.smooth_l1_loss(deltas, wanted, beta=smooth_l1_beta, reduction="none").sum(dim=-1)
-    else:
-        decoded = decode_deltas(deltas, boxes, weights)
-        losses = IOU_LOSSES[kind](decoded, targets.to(decoded.dtype))
-    return losses.masked_fill(~is_positive, 0.0).sum()
+        return F.smooth_l1_loss(deltas, encode_deltas(boxes, targets, weights), beta=smooth_l1_beta, reduction="sum")
+    decoded = decode_deltas(deltas, boxes, weights)
+    return IOU_LOSSES[kind](decoded, targets.to(decoded.dtype), reduction="sum")
 
 
 def match(
@@ -220,34 +215,22 @@ def match(
     return matched, label
 
 
-class Sample(NamedTuple):
-    """Candidates of each image to train on. The sizes are fixed; places that are not filled are False in the masks."""
-
-    positive: Int64[Tensor, "N positives"]
-    is_positive: Bool[Tensor, "N positives"]
-    negative: Int64[Tensor, "N negatives"]
-    is_negative: Bool[Tensor, "N negatives"]
-
-
 def subsample(
-    is_positive: Bool[Tensor, "N candidates"],
-    is_negative: Bool[Tensor, "N candidates"],
+    is_positive: Bool[Tensor, " candidates"],
+    is_negative: Bool[Tensor, " candidates"],
     number: int,
     positive_fraction: float,
-) -> Sample:
-    """Draw at most `number * positive_fraction` positives of each image, and fill up with negatives to `number`.
-
-    Each candidate gets a random key from torch's global generator, and those with the largest keys are taken: a GPU
-    need not tell the host how many there are.
+) -> tuple[Int64[Tensor, " positives"], Int64[Tensor, " negatives"]]:
+    """Positive and negative rows to train on, in random order (torch's global generator): at most `number *
+    positive_fraction` positives, filled up with negatives.
     """
-    candidates = is_positive.shape[1]
-    key = torch.rand(is_positive.shape, device=is_positive.device)
-    positive = torch.where(is_positive, key, -1.0).topk(min(int(number * positive_fraction), candidates), dim=1)
-    negative = torch.where(is_negative, key, -1.0).topk(min(number, candidates), dim=1)
-    is_drawn = positive.values >= 0
-    free = number - is_drawn.sum(dim=1, keepdim=True)
-    is_filled = (negative.values >= 0) & (torch.arange(negative.values.shape[1], device=key.device) < free)
-    return Sample(positive.indices, is_drawn, negative.indices, is_filled)
+    positive, negative = is_positive.nonzero()[:, 0], is_negative.nonzero()[:, 0]
+    num_positive = min(len(positive), int(number * positive_fraction))
+    num_negative = min(len(negative), number - num_positive)
+    return (
+        positive[torch.randperm(len(positive), device=positive.device)[:num_positive]],
+        negative[torch.randperm(len(negative), device=negative.device)[:num_negative]],
+    )
 
 
 def nms_per_image(

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int64, Shaped
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from detector.backbones import ConvNorm, Res5
 from detector.boxes import (
@@ -130,13 +129,13 @@ class AttributeHead(nn.Module):
             classes: target class, K = background; its embedding is the head's second input.
             labels: attributes of the object that a RoI is matched with, -1 = none in this slot.
         """
+        labelled = ((classes < self.num_classes) & (labels >= 0).any(dim=1)).nonzero()[:, 0]
+        labels = labels[labelled]
+        log_probs = self.attributes(features[labelled], classes[labelled]).log_softmax(dim=1)
         is_label = labels >= 0
-        is_labelled = (classes < self.num_classes) & is_label.any(dim=1)
-        log_probs = self.attributes(features, classes).log_softmax(dim=1)
         picked = -log_probs.gather(1, labels.clamp(min=0)) * is_label
-        each = picked.sum(dim=1) / is_label.sum(dim=1).clamp(min=1)
-        total = each.masked_fill(~is_labelled, 0.0).sum() * self.attribute_config.loss_weight
-        return Loss(total, is_labelled.sum().to(total.dtype))
+        total = (picked.sum(dim=1) / is_label.sum(dim=1)).sum() * self.attribute_config.loss_weight
+        return Loss(total, total.detach().new_tensor(float(len(labelled))))
 
 
 class BoxPredictor(AttributeHead):
@@ -174,20 +173,18 @@ class BoxPredictor(AttributeHead):
             classes: target class, K = background.
             matched_boxes: the annotated box of each foreground RoI (any value for background).
         """
-        is_foreground = classes < self.num_classes
-        if not self.config.class_agnostic_boxes:
-            column = classes.clamp(max=self.num_classes - 1)[:, None, None].expand(-1, 1, 4)
-            deltas = deltas.unflatten(1, (-1, 4)).gather(1, column)[:, 0]
+        foreground = (classes < self.num_classes).nonzero()[:, 0]
+        per_class = deltas.unflatten(1, (-1, 4))
+        column = torch.zeros_like(foreground) if self.config.class_agnostic_boxes else classes[foreground]
         reg = box_regression_loss(
-            deltas,
-            boxes,
-            matched_boxes,
-            is_foreground,
+            per_class[foreground, column],
+            boxes[foreground],
+            matched_boxes[foreground],
             weights=self.config.box_weights,
             kind=self.config.box_loss_type,
             smooth_l1_beta=self.config.smooth_l1_beta,
         )
-        count = reg.new_full((), len(classes))
+        count = reg.new_tensor(float(len(classes)))
         return {
             "loss_cls": Loss(F.cross_entropy(logits, classes, reduction="sum"), count),
             "loss_box_reg": Loss(reg * self.config.box_loss_weight, count),
@@ -274,38 +271,24 @@ class ROIHeads(nn.Module, abc.ABC):
 
         With PROPOSAL_APPEND_GT the annotated boxes join the proposals first.
         """
-        if self.config.append_objects:
-            proposals = [torch.cat(pair) for pair in zip(proposals, targets.boxes, strict=True)]
-        matches, labels = [], []
+        images = []
         for boxes, objects, object_classes in zip(proposals, targets.boxes, targets.classes, strict=True):
+            if self.config.append_objects:
+                boxes = torch.cat((boxes, objects))
             matched, label = match(pairwise_iou(objects, boxes), self.config.iou_thresholds, self.config.iou_labels)
             classes = torch.full_like(matched, self.num_classes)
             if len(objects):
                 classes = object_classes[matched].masked_fill(label == 0, self.num_classes)
                 classes = classes.masked_fill(label == -1, -1)
-            matches.append(matched)
-            labels.append(classes)
-        padded = pad_sequence(labels, batch_first=True, padding_value=-1)
-        sample = subsample(
-            (padded >= 0) & (padded < self.num_classes),
-            padded == self.num_classes,
-            self.config.batch_size_per_image,
-            self.config.positive_fraction,
-        )
-        # the number of RoIs is the only thing that the host must know
-        counts = torch.stack((sample.is_positive.sum(dim=1), sample.is_negative.sum(dim=1)), dim=1).tolist()
-        drawn = [
-            torch.cat((positive[:num_positive], negative[:num_negative]))
-            for positive, negative, (num_positive, num_negative) in zip(
-                sample.positive, sample.negative, counts, strict=True
+            positive, negative = subsample(
+                (classes >= 0) & (classes < self.num_classes),
+                classes == self.num_classes,
+                self.config.batch_size_per_image,
+                self.config.positive_fraction,
             )
-        ]
-        return SampledRoIs(
-            *(
-                [rows[index] for rows, index in zip(column, drawn, strict=True)]
-                for column in (proposals, labels, matches)
-            )
-        )
+            rows = torch.cat((positive, negative))
+            images.append((boxes[rows], classes[rows], matched[rows]))
+        return SampledRoIs(*map(list, zip(*images, strict=True)))
 
     def losses(
         self, features: Float[Tensor, "J head_dim"], sampled: SampledRoIs, targets: DetectionTargets

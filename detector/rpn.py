@@ -234,30 +234,30 @@ class RPN(nn.Module):
 
     def losses(self, output: RPNOutput, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
         """`loss_rpn_cls` and `loss_rpn_loc` of a random, limited set of positive and negative anchors of each image."""
-        labels, matched = self.label_anchors(output.anchors, targets.boxes, sizes)
-        sample = subsample(labels == 1, labels == 0, self.config.batch_size_per_image, self.config.positive_fraction)
-        starts = [sum(len(rows) for rows in targets.boxes[:image]) for image in range(len(sizes))]
-        rows = matched.gather(1, sample.positive)
-        rows = torch.stack([own + start for own, start in zip(rows, starts, strict=True)])
-        objects = F.pad(torch.cat(targets.boxes), (0, 0, 0, 1))  # the last image may have no objects
+        all_labels, matched = self.label_anchors(output.anchors, targets.boxes, sizes)
+        labels = torch.full_like(all_labels, -1)  # ignored
+        for row, label in zip(labels, all_labels, strict=True):
+            positive, negative = subsample(
+                label == 1, label == 0, self.config.batch_size_per_image, self.config.positive_fraction
+            )
+            row[positive], row[negative] = 1, 0
+        image, anchor = (labels == 1).nonzero(as_tuple=True)
+        starts = torch.tensor([0] + [len(boxes) for boxes in targets.boxes[:-1]], device=labels.device).cumsum(0)
+        wanted = torch.cat(targets.boxes)[starts[image] + matched[image, anchor]]
         loc = box_regression_loss(
-            output.deltas.gather(1, sample.positive[..., None].expand(-1, -1, 4)),
-            output.anchors[sample.positive],
-            objects[rows],
-            sample.is_positive,
+            output.deltas[image, anchor],
+            output.anchors[anchor],
+            wanted,
             weights=self.config.box_weights,
             kind=self.config.box_loss_type,
             smooth_l1_beta=self.config.smooth_l1_beta,
         )
-        is_used = torch.cat((sample.is_positive, sample.is_negative), dim=1)
-        logits = output.objectness.gather(1, torch.cat((sample.positive, sample.negative), dim=1))
-        is_object = torch.cat((sample.is_positive, torch.zeros_like(sample.is_negative)), dim=1)
-        cls = F.binary_cross_entropy_with_logits(logits, is_object.float(), reduction="none")
-        cls = cls.masked_fill(~is_used, 0.0).sum()
+        used = labels >= 0
+        cls = F.binary_cross_entropy_with_logits(output.objectness[used], labels[used].float(), reduction="sum")
         if self.config.loss_normaliser == "sampled":
-            count = is_used.sum().to(cls.dtype)
+            count = used.sum().to(cls.dtype)
         else:
-            count = cls.new_full((), self.config.batch_size_per_image * len(sizes))
+            count = cls.new_tensor(float(self.config.batch_size_per_image * len(sizes)))
         weight = self.config.loss_weight
         return {
             "loss_rpn_cls": Loss(cls * weight, count),
