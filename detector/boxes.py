@@ -233,6 +233,9 @@ def subsample(
     )
 
 
+MAX_JOINT_NMS = 30_000  # boxes; 112 MB of GPU memory
+
+
 def nms_per_image(
     boxes: Float[Tensor, "J 4"],
     scores: Float[Tensor, " J"],
@@ -247,8 +250,9 @@ def nms_per_image(
 ) -> list[Int64[Tensor, " _kept"]]:
     """Non-maximum suppression among the boxes of one image and group; groups are feature maps or classes.
 
-    On a GPU, one call serves all images, so the host waits twice and not twice per image. The boxes of each image and
-    group are moved apart, in float64, where no coordinate is rounded.
+    On a GPU, one call serves all images (of up to `MAX_JOINT_NMS` boxes together, because its memory grows with their
+    square), so the host waits twice and not twice per image. The boxes of each image and group are moved apart, in
+    float64, where no coordinate is rounded.
 
     Args:
         boxes: of all images, inside their image.
@@ -260,7 +264,7 @@ def nms_per_image(
     Returns:
         the kept rows of each image, best score first.
     """
-    if boxes.device.type == "cpu":
+    if boxes.device.type == "cpu" or len(boxes) > MAX_JOINT_NMS:
         kept = []
         for number in range(len(sizes)):
             own = image == number
