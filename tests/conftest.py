@@ -76,6 +76,12 @@ def tiny_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return words
 
 
+@pytest.fixture(scope="session")
+def tiny_data(tiny_words: list[str]) -> Path:
+    """The folder of that data set; tests change copies of it."""
+    return next(Path(word.removeprefix("data.root=")) for word in tiny_words if word.startswith("data.root="))
+
+
 @pytest.fixture
 def tiny_config(tiny_words: list[str], tmp_path: Path) -> Callable[..., RunConfig]:
     """`tiny_config("train.lr=1", ...)`: settings of a tiny run into `tmp_path / "run"`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import shutil
 import subprocess
 import sys
@@ -33,13 +32,13 @@ from e2e_vl.api.model import (
     TrainedModel,
     content_key,
     convert_boxes,
-    for_each_question,
     image_file,
 )
 from e2e_vl.drawing import PALETTE
 from e2e_vl.predictions import GroundedPhrase, Prediction
 from e2e_vl.samples import ImageBytes, Question
-from tests.detector.published import load_detector, save_detector
+from tests.detector.published import save_detector
+from tests.run.runs import predictions_of
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -52,33 +51,33 @@ def model(trained_run) -> TrainedModel:
 @pytest.fixture(scope="module")
 def records(trained_run) -> list[dict]:
     """The evaluation's predictions with the detector's predicted boxes, by text."""
-    return json.loads((trained_run.path / "predictions_val_online.json").read_text("utf-8"))
+    return predictions_of(trained_run.path, "val_online")
 
 
-class Passes:
-    """Counts the images that go through the detector."""
+@pytest.fixture
+def passes(model, monkeypatch) -> list[str]:
+    """The names of the images that go through the detector."""
+    names, forward = [], model.network.detector.forward
 
-    def __init__(self, model: TrainedModel, monkeypatch: pytest.MonkeyPatch):
-        self.images: list[str] = []
-        forward = model.network.detector.forward
+    def counted(images, *args, **kwargs):
+        names.extend(images.names)
+        return forward(images, *args, **kwargs)
 
-        def counted(images, *args, **kwargs):
-            self.images += images.names
-            return forward(images, *args, **kwargs)
-
-        monkeypatch.setattr(model.network.detector, "forward", counted)
+    monkeypatch.setattr(model.network.detector, "forward", counted)
+    return names
 
 
-def test_questions_share_the_detector_pass_and_get_the_answers_of_the_evaluation(model, records, monkeypatch):
-    passes = Passes(model, monkeypatch)
+def test_questions_share_the_detector_pass_and_get_the_answers_of_the_evaluation(model, records, passes):
     images = list(dict.fromkeys(record["file_name"] for record in records))
     assert len(records) > 2 * len(images), "several texts per image, or the test shows nothing"
     answers = model.ask([record["file_name"] for record in records], [record["text"] for record in records])
-    assert sorted(passes.images) == sorted(images)
+    assert sorted(passes) == sorted(images)
     for answer, record in zip(answers, records, strict=True):
         assert answer.text == record["text"]
         assert answer.box == pytest.approx(record["box"], abs=1e-3)
         assert answer.score == pytest.approx(record["score"], abs=1e-5)
+        assert list(answer.top) == [(answer.answer, answer.score)]
+        assert answer.prediction.detected_class in answer.box_names and set(answer.box_names) <= set(model.class_names)
 
 
 def test_every_form_of_an_image_gives_the_same_answer(model, records):
@@ -89,12 +88,11 @@ def test_every_form_of_an_image_gives_the_same_answer(model, records):
         assert np.array_equal(model.ask(form, text).box, model.ask(path, text).box)
 
 
-def test_one_image_stands_beside_many_texts_and_the_other_way_round(model, records, monkeypatch):
+def test_one_image_stands_beside_many_texts_and_the_other_way_round(model, records, passes):
     image, other = records[0]["file_name"], records[-1]["file_name"]
-    passes = Passes(model, monkeypatch)
     texts = ["the red circle", "the star", "the square"]
     assert [answer.text for answer in model.ask(Image.open(image), texts)] == texts
-    assert len(passes.images) == 1
+    assert len(passes) == 1
     assert len(model.ask([image, other], "the star")) == 2 and model.ask([], "the star") == []
     for images, sentences in ([image], ["a", "b"]), (image, [3]):
         with pytest.raises(ValueError, match="one for each"):
@@ -119,29 +117,8 @@ def test_words_that_the_vocabulary_lacks_are_named(model, records):
     assert [one.filename for one in said] == [__file__]
 
 
-def test_pictures_and_regions(model, records):
-    image = records[0]["file_name"]
-    answer = model.ask(image, records[0]["text"])
-    assert set(answer.box_names) <= set(model.class_names) and answer.prediction.detected_class in answer.box_names
-    assert "star" in model.class_names and list(answer.top) == [(answer.answer, answer.score)]
-    for result in (answer, model.regions(image)):
-        assert Image.open(io.BytesIO(result._repr_png_())).size == result.draw().size
-
-
-def saved_records(run: Path) -> list[dict]:
-    return json.loads((run / "predictions_val_gt.json").read_text("utf-8"))
-
-
-def test_the_regions_of_an_answer_in_words(vqa_run):
-    model, record = e2e_vl.load(vqa_run), saved_records(vqa_run)[0]
-    answer = model.ask(record["file_name"], record["text"])
-    assert answer.box is None and len(answer.top) >= 3 and answer.top[0] == (answer.answer, answer.score)
-    assert len(answer.boxes) == len(answer.attention) == len(answer.box_names) == len(answer.box_images)
-    assert min(answer.draw().size) > 100 and min(answer.draw_candidates().size) > 100
-
-
 def test_choices_of_vcr_runs(vcr_runs):
-    image = saved_records(vcr_runs[0])[0]["file_name"]
+    image = predictions_of(vcr_runs[0])[0]["file_name"]
     boxes = ["person:5,6,40,50", "person:30,20,70,61"]
     choices = ["[0] is tall", "[1] is small", "no", "yes"]
     model = e2e_vl.load(vcr_runs[0])
@@ -156,7 +133,7 @@ def test_choices_of_vcr_runs(vcr_runs):
 
 def test_masked_regions_and_the_attention_of_a_masked_word(pretraining_run):
     model = e2e_vl.load(pretraining_run)
-    image = saved_records(pretraining_run)[0]["file_name"]
+    image = predictions_of(pretraining_run)[0]["file_name"]
     masked = model.hide(image, [[5, 6, 40, 50], [30, 20, 70, 61]], "a [MASK] circle").prediction.masked_regions
     assert [one.box for one in masked] == [pytest.approx([5, 6, 40, 50]), pytest.approx([30, 20, 70, 61])]
     answer, output = model.ask_with_output(Question(Path(image), "a [MASK] circle"))
@@ -201,7 +178,7 @@ def test_nothing_is_read_again_after_loading(pretraining_run, tmp_path):
     shutil.copytree(pretraining_run / "model", tmp_path / "model")
     model = e2e_vl.load(tmp_path / "model")
     shutil.rmtree(tmp_path / "model")
-    image = saved_records(pretraining_run)[0]["file_name"]
+    image = predictions_of(pretraining_run)[0]["file_name"]
     with pytest.warns(UserWarning, match="its boxes are random") as said:
         model.ask(image, "a [MASK] circle")
     assert said[0].filename == __file__
@@ -271,10 +248,11 @@ ROTATED[0x0112] = 6
 )
 def test_a_pil_image_has_the_pixels_of_its_file(file, tmp_path):
     (tmp_path / "image").write_bytes(file.getvalue())
-    image = image_file(Image.open(file))
-    expected = load_image(tmp_path / "image", "RGB")
-    found = load_resized(image.content, ResizeRule(40, 60), "RGB", image.name)[0]
-    np.testing.assert_array_equal(found, expected)
+    image = Image.open(file)
+    image.load()
+    before = (image.mode, dict(image.info))
+    np.testing.assert_array_equal(pixels_of(image), load_image(tmp_path / "image", "RGB"))
+    assert (image.mode, image.info) == before
 
 
 def test_arrays_and_modes_that_only_memory_has():
@@ -303,13 +281,6 @@ def test_what_is_no_image(image, message):
         image_file(image)
 
 
-def test_the_users_image_stays_as_it_is():
-    image = picture("P")
-    image.info["transparency"] = 3
-    image_file(image)
-    assert image.info == {"transparency": 3} and image.mode == "P"
-
-
 def test_one_image_has_one_key(tmp_path, monkeypatch):
     picture().save(tmp_path / "a.png")
     (tmp_path / "link.png").symlink_to(tmp_path / "a.png")
@@ -326,17 +297,6 @@ def test_forms_of_boxes():
     for boxes in ([], [[1, 2, 3, 4, 0.5, 6]], [[1, 2, 1, 4]], [[1, 2, np.nan, 4]]):
         with pytest.raises(UserError, match="boxes"):
             convert_boxes(boxes)
-
-
-def test_one_value_for_all_questions_or_one_for_each():
-    def is_text(value: object) -> bool:
-        return isinstance(value, str)
-
-    assert for_each_question("a", 2, is_text, "x") == ["a", "a"]
-    assert for_each_question(("a", "b"), 2, is_text, "x") == ["a", "b"]
-    for value in (["a"], [1, 2], 3):
-        with pytest.raises(UserError, match="one for each of the 2 questions"):
-            for_each_question(value, 2, is_text, "x")
 
 
 # Pictures of answers: the answer's box, and what the phrases name.
@@ -388,6 +348,7 @@ def test_the_answer_and_the_landmark_have_their_colours():
     own, other = phrase(0.95, BOX, "the circle"), phrase(0.8, LANDMARK, "the star")
     drawn = answer(own, other)
     assert drawn.shown_phrases() == [other], "the first one names the box of the answer"
+    assert Image.open(io.BytesIO(drawn._repr_png_())).size == drawn.draw().size
     assert not any(coloured(drawn, colour).any() for colour in range(2, len(PALETTE)))
     for colour, box in ((0, BOX), (1, LANDMARK)):
         x1, y1, x2, y2 = map(int, box)
@@ -429,7 +390,7 @@ def detector(trained_run) -> TrainedDetector:
 
 @pytest.fixture(scope="module")
 def photo(trained_run) -> Path:
-    return Path(json.loads((trained_run.path / "predictions_val_gt.json").read_text("utf-8"))[0]["file_name"])
+    return Path(predictions_of(trained_run.path)[0]["file_name"])
 
 
 def test_regions_are_the_regions_of_the_model(detector, trained_run, photo):
@@ -450,14 +411,6 @@ def test_given_boxes_keep_their_order_and_get_features(detector, photo):
     np.testing.assert_allclose(swapped.features[::-1], found.features, rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match=r"boxes: box 0 \[-9, 2, 20, 30\] lies outside the image"):
         detector.regions(photo, boxes=[-9, 2, 20, 30])
-
-
-def test_a_saved_detector_and_a_file_with_its_config(detector, tmp_path, trained_run):
-    save_detector(load_detector(trained_run.path / "model" / "detector"), tmp_path / "saved")
-    file, config = (tmp_path / "saved" / name for name in ("model.safetensors", "config.yaml"))
-    for again in (e2e_vl.load_detector(tmp_path / "saved"), e2e_vl.load_detector(file, config)):
-        assert again.class_names == detector.class_names
-        assert again.network.state_dict().keys() == detector.network.state_dict().keys()
 
 
 @pytest.fixture
