@@ -12,8 +12,6 @@ from detector.boxes import (
     area,
     box_regression_loss,
     check_boxes,
-    decode_deltas,
-    encode_deltas,
     match,
     nms_of_all_images,
     nms_per_image,
@@ -41,23 +39,6 @@ def test_iou_in_both_conventions(make):
 def test_iou_of_boxes_without_area_is_zero():
     point = torch.tensor([[3.0, 3.0, 3.0, 3.0]])
     assert pairwise_iou(point, torch.tensor([*BOXES, [3.0, 3.0, 3.0, 3.0]])).sum() == 0
-
-
-def test_coder_is_its_own_inverse_for_several_classes():
-    generator = torch.Generator().manual_seed(0)
-    corners = torch.rand(6, 2, 2, generator=generator) * 50
-    boxes, targets = (torch.cat((part, part + 10 + part), dim=1) for part in corners.unbind(1))
-    weights = (10.0, 10.0, 5.0, 5.0)
-    deltas = encode_deltas(boxes, targets, weights)
-    back = decode_deltas(torch.cat((deltas, torch.zeros_like(deltas)), dim=1), boxes, weights)
-    torch.testing.assert_close(back, torch.cat((targets, boxes), dim=1))
-
-
-def test_only_large_growth_is_clamped():
-    box = torch.tensor([[0.0, 0.0, 16.0, 16.0]])
-    grown = decode_deltas(torch.tensor([[0.0, 0.0, 99.0, -9.0]]), box, (1.0, 1.0, 1.0, 1.0))[0]
-    assert (grown[2] - grown[0]).item() == pytest.approx(1000, rel=1e-4)
-    assert (grown[3] - grown[1]).item() == pytest.approx(16 * np.exp(-9), rel=1e-2)
 
 
 def test_detections_at_another_size_lose_boxes_without_area():
@@ -94,7 +75,7 @@ def loss_of(kind: str, deltas: Tensor, boxes: Tensor, targets: Tensor) -> Tensor
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_float64_is_computed_in_float64(kind: str):
+def test_regression_losses_keep_float64_and_are_zero_without_positives(kind: str):
     deltas, boxes, targets = inputs(torch.float64)
     found = loss_of(kind, deltas, boxes, targets)
     assert found.dtype == torch.float64
@@ -105,53 +86,40 @@ def test_float64_is_computed_in_float64(kind: str):
     assert single.dtype == torch.float32
     assert single.item() == pytest.approx(found.item(), rel=1e-5)
     assert single.item() != found.item()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_positives(kind: str):
     empty = torch.zeros(0, 4, requires_grad=True)
-    found = loss_of(kind, empty, torch.zeros(0, 4), torch.zeros(0, 4))
-    assert found.item() == 0
-    found.backward()
+    nothing = loss_of(kind, empty, torch.zeros(0, 4), torch.zeros(0, 4))
+    nothing.backward()
+    assert nothing.item() == 0
 
 
-IOU = torch.tensor([[0.1, 0.30, 0.69, 0.70, 0.0], [0.2, 0.25, 0.10, 0.10, 0.0]])  # 2 objects, 5 candidates
+OVERLAPS = torch.tensor([[0.1, 0.30, 0.69, 0.70, 0.0], [0.2, 0.25, 0.10, 0.10, 0.0]])  # 2 objects, 5 candidates
 
 
-def test_intervals_are_closed_below():
-    matched, labels = match(IOU, (0.3, 0.7), (0, -1, 1))
-    assert labels.tolist() == [0, -1, -1, 1, 0]
-    assert matched.tolist() == [1, 0, 0, 0, 0]
+@pytest.mark.parametrize(
+    ("iou", "low_quality", "labels", "matched"),
+    [
+        pytest.param(OVERLAPS, False, [0, -1, -1, 1, 0], [1, 0, 0, 0, 0], id="intervals are closed below"),
+        pytest.param(OVERLAPS, True, [0, 1, -1, 1, 0], [1, 0, 0, 0, 0], id="positive for one object, matched to other"),
+        pytest.param(torch.tensor([[0.4, 0.4, 0.1]]), True, [1, 1, 0], [0, 0, 0], id="ties"),
+        pytest.param(torch.zeros(0, 3), True, [0, 0, 0], [0, 0, 0], id="no objects"),
+        pytest.param(torch.zeros(2, 0), False, [], [], id="no candidates"),
+    ],
+)
+def test_matches_and_their_labels(iou: Tensor, low_quality: bool, labels: list[int], matched: list[int]):
+    found = match(iou, (0.3, 0.7), (0, -1, 1), allow_low_quality=low_quality)
+    assert [part.tolist() for part in found] == [matched, labels]
 
 
-def test_best_candidates_of_each_object_are_positive_and_keep_their_match():
-    matched, labels = match(IOU, (0.3, 0.7), (0, -1, 1), allow_low_quality=True)
-    assert labels.tolist() == [0, 1, -1, 1, 0]
-    assert matched[1] == 0  # positive because of object 1, but it overlaps object 0 more
-    _, labels = match(torch.tensor([[0.4, 0.4, 0.1]]), (0.3, 0.7), (0, -1, 1), allow_low_quality=True)
-    assert labels.tolist() == [1, 1, 0], "ties"
-
-
-def test_without_objects_everything_has_the_lowest_label():
-    matched, labels = match(torch.zeros(0, 3), (0.3, 0.7), (0, -1, 1), allow_low_quality=True)
-    assert labels.tolist() == [0, 0, 0]
-    assert matched.tolist() == [0, 0, 0]
-    assert [len(part) for part in match(torch.zeros(2, 0), (0.5,), (0, 1))] == [0, 0]
-
-
-@pytest.mark.parametrize(("available", "positives"), [(40, 8), (3, 3)])
-def test_samples_limit_positives_and_fill_up_with_negatives(available: int, positives: int):
-    is_positive = torch.arange(100) < available
-    positive, negative = subsample(is_positive, ~is_positive, 32, 0.25)
-    assert (len(positive), len(negative)) == (positives, 32 - positives)
-    assert is_positive[positive].all() and not is_positive[negative].any()
-    assert len(torch.cat((positive, negative)).unique()) == 32
-
-
-def test_samples_take_all_when_there_are_fewer_candidates():
-    is_positive = torch.tensor([True, False, False])
-    positive, negative = subsample(is_positive, torch.tensor([False, True, False]), 512, 0.25)
-    assert (positive.tolist(), negative.tolist()) == ([0], [1])
+@pytest.mark.parametrize(
+    ("positive", "negative", "drawn"), [(40, 60, (8, 24)), (3, 97, (3, 29)), (1, 1, (1, 1))], ids=str
+)
+def test_samples_limit_positives_and_fill_up_with_negatives(positive: int, negative: int, drawn: tuple[int, int]):
+    is_positive = torch.arange(100) < positive
+    is_negative = torch.arange(100) >= 100 - negative
+    rows = subsample(is_positive, is_negative, 32, 0.25)
+    assert tuple(map(len, rows)) == drawn
+    assert is_positive[rows[0]].all() and is_negative[rows[1]].all()
+    assert len(torch.cat(rows).unique()) == sum(drawn)
 
 
 @pytest.mark.parametrize("has_unusable", [False, True])

@@ -15,7 +15,6 @@ from detector.images import (
     load_resized,
     make_image_batch,
     mask_pixels,
-    mask_rectangles,
     resize_boxes,
     resize_image,
 )
@@ -118,14 +117,8 @@ def test_load_resized_is_load_then_resize(tmp_path: Path):
 @pytest.mark.parametrize(
     ("rule", "size", "expected"),
     [
-        (ResizeRule(800, 1333), (480, 640), (800, 1067)),
-        (ResizeRule(800, 1333), (427, 640), (800, 1199)),
         (ResizeRule(800, 1333), (300, 1000), (400, 1333)),  # 399.9 rounds up
-        (ResizeRule(800, 1333), (1000, 300), (1333, 400)),
-        (ResizeRule(800, 1333), (800, 800), (800, 800)),
         (ResizeRule(600, 1000, "truncate"), (91, 37), (998, 406)),
-        (ResizeRule(600, 1000, "truncate"), (333, 500), (600, 900)),
-        (ResizeRule(600, 1000, "truncate"), (300, 500), (600, 1000)),
         (ResizeRule(800, 1333), (2, 3000), (1, 1333)),
         (ResizeRule(800, 1333), (10000, 1), (1333, 1)),  # Detectron2's own rule gives 0 here
         (ResizeRule(600, 1000, "truncate"), (1, 10000), (1, 1000)),  # and the official VL-BERT code does too
@@ -170,14 +163,6 @@ def test_batch_is_padded_after_normalisation():
 def test_supported_formats(tmp_path: Path, kind: str):
     Image.new("RGB", (6, 4), (255, 255, 255)).save(tmp_path / "a", kind)
     assert (load_image(tmp_path / "a") == 255).all()
-
-
-def test_mask_rectangles():
-    """Outward: every touched pixel; truncate: the last row and column too, as in VL-BERT."""
-    boxes = torch.tensor([[1.2, 2.0, 3.0, 4.5], [-3.0, -0.5, 2.5, 99.0], [2.0, 3.0, 2.0, 5.0]])
-    assert mask_rectangles(boxes, (10, 8)).tolist() == [[1, 2, 3, 5], [0, 0, 3, 10], [2, 3, 2, 5]]
-    boxes = torch.tensor([[1.9, 2.0, 3.0, 4.5], [0.0, 0.0, 7.0, 9.0], [5.0, 5.0, 30.0, 30.0]])
-    assert mask_rectangles(boxes, (10, 8), "truncate").tolist() == [[1, 2, 4, 5], [0, 0, 8, 10], [5, 5, 8, 10]]
 
 
 @pytest.mark.parametrize("fill", [None, torch.tensor([-1.0, -2.0, -3.0])])

@@ -1,18 +1,9 @@
-"""Anchors of the region proposal network; its proposals and losses are tested with the whole detector."""
+"""Anchors with an offset; the others, proposals and losses are compared in tests/parity."""
 
 from __future__ import annotations
 
-import torch
-
 from detector.config import AnchorConfig
 from detector.rpn import AnchorGenerator, make_cell_anchors
-
-
-def test_anchors_are_ordered_size_first_and_not_rounded():
-    cells = make_cell_anchors((10, 20), (0.5, 2.0))
-    sides = cells[:, 2:] - cells[:, :2]
-    torch.testing.assert_close(sides.prod(dim=1), torch.tensor([100.0, 100.0, 400.0, 400.0]))
-    torch.testing.assert_close(sides[:, 1] / sides[:, 0], torch.tensor([0.5, 2.0, 0.5, 2.0]))
 
 
 def test_grid_of_anchors_has_fixed_stride_and_offset():

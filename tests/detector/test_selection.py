@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from detector.config import SelectionRule
-from detector.selection import best_class_boxes, max_conf, select_max_conf, select_max_nms, select_regions
+from detector.selection import max_conf, select_max_conf, select_max_nms, select_regions
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,3 @@ def test_max_nms_loosens_until_enough():
     ):
         rows, found = select_max_nms(boxes, scores, rule)
         assert (rows.tolist(), found) == (expected, threshold)
-
-
-def test_best_class_boxes():
-    probs = torch.tensor([[0.1, 0.6], [0.3, 0.2]])
-    refined = torch.tensor([[[0.0, 0, 1, 1], [-5, 2, 3, 99]], [[1, 1, 2, 2], [0, 0, 9, 9]]])
-    boxes, scores, classes = best_class_boxes(probs, refined.reshape(2, 8), (20, 30))
-    assert boxes.tolist() == [[0, 2, 3, 20], [1, 1, 2, 2]]
-    assert torch.equal(scores, torch.tensor([0.6, 0.3])) and classes.tolist() == [1, 0]
