@@ -14,7 +14,7 @@ from pycocotools.coco import COCO
 
 from e2e_vl.synthetic import LanguageConfig
 from e2e_vl.synthetic.base import polygons
-from tests.synthetic.meaning import NUMBERS, SPLITS, words_of
+from tests.synthetic.meaning import NUMBERS, SPLITS, described, words_of
 
 DETECTIONS = "detections/refcoco+_unc/res101_coco_minus_refer_notime_dets.json"
 
@@ -86,6 +86,7 @@ def test_refs_have_the_official_fields(coco, refs):
             assert " ".join(re.sub(r"[^a-z ]", "", sentence["raw"].lower()).split()) == sentence["sent"]
     assert {split: len(images) for split, images in splits.items()} == SPLITS
     assert sum(len(images) for images in splits.values()) == len(set().union(*splits.values()))
+    assert len({(ref["image_id"], sentence["sent"]) for ref in refs for sentence in ref["sentences"]}) == len(sent_ids)
 
 
 def test_detections(synthetic_folder, coco):
@@ -142,8 +143,6 @@ PLACES = set(
         "low side edge row column first second third last end background foreground up down north south east west",
     )
 )
-SYNONYMS = {"large": "big", "little": "small", "solid": "plain"}
-ANY_SHAPE = {"thing", "object", "shape", "one"}
 LINKS = {
     "next to|beside|near": "near",
     "closest to|nearest to": "nearest",
@@ -165,10 +164,8 @@ class Judge:
         self.pixels = [np.argwhere(coco.annToMask(item)) for item in self.objects]
 
     def described(self, phrase: str) -> set[int]:
-        phrase = re.sub(r"^the ", "", phrase)
-        phrase = re.sub(r"^(.*) with stripes$", r"striped \1", phrase)
-        wanted = {SYNONYMS.get(word, word) for word in phrase.split()} - ANY_SHAPE
-        return {i for i, words in enumerate(self.words) if wanted <= words}
+        meant = described(phrase, self.words)
+        return {i for i, words in enumerate(self.words) if words in meant}
 
     def size(self, i: int) -> tuple[float, float]:
         return max(self.objects[i]["bbox"][2:]), self.objects[i]["area"]

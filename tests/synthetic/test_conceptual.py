@@ -10,7 +10,12 @@ import cv2
 import numpy as np
 
 from e2e_vl.synthetic.conceptual import CaptionedImage, write_shards
-from tests.synthetic.meaning import SPLITS, parse
+from tests.synthetic.meaning import SPLITS
+
+
+def read_shard(path) -> dict[str, bytes]:
+    with tarfile.open(path) as tar:
+        return {name: tar.extractfile(name).read() for name in tar.getnames()}
 
 
 def test_shards_in_the_layout_of_img2dataset(synthetic_folder):
@@ -20,8 +25,7 @@ def test_shards_in_the_layout_of_img2dataset(synthetic_folder):
         stats = json.loads((folder / "00000_stats.json").read_text())
         assert stats["count"] == stats["successes"] == count
         captions = json.loads((synthetic_folder / "captions" / f"captions_{split}.json").read_text())
-        with tarfile.open(folder / "00000.tar") as tar:
-            content = {name: tar.extractfile(name).read() for name in tar.getnames()}
+        content = read_shard(folder / "00000.tar")
         keys = [f"{number:09d}" for number in range(count)]
         assert list(content) == [f"{key}.{suffix}" for key in keys for suffix in ("json", "jpg", "txt")]
         for key, row in zip(keys, captions["images"], strict=True):
@@ -35,24 +39,21 @@ def test_shards_in_the_layout_of_img2dataset(synthetic_folder):
 def test_records_are_spread_over_shards_and_keep_their_suffix(tmp_path):
     image = tmp_path / "a.png"
     cv2.imwrite(str(image), np.zeros((4, 5, 3), np.uint8))
-    images = [CaptionedImage(image, (4, 5), f"caption {number}", [], []) for number in range(7)]
-    write_shards(tmp_path, images, records_per_shard=3)
-    texts = []
-    for number, count in enumerate((3, 3, 1)):
-        with tarfile.open(tmp_path / f"{number:05d}.tar") as tar:
-            keys = [f"{number:05d}{row:04d}" for row in range(count)]
-            assert tar.getnames() == [f"{key}.{suffix}" for key in keys for suffix in ("json", "png", "txt")]
-            texts += [tar.extractfile(f"{key}.txt").read().decode() for key in keys]
-    assert texts == [image.caption for image in images]
+    write_shards(tmp_path, [CaptionedImage(image, (4, 5), str(number), [], []) for number in range(5)], 2)
+    shards = [read_shard(tmp_path / f"{number:05d}.tar") for number in range(3)]
+    keys = ["000000000", "000000001", "000010000", "000010001", "000020000"]
+    names = [name for shard in shards for name in shard]
+    assert names == [f"{key}.{suffix}" for key in keys for suffix in ("json", "png", "txt")]
+    texts = [content.decode() for shard in shards for name, content in shard.items() if name.endswith("txt")]
+    assert texts == list("01234")
 
 
-def test_the_corpus_speaks_about_the_drawn_world(synthetic_folder):
+def test_the_corpus_speaks_about_the_drawn_world(synthetic_folder, refs):
     text = (synthetic_folder / "corpus" / "corpus.doc").read_text(encoding="utf-8")
     lines = [line for line in text.split("\n") if line]
-    assert len(lines) == 4 * sum(SPLITS.values())
-    assert "\n\n" in text
+    assert len(lines) == 4 * sum(SPLITS.values()) and "\n\n" in text
     frames = re.compile(r"there is |look at |i see |this is | is here$")
-    sentences = [sentence for line in lines for sentence in line.split(".")[:-1]]
-    for sentence in sentences:
-        parse(frames.sub("", sentence.strip().lower()))
+    sentences = [frames.sub("", one.strip().lower()) for line in lines for one in line.split(".")[:-1]]
     assert len(sentences) > 3 * len(lines)
+    known = {word for ref in refs for sentence in ref["sentences"] for word in sentence["tokens"]}
+    assert {word for sentence in sentences for word in sentence.split()} == known

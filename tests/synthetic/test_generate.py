@@ -13,7 +13,7 @@ from PIL import Image
 from e2e_vl.synthetic import SceneConfig, generate, make_scenes
 
 
-def _contents(folder: Path) -> dict[str, bytes]:
+def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -29,7 +29,7 @@ def small(tmp_path_factory) -> Path:
 
 def test_number_of_processes_changes_nothing(small, tmp_path):
     make_scenes(tmp_path / "data", **SMALL, workers=2)  # in chunks of one scene
-    assert _contents(tmp_path / "data") == _contents(small)
+    assert contents(tmp_path / "data") == contents(small)
 
 
 def test_other_seed_gives_other_scenes_and_more_training_scenes_keep_the_others(small, tmp_path):
@@ -86,33 +86,25 @@ def test_png_and_unequal_sides(tmp_path):
             assert (picture.format, picture.size) == ("PNG", (image["width"], image["height"]))
 
 
-def test_chosen_formats_are_written_as_among_all(small, tmp_path):
-    formats = {"refcoco+", "shards", "vcr"}
-    stamp = make_scenes(tmp_path / "data", **SMALL, formats=formats)
-    written, everything = _contents(tmp_path / "data"), _contents(small)
-    assert set(stamp["formats"]) == formats
-    written.pop("synthetic.json")
-    assert written == {name: data for name, data in everything.items() if name.split("/")[0] in {"images", *formats}}
-    assert stamp["statistics"] == json.loads(everything["synthetic.json"])["statistics"]
+def test_formats_are_added_as_written_among_all_and_nothing_else_changes(small, tmp_path, monkeypatch):
+    folder, stamp = tmp_path / "data", tmp_path / "data" / "synthetic.json"
 
+    def make(*formats: str) -> dict:
+        return make_scenes(folder, **SMALL, formats=formats or None)
 
-def test_a_format_that_is_missing_is_added_and_nothing_else_changes(small, tmp_path, monkeypatch):
-    folder = tmp_path / "data"
-    with monkeypatch.context() as patch:  # an interruption before anything is finished
-        patch.setattr(generate, "_statistics", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            make_scenes(folder, **SMALL, formats={"vqa", "conceptual"})
-    assert not (folder / "synthetic.json").exists()
-    make_scenes(folder, **SMALL, formats={"vqa", "conceptual"})
+    def interrupt(*formats: str) -> None:
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(generate, "_statistics", lambda *_: 1 / 0)
+            make(*formats)
+
+    interrupt("vqa", "conceptual")
+    assert not stamp.exists()
+    make("vqa", "conceptual")
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"images", "vqa", "conceptual"}
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-    stamp = make_scenes(folder, **SMALL, formats={"vqa", "captions"})
-    assert stamp["formats"] == ["captions", "conceptual", "vqa"]
-    after = {path: path.stat().st_mtime_ns for path in before}
-    assert {path.name for path in before if after[path] != before[path]} == {"synthetic.json"}
-    with monkeypatch.context() as patch:  # an interruption leaves the finished formats
-        patch.setattr(generate, "_statistics", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            make_scenes(folder, **SMALL)
-    assert json.loads((folder / "synthetic.json").read_text())["formats"] == ["captions", "conceptual", "vqa"]
-    make_scenes(folder, **SMALL)  # all
-    assert _contents(folder) == _contents(small)
+    assert make("vqa", "captions")["formats"] == ["captions", "conceptual", "vqa"]
+    assert [path for path, time in before.items() if path.stat().st_mtime_ns != time] == [stamp]
+    interrupt()
+    assert json.loads(stamp.read_text())["formats"] == ["captions", "conceptual", "vqa"], "finished ones are left"
+    make()
+    assert contents(folder) == contents(small)
