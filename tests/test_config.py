@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from e2e_vl.config import (
     BoxSource,
     DetectorSettings,
-    EncoderSettings,
     ResizeSettings,
     TrainSettings,
     differences,
@@ -20,7 +16,6 @@ from e2e_vl.config import (
     read_detector_config,
     save_config,
 )
-from e2e_vl.encoders.config import LxmertSettings
 from e2e_vl.encoders.visual_bert import VisualBertEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig
 from e2e_vl.parts import ENCODERS, OBJECTIVES
@@ -143,22 +138,6 @@ def test_a_bad_file_is_one_sentence(base, text, file, named):
     assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_structs_made_in_python_are_checked_too():
-    assert EncoderSettings("lxmert", {"l_layers": 2}).config == LxmertSettings(l_layers=2)
-    with pytest.raises(ValueError, match="patience needs keep_best"):
-        msgspec.structs.replace(TrainSettings(), patience=1)
-
-
-def test_a_mistyped_setting_is_answered_without_torch():
-    code = (
-        "import sys; from e2e_vl.cli.train import main; "
-        "status = main(['--config', 'configs/demo/vqa.yaml', 'task.config.dropuot=1']); "
-        "print(status, 'torch' in sys.modules, 'transformers' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", "False", "False"] and "did you mean 'task.config.dropout'" in done.stderr
-
-
 # Files and folders that settings name are found from any working directory.
 
 INPUTS = """
@@ -228,9 +207,8 @@ def test_an_encoder_config_has_the_fields_and_checks_of_its_settings():
     assert (config.type_vocab_size, config.visual_size, config.model_type) == (3, 24, "vl_bert")
     assert VLBertConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
     assert VisualBertEncoderConfig().region_types == [0, 1]
-    for wrong in ({"geometry": "own"}, {"hidden_dropout_prob": 1.0}, {"image_feature_on_words": 3}):
-        with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
-            VLBertConfig(**wrong)
+    with pytest.raises(ValueError, match="hidden_dropout_prob"):
+        VLBertConfig(hidden_dropout_prob=1.0)
 
 
 # The detector's settings of a run

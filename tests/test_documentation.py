@@ -100,26 +100,19 @@ def test_relative_links_lead_to_files(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_paths_exist(page: str) -> None:
-    paths = [span for span in code_spans(page) if span.split("/")[0] in FOLDERS and "/" in span]
+def test_paths_names_and_settings_in_backticks_exist(page: str) -> None:
+    spans = code_spans(page)
+    paths = [span for span in spans if span.split("/")[0] in FOLDERS and "/" in span]
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert not missing, f"{page} names {', '.join(missing)}"
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_names_in_backticks_occur_in_the_source(page: str) -> None:
     files = [path for folder in ("detector", "e2e_vl", "tools") for path in (ROOT / folder).rglob("*.py")]
     source = "\n".join(read(path) for path in [*files, *CONFIGS, "tests/conftest.py", "pyproject.toml"])
     words = set(re.findall(r"\w+", source))
-    names = [span for span in code_spans(page) if IDENTIFIER.fullmatch(span) and not FILE.fullmatch(span)]
+    names = [span for span in spans if IDENTIFIER.fullmatch(span) and not FILE.fullmatch(span)]
     unknown = [name for name in names if not words.issuperset(re.findall(r"\w+", name))]
     assert not unknown, f"{page} names {', '.join(unknown)}, which no source file has"
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_settings_in_backticks_exist(page: str) -> None:
-    keys = [span.partition("=")[0] for span in code_spans(page) if SETTING.fullmatch(span)]
-    keys = [key for key in keys if "." in key] + list(filter(DOTTED.fullmatch, code_spans(page)))
+    keys = [span.partition("=")[0] for span in spans if SETTING.fullmatch(span)]
+    keys = [key for key in keys if "." in key] + list(filter(DOTTED.fullmatch, spans))
     unknown = [key for key in keys if not is_setting(key)]
     assert not unknown, f"{page} names the settings {', '.join(unknown)}, which e2e_vl/config.py does not have"
 

@@ -13,8 +13,7 @@ import torch
 from jaxtyping import TypeCheckError
 
 import detector
-from detector.images import mask_pixels
-from detector.structures import ImageBatch, Loss, Regions
+from detector.structures import ImageBatch
 
 PLANTED = """
 from __future__ import annotations
@@ -88,25 +87,7 @@ def test_a_wrong_annotation_fails(plant: Callable[[str], ModuleType]):
         wrong.total(torch.zeros(2, 3))
 
 
-def batch(**changes: object) -> ImageBatch:
-    sizes = torch.tensor([[8, 8]])
-    fields = {"pixels": torch.zeros(1, 3, 8, 8), "sizes": sizes, "original_sizes": sizes, "names": ["a.jpg"]}
-    return ImageBatch(**(fields | changes))
-
-
-def test_the_detectors_interfaces_are_checked():
-    box, feature, logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.zeros(1, 6), torch.zeros(1, 3)
-    for call in (
-        lambda: batch(pixels=torch.zeros(1, 4, 8, 8)),
-        lambda: batch(sizes=torch.tensor([[8, 8]] * 2)),
-        lambda: Loss(torch.zeros(2), torch.tensor(2.0)),
-        lambda: Regions([torch.zeros(1, 5)], [feature], [logits]),
-        lambda: mask_pixels(torch.zeros(1, 3, 8, 8), torch.tensor([[8, 8]] * 2), [box]),
-    ):
-        with pytest.raises(TypeCheckError):
-            call()
-
-
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_checks_can_be_switched_off_for_a_test():
-    assert batch(pixels=torch.zeros(1, 4, 8, 8)).pixels.shape[1] == 4
+    sizes = torch.tensor([[8, 8]])
+    assert ImageBatch(torch.zeros(1, 4, 8, 8), sizes, sizes, ["a.jpg"]).pixels.shape[1] == 4

@@ -99,19 +99,6 @@ def test_damaged_files_are_named(vocabulary_file, tmp_path, content):
         load_tokenizer(vocabulary_file)
 
 
-def test_pieces_of_words_as_bert_splits_them(tmp_path):
-    build_vocabulary(["a red box, left most!"], tmp_path / "vocab.txt")
-    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
-    words = word_pieces("A red Boxes, left,most!", tokenizer)
-    tokens = [tokenizer.convert_ids_to_tokens(word) for word in words]
-    spelled = ["box", "##e", "##s"]
-    assert tokens == [["a"], ["red"], spelled, [","], ["left"], [","], ["most"], ["!"]]
-    assert [piece for word in words for piece in word] == tokenizer.convert_tokens_to_ids(
-        tokenizer.tokenize("A red Boxes, left,most!")
-    )
-    assert word_pieces(" \n", tokenizer) == []
-
-
 def test_a_tokenizer_never_brings_code(vocabulary_file, tmp_path):
     folder = tmp_path / "saved"
     load_tokenizer(vocabulary_file).save_pretrained(folder)

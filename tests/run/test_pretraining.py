@@ -24,7 +24,6 @@ from e2e_vl.run.build import (
     make_synthetic_data,
 )
 from e2e_vl.run.checkpoint import load_model, save_model
-from e2e_vl.run.optim import build_optimizer
 from e2e_vl.run.train import train
 from e2e_vl.structures import Batch, TextBatch
 from e2e_vl.synthetic import make_scenes
@@ -106,14 +105,6 @@ def test_the_tiny_run_trains_evaluates_and_keeps_its_teacher(settings):
     assert not torch.equal(model.detector.get_parameter(backbone), teacher[backbone]), "the copy does not learn"
 
 
-def test_the_teacher_is_not_optimised(settings):
-    config = settings()
-    model = build_run(config).model
-    optimised = {id(p) for group in build_optimizer(model, config.train).param_groups for p in group["params"]}
-    assert not optimised & {id(parameter) for parameter in model.teacher.parameters()}
-    assert optimised == {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-
-
 def named_colours(run: Path, *overrides: str) -> float:
     """Share of captions with a colour, on the validation scenes, whose colour the model names when it alone is masked.
 
@@ -166,19 +157,7 @@ def test_the_backbone_learns_from_masked_regions(settings):
     loss.total.backward()
     gradient = run.model.detector.get_parameter("backbone.res4.0.conv1.weight").grad
     assert gradient is not None and gradient.abs().max() > 0
-    assert all(parameter.grad is None for parameter in run.model.teacher.parameters())
-
-
-def test_nothing_masked_is_no_nan(settings):
-    words = [f"task.config.objectives.{name}.probability=0" for name in ("masked_words", "masked_text")]
-    config = settings(*words, "task.config.region_probability=0", "train.max_steps=1", "eval.boxes=[]")
-    train(config)
-    lines = logged(config.output)
-    for name in OBJECTIVES - {"relationship"}:
-        assert all(line[name] == 0 for line in lines), name
-    for part in ("detector", "encoder", "task"):
-        tensors = load_file(Path(config.output) / "model" / part / "model.safetensors")
-        assert all(bool(torch.isfinite(value).all()) for value in tensors.values())
+    assert not any(parameter.requires_grad for parameter in run.model.teacher.parameters())
 
 
 SOURCES = {

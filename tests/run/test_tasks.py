@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import e2e_vl
 from detector.io import read_json
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.batching import Request
 from e2e_vl.io import read_log
 from e2e_vl.metrics.vcr import VCRPrediction, joint_metrics, write_submission
 from e2e_vl.predictions import read_predictions
-from e2e_vl.run.build import build_collate, build_examples, build_run, make_synthetic_data
+from e2e_vl.run.build import build_run, make_synthetic_data
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
@@ -47,7 +45,7 @@ def settings(shared_folder, tmp_path) -> Callable[..., RunConfig]:
     return make
 
 
-def test_gqa(run_of, tmp_path):
+def test_gqa(run_of):
     run = run_of("gqa")
     names = ("accuracy", "validity", "plausibility", "consistency", "distribution")
     assert all(f"val_all/{name}_gt_boxes" in metrics_of(run) for name in names)
@@ -55,9 +53,6 @@ def test_gqa(run_of, tmp_path):
     is_balanced = [record.get("is_balanced", True) for record in records]
     assert {*is_balanced} == {True, False}
     assert ["is_valid" in record for record in records] == is_balanced
-    model = e2e_vl.load(run)
-    answer = model.ask(records[0]["file_name"], "What color is the circle?")
-    assert answer.answer in model.network.task.answers and 0 < answer.score < 1
 
 
 def test_the_grounding_score_of_gqa_with_lxmert(settings, tmp_path):
@@ -88,8 +83,6 @@ def test_flickr30k(run_of):
     records = predictions_of(run)
     assert all(len(record["boxes"]) == len(record["phrases"]) == len(record["ranks"]) for record in records)
     assert len({len(record["phrases"]) for record in records}) > 1
-    answer = e2e_vl.load(run).ask(records[0]["file_name"], "[the star] and [a red thing]")
-    assert len(answer.lines) == len(answer.answer_boxes) == 2 and answer.answer_boxes[0][0].startswith("the star")
 
 
 def test_nlvr2(run_of):
@@ -98,18 +91,6 @@ def test_nlvr2(run_of):
     assert 0 <= metrics["val/consistency_gt_boxes"] <= metrics["val/accuracy_gt_boxes"] <= 1
     records = predictions_of(run)
     assert all(len(record["file_names"]) == 2 for record in records)
-    model = e2e_vl.load(run)
-    network = model.network
-    data = build_examples(model.settings, network, model.tokenizer, "val", boxes="gt")
-    batch = build_collate(model.settings, network)([data[Request(0, tuple(data.groups[0]))]])
-    assert batch.image_index.tolist() == [[0, 1]] * len(data.groups[0])
-    with torch.no_grad():
-        torch.nn.init.normal_(network.encoder.embeddings.image_slot_embeddings.weight)  # it starts at zero
-        there = network(batch).task.logits
-        back = network(dataclasses.replace(batch, image_index=batch.image_index.flip(1))).task.logits
-    assert (there - back).abs().max() > 1e-6, "swapping the images changes the result"
-    answer = model.ask(tuple(records[0]["file_names"]), "Both images contain a star.")
-    assert answer.answer in ("True", "False") and set(answer.box_images) <= {0, 1}
 
 
 # VQA and its list of answers
