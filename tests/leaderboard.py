@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from e2e_vl.metrics.vcr import Submission, VCRPrediction, joint_metrics
+from e2e_vl.tasks.vcr import Submission, VCRPrediction, joint_metrics
 
 
 def read_leaderboard(path: Path) -> Submission:

@@ -12,11 +12,10 @@ import torch
 
 from detector.io import write_json
 from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, MeasureKey
-from e2e_vl.analysis.figures import Overlay, draw_head_figure
 from e2e_vl.analysis.measures import HeadSums
 from e2e_vl.analysis.options import AttentionOptions
+from e2e_vl.analysis.results import AttentionResults, Overlay, draw_head_figure
 from e2e_vl.analysis.run import write_page
-from e2e_vl.analysis.tables import AttentionResults
 from e2e_vl.config import BoxSource, DataSettings, EncoderSettings, EvalSettings, RunConfig, TaskSettings, save_config
 from e2e_vl.io import RunLog
 from e2e_vl.metrics.refcoco import ReferringPrediction

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from transformers import BertConfig, BertModel
 
-from e2e_vl.cli import analyze_attention, ask, explore, train
+from e2e_vl.cli import analyze_attention, ask, explore, run
 from e2e_vl.text import build_vocabulary
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +101,7 @@ def run_command(command: str, placeholders: dict[str, str]) -> None:
     options = words[words.index(program) + 1 :]
     runners: dict[str, Callable[[], int]] = {
         ".venv/bin/pytest": lambda: 0,  # this very run
-        "tools/train.py": lambda: train.main([*options, *reduced(options, placeholders)]),
+        "tools/train.py": lambda: run.train([*options, *reduced(options, placeholders)]),
         "e2e-vl ask": lambda: ask.main(options, "e2e-vl ask"),
         # a server, and a run that no page makes: their own tests run them, here only the options are read
         "e2e-vl explore": lambda: parse(explore.build_parser(), options),

@@ -52,7 +52,7 @@ from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN, pad_to_multiple
 from detector.structures import DetectionTargets, ImageBatch, Loss, Regions
 from detector.weight_names import from_torchvision_detector
-from e2e_vl.cli.common import print_errors
+from e2e_vl.cli.main import print_errors
 from e2e_vl.config import BoxSource, load_config
 from e2e_vl.data.batching import GroupedBatchSampler, Request
 from e2e_vl.io import write_json

@@ -1,1 +1,0 @@
-"""What the attention heads of a trained encoder look at: entity grounding, syntactic grounding, pictures."""

@@ -21,15 +21,17 @@ from detector.errors import UserError
 from detector.io import atomic_folder, write_json, write_text
 from e2e_vl.analysis.captions import CaptionPreprocessor, Parses, parse_with_spacy, read_parses
 from e2e_vl.analysis.collect import ENTITIES, RELATIONS, Collected, choose_texts, collect_attention
-from e2e_vl.analysis.figures import (
+from e2e_vl.analysis.options import AttentionOptions
+from e2e_vl.analysis.results import (
+    BASELINE_DESCRIPTIONS,
+    AttentionResults,
     ChosenHead,
     Overlay,
     draw_head_figure,
     draw_overlays,
     parse_heads,
+    write_tables,
 )
-from e2e_vl.analysis.options import AttentionOptions
-from e2e_vl.analysis.tables import BASELINE_DESCRIPTIONS, AttentionResults, write_tables
 from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.base import open_options
 from e2e_vl.data.batching import ExampleDataset

@@ -23,20 +23,19 @@ from detector.config import SelectionRule
 from detector.errors import MissingFileError, UserError, first_line, user_path
 from detector.images import ResizeRule, load_resized, resize_boxes
 from detector.io import atomic_files, read_json, read_yaml, write_json
-from e2e_vl.config import BoxSource, RunConfig
+from e2e_vl.config import DISPLAY_SELECTION, BoxSource, RunConfig
 from e2e_vl.data.batching import random_generator
 from e2e_vl.data.user_inputs import read_boxes, require_inside, validate_boxes
 from e2e_vl.drawing import choose_box_colours, draw_boxes
 from e2e_vl.examples import Example
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector, extract_image
-from e2e_vl.extraction.settings import DISPLAY_SELECTION
 from e2e_vl.io import is_hub_model
-from e2e_vl.metrics.names import MetricName
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS
 from e2e_vl.predictions import Box, GroundedPhrase, Prediction, Ranked
 from e2e_vl.run.build import build_collate, build_loader, build_text_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model
+from e2e_vl.run.evaluate import MetricName
 from e2e_vl.samples import AnnotatedObjects, BrokenImageError, ImageBytes, Question, Sample
 from e2e_vl.structures import Batch, ModelOutput, class_names_of
 from e2e_vl.tasks.phrase_head import add_grounded_phrases

@@ -24,7 +24,7 @@ import typing
 from pathlib import Path
 
 from e2e_vl.analysis.options import AttentionOptions, option_name, options, parse_head
-from e2e_vl.cli.common import make_parser, print_errors
+from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import BoxSource, load_config
 from e2e_vl.io import find_model_folder
 from e2e_vl.parts import decode

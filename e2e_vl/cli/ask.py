@@ -32,7 +32,7 @@ import msgspec
 
 from detector.errors import UserError
 from detector.io import read_json, write_json
-from e2e_vl.cli.common import make_parser, print_errors
+from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.data.user_inputs import IMAGE_SUFFIXES, read_boxes
 from e2e_vl.io import is_hub_model, write_png
 from e2e_vl.samples import Question
@@ -41,8 +41,9 @@ if TYPE_CHECKING:  # at run time it would import torch
     from e2e_vl.api.model import Answer
 
 
-def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The options of the command."""
+@print_errors
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Answer, print and write; then list the unreadable images."""
     parser = make_parser(__doc__, prog)
     parser.add_argument(
         "--run", required=True, help="run directory of tools/train.py, a saved model, or a model of the hub"
@@ -69,13 +70,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--choices", nargs="+", default=(), metavar="TEXT", help="VCR: the four texts to choose from")
     parser.add_argument("--answer", help="VCR, a run for rationales: the answer that they are for")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for answer.json and pictures")
-    return parser
-
-
-@print_errors
-def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Answer, print and write; then list the unreadable images."""
-    options = build_parser(prog).parse_args(argv)
+    options = parser.parse_args(argv)
     questions = read_questions(options)
     is_hub_model(options.run)  # raises an error if the run is missing
     from e2e_vl.api.model import load  # late: it imports torch

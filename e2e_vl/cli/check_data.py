@@ -16,14 +16,13 @@ The exit status is 1 if there are problems, and with --no-overlap if photos are 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 from detector.io import write_json
-from e2e_vl.cli.common import make_parser, print_errors
+from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.overlap import PhotoId, PhotoIds, count_photos, read_visual_genome
@@ -73,8 +72,8 @@ class SplitReport:
         return [*lines, f"  ... and {more:,} more problems"] if more > 0 else lines
 
 
-def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The options of the command."""
+@print_errors
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     file = {"type": Path, "metavar": "FILE"}
     files = file | {"action": "append", "default": []}
     lists = "training images of the detector: COCO's JSON, image_data.json, or a list of paths or ids (repeatable)"
@@ -89,12 +88,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--no-overlap", action="store_true", help="shared photos are problems too")
     parser.add_argument("--json", **file, help="write everything that was found, all problems too")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
-    return parser
-
-
-@print_errors
-def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    options = build_parser(prog).parse_intermixed_args(argv)
+    options = parser.parse_intermixed_args(argv)
     config = load_config(options.config, [*options.overrides, "output=unused"])
     others = {str(path): load_config(path, ["output=unused"]) for path in options.others}
     photo_ids = PhotoIds(None if options.visual_genome is None else read_visual_genome(options.visual_genome))

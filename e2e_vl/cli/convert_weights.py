@@ -31,7 +31,6 @@ Converting is not needed before training: detector.weights, encoder.weights and 
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -42,12 +41,12 @@ import msgspec
 from detector.config import EXPECTED_PARTS
 from detector.errors import UserError
 from detector.io import atomic_files, write_text
-from e2e_vl.cli.common import make_parser, print_errors
+from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import load_config
 
 
-def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The options of the command."""
+@print_errors
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = make_parser(__doc__, prog)
     parser.add_argument("weights", type=Path, help="file or folder to read")
     kind = parser.add_mutually_exclusive_group()
@@ -57,12 +56,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     expect_help = "what the file must hold; only what it holds is written (default: all)"
     parser.add_argument("--expect", choices=EXPECTED_PARTS, default="all", help=expect_help)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --run: settings that override the file")
-    return parser
-
-
-@print_errors
-def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    options = build_parser(prog).parse_intermixed_args(argv)
+    options = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     if options.run is not None:
         import_official(options.weights, options.run, options.output, options.overrides)

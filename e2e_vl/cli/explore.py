@@ -18,7 +18,7 @@ import os
 import sys
 
 from detector.errors import UserError
-from e2e_vl.cli.common import make_parser, print_errors
+from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.io import is_hub_model
 
 LOOPBACK = "127.0.0.1"

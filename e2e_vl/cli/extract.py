@@ -19,9 +19,9 @@ import numpy as np
 from detector.config import BACKENDS, SelectionRule
 from detector.errors import MissingFileError, UserError
 from detector.io import atomic_file, write_json
-from e2e_vl.cli.common import make_parser, print_errors
+from e2e_vl.cli.main import make_parser, print_errors
+from e2e_vl.config import DEFAULT_SELECTIONS, DISPLAY_SELECTION, ExtractionSettings
 from e2e_vl.data.features import FORMATS
-from e2e_vl.extraction.settings import DEFAULT_SELECTIONS, DISPLAY_SELECTION, ExtractionSettings
 from e2e_vl.io import write_png
 from e2e_vl.samples import Question
 

@@ -17,7 +17,6 @@ source and the assumptions.
 
 from __future__ import annotations
 
-import argparse
 import pickle
 import re
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ import numpy as np
 
 from detector.errors import MissingFileError, UserError, reading
 from detector.io import read_json, read_pickle
-from e2e_vl.cli.common import make_parser, print_errors
+from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.data.features import RegionFeatures, check_format, import_optional, write_features
 from e2e_vl.io import Record, Side
 
@@ -40,8 +39,8 @@ ASSUMED = {
 ROUNDING = 0.01  # pixels by which the columns of BAN's file may disagree, per pixel of the image's side
 
 
-def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The options of the command."""
+@print_errors
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = make_parser(__doc__, prog)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND", help=f"one of {', '.join(ASSUMED)}")
     for kind in ASSUMED:
@@ -58,12 +57,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
             own.add_argument("--ids", type=Path, required=True, metavar="PKL", help="its pickle imgid2idx")
         own.add_argument("--output", type=Path, required=True, help="file to write: .h5, .lmdb or .tsv")
         own.add_argument("--format", default="hdf5", choices=("hdf5", "lmdb", "tsv"), help="default: hdf5")
-    return parser
-
-
-@print_errors
-def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    options = build_parser(prog).parse_args(argv)
+    options = parser.parse_args(argv)
     if options.output.exists():
         raise UserError(f"{options.output} is there already; remove it, or choose another --output.")
     from tqdm import tqdm

@@ -6,19 +6,67 @@
 `e2e-vl COMMAND --help` says more about each command. `accelerate launch -m e2e_vl COMMAND` starts several processes.
 """
 
+# The commands are one module each. Parsing and checking options does not import torch, transformers, accelerate or
+# matplotlib, which take seconds to import, so `--help` and errors in settings appear at once. Functions that need these
+# libraries import them.
+
 from __future__ import annotations
 
+import argparse
+import functools
 import importlib
 import sys
+from collections.abc import Callable
+from typing import Any
 
-from e2e_vl.cli.common import make_parser
+from detector.errors import DiskError, StoppedRunError, UserError
+
+# errors whose message is shown without a traceback
+EXPECTED_ERRORS = (UserError, DiskError, ChildProcessError, ConnectionError, FloatingPointError, MemoryError)
+
+
+def make_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
+    """A parser whose help begins with the unformatted docstring of the command.
+
+    Args:
+        doc: the docstring.
+        prog: name of the command in the usage line; None = the name of the script.
+    """
+    shape = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=prog, description=doc, formatter_class=shape)
+
+
+def print_errors(main: Callable[..., int]) -> Callable[..., int]:
+    """Print errors about settings, files, memory and diverging losses without a traceback, and exit with status 2.
+
+    The same holds for errors of the operating system, such as a full disk. Every other error is a bug and keeps its
+    traceback. A run stopped by a signal has the exit status of the signal.
+    """
+
+    @functools.wraps(main)
+    def wrapped(*arguments: Any, **named: Any) -> int:
+        try:
+            return main(*arguments, **named)
+        except StoppedRunError as stopped:
+            if str(stopped):
+                print(stopped, file=sys.stderr)
+            return stopped.status
+        except (*EXPECTED_ERRORS, OSError) as error:
+            if not isinstance(error, EXPECTED_ERRORS) and error.errno is None:  # raised by a library
+                raise
+            message = str(error) or f"{type(error).__name__}: out of memory, or the system gave no reason."
+            print(f"error: {message}", file=sys.stderr)
+            return 2
+
+    return wrapped
+
 
 # name -> function (imported when called) and description
 COMMANDS = {
     "check-data": ("check_data:main", "check annotation files, and find images shared between data sets"),
-    "train": ("train:main", "train detector, encoder and task together"),
-    "evaluate": ("evaluate:main", "evaluate a trained run on a split"),
-    "predict": ("predict:main", "write the predictions for a split to a file"),
+    "train": ("run:train", "train detector, encoder and task together"),
+    "evaluate": ("run:evaluate", "evaluate a trained run on a split"),
+    "predict": ("run:predict", "write the predictions for a split to a file"),
     "ask": ("ask:main", "ask a trained run about images"),
     "explore": ("explore:main", "open a web page with regions, answers, phrases, attention and hidden regions"),
     "extract": ("extract:main", "extract regions and features from one or many images"),

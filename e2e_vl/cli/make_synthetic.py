@@ -12,9 +12,10 @@ import argparse
 import json
 from pathlib import Path
 
-from e2e_vl.cli.common import print_errors
+from e2e_vl.cli.main import print_errors
 from e2e_vl.parts import decode
-from e2e_vl.synthetic import FORMATS, LanguageConfig, SceneConfig, make_scenes
+from e2e_vl.synthetic.config import LanguageConfig, SceneConfig
+from e2e_vl.synthetic.generate import FORMATS, make_scenes
 
 SPLITS = {"train": 3500, "val": 200, "testA": 100, "testB": 100}  # number of scenes
 LIMITS = {
@@ -25,8 +26,8 @@ LIMITS = {
 }
 
 
-def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The options of the command."""
+@print_errors
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     scene = SceneConfig()
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -58,12 +59,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         help="file formats written beside the images; a folder that is already there gets the formats it lacks",
     )
     parser.add_argument("--workers", type=int, default=0, help="processes that draw; 0 draws in this process")
-    return parser
-
-
-@print_errors
-def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    options = build_parser(prog).parse_args(argv)
+    options = parser.parse_args(argv)
     limits = {name: getattr(options, name) for name in LIMITS}
     stamp = make_scenes(
         options.output,

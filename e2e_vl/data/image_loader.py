@@ -14,12 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from detector.boxes import check_boxes
+from detector.boxes import check_boxes, select_regions
 from detector.config import SelectionRule
 from detector.errors import UserError
 from detector.images import ResizeRule, load_resized
 from detector.io import read_json
-from detector.selection import select_regions
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import VLDataset, open_options
 from e2e_vl.data.features import FeatureStore, open_features

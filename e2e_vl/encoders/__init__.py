@@ -1,1 +1,0 @@
-"""The encoders, one file each."""

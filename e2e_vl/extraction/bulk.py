@@ -28,10 +28,10 @@ from tqdm.auto import tqdm
 from detector.errors import UserError
 from detector.images import load_resized
 from detector.io import read_json, write_json
+from e2e_vl.config import ExtractionSettings
 from e2e_vl.data.features import STAMP_NAME, check_format, load_npz, npz_names, open_features, save_npz, write_features
 from e2e_vl.data.user_inputs import GivenBoxes, ListedImage
 from e2e_vl.extraction.regions import InputImage, LoadedDetector, RegionExtractor
-from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.io import file_name, file_sha256, text_from_file_name
 
 WAITING_BATCHES = 8  # in batches: maximum number of images that wait for others of the same size

@@ -17,21 +17,19 @@ import torch
 from torch import Tensor
 from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 
-from detector.boxes import decode_deltas, is_larger
+from detector.boxes import best_class_boxes, decode_deltas, is_larger, select_max_conf, select_max_nms, select_regions
 from detector.checkpoint import CONFIG_NAME, find_weights, get_detector_class, load_checkpoint
 from detector.config import BACKENDS, DetectorConfig, SelectionRule
 from detector.errors import UserError, user_path
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
 from detector.roi_pooler import to_rois
-from detector.selection import best_class_boxes, select_max_conf, select_max_nms, select_regions
 from detector.structures import FeatureMaps, ImageBatch, RoIFeatures
 from detector.zoo import PublishedWeights, find_published_weights, read_vocabulary, resolve_weights
-from e2e_vl.config import load_config
+from e2e_vl.config import ExtractionSettings, load_config
 from e2e_vl.data.features import RegionFeatures
 from e2e_vl.data.user_inputs import GivenBoxes, require_inside
 from e2e_vl.examples import ImageTransform
-from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.io import find_model_folder
 from e2e_vl.samples import AnnotatedObjects, ImageBytes
 

@@ -29,7 +29,7 @@ from e2e_vl.encoders.base import Encoder
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS, DETECTORS, ENCODERS, OBJECTIVES, TASKS
 from e2e_vl.structures import Ability, Batch
-from e2e_vl.synthetic import make_scenes
+from e2e_vl.synthetic.generate import make_scenes
 from e2e_vl.tasks.base import Sizes, Task
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Objective

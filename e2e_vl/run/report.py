@@ -24,8 +24,8 @@ from detector.config import DetectorConfig
 from detector.io import decode_yaml, read_json, write_text
 from e2e_vl.config import DataSettings, EncoderSettings, RunConfig, TaskSettings, differences, merge
 from e2e_vl.io import file_name, read_log, read_text
-from e2e_vl.metrics.names import MetricName
 from e2e_vl.predictions import Prediction, read_predictions, with_target
+from e2e_vl.run.evaluate import MetricName
 from e2e_vl.tasks.base import PredictionSummary, Task
 
 # Curves of losses and evaluations.

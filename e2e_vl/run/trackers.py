@@ -15,9 +15,9 @@ from torch import nn
 from e2e_vl.config import RunConfig
 from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.drawing import draw_boxes
-from e2e_vl.metrics.names import COUNTS, MetricName
 from e2e_vl.predictions import Prediction, with_target
 from e2e_vl.run.build import Run, Start
+from e2e_vl.run.evaluate import COUNTS, MetricName
 from e2e_vl.tasks.base import Task
 
 PICTURES = 4  # per evaluation

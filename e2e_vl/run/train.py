@@ -30,11 +30,10 @@ from detector.structures import Loss
 from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler
 from e2e_vl.io import RunLog, replace_nan
-from e2e_vl.metrics.names import MetricName
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run import checkpoint as checkpoints
 from e2e_vl.run.build import Run, build_eval_data, build_run, resolve_config
-from e2e_vl.run.evaluate import LOSS, evaluate_splits, phrase_weights
+from e2e_vl.run.evaluate import LOSS, MetricName, evaluate_splits, phrase_weights
 from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, make_stopped_error, run_lock
 from e2e_vl.run.launch import make_accelerator, on_main
 from e2e_vl.run.optim import build_optimizer, build_schedule

@@ -42,14 +42,13 @@ from e2e_vl.synthetic.coco import (
 )
 from e2e_vl.synthetic.conceptual import ConceptualWriter, CorpusWriter, ShardsWriter
 from e2e_vl.synthetic.config import ImitatedDetectorConfig, LanguageConfig, SceneConfig
-from e2e_vl.synthetic.flickr30k import EntitiesWriter, PhrasesWriter
 from e2e_vl.synthetic.gqa import GQAWriter
 from e2e_vl.synthetic.language import draw_captions, draw_references
 from e2e_vl.synthetic.lxmert import LxmertWriter
 from e2e_vl.synthetic.nlvr2 import PairWriter
+from e2e_vl.synthetic.phrases import EntitiesWriter, PhrasesWriter, VisualGenomeWriter
 from e2e_vl.synthetic.scenes import SceneGraph, draw_scene
 from e2e_vl.synthetic.vcr import VCRWriter
-from e2e_vl.synthetic.visual_genome import VisualGenomeWriter
 from e2e_vl.synthetic.vqa import VQAWriter
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ from e2e_vl.data.features import RegionFeatures, write_tsv
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import build_collate, build_model, read_training_texts
 from e2e_vl.run.checkpoint import save_model
-from e2e_vl.synthetic import SceneConfig, make_scenes
+from e2e_vl.synthetic.config import SceneConfig
+from e2e_vl.synthetic.generate import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 ROOT = Path(__file__).parents[2]

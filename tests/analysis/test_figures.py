@@ -10,10 +10,9 @@ from PIL import Image
 
 from e2e_vl.analysis.captions import CaptionAnnotations
 from e2e_vl.analysis.collect import RecordedText
-from e2e_vl.analysis.figures import ChosenHead, draw_overlays, draw_word_map, parse_heads
 from e2e_vl.analysis.options import AttentionOptions
+from e2e_vl.analysis.results import AttentionResults, ChosenHead, draw_overlays, draw_word_map, parse_heads
 from e2e_vl.analysis.run import write_page
-from e2e_vl.analysis.tables import AttentionResults
 from e2e_vl.drawing import draw_heat_map
 from e2e_vl.structures import AttentionBlock, AttentionGraph
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from e2e_vl.analysis.collect import ALL, DEPENDENCIES, ENTITIES, RELATIONS, MeasureKey
-from e2e_vl.analysis.figures import ChosenHead, draw_head_figure, find_best_heads
 from e2e_vl.analysis.measures import HeadSums
 from e2e_vl.analysis.options import AttentionOptions
-from e2e_vl.analysis.tables import AttentionResults, write_tables
+from e2e_vl.analysis.results import AttentionResults, ChosenHead, draw_head_figure, find_best_heads, write_tables
 from e2e_vl.structures import AttentionBlock, AttentionGraph
 
 

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from detector.errors import UserError
-from e2e_vl.cli.common import print_errors
+from e2e_vl.cli.main import print_errors
 
 
 def raising(error: BaseException):

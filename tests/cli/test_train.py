@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.cli import evaluate as evaluation_tool
-from e2e_vl.cli import train as tool
+from e2e_vl.cli.run import evaluate, train
 from tests.conftest import ROOT, SAME_SIZE
 
 SHORT = ("train.max_steps=1", "eval.boxes=[gt]", "eval.every_epochs=0", "eval.report_pictures=1", SAME_SIZE)
@@ -31,13 +30,13 @@ def test_a_run_is_trained_and_evaluated_from_other_directories(project, tmp_path
     that still lead from it to the project."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert tool.main(["--config", "../project/configs/tiny/refcoco.yaml", *SHORT]) == 0
+    assert train(["--config", "../project/configs/tiny/refcoco.yaml", *SHORT]) == 0
     run = tmp_path / "elsewhere" / "runs" / "tiny_refcoco"
     records = json.loads((run / "predictions_val_gt.json").read_text())
     assert all(Path(record["file_name"]).is_relative_to(project / "data") for record in records)
     assert {path.name for path in (tmp_path / "elsewhere").iterdir()} == {"runs"}
     monkeypatch.chdir(tmp_path)
-    assert evaluation_tool.main(["--run", str(run.relative_to(tmp_path)), "--split", "val", "--boxes", "gt"]) == 0
+    assert evaluate(["--run", str(run.relative_to(tmp_path)), "--split", "val", "--boxes", "gt"]) == 0
     assert "val/accuracy_gt_boxes" in capsys.readouterr().out
 
 
@@ -47,7 +46,7 @@ def test_a_missing_image_is_one_sentence_also_from_a_worker(project, tiny_words,
     image.unlink()
     words = [*tiny_words, f"data.root={data}", f"output={tmp_path / 'run'}", "data.workers=1"]
     words += ["data.texts_per_image=null", "data.check_images=0", "train.max_steps=6"]
-    assert tool.main(["--config", str(ROOT / "configs" / "tiny" / "refcoco.yaml"), *words]) == 2
+    assert train(["--config", str(ROOT / "configs" / "tiny" / "refcoco.yaml"), *words]) == 2
     err = capfd.readouterr().err
     assert "Traceback" not in err and err.splitlines()[-1].startswith("error: ") and str(image) in err.splitlines()[-1]
 
@@ -61,7 +60,7 @@ def test_a_missing_image_is_one_sentence_also_from_a_worker(project, tiny_words,
     ],
 )
 def test_what_does_not_fit_a_run_is_one_sentence(trained_run, capfd, arguments, named):
-    assert evaluation_tool.main(["--run", str(trained_run.path), *arguments]) == 2
+    assert evaluate(["--run", str(trained_run.path), *arguments]) == 2
     err = capfd.readouterr().err
     assert "Traceback" not in err and named in err.splitlines()[-1]
 
@@ -72,5 +71,5 @@ def test_an_interrupted_run_can_be_resumed(tiny_words, tmp_path, monkeypatch, ca
 
     monkeypatch.setattr("e2e_vl.run.train.Trainer.train_step", interrupt)
     words = [*tiny_words, f"output={tmp_path / 'run'}"]
-    assert tool.main(["--config", str(ROOT / "configs" / "tiny" / "refcoco.yaml"), *words]) == 130
+    assert train(["--config", str(ROOT / "configs" / "tiny" / "refcoco.yaml"), *words]) == 130
     assert "--resume continues" in capfd.readouterr().err.splitlines()[-1]

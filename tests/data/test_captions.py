@@ -24,7 +24,7 @@ from e2e_vl.data.config import CLASS_NAMES
 from e2e_vl.data.image_loader import open_boxes
 from e2e_vl.samples import ImageBytes
 from e2e_vl.structures import Batch
-from e2e_vl.synthetic import make_scenes
+from e2e_vl.synthetic.generate import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from tests.data.drawn_metadata import write_metadata
 from tests.data.helpers import examples, open_dataset, plain, refused, write_json, write_json_lines

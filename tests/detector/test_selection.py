@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from detector.boxes import max_conf, select_max_conf, select_max_nms, select_regions
 from detector.config import SelectionRule
-from detector.selection import max_conf, select_max_conf, select_max_nms, select_regions
 
 
 @pytest.mark.parametrize(

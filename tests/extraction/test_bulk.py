@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from detector.config import SelectionRule
 from detector.faster_rcnn import FasterRCNN
 from detector.images import resize_boxes
+from e2e_vl.config import ExtractionSettings
 from e2e_vl.data.features import open_features
 from e2e_vl.data.user_inputs import GivenBoxes, list_images
 from e2e_vl.extraction import bulk
 from e2e_vl.extraction.bulk import ExtractionJob, ExtractionSummary, extract_images, make_stamp, parameters_hash
-from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.run.launch import make_accelerator
 from tests.data.helpers import refused
 from tests.extraction.conftest import SIZES, network_input

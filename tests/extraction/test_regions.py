@@ -13,7 +13,15 @@ from detector.boxes import is_larger, pairwise_iou
 from detector.config import DetectorConfig, SelectionRule
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule
-from e2e_vl.config import DataSettings, EncoderSettings, ResizeSettings, RunConfig, TaskSettings, save_config
+from e2e_vl.config import (
+    DataSettings,
+    EncoderSettings,
+    ExtractionSettings,
+    ResizeSettings,
+    RunConfig,
+    TaskSettings,
+    save_config,
+)
 from e2e_vl.data.features import open_features
 from e2e_vl.data.user_inputs import list_images
 from e2e_vl.extraction.bulk import ExtractionJob, extract_images
@@ -26,7 +34,6 @@ from e2e_vl.extraction.regions import (
     open_detector,
     select_candidate_pairs,
 )
-from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.run.launch import make_accelerator
 from tests.data.helpers import refused
 from tests.detector.published import save_detector

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from e2e_vl.config import BoxSource
-from e2e_vl.metrics.names import MetricName, named_metrics
+from e2e_vl.run.evaluate import MetricName, named_metrics
 
 
 def test_a_name_is_taken_apart_as_it_was_made():

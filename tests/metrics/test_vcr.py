@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from detector.errors import UserError
-from e2e_vl.metrics.vcr import COLUMNS, Submission, VCRPrediction, joint_metrics, write_submission
+from e2e_vl.tasks.vcr import COLUMNS, Submission, VCRPrediction, joint_metrics, write_submission
 from tests.leaderboard import prediction, read_leaderboard, score
 
 BEST = np.eye(4)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.data.vcr import VCRQuestion, find_relevant_objects, read_metadata, read_questions
-from e2e_vl.metrics.vcr import Submission, write_leaderboard
+from e2e_vl.tasks.vcr import Submission, write_leaderboard
 from tests.leaderboard import read_leaderboard, score
 from tests.parity.evaluation_common import folder_of
 

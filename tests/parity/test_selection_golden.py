@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from detector.boxes import best_class_boxes, max_conf, select_max_conf, select_max_nms
 from detector.config import SelectionRule
 from detector.images import ResizeRule, make_image_batch, mask_pixels, mask_rectangles, resize_boxes, resize_image
-from detector.selection import best_class_boxes, max_conf, select_max_conf, select_max_nms
 
 
 @pytest.fixture(scope="module")

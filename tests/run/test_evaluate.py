@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from detector.io import read_json
-from e2e_vl.cli import evaluate as tool
+from e2e_vl.cli.run import evaluate
 from e2e_vl.config import BoxSource
 from e2e_vl.extraction.regions import detector_of_run
 from e2e_vl.metrics.refcoco import hits
@@ -74,7 +74,7 @@ def test_a_corrupt_image_of_the_evaluation_ends_no_run(tiny_words, tiny_config, 
 def test_the_tool_prints_accuracy_and_ceiling_of_every_convention(trained_run, capsys, tmp_path, boxes, iou):
     output = tmp_path / "predictions.json"
     arguments = ["--run", str(trained_run.path), "--split", "val", "--boxes", boxes, "--iou", iou]
-    assert tool.main([*arguments, "--output", str(output)]) == 0
+    assert evaluate([*arguments, "--output", str(output)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("val/")]
     values = {name: float(value) for name, value in lines}
     records = read_json(output)
@@ -99,7 +99,7 @@ def test_the_tool_writes_beside_the_run_and_takes_settings(trained_run, tmp_path
     shutil.copytree(trained_run.path / "model", run)
     shutil.copytree(trained_run.config.data.root, tmp_path / "moved")
     words = [f"data.root={tmp_path / 'moved'}", "eval.images_per_batch=1"]
-    assert tool.main(["--run", str(run), "--split", "train", "--boxes", "gt", *words]) == 0
+    assert evaluate(["--run", str(run), "--split", "train", "--boxes", "gt", *words]) == 0
     records = read_json(run / "evaluations" / "train_gt.json")
     assert len({record["image_id"] for record in records}) == 12
     assert all(str(tmp_path / "moved") in record["file_name"] for record in records)
@@ -110,12 +110,12 @@ def test_the_tool_never_writes_over_the_files_of_a_run(trained_run, tmp_path):
     shutil.copytree(trained_run.path, run)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     arguments = ["--run", str(run), "--split", "val", "--boxes", "gt"]
-    assert tool.main([*arguments, "--iou", "strict"]) == tool.main(arguments) == 0
+    assert evaluate([*arguments, "--iou", "strict"]) == evaluate(arguments) == 0
     names = ("val_gt.json", "val_gt_metrics.json", "val_gt_strict.json", "val_gt_strict_metrics.json")
     assert sorted(path.name for path in (run / "evaluations").iterdir()) == sorted(names)
     assert_same(read_json(run / "evaluations" / "val_gt.json"), predictions_of(run))
     for own in ("predictions_val_gt.json", "model/config.yaml"):
-        assert tool.main([*arguments, "--output", str(run / own)]) == 2
+        assert evaluate([*arguments, "--output", str(run / own)]) == 2
     assert {path: path.read_bytes() for path in before} == before
 
 

@@ -20,8 +20,8 @@ from e2e_vl.run.build import build_collate, build_examples
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.train import train
 from e2e_vl.structures import ModelOutput
-from e2e_vl.synthetic import make_scenes
 from e2e_vl.synthetic.config import ImitatedDetectorConfig, SceneConfig
+from e2e_vl.synthetic.generate import make_scenes
 from tests.run.runs import tiny
 from tests.weights.starts import replaced
 

@@ -11,13 +11,12 @@ import torch
 
 from detector.images import ResizeRule
 from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeatures
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import ExtractionSettings, RunConfig, load_config
 from e2e_vl.data.batching import Request
 from e2e_vl.data.features import open_features
 from e2e_vl.data.user_inputs import list_images, read_given_boxes
 from e2e_vl.extraction.bulk import ExtractionJob, extract_images, make_stamp
 from e2e_vl.extraction.regions import LoadedDetector
-from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.run.build import Run, build_run
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.launch import make_accelerator

@@ -26,7 +26,7 @@ from e2e_vl.run.build import (
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.train import train
 from e2e_vl.structures import Batch, TextBatch
-from e2e_vl.synthetic import make_scenes
+from e2e_vl.synthetic.generate import make_scenes
 from e2e_vl.tasks.objectives.texts import MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets

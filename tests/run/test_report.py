@@ -19,9 +19,9 @@ from matplotlib.axes import Axes
 from detector.io import write_json
 from e2e_vl.config import BoxSource, EvalSettings, RunConfig, load_config, save_config
 from e2e_vl.io import RunLog
-from e2e_vl.metrics.names import named_metrics
 from e2e_vl.predictions import GroundedPhrase, Prediction
 from e2e_vl.run import report as reports
+from e2e_vl.run.evaluate import named_metrics
 from e2e_vl.run.report import (
     PICTURE_AREA,
     TEMPLATE,

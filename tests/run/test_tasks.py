@@ -13,12 +13,12 @@ from detector.io import read_json
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.batching import Request
 from e2e_vl.io import read_log
-from e2e_vl.metrics.vcr import VCRPrediction, joint_metrics, write_submission
 from e2e_vl.predictions import read_predictions
 from e2e_vl.run.build import build_run, make_synthetic_data
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
+from e2e_vl.tasks.vcr import VCRPrediction, joint_metrics, write_submission
 from e2e_vl.weights.visual_bert import OfficialVisualBert
 from tests.conftest import ENCODERS
 from tests.data.drawn_metadata import write_metadata

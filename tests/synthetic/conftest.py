@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pycocotools.coco import COCO
 
-from e2e_vl.synthetic import make_scenes
+from e2e_vl.synthetic.generate import make_scenes
 from tests.synthetic.meaning import SPLITS
 
 

@@ -12,8 +12,8 @@ from PIL import Image
 from pycocotools import mask
 from pycocotools.coco import COCO
 
-from e2e_vl.synthetic import LanguageConfig
 from e2e_vl.synthetic.base import polygons
+from e2e_vl.synthetic.config import LanguageConfig
 from tests.synthetic.meaning import NUMBERS, SPLITS, described, words_of
 
 DETECTIONS = "detections/refcoco+_unc/res101_coco_minus_refer_notime_dets.json"

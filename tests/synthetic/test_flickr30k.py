@@ -11,7 +11,7 @@ import pytest
 
 from e2e_vl.config import DataSettings
 from e2e_vl.data.refcoco import RefCOCODataset
-from e2e_vl.synthetic.flickr30k import format_conllu, parse_caption
+from e2e_vl.synthetic.phrases import format_conllu, parse_caption
 from tests.data.helpers import open_dataset
 from tests.synthetic.meaning import NUMBERS, SPLITS, described, words_of
 

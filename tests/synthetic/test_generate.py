@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from e2e_vl.synthetic import SceneConfig, generate, make_scenes
+from e2e_vl.synthetic import generate
+from e2e_vl.synthetic.config import SceneConfig
+from e2e_vl.synthetic.generate import make_scenes
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -14,13 +14,13 @@ from detector.errors import UserError
 from detector.structures import Regions
 from e2e_vl.data.config import VCROptions
 from e2e_vl.examples import TextExample
-from e2e_vl.metrics.vcr import VCRPrediction
 from e2e_vl.samples import AnnotatedObjects, Question
 from e2e_vl.structures import Batch, EncoderOutput, RegionLabels, TaskOutput, TextRegions, gather_regions
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import VCRConfig
 from e2e_vl.tasks.vcr import (
     Piece,
+    VCRPrediction,
     VCRTargets,
     VCRTask,
     parse_sentence,

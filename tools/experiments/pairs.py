@@ -30,15 +30,16 @@ import msgspec
 import numpy as np
 import torch
 
+from compare import Job, add_common_options, made_by, markdown_table, mean_and_spread, run_jobs, shown, write_table
 from detector.boxes import pairwise_iou
 from detector.io import read_yaml
 from e2e_vl import parts
-from e2e_vl.cli.common import make_parser, print_errors
+from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import BoxSource, EncoderSettings, RunConfig, load_config, save_config
 from e2e_vl.data.base import VLDataset
-from e2e_vl.metrics.names import MetricName
 from e2e_vl.metrics.vqa import answer_accuracy
 from e2e_vl.run.build import make_synthetic_data, open_split
+from e2e_vl.run.evaluate import MetricName
 from e2e_vl.samples import (
     AnnotatedObjects,
     ChoiceText,
@@ -49,7 +50,6 @@ from e2e_vl.samples import (
     SampleText,
 )
 from e2e_vl.text import basic_tokenize
-from jobs import Job, add_common_options, made_by, markdown_table, mean_and_spread, run_jobs, shown, write_table
 
 RIGHT_IOU = 0.5
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,11 +22,11 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from e2e_vl.cli.common import make_parser, print_errors
+from compare import Job, add_common_options, made_by, markdown_table, mean_and_spread, run_jobs, shown, write_table
+from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import load_config
 from e2e_vl.run.build import make_synthetic_data, read_training_texts
 from e2e_vl.text import build_vocabulary
-from jobs import Job, add_common_options, made_by, markdown_table, mean_and_spread, run_jobs, shown, write_table
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "table4"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from compare import TRAIN, Job, run_jobs
 from e2e_vl.config import load_config, save_config
-from jobs import TRAIN, Job, run_jobs
 
 CONFIG = Path(__file__).parents[3] / "configs" / "tiny" / "refcoco.yaml"
 FAKE = """

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-import jobs as jobs_module
+import compare
 import pairs as tool
-from e2e_vl.cli import train as train_command
+from e2e_vl.cli.run import train
 from e2e_vl.config import differences, load_config
 from e2e_vl.run.build import resolve_config
 from e2e_vl.text import basic_tokenize
@@ -90,14 +90,14 @@ def test_the_table_has_means_and_what_is_finished(tmp_path, monkeypatch):
 
 
 def test_two_real_cells(tiny_words, tmp_path, monkeypatch, capsys):
-    """In this process, whose imports are done; tests of jobs.py start processes."""
+    """In this process, whose imports are done; tests of compare.py start processes."""
 
     def run(command, **_):
         words = command[command.index("--config") :]
         with cpu_with_one_thread():
-            return SimpleNamespace(returncode=train_command.main(words))
+            return SimpleNamespace(returncode=train(words))
 
-    monkeypatch.setattr(jobs_module, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=run))
     words = ["--output", str(tmp_path / "runs"), "--configs", str(ROOT / "configs" / "tiny"), "--tasks", "refcoco"]
     words += ["--encoders", "visual_bert", "lxmert", "--only", "text_blind", "--set", *tiny_words]
     assert tool.main([*words, "train.max_steps=2", "eval.boxes=[gt]", "eval.report_pictures=0"]) == 0

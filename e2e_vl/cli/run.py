@@ -1,0 +1,135 @@
+"""Train a model, evaluate it and write its predictions: `e2e-vl train`, `e2e-vl evaluate`, `e2e-vl predict`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from e2e_vl.cli.main import make_parser, print_errors
+from e2e_vl.config import BoxSource, load_config, read_detector_config
+from e2e_vl.io import find_model_folder
+
+TRAIN = """Train detector, encoder and task together.
+
+    e2e-vl train --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
+    accelerate launch tools/train.py --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
+
+`key=value` settings override the file. `--resume` continues the run in `output` exactly. `e2e-vl` trains in one
+process; `accelerate launch` and `torchrun` start several. SIGTERM, SIGHUP and Ctrl-C end a run after the current step
+and a checkpoint, with exit status 143, 129 or 130; errors have exit status 2.
+"""
+EVALUATE = """Evaluate a trained run on any split with any source of boxes.
+
+    e2e-vl evaluate --run runs/demo_refcoco --split val --boxes online --iou mattnet
+    accelerate launch tools/evaluate.py --run runs/demo_refcoco --split val --boxes online --iou mattnet
+
+Boxes: `gt` (all annotated boxes of the image are the candidates), `detections` (a file, MAttNet's format), `online`
+(the model's own detector), or `precomputed` (boxes of the features file, for a run on precomputed features).
+IoU conventions, all at 0.5 and all counted per expression:
+  mattnet  xywh boxes, inclusive overlap, IoU >= 0.5: the protocol of MAttNet and most later papers
+  vlbert   the official VL-BERT code: every extent + 1 pixel, prediction clamped to the image, IoU >= 0.5
+  strict   mattnet's IoU, but > 0.5 (UNITER)
+Prints accuracy, the ceiling (how often any candidate reaches the threshold) and both per family where the data names
+families, with --loss also the loss, and writes predictions and metrics as JSON files of their own:
+RUN/evaluations/SPLIT_BOXES.json and RUN/evaluations/SPLIT_BOXES_metrics.json, with the convention in the name if --iou
+chooses one.
+"""
+PREDICT = """Write the predictions of a trained run for a split, as a file for an evaluation server or leaderboard.
+
+    e2e-vl predict --run RUN --split test2015 --boxes online --output vqa.json
+    e2e-vl predict --run RUN --rationale-run RUN --split test --boxes gt --output vcr.csv
+    accelerate launch -m e2e_vl predict --run RUN --split testA --boxes detections --output refcoco.json
+
+Formats, with predictions in the order of the data set:
+  VQA      JSON list of {"question_id", "answer"}
+  VCR      CSV of 21 columns; --run chooses answers, --rationale-run rationales (given each of the four answers)
+  RefCOCO  JSON list of {"ref_id", "sent_id", "box"}, the box as [x1, y1, x2, y2] in pixels of the original image
+  GQA      JSON list of {"questionId", "prediction"}
+  NLVR2    CSV of lines identifier,True or identifier,False, without a header
+  Flickr30K Entities  JSON list of {"image", "sentence", "phrases"}, each phrase with "id", "phrase", "box" and "score"
+If the split has labels, the metrics are printed too; with two runs also Q->A, QA->R and Q->AR. key=value settings apply
+to both runs.
+"""
+
+
+@print_errors
+def train(argv: list[str] | None = None, prog: str | None = None) -> int:
+    parser = make_parser(TRAIN, prog)
+    parser.add_argument("--config", required=True, help="YAML file of the run")
+    parser.add_argument("--resume", action="store_true", help="continue from the run directory's newest checkpoint")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
+    arguments = parser.parse_intermixed_args(argv)
+    config = load_config(arguments.config, arguments.overrides)
+    read_detector_config(config.detector)  # errors before torch is imported
+    # suppress DDP's warning on every process that find_unused_parameters found none
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        from e2e_vl.run.train import train as train_run  # late: it imports torch
+
+        train_run(config, resume=arguments.resume)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":  # print once
+            print("interrupted; --resume continues from the newest checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+@print_errors
+def evaluate(argv: list[str] | None = None, prog: str | None = None) -> int:
+    parser = make_parser(EVALUATE, prog)
+    parser.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
+    parser.add_argument("--split", default="val", help="split of the data set (default: val)")
+    parser.add_argument("--boxes", default="online", choices=BoxSource.for_evaluation())
+    parser.add_argument("--iou", default=None, choices=("mattnet", "vlbert", "strict"), help="default: the run's")
+    parser.add_argument("--loss", action="store_true", help="compute the loss too, as train.keep_best judges by it")
+    parser.add_argument("--output", type=Path, help="predictions (default: a file in RUN/evaluations)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
+    arguments = parser.parse_intermixed_args(argv)
+    load_config(find_model_folder(arguments.run) / "config.yaml", arguments.overrides)  # before torch is imported
+    from e2e_vl.run.evaluate import evaluate_run  # late: it imports torch
+
+    metrics, path = evaluate_run(
+        arguments.run,
+        split=arguments.split,
+        boxes=arguments.boxes,
+        iou=arguments.iou,
+        output=arguments.output,
+        overrides=arguments.overrides,
+        with_loss=arguments.loss,
+    )
+    if path is not None:  # the main process
+        for name, value in metrics.items():
+            print(f"{name:45s} {value:.4f}" if isinstance(value, float) else f"{name:45s} {value}")
+        print(f"predictions: {path}")
+    return 0
+
+
+@print_errors
+def predict(argv: list[str] | None = None, prog: str | None = None) -> int:
+    parser = make_parser(PREDICT, prog)
+    parser.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
+    parser.add_argument("--rationale-run", type=Path, help="VCR: the run that chooses rationales")
+    parser.add_argument("--split", required=True, help="split of the data set, such as test")
+    parser.add_argument("--boxes", required=True, choices=BoxSource.for_evaluation())
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
+    options = parser.parse_intermixed_args(argv)
+    load_config(find_model_folder(options.run) / "config.yaml", options.overrides)  # before torch is imported
+    from e2e_vl.run.evaluate import predict_split  # late: it imports torch
+
+    metrics, is_main = predict_split(
+        options.run,
+        split=options.split,
+        boxes=options.boxes,
+        output=options.output,
+        second_run_dir=options.rationale_run,
+        overrides=options.overrides,
+    )
+    if is_main:
+        for name, value in metrics.items():
+            print(f"{name:45s} {value:.4f}")
+        if not any("accuracy" in name for name in metrics):
+            print(f"The split {options.split} has no labels, so nothing is scored.")
+        print(f"predictions: {options.output}")
+    return 0
