@@ -9,6 +9,7 @@ from PIL import Image
 
 from e2e_vl.cli import main as tool
 from e2e_vl.config import load_config
+from tests.run.runs import predictions_of
 
 
 def refused(words: list, capsys) -> str:
@@ -24,10 +25,6 @@ def split(run: Path, split: str, output: Path, *more: object, boxes: str = "gt")
     return [str(word) for word in words]
 
 
-def saved(run: Path, name: str = "predictions_val_gt.json") -> list[dict]:
-    return json.loads((run / name).read_text("utf-8"))
-
-
 def data_root(run: Path) -> Path:
     return Path(load_config(run / "model" / "config.yaml").data.root)
 
@@ -39,7 +36,7 @@ def ask(run: Path, image: Path | tuple[Path, ...], text: str, *more: object) -> 
 
 
 def first_image(run: Path) -> Path:
-    return Path(saved(run)[0]["file_name"])
+    return Path(predictions_of(run)[0]["file_name"])
 
 
 def is_picture(path: Path) -> bool:
@@ -53,10 +50,6 @@ def corners(run: Path, image: str | Path) -> list[str]:
     [number] = [one["id"] for one in content["images"] if one["file_name"] == Path(image).name]
     boxes = [one["bbox"] for one in content["annotations"] if one["image_id"] == number]
     return [f"{x},{y},{x + w},{y + h}" for x, y, w, h in boxes]
-
-
-def told(folder: Path) -> dict:
-    return json.loads((folder / "answer.json").read_text())
 
 
 def tagged(sentence: list) -> str:

@@ -8,39 +8,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from e2e_vl.cli import check_data as tool
 from e2e_vl.cli.check_data import SplitReport, check_data
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.overlap import PhotoId, PhotoIds
+from tests.conftest import ROOT
+from tests.run.runs import TINY_DETECTOR
+from tests.weights.starts import replaced
 
-ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny"
-DETECTOR = f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}"
 
 
 @pytest.fixture
-def drawn(tiny_words) -> Path:
-    """The drawn data of all formats; tests change copies of it."""
-    return Path(next(word.removeprefix("data.root=") for word in tiny_words if word.startswith("data.root=")))
-
-
-@pytest.fixture
-def data(drawn, tmp_path) -> Path:
-    return shutil.copytree(drawn, tmp_path / "data")
+def data(tiny_data, tmp_path) -> Path:
+    return shutil.copytree(tiny_data, tmp_path / "data")
 
 
 def settings(name: str, root: Path, *words: str) -> RunConfig:
     path = ROOT / "configs" / "demo" / "detection.yaml" if name == "detection" else TINY / f"{name}.yaml"
-    return load_config(path, [DETECTOR, f"data.root={root}", "output=unused", *words])
-
-
-def as_photos(config: RunConfig, **changes: Any) -> RunConfig:
-    """The data as if they had not been drawn; their names are then names of COCO."""
-    synthetic = msgspec.structs.replace(config.data.synthetic, scenes={})
-    return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, synthetic=synthetic, **changes))
+    return load_config(path, [TINY_DETECTOR, f"data.root={root}", "output=unused", *words])
 
 
 def check(config: RunConfig, others: dict[str, RunConfig] | None = None, photos=frozenset()) -> list[SplitReport]:
@@ -54,9 +42,9 @@ def change_json(path: Path, change: Callable[[Any], object]) -> None:
 
 
 @pytest.mark.parametrize("name", ["refcoco", "vqa", "vcr", "nlvr2", "pretraining", "lxmert_files", "detection"])
-def test_intact_data_have_sizes_and_no_problem(name, drawn):
+def test_intact_data_have_sizes_and_no_problem(name, tiny_data):
     words = ("task.config.objectives.image_qa.answers=unused.json",) if name == "lxmert_files" else ()
-    train, val = check(settings(name, drawn, *words))
+    train, val = check(settings(name, tiny_data, *words))
     assert train.problems == val.problems == train.shared == val.shared == []
     numbers = {"nlvr2": (48, 24), "vcr": (10, 4)}  # two images for each scene's pairs; scenes without a question
     assert (train.images, val.images) == numbers.get(name, (12, 6))
@@ -64,14 +52,11 @@ def test_intact_data_have_sizes_and_no_problem(name, drawn):
     assert train.texts >= 12 and (train.boxes > 12 or name == "lxmert_files")
 
 
-def test_every_broken_sample_is_listed(data):
+def test_broken_samples_and_splits_are_listed_and_do_not_hide_the_others(data):
     question = json.loads((data / "vcr" / "val.jsonl").read_text().splitlines()[0])
     change_json(data / "vcr" / "vcr1images" / question["metadata_fn"], lambda content: content["boxes"].pop())
     _, val = check(settings("vcr", data))
     assert len(val.problems) == 1 and "boxes" in val.problems[0] and val.images == 3
-
-
-def test_a_broken_split_does_not_hide_the_others(data):
     (data / "nlvr2" / "data" / "train.json").unlink()
     train, val = check(settings("nlvr2", data))
     assert len(train.problems) == 1 and "train.json" in train.problems[0]
@@ -95,39 +80,38 @@ def test_boxes_that_leave_their_image_and_long_texts_are_counted(data):
     assert 0 < train.too_long < train.texts
 
 
-def test_photos_of_other_data_sets_and_of_the_detector_are_found(drawn):
-    config = as_photos(settings("refcoco", drawn))
-    other = as_photos(settings("vqa", drawn), train_split="val")
+def test_photos_of_other_data_sets_and_of_the_detector_are_found(tiny_data):
+    own = {"synthetic": {"scenes": {}}}  # as if they had not been drawn: their names are then names of COCO
+    config = replaced(settings("refcoco", tiny_data), data=own)
+    other = replaced(settings("vqa", tiny_data), data=own | {"train_split": "val"})
     _, val = check(config, {"other.yaml": other}, {PhotoId("coco", "1")})
     [sentence] = val.shared
     assert sentence.startswith("6 of 6 photos of val are in the training split val of other.yaml (such as ")
-    images = json.loads((drawn / "refcoco+" / "instances.json").read_text())["images"]
+    images = json.loads((tiny_data / "refcoco+" / "instances.json").read_text())["images"]
     _, val = check(config, photos={PhotoId("coco", str(row["id"])) for row in images})
     assert val.shared[0].startswith("6 of 6 photos of val are in the detector's training images")
 
 
 def words(root: Path, *more: object) -> list[str]:
-    return [str(word) for word in ("--config", TINY / "refcoco.yaml", *more, DETECTOR, f"data.root={root}")]
+    return [str(word) for word in ("--config", TINY / "refcoco.yaml", *more, TINY_DETECTOR, f"data.root={root}")]
 
 
-def test_command(drawn, data, tmp_path, capsys):
+def test_command(tiny_data, data, tmp_path, capsys):
     output = tmp_path / "new" / "found.json"
-    assert tool.main(words(drawn, "--json", output)) == 0
+    assert tool.main(words(tiny_data, "--json", output)) == 0
     printed = capsys.readouterr().out
     assert "val: " in printed and "6 images of 6 photos" in printed and "no problem found" in printed
     assert [split["images"] for split in json.loads(output.read_text())["splits"]] == [12, 6]
 
     other = tmp_path / "other.yaml"
-    other.write_text(f"base: {TINY / 'vqa.yaml'}\ndata: {{root: {drawn}, train_split: val}}\n{_DETECTOR_LINE}")
-    assert tool.main(words(drawn, "--with", other)) == 0
+    detector = f"detector: {{config: {ROOT / 'configs' / 'detector' / 'tiny.yaml'}}}"
+    other.write_text(f"base: {TINY / 'vqa.yaml'}\ndata: {{root: {tiny_data}, train_split: val}}\n{detector}\n")
+    assert tool.main(words(tiny_data, "--with", other)) == 0
     assert "SHARED: 6 of 6 photos of val are in the training split val of" in capsys.readouterr().out
-    assert tool.main(words(drawn, "--with", other, "--no-overlap")) == 1
+    assert tool.main(words(tiny_data, "--with", other, "--no-overlap")) == 1
 
     for path in (data / "images" / "train2014").iterdir():
         path.unlink()
     assert tool.main(words(data, "--examples", 2)) == 1
     printed = capsys.readouterr().out
     assert printed.count("PROBLEM: ") == 4 and "... and 10 more problems" in printed
-
-
-_DETECTOR_LINE = f"detector: {{config: {ROOT / 'configs' / 'detector' / 'tiny.yaml'}}}\n"

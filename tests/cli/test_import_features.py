@@ -33,9 +33,8 @@ def pythia(tmp_path) -> dict[int, np.ndarray]:
     images = {9: rows(5, 6), 25: rows(5, 6)}
     for image_id, values in images.items():
         np.save(tmp_path / "train2014" / f"COCO_train2014_{image_id:012}.npy", values)
-    np.save(
-        tmp_path / "train2014" / "COCO_train2014_000000000009_info.npy", np.array({"bbox": Evil()}), allow_pickle=True
-    )
+    facts = np.array({"bbox": Evil()})
+    np.save(tmp_path / "train2014" / "COCO_train2014_000000000009_info.npy", facts, allow_pickle=True)
     listed = [{"id": 9, "width": 60, "height": 40, "file_name": "a.jpg"}, {"id": 25, "width": 30, "height": 50}]
     (tmp_path / "captions.json").write_text(json.dumps({"images": listed, "annotations": []}))
     return images
@@ -59,61 +58,23 @@ def test_pythia(tmp_path, pythia, output, layout, capsys, monkeypatch):
         assert record.image_size == (height, width) and record.boxes.tolist() == [[0, 0, width, height]] * 5
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("COCO_train2014_000000000025.npy", rows(5, 6) * np.nan),
-        ("COCO_train2014_000000000025.npy", np.array({"a": Evil()})),
-        ("COCO_train2014_000000000026.npy", rows(5, 6)),  # of unknown size
-        ("features.npy", rows(5, 6)),
-    ],
-)
-def test_broken_pythia(tmp_path, pythia, name, content, capsys):
-    np.save(tmp_path / "train2014" / name, content, allow_pickle=True)
-    assert convert(tmp_path, "pythia", tmp_path / "train2014", "--sizes", tmp_path / "captions.json") == 2
-    assert name in capsys.readouterr().err and not (tmp_path / "out.h5").exists()
-    assert convert(tmp_path, "pythia", tmp_path / "none", "--sizes", tmp_path / "captions.json") == 2
-
-
-def nlvr2_entries(as_tensors: bool) -> dict[str, tuple]:
-    boxes = np.array([[0, 0, 20, 30], [5, 6, 59.5, 39.25]], dtype=np.float32)
-    names = ("dev-0-0-img0", "dev-0-0-img1", "dev-1-2-img0")
-    entries = {f"{name}.png.npz": (rows(2, 4), boxes, np.array([0.9, 0.4], dtype=np.float32)) for name in names}
-    return {name: tuple(map(torch.from_numpy, one)) if as_tensors else one for name, one in entries.items()}
-
-
 @pytest.mark.parametrize(("as_tensors", "is_zip"), [(True, True), (False, False)])
 def test_nlvr2(tmp_path, as_tensors, is_zip):
-    entries = nlvr2_entries(as_tensors)
-    parts = list(entries.items())
-    for number, part in enumerate((parts[:2], parts[2:])):
-        torch.save(dict(part), tmp_path / f"{number}.th", _use_new_zipfile_serialization=is_zip)
+    boxes = np.array([[0, 0, 20, 30], [5, 6, 59.5, 39.25]], dtype=np.float32)
+    scores = np.array([0.9, 0.4], dtype=np.float32)
+    entries = {name: (rows(2, 4), boxes, scores) for name in ("dev-0-0-img0", "dev-0-0-img1", "dev-1-2-img0")}
+    for file, names in (("0.th", list(entries)[:2]), ("1.th", list(entries)[2:])):
+        saved = {name: tuple(map(torch.from_numpy, entries[name])) if as_tensors else entries[name] for name in names}
+        content = {f"{name}.png.npz": entry for name, entry in saved.items()}
+        torch.save(content, tmp_path / file, _use_new_zipfile_serialization=is_zip)
     assert convert(tmp_path, "detectron", tmp_path / "0.th", tmp_path / "1.th") == 0
     store = open_features(tmp_path / "out.h5")
-    assert list(store.ids) == [name.removesuffix(".png.npz") for name in entries]
-    for name, (features, boxes, scores) in entries.items():
-        record = store.read(name.removesuffix(".png.npz"))
-        np.testing.assert_array_equal(record.features, np.asarray(features))
-        np.testing.assert_array_equal(record.boxes, np.asarray(boxes))
-        np.testing.assert_array_equal(record.scores, np.asarray(scores))
+    assert list(store.ids) == list(entries)
+    for name, entry in entries.items():
+        record = store.read(name)
+        for found, expected in zip((record.features, record.boxes, record.scores), entry, strict=True):
+            np.testing.assert_array_equal(found, expected)
         assert record.image_size == (40, 60)
-
-
-@pytest.mark.parametrize("is_zip", [True, False])
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"a.png.npz": (np.zeros((2, 4)), np.zeros((2, 4)) - 9, np.zeros(2))},
-        {"a.png.npz": (np.full((2, 4), np.nan), np.ones((2, 4)), np.zeros(2))},
-        {"a.png.npz": Evil()},
-    ],
-)
-def test_broken_nlvr2(tmp_path, content, is_zip, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.save(content, tmp_path / "x.th", _use_new_zipfile_serialization=is_zip)
-    assert convert(tmp_path, "detectron", tmp_path / "x.th") == 2
-    assert "x.th" in capsys.readouterr().err
-    assert not (tmp_path / "canary").exists() and not (tmp_path / "out.h5").exists()
 
 
 SIZES = {36979: (333, 500), 65567: (500, 375)}  # (height, width)
@@ -153,30 +114,60 @@ def test_ban(tmp_path, ban):
         assert record.image_size == SIZES[image_id]
 
 
+def refuses(folder: Path, capsys, monkeypatch, part: str, *words: object) -> None:
+    """The command names the file, runs no code that is in it, and writes nothing."""
+    monkeypatch.chdir(folder)
+    before = {path.name for path in folder.iterdir()}
+    assert convert(folder, *words) == 2
+    assert part in capsys.readouterr().err and {path.name for path in folder.iterdir()} == before
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("name", "content"),
     [
-        lambda file: file["spatial_features"].write_direct(np.ones((5, 6), np.float32) * 0.3),
-        lambda file: file["image_features"].write_direct(np.full((5, 8), np.nan, np.float32)),
-        lambda file: file.pop("pos_boxes"),
+        ("COCO_train2014_000000000025.npy", rows(5, 6) * np.nan),
+        ("COCO_train2014_000000000025.npy", np.array({"a": Evil()})),
+        ("COCO_train2014_000000000026.npy", rows(5, 6)),  # of unknown size
+        ("features.npy", rows(5, 6)),
     ],
 )
-def test_broken_ban(tmp_path, ban, change, capsys):
-    with h5py.File(tmp_path / "train.hdf5", "r+") as file:
-        change(file)
-    assert convert(tmp_path, "ban", tmp_path / "train.hdf5", "--ids", tmp_path / "ids.pkl") == 2
-    assert "train.hdf5" in capsys.readouterr().err and not (tmp_path / "out.h5").exists()
+def test_broken_pythia(tmp_path, pythia, name, content, capsys, monkeypatch):
+    np.save(tmp_path / "train2014" / name, content, allow_pickle=True)
+    sizes = ("--sizes", tmp_path / "captions.json")
+    refuses(tmp_path, capsys, monkeypatch, name, "pythia", tmp_path / "train2014", *sizes)
+    refuses(tmp_path, capsys, monkeypatch, "none", "pythia", tmp_path / "none", *sizes)
 
 
-@pytest.mark.parametrize("ids", [{36979: 1, 65567: 1}, {36979: 1}, Evil()])
-def test_broken_ids_of_ban(tmp_path, ban, ids, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ids.pkl").write_bytes(pickle.dumps(ids))
-    assert convert(tmp_path, "ban", tmp_path / "train.hdf5", "--ids", tmp_path / "ids.pkl") == 2
-    assert "ids.pkl" in capsys.readouterr().err and not (tmp_path / "canary").exists()
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        (np.zeros((2, 4)), np.zeros((2, 4)) - 9, np.zeros(2)),
+        (np.full((2, 4), np.nan), np.ones((2, 4)), np.zeros(2)),
+        Evil(),
+    ],
+)
+def test_broken_nlvr2(tmp_path, entry, is_zip, capsys, monkeypatch):
+    torch.save({"a.png.npz": entry}, tmp_path / "x.th", _use_new_zipfile_serialization=is_zip)
+    refuses(tmp_path, capsys, monkeypatch, "x.th", "detectron", tmp_path / "x.th")
 
 
-def test_an_output_is_not_written_over(tmp_path, ban, capsys):
-    (tmp_path / "out.h5").write_text("mine")
-    assert convert(tmp_path, "ban", tmp_path / "train.hdf5", "--ids", tmp_path / "ids.pkl") == 2
-    assert "out.h5" in capsys.readouterr().err and (tmp_path / "out.h5").read_text() == "mine"
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("train.hdf5", lambda file: file["spatial_features"].write_direct(np.ones((5, 6), np.float32) * 0.3)),
+        ("train.hdf5", lambda file: file["image_features"].write_direct(np.full((5, 8), np.nan, np.float32))),
+        ("train.hdf5", lambda file: file.pop("pos_boxes")),
+        ("ids.pkl", {36979: 1, 65567: 1}),
+        ("ids.pkl", {36979: 1}),
+        ("ids.pkl", Evil()),
+        ("out.h5", "mine"),  # it is not written over
+    ],
+)
+def test_broken_ban(tmp_path, ban, part, change, capsys, monkeypatch):
+    if part == "train.hdf5":
+        with h5py.File(tmp_path / part, "r+") as file:
+            change(file)
+    else:
+        (tmp_path / part).write_bytes(pickle.dumps(change))
+    refuses(tmp_path, capsys, monkeypatch, part, "ban", tmp_path / "train.hdf5", "--ids", tmp_path / "ids.pkl")

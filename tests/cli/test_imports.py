@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from e2e_vl.cli.main import COMMANDS
 from e2e_vl.config import load_config, save_config
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py") if path.stem != "benchmark")
 SLOW = ("torch", "torchvision", "transformers", "accelerate", "matplotlib", "tensorboard", "scipy")
 
@@ -78,6 +77,7 @@ def answers(tmp_path_factory) -> dict[str, tuple[int, str, list[str]]]:
     calls = {usage: ["e2e_vl", *words] for usage, words in HELP.items()}
     calls |= {script: [script, "--help"] for script in SCRIPTS}
     calls |= {name: ["e2e_vl", name, *words.split(), "--nonsense"] for name, words in REQUIRED.items()}
+    calls["trian"] = ["e2e_vl", "trian"]
     calls |= {words: ["e2e_vl", *words.replace("RUN", str(run)).split()] for words in WRONG}
     line = [sys.executable, "-c", CALLS, json.dumps(list(calls.values()))]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100)
@@ -88,6 +88,11 @@ def answers(tmp_path_factory) -> dict[str, tuple[int, str, list[str]]]:
 def test_help(answers, usage):
     status, printed, imported = answers[usage]
     assert (status, imported) == (0, []) and f"usage: {usage.removeprefix('tools/')} " in printed
+
+
+def test_an_unknown_command_is_answered_with_the_known_ones(answers):
+    status, printed, imported = answers["trian"]
+    assert (status, imported) == (2, []) and all(f"'{name}'" in printed for name in ("trian", *COMMANDS))
 
 
 @pytest.mark.parametrize("name", COMMANDS)

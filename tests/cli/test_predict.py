@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,60 +12,61 @@ import pytest
 
 from e2e_vl.cli import main as tool
 from e2e_vl.tasks import nlvr2
-from tests.cli.calls import data_root, refused, saved, split
+from tests.cli.calls import data_root, refused, split
 from tests.leaderboard import read_leaderboard, score
+from tests.run.runs import predictions_of
 from tests.same import assert_same
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
-def test_boxes_of_expressions(trained_run, tmp_path, capsys):
-    path = tmp_path / "deep" / "refcoco.json"
-    assert tool.main(split(trained_run.path, "val", path, boxes="online")) == 0
-    records = saved(trained_run.path, "predictions_val_online.json")
-    entries = json.loads(path.read_text(encoding="utf-8"))
+@pytest.fixture
+def predicted(tmp_path, capsys) -> Callable[..., tuple[str, dict[str, float]]]:
+    """`predicted(run, split, ...)`: the content of the file that one call writes, and the metrics that it prints."""
+
+    def make(run: Path, name: str, *more: object, boxes: str = "gt") -> tuple[str, dict[str, float]]:
+        path = tmp_path / "deep" / name
+        assert tool.main(split(run, name, path, *more, boxes=boxes)) == 0
+        lines = capsys.readouterr().out.splitlines()
+        pairs = [line.split() for line in lines if line.startswith(f"{name}/")]
+        metrics = {pair[0]: float(pair[1]) for pair in pairs if len(pair) == 2}
+        is_scored = any("accuracy" in key for key in metrics)
+        assert is_scored == (not any("no labels" in line for line in lines)) == (name != "test")
+        assert lines[-1] == f"predictions: {path}"
+        return path.read_text("utf-8"), metrics
+
+    return make
+
+
+def test_boxes_of_expressions(trained_run, predicted):
+    content, metrics = predicted(trained_run.path, "val", boxes="online")
+    entries, records = json.loads(content), predictions_of(trained_run.path, "val_online")
     assert_same(entries, [{key: record[key] for key in ("ref_id", "sent_id", "box")} for record in records])
     assert len({(entry["ref_id"], entry["sent_id"]) for entry in entries}) == len(records)
-    printed = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("val/"))
-    expected = trained_run.metrics["val/accuracy_predicted_boxes"]
-    assert float(printed["val/accuracy_predicted_boxes"]) == pytest.approx(expected, abs=1e-4)
+    name = "val/accuracy_predicted_boxes"
+    assert metrics[name] == pytest.approx(trained_run.metrics[name], abs=1e-4)
 
 
-def test_vqa_results(vqa_run, tmp_path, capsys):
-    assert tool.main(split(vqa_run, "val", tmp_path / "val.json")) == 0
-    assert "val/accuracy_gt_boxes" in capsys.readouterr().out
-    records = saved(vqa_run)
-    entries = json.loads((tmp_path / "val.json").read_text(encoding="utf-8"))
-    assert entries == [{"question_id": r["question_id"], "answer": r["answer"]} for r in records]
-
-    # without annotations the answers are the same, and nothing is scored
-    assert tool.main(split(vqa_run, "test", tmp_path / "test.json")) == 0
-    printed = capsys.readouterr().out
-    assert "accuracy" not in printed and "no labels" in printed
-    assert json.loads((tmp_path / "test.json").read_text(encoding="utf-8")) == entries
+def test_vqa_results(vqa_run, predicted):
+    """Without annotations the answers are the same, and nothing is scored."""
+    records = predictions_of(vqa_run)
+    for name in ("val", "test"):
+        entries = json.loads(predicted(vqa_run, name)[0])
+        assert entries == [{"question_id": one["question_id"], "answer": one["answer"]} for one in records]
 
 
-def test_vcr_leaderboard_file(vcr_runs, tmp_path, capsys):
+def test_vcr_leaderboard_file(vcr_runs, tmp_path, predicted):
     answers, rationales = vcr_runs
-    questions = {
-        name: [json.loads(line) for line in (data_root(answers) / "vcr" / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("val", "test")
-    }
-    both = ["--rationale-run", rationales]
-    assert tool.main(split(answers, "test", tmp_path / "test.csv", *both)) == 0
-    printed = capsys.readouterr().out
-    assert "accuracy" not in printed and "Q->AR" not in printed
-    assert (tmp_path / "test.csv").read_text().splitlines()[0].count(",") == 20
-    assert read_leaderboard(tmp_path / "test.csv").annot_ids == [one["annot_id"] for one in questions["test"]]
-
-    assert tool.main(split(answers, "val", tmp_path / "val.csv", *both)) == 0
-    printed = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("val/"))
-    found = read_leaderboard(tmp_path / "val.csv")
-    assert found.annot_ids == [one["annot_id"] for one in questions["val"]]
-    labels = [[one[f"{kind}_label"] for one in questions["val"]] for kind in ("answer", "rationale")]
-    for name, value in score(found, *labels).items():
-        assert float(printed[f"val/{name}_gt_boxes"]) == pytest.approx(value, abs=1e-4)
-    right = [record["probabilities"] for record in saved(rationales)]
+    for name in ("test", "val"):
+        _, metrics = predicted(answers, name, "--rationale-run", rationales)
+        found = read_leaderboard(tmp_path / "deep" / name)
+        lines = (data_root(answers) / "vcr" / f"{name}.jsonl").read_text().splitlines()
+        questions = [json.loads(line) for line in lines]
+        assert found.annot_ids == [one["annot_id"] for one in questions]
+    labels = [[one[f"{kind}_label"] for one in questions] for kind in ("answer", "rationale")]
+    for key, value in score(found, *labels).items():
+        assert metrics[f"val/{key}_gt_boxes"] == pytest.approx(value, abs=1e-4)
+    right = [record["probabilities"] for record in predictions_of(rationales)]
     np.testing.assert_allclose(found.rationales[range(len(right)), labels[0]], right, atol=1e-5)
 
 
@@ -77,60 +79,40 @@ def test_runs_that_do_not_go_together(trained_run, vqa_run, vcr_runs, tmp_path, 
     assert not path.exists()
 
 
-def predicted(run: Path, name: str, output: Path, capsys) -> tuple[list[dict], dict[str, float]]:
-    """The predictions of the evaluation, after `predict` has written its file; and the metrics it printed."""
-    capsys.readouterr()
-    assert tool.main(split(run, name, output)) == 0
-    printed = capsys.readouterr().out
-    assert f"predictions: {output}" in printed
-    metrics = dict(line.split() for line in printed.splitlines() if line.startswith(f"{name}/"))
-    return saved(run, f"predictions_{name}_gt.json"), {key: float(value) for key, value in metrics.items()}
-
-
-def test_the_file_of_the_gqa_server(run_of, tmp_path, capsys):
-    """All questions, also those that are not balanced, in the order of the split, with ids as strings."""
+def test_the_file_of_the_gqa_server(run_of, predicted):
+    """All questions, also those that are not balanced; the official script looks answers up by their question ids."""
     run = run_of("gqa", "lxmert")
-    records, metrics = predicted(run, "val_all", tmp_path / "deep" / "gqa.json", capsys)
-    entries = json.loads((tmp_path / "deep" / "gqa.json").read_text("utf-8"))
-    assert [entry["prediction"] for entry in entries] == [record["answer"] for record in records]
+    content, metrics = predicted(run, "val_all")
+    entries = json.loads(content)
+    assert [entry["prediction"] for entry in entries] == [one["answer"] for one in predictions_of(run, "val_all_gt")]
     questions = json.loads((data_root(run) / "gqa" / "questions" / "val_all_questions.json").read_text("utf-8"))
-    assert {entry["questionId"] for entry in entries} == set(questions)
-    assert len(entries) == len(questions)
-
-    # The official script looks answers up in the file by their question ids.
     answers = {entry["questionId"]: entry["prediction"] for entry in entries}
+    assert set(answers) == set(questions) and len(entries) == len(questions)
     judged = [one["answer"] == answers[number] for number, one in questions.items() if one["isBalanced"]]
     assert metrics["val_all/accuracy_gt_boxes"] == pytest.approx(sum(judged) / len(judged), abs=1e-4)
 
 
-def test_the_file_of_the_nlvr2_script(run_of, tmp_path, capsys):
-    """A CSV without a header, whose second column is True or False; the script groups by the identifiers."""
+def test_the_file_of_the_nlvr2_script(run_of, predicted):
+    """A CSV without a header; the script groups by the identifiers."""
     run = run_of("nlvr2", "visual_bert")
-    records, metrics = predicted(run, "val", tmp_path / "nlvr2.csv", capsys)
-    with (tmp_path / "nlvr2.csv").open(newline="", encoding="utf-8") as file:
-        rows = list(csv.reader(file))
-    assert rows == [[record["identifier"], record["prediction"]] for record in records]
-    assert {label for _, label in rows} <= {"True", "False"}
+    content, metrics = predicted(run, "val")
+    rows = list(csv.reader(content.splitlines()))
+    assert rows == [[record["identifier"], record["prediction"]] for record in predictions_of(run)]
     lines = (data_root(run) / "nlvr2" / "data" / "val.json").read_text("utf-8").splitlines()
     labels = {one["identifier"]: one["label"] for one in map(json.loads, lines)}
     assert set(labels) == {identifier for identifier, _ in rows} and len(labels) == len(rows)
-    scores = nlvr2.nlvr2_scores(labels, dict(rows))
-    for name in ("accuracy", "consistency"):
-        assert metrics[f"val/{name}_gt_boxes"] == pytest.approx(scores[name], abs=1e-4)
+    for name, value in nlvr2.nlvr2_scores(labels, dict(rows)).items():
+        assert metrics[f"val/{name}_gt_boxes"] == pytest.approx(value, abs=1e-4)
 
 
-def test_the_file_of_flickr30k(run_of, tmp_path, capsys):
-    """No server wants one; each sentence has its phrases with their ids, boxes and scores."""
+def test_the_file_of_flickr30k(run_of, predicted):
     run = run_of("flickr30k")
-    records, metrics = predicted(run, "val", tmp_path / "phrases.json", capsys)
-    entries = json.loads((tmp_path / "phrases.json").read_text("utf-8"))
-    assert [(entry["image"], entry["sentence"]) for entry in entries] == [
-        (record["image_id"], record["sentence"]) for record in records
-    ]
-    for entry, record in zip(entries, records, strict=True):
-        assert [one["id"] for one in entry["phrases"]] == record["phrase_ids"]
-        assert [one["phrase"] for one in entry["phrases"]] == record["phrases"]
-        assert_same([one["box"] for one in entry["phrases"]], record["boxes"])
-        assert_same([one["score"] for one in entry["phrases"]], record["scores"])
+    content, metrics = predicted(run, "val")
+    records = predictions_of(run)
+    for entry, record in zip(json.loads(content), records, strict=True):
+        assert (entry["image"], entry["sentence"]) == (record["image_id"], record["sentence"])
+        keys = {"id": "phrase_ids", "phrase": "phrases", "box": "boxes", "score": "scores"}
+        for key, column in keys.items():
+            assert_same([one[key] for one in entry["phrases"]], record[column])
     hits = [rank == 0 for record in records for rank in record["ranks"]]
     assert metrics["val/accuracy_gt_boxes"] == pytest.approx(sum(hits) / len(hits), abs=1e-4)

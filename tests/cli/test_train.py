@@ -17,11 +17,10 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
 @pytest.fixture
-def project(tmp_path, tiny_words) -> Path:
+def project(tmp_path, tiny_data) -> Path:
     """A folder with settings and data beside each other, as in the repository."""
-    [root] = [word.partition("=")[2] for word in tiny_words if word.startswith("data.root=")]
     shutil.copytree(ROOT / "configs", tmp_path / "project" / "configs")
-    shutil.copytree(root, tmp_path / "project" / "data" / "tiny_refcoco")
+    shutil.copytree(tiny_data, tmp_path / "project" / "data" / "tiny_refcoco")
     return tmp_path / "project"
 
 
