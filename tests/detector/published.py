@@ -18,16 +18,10 @@ from detector.images import make_image_batch
 
 SIZES, RATIOS, CLASSES, ATTRIBUTES = 2, 3, 4, 3
 ANCHORS = SIZES * RATIOS
+NARROW = {"DEPTH": 50, "STEM_OUT_CHANNELS": 8, "RES2_OUT_CHANNELS": 8, "WIDTH_PER_GROUP": 4}
 TREE = {
     "MODEL": {
-        "RESNETS": {
-            "DEPTH": 50,
-            "STEM_OUT_CHANNELS": 8,
-            "RES2_OUT_CHANNELS": 8,
-            "WIDTH_PER_GROUP": 4,
-            "STEM_POOL": "caffe_max",
-            "RES5_DILATION": 2,
-        },
+        "RESNETS": {**NARROW, "STEM_POOL": "caffe_max", "RES5_DILATION": 2},
         "ANCHOR_GENERATOR": {"SIZES": [[32, 64]], "ASPECT_RATIOS": [[0.5, 1.0, 2.0]]},
         "RPN": {"CONV_DIMS": [12], "PRE_NMS_TOPK_TEST": 50, "POST_NMS_TOPK_TEST": 10},
         "ROI_HEADS": {"NUM_CLASSES": CLASSES, "SCORE_THRESH_TEST": 0.0},
@@ -45,13 +39,7 @@ LEVELS = ["p2", "p3", "p4", "p5", "p6"]
 FPN_TREE = {
     "MODEL": {
         "BACKBONE": {"NAME": "build_resnet_fpn_backbone"},
-        "RESNETS": {
-            "DEPTH": 50,
-            "STEM_OUT_CHANNELS": 8,
-            "RES2_OUT_CHANNELS": 8,
-            "WIDTH_PER_GROUP": 4,
-            "OUT_FEATURES": STAGES,
-        },
+        "RESNETS": {**NARROW, "OUT_FEATURES": STAGES},
         "FPN": {"IN_FEATURES": STAGES, "OUT_CHANNELS": 16},
         "ANCHOR_GENERATOR": {"SIZES": [[16], [24], [32], [48], [64]]},
         "RPN": {"IN_FEATURES": LEVELS, "PRE_NMS_TOPK_TEST": 20, "POST_NMS_TOPK_TEST": 20},
@@ -142,26 +130,8 @@ def write_pickle(path: Path, content: object) -> Path:
     return path
 
 
-def is_trunk(name: str) -> bool:
-    return name.startswith(("backbone.", "roi_heads.res5."))
-
-
 def without_prefix(name: str) -> str:
     return name.removeprefix("backbone.").removeprefix("roi_heads.")
-
-
-def torchvision_name(name: str) -> str:
-    parts = without_prefix(name).split(".")
-    if parts[0] == "stem":
-        parts = parts[1:]
-    else:
-        parts[0] = f"layer{int(parts[0][3:]) - 1}"
-    at = -3 if parts[-2] == "norm" else -2
-    if parts[at] == "shortcut":
-        parts[at:] = ["downsample", "1" if at == -3 else "0", parts[-1]]
-    elif at == -3:
-        parts[at:] = [parts[at].replace("conv", "bn"), parts[-1]]
-    return ".".join(parts)
 
 
 def caffe2_name(name: str, norms: dict[str, str]) -> str:

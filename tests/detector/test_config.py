@@ -85,14 +85,10 @@ def test_bad_values_name_file_and_key(key: str, value: Any):
         DetectorConfig.from_flat({key.partition(".*")[0]: value}, "a.yaml")
 
 
-def test_bad_files(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"none\.yaml"):
-        DetectorConfig.from_yaml(tmp_path / "none.yaml")
-    path = tmp_path / "a.yaml"
-    for text in ("- 3\n", "SEED: !!python/object/apply:os.getcwd []\n"):
-        path.write_text(text)
-        with pytest.raises(UserError, match=r"a\.yaml"):
-            DetectorConfig.from_yaml(path)
+def test_a_file_without_keys(tmp_path: Path):
+    (tmp_path / "a.yaml").write_text("- 3\n")
+    with pytest.raises(UserError, match=r"a\.yaml"):
+        DetectorConfig.from_yaml(tmp_path / "a.yaml")
 
 
 def test_keys_of_ours_are_written_only_where_they_are_used():
@@ -117,13 +113,6 @@ def test_a_detector_of_the_model_zoo():
     assert config.map_shapes == {"p2": (256, 4), "p3": (256, 8), "p4": (256, 16), "p5": (256, 32), "p6": (256, 64)}
     assert (config.size_divisibility, config.map_size, config.feature_dim) == (32, 7, 1024)
     assert DetectorConfig.from_yaml(yaml.safe_load(config.to_yaml())) == config
-
-
-@pytest.mark.parametrize(("feature", "dim"), [("head", 1024), ("fc6", 1024), ("fc7", 1024), ("mean", 256)])
-def test_the_width_of_a_region_feature(feature: str, dim: int):
-    config = changed(ROI_BOX_HEAD__REGION_FEATURE=feature)
-    assert config.feature_dim == dim
-    assert ("MODEL.ROI_BOX_HEAD.REGION_FEATURE" in config.to_flat()) == (feature != "head")
 
 
 @pytest.mark.parametrize(

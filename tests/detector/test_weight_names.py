@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.models import detection
 from torchvision.ops.misc import FrozenBatchNorm2d
 
@@ -19,15 +19,11 @@ from detector.checkpoint import load_checkpoint, save_weights
 from detector.config import DetectorConfig, flatten, load_tree
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
-from detector.r2c import R2CNetwork
 from detector.weight_names import (
     CELL_ANCHORS,
-    FOLDED_VARIANCE,
     fold_norms,
     from_torchvision_detector,
-    from_visual_bert,
     match_ends,
-    to_visual_bert_name,
 )
 from detector.zoo import PUBLISHED
 from tests.detector import published
@@ -39,28 +35,18 @@ def test_the_longest_end_wins():
     assert set(match_ends(tensors, model_names)) == {*model_names[:2], "other"}
 
 
-def test_kinds_of_files(tmp_path: Path, plain: FasterRCNN):
+def test_kinds_of_files_and_folders(tmp_path: Path, plain: FasterRCNN):
     """As Detectron2 reads and writes them, bare, and as safetensors."""
     state = plain.state_dict()
-    for name in ("a.pth", "torch.pkl", "a.safetensors"):
-        save_weights(state, tmp_path / name)
-    content = torch.load(tmp_path / "a.pth", weights_only=True)
-    assert set(content) == {"model"} and set(content["model"]) == set(state)
-    torch.save({**content, "iteration": 3, "optimizer": {"state": {}}, "matching_heuristics": True}, tmp_path / "b.pth")
+    published.save_detector(plain, tmp_path / "run" / "model" / "detector")
+    save_weights(state, tmp_path / "torch.pkl")
     torch.save(state, tmp_path / "bare.pth")
-    for name in ("a.pth", "b.pth", "bare.pth", "torch.pkl", "a.safetensors"):
+    training = {"iteration": 3, "optimizer": {"state": {}}, "matching_heuristics": True}
+    torch.save({"model": state, **training}, tmp_path / "model_final.pth")
+    for name in ("torch.pkl", "bare.pth", "model_final.pth", "", "run", "run/model", "run/model/detector"):
         model = published.make(published.WITHOUT_ATTRIBUTES, 3)
         assert load_checkpoint(model, tmp_path / name).is_complete
         assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
-
-
-def test_folders(tmp_path: Path, plain: FasterRCNN):
-    published.save_detector(plain, tmp_path / "run" / "model" / "detector")
-    for folder in ("run", "run/model", "run/model/detector"):
-        model = published.make(published.WITHOUT_ATTRIBUTES, 3)
-        assert load_checkpoint(model, tmp_path / folder).is_complete
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path}: no such weights file"):
-        load_checkpoint(model, tmp_path)
 
 
 @pytest.mark.parametrize("box_weights", [[10.0, 10.0, 5.0, 5.0], [1.0, 1.0, 1.0, 1.0]])
@@ -195,19 +181,16 @@ def test_caffe2_blobs(tmp_path: Path, tree: dict, norms: dict[str, str], wrap: s
 
 
 def trunk_content(trunk: dict[str, Tensor], style: str) -> dict:
-    """ImageNet files: `R-50.pkl` has Caffe2's names, `X-101-32x8d.pkl` Detectron2's, others torchvision's."""
+    """ImageNet files: `R-50.pkl` has Caffe2's names, `X-101-32x8d.pkl` Detectron2's."""
     trunk = {name: value.numpy() for name, value in trunk.items()}
     if style == "caffe2":
         blobs = {published.caffe2_name(f"backbone.{n}", published.NEW_NORMS): value for n, value in trunk.items()}
         return {"model": blobs | {"fc1000_w": np.zeros((2, 2))}, "__author__": "Caffe2"}
-    if style == "torchvision":
-        names = {published.torchvision_name(f"backbone.{n}"): value for n, value in trunk.items()}
-        return names | {"fc.weight": np.zeros((2, 2), np.float32)}
     names = trunk | {"stem.fc.weight": np.zeros((2, 2), np.float32)}
     return {"model": names, "__author__": "torchvision", "matching_heuristics": True}
 
 
-@pytest.mark.parametrize("style", ["caffe2", "torchvision", "detectron2"])
+@pytest.mark.parametrize("style", ["caffe2", "detectron2"])
 @pytest.mark.parametrize(
     ("tree", "prefixes"),
     [(published.FPN_TREE, ("backbone.bottom_up.",)), (published.WITHOUT_ATTRIBUTES, ("backbone.", "roi_heads.res5."))],
@@ -232,15 +215,20 @@ def test_imagenet_files_fill_the_backbone_alone(tmp_path: Path, tree: dict, pref
         assert torch.equal(value, original[name] if name.startswith(prefixes) else before[name]), name
 
 
-def test_names_of_data_parallel(tmp_path: Path, plain: FasterRCNN):
-    """`module.` before every name, and the counters of batch norms."""
-    state = {published.torchvision_name(n): v for n, v in plain.state_dict().items() if published.is_trunk(n)}
-    state |= {"bn1.num_batches_tracked": torch.tensor(3), "fc.bias": torch.zeros(10)}
-    torch.save({f"module.{name}": value for name, value in state.items()}, tmp_path / "a.model")
-    model = published.make(published.WITHOUT_ATTRIBUTES, 3)
-    report = load_checkpoint(model, tmp_path / "a.model", expect="backbone")
-    assert (report.layout, report.unexpected) == ("torchvision", ["fc.bias"])
-    assert torch.equal(model.backbone.stem.conv1.weight, state["conv1.weight"])
+def test_a_classifier_of_torchvision_that_was_trained_in_parallel_with_other_conventions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """BGR images with the stride in the 1x1 convolutions: everything fits, and every feature would be wrong."""
+    state = torchvision.models.resnet50(weights=None).state_dict()
+    path = tmp_path / "resnet50-0676ba61.pth"
+    torch.save({f"module.{name}": value for name, value in state.items()}, path)
+    model = FasterRCNN(DetectorConfig.from_yaml({"MODEL": {"ROI_HEADS": {"NUM_CLASSES": 2}}}))
+    report = load_checkpoint(model, path, expect="backbone")
+    assert (report.layout, report.unexpected) == ("torchvision", ["fc.weight", "fc.bias"])
+    assert torch.equal(model.backbone.res3[1].conv2.weight, state["layer2.1.conv2.weight"])
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "torchvision/resnet50-imagenet1k_v1 was trained with INPUT.FORMAT RGB" in message
+    assert "MODEL.RESNETS.STRIDE_IN_1X1 False" in message and "torchvision_R_50_C4.yaml" in message
 
 
 def test_a_classifier_fills_the_trunk_of_a_mobilenet(tmp_path: Path):
@@ -257,35 +245,11 @@ def test_a_classifier_fills_the_trunk_of_a_mobilenet(tmp_path: Path):
         assert torch.equal(value, classifier[name.replace("backbone.body.", "features.")])
 
 
-def test_other_conventions_than_those_of_the_weights_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """BGR images with the stride in the 1x1 convolutions: everything fits, and every feature would be wrong."""
-    torch.save(torchvision.models.resnet50(weights=None).state_dict(), tmp_path / "resnet50-0676ba61.pth")
-    tree = {"MODEL": {"ROI_HEADS": {"NUM_CLASSES": 2}}}
-    load_checkpoint(FasterRCNN(DetectorConfig.from_yaml(tree)), tmp_path / "resnet50-0676ba61.pth", expect="backbone")
-    [message] = [record.getMessage() for record in caplog.records]
-    assert "torchvision/resnet50-imagenet1k_v1 was trained with INPUT.FORMAT RGB" in message
-    assert "MODEL.RESNETS.STRIDE_IN_1X1 False" in message and "torchvision_R_50_C4.yaml" in message
-
-
-CLASSES = 3  # and background
-NORM = ("weight", "bias", "running_mean", "running_var")
-
-
-def torchvision_state(name: str) -> dict[str, Tensor]:
-    """Shapes alone, but for the box predictor."""
-    with torch.device("meta"):
-        model = getattr(detection, name)(weights=None, weights_backbone=None, num_classes=CLASSES + 1)
-    state = dict(model.state_dict())
-    for layer, rows in (("cls_score", CLASSES + 1), ("bbox_pred", 4 * (CLASSES + 1))):
-        state[f"roi_heads.box_predictor.{layer}.bias"] = torch.arange(float(rows))
-        state[f"roi_heads.box_predictor.{layer}.weight"] = torch.arange(rows * 1024.0).reshape(rows, 1024)
-    return state
-
-
 @pytest.mark.parametrize("name", ["fasterrcnn_resnet50_fpn", "fasterrcnn_mobilenet_v3_large_fpn"])
 def test_files_from_before_the_nested_blocks(name: str):
     """The published files have names that torchvision itself changes when it loads them."""
-    state = torchvision_state(name)
+    with torch.device("meta"):
+        state = getattr(detection, name)(weights=None, weights_backbone=None).state_dict()
     old = {re.sub(r"_blocks\.(\d)\.0\.", r"_blocks.\1.", key): value for key, value in state.items()}
     old = {key.replace("rpn.head.conv.0.0.", "rpn.head.conv."): value for key, value in old.items()}
     assert {"backbone.fpn.layer_blocks.1.bias", "rpn.head.conv.weight"} <= old.keys()
@@ -294,47 +258,24 @@ def test_files_from_before_the_nested_blocks(name: str):
     assert all(new[key] is converted[key] for key in new if "box_predictor" not in key)
 
 
+def test_norms_without_epsilon_are_folded_on_request():
+    name, new = "backbone.body.layer1.0.bn1.", "backbone.bottom_up.res2.0.conv1.norm."
+    state = {f"{name}weight": torch.full((64,), 3.0), f"{name}running_var": torch.full((64,), 4.0)}
+    assert from_torchvision_detector(state)[f"{new}running_var"] is state[f"{name}running_var"]
+    assert from_torchvision_detector(state, norm_eps=0.0)[f"{new}weight"].tolist() == [1.5] * 64
+
+
 def test_norms_without_epsilon_keep_their_values_exactly():
     """Dead channels, too, whose variance is far below 1e-5."""
     torch.manual_seed(0)
     norm = FrozenBatchNorm2d(6, eps=0.0)
     with torch.no_grad():
-        for name in NORM:
-            getattr(norm, name).copy_(torch.randn(6))
+        for value in norm.state_dict().values():
+            value.copy_(torch.randn(6))
         norm.running_var.copy_(torch.tensor([2.0, 0.3, 1e-3, 1e-5, 1e-7, 1e-20]))
-    state = {f"conv1.norm.{name}": value for name, value in norm.state_dict().items()}
-    folded = fold_norms(state, 0.0)
-    assert folded.keys() == state.keys()
-    assert (folded["conv1.norm.running_var"] + 1e-5).tolist() == [1.0] * 6
-    assert folded["conv1.norm.running_var"][0].item() == pytest.approx(FOLDED_VARIANCE)
-
-    other = nn.Sequential()
-    other.add_module("norm", FrozenBatchNorm2d(6))  # epsilon 1e-5
-    other.load_state_dict({name.removeprefix("conv1."): value for name, value in folded.items()})
+    folded = fold_norms({f"conv1.norm.{name}": value for name, value in norm.state_dict().items()}, 0.0)
+    other = FrozenBatchNorm2d(6)  # epsilon 1e-5
+    other.load_state_dict({name.removeprefix("conv1.norm."): value for name, value in folded.items()})
     x = torch.randn(2, 6, 4, 5)
     assert torch.equal(other(x), norm(x))
     assert not torch.allclose(x, norm(x))
-
-
-def test_norms_are_folded_on_request():
-    name, new = "backbone.body.layer1.0.bn1.", "backbone.bottom_up.res2.0.conv1.norm."
-    state = torchvision_state("fasterrcnn_resnet50_fpn")
-    state |= {f"{name}weight": torch.full((64,), 3.0), f"{name}running_var": torch.full((64,), 4.0)}
-    converted = from_torchvision_detector(state)
-    assert converted[f"{new}weight"] is state[f"{name}weight"]
-    assert converted[f"{new}running_var"] is state[f"{name}running_var"]
-    folded = from_torchvision_detector(state, norm_eps=0.0)
-    assert folded[f"{new}weight"].tolist() == [1.5] * 64
-    assert folded[f"{new}running_var"].tolist() == pytest.approx([1.0] * 64, abs=2e-5)
-
-
-def test_every_parameter_has_an_official_name_and_back():
-    with torch.device("meta"):
-        own = R2CNetwork(DetectorConfig.from_flat({"MODEL.R2C.FEATURE_DIM": 8})).state_dict()
-    official = {name: to_visual_bert_name(name) for name in own}
-    assert None not in official.values() and len(set(official.values())) == len(own)
-    assert list(from_visual_bert({official[name]: value for name, value in own.items()})) == list(own)
-    assert official["backbone.res3.0.shortcut.norm.weight"] == "detector.backbone.5.0.downsample.1.weight"
-    assert official["roi_heads.res5.2.conv3.weight"] == "detector.after_roi_align.0.2.conv3.weight"
-    assert official["backbone.stem.conv1.norm.running_var"] == "detector.backbone.1.running_var"
-    assert to_visual_bert_name("proposal_generator.rpn_head.conv.weight") is None

@@ -38,7 +38,7 @@ V2 = "torchvision/fasterrcnn_resnet50_fpn_v2-coco"
 R50 = "detectron2/ImageNetPretrained/MSRA/R-50"
 
 
-def test_names_addresses_and_files_are_unique() -> None:
+def test_names_addresses_and_files_are_unique():
     ends = [weights.name.rpartition("/")[2] for weights in PUBLISHED_WEIGHTS]  # by which they may be named
     assert len(set(ends)) == len(ends)
     for field in ("name", "address", "file"):
@@ -47,7 +47,7 @@ def test_names_addresses_and_files_are_unique() -> None:
 
 
 @pytest.mark.parametrize("weights", PUBLISHED_WEIGHTS, ids=lambda weights: weights.name)
-def test_entry(weights: PublishedWeights) -> None:
+def test_entry(weights: PublishedWeights):
     assert weights.name.startswith(PUBLISHERS)
     assert re.fullmatch(r"https://[\w.-]+/.+", weights.address)
     assert re.fullmatch(r"[\w.-]+\.(pth|pkl|bin)", weights.file)
@@ -66,34 +66,24 @@ def test_entry(weights: PublishedWeights) -> None:
 
 
 @pytest.mark.parametrize("name", ["R_50_C4", "R_101_C4", "bottom_up_attention", "bottom_up_attention_caffe"])
-def test_configs_of_the_repository_are_the_same(name: str) -> None:
+def test_configs_of_the_repository_are_the_same(name: str):
     paths = (ROOT / "configs" / "detector" / f"{name}.yaml", PUBLISHED / f"{name}.yaml")
     assert DetectorConfig.from_yaml(paths[0]) == DetectorConfig.from_yaml(paths[1])
 
 
 @pytest.mark.parametrize(
-    ("name", "enum"),
-    [
-        ("fasterrcnn_resnet50_fpn-coco", detection.FasterRCNN_ResNet50_FPN_Weights.COCO_V1),
-        ("fasterrcnn_resnet50_fpn_v2-coco", detection.FasterRCNN_ResNet50_FPN_V2_Weights.COCO_V1),
-        ("fasterrcnn_mobilenet_v3_large_fpn-coco", detection.FasterRCNN_MobileNet_V3_Large_FPN_Weights.COCO_V1),
-        ("fasterrcnn_mobilenet_v3_large_320_fpn-coco", detection.FasterRCNN_MobileNet_V3_Large_320_FPN_Weights.COCO_V1),
-        ("resnet50-imagenet1k_v1", models.ResNet50_Weights.IMAGENET1K_V1),
-        ("resnet50-imagenet1k_v2", models.ResNet50_Weights.IMAGENET1K_V2),
-        ("mobilenet_v3_large-imagenet1k_v1", models.MobileNet_V3_Large_Weights.IMAGENET1K_V1),
-        ("resnet101-imagenet1k_v1", models.ResNet101_Weights.IMAGENET1K_V1),
-        ("resnet101-imagenet1k_v2", models.ResNet101_Weights.IMAGENET1K_V2),
-    ],
+    "weights", [one for one in PUBLISHED_WEIGHTS if one.name.startswith("torchvision/")], ids=lambda one: one.name
 )
-def test_torchvision_agrees(name: str, enum: models.WeightsEnum) -> None:
-    weights = BY_NAME[f"torchvision/{name}"]
+def test_torchvision_agrees(weights: PublishedWeights):
+    builder, version = weights.name.removeprefix("torchvision/").split("-")
+    enum = models.get_model_weights(builder)["COCO_V1" if version == "coco" else version.upper()]
     assert weights.address == enum.url
     assert weights.checksum.startswith(f"sha256:{enum.url.removesuffix('.pth')[-8:]}")
     names = weights.read_class_names()
     assert names is None if weights.expect != "all" else list(names) == enum.meta["categories"][1:]
 
 
-def test_coco_names_are_the_ids_in_use() -> None:
+def test_coco_names_are_the_ids_in_use():
     with_gaps, names = (
         BY_NAME[name].read_class_names() for name in (V2, "detectron2/COCO-Detection/faster_rcnn_R_50_C4_1x")
     )
@@ -101,7 +91,7 @@ def test_coco_names_are_the_ids_in_use() -> None:
     assert (names[0], names[79], with_gaps[0], with_gaps[89]) == ("person", "toothbrush", "person", "toothbrush")
 
 
-def test_numbers_of_torchvision() -> None:
+def test_numbers_of_torchvision():
     """The constants of torchvision's models that no comparison of detections and losses shows."""
     model = detection.fasterrcnn_resnet50_fpn(weights=None, weights_backbone=None)
     config = DetectorConfig.from_yaml(BY_NAME[V2].config_path)
@@ -135,18 +125,18 @@ def test_numbers_of_torchvision() -> None:
         ("bua-caffe-frcn-r101-k36", "bottom-up-attention/bua-caffe-frcn-r101-k36"),
     ],
 )
-def test_names_ends_of_names_and_addresses(given: str, name: str) -> None:
+def test_names_ends_of_names_and_addresses(given: str, name: str):
     for value in (given, Path(given)):
         assert resolve_weights(value) is find_published_weights(value) is BY_NAME[name]
 
 
 @pytest.mark.parametrize("name", ["weights.pth", "./torchvision/x.pth", "C:/weights/x.pth", "mask_rcnn/model.pth"])
-def test_everything_else_is_a_path(name: str) -> None:
+def test_everything_else_is_a_path(name: str):
     assert resolve_weights(name) == Path(name)
     assert find_published_weights(name) is None
 
 
-def test_a_file_that_exists_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_exists_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     path = Path(V2)
     path.parent.mkdir()
@@ -168,13 +158,13 @@ def test_a_file_that_exists_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
         ("some/folder", "some/folder"),
     ],
 )
-def test_unknown_names_are_named_with_the_nearest_ones(name: str, hint: str) -> None:
+def test_unknown_names_are_named_with_the_nearest_ones(name: str, hint: str):
     with pytest.raises(UserError, match=hint):
         find_weights(name)
 
 
-def test_the_page_about_detectors_names_what_there_is() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "detectors.md").read_text("utf-8")
+def test_the_page_about_detectors_names_what_there_is():
+    page = (ROOT / "docs" / "detectors.md").read_text("utf-8")
     names = re.findall(rf"(?:{'|'.join(PUBLISHERS)})[\w./-]*\w(?![\w.]*\.\.)", page)
     assert len(names) >= 9
     for name in names:
@@ -190,7 +180,7 @@ ADDRESS = "https://example.org/file"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache of torch.hub. Each download of `CONTENT` adds a line to `log` beside it."""
 
-    def download(address: str, file: str) -> None:
+    def download(address: str, file: str):
         assert address == ADDRESS
         with (tmp_path / "log").open("a") as log:
             log.write(f"{address}\n")
@@ -210,7 +200,7 @@ def entry(checksum: str = f"sha256:{SHA256}") -> PublishedWeights:
 
 
 @pytest.mark.parametrize("checksum", [f"sha256:{SHA256[:8]}", f"md5:{hashlib.md5(CONTENT).hexdigest()[:6]}", ""])
-def test_a_file_is_downloaded_once(cache: Path, checksum: str) -> None:
+def test_a_file_is_downloaded_once(cache: Path, checksum: str):
     for _ in range(2):
         assert download_weights(entry(checksum=checksum)) == cache / "test.pth"
     assert (cache / "test.pth").read_bytes() == CONTENT
@@ -221,7 +211,7 @@ def test_a_file_is_downloaded_once(cache: Path, checksum: str) -> None:
     ("checksum", "content"),
     [("sha256:00000000", CONTENT), ("md5:000000", CONTENT), ("", b" <!DOCTYPE html><html>"), ("", b"")],
 )
-def test_another_file_is_rejected_and_stays(cache: Path, checksum: str, content: bytes) -> None:
+def test_another_file_is_rejected_and_stays(cache: Path, checksum: str, content: bytes):
     path = cache / "test.pth"
     cache.mkdir(parents=True)
     path.write_bytes(content)
@@ -230,8 +220,8 @@ def test_another_file_is_rejected_and_stays(cache: Path, checksum: str, content:
     assert path.read_bytes() == content
 
 
-def test_a_failed_download_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut_off(address: str, file: str) -> None:
+def test_a_failed_download_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    def cut_off(address: str, file: str):
         Path(file).write_bytes(CONTENT[:100])
         raise urllib.error.URLError("connection reset")
 
@@ -245,15 +235,13 @@ def fetch(_: int) -> str:
     return hashlib.sha256(download_weights(entry()).read_bytes()).hexdigest()
 
 
-def test_of_several_processes_one_downloads_and_all_see_the_whole_file(cache: Path) -> None:
+def test_of_several_processes_one_downloads_and_all_see_the_whole_file(cache: Path):
     with ProcessPoolExecutor(3, multiprocessing.get_context("fork")) as pool:
         assert list(pool.map(fetch, range(3))) == [SHA256] * 3
     assert (cache.parents[1] / "log").read_text().count("\n") == 1
 
 
-def test_weights_are_read_by_name_and_by_the_name_of_their_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_read_by_name_and_by_the_name_of_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     name, file = "torchvision/fasterrcnn_resnet50_fpn-coco", "fasterrcnn_resnet50_fpn_coco-258fb6c6.pth"
     monkeypatch.setattr(detector.checkpoint, "download_weights", lambda weights: tmp_path / weights.file)
     torch.save({"x": torch.ones(2)}, tmp_path / file)
@@ -264,7 +252,7 @@ def test_weights_are_read_by_name_and_by_the_name_of_their_file(
     assert read_weights(tmp_path / "own.pth").norm_eps == 1e-5
 
 
-def test_vocabulary(tmp_path: Path) -> None:
+def test_vocabulary(tmp_path: Path):
     """As bottom-up attention publishes it: synonyms behind commas, no line for the background."""
     path = tmp_path / "objects_vocab.txt"
     path.write_text("yolk\ngoal,net\n bathroom \n", encoding="utf-8")
