@@ -14,7 +14,7 @@ from pycocotools.coco import COCO
 
 from e2e_vl.synthetic.base import polygons
 from e2e_vl.synthetic.config import LanguageConfig
-from tests.synthetic.meaning import NUMBERS, SPLITS, described, words_of
+from tests.synthetic.meaning import LINKS, NUMBERS, SPLITS, described, words_of
 
 DETECTIONS = "detections/refcoco+_unc/res101_coco_minus_refer_notime_dets.json"
 
@@ -143,16 +143,6 @@ PLACES = set(
         "low side edge row column first second third last end background foreground up down north south east west",
     )
 )
-LINKS = {
-    "next to|beside|near": "near",
-    "closest to|nearest to": "nearest",
-    "farthest from|furthest from": "farthest",
-    "overlapping|touching": "touching",
-    "in front of|covering": "in front",
-    "behind|partly hidden by": "behind",
-    "bigger than|larger than": "bigger",
-    "smaller than": "smaller",
-}
 
 
 class Judge:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from e2e_vl.synthetic.config import COLOURS, SHAPES, SIZES
-from tests.synthetic.meaning import SPLITS, described
-
-VALUES = {"color": set(COLOURS), "shape": set(SHAPES), "size": set(SIZES)}
+from tests.synthetic.meaning import SPLITS, answer
 
 
 @pytest.fixture(scope="module")
@@ -22,29 +18,6 @@ def folder(synthetic_folder) -> Path:
 
 def read(folder: Path, name: str) -> dict:
     return json.loads((folder / name).read_text())
-
-
-def answer(text: str, objects: list[set[str]]) -> str:
-    """Reads a question anew."""
-    yes_or_no = {True: "yes", False: "no"}
-    text = text.lower().removesuffix("?")
-    if found := re.fullmatch(r"what (color|shape|size) is the (.*)", text):
-        [one] = described(found[2], objects)
-        return next(iter(one & VALUES[found[1]]))
-    if found := re.fullmatch(r"(?:is|are) there (.*) (and|or) (.*)", text):
-        both = [bool(described(found[part], objects)) for part in (1, 3)]
-        return yes_or_no[all(both) if found[2] == "and" else any(both)]
-    if found := re.fullmatch(r"is there (.*)", text):
-        return yes_or_no[bool(described(found[1], objects))]
-    if found := re.fullmatch(r"do the (.*) and the (.*) have the same (color|shape)", text):
-        [[one], [other]] = described(found[1], objects), described(found[2], objects)
-        return yes_or_no[one & VALUES[found[3]] == other & VALUES[found[3]]]
-    if found := re.fullmatch(r"is the (.*?) (?:a )?(\w+) or (?:a )?(\w+)", text):
-        [one] = described(found[1], objects)
-        return next(value for value in (found[2], found[3]) if value in one)
-    found = re.fullmatch(r"is the (.*?) (?:a )?(\w+)", text)
-    [one] = described(found[1], objects)
-    return yes_or_no[found[2] in one]
 
 
 def test_answers_are_right(folder, coco):

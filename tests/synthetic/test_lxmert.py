@@ -7,38 +7,33 @@ from pathlib import Path
 
 from e2e_vl.data.features import open_features
 from e2e_vl.synthetic.lxmert import FEATURE_DIM, REGIONS
+from tests.synthetic.meaning import SPLITS
 
 
 def read(folder: Path, name: str) -> list:
     return json.loads((folder / "lxmert" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def test_sentences_and_questions_agree(synthetic_folder):
+def test_sentences_questions_and_pairs_agree(synthetic_folder):
     answers = read(synthetic_folder, "trainval_label2ans")
     assert [row["ans"] for row in read(synthetic_folder, "all_ans")] == answers == sorted(set(answers))
-    for split, count in (("train", 110), ("val", 20)):
-        images = read(synthetic_folder, split)
-        assert len(images) == count == len({image["img_id"] for image in images})
+    for split in ("train", "val"):
+        images = {image["img_id"]: image for image in read(synthetic_folder, split)}
+        assert len(images) == SPLITS[split]
         asked = {}
-        for image in images:
-            file = synthetic_folder / "images/train2014" / f"{image['img_id']}.jpg"
-            assert image["sentf"]["mscoco"] and file.is_file()
+        for name, image in images.items():
+            assert image["sentf"]["mscoco"] and (synthetic_folder / f"images/train2014/{name}.jpg").is_file()
             pairs = zip(image["sentf"]["vqa"], image["labelf"]["vqa"], strict=True)
-            asked |= {(image["img_id"], text): label for text, label in pairs}
+            asked |= {(name, text): label for text, label in pairs}
         questions = read(synthetic_folder, f"{split}_vqa")
         assert {(one["img_id"], one["sent"]): one["label"] for one in questions} == asked
         assert len({one["question_id"] for one in questions}) == len(questions)
         for label in asked.values():
             assert set(label) <= set(answers) and set(label.values()) <= {0.3, 0.6, 0.9, 1.0}
             assert max(label.values()) >= 0.9
-
-
-def test_pairs_name_images_with_features(synthetic_folder):
-    images = {image["img_id"] for image in read(synthetic_folder, "train")}
-    pairs = read(synthetic_folder, "train_nlvr2")
-    assert pairs and {pair["label"] for pair in pairs} == {0, 1}
-    assert all({pair["img0"], pair["img1"]} <= images for pair in pairs)
-    assert len({pair["uid"] for pair in pairs}) == len(pairs)
+        pairs = read(synthetic_folder, f"{split}_nlvr2")
+        assert {pair["label"] for pair in pairs} == {0, 1} and len({pair["uid"] for pair in pairs}) == len(pairs)
+        assert all({pair["img0"], pair["img1"]} <= set(images) for pair in pairs)
 
 
 def test_features_tell_the_class(synthetic_folder):
