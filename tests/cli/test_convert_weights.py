@@ -22,8 +22,9 @@ from e2e_vl.run.build import build_model, build_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.vl_bert import OfficialVLBert
+from tests.cli.calls import refused
 from tests.detector.published import load_detector
-from tests.weights.starts import OFFICIAL_DETECTOR, replaced
+from tests.weights.starts import OFFICIAL_DETECTOR, replaced, same
 
 TINY = "MODEL: {RESNETS: {DEPTH: 18, STEM_OUT_CHANNELS: 8, RES2_OUT_CHANNELS: 8}, ROI_HEADS: {NUM_CLASSES: 5}}"
 ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -42,16 +43,10 @@ def detector(config: Path) -> FasterRCNN:
     return FasterRCNN(DetectorConfig.from_yaml(config))
 
 
-def write_pickle(detector: FasterRCNN, path: Path) -> Path:
-    arrays = {name: value.numpy() for name, value in detector.state_dict().items()}
-    path.write_bytes(pickle.dumps({"model": arrays, "__author__": "someone"}, protocol=2))
-    return path
-
-
-def test_into_a_folder_and_both_files(
-    config: Path, detector: FasterRCNN, tmp_path: Path, capsys: pytest.CaptureFixture
-):
-    source, state = write_pickle(detector, tmp_path / "a.pkl"), detector.state_dict()
+def test_into_a_folder_and_both_files(config: Path, detector: FasterRCNN, tmp_path: Path, capsys):
+    source, state = tmp_path / "a.pkl", detector.state_dict()
+    content = {"model": {name: value.numpy() for name, value in state.items()}, "__author__": "someone"}
+    source.write_bytes(pickle.dumps(content, protocol=2))
     for name in ("out", "new/b.pth", "c.safetensors"):
         assert tool.main([str(source), "--config", str(config), "--output", str(tmp_path / name)]) == 0
         report = capsys.readouterr().out
@@ -62,20 +57,15 @@ def test_into_a_folder_and_both_files(
         torch.load(tmp_path / "new" / "b.pth", weights_only=True)["model"],
         load_file(tmp_path / "c.safetensors"),
     )
-    for tensors in files:
-        assert tensors.keys() == state.keys()
-        assert all(torch.equal(tensors[name], state[name]) for name in state)
+    assert all(same(tensors, state) for tensors in files)
 
 
-def test_a_part_has_nothing_random_in_it(
-    config: Path, detector: FasterRCNN, tmp_path: Path, capsys: pytest.CaptureFixture
-):
+def test_a_part_has_nothing_random_in_it(config: Path, detector: FasterRCNN, tmp_path: Path, capsys):
     trunk = {k: v for k, v in detector.state_dict().items() if k.startswith(("backbone.", "roi_heads.res5."))}
     torch.save({**trunk, "roi_heads.mask_head.weight": torch.zeros(1)}, tmp_path / "a.pth")
     arguments = [str(tmp_path / "a.pth"), "--config", str(config), "--output", str(tmp_path / "out")]
-    assert tool.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and "10 missing" in error and "a.pth" in error
+    error = refused(["convert", *arguments], capsys)
+    assert "10 missing" in error and "a.pth" in error
     assert not (tmp_path / "out").exists()
     assert tool.main([*arguments, "--expect", "backbone"]) == 0
     report = capsys.readouterr().out
@@ -107,21 +97,16 @@ def test_an_official_file_becomes_a_model_folder_and_comes_back_equal(settings, 
     folder, again = tmp_path / "folder", tmp_path / "again.model"
     assert tool.main([str(tmp_path / "official.model"), "--run", str(run), "seed=3", "--output", str(folder)]) == 0
     printed = capsys.readouterr().out
-    assert "official.model (VL-BERT names): " in printed
-    assert f"written: {folder}" in printed
+    assert "official.model (VL-BERT names): " in printed and f"written: {folder}" in printed
     read, loaded, _ = load_model(folder)
     assert read.seed == 3
-    for part in (loaded.encoder, loaded.task, loaded.detector.backbone, loaded.detector.roi_heads.res5):
-        name = next(name for name, module in loaded.named_modules() if module is part)
-        theirs = model.get_submodule(name).state_dict()
-        assert all(torch.equal(value, theirs[key]) for key, value in part.state_dict().items())
+    for name in ("encoder", "task", "detector.backbone", "detector.roi_heads.res5"):
+        assert same(loaded.get_submodule(name), model.get_submodule(name))
 
     assert tool.main([str(folder), "--output", str(again)]) == 0
-    printed = capsys.readouterr().out
-    assert "  detector.proposal_generator.rpn_head.conv.weight\n" in printed
+    assert "  detector.proposal_generator.rpn_head.conv.weight\n" in capsys.readouterr().out
     first, second = (torch.load(path, weights_only=True)["state_dict"] for path in (tmp_path / "official.model", again))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert same(first, second)
 
 
 def test_answers_are_written_beside_a_model_of_vqa(settings, tmp_path, capsys):
@@ -137,24 +122,18 @@ def test_answers_are_written_beside_a_model_of_vqa(settings, tmp_path, capsys):
     assert build_model(config, vocab_size=len(tokenizer)).task.answers == answers
 
 
-OFFICIAL = "<unk>\nt shirt\nt-shirt\nyes\nt/shirt\nu.s.\nus\nred, white\n"
-
-
 def test_answers_that_are_spelled_alike_are_written_as_lines_that_are_read_back(tmp_path):
     """An official file may have several lines that its code reads as one answer; each keeps its class."""
-    (tmp_path / "official.txt").write_text(OFFICIAL)
+    (tmp_path / "official.txt").write_text("<unk>\nt shirt\nt-shirt\nyes\nt/shirt\nu.s.\nus\nred, white\n")
     answers = [VQATask.parse_official_answer(line) for line in read_answers(tmp_path / "official.txt")]
     assert len(set(answers)) == len(answers) - 3
     lines = tool.official_lines(answers, VQATask.parse_official_answer)
     assert lines == ["<unk>", "t shirt", "t-shirt", "yes", "t shirt.", "us", "us.", "red white"]
     (tmp_path / "again.txt").write_text("".join(f"{line}\n" for line in lines))
     assert [VQATask.parse_official_answer(line) for line in read_answers(tmp_path / "again.txt")] == answers
-
-
-@pytest.mark.parametrize("answers", [["<unk>", "t - shirt"], ["no", "<unk>", "<unk>"], ["two\nlines"]])
-def test_an_answer_that_a_file_cannot_hold_is_refused(answers):
-    with pytest.raises(UserError, match=rf"Answer {len(answers) - 1} is .* task\.config\.answers"):
-        tool.official_lines(answers, VQATask.parse_official_answer)
+    for answers in (["<unk>", "t - shirt"], ["no", "<unk>", "<unk>"], ["two\nlines"]):
+        with pytest.raises(UserError, match=rf"Answer {len(answers) - 1} is .* task\.config\.answers"):
+            tool.official_lines(answers, VQATask.parse_official_answer)
 
 
 @pytest.mark.parametrize(
@@ -183,16 +162,8 @@ def test_a_detector_that_the_official_code_does_not_have(settings, tmp_path, cha
     assert not (tmp_path / "x.model").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["none.model", "--run", "run.yaml", "--output", "out"], "none.model"),
-        (["here", "--output", "out.model"], "here contains no trained model"),
-    ],
-)
-def test_errors_are_one_line(settings, config, tmp_path, monkeypatch, capsys, words, message):
+def test_what_is_not_there_is_named(settings, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert tool.main(words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    assert "none.model" in refused(["convert", "none.model", "--run", "run.yaml", "--output", "out"], capsys)
+    assert "here contains no trained model" in refused(["convert", "here", "--output", "out.model"], capsys)
     assert not list(tmp_path.glob("out*"))

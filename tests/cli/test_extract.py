@@ -23,27 +23,13 @@ from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.cli import extract
 from e2e_vl.data.features import RegionFeatures, open_features
+from tests.cli.calls import refused
+from tests.conftest import ROOT
 from tests.detector.published import save_detector
-
-TINY = """
-MODEL:
-  RESNETS: {DEPTH: 18, STEM_OUT_CHANNELS: 8, RES2_OUT_CHANNELS: 8}
-  ANCHOR_GENERATOR: {SIZES: [[16, 32, 64]]}
-  RPN: {PRE_NMS_TOPK_TEST: 200, POST_NMS_TOPK_TEST: 50}
-  ROI_HEADS: {NUM_CLASSES: 5}
-  ROI_BOX_HEAD: {POOLER_RESOLUTION: 4}
-INPUT: {MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 160}
-"""
-FEATURES = 64  # 8 times RES2_OUT_CHANNELS
+from tests.run.runs import predictions_of
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(TINY)
-    return path
+NUMBER = 80
 
 
 def pixels(h: int, w: int, channels: int = 3, dtype: type = np.uint8) -> np.ndarray:
@@ -51,19 +37,30 @@ def pixels(h: int, w: int, channels: int = 3, dtype: type = np.uint8) -> np.ndar
     return np.random.default_rng(0).integers(0, np.iinfo(dtype).max + 1, shape, dtype=dtype)
 
 
-def write_image(folder: Path, kind: str = "rgb") -> tuple[Path, tuple[int, int]]:
-    """A file and the (height, width) that its boxes refer to."""
-    path, size, exif = folder / "image.png", (2, 900) if kind == "thin" else (70, 110), Image.Exif()
-    if kind == "rotated":
-        exif[0x0112] = 6
-    Image.fromarray(pixels(*size, 1, np.uint16) if kind == "16 bit" else pixels(*size)).save(path, exif=exif)
-    return path, size[::-1] if kind == "rotated" else size
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "small.yaml"
+    base = ROOT / "configs" / "detector" / "tiny.yaml"
+    path.write_text(f"_BASE_: {base}\nINPUT: {{MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 160}}\n")
+    return path
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    Image.fromarray(pixels(70, 110)).save(tmp_path / "image.png")
+    return tmp_path / "image.png"
 
 
 @pytest.mark.parametrize("kind", ["16 bit", "rotated", "thin"])
 def test_any_image(config: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture):
-    image, (height, width) = write_image(tmp_path, kind)
-    assert extract.one_image([str(image), "--output", str(tmp_path / "out"), "--config", str(config)]) == 0
+    (height, width), exif = (2, 900) if kind == "thin" else (70, 110), Image.Exif()
+    content = pixels(height, width, 1, np.uint16) if kind == "16 bit" else pixels(height, width)
+    if kind == "rotated":
+        exif[0x0112] = 6
+        height, width = width, height
+    Image.fromarray(content).save(tmp_path / "image.png", exif=exif)
+    words = [str(tmp_path / "image.png"), "--output", str(tmp_path / "out"), "--config", str(config)]
+    assert extract.one_image(words) == 0
     assert "random" in capsys.readouterr().out
     regions = np.load(tmp_path / "out" / "regions.npz")
     boxes, scores, classes, features = (regions[name] for name in ("boxes", "scores", "classes", "features"))
@@ -71,49 +68,40 @@ def test_any_image(config: Path, tmp_path: Path, kind: str, capsys: pytest.Captu
     assert (1 if kind == "thin" else 10) <= number <= 36
     assert boxes.shape == (number, 4) and scores.shape == classes.shape == (number,)
     assert boxes.dtype == scores.dtype == features.dtype == np.float32 and classes.dtype == np.int64
-    assert features.shape == (number, FEATURES) and np.isfinite(features).all() and features.any()
+    assert features.shape == (number, 256) and np.isfinite(features).all() and features.any()
     assert (boxes[:, :2] >= 0).all() and (boxes[:, :2] < boxes[:, 2:]).all()
     assert (boxes[:, 2:] <= [width, height]).all()
     # Random boxes lie everywhere, so they also tell whether the scale was undone (and the right side taken as width).
     assert boxes[:, 2].max() > 0.6 * width and boxes[:, 3].max() > 0.6 * height
-    assert (np.diff(scores) <= 0).all() and (classes < 5).all()
+    assert (np.diff(scores) <= 0).all() and (classes < 6).all()
     with Image.open(tmp_path / "out" / "regions.png") as picture:
         assert picture.mode == "RGB" and min(picture.size) >= 100 and 480 <= max(picture.size) <= 1400
 
 
-def test_a_detector_by_its_folder(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    image, _ = write_image(tmp_path)
-    detector = FasterRCNN(DetectorConfig.from_yaml(config)).eval()
-    detector.class_names = tuple(f"thing {number}" for number in range(detector.num_classes))
-    save_detector(detector, tmp_path / "saved")
-    arguments = [str(image), "--output", str(tmp_path / "out")]
-    assert extract.one_image([*arguments, "--detector", str(tmp_path / "saved")]) == 0
-    by_folder = np.load(tmp_path / "out" / "regions.npz")["features"]
-    weights = str(tmp_path / "saved" / "model.safetensors")
-    assert extract.one_image([*arguments, "--config", str(config), "--weights", weights]) == 0
-    np.testing.assert_array_equal(np.load(tmp_path / "out" / "regions.npz")["features"], by_folder)
+def test_a_detector_by_its_folder_or_file(config: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    folder = save_detector(FasterRCNN(DetectorConfig.from_yaml(config)).eval(), tmp_path / "saved")
+    weights, found = str(folder / "model.safetensors"), []
+    for words in (["--detector", str(folder)], ["--detector", weights], ["--weights", weights]):
+        given = [] if words[1] == str(folder) else ["--config", str(config)]
+        assert extract.one_image([str(image), "--output", str(tmp_path / "out"), *words, *given]) == 0
+        found.append(np.load(tmp_path / "out" / "regions.npz")["features"])
+    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
     assert "random" not in capsys.readouterr().out
 
 
-def test_names_of_classes_from_a_file(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    image, _ = write_image(tmp_path)
+def test_names_of_classes_are_drawn(config: Path, image: Path, tmp_path: Path):
     names = tmp_path / "objects_vocab.txt"
-    arguments = [str(image), "--output", str(tmp_path), "--config", str(config), "--class-names", str(names)]
+    names.write_text("violin,fiddle\nquince\njacaranda,tree\nwisteria\nyew\nelm,tree\n")
     pictures = []
-    for words in ("a b c d e", "violin xylophone quince jacaranda wisteria"):
-        names.write_text("".join(f"{word},synonym\n" for word in words.split()))
-        assert extract.one_image(arguments) == 0
+    for words in ([], ["--class-names", str(names)]):
+        assert extract.one_image([str(image), "--output", str(tmp_path), "--config", str(config), *words]) == 0
         pictures.append(np.asarray(Image.open(tmp_path / "regions.png")))
     assert pictures[0].shape == pictures[1].shape and (pictures[0] != pictures[1]).any()
-    capsys.readouterr()
-    assert_error([*arguments, "--attribute-names", str(names)], "0 attributes", capsys)
-    names.write_text("one")
-    assert_error(arguments, "5 classes", capsys)
 
 
 def test_phrase(trained_run, tmp_path: Path, capsys: pytest.CaptureFixture):
     """The files hold what the Python API answers and draws."""
-    record = json.loads((trained_run.path / "predictions_val_gt.json").read_text("utf-8"))[0]
+    record = predictions_of(trained_run.path)[0]
     words = [record["file_name"], "--output", str(tmp_path), "--run", str(trained_run.path)]
     assert extract.one_image([*words, "--text", "the red elephant"]) == 0
     model = e2e_vl.load(trained_run.path)
@@ -130,30 +118,33 @@ def test_phrase(trained_run, tmp_path: Path, capsys: pytest.CaptureFixture):
         np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / name)), np.asarray(picture))
 
 
-def test_bad_arguments(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    image, _ = write_image(tmp_path)
-    start = [str(image), "--output", str(tmp_path / "out")]
-    assert_error([str(tmp_path / "none.png"), *start[1:], "--config", str(config)], "none.png", capsys)
-    assert_error([*start, "--text", "the cat"], "--run", capsys)
-    assert_error([*start, "--run", str(tmp_path / "no_run"), "--text", "the cat"], "no_run", capsys)
-    assert_error([*start, "--config", str(tmp_path / "no.yaml")], "no.yaml", capsys)
-    assert_error([*start, "--config", str(config), "--weights", str(tmp_path / "no.bin")], "no.bin", capsys)
-    assert_error([*start, "--config", str(config), "--max-proposals", "0"], "POST_NMS_TOPK_TEST", capsys)
-    assert_error([*start, "--config", str(config), "--min-regions", "50"], "min_regions", capsys)
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["none.png", "--config", "CONFIG"], "none.png"),
+        (["image.png", "--text", "the cat"], "--run"),
+        (["image.png", "--run", "no_run", "--text", "the cat"], "no_run"),
+        (["image.png", "--config", "no.yaml"], "no.yaml"),
+        (["image.png", "--config", "CONFIG", "--weights", "no.bin"], "no.bin"),
+        (["image.png", "--config", "CONFIG", "--max-proposals", "0"], "POST_NMS_TOPK_TEST"),
+        (["image.png", "--config", "CONFIG", "--min-regions", "50"], "min_regions"),
+        (["image.png", "--config", "CONFIG", "--class-names", "names.txt"], "6 classes"),
+        (["image.png", "--config", "CONFIG", "--attribute-names", "names.txt"], "11 attributes"),
+        (["--images", ".", "--config", "CONFIG", "--format", "tsv", "--image-feature"], "image's feature"),
+        (["--images", ".", "--config", "CONFIG", "--format", "tsv"], ".tsv"),
+        (["--images", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_arguments(config: Path, image: Path, tmp_path: Path, words, part, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "names.txt").write_text("one")
+    given = [str(config) if word == "CONFIG" else word for word in words]
+    assert part in refused(["extract", *given, "--output", "out"], capsys)
     assert not (tmp_path / "out").exists()
 
 
-def assert_error(arguments: list[str], word: str, capsys: pytest.CaptureFixture) -> None:
-    assert extract.one_image(arguments) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: ") and message.count("\n") == 1 and word in message
-
-
-def test_default_detector_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
+def test_default_detector_from_any_folder(image: Path, tmp_path: Path, monkeypatch, capsys):
     """The command without options: ResNet-101 with 2048 features, whatever the current directory is."""
-    Image.fromarray(pixels(60, 60)).save(tmp_path / "image.png")
     monkeypatch.chdir(tmp_path)
     assert extract.one_image(["image.png", "--output", "out", "--max-proposals", "20", "--max-regions", "12"]) == 0
     assert capsys.readouterr().out.count("random") == 1
@@ -162,9 +153,6 @@ def test_default_detector_from_any_folder(
 
 
 # Many images
-
-ROOT = Path(__file__).parents[2]
-NUMBER = 80
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +166,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def words(images: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    config = tmp_path_factory.mktemp("config") / "small.yaml"
-    base = ROOT / "configs" / "detector" / "tiny.yaml"
-    config.write_text(f"_BASE_: {base}\nINPUT: {{MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 128}}\n")
+def words(images: Path, config: Path) -> list[str]:
     rule = "--rule maxnms --num-boxes 4 --max-proposals 10 --workers 0 --batch-size 4"
     return ["--images", str(images), "--config", str(config), "--format", "tsv", *rule.split()]
 
@@ -283,14 +268,16 @@ def test_backends_and_precisions(words, tmp_path, images):
 
 
 @pytest.mark.parametrize(
-    ("more", "part"),
+    ("words", "module", "passed"),
     [
-        (["--image-feature"], "image's feature"),
-        (["--output", "features.txt"], ".tsv"),
-        (["--images", "nowhere"], "nowhere"),
+        (["x.jpg", "--output", "o"], "one_image", ["x.jpg", "--output", "o"]),
+        ([".", "--output", "o"], "many_images", ["--images", ".", "--output", "o"]),
+        (["--output", "o", "--images", "x.txt"], "many_images", ["--output", "o", "--images", "x.txt"]),
     ],
 )
-def test_options_that_do_not_go_together(words, tmp_path, more, part, capsys):
-    assert extract.many_images([*words, "--output", str(tmp_path / "o.tsv"), *more]) == 2
-    assert part in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+def test_one_image_is_told_from_many(words, module, passed, monkeypatch):
+    calls = []
+    for name in ("one_image", "many_images"):
+        monkeypatch.setattr(extract, name, lambda words, prog, name=name: calls.append((name, words)))
+    extract.main(words, "e2e-vl extract")
+    assert calls == [(module, passed)]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
 
 import pytest
 
-from e2e_vl.cli.main import COMMANDS
+from detector.errors import UserError
+from e2e_vl.cli.main import COMMANDS, print_errors
 from e2e_vl.config import load_config, save_config
 from tests.conftest import ROOT
 
@@ -107,3 +109,32 @@ def test_wrong_words_are_one_sentence_at_once(answers, words):
     status, printed, imported = answers[words]
     assert (status, imported) == (2, [])
     assert printed.startswith("error: ") and printed.strip().count("\n") == 0 and WRONG[words] in printed
+
+
+# Which errors become one sentence, and which keep their traceback
+
+
+@print_errors
+def command(error: BaseException) -> int:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (UserError("f.json: record 3 has no 'id'"), "f.json: record 3 has no 'id'"),
+        (FloatingPointError("a loss is NaN"), "a loss is NaN"),
+        (OSError(errno.ENOSPC, "No space left", "f.json"), f"[Errno {errno.ENOSPC}] No space left: 'f.json'"),
+        (MemoryError(), "MemoryError: out of memory, or the system gave no reason."),
+        (ConnectionError(), "ConnectionError: out of memory, or the system gave no reason."),
+    ],
+)
+def test_what_a_user_can_mend_is_one_sentence(error: Exception, words: str, capsys: pytest.CaptureFixture):
+    assert command(error) == 2
+    assert capsys.readouterr().err == f"error: {words}\n"
+
+
+@pytest.mark.parametrize("error", [KeyError("id"), TypeError("no number"), OSError("of a library"), AssertionError()])
+def test_faults_of_the_program_keep_their_traceback(error: Exception):
+    with pytest.raises(type(error)):
+        command(error)
