@@ -56,21 +56,6 @@ def test_convolutions_before_the_pooling_change_nothing(norm: str, in_1x1: bool,
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_folded_frozen_norm_is_conv_then_norm_with_its_gradient():
-    torch.manual_seed(0)
-    conv = ConvNorm(3, 5, 3, norm="FrozenBN", padding=1).double()
-    for name in ("weight", "bias", "running_mean", "running_var"):
-        getattr(conv.norm, name).uniform_(0.5, 2)
-    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
-
-    def gradient(out: Tensor) -> Tensor:
-        return torch.autograd.grad(out.square().sum(), conv.weight)[0]
-
-    separate = conv.norm(nn.functional.conv2d(x, conv.weight, padding=1))
-    torch.testing.assert_close(conv(x), separate)
-    torch.testing.assert_close(gradient(conv(x)), gradient(separate))
-
-
 def test_the_affine_map_of_a_frozen_norm_follows_loaded_weights_and_the_dtype():
     conv, other = (ConvNorm(2, 3, 1, norm="FrozenBN") for _ in range(2))
     nn.init.uniform_(other.norm.weight)

@@ -15,7 +15,6 @@ from detector.images import (
     load_resized,
     make_image_batch,
     mask_pixels,
-    resize_boxes,
     resize_image,
 )
 
@@ -126,16 +125,6 @@ def test_load_resized_is_load_then_resize(tmp_path: Path):
 )
 def test_target_size(rule: ResizeRule, size: tuple[int, int], expected: tuple[int, int]):
     assert rule.target_size(*size) == expected
-
-
-@pytest.mark.parametrize("kind", [np.array, torch.tensor])
-def test_resize_boxes_and_back(kind):
-    boxes = kind([[10.0, 20.0, 30.0, 40.0], [0.0, 0.0, 331.0, 203.0]])
-    resized = resize_boxes(boxes, (203, 331), (96, 157))
-    assert type(resized) is type(boxes) and resized.dtype == boxes.dtype
-    assert np.allclose(resized[1], [0, 0, 157, 96])
-    assert np.allclose(resized[0], [10 * 157 / 331, 20 * 96 / 203, 30 * 157 / 331, 40 * 96 / 203])
-    assert np.allclose(resize_boxes(resized, (96, 157), (203, 331)), boxes)
 
 
 def test_batch_is_padded_after_normalisation():

@@ -88,9 +88,8 @@ def test_attributes_may_be_absent_if_asked(tmp_path: Path, original: FasterRCNN)
 
 def test_shipped_caffe_anchors():
     """Caffe's rounded anchors are the ideal ones around (8, 8) within 7 %, in the same order."""
-    folder = Path(__file__).parents[2] / "configs" / "detector"
-    caffe = DetectorConfig.from_yaml(folder / "bottom_up_attention_caffe.yaml")
-    port = DetectorConfig.from_yaml(folder / "bottom_up_attention.yaml")
+    caffe = DetectorConfig.from_yaml(PUBLISHED / "bottom_up_attention_caffe.yaml")
+    port = DetectorConfig.from_yaml(PUBLISHED / "bottom_up_attention.yaml")
     cells = torch.tensor(caffe.anchors.cell_anchors)
     assert torch.equal(cells[:, :2] + cells[:, 2:], torch.full((12, 2), 16.0))
     sides = cells[:, 2:] - cells[:, :2]
@@ -102,7 +101,7 @@ def test_shipped_caffe_anchors():
 
 def test_the_shipped_config_has_the_shapes_of_the_published_files():
     """Shapes as reported of the published files (py-bottom-up-attention's with an attribute head)."""
-    config = DetectorConfig.from_yaml(Path(__file__).parents[2] / "configs" / "detector" / "bottom_up_attention.yaml")
+    config = DetectorConfig.from_yaml(PUBLISHED / "bottom_up_attention.yaml")
     with torch.device("meta"):
         shapes = {key: list(value.shape) for key, value in FasterRCNN(config).state_dict().items()}
     expected = {
