@@ -12,13 +12,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from e2e_vl.api.model import load
-from e2e_vl.config import (
-    ResizeSettings,
-    RunConfig,
-    load_config,
-    read_detector_config,
-    save_config,
-)
+from e2e_vl.config import ResizeSettings, RunConfig, load_config, read_detector_config, save_config
 from e2e_vl.data import batching
 from e2e_vl.data.config import NoOptions
 from e2e_vl.metrics.vqa import vocabulary_answer
@@ -63,11 +57,7 @@ def test_the_sizes_are_those_of_the_yaml_file_and_are_saved_with_the_run(tiny_co
 @pytest.mark.parametrize(
     ("old", "new", "sizes"),
     [
-        (
-            "{MIN_SIZE_TRAIN: [96, 112, 128]",
-            "{MIN_SIZE_TRAIN_SAMPLING: range, MIN_SIZE_TRAIN: [94, 97]",
-            [94, 95, 97, 96],
-        ),
+        ("TRAIN: [96, 112, 128]", "TRAIN_SAMPLING: range, MIN_SIZE_TRAIN: [94, 97]", [94, 95, 97, 96]),
         ("MIN_SIZE_TEST: 96", "MIN_SIZE_TEST: 100", None),
         ("MAX_SIZE_TEST: 160", "MAX_SIZE_TEST: 200", None),
     ],
@@ -316,18 +306,13 @@ def test_a_head_for_the_same_answers_in_another_order_is_no_start(config_of, tmp
 
 
 def test_an_official_head_needs_the_list_of_its_answers(config_of, tmp_path, monkeypatch):
-    config = with_options(config_of("vqa"), answers=["yes", "no"])
-    model, tokenizer = build(config), build_tokenizer(config)
+    model, order = build(with_options(config_of("vqa"), answers=["yes", "no"])), tmp_path / "order.txt"
     save_official(model, "vqa", tmp_path / "vqa.model")
-    (tmp_path / "order.txt").write_text("yes\nno\n")
-    for name in ("task.config", "data.files"):  # two ways to give it
-        order = f"{name}.answers={tmp_path / 'order.txt'}"
-        config = config_of("vqa", f"task.weights={tmp_path / 'vqa.model'}", *([order] if name == "data.files" else []))
-        if name == "task.config":
-            config = with_options(config, answers=str(tmp_path / "order.txt"))
-        started = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
-        assert torch.equal(started.task.head.output.weight, model.task.head.output.weight)
-    config = config_of("vqa", f"task.weights={tmp_path / 'vqa.model'}")
+    order.write_text("yes\nno\n")
+    words = "vqa", f"task.weights={tmp_path / 'vqa.model'}", f"data.vocabulary={tmp_path / 'run' / 'tokenizer'}"
+    in_data = config_of(*words, f"data.files.answers={order}")
+    for config in (with_options(config_of(*words), answers=str(order)), in_data):
+        assert torch.equal(build(config, seed=1).task.head.output.weight, model.task.head.output.weight)
     monkeypatch.setattr("e2e_vl.run.build.load_answers", lambda *_: ["no", "yes"])
     with pytest.raises(ValueError, match=r"vqa\.model: .* built from annotations.*task\.config\.answers"):
-        build(config)
+        build(config_of(*words))

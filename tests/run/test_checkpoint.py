@@ -33,7 +33,7 @@ from e2e_vl.run.checkpoint import load_model, translate_full_disk
 from e2e_vl.run.evaluate import predict_texts
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.train import train
-from tests.conftest import cpu_with_one_thread
+from tests.conftest import ENCODERS, cpu_with_one_thread
 from tests.run.runs import assert_same_run, logged, lose_newest
 from tests.weights.starts import replaced
 
@@ -42,20 +42,12 @@ ROOT = Path(__file__).parents[2]
 # 12 images in batches of 4 are 3 steps an epoch, so the checkpoint of step 4 lies inside the second epoch, and
 # inside a logging interval.
 SETTINGS = (
-    "data.texts_per_image=null",
-    "data.flip=0.5",
+    "data={texts_per_image: null, flip: 0.5, workers: 1}",
     "encoder.config.hidden_dropout_prob=0.1",
     "task.config={loss: binary, dropout: 0.1}",
-    "data.workers=1",
     "detector.overrides.MODEL.RESNETS.NORM=BN",
-    "train.max_steps=8",
-    "train.save_every_epochs=1.3333333",
-    "train.log_every=3",
-    "train.trackers=[]",
-    "eval.every_epochs=1.3333333",
-    "eval.boxes=[gt]",
-    "eval.max_images=3",
-    "eval.report_pictures=0",
+    "train={max_steps: 8, save_every_epochs: 1.3333333, log_every: 3, trackers: []}",
+    "eval={every_epochs: 1.3333333, boxes: [gt], max_images: 3, report_pictures: 0}",
 )
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -194,36 +186,23 @@ def test_a_full_disk_that_torch_hides_is_named(tmp_path, monkeypatch):
     assert caught.value.filename == str(tmp_path)
 
 
-ADAMW = {
-    "optimizer": "adamw_official",
-    "schedule": "triangle",
-    "schedule_first": True,
-    "warmup_steps": 1,
-    "mixed_precision": "bf16",
-}
-BERT_ADAM = {
-    "optimizer": "bert_adam",
-    "warmup_steps": 0,
-    "warmup_share": 0.5,
-    "clip_norm": None,
-    "clip_tensor_norm": 1.0,
-    "decay_norm_and_bias": False,
-    "decay_bn_scales": True,
-}
-VISUAL_BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+ADAMW = "optimizer: adamw_official, schedule: triangle, schedule_first: true, warmup_steps: 1, mixed_precision: bf16"
+BERT_ADAM = (
+    "optimizer: bert_adam, warmup_steps: 0, warmup_share: 0.5, clip_norm: null, clip_tensor_norm: 1.0, "
+    "decay_norm_and_bias: false, decay_bn_scales: true"
+)
 
 
 @pytest.mark.parametrize(
     ("settings", "factors", "encoder"),
-    [
-        (ADAMW, [1, 2 / 3, 1 / 3, 0], {}),
-        (BERT_ADAM, [0, 0.5, 1, 0.5], {"encoder": {"name": "visual_bert", "config": VISUAL_BERT}}),
-    ],
+    [(ADAMW, [1, 2 / 3, 1 / 3, 0], "vl_bert"), (BERT_ADAM, [0, 0.5, 1, 0.5], "visual_bert")],
 )
 def test_the_official_optimisers_go_on_exactly(tiny_config, tmp_path, settings, factors, encoder):
     """3 steps an epoch, so the checkpoint lies at step 3 of 4."""
-    config = tiny_config("train={max_steps: 4, trackers: [], save_every_epochs: 1}", "eval.boxes=[]")
-    config = replaced(config, train=settings, **encoder)
+    words = "train={max_steps: 4, trackers: [], save_every_epochs: 1}", f"train={{{settings}}}", "eval.boxes=[]"
+    config = tiny_config(*words)
+    if ENCODERS[encoder] is not None:
+        config = replaced(config, encoder=ENCODERS[encoder])
     whole = msgspec.structs.replace(config, output=str(tmp_path / "whole"))
     train(whole)
     lose_newest(tmp_path / "whole", Path(config.output))

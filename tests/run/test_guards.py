@@ -46,11 +46,9 @@ def test_what_cannot_work_is_refused_before_the_first_step(tiny_config, monkeypa
         train(tiny_config("eval.boxes=[gt]", "train.max_steps=1", *words))
 
 
-def test_missing_images_of_the_evaluation_are_found_before_training(tiny_config, tiny_words, tmp_path, on_cpu):
-    [root] = [word.partition("=")[2] for word in tiny_words if word.startswith("data.root=")]
-    shutil.copytree(root, tmp_path / "data")
-    images = sorted((tmp_path / "data" / "images" / "train2014").iterdir())
-    for path in images[-2:]:
+def test_missing_images_of_the_evaluation_are_found_before_training(tiny_config, tmp_path, on_cpu):
+    shutil.copytree(tiny_config().data.root, tmp_path / "data")
+    for path in sorted((tmp_path / "data" / "images" / "train2014").iterdir())[-2:]:
         path.unlink()
     with pytest.raises(FileNotFoundError, match=r"is missing.*\(2 of 6 images of the split val are missing\)"):
         train(tiny_config(f"data.root={tmp_path / 'data'}", "train.max_steps=1", "eval.boxes=[gt]"))

@@ -30,11 +30,8 @@ COMMON = (
     f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
     *(f"encoder.config.{name}=0" for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")),
     "encoder.config.region_dropout_prob=0",
-    "train.max_steps=3",
-    "train.lr=1e-3",
-    "train.eps=1e-3",  # Adam would otherwise blow up the rounding of gradients near zero to whole steps
-    "train.warmup_steps=1",
-    "train.trackers=[]",
+    # with a smaller epsilon Adam would blow up the rounding of gradients near zero to whole steps
+    "train={max_steps: 3, lr: 1.0e-3, eps: 1.0e-3, warmup_steps: 1, trackers: []}",
     "eval={boxes: [gt], images_per_batch: 2, every_epochs: 0, report_pictures: 0}",
 )
 # Samplers that take every anchor and every proposal, so that no random choice depends on the process; and box losses
@@ -49,18 +46,14 @@ FROZEN = "detector.overrides.MODEL.RESNETS.NORM=FrozenBN"
 TASK_ONLY = (FROZEN, "data.boxes.train=gt", "detector.loss_weight=0")
 MISS = "task.config={loss: binary, no_region_is_miss: true}"
 PHRASES = (
+    MISS,
     "phrases={weight: 1.0, layer: 1, size: 8}",
     "data.files.phrases=refcoco+_phrases/Sentences",
     "data.files.phrase_boxes=refcoco+_phrases/Annotations",
 )
 # of each variant: its tiny config, its words, its losses, and the largest difference of a parameter
 VARIANTS = {
-    "phrases": (
-        "refcoco",
-        (*TASK_ONLY, *PHRASES, MISS, "data.workers=1"),
-        {"referring", "phrases", "phrase_tags"},
-        1e-6,
-    ),
+    "phrases": ("refcoco", (*TASK_ONLY, *PHRASES, "data.workers=1"), {"referring", "phrases", "phrase_tags"}, 1e-6),
     "detection": (
         "refcoco",
         (*TAKE_ALL, FROZEN, MISS, "data.boxes.train=online", "eval.boxes=[gt, online]", "train.accumulate=2"),

@@ -58,10 +58,8 @@ def test_gqa(run_of):
 def test_the_grounding_score_of_gqa_with_lxmert(settings, tmp_path):
     config = settings(
         "gqa",
-        *(
-            "data.synthetic={scenes: {train: 4, val: 2}, formats: [gqa, refcoco+, detections]}",
-            f"data.root={tmp_path / 'data'}",
-        ),
+        "data.synthetic={scenes: {train: 4, val: 2}, formats: [gqa, refcoco+, detections]}",
+        f"data.root={tmp_path / 'data'}",
         *("data.config.grounding=true", "task.config={grounding: true, initialise_from_words: false}"),
         "data.files.scene_graphs=gqa/sceneGraphs/{part}_sceneGraphs.json",
         *("train={max_steps: 1, warmup_steps: 0}", "eval={boxes: [gt], report_pictures: 0}"),

@@ -68,12 +68,11 @@ def test_the_run_directory_metrics_and_log_of_a_run(trained_run):
 
 def test_accumulated_micro_batches_give_the_parameters_of_one_batch(tiny_config, tmp_path):
     # A large epsilon: Adam would blow up the rounding of gradients near zero to whole steps.
-    settings = ("train.max_steps=4", "train.lr=1e-2", "train.eps=1e-2", "data.texts_per_image=1")
-    settings += ("train.warmup_steps=2", "train.schedule=linear")
+    words = "train={max_steps: 4, lr: 1.0e-2, eps: 1.0e-2, warmup_steps: 2, schedule: linear}", "data.texts_per_image=1"
     runs = {parts: tmp_path / f"accumulate{parts}" for parts in (1, 2)}
     for parts, path in runs.items():
         own = f"{RESNETS}.NORM=GN", f"train.accumulate={parts}", f"train.log_every={parts}", f"output={path}"
-        train(tiny_config(*GT_ONLY, *NO_DROPOUT, *settings, *own))
+        train(tiny_config(*GT_ONLY, *NO_DROPOUT, *words, *own))
     one, two = (parameters_of(path) for path in runs.values())
     assert set(one) == set(two)
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 2e-5  # of steps of 1e-2
@@ -184,14 +183,9 @@ def test_weights_that_are_not_finite_are_not_saved(tiny_config, monkeypatch):
 METRIC = "val/score_gt_boxes"
 # 3 steps are an epoch: each step is evaluated, and steps 4 and 8 are saved
 SETTINGS = (
-    f"train.keep_best={METRIC}",
-    "train.max_steps=8",
-    "train.save_every_epochs=1.3333333",
-    "eval.every_epochs=0.3333333",
-    "eval.boxes=[gt]",
+    f"train={{keep_best: {METRIC}, max_steps: 8, save_every_epochs: 1.3333333, trackers: []}}",
+    "eval={every_epochs: 0.3333333, boxes: [gt], report_pictures: 0}",
     "data.texts_per_image=null",
-    "train.trackers=[]",
-    "eval.report_pictures=0",
 )
 
 
@@ -255,9 +249,9 @@ def test_training_ends_when_no_better_model_comes(scores, tiny_config):
 
 def test_a_run_keeps_the_model_of_the_least_loss(tiny_config, tmp_path):
     """Only the split and the boxes that are judged have a loss."""
-    every = ("train.max_steps=2", "train.trackers=[]", "eval.every_epochs=0.3333333", "data.texts_per_image=null")
-    every += ("eval.report_pictures=0",)
-    metrics = train(tiny_config("train.keep_best=val/loss_gt_boxes", "eval.boxes=[gt, detections]", *every))
+    words = "train={keep_best: val/loss_gt_boxes, max_steps: 2, trackers: []}", "data.texts_per_image=null"
+    evaluation = "eval={every_epochs: 0.3333333, boxes: [gt, detections], report_pictures: 0}"
+    metrics = train(tiny_config(*words, evaluation))
     [name] = {name for name in metrics if "loss" in name}
     assert metrics["best"]["value"] < metrics[name]
 
