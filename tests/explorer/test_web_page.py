@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import e2e_vl
 from e2e_vl.explorer.session import Explorer
 from tests.conftest import cpu_with_one_thread
 from tests.explorer.browser import Tab, browser_or_skip, open_browser
+from tests.run.runs import predictions_of
 
 pytest.importorskip("gradio", reason='gradio is not installed; pip install "e2e-vl[explore]" lets this test run')
 
@@ -30,7 +30,7 @@ CLEAR_CHANGE = 0.01  # of a score, which the page shows with three decimals
 @pytest.fixture(scope="module")
 def asked(trained_run) -> SimpleNamespace:
     """A `file`, its `size` (width, height), a `text`, the `box` that the evaluation found, and the `far`thest other."""
-    record = json.loads((trained_run.path / "predictions_val_online.json").read_text("utf-8"))[0]
+    record = predictions_of(trained_run.path, "val_online")[0]
     file, box = Path(record["file_name"]), record["box"]
     far = max(record["candidate_boxes"], key=lambda one: math.dist(middle(one), middle(box)))
     return SimpleNamespace(file=file, size=Image.open(file).size, text=record["text"], box=box, far=far)

@@ -113,14 +113,9 @@ def test_two_real_cells(tiny_words, tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
-def root(tiny_words) -> Path:
-    return next(Path(word.removeprefix("data.root=")) for word in tiny_words if word.startswith("data.root="))
-
-
-@pytest.fixture
-def guess(root) -> Callable[..., float]:
+def guess(tiny_data) -> Callable[..., float]:
     def chance(task: str, split: str = "val") -> float:
-        words = [f"data.root={root}", f"detector.config={ROOT}/configs/detector/tiny.yaml"]
+        words = [f"data.root={tiny_data}", f"detector.config={ROOT}/configs/detector/tiny.yaml"]
         config = load_config(ROOT / "configs" / "tiny" / f"{task}.yaml", words)
         return tool.chance_of(replaced(config, data={"synthetic": {"scenes": {}}}), split)  # they are drawn
 
@@ -139,27 +134,27 @@ def test_boxes_and_choices(guess):
     assert guess("vcr") == 0.25
 
 
-def test_the_usual_label(guess, root):
-    files = (root / "nlvr2" / "data" / f"{name}.json" for name in ("train", "val"))
+def test_the_usual_label(guess, tiny_data):
+    files = (tiny_data / "nlvr2" / "data" / f"{name}.json" for name in ("train", "val"))
     train, val = ([json.loads(line)["label"] for line in path.read_text().splitlines()] for path in files)
     assert guess("nlvr2") == pytest.approx(val.count(usual(train)) / len(val))
 
 
-def test_the_usual_answer(guess, root):
+def test_the_usual_answer(guess, tiny_data):
     def answers(name: str) -> list[str]:
-        questions = json.loads((root / "gqa" / "questions" / f"{name}_questions.json").read_text()).values()
+        questions = json.loads((tiny_data / "gqa" / "questions" / f"{name}_questions.json").read_text()).values()
         return [one["answer"] for one in questions if one["isBalanced"]]
 
     val = answers("val_all")
     assert guess("gqa", "val_all") == pytest.approx(val.count(usual(answers("train_balanced"))) / len(val))
-    content = json.loads((root / "vqa" / "v2_mscoco_val_annotations.json").read_text())["annotations"]
+    content = json.loads((tiny_data / "vqa" / "v2_mscoco_val_annotations.json").read_text())["annotations"]
     most = max(Counter(answer["answer"] for one in content for answer in one["answers"]).values())
     assert 0 < guess("vqa") <= min(1.0, most / 10 / len(content) * 4)
 
 
-def test_the_usual_word(guess, root):
+def test_the_usual_word(guess, tiny_data):
     def words(name: str) -> list[str]:
-        content = json.loads((root / "captions" / f"captions_{name}.json").read_text())["annotations"]
+        content = json.loads((tiny_data / "captions" / f"captions_{name}.json").read_text())["annotations"]
         return [word for one in content for word in basic_tokenize(one["caption"])]
 
     val = words("val")
