@@ -43,13 +43,6 @@ def test_names_of_files_have_placeholders_and_start_from_the_root(tmp_path, monk
     assert "corpus" in found and "instances" not in found
 
 
-def test_files_that_are_unknown_or_not_set():
-    with refused("data.files", "image"):
-        DataFiles(DataSettings(name="captions", root=".", files={"image": "x"}), KNOWN)
-    with refused("data.files.corpus"):
-        DataFiles(DataSettings(name="captions", root="."), KNOWN).path("corpus")
-
-
 def test_sources_of_boxes_that_make_sense():
     check_boxes_source(RefCOCODataset, "refcoco", BoxSource.DETECTIONS_GT)
     with refused("vcr", "data.boxes.train", "gt"):
@@ -67,9 +60,6 @@ def test_classes_are_compared_by_name_where_the_names_are_known():
             check(*arguments)
     dataset.class_names = None
     check(5)
-
-
-# What every data set promises
 
 
 def test_texts_images_and_truths_agree(dataset):
@@ -101,9 +91,6 @@ def test_images_and_their_objects(dataset):
         np.testing.assert_array_equal(image.objects.boxes, BOXES[image_id])
         assert image.objects.boxes.dtype == np.float64
         assert list(image.objects.names) == [dataset.class_names[number] for number in image.objects.classes]
-
-
-# A data set of one's own
 
 
 class Album(VLDataset):

@@ -42,12 +42,10 @@ def test_every_image_and_annotation_is_what_the_file_says(tiny):
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (lambda c: c.pop("categories"), ["categories"]),
         (lambda c: c["annotations"][0].update(image_id=8), ["annotation 100", "image_id"]),
         (lambda c: c["annotations"][0].update(category_id=8), ["annotation 100", "category_id"]),
         (lambda c: c["annotations"][0].update(attribute_ids=[8]), ["annotation 100", "attribute"]),
         (lambda c: c["annotations"][0].update(id=101), ["annotation 101", "twice"]),
-        (lambda c: c["annotations"][1].update(bbox=[10, 20, 5]), ["annotations[1].bbox"]),
         (lambda c: c["annotations"][1].update(bbox=[100, 20, 5, 5]), ["annotation 101", "outside"]),
         (lambda c: c["annotations"][1].update(bbox=[-9, 20, 5, 5]), ["annotation 101", "outside"]),
         (lambda c: c["images"][0].update(id="3"), ["image 3", "twice"]),
@@ -106,8 +104,6 @@ def test_images_without_objects_can_be_left_out_in_training(tiny):
 def test_the_detector_has_the_same_classes(tiny):
     dataset = dataset_of(tiny)
     dataset.check_classes(2)
-    for classes in (1, 3):
+    for classes, names in ((1, None), (3, None), (3, ("square", "box", "cup"))):
         with refused(f"2 categories, but the detector has {classes} classes"):
-            dataset.check_classes(classes)
-    with refused("2 categories, but the detector has 3 classes"):
-        dataset.check_classes(3, ("square", "box", "cup"))
+            dataset.check_classes(classes, names)

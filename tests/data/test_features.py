@@ -149,8 +149,7 @@ def test_forked_workers_read_at_once(layout: str, tmp_path: Path, records):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [("f.tsv", b"1\t2\n"), ("f.h5", b"x"), ("f.lmdb", b"x"), ("f.zip", b""), ("1.npz", b"PK")],
+    ("name", "content"), [("f.tsv", b"1\t2\n"), ("f.h5", b"x"), ("f.lmdb", b"x"), ("f.zip", b""), ("1.npz", b"PK")]
 )
 def test_damaged_and_missing_files_are_named(name: str, content: bytes, tmp_path: Path):
     path = tmp_path if name.endswith(".npz") else tmp_path / name

@@ -193,9 +193,7 @@ def test_steps_that_only_read_the_answer_do_not_count():
         (read_questions, {"question": "a", "imageId": "1"}, "isBalanced"),
         (read_questions, question(1, " "), "question"),
         (read_questions, question(1, "a", types={"semantic": "a"}), "structural"),
-        (read_questions, question(1, "a", types=None), "types"),
         (partial(read_entries, kind=Choices), {"valid": []}, "plausible"),
-        (partial(read_entries, kind=SceneGraph), {"width": 1, "height": 1}, "objects"),
         (partial(read_entries, kind=SceneGraph), {"width": 9, "height": 9, "objects": {"1": BOX | {"w": 0}}}, ".w"),
     ],
 )

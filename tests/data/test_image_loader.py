@@ -12,14 +12,7 @@ from detector.config import SelectionRule
 from detector.errors import UserError
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.features import RegionFeatures, save_npz
-from e2e_vl.data.image_loader import (
-    Augmentation,
-    BoxReader,
-    DetectedBoxes,
-    instance_mask,
-    open_boxes,
-    read_detections,
-)
+from e2e_vl.data.image_loader import Augmentation, BoxReader, DetectedBoxes, instance_mask, open_boxes, read_detections
 from e2e_vl.examples import ImageExample, ImageTransform
 from e2e_vl.samples import AnnotatedObjects, BrokenImageError, CandidateBoxes, ImageBytes, SampleImage
 from tests.data.helpers import DOUBLE, SAME, make_loader, refused, write_json
@@ -47,9 +40,6 @@ def load(image: SampleImage, *args, flip: bool = False, **rules) -> ImageExample
 
 def detections(tiny, selection: SelectionRule = BETTER) -> BoxReader:
     return open_boxes([tiny.detections_file], selection, with_features=False)
-
-
-# Pixels and sizes
 
 
 def test_pixels_boxes_and_names(photo):
@@ -114,12 +104,8 @@ def test_flip_and_size_are_drawn():
     assert drawn(flip_probability=0.0) == {Augmentation(False, SAME)}
 
 
-# Candidate boxes
-
-
 @pytest.mark.parametrize(
-    ("source", "boxes"),
-    [("gt", GT_7), ("detections", BY_SCORE), ("detections+gt", BY_SCORE + GT_7)],
+    ("source", "boxes"), [("gt", GT_7), ("detections", BY_SCORE), ("detections+gt", BY_SCORE + GT_7)]
 )
 def test_box_sources(tiny, photo, source, boxes):
     image = load(photo, source, detections(tiny, ALL) if "detections" in source else None)
@@ -164,9 +150,6 @@ def test_boxes_to_mask_move_with_the_image(photo):
     assert nothing.boxes_to_mask.shape == (0, 4), "exactly nothing is to be masked"
 
 
-# Targets of the detection losses
-
-
 def test_objects_are_the_annotations_without_crowds(photo):
     objects = load(photo, "online", with_objects=True).objects
     np.testing.assert_array_equal(objects.boxes, GT_7[:2])
@@ -187,9 +170,6 @@ def test_an_object_that_vanishes_is_named(photo):
     thin = AnnotatedObjects(np.array([[-5.0, 0, 0, 60]]), "i.json: image 7", np.zeros(1, dtype=np.int64))
     with refused("i.json", "image 7", "object 0"):
         load(dataclasses.replace(photo, objects=thin), "online", with_objects=True)
-
-
-# Instance masks
 
 
 def with_outlines(photo: SampleImage, *outlines: list) -> SampleImage:
@@ -234,9 +214,6 @@ def test_the_first_object_without_an_outline_is_logged(photo, caplog):
         assert masks.any(axis=(1, 2)).tolist() == [True, False, False]
     [record] = caplog.records
     assert "image 7: the outline of object 1" in record.getMessage()
-
-
-# Saved features
 
 
 @pytest.fixture
@@ -297,9 +274,6 @@ def test_blank_features(photo, features):
     assert len(np.unique(blank.pixels.reshape(-1, 3), axis=0)) == 1
     nothing = load(photo, "precomputed", features, is_blank=True, blank_boxes=True)
     assert nothing.boxes.shape == (0, 4) and nothing.features.shape == (0, 4)
-
-
-# Errors
 
 
 def test_images_that_cannot_be_read_are_told_from_wrong_sizes(photo):

@@ -97,7 +97,6 @@ def test_a_split_without_labels_can_be_predicted_but_not_learned(settings):
     ("row", "parts"),
     [
         ("no json", ["line 2"]),
-        ({"identifier": "dev-1-0-0"}, ["line 2", "sentence"]),
         (line("../dev-1-0-0"), ["line 2", "identifier"]),
         (line("dev-1-0-0", "true"), ["line 2", "label"]),
         (line("dev-1-0-0", sentence=" "), ["line 2", "sentence"]),

@@ -38,7 +38,7 @@ def captions(tiny: TinyRefCOCO) -> CaptionDataset:
     ]
     write_json(tiny.images_root.parent / "captions.json", {"images": tiny.instances["images"], "annotations": rows})
     files = {"images": "images", "instances": "instances.json", "captions": "captions.json"}
-    return open_dataset(CaptionDataset, settings_of(tiny, "captions", files), "train", "gt", objects=True)
+    return open_dataset(CaptionDataset, settings_of(tiny, "captions", files), "train", objects=True)
 
 
 READERS = {reader.__name__: reader for reader in (refcoco, coco_detection, vqa, captions)}

@@ -12,11 +12,7 @@ from PIL import Image
 from e2e_vl.config import DataSettings
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
-GT_7 = [
-    [10, 20, 30, 40],
-    [60, 10, 90, 40],
-    [0, 0, 99, 59],
-]  # annotated in photo 7 (100 x 60), clamped
+GT_7 = [[10, 20, 30, 40], [60, 10, 90, 40], [0, 0, 99, 59]]  # annotated in photo 7 (100 x 60), clamped
 DETECTIONS_7 = [[61, 11, 89, 39], [11, 21, 29, 39]]  # in file order, scores 0.4 and 0.8
 SENTENCES = ["red square on the left", "the red one", "blue square", "blue thing right", "a green box", "tall green"]
 

@@ -71,8 +71,6 @@ def test_unsure_phrases_are_shown_where_they_may_explain_a_wrong_answer():
     assert phrase_boxes(nowhere) == ([own.box], ["a cat?"], [False])
 
 
-# Texts of joined data sets with phrases and without a target of the task
-
 SIZE = 32  # of `make_inputs` there are three texts
 BOX = (10.0, 10.0, 30.0, 30.0)
 PHRASES = PhraseBoxes(((0, 3),), (np.array([BOX]),))

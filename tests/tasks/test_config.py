@@ -10,11 +10,7 @@ from e2e_vl.parts import OBJECTIVES, TASKS, decode
 
 @pytest.mark.parametrize(
     ("name", "field", "value"),
-    [
-        ("vcr", "people_names", []),
-        ("pretraining", "replace_probability", 0.5),
-        ("masked_words", "probability", 15),
-    ],
+    [("vcr", "people_names", []), ("pretraining", "replace_probability", 0.5), ("masked_words", "probability", 15)],
 )
 def test_a_wrong_value_is_named(name, field, value):
     with pytest.raises(UserError, match=field):

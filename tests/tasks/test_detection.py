@@ -111,11 +111,7 @@ BOX, ELSEWHERE = [9.0, 9, 30, 50], [50.0, 9, 80, 50]
 
 @pytest.mark.parametrize(
     ("score", "objects", "colours"),
-    [
-        (0.6, [entry(BOX)], [BLUE]),
-        (0.6, [entry(ELSEWHERE)], [RED, GREEN]),
-        (0.4, [entry(BOX, is_crowd=True)], [GREEN]),
-    ],
+    [(0.6, [entry(BOX)], [BLUE]), (0.6, [entry(ELSEWHERE)], [RED, GREEN]), (0.4, [entry(BOX, is_crowd=True)], [GREEN])],
 )
 def test_pictures_show_sure_detections_and_missed_objects_only(grey, score, objects, colours):
     picture = DetectionTask(8).draw(prediction(objects, (BOX, 4, score), file_name=grey))

@@ -148,9 +148,6 @@ def test_predictions_are_in_pixels_of_the_original_image():
     assert record.ranks is None and task.correctness(record) is None and task.metrics([record]) == {"count": 1}
 
 
-# Preprocessor
-
-
 @pytest.fixture
 def tokenizer(tmp_path):
     return make_tokenizer(tmp_path, "the man and a red shirt left right of .")

@@ -16,13 +16,7 @@ from e2e_vl.samples import CorrectChoice, Question, Sample, SampleImage, SampleT
 from e2e_vl.structures import Batch, EncoderOutput, TaskOutput
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import NLVR2Config
-from e2e_vl.tasks.nlvr2 import (
-    NLVR2Prediction,
-    NLVR2Targets,
-    NLVR2Task,
-    nlvr2_metrics,
-    write_submission,
-)
+from e2e_vl.tasks.nlvr2 import NLVR2Prediction, NLVR2Targets, NLVR2Task, nlvr2_metrics, write_submission
 from e2e_vl.text import TextTokenizer
 from tests.tasks.batches import make_batch, output_of
 from tests.tasks.preprocessors import decoded, make_tokenizer, photo

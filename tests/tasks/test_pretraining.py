@@ -39,9 +39,6 @@ def make_task(*names: str, **config) -> PretrainingTask:
     return PretrainingTask(SIZES, PretrainingConfig(**config), build_objectives(weights, SIZES))
 
 
-# Losses
-
-
 def test_nothing_masked_is_loss_zero_with_gradients():
     model = make_model(region_probability=0.0, objectives={"relationship": 1.0}).train()
     output = model(make_batch(masks=False))
@@ -65,9 +62,6 @@ def test_texts_of_two_images_share_all_objectives():
     torch.testing.assert_close(output.losses["masked_regions"].mean, expected)
     sum(loss.mean for loss in output.losses.values()).backward()
     assert model.detector.backbone.stem.conv1.weight.grad.abs().sum() > 0
-
-
-# Predictions
 
 
 def test_predictions_count_captions_only():
@@ -125,9 +119,6 @@ def test_region_masking_follows_the_settings():
     assert changed == RegionMasking(teacher="file", colour="black", max_length=None, background_first=True)
     changed = make_task("masked_words", mask_pixels=False, background="first").region_masking
     assert changed == RegionMasking(enabled=False, pixels=False, background_first=True)
-
-
-# Answers to users
 
 
 CORNER = [[6.0, 6.0, 40.0, 40.0]]
@@ -247,15 +238,9 @@ def test_questions_that_cannot_be_answered(question, objectives, message):
         make_model(objectives=objectives).task.question(question)
 
 
-# Texts of the data as the objectives change them
-
-
 @pytest.fixture
 def tokenizer(tmp_path):
     return make_tokenizer(tmp_path, "what is red", "the red box", "a dog and a cat")
-
-
-# Pairs of texts
 
 
 class TwoCaptions(ObjectivePreprocessor):
@@ -309,9 +294,6 @@ def test_phrases_belong_to_the_text_of_the_data(tokenizer, part, spans):
     assert phrases.words == ("a dog and a cat" if part is OtherCaption else "the red box")
     characters = [phrases.words[slice(*place)] for place in phrases.offsets if place[1]]
     assert characters == phrases.words.split()
-
-
-# Questions with choices
 
 
 CONFIG = "configs/tiny/visual_bert_pretraining.yaml"

@@ -125,9 +125,6 @@ def test_the_whole_image_is_a_class_too():
         VCRTask(H, VCRConfig(num_classes=2)).check_data(info, None)
 
 
-# Sentences
-
-
 def pieces(number: int) -> list[Piece]:
     return [Piece(index, -1, index) for index in range(number)]
 
@@ -157,9 +154,6 @@ def test_sentences_of_users_name_objects():
     assert parse_sentence("[sic] 3", 0) == ["[sic]", "3"]
     with pytest.raises(ValueError, match="refers to the object \\[3\\], but only 3 boxes"):
         parse_sentence("[0,3] waits", 3)
-
-
-# A question as four texts
 
 
 READER = set(VCROptions.__struct_fields__)
@@ -235,9 +229,6 @@ def test_names_by_mention(tiny):
     assert line(tiny, texts[1]).endswith(f"[SEP] {choices[1].lower()} [SEP]")
     assert texts[1].region_of_token[[3, 4, 8, 9, 11, 12]].tolist() == [1, 2, 3, 0, 1, 2]
     assert texts[0].record["choices"][:2] == choices and texts[0].record["named_boxes"][1][0] == "Casey"
-
-
-# A user's question
 
 
 def question(answer: str | None = None, choices: tuple = ("yes", "no", "[0] is", "[1]"), **more) -> Question:

@@ -162,9 +162,6 @@ def test_the_first_of_equal_answers_wins():
     assert top == [["answer 0", "answer 1", "answer 2"], ["answer 7", "answer 12", "answer 30"]]
 
 
-# A question in wordpieces with an answer token
-
-
 GIVEN = HumanAnswers(("left side",) * 6 + ("left",) * 4)
 SIDES = ["<unk>", "left", "right", "left side", "right side"]
 

@@ -16,8 +16,6 @@ from e2e_vl.tasks.config import AttributeLabelsConfig, MaskedRegionsConfig, Obje
 from e2e_vl.tasks.objectives.regions import AttributeLabels, MaskedRegions, ObjectLabels, RegionFeatureRegression
 from tests.tasks.objectives.tiny_objectives import CLASSES, SIZES, Inputs, make_inputs
 
-# Classes of masked regions
-
 
 def masked_regions(**settings) -> MaskedRegions:
     torch.manual_seed(0)
@@ -77,9 +75,6 @@ def test_another_number_of_classes_is_an_error():
         masked_regions(classes=7).check(None, detector, RegionMasking())
 
 
-# Labels of a detector
-
-
 def with_detected(inputs: Inputs) -> None:
     """Image a has two candidate boxes and image b one."""
     inputs.batch.region_labels = RegionLabels(
@@ -125,9 +120,6 @@ def test_missing_labels_are_an_error_unless_a_user_masks_regions():
     inputs.batch.boxes_to_mask = [torch.zeros(0, 4)] * 2
     output = inputs.run(object_labels(), Targets())
     assert len(output.logits) == 0 and output.loss.mean == 0
-
-
-# Features of masked regions
 
 
 def region_features(**settings) -> RegionFeatureRegression:

@@ -86,9 +86,6 @@ def test_truths_of_the_data_are_the_labels(tokenizer, truth, label):
     assert text.record["text"] == POOL[0] and int(text.targets.parts["relationship"].is_match) == label
 
 
-# The loss of relationship prediction
-
-
 def relationship_of(**settings) -> Relationship:
     torch.manual_seed(0)
     return Relationship(SIZES, RelationshipConfig(**{"weight": 1.0} | settings))
@@ -118,8 +115,6 @@ def test_captions_of_other_images_need_other_images(tokenizer):
     with pytest.raises(UserError, match="two images"):
         preprocess(exchanging(tokenizer, 0.99), sample_of(*POOL[:3], pool=POOL[:3], own_texts=range(3)))
 
-
-# Answers to questions
 
 ANSWERS = ["2", "cat", "dog", "gray"]
 CLASS_OF = {answer: number for number, answer in enumerate(ANSWERS)}

@@ -51,8 +51,6 @@ def test_shares_of_the_official_code():
     assert (ids[labels >= 0] == MASK).all() and (labels >= 0).mean() == pytest.approx(0.15, abs=0.01)
 
 
-# Captions
-
 CAPTION = "A red square stands left of the naïve box"
 
 
@@ -95,9 +93,6 @@ def test_of_a_users_text_every_mask_is_predicted_and_no_other_word(tokenizer, tm
     assert (word_labels(text) >= 0).nonzero()[0].tolist() == [2, 6]
 
 
-# Answers appended to questions
-
-
 @pytest.mark.parametrize(
     ("form", "question", "line", "answers"),
     [
@@ -113,8 +108,6 @@ def test_one_of_the_answers_follows_a_question(tmp_path, form, question, line, a
     found = {" ".join(tokens(*preprocess(preprocessor, sample, epoch=n), tokenizer)[1:-1]) for n in range(20)}
     assert found == {line + answer for answer in answers}
 
-
-# Texts of a corpus beside captions
 
 LINES = ["The first line.", "zweite Zeile: naïve", "x", "the last line has a few more words"]
 
@@ -166,9 +159,6 @@ def test_every_caption_has_a_text_beside_it(corpus_tokenizer):
     np.testing.assert_array_equal(alone[1].encoding.input_ids, texts[3].encoding.input_ids)
     drawn = {tuple(preprocess(preprocessor, captions, epoch=e)[1].encoding.input_ids) for e in range(20)}
     assert len(drawn) > 10, "the corpus is drawn at random"
-
-
-# Losses
 
 
 def labels_of(*labels: tuple[int, int, int]) -> WordLabels:

@@ -65,8 +65,6 @@ def make_inputs(image_index: list[list[int]] | None = None) -> Inputs:
     return Inputs(batch, gathered, encoded, MLMHead(HIDDEN, VOCABULARY))
 
 
-# Preprocessors
-
 ONLY_WORDS = {"masked_text": 0.0, "masked_regions": 0.0, "relationship": 0.0}
 
 
