@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.text import TextTokenizer
 from tests.encoders.small import make_inputs
 from tests.tasks.batches import make_batch
-from tests.tasks.preprocessors import make_tokenizer, preprocess, sample_of
+from tests.tasks.preprocessors import preprocess, sample_of
 
 H = 400
 TASKS = {
@@ -86,30 +85,29 @@ CASES = [
 OTHER_TRUTHS = (None, PHRASES, ReferredBox(BOX))
 
 
-def preprocessor_of(task: Task, folder: Path, *, with_phrase_spans: bool = True) -> Preprocessor:
-    tokenizer = make_tokenizer(folder, "red blue square")
+def preprocessor_of(task: Task, tokenizer, *, with_phrase_spans: bool = True) -> Preprocessor:
     return task.preprocessor(TextTokenizer(tokenizer, VLBertModel.layout, with_phrase_spans=with_phrase_spans))
 
 
-def texts_of(task: Task, folder: Path, *truths: Any, may_lack: bool = True, with_phrase_spans: bool = True) -> list:
+def texts_of(task: Task, tokenizer, *truths: Any, may_lack: bool = True, with_phrase_spans: bool = True) -> list:
     """One encoded text per truth."""
     fields = {"phrases": PHRASES, "may_lack_target": may_lack}
     texts = (SampleText(n, "red square", {}, truth, **fields) for n, truth in enumerate(truths))
-    return preprocess(preprocessor_of(task, folder, with_phrase_spans=with_phrase_spans), sample_of(*texts))
+    return preprocess(preprocessor_of(task, tokenizer, with_phrase_spans=with_phrase_spans), sample_of(*texts))
 
 
-def other_truths(task: Task, folder: Path) -> list[Any]:
-    learned = preprocessor_of(task, folder).learns_from
+def other_truths(task: Task, tokenizer) -> list[Any]:
+    learned = preprocessor_of(task, tokenizer).learns_from
     return [truth for truth in OTHER_TRUTHS if not isinstance(truth, learned)]
 
 
 @pytest.mark.parametrize(("task_class", "config", "own"), CASES)
-def test_only_texts_with_a_target_are_learned(tmp_path, task_class, config, own):
+def test_only_texts_with_a_target_are_learned(tokenizer, task_class, config, own):
     torch.manual_seed(0)
     task = task_class(SIZE, config).eval()
     for parameter in task.parameters():
         torch.nn.init.normal_(parameter)
-    others = other_truths(task, tmp_path)
+    others = other_truths(task, tokenizer)
     _, regions = make_inputs()
     # the first region of a text is what is referred to and named, the others lie elsewhere
     places = torch.arange(regions.attention_mask.shape[1])[:, None] * 40.0 + torch.tensor(BOX)
@@ -118,7 +116,7 @@ def test_only_texts_with_a_target_are_learned(tmp_path, task_class, config, own)
     states = torch.randn(3, 4, SIZE), torch.randn(3, regions.attention_mask.shape[1], SIZE), torch.randn(3, SIZE)
     found, reached = {}, {}
     for kind, truths in rows.items():
-        targets = [text.targets for text in texts_of(task, tmp_path, *truths)]
+        targets = [text.targets for text in texts_of(task, tokenizer, *truths)]
         text, region, summary = (state.clone().requires_grad_() for state in states)
         batch = make_batch([[0]] * 3, targets=type(targets[0]).join(targets))
         encoded = EncoderOutput(text=text, regions=region, summary=summary)
@@ -134,22 +132,22 @@ def test_only_texts_with_a_target_are_learned(tmp_path, task_class, config, own)
 
 
 @pytest.mark.parametrize(("task_class", "config", "own"), CASES)
-def test_which_texts_lack_a_target(tmp_path, task_class, config, own):
+def test_which_texts_lack_a_target(tokenizer, task_class, config, own):
     """None in a single data set, or in a run without phrases."""
     task = task_class(SIZE, config)
-    others = other_truths(task, tmp_path)
-    first, *rest = texts_of(task, tmp_path, own, *others)
+    others = other_truths(task, tokenizer)
+    first, *rest = texts_of(task, tokenizer, own, *others)
     assert first.targets.has_target is None and "only_phrases" not in first.record
     assert all(one.targets.has_target is False and one.record["only_phrases"] is True for one in rest)
     joined = type(first.targets).join([first.targets, *(one.targets for one in rest)])
     assert joined.has_target.tolist() == [True, *[False] * len(rest)]
     for options in ({"may_lack": False}, {"with_phrase_spans": False}):
-        assert all(one.targets.has_target is None for one in texts_of(task, tmp_path, own, others[0], **options))
+        assert all(one.targets.has_target is None for one in texts_of(task, tokenizer, own, others[0], **options))
 
 
-def test_a_task_whose_texts_have_choices(tmp_path):
-    [text] = texts_of(VCRTask(SIZE), tmp_path, PHRASES)
+def test_a_task_whose_texts_have_choices(tokenizer):
+    [text] = texts_of(VCRTask(SIZE), tokenizer, PHRASES)
     assert text.targets.has_target is False and text.targets.is_right.dtype == np.float32
     assert text.record["only_phrases"] is True and text.phrases.spans.tolist() == [[1, 2]]
     with pytest.raises(UserError, match="'red square' has no choices"):
-        texts_of(VCRTask(SIZE), tmp_path, PHRASES, may_lack=False)
+        texts_of(VCRTask(SIZE), tokenizer, PHRASES, may_lack=False)

@@ -15,7 +15,7 @@ from e2e_vl.tasks.config import Flickr30KConfig
 from e2e_vl.tasks.flickr30k import Flickr30KTargets, Flickr30KTask, first_occurrence
 from e2e_vl.text import TextTokenizer
 from tests.tasks.batches import make_batch
-from tests.tasks.preprocessors import make_tokenizer, photo, preprocess, sample_of, tokens
+from tests.tasks.preprocessors import photo, preprocess, sample_of, tokens
 
 HIDDEN, LENGTH = 6, 5
 BOXES = torch.tensor([[0.0, 0, 10, 10], [5.0, 0, 15, 10], [20.0, 20, 30, 40], [0.0, 5, 10, 15]])
@@ -146,11 +146,6 @@ def test_predictions_are_in_pixels_of_the_original_image():
     unknown = sentences(None, None)
     [record, _] = task.predict(unknown, run(task, unknown))
     assert record.ranks is None and task.correctness(record) is None and task.metrics([record]) == {"count": 1}
-
-
-@pytest.fixture
-def tokenizer(tmp_path):
-    return make_tokenizer(tmp_path, "the man and a red shirt left right of .")
 
 
 def encode(tokenizer, text: str, *spans: tuple[int, int], image=None, config=None, **text_tokenizer):

@@ -20,7 +20,7 @@ from e2e_vl.tasks.question_answering import AnswerTargets
 from e2e_vl.text import TextTokenizer
 from tests.regions import regions_of_own_images
 from tests.tasks.batches import make_batch, output_of
-from tests.tasks.preprocessors import decoded, make_tokenizer, photo, preprocess, sample_of
+from tests.tasks.preprocessors import decoded, photo, preprocess, sample_of
 
 ANSWERS = ["yes", "no", "left", "right", "red"]
 TYPES = {"structural": "query", "semantic": "attr", "detailed": "color"}
@@ -112,8 +112,7 @@ def test_scored_answers():
     assert judge(ScoredAnswers({})) is None
 
 
-def test_a_question_and_its_answer(tmp_path):
-    tokenizer = make_tokenizer(tmp_path, "is it left or right?")
+def test_a_question_and_its_answer(tokenizer):
     preprocessor = make_task().preprocessor(TextTokenizer(tokenizer))
     sample = sample_of(SampleText(3, "Is it left?", {"right_answer": "left"}, CorrectAnswer("left")))
     [text] = preprocess(preprocessor, sample)

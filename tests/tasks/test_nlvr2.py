@@ -16,10 +16,10 @@ from e2e_vl.samples import CorrectChoice, Question, Sample, SampleImage, SampleT
 from e2e_vl.structures import Batch, EncoderOutput, TaskOutput
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import NLVR2Config
-from e2e_vl.tasks.nlvr2 import NLVR2Prediction, NLVR2Targets, NLVR2Task, nlvr2_metrics, write_submission
+from e2e_vl.tasks.nlvr2 import NLVR2Targets, NLVR2Task
 from e2e_vl.text import TextTokenizer
 from tests.tasks.batches import make_batch, output_of
-from tests.tasks.preprocessors import decoded, make_tokenizer, photo
+from tests.tasks.preprocessors import decoded, photo
 
 
 def make_task(**config) -> NLVR2Task:
@@ -63,14 +63,15 @@ def test_the_head_fits_the_summary():
 
 def test_predictions_and_metrics():
     task, found = make_task(), []
-    for batch, logits in ((sentences(1, 1), [[0.0, 2.0], [1.0, 0.0]]), (sentences(None), [[0.0, 0.0]])):
+    scores = [[0.0, 2.0], [1.0, 0.0], [1.0, 0.0]]
+    for batch, logits in ((sentences(1, 1, 0), scores), (sentences(None), [[0.0, 0.0]])):
         found += task.predict(batch, output_of(batch, torch.tensor(logits)))
-    first, second, third = found
+    first, second, _, third = found
     assert (first.prediction, second.prediction, third.prediction) == ("True", "False", "False")
     assert first.true == pytest.approx(0.8808, abs=1e-4) and second.score == pytest.approx(0.7311, abs=1e-4)
     assert (task.correctness(first), task.correctness(second), task.correctness(third)) == (1, 0, None)
-    metrics = task.metrics([first, second, third])
-    assert metrics == {"count": 3, "accuracy": 0.5, "consistency": 0.5, "accuracy/true": 0.5}
+    shares = {"accuracy": 2 / 3, "consistency": 2 / 3, "accuracy/true": 0.5, "accuracy/false": 1}
+    assert task.metrics(found) == pytest.approx({"count": 4, **shares}) and task.metrics([third]) == {"count": 1}
     assert [name for name, _ in task.ranked(second)] == ["False", "True"]
     described = task.describe(msgspec.structs.replace(first, family="both"))
     assert (described.answer, described.truth, described.group) == ("True", "True", "both")
@@ -82,8 +83,7 @@ def test_logits_decide_where_their_shares_are_equal():
     assert found.prediction == "True"
 
 
-def test_a_sentence_about_two_images(tmp_path):
-    tokenizer = make_tokenizer(tmp_path, "the left image")
+def test_a_sentence_about_two_images(tokenizer, tmp_path):
     preprocessor = make_task().preprocessor(TextTokenizer(tokenizer))
     sentence = SampleText(0, "The left image", {"identifier": "dev-1-0-0"}, CorrectChoice(1), image_index=(0, 1))
     sample = Sample((SampleImage("l", tmp_path / "l"), SampleImage("r", tmp_path / "r")), (sentence,))
@@ -100,16 +100,3 @@ def test_questions_need_two_images(tmp_path):
     assert len(sample.images) == 2 and sample.texts[0].image_index == (0, 1) and sample.texts[0].truth is None
     with pytest.raises(UserError, match="about 2 images, and 1 is given"):
         task.question(Question(tmp_path / "a", "both"))
-
-
-def prediction(identifier: str, answer: str = "True", label: str | None = None) -> NLVR2Prediction:
-    return NLVR2Prediction(identifier=identifier, prediction=answer, score=0.5, true=0.5, label=label)
-
-
-def test_metrics_and_the_file_of_the_script(tmp_path):
-    ours = [prediction("dev-1-0-0", "True", "True"), prediction("dev-1-1-0", "True", "False")]
-    metrics = nlvr2_metrics(ours)
-    assert metrics == {"count": 2, "accuracy": 0.5, "consistency": 0, "accuracy/true": 1, "accuracy/false": 0}
-    assert nlvr2_metrics([prediction("dev-1-0-0")]) == {"count": 1}
-    write_submission(tmp_path / "deep" / "p.csv", ours)
-    assert (tmp_path / "deep" / "p.csv").read_text() == "dev-1-0-0,True\ndev-1-1-0,True\n"

@@ -25,8 +25,7 @@ from e2e_vl.tasks.objectives.words import WordLabels, WordMasking
 from e2e_vl.tasks.pretraining import PretrainingPreprocessor, PretrainingTargets, PretrainingTask
 from e2e_vl.tasks.vcr import VCRPreprocessor
 from e2e_vl.text import TextTokenizer
-from tests.data.tiny_vcr import TinyVCR
-from tests.tasks.preprocessors import decoded, make_tokenizer, preprocess, sample_of
+from tests.tasks.preprocessors import decoded, preprocess, sample_of
 from tests.tasks.tiny_pretraining import BOXES, CLASSES, assert_same, make_batch, make_model, make_pairs
 from tests.weights.starts import replaced
 
@@ -238,11 +237,6 @@ def test_questions_that_cannot_be_answered(question, objectives, message):
         make_model(objectives=objectives).task.question(question)
 
 
-@pytest.fixture
-def tokenizer(tmp_path):
-    return make_tokenizer(tmp_path, "what is red", "the red box", "a dog and a cat")
-
-
 class TwoCaptions(ObjectivePreprocessor):
     """Makes a pair of each text and the next one of the data."""
 
@@ -298,11 +292,6 @@ def test_phrases_belong_to_the_text_of_the_data(tokenizer, part, spans):
 
 CONFIG = "configs/tiny/visual_bert_pretraining.yaml"
 WORDS = {"mask_size": 7, "turn_names": False}
-
-
-@pytest.fixture
-def tiny(tmp_path) -> TinyVCR:
-    return TinyVCR(tmp_path)
 
 
 def choice_task(tokenizer, drawn: str = "random", texts: str = "labelled", **masking) -> PretrainingTask:

@@ -21,7 +21,7 @@ from e2e_vl.tasks.config import ReferringConfig
 from e2e_vl.tasks.refcoco import OTHER_COLOURS, ReferringTargets, ReferringTask
 from e2e_vl.text import TextTokenizer
 from tests.tasks.batches import has_colour, make_batch
-from tests.tasks.preprocessors import make_tokenizer, photo, preprocess, sample_of, tokens
+from tests.tasks.preprocessors import photo, preprocess, sample_of, tokens
 
 HIDDEN = 8
 SIZES = [[60, 80], [100, 50]]  # resized (height, width) of the two images
@@ -226,8 +226,7 @@ def test_an_expression_is_described_with_both_boxes_and_whether_there_was_a_righ
 
 
 @pytest.mark.parametrize("flipped", [False, True])
-def test_an_expression_and_its_box_in_resized_pixels(tmp_path, flipped):
-    tokenizer = make_tokenizer(tmp_path, "red square on the left right")
+def test_an_expression_and_its_box_in_resized_pixels(tokenizer, flipped):
     sample = sample_of(SampleText(3, "Red square on the left", {"ann_id": 9}, ReferredBox((-4, 20, 30, 40))))
     image = photo(scale=2, flipped=flipped, box_ids=(100, 101))
     [text] = preprocess(ReferringTask(8).preprocessor(TextTokenizer(tokenizer)), sample, image)

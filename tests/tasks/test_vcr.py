@@ -28,7 +28,6 @@ from e2e_vl.tasks.vcr import (
     truncate_rationales,
 )
 from e2e_vl.text import TextTokenizer
-from tests.data.tiny_vcr import TinyVCR
 from tests.tasks.batches import make_batch, output_of
 from tests.tasks.preprocessors import decoded, preprocess, tokens
 
@@ -157,11 +156,6 @@ def test_sentences_of_users_name_objects():
 
 
 READER = set(VCROptions.__struct_fields__)
-
-
-@pytest.fixture
-def tiny(tmp_path) -> TinyVCR:
-    return TinyVCR(tmp_path)
 
 
 def texts_of(tiny, *, training=False, epoch=0, **options) -> list[TextExample]:

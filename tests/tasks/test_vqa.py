@@ -22,7 +22,7 @@ from e2e_vl.tasks.question_answering import AnswerTargets
 from e2e_vl.tasks.vqa import VQATask, VQAVocabulary
 from e2e_vl.text import TextTokenizer
 from tests.tasks.batches import make_batch, output_of
-from tests.tasks.preprocessors import make_tokenizer, photo, preprocess, sample_of, tokens
+from tests.tasks.preprocessors import photo, preprocess, sample_of, tokens
 
 HIDDEN, LENGTH = 8, 6
 ANSWERS = ["yes", "no", "2", "", "<unk>", "yes"]
@@ -123,8 +123,7 @@ def test_predictions_and_metrics():
     assert shares.score == pytest.approx(float(logits[0].softmax(0)[1])) and len(shares.top_answers) == 5
 
 
-def test_rows_start_from_word_embeddings(tmp_path):
-    tokenizer = make_tokenizer(tmp_path, "yes no hot dog")
+def test_rows_start_from_word_embeddings(tokenizer):
     embeddings = torch.nn.Embedding(len(tokenizer), HIDDEN)
     encoder = SimpleNamespace(get_input_embeddings=lambda: embeddings)
     task, plain = (make_task(answers=["yes", "hot dog", ""], initialise_from_words=is_on) for is_on in (True, False))
@@ -164,11 +163,6 @@ def test_the_first_of_equal_answers_wins():
 
 GIVEN = HumanAnswers(("left side",) * 6 + ("left",) * 4)
 SIDES = ["<unk>", "left", "right", "left side", "right side"]
-
-
-@pytest.fixture
-def tokenizer(tmp_path):
-    return make_tokenizer(tmp_path, "red square left right blue side")
 
 
 def preprocessor(tokenizer):

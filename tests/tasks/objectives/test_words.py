@@ -54,11 +54,6 @@ def test_shares_of_the_official_code():
 CAPTION = "A red square stands left of the naïve box"
 
 
-@pytest.fixture
-def tokenizer(tmp_path):
-    return make_tokenizer(tmp_path, "a red square stands left of the box")
-
-
 def word_labels(text: TextExample, objective: str = "masked_words") -> np.ndarray:
     return text.targets.parts[objective].labels
 
@@ -101,8 +96,7 @@ def test_of_a_users_text_every_mask_is_predicted_and_no_other_word(tokenizer, tm
         ("left_out", "what is it", "what is it", {""}),
     ],
 )
-def test_one_of_the_answers_follows_a_question(tmp_path, form, question, line, answers):
-    tokenizer = make_tokenizer(tmp_path, "what is it ? red box blue", " ".join("redboxblue"))
+def test_one_of_the_answers_follows_a_question(tokenizer, form, question, line, answers):
     preprocessor = make_preprocessor(tokenizer, masked_words={"answer": form, "probability": 0.0})
     sample = sample_of(SampleText(0, question, {}, HumanAnswers(("red box", "blue", "blue"))))
     found = {" ".join(tokens(*preprocess(preprocessor, sample, epoch=n), tokenizer)[1:-1]) for n in range(20)}
