@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.batching import ExampleDataset, Request
+from e2e_vl.config import RunConfig, SyntheticSettings, load_config
+from e2e_vl.data.batching import Request
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import build_collate, build_examples, build_model, build_tokenizer, resolve_config
+from e2e_vl.run.build import Run, build_run
 from e2e_vl.structures import Batch
+from tests.run.runs import first_texts
+from tests.weights.starts import replaced
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("detector", "encoder", "task")
@@ -27,42 +28,25 @@ FREEZE_AT = "detector.overrides.MODEL.BACKBONE.FREEZE_AT"
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
-@dataclasses.dataclass
-class Built:
-    """A model with the same random start in every test, and training examples for it."""
-
-    model: VisionLanguageModel
-    examples: ExampleDataset
-    collate: Callable[..., Batch]
-
-    def batch(self, *requests: Request) -> Batch:
-        return self.collate([self.examples[request] for request in requests])
-
-    def first_texts(self, *, images: int, texts: int) -> Batch:
-        groups = self.examples.groups[:images]
-        return self.batch(*(Request(number, tuple(group[:texts])) for number, group in enumerate(groups)))
-
-
-def build(config: RunConfig, *, boxes: str = "gt") -> Built:
-    config = resolve_config(config)
-    tokenizer = build_tokenizer(config)
+def built(config: RunConfig) -> Run:
+    """A run whose model has the same random start in every test."""
     torch.manual_seed(3)
-    model = build_model(config, vocab_size=len(tokenizer)).train()
-    examples = build_examples(config, model, tokenizer, "train", boxes=boxes, training=True)
-    return Built(model, examples, build_collate(config, model))
+    run = build_run(config)
+    run.model.train()
+    return run
 
 
-def built_for(config: RunConfig, texts: int = 2, *, boxes: str = "gt") -> tuple[VisionLanguageModel, Batch]:
+def built_for(config: RunConfig, texts: int = 2) -> tuple[VisionLanguageModel, Batch]:
     """The model, and the first texts about each of two images."""
-    built = build(config, boxes=boxes)
-    return built.model, built.first_texts(images=2, texts=texts)
+    run = built(config)
+    return run.model, first_texts(run, 2, texts)
 
 
 # Pixel masks
 
 
 def test_pixels_of_a_masked_box_change_nothing_at_all(tiny_config):
-    model, batch = built_for(tiny_config(), boxes="online")
+    model, batch = built_for(tiny_config())
     model.eval()
     masks = [torch.tensor([[20.3, 30.0, 70.9, 81.0], [60.0, 70.0, 100.0, 127.5]]), torch.zeros(0, 4)]
     changed = batch.images.pixels.clone()
@@ -87,14 +71,15 @@ def test_pixels_of_a_masked_box_change_nothing_at_all(tiny_config):
 def test_the_whole_image_can_be_kept_from_the_sequence(tiny_words, tmp_path, name):
     """Tasks see neither its box nor a state of it, and every text has one region less."""
     words = [word for word in tiny_words if not word.startswith("data.synthetic")]
-    words += [f"output={tmp_path}", "data.flip=0", "encoder.config.image_feature_on_words=true"]
+    words += [f"output={tmp_path}", "data={flip: 0, boxes: {train: gt}}", "encoder.config.image_feature_on_words=true"]
     if name == "refcoco":
         words.append("task.config={loss: binary, whole_image_can_win: true}")
     counts = {}
     for in_sequence in (True, False):
         own = [*words, f"encoder.config.whole_image_in_sequence={in_sequence}"]
-        built = build(load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", own))
-        model, batch = built.model.eval(), built.first_texts(images=3, texts=1)
+        config = load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", own)
+        run = built(replaced(config, data={"synthetic": SyntheticSettings()}))  # the data are there
+        model, batch = run.model.eval(), first_texts(run, 3, 1)
         with torch.no_grad():
             output = model(batch)
         regions = output.text_regions
@@ -137,20 +122,19 @@ def test_the_task_loss_reaches_the_first_trained_stage(tiny_config, freeze_at, f
 
 def test_k_texts_of_an_image_are_k_batches_of_one(tiny_config):
     """With one pass of the detector."""
-    built = build(tiny_config(*NO_DROPOUT, f"{RESNETS}.NORM=FrozenBN", *TASK_ONLY))
-    model = built.model
-    group = next(index for index, texts in enumerate(built.examples.groups) if len(texts) >= 3)
-    texts = tuple(built.examples.groups[group][:3])
-    passes = []
+    run = built(tiny_config(*NO_DROPOUT, f"{RESNETS}.NORM=FrozenBN", *TASK_ONLY))
+    model, data, passes = run.model, run.train_data, []
+    group = next(index for index, texts in enumerate(data.groups) if len(texts) >= 3)
+    texts = tuple(data.groups[group][:3])
     model.detector.backbone.register_forward_pre_hook(lambda _, given: passes.append(len(given[0])))
 
-    together = model(built.batch(Request(group, texts))).losses["referring"]
+    together = model(run.collate([data[Request(group, texts)]])).losses["referring"]
     assert passes == [1]
     together.mean.backward()
     grouped = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
     model.zero_grad(set_to_none=True)
-    singles = [model(built.batch(Request(group, (text,)))).losses["referring"] for text in texts]
+    singles = [model(run.collate([data[Request(group, (text,))]])).losses["referring"] for text in texts]
     total, count = sum(loss.total for loss in singles), sum(loss.count for loss in singles)
     assert count == together.count
     torch.testing.assert_close(total / count, together.mean, rtol=1e-6, atol=1e-7)

@@ -44,12 +44,6 @@ def test_tracked_text_is_not_bound_to_a_machine() -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
-def test_config_begins_with_a_comment(path: Path) -> None:
-    """What it is, the command, and the expected result."""
-    assert path.read_text(encoding="utf-8").startswith("#")
-
-
 def test_readme_and_ci_have_the_two_commands() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert DEMO_COMMAND in readme and TEST_COMMAND in readme

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
 
 from e2e_vl.config import RunConfig, load_config
+from e2e_vl.data.batching import Request
 from e2e_vl.io import read_log
+
+if TYPE_CHECKING:  # they take long to import
+    from e2e_vl.run.build import Run
+    from e2e_vl.structures import Batch
 
 ROOT = Path(__file__).parents[2]
 TINY_DETECTOR = f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}"
@@ -33,6 +39,12 @@ def logged(run: str | Path, kind: str = "train") -> list[dict]:
 
 def predictions_of(run: str | Path, name: str = "val_gt") -> list[dict]:
     return json.loads((Path(run) / f"predictions_{name}.json").read_text("utf-8"))
+
+
+def first_texts(run: Run, images: int | None = None, texts: int = 2) -> Batch:
+    """The first texts about each of the first images, or of all, as in training."""
+    groups = run.train_data.groups[:images]
+    return run.collate([run.train_data[Request(number, tuple(group[:texts]))] for number, group in enumerate(groups)])
 
 
 def lose_newest(run: Path, copy: Path) -> None:

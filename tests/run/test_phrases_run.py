@@ -17,7 +17,7 @@ from e2e_vl.run.build import build_model, build_run
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run, predict_split
 from e2e_vl.run.train import train
-from tests.run.runs import ROOT, SHORT, logged, predictions_of, tiny
+from tests.run.runs import ROOT, SHORT, first_texts, logged, predictions_of, tiny
 from tests.same import assert_same
 from tests.weights.starts import options, replaced
 
@@ -237,9 +237,7 @@ def test_phrases_beside_each_task_train_the_backbone_of_each_encoder(folder, tas
     own = SIZES | LAYERS[encoder] | (NEEDED.get(task, {}) if encoder == "lxmert" else {}) | {"relative_geometry": True}
     config = alone(task, folder) if task == "flickr30k" else joined(task, folder)
     run = build_run(replaced(config, encoder={"name": encoder, "config": own}))
-    data = run.train_data
-    batch = run.collate([data[Request(group, tuple(texts[:2]))] for group, texts in enumerate(data.groups)])
-    model = run.model.train()
+    model, batch = run.model.train(), first_texts(run)
     output = model(batch)
     assert LOSSES.get(task, task) in output.losses and {"phrases", "phrase_tags"} <= output.losses.keys()
     assert all(torch.isfinite(loss.total) and loss.count > 0 for loss in output.losses.values())

@@ -30,7 +30,7 @@ from e2e_vl.tasks.objectives.texts import MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets
 from tests.conftest import ENCODERS
-from tests.run.runs import ROOT, logged, tiny
+from tests.run.runs import ROOT, first_texts, logged, tiny
 from tests.weights.starts import options, replaced, same
 
 OBJECTIVES = {"masked_words", "masked_text", "masked_regions", "relationship"}
@@ -66,12 +66,6 @@ def settings(data, tmp_path):
         return tiny("pretraining", data, tmp_path / output, *more)
 
     return make
-
-
-def first_batch(run):
-    """Two captions of each of the first four images, with what the corpus adds."""
-    groups = run.train_data.groups
-    return run.collate([run.train_data[Request(number, tuple(groups[number][:2]))] for number in range(4)])
 
 
 @pytest.mark.parametrize(
@@ -149,7 +143,7 @@ def test_the_backbone_learns_from_masked_regions(settings):
     config = settings(only, *always, "data.config.use_corpus=false")
     run = build_run(config)
     run.model.train()
-    output = run.model(first_batch(run))
+    output = run.model(first_texts(run, 4))
     loss = output.task.losses["masked_regions"]
     assert loss.count > 0
     assert all(bool(is_masked.all()) for is_masked in output.batch.masked_regions.is_masked)
