@@ -226,19 +226,20 @@ def test_images_that_cannot_be_read_end_in_exit_code_1(words, tmp_path, images, 
 
 
 def test_given_boxes_with_the_detector_of_a_run(images, trained_run, tmp_path):
-    listed = {"images": [{"id": 7, "file_name": "003.png"}, {"id": 4, "file_name": "001.png"}]}
-    (tmp_path / "images.json").write_text(json.dumps(listed))
+    listed = [{"id": 7, "file_name": "003.png"}, {"id": 4, "file_name": "001.png"}]
+    (tmp_path / "images.json").write_text(json.dumps({"images": listed}))
     (tmp_path / "boxes.json").write_text(json.dumps([{"image_id": 7, "bbox": [5, 6, 20, 10]}]))
-    output = tmp_path / "features"
     words = f"--images {tmp_path}/images.json --root {images} --boxes {tmp_path}/boxes.json --run {trained_run.path}"
-    assert extract.many_images([*words.split(), "--output", str(output), "--workers", "0", "--image-feature"]) == 0
-    store = open_features(output)
+    words += f" --output {tmp_path}/features --workers 0 --image-feature"
+    assert extract.many_images(words.split()) == 0
+    store = open_features(tmp_path / "features")
     assert store.ids == ["4", "7"] and len(store["4"]) == 0
     record = store["7"]
     assert record.boxes.tolist() == [[5, 6, 25, 16]] and record.image_feature.shape == record.features.shape[1:]
     assert record.attributes is None
-    assert store.stamp["features_of"] == "given boxes" and len(store.stamp["box_rule"]["boxes_sha256"]) == 64
-    assert store.stamp["weights"]["file"] == "model.safetensors"
+    stamp = store.stamp
+    assert stamp["features_of"] == "given boxes" and len(stamp["box_rule"]["boxes_sha256"]) == 64
+    assert stamp["weights"]["file"] == "model.safetensors"
 
 
 def test_backends_and_precisions(words, tmp_path, images):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from detector.errors import UserError
+from detector.errors import StoppedRunError, UserError
 from e2e_vl.cli.main import COMMANDS, print_errors
 from e2e_vl.config import load_config, save_config
 from tests.conftest import ROOT
@@ -132,6 +132,11 @@ def command(error: BaseException) -> int:
 def test_what_a_user_can_mend_is_one_sentence(error: Exception, words: str, capsys: pytest.CaptureFixture):
     assert command(error) == 2
     assert capsys.readouterr().err == f"error: {words}\n"
+
+
+def test_a_stopped_run_has_the_status_of_its_signal(capsys):
+    assert command(StoppedRunError("--resume continues", 130)) == 130
+    assert capsys.readouterr().err == "--resume continues\n"
 
 
 @pytest.mark.parametrize("error", [KeyError("id"), TypeError("no number"), OSError("of a library"), AssertionError()])

@@ -62,13 +62,3 @@ def test_what_does_not_fit_a_run_is_one_sentence(trained_run, capfd, arguments, 
     assert evaluate(["--run", str(trained_run.path), *arguments]) == 2
     err = capfd.readouterr().err
     assert "Traceback" not in err and named in err.splitlines()[-1]
-
-
-def test_an_interrupted_run_can_be_resumed(tiny_words, tmp_path, monkeypatch, capfd):
-    def interrupt(self, micro_batches):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("e2e_vl.run.train.Trainer.train_step", interrupt)
-    words = [*tiny_words, f"output={tmp_path / 'run'}"]
-    assert train(["--config", str(ROOT / "configs" / "tiny" / "refcoco.yaml"), *words]) == 130
-    assert "--resume continues" in capfd.readouterr().err.splitlines()[-1]
