@@ -60,6 +60,8 @@ WRONG = {  # words after e2e-vl -> part of the one sentence
     "analyze-attention --run RUN --heads ten": "write a head as LAYER-HEAD",
     "predict --run RUN --split val --boxes gt --output x train.learning_rate=1": NEAR,
     "ask --run nowhere --image x --text y": "nowhere contains no trained model",
+    "ask --run x --image x": "--image with --text, or --json",
+    "ask --run x --json README.md": "README.md",
     "ask --run RUN --image x --text y --boxes 3,2,1": "[3.0, 2.0, 1.0] is not a box",
     "extract x.jpg --output x --text y": "--text needs --run",
     "extract configs --output x": "configs: no images found; supported suffixes are ",

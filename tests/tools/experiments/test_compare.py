@@ -57,8 +57,8 @@ def compare(tmp_path, output, monkeypatch) -> Callable[..., list[list[str]]]:
 
 def test_each_seed_is_a_run_of_its_own_and_the_table_has_mean_and_spread(compare, output, capsys):
     frozen, train = "detector.freeze=true", [str(ROOT / "tools" / "train.py"), "--config", str(DEMO), "train.lr=2e-3"]
-    words = ("--set", "train.lr=2e-3", "--variant", "joint", "--variant", "kept as it is", frozen, "--jobs", "2")
-    runs = [[str(output / f"{name}_{seed}") for seed in (2, 4)] for name in ("joint", "kept_as_it_is")]
+    words = ("--set", "train.lr=2e-3", "--variant", "joint", "--variant", "as it is", frozen, "--jobs", "2")
+    runs = [[str(output / f"{name}_{seed}") for seed in (2, 4)] for name in ("joint", "as_it_is")]
     assert sorted(compare(*words, "--seeds", "2", "4")) == [
         [*train, frozen, "seed=2", f"output={runs[1][0]}"],
         [*train, frozen, "seed=4", f"output={runs[1][1]}"],
@@ -68,7 +68,7 @@ def test_each_seed_is_a_run_of_its_own_and_the_table_has_mean_and_spread(compare
     comparison = json.loads((output / "comparison.json").read_text(encoding="utf-8"))
     assert comparison["common_overrides"] == ["train.lr=2e-3"]
     assert comparison["variants"]["joint"]["metrics"] == {"val/accuracy_gt_boxes": [0.88, 0.86]}
-    assert comparison["variants"]["kept as it is"] == {
+    assert comparison["variants"]["as it is"] == {
         "overrides": [frozen],
         "runs": runs[1],
         "metrics": {"val/accuracy_gt_boxes": [0.3, 0.3]},
@@ -78,7 +78,7 @@ def test_each_seed_is_a_run_of_its_own_and_the_table_has_mean_and_spread(compare
     lines = (output / "comparison.md").read_text(encoding="utf-8").splitlines()
     assert lines[2:4] == [
         "| joint | 0.870 (0.860 to 0.880) | 1.5 |",
-        "| kept as it is | 0.300 (0.300 to 0.300) | 1.5 |",
+        "| as it is | 0.300 (0.300 to 0.300) | 1.5 |",
     ]
     compare("--variant", "joint", "--metrics", "val/ceiling_gt_boxes", "val/accuracy_gt_boxes/relation")
     assert (output / "joint").is_dir() and "| joint | 1.000 | – | 1.5 |" in capsys.readouterr().out
