@@ -1,4 +1,4 @@
-"""Shared by the tasks: initialisation of heads, phrases in pictures, and texts without a target."""
+"""Shared by the tasks: new heads, phrases in pictures, texts without a target, and settings that are refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from detector.errors import UserError
+from e2e_vl import parts
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.examples import Preprocessor
+from e2e_vl.parts import decode
 from e2e_vl.predictions import GroundedPhrase, Prediction
 from e2e_vl.samples import CorrectAnswer, CorrectChoice, HumanAnswers, PhraseBoxes, ReferredBox, SampleText
 from e2e_vl.structures import EncoderOutput
@@ -151,3 +153,16 @@ def test_a_task_whose_texts_have_choices(tokenizer):
     assert text.record["only_phrases"] is True and text.phrases.spans.tolist() == [[1, 2]]
     with pytest.raises(UserError, match="'red square' has no choices"):
         texts_of(VCRTask(SIZE), tokenizer, PHRASES, may_lack=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [("vcr", "people_names", []), ("pretraining", "replace_probability", 0.5), ("masked_words", "probability", 15)],
+)
+def test_a_wrong_setting_is_named(name, field, value):
+    with pytest.raises(UserError, match=field):
+        decode({field: value}, (parts.TASKS | parts.OBJECTIVES)[name].config_class, "task.config")
+
+
+def test_messages_name_an_objective_as_settings_do():
+    assert all(part.config_class.name == name for name, part in parts.OBJECTIVES.items())

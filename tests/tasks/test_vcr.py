@@ -170,11 +170,6 @@ def line(tiny, text) -> str:
     return decoded(text, tiny.tokenizer)
 
 
-def named(text) -> dict[int, int]:
-    """The positions that have a region, and which."""
-    return {position: row for position, row in enumerate(text.region_of_token.tolist()) if row >= 0}
-
-
 def test_four_texts_of_a_question(tiny):
     tiny.lines[0]["family"] = "colour"
     texts = texts_of(tiny)
