@@ -45,9 +45,8 @@ def unchecked_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- End of shapes.
 
 from e2e_vl.config import RunConfig, load_config  # noqa: E402
-from tests.run.runs import TINY_DETECTOR, tiny  # noqa: E402
+from tests.run.runs import ROOT, TINY_DETECTOR, tiny  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
 # Six objects in every scene: all texts then have the same number of annotated regions.
 SAME_SIZE = "data.synthetic.config={scene: {min_objects: 6, max_objects: 6}}"
 
@@ -95,10 +94,7 @@ def tiny_config(tiny_words: list[str], tmp_path: Path) -> Callable[..., RunConfi
 
 @pytest.fixture(autouse=True)
 def own_log_handlers() -> Iterator[None]:
-    """What a command sets up for its log ends with its test.
-
-    The stream of its handler is the captured one, which is closed then, and its level would let later tests see more.
-    """
+    """What a command sets up for its log ends with its test: the stream of its handler is closed then."""
     before, level = list(logging.root.handlers), logging.root.level
     yield
     logging.root.setLevel(level)
@@ -127,11 +123,7 @@ def curves_drawn_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def cpu_with_one_thread() -> Iterator[None]:
-    """A fresh Accelerator on the CPU, fixed random numbers, and one thread.
-
-    With one thread sums have a fixed order, and two runs on one machine are equal bit by bit; with several threads, or
-    on two machines, they differ by rounding.
-    """
+    """A fresh Accelerator on the CPU, fixed random numbers, and one thread: two runs are equal bit by bit."""
     import torch
     from accelerate.state import AcceleratorState
     from accelerate.utils import set_seed
@@ -163,18 +155,11 @@ def trained_run(tiny_words: list[str], tmp_path_factory: pytest.TempPathFactory)
 
     path = tmp_path_factory.mktemp("trained") / "run"
     config = load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [*tiny_words, f"output={path}"])
-    kept = SimpleNamespace(path=path, config=config)
+    kept, build = [], training.build_run
     with cpu_with_one_thread(), pytest.MonkeyPatch.context() as patch:
-        build = training.build_run
-
-        def build_and_keep(config: RunConfig, *more, **named):
-            kept.run = build(config, *more, **named)
-            return kept.run
-
-        patch.setattr(training, "build_run", build_and_keep)
-        kept.metrics = training.train(config)
-    kept.model = kept.run.model
-    return kept
+        patch.setattr(training, "build_run", lambda *more, **named: kept.append(build(*more, **named)) or kept[0])
+        metrics = training.train(config)
+    return SimpleNamespace(path=path, config=config, metrics=metrics, run=kept[0], model=kept[0].model)
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,6 @@ from e2e_vl.weights.vl_bert import OfficialVLBert
 from tests.run.runs import tiny
 from tests.weights.starts import OFFICIAL_DETECTOR, options, replaced, same
 
-ROOT = Path(__file__).parents[2]
 TESTED_AT_96 = "{MIN_SIZE_TRAIN: [96, 112, 128], MAX_SIZE_TRAIN: 160, MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 160}"
 
 

@@ -34,10 +34,9 @@ from e2e_vl.run.evaluate import predict_texts
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.train import train
 from tests.conftest import ENCODERS, cpu_with_one_thread
-from tests.run.runs import assert_same_run, logged, lose_newest
+from tests.run.runs import ROOT, assert_same_run, logged, lose_newest
 from tests.weights.starts import replaced
 
-ROOT = Path(__file__).parents[2]
 # Dropout, sampled RoIs, flips, batch statistics and a worker: all that draws random numbers or keeps a state.
 # 12 images in batches of 4 are 3 steps an epoch, so the checkpoint of step 4 lies inside the second epoch, and
 # inside a logging interval.

@@ -16,8 +16,8 @@ from e2e_vl.parts import TASKS
 from e2e_vl.run.build import build_examples, build_model, resolve_config
 from e2e_vl.samples import CorrectAnswer, CorrectChoice, HumanAnswers
 from e2e_vl.text import load_tokenizer
+from tests.run.runs import ROOT
 
-ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 VOCABULARY = 1000
 

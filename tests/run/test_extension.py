@@ -25,9 +25,9 @@ from e2e_vl.run.build import build_collate, build_examples, build_run
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
-from tests.cli.calls import ask, first_image, is_picture, refused, saved, told
+from tests.cli.calls import ask, first_image, is_picture, refused
 from tests.run.extensions import image_pairs, pooled_encoder, region_features, statements
-from tests.run.runs import ROOT, SHORT, lose_newest
+from tests.run.runs import ROOT, SHORT, TINY_DETECTOR, lose_newest, predictions_of
 from tests.same import assert_same
 
 TINY = ROOT / "tests" / "run" / "extensions" / "tiny.yaml"
@@ -47,8 +47,8 @@ def settings(tmp_path, monkeypatch) -> Callable[..., RunConfig]:
     monkeypatch.setitem(parts.OBJECTIVES, "region_features", objective)
 
     def make(*words: str, config: Path = TINY, **sections: dict) -> RunConfig:
-        places = f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}", f"data.root={tmp_path / 'data'}"
-        loaded = load_config(config, [*places, f"output={tmp_path / 'run'}", *SHORT, *words])
+        places = TINY_DETECTOR, f"data.root={tmp_path / 'data'}", f"output={tmp_path / 'run'}"
+        loaded = load_config(config, [*places, *SHORT, *words])
         changed = {name: type(getattr(loaded, name))(**fields) for name, fields in sections.items()}
         return msgspec.structs.replace(loaded, **changed)
 
@@ -67,14 +67,14 @@ def live(config: RunConfig) -> Path:
         again, path = evaluate_run(run, split="val", boxes=boxes, output=run / "again.json")
         assert again
         assert_same(again, {name: metrics[name] for name in again})
-        assert_same(json.loads(path.read_text()), saved(run, f"predictions_val_{boxes}.json"))
+        assert_same(json.loads(path.read_text()), predictions_of(run, f"val_{boxes}"))
     return run
 
 
 def asked(run: Path, folder: Path, image: Path | tuple[Path, ...], text: str, *more: object) -> dict:
     assert tool.main(ask(run, image, text, *more, "--output", folder)) == 0
     assert is_picture(folder / "regions.png") and is_picture(folder / "answer.png")
-    return told(folder)
+    return json.loads((folder / "answer.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_an_encoder_that_lacks_an_ability_is_refused(settings):
 def test_a_data_set_and_a_task_about_two_images(settings, tmp_path, capsys):
     words = "data.name=pairs", "task.name=statements", "encoder.config.max_images=2", "train.lr=0.02"
     run = live(settings(*words, "eval.boxes=[gt,online]", task={"name": "statements", "config": {"dropout": 0.0}}))
-    records = saved(run)
+    records = predictions_of(run)
     assert len(records) == 8 and all(len(set(record["metadata"]["image_ids"])) == 2 for record in records)
 
     config, model, tokenizer = load_model(run)

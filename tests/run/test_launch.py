@@ -21,13 +21,12 @@ from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.train import train
 from tests.conftest import SAME_SIZE, cpu_with_one_thread
-from tests.run.runs import assert_same_run, logged, predictions_of
+from tests.run.runs import ROOT, TINY_DETECTOR, assert_same_run, logged, predictions_of
 from tests.run.two_processes import start
 from tests.same import assert_same
 
-ROOT = Path(__file__).parents[2]
 COMMON = (
-    f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
+    TINY_DETECTOR,
     *(f"encoder.config.{name}=0" for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")),
     "encoder.config.region_dropout_prob=0",
     # with a smaller epsilon Adam would blow up the rounding of gradients near zero to whole steps

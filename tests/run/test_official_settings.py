@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from e2e_vl.config import RunConfig, differences, load_config, read_detector_config
+from tests.run.runs import ROOT
 
-ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "config" / "official_settings.json").read_text("utf-8"))
 OFFICIAL = {
     name: family["common"] | own for family in GOLDEN["families"].values() for name, own in family["files"].items()

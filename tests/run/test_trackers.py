@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from e2e_vl.io import read_log
 from e2e_vl.run.trackers import PICTURES, format_results
 
-ROOT = Path(__file__).parents[2]
 BOXES = ("gt", "detections", "online")
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

@@ -17,8 +17,6 @@ from e2e_vl.run.train import BestModel, train
 from tests.run.runs import logged, lose_newest
 from tests.weights.starts import same
 
-ROOT = Path(__file__).parents[2]
-
 NO_DROPOUT = tuple(
     f"encoder.config.{name}=0"
     for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "region_dropout_prob")
@@ -30,11 +28,11 @@ RESNETS = "detector.overrides.MODEL.RESNETS"
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
-def parameters_of(run_dir: str | Path) -> dict[str, torch.Tensor]:
+def weights_of(model: str | Path) -> dict[str, torch.Tensor]:
     return {
         f"{part}.{name}": value
         for part in ("detector", "encoder", "task")
-        for name, value in load_file(Path(run_dir) / "model" / part / "model.safetensors").items()
+        for name, value in load_file(Path(model) / part / "model.safetensors").items()
     }
 
 
@@ -73,7 +71,7 @@ def test_accumulated_micro_batches_give_the_parameters_of_one_batch(tiny_config,
     for parts, path in runs.items():
         own = f"{RESNETS}.NORM=GN", f"train.accumulate={parts}", f"train.log_every={parts}", f"output={path}"
         train(tiny_config(*GT_ONLY, *NO_DROPOUT, *words, *own))
-    one, two = (parameters_of(path) for path in runs.values())
+    one, two = (weights_of(path / "model") for path in runs.values())
     assert set(one) == set(two)
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 2e-5  # of steps of 1e-2
     single, pairs = logged(runs[1]), logged(runs[2])
@@ -204,10 +202,6 @@ def scores(monkeypatch) -> dict[int, float]:
     monkeypatch.setattr(training.Trainer, "evaluate", at_step)
     monkeypatch.setattr(training, "evaluate_splits", lambda *a, **k: {METRIC: values[step], "val/count_gt_boxes": 6.0})
     return values
-
-
-def weights_of(model: str | Path) -> dict[str, torch.Tensor]:
-    return load_file(Path(model) / "encoder" / "model.safetensors")
 
 
 def test_the_best_model_is_kept_and_a_resumed_run_keeps_the_same(scores, tiny_config, tmp_path):

@@ -21,9 +21,8 @@ from detector.errors import StoppedRunError
 from e2e_vl.config import load_config
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
-from tests.run.runs import lose_newest
+from tests.run.runs import ROOT, lose_newest
 
-ROOT = Path(__file__).parents[2]
 Job = tuple[Path, list[str], Path | None]
 
 
