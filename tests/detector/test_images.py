@@ -9,14 +9,7 @@ from PIL import Image
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from detector.errors import MissingFileError, UserError
-from detector.images import (
-    ResizeRule,
-    load_image,
-    load_resized,
-    make_image_batch,
-    mask_pixels,
-    resize_image,
-)
+from detector.images import ResizeRule, load_image, load_resized, make_image_batch, mask_pixels, resize_image
 
 
 def random_pixels(h: int = 24, w: int = 31, seed: int = 0) -> np.ndarray:

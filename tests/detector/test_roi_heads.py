@@ -27,11 +27,6 @@ def make_detector(style: str, **more: int) -> FasterRCNN:
     return FasterRCNN(DetectorConfig.from_flat(flat | STYLES[style] | more)).eval()
 
 
-@pytest.fixture(params=STYLES)
-def heads(request: pytest.FixtureRequest) -> roi_heads.Res5ROIHeads:
-    return make_detector(request.param).roi_heads
-
-
 @pytest.mark.parametrize("resolution", [7, 8])
 @pytest.mark.parametrize("style", STYLES)
 def test_the_side_of_the_last_map_is_known_before_it_is_there(style, resolution):
@@ -42,7 +37,9 @@ def test_the_side_of_the_last_map_is_known_before_it_is_there(style, resolution)
 
 
 @pytest.mark.parametrize("with_masks", [False, True])
-def test_chunks_give_the_same_features(heads, with_masks: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("style", STYLES)
+def test_chunks_give_the_same_features(style: str, with_masks: bool, monkeypatch: pytest.MonkeyPatch):
+    heads = make_detector(style).roi_heads
     generator = torch.Generator().manual_seed(1)
     features = {"res4": torch.randn(3, 32, 9, 12, generator=generator)}
     corners = 100 * torch.rand(23, 2, 2, generator=generator).sort(dim=1).values
@@ -77,22 +74,14 @@ def test_without_fully_connected_layers_the_map_is_flattened():
     assert head.predictor_dim == 6 * 3**2
 
 
-K, A, D = 3, 4, 6
-ATTRIBUTES = AttributeConfig(num_classes=A, embedding_dim=5, hidden_dim=7, loss_weight=0.5)
-
-
-def make_predictor(attributes: AttributeConfig = ATTRIBUTES) -> BoxPredictor:
+def test_attribute_loss_averages_over_the_labels_of_each_foreground_roi():
     torch.manual_seed(0)
-    predictor = BoxPredictor(D, ROIHeadsConfig(num_classes=K), attributes)
+    attributes = AttributeConfig(num_classes=4, embedding_dim=5, hidden_dim=7, loss_weight=0.5)
+    predictor = BoxPredictor(6, ROIHeadsConfig(num_classes=3), attributes)
     for parameter in predictor.parameters():
         torch.nn.init.normal_(parameter)
-    return predictor
-
-
-def test_attribute_loss_averages_over_the_labels_of_each_foreground_roi():
-    predictor = make_predictor()
-    features = torch.randn(5, D)
-    classes = torch.tensor([0, 2, K, 1, 1])
+    features = torch.randn(5, 6)
+    classes = torch.tensor([0, 2, 3, 1, 1])
     labels = torch.tensor([[1, 3, -1], [0, -1, -1], [2, 2, 2], [-1, -1, -1], [-1, 2, -1]])
     loss = predictor.attribute_loss(features, classes, labels)
     logits = predictor.attributes(features, classes)  # with the embedding of the annotated class

@@ -19,12 +19,7 @@ from detector.checkpoint import load_checkpoint, save_weights
 from detector.config import DetectorConfig, flatten, load_tree
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
-from detector.weight_names import (
-    CELL_ANCHORS,
-    fold_norms,
-    from_torchvision_detector,
-    match_ends,
-)
+from detector.weight_names import CELL_ANCHORS, fold_norms, from_torchvision_detector, match_ends
 from detector.zoo import PUBLISHED
 from tests.detector import published
 
@@ -170,8 +165,8 @@ def test_caffe2_blobs(tmp_path: Path, tree: dict, norms: dict[str, str], wrap: s
         "bare": blobs,
         "folded": folded,
         "model": {"model": blobs, "__author__": "Caffe2", "matching_heuristics": True},
+        "blobs": {"blobs": {**blobs, "conv1_w_momentum": blobs["conv1_w"]}, "cfg": "text"},
     }
-    content["blobs"] = {"blobs": {**blobs, "conv1_w_momentum": blobs["conv1_w"]}, "cfg": "text"}
     report = load_checkpoint(model, published.write_pickle(tmp_path / "a.pkl", content[wrap]))
     assert report.layout == "Caffe2"
     assert set(report.unexpected) == {*mask, "fc1000.weight", "stem.conv1.bias"}
