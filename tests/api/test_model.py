@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import urllib.request
 import warnings
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from e2e_vl.api.model import (
     Answer,
     TrainedDetector,
     TrainedModel,
+    box_marks,
     content_key,
     convert_boxes,
     image_file,
@@ -307,26 +310,17 @@ def phrase(score: float, box: list[float] | None = None, text: str = "it") -> Gr
     return GroundedPhrase(text, (0, len(text)), box, score)
 
 
-def answer(*phrases: GroundedPhrase, answer_boxes: list[tuple[str, list[float]]] | None = None, **changes) -> Answer:
-    stream = io.BytesIO()
-    Image.new("RGB", SIZE[::-1], (128, 128, 128)).save(stream, "PNG")
-    values = {
-        "text": "the circle next to the star",
-        "answer": "",
-        "score": 0.9,
-        "box": None,
-        "top": [],
-        "lines": [],
-        "boxes": np.zeros((0, 4), np.float32),
-        "box_images": np.zeros(0, np.int64),
-        "box_names": [],
-        "attention": None,
-        "unknown_words": (),
-        "prediction": Prediction(grounded=phrases),
-        "images": (ImageBytes(stream.getvalue(), "grey.png"),),
-        "answer_boxes": [("circle 0.90", BOX)] if answer_boxes is None else answer_boxes,
-    }
-    return Answer(**values | changes)
+@pytest.fixture
+def answer(model, records) -> Callable[..., Answer]:
+    """`answer(phrase, ...)`: an answer with these phrases about a grey image, with the box `BOX`."""
+    asked = model.ask(records[0]["file_name"], "the star")
+    grey = ImageBytes(saved(Image.new("RGB", SIZE[::-1], (128, 128, 128))).getvalue(), "grey.png")
+
+    def make(*phrases: GroundedPhrase, boxes: Sequence = (("circle 0.90", BOX),)) -> Answer:
+        grounded = Prediction(grounded=phrases)
+        return dataclasses.replace(asked, prediction=grounded, images=(grey,), answer_boxes=list(boxes))
+
+    return make
 
 
 def coloured(drawn: Answer, colour: int) -> np.ndarray:
@@ -335,12 +329,7 @@ def coloured(drawn: Answer, colour: int) -> np.ndarray:
     return (pixels == PALETTE[colour]).all(axis=2)
 
 
-def outline(box: list[float]) -> object:
-    """About the number of pixels of a closed line, 3 pixels wide, inside a box."""
-    return pytest.approx(2 * 3 * (box[2] - box[0] + box[3] - box[1]) - 4 * 3 * 3, rel=0.02)
-
-
-def test_the_answer_and_the_landmark_have_their_colours():
+def test_the_answer_and_the_landmark_have_their_colours(answer):
     own, other = phrase(0.95, BOX, "the circle"), phrase(0.8, LANDMARK, "the star")
     drawn = answer(own, other)
     assert drawn.shown_phrases() == [other], "the first one names the box of the answer"
@@ -349,22 +338,19 @@ def test_the_answer_and_the_landmark_have_their_colours():
     for colour, box in ((0, BOX), (1, LANDMARK)):
         x1, y1, x2, y2 = map(int, box)
         found = coloured(drawn, colour)
-        assert found[y1 : y2 + 1, x1 : x2 + 1].sum() == outline(box)
+        outline = 2 * 3 * (x2 - x1 + y2 - y1) - 4 * 3 * 3  # a closed line, 3 pixels wide
+        assert found[y1 : y2 + 1, x1 : x2 + 1].sum() == pytest.approx(outline, rel=0.02)
         assert found[y1 - 40 : y1, x1:].sum() > 500, "the label above"
     assert not coloured(answer(own), 1).any()
 
 
 def test_an_unsure_landmark_is_dashed():
-    own, sure, unsure = phrase(0.3, BOX), phrase(0.5, LANDMARK, "the star"), phrase(0.49, LANDMARK, "the star")
-    inside = np.s_[200:401, 300:501]
-    counts = [coloured(answer(own, other), 1)[inside].sum() for other in (sure, unsure)]
-    assert counts[0] == outline(LANDMARK)
-    assert 0.4 < counts[1] / counts[0] < 0.65
-    assert (sure.label, unsure.label) == ("the star 0.50", "the star 0.49, unsure")
-    assert coloured(answer(own, unsure), 0)[100:201, 20:121].sum() == outline(BOX)
+    marks = box_marks(["circle 0.90"], [phrase(0.5, LANDMARK, "the star"), phrase(0.49, LANDMARK, "the star")])
+    assert marks["labels"] == ["circle 0.90", "the star 0.50", "the star 0.49, unsure"]
+    assert marks["dashed"] == [False, False, True] and marks["colours"] == list(PALETTE[:3])
 
 
-def test_of_unsure_landmarks_only_the_best_is_shown():
+def test_of_unsure_landmarks_only_the_best_is_shown(answer):
     near, far = [30.0, 30.0, 60.0, 60.0], [400.0, 20.0, 500.0, 90.0]
     first, low, high = phrase(0.45, far), phrase(0.2, LANDMARK), phrase(0.4, near)
     assert answer(first, low, high).shown_phrases() == [high]
@@ -373,7 +359,7 @@ def test_of_unsure_landmarks_only_the_best_is_shown():
     assert answer(phrase(0.7, far), low).shown_phrases() == [phrase(0.7, far), low]
     assert answer(first).shown_phrases() == answer().shown_phrases() == []
     assert answer(first, phrase(0.0), phrase(0.3, BOX)).shown_phrases() == [], "nowhere, or where the answer is"
-    assert answer(first, low, answer_boxes=[]).shown_phrases() == [low], "also where the answer is in words"
+    assert answer(first, low, boxes=[]).shown_phrases() == [low], "also where the answer is in words"
 
 
 # `e2e_vl.load_detector`: the regions of any image, and the features of given boxes.

@@ -77,41 +77,36 @@ def test_nlvr2(tmp_path, as_tensors, is_zip):
         assert record.image_size == (40, 60)
 
 
-SIZES = {36979: (333, 500), 65567: (500, 375)}  # (height, width)
+# image -> (height, width) and boxes
+BAN = {
+    65567: ((500, 375), [[0, 0, 30, 40], [100, 200, 374.5, 480]]),
+    36979: ((333, 500), [[10, 20, 110, 220], [0, 0, 500, 333], [50.5, 60.25, 90, 300]]),
+}
 
 
 @pytest.fixture
-def ban(tmp_path) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Two images of 3 and 2 boxes; the file has them in another order than the pickle."""
-    images = {}
-    for image_id, (height, width) in SIZES.items():
-        starts = RNG.uniform(0, 0.5, (3 if image_id == 36979 else 2, 2)) * (width, height)
-        boxes = np.concatenate([starts, starts + RNG.uniform(0.1, 0.5, starts.shape) * (width, height)], axis=1)
-        images[image_id] = rows(len(boxes), 8), boxes.astype(np.float32)
-    order = [65567, 36979]
-    ends = np.cumsum([len(images[image_id][1]) for image_id in order])
-    sides = [np.array([SIZES[image_id][1], SIZES[image_id][0]] * 2) for image_id in order]
-    shares = [images[image_id][1] / side for image_id, side in zip(order, sides, strict=True)]
+def ban(tmp_path) -> dict[int, np.ndarray]:
+    """The features of the images of `BAN`; the file has them in another order than the pickle."""
+    boxes = np.concatenate([boxes for _, boxes in BAN.values()]).astype(np.float32)
+    shares = np.concatenate([np.array(boxes) / (size[::-1] * 2) for size, boxes in BAN.values()])
+    features = rows(5, 8)
     with h5py.File(tmp_path / "train.hdf5", "w") as file:
-        file["image_features"] = np.concatenate([images[image_id][0] for image_id in order])
-        file["image_bb"] = np.concatenate([images[image_id][1] for image_id in order])
-        joined = np.concatenate(shares)
-        file["spatial_features"] = np.concatenate([joined, joined[:, 2:] - joined[:, :2]], axis=1).astype(np.float32)
-        file["pos_boxes"] = np.stack([[0, *ends[:-1]], ends], axis=1)
-    with (tmp_path / "ids.pkl").open("wb") as file:
-        pickle.dump({36979: 1, 65567: 0}, file, protocol=2)
-    return images
+        file["image_features"], file["image_bb"] = features, boxes
+        file["spatial_features"] = np.concatenate([shares, shares[:, 2:] - shares[:, :2]], axis=1).astype(np.float32)
+        file["pos_boxes"] = np.array([[0, 2], [2, 5]])
+    (tmp_path / "ids.pkl").write_bytes(pickle.dumps({36979: 1, 65567: 0}, protocol=2))
+    return {65567: features[:2], 36979: features[2:]}
 
 
 def test_ban(tmp_path, ban):
     assert convert(tmp_path, "ban", tmp_path / "train.hdf5", "--ids", tmp_path / "ids.pkl") == 0
     store = open_features(tmp_path / "out.h5")
     assert sorted(store.ids) == ["36979", "65567"]
-    for image_id, (features, boxes) in ban.items():
+    for image_id, (size, boxes) in BAN.items():
         record = store.read(str(image_id))
-        np.testing.assert_array_equal(record.features, features)
+        np.testing.assert_array_equal(record.features, ban[image_id])
         np.testing.assert_array_equal(record.boxes, boxes)
-        assert record.image_size == SIZES[image_id]
+        assert record.image_size == size
 
 
 def refuses(folder: Path, capsys, monkeypatch, part: str, *words: object) -> None:
