@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from detector.checkpoint import load_checkpoint, load_weights, read_tensors, save_weights
+from detector.checkpoint import get_detector_class, load_checkpoint, load_weights, read_tensors, save_weights
 from detector.config import DetectorConfig
 from detector.errors import MissingFileError, UserError
 from detector.faster_rcnn import FasterRCNN
@@ -106,3 +107,13 @@ def test_a_backbone_alone_from_a_detector_of_other_classes(tmp_path: Path, plain
     save_weights(state, tmp_path / "a.pth")
     with pytest.raises(UserError, match=r"1 missing \(backbone\.res3\.0\.conv1\.weight\)"):
         load_checkpoint(model, tmp_path / "a.pth", expect="backbone")
+
+
+def test_without_detectron2_choosing_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
+    for name in [name for name in sys.modules if name.startswith("detectron2.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "detectron2", None)  # makes `import detectron2` fail, installed or not
+    monkeypatch.delitem(sys.modules, "detector.detectron2_backend", raising=False)
+    with pytest.raises(UserError, match="python -m pip install 'git"):
+        get_detector_class("detectron2")
+    assert get_detector_class("builtin") is FasterRCNN

@@ -15,11 +15,12 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from detector import roi_heads
 from detector.checkpoint import load_weights
-from detector.config import DetectorConfig, flatten, load_tree
+from detector.config import AnchorConfig, DetectorConfig, flatten, load_tree
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
 from detector.images import make_image_batch
 from detector.roi_pooler import to_rois
+from detector.rpn import AnchorGenerator, make_cell_anchors
 from detector.structures import DetectionTargets, ImageBatch, Regions, evaluation_mode
 from detector.weight_names import from_torchvision_detector
 from detector.zoo import PUBLISHED
@@ -227,6 +228,12 @@ def test_class_agnostic_boxes(images: ImageBatch, targets: DetectionTargets):
     assert model.roi_heads.box_predictor.bbox_pred.out_features == 4
     total(model.train()(images, None, targets)).backward()
     assert [len(rows) for rows in model.eval()(images).boxes] == [10, 10]
+
+
+def test_grid_of_anchors_has_fixed_stride_and_offset():
+    anchors = AnchorGenerator(make_cell_anchors((10,), (1.0,)), 16, AnchorConfig(offset=0.5))(2, 3)
+    centres = (anchors[:, :2] + anchors[:, 2:]) / 2
+    assert centres.tolist() == [[8, 8], [24, 8], [40, 8], [8, 24], [24, 24], [40, 24]]
 
 
 def test_anchors_beyond_the_border_are_ignored_if_asked(images: ImageBatch, targets: DetectionTargets):
