@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,10 +16,9 @@ from e2e_vl.cli.run import train
 from e2e_vl.config import differences, load_config
 from e2e_vl.run.build import resolve_config
 from e2e_vl.text import basic_tokenize
-from tests.conftest import cpu_with_one_thread
+from tests.conftest import ROOT, cpu_with_one_thread
 from tests.weights.starts import replaced
 
-ROOT = Path(__file__).parents[3]
 ENCODERS = yaml.safe_load(tool.ENCODERS.read_text(encoding="utf-8"))
 
 

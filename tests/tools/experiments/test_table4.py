@@ -11,8 +11,7 @@ import table4 as tool
 from e2e_vl.config import load_config
 from e2e_vl.run.build import build_objectives
 from e2e_vl.tasks.objectives.base import Sizes
-
-ROOT = Path(__file__).parents[3]
+from tests.conftest import ROOT
 
 
 def make_plan(folder: Path, rows=("none", "b", "full"), seeds=(0, 1), tasks=("refcoco", "vqa")):
