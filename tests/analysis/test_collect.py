@@ -85,11 +85,10 @@ def test_phrases_without_boxes_or_regions_are_missed_or_left_out(change, expecte
 
 
 def test_relations_have_two_directions():
-    assert set(list_word_pairs(CAPTION, AttentionOptions())) == {
-        *((0, 1, "amod"), (1, 0, "amod"), (2, 1, "prep"), (1, 2, "prep"), (3, 2, "pobj"), (2, 3, "pobj")),
-    }
-    labels = [label for _, _, label in list_word_pairs(CAPTION, AttentionOptions(directions="separate"))]
-    assert labels[:2] == ["amod, to its governor", "amod, from its governor"]
+    caption = dataclasses.replace(CAPTION, relations=CAPTION.relations[:1])
+    assert list_word_pairs(caption, AttentionOptions()) == [(0, 1, "amod"), (1, 0, "amod")]
+    labelled = [(0, 1, "amod, to its governor"), (1, 0, "amod, from its governor")]
+    assert list_word_pairs(caption, AttentionOptions(directions="separate")) == labelled
 
 
 def test_w1_is_any_word_of_a_counted_phrase_or_its_head():

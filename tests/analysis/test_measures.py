@@ -7,7 +7,6 @@ import torch
 
 from e2e_vl.analysis.measures import (
     HeadSums,
-    attention_from,
     entity_grounding,
     measure_hits,
     region_grouping,
@@ -46,15 +45,6 @@ def right(*rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.bool).reshape(-1, 3)
 
 
-@pytest.mark.parametrize(
-    ("piece", "expected"), [("first", [0.1, 0.3, 0.0]), ("last", [0.1, 0.0, 0.0]), ("mean", [0.1, 0.15, 0.0])]
-)
-def test_a_phrase_attends_from_the_chosen_wordpiece(piece, expected):
-    found = attention_from(MAPS, spans((1, 3)), piece)
-    assert found.shape == (1, 2, 1, 6)
-    torch.testing.assert_close(found[0, 0, 0, REGIONS], torch.tensor(expected))
-
-
 def test_entity_grounding():
     """Phrases "star" and "red": the regions 1 and 0 are right."""
     found = entity_grounding(
@@ -72,6 +62,7 @@ def test_only_candidates_are_chosen_and_counted():
     assert found.hits[0].tolist() == [[False], [True]]  # head 1 prefers region 2, then region 0
     torch.testing.assert_close(found.attention[0, :, 0], torch.tensor([0.4, 0.3]))
     assert found.baselines["chance"].tolist() == [0.5]
+    assert right_by_rule(torch.tensor([0.5, 0.2, 0.9]), allowed, right([1, 0, 0], [0, 0, 1])).tolist() == [1, 0]
     nothing = entity_grounding(MAPS, spans((1, 2)), REGIONS, ~EVERY, right([1, 1, 1]), {})
     assert not nothing.hits.any() and not nothing.attention.any() and nothing.baselines["chance"].tolist() == [0]
     assert right_by_rule(torch.ones(3), ~EVERY, right([1, 1, 1])).tolist() == [0]
@@ -83,12 +74,6 @@ def test_equal_attention_counts_for_the_first_choice_and_none_for_no_choice():
     none = measure_hits(equal[..., :0], EVERY[:0].expand(2, 0), right([1, 0, 0], [0, 1, 1])[:, :0])
     assert none.hits.flatten().tolist() == [False, False]
     assert len(measure_hits(equal[:, :, :0], EVERY.expand(0, 3), right())) == 0
-
-
-def test_a_rule_chooses_the_candidate_with_the_highest_score():
-    scores = torch.tensor([0.5, 0.2, 0.9])
-    assert right_by_rule(scores, EVERY, right([1, 0, 0], [0, 0, 1])).tolist() == [0, 1]
-    assert right_by_rule(scores, torch.tensor([True, True, False]), right([1, 0, 0], [0, 0, 1])).tolist() == [1, 0]
 
 
 def test_regions_name_words():

@@ -87,3 +87,9 @@ def test_an_unclear_object_spoils_an_expression(gap, expected):
     square = ("small plain blue square", (4, 10, 24, 30))
     below = ("small plain green circle", (4, 30 + gap, 24, 50 + gap))
     assert meant(make_scene(near, square, below), "circle", "near", "square") == expected
+
+
+def test_distances_are_between_pixels_and_between_centres():
+    graph = SceneGraph(SCENE)
+    assert [graph.gap[0, 1], graph.gap[1, 2], graph.gap[1, 3]] == pytest.approx([1, 5, np.hypot(21, 45)], rel=0.02)
+    assert graph.distance[2, 4] == pytest.approx(np.hypot(42, 72))
