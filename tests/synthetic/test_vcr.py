@@ -21,13 +21,13 @@ def folder(synthetic_folder) -> Path:
     return synthetic_folder / "vcr"
 
 
-def read(folder: Path, split: str) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"{split}.jsonl").read_text("utf-8").splitlines()]
-
-
 @pytest.fixture(scope="module")
 def lines(folder) -> list[dict]:
     return read(folder, "train")
+
+
+def read(folder: Path, split: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{split}.jsonl").read_text("utf-8").splitlines()]
 
 
 def metadata_of(folder: Path, line: dict) -> dict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from e2e_vl.config import DataSettings
@@ -23,39 +24,38 @@ def read(folder: Path, name: str) -> list[dict]:
     return json.loads((folder / "visual_genome" / f"{name}.json").read_text())
 
 
-def opened(folder: Path, *left_out: str) -> VisualGenomeDataset:
-    files = {key: name for key, name in FILES.items() if key not in left_out}
-    settings = DataSettings(name="visual_genome", root=str(folder), files=files)
-    return open_dataset(VisualGenomeDataset, settings, "train", "online", phrases=True)
+@pytest.fixture(scope="module")
+def regions(synthetic_folder) -> list[dict]:
+    return [one for graph in read(synthetic_folder, "region_graphs_train") for one in graph["regions"]]
 
 
-def test_nouns_are_where_the_graphs_say(synthetic_folder, coco):
+def test_nouns_are_where_the_graphs_say(synthetic_folder, regions, coco):
     words = set()
-    for graph in read(synthetic_folder, "region_graphs_train"):
-        for region in graph["regions"]:
-            assert region["image_id"] == graph["image_id"]
-            for one in region["synsets"]:
-                noun = region["phrase"][one["entity_idx_start"] : one["entity_idx_end"]]
-                assert noun == one["entity_name"] and one["synset_name"] == f"{noun}.n.01"
-                assert any(one["synset_name"] in thing["synsets"] for thing in region["objects"])
-                words.add(noun)
-            for thing in region["objects"]:
-                assert [thing[side] for side in "xywh"] == coco.anns[thing["object_id"]]["bbox"]
-                assert region["x"] <= thing["x"] and thing["x"] + thing["w"] <= region["x"] + region["width"]
-            ids = {thing["object_id"] for thing in region["objects"]}
-            assert all({link["subject_id"], link["object_id"]} <= ids for link in region["relationships"])
-            assert len(region["relationships"]) == len(ids) - 1
+    for region in regions:
+        for one in region["synsets"]:
+            noun = region["phrase"][one["entity_idx_start"] : one["entity_idx_end"]]
+            assert noun == one["entity_name"] and one["synset_name"] == f"{noun}.n.01"
+            assert any(one["synset_name"] in thing["synsets"] for thing in region["objects"])
+            words.add(noun)
+        for thing in region["objects"]:
+            assert [thing[side] for side in "xywh"] == coco.anns[thing["object_id"]]["bbox"]
+            assert coco.anns[thing["object_id"]]["image_id"] == region["image_id"]
+            assert region["x"] <= thing["x"] and thing["x"] + thing["w"] <= region["x"] + region["width"]
+        ids = {thing["object_id"] for thing in region["objects"]}
+        assert all({link["subject_id"], link["object_id"]} <= ids for link in region["relationships"])
+        assert len(region["relationships"]) == len(ids) - 1
     assert {"star", "circle"} < words
     for image in read(synthetic_folder, "image_data_val"):
         file = synthetic_folder / "visual_genome" / "VG_100K" / f"{image['image_id']}.jpg"
         assert Image.open(file).size == (image["width"], image["height"])
 
 
-def test_the_nouns_as_the_reader_gives_them(synthetic_folder):
+def test_the_nouns_as_the_reader_gives_them(synthetic_folder, regions):
     """The first noun names the object that is meant; the description alone names its region."""
-    dataset, plain = opened(synthetic_folder), opened(synthetic_folder, "region_graphs")
-    every = [one for graph in read(synthetic_folder, "region_graphs_train") for one in graph["regions"]]
-    graphs = {one["region_id"]: one for one in every}
+    without = {key: name for key, name in FILES.items() if key != "region_graphs"}
+    settings = (DataSettings(name="visual_genome", root=str(synthetic_folder), files=own) for own in (FILES, without))
+    dataset, plain = (open_dataset(VisualGenomeDataset, one, "train", "online", phrases=True) for one in settings)
+    graphs = {one["region_id"]: one for one in regions}
     several = 0
     for texts in dataset.groups:
         sample = dataset.sample(texts)
