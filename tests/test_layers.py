@@ -1,4 +1,4 @@
-"""Layers and import cycles, names of parts outside of their files, and lengths of files."""
+"""Layers and import cycles, and names of parts outside of their files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 from e2e_vl.parts import DATASETS, ENCODERS, TASKS
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = 900
 
 # Layer -> layers that it may import besides itself, from the bottom up. Encoders, data sets and metrics never meet: the
 # model, the tasks and the run bring them together. `synthetic` writes the official formats and must not read them with
@@ -112,11 +111,6 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
         targets = {target if target in known else target.rpartition(".")[0] for _, target in imports(source)}
         graph[module_of[file]] = targets & known - {module_of[file]}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
-
-
-def test_files_stay_readable() -> None:
-    lengths = {file: len(source.splitlines()) for file, source in sources().items()}
-    assert not (long := {file: length for file, length in lengths.items() if length > MAX_LINES}), long
 
 
 # Names of tasks, data sets and encoders

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from e2e_vl.config import RunConfig, SyntheticSettings, load_config
 from e2e_vl.data.batching import Request
@@ -189,22 +188,3 @@ def test_swapped_images_give_other_scores(tiny_config, in_sequence, relative):
     sum(loss.mean for loss in output.losses.values()).backward()
     assert (batch.images.pixels.grad.abs().sum(dim=(1, 2, 3)) > 0).all()
     assert (model.encoder.embeddings.image_slot_embeddings.weight.grad.abs().sum(dim=1) > 0).all()
-
-
-# Losses
-
-
-@pytest.mark.parametrize("kind", ["{loss: binary, whole_image_can_win: true}", "{loss: softmax}"])
-def test_a_batch_without_a_positive_region(tiny_config, kind):
-    """The binary loss is that of negatives; there is no softmax loss."""
-    model, batch = built_for(tiny_config(*TASK_ONLY, f"task.config={kind}"))
-    batch.targets.box = torch.tensor([[500.0, 500.0, 501.0, 501.0]]).repeat(len(batch), 1)
-    output = model.eval()(batch)
-    loss, logits = output.losses["referring"], output.task.logits[output.text_regions.attention_mask]
-    loss.mean.backward()
-    if "binary" in kind:
-        torch.testing.assert_close(loss.mean, F.binary_cross_entropy_with_logits(logits, torch.zeros_like(logits)))
-        assert model.task.head.output.weight.grad.abs().max() > 0
-    else:
-        assert [value.item() for value in (loss.total, loss.count, loss.mean)] == [0.0, 0.0, 0.0]
-        assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)

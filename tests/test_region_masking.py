@@ -130,8 +130,6 @@ def test_background_comes_first_if_asked_for(boxes):
     one, other = (torch.cat(batch.region_labels.class_probs) for batch in (ours, theirs))
     assert len(one) > 0 and not is_same(one, other)
     assert_same(one.roll(1, dims=1), other)
-    logits = torch.cat(first.detector(theirs.images, theirs.boxes).class_logits)
-    torch.testing.assert_close(other[:, 0], logits.softmax(dim=1)[:, CLASSES - 1])
     assert all(map(torch.equal, ours.region_labels.detected_classes, theirs.region_labels.detected_classes))
 
 

@@ -25,15 +25,8 @@ from e2e_vl.synthetic.generate import make_scenes
 from tests.run.runs import tiny
 from tests.weights.starts import replaced
 
-LOOKS = {
-    "min_side": 64,
-    "max_side": 64,
-    "small": (16, 20),
-    "big": (24, 28),
-    "shapes": ("circle", "square", "triangle", "star"),
-    "colours": ("red", "blue", "yellow", "green"),
-    "textures": ("plain",),
-}
+LOOKS = {"min_side": 64, "max_side": 64, "small": (16, 20), "big": (24, 28), "textures": ("plain",)}
+LOOKS |= {"shapes": ("circle", "square", "triangle", "star"), "colours": ("red", "blue", "yellow", "green")}
 NO_ERRORS = ImitatedDetectorConfig(missed=0, wrong_category=0, false_alarms=0)
 # Comes first: every objective is switched off, and those that a run learns are switched on behind it.
 OFF = (
@@ -53,30 +46,28 @@ NARROW = (
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.timeout(600)]  # a machine may be busy
 
 
+def drawn(folder: Path, things: int, train: int, val: int, **more: object) -> Path:
+    """Scenes of so many things each."""
+    config = SceneConfig(min_objects=things, max_objects=things, **LOOKS)
+    make_scenes(folder, scenes={"train": train, "val": val}, config=config, **more)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def one_thing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Scenes of one thing each, and what is said and asked about them."""
+    """With what is said and asked about them."""
     folder = tmp_path_factory.mktemp("one_thing") / "data"
-    config = SceneConfig(min_objects=1, max_objects=1, **LOOKS)
-    formats = ["conceptual", "lxmert"]
-    make_scenes(folder, scenes={"train": 300, "val": 100}, config=config, detections=NO_ERRORS, formats=formats)
-    return folder
+    return drawn(folder, 1, 300, 100, detections=NO_ERRORS, formats=["conceptual", "lxmert"])
 
 
 @pytest.fixture(scope="module")
 def two_things(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Scenes of two things each, with several regions of either."""
-    folder = tmp_path_factory.mktemp("two_things") / "data"
-    config = SceneConfig(min_objects=2, max_objects=2, **LOOKS)
-    make_scenes(folder, scenes={"train": 200, "val": 60}, config=config, formats=["lxmert"])
-    return folder
+    """With several regions of either."""
+    return drawn(tmp_path_factory.mktemp("two_things") / "data", 2, 200, 60, formats=["lxmert"])
 
 
 def learned(config: RunConfig) -> dict[str, tuple[float, float]]:
-    """Train, and look at the validation scenes: of each objective the share that is found, and what guessing finds.
-
-    Of `region_features` the share of the variance that is explained, and 0.
-    """
+    """Of each objective the share that is found, and by guessing; of features the explained variance, and 0."""
     config = replaced(config, data={"synthetic": SyntheticSettings()})  # the data are there
     train(config)
     config, model, tokenizer = load_model(Path(config.output))

@@ -99,10 +99,7 @@ def test_the_tiny_run_trains_evaluates_and_keeps_its_teacher(settings):
 
 
 def named_colours(run: Path, *overrides: str) -> float:
-    """Share of captions with a colour, on the validation scenes, whose colour the model names when it alone is masked.
-
-    The model chooses among the colours: which kind of word is missing, a caption does not always tell.
-    """
+    """Share of validation captions whose colour, which alone is masked, the model chooses among the colours."""
     config, model, tokenizer = load_model(run, overrides=list(overrides))
     data = build_examples(config, model, tokenizer, "val", boxes="gt")
     colours = torch.tensor(tokenizer.convert_tokens_to_ids(list(COLOURS)))
@@ -255,11 +252,7 @@ SIDE, STEPS = 32, 40
 
 
 def red_and_blue() -> Batch:
-    """Two images of one colour each, and the same pair of captions about both: [CLS] a [MASK] box [SEP] red [SEP].
-
-    The masked word is the colour of the image, and the second caption fits the red image only, so that two texts have
-    the same words and regions, and different labels.
-    """
+    """A red image and a blue one, and about both: [CLS] a [MASK] box [SEP] red [SEP]; the labels differ."""
     pixels = torch.zeros(2, 3, SIDE, SIDE)
     pixels[0, 2], pixels[1, 0] = 100.0, 100.0
     sizes = torch.full((2, 2), SIDE)

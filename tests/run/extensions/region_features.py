@@ -1,10 +1,4 @@
-"""Region feature regression: which feature did the detector give a hidden region when it saw the whole image?
-
-Shape legend
-    M   texts in the batch
-    R   regions of the text with the most regions
-    D   width of a region feature
-"""
+"""Region feature regression: which feature did the detector give a hidden region when it saw the whole image?"""
 
 from __future__ import annotations
 
@@ -22,17 +16,13 @@ from e2e_vl.tasks.objectives.base import MLMHead, Objective, ObjectiveOutput, Pr
 
 
 class RegionFeaturesConfig(ObjectiveConfig, frozen=True):
-    """The weight is 0 unless a run asks for it, so that other runs stay as they are.
+    """The weight is 0 unless a run asks for it, so that other runs stay as they are."""
 
-    Attributes:
-        near: squared distance below which a feature counts as found.
-    """
-
-    near: float = 10.0
+    near: float = 10.0  # squared distance below which a feature counts as found
 
 
 class RegionFeatures(Objective):
-    """A Linear to D and the squared distance, mean over the labelled regions."""
+    """A Linear and the squared distance, mean over the labelled regions."""
 
     needs = (Ability.MASKED_REGIONS,)
     predicts_regions = True
@@ -46,7 +36,7 @@ class RegionFeatures(Objective):
     def forward(
         self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
-        """Its logits are the features, float32 [labelled regions, D]."""
+        """Its logits are the features, float32 [labelled regions, width of a feature]."""
         chosen = regions.gather(batch.masked_regions.is_labelled, fill=False)
         truth = regions.gather(batch.region_labels.features, fill=0.0)[chosen]
         found = at_least_float32(self.output(encoded.regions[chosen]))
