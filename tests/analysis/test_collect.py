@@ -58,6 +58,12 @@ def view(options: AttentionOptions) -> TextView:
     return TextView(CAPTION, 6, BOXES, torch.ones(3, dtype=torch.bool), torch.from_numpy(right), {LARGEST: areas})
 
 
+def numbers(found: Collected, measure: str = ENTITIES, label: str = ALL) -> tuple[int, float, float]:
+    """Examples, accuracy and mean attention of the one head of graph "g"."""
+    sums = found.sums[MeasureKey("g", measure, label)]
+    return sums.examples, sums.accuracy.item(), sums.mean_attention.item()
+
+
 def test_several_gold_boxes_are_any_of_them_or_one_around_all():
     def right(**change):
         return find_right_regions(BOXES, CAPTION.boxes[0], AttentionOptions(**change)).tolist()
@@ -108,18 +114,14 @@ def test_the_measures_of_a_text():
     graph = AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS, AttentionBlock.WORDS_TO_WORDS}))
     found, options = Collected(), AttentionOptions()
     add_text(found, "g", graph, maps, view(options), options)
+    half_right = (2, 0.5, pytest.approx((0.3 + 1.0) / 2))
+    assert numbers(found) == half_right  # "on" has no right region
+    assert numbers(found, RELATIONS, "amod") == half_right  # "star" is right, "red" is not
+    assert numbers(found, RELATIONS, "prep") == half_right  # "on" looks at the star; the star not at "on"
     entities = found.sums[MeasureKey("g", ENTITIES)]
-    assert entities.examples == 2 and entities.accuracy.item() == 0.5  # "on" has no right region
-    assert entities.mean_attention.item() == pytest.approx((0.3 + 1.0) / 2)
     assert entities.baseline("chance") == pytest.approx(1 / 3) and entities.baseline(LARGEST) == 0
-    amod = found.sums[MeasureKey("g", RELATIONS, "amod")]
-    assert amod.examples == 2 and amod.accuracy.item() == 0.5  # "star" is right, "red" is not
-    assert amod.mean_attention.item() == pytest.approx((0.3 + 1.0) / 2)
-    prep = found.sums[MeasureKey("g", RELATIONS, "prep")]
-    assert prep.examples == 2 and prep.accuracy.item() == 0.5  # "on" looks at the star; the star not at "on"
-    assert prep.mean_attention.item() == pytest.approx((1.0 + 0.3) / 2)
-    assert found.sums[MeasureKey("g", RELATIONS, ALL)].examples == 5  # pobj: "it" to "on", whose phrase is counted
-    assert found.sums[MeasureKey("g", DEPENDENCIES)].examples == 6
+    assert numbers(found, RELATIONS)[0] == 5  # pobj: "it" to "on", whose phrase is counted
+    assert numbers(found, DEPENDENCIES)[0] == 6
     assert found.labels("g", RELATIONS, options) == ["amod", "prep", "pobj"]
     assert found.labels("g", RELATIONS, AttentionOptions(min_count=2, most_relations=1)) == ["amod"]
     count_text(found.numbers, view(options), options)
@@ -180,14 +182,14 @@ def test_related_words_that_share_a_wordpiece_are_counted_and_left_out():
     graph = AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_WORDS}))
     found, shared = Collected(), dataclasses.replace(view(AttentionOptions()), caption=caption)
     add_text(found, "g", graph, torch.full((1, 1, 9, 9), 1 / 9), shared, AttentionOptions())
-    assert found.sums[MeasureKey("g", DEPENDENCIES)].examples == 4
     count_text(found.numbers, shared, AttentionOptions())
+    assert numbers(found, DEPENDENCIES)[0] == 4
     assert found.numbers["relations of words that share a wordpiece, left out of word dependency"] == 1
 
 
 # [CLS] old st ##ar behind [SEP]; one phrase of all words, whose head is in its middle, and one that no word belongs to
-LONG = CaptionAnnotations(
-    words="old star behind",
+LONG = dataclasses.replace(
+    CAPTION,
     phrases=["old star behind", "old star behind"],
     phrase_spans=np.array([[1, 5], [1, 5]]),
     boxes=[np.array([[0.0, 0, 10, 10]]), np.array([[20.0, 0, 30, 10]])],
@@ -196,8 +198,6 @@ LONG = CaptionAnnotations(
     phrase_of=[0, 0, 0],
     is_head=[False, True, False],
     relations=[Relation(1, 0, "amod"), Relation(1, 2, "advmod")],
-    is_word=np.array([False, True, True, True, True, False]),
-    is_parsed=True,
 )
 
 
@@ -218,9 +218,7 @@ def test_the_head_word_of_a_phrase_attends(change, examples, accuracy, attention
     found, long = Collected(), dataclasses.replace(view(options), caption=LONG)
     long.is_right = torch.tensor([[True, False, False], [False, True, False]])
     add_text(found, "g", AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS})), maps, long, options)
-    sums = found.sums[MeasureKey("g", ENTITIES)]
-    assert sums.examples == examples and sums.accuracy.item() == accuracy
-    assert sums.mean_attention.item() == pytest.approx(attention)
+    assert numbers(found) == (examples, accuracy, pytest.approx(attention))
     count_text(found.numbers, long, options)
     left_out = found.numbers.get("phrases without a head word, left out of entity grounding")
     assert left_out == (1 if "head" in change.values() else None), "only this choice leaves phrases out"
