@@ -25,9 +25,7 @@ def test_box_is_drawn_around_its_pixels_below_a_title():
     assert len(titled) > 480 and np.array_equal(titled[-480:], image)
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"), [((30, 60), (240, 480)), ((3000, 4000), (960, 1280)), ((500, 600), (500, 600))]
-)
+@pytest.mark.parametrize(("size", "expected"), [((30, 60), (240, 480)), ((3000, 4000), (960, 1280))])
 def test_small_and_large_images(size: tuple[int, int], expected: tuple[int, int]):
     h, w = size
     picture = draw_boxes(np.zeros((h, w, 3), np.uint8), [[w / 2, h / 2, w, h]], ["there"], [RED])
@@ -66,13 +64,10 @@ def test_no_label_covers_another_and_none_is_left_out(size: tuple[int, int], num
 
 
 def test_labels_without_room_stand_below_the_image():
-    image = np.full((300, 480, 3), 255, np.uint8)
-    number = 250
-    picture = draw_boxes(
-        image, [[0, 0, 480, 300]] * number, [f"label {row}" for row in range(number)], colours_of(number)
-    )
+    labels, colours = [f"label {row}" for row in range(250)], colours_of(250)
+    picture = draw_boxes(np.full((300, 480, 3), 255, np.uint8), [[0, 0, 480, 300]] * 250, labels, colours)
     assert picture.shape[0] > 300 and picture.shape[1] == 480
-    assert all(is_colour(picture, colour).any() for colour in colours_of(number))
+    assert all(is_colour(picture, colour).any() for colour in colours)
 
 
 def test_words_that_are_wider_than_the_picture_are_broken():

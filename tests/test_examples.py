@@ -42,11 +42,8 @@ def test_boxes_are_scaled_and_flipped_on_the_last_pixel():
     ("transform", "boxes", "expected"),
     [
         (MIRRORED, [[0, 0, 50, 40], [-3, -4, 10, 99]], [[0, 0, 99, 79], [79, 0, 99, 79]]),
-        (
-            SAME,
-            [[49, 39, 50, 40], [49.5, 0, 50, 40], [-5, 0, 0.25, 1]],
-            [[48, 38, 49, 39], [48, 0, 49, 39], [0, 0, 0.25, 1]],
-        ),
+        (SAME, [[49, 39, 50, 40], [49.5, 0, 50, 40]], [[48, 38, 49, 39], [48, 0, 49, 39]]),
+        (SAME, [[-5, 0, 0.25, 1]], [[0, 0, 0.25, 1]]),
         (dataclasses.replace(SAME, flipped=True), [[49.5, 0, 50, 9]], [[0, 0, 1, 9]]),
         (ImageTransform((1, 1), (1, 1)), [[0, 0, 1, 1]], [[0, 0, 1, 1]]),
     ],
@@ -116,19 +113,13 @@ class Parts(Targets):
 
 def test_targets_are_joined_and_truncated_with_their_texts():
     """The first wordpieces and the very last stay, as in `truncate_texts`."""
-    joined = Words.join(
-        [
-            Words(np.array([5, -1, 6, 7, 8]), np.array([1, 2, 3, 4, 5]), 10),
-            Words(np.array([9, 3]), np.array([6, 7]), 11),
-            Words(np.array([1, 2, 3]), np.array([8, 9, 1]), 12),
-        ]
-    )
+    rows = ([5, -1, 6, 7, 8], [1, 2, 3, 4, 5]), ([9, 3], [6, 7]), ([1, 2, 3], [8, 9, 1])
+    joined = Words.join([Words(*map(np.array, pair), 10 + row) for row, pair in enumerate(rows)])
     assert joined.labels.tolist() == [[5, -1, 6, 7, 8], [9, 3, -1, -1, -1], [1, 2, 3, -1, -1]]
     assert joined.kinds.tolist()[1] == [6, 7, 0, 0, 0] and joined.labels.dtype == torch.int64
     attention_mask = torch.arange(5) < torch.tensor([5, 2, 3])[:, None]
-    texts = TextBatch(
-        torch.arange(15).view(3, 5) * attention_mask, torch.zeros(3, 5, dtype=torch.int64), attention_mask
-    )
+    ids = torch.arange(15).view(3, 5) * attention_mask
+    texts = TextBatch(ids, torch.zeros_like(ids), attention_mask)
     shortened, index = truncate_texts(texts, torch.tensor([3, 2, 2]))
     parts = Parts({"words": joined, "some": Some(number=torch.tensor([1, 2, 3]))})
     cut = parts.truncate(index, shortened.attention_mask).parts
@@ -187,6 +178,7 @@ def test_texts_without_a_target_are_told_apart():
 WORDS = "The big star next to a red circle"
 SPANS = ((0, 12), (21, 33))
 BOXES = (np.array([[0.0, 0, 10, 10], [20, 0, 30, 10]]), np.array([[4.0, 4, 8, 8]]))
+SAID = SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES, is_complete=True))
 
 
 @pytest.fixture(scope="module")
@@ -208,8 +200,7 @@ def mark(tokenizer):
 
 
 def test_phrases_are_wordpieces_and_boxes_of_the_resized_image(mark, tokenizer):
-    text = SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES, is_complete=True))
-    example, image = mark(text)
+    example, image = mark(SAID)
     own = example.phrases
     pieces = example.encoding.input_ids.tolist()
     said = [tokenizer.convert_ids_to_tokens(pieces[first:end]) for first, end in own.spans]
@@ -223,7 +214,7 @@ def test_phrases_are_wordpieces_and_boxes_of_the_resized_image(mark, tokenizer):
 def test_texts_without_phrases_and_punctuation_behind_a_phrase(mark):
     example, _ = mark(SampleText(0, WORDS, {}))
     assert len(example.phrases.spans) == 0 and not example.phrases.is_complete
-    example, _ = mark(SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES)), with_phrase_spans=False)
+    example, _ = mark(SAID, with_phrase_spans=False)
     assert example.phrases is None
     # the comma begins at the character at which the phrase ends
     example, _ = mark(SampleText(0, "the star,a circle", {}, phrases=PhraseBoxes(((0, 8), (9, 17)), BOXES)))
@@ -234,13 +225,12 @@ def test_texts_without_phrases_and_punctuation_behind_a_phrase(mark):
 
 @pytest.mark.parametrize(("limit", "spans"), [(10, [[1, 4], [6, 9]]), (5, [[1, 4], [3, 4]]), (4, [[1, 3], [2, 3]])])
 def test_a_phrase_that_is_cut_off_becomes_what_stands_last_before_its_end(mark, limit, spans):
-    text = SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES))
-    example, _ = mark(text, max_length=limit)
+    example, _ = mark(SAID, max_length=limit)
     assert example.phrases.spans.tolist() == spans
 
 
 def test_joined_phrases_keep_their_texts_and_boxes(mark):
-    one, _ = mark(SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES, is_complete=True)))
+    one, _ = mark(SAID)
     none, _ = mark(SampleText(1, "the star", {}))
     unknown, _ = mark(SampleText(2, "the star", {}, phrases=PhraseBoxes(((0, 8),), None)))
     batch = PhraseBatch.join([none.phrases, one.phrases, unknown.phrases])
@@ -251,7 +241,7 @@ def test_joined_phrases_keep_their_texts_and_boxes(mark):
 
 
 def test_truncation_moves_spans_with_their_wordpieces(mark):
-    one, _ = mark(SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES)))
+    one, _ = mark(SAID)
     batch = PhraseBatch.join([one.phrases])
     length = len(one.phrases.offsets)
     index = torch.tensor([[0, 1, 2, 3, 4, length - 1]])  # [CLS] the big star next [SEP]

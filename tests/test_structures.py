@@ -23,15 +23,10 @@ SIZES = torch.tensor([[10, 20], [30, 40], [50, 60]])
 @pytest.fixture
 def regions() -> Regions:
     """Three images with 2, 0 and 3 regions; region r of image n has feature (n, r) and a box that starts at them."""
-    features = [
-        torch.tensor([[float(n), float(r)] for r in range(count)]).reshape(-1, 2) for n, count in enumerate(COUNTS)
-    ]
+    features = [torch.tensor([[n, r] for r in range(count)]).float().reshape(-1, 2) for n, count in enumerate(COUNTS)]
     boxes = [torch.cat([rows, rows + 5], dim=1) for rows in features]
-    return Regions(
-        boxes=boxes,
-        features=[rows.clone().requires_grad_() for rows in features],
-        class_logits=[torch.zeros(count, 4) for count in COUNTS],
-    )
+    features = [rows.clone().requires_grad_() for rows in features]
+    return Regions(boxes, features, class_logits=[torch.zeros(count, 4) for count in COUNTS])
 
 
 def gathered_rows(gathered: TextRegions, text: int) -> list[list[float]]:
