@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import io
 import shutil
 import subprocess
 import sys
-import urllib.request
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +20,12 @@ from PIL import Image
 from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
 
 import e2e_vl
+from detector import checkpoint
 from detector.config import DetectorConfig
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule, load_image, load_resized
-from detector.zoo import cache_folder, find_published_weights
+from detector.zoo import find_published_weights
 from e2e_vl.api import model as trained_model
 from e2e_vl.api.model import (
     Answer,
@@ -395,28 +394,14 @@ def test_given_boxes_keep_their_order_and_get_features(detector, photo):
         detector.regions(photo, boxes=[-9, 2, 20, 30])
 
 
-@pytest.fixture
-def named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """The name of published weights whose file is in the cache: a small detector of torchvision, with random values."""
+def test_a_detector_by_name(photo: Path, tmp_path: Path, monkeypatch):
+    """Weights (here random ones), settings, image size and class names: all follow from the name."""
     name = "torchvision/fasterrcnn_mobilenet_v3_large_320_fpn-coco"
-    published = find_published_weights(name)
-    monkeypatch.setattr(torch.hub, "_hub_dir", None)
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: pytest.fail("a download"))
-    torch.manual_seed(0)
-    model = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
-    file = cache_folder() / published.file
-    file.parent.mkdir(parents=True)
-    torch.save(model.state_dict(), file)
-    checksum = f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"
-    monkeypatch.setitem(vars(published), "checksum", checksum)  # the published one is of the trained weights
-    return name
-
-
-def test_a_detector_by_name(named: str, photo: Path):
-    """Weights from the cache, settings, image size and class names: all follow from the name."""
-    loaded = e2e_vl.load_detector(named, device="cpu")
-    assert loaded.source.weights == cache_folder() / find_published_weights(named).file
+    file = tmp_path / find_published_weights(name).file
+    monkeypatch.setattr(checkpoint, "download_weights", lambda weights: tmp_path / weights.file)
+    torch.save(fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None).state_dict(), file)
+    loaded = e2e_vl.load_detector(name, device="cpu")
+    assert loaded.source.weights == file
     assert loaded.source.resize == ResizeRule(320, 640, "torchvision")
     assert loaded.class_names[0] == "person" and len(loaded.class_names) == 90
     found = loaded.regions(photo)

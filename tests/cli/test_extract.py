@@ -88,16 +88,6 @@ def test_a_detector_by_its_folder_or_file(config: Path, image: Path, tmp_path: P
     assert "random" not in capsys.readouterr().out
 
 
-def test_names_of_classes_are_drawn(config: Path, image: Path, tmp_path: Path):
-    names = tmp_path / "objects_vocab.txt"
-    names.write_text("violin,fiddle\nquince\njacaranda,tree\nwisteria\nyew\nelm,tree\n")
-    pictures = []
-    for words in ([], ["--class-names", str(names)]):
-        assert extract.one_image([str(image), "--output", str(tmp_path), "--config", str(config), *words]) == 0
-        pictures.append(np.asarray(Image.open(tmp_path / "regions.png")))
-    assert pictures[0].shape == pictures[1].shape and (pictures[0] != pictures[1]).any()
-
-
 def test_phrase(trained_run, tmp_path: Path, capsys: pytest.CaptureFixture):
     """The files hold what the Python API answers and draws."""
     record = predictions_of(trained_run.path)[0]

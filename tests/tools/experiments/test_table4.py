@@ -19,13 +19,15 @@ def make_plan(folder: Path, rows=("none", "b", "full"), seeds=(0, 1), tasks=("re
     return tool.plan(ROOT / "configs" / "table4", folder, settings, seeds, rows, tasks)
 
 
-def test_every_run_starts_from_the_row_it_belongs_to(tmp_path):
+def test_every_run_starts_from_the_row_it_belongs_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the detector is found from any folder
     jobs = make_plan(tmp_path)
     assert len(jobs) == 1 + 2 * 2 + 2 * 2 * 3 + 2 * 2
     by_run = {job.run: name for name, job in jobs.items()}
     names = list(jobs)
     for name, job in jobs.items():
         assert all(names.index(by_run[other]) < names.index(name) for other in job.after)
+        assert load_config(job.config, job.settings).detector.config == str(ROOT / "configs" / "detector" / "tiny.yaml")
     row = tmp_path / "pretrain_b_1"
     assert f"encoder.weights={row}" in jobs["vqa_b_1"].words and jobs["vqa_b_1"].after == (row,)
     assert f"detector.weights={row / 'model'}" in jobs["vqa_b_1"].words
@@ -66,9 +68,3 @@ def test_table_has_mean_and_spread(tmp_path):
     assert json.loads((tmp_path / "table.json").read_text()) == table
     tool.draw(table, tmp_path / "table.png")
     assert (tmp_path / "table.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_the_detector_is_found_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for job in make_plan(tmp_path).values():
-        assert load_config(job.config, job.settings).detector.config == str(ROOT / "configs" / "detector" / "tiny.yaml")
