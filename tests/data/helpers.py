@@ -19,6 +19,7 @@ from detector.images import ResizeRule
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import DataNeeds, VLDataset, open_options
 from e2e_vl.data.batching import ExampleDataset
+from e2e_vl.data.config import CLASS_NAMES
 from e2e_vl.data.image_loader import BoxReader, ImageLoader, ImageRules
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, TextExample
 from e2e_vl.samples import Sample, SampleText
@@ -130,6 +131,19 @@ def plain(value: Any) -> Any:
     return [plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def words_of(text: TextExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The wordpieces of a text."""
-    return tokenizer.convert_ids_to_tokens(text.encoding.input_ids.tolist())
+def write_metadata(instances: Path, folder: Path) -> None:
+    """VCR's metadata per image of a COCO file: its boxes with scores 0.1, 0.2, ..., its corners as outlines."""
+    content = json.loads(instances.read_text())
+    for image in content["images"]:
+        rows = [row for row in content["annotations"] if row["image_id"] == image["id"]]
+        boxes = [[x, y, x + width, y + height] for x, y, width, height in (row["bbox"] for row in rows)]
+        file = folder / Path(image["file_name"]).with_suffix(".json").name
+        scores = [min((row + 1) / 10, 1.0) for row in range(len(rows))]
+        found = {
+            "boxes": [[*box, score] for box, score in zip(boxes, scores, strict=True)],
+            "segms": [[[[x1, y1], [x2, y1], [x2, y2], [x1, y2]]] for x1, y1, x2, y2 in boxes],
+            "names": [CLASS_NAMES[row["category_id"] % len(CLASS_NAMES)] for row in rows],
+            "width": image["width"],
+            "height": image["height"],
+        }
+        file.write_text(json.dumps(found))

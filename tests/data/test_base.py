@@ -7,7 +7,6 @@ import json
 import pickle
 import types
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +17,7 @@ from detector.config import SelectionRule
 from detector.errors import UserError
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import DataFiles, VLDataset, check_boxes_source
-from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler, Request, collate
-from e2e_vl.data.features import RegionFeatures, save_npz
-from e2e_vl.data.image_loader import open_boxes
+from e2e_vl.data.batching import Request, collate
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.samples import AnnotatedObjects, Sample, SampleImage, SampleText
@@ -131,29 +128,7 @@ def album(tmp_path) -> Path:
     folder.mkdir()
     for number in range(3):
         Image.new("RGB", (30 + number, 20), (9 * number, 0, 0)).save(folder / f"{number}.png")
-    rows = [{"image_id": name, "box": [1, 2, 8, 6], "category_id": 1, "score": 0.9} for name in Album.ids]
-    (folder / "dets.json").write_text(json.dumps(rows))
     return folder
-
-
-@pytest.mark.parametrize("source", ["gt", "detections+gt", "precomputed"])
-def test_ids_of_images_may_be_any_text(album, tiny, source):
-    for number, name in enumerate(Album.ids):
-        path = album / "features" / f"{name}.npz"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_npz(path, RegionFeatures(name, (20, 30 + number), BOX, np.full((1, 4), number, dtype=np.float32)))
-    file = {"precomputed": "features", "gt": None}.get(source, "dets.json")
-    reader = None if file is None else open_boxes([album / file], ALL, with_features=source == "precomputed")
-    data = examples(Album(album), tiny.tokenizer, source, reader, resize=SAME)
-    data.loader.require_images(data.dataset.image_ids(), "train")
-    sampler = GroupedBatchSampler(data.groups, 2, shuffle=False)
-    batches = BatchLoader(data, sampler, partial(collate, pixel_mean=(0, 0, 0), pixel_std=(1, 1, 1)), workers=1)
-    first, second = batches
-    assert [record["id"] for record in first.records] == ["holiday/one red", "holiday/zwei", "holiday/zwei"]
-    assert first.image_index.tolist() == [[0], [1], [1]] and second.image_index.tolist() == [[0]]
-    assert [len(rows) for rows in first.boxes] == [2 if source == "detections+gt" else 1] * 2
-    if source == "precomputed":
-        assert [float(rows[0, 0]) for rows in first.images.precomputed.features] == [0, 1]
 
 
 def test_a_text_may_be_about_two_images(album, tiny):

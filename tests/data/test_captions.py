@@ -26,8 +26,7 @@ from e2e_vl.samples import ImageBytes
 from e2e_vl.structures import Batch
 from e2e_vl.synthetic.generate import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
-from tests.data.drawn_metadata import write_metadata
-from tests.data.helpers import examples, open_dataset, plain, refused, write_json, write_json_lines
+from tests.data.helpers import examples, open_dataset, plain, refused, write_json, write_json_lines, write_metadata
 from tests.tasks.objectives.tiny_objectives import make_preprocessor
 
 SPLITS = {"train": 6, "val": 3}
@@ -193,7 +192,6 @@ def test_folders_of_joined_splits_are_named_by_their_image_sets(root, tmp_path):
 
 
 def test_objects_of_vcrs_metadata_files(root):
-    """Classes, outlines and boxes above the score, as VisualBERT's first phase for VCR reads them."""
     folder = root / "metadata"
     folder.mkdir(exist_ok=True)
     write_metadata(root / COCO["instances"].format(split="train"), folder)

@@ -80,13 +80,8 @@ def test_every_image_has_one_empty_text(tiny):
     assert (text.words, text.image_index, text.index, text.truth) == ("", (0,), 0, Categories((2, 90)))
     assert text.metadata["image_id"] == 7
     assert [entry["is_crowd"] for entry in text.metadata["objects"]] == [False, False, True]
-    assert text.metadata["objects"][0] == {
-        "box": [10, 20, 30, 40],
-        "category_id": 2,
-        "category": "square",
-        "area": 123.5,
-        "is_crowd": False,
-    }
+    first = {"box": [10, 20, 30, 40], "category_id": 2, "category": "square", "area": 123.5, "is_crowd": False}
+    assert text.metadata["objects"][0] == first
     assert dataset.sample((3,)).texts[0].metadata["objects"] == []
     options = open_options(CocoDetectionDataset, settings_of(tiny))
     assert list(CocoDetectionDataset.texts_of(*options, "instances")) == ["square", "box"]

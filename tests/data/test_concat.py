@@ -17,8 +17,8 @@ from e2e_vl.data.concat import JoinedDataset
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.samples import HumanAnswers, PhraseBoxes, SampleText
 from tests.data.helpers import examples, open_dataset, refused, write_json
+from tests.data.tiny_readers import write_vqa
 from tests.data.tiny_refcoco import TinyRefCOCO
-from tests.data.tiny_vqa import write_vqa
 
 
 def part(name: str, files: dict[str, str], **more: Any) -> dict[str, Any]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import csv
 import dataclasses
 import errno
 import multiprocessing
 import pickle
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +14,6 @@ import pytest
 from e2e_vl.data.features import (
     OPTIONAL_COLUMNS,
     STAMP_NAME,
-    TSV_COLUMNS,
     RegionFeatures,
     TsvStore,
     open_features,
@@ -91,22 +87,6 @@ def test_what_is_written_is_read_again(layout: str, tmp_path: Path, records):
         (store.path / "42.npz").rename(store.path / "43.npz")
         with refused("'42'", "'43'"):
             open_features(store.path)["43"]
-
-
-def test_the_columns_of_the_tsv_files(tmp_path: Path, records):
-    """Read as the programs read them that these formats come from."""
-    csv.field_size_limit(sys.maxsize)
-    for layout in ("tsv", "lxmert"):
-        with write(layout, tmp_path, records).open(newline="") as file:
-            rows = list(csv.DictReader(file, TSV_COLUMNS[layout], delimiter="\t"))
-        row, record = rows[1], records[1]
-        boxes = np.frombuffer(base64.b64decode(row["boxes"]), dtype=np.float32).reshape(int(row["num_boxes"]), -1)
-        assert np.array_equal(boxes, record.boxes)
-        features = np.frombuffer(base64.b64decode(row["features"]), dtype=np.float32).reshape(len(boxes), -1)
-        assert np.array_equal(features, record.features)
-    assert (row["img_id"], row["img_h"], row["img_w"]) == ("42", "30", "40")
-    assert np.array_equal(np.frombuffer(base64.b64decode(row["attrs_id"]), dtype=np.int64), record.attributes)
-    assert np.array_equal(np.frombuffer(base64.b64decode(row["objects_conf"]), dtype=np.float32), record.scores)
 
 
 def test_a_tsv_file_is_read_without_its_index(tmp_path: Path, records, monkeypatch):

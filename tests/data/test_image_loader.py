@@ -244,8 +244,6 @@ def test_precomputed_features_need_no_pixels(photo, features):
 
 
 def test_the_mean_of_the_regions_may_stand_for_the_whole_image(photo, features):
-    """As in the official code."""
-
     def image_feature(**given) -> list[float]:
         reader = None if given else features
         return load(
@@ -347,7 +345,6 @@ def test_outlines_without_area(points):
 
 
 def test_centres_of_cells():
-    """A triangle over half of its box, boxes, and an outline that runs round twice."""
     triangle = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0]])
     mask = instance_mask([triangle], np.array([0, 0, 4, 4]), side=4, at="centres")
     inside = np.add.outer(np.arange(4), np.arange(4)) < 3  # the centres of the diagonal lie on the outline

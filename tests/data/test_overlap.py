@@ -79,7 +79,6 @@ def test_aliases_go_before_the_ids_of_the_data_set():
         ("2375429", PhotoId("vg", "2375429")),
         ("n161313", PhotoId("vg", "n161313")),
         ("COCO_val2014_000000000042", PhotoId("coco", "42")),
-        ("000000000042", PhotoId("coco", "42")),
         ("dev-0-0-img0", PhotoId("file", str(Path("dev-0-0-img0.jpg").absolute()))),
     ],
 )

@@ -59,15 +59,8 @@ def test_metadata_and_truth_in_pixels_of_the_stored_image(tiny):
     assert image.locate() == tiny.images_root / "seven.png"
     first, second = sample.texts
     assert first.words == "red square on the left"
-    assert first.metadata == {
-        "ref_id": 1,
-        "sent_id": 10,
-        "image_id": 7,
-        "ann_id": 100,
-        "category": "square",
-        "gt_box": [10, 20, 30, 40],
-        "family": "relation",
-    }
+    ids = {"ref_id": 1, "sent_id": 10, "image_id": 7, "ann_id": 100}
+    assert first.metadata == ids | {"category": "square", "gt_box": [10, 20, 30, 40], "family": "relation"}
     assert first.truth == ReferredBox((10, 20, 30, 40)) and second.truth == ReferredBox((60, 10, 90, 40))
     assert "family" not in second.metadata
     assert first.phrases.spans == ((0, len(first.words)),) and first.phrases.boxes[0].tolist() == [[10, 20, 30, 40]]
@@ -149,19 +142,13 @@ def test_expressions_boxes_and_detections_line_up_with_real_photos(tmp_path):
     instances = CocoInstances(root / files["instances"])
     expressions = read_expressions(root / files["refs"], instances)
     assert len(expressions) == 78
-    assert len({expression.ref_id for expression in expressions}) == 31
     assert [len({one.image_id for one in expressions if one.split == split}) for split in SPLITS] == [6, 2, 1, 1]
-    assert read_refs(root / "refcoco+" / "refs.json") == read_refs(root / files["refs"])
-    objects = [one for image in instances.images for one in image.objects]
-    assert (len(instances.images), len(objects), len(instances.class_names)) == (10, 47, 80)
-    assert sum(one.is_crowd for one in objects) == 1
     detections = root / "detections" / "refcoco+_unc" / "res101_coco_minus_refer_notime_dets.json"
     detected = read_detections(detections)
     assert sum(len(boxes) for boxes, _ in detected.values()) == 158
 
     build_vocabulary((expression.words for expression in expressions), tmp_path / "vocab.txt")
-    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
-    preprocessor = ReferringTask(8).preprocessor(TextTokenizer(tokenizer))
+    preprocessor = ReferringTask(8).preprocessor(TextTokenizer(load_tokenizer(tmp_path / "vocab.txt")))
     reader = DetectedBoxes([detections], SelectionRule(min_score=0.0, max_regions=1000))
     seen = 0
     for split in SPLITS:
@@ -172,9 +159,7 @@ def test_expressions_boxes_and_detections_line_up_with_real_photos(tmp_path):
             scales = batch.images.scales.repeat(1, 2)
             for row, record in enumerate(batch.records):
                 image, info = int(batch.image_index[row, 0]), instances[record["image_id"]]
-                assert record["file_name"].endswith(info.file_name)
                 assert batch.images.original_sizes[image].tolist() == [info.height, info.width]
-                assert max(batch.images.sizes[image].tolist()) <= 1000
                 gt_box = np.array(record["gt_box"])
                 np.testing.assert_allclose((batch.targets.box[row] / scales[image]).numpy(), gt_box, atol=1e-3)
 
@@ -185,9 +170,5 @@ def test_expressions_boxes_and_detections_line_up_with_real_photos(tmp_path):
                 # candidates are clamped to the last pixel, targets are not
                 np.testing.assert_allclose(batch.boxes[image][referred], batch.targets.box[row], atol=1.01)
                 assert len(batch.detection_targets.boxes[image]) == sum(not one.is_crowd for one in info.objects)
-
-                ids = batch.texts.input_ids[row][batch.texts.attention_mask[row]].tolist()
-                assert (ids[0], ids[-1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
-                assert tokenizer.convert_ids_to_tokens(ids[1:-1]) == tokenizer.tokenize(record["text"])
                 seen += 1
     assert seen == 78

@@ -118,17 +118,6 @@ def test_lines_of_a_text_file(tmp_path, end):
     assert found[-1] == lines[-1].strip()
 
 
-def test_the_index_is_kept_until_the_file_changes(tmp_path, monkeypatch):
-    path = tmp_path / "a.doc"
-    path.write_text("one\ntwo\n")
-    assert list(TextLines(path, tmp_path / "cache")) == ["one", "two"]
-    with monkeypatch.context() as patch:
-        patch.setattr(TextLines, "_find_lines", None)
-        assert list(TextLines(path, tmp_path / "cache")) == ["one", "two"]
-    path.write_text("one\ntwo\nthree\n")
-    assert list(TextLines(path, tmp_path / "cache")) == ["one", "two", "three"]
-
-
 def test_text_files_that_cannot_be_used(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"fine\nbroken \xff\xfe\n")

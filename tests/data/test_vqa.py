@@ -11,7 +11,7 @@ from e2e_vl.data.base import open_options
 from e2e_vl.data.vqa import VQADataset
 from e2e_vl.samples import HumanAnswers
 from tests.data.helpers import open_dataset, refused, with_files, write_json
-from tests.data.tiny_vqa import ANSWERS, write_vqa
+from tests.data.tiny_readers import ANSWERS, write_vqa
 
 
 @pytest.fixture

@@ -94,16 +94,9 @@ def ref(ref_id: int, ann_id: int, image_id: int, split: str, sentences: list[str
         {"sent_id": 10 * ref_id + i, "sent": sentence, "raw": sentence.upper(), "tokens": sentence.split()}
         for i, sentence in enumerate(sentences)
     ]
-    return {
-        "ref_id": ref_id,
-        "ann_id": ann_id,
-        "image_id": image_id,
-        "category_id": 2,
-        "split": split,
-        "sentences": rows,
-        "sent_ids": [row["sent_id"] for row in rows],
-        "file_name": f"not_a_file_{ref_id}.jpg",
-    }
+    ids = {"ref_id": ref_id, "ann_id": ann_id, "image_id": image_id, "category_id": 2}
+    texts = {"sentences": rows, "sent_ids": [row["sent_id"] for row in rows]}
+    return ids | texts | {"split": split, "file_name": f"not_a_file_{ref_id}.jpg"}
 
 
 def detection(det_id: int, image_id: int, box: list[float], score: float) -> dict:

@@ -20,7 +20,7 @@ from e2e_vl.run.train import train
 from e2e_vl.tasks.vcr import VCRPrediction, joint_metrics
 from e2e_vl.weights.visual_bert import OfficialVisualBert
 from tests.conftest import ENCODERS
-from tests.data.drawn_metadata import write_metadata
+from tests.data.helpers import write_metadata
 from tests.official_vqa import vqa_accuracy
 from tests.run.runs import ROOT, first_texts, predictions_of, tiny
 from tests.same import assert_same

@@ -38,16 +38,6 @@ def make_task(*names: str, **config) -> PretrainingTask:
     return PretrainingTask(SIZES, PretrainingConfig(**config), build_objectives(weights, SIZES))
 
 
-def test_nothing_masked_is_loss_zero_with_gradients():
-    model = make_model(region_probability=0.0, objectives={"relationship": 1.0}).train()
-    output = model(make_batch(masks=False))
-    losses = {name: loss.mean for name, loss in output.losses.items()}
-    assert list(losses) == ["masked_words", "masked_text", "masked_regions", "relationship"]
-    assert {name for name, loss in losses.items() if loss == 0} == {"masked_words", "masked_text", "masked_regions"}
-    sum(losses.values()).backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
 def test_texts_of_two_images_share_all_objectives():
     """A region counts once for every text that reads it, whichever of the text's images it is in."""
     model = make_model(encoder={"max_images": 2}, objectives={"relationship": 1.0}, region_probability=1.0).eval()
@@ -260,13 +250,6 @@ def edited(tokenizer, part: type[ObjectivePreprocessor], probability: float = 0.
     sample = sample_of(text, pool=["the red box", "a dog and a cat"])
     [example] = preprocess(PretrainingPreprocessor(text_tokenizer, parts), sample)
     return example
-
-
-def test_two_texts_are_encoded_as_a_pair(tokenizer):
-    text = edited(tokenizer, TwoCaptions)
-    assert decoded(text, tokenizer) == "[CLS] the red box [SEP] a dog and a cat [SEP]"
-    assert text.encoding.token_type_ids.tolist() == [0] * 5 + [1] * 6
-    assert decoded(edited(tokenizer, TwoCaptions, is_blank=True), tokenizer) == "[CLS] [SEP] [SEP]"
 
 
 def test_a_pair_that_is_too_long_is_cut_with_its_labels(tokenizer):

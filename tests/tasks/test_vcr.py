@@ -84,14 +84,6 @@ def test_every_region_of_every_choice_is_classified(whole_image):
     assert output.losses["region_class"].count == regions.attention_mask.sum() == 4 * sum(map(len, classes))
     output.losses["region_class"].mean.backward()
     assert torch.equal(encoded.regions.grad.any(dim=2), regions.attention_mask)
-
-
-def test_weight_of_the_region_loss():
-    task = VCRTask(H, VCRConfig(num_classes=5)).eval()
-    double = VCRTask(H, VCRConfig(num_classes=5, region_loss_weight=2.0)).eval()
-    double.load_state_dict(task.state_dict())
-    losses = [run(one, two_questions([2, 0]))[0].losses["region_class"].mean for one in (task, double)]
-    torch.testing.assert_close(losses[1], 2 * losses[0])
     without = VCRTask(H, VCRConfig(region_loss_weight=0.0))
     assert set(run(without, two_questions([2, 0]))[0].losses) == {"choice"}
 
@@ -188,15 +180,6 @@ def test_four_texts_of_a_question(tiny):
     assert (record["text"], record["choices"][0]) == ("Why is Riley and chair there ?", "No Casey .")
     assert record["named_boxes"][1:3] == [("Riley", (30, 0, 50, 59)), ("chair", (60, 30, 95, 59))]
     assert all(text.region_of_token is None for text in texts_of(tiny, ground_words=False))
-
-
-def test_question_and_right_answer_stand_before_a_rationale(tiny):
-    texts = texts_of(tiny, question="rationale")
-    said = line(tiny, texts[1])
-    assert said == "[CLS] why is riley and chair there ? riley ' s chair . [SEP] jessie is . [SEP]"
-    assert texts[1].encoding.token_type_ids.tolist() == [0] * 14 + [1] * 4
-    assert [float(text.targets.is_right) for text in texts] == [0, 1, 0, 0]
-    assert (texts[0].record["label"], texts[0].record["conditioned_on"]) == (1, 2)
 
 
 def test_people_are_named_in_turn_and_in_training_from_anywhere(tiny):
