@@ -1,8 +1,9 @@
-"""Commands answer `--help` and wrong words before anything is imported that takes seconds."""
+"""The command line: what is answered before slow imports, errors of one sentence, and small commands."""
 
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import pytest
 
 from detector.errors import StoppedRunError, UserError
+from e2e_vl.cli import explore, make_synthetic
 from e2e_vl.cli.main import COMMANDS, print_errors
 from e2e_vl.config import load_config, save_config
 from tests.conftest import ROOT
@@ -145,3 +147,34 @@ def test_a_stopped_run_has_the_status_of_its_signal(capsys):
 def test_faults_of_the_program_keep_their_traceback(error: Exception):
     with pytest.raises(type(error)):
         command(error)
+
+
+# Commands whose parts have tests of their own
+
+
+def test_the_page_is_open_to_this_machine_only_unless_that_is_asked_for(capsys):
+    assert all(map(explore.is_loopback, ("127.0.0.1", "127.8.0.1", "::1", "localhost")))
+    assert not any(map(explore.is_loopback, ("0.0.0.0", "::", "192.168.1.7", "localhost.example.org", "")))
+    assert explore.main(["--run", "nowhere", "--host", "0.0.0.0"]) == 2
+    assert "--open-to-network" in capsys.readouterr().err
+
+
+def test_without_a_run_or_gradio_the_remedy_is_said(tmp_path, monkeypatch, capsys):
+    assert explore.main(["--run", "nowhere/at/all"]) == 2
+    assert "nowhere/at/all" in capsys.readouterr().err
+    monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")  # the command sets it, and this restores it
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.yaml").touch()
+    assert explore.main(["--run", str(tmp_path)]) == 2
+    assert 'pip install "e2e-vl[explore]"' in capsys.readouterr().err
+
+
+def test_options_say_what_is_drawn(tmp_path, capsys):
+    words = f"--output {tmp_path / 'data'} --train 3 --val 1 --testA 1 --testB 1 --max-objects 6".split()
+    words += ["--families", "attribute=0.5", "relation=0.5"]
+    assert make_synthetic.main(words) == 0
+    statistics = json.loads(capsys.readouterr().out)
+    assert statistics["images"] == {"train": 3, "val": 1, "testA": 1, "testB": 1}
+    assert set(statistics["families"]) <= {"attribute", "relation"}
+    assert 5 <= statistics["objects_per_image"] <= 6
