@@ -13,11 +13,10 @@ from detector.checkpoint import save_weights
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.batching import Request
-from e2e_vl.run.build import build_collate, build_examples, build_model, build_run, build_tokenizer
+from e2e_vl.run.build import build_examples, build_run
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
-from tests.run.runs import ROOT, TINY_DETECTOR, logged, predictions_of
+from tests.run.runs import ROOT, TINY_DETECTOR, first_texts, logged, predictions_of
 from tests.same import assert_same
 from tests.weights.starts import replaced
 
@@ -47,13 +46,10 @@ def test_a_detector_from_scratch_reaches_an_average_precision(tmp_path: Path):
     """One or two large circles and crosses a scene, scored on scenes it was not trained on, also when it is loaded."""
     scene = "{min_side: 96, max_side: 96, min_objects: 1, max_objects: 2, small: [24, 30], big: [32, 40], "
     words = [
-        TINY_DETECTOR,
-        f"output={tmp_path / 'run'}",
-        f"data.root={tmp_path / 'data'}",
+        *(TINY_DETECTOR, f"output={tmp_path / 'run'}", f"data.root={tmp_path / 'data'}"),
         "data.synthetic.scenes={train: 80, val: 20}",
         f"data.synthetic.config={{scene: {scene} textures: [plain], shapes: [circle, cross]}}}}",
-        "data.resize={short_edge: [96], long_edge: 96}",
-        "data.workers=0",
+        "data={resize: {short_edge: [96], long_edge: 96}, workers: 0}",
         f"{SMALL}.RPN={{PRE_NMS_TOPK_TRAIN: 60, POST_NMS_TOPK_TRAIN: 20, POST_NMS_TOPK_TEST: 10}}",
         f"{SMALL}.ANCHOR_GENERATOR.SIZES=[[24, 36]]",
         "train={images_per_batch: 4, max_steps: 80, warmup_steps: 10, lr: 4.0e-3, save_every_epochs: 0, log_every: 1}",
@@ -86,30 +82,27 @@ def test_a_detector_from_scratch_reaches_an_average_precision(tmp_path: Path):
 
 def test_the_gradient_reaches_the_whole_detector_also_in_images_without_objects(detection_config):
     config = detection_config()
-    tokenizer = build_tokenizer(config)
-    torch.manual_seed(0)
-    model = build_model(config, vocab_size=len(tokenizer)).train()
-    examples = build_examples(config, model, tokenizer, "train", boxes="online", training=True)
-    path, first = examples.dataset.instances.path, examples.dataset.instances.images[0].id
-    content = json.loads(path.read_text())
-    content["annotations"] = [one for one in content["annotations"] if one["image_id"] != first]
-    path.write_text(json.dumps(content))
-    examples = build_examples(config, model, tokenizer, "train", boxes="online", training=True)
-    assert not examples.dataset.instances[first].objects
+    run = build_run(config)
+    model = run.model.train()
+    instances = run.train_data.dataset.instances
+    content = json.loads(instances.path.read_text())
+    content["annotations"] = [one for one in content["annotations"] if one["image_id"] != instances.images[0].id]
+    instances.path.write_text(json.dumps(content))
+    run.train_data = build_examples(config, model, run.tokenizer, "train", boxes="online", training=True)
+    assert not run.train_data.dataset.instances[instances.images[0].id].objects
 
-    def gradients(indices: list[int]) -> dict[str, torch.Tensor | None]:
+    def gradients(images: int) -> dict[str, torch.Tensor | None]:
         model.zero_grad(set_to_none=True)
-        batch = build_collate(config, model)([examples[Request(index, (index,))] for index in indices])
-        losses = model(batch).losses
+        losses = model(first_texts(run, images)).losses
         assert all(torch.isfinite(loss.total) for loss in losses.values())
         sum(loss.mean for loss in losses.values()).backward()
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    for name, gradient in gradients([0, 1]).items():
+    for name, gradient in gradients(2).items():
         assert gradient is not None, name
         assert gradient.isfinite().all(), name
         assert gradient.any(), name
-    alone = gradients([0])
+    alone = gradients(1)
     assert alone["detector.backbone.stem.conv1.weight"].any()
     assert not alone["detector.roi_heads.box_predictor.bbox_pred.weight"].any()  # there is no box to learn
 

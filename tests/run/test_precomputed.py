@@ -30,9 +30,9 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 @pytest.fixture(scope="module")
 def config(tiny_words, tmp_path_factory) -> RunConfig:
     """Settings of the run with a live detector."""
-    words = [*tiny_words, "detector.loss_weight=0", "detector.freeze=true", "data.boxes.train=gt"]
-    output = tmp_path_factory.mktemp("precomputed") / "run"
-    return load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [*words, f"output={output}"])
+    words = "detector={loss_weight: 0, freeze: true}", "data.boxes.train=gt"
+    output = f"output={tmp_path_factory.mktemp('precomputed') / 'run'}"
+    return load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [*tiny_words, *words, output])
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,8 @@ def features(live, config) -> Path:
 
 @pytest.fixture
 def precomputed_config(tiny_config, features):
-    own = (
-        "detector={backend: precomputed, loss_weight: 0}",
-        "data.boxes.train=precomputed",
-        "eval.boxes=[precomputed]",
-    )
-    return lambda *words: tiny_config(*own, f"data.files.features={features}", *words)
+    boxes = "data.boxes.train=precomputed", "eval.boxes=[precomputed]", f"data.files.features={features}"
+    return lambda *words: tiny_config("detector={backend: precomputed, loss_weight: 0}", *boxes, *words)
 
 
 def test_losses_and_gradients_are_those_of_the_live_detector(live, precomputed_config):
@@ -130,14 +126,8 @@ def test_settings_that_do_not_fit(words, message, precomputed_config, features, 
 def test_the_whole_image_comes_first(live):
     detector = PrecomputedDetector(live.model.detector.config)
     width = detector.feature_dim
-    sizes = torch.tensor([[8, 9]])
-
-    def images(features):
-        return ImageBatch(torch.zeros(1, 3, 0, 0), sizes, sizes, ["a.jpg"], features)
-
-    boxes = [torch.tensor([[0.0, 0, 4, 4], [1, 1, 5, 5]])]
-    regions = detector(
-        images(PrecomputedFeatures([torch.ones(2, width)], torch.zeros(1, width))), boxes, whole_image=True
-    )
+    sizes, features = torch.tensor([[8, 9]]), PrecomputedFeatures([torch.ones(2, width)], torch.zeros(1, width))
+    images = ImageBatch(torch.zeros(1, 3, 0, 0), sizes, sizes, ["a.jpg"], features)
+    regions = detector(images, [torch.tensor([[0.0, 0, 4, 4], [1, 1, 5, 5]])], whole_image=True)
     assert torch.equal(regions.boxes[0], torch.tensor([[0.0, 0, 8, 7], [0, 0, 4, 4], [1, 1, 5, 5]]))
     assert regions.features[0][:, 0].tolist() == [0, 1, 1] and regions.class_logits[0].shape == (3, 0)
