@@ -1,4 +1,4 @@
-"""Files and options of the settings, what every data set promises, and a data set of one's own."""
+"""Files and options of the settings, what every data set promises, and texts about two images."""
 
 from __future__ import annotations
 
@@ -6,28 +6,23 @@ import functools
 import json
 import pickle
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from detector.config import SelectionRule
 from detector.errors import UserError
-from e2e_vl.config import BoxSource, DataSettings
-from e2e_vl.data.base import DataFiles, VLDataset, check_boxes_source
+from e2e_vl.config import DataSettings
+from e2e_vl.data.base import DataFiles, VLDataset
 from e2e_vl.data.batching import Request, collate
-from e2e_vl.data.refcoco import RefCOCODataset
-from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.samples import AnnotatedObjects, Sample, SampleImage, SampleText
-from tests.data.helpers import DOUBLE, SAME, examples, refused
+from tests.data.helpers import DOUBLE, SAME, examples
 
 KNOWN = ("images", "captions", "corpus")
 BOXES = {7: [[10, 20, 30, 40], [60, 10, 90, 40], [0, 0, 100, 60]], 3: [[5.5, 10, 25.75, 70]]}
 SIZES = {7: (60, 100), 3: (80, 40)}  # (height, width)
-ALL = SelectionRule(min_score=0.0, min_regions=0, max_regions=100)
-BOX = np.array([[1, 2, 9, 8]], dtype=np.float32)
 
 
 def test_names_of_files_have_placeholders_and_start_from_the_root(tmp_path, monkeypatch):
@@ -38,12 +33,6 @@ def test_names_of_files_have_placeholders_and_start_from_the_root(tmp_path, monk
     assert found.path("images", split="val", images="val2014") == Path("/elsewhere/val2014")
     assert found.name("corpus", split="val") == "a.doc+val.doc"
     assert "corpus" in found and "instances" not in found
-
-
-def test_sources_of_boxes_that_make_sense():
-    check_boxes_source(RefCOCODataset, "refcoco", BoxSource.DETECTIONS_GT)
-    with refused("vcr", "data.boxes.train", "gt"):
-        check_boxes_source(VCRDataset, "vcr", BoxSource.ONLINE)
 
 
 def test_classes_are_compared_by_name_where_the_names_are_known():
@@ -91,48 +80,34 @@ def test_images_and_their_objects(dataset):
 
 
 class Album(VLDataset):
-    """Photos with any text as id; each text compares a photo with the next one."""
+    """Each text compares a photo with the next one."""
 
-    ids = ("holiday/one red", "holiday/zwei", "x")
+    groups = ([0], [1, 2], [3])
 
-    def __init__(self, files: Path, *, pairs: bool = False) -> None:
-        self.folder = files
-        self.pairs = pairs
-        self.groups = [[0], [1, 2], [3]]
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     @classmethod
     def texts_of(cls, files, options, split):
-        return ["red square"]
+        return ()
 
     def __len__(self) -> int:
         return 4
 
-    def image_ids(self) -> Iterable[str]:
-        return self.ids
-
     def sample(self, texts: Sequence[int]) -> Sample:
         group = next(number for number, group in enumerate(self.groups) if texts[0] in group)
-        numbers = (group, (group + 1) % 3) if self.pairs else (group,)
-        metadata, rows = {"id": self.ids[group]}, tuple(range(len(numbers)))
-        own = (SampleText(text, f"red square {text}", metadata, None, rows) for text in texts)
-        return Sample(tuple(self._image(number) for number in numbers), tuple(own))
+        own = (SampleText(text, f"red square {text}", {}, None, (0, 1)) for text in texts)
+        return Sample((self._image(group), self._image((group + 1) % 3)), tuple(own))
 
     def _image(self, number: int) -> SampleImage:
         objects = AnnotatedObjects(np.array([[0.0, 0, 10 + number, 10]]), f"album {number}", np.array([number]))
-        return SampleImage(self.ids[number], self.folder / f"{number}.png", (20, 30 + number), objects)
+        return SampleImage(str(number), self.folder / f"{number}.png", (20, 30 + number), objects)
 
 
-@pytest.fixture
-def album(tmp_path) -> Path:
-    folder = tmp_path / "album"
-    folder.mkdir()
+def test_a_text_may_be_about_two_images(tmp_path, tiny):
     for number in range(3):
-        Image.new("RGB", (30 + number, 20), (9 * number, 0, 0)).save(folder / f"{number}.png")
-    return folder
-
-
-def test_a_text_may_be_about_two_images(album, tiny):
-    data = examples(Album(album, pairs=True), tiny.tokenizer, resize=(SAME, DOUBLE), flip_probability=0.5)
+        Image.new("RGB", (30 + number, 20)).save(tmp_path / f"{number}.png")
+    data = examples(Album(tmp_path), tiny.tokenizer, resize=(SAME, DOUBLE), flip_probability=0.5)
     for epoch in range(6):
         example = data[Request(1, (1, 2), epoch)]
         one, other = example.images
@@ -142,7 +117,7 @@ def test_a_text_may_be_about_two_images(album, tiny):
     batch = collate([data[Request(0, (0,))], data[Request(1, (1, 2))]], (0, 0, 0), (1, 1, 1))
     assert batch.image_index.tolist() == [[0, 1], [2, 3], [2, 3]]
     assert [name.rpartition("/")[2] for name in batch.images.names] == ["0.png", "1.png", "1.png", "2.png"]
-    (album / "2.png").unlink()
+    (tmp_path / "2.png").unlink()
     data = examples(data.dataset, tiny.tokenizer, skip_broken=True)
     example = data[Request(1, (1, 2))]  # photos 1 and 2; then 2 and 0; then 0 and 1
     assert [text.record["text_index"] for text in example.texts] == [0] and data.broken == {1, 2}

@@ -206,9 +206,6 @@ def test_objects_of_vcrs_metadata_files(root):
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"width": content["width"] + 1}))
     assert dataset.sample((0,)).images[0].size == (content["height"], content["width"] + 1)
-    file.unlink()
-    with pytest.raises(FileNotFoundError, match=file.name):
-        dataset.sample((0,))
 
 
 COCO_FILE = {
@@ -378,12 +375,8 @@ def test_images_and_boxes_in_archives(official):
     assert source.boxes(0) is None, "not asked for"
     found = official.read(with_boxes=True).boxes(3)
     assert found.image_size == (15, 23) and found.features is None
-
-
-def test_boxes_are_sorted_by_their_best_class(official):
-    official.write()
     found = official.read(with_features=True).boxes(0)
-    order = [1, 2, 0]  # 0.8, 0.7, 0.6
+    order = [1, 2, 0]  # by the best class: 0.8, 0.7, 0.6
     np.testing.assert_array_equal(found.boxes, BOXES[order])
     np.testing.assert_array_equal(found.class_probs, CLASSES[order])
     assert found.class_probs.dtype == np.float32

@@ -130,9 +130,6 @@ def test_empty_boxes_are_left_out_unless_they_are_referred_to(tiny, caplog):
         read(tiny.write())
 
 
-# Ten real photos in the official formats
-
-
 def test_expressions_boxes_and_detections_line_up_with_real_photos(tmp_path):
     root = Path(os.environ.get("E2E_VL_REAL_MINI", DEFAULT))
     if not (root / "images" / "train2014").is_dir():

@@ -142,11 +142,8 @@ def test_phrases_of_descriptions(settings, tmp_path):
     dataset = opened(settings, phrases=True)
     phrases = [text.phrases for texts in dataset.groups for text in dataset.sample(texts).texts]
     assert [None if one is None else one.spans for one in phrases] == [((0, 6),), None, ((0, 3),)]
-    write_json(tmp_path / "graphs.json", [{"image_id": 1, "regions": [named(11, "a"), named(12, "b")]}])
-    with refused("graphs.json", "same release"):
-        opened(settings, phrases=True)
-    write_json(
-        tmp_path / "graphs.json", [{"image_id": 1, "regions": [named(11, "a") | {"objects": [{"object_id": 1}]}]}]
-    )
-    with refused("graphs.json", "objects[0]"):
-        opened(settings, phrases=True)
+    damaged = named(11, "a") | {"objects": [{"object_id": 1}]}
+    for regions, part in (([named(11, "a"), named(12, "b")], "same release"), ([damaged], "objects[0]")):
+        write_json(tmp_path / "graphs.json", [{"image_id": 1, "regions": regions}])
+        with refused("graphs.json", part):
+            opened(settings, phrases=True)

@@ -76,7 +76,6 @@ def test_the_loss_is_the_divergence_from_equal_shares_per_sentence():
 
 
 def test_several_heads_are_averaged():
-    """Each is a scaled product."""
     for heads in (1, 3):
         task = make_task(num_heads=heads)
         output = run(task, sentences(FIRST, SECOND))

@@ -158,20 +158,16 @@ def texts_of(tiny, *, training=False, epoch=0, **options) -> list[TextExample]:
     return preprocess(preprocessor, tiny.dataset(**reader).sample((0,)), epoch=epoch)
 
 
-def line(tiny, text) -> str:
-    return decoded(text, tiny.tokenizer)
-
-
 def test_four_texts_of_a_question(tiny):
     tiny.lines[0]["family"] = "colour"
     texts = texts_of(tiny)
     assert len(texts) == 4
     first = texts[0]
-    assert line(tiny, first) == "[CLS] why is riley and chair there ? [SEP] no casey . [SEP]"
+    assert decoded(first, tiny.tokenizer) == "[CLS] why is riley and chair there ? [SEP] no casey . [SEP]"
     assert first.encoding.token_type_ids.tolist() == [0] * 9 + [1] * 4
     assert first.encoding.summary is None
     assert first.region_of_token.tolist() == [-1, -1, -1, 1, -1, 2, -1, -1, -1, -1, 0, -1, -1]
-    assert line(tiny, texts[2]).endswith("[SEP] riley ' s chair . [SEP]")
+    assert decoded(texts[2], tiny.tokenizer).endswith("[SEP] riley ' s chair . [SEP]")
     assert texts[2].region_of_token[9:].tolist() == [1, -1, -1, -1, -1, -1]
     assert [float(text.targets.is_right) for text in texts] == [0, 0, 1, 0]
     assert {text.image_index for text in texts} == {(0,)}
@@ -183,13 +179,13 @@ def test_four_texts_of_a_question(tiny):
 
 
 def test_people_are_named_in_turn_and_in_training_from_anywhere(tiny):
-    seen = {line(tiny, texts_of(tiny, training=True, epoch=epoch)[0]) for epoch in range(20)}
+    seen = {decoded(texts_of(tiny, training=True, epoch=epoch)[0], tiny.tokenizer) for epoch in range(20)}
     assert len(seen) > 5
-    assert len({line(tiny, texts_of(tiny, epoch=epoch)[0]) for epoch in range(5)}) == 1
+    assert len({decoded(texts_of(tiny, epoch=epoch)[0], tiny.tokenizer) for epoch in range(5)}) == 1
     fixed = texts_of(tiny, training=True, turn_names=False, epoch=3)[0]
     assert tokens(fixed, tiny.tokenizer)[3] == "riley"
     own = texts_of(tiny, people_names=("Quinn", "Pat"))[0]
-    assert line(tiny, own).startswith("[CLS] why is pat and chair there")
+    assert decoded(own, tiny.tokenizer).startswith("[CLS] why is pat and chair there")
 
 
 def test_names_by_mention(tiny):
@@ -197,8 +193,8 @@ def test_names_by_mention(tiny):
     tiny.lines[0]["answer_choices"][1] = [[3, 0], "and", [1], [2], "."]
     choices = ["No Riley .", "Riley Jessie and Casey chair ."]
     texts = texts_of(tiny, names_by="mention", join_word=None, training=True, epoch=5)
-    assert line(tiny, texts[0]) == f"[CLS] why is casey chair there ? [SEP] {choices[0].lower()} [SEP]"
-    assert line(tiny, texts[1]).endswith(f"[SEP] {choices[1].lower()} [SEP]")
+    assert decoded(texts[0], tiny.tokenizer) == f"[CLS] why is casey chair there ? [SEP] {choices[0].lower()} [SEP]"
+    assert decoded(texts[1], tiny.tokenizer).endswith(f"[SEP] {choices[1].lower()} [SEP]")
     assert texts[1].region_of_token[[3, 4, 8, 9, 11, 12]].tolist() == [1, 2, 3, 0, 1, 2]
     assert texts[0].record["choices"][:2] == choices and texts[0].record["named_boxes"][1][0] == "Casey"
 
