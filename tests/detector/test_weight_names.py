@@ -252,11 +252,18 @@ def test_files_from_before_the_nested_blocks(name: str):
     assert all(new[key] is converted[key] for key in new if "box_predictor" not in key)
 
 
-def test_norms_without_epsilon_are_folded_on_request():
-    name, new = "backbone.body.layer1.0.bn1.", "backbone.bottom_up.res2.0.conv1.norm."
-    state = {f"{name}weight": torch.full((64,), 3.0), f"{name}running_var": torch.full((64,), 4.0)}
-    assert from_torchvision_detector(state)[f"{new}running_var"] is state[f"{name}running_var"]
-    assert from_torchvision_detector(state, norm_eps=0.0)[f"{new}weight"].tolist() == [1.5] * 64
+def test_norms_of_published_weights_that_were_trained_without_epsilon_are_folded(tmp_path: Path):
+    state = torchvision.models.resnet50(weights=None).state_dict()
+    state["layer1.0.bn1.weight"].fill_(3)
+    state["layer1.0.bn1.running_var"].fill_(4)
+    trunk = {f"backbone.body.{name}": value for name, value in state.items() if not name.startswith("fc.")}
+    widths = {"STEM_OUT_CHANNELS": 64, "RES2_OUT_CHANNELS": 256, "WIDTH_PER_GROUP": 64}
+    flat = flatten(published.FPN_TREE) | {f"MODEL.RESNETS.{key}": value for key, value in widths.items()}
+    model = FasterRCNN(DetectorConfig.from_flat(flat))
+    for name, weight in (("fasterrcnn_resnet50_fpn_coco-258fb6c6.pth", 1.5), ("own.pth", 3)):
+        torch.save(trunk, tmp_path / name)
+        load_checkpoint(model, tmp_path / name, expect="backbone")
+        assert model.backbone.bottom_up.res2[0].conv1.norm.weight.tolist() == [weight] * 64
 
 
 def test_norms_without_epsilon_keep_their_values_exactly():
