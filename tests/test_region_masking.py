@@ -184,12 +184,10 @@ def test_predicted_boxes_are_labelled_in_the_order_of_the_file():
     """A file's distributions belong to its boxes; the detector's replace them in evaluation with predicted boxes."""
     model = make_model(teacher="file", region_probability=1.0).eval()
     labels = RegionLabels(class_probs=[torch.ones(1, CLASSES) / CLASSES] * 2)
-    batch = dataclasses.replace(make_batch(boxes=False), region_labels=labels)
-    prepared = model.prepare_regions(batch)
-    logits = torch.cat(model.detector(batch.images, prepared.boxes).class_logits)
-    found = torch.cat(prepared.region_labels.class_probs)
-    assert len(found) > 0
-    assert_same(found, logits.softmax(dim=1).roll(1, dims=1))  # background first
+    prepared = model.prepare_regions(dataclasses.replace(make_batch(boxes=False), region_labels=labels))
+    logits = torch.cat(model.detector(prepared.images, prepared.boxes).class_logits)
+    assert len(logits) > 0  # the background comes first
+    assert_same(torch.cat(prepared.region_labels.class_probs), logits.softmax(dim=1).roll(1, dims=1))
 
 
 # Saved features
@@ -201,9 +199,8 @@ def test_whole_image_feature_leaves_out_masked_regions():
     saved = PrecomputedFeatures([features], torch.zeros(1, 2))
     images = ImageBatch(torch.zeros(1, 3, 0, 0), size, size, ["image"], saved)
     boxes = [torch.cat([box, box + 20, box + 40])]
-    changed = mask_regions(
-        about_one_image(images=images, boxes=boxes, boxes_to_mask=[box]), None, RegionMasking(pixels=False)
-    )
+    batch = about_one_image(images=images, boxes=boxes, boxes_to_mask=[box])
+    changed = mask_regions(batch, None, RegionMasking(pixels=False))
     assert changed.masked_regions.is_masked[0].tolist() == [True, False, False]
     torch.testing.assert_close(changed.images.precomputed.image_features, torch.tensor([[2.0, 3.0]]), rtol=1e-4, atol=0)
     assert not saved.image_features.any()  # the caller's batch is untouched
@@ -228,12 +225,9 @@ def test_labels_of_a_file_must_be_there_and_precomputed_features_cannot_mask_pix
 def test_a_users_boxes_are_masked_and_no_others(teacher):
     model = make_model(region_probability=1.0, teacher=teacher, max_detected_regions=4).eval()
     masked = [[6.0, 6.0, 40.0, 40.0], [60.0, 5.0, 90.0, 25.0]]
-    given, proposed = (
-        model.prepare_regions(
-            dataclasses.replace(make_batch(boxes=boxes), boxes_to_mask=[torch.tensor(masked), torch.zeros(0, 4)])
-        )
-        for boxes in (True, False)
-    )
+    own = [torch.tensor(masked), torch.zeros(0, 4)]
+    batches = [dataclasses.replace(make_batch(boxes=boxes), boxes_to_mask=own) for boxes in (True, False)]
+    given, proposed = map(model.prepare_regions, batches)
     assert given.boxes[0].tolist() == [*masked, *BOXES[0][1:]]  # the first candidate is the first masked one
     assert given.masked_regions.is_masked[0].tolist() == [True, True, False, False]
     assert torch.equal(given.masked_regions.is_labelled[0], given.masked_regions.is_masked[0])

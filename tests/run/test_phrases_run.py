@@ -56,18 +56,12 @@ TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 LOSSES = {"refcoco": "referring", "vcr": "choice"}
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
 LAYERS = {
-    "vl_bert": {
-        "num_hidden_layers": 2,
-        "geometry_dim": 16,
-        "with_pooler": True,
-        "masked_region_embedding": True,
-        # the official start of 0 lets no gradient through
-        "visual_scale_text_init": 1.0,
-        "visual_scale_object_init": 1.0,
-    },
+    "vl_bert": {"num_hidden_layers": 2, "geometry_dim": 16, "with_pooler": True, "masked_region_embedding": True},
     "visual_bert": {"num_hidden_layers": 2, "train_pooler": True},
     "lxmert": {"l_layers": 1, "r_layers": 1, "x_layers": 1, "masked_region_feature": True},
 }
+# the official start of 0 lets no gradient through
+LAYERS["vl_bert"] |= {"visual_scale_text_init": 1.0, "visual_scale_object_init": 1.0}
 NEEDED = {"nlvr2": {"max_images": 2}, "vcr": {"named_regions": True}}  # of LXMERT by a task
 
 
@@ -82,13 +76,9 @@ def folder(tmp_path_factory) -> Path:
 
 def alone(task: str, folder: Path, *words: str) -> RunConfig:
     """The tiny run of a task on a few scenes."""
-    drawn = {"refcoco+", "detections", "flickr30k"} | ({task} - {"refcoco"})
-    common = [
-        HEAD,
-        f"data.synthetic.formats=[{', '.join(sorted(drawn))}]",
-        *("data.synthetic.scenes={train: 4, val: 3}", "data.texts_per_image=2", "data.boxes.train=gt"),
-        "train.warmup_steps=0",
-    ]
+    formats = ", ".join(sorted({"refcoco+", "detections", "flickr30k", task} - {"refcoco"}))
+    synthetic = f"data.synthetic={{scenes: {{train: 4, val: 3}}, formats: [{formats}]}}"
+    common = HEAD, synthetic, "data={texts_per_image: 2, boxes: {train: gt}}", "train.warmup_steps=0"
     return tiny(task, folder / f"{task}_data", folder / "run", *common, *SHORT, *words)
 
 
