@@ -217,21 +217,26 @@ def match(
 
 
 def subsample(
-    is_positive: Bool[Tensor, " candidates"],
-    is_negative: Bool[Tensor, " candidates"],
-    number: int,
-    positive_fraction: float,
-) -> tuple[Int64[Tensor, " positives"], Int64[Tensor, " negatives"]]:
-    """Positive and negative rows to train on, in random order (torch's global generator): at most `number *
-    positive_fraction` positives, filled up with negatives.
+    labels: Sequence[Int8[Tensor, " _candidates"]], number: int, positive_fraction: float
+) -> list[tuple[Int64[Tensor, " _positives"], Int64[Tensor, " _negatives"]]]:
+    """Positive and negative rows of each image to train on, in random order (torch's global generator): at most
+    `number * positive_fraction` positives, filled up with negatives.
+
+    The numbers drawn are those of Detectron2. The host waits for a GPU once, for the counts of all images.
+
+    Args:
+        labels: of each image; 1 positive, 0 negative, -1 ignored.
     """
-    positive, negative = is_positive.nonzero()[:, 0], is_negative.nonzero()[:, 0]
-    num_positive = min(len(positive), int(number * positive_fraction))
-    num_negative = min(len(negative), number - num_positive)
-    return (
-        positive[torch.randperm(len(positive), device=positive.device)[:num_positive]],
-        negative[torch.randperm(len(negative), device=negative.device)[:num_negative]],
-    )
+    counts = torch.stack([torch.stack(((label == 1).sum(), (label == 0).sum())) for label in labels]).tolist()
+    sampled = []
+    for label, (positives, negatives) in zip(labels, counts, strict=True):
+        rows = label.argsort(descending=True, stable=True)  # positives, then negatives, each in their order
+        num_positive = min(positives, int(number * positive_fraction))
+        num_negative = min(negatives, number - num_positive)
+        drawn_positive = torch.randperm(positives, device=label.device)[:num_positive]
+        drawn_negative = torch.randperm(negatives, device=label.device)[:num_negative]
+        sampled.append((rows[drawn_positive], rows[positives + drawn_negative]))
+    return sampled
 
 
 MAX_JOINT_NMS = 30_000  # boxes; 112 MB of GPU memory

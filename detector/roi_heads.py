@@ -9,6 +9,7 @@ S = 7, or 14 where it is dilated. `StandardROIHeads` run a box head on maps pool
 from __future__ import annotations
 
 import abc
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -165,21 +166,22 @@ class BoxPredictor(AttributeHead):
         deltas: Float[Tensor, "J deltas"],
         boxes: Float[Tensor, "J 4"],
         classes: Int64[Tensor, " J"],
-        matched_boxes: Float[Tensor, "J 4"],
+        foreground: Int64[Tensor, " positives"],
+        matched_boxes: Float[Tensor, "positives 4"],
     ) -> dict[str, Loss]:
         """`loss_cls` and `loss_box_reg` of RoIs, both divided by their number.
 
         Args:
             classes: target class, K = background.
-            matched_boxes: the annotated box of each foreground RoI (any value for background).
+            foreground: rows of foreground RoIs.
+            matched_boxes: the annotated box of each foreground RoI.
         """
-        foreground = (classes < self.num_classes).nonzero()[:, 0]
         per_class = deltas.unflatten(1, (-1, 4))
         column = torch.zeros_like(foreground) if self.config.class_agnostic_boxes else classes[foreground]
         reg = box_regression_loss(
             per_class[foreground, column],
             boxes[foreground],
-            matched_boxes[foreground],
+            matched_boxes,
             weights=self.config.box_weights,
             kind=self.config.box_loss_type,
             smooth_l1_beta=self.config.smooth_l1_beta,
@@ -200,6 +202,7 @@ class SampledRoIs(NamedTuple):
     boxes: list[Float[Tensor, "_P 4"]]
     classes: list[Int64[Tensor, " _P"]]  # K = background
     matched: list[Int64[Tensor, " _P"]]  # row of the object that a RoI overlaps most (0 if there is no object)
+    foreground: list[int]  # number of foreground RoIs, which come first
 
 
 class Detections(NamedTuple):
@@ -271,7 +274,7 @@ class ROIHeads(nn.Module, abc.ABC):
 
         With PROPOSAL_APPEND_GT the annotated boxes join the proposals first.
         """
-        images = []
+        images, labels = [], []
         for boxes, objects, object_classes in zip(proposals, targets.boxes, targets.classes, strict=True):
             if self.config.append_objects:
                 boxes = torch.cat((boxes, objects))
@@ -279,16 +282,14 @@ class ROIHeads(nn.Module, abc.ABC):
             classes = torch.full_like(matched, self.num_classes)
             if len(objects):
                 classes = object_classes[matched].masked_fill(label == 0, self.num_classes)
-                classes = classes.masked_fill(label == -1, -1)
-            positive, negative = subsample(
-                (classes >= 0) & (classes < self.num_classes),
-                classes == self.num_classes,
-                self.config.batch_size_per_image,
-                self.config.positive_fraction,
-            )
-            rows = torch.cat((positive, negative))
-            images.append((boxes[rows], classes[rows], matched[rows]))
-        return SampledRoIs(*map(list, zip(*images, strict=True)))
+            labels.append(label if len(objects) else torch.zeros_like(label))
+            images.append((boxes, classes, matched))
+        sampled = subsample(labels, self.config.batch_size_per_image, self.config.positive_fraction)
+        rows = [torch.cat(pair) for pair in sampled]
+        columns = (
+            [column[kept] for column, kept in zip(part, rows, strict=True)] for part in zip(*images, strict=True)
+        )
+        return SampledRoIs(*columns, [len(positive) for positive, _ in sampled])
 
     def losses(
         self, features: Float[Tensor, "J head_dim"], sampled: SampledRoIs, targets: DetectionTargets
@@ -296,9 +297,12 @@ class ROIHeads(nn.Module, abc.ABC):
         """Losses of the sampled RoIs of all images, from the inputs of the box predictor."""
         logits, deltas = self.box_predictor(features)
         classes = torch.cat(sampled.classes)
-        losses = self.box_predictor.box_losses(
-            logits, deltas, torch.cat(sampled.boxes), classes, _take_matched(targets.boxes, sampled)
-        )
+        starts = itertools.accumulate((len(rows) for rows in sampled.classes[:-1]), initial=0)
+        pairs = zip(starts, sampled.foreground, strict=True)  # known to the host, so a GPU need not be asked
+        foreground = torch.cat([torch.arange(first, first + n, device=classes.device) for first, n in pairs])
+        matched_boxes = _take_matched(targets.boxes, sampled)[foreground]
+        boxes = torch.cat(sampled.boxes)
+        losses = self.box_predictor.box_losses(logits, deltas, boxes, classes, foreground, matched_boxes)
         if self.box_predictor.has_attributes and targets.attributes is not None:
             labels = _take_matched(targets.attributes, sampled)
             losses["loss_attribute"] = self.box_predictor.attribute_loss(features, classes, labels)

@@ -234,14 +234,14 @@ class RPN(nn.Module):
 
     def losses(self, output: RPNOutput, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
         """`loss_rpn_cls` and `loss_rpn_loc` of a random, limited set of positive and negative anchors of each image."""
-        all_labels, matched = self.label_anchors(output.anchors, targets.boxes, sizes)
-        labels = torch.full_like(all_labels, -1)  # ignored
-        for row, label in zip(labels, all_labels, strict=True):
-            positive, negative = subsample(
-                label == 1, label == 0, self.config.batch_size_per_image, self.config.positive_fraction
-            )
-            row[positive], row[negative] = 1, 0
-        image, anchor = (labels == 1).nonzero(as_tuple=True)
+        labels, matched = self.label_anchors(output.anchors, targets.boxes, sizes)
+        num_anchors = len(output.anchors)
+        sampled = subsample(list(labels), self.config.batch_size_per_image, self.config.positive_fraction)
+        # rows of the anchors of all images, joined
+        positive = torch.cat([number * num_anchors + rows for number, (rows, _) in enumerate(sampled)]).sort().values
+        negative = torch.cat([number * num_anchors + rows for number, (_, rows) in enumerate(sampled)])
+        used = torch.cat((positive, negative)).sort().values
+        image, anchor = positive // num_anchors, positive % num_anchors
         starts = torch.tensor([0] + [len(boxes) for boxes in targets.boxes[:-1]], device=labels.device).cumsum(0)
         wanted = torch.cat(targets.boxes)[starts[image] + matched[image, anchor]]
         loc = box_regression_loss(
@@ -252,12 +252,10 @@ class RPN(nn.Module):
             kind=self.config.box_loss_type,
             smooth_l1_beta=self.config.smooth_l1_beta,
         )
-        used = labels >= 0
-        cls = F.binary_cross_entropy_with_logits(output.objectness[used], labels[used].float(), reduction="sum")
-        if self.config.loss_normaliser == "sampled":
-            count = used.sum().to(cls.dtype)
-        else:
-            count = cls.new_tensor(float(self.config.batch_size_per_image * len(sizes)))
+        objectness, wanted = output.objectness.flatten()[used], labels.flatten()[used].float()
+        cls = F.binary_cross_entropy_with_logits(objectness, wanted, reduction="sum")
+        is_sampled = self.config.loss_normaliser == "sampled"
+        count = cls.new_tensor(float(len(used) if is_sampled else self.config.batch_size_per_image * len(sizes)))
         weight = self.config.loss_weight
         return {
             "loss_rpn_cls": Loss(cls * weight, count),

@@ -14,7 +14,7 @@ import torch
 from tests.conftest import ENCODERS
 from tests.run.runs import ROOT, TINY_DETECTOR
 
-PREDICTED, GIVEN = 28, 3  # of a training step with predicted boxes and detection losses, or with given boxes
+PREDICTED, GIVEN = 8, 3  # of a training step with predicted boxes and detection losses, or with given boxes
 PRETRAINING = 9
 ASK = 8  # of a question about predicted boxes
 EVALUATION = {"gt": 3, "detections": 3, "online": 7}  # of a batch
