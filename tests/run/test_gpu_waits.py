@@ -54,6 +54,7 @@ def test_waits_of_every_task(encoder: str, tmp_path: Path):
     assert done.returncode == 0, done.stderr[-3000:]
     for task, found in zip(tasks, json.loads(done.stdout), strict=True):
         limit = {"pretraining": PRETRAINING, "vcr": GIVEN}.get(task, PREDICTED)
+        limit += (task, encoder) == ("nlvr2", "lxmert")  # the most regions of one image, for a pass per image
         assert sum(found["step"].values()) <= limit, (task, found["step"])
         if task == "refcoco":
             assert sum(found["ask"].values()) <= ASK and sum(found["ask about boxes"].values()) <= GIVEN, found
