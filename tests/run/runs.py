@@ -61,7 +61,5 @@ def assert_same_run(one: str | Path, other: str | Path) -> None:
         first, second = (load_file(Path(run) / "model" / part / "model.safetensors") for run in (one, other))
         assert set(first) == set(second)
         assert [name for name, value in first.items() if not torch.equal(value, second[name])] == []
-    first, second = (json.loads((Path(run) / "metrics.json").read_text()) for run in (one, other))
-    assert {name: value for name, value in first.items() if "/" in name} == {
-        name: value for name, value in second.items() if "/" in name
-    }
+    first, second = (json.loads((Path(run) / "metrics.json").read_text()).items() for run in (one, other))
+    assert [item for item in first if "/" in item[0]] == [item for item in second if "/" in item[0]]
