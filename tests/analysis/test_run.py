@@ -356,6 +356,7 @@ def test_three_graphs_are_measured_one_by_one(run, parses, tmp_path):
     assert cross["divided_by"] == found["numbers"]["captions"] < cross["examples"]
     assert np.array(cross["attention"][0]) == pytest.approx(1), "words read nothing but regions"
     assert "amod, to its governor" in found["graphs"]["cross"]["shown_relations"]
+    assert (output / "heads.csv").read_text().splitlines()[1].startswith("language,word dependency,1,1,")
     names = {path.name.split("_")[1] for path in (output / "overlays").iterdir()}
     assert names == {"language", "vision", "cross"}
 
