@@ -156,8 +156,13 @@ def trained_run(tiny_words: list[str], tmp_path_factory: pytest.TempPathFactory)
     path = tmp_path_factory.mktemp("trained") / "run"
     config = load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [*tiny_words, f"output={path}"])
     kept, build = [], training.build_run
+
+    def build_and_keep(*words, **more):
+        kept.append(build(*words, **more))
+        return kept[0]
+
     with cpu_with_one_thread(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "build_run", lambda *more, **named: kept.append(build(*more, **named)) or kept[0])
+        patch.setattr(training, "build_run", build_and_keep)
         metrics = training.train(config)
     return SimpleNamespace(path=path, config=config, metrics=metrics, run=kept[0], model=kept[0].model)
 

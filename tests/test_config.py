@@ -87,10 +87,8 @@ def test_objectives_may_be_given_by_their_weights():
     ("word", "named"),
     [
         ("train.rl=1", "'train.rl'; did you mean 'train.lr'?"),
-        ("trian.lr=1", "'trian'; did you mean 'train'?"),
         ("encoder.hidden_size=8", "'encoder.hidden_size'; did you mean 'encoder.config.hidden_size'?"),
         ("task.config.dropuot=0.1", "'task.config.dropuot'; did you mean 'task.config.dropout'?"),
-        ("task.name=vqq", "did you mean 'vqa'?"),
         ("encoder.name=bert", "there is vl_bert, visual_bert, lxmert, none"),
         ("eval.boxes=[detections+gt]", "detections+gt"),
         ("train.lr=fast", "train.lr: Expected `float`, got `str`"),

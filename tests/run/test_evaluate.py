@@ -17,12 +17,10 @@ from tests.run.runs import predictions_of
 from tests.run.test_optim import loss
 from tests.same import assert_same
 
-BOXES = ("gt", "detections", "online")
-
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
-@pytest.mark.parametrize("boxes", BOXES)
+@pytest.mark.parametrize("boxes", ["gt", "detections", "online"])
 def test_evaluating_a_run_gives_the_numbers_of_its_training(trained_run, boxes, tmp_path):
     metrics, path = evaluate_run(trained_run.path, split="val", boxes=boxes, output=tmp_path / "deep" / "p.json")
     assert len(metrics) > 3

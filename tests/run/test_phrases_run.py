@@ -193,7 +193,7 @@ def test_names_as_phrases(folder, tmp_path):
         for phrase in record["grounded"]:
             assert phrase["text"] in names and phrase["text"] in text
 
-    data = build_run(replaced(config, train={"max_steps": 1})).train_data
+    data = build_run(config).train_data
     example = data[Request(0, tuple(data.groups[0][:1]))]
     [image] = example.images
     assert image.image_transform.flipped and len(example.texts) == 4
