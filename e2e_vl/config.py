@@ -239,6 +239,9 @@ class TrainSettings(Settings, frozen=True):
     clip_norm: PositiveFloat | None = 1.0  # maximum norm of all gradients together
     clip_tensor_norm: PositiveFloat | None = None  # bert_adam: maximum norm per parameter (VisualBERT: 1.0)
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    # whether GPUs may round the inputs of float32 convolutions and matrix products to TF32 (10 bits); None = torch's
+    # default: of convolutions only
+    tf32: bool | None = None
     # timeout between processes: the main process first reads the data and indexes large files
     max_wait_minutes: PositiveFloat = 240.0
     channels_last: bool = True

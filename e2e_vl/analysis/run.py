@@ -161,7 +161,7 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
         config = replace_data(config, request.data, of_data)
     if request.boxes is BoxSource.ONLINE:
         warn_of_random_boxes(config.detector)
-    accelerator = make_accelerator(config.train.mixed_precision)
+    accelerator = make_accelerator(config.train.mixed_precision, tf32=config.train.tf32)
     model.to(accelerator.device)
     parses = None
     if request.parses is not None:

@@ -327,7 +327,7 @@ def evaluate_run(
     if boxes is BoxSource.ONLINE:
         warn_of_random_boxes(config.detector)
     waits = config.train.max_wait_minutes
-    accelerator = make_accelerator(config.train.mixed_precision, max_wait_minutes=waits)
+    accelerator = make_accelerator(config.train.mixed_precision, tf32=config.train.tf32, max_wait_minutes=waits)
     model.to(accelerator.device)
     examples = build_examples(config, model, tokenizer, split, boxes=boxes)
     evaluation = evaluate_split(
@@ -384,7 +384,9 @@ def predict_split(
         same = f'train.mixed_precision="{config.train.mixed_precision}"'
         loaded.append(load_model(second_run_dir, overrides=[*overrides, *task.second_run, same]))
     data = [build_examples(*parts, split, boxes=boxes) for parts in loaded]  # errors early
-    accelerator = make_accelerator(config.train.mixed_precision, max_wait_minutes=config.train.max_wait_minutes)
+    accelerator = make_accelerator(
+        config.train.mixed_precision, tf32=config.train.tf32, max_wait_minutes=config.train.max_wait_minutes
+    )
     predictions = []
     for (config, model, _), examples in zip(loaded, data, strict=True):
         if boxes is BoxSource.ONLINE:

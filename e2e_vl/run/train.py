@@ -60,6 +60,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
             raise UserError(f"train.trackers has '{name}'; installed trackers are {', '.join(sorted(installed))}.")
     accelerator = make_accelerator(
         config.train.mixed_precision,
+        tf32=config.train.tf32,
         log_with=config.train.trackers or None,
         project_config=ProjectConfiguration(str(output), logging_dir=str(output / "tensorboard")),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True)],
@@ -123,11 +124,13 @@ class Trainer:
     Attributes:
         step: completed optimiser steps.
         images_seen: images in these steps, over all processes.
+        skipped_steps: steps without an update, because gradients overflowed in fp16; the schedule ignores them.
         loss_sums: sum and count of each logged value since the last line of the log.
         seconds_training: without evaluations and checkpoints.
     """
 
-    POSITION = ("step", "images_seen", "loss_sums", "seconds_training")  # attributes saved in checkpoints
+    # attributes saved in checkpoints
+    POSITION = ("step", "images_seen", "skipped_steps", "loss_sums", "seconds_training")
 
     def __init__(self, config: RunConfig, accelerator: Accelerator, run: Run, checkpoint: Path | None):
         settings = config.train
@@ -167,7 +170,7 @@ class Trainer:
             self.best.check_name(evaluate_splits(config, run, accelerator, max_images=config.eval.images_per_batch))
         # after weight initialisation: a different but reproducible seed for dropout and RoI sampling on each process
         set_seed(config.seed, device_specific=True)
-        self.step = self.images_seen = 0
+        self.step = self.images_seen = self.skipped_steps = 0
         self.seconds_training = 0.0
         self.loss_sums: dict[str, tuple[float, int]] = {}
         self.saved_step = 0  # of the newest checkpoint
@@ -183,7 +186,8 @@ class Trainer:
             self.saved_step = self.step
             self.best.load_state_dict(saved["best"])
         self.total_steps = settings.max_steps or math.ceil(settings.epochs * self.steps_per_epoch)
-        self.schedule = build_schedule(optimizer, settings, self.total_steps, steps_done=self.step)
+        updates = self.step - self.skipped_steps
+        self.schedule = build_schedule(optimizer, settings, self.total_steps, steps_done=updates)
 
     def finished_metrics(self) -> dict[str, Any] | None:
         """The content of `metrics.json` if a resumed run is already complete; else None."""
@@ -309,12 +313,14 @@ class Trainer:
         is_finite = self.check_finite(values, self.step + 1, micro_batches)
         self.optimizer.step()  # skipped by the scaler in fp16 if gradients overflowed
         self.optimizer.zero_grad(set_to_none=True)
-        if not is_finite:
-            del values["grad_norm"]
+        values |= {f"lr_{group['name']}": group["lr"] for group in self.optimizer.param_groups}
         if accelerator.scaler is not None:
             values["skipped_steps"] = float(not is_finite)
-        values |= {f"lr_{group['name']}": group["lr"] for group in self.optimizer.param_groups}
-        self.schedule.step()
+        if is_finite:
+            self.schedule.step()
+        else:
+            del values["grad_norm"]
+            self.skipped_steps += 1
         return values, signal_number
 
     def is_due(self, every_epochs: float) -> bool:

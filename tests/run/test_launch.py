@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from detector.io import read_json
 from e2e_vl.config import load_config
 from e2e_vl.io import read_log
+from e2e_vl.run import launch
 from e2e_vl.run.build import make_synthetic_data
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.launch import make_accelerator
@@ -210,3 +211,12 @@ def test_accumulation_is_what_the_settings_say(monkeypatch):
     weight = torch.ones((), requires_grad=True)
     make_accelerator("no").backward(3 * weight)
     assert weight.grad == 3
+
+
+def test_bf16_on_a_cpu_without_its_instructions_gets_a_warning(monkeypatch, tmp_path, caplog, on_cpu):
+    for flags, warnings in {"avx2": 1, "avx512f avx512_bf16": 0}.items():
+        (tmp_path / "cpuinfo").write_text(f"flags\t: {flags}\n")
+        monkeypatch.setattr(launch, "CPU_INFO", tmp_path / "cpuinfo")
+        caplog.clear()
+        make_accelerator("bf16")
+        assert [record.message.startswith("This CPU has no bf16") for record in caplog.records] == [True] * warnings

@@ -139,6 +139,20 @@ def test_a_gradient_that_is_nan_is_not_applied(tiny_config, monkeypatch, clip):
     assert train(config, resume=True)["steps"] == 3
 
 
+def test_the_schedule_waits_for_steps_that_fp16_skips(tiny_config, monkeypatch, tmp_path):
+    """Also in a run that is resumed after one."""
+    monkeypatch.setattr(training, "FiniteCheck", lambda scaled: lambda values, step, batches: step != 2)
+    settings = "train={max_steps: 4, warmup_steps: 8, save_every_epochs: 0.01, log_every: 1, trackers: []}"
+    words = *GT_ONLY, "data.texts_per_image=1", settings
+    config = tiny_config(*words)
+    train(config)
+    rates = [line["lr_encoder"] for line in logged(config.output)]
+    assert rates[1] == rates[2] and rates[0] < rates[1] < rates[3]
+    lose_newest(Path(config.output), tmp_path / "resumed")
+    train(tiny_config(*words, f"output={tmp_path / 'resumed'}"), resume=True)
+    assert [line["lr_encoder"] for line in logged(tmp_path / "resumed")] == rates
+
+
 def test_weights_that_are_not_finite_are_not_saved(tiny_config, monkeypatch):
     """After the last step no loss would show them."""
     config = tiny_config(*GT_ONLY, "train.max_steps=2", "train.save_every_epochs=0.01")
