@@ -85,9 +85,7 @@ def test_names_of_image_sets(settings, subtype, images, tmp_path):
     assert dataset.parts == [{"split": subtype, "images": images}]
 
 
-def test_settings_that_do_not_fit(settings, tiny):
-    with refused("data.files.annotations is not set"):
-        make(with_files(settings, annotations=None))
+def test_images_that_the_instances_lack_are_named(settings, tiny):
     tiny.instances["images"].pop(0)
     tiny.instances["annotations"] = [row for row in tiny.instances["annotations"] if row["image_id"] != 7]
     tiny.write()

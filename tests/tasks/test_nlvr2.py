@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from e2e_vl.data.batching import random_generator
 from e2e_vl.samples import CorrectChoice, Question, Sample, SampleImage, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, TaskOutput
-from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import NLVR2Config
 from e2e_vl.tasks.nlvr2 import NLVR2Targets, NLVR2Task
 from e2e_vl.text import TextTokenizer
@@ -51,13 +50,6 @@ def test_losses():
     expected = F.binary_cross_entropy_with_logits(output.logits[:, 1], torch.tensor([1.0, 0]))
     torch.testing.assert_close(output.losses["nlvr2"].mean, expected)
     assert run(make_task(), sentences(None)).losses == {}
-
-
-def test_the_head_fits_the_summary():
-    sizes = Sizes(hidden_size=8, vocab_size=9, summary_size=16)
-    assert NLVR2Task.build(sizes, NLVR2Config()).head.output.weight.shape == (2, 16)
-    wide = NLVR2Task.build(sizes, NLVR2Config(hidden_layer=True))
-    assert wide.head.transform["dense"].weight.shape == (16, 16)
 
 
 def test_predictions_and_metrics():
