@@ -160,8 +160,7 @@ def test_threads_get_the_same_answers(model, records):
     alone = [model.ask(*question).box for question in questions]
     with ThreadPoolExecutor(4) as pool:
         together = [answer.box for answer in pool.map(lambda question: model.ask(*question), questions)]
-    for one, other in zip(alone, together, strict=True):
-        assert one == pytest.approx(other, abs=1e-4)
+    np.testing.assert_allclose(together, alone, atol=1e-4)
 
 
 def test_saved_and_loaded_again(model, records, tmp_path):

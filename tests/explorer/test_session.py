@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,15 +154,10 @@ def test_layers_are_named_as_in_an_analysis(trained_run, record, tmp_path):
     assert list(seen.step_names) == LAYERS and len(seen.attention) == len(LAYERS)
     assert {one.partition(":")[0] for one in LAYERS} == set(explorer.model.network.encoder.attention_graphs)
     assert seen.best_step == len(LAYERS) - 1
+    places = {"words": slice(0, count), "regions": slice(count, None)}
     for name, maps in zip(LAYERS, seen.attention, strict=True):
-        blocks = {
-            "words to words": maps[:, :count, :count],
-            "words to regions": maps[:, :count, count:],
-            "regions to words": maps[:, count:, :count],
-            "regions to regions": maps[:, count:, count:],
-        }
-        for block, part in blocks.items():
-            assert part.any() == (block in name or "(" not in name)
+        for query, key in itertools.product(places, places):
+            assert maps[:, places[query], places[key]].any() == (f"{query} to {key}" in name)
         shares = maps.sum(axis=2)
         assert np.allclose(shares[shares > 0], 1, atol=1e-5)
     hidden = explorer.hide(with_item(asked, count), [0])

@@ -315,8 +315,10 @@ def test_a_damaged_image_does_not_stop_the_others(layout, make_job, folder, tmp_
     assert list(summary.failures) == ["1"] and str(mixed / "1.png") in summary.failures["1"]
     assert open_features(make_job(layout).output).ids == ["0", "2", "3", "4"]
     (mixed / "1.png").write_bytes(whole)
+    left = make_job(layout).folder / ".1.npz.12.34.part"
+    left.write_text("cut off")
     summary = extract(make_job(layout, images=list_images(mixed)))
-    assert (summary.existing, summary.extracted, summary.failures) == (4, 1, {})
+    assert (summary.existing, summary.extracted, summary.failures) == (4, 1, {}) and not left.exists()
     assert open_features(make_job(layout).output).ids == ["0", "1", "2", "3", "4"]
 
 
