@@ -122,7 +122,7 @@ def test_controls_of_vqa(vqa_run, settings):
 # VCR
 
 
-def test_two_runs_of_vcr_make_one_submission(vcr_runs, tmp_path):
+def test_two_runs_of_vcr_are_scored_together(vcr_runs, tmp_path):
     q2a, qa2r = vcr_runs
     scores = metrics_of(q2a)
     assert {f"val/accuracy_gt_boxes/{family}" for family in ("colour", "match", "pair")} <= set(scores)
