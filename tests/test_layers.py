@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from e2e_vl.parts import DATASETS, ENCODERS, TASKS
 
 ROOT = Path(__file__).parents[1]
+MAX_LINES = 900  # of a file
 
 # Layer -> layers that it may import besides itself, from the bottom up. Encoders, data sets and metrics never meet: the
 # model, the tasks and the run bring them together. `synthetic` writes the official formats and must not read them with
@@ -111,6 +112,11 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
         targets = {target if target in known else target.rpartition(".")[0] for _, target in imports(source)}
         graph[module_of[file]] = targets & known - {module_of[file]}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_files_stay_readable() -> None:
+    lengths = {file: len(source.splitlines()) for file, source in sources().items()}
+    assert not (long := {file: length for file, length in lengths.items() if length > MAX_LINES}), long
 
 
 # Names of tasks, data sets and encoders
