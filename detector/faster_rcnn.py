@@ -47,6 +47,10 @@ class TwoStageDetector(Detector):
     (height, width) of the images without padding.
     """
 
+    def freeze_predictions(self) -> None:
+        self.proposal_generator.requires_grad_(False)
+        self.roi_heads.box_predictor.requires_grad_(False)
+
     @abc.abstractmethod
     def features(self, images: ImageBatch) -> FeatureMaps:
         """Feature maps of the batch, padded further where the backbone needs it (`size_divisibility`)."""

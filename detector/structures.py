@@ -167,6 +167,9 @@ class Detector(nn.Module, abc.ABC):
         self.class_names: tuple[str, ...] | None = None  # of the classes 0 .. K-1; None: unknown
         self.map_size: int | None = config.map_size  # S of the RoI masks; None: this detector reads none
 
+    def freeze_predictions(self) -> None:
+        """Freeze the layers that only detection losses train: the RPN and the box predictor."""
+
     def recompute_activations(self) -> None:
         """Save memory in training: compute activations again in the backward pass instead of keeping them."""
         raise UserError(

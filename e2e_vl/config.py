@@ -242,6 +242,7 @@ class TrainSettings(Settings, frozen=True):
     # whether GPUs may round the inputs of float32 convolutions and matrix products to TF32 (10 bits); None = torch's
     # default: of convolutions only
     tf32: bool | None = None
+    bf16_gradients: bool = False  # sum the gradients of several processes in bfloat16: half the bytes
     # timeout between processes: the main process first reads the data and indexes large files
     max_wait_minutes: PositiveFloat = 240.0
     channels_last: bool = True

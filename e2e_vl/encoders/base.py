@@ -63,6 +63,8 @@ class Encoder(PreTrainedModel):
 
     layout: ClassVar[TextLayout] = TextLayout()
     abilities: ClassVar[frozenset[Ability]] = frozenset()  # abilities with any config
+    # whether it has parameters without a gradient where a task does not read all of words, regions and summary
+    has_optional_outputs: ClassVar[bool] = False
     # attribute of `embeddings` with the word embeddings [V, E]; `get_input_embeddings` returns it
     _input_embed_layer = "word_embeddings"
     # classes of modules that are initialised by their `reset_parameters`

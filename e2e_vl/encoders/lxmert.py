@@ -309,6 +309,7 @@ class LxmertEncoder(Encoder):
     config_class = LxmertEncoderConfig
     base_model_prefix = "lxmert"
     supports_gradient_checkpointing = True
+    has_optional_outputs = True
     _supports_sdpa = True
     _no_split_modules = ("SelfAttentionLayer", "CrossModalityLayer")
     abilities = frozenset(

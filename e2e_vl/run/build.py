@@ -177,6 +177,8 @@ def build_model(
         if config.phrases.weights is not None:
             report = load_phrase_head(phrase_head, config.phrases.weights)
             on_start(Start("phrases", config.phrases.weights, report))
+    if config.detector.loss_weight == 0:
+        detector.freeze_predictions()
     return VisionLanguageModel(
         detector,
         encoder,

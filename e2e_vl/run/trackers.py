@@ -109,7 +109,11 @@ def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: in
         parts["phrases"] = run.model.phrase_head
     for name, part in parts.items():
         starts = [one for one in run.starts if one.part == ("task" if name == "head" else name)]
-        frozen = ", frozen" if name == "detector" and config.detector.freeze else ""
+        frozen = ""
+        if name == "detector" and config.detector.freeze:
+            frozen = ", frozen"
+        elif name == "detector" and config.detector.loss_weight == 0:
+            frozen = ", those that only detection losses train are frozen"
         number = sum(one.numel() for one in part.parameters())
         lines.append((name, f"{number:,} parameters{frozen}, {describe_weights(part, starts)}"))
     return "\n".join([config.output, *(f"  {name:<11s} {text}" for name, text in lines)])

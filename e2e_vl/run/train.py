@@ -20,8 +20,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, set_seed
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    ProjectConfiguration,
+    set_seed,
+)
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.auto import tqdm
 
 from detector.errors import UserError
@@ -63,7 +69,12 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         tf32=config.train.tf32,
         log_with=config.train.trackers or None,
         project_config=ProjectConfiguration(str(output), logging_dir=str(output / "tensorboard")),
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(
+                gradient_as_bucket_view=True,
+                comm_hook=DDPCommunicationHookType.BF16 if config.train.bf16_gradients else DDPCommunicationHookType.NO,
+            )
+        ],
         max_wait_minutes=config.train.max_wait_minutes,
     )
     is_main = accelerator.is_main_process
@@ -158,6 +169,11 @@ class Trainer:
             run.model.recompute_activations()
         if settings.channels_last:
             run.model.detector.to(memory_format=torch.channels_last)
+        # a batch may have no phrases, and some tasks do not read all outputs of some encoders
+        may_skip = run.model.phrase_head is not None or run.model.encoder.has_optional_outputs
+        accelerator.ddp_handler.find_unused_parameters = may_skip
+        # only batch statistics change during training
+        accelerator.ddp_handler.broadcast_buffers = any(isinstance(one, _BatchNorm) for one in run.model.modules())
         self.model, self.optimizer = accelerator.prepare(LossesOnly(run.model), optimizer)
         self.task_weights = phrase_weights(config)  # other losses of the task have weight 1
         self.check_finite = FiniteCheck(scaled=accelerator.scaler is not None)

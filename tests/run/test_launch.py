@@ -132,6 +132,13 @@ def test_losses_and_parameters_are_those_of_one_process(runs, variant):
     assert [read_json(runs[variant, number] / "metrics.json")["processes"] for number in (1, 2)] == [1, 2]
 
 
+def test_a_step_has_one_collective_beside_the_buckets_of_gradients(runs):
+    """The losses of a micro-batch; with phrases, which a batch may lack, also the map of used parameters."""
+    counts = {"phrases": 1 + 2, "detection": 1 + 2, "pretraining": 1 + 1}  # all have one bucket; detection accumulates
+    for variant, count in counts.items():
+        assert read_json(runs[variant, 2] / "collectives.json") == {"gloo:all_reduce": count}, variant
+
+
 def test_batch_statistics_are_those_of_both_processes(runs):
     """Up to the first update; later, rounding flips ReLUs of flat image areas, which batch statistics make large."""
     lines = [logged(runs["synchronised", number])[:2] for number in (1, 2)]

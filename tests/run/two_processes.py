@@ -3,24 +3,30 @@
     torchrun --standalone --nproc_per_node 2 two_processes.py JOBS.json
 
 JOBS.json holds a list of [config file, list of key=value words, run to resume or null]. A run that is resumed is copied
-without its newest checkpoint. Each run is evaluated once more afterwards.
+without its newest checkpoint. Each run is evaluated once more afterwards. RUN/collectives.json counts the collective
+operations of the third step, by name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
+import torch
+import torch.profiler
 from accelerate import Accelerator
 from accelerate.state import PartialState
 
 from detector.errors import StoppedRunError
 from e2e_vl.config import load_config
 from e2e_vl.run.evaluate import evaluate_run
-from e2e_vl.run.train import train
+from e2e_vl.run.train import Trainer, train
 from tests.run.runs import ROOT, lose_newest
 
 Job = tuple[Path, list[str], Path | None]
@@ -41,6 +47,24 @@ def start(jobs: list[Job], folder: Path) -> subprocess.Popen:
     )
 
 
+@contextlib.contextmanager
+def counted_collectives(path: Path) -> Iterator[None]:
+    step = Trainer.train_step
+
+    def counted(self, micro_batches):
+        if self.step != 2:  # the second rebuilds the buckets of DistributedDataParallel
+            return step(self, micro_batches)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            result = step(self, micro_batches)
+        found = {event.key: event.count for event in profile.key_averages() if event.key.startswith("gloo:")}
+        if os.environ["RANK"] == "0":
+            path.write_text(json.dumps(found))
+        return result
+
+    with mock.patch.object(Trainer, "train_step", counted):
+        yield
+
+
 def main() -> None:
     Accelerator.end_training = lambda self: None  # it would end the process group before the next training
     for config, words, resumed in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
@@ -50,7 +74,8 @@ def main() -> None:
             lose_newest(Path(resumed), run)
         if resumed is not None:
             PartialState().wait_for_everyone()
-        train(settings, resume=resumed is not None)
+        with counted_collectives(run / "collectives.json"):
+            train(settings, resume=resumed is not None)
         evaluate_run(run, split="val", boxes="gt", output=run / "again.json")
     PartialState().destroy_process_group()
 
