@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
 from detector.images import ResizeRule
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import DataNeeds, VLDataset, open_options
-from e2e_vl.data.batching import ExampleDataset
+from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Request
 from e2e_vl.data.config import CLASS_NAMES
 from e2e_vl.data.image_loader import BoxReader, ImageLoader, ImageRules
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, TextExample
@@ -147,3 +148,26 @@ def write_metadata(instances: Path, folder: Path) -> None:
             "height": image["height"],
         }
         file.write_text(json.dumps(found))
+
+
+@dataclasses.dataclass
+class WhoReads:
+    """Answers a request with the index and the words of its texts, and the worker that read them."""
+
+    dataset: VLDataset
+
+    def __getitem__(self, request: Request) -> list[tuple[int, int, Any]]:
+        return [(get_worker_info().id, text.index, text.words) for text in self.dataset.sample(request.texts).texts]
+
+
+def read_by_processes(dataset: VLDataset, images_per_batch: int, **options: Any) -> list[tuple[int, int, int, Any]]:
+    """What two processes with two workers each read in an epoch: (process, worker, index of the text, its words).
+
+    The processes take turns in this one; `options` are those of the sampler.
+    """
+    found = []
+    for process in range(2):
+        sampler = GroupedBatchSampler(dataset.groups, images_per_batch, rank=process, world_size=2, **options)
+        for batch in BatchLoader(WhoReads(dataset), sampler, list, workers=2):
+            found += [(process, *one) for texts in batch for one in texts]
+    return found

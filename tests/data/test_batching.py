@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import resource
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from e2e_vl.examples import (
     stacked,
 )
 from e2e_vl.text import TextEncoding
-from tests.data.helpers import DOUBLE, SAME, examples, plain, refused
+from tests.data.helpers import DOUBLE, SAME, examples, plain, read_by_processes, refused
 from tests.data.tiny_readers import captions
 from tests.data.tiny_refcoco import GT_7
 
@@ -134,6 +135,16 @@ def test_the_order_stays_what_it_always_was():
         assert set(request.texts) <= set(groups[request.group]), "a group without texts keeps its number"
         assert {type(number) for number in (request.group, *request.texts)} == {int}
     assert texts_of(make(GROUPS, 3, None, seed=7, epoch=1)) == ORDER_OF_IMAGES
+
+
+@pytest.mark.parametrize(("shuffle", "images_per_batch"), [(True, 2), (False, 1)])
+def test_two_processes_with_two_workers_read_every_text_once(dataset, shuffle, images_per_batch):
+    """Of every kind of data set; an epoch of training is filled up to whole batches."""
+    found = read_by_processes(dataset, images_per_batch, texts_per_image=1, shuffle=shuffle)
+    counts = Counter(text for _, _, text, _ in found)
+    assert sorted(counts) == list(range(len(dataset)))
+    assert len(found) == len(dataset) + -len(dataset) % images_per_batch
+    assert len({one[:2] for one in found}) == min(4, len(found)), "every worker reads"
 
 
 THREE_GROUPS = [[0, 1], [2], [3, 4, 5]]

@@ -8,6 +8,7 @@ import json
 import pickle
 import tarfile
 import zipfile
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,16 @@ from e2e_vl.samples import ImageBytes
 from e2e_vl.structures import Batch
 from e2e_vl.synthetic.generate import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
-from tests.data.helpers import examples, open_dataset, plain, refused, write_json, write_json_lines, write_metadata
+from tests.data.helpers import (
+    examples,
+    open_dataset,
+    plain,
+    read_by_processes,
+    refused,
+    write_json,
+    write_json_lines,
+    write_metadata,
+)
 from tests.tasks.objectives.tiny_objectives import make_preprocessor
 
 SPLITS = {"train": 6, "val": 3}
@@ -303,6 +313,20 @@ def test_a_pattern_names_some_shards_and_names_may_be_long(tmp_path):
     source = ShardCaptions(tmp_path / "cc" / "0000*.tar", tmp_path / "cache")
     assert len(source.groups) == 10
     assert source.name(9) == f"part.d/{'é' * 120}9"
+
+
+@pytest.mark.parametrize(("shuffle", "filling"), [(True, 3), (False, 0)])
+def test_two_processes_with_two_workers_read_every_record_of_all_shards_once(tmp_path, shuffle, filling):
+    """Shards are not dealt to processes or workers, so their number and sizes do not matter."""
+    records = [record(f"{number:09d}", f"caption {number}") for number in range(21)]
+    for shard, (first, last) in enumerate(((0, 11), (11, 12), (12, 21))):
+        write(tmp_path / "train" / f"{shard:05d}.tar", [part for one in records[first:last] for part in one])
+    dataset = read(tmp_path, {"shards": "{split}"}, "shards")
+    found = read_by_processes(dataset, 4, shuffle=shuffle, seed=3)
+    counts = Counter(words for *_, words in found)
+    assert set(counts) == {f"caption {number}" for number in range(21)}
+    assert len(found) == 21 + filling and max(counts.values()) <= 2
+    assert {one[:2] for one in found} == {(0, 0), (0, 1), (1, 0), (1, 1)}, "all workers of both read"
 
 
 def test_shards_that_cannot_be_used(tmp_path):
