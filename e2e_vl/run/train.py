@@ -78,6 +78,12 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         max_wait_minutes=config.train.max_wait_minutes,
     )
     is_main = accelerator.is_main_process
+    images, parts = config.train.images_per_batch, accelerator.num_processes * config.train.accumulate
+    if images % parts:  # images would be left out of every batch
+        raise UserError(
+            f"train.images_per_batch is {images}; it must be a multiple of {parts}, the number of processes "
+            f"({accelerator.num_processes}) times train.accumulate."
+        )
     config = resolve_config(config)
     with contextlib.ExitStack() as lock:
 

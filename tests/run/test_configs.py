@@ -9,6 +9,8 @@ import msgspec
 import pytest
 import torch
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
 
 from detector.config import DetectorConfig
 from e2e_vl.config import RunConfig, load_config
@@ -29,6 +31,7 @@ def is_run(path: Path) -> bool:
 
 RUNS = [path for path in FILES if is_run(path)]
 DETECTORS = [path for path in FILES if path.parent.name == "detector"]
+ACCELERATE = [path for path in FILES if path.parent.name == "accelerate"]
 
 
 def name_of(path: Path) -> str:
@@ -47,13 +50,24 @@ def test_detector_files_load_and_come_back_equal(path):
     assert DetectorConfig.from_yaml(yaml.safe_load(config.to_yaml())) == config
 
 
-def without_files(config: RunConfig) -> RunConfig:
+@pytest.mark.parametrize("path", ACCELERATE, ids=name_of)
+def test_files_of_accelerate_are_for_any_machine(path):
+    """The launcher refuses unknown keys; what differs between machines is given on its command line."""
+    given = load_config_from_file(str(path))
+    assert given.num_processes % given.num_machines == 0
+    is_several = given.distributed_type is DistributedType.MULTI_GPU
+    assert is_several == (given.num_processes > 1) and (given.num_machines > 1) == (path.stem == "several_machines")
+    assert given.mixed_precision is None, "train.mixed_precision decides"
+    assert given.main_process_ip is None and given.gpu_ids is None and given.machine_rank == 0
+
+
+def without_files(config: RunConfig, answers: int = 2) -> RunConfig:
     """Settings of a model that starts at random, with a list of answers if it needs one, which comes with the data."""
-    replace, task = msgspec.structs.replace, config.task.config
+    replace, task, answers = msgspec.structs.replace, config.task.config, [f"answer {n}" for n in range(answers)]
     if TASKS[config.task.name].cls.chooses_answers:
-        task = replace(task, answers=["yes", "no"])
+        task = replace(task, answers=answers)
     if config.task.name == "pretraining":
-        image_qa = replace(task.objectives["image_qa"], answers=["yes", "no"])
+        image_qa = replace(task.objectives["image_qa"], answers=answers)
         task = replace(task, objectives=task.objectives | {"image_qa": image_qa})
     return replace(
         config,

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from accelerate import Accelerator
 
 from detector.errors import StoppedRunError, UserError
 from e2e_vl.run.guards import FiniteCheck, StopSignals, run_lock
@@ -44,6 +45,13 @@ def test_what_cannot_work_is_refused_before_the_first_step(tiny_config, monkeypa
     monkeypatch.setattr("e2e_vl.run.train.Trainer.train_step", lambda *_: pytest.fail("training has begun"))
     with pytest.raises(UserError, match=message):
         train(tiny_config("eval.boxes=[gt]", "train.max_steps=1", *words))
+
+
+def test_a_batch_that_the_processes_cannot_share_evenly_is_refused(tiny_config, monkeypatch, on_cpu):
+    """Their equal shares would leave images out."""
+    monkeypatch.setattr(Accelerator, "num_processes", 3)
+    with pytest.raises(UserError, match=r"images_per_batch is 8; it must be a multiple of 6, the number of processes"):
+        train(tiny_config("train.images_per_batch=8", "train.accumulate=2"))
 
 
 def test_missing_images_of_the_evaluation_are_found_before_training(tiny_config, tmp_path, on_cpu):

@@ -3,19 +3,21 @@
     torchrun --standalone --nproc_per_node 2 two_processes.py JOBS.json
 
 JOBS.json holds a list of [config file, list of key=value words, run to resume or null]. A run that is resumed is copied
-without its newest checkpoint. Each run is evaluated once more afterwards. RUN/collectives.json counts the collective
-operations of the third step, by name.
+without its newest checkpoint. Each run is evaluated once more afterwards. RUN/collectives.json lists the collective
+operations of the third step: by name, how many numbers each one sends; `trained` is the number of trained parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -54,9 +56,12 @@ def counted_collectives(path: Path) -> Iterator[None]:
     def counted(self, micro_batches):
         if self.step != 2:  # the second rebuilds the buckets of DistributedDataParallel
             return step(self, micro_batches)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
             result = step(self, micro_batches)
-        found = {event.key: event.count for event in profile.key_averages() if event.key.startswith("gloo:")}
+        found: dict[str, Any] = {"trained": sum(one.numel() for one in self.model.parameters() if one.requires_grad)}
+        for event in profile.events():
+            if event.name.startswith("gloo:"):
+                found.setdefault(event.name, []).append(math.prod(event.input_shapes[0]))
         if os.environ["RANK"] == "0":
             path.write_text(json.dumps(found))
         return result
