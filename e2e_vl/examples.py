@@ -460,5 +460,5 @@ class Preprocessor(abc.ABC):
             size = list(image.image_transform.original_size)
             record |= {"file_name": image.name, "image_size": size, "flipped": image.image_transform.flipped}
         if encoding is not None and encoding.num_truncated:
-            record["cut_wordpieces"] = encoding.num_truncated
+            record["truncated_wordpieces"] = encoding.num_truncated
         return record

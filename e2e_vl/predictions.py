@@ -77,7 +77,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ty
     file_name: str | None = None  # of the (first) image
     image_size: tuple[Side, Side] | None = None  # (height, width) of the original image
     flipped: bool = False
-    cut_wordpieces: Count = 0  # that did not fit into the text
+    truncated_wordpieces: Count = 0  # that did not fit into the text
     correct: Score | None = None
     grounded: tuple[GroundedPhrase, ...] = ()
     masked_regions: tuple[MaskedRegion, ...] = ()

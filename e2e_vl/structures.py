@@ -233,7 +233,7 @@ class PhraseOutput:
     # [phrases, 2]: first wordpiece of each annotated or detected phrase and the last plus one; a list per text
     spans: Ragged
     log_attention: Float[Tensor, "phrases R"]  # log of the attention on each region of the text; -inf at padding
-    is_right: Bool[Tensor, "annotated R"]  # regions that the annotated phrases name
+    is_correct: Bool[Tensor, "annotated R"]  # regions that the annotated phrases name
     losses: dict[str, Loss]
 
 

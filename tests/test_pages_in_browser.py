@@ -13,8 +13,8 @@ import torch
 from detector.io import write_json
 from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, MeasureKey
 from e2e_vl.analysis.measures import HeadSums
-from e2e_vl.analysis.options import AttentionOptions
-from e2e_vl.analysis.results import AttentionResults, Overlay, draw_head_figure
+from e2e_vl.analysis.options import AnalysisOptions
+from e2e_vl.analysis.results import AnalysisResults, Overlay, draw_head_figure
 from e2e_vl.analysis.run import write_page
 from e2e_vl.config import BoxSource, DataSettings, EncoderSettings, EvalSettings, RunConfig, TaskSettings, save_config
 from e2e_vl.io import RunLog
@@ -106,7 +106,7 @@ def analysis(tmp_path_factory) -> Path:
             sums[key] = HeadSums(hits, attention, chances, 1000, 1000)
     names = "a_run_with_a_long_name" * 4, "visual_bert", "flickr30k", "val", "gt", "/parses" * 20 + ".conllu"
     counts = {"captions": 12345, "phrases that have no box": 7}
-    results = AttentionResults(*names, AttentionOptions(), graphs, sums, counts, dict.fromkeys(graphs, labels), 1000)
+    results = AnalysisResults(*names, AnalysisOptions(), graphs, sums, counts, dict.fromkeys(graphs, labels), 1000)
     figures = {}
     for graph in graphs:
         figures[f"entities_{graph}.png"] = draw_head_figure(results, graph, ENTITIES)

@@ -144,7 +144,7 @@ def parse_with_spacy(texts: Iterable[str], model: str) -> Parses:
     return Parses.of(sentences, f"spaCy, {model}")
 
 
-RECORD = "attention"  # key of the `CaptionAnnotations` in a record
+CAPTION_KEY = "attention"  # key of the `CaptionAnnotations` in a record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,8 +171,8 @@ class CaptionAnnotations:
     relations: list[Relation]
     is_word: Bool[np.ndarray, " L"]  # wordpieces other than special tokens
     is_parsed: bool = False
-    phrases_cut: int = 0  # phrases lost by truncation
-    words_cut: int = 0
+    truncated_phrases: int = 0  # phrases lost by truncation
+    truncated_words: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +189,7 @@ class CaptionPreprocessor(Preprocessor):
         encoding = self.text_tokenizer.single(pieces)
         own = encoding.source >= 0
         at = np.where(own[:, None], places[encoding.source], 0) if len(places) else np.zeros((len(own), 2), np.int64)
-        record = {**self.record(text, images, encoding), RECORD: self.caption(text, at, own, places)}
+        record = {**self.record(text, images, encoding), CAPTION_KEY: self.caption(text, at, own, places)}
         yield TextExample(encoding, text.image_index, record)
 
     def caption(
@@ -244,8 +244,8 @@ class CaptionPreprocessor(Preprocessor):
             ],
             is_word=own,
             is_parsed=parsed is not None,
-            phrases_cut=len(found) - len(phrase_rows),
-            words_cut=len(words) - len(kept),
+            truncated_phrases=len(found) - len(phrase_rows),
+            truncated_words=len(words) - len(kept),
         )
 
 

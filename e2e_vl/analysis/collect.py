@@ -18,19 +18,19 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from e2e_vl.analysis.captions import RECORD, CaptionAnnotations
+from e2e_vl.analysis.captions import CAPTION_KEY, CaptionAnnotations
 from e2e_vl.analysis.measures import (
     HeadSums,
     Measurement,
+    baseline_hits,
     entity_grounding,
     region_grouping,
     region_naming,
-    right_by_rule,
     word_dependency,
 )
-from e2e_vl.analysis.options import AttentionOptions, WordPiece
+from e2e_vl.analysis.options import AnalysisOptions, WordPiece
 from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler
-from e2e_vl.metrics.flickr30k import right_candidates
+from e2e_vl.metrics.flickr30k import correct_candidates
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, TextRegions
 
@@ -46,7 +46,7 @@ class PhraseQueries:
     piece: WordPiece  # which wordpiece of a span is the query
 
 
-def choose_queries(caption: CaptionAnnotations, options: AttentionOptions) -> PhraseQueries:
+def choose_queries(caption: CaptionAnnotations, options: AnalysisOptions) -> PhraseQueries:
     """Choose the query wordpieces according to `options.entity_piece`.
 
     "head" is the (first) head word in the parse, read at `options.word_piece`. A phrase has no head word if its caption
@@ -72,7 +72,7 @@ def share_wordpiece(spans: Int64[np.ndarray, "words 2"], first: int, second: int
     return bool(max(spans[first, 0], spans[second, 0]) < min(spans[first, 1], spans[second, 1]))
 
 
-def list_word_pairs(caption: CaptionAnnotations, options: AttentionOptions) -> list[Pair]:
+def list_word_pairs(caption: CaptionAnnotations, options: AnalysisOptions) -> list[Pair]:
     """List both directions of every relation: query word w2, target word w1."""
     pairs = []
     for relation in caption.relations:
@@ -85,7 +85,7 @@ def list_word_pairs(caption: CaptionAnnotations, options: AttentionOptions) -> l
     return pairs
 
 
-def list_grounded_pairs(caption: CaptionAnnotations, counted: Sequence[bool], options: AttentionOptions) -> list[Pair]:
+def list_grounded_pairs(caption: CaptionAnnotations, counted: Sequence[bool], options: AnalysisOptions) -> list[Pair]:
     """List the pairs whose target word w1 is in a counted phrase: query word w2, phrase of w1."""
     return [
         (source, caption.phrase_of[target], label)
@@ -99,7 +99,7 @@ def list_grounded_pairs(caption: CaptionAnnotations, counted: Sequence[bool], op
 # Names of the measures, and the attention block that each needs.
 ENTITIES, RELATIONS = "entity grounding", "syntactic grounding"
 NAMING, GROUPING, DEPENDENCIES = "region naming", "region grouping", "word dependency"
-NEEDS = {
+REQUIRED_BLOCK = {
     ENTITIES: AttentionBlock.WORDS_TO_REGIONS,
     RELATIONS: AttentionBlock.WORDS_TO_REGIONS,
     NAMING: AttentionBlock.REGIONS_TO_WORDS,
@@ -121,7 +121,7 @@ class MeasureKey:
 
 
 @dataclasses.dataclass
-class RecordedText:
+class TextAttention:
     """What the pictures of one text need, on the CPU. Boxes are xyxy in pixels of the original image."""
 
     index: int
@@ -129,18 +129,18 @@ class RecordedText:
     file_name: str
     region_boxes: np.ndarray  # float64 [R, 4]
     allowed: np.ndarray  # bool [R]
-    is_right: np.ndarray  # bool [phrases, R]
+    is_correct: np.ndarray  # bool [phrases, R]
     length: int  # L, slots before the regions
     maps: dict[str, np.ndarray]  # graph -> float16 [layers, heads, slots, slots]
 
 
 @dataclasses.dataclass
-class Collected:
+class AttentionStatistics:
     """The sums of all measures, counts of texts and phrases, and the texts to draw."""
 
     sums: dict[MeasureKey, HeadSums] = dataclasses.field(default_factory=dict)
     numbers: Counter[str] = dataclasses.field(default_factory=Counter)
-    shown: list[RecordedText] = dataclasses.field(default_factory=list)
+    shown: list[TextAttention] = dataclasses.field(default_factory=list)
 
     def add(self, key: MeasureKey, measured: Measurement, *, per_sentence: bool) -> None:
         """Add the examples of one text."""
@@ -148,7 +148,7 @@ class Collected:
             self.sums[key] = HeadSums.zero(*measured.hits.shape[:2], list(measured.baselines))
         self.sums[key].add(measured, per_sentence=per_sentence)
 
-    def join(self, other: Collected) -> None:
+    def join(self, other: AttentionStatistics) -> None:
         """Add the results of another process."""
         for key, sums in other.sums.items():
             if key in self.sums:
@@ -158,24 +158,24 @@ class Collected:
         self.numbers.update(other.numbers)
         self.shown += other.shown
 
-    def labels(self, graph: str, measure: str, options: AttentionOptions) -> list[str]:
+    def labels(self, graph: str, measure: str, options: AnalysisOptions) -> list[str]:
         """The most common relations of a measure, by descending number of examples."""
         found = {
             key.label: sums.examples for key, sums in self.sums.items() if (key.graph, key.measure) == (graph, measure)
         }
         found = {label: count for label, count in found.items() if label != ALL and count >= options.min_count}
-        return sorted(found, key=lambda label: (-found[label], label))[: options.most_relations]
+        return sorted(found, key=lambda label: (-found[label], label))[: options.max_relations]
 
 
 @dataclasses.dataclass
-class TextView:
+class MeasureInputs:
     """The regions of one text, and which of them are correct for each phrase."""
 
     caption: CaptionAnnotations
     length: int  # L
     boxes: np.ndarray  # float64 [R, 4], xyxy in pixels of the original image
     allowed: Bool[Tensor, " R"]
-    is_right: Bool[Tensor, "phrases R"]
+    is_correct: Bool[Tensor, "phrases R"]
     rules: dict[str, Float[Tensor, " R"]]  # baseline -> score of each region
 
     @property
@@ -183,16 +183,16 @@ class TextView:
         """Slots of the regions."""
         return slice(self.length, self.length + len(self.allowed))
 
-    def baselines(self, is_right: Bool[Tensor, "examples R"]) -> dict[str, Float[Tensor, " examples"]]:
+    def baselines(self, is_correct: Bool[Tensor, "examples R"]) -> dict[str, Float[Tensor, " examples"]]:
         """Whether the region chosen by each baseline is correct."""
-        return {name: right_by_rule(score, self.allowed, is_right) for name, score in self.rules.items()}
+        return {name: baseline_hits(score, self.allowed, is_correct) for name, score in self.rules.items()}
 
 
 def collect_attention(
     model: VisionLanguageModel,
     examples: ExampleDataset,
     collate: Callable[..., Batch],
-    options: AttentionOptions,
+    options: AnalysisOptions,
     accelerator: Accelerator,
     *,
     images_per_batch: int,
@@ -200,7 +200,7 @@ def collect_attention(
     sorted_boxes: bool = False,
     max_images: int | None = None,
     shown: Collection[int] = (),
-) -> Collected:
+) -> AttentionStatistics:
     """Compute all measures on a split; every process returns the totals.
 
     Args:
@@ -218,14 +218,14 @@ def collect_attention(
     )
     loader = BatchLoader(examples, sampler, collate, workers=workers)
     model.eval()
-    found = Collected()
+    found = AttentionStatistics()
     bar = tqdm(
         loader, desc="attention", unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process
     )
     with torch.no_grad(), bar:  # always float32: rounding to lower precision would create ties
         for batch in bar:
             add_batch(found, model, batch.to(accelerator.device), graphs, options, sorted_boxes, shown)
-    everything = Collected()
+    everything = AttentionStatistics()
     for other in gather_object([found]):
         everything.join(other)
     everything.shown.sort(key=lambda text: text.index)
@@ -233,11 +233,11 @@ def collect_attention(
 
 
 def add_batch(
-    found: Collected,
+    found: AttentionStatistics,
     model: VisionLanguageModel,
     batch: Batch,
     graphs: Mapping[str, AttentionGraph],
-    options: AttentionOptions,
+    options: AnalysisOptions,
     sorted_boxes: bool,
     shown: Collection[int],
 ) -> None:
@@ -253,9 +253,7 @@ def add_batch(
     confidence = None if scores is None else text_regions.gather(scores, fill=-torch.inf)
     length = batch.texts.input_ids.shape[1]
     for text, record in enumerate(batch.records):
-        view = make_text_view(
-            batch, text_regions, text, length, options, None if confidence is None else confidence[text]
-        )
+        view = make_inputs(batch, text_regions, text, length, options, None if confidence is None else confidence[text])
         maps = {
             name: torch.stack([encoded.attentions[step][text] for step in graph.steps]).float()
             for name, graph in graphs.items()
@@ -265,60 +263,60 @@ def add_batch(
         count_text(found.numbers, view, options)
         if record["text_index"] in shown:
             found.shown.append(
-                RecordedText(
+                TextAttention(
                     index=record["text_index"],
                     caption=view.caption,
                     file_name=record["file_name"],
                     region_boxes=view.boxes,
                     allowed=view.allowed.cpu().numpy(),
-                    is_right=view.is_right.cpu().numpy(),
+                    is_correct=view.is_correct.cpu().numpy(),
                     length=view.length,
                     maps={name: values.half().cpu().numpy() for name, values in maps.items()},
                 )
             )
 
 
-def make_text_view(
+def make_inputs(
     batch: Batch,
     regions: TextRegions,
     text: int,
     length: int,
-    options: AttentionOptions,
+    options: AnalysisOptions,
     confidence: Float[Tensor, " R"] | None,
-) -> TextView:
+) -> MeasureInputs:
     """Prepare the inputs of the measures for one text."""
-    caption: CaptionAnnotations = batch.records[text][RECORD]
+    caption: CaptionAnnotations = batch.records[text][CAPTION_KEY]
     allowed = regions.attention_mask[text] & (regions.image_slot[text] == 0)
     if options.whole_image == "excluded":
         allowed = allowed & (regions.row[text] >= 0)
     scales = batch.images.scales.to(regions.image.device)[regions.image[text].clamp(min=0)].double()
     boxes = (regions.boxes[text].double() / torch.cat([scales, scales], dim=1)).cpu().numpy()
-    right = [find_right_regions(boxes, own, options) for own in caption.boxes]
-    is_right = torch.tensor(np.array(right, dtype=bool).reshape(-1, len(boxes)), device=allowed.device) & allowed
+    right = [find_correct_regions(boxes, own, options) for own in caption.boxes]
+    is_correct = torch.tensor(np.array(right, dtype=bool).reshape(-1, len(boxes)), device=allowed.device) & allowed
     sides = torch.from_numpy(boxes[:, 2:] - boxes[:, :2]).to(allowed.device)
     rules = {LARGEST: sides.prod(dim=1).float()}
     if confidence is not None:
         rules = {CONFIDENCE: confidence.float(), **rules}
-    return TextView(caption, length, boxes, allowed, is_right, rules)
+    return MeasureInputs(caption, length, boxes, allowed, is_correct, rules)
 
 
-def find_right_regions(regions: np.ndarray, boxes: np.ndarray, options: AttentionOptions) -> np.ndarray:
+def find_correct_regions(regions: np.ndarray, boxes: np.ndarray, options: AnalysisOptions) -> np.ndarray:
     """Mark the regions (bool [R]) with enough overlap with the boxes of a phrase, see `options.gold_boxes`."""
     if not len(boxes):
         return np.zeros(len(regions), dtype=bool)
     if options.gold_boxes == "union":
         boxes = np.concatenate([boxes[:, :2].min(axis=0), boxes[:, 2:].max(axis=0)])[None]
     # the boxes have been scaled to the resized image and back; rounding must not decide an IoU at the threshold
-    return right_candidates(regions, boxes, options.min_iou - ROUNDING)
+    return correct_candidates(regions, boxes, options.min_iou - ROUNDING)
 
 
 def add_text(
-    found: Collected,
+    found: AttentionStatistics,
     graph_name: str,
     graph: AttentionGraph,
     maps: Float[Tensor, "layers heads slots slots"],
-    view: TextView,
-    options: AttentionOptions,
+    view: MeasureInputs,
+    options: AnalysisOptions,
 ) -> None:
     """Add the measures of one graph on one text."""
     per_sentence = options.mean_over == "sentences"
@@ -330,32 +328,32 @@ def add_text(
         found.add(MeasureKey(graph_name, measure, label), measured, per_sentence=per_sentence)
 
     spans = torch.from_numpy(caption.phrase_spans).to(device)
-    if NEEDS[ENTITIES] in graph.blocks:
+    if REQUIRED_BLOCK[ENTITIES] in graph.blocks:
         asked = counted & torch.from_numpy(queries.attends).to(device)
-        right, own = view.is_right[asked], torch.from_numpy(queries.spans).to(device)[asked]
+        right, own = view.is_correct[asked], torch.from_numpy(queries.spans).to(device)[asked]
         put(
             ENTITIES,
             entity_grounding(*(maps, own, view.regions, view.allowed, right, view.baselines(right), queries.piece)),
         )
-    if NEEDS[NAMING] in graph.blocks:
+    if REQUIRED_BLOCK[NAMING] in graph.blocks:
         is_word = torch.from_numpy(caption.is_word).to(device)
         padded = torch.zeros(view.length, dtype=torch.bool, device=device)
         padded[: len(is_word)] = is_word
-        put(NAMING, region_naming(maps, view.regions, view.is_right, spans, padded))
-    if NEEDS[GROUPING] in graph.blocks:
-        put(GROUPING, region_grouping(maps, view.regions, view.allowed, view.is_right))
+        put(NAMING, region_naming(maps, view.regions, view.is_correct, spans, padded))
+    if REQUIRED_BLOCK[GROUPING] in graph.blocks:
+        put(GROUPING, region_grouping(maps, view.regions, view.allowed, view.is_correct))
     if not caption.is_parsed:
         return
     words = torch.from_numpy(caption.word_spans).to(device)
-    if NEEDS[RELATIONS] in graph.blocks:
+    if REQUIRED_BLOCK[RELATIONS] in graph.blocks:
         pairs = list_grounded_pairs(caption, counted.tolist(), options)
         source, phrase, labels = columns(pairs, device)
-        right = view.is_right[phrase]
+        right = view.is_correct[phrase]
         measured = entity_grounding(
             *(maps, words[source], view.regions, view.allowed, right, view.baselines(right), options.word_piece)
         )
         add_by_label(put, RELATIONS, measured, labels)
-    if NEEDS[DEPENDENCIES] in graph.blocks:
+    if REQUIRED_BLOCK[DEPENDENCIES] in graph.blocks:
         # words that share a wordpiece cannot be told apart
         pairs = [
             pair for pair in list_word_pairs(caption, options) if not share_wordpiece(caption.word_spans, *pair[:2])
@@ -380,28 +378,28 @@ def add_by_label(put: Callable[..., None], measure: str, measured: Measurement, 
         put(measure, measured.select(kept), label)
 
 
-def counted_phrases(view: TextView, options: AttentionOptions) -> Bool[Tensor, " phrases"]:
+def counted_phrases(view: MeasureInputs, options: AnalysisOptions) -> Bool[Tensor, " phrases"]:
     """The phrases that are measured, see `options.without_box` and `options.without_proposal`."""
     has_box = torch.tensor([len(own) > 0 for own in view.caption.boxes], dtype=torch.bool, device=view.allowed.device)
-    has_region = view.is_right.any(dim=1)
+    has_region = view.is_correct.any(dim=1)
     counted = has_box if options.without_box == "skip" else torch.ones_like(has_box)
     if options.without_proposal == "skip":
         counted = counted & (has_region | ~has_box)
     return counted
 
 
-def count_text(numbers: Counter[str], view: TextView, options: AttentionOptions) -> None:
+def count_text(numbers: Counter[str], view: MeasureInputs, options: AnalysisOptions) -> None:
     """Update the counts with one text."""
     caption = view.caption
     has_box = [len(own) > 0 for own in caption.boxes]
-    has_region = view.is_right.any(dim=1).tolist()
+    has_region = view.is_correct.any(dim=1).tolist()
     numbers.update(
         {
             "captions": 1,
             "captions without a parse": int(not caption.is_parsed),
-            "phrases": len(caption.phrases) + caption.phrases_cut,
-            "phrases cut off with the end of a caption": caption.phrases_cut,
-            "words cut off with the end of a caption": caption.words_cut,
+            "phrases": len(caption.phrases) + caption.truncated_phrases,
+            "phrases cut off with the end of a caption": caption.truncated_phrases,
+            "words cut off with the end of a caption": caption.truncated_words,
             "relations of words that share a wordpiece, left out of word dependency": sum(
                 share_wordpiece(caption.word_spans, one.governor, one.dependent) for one in caption.relations
             ),

@@ -1,6 +1,6 @@
 """Measures of attention heads on one text, and their sums over many texts.
 
-Entity and syntactic grounding follow section 3 of VisualBERT's ACL paper; `AttentionOptions` covers the details that
+Entity and syntactic grounding follow section 3 of VisualBERT's ACL paper; `AnalysisOptions` covers the details that
 it leaves open. The other measures also suit encoders with separate attention for words and for regions.
 
 All maps are probabilities of one text, [layers heads slots slots] (query, key), with slots as in `EncoderOutput`.
@@ -121,14 +121,14 @@ def attention_from(
 def measure_hits(
     attention: Float[Tensor, "layers heads examples choices"],
     allowed: Bool[Tensor, "examples choices"],
-    is_right: Bool[Tensor, "examples choices"],
+    is_correct: Bool[Tensor, "examples choices"],
     baselines: Mapping[str, Float[Tensor, " examples"]] | None = None,
 ) -> Measurement:
     """Check whether the allowed choice with the largest attention is correct; ties go to the first choice.
 
     The baseline "chance" is added: the share of right choices among the allowed ones.
     """
-    right = is_right & allowed
+    right = is_correct & allowed
     number = allowed.sum(dim=1)
     chance = right.sum(dim=1) / number.clamp(min=1)
     seen = attention.masked_fill(~allowed, -1)
@@ -142,15 +142,15 @@ def measure_hits(
     return Measurement(hits, total, {**(baselines or {}), "chance": chance.to(attention.dtype)})
 
 
-def right_by_rule(
+def baseline_hits(
     score: Float[Tensor, " choices"],
     allowed: Bool[Tensor, " choices"],
-    is_right: Bool[Tensor, "examples choices"],
+    is_correct: Bool[Tensor, "examples choices"],
 ) -> Float[Tensor, " examples"]:
     """Whether the allowed choice with the highest score is right for each example; 0 where none is allowed."""
     if not bool(allowed.any()):
-        return is_right.new_zeros(len(is_right), dtype=torch.float32)
-    return is_right[:, score.masked_fill(~allowed, -torch.inf).argmax()].float()
+        return is_correct.new_zeros(len(is_correct), dtype=torch.float32)
+    return is_correct[:, score.masked_fill(~allowed, -torch.inf).argmax()].float()
 
 
 def entity_grounding(
@@ -158,7 +158,7 @@ def entity_grounding(
     spans: Int64[Tensor, "examples 2"],
     regions: slice,
     allowed: Bool[Tensor, " R"],
-    is_right: Bool[Tensor, "examples R"],
+    is_correct: Bool[Tensor, "examples R"],
     baselines: Mapping[str, Float[Tensor, " examples"]],
     piece: str = "last",
 ) -> Measurement:
@@ -171,13 +171,13 @@ def entity_grounding(
         allowed: candidate regions.
     """
     seen = attention_from(maps, spans, piece)[..., regions]
-    return measure_hits(seen, allowed.expand_as(is_right), is_right, baselines)
+    return measure_hits(seen, allowed.expand_as(is_correct), is_correct, baselines)
 
 
 def region_naming(
     maps: Maps,
     regions: slice,
-    is_right: Bool[Tensor, "entities R"],
+    is_correct: Bool[Tensor, "entities R"],
     spans: Int64[Tensor, "entities 2"],
     is_word: Bool[Tensor, " L"],
 ) -> Measurement:
@@ -185,23 +185,23 @@ def region_naming(
 
     An example is a region that is correct for some phrase; special tokens are not allowed as choices.
     """
-    named = is_right.any(dim=0).nonzero()[:, 0]
+    named = is_correct.any(dim=0).nonzero()[:, 0]
     length = len(is_word)
     slots = torch.arange(length, device=maps.device)
     inside = (slots >= spans[:, :1]) & (slots < spans[:, 1:])  # [entities, L]
-    names = (is_right[:, named].T.float() @ inside.float()) > 0  # [examples, L]
+    names = (is_correct[:, named].T.float() @ inside.float()) > 0  # [examples, L]
     seen = maps[:, :, regions][:, :, named, :length]
     return measure_hits(seen, is_word.expand_as(names), names)
 
 
 def region_grouping(
-    maps: Maps, regions: slice, allowed: Bool[Tensor, " R"], is_right: Bool[Tensor, "entities R"]
+    maps: Maps, regions: slice, allowed: Bool[Tensor, " R"], is_correct: Bool[Tensor, "entities R"]
 ) -> Measurement:
     """How often the other region that an entity's region attends to most belongs to the same entity.
 
     An example is a region of a phrase with at least two correct regions.
     """
-    right = is_right & allowed
+    right = is_correct & allowed
     phrase, region = (right & (right.sum(dim=1, keepdim=True) > 1)).nonzero().unbind(dim=1)
     others = torch.arange(len(allowed), device=maps.device) != region[:, None]
     seen = maps[:, :, regions, regions][:, :, region]

@@ -15,7 +15,7 @@ from detector.errors import UserError
 WordPiece = Literal["last", "first", "mean"]
 
 
-class AttentionOptions(msgspec.Struct, frozen=True):
+class AnalysisOptions(msgspec.Struct, frozen=True):
     """The options of an analysis. The description of each field is its help text."""
 
     entity_piece: Annotated[
@@ -55,7 +55,7 @@ class AttentionOptions(msgspec.Struct, frozen=True):
         ),
     ] = "pooled"
     min_count: Annotated[int, Meta(ge=1, description="minimum number of word pairs for a relation to be shown")] = 1
-    most_relations: Annotated[int, Meta(ge=1, description="maximum number of relations shown, most common first")] = 10
+    max_relations: Annotated[int, Meta(ge=1, description="maximum number of relations shown, most common first")] = 10
     active_above: Annotated[
         float,
         Meta(
@@ -94,7 +94,7 @@ class AttentionOptions(msgspec.Struct, frozen=True):
     def describe(self) -> list[dict[str, Any]]:
         """`name`, `value`, `default` and `meaning` of each option."""
         return [
-            {"name": option_name(name), "value": getattr(self, name), "default": default, "meaning": meaning}
+            {"name": flag(name), "value": getattr(self, name), "default": default, "meaning": meaning}
             for name, _, default, meaning in options()
         ]
 
@@ -105,13 +105,13 @@ class AttentionOptions(msgspec.Struct, frozen=True):
 
 def options() -> Iterator[tuple[str, Any, Any, str]]:
     """(field, type, default, meaning) of every option."""
-    types = typing.get_type_hints(AttentionOptions, include_extras=True)
-    for field in msgspec.structs.fields(AttentionOptions):
+    types = typing.get_type_hints(AnalysisOptions, include_extras=True)
+    for field in msgspec.structs.fields(AnalysisOptions):
         kind, meta = typing.get_args(types[field.name])
         yield field.name, kind, field.default, meta.description
 
 
-def option_name(field: str) -> str:
+def flag(field: str) -> str:
     """The command-line name of an option."""
     return "--" + field.replace("_", "-")
 

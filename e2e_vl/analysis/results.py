@@ -30,14 +30,14 @@ from e2e_vl.analysis.collect import (
     ENTITIES,
     GROUPING,
     LARGEST,
-    NEEDS,
     RELATIONS,
+    REQUIRED_BLOCK,
     MeasureKey,
-    RecordedText,
+    TextAttention,
     choose_queries,
 )
 from e2e_vl.analysis.measures import HeadSums, attention_from
-from e2e_vl.analysis.options import AttentionOptions, parse_head
+from e2e_vl.analysis.options import AnalysisOptions, parse_head
 from e2e_vl.drawing import BLUE, GREEN, RED, draw_boxes, draw_heat_map
 from e2e_vl.structures import AttentionBlock, AttentionGraph
 
@@ -56,7 +56,7 @@ NO_CONFIDENCE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionResults:
+class AnalysisResults:
     """The results of an analysis."""
 
     run: str
@@ -65,7 +65,7 @@ class AttentionResults:
     split: str
     boxes: str
     parses: str | None  # file or spaCy model; None without parses
-    options: AttentionOptions
+    options: AnalysisOptions
     graphs: Mapping[str, AttentionGraph]
     sums: Mapping[MeasureKey, HeadSums]
     numbers: Mapping[str, int]
@@ -109,7 +109,7 @@ class AttentionResults:
     def active(self, graph: str, measure: str, label: str = ALL) -> Bool[Tensor, "layers heads"]:
         """The active heads of a measure, see `options.active_over`; all False without examples."""
         own = sums = self.of(graph, measure, label)
-        if self.options.active_over == "entities" and NEEDS[measure] is AttentionBlock.WORDS_TO_REGIONS:
+        if self.options.active_over == "entities" and REQUIRED_BLOCK[measure] is AttentionBlock.WORDS_TO_REGIONS:
             sums = self.of(graph, ENTITIES)
         if sums is None:
             return torch.zeros_like(own.hits, dtype=torch.bool)
@@ -146,7 +146,9 @@ class AttentionResults:
             for measure in self.measures(graph):
                 one = self.summary(graph, measure)
                 best = (
-                    one["best_active_head"] if NEEDS[measure] is AttentionBlock.WORDS_TO_REGIONS else one["best_head"]
+                    one["best_active_head"]
+                    if REQUIRED_BLOCK[measure] is AttentionBlock.WORDS_TO_REGIONS
+                    else one["best_head"]
                 )
                 said = "no head is active" if best is None else f"{best['accuracy']:.4f} (head {best['head']})"
                 rules = ", ".join(f"{name} {value:.4f}" for name, value in one["baselines"].items())
@@ -205,7 +207,7 @@ class AttentionResults:
         return rows
 
 
-def write_tables(folder: Path, results: AttentionResults) -> None:
+def write_tables(folder: Path, results: AnalysisResults) -> None:
     """Write `heads.csv`, `relations.csv` (every head of every measure and relation) and `table2_<graph>.csv`."""
     write_csv(folder / "heads.csv", _head_rows(results, only_all=True))
     write_csv(folder / "relations.csv", _head_rows(results, only_all=False))
@@ -214,13 +216,13 @@ def write_tables(folder: Path, results: AttentionResults) -> None:
             write_csv(folder / f"table2_{graph}.csv", rows)
 
 
-def _head_rows(results: AttentionResults, *, only_all: bool) -> Iterable[dict[str, Any]]:
+def _head_rows(results: AnalysisResults, *, only_all: bool) -> Iterable[dict[str, Any]]:
     first = results.options.first_number
     for key, sums in results.sums.items():
         if not sums.examples or (key.label == ALL) != only_all:
             continue
         is_active = results.active(key.graph, key.measure, key.label).tolist()
-        knows_active = NEEDS[key.measure] is AttentionBlock.WORDS_TO_REGIONS
+        knows_active = REQUIRED_BLOCK[key.measure] is AttentionBlock.WORDS_TO_REGIONS
         names = {} if only_all else {"relation": key.label}
         for layer, heads in enumerate(sums.accuracy.tolist()):
             for head, accuracy in enumerate(heads):
@@ -255,10 +257,10 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 ACTIVE, INACTIVE = "#1f5fa8", "#b9cfe8"  # colours of active heads and of others
 LINES = {CONFIDENCE: ("#b3261e", "--"), LARGEST: ("#8a5a00", "-."), "chance": ("#666666", ":")}
 COLUMNS = 3  # panels side by side
-LONGEST_LABEL = 28  # characters of a relation in a title
+MAX_LABEL_LENGTH = 28  # characters of a relation in a title
 
 
-def draw_head_figure(results: AttentionResults, graph: str, measure: str, labels: Sequence[str] = (ALL,)) -> bytes:
+def draw_head_figure(results: AnalysisResults, graph: str, measure: str, labels: Sequence[str] = (ALL,)) -> bytes:
     """Plot each head's accuracy by layer (VisualBERT's ACL paper, figures 3 and 4), one panel per label, as PNG."""
     columns = min(COLUMNS, len(labels))
     rows = math.ceil(len(labels) / columns)
@@ -269,7 +271,7 @@ def draw_head_figure(results: AttentionResults, graph: str, measure: str, labels
         axes = figure.add_subplot(rows, columns, number + 1)
         _panel(axes, results, MeasureKey(graph, measure, label), top)
         title = label or f"{measure}, graph: {graph}"
-        short = title if len(labels) == 1 or len(title) <= LONGEST_LABEL else f"{title[: LONGEST_LABEL - 1]}…"
+        short = title if len(labels) == 1 or len(title) <= MAX_LABEL_LENGTH else f"{title[: MAX_LABEL_LENGTH - 1]}…"
         axes.set_title(f"{short} ({sums.examples:,})", fontsize=9, parse_math=False)
         if number % columns == 0:
             axes.set_ylabel("accuracy", fontsize=8)
@@ -285,7 +287,7 @@ def draw_head_figure(results: AttentionResults, graph: str, measure: str, labels
     return _png(figure)
 
 
-def _panel(axes: Axes, results: AttentionResults, key: MeasureKey, top: float) -> None:
+def _panel(axes: Axes, results: AnalysisResults, key: MeasureKey, top: float) -> None:
     """One point per head (light if inactive), a label on the best active head, and a line per baseline."""
     options, place = results.options, (key.graph, key.measure, key.label)
     sums, active, best = results.of(*place), results.active(*place), results.best_active(*place)
@@ -308,14 +310,14 @@ def _panel(axes: Axes, results: AttentionResults, key: MeasureKey, top: float) -
     axes.grid(alpha=0.25)
     if best is not None:
         at = best[0] + options.first_number + _spread(best[1], heads)
-        is_right = best[0] >= layers / 2
+        on_right = best[0] >= layers / 2
         axes.annotate(
             f"{options.number(*best)}: {float(sums.accuracy[best]):.2f}",
             (at, float(sums.accuracy[best])),
-            xytext=(-4 if is_right else 4, 4),
+            xytext=(-4 if on_right else 4, 4),
             textcoords="offset points",
             fontsize=8,
-            ha="right" if is_right else "left",
+            ha="right" if on_right else "left",
             bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
         )
 
@@ -356,7 +358,7 @@ HEADS = 2  # heads per graph with pictures if none is chosen
 
 
 @dataclasses.dataclass(frozen=True)
-class ChosenHead:
+class AttentionHead:
     """A head by its graph, layer and number in the layer, from 0."""
 
     graph: str
@@ -378,8 +380,8 @@ class Overlay:
 
 
 def parse_heads(
-    words: Sequence[str], graphs: Mapping[str, AttentionGraph], options: AttentionOptions, num_heads: int
-) -> list[ChosenHead]:
+    words: Sequence[str], graphs: Mapping[str, AttentionGraph], options: AnalysisOptions, num_heads: int
+) -> list[AttentionHead]:
     """Parse --heads; the default graph is the first one in which words attend to regions."""
     reads = [name for name, graph in graphs.items() if AttentionBlock.WORDS_TO_REGIONS in graph.blocks]
     found = []
@@ -389,34 +391,34 @@ def parse_heads(
         if graph not in graphs or layer >= len(graphs[graph].steps) or head >= num_heads:
             sizes = ", ".join(f"{name} with {len(own.steps)} layers" for name, own in graphs.items())
             raise UserError(f"--heads has '{word}', but there are {num_heads} heads and the graphs {sizes}.")
-        found.append(ChosenHead(graph, layer, head))
+        found.append(AttentionHead(graph, layer, head))
     return found
 
 
-def find_best_heads(results: AttentionResults) -> list[ChosenHead]:
+def find_best_heads(results: AnalysisResults) -> list[AttentionHead]:
     """Find the best (active) heads of each graph in entity grounding, or else in another measure of the graph."""
     found = []
     for graph, phrases in results.graphs.items():
         number = 1
-        if NEEDS[ENTITIES] in phrases.blocks:
+        if REQUIRED_BLOCK[ENTITIES] in phrases.blocks:
             measure, number = ENTITIES, HEADS
         else:
-            measure = DEPENDENCIES if NEEDS[DEPENDENCIES] in phrases.blocks else GROUPING
+            measure = DEPENDENCIES if REQUIRED_BLOCK[DEPENDENCIES] in phrases.blocks else GROUPING
         sums = results.of(graph, measure)
         if sums is None:
-            found.append(ChosenHead(graph, 0, 0))
+            found.append(AttentionHead(graph, 0, 0))
             continue
         ranked = sums.accuracy.clone()
         active = results.active(graph, measure)
         if measure == ENTITIES and active.any():
             ranked[~active] = -1
         order = ranked.flatten().argsort(descending=True, stable=True)[:number].tolist()
-        found += [ChosenHead(graph, *divmod(place, ranked.shape[1])) for place in order]
+        found += [AttentionHead(graph, *divmod(place, ranked.shape[1])) for place in order]
     return found
 
 
 def draw_overlays(
-    folder: Path, results: AttentionResults, texts: Sequence[RecordedText], heads: Sequence[ChosenHead]
+    folder: Path, results: AnalysisResults, texts: Sequence[TextAttention], heads: Sequence[AttentionHead]
 ) -> list[Overlay]:
     """Draw a picture for each text, phrase and head (by default the best heads)."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -430,7 +432,7 @@ def draw_overlays(
 
 
 def _draw_head(
-    folder: Path, results: AttentionResults, text: RecordedText, head: ChosenHead, blocks: frozenset[AttentionBlock]
+    folder: Path, results: AnalysisResults, text: TextAttention, head: AttentionHead, blocks: frozenset[AttentionBlock]
 ) -> list[Overlay]:
     options = results.options
     name = f"head {options.number(head.layer, head.head)}"
@@ -450,7 +452,7 @@ def _draw_head(
     if AttentionBlock.REGIONS_TO_REGIONS in blocks:
         overlays = []
         for row in phrases[:1]:
-            right = np.flatnonzero(text.is_right[row])
+            right = np.flatnonzero(text.is_correct[row])
             if len(right):
                 others = text.allowed & (np.arange(len(text.allowed)) != right[0])
                 seen = own[0, 0, regions, regions][right[0]].numpy()
@@ -471,8 +473,8 @@ def _draw_head(
 
 def _region_overlay(
     path: Path,
-    text: RecordedText,
-    head: ChosenHead,
+    text: TextAttention,
+    head: AttentionHead,
     seen: np.ndarray,
     allowed: np.ndarray,
     phrase: int,
@@ -483,10 +485,10 @@ def _region_overlay(
     seen = np.where(allowed, seen, 0)
     total = float(seen.sum())
     best = int(np.where(allowed, seen, -1).argmax()) if allowed.any() else None
-    is_right = best is not None and bool(text.is_right[phrase, best])
+    is_correct = best is not None and bool(text.is_correct[phrase, best])
     note = f"{100 * total:.0f} % of the attention is on regions"
     if best is not None and source is None:
-        note += f"; the most attended one is {'right' if is_right else 'wrong'}"
+        note += f"; the most attended one is {'right' if is_correct else 'wrong'}"
     shown = Overlay(text.index, text.caption.words, head.graph, title, note, path)
     try:
         image = load_image(text.file_name, "RGB")
@@ -497,7 +499,7 @@ def _region_overlay(
     if best is not None:
         boxes.append(regions[best])
         labels.append(f"{seen[best]:.2f}")
-        colours.append(BLUE if is_right else RED)
+        colours.append(BLUE if is_correct else RED)
     if source is not None:
         boxes.append(regions[source])
         labels.append("this region")

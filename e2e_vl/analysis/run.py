@@ -20,12 +20,12 @@ from transformers import PreTrainedTokenizerBase
 from detector.errors import UserError
 from detector.io import atomic_folder, write_json, write_text
 from e2e_vl.analysis.captions import CaptionPreprocessor, Parses, parse_with_spacy, read_parses
-from e2e_vl.analysis.collect import ENTITIES, RELATIONS, Collected, choose_texts, collect_attention
-from e2e_vl.analysis.options import AttentionOptions
+from e2e_vl.analysis.collect import ENTITIES, RELATIONS, AttentionStatistics, choose_texts, collect_attention
+from e2e_vl.analysis.options import AnalysisOptions
 from e2e_vl.analysis.results import (
     BASELINE_DESCRIPTIONS,
-    AttentionResults,
-    ChosenHead,
+    AnalysisResults,
+    AttentionHead,
     Overlay,
     draw_head_figure,
     draw_overlays,
@@ -50,12 +50,10 @@ from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.launch import make_accelerator
 
 PAGE = Path(__file__).with_name("attention_page.html.jinja")
-LONGEST_SIDE = 720  # of a picture on the page, pixels
+MAX_PICTURE_SIDE = 720  # of a picture on the page, pixels
 
 
-def write_page(
-    path: Path, results: AttentionResults, figures: Mapping[str, bytes], overlays: Sequence[Overlay]
-) -> Path:
+def write_page(path: Path, results: AnalysisResults, figures: Mapping[str, bytes], overlays: Sequence[Overlay]) -> Path:
     """Write the page.
 
     Args:
@@ -89,7 +87,7 @@ def _picture(overlay: Overlay) -> str:
         return ""
     buffer = io.BytesIO()
     with Image.open(overlay.file, formats=("JPEG", "PNG")) as image:
-        image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+        image.thumbnail((MAX_PICTURE_SIDE, MAX_PICTURE_SIDE))
         image.convert("RGB").save(buffer, "JPEG", quality=85)
     return _uri(buffer.getvalue(), "jpeg")
 
@@ -121,7 +119,7 @@ RUN_SETTINGS = ("resize", "canvas", "vocabulary", "max_text_length", "blank_text
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionRequest:
+class AnalysisArguments:
     """The arguments of an analysis."""
 
     run: Path
@@ -131,7 +129,7 @@ class AttentionRequest:
     data: Path | None = None  # config with the data to read; None: the run's own
     parses: Path | None = None  # CoNLL-U
     spacy_model: str | None = None
-    options: AttentionOptions = dataclasses.field(default_factory=AttentionOptions)
+    options: AnalysisOptions = dataclasses.field(default_factory=AnalysisOptions)
     heads: tuple[str, ...] = ()  # heads to draw; by default the best ones
     pictures: int = 6  # number of captions with pictures
     max_images: int | None = None
@@ -143,7 +141,7 @@ class AttentionRequest:
         return self.output or self.run / FOLDER / file_name(f"{self.split}_{self.boxes}")
 
 
-def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path | None]:
+def analyze_attention(request: AnalysisArguments) -> tuple[AnalysisResults, Path | None]:
     """Measure all heads of a trained run on a split and write tables, figures, pictures and a page.
 
     Returns:
@@ -181,7 +179,7 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
         max_images=request.max_images,
         shown=choose_texts(groups, request.pictures, config.seed),
     )
-    results = AttentionResults(
+    results = AnalysisResults(
         run=str(request.run),
         encoder=config.encoder.name,
         data=config.data.name,
@@ -207,7 +205,9 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
     return results, page
 
 
-def write_results(folder: Path, results: AttentionResults, found: Collected, heads: list[ChosenHead]) -> None:
+def write_results(
+    folder: Path, results: AnalysisResults, found: AttentionStatistics, heads: list[AttentionHead]
+) -> None:
     """Write all result files."""
     write_json(folder / "attention.json", results.as_json())
     write_tables(folder, results)
@@ -251,7 +251,7 @@ def caption_examples(
     config: RunConfig,
     model: VisionLanguageModel,
     tokenizer: PreTrainedTokenizerBase,
-    request: AttentionRequest,
+    request: AnalysisArguments,
     parses: Parses | None,
 ) -> ExampleDataset:
     """The captions of a split as encoder inputs, without masked words."""

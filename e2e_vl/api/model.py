@@ -51,7 +51,7 @@ _ORIENTATION = 0x0112  # the EXIF tag
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # modes that PNG stores without loss
 
 
-def image_file(image: ImageInput) -> ImageFile:
+def to_image_file(image: ImageInput) -> ImageFile:
     """Convert a path, the content of a file, a PIL image or an array to an image file.
 
     Images in memory are encoded as PNG, so that `detector.images.load_image` handles mode, transparency and EXIF
@@ -80,12 +80,12 @@ def image_file(image: ImageInput) -> ImageFile:
     return ImageBytes(stream.getvalue(), "(the image given)")
 
 
-def content_key(image: ImageFile) -> Path | bytes:
+def image_key(image: ImageFile) -> Path | bytes:
     """A key that is equal for the same file or the same content."""
     return image.resolve() if isinstance(image, Path) else image.content
 
 
-def for_each_question(value: Any, count: int, is_one: Callable[[Any], bool], what: str) -> list[Any]:
+def repeat_for_questions(value: Any, count: int, is_one: Callable[[Any], bool], what: str) -> list[Any]:
     """A list of `count` values from a single value or a list.
 
     Args:
@@ -117,8 +117,8 @@ def convert_boxes(boxes: Any) -> AnnotatedObjects | None:
 # The results of `ask`, `hide` and `regions`, with pictures.
 
 
-SHOWN_SIZE = ResizeRule(600, 1000)  # of pictures
-MOST_ATTENDED = 5  # maximum number of attended regions in a picture
+DISPLAY_SIZE = ResizeRule(600, 1000)  # of pictures
+MAX_ATTENDED_REGIONS = 5  # maximum number of attended regions in a picture
 HIGH_ATTENTION = 2.0  # minimum attention of a drawn region, as a multiple of the mean
 MIN_DRAWN_SCORE = 0.05  # minimum score of a drawn region
 GREY = 127  # value of masked pixels
@@ -166,7 +166,7 @@ class Answer:
         labels = [f"masked: {one.classes[0][0]} {one.classes[0][1]:.2f}" for one in masked]
         rows = []
         if self.attention is not None and len(self.attention):
-            best = np.argsort(-self.attention, kind="stable")[:MOST_ATTENDED]
+            best = np.argsort(-self.attention, kind="stable")[:MAX_ATTENDED_REGIONS]
             best = best[self.attention[best] >= HIGH_ATTENTION * self.attention.mean()]
             rows = [row for row in best if row >= len(masked) and self.box_images[row] == image]
         labels += [f"{self.box_names[row]} attention {self.attention[row]:.2f}".strip() for row in rows]
@@ -238,9 +238,9 @@ def draw_on(
 ) -> Image.Image:
     """Draw boxes, given in pixels of the original image; the pixels inside `covered` boxes are grey."""
     if isinstance(image, ImageBytes):
-        pixels, size = load_resized(image.content, SHOWN_SIZE, "RGB", image.name)
+        pixels, size = load_resized(image.content, DISPLAY_SIZE, "RGB", image.name)
     else:
-        pixels, size = load_resized(image, SHOWN_SIZE, "RGB")
+        pixels, size = load_resized(image, DISPLAY_SIZE, "RGB")
     pixels = pixels.copy()
 
     def on_picture(boxes: Any) -> np.ndarray:
@@ -304,7 +304,7 @@ class TrainedDetector:
         The defaults suit the display of a photo: 0.2 and 10 to 36, instead of 0.5 and 10 to 100 (VL-BERT, section 4.1).
 
         Args:
-            image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.model.image_file`).
+            image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.model.to_image_file`).
             boxes: [R, 4], or words or a file as in `TrainedModel.ask`; None: predicted boxes.
             min_score: score threshold of predicted boxes.
             min_regions, max_regions: limits of the number of predicted boxes; they take precedence over `min_score`.
@@ -313,7 +313,7 @@ class TrainedDetector:
         if boxes is None and self.source.warning:
             warnings.warn(self.source.warning, stacklevel=stacklevel)
         rule = SelectionRule(min_score, min_regions, max_regions)
-        return self.find(image_file(image), convert_boxes(boxes), rule)
+        return self.find(to_image_file(image), convert_boxes(boxes), rule)
 
     def find(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> FoundRegions:
         """`regions` without the warning."""
@@ -401,7 +401,7 @@ class TrainedModel(
         """Answer texts about images: with a box, the best answers, the best choice, or the words at each [MASK].
 
         Args:
-            image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.model.image_file`); a tuple of them for a
+            image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.model.to_image_file`); a tuple of them for a
                 text about several images; or a list of any of these. The detector runs once per distinct image.
             text: a text, or a list of texts. A single image or text is combined with each element of the other list.
             boxes: candidate boxes in place of the predicted ones: [R, 4], words such as "person:10,20,80,200", or a
@@ -415,15 +415,15 @@ class TrainedModel(
         """
         lists = [value for value in (image, text) if isinstance(value, list)]
         count = len(lists[-1]) if lists else 1
-        images = for_each_question(image, count, lambda one: not isinstance(one, list), "image must be one image")
-        texts = for_each_question(text, count, lambda one: isinstance(one, str), "text must be a string")
-        all_choices = for_each_question(
+        images = repeat_for_questions(image, count, lambda one: not isinstance(one, list), "image must be one image")
+        texts = repeat_for_questions(text, count, lambda one: isinstance(one, str), "text must be a string")
+        all_choices = repeat_for_questions(
             choices,
             count,
             lambda one: isinstance(one, list | tuple) and all(isinstance(choice, str) for choice in one),
             "choices must be a list of strings",
         )
-        all_answers = for_each_question(
+        all_answers = repeat_for_questions(
             answer, count, lambda one: one is None or isinstance(one, str), "answer must be a string"
         )
         given = convert_boxes(boxes)
@@ -433,7 +433,7 @@ class TrainedModel(
             several = images[row] if isinstance(images[row], tuple) else (images[row],)
             for one in several:
                 if id(one) not in files:
-                    files[id(one)] = image_file(one)
+                    files[id(one)] = to_image_file(one)
             first, *others = (files[id(one)] for one in several)
             question = Question(first, texts[row], given, all_choices[row], all_answers[row], others=tuple(others))
             questions.append(question)
@@ -447,7 +447,7 @@ class TrainedModel(
             boxes: [Q, 4], or words or a file as in `ask`.
             text: a caption, optionally with [MASK].
         """
-        question = Question(image_file(image), text, boxes_to_mask=convert_boxes(boxes))
+        question = Question(to_image_file(image), text, boxes_to_mask=convert_boxes(boxes))
         return self._answer_with_warnings([question])[0]
 
     def regions(self, image: ImageInput, **options: Any) -> FoundRegions:
@@ -477,7 +477,7 @@ class TrainedModel(
         for number, question in enumerate(questions):
             key: Any = number
             if self.network.task.batches_questions:
-                key = (*map(content_key, question.images), id(question.boxes), id(question.boxes_to_mask))
+                key = (*map(image_key, question.images), id(question.boxes), id(question.boxes_to_mask))
             groups.setdefault(key, []).append(number)
         samples = [self._sample([questions[number] for number in group]) for group in groups.values()]
         limit = self.settings.eval.images_per_batch if self.network.task.batches_questions else 1
@@ -526,7 +526,7 @@ class TrainedModel(
         """Raise UserError if the model cannot answer such a question; opens no image."""
         self._sample([question])
 
-    def warning_of_boxes(self, questions: Sequence[Question]) -> str:
+    def random_boxes_warning(self, questions: Sequence[Question]) -> str:
         """A warning if an answer depends on random boxes; else ""."""
         if not self.settings.detector.proposes_at_random or all(question.boxes is not None for question in questions):
             return ""
@@ -538,7 +538,7 @@ class TrainedModel(
     def _answer_with_warnings(self, questions: Sequence[Question]) -> list[Answer]:
         """Answer questions, with warnings attributed to the caller of the public method."""
         answers = self.answer_questions(questions)
-        about_boxes = self.warning_of_boxes(questions)
+        about_boxes = self.random_boxes_warning(questions)
         if about_boxes and not self._has_warned_of_boxes:
             self._has_warned_of_boxes = True
             warnings.warn(about_boxes, stacklevel=3)
@@ -563,7 +563,7 @@ class TrainedModel(
             asked = dataclasses.replace(
                 question,
                 class_names=self._dataset.class_names_of(self._options),
-                accepts_answer=self._dataset.takes_answer(self._options),
+                accepts_answer=self._dataset.accepts_answer(self._options),
             )
             samples.append(self._dataset.select_candidates(self.network.task.question(asked), self._options))
         texts = [dataclasses.replace(sample.texts[0], index=row) for row, sample in enumerate(samples)]
@@ -691,7 +691,7 @@ class TrainedModel(
             example = "# it uses precomputed features: run it with `tools/evaluate.py` or `e2e-vl predict`"
         elif not task.answers_questions:
             example = 'found = model.regions("photo.jpg")'
-        elif self._dataset.takes_answer(self._options):
+        elif self._dataset.accepts_answer(self._options):
             example = f'answer = model.ask({task.example_call}, answer="because [1] is happy")'
         return ModelCard.from_template(
             card_data=data,

@@ -23,7 +23,7 @@ import argparse
 import typing
 from pathlib import Path
 
-from e2e_vl.analysis.options import AttentionOptions, option_name, options, parse_head
+from e2e_vl.analysis.options import AnalysisOptions, flag, options, parse_head
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import BoxSource, load_config
 from e2e_vl.io import find_model_folder
@@ -59,7 +59,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     group = parser.add_argument_group("options", "details that the paper does not specify")
     for name, kind, default, meaning in options():
         group.add_argument(
-            option_name(name),
+            flag(name),
             type=type(default),
             default=default,
             choices=typing.get_args(kind) or None,
@@ -76,13 +76,13 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     load_config(find_model_folder(arguments.run) / "config.yaml", words)  # before torch is imported
     if arguments.data is not None:
         load_config(arguments.data, [*of_data, "output=unused"])
-    chosen = decode({name: getattr(arguments, name) for name, *_ in options()}, AttentionOptions, "options")
+    chosen = decode({name: getattr(arguments, name) for name, *_ in options()}, AnalysisOptions, "options")
     chosen.require_parses(given=arguments.parses is not None or arguments.spacy is not None)
     for head in arguments.heads:
         parse_head(head, chosen.first_number)
-    from e2e_vl.analysis.run import AttentionRequest, analyze_attention  # late: it imports torch
+    from e2e_vl.analysis.run import AnalysisArguments, analyze_attention  # late: it imports torch
 
-    request = AttentionRequest(
+    request = AnalysisArguments(
         run=arguments.run,
         split=arguments.split,
         boxes=BoxSource(arguments.boxes),

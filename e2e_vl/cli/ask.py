@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             folder = options.output if len(questions) == 1 else options.output / f"{number:04d}"
             save(folder, answer)
             print(f"written: {folder / 'answer.json'}")
-    if len(failures) < len(questions) and (about_boxes := model.warning_of_boxes(questions)):
+    if len(failures) < len(questions) and (about_boxes := model.random_boxes_warning(questions)):
         print(about_boxes)
     if failures:
         start = "" if len(questions) == 1 else f"{len(failures)} of {len(questions)} questions have no answer: "

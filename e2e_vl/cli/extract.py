@@ -139,13 +139,13 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
     source = load_source(options)
     from e2e_vl.api.model import (
         TrainedDetector,  # late: they import torch
-        image_file,
+        to_image_file,
     )
 
     source = source.named(options.class_names, options.attribute_names)
     if source.warning:
         print(source.warning)
-    found = TrainedDetector(source).find(image_file(options.image), None, rule)
+    found = TrainedDetector(source).find(to_image_file(options.image), None, rule)
     path = options.output / "regions.npz"
     options.output.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as part, part.open("wb") as file:
@@ -213,7 +213,7 @@ def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
 
     images = list_images(options.images, options.root)
     given = None if options.boxes is None else read_given_boxes(options.boxes)
-    from e2e_vl.extraction.bulk import LONGEST_WAIT, ExtractionJob, extract_images, make_stamp  # late: torch
+    from e2e_vl.extraction.bulk import MAX_WAIT, ExtractionJob, extract_images, make_stamp  # late: torch
     from e2e_vl.run.launch import make_accelerator
 
     source = load_source(options)
@@ -228,7 +228,7 @@ def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
         batch_size=options.batch_size,
         workers=options.workers,
     )
-    accelerator = make_accelerator(options.precision, max_wait_minutes=LONGEST_WAIT.total_seconds() / 60)
+    accelerator = make_accelerator(options.precision, max_wait_minutes=MAX_WAIT.total_seconds() / 60)
     summary = extract_images(job, accelerator)
     if accelerator.is_main_process:
         if source.warning and (given is None or source.weights is None):

@@ -90,7 +90,7 @@ class VLDataset(abc.ABC):
         return None
 
     @classmethod
-    def takes_answer(cls, options: Any) -> bool:
+    def accepts_answer(cls, options: Any) -> bool:
         """Whether texts depend on a question and a given answer, as rationales do."""
         return False
 

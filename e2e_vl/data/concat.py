@@ -122,8 +122,8 @@ class JoinedDataset(VLDataset):
         return next((names for kind, own in cls._kinds_of(options) if (names := kind.class_names_of(own))), None)
 
     @classmethod
-    def takes_answer(cls, options: JoinedOptions) -> bool:
-        return any(kind.takes_answer(own) for kind, own in cls._kinds_of(options))
+    def accepts_answer(cls, options: JoinedOptions) -> bool:
+        return any(kind.accepts_answer(own) for kind, own in cls._kinds_of(options))
 
     @classmethod
     def select_candidates(cls, sample: Sample, options: JoinedOptions) -> Sample:

@@ -189,7 +189,7 @@ class VCRDataset(VLDataset):
         return options.class_names
 
     @classmethod
-    def takes_answer(cls, options: VCROptions) -> bool:
+    def accepts_answer(cls, options: VCROptions) -> bool:
         return options.question == "rationale"
 
     @classmethod

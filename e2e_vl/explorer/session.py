@@ -22,7 +22,7 @@ from e2e_vl.samples import ImageBytes, Question
 from e2e_vl.structures import AttentionBlock, Batch, ModelOutput
 
 # about the size on the page, so that labels are not scaled down; at least the minimum size of `e2e_vl.drawing`
-SHOWN_SIZE = ResizeRule(600, 640)
+DISPLAY_SIZE = ResizeRule(600, 640)
 POOLED_AGAIN = (
     "The detector of this run pools features from its proposals before it refines them (FEATURES_OF: proposal). The "
     "explorer pools them from the refined boxes, with and without hidden regions, so that the two answers can be "
@@ -48,7 +48,7 @@ class Photo:
 def read_photo(path: Path) -> Photo:
     """Read an image file; the format is detected from its content."""
     content = path.read_bytes()
-    pixels, size = load_resized(content, SHOWN_SIZE, "RGB", path.name)
+    pixels, size = load_resized(content, DISPLAY_SIZE, "RGB", path.name)
     return Photo(ImageBytes(content, path.name), size, pixels)
 
 
@@ -146,7 +146,7 @@ class Explorer:
         question = Question(ImageBytes(b"", "(a photo)"), f"a {model.tokenizer.mask_token}")
         model.check_question(question)
         self.model = model
-        self.warning = model.warning_of_boxes([question])
+        self.warning = model.random_boxes_warning([question])
         heads = getattr(model.network.detector.config, "roi_heads", None)
         self._pools_again = heads is not None and heads.features_of == "proposal"
         self.note = POOLED_AGAIN if self._pools_again else ""
@@ -223,7 +223,7 @@ class Explorer:
 # Pictures: clickable regions with attention, and the boxes of an answer.
 
 
-MOST_NAMED = 5  # regions labelled with their attention
+MAX_LABELLED_REGIONS = 5  # regions labelled with their attention
 
 _OUTLINE: Colour = (90, 90, 90)  # of regions that are neither selected nor hidden
 
@@ -245,7 +245,7 @@ def draw_regions(session: Session) -> np.ndarray | None:
     if shares is not None:
         pixels = draw_heat_map(pixels, boxes, shares)
         order.sort(key=lambda row: -shares[row])
-        named = [row for row in order[:MOST_NAMED] if shares[row] > 0]
+        named = [row for row in order[:MAX_LABELLED_REGIONS] if shares[row] > 0]
         labels = [f"{row}: {shares[row]:.2f}" if row in named else "" for row in range(len(shown))]
     for row in session.hidden:
         labels[row], colours[row] = f"{row} hidden", RED

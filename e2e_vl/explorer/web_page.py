@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 SHOWS, HIDES = "shows its attention", "hides it, or shows it again"  # effects of a click on a region
 MEAN = "mean of all heads"
-LONGEST_TEXT = 500  # characters
-MOST_MEGABYTES = 20  # of an uploaded photo
-KEPT_SECONDS = 3600  # lifetime of a session after its last change, and minimum lifetime of photos
-SESSIONS = 50  # maximum number of sessions in memory
-_WAITING = 20  # maximum length of the request queue
+MAX_TEXT_LENGTH = 500  # characters
+MAX_PHOTO_MEGABYTES = 20  # of an uploaded photo
+SESSION_SECONDS = 3600  # lifetime of a session after its last change, and minimum lifetime of photos
+MAX_SESSIONS = 50  # maximum number of sessions in memory
+_MAX_QUEUE = 20  # maximum length of the request queue
 _CSS = """
 .gradio-container {max-width: 1500px !important}
 #problem {border-left: 4px solid #c0392b; padding: 0.4em 0.8em}
@@ -42,9 +42,9 @@ def build_page(explorer: Explorer, title: str) -> "gradio.Blocks":
     """The page with its events; each user has a separate session."""
     import gradio as gr
 
-    page = gr.Blocks(title=title, analytics_enabled=False, delete_cache=(KEPT_SECONDS, KEPT_SECONDS))
+    page = gr.Blocks(title=title, analytics_enabled=False, delete_cache=(SESSION_SECONDS, SESSION_SECONDS))
     with page:
-        state = gr.State(Session(), time_to_live=KEPT_SECONDS)
+        state = gr.State(Session(), time_to_live=SESSION_SECONDS)
         gr.Markdown(f"## {_plain(title)}")
         for sentence in filter(None, (explorer.warning, explorer.note)):
             gr.Markdown(_plain(sentence))
@@ -62,8 +62,8 @@ def _components(gr: Any) -> dict[str, Any]:
     picture = {"interactive": False, "format": "png"}
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
-            add(gr.File, "photo", f"Photo, at most {MOST_MEGABYTES} MB", file_types=["image"], height=140)
-            add(gr.Textbox, "text", "Phrase or question", max_length=LONGEST_TEXT, max_lines=1)
+            add(gr.File, "photo", f"Photo, at most {MAX_PHOTO_MEGABYTES} MB", file_types=["image"], height=140)
+            add(gr.Textbox, "text", "Phrase or question", max_length=MAX_TEXT_LENGTH, max_lines=1)
             parts["ask"] = gr.Button("Ask", variant="primary", elem_id="ask")
             parts["problem"] = gr.Markdown(visible=False, elem_id="problem")
             with gr.Row(elem_classes="pair"):
@@ -172,17 +172,17 @@ def serve(page: "gradio.Blocks", *, host: str, port: int | None) -> str:
     """
     import gradio as gr
 
-    page.queue(max_size=_WAITING, default_concurrency_limit=1)
+    page.queue(max_size=_MAX_QUEUE, default_concurrency_limit=1)
     _, address, _ = page.launch(
         server_name=host,
         server_port=port,
         share=False,
         prevent_thread_lock=True,
-        max_file_size=MOST_MEGABYTES * 10**6,
+        max_file_size=MAX_PHOTO_MEGABYTES * 10**6,
         show_error=True,
         footer_links=[],
         run_history=False,
-        state_session_capacity=SESSIONS,
+        state_session_capacity=MAX_SESSIONS,
         quiet=True,
         css=_CSS,
         theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),  # nothing is downloaded

@@ -35,7 +35,7 @@ from e2e_vl.extraction.regions import InputImage, LoadedDetector, RegionExtracto
 from e2e_vl.io import file_name, file_sha256, text_from_file_name
 
 WAITING_BATCHES = 8  # in batches: maximum number of images that wait for others of the same size
-LONGEST_WAIT = datetime.timedelta(days=30)  # timeout of collectives: a finished process waits for the others
+MAX_WAIT = datetime.timedelta(days=30)  # timeout of collectives: a finished process waits for the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def extract_images(job: ExtractionJob, accelerator: Accelerator) -> ExtractionSu
 
     Args:
         accelerator: determines the mixed precision; features are written as float32. With several processes its
-            process group needs the timeout `LONGEST_WAIT`.
+            process group needs the timeout `MAX_WAIT`.
     """
     # only the main process lists the folder, or others could see files that it has just written
     found: list[Any] = [_prepare(job) if accelerator.is_main_process else None]

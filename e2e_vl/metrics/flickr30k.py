@@ -39,7 +39,7 @@ class Flickr30KPrediction(Prediction, kw_only=True):
     sentence: Count | None = None  # line in the image's sentence file
 
 
-def right_candidates(
+def correct_candidates(
     candidates: np.ndarray | Sequence[Sequence[float]],
     boxes: np.ndarray | Sequence[Sequence[float]],
     min_iou: float = MIN_IOU,
@@ -49,9 +49,9 @@ def right_candidates(
     return (pairwise_iou(candidates, boxes) >= min_iou).any(axis=1)
 
 
-def first_hit(scores: np.ndarray | Sequence[float], is_right: np.ndarray | Sequence[bool]) -> int | None:
+def first_hit(scores: np.ndarray | Sequence[float], is_correct: np.ndarray | Sequence[bool]) -> int | None:
     """Rank, from 0, of the best right candidate; None if there is none. Of equal scores, the first is better."""
-    ranked = np.asarray(is_right)[np.argsort(-np.asarray(scores, dtype=np.float64), kind="stable")]
+    ranked = np.asarray(is_correct)[np.argsort(-np.asarray(scores, dtype=np.float64), kind="stable")]
     return int(ranked.argmax()) if ranked.any() else None
 
 

@@ -153,7 +153,7 @@ def build_metric_tables(metrics: Mapping[str, Any]) -> list[MetricTable]:
 # Predictions in a report: counts by family, errors, and random samples of the rest.
 
 OUTCOMES = ("wrong", "partly right", "right", "without a label")
-MOST_MISTAKES = 8  # rows in the table of frequent mistakes
+MAX_MISTAKES = 8  # rows in the table of frequent mistakes
 
 
 class DescribedPrediction(NamedTuple):
@@ -251,7 +251,7 @@ def _count_mistakes(predictions: Sequence[DescribedPrediction]) -> list[tuple[st
         for pair in whole if one.words.mistakes is None else one.words.mistakes:
             found[(*pair, one.prediction.file_name)] = None
     pairs = Counter((truth, answer) for truth, answer, _ in found if truth)
-    return [(*pair, count) for pair, count in pairs.most_common(MOST_MISTAKES) if count > 1]
+    return [(*pair, count) for pair, count in pairs.most_common(MAX_MISTAKES) if count > 1]
 
 
 # The page.

@@ -13,7 +13,7 @@ import numpy as np
 from e2e_vl.synthetic.base import CATEGORIES, FormatWriter, SceneRecord, by_split
 from e2e_vl.synthetic.nlvr2 import draw_set
 from e2e_vl.synthetic.scenes import SceneGraph
-from e2e_vl.synthetic.vqa import SOURCE, draw_vqa_questions, scores_of
+from e2e_vl.synthetic.vqa import SOURCE, draw_vqa_questions, vqa_scores
 
 REGIONS = 36  # of every image
 FEATURE_DIM = 64
@@ -39,7 +39,7 @@ class LxmertWriter(FormatWriter):
                 {
                     "img_id": scene.image_file.stem,
                     "sentf": {"mscoco": scene.captions, SOURCE: [one["question"] for one in scene.drawn["questions"]]},
-                    "labelf": {SOURCE: [scores_of(one["answers"]) for one in scene.drawn["questions"]]},
+                    "labelf": {SOURCE: [vqa_scores(one["answers"]) for one in scene.drawn["questions"]]},
                 }
                 for scene in part
             ]
@@ -81,7 +81,7 @@ def _questions(scene: SceneRecord) -> list[dict[str, Any]]:
             "sent": one["question"],
             "question_type": one["question_type"],
             "answer_type": one["answer_type"],
-            "label": scores_of(one["answers"]),
+            "label": vqa_scores(one["answers"]),
         }
         for number, one in enumerate(scene.drawn["questions"])
     ]

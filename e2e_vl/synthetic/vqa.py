@@ -170,6 +170,6 @@ def _answers_of_people(answer: str, others: Sequence[str], rng: np.random.Genera
     return answers
 
 
-def scores_of(answers: Sequence[str]) -> dict[str, float]:
+def vqa_scores(answers: Sequence[str]) -> dict[str, float]:
     """Map each different answer of the ten people to its score."""
     return {answer: SCORES[min(number, 4)] for answer, number in Counter(answers).items()}

@@ -31,7 +31,13 @@ from e2e_vl.examples import (
     nested,
     ragged,
 )
-from e2e_vl.metrics.flickr30k import Flickr30KPrediction, first_hit, phrase_metrics, right_candidates, write_submission
+from e2e_vl.metrics.flickr30k import (
+    Flickr30KPrediction,
+    correct_candidates,
+    first_hit,
+    phrase_metrics,
+    write_submission,
+)
 from e2e_vl.predictions import Box, box_text
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
@@ -167,7 +173,7 @@ class Flickr30KTask(Task):
                 best_boxes.append(None if best is None else own[best].tolist())
                 best_scores.append(0.0 if best is None else float(score[best]))
                 if "gt_boxes" in record:
-                    ranks.append(first_hit(score, right_candidates(own, record["gt_boxes"][number])))
+                    ranks.append(first_hit(score, correct_candidates(own, record["gt_boxes"][number])))
                 phrase += 1
             ranks = ranks if "gt_boxes" in record else None
             predictions.append(self.prediction(record, boxes=best_boxes, scores=best_scores, ranks=ranks))

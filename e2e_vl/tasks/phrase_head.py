@@ -69,9 +69,12 @@ class PhraseHead(nn.Module):
         query, key = self.query(states.text[owner, spans.values[:, 1] - 1]), self.key(states.regions)
         log_attention = log_attention_of(query, key[owner], candidates[owner])
         text = annotated.spans.owner
-        is_right = overlapping(text_regions, text, annotated.boxes) & candidates[text]
-        losses = {"phrases": grounding_loss(log_attention[is_annotated], is_right), TAGS: tagging_loss(tags, annotated)}
-        return PhraseOutput(spans, log_attention, is_right, losses)
+        is_correct = overlapping(text_regions, text, annotated.boxes) & candidates[text]
+        losses = {
+            "phrases": grounding_loss(log_attention[is_annotated], is_correct),
+            TAGS: tagging_loss(tags, annotated),
+        }
+        return PhraseOutput(spans, log_attention, is_correct, losses)
 
     @property
     def finds_phrases(self) -> bool:
@@ -108,15 +111,15 @@ def overlapping(text_regions: TextRegions, text: Int64[Tensor, " P"], boxes: Rag
     return found.index_add(0, phrase, hits.long()) > 0
 
 
-def grounding_loss(log_attention: Float[Tensor, "P R"], is_right: Bool[Tensor, "P R"]) -> Loss:
+def grounding_loss(log_attention: Float[Tensor, "P R"], is_correct: Bool[Tensor, "P R"]) -> Loss:
     """KL divergence of the attention from the uniform distribution over all right regions.
 
     Its count is the number of phrases with a right region; the others do not contribute.
     """
-    number = is_right.sum(dim=1)
+    number = is_correct.sum(dim=1)
     is_reachable = number > 0
     number = number.clamp(min=1)
-    each = -(log_attention.masked_fill(~is_right, 0).sum(dim=1) / number) - number.log()
+    each = -(log_attention.masked_fill(~is_correct, 0).sum(dim=1) / number) - number.log()
     return Loss(total=each.masked_fill(~is_reachable, 0).sum(), count=is_reachable.sum().to(log_attention.dtype))
 
 
@@ -223,8 +226,8 @@ def grounded_phrases(output: PhraseOutput, batch: Batch, text_regions: TextRegio
     boxes = text_regions.original_boxes(batch.images.scales)
     phrases = batch.phrases
     found: list[list[GroundedPhrase]] = [[] for _ in range(len(batch))]
-    # `is_right` has only the annotated phrases
-    annotated = zip(output.is_right, phrases.boxes.counts.tolist(), strict=True)
+    # `is_correct` has only the annotated phrases
+    annotated = zip(output.is_correct, phrases.boxes.counts.tolist(), strict=True)
     for number, (text, span) in enumerate(zip(output.spans.owner.tolist(), output.spans.values.tolist(), strict=True)):
         first, end = find_characters(phrases.offsets[text], tuple(span))
         shares = output.log_attention[number].detach()
@@ -234,7 +237,7 @@ def grounded_phrases(output: PhraseOutput, batch: Batch, text_regions: TextRegio
             box = tuple(round(value, 2) for value in boxes[text, best].tolist())
             score = round(float(shares[best].exp()), 4)
         if phrases.spans.counts[text] > 0:
-            is_right, num_boxes = next(annotated)
-            correct = bool(is_right[best]) if num_boxes else None
+            is_correct, num_boxes = next(annotated)
+            correct = bool(is_correct[best]) if num_boxes else None
         found[text].append(GroundedPhrase(phrases.words[text][first:end], (first, end), box, score, correct))
     return found

@@ -256,9 +256,9 @@ class PretrainingTask(Task):
             items: ObjectiveOutput = output.task.details[name]
             names = objective.class_names(output, self.wordpieces, self.region_masking)
             texts = items.text.tolist()
-            for text, is_right in zip(texts, items.is_right.tolist(), strict=True):
+            for text, is_correct in zip(texts, items.is_correct.tolist(), strict=True):
                 found[text][name].count += 1
-                found[text][name].right += is_right
+                found[text][name].right += is_correct
             if names is not None:
                 columns = items.position.tolist(), items.best.tolist(), items.truth.tolist()
                 for text, position, best, truth in zip(texts, *columns, strict=True):

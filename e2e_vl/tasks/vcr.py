@@ -359,7 +359,7 @@ def choice_phrases(
 class VCRTargets(Targets):
     """Which choices are right."""
 
-    is_right: float | np.float32 | Float[Tensor, " M"] | None = stacked()  # 1 for the right choice of each four
+    is_correct: float | np.float32 | Float[Tensor, " M"] | None = stacked()  # 1 for the right choice of each four
 
 
 @dataclasses.dataclass(frozen=True)
@@ -411,9 +411,9 @@ class VCRPreprocessor(Preprocessor):
                     [word for word, _ in choice_words[number]],
                 )
                 phrases = choice_phrases(encoding, pieces, words, boxes)
-            is_right = None if text.truth is None else np.float32(number == text.truth.number)
+            is_correct = None if text.truth is None else np.float32(number == text.truth.number)
             yield TextExample(
-                *(encoding, text.image_index, record, VCRTargets(is_right)),
+                *(encoding, text.image_index, record, VCRTargets(is_correct)),
                 region_of_token=region_of_token,
                 phrases=phrases,
             )
@@ -600,13 +600,13 @@ class VCRTask(Task):
         targets = batch.targets or VCRTargets()
         logits = at_least_float32(self.head(targets.with_target(encoded.summary))).view(-1, CHOICES)
         losses = {}
-        if targets.is_right is not None:
-            is_right = targets.with_target(targets.is_right).view_as(logits)
+        if targets.is_correct is not None:
+            is_correct = targets.with_target(targets.is_correct).view_as(logits)
             if self.config.loss == "sigmoid":
-                total = F.binary_cross_entropy_with_logits(logits, is_right.to(logits.dtype), reduction="sum")
+                total = F.binary_cross_entropy_with_logits(logits, is_correct.to(logits.dtype), reduction="sum")
                 count = logits.numel()
             else:
-                total, count = F.cross_entropy(logits, is_right.argmax(dim=1), reduction="sum"), len(logits)
+                total, count = F.cross_entropy(logits, is_correct.argmax(dim=1), reduction="sum"), len(logits)
             losses["choice"] = Loss(total=total, count=logits.new_tensor(float(count)))
             if self.region_classifier is not None:
                 losses["region_class"] = self._region_loss(batch, text_regions, encoded.regions)

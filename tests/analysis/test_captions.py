@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.analysis.captions import (
-    RECORD,
+    CAPTION_KEY,
     CaptionAnnotations,
     CaptionPreprocessor,
     ParsedWord,
@@ -137,7 +137,7 @@ def annotated(tmp_path, *, parse=PARSE, max_length: int | None = None, **options
     preprocessor = CaptionPreprocessor(TextTokenizer(tokenizer, max_length=max_length), parses, **options)
     text = SampleText(0, TEXT, {}, phrases=PhraseBoxes(SPANS, BOXES))
     [example] = preprocessor(sample_of(text), [photo()], None)
-    return example.record[RECORD]
+    return example.record[CAPTION_KEY]
 
 
 def test_phrases_and_words_have_their_wordpieces(tmp_path):
@@ -157,12 +157,12 @@ def test_phrases_and_words_have_their_wordpieces(tmp_path):
 
 def test_what_is_cut_off_is_counted(tmp_path):
     caption = annotated(tmp_path, max_length=6)  # [CLS] the red st ##ar [SEP]
-    assert caption.phrases == ["The red star"] and caption.phrases_cut == 1
-    assert caption.forms == ["The", "red", "star"] and caption.words_cut == 3
+    assert caption.phrases == ["The red star"] and caption.truncated_phrases == 1
+    assert caption.forms == ["The", "red", "star"] and caption.truncated_words == 3
     assert [one.label for one in caption.relations] == ["det", "amod"]
     caption = annotated(tmp_path, max_length=5)  # [CLS] the red st [SEP]: a phrase is cut in its middle
-    assert caption.phrases == [] and caption.phrases_cut == 2
-    assert caption.forms == ["The", "red"] and caption.words_cut == 4
+    assert caption.phrases == [] and caption.truncated_phrases == 2
+    assert caption.forms == ["The", "red"] and caption.truncated_words == 4
 
 
 def test_without_a_parse_there_are_words_without_relations(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from detector.structures import ImageBatch, Regions
-from e2e_vl.analysis.captions import RECORD, CaptionAnnotations, Relation
+from e2e_vl.analysis.captions import CAPTION_KEY, CaptionAnnotations, Relation
 from e2e_vl.analysis.collect import (
     ALL,
     CONFIDENCE,
@@ -18,20 +18,20 @@ from e2e_vl.analysis.collect import (
     ENTITIES,
     LARGEST,
     RELATIONS,
-    Collected,
+    AttentionStatistics,
+    MeasureInputs,
     MeasureKey,
-    TextView,
     add_batch,
     add_text,
     choose_queries,
     choose_texts,
     count_text,
     counted_phrases,
-    find_right_regions,
+    find_correct_regions,
     list_grounded_pairs,
     list_word_pairs,
 )
-from e2e_vl.analysis.options import AttentionOptions
+from e2e_vl.analysis.options import AnalysisOptions
 from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, EncoderOutput, TextBatch, gather_regions
 
 # [CLS] red star on it [SEP] | three regions. "red star" names region 0 or 1, "it" has no box; a third phrase ("on")
@@ -52,13 +52,13 @@ CAPTION = CaptionAnnotations(
 BOXES = np.array([[0.0, 0, 10, 10], [20, 0, 30, 10], [0, 0, 30, 10]])
 
 
-def view(options: AttentionOptions) -> TextView:
-    right = np.array([find_right_regions(BOXES, own, options) for own in CAPTION.boxes])
+def view(options: AnalysisOptions) -> MeasureInputs:
+    right = np.array([find_correct_regions(BOXES, own, options) for own in CAPTION.boxes])
     areas = torch.tensor([100.0, 100, 300])
-    return TextView(CAPTION, 6, BOXES, torch.ones(3, dtype=torch.bool), torch.from_numpy(right), {LARGEST: areas})
+    return MeasureInputs(CAPTION, 6, BOXES, torch.ones(3, dtype=torch.bool), torch.from_numpy(right), {LARGEST: areas})
 
 
-def numbers(found: Collected, measure: str = ENTITIES, label: str = ALL) -> tuple[int, float, float]:
+def numbers(found: AttentionStatistics, measure: str = ENTITIES, label: str = ALL) -> tuple[int, float, float]:
     """Examples, accuracy and mean attention of the one head of graph "g"."""
     sums = found.sums[MeasureKey("g", measure, label)]
     return sums.examples, sums.accuracy.item(), sums.mean_attention.item()
@@ -66,14 +66,14 @@ def numbers(found: Collected, measure: str = ENTITIES, label: str = ALL) -> tupl
 
 def test_several_gold_boxes_are_any_of_them_or_one_around_all():
     def right(**change):
-        return find_right_regions(BOXES, CAPTION.boxes[0], AttentionOptions(**change)).tolist()
+        return find_correct_regions(BOXES, CAPTION.boxes[0], AnalysisOptions(**change)).tolist()
 
     assert right() == [True, True, False]
     assert right(gold_boxes="union") == [False, False, True]
     assert right(min_iou=1 / 3) == [True, True, True]  # 100 / 300, inclusive
-    assert not find_right_regions(BOXES, CAPTION.boxes[1], AttentionOptions()).any()
+    assert not find_correct_regions(BOXES, CAPTION.boxes[1], AnalysisOptions()).any()
     half = np.array([[0, 0, 10, 20.000001], [0, 0, 10, 20.01]])  # the first is half covered but for rounding
-    assert find_right_regions(half, np.array([[0.0, 0, 10, 10]]), AttentionOptions()).tolist() == [True, False]
+    assert find_correct_regions(half, np.array([[0.0, 0, 10, 10]]), AnalysisOptions()).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -86,22 +86,22 @@ def test_several_gold_boxes_are_any_of_them_or_one_around_all():
     ],
 )
 def test_phrases_without_boxes_or_regions_are_missed_or_left_out(change, expected):
-    options = AttentionOptions(**change)
+    options = AnalysisOptions(**change)
     assert counted_phrases(view(options), options).tolist() == expected
 
 
 def test_relations_have_two_directions():
     caption = dataclasses.replace(CAPTION, relations=CAPTION.relations[:1])
-    assert list_word_pairs(caption, AttentionOptions()) == [(0, 1, "amod"), (1, 0, "amod")]
+    assert list_word_pairs(caption, AnalysisOptions()) == [(0, 1, "amod"), (1, 0, "amod")]
     labelled = [(0, 1, "amod, to its governor"), (1, 0, "amod, from its governor")]
-    assert list_word_pairs(caption, AttentionOptions(directions="separate")) == labelled
+    assert list_word_pairs(caption, AnalysisOptions(directions="separate")) == labelled
 
 
 def test_w1_is_any_word_of_a_counted_phrase_or_its_head():
     counted = [True, False, False]
-    found = set(list_grounded_pairs(CAPTION, counted, AttentionOptions()))
+    found = set(list_grounded_pairs(CAPTION, counted, AnalysisOptions()))
     assert found == {(0, 0, "amod"), (1, 0, "amod"), (2, 0, "prep")}  # attending word, phrase
-    head = set(list_grounded_pairs(CAPTION, counted, AttentionOptions(phrase_word="head")))
+    head = set(list_grounded_pairs(CAPTION, counted, AnalysisOptions(phrase_word="head")))
     assert head == {(0, 0, "amod"), (2, 0, "prep")}  # "red" is not the head of its phrase
 
 
@@ -112,7 +112,7 @@ def test_the_measures_of_a_text():
     maps[0, 0, 2, 7], maps[0, 0, 2, 0] = 0.3, 0.7
     maps[0, 0, 4, 0] = 1.0
     graph = AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS, AttentionBlock.WORDS_TO_WORDS}))
-    found, options = Collected(), AttentionOptions()
+    found, options = AttentionStatistics(), AnalysisOptions()
     add_text(found, "g", graph, maps, view(options), options)
     half_right = (2, 0.5, pytest.approx((0.3 + 1.0) / 2))
     assert numbers(found) == half_right  # "on" has no right region
@@ -123,7 +123,7 @@ def test_the_measures_of_a_text():
     assert numbers(found, RELATIONS)[0] == 5  # pobj: "it" to "on", whose phrase is counted
     assert numbers(found, DEPENDENCIES)[0] == 6
     assert found.labels("g", RELATIONS, options) == ["amod", "prep", "pobj"]
-    assert found.labels("g", RELATIONS, AttentionOptions(min_count=2, most_relations=1)) == ["amod"]
+    assert found.labels("g", RELATIONS, AnalysisOptions(min_count=2, max_relations=1)) == ["amod"]
     count_text(found.numbers, view(options), options)
     assert found.numbers["phrases without a box"] == 1
     assert found.numbers["phrases with a box, without a right region"] == 1
@@ -152,7 +152,7 @@ def test_confidences_come_from_the_detector_or_from_the_order_of_a_file(scores, 
         boxes=[rows[1:]],
         texts=TextBatch(ones, ones, ones.bool()),
         image_index=torch.zeros(1, 1, dtype=torch.int64),
-        records=[{"text_index": 0, "file_name": "image", RECORD: CAPTION}],
+        records=[{"text_index": 0, "file_name": "image", CAPTION_KEY: CAPTION}],
     )
     of_text = gather_regions(regions, batch.images.sizes, batch.image_index, whole_image=True)
     maps = torch.zeros(1, 1, 10, 10)
@@ -165,8 +165,8 @@ def test_confidences_come_from_the_detector_or_from_the_order_of_a_file(scores, 
     graphs = {"g": AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS}))}
     found = {}
     for whole_image in ("excluded", "candidate"):
-        one = Collected()
-        add_batch(one, model, batch, graphs, AttentionOptions(whole_image=whole_image), sorted_boxes, [0])
+        one = AttentionStatistics()
+        add_batch(one, model, batch, graphs, AnalysisOptions(whole_image=whole_image), sorted_boxes, [0])
         found[whole_image] = one.sums[MeasureKey("g", ENTITIES)]
         assert one.shown[0].region_boxes[1:].tolist() == BOXES.tolist(), "in pixels of the original image"
     sums = found["excluded"]
@@ -180,9 +180,9 @@ def test_confidences_come_from_the_detector_or_from_the_order_of_a_file(scores, 
 def test_related_words_that_share_a_wordpiece_are_counted_and_left_out():
     caption = dataclasses.replace(CAPTION, word_spans=np.array([[1, 2], [1, 3], [3, 4], [4, 5]]))  # "red" is in "star"
     graph = AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_WORDS}))
-    found, shared = Collected(), dataclasses.replace(view(AttentionOptions()), caption=caption)
-    add_text(found, "g", graph, torch.full((1, 1, 9, 9), 1 / 9), shared, AttentionOptions())
-    count_text(found.numbers, shared, AttentionOptions())
+    found, shared = AttentionStatistics(), dataclasses.replace(view(AnalysisOptions()), caption=caption)
+    add_text(found, "g", graph, torch.full((1, 1, 9, 9), 1 / 9), shared, AnalysisOptions())
+    count_text(found.numbers, shared, AnalysisOptions())
     assert numbers(found, DEPENDENCIES)[0] == 4
     assert found.numbers["relations of words that share a wordpiece, left out of word dependency"] == 1
 
@@ -214,9 +214,9 @@ LONG = dataclasses.replace(
 def test_the_head_word_of_a_phrase_attends(change, examples, accuracy, attention):
     maps = torch.zeros(1, 1, 9, 9)
     maps[0, 0, 1, 8], maps[0, 0, 2, 7], maps[0, 0, 3, 6], maps[0, 0, 4, 7] = 0.1, 0.8, 0.3, 0.5
-    options = AttentionOptions(**change)
-    found, long = Collected(), dataclasses.replace(view(options), caption=LONG)
-    long.is_right = torch.tensor([[True, False, False], [False, True, False]])
+    options = AnalysisOptions(**change)
+    found, long = AttentionStatistics(), dataclasses.replace(view(options), caption=LONG)
+    long.is_correct = torch.tensor([[True, False, False], [False, True, False]])
     add_text(found, "g", AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS})), maps, long, options)
     assert numbers(found) == (examples, accuracy, pytest.approx(attention))
     count_text(found.numbers, long, options)
@@ -225,7 +225,7 @@ def test_the_head_word_of_a_phrase_attends(change, examples, accuracy, attention
 
 
 def test_a_phrase_has_no_head_word_without_a_parse_and_the_first_of_several():
-    head = AttentionOptions(entity_piece="head")
+    head = AnalysisOptions(entity_piece="head")
     assert choose_queries(dataclasses.replace(LONG, is_parsed=False), head).attends.tolist() == [False, False]
     several = choose_queries(dataclasses.replace(LONG, is_head=[True, True, False]), head)
     assert several.spans.tolist() == [[1, 2], [1, 5]] and LONG.phrase_spans.tolist() == [[1, 5], [1, 5]]

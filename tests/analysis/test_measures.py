@@ -7,11 +7,11 @@ import torch
 
 from e2e_vl.analysis.measures import (
     HeadSums,
+    baseline_hits,
     entity_grounding,
     measure_hits,
     region_grouping,
     region_naming,
-    right_by_rule,
     word_dependency,
 )
 
@@ -62,10 +62,10 @@ def test_only_candidates_are_chosen_and_counted():
     assert found.hits[0].tolist() == [[False], [True]]  # head 1 prefers region 2, then region 0
     torch.testing.assert_close(found.attention[0, :, 0], torch.tensor([0.4, 0.3]))
     assert found.baselines["chance"].tolist() == [0.5]
-    assert right_by_rule(torch.tensor([0.5, 0.2, 0.9]), allowed, right([1, 0, 0], [0, 0, 1])).tolist() == [1, 0]
+    assert baseline_hits(torch.tensor([0.5, 0.2, 0.9]), allowed, right([1, 0, 0], [0, 0, 1])).tolist() == [1, 0]
     nothing = entity_grounding(MAPS, spans((1, 2)), REGIONS, ~EVERY, right([1, 1, 1]), {})
     assert not nothing.hits.any() and not nothing.attention.any() and nothing.baselines["chance"].tolist() == [0]
-    assert right_by_rule(torch.ones(3), ~EVERY, right([1, 1, 1])).tolist() == [0]
+    assert baseline_hits(torch.ones(3), ~EVERY, right([1, 1, 1])).tolist() == [0]
 
 
 def test_equal_attention_counts_for_the_first_choice_and_none_for_no_choice():

@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 
 from e2e_vl.analysis.captions import CaptionAnnotations
-from e2e_vl.analysis.collect import ALL, DEPENDENCIES, ENTITIES, RELATIONS, MeasureKey, RecordedText
+from e2e_vl.analysis.collect import ALL, DEPENDENCIES, ENTITIES, RELATIONS, MeasureKey, TextAttention
 from e2e_vl.analysis.measures import HeadSums
-from e2e_vl.analysis.options import AttentionOptions
+from e2e_vl.analysis.options import AnalysisOptions
 from e2e_vl.analysis.results import (
-    AttentionResults,
-    ChosenHead,
+    AnalysisResults,
+    AttentionHead,
     draw_head_figure,
     draw_overlays,
     find_best_heads,
@@ -35,14 +35,14 @@ GRAPHS = {
 }
 
 
-def results(graphs=GRAPHS, sums=None, relations=(), **options) -> AttentionResults:
+def results(graphs=GRAPHS, sums=None, relations=(), **options) -> AnalysisResults:
     shown = {name: [*relations] for name in graphs}
-    return AttentionResults(
-        *("r", "e", "d", "val", "gt", None), AttentionOptions(**options), graphs, sums or {}, {}, shown, 1
+    return AnalysisResults(
+        *("r", "e", "d", "val", "gt", None), AnalysisOptions(**options), graphs, sums or {}, {}, shown, 1
     )
 
 
-def two_heads(*, has_entities: bool = True, **options) -> AttentionResults:
+def two_heads(*, has_entities: bool = True, **options) -> AnalysisResults:
     """Ten examples of each measure. Entities attend to regions in head 0, the words of the relation amod in head 1."""
 
     def sums(accuracy: list[float], attention: list[float]) -> HeadSums:
@@ -76,7 +76,7 @@ def test_heads_are_active_over_the_examples_of_a_relation_or_over_entities(tmp_p
     assert f"{accuracy:.4f} (head {head})" in found.lines()[1]
     assert found.best_active("g", ENTITIES) == (0, 0), "entities are measured on themselves"
     assert found.best_active("g", DEPENDENCIES) == (0, 1), "words among themselves read no regions"
-    assert find_best_heads(found)[0] == ChosenHead("g", 0, 0)
+    assert find_best_heads(found)[0] == AttentionHead("g", 0, 0)
     write_tables(tmp_path, found)
     with (tmp_path / "relations.csv").open() as file:
         assert [one["active"] for one in csv.DictReader(file)] == active
@@ -91,8 +91,8 @@ def test_without_entities_no_head_is_active_over_them():
 
 
 def test_heads_are_chosen_by_graph_and_number():
-    options = AttentionOptions(first_number=1)
-    heads = [ChosenHead("joint", 0, 2), ChosenHead("language", 1, 0)]
+    options = AnalysisOptions(first_number=1)
+    heads = [AttentionHead("joint", 0, 2), AttentionHead("language", 1, 0)]
     assert parse_heads(["1-3", "language:2-1"], GRAPHS, options, 3) == heads
     for word in ("1-4", "language:3-1", "vision:1-1", "10", "a-b", "1-2-3", "0-3"):
         with pytest.raises(ValueError, match=f"--heads has '{word}'"):
@@ -111,7 +111,7 @@ def test_the_most_attended_region_is_the_reddest_and_the_rest_is_grey():
     assert (draw_heat_map(image, boxes[:0], np.zeros(0)) == found[10, 25]).all()
 
 
-def seen(file: Path, size: tuple[int, int] = (9, 9)) -> RecordedText:
+def seen(file: Path, size: tuple[int, int] = (9, 9)) -> TextAttention:
     """A text with one phrase, [CLS] phrase | two regions. A dollar sign would begin a formula."""
     height, width = size
     boxes = np.array([[0.0, 0, width / 2, height], [width / 4, height / 4, width, height]])
@@ -121,14 +121,14 @@ def seen(file: Path, size: tuple[int, int] = (9, 9)) -> RecordedText:
         np.array([False, True]),
     )
     maps = {name: np.full((len(graph.steps), 1, 4, 4), 0.25, np.float16) for name, graph in GRAPHS.items()}
-    return RecordedText(7, caption, str(file), boxes, np.ones(2, bool), np.array([[True, False]]), 2, maps)
+    return TextAttention(7, caption, str(file), boxes, np.ones(2, bool), np.array([[True, False]]), 2, maps)
 
 
 @pytest.mark.parametrize("size", [(900, 90), (1500, 2000)])
 def test_pictures_of_images_of_any_shape(tmp_path, size):
     file = tmp_path / "image.png"
     Image.fromarray(np.full((*size, 3), 120, np.uint8)).save(file)
-    heads = [ChosenHead("joint", 0, 0), ChosenHead("language", 1, 0)]
+    heads = [AttentionHead("joint", 0, 0), AttentionHead("language", 1, 0)]
     region, word = draw_overlays(tmp_path / "out", results(first_number=1), [seen(file, size)], heads)
     assert region.file.name == "000007_joint_1-1_0.jpg" and word.file.name == "000007_language_2-1.png"
     assert "50 % of the attention is on regions; the most attended one is right" in region.note
@@ -143,11 +143,11 @@ def test_pictures_show_what_the_head_word_attends_to(tmp_path):
         *("a caption", ["the head", "none"], np.array([[0, 2], [0, 2]]), [np.array([[0.0, 0, 5, 9]])] * 2),
         *(["the", "head"], np.array([[0, 1], [1, 2]]), [0, 0], [True, False], [], np.array([True, True]), True),
     )
-    text = dataclasses.replace(seen(tmp_path / "no.png"), caption=caption, is_right=np.array([[True, False]] * 2))
+    text = dataclasses.replace(seen(tmp_path / "no.png"), caption=caption, is_correct=np.array([[True, False]] * 2))
     text.maps["joint"][:, :, 0] = (0.1, 0.1, 0.2, 0.6)
 
     def notes(**options) -> list[str]:
-        found = draw_overlays(tmp_path, results(**options), [text], [ChosenHead("joint", 0, 0)])
+        found = draw_overlays(tmp_path, results(**options), [text], [AttentionHead("joint", 0, 0)])
         return [one.note.partition(" of")[0] for one in found]
 
     assert notes(entity_piece="head") == ["80 %"] and notes() == ["50 %", "50 %"]
@@ -159,7 +159,7 @@ def test_pictures_are_of_the_chosen_layer_and_head(tmp_path):
     maps = np.zeros((2, 3, 4, 4), np.float16)
     maps[:, :, 1, 2] = [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]
     text = dataclasses.replace(seen(tmp_path / "no.png"), maps={"joint": maps})
-    chosen = [ChosenHead("joint", layer, head) for layer in (0, 1) for head in (0, 1, 2)]
+    chosen = [AttentionHead("joint", layer, head) for layer in (0, 1) for head in (0, 1, 2)]
     found = draw_overlays(tmp_path / "out", results(graphs, first_number=1), [text], chosen)
     assert [one.note.partition(" %")[0] for one in found] == ["10", "20", "30", "40", "50", "60"]
     assert [one.title.rpartition(" ")[2] for one in found] == ["1-1", "1-2", "1-3", "2-1", "2-2", "2-3"]

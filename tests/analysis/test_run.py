@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, make_text_view
-from e2e_vl.analysis.options import AttentionOptions
-from e2e_vl.analysis.run import AttentionRequest, caption_examples, replace_data
+from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, make_inputs
+from e2e_vl.analysis.options import AnalysisOptions
+from e2e_vl.analysis.run import AnalysisArguments, caption_examples, replace_data
 from e2e_vl.cli.analyze_attention import main
 from e2e_vl.config import BoxSource, EncoderSettings, RunConfig, load_config, save_config
 from e2e_vl.data.batching import Request
@@ -116,7 +116,7 @@ def train_miniature(config: RunConfig, run: Path) -> None:
     tokenizer = load_tokenizer(run / "vocab.txt")
     torch.manual_seed(0)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
-    examples = caption_examples(config, model, tokenizer, AttentionRequest(run, "train", BoxSource.PRECOMPUTED), None)
+    examples = caption_examples(config, model, tokenizer, AnalysisArguments(run, "train", BoxSource.PRECOMPUTED), None)
     items = [examples[Request(group, tuple(texts))] for group, texts in enumerate(examples.groups)]
     collate = build_collate(config, model)
     batches = [lesson(model, collate(items[start : start + 15])) for start in range(0, len(items), 15)]
@@ -143,8 +143,8 @@ def lesson(model: VisionLanguageModel, batch):
         _, regions, _ = model.encode(batch)
     owner, place, wanted = [], [], []
     for text in range(len(batch)):
-        view = make_text_view(batch, regions, text, batch.texts.input_ids.shape[1], AttentionOptions(), None)
-        for (_, end), right in zip(view.caption.phrase_spans.tolist(), view.is_right, strict=True):
+        view = make_inputs(batch, regions, text, batch.texts.input_ids.shape[1], AnalysisOptions(), None)
+        for (_, end), right in zip(view.caption.phrase_spans.tolist(), view.is_correct, strict=True):
             if right.any():
                 owner.append(text)
                 place.append(end - 1)

@@ -32,9 +32,9 @@ from e2e_vl.api.model import (
     TrainedDetector,
     TrainedModel,
     box_marks,
-    content_key,
     convert_boxes,
-    image_file,
+    image_key,
+    to_image_file,
 )
 from e2e_vl.drawing import PALETTE
 from e2e_vl.predictions import GroundedPhrase, Prediction
@@ -218,7 +218,7 @@ def picture(mode: str = "RGB") -> Image.Image:
 
 
 def pixels_of(image: object) -> np.ndarray:
-    file = image_file(image)
+    file = to_image_file(image)
     return load_resized(file.content, ResizeRule(40, 60), "RGB", file.name)[0]
 
 
@@ -283,9 +283,9 @@ def test_one_image_has_one_key(tmp_path, monkeypatch):
     (tmp_path / "link.png").symlink_to(tmp_path / "a.png")
     monkeypatch.chdir(tmp_path)
     names = (tmp_path / "a.png", "a.png", Path("./a.png"), tmp_path / "link.png")
-    assert len({content_key(image_file(name)) for name in names}) == 1
-    assert content_key(image_file(picture())) == content_key(image_file(np.asarray(picture())))
-    assert content_key(image_file(picture())) != content_key(image_file(picture("L")))
+    assert len({image_key(to_image_file(name)) for name in names}) == 1
+    assert image_key(to_image_file(picture())) == image_key(to_image_file(np.asarray(picture())))
+    assert image_key(to_image_file(picture())) != image_key(to_image_file(picture("L")))
 
 
 def test_forms_of_boxes():

@@ -136,7 +136,7 @@ def test_options(tiny):
             DataSettings(name="vcr", root=".", config=options)
     with refused("condition_on=right"):
         tiny.dataset(question="rationale", condition_on="each", training=True)
-    assert VCRDataset.takes_answer(VCROptions(question="rationale")) and not VCRDataset.takes_answer(VCROptions())
+    assert VCRDataset.accepts_answer(VCROptions(question="rationale")) and not VCRDataset.accepts_answer(VCROptions())
     texts = list(VCRDataset.texts_of(*open_options(VCRDataset, tiny.settings()), "val"))
     assert len(texts) == 3 * 9 and texts[:3] == ["Why is person chair there ?", "No person .", "Yes ."]
 

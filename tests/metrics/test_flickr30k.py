@@ -8,9 +8,9 @@ import numpy as np
 
 from e2e_vl.metrics.flickr30k import (
     Flickr30KPrediction,
+    correct_candidates,
     first_hit,
     phrase_metrics,
-    right_candidates,
     write_submission,
 )
 
@@ -23,8 +23,8 @@ def prediction(**more) -> Flickr30KPrediction:
 def test_any_box_of_a_phrase_may_be_hit_and_boxes_are_not_merged():
     boxes = [[0, 0, 10, 10], [20, 0, 30, 10]]
     candidates = [[0, 0, 30, 10], [0, 0, 10, 5], [0, 0, 10, 4.9], [21, 0, 31, 10], [5, 5, 5, 5]]
-    assert right_candidates(candidates, boxes).tolist() == [False, True, False, True, False]
-    assert right_candidates(np.zeros((0, 4)), boxes).tolist() == []
+    assert correct_candidates(candidates, boxes).tolist() == [False, True, False, True, False]
+    assert correct_candidates(np.zeros((0, 4)), boxes).tolist() == []
 
 
 def test_ranks():

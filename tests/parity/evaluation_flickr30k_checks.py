@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from e2e_vl.data.flickr30k import AnnotatedImage, read_annotation, read_sentences
-from e2e_vl.metrics.flickr30k import RECALLS, Flickr30KPrediction, first_hit, phrase_metrics, recalls, right_candidates
+from e2e_vl.metrics.flickr30k import (
+    RECALLS,
+    Flickr30KPrediction,
+    correct_candidates,
+    first_hit,
+    phrase_metrics,
+    recalls,
+)
 from tests.parity.evaluation_common import folder_of, read_optional
 
 
@@ -44,9 +51,9 @@ def phrases(entities_folder: Path, images) -> dict[tuple[str, int, int], dict[st
             for number, phrase in enumerate(sentence.phrases):
                 boxes = annotated.boxes_of(phrase.chain)
                 if len(boxes):
-                    is_right = right_candidates(candidates[name]["boxes"], boxes)
-                    rank = first_hit(scores[name, line, number], is_right)
-                    found[name, line, number] = {"types": list(phrase.types), "is_right": is_right, "rank": rank}
+                    is_correct = correct_candidates(candidates[name]["boxes"], boxes)
+                    rank = first_hit(scores[name, line, number], is_correct)
+                    found[name, line, number] = {"types": list(phrase.types), "is_correct": is_correct, "rank": rank}
     assert set(found) == set(scores)
     return found
 
@@ -88,7 +95,7 @@ def test_entities_every_phrase(entities_expected, phrases):
         expected = dict(zip(columns, row, strict=True))
         ours = phrases[expected["image"], expected["sentence"], expected["phrase"]]
         assert ours["types"] == expected["types"]
-        assert np.flatnonzero(ours["is_right"]).tolist() == expected["matching_candidates"]
+        assert np.flatnonzero(ours["is_correct"]).tolist() == expected["matching_candidates"]
         for k in RECALLS:
             assert (ours["rank"] is not None and ours["rank"] < k) == expected[f"hit@{k}"]
 

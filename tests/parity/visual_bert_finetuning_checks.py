@@ -182,8 +182,8 @@ def choosing(golden: Golden) -> tuple[Choosing, Batch]:
     label = optional(golden, "vcr", "in.label")
     task = VCRTask(golden.meta["configs"]["encoder"]["hidden_size"], VCRConfig(loss="softmax", region_loss_weight=0.0))
     model = Choosing(golden, "vcr", task)
-    is_right = torch.nn.functional.one_hot(label, CHOICES).flatten().float()
-    return model, batch_of(model.texts(), VCRTargets(is_right))
+    is_correct = torch.nn.functional.one_hot(label, CHOICES).flatten().float()
+    return model, batch_of(model.texts(), VCRTargets(is_correct))
 
 
 def test_vcr(visual_golden):

@@ -22,7 +22,7 @@ from e2e_vl.data.flickr30k import EntitySentence, read_sentences
 from e2e_vl.data.nlvr2 import read_examples
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, relative_box_coordinates
 from e2e_vl.examples import TextExample
-from e2e_vl.metrics.flickr30k import right_candidates
+from e2e_vl.metrics.flickr30k import correct_candidates
 from e2e_vl.samples import CorrectChoice, HumanAnswers, PhraseBoxes, SampleText
 from e2e_vl.structures import Batch, ModelOutput, TaskOutput, TextBatch
 from e2e_vl.tasks.base import Task
@@ -152,7 +152,7 @@ def test_places_and_labels_of_phrases(data_rules, rules_tokenizer, described):
         assert (text.targets.spans[:, 1] - 1).tolist() == one["flickr_position"]
         assert len(text.targets.boxes) == one["entity_num"]
         for boxes, targets, label in zip(text.targets.boxes, one["target_indices"], one["label"], strict=True):
-            right = right_candidates(regions, boxes)
+            right = correct_candidates(regions, boxes)
             assert np.flatnonzero(right).tolist() == targets
             np.testing.assert_allclose(right / max(right.sum(), 1), label, atol=ROUNDED)
 
@@ -160,8 +160,8 @@ def test_places_and_labels_of_phrases(data_rules, rules_tokenizer, described):
 def test_overlap_of_regions_and_boxes(data_rules):
     for one in part_of(data_rules, "flickr", "iou"):
         a, b, iou = [one["a"]], [one["b"]], one["iou"]
-        assert right_candidates(a, b, iou - ROUNDED).all()
-        assert not right_candidates(a, b, iou + ROUNDED).any()
+        assert correct_candidates(a, b, iou - ROUNDED).all()
+        assert not correct_candidates(a, b, iou + ROUNDED).any()
 
 
 def test_numbers_of_boxes(data_rules):

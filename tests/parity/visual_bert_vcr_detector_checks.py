@@ -115,8 +115,8 @@ class Seeing(nn.Module):
         regions = gather_regions(self.regions(), images.sizes, image_index)
         counts = word_counts(arrays["in.alignment"].flatten(0, 1), regions, texts.attention_mask.shape[1])
         encoded = self.encoder.encode(texts, *self.encoder.embeddings.join(texts, regions, counts))
-        is_right = F.one_hot(arrays["in.label"], CHOICES).flatten().to(self.images.dtype)
-        return self.task(Batch(images, None, texts, image_index, VCRTargets(is_right)), regions, encoded)
+        is_correct = F.one_hot(arrays["in.label"], CHOICES).flatten().to(self.images.dtype)
+        return self.task(Batch(images, None, texts, image_index, VCRTargets(is_correct)), regions, encoded)
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def test_texts_and_places_of_named_objects(data_rules, rules_tokenizer, settings
         assert tokens(ours, rules_tokenizer) == one["tokens"]
         assert ours.encoding.input_ids.tolist() == one["input_ids"]
         assert ours.encoding.token_type_ids.tolist() == one["token_type_ids"]
-        assert bool(ours.targets.is_right) == one["is_correct"]
+        assert bool(ours.targets.is_correct) == one["is_correct"]
         whole, *rows = one["positions"]
         named = ours.region_of_token
         assert whole == []

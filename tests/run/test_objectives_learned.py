@@ -78,13 +78,13 @@ def learned(config: RunConfig) -> dict[str, tuple[float, float]]:
         output = model(batch)
     found = {}
     for name in model.task.objectives:
-        truth, is_right = TRUTHS[name](output), output.task.details[name].is_right
-        assert len(truth) == len(is_right) > 80, name
+        truth, is_correct = TRUTHS[name](output), output.task.details[name].is_correct
+        assert len(truth) == len(is_correct) > 80, name
         if name == "region_features":
             error, spread = output.task.parts[name] - truth, truth - truth.mean(dim=0)
             found[name] = 1 - float(error.square().sum() / spread.square().sum()), 0.0
         else:
-            found[name] = float(is_right.float().mean()), Counter(truth.tolist()).most_common(1)[0][1] / len(truth)
+            found[name] = float(is_correct.float().mean()), Counter(truth.tolist()).most_common(1)[0][1] / len(truth)
     print(found)  # shown when a test fails
     return found
 

@@ -149,7 +149,7 @@ def test_which_texts_lack_a_target(tokenizer, task_class, config, own):
 
 def test_a_task_whose_texts_have_choices(tokenizer):
     [text] = texts_of(VCRTask(SIZE), tokenizer, PHRASES)
-    assert text.targets.has_target is False and text.targets.is_right.dtype == np.float32
+    assert text.targets.has_target is False and text.targets.is_correct.dtype == np.float32
     assert text.record["only_phrases"] is True and text.phrases.spans.tolist() == [[1, 2]]
     with pytest.raises(UserError, match="'red square' has no choices"):
         texts_of(VCRTask(SIZE), tokenizer, PHRASES, may_lack=False)

@@ -129,7 +129,7 @@ def test_phrases_are_found_where_none_is_annotated_and_only_outside_training():
     output = run(head, make_phrases())
     assert output.phrases.spans.counts.tolist() == [2, 1]
     assert output.phrases.spans.values[2].tolist() == [1, 4]
-    assert output.phrases.log_attention.shape[0] == 3 and output.phrases.is_right.shape[0] == 2
+    assert output.phrases.log_attention.shape[0] == 3 and output.phrases.is_correct.shape[0] == 2
     complete = run(head, make_phrases(complete=(True, True)))
     assert complete.phrases.spans.counts.tolist() == [2, 0]  # the second text has no phrase
     assert run(head.train(), make_phrases()).phrases.spans.counts.tolist() == [2, 0]
@@ -163,7 +163,7 @@ def test_records_hold_phrases_in_pixels_of_the_original_image():
     best = output.phrases.log_attention.argmax(dim=1)
     for phrase, row in zip(first["grounded"], best[:2], strict=True):
         assert phrase.box == tuple((REGIONS[row] * 2).tolist())  # the image is twice as large
-    right = output.phrases.is_right
+    right = output.phrases.is_correct
     assert [phrase.correct for phrase in first["grounded"]] == [bool(right[n, best[n]]) for n in range(2)]
     [found] = second["grounded"]
     assert found.text == "the star here" and found.characters == (0, 13) and found.correct is None

@@ -256,7 +256,7 @@ def test_a_pair_that_is_too_long_is_cut_with_its_labels(tokenizer):
     text = edited(tokenizer, TwoCaptions, probability=1.0, max_length=8)
     whole = edited(tokenizer, TwoCaptions, max_length=8)
     assert decoded(whole, tokenizer) == "[CLS] the red box [SEP] a dog [SEP]"
-    assert text.record["cut_wordpieces"] == 3
+    assert text.record["truncated_wordpieces"] == 3
     labels = text.targets.parts["masked_words"].labels
     np.testing.assert_array_equal(np.where(labels < 0, text.encoding.input_ids, labels), whole.encoding.input_ids)
 

@@ -169,7 +169,7 @@ def test_four_texts_of_a_question(tiny):
     assert first.region_of_token.tolist() == [-1, -1, -1, 1, -1, 2, -1, -1, -1, -1, 0, -1, -1]
     assert decoded(texts[2], tiny.tokenizer).endswith("[SEP] riley ' s chair . [SEP]")
     assert texts[2].region_of_token[9:].tolist() == [1, -1, -1, -1, -1, -1]
-    assert [float(text.targets.is_right) for text in texts] == [0, 0, 1, 0]
+    assert [float(text.targets.is_correct) for text in texts] == [0, 0, 1, 0]
     assert {text.image_index for text in texts} == {(0,)}
     record = texts[3].record
     assert (record["annot_id"], record["label"], record["family"]) == ("val-0", 2, "colour")

@@ -83,7 +83,7 @@ class ObjectiveOutput:
 
     loss: Loss  # weighted
     text: Int64[Tensor, " items"]  # index of the item's text
-    is_right: Bool[Tensor, " items"]
+    is_correct: Bool[Tensor, " items"]
     logits: Float[Tensor, "items ..."]
     # for classification: position in the text, predicted class and true class
     position: Int64[Tensor, " items"] | None = None

@@ -143,7 +143,7 @@ class AnswerSampling(ObjectivePreprocessor):
         """Sample the target answer; the text is unchanged."""
         if draft.sample.from_user or not draft.is_match or draft.text is None:
             return
-        scores = scores_of(draft.text.truth)
+        scores = truth_scores(draft.text.truth)
         if scores is not None:
             if self.uses_best:
                 listed = known_answers(scores, self.class_of)
@@ -157,7 +157,7 @@ class AnswerSampling(ObjectivePreprocessor):
         return AnswerLabel(np.int64(self.class_of.get(draft.record.get("target_answer"), NO_LABEL)))
 
 
-def scores_of(truth: Any) -> Mapping[str, float] | None:
+def truth_scores(truth: Any) -> Mapping[str, float] | None:
     """The score of each answer to a question, from any kind of truth; None for texts that are not questions.
 
     Human answers get VQA v2's soft scores after normalisation, and a single right answer gets 1, as in the official
@@ -224,7 +224,9 @@ class ImageQA(Objective):
         if info is None:
             return
         listed = set(self.answers)
-        if not any(simplify_answer(answer) in listed for truth in info.truths() for answer in scores_of(truth) or ()):
+        if not any(
+            simplify_answer(answer) in listed for truth in info.truths() for answer in truth_scores(truth) or ()
+        ):
             raise UserError(
                 f"No text of the data has an answer in {self.config.key('answers')}; use data with questions, "
                 f"or set {self.config.key('weight')} to 0."

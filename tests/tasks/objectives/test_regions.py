@@ -41,7 +41,7 @@ def test_loss_is_a_cross_entropy_with_the_distribution_or_its_best_class():
     torch.testing.assert_close(output.loss.mean, 3 * expected)
     assert output.loss.count == 2 and output.text.tolist() == [0, 1]
     best = torch.stack([probs[0][0], probs[1][0]]).argmax(dim=1)
-    assert output.is_right.tolist() == (logits.argmax(dim=1) == best).tolist()
+    assert output.is_correct.tolist() == (logits.argmax(dim=1) == best).tolist()
     output.loss.mean.backward()
     assert (inputs.encoded.regions.grad.abs().sum(dim=2) > 0).nonzero().tolist() == [[0, 1], [1, 1]]
     output = inputs.run(masked_regions(labels="class"), Targets())  # paper
@@ -110,7 +110,7 @@ def test_every_region_is_weighted_by_its_score(objective, texts, labels, weights
     each = F.cross_entropy(output.logits, torch.tensor(labels), reduction="none")
     torch.testing.assert_close(output.loss.mean, (each * weights).mean())
     assert output.text.tolist() == texts
-    assert output.is_right.tolist() == (output.logits.argmax(dim=1) == torch.tensor(labels)).tolist()
+    assert output.is_correct.tolist() == (output.logits.argmax(dim=1) == torch.tensor(labels)).tolist()
 
 
 def test_missing_labels_are_an_error_unless_a_user_masks_regions():

@@ -24,7 +24,7 @@ from e2e_vl.tasks.objectives.texts import (
     Relationship,
     known_answers,
     sample_answer,
-    scores_of,
+    truth_scores,
 )
 from e2e_vl.tasks.objectives.words import CorpusMasking, MaskedText, MaskedWords, WordLabels, mask_words
 from e2e_vl.text import TextTokenizer
@@ -174,7 +174,7 @@ def test_loss_is_a_cross_entropy_over_the_vocabulary():
     torch.testing.assert_close(output.logits, logits)
     torch.testing.assert_close(output.loss.mean, 0.5 * F.cross_entropy(logits, truth))
     assert output.loss.count == 3 and output.text.tolist() == [0, 0, 2]
-    assert output.is_right.tolist() == (logits.argmax(dim=1) == truth).tolist()
+    assert output.is_correct.tolist() == (logits.argmax(dim=1) == truth).tolist()
     output.loss.mean.backward()
     assert (inputs.encoded.text.grad.abs().sum(dim=2) > 0).nonzero().tolist() == [[0, 1], [0, 2], [2, 3]]
     assert (inputs.encoded.word_embeddings.grad.abs().sum(dim=1) > 0).all()
@@ -255,7 +255,7 @@ def test_loss_is_a_cross_entropy_over_the_texts_with_an_image():
     torch.testing.assert_close(output.logits, logits)
     torch.testing.assert_close(output.loss.mean, 2 * F.cross_entropy(logits, torch.tensor([0, 1])))
     assert output.loss.count == 2 and output.text.tolist() == [0, 1]
-    assert output.is_right.tolist() == (logits.argmax(dim=1) == torch.tensor([0, 1])).tolist()
+    assert output.is_correct.tolist() == (logits.argmax(dim=1) == torch.tensor([0, 1])).tolist()
     output.loss.mean.backward()
     assert (inputs.encoded.summary.grad.abs().sum(dim=1) > 0).tolist() == [True, True, False]
 
@@ -322,8 +322,8 @@ def test_only_questions_with_a_known_answer_are_learned_from(tokenizer):
 def test_answers_of_other_kinds_score_as_in_the_official_files():
     """Visual question answering scores what ten people said, GQA has one right answer."""
     people = HumanAnswers(("Cat",) * 3 + ("the dog",) + ("horse",) * 6)
-    assert scores_of(people) == pytest.approx({"cat": 0.9, "dog": 0.3, "horse": 1.0})
-    assert scores_of(CorrectAnswer("dog")) == {"dog": 1.0} and scores_of(None) is None
+    assert truth_scores(people) == pytest.approx({"cat": 0.9, "dog": 0.3, "horse": 1.0})
+    assert truth_scores(CorrectAnswer("dog")) == {"dog": 1.0} and truth_scores(None) is None
 
 
 def image_qa(**settings) -> ImageQA:
