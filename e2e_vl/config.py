@@ -246,6 +246,8 @@ class TrainSettings(Settings, frozen=True):
     # timeout between processes: the main process first reads the data and indexes large files
     max_wait_minutes: PositiveFloat = 240.0
     channels_last: bool = True
+    # compile the blocks of the backbone and the layers of the encoder; takes minutes, and a C++ compiler on the CPU
+    torch_compile: bool = False
     activation_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     save_every_epochs: NonNegativeFloat = 1.0
     keep_checkpoints: PositiveInt = 2

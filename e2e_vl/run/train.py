@@ -29,7 +29,9 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.auto import tqdm
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from detector.backbones import ResidualBlock
 from detector.errors import UserError
 from detector.io import atomic_files, atomic_folder, read_json, remove_leftovers, write_json
 from detector.structures import Loss
@@ -119,6 +121,17 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         return finished
 
 
+def compile_blocks(model: VisionLanguageModel) -> None:
+    """Compile each block of the backbone and each layer of the encoder, in place, for all sizes of images and texts.
+
+    Blocks that are alike share their code. RoI heads stay as they are: their pooling depends on values of tensors.
+    """
+    for part in (getattr(model.detector, "backbone", None), model.encoder):
+        for block in part.modules() if part is not None else ():
+            if isinstance(block, ResidualBlock | GradientCheckpointingLayer):
+                block.compile(dynamic=True)
+
+
 class LossesOnly(nn.Module):
     """The model with the losses as its only output.
 
@@ -175,6 +188,8 @@ class Trainer:
             run.model.recompute_activations()
         if settings.channels_last:
             run.model.detector.to(memory_format=torch.channels_last)
+        if settings.torch_compile:
+            compile_blocks(run.model)
         # a batch may have no phrases, and some tasks do not read all outputs of some encoders
         may_skip = run.model.phrase_head is not None or run.model.encoder.has_optional_outputs
         accelerator.ddp_handler.find_unused_parameters = may_skip

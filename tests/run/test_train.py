@@ -100,6 +100,24 @@ def test_more_micro_batches_than_an_epoch_has(tiny_config):
     assert [line["epoch"] for line in logged(config.output)] == [1.0, 2.0]
 
 
+def test_compiled_blocks_train_like_others(tiny_config, monkeypatch, tmp_path):
+    """Compiled without code generation, whose rounding differs."""
+    compiled, real = [], torch.nn.Module.compile
+
+    def compile_for_test(self, **options):
+        compiled.append(type(self).__name__)
+        real(self, backend="eager", **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_for_test)
+    words = *GT_ONLY, *NO_DROPOUT, "train={max_steps: 2, trackers: []}"
+    config, other = tiny_config(*words), tiny_config(*words, "train.torch_compile=true", f"output={tmp_path / 'other'}")
+    train(config)
+    train(other)
+    assert set(compiled) == {"BasicBlock", "VLBertLayer"}
+    for one, two in zip(logged(config.output), logged(other.output), strict=True):
+        assert two["referring"] == pytest.approx(one["referring"], rel=1e-5)
+
+
 def test_a_frozen_detector_does_not_change(tiny_config):
     words = "detector.freeze=true", f"{RESNETS}.NORM=BN", "train={max_steps: 2, save_every_epochs: 0.01}"
     config = tiny_config(*words, "eval.boxes=[]")
