@@ -350,15 +350,19 @@ def select_max_conf(
 def max_conf(
     boxes: Float[Tensor, "R 4"], class_probs: Float[Tensor, "R K"], nms_threshold: float = 0.3
 ) -> Float[Tensor, " R"]:
-    """Compute each proposal's highest class probability after class-wise NMS, or 0 if every class was suppressed."""
+    """Compute each proposal's highest class probability after class-wise NMS, or 0 if every class was suppressed.
+
+    All classes have the same boxes, so they share the overlaps, and their NMS runs in parallel, rank by rank.
+    """
     _check_scores(class_probs)
-    # torchvision's NMS does not include the last pixel, so extend the boxes by one pixel.
-    inclusive = boxes.float() + boxes.new_tensor([0, 0, 1, 1])
-    confidence = class_probs.new_zeros(len(boxes))
-    for probs in class_probs.unbind(1):
-        kept = nms(inclusive, probs.float(), nms_threshold)
-        confidence[kept] = confidence[kept].maximum(probs[kept])
-    return confidence
+    overlaps = pairwise_iou(boxes.float(), boxes.float(), plus_one=True) > nms_threshold
+    is_kept = torch.ones_like(class_probs, dtype=torch.bool).T.contiguous()  # [K, R]
+    classes = torch.arange(len(is_kept), device=boxes.device)
+    for rows in class_probs.argsort(dim=0, descending=True, stable=True):  # the next best box of each class
+        is_kept_now = is_kept[classes, rows]
+        is_kept &= ~(overlaps[rows] & is_kept_now[:, None])
+        is_kept[classes, rows] = is_kept_now
+    return (class_probs * is_kept.T).amax(dim=1)
 
 
 def select_max_nms(
