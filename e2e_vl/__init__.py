@@ -22,12 +22,12 @@ __all__ = ["__version__", "load", "load_detector", "register_encoders"]
 
 
 def load(source: str | Path, device: Any = None) -> TrainedModel:
-    """Load a trained model to ask it.
+    """Load a trained model.
 
     Args:
         source: a run directory of tools/train.py, a folder that `save_pretrained` wrote, or a name on the Hugging Face
             hub.
-        device: where it runs; None = the GPU if there is one.
+        device: device to run on; None = the GPU if there is one.
     """
     from e2e_vl.api.model import load as load_trained  # torch and transformers take seconds to import
 
@@ -42,24 +42,24 @@ def load_detector(
     class_names: str | Path | None = None,
     attribute_names: str | Path | None = None,
 ) -> TrainedDetector:
-    """Load a detector to look at photos with.
+    """Load a detector.
 
     Args:
         source: published weights by name (docs/detectors.md), a run directory of tools/train.py, a saved detector's
             folder, or a weights file (with `config`).
         config: Detectron2 YAML file of a weights file.
-        device: where it runs; None = the GPU if there is one.
-        class_names: text file with a line for each class of the detector, for weights that come without names
-            (bottom-up attention's objects_vocab.txt).
-        attribute_names: the same for its attributes (attributes_vocab.txt); regions get attributes then.
+        device: device to run on; None = the GPU if there is one.
+        class_names: text file with one class name per line, for weights without names (bottom-up attention's
+            objects_vocab.txt).
+        attribute_names: likewise for attributes (attributes_vocab.txt); regions then have attributes.
     """
     from e2e_vl.api.model import TrainedDetector  # torch takes seconds to import
     from e2e_vl.extraction.regions import find_detector
 
-    return TrainedDetector(find_detector(source, config).named(class_names, attribute_names), device)
+    return TrainedDetector(find_detector(source, config).with_names(class_names, attribute_names), device)
 
 
 def register_encoders() -> None:
     """Register the encoders with `AutoConfig` and `AutoModel` of transformers."""
     for part in ENCODERS.values():
-        _ = part.cls  # an encoder registers itself when it is imported
+        _ = part.cls  # importing an encoder registers it

@@ -1,4 +1,4 @@
-"""The public model API: questions about images, regions, saving and sharing."""
+"""The public API: ask a trained model about images, find regions, save and share the model."""
 
 from __future__ import annotations
 
@@ -81,16 +81,16 @@ def to_image_file(image: ImageInput) -> ImageFile:
 
 
 def image_key(image: ImageFile) -> Path | bytes:
-    """A key that is equal for the same file or the same content."""
+    """A key that is equal for equal files or equal bytes."""
     return image.resolve() if isinstance(image, Path) else image.content
 
 
 def repeat_for_questions(value: Any, count: int, is_one: Callable[[Any], bool], what: str) -> list[Any]:
-    """A list of `count` values from a single value or a list.
+    """A single value `count` times, or a list of `count` values.
 
     Args:
-        is_one: whether a value is a single one.
-        what: begins the error message.
+        is_one: tells a single value from a list.
+        what: start of the error message.
     """
     if is_one(value):
         return [value] * count
@@ -100,10 +100,10 @@ def repeat_for_questions(value: Any, count: int, is_one: Callable[[Any], bool], 
 
 
 def convert_boxes(boxes: Any) -> AnnotatedObjects | None:
-    """A user's boxes.
+    """Parse a user's boxes.
 
     Args:
-        boxes: numbers [R, 4] or [4], xyxy in pixels of the original image; or words or a file as in `--boxes`.
+        boxes: numbers [R, 4] or [4], xyxy in pixels of the original image; or strings or a file as in `--boxes`.
     """
     if boxes is None or isinstance(boxes, AnnotatedObjects):
         return boxes
@@ -114,7 +114,7 @@ def convert_boxes(boxes: Any) -> AnnotatedObjects | None:
     return AnnotatedObjects(validate_boxes(np.atleast_2d(np.asarray(boxes, dtype=np.float64)), "boxes"), "boxes")
 
 
-# The results of `ask`, `hide` and `regions`, with pictures.
+# The results of `ask`, `predict_masked` and `regions`, with pictures.
 
 
 DISPLAY_SIZE = ResizeRule(600, 1000)  # of pictures
@@ -130,17 +130,17 @@ class Answer:
 
     text: str  # the question
     answer: str  # the answer in words; for tasks that predict a box, its position
-    score: float | None  # score of the answer, 0 to 1; None: the task gives several
+    score: float | None  # score of the answer, 0 to 1; None: the answer has several scores
     box: np.ndarray | None  # float32 [4], the box that the text refers to; None: no box was predicted
-    top: Ranked  # the best answers with their scores, best first; empty if answers are not texts
+    top_answers: Ranked  # the best answers with their scores, best first; empty if answers are not texts
     lines: list[str]  # the answer as lines of text
     boxes: np.ndarray  # float32 [R, 4], the candidate boxes
     box_images: np.ndarray  # int64 [R], the image index of each box in `images`
-    box_names: list[str]  # R predicted classes, or in VCR the names the user gave; "" if unknown
+    box_names: list[str]  # R class names: predicted, or given by the user (VCR); "" if unknown
     attention: np.ndarray | None  # float32 [R], attention from the answer to each region; None: the task predicts a box
     unknown_words: tuple[str, ...]  # words of the text, the choices and the given answer that are not in the vocabulary
     answer_boxes: list[tuple[str, Box]]  # labelled boxes that the answer consists of; empty for most tasks
-    prediction: Prediction  # the full prediction, in the task's class
+    prediction: Prediction  # the full prediction, of the task's class
     images: tuple[ImageFile, ...] = dataclasses.field(repr=False)
 
     @property
@@ -202,7 +202,7 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # == is ambiguous for arrays
-class FoundRegions:
+class ImageRegions:
     """The regions of one image, best score first. Boxes are xyxy in pixels of the original image."""
 
     boxes: np.ndarray  # float32 [R, 4]
@@ -236,7 +236,7 @@ def draw_on(
     covered: Any = (),
     phrases: Sequence[GroundedPhrase] = (),
 ) -> Image.Image:
-    """Draw boxes, given in pixels of the original image; the pixels inside `covered` boxes are grey."""
+    """Draw boxes given in pixels of the original image; pixels inside the `covered` boxes become grey."""
     if isinstance(image, ImageBytes):
         pixels, size = load_resized(image.content, DISPLAY_SIZE, "RGB", image.name)
     else:
@@ -297,33 +297,33 @@ class TrainedDetector:
         min_regions: int = DISPLAY_SELECTION.min_regions,
         max_regions: int = DISPLAY_SELECTION.max_regions,
         stacklevel: int = 2,
-    ) -> FoundRegions:
-        """Predicted regions, best score first, or the given boxes with features and classes, in the given order.
+    ) -> ImageRegions:
+        """Predict regions, best score first, or compute features and classes of the given boxes, in their order.
 
         Predicted boxes are selected by the rule "score" (`ExtractionSettings`), as in bulk extraction and in training.
         The defaults suit the display of a photo: 0.2 and 10 to 36, instead of 0.5 and 10 to 100 (VL-BERT, section 4.1).
 
         Args:
             image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.model.to_image_file`).
-            boxes: [R, 4], or words or a file as in `TrainedModel.ask`; None: predicted boxes.
+            boxes: [R, 4], or strings or a file as in `TrainedModel.ask`; None: predicted boxes.
             min_score: score threshold of predicted boxes.
-            min_regions, max_regions: limits of the number of predicted boxes; they take precedence over `min_score`.
+            min_regions, max_regions: limits on the number of predicted boxes; they take precedence over `min_score`.
             stacklevel: stack level of the warning that predicted boxes are random.
         """
         if boxes is None and self.source.warning:
             warnings.warn(self.source.warning, stacklevel=stacklevel)
         rule = SelectionRule(min_score, min_regions, max_regions)
-        return self.find(to_image_file(image), convert_boxes(boxes), rule)
+        return self.find_regions(to_image_file(image), convert_boxes(boxes), rule)
 
-    def find(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> FoundRegions:
+    def find_regions(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> ImageRegions:
         """`regions` without the warning."""
         found = extract_image(file, self.source, rule, given)
         names = [f"class {row}" if self.class_names is None else self.class_names[row] for row in found.classes]
         attributes = [] if found.attributes is None else [self.source.attribute_names[row] for row in found.attributes]
-        return FoundRegions(found.boxes, found.scores, found.classes, names, found.features, attributes, file)
+        return ImageRegions(found.boxes, found.scores, found.classes, names, found.features, attributes, file)
 
 
-CARD = """---
+MODEL_CARD = """---
 {{ card_data }}
 ---
 
@@ -349,16 +349,16 @@ class TrainedModel(
     ModelHubMixin,
     library_name="e2e-vl",
     tags=["vision-and-language", "object-detection"],
-    model_card_template=CARD,
+    model_card_template=MODEL_CARD,
 ):
-    """A detector, an encoder and a task with their tokenizer and settings, see `e2e_vl.load`.
+    """A detector, an encoder and a task with their tokenizer and config, see `e2e_vl.load`.
 
     It is thread-safe. Boxes are xyxy in pixels of the original image.
     """
 
     def __init__(
         self,
-        settings: RunConfig,
+        config: RunConfig,
         network: VisionLanguageModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
@@ -369,20 +369,20 @@ class TrainedModel(
         """Wrap a loaded model.
 
         Args:
-            source: its folder, for messages.
+            source: the model's folder, for error messages.
             metrics: the run's metrics, for the model card.
             device: see `choose_device`.
         """
-        self.settings, self.tokenizer, self.source = settings, tokenizer, source
+        self.config, self.tokenizer, self.source = config, tokenizer, source
         self.device = choose_device(device)
         self.network = network.to(self.device).eval()
         self._metrics, self._has_warned_of_boxes = dict(metrics or {}), False
-        self._dataset, self._options = DATASETS[settings.data.name].cls, settings.data.config
+        self._dataset, self._options = DATASETS[config.data.name].cls, config.data.config
         self._loaders = {
-            boxes: build_loader(settings, network, None, boxes) for boxes in (BoxSource.ONLINE, BoxSource.GT)
+            boxes: build_loader(config, network, None, boxes) for boxes in (BoxSource.ONLINE, BoxSource.GT)
         }
-        self._preprocessor = network.task.preprocessor(build_text_tokenizer(settings, network, tokenizer))
-        self._collate = build_collate(settings, network)
+        self._preprocessor = network.task.preprocessor(build_text_tokenizer(config, network, tokenizer))
+        self._collate = build_collate(config, network)
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -398,17 +398,16 @@ class TrainedModel(
         choices: Sequence[Any] = (),
         answer: Any = None,
     ) -> Answer | list[Answer]:
-        """Answer texts about images: with a box, the best answers, the best choice, or the words at each [MASK].
+        """Answer texts about images with a box, the best answers, the best choice, or the words at each [MASK].
 
         Args:
             image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.model.to_image_file`); a tuple of them for a
                 text about several images; or a list of any of these. The detector runs once per distinct image.
             text: a text, or a list of texts. A single image or text is combined with each element of the other list.
-            boxes: candidate boxes in place of the predicted ones: [R, 4], words such as "person:10,20,80,200", or a
-                file. They apply to all questions and must lie inside the images.
-            choices: the texts to choose from, in a multiple-choice task; one list for all questions, or one per
-                question.
-            answer: the answer to be justified, in a run that chooses rationales; one for all questions, or a list.
+            boxes: candidate boxes instead of predicted ones: [R, 4], strings such as "person:10,20,80,200", or a file.
+                They apply to all questions and must lie inside the images.
+            choices: the texts to choose from (VCR); one list for all questions, or one per question.
+            answer: the answer to justify, if the model chooses rationales (VCR); one for all questions, or a list.
 
         Returns:
             One answer, or a list of answers in the order of the questions.
@@ -440,34 +439,34 @@ class TrainedModel(
         answers = self._answer_with_warnings(questions)
         return answers if lists else answers[0]
 
-    def hide(self, image: ImageInput, boxes: Any, text: str = "") -> Answer:
-        """Mask the pixels of boxes and predict their classes and the words at each [MASK], with a pre-training model.
+    def predict_masked(self, image: ImageInput, boxes: Any, text: str = "") -> Answer:
+        """Mask the pixels of boxes and predict their classes and the words at each [MASK], with a pre-trained model.
 
         Args:
-            boxes: [Q, 4], or words or a file as in `ask`.
+            boxes: [Q, 4], or strings or a file as in `ask`.
             text: a caption, optionally with [MASK].
         """
         question = Question(to_image_file(image), text, boxes_to_mask=convert_boxes(boxes))
         return self._answer_with_warnings([question])[0]
 
-    def regions(self, image: ImageInput, **options: Any) -> FoundRegions:
+    def regions(self, image: ImageInput, **kwargs: Any) -> ImageRegions:
         """Regions of the model's detector; see `TrainedDetector.regions`."""
         self._require_detector()
-        return self.detector.regions(image, **options, stacklevel=3)
+        return self.detector.regions(image, **kwargs, stacklevel=3)
 
     @functools.cached_property
     def detector(self) -> TrainedDetector:
         """The model's detector, with the image size used in evaluation."""
-        size = self.settings.data.resize
+        size = self.config.data.resize
         resize = ResizeRule(size.short_edge[-1], size.long_edge, size.rounding)
-        warning = RANDOM_BOXES if self.settings.detector.proposes_at_random else ""
+        warning = RANDOM_BOXES if self.config.detector.proposes_at_random else ""
         return TrainedDetector(LoadedDetector(self.network.detector, resize, warning=warning), self.device)
 
     def answer_questions(self, questions: Sequence[Question], *, keep_going: bool = False) -> list[Answer | Exception]:
-        """Answer questions, without warnings. Questions about the same images and boxes share one detector pass.
+        """Answer questions without warnings. Questions about the same images and boxes share one detector pass.
 
-        A batch contains up to `eval.images_per_batch` consecutive groups of such questions, all with images of the same
-        size: padding would make an answer depend on the other questions.
+        A batch contains at most `eval.images_per_batch` groups of such questions, all with images of one size: with
+        padding, an answer would depend on the other questions.
 
         Args:
             keep_going: return the error for questions with an unreadable image or a given box outside the image,
@@ -480,7 +479,7 @@ class TrainedModel(
                 key = (*map(image_key, question.images), id(question.boxes), id(question.boxes_to_mask))
             groups.setdefault(key, []).append(number)
         samples = [self._sample([questions[number] for number in group]) for group in groups.values()]
-        limit = self.settings.eval.images_per_batch if self.network.task.batches_questions else 1
+        limit = self.config.eval.images_per_batch if self.network.task.batches_questions else 1
         answers: dict[int, Answer | Exception] = {}
         waiting: list[tuple[list[int], Example]] = []  # question indices and their example
 
@@ -516,19 +515,19 @@ class TrainedModel(
         """Answer one question; returns the answer and the model's output with its attention maps.
 
         Args:
-            change: changes the batch before the forward pass, for example masks pixels.
+            change: applied to the batch before the forward pass, for example to mask pixels.
         """
         output = self._run([self._read(self._sample([question]))], change, output_attentions=True)
         [answer] = self._answers([question], output)
         return answer, output
 
     def check_question(self, question: Question) -> None:
-        """Raise UserError if the model cannot answer such a question; opens no image."""
+        """Raise a UserError if the model cannot answer such a question; the image is not opened."""
         self._sample([question])
 
     def random_boxes_warning(self, questions: Sequence[Question]) -> str:
-        """A warning if an answer depends on random boxes; else ""."""
-        if not self.settings.detector.proposes_at_random or all(question.boxes is not None for question in questions):
+        """A warning if any answer depends on random boxes; else ""."""
+        if not self.config.detector.proposes_at_random or all(question.boxes is not None for question in questions):
             return ""
         return (
             f"The detector of {self.source} was not trained to find objects: its boxes are random and the answer is "
@@ -538,10 +537,10 @@ class TrainedModel(
     def _answer_with_warnings(self, questions: Sequence[Question]) -> list[Answer]:
         """Answer questions, with warnings attributed to the caller of the public method."""
         answers = self.answer_questions(questions)
-        about_boxes = self.random_boxes_warning(questions)
-        if about_boxes and not self._has_warned_of_boxes:
+        warning = self.random_boxes_warning(questions)
+        if warning and not self._has_warned_of_boxes:
             self._has_warned_of_boxes = True
-            warnings.warn(about_boxes, stacklevel=3)
+            warnings.warn(warning, stacklevel=3)
         unknown = sorted({word for one in answers for word in one.unknown_words})
         if unknown:
             warnings.warn(
@@ -553,7 +552,7 @@ class TrainedModel(
     def _sample(self, questions: list[Question]) -> Sample:
         """A sample with questions about the same images."""
         self._require_detector()
-        data, samples = self.settings.data, []
+        data, samples = self.config.data, []
         if data.blank_text or data.blank_image:
             missing = "text" if data.blank_text else "image"
             raise UserError(f"{self.source} was trained without the {missing} as a control; use another run.")
@@ -572,7 +571,7 @@ class TrainedModel(
     def _read(self, sample: Sample) -> Example:
         """Load and preprocess the images and texts of a sample."""
         loader = self._loaders[BoxSource.ONLINE if sample.images[0].objects is None else BoxSource.GT]
-        make_generator = functools.partial(random_generator, self.settings.seed, 0)
+        make_generator = functools.partial(random_generator, self.config.seed, 0)
         images = []
         for image in sample.images:
             try:
@@ -596,9 +595,9 @@ class TrainedModel(
         *,
         output_attentions: bool,
     ) -> ModelOutput:
-        """The output with the precision of the run's evaluation, on the CPU except for the encoder's output."""
+        """Run the model in the precision of its evaluation; outputs are on the CPU, except for the encoder's."""
         batch = self._collate(examples).to(self.device)
-        precision = self.settings.train.mixed_precision
+        precision = self.config.train.mixed_precision
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         is_mixed = dtype is not None and (self.device.type != "cpu" or dtype == torch.bfloat16)
         with torch.autocast(self.device.type, dtype, enabled=is_mixed):
@@ -634,7 +633,7 @@ class TrainedModel(
             answer=ranked[0][0] if ranked else next(iter(lines), ""),
             score=getattr(prediction, "score", ranked[0][1] if ranked else None),
             box=None if box is None else np.array(box, dtype=np.float32),
-            top=ranked,
+            top_answers=ranked,
             lines=lines,
             boxes=regions.original_boxes(batch.images.scales)[text, kept].numpy(),
             box_images=regions.image_slot[text, kept].numpy(),
@@ -647,7 +646,7 @@ class TrainedModel(
         )
 
     def _require_detector(self) -> None:
-        if self.settings.detector.backend == "precomputed":
+        if self.config.detector.backend == "precomputed":
             raise UserError(
                 f"{self.source} uses precomputed features, so it cannot process images; use a run with a detector."
             )
@@ -662,45 +661,45 @@ class TrainedModel(
 
     @classmethod
     def _from_pretrained(
-        cls, *, model_id: str, device: str | torch.device | None = None, **options: Any
+        cls, *, model_id: str, device: str | torch.device | None = None, **kwargs: Any
     ) -> TrainedModel:
         if not Path(model_id).is_dir():
             known = ("revision", "cache_dir", "force_download", "local_files_only", "token")
-            model_id = snapshot_download(model_id, **{key: options[key] for key in known if key in options})
+            model_id = snapshot_download(model_id, **{key: kwargs[key] for key in known if key in kwargs})
         return cls.from_folder(model_id, device)
 
     def _save_pretrained(self, save_directory: Path) -> None:
         with atomic_files(save_directory, "config.yaml") as part:
-            save_model(part, self.settings, self.network, self.tokenizer)
-            settings = without_absolute_paths(read_yaml(part / "config.yaml"))
-            (part / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+            save_model(part, self.config, self.network, self.tokenizer)
+            config = without_absolute_paths(read_yaml(part / "config.yaml"))
+            (part / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
             write_json(part / "config.json", {"library_name": "e2e-vl", "e2e_vl_version": version("e2e-vl")})
 
     def generate_model_card(self, repo_id: str | None = None, license: str | None = None, **more: Any) -> ModelCard:
-        """A card with the parts of the model, an example of its use, and the metrics of its run.
+        """A model card with the parts of the model, an example and the metrics of its run.
 
         Args:
             repo_id: the model's name on the hub; None: the name of its folder.
-            license: licence of the weights; None: the card names none.
+            license: licence of the weights; None: not stated.
             more: further values for the template.
         """
-        settings, task = self.settings, self.network.task
-        data = ModelCardData(library_name="e2e-vl", tags=["vision-and-language", settings.task.name], license=license)
+        config, task = self.config, self.network.task
+        data = ModelCardData(library_name="e2e-vl", tags=["vision-and-language", config.task.name], license=license)
         example = f"answer = model.ask({task.example_call})"
-        if settings.detector.backend == "precomputed":
-            example = "# it uses precomputed features: run it with `tools/evaluate.py` or `e2e-vl predict`"
+        if config.detector.backend == "precomputed":
+            example = "# uses precomputed features: run `tools/evaluate.py` or `e2e-vl predict`"
         elif not task.answers_questions:
             example = 'found = model.regions("photo.jpg")'
         elif self._dataset.accepts_answer(self._options):
             example = f'answer = model.ask({task.example_call}, answer="because [1] is happy")'
         return ModelCard.from_template(
             card_data=data,
-            template_str=CARD,
+            template_str=MODEL_CARD,
             name=repo_id or self.source.name,
-            detector=settings.detector.backend,
-            encoder=settings.encoder.name,
-            task=settings.task.name,
-            data=settings.data.name,
+            detector=config.detector.backend,
+            encoder=config.encoder.name,
+            task=config.task.name,
+            data=config.data.name,
             example=example,
             metrics={
                 key: value
@@ -743,7 +742,7 @@ def load(source: str | Path, device: str | torch.device | None = None) -> Traine
 
 
 def without_absolute_paths(value: Any) -> Any:
-    """Settings with absolute paths replaced by file names, because the paths are local to the training machine."""
+    """A config with absolute paths replaced by file names: they only exist on the training machine."""
     if isinstance(value, dict):
         return {key: without_absolute_paths(one) for key, one in value.items()}
     if isinstance(value, list):

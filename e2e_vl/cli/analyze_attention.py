@@ -1,20 +1,20 @@
-"""Measure the grounding of entities and syntactic relations by the attention heads of a trained run.
+"""Measure how well the attention heads of a trained run ground entities and syntactic relations.
 
     e2e-vl analyze-attention --run runs/demo_flickr30k --split val --boxes online \\
         --parses data/demo_flickr30k/flickr30k/parses/val.conllu
     accelerate launch -m e2e_vl analyze-attention --run RUN --split val --boxes gt --spacy en_core_web_sm
 
-Works for any run with an attention encoder, on captions with boxes for phrases (Flickr30K Entities): the data of the
-run, or of another config (--data). Captions are used without masked words, whatever the task of the run.
+Works with any run whose encoder has attention, on captions with boxes for phrases (Flickr30K Entities): the run's own
+data, or those of another config (--data). No word is masked, whatever the task of the run.
 
-Entity grounding: how often a phrase attends most, among the regions, to a region with IoU of at least 0.5 with its box.
-Syntactic grounding: the same for the word at the other end of a relation; parses come from a CoNLL-U file (--parses) or
-from an installed spaCy model (--spacy). A head is active if more than 20 % of that attention is on regions. Both follow
-section 3 of VisualBERT's ACL paper; see "options" for details that the paper does not specify. An encoder with several
-attention graphs (LXMERT: language, vision, cross) is measured graph by graph.
+Entity grounding: how often the region that a phrase attends to most has an IoU of at least 0.5 with its box.
+Syntactic grounding: the same for a word that is related to a word of the phrase; parses come from a CoNLL-U file
+(--parses) or an installed spaCy model (--spacy). A head is active if more than 20 % of that attention is on regions.
+All follow section 3 of VisualBERT's ACL paper; the group "options" covers what the paper does not specify. Each
+attention graph of an encoder (LXMERT: language, vision, cross) is measured separately.
 
-Writes into --output: attention.html (everything on one page), attention.json, heads.csv, relations.csv, table2_*.csv,
-the figures and overlays/*.jpg, regions coloured by the attention of phrases. docs/analysis.md says more.
+Writes to --output: attention.html (everything on one page), attention.json, heads.csv, relations.csv, table2_*.csv,
+figures, and overlays/*.jpg (regions coloured by the attention of phrases). See docs/analysis.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         "--data",
         type=Path,
         metavar="CONFIG",
-        help="config whose data are read in place of those of the run, in the sizes of the run",
+        help="config with the data to use instead of the run's; images are resized as in the run",
     )
     parses = parser.add_mutually_exclusive_group()
     parses.add_argument("--parses", type=Path, metavar="FILE", help="CoNLL-U file with the parses of the captions")
@@ -50,11 +50,11 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="HEAD",
-        help="heads whose pictures are drawn, as LAYER-HEAD or GRAPH:LAYER-HEAD (default: the best ones)",
+        help="heads to draw, as LAYER-HEAD or GRAPH:LAYER-HEAD (default: the best ones)",
     )
-    parser.add_argument("--pictures", type=int, default=6, help="captions with pictures (default: 6)")
-    parser.add_argument("--max-images", type=int, help="only the first images of the split (default: all)")
-    parser.add_argument("--output", type=Path, help="folder of the results (default: one in RUN/attention)")
+    parser.add_argument("--pictures", type=int, default=6, help="number of captions to draw (default: 6)")
+    parser.add_argument("--max-images", type=int, help="use only this many images of the split (default: all)")
+    parser.add_argument("--output", type=Path, help="output folder (default: RUN/attention/SPLIT_BOXES)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
     group = parser.add_argument_group("options", "details that the paper does not specify")
     for name, kind, default, meaning in options():
@@ -70,31 +70,31 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 @print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    arguments = build_parser(prog).parse_intermixed_args(argv)
-    of_data = [word for word in arguments.overrides if arguments.data is not None and word.startswith("data.")]
-    words = [word for word in arguments.overrides if word not in of_data]
-    load_config(find_model_folder(arguments.run) / "config.yaml", words)  # before torch is imported
-    if arguments.data is not None:
-        load_config(arguments.data, [*of_data, "output=unused"])
-    chosen = decode({name: getattr(arguments, name) for name, *_ in options()}, AnalysisOptions, "options")
-    chosen.require_parses(given=arguments.parses is not None or arguments.spacy is not None)
-    for head in arguments.heads:
+    args = build_parser(prog).parse_intermixed_args(argv)
+    of_data = [word for word in args.overrides if args.data is not None and word.startswith("data.")]
+    words = [word for word in args.overrides if word not in of_data]
+    load_config(find_model_folder(args.run) / "config.yaml", words)  # before torch is imported
+    if args.data is not None:
+        load_config(args.data, [*of_data, "output=unused"])
+    chosen = decode({name: getattr(args, name) for name, *_ in options()}, AnalysisOptions, "options")
+    chosen.require_parses(given=args.parses is not None or args.spacy is not None)
+    for head in args.heads:
         parse_head(head, chosen.first_number)
-    from e2e_vl.analysis.run import AnalysisArguments, analyze_attention  # late: it imports torch
+    from e2e_vl.analysis.run import AnalysisArguments, analyze_attention  # late: imports torch
 
     request = AnalysisArguments(
-        run=arguments.run,
-        split=arguments.split,
-        boxes=BoxSource(arguments.boxes),
-        output=arguments.output,
-        data=arguments.data,
-        parses=arguments.parses,
-        spacy_model=arguments.spacy,
+        run=args.run,
+        split=args.split,
+        boxes=BoxSource(args.boxes),
+        output=args.output,
+        data=args.data,
+        parses=args.parses,
+        spacy_model=args.spacy,
         options=chosen,
-        heads=tuple(arguments.heads),
-        pictures=arguments.pictures,
-        max_images=arguments.max_images,
-        overrides=tuple(arguments.overrides),
+        heads=tuple(args.heads),
+        pictures=args.pictures,
+        max_images=args.max_images,
+        overrides=tuple(args.overrides),
     )
     results, page = analyze_attention(request)
     if page is not None:  # the main process

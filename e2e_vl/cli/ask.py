@@ -3,23 +3,23 @@
     e2e-vl ask --run RUN --image IMAGE --text "the small red circle" --output DIR
     e2e-vl ask --run RUN --image IMAGE --text "What color is the star?" --boxes 10,20,60,80 5,5,40,90
     e2e-vl ask --run RUN --image IMAGE --text "Why is [0] there ?" --choices A B C D --boxes FILE
-    e2e-vl ask --run RUN --image IMAGE --text "a [MASK] circle next to a square" --hide 10,20,60,80
+    e2e-vl ask --run RUN --image IMAGE --text "a [MASK] circle next to a square" --mask 10,20,60,80
     e2e-vl ask --run RUN --image DIR --text "the small red circle" --output DIR
     e2e-vl ask --run RUN --json questions.json --output DIR
 
-Prints the answers, best first, and in a run with phrase grounding the region of each phrase with its share of the
-attention. Several images, or a folder of images, share one text; with --pair, it is about both images. --json is a
-list of {"image": FILE, "text": TEXT}, with paths relative to the list. The model is loaded once, and the detector runs
+Prints the answers, best first; with phrase grounding, also the region of each phrase and its share of the attention.
+Several images, or a folder of images, share one text; with --pair, the text is about both images. --json is a list of
+{"image": FILE, "text": TEXT}, with paths relative to the JSON file. The model is loaded once, and the detector runs
 once per image. Missing and unreadable images are skipped and listed at the end; the exit status is then 2.
 
 Without --boxes, the run's detector predicts the regions. VCR needs --boxes, and its texts refer to them as [0] or
-[1,2], counted from 0; a VCR metadata file as --boxes also contains their classes and outlines. A pre-training run
-predicts the words at every [MASK], and the classes of the regions that --hide masks in the image.
+[1,2], counted from 0; a VCR metadata file as --boxes also contains their classes and outlines. A pre-trained model
+predicts the words at every [MASK] and the classes of the regions masked by --mask.
 
 --output DIR writes answer.json (the prediction, the regions, and the last layer's attention on them unless the task
-predicts a box), regions.png (all regions) and answer.png (the predicted box or the most attended regions, with masked
-pixels in grey; and boxes of phrases, dashed if uncertain); for a pair also regions_2.png and answer_2.png. With several
-questions, each has a folder 0001, 0002, ...
+predicts a box), regions.png (all regions) and answer.png (the predicted box or the most attended regions, masked
+pixels in grey, and boxes of phrases, dashed if uncertain); for a pair also regions_2.png and answer_2.png. Each of
+several questions gets its own folder: 0001, 0002, ...
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ if TYPE_CHECKING:  # at run time it would import torch
 
 @print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """Answer, print and write; then list the unreadable images."""
     parser = make_parser(__doc__, prog)
     parser.add_argument(
         "--run", required=True, help="run directory of tools/train.py, a saved model, or a model of the hub"
@@ -58,24 +57,24 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         nargs="+",
         metavar="BOX",
         help="candidates instead of the detector's: x1,y1,x2,y2 or class:x1,y1,x2,y2 in pixels of the image, or a file "
-        "(JSON list, JSON object with `boxes` and maybe `names`, or regions.npz of tools/extract_demo.py)",
+        "(JSON list, JSON object with `boxes` and optional `names`, or regions.npz of tools/extract_demo.py)",
     )
     parser.add_argument(
-        "--hide",
+        "--mask",
         nargs="+",
         metavar="BOX",
-        help="pre-training: regions to recognise without their pixels, as --boxes; candidates that overlap one with an "
-        "IoU of 0.5 or more are left out",
+        help="pre-training: regions to mask and classify, in the format of --boxes; candidates whose IoU with one of "
+        "them is at least 0.5 are dropped",
     )
     parser.add_argument("--choices", nargs="+", default=(), metavar="TEXT", help="VCR: the four texts to choose from")
-    parser.add_argument("--answer", help="VCR, a run for rationales: the answer that they are for")
+    parser.add_argument("--answer", help="VCR, a run that chooses rationales: the answer to justify")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for answer.json and pictures")
-    options = parser.parse_args(argv)
-    questions = read_questions(options)
-    is_hub_model(options.run)  # raises an error if the run is missing
-    from e2e_vl.api.model import load  # late: it imports torch
+    args = parser.parse_args(argv)
+    questions = read_questions(args)
+    is_hub_model(args.run)  # raises an error if the run is missing
+    from e2e_vl.api.model import load  # late: imports torch
 
-    model = load(options.run)
+    model = load(args.run)
     answers = model.answer_questions(questions, keep_going=True)
     failures = []
     for number, (question, answer) in enumerate(zip(questions, answers, strict=True), start=1):
@@ -87,40 +86,40 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         print(*answer.lines, *(f"phrase {phrase.line}" for phrase in answer.phrases), sep="\n")
         if answer.unknown_words:
             print(f"words not in the vocabulary: {', '.join(answer.unknown_words)}")
-        if options.output is not None:
-            folder = options.output if len(questions) == 1 else options.output / f"{number:04d}"
-            save(folder, answer)
+        if args.output is not None:
+            folder = args.output if len(questions) == 1 else args.output / f"{number:04d}"
+            save_answer(folder, answer)
             print(f"written: {folder / 'answer.json'}")
-    if len(failures) < len(questions) and (about_boxes := model.random_boxes_warning(questions)):
-        print(about_boxes)
+    if len(failures) < len(questions) and (warning := model.random_boxes_warning(questions)):
+        print(warning)
     if failures:
         start = "" if len(questions) == 1 else f"{len(failures)} of {len(questions)} questions have no answer: "
         raise UserError(start + " | ".join(dict.fromkeys(failures)))
     return 0
 
 
-class AskedText(msgspec.Struct, forbid_unknown_fields=True):
-    """A question in a JSON file."""
+class QuestionEntry(msgspec.Struct, forbid_unknown_fields=True):
+    """An entry of the file of --json."""
 
     image: str
     text: str
 
 
-def read_questions(options: argparse.Namespace) -> list[Question]:
-    """The questions given by the options."""
-    if (options.json is None) == (options.text is None):
+def read_questions(args: argparse.Namespace) -> list[Question]:
+    """The questions of the command line."""
+    if (args.json is None) == (args.text is None):
         raise UserError("Give either --image with --text, or --json, which contains the texts.")
-    if options.json is not None:
-        asked = [((options.json.parent / one.image,), one.text) for one in read_json(options.json, list[AskedText])]
-    elif options.pair:
-        asked = [(tuple(options.image), options.text)]
+    if args.json is not None:
+        asked = [((args.json.parent / one.image,), one.text) for one in read_json(args.json, list[QuestionEntry])]
+    elif args.pair:
+        asked = [(tuple(args.image), args.text)]
     else:
-        asked = [((image,), options.text) for path in options.image for image in _images(path)]
+        asked = [((image,), args.text) for path in args.image for image in _images(path)]
     if not asked:
         raise UserError("There is no question; give images, a folder of images, or a JSON list.")
-    boxes = None if options.boxes is None else read_boxes(options.boxes)
-    to_mask = None if options.hide is None else read_boxes(options.hide, "--hide")
-    own: dict[str, Any] = {"choices": tuple(options.choices), "answer": options.answer, "boxes_to_mask": to_mask}
+    boxes = None if args.boxes is None else read_boxes(args.boxes)
+    to_mask = None if args.mask is None else read_boxes(args.mask, "--mask")
+    own: dict[str, Any] = {"choices": tuple(args.choices), "answer": args.answer, "boxes_to_mask": to_mask}
     return [Question(images[0], text, boxes, others=images[1:], **own) for images, text in asked]
 
 
@@ -130,7 +129,7 @@ def _images(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
 
 
-def save(folder: Path, answer: Answer) -> None:
+def save_answer(folder: Path, answer: Answer) -> None:
     """Write answer.json, regions.png and answer.png; for a second image, also regions_2.png and answer_2.png."""
     folder.mkdir(parents=True, exist_ok=True)
     prediction = msgspec.to_builtins(answer.prediction)

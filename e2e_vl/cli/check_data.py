@@ -5,11 +5,11 @@
         --with configs/pretraining/vl_bert_base_e2e.yaml \\
         --visual-genome image_data.json --detector-images VG_train.txt
 
-Reads all samples of the training and evaluation splits, without opening images. Prints the first problems and the
-numbers of images, missing image files, texts, texts longer than data.max_text_length, boxes and answers. Reports photos
-of the evaluation splits that are also in the training split, in the training splits of other configs (--with) or among
-the training images of the detector (--detector-images). Photos are identified by COCO ids in file names and by Visual
-Genome ids; --visual-genome maps the latter to COCO ids.
+Reads all samples of the training and evaluation splits, without opening images. Prints the first problems and counts
+images, missing image files, boxes, texts, texts longer than data.max_text_length, and texts without a known answer.
+Reports photos of the evaluation splits that are also in the training split, in the training splits of other configs
+(--with) or among the training images of the detector (--detector-images). Photos are identified by COCO ids in file
+names and by Visual Genome ids; --visual-genome maps the latter to COCO ids.
 
 The exit status is 1 if there are problems, and with --no-overlap if photos are shared.
 """
@@ -49,14 +49,14 @@ class SplitReport:
     split: str
     texts: int = 0
     images: int = 0
-    photos: int = 0  # distinct ones: in joined data sets a photo may have two ids
+    photos: int = 0  # distinct photos: in joined data sets a photo may have two image ids
     missing_images: int = 0
     too_long: int = 0  # texts truncated to data.max_text_length
-    boxes: int = 0  # annotated ones
-    boxes_outside: int = 0  # by more than `MARGIN`
-    texts_without_known_answer: int = 0  # no annotated answer is in the list of possible answers
+    boxes: int = 0  # annotated boxes
+    boxes_outside: int = 0  # boxes that exceed their image by more than `MARGIN`
+    texts_without_known_answer: int = 0  # texts with no annotated answer in the answer vocabulary
     problems: list[str] = dataclasses.field(default_factory=list)
-    shared: list[str] = dataclasses.field(default_factory=list)  # sentences about photos that occur elsewhere
+    shared: list[str] = dataclasses.field(default_factory=list)  # sentences about photos shared with other data
 
     def lines(self, examples: int) -> list[str]:
         """The report as text."""
@@ -64,7 +64,7 @@ class SplitReport:
             f"{self.split}: {self.images:,} images of {self.photos:,} photos, {self.missing_images:,} files missing; "
             f"{self.boxes:,} boxes, {self.boxes_outside:,} of them reach outside their image",
             f"  {self.texts:,} texts; {self.too_long:,} are too long, {self.texts_without_known_answer:,} have no "
-            "answer of the list",
+            "answer in the vocabulary",
             *(f"SHARED: {sentence}" for sentence in self.shared),
             *(f"PROBLEM: {sentence}" for sentence in self.problems[:examples]),
         ]
@@ -79,31 +79,31 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     lists = "training images of the detector: COCO's JSON, image_data.json, or a list of paths or ids (repeatable)"
     parser = make_parser(__doc__, prog)
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
-    parser.add_argument("--with", dest="others", **files, help="YAML file of another run to compare (repeatable)")
+    parser.add_argument("--with", dest="others", **files, help="YAML file of another run to compare with (repeatable)")
     parser.add_argument("--detector-images", **files, help=lists)
-    parser.add_argument("--detector-ids", choices=("coco", "vg"), help="whose ids they are, if names do not tell")
+    parser.add_argument("--detector-ids", choices=("coco", "vg"), help="source of these ids, if names do not show it")
     parser.add_argument("--visual-genome", **file, help="Visual Genome's image_data.json, with COCO's ids")
     parser.add_argument("--images", type=int, metavar="N", help="read N images of each split (default: all)")
     parser.add_argument("--examples", type=int, default=10, metavar="N", help="problems shown per split (default: 10)")
-    parser.add_argument("--no-overlap", action="store_true", help="shared photos are problems too")
-    parser.add_argument("--json", **file, help="write everything that was found, all problems too")
+    parser.add_argument("--no-overlap", action="store_true", help="exit with status 1 if photos are shared")
+    parser.add_argument("--json", **file, help="file for the full report, with all problems")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
-    options = parser.parse_intermixed_args(argv)
-    config = load_config(options.config, [*options.overrides, "output=unused"])
-    others = {str(path): load_config(path, ["output=unused"]) for path in options.others}
-    photo_ids = PhotoIds(None if options.visual_genome is None else read_visual_genome(options.visual_genome))
-    listed = (photo_ids.of_list(path, options.detector_ids) for path in options.detector_images)
+    args = parser.parse_intermixed_args(argv)
+    config = load_config(args.config, [*args.overrides, "output=unused"])
+    others = {str(path): load_config(path, ["output=unused"]) for path in args.others}
+    photo_ids = PhotoIds(None if args.visual_genome is None else read_visual_genome(args.visual_genome))
+    listed = (photo_ids.of_list(path, args.detector_ids) for path in args.detector_images)
     detector_photos = {photo for photos in itertools.chain.from_iterable(listed) for photo in photos}
-    reports = check_data(config, others, photo_ids, detector_photos, options.images)
+    reports = check_data(config, others, photo_ids, detector_photos, args.images)
     for report in reports:
-        print("\n".join(report.lines(options.examples)))
+        print("\n".join(report.lines(args.examples)))
     has_problems = any(report.problems for report in reports)
     if not has_problems:
         print("no problem found")
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.json, {"splits": [dataclasses.asdict(report) for report in reports]})
-    return int(has_problems or (options.no_overlap and any(report.shared for report in reports)))
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        write_json(args.json, {"splits": [dataclasses.asdict(report) for report in reports]})
+    return int(has_problems or (args.no_overlap and any(report.shared for report in reports)))
 
 
 def check_data(
@@ -116,10 +116,10 @@ def check_data(
     """Read all splits that a run trains on and evaluates.
 
     Args:
-        others: settings of other runs, by name; the evaluation splits are compared with their training splits.
+        others: configs of other runs, by name; the evaluation splits are compared with their training splits.
         photo_ids: identifies photos across data sets.
         detector_photos: training images of the detector.
-        max_images: read this many images of each split, evenly spread; None: all.
+        max_images: read this many evenly spaced images of each split; None: all.
     """
     train, evaluated = config.data.train_split, config.data.eval_splits
     sources = {train: [BoxSource(config.data.boxes.train)]}
@@ -148,7 +148,7 @@ class SplitReader:
     """Opens a split and reads its samples.
 
     Args:
-        boxes: the sources of candidate boxes that the run uses.
+        boxes: sources of candidate boxes that the run uses.
 
     Attributes:
         report: what was found.
@@ -158,7 +158,7 @@ class SplitReader:
     def __init__(
         self, config: RunConfig, split: str, boxes: Sequence[BoxSource], all_ids: PhotoIds, max_images: int | None
     ) -> None:
-        from e2e_vl.data.image_loader import open_boxes_of  # late: they import torch and transformers
+        from e2e_vl.data.image_loader import open_boxes_of  # late: imports torch and transformers
         from e2e_vl.run.build import load_answers, open_split
         from e2e_vl.text import load_tokenizer
 
@@ -204,7 +204,7 @@ class SplitReader:
 
     def _read_image(self, image: SampleImage, dataset: VLDataset) -> None:
         report, data, file = self.report, self.config.data, image.file if isinstance(image.file, Path) else None
-        if data.synthetic.scenes:  # drawn scenes have names of COCO, but are no photos
+        if data.synthetic.scenes:  # drawn scenes are named like COCO images, but are not photos
             self.photos[image.id] = self.all_ids.in_space(f"drawn in {data.root}", image.id)
         else:
             aliases = image.photo_aliases
@@ -242,7 +242,7 @@ class SplitReader:
 
 
 def _words_of(sentences: Sequence[Sentence], objects: AnnotatedObjects | None) -> str:
-    """Sentences as one text, with objects replaced by their classes."""
+    """The sentences as one text, with objects replaced by their class names."""
     words: list[str] = []
     for token in itertools.chain.from_iterable(sentences):
         if isinstance(token, str):

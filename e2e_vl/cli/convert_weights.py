@@ -1,32 +1,32 @@
-"""Convert published weights to this project's format, or export a model of ours to an official format.
+"""Convert published weights to this project's format, or export a trained model to an official format.
 
-A detector's checkpoint (Detectron2's .pkl and .pth, Caffe2 and torchvision names, both ports of bottom-up attention,
-VL-BERT's resnet101-pt-vgbua-0000.model, .safetensors files, and folders that hold a detector):
+A detector (Detectron2's .pkl or .pth, Caffe2 or torchvision names, both ports of bottom-up attention, VL-BERT's
+resnet101-pt-vgbua-0000.model, .safetensors, or a detector's folder):
 
     e2e-vl convert faster_rcnn_from_caffe_attr.pkl \
         --config configs/detector/bottom_up_attention.yaml --output weights/bottom_up_attention
 
-Writes, by the output's name:
-  DIR            config.yaml and model.safetensors: detector.weights of a run, --weights of `e2e-vl extract`
-  x.safetensors  the weights alone, with Detectron2's names
-  x.pth          the same, as Detectron2 itself loads them
+The output depends on its suffix:
+  DIR            config.yaml and model.safetensors, for detector.weights of a run or --weights of `e2e-vl extract`
+  x.safetensors  only the weights, with Detectron2's names
+  x.pth          only the weights, in a file that Detectron2 loads
 
-A whole model of the official VL-BERT code, with the settings of a run, as a folder that `e2e-vl evaluate` takes:
+A whole model of the official VL-BERT code, to a folder that `e2e-vl evaluate` loads; --run is the config of that model:
 
     e2e-vl convert refcoco.model --run configs/refcoco/vl_bert_base.yaml data.root=DATA --output DIR
 
-A model of ours (a run directory) as a file that the official VL-BERT code loads:
+A run directory, to a file that the official VL-BERT code loads:
 
     e2e-vl convert runs/refcoco_plus_vl_bert_base --output refcoco.model
 
-With VisualBERT as encoder: x.th for its official code; with LXMERT: x.pth for its official code. With either of them
-DIR/model.safetensors (and config.json) for transformers, whose models take DIR:
+For the official code of VisualBERT, write a .th file, for that of LXMERT a .pth file. For either encoder,
+DIR/model.safetensors (with config.json) makes DIR a model that transformers loads:
 
     e2e-vl convert runs/vqa_lxmert --output DIR/model.safetensors
 
-Beside a model of VQA its answers are written, in the order of the classes: vqa.model and vqa.answers.txt.
+For VQA, the answers are written beside the model, in the order of the classes: vqa.model and vqa.answers.txt.
 
-Converting is not needed before training: detector.weights, encoder.weights and task.weights take the published files.
+Training needs no conversion: detector.weights, encoder.weights and task.weights take the published files.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("weights", type=Path, help="file or folder to read")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--config", type=Path, help="Detectron2 YAML file of the detector to convert")
-    kind.add_argument("--run", type=Path, help="YAML file of a run: convert a whole official VL-BERT model")
+    kind.add_argument("--run", type=Path, help="YAML file of a run, to convert a whole official VL-BERT model")
     parser.add_argument("--output", type=Path, required=True, help="folder, .pth, .safetensors, .model or .th to write")
-    expect_help = "what the file must hold; only what it holds is written (default: all)"
+    expect_help = "what the file must contain; only matching tensors are written (default: all)"
     parser.add_argument("--expect", choices=EXPECTED_PARTS, default="all", help=expect_help)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --run: settings that override the file")
-    options = parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
-    if options.run is not None:
-        import_official(options.weights, options.run, options.output, options.overrides)
-    elif options.overrides:
-        raise UserError(f"{options.overrides[0]}: settings are for --run.")
-    elif options.config is not None:
-        convert(options.weights, options.config, options.output, options.expect)
+    if args.run is not None:
+        import_official(args.weights, args.run, args.output, args.overrides)
+    elif args.overrides:
+        raise UserError(f"{args.overrides[0]}: settings need --run.")
+    elif args.config is not None:
+        convert(args.weights, args.config, args.output, args.expect)
     else:
-        export_official(options.weights, options.output)
+        export_official(args.weights, args.output)
     return 0
 
 
 def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
-    """Load weights into the detector, print the report, and write the matched tensors only."""
-    # late: they import torch
+    """Load weights into the detector, print a report, and write only the tensors that match."""
+    # late: imports torch
     from detector.checkpoint import CONFIG_NAME, WEIGHTS_NAME, load_checkpoint, save_weights
     from detector.config import DetectorConfig
     from detector.faster_rcnn import FasterRCNN
@@ -89,9 +89,9 @@ def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
 
 
 def import_official(weights: Path, run: Path, output: Path, overrides: list[str]) -> None:
-    """Write a model folder with the weights of an official file; missing tensors stay random and are reported."""
+    """Write a model folder with the weights of an official file; tensors that it lacks stay random and are reported."""
     config = load_config(run, overrides)
-    from e2e_vl.run.build import build_model, build_tokenizer, resolve_config  # late: it imports torch
+    from e2e_vl.run.build import build_model, build_tokenizer, resolve_config  # late: imports torch
     from e2e_vl.run.checkpoint import save_model
 
     start = {"weights": str(weights)}
@@ -108,19 +108,16 @@ def import_official(weights: Path, run: Path, output: Path, overrides: list[str]
 
 
 def export_official(folder: Path, output: Path) -> None:
-    """Export a trained model to an official format, and print the tensors that are left out.
-
-    For VQA, the answers are written beside it, in the order of the classes.
-    """
-    from e2e_vl.run.build import ADAPTERS  # late: it imports torch
+    """Export a trained model to an official format, and print the tensors that are left out."""
+    from e2e_vl.run.build import ADAPTERS  # late: imports torch
     from e2e_vl.run.checkpoint import load_model, load_saved_config
 
     encoder = load_saved_config(folder).encoder.name
     adapters = {adapter.suffix: adapter for adapter in ADAPTERS.get(encoder, ()) if adapter.suffix}
     if output.suffix not in adapters:
         raise UserError(
-            f"--output {output}: official files of a run with the encoder '{encoder}' end with one of "
-            f"{', '.join(adapters)}; to read weights, give --config for a detector or --run for an official model."
+            f"--output {output}: a run with the encoder '{encoder}' exports to one of {', '.join(adapters)}; to "
+            "convert weights, give --config for a detector or --run for an official model."
         )
     config, model, _ = load_model(folder)
     lines = None
@@ -137,8 +134,8 @@ def export_official(folder: Path, output: Path) -> None:
 def official_lines(answers: Sequence[str], read: Callable[[str], str]) -> list[str]:
     """The lines of an official answer vocabulary, one per answer in the order of the classes.
 
-    Several classes may have the same answer after normalisation; they get different spellings ("t shirt", "t-shirt"),
-    because `read_answers` rejects duplicate lines.
+    Classes whose answers are equal after normalisation get different spellings ("t shirt", "t-shirt"), because
+    `read_answers` rejects duplicate lines.
 
     Args:
         read: the official code's normalisation of a line.

@@ -1,4 +1,4 @@
-"""A web page to explore the predictions of a trained run on your photos.
+"""Open a web page to explore the predictions of a trained run on your photos.
 
     e2e-vl explore --run runs/demo_refcoco
     e2e-vl explore --run runs/demo_refcoco --port 7861
@@ -29,42 +29,42 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser = make_parser(__doc__, prog)
     run_help = "run directory of tools/train.py, a saved model, or a model of the hub"
     parser.add_argument("--run", required=True, help=run_help)
-    parser.add_argument("--host", default=LOOPBACK, help="address to listen at (default: this machine only)")
+    parser.add_argument("--host", default=LOOPBACK, help="address to listen on (default: this machine only)")
     parser.add_argument(
         "--open-to-network",
         action="store_true",
         help="allow a --host that other machines can reach, without a password",
     )
-    parser.add_argument("--port", type=int, default=7860, help="port to listen at (default %(default)s)")
-    parser.add_argument("--device", help="where the model runs, such as cpu (default: the GPU if there is one)")
+    parser.add_argument("--port", type=int, default=7860, help="port to listen on (default: %(default)s)")
+    parser.add_argument("--device", help="device to run on, such as cpu (default: the GPU if there is one)")
     return parser
 
 
 @print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    options = build_parser(prog).parse_args(argv)
-    is_local = is_loopback(options.host)
-    if not is_local and not options.open_to_network:
+    args = build_parser(prog).parse_args(argv)
+    is_local = is_loopback(args.host)
+    if not is_local and not args.open_to_network:
         raise UserError(
-            f"--host {options.host} lets other machines use this page without a password; add --open-to-network if "
+            f"--host {args.host} lets other machines use this page without a password; add --open-to-network if "
             f"you want that, or leave --host at {LOOPBACK}."
         )
-    is_hub_model(options.run)  # raises an error if the run is missing
+    is_hub_model(args.run)  # raises an error if the run is missing
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     if importlib.util.find_spec("gradio") is None:
         raise UserError('The explorer needs gradio; install it with pip install "e2e-vl[explore]".')
-    from e2e_vl.api.model import load  # late: they import torch
+    from e2e_vl.api.model import load  # late: imports torch
     from e2e_vl.explorer.session import Explorer
     from e2e_vl.explorer.web_page import build_page, serve
 
     if not is_local:
-        print(f"warning: every machine that reaches {options.host} can use this page.", file=sys.stderr)
-    explorer = Explorer(load(options.run, options.device))
+        print(f"warning: every machine that reaches {args.host} can use this page.", file=sys.stderr)
+    explorer = Explorer(load(args.run, args.device))
     if explorer.warning:
         print(f"warning: {explorer.warning}", file=sys.stderr)
-    page = build_page(explorer, f"e2e-vl explorer: {options.run}")
-    address = serve(page, host=options.host, port=options.port)
-    print(f"{address}  (Ctrl+C ends it)", flush=True)
+    page = build_page(explorer, f"e2e-vl explorer: {args.run}")
+    address = serve(page, host=args.host, port=args.port)
+    print(f"{address}  (Ctrl+C to quit)", flush=True)
     page.block_thread()
     return 0
 

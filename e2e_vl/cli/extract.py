@@ -1,10 +1,10 @@
-"""Extract the regions of one image, with a picture, or region features of many images, in published formats.
+"""Extract the regions of one image, with a picture, or region features of many images in published formats.
 
     e2e-vl extract IMAGE --output DIR
     e2e-vl extract FOLDER --output FILE --format tsv
     e2e-vl extract --images instances.json --output FILE --format hdf5
 
-The options differ for one image and for many images (a folder, or a list or COCO file given by --images); both follow.
+One image and many images (a folder, or --images with a list or a COCO file) have different options; both follow.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ ONE_IMAGE = """Describe the regions of one image, and find what a phrase refers 
 `python tools/extract_demo.py` is the same command for one image. It writes to DIR:
   regions.npz   boxes float32 [R, 4] (x1, y1, x2, y2 in pixels of the original image, after its EXIF rotation),
                 scores float32 [R], classes int64 [R], features float32 [R, D]; best score first
-  regions.png   the image with the boxes that are worth drawing by their scores, their classes and scores
+  regions.png   the image with its boxes, classes and scores, except boxes with very low scores
   phrase.png, phrase.json   with --text: the box that the phrase refers to (null if there is no region), all candidates
                 and their scores
-Without --run, --detector or --weights the detector is a ResNet-101 C4 with random weights: it shows formats and speed.
+Without --run, --detector or --weights the detector is a ResNet-101 C4 with random weights, to try formats and speed.
 """
 MANY_IMAGES = """Extract boxes, features, classes and attributes of many images, in published formats.
 
@@ -49,17 +49,17 @@ MANY_IMAGES = """Extract boxes, features, classes and attributes of many images,
         --rule maxconf --features-of proposal --min-boxes 10 --max-boxes 100
     e2e-vl extract --images instances.json --root DIR --boxes instances.json --output gt.h5 --format hdf5
 
-Images: a folder, a text file with one path per line, or a COCO JSON file. After an interruption the same command
-continues. Images that cannot be read are listed at the end and the exit code is 1; all others are done. After a repair,
-the same command adds them.
+Images: a folder, a text file with one path per line, or a COCO JSON file. Run the same command again to continue after
+an interruption. Unreadable images are skipped and listed at the end, with exit status 1; once they are repaired, the
+same command adds them.
 
-Rules (--rule): score = VL-BERT's, detections by score; maxconf = bottom-up attention's; maxnms = the rule behind the 36
-boxes of LXMERT. --boxes describes given boxes instead: COCO instances, COCO results, or MAttNet's detections; the
-images must then be a COCO JSON file, so that the ids match.
+Rules (--rule): score = VL-BERT's, detections by score; maxconf = bottom-up attention's; maxnms = the rule behind
+LXMERT's 36 boxes. --boxes takes boxes from a file instead: COCO instances, COCO results, or MAttNet's detections;
+--images must then be a COCO JSON file, so that the ids match.
 
 Formats (--format): npz = a folder with one file per image; tsv = bottom-up attention's; lxmert = LXMERT's TSV, with
-attributes; hdf5, lmdb = one file, needs pip install 'e2e-vl[features]'. e2e_vl/data/features.py describes and reads
-them. Each records how it was made: config, hash of the weights, channel order, size, rule (for TSV: FILE.tsv.json).
+attributes; hdf5, lmdb = one file, needs pip install 'e2e-vl[features]'. See e2e_vl/data/features.py. Each stores how it
+was made: config, hash of the weights, channel order, size, rule (for TSV: in FILE.tsv.json).
 """
 
 
@@ -77,34 +77,34 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 def add_detector_options(parser: argparse.ArgumentParser, max_proposals: int | None) -> None:
     """The options that name a detector, see `load_source`."""
-    named = parser.add_mutually_exclusive_group()
-    named.add_argument("--detector", metavar="NAME", help="published weights by name, a run, a folder, or a file")
-    named.add_argument("--weights", type=Path, help="detector weights: .pth, .pkl, .safetensors, or a folder")
-    named.add_argument("--run", type=Path, help="trained run directory: its detector and its image size")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--detector", metavar="NAME", help="published weights by name, a run, a folder, or a file")
+    source.add_argument("--weights", type=Path, help="detector weights: .pth, .pkl, .safetensors, or a folder")
+    source.add_argument("--run", type=Path, help="trained run directory: use its detector and its image size")
     parser.add_argument("--config", type=Path, help="Detectron2 YAML file (default: ResNet-101 C4)")
-    parser.add_argument("--backend", choices=BACKENDS, help="detector (default: builtin, or the run's)")
+    parser.add_argument("--backend", choices=BACKENDS, help="detector implementation (default: builtin, or the run's)")
     shown = "from the config" if max_proposals is None else max_proposals
     parser.add_argument(
-        "--max-proposals", type=int, default=max_proposals, help=f"RPN proposals that are used (default: {shown})"
+        "--max-proposals", type=int, default=max_proposals, help=f"number of RPN proposals (default: {shown})"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of random weights (default: 0)")
 
 
-def load_source(options: argparse.Namespace) -> LoadedDetector:
-    """The detector of `--detector`, of `--run`, or the one of `--config` and `--weights`."""
-    if not (options.detector or options.run or options.config or DEFAULT_CONFIG.is_file()):
+def load_source(args: argparse.Namespace) -> LoadedDetector:
+    """Load the detector of `--detector`, of `--run`, or of `--config` and `--weights`."""
+    if not (args.detector or args.run or args.config or DEFAULT_CONFIG.is_file()):
         raise MissingFileError(
-            f"The default detector's settings, {DEFAULT_CONFIG}, come with a clone of the project and not with the "
-            "installed package; name a detector with --detector, --config or --run."
+            f"The default detector's config, {DEFAULT_CONFIG}, is in a clone of the project but not in the installed "
+            "package; choose a detector with --detector, --config or --run."
         )
-    from e2e_vl.extraction.regions import detector_of_run, find_detector, open_detector  # late: it imports torch
+    from e2e_vl.extraction.regions import detector_of_run, find_detector, open_detector  # late: imports torch
 
-    common = {"backend": options.backend, "max_proposals": options.max_proposals}
-    if options.detector is not None:
-        return find_detector(options.detector, options.config, **common)
-    if options.run is not None:
-        return detector_of_run(options.run, **common)
-    return open_detector(options.config or DEFAULT_CONFIG, options.weights, seed=options.seed, **common)
+    common = {"backend": args.backend, "max_proposals": args.max_proposals}
+    if args.detector is not None:
+        return find_detector(args.detector, args.config, **common)
+    if args.run is not None:
+        return detector_of_run(args.run, **common)
+    return open_detector(args.config or DEFAULT_CONFIG, args.weights, seed=args.seed, **common)
 
 
 # One image
@@ -116,9 +116,9 @@ def one_image_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("image", type=Path, help="any JPEG or PNG file")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     add_detector_options(parser, None)
-    parser.add_argument("--text", help="a phrase; the run answers it, and the box that it refers to is drawn")
-    parser.add_argument("--class-names", type=Path, help="text file with a line for each class (objects_vocab.txt)")
-    parser.add_argument("--attribute-names", type=Path, help="the same for attributes, which are drawn then")
+    parser.add_argument("--text", help="phrase to find in the image with --run")
+    parser.add_argument("--class-names", type=Path, help="text file with one class per line (objects_vocab.txt)")
+    parser.add_argument("--attribute-names", type=Path, help="likewise for attributes, which are then drawn")
     shown = DISPLAY_SELECTION
     parser.add_argument("--min-score", type=float, default=shown.min_score, help="minimum score (default: %(default)s)")
     parser.add_argument("--min-regions", type=int, help=f"minimum number of regions (default: {shown.min_regions})")
@@ -131,42 +131,39 @@ def one_image_parser(prog: str | None = None) -> argparse.ArgumentParser:
 @print_errors
 def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
     """tools/extract_demo.py: regions.npz, regions.png, phrase.json and phrase.png."""
-    options = one_image_parser(prog).parse_args(argv)
-    if options.text is not None and options.run is None:
+    args = one_image_parser(prog).parse_args(argv)
+    if args.text is not None and args.run is None:
         raise UserError("--text needs --run, the directory of a trained run; train one with tools/train.py.")
-    most, least = options.max_regions, options.min_regions
-    rule = SelectionRule(options.min_score, min(DISPLAY_SELECTION.min_regions, most) if least is None else least, most)
-    source = load_source(options)
-    from e2e_vl.api.model import (
-        TrainedDetector,  # late: they import torch
-        to_image_file,
-    )
+    most, least = args.max_regions, args.min_regions
+    rule = SelectionRule(args.min_score, min(DISPLAY_SELECTION.min_regions, most) if least is None else least, most)
+    source = load_source(args)
+    from e2e_vl.api.model import TrainedDetector, to_image_file  # late: imports torch
 
-    source = source.named(options.class_names, options.attribute_names)
+    source = source.with_names(args.class_names, args.attribute_names)
     if source.warning:
         print(source.warning)
-    found = TrainedDetector(source).find(to_image_file(options.image), None, rule)
-    path = options.output / "regions.npz"
-    options.output.mkdir(parents=True, exist_ok=True)
+    found = TrainedDetector(source).find_regions(to_image_file(args.image), None, rule)
+    path = args.output / "regions.npz"
+    args.output.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as part, part.open("wb") as file:
         np.savez(file, boxes=found.boxes, scores=found.scores, classes=found.classes, features=found.features)
-    write_png(options.output / "regions.png", found.draw())
+    write_png(args.output / "regions.png", found.draw())
     print(f"{len(found)} regions with {found.features.shape[1]} features each: {path}")
-    if options.text is not None:
+    if args.text is not None:
         from e2e_vl.api.model import load  # imports transformers, which takes seconds
 
-        model = load(options.run)
+        model = load(args.run)
         if not model.network.task.predicts_box:
-            raise UserError(f"{options.run}: the task '{model.settings.task.name}' does not answer with a box.")
-        [answer] = model.answer_questions([Question(options.image, options.text)])
-        shown = {"image": str(options.image), "text": options.text, "box": answer.box, "score": answer.score}
+            raise UserError(f"{args.run}: the task '{model.config.task.name}' does not answer with a box.")
+        [answer] = model.answer_questions([Question(args.image, args.text)])
+        shown = {"image": str(args.image), "text": args.text, "box": answer.box, "score": answer.score}
         shown |= {"boxes": answer.prediction.candidate_boxes, "scores": answer.prediction.candidate_scores}
-        write_json(options.output / "phrase.json", {key: np.asarray(value).tolist() for key, value in shown.items()})
-        write_png(options.output / "phrase.png", answer.draw())
+        write_json(args.output / "phrase.json", {key: np.asarray(value).tolist() for key, value in shown.items()})
+        write_png(args.output / "phrase.png", answer.draw())
         if answer.unknown_words:
             print(f"words not in the vocabulary: {', '.join(answer.unknown_words)}")
         where = "fits no region" if answer.box is None else f"is at {answer.answer} (score {answer.score:.2f})"
-        print(f'"{options.text}" {where}: {options.output / "phrase.png"}')
+        print(f'"{args.text}" {where}: {args.output / "phrase.png"}')
     return 0
 
 
@@ -183,86 +180,86 @@ def many_images_parser(prog: str | None = None) -> argparse.ArgumentParser:
     add_detector_options(parser, 300)
     parser.add_argument("--precision", default="no", choices=("no", "bf16", "fp16"), help="mixed precision")
     parser.add_argument(
-        "--rule", default="score", choices=tuple(DEFAULT_SELECTIONS), help="which boxes (default: score)"
+        "--rule", default="score", choices=tuple(DEFAULT_SELECTIONS), help="how boxes are selected (default: score)"
     )
-    parser.add_argument("--num-boxes", type=int, help="a fixed number of boxes: the same --min-boxes and --max-boxes")
-    parser.add_argument("--min-boxes", type=int, help="at least this many, if the detector proposes them")
-    parser.add_argument("--max-boxes", type=int, help="at most this many")
-    parser.add_argument("--min-score", type=float, help="threshold of the rules score and maxconf")
+    parser.add_argument("--num-boxes", type=int, help="fixed number of boxes: sets --min-boxes and --max-boxes")
+    parser.add_argument("--min-boxes", type=int, help="minimum number of boxes, if the detector proposes as many")
+    parser.add_argument("--max-boxes", type=int, help="maximum number of boxes")
+    parser.add_argument("--min-score", type=float, help="score threshold of the rules score and maxconf")
     parser.add_argument(
         "--nms-threshold",
         type=float,
         default=0.3,
-        help="IoU of the rule maxconf's NMS per class (default: %(default)s)",
+        help="IoU threshold of NMS with the rule maxconf (default: %(default)s)",
     )
-    parser.add_argument("--boxes", type=Path, help="describe the boxes of this file, in place of all rules")
-    parser.add_argument("--features-of", choices=("proposal", "final"), help="default: proposal (for score: final)")
-    parser.add_argument("--attributes", action="store_true", help="most probable attribute of each region")
-    parser.add_argument("--image-feature", action="store_true", help="also the feature of the whole image (not in TSV)")
-    parser.add_argument("--batch-size", type=int, default=8, help="images of one size in one pass (default: 8)")
-    parser.add_argument("--workers", type=int, default=2, help="reading processes per process (default: 2)")
+    parser.add_argument("--boxes", type=Path, help="file of boxes to use instead of predicted boxes")
+    features_help = "box that features are pooled from (default: proposal; with the rule score: final)"
+    parser.add_argument("--features-of", choices=("proposal", "final"), help=features_help)
+    parser.add_argument("--attributes", action="store_true", help="store the most probable attribute of each region")
+    parser.add_argument("--image-feature", action="store_true", help="store the whole image's feature (not in TSV)")
+    parser.add_argument("--batch-size", type=int, default=8, help="images per batch, all of one size (default: 8)")
+    parser.add_argument("--workers", type=int, default=2, help="data workers per process (default: 2)")
     return parser
 
 
 @print_errors
 def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """A folder or file of region features."""
-    options = many_images_parser(prog).parse_args(argv)
-    settings = extraction_settings(options)
+    args = many_images_parser(prog).parse_args(argv)
+    settings = extraction_settings(args)
     from e2e_vl.data.user_inputs import list_images, read_given_boxes
 
-    images = list_images(options.images, options.root)
-    given = None if options.boxes is None else read_given_boxes(options.boxes)
-    from e2e_vl.extraction.bulk import MAX_WAIT, ExtractionJob, extract_images, make_stamp  # late: torch
+    images = list_images(args.images, args.root)
+    given = None if args.boxes is None else read_given_boxes(args.boxes)
+    from e2e_vl.extraction.bulk import MAX_WAIT, ExtractionJob, extract_images, make_stamp  # late: imports torch
     from e2e_vl.run.launch import make_accelerator
 
-    source = load_source(options)
+    source = load_source(args)
     job = ExtractionJob(
         images=images,
-        output=options.output,
-        layout=options.format,
+        output=args.output,
+        layout=args.format,
         source=source,
         settings=settings,
         given=given,
-        stamp=make_stamp(source, settings, boxes_file=options.boxes, precision=options.precision),
-        batch_size=options.batch_size,
-        workers=options.workers,
+        stamp=make_stamp(source, settings, boxes_file=args.boxes, precision=args.precision),
+        batch_size=args.batch_size,
+        workers=args.workers,
     )
-    accelerator = make_accelerator(options.precision, max_wait_minutes=MAX_WAIT.total_seconds() / 60)
+    accelerator = make_accelerator(args.precision, max_wait_minutes=MAX_WAIT.total_seconds() / 60)
     summary = extract_images(job, accelerator)
     if accelerator.is_main_process:
         if source.warning and (given is None or source.weights is None):
             print(source.warning)
         existing = f", {summary.existing} already existed" if summary.existing else ""
-        print(f"{summary.extracted} images extracted{existing}: {options.output}")
+        print(f"{summary.extracted} images extracted{existing}: {args.output}")
         if summary.below_minimum:
             print(f"{summary.below_minimum} of them have fewer than {settings.selection_rule.min_regions} regions.")
         if summary.failures:
-            print(f"{len(summary.failures)} images could not be described:", file=sys.stderr)
+            print(f"{len(summary.failures)} images could not be extracted:", file=sys.stderr)
         for image_id, reason in summary.failures.items():
             print(f"  {image_id}: {reason}", file=sys.stderr)
     return 1 if summary.failures else 0
 
 
-def extraction_settings(options: argparse.Namespace) -> ExtractionSettings:
-    """The options about boxes and features."""
-    attributes = options.attributes or options.format == "lxmert"
-    if options.format in ("tsv", "lxmert") and options.image_feature:
-        raise UserError("The TSV formats have no place for the whole image's feature; choose npz, hdf5 or lmdb.")
-    if options.boxes is not None:
-        return ExtractionSettings("given", attributes=attributes, image_feature=options.image_feature)
-    default = DEFAULT_SELECTIONS[options.rule]
-    if options.num_boxes is not None:
-        least = most = options.num_boxes
+def extraction_settings(args: argparse.Namespace) -> ExtractionSettings:
+    """The settings of boxes and features."""
+    attributes = args.attributes or args.format == "lxmert"
+    if args.format in ("tsv", "lxmert") and args.image_feature:
+        raise UserError("The TSV formats cannot store the whole image's feature; choose npz, hdf5 or lmdb.")
+    if args.boxes is not None:
+        return ExtractionSettings("given", attributes=attributes, image_feature=args.image_feature)
+    default = DEFAULT_SELECTIONS[args.rule]
+    if args.num_boxes is not None:
+        least = most = args.num_boxes
     else:
-        least = default.min_regions if options.min_boxes is None else options.min_boxes
-        most = max(default.max_regions, least) if options.max_boxes is None else options.max_boxes
-        least = min(least, most) if options.min_boxes is None else least
+        least = default.min_regions if args.min_boxes is None else args.min_boxes
+        most = max(default.max_regions, least) if args.max_boxes is None else args.max_boxes
+        least = min(least, most) if args.min_boxes is None else least
     return ExtractionSettings(
-        options.rule,
-        SelectionRule(default.min_score if options.min_score is None else options.min_score, least, most),
-        options.features_of or ("final" if options.rule == "score" else "proposal"),
+        args.rule,
+        SelectionRule(default.min_score if args.min_score is None else args.min_score, least, most),
+        args.features_of or ("final" if args.rule == "score" else "proposal"),
         attributes,
-        options.image_feature,
-        options.nms_threshold,
+        args.image_feature,
+        args.nms_threshold,
     )

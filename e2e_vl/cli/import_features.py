@@ -1,18 +1,18 @@
-"""Convert region features that other projects published into a file for data.files.features.
+"""Convert published region features of other projects to a file for data.files.features.
 
     e2e-vl import-features pythia detectron_fix_100/fc6/vqa/train2014 --sizes captions_train2014.json \\
         --output features/pythia/train2014.h5
     e2e-vl import-features detectron features_dev_150.th --output features/nlvr2/dev.h5
     e2e-vl import-features ban train.hdf5 --ids train_imgid2idx.pkl --output features/flickr30k/train.h5
 
-pythia: a folder of .npy files, COCO's images of one set. They have no boxes, so every region gets the box of its whole
-image, whose size is in COCO's JSON of captions, instances or image info (--sizes, one or several files). VisualBERT
-reads no boxes of them. detectron: one or more .th files of one split, as for NLVR2, which are in memory at once. No
-file has the sizes of the images, so an image ends at its outermost boxes. ban: an HDF5 file and its pickle of rows; an
-image's size follows from its boxes in pixels and in fractions of the image.
+pythia: a folder of .npy files for one set of COCO images. They have no boxes (VisualBERT does not use any), so the box
+of every region is the whole image; image sizes come from COCO's JSON of captions, instances or image info (--sizes, one
+or more files). detectron: .th files of one split, as for NLVR2, all loaded into memory. They have no image sizes, so
+each image is assumed to end at its outermost boxes. ban: an HDF5 file and its pickle of rows; image sizes follow from
+the boxes in pixels and in fractions of the image.
 
-The regions keep their order and every number, as float32. No code in a file is run. The output's stamp records the
-source and the assumptions.
+Regions keep their order, and values are stored as float32. Code in a file is never executed. The output's stamp records
+the source and these assumptions.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from e2e_vl.io import Record, Side
 ASSUMED = {
     "pythia": "every box is the whole image",
     "detectron": "every image ends at its outermost boxes",
-    "ban": "sizes of images follow from image_bb and spatial_features",
+    "ban": "image sizes follow from image_bb and spatial_features",
 }
-ROUNDING = 0.01  # pixels by which the columns of BAN's file may disagree, per pixel of the image's side
+ROUNDING = 0.01  # how much the boxes in BAN's file may disagree, as a fraction of the image's side
 
 
 @print_errors
@@ -46,42 +46,42 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     for kind in ASSUMED:
         own = kinds.add_parser(kind)
         if kind == "pythia":
-            own.add_argument("input", type=Path, nargs=1, metavar="FOLDER", help="the folder of one COCO image set")
+            own.add_argument("input", type=Path, nargs=1, metavar="FOLDER", help="folder of one set of COCO images")
             own.add_argument(
-                "--sizes", type=Path, nargs="+", required=True, metavar="JSON", help="COCO's files with image sizes"
+                "--sizes", type=Path, nargs="+", required=True, metavar="JSON", help="COCO files with image sizes"
             )
         elif kind == "detectron":
-            own.add_argument("input", type=Path, nargs="+", metavar="FILE", help="the .th files of one split")
+            own.add_argument("input", type=Path, nargs="+", metavar="FILE", help=".th files of one split")
         else:
-            own.add_argument("input", type=Path, nargs=1, metavar="FILE", help="the HDF5 file of one split")
-            own.add_argument("--ids", type=Path, required=True, metavar="PKL", help="its pickle imgid2idx")
+            own.add_argument("input", type=Path, nargs=1, metavar="FILE", help="HDF5 file of one split")
+            own.add_argument("--ids", type=Path, required=True, metavar="PKL", help="pickle imgid2idx of that split")
         own.add_argument("--output", type=Path, required=True, help="file to write: .h5, .lmdb or .tsv")
         own.add_argument("--format", default="hdf5", choices=("hdf5", "lmdb", "tsv"), help="default: hdf5")
-    options = parser.parse_args(argv)
-    if options.output.exists():
-        raise UserError(f"{options.output} is there already; remove it, or choose another --output.")
+    args = parser.parse_args(argv)
+    if args.output.exists():
+        raise UserError(f"{args.output} already exists; remove it, or choose another --output.")
     from tqdm import tqdm
 
-    check_format(options.format, options.output)
-    first, assumed = options.input[0], ASSUMED[options.kind]
-    if options.kind == "pythia":
-        images = read_pythia(first, options.sizes)
-    elif options.kind == "detectron":
-        images = read_detectron(options.input)
+    check_format(args.format, args.output)
+    first, assumed = args.input[0], ASSUMED[args.kind]
+    if args.kind == "pythia":
+        images = read_pythia(first, args.sizes)
+    elif args.kind == "detectron":
+        images = read_detectron(args.input)
     else:
-        images = read_ban(first, options.ids)
-    files = [one for path in options.input for one in (path.iterdir() if path.is_dir() else [path])]
-    stamp = {"published_by": options.kind, "files": [path.name for path in options.input], "assumed": assumed}
+        images = read_ban(first, args.ids)
+    files = [one for path in args.input for one in (path.iterdir() if path.is_dir() else [path])]
+    stamp = {"published_by": args.kind, "files": [path.name for path in args.input], "assumed": assumed}
     bar = tqdm(images, unit="image", desc="images")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     num_bytes = 2 * sum(file.stat().st_size for file in files)
-    write_features(options.format, options.output, bar, stamp, num_bytes=num_bytes)
-    print(f"{options.output}: {bar.n} images; {assumed}")
+    write_features(args.format, args.output, bar, stamp, num_bytes=num_bytes)
+    print(f"{args.output}: {bar.n} images; {assumed}")
     return 0
 
 
-# The formats of VisualBERT's authors, from the official code; the published files themselves were not at hand. Each
-# function gives the regions of one image after the other, in the order of the file.
+# The formats that the official VisualBERT code reads; not tested on the published files. Each function yields the
+# regions of one image at a time, in the order of the file.
 
 
 class _SizedImage(Record):
@@ -115,29 +115,26 @@ def read_pythia(folder: Path, sizes: list[Path]) -> Iterator[RegionFeatures]:
         with reading(path, ValueError, EOFError):
             values = np.load(path, allow_pickle=False)
         boxes = np.tile(np.array([0, 0, width, height]), (len(values), 1))
-        yield _record(str(image_id), (height, width), boxes, values, str(path))
+        yield _region_features(str(image_id), (height, width), boxes, values, str(path))
 
 
 def read_detectron(paths: list[Path]) -> Iterator[RegionFeatures]:
-    """Torch files {"dev-0-0-img0.png.npz": (features [R, D], boxes [R, 4], confidence [R])} of NLVR2.
-
-    Boxes are in pixels of an image of unknown size: it is assumed to end at its outermost boxes.
-    """
+    """NLVR2's torch files: {"dev-0-0-img0.png.npz": (features [R, D], boxes [R, 4] in pixels, confidence [R])}."""
     for path in paths:
         for name, entry in _load_torch(path).items():
             image_id = name.removesuffix(".png.npz")
             features, boxes, scores = (np.asarray(one) for one in entry)
             width, height = np.ceil(boxes[:, 2:].max(axis=0)).astype(int).tolist()
             if scores.shape != (len(boxes),):
-                scores = None  # a score per class does not tell the predicted class
-            yield _record(image_id, (height, width), boxes, features, f"{path}: {image_id}", scores)
+                scores = None  # per class: the predicted class is unknown
+            yield _region_features(image_id, (height, width), boxes, features, f"{path}: {image_id}", scores)
 
 
 def read_ban(path: Path, ids: Path) -> Iterator[RegionFeatures]:
     """BAN's HDF5 file and its pickle of ids (Flickr30K).
 
-    image_features [N, D], image_bb [N, 4], spatial_features [N, 6] with the boxes in fractions of the image first,
-    pos_boxes [images, 2]: first and last row + 1 of an image; the pickle has the row of each image id in pos_boxes.
+    image_features [N, D]; image_bb [N, 4] in pixels; spatial_features [N, 6], first the boxes in fractions of the
+    image; pos_boxes [images, 2], an image's first row and last row + 1. The pickle maps image ids to rows of pos_boxes.
     """
     rows = read_pickle(ids)
     with reading(path, OSError, KeyError):
@@ -145,8 +142,7 @@ def read_ban(path: Path, ids: Path) -> Iterator[RegionFeatures]:
         places = file["pos_boxes"][:].astype(np.int64)
     if sorted(rows.values()) != list(range(len(places))):
         raise UserError(
-            f"{ids}: does not give each of the {len(places)} images of {path.name} one row; use the pickle of the same "
-            "split."
+            f"{ids}: does not map ids to the {len(places)} images of {path.name}; use the pickle of the same split."
         )
     for image_id, row in rows.items():
         first, end = places[row].tolist()
@@ -154,7 +150,7 @@ def read_ban(path: Path, ids: Path) -> Iterator[RegionFeatures]:
         boxes, fractions, features = (
             file[name][first:end].astype(np.float64) for name in ("image_bb", "spatial_features", "image_features")
         )
-        yield _record(str(image_id), _image_size(boxes, fractions, where), boxes, features, where)
+        yield _region_features(str(image_id), _image_size(boxes, fractions, where), boxes, features, where)
 
 
 def _image_size(boxes: np.ndarray, fractions: np.ndarray, where: str) -> tuple[int, int]:
@@ -170,7 +166,7 @@ def _image_size(boxes: np.ndarray, fractions: np.ndarray, where: str) -> tuple[i
     return sides[0], sides[1]
 
 
-def _record(
+def _region_features(
     image_id: str,
     size: tuple[int, int],
     boxes: np.ndarray,
@@ -179,13 +175,13 @@ def _record(
     scores: np.ndarray | None = None,
 ) -> RegionFeatures:
     columns = {"boxes": boxes, "features": features, **({} if scores is None else {"scores": scores})}
-    record = RegionFeatures(image_id, size, **{name: values.astype(np.float32) for name, values in columns.items()})
-    record.check(image_id, where)
-    return record
+    regions = RegionFeatures(image_id, size, **{name: values.astype(np.float32) for name, values in columns.items()})
+    regions.check(image_id, where)
+    return regions
 
 
 def _load_torch(path: Path) -> dict[str, Any]:
-    """The dict in a torch file, whose values may be tensors or numpy arrays."""
+    """Load a torch file of a dict of tensors or numpy arrays."""
     import torch  # late: it takes seconds
 
     reconstruct = np.zeros(0).__reduce__()[0]

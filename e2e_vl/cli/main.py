@@ -3,12 +3,11 @@
     e2e-vl train --config configs/demo/refcoco.yaml
     e2e-vl ask --run runs/demo_refcoco --image IMAGE --text "the small red circle" --output DIR
 
-`e2e-vl COMMAND --help` says more about each command. `accelerate launch -m e2e_vl COMMAND` starts several processes.
+See `e2e-vl COMMAND --help`. `accelerate launch -m e2e_vl COMMAND` starts several processes.
 """
 
-# The commands are one module each. Parsing and checking options does not import torch, transformers, accelerate or
-# matplotlib, which take seconds to import, so `--help` and errors in settings appear at once. Functions that need these
-# libraries import them.
+# torch, transformers, accelerate and matplotlib take seconds to import. Only functions that need them import them, so
+# that `--help` and errors in settings appear at once.
 
 from __future__ import annotations
 
@@ -26,27 +25,20 @@ EXPECTED_ERRORS = (UserError, DiskError, ChildProcessError, ConnectionError, Flo
 
 
 def make_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
-    """A parser whose help begins with the unformatted docstring of the command.
-
-    Args:
-        doc: the docstring.
-        prog: name of the command in the usage line; None = the name of the script.
-    """
-    shape = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=prog, description=doc, formatter_class=shape)
+    """A parser whose help begins with `doc`, unformatted; `prog` None = the name of the script."""
+    return argparse.ArgumentParser(prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def print_errors(main: Callable[..., int]) -> Callable[..., int]:
-    """Print errors about settings, files, memory and diverging losses without a traceback, and exit with status 2.
+    """Print expected errors, and errors of the operating system, without a traceback and exit with status 2.
 
-    The same holds for errors of the operating system, such as a full disk. Every other error is a bug and keeps its
-    traceback. A run stopped by a signal has the exit status of the signal.
+    Every other error is a bug and keeps its traceback. A run stopped by a signal exits with that signal's status.
     """
 
     @functools.wraps(main)
-    def wrapped(*arguments: Any, **named: Any) -> int:
+    def wrapped(*args: Any, **kwargs: Any) -> int:
         try:
-            return main(*arguments, **named)
+            return main(*args, **kwargs)
         except StoppedRunError as stopped:
             if str(stopped):
                 print(stopped, file=sys.stderr)
@@ -68,10 +60,10 @@ COMMANDS = {
     "evaluate": ("run:evaluate", "evaluate a trained run on a split"),
     "predict": ("run:predict", "write the predictions for a split to a file"),
     "ask": ("ask:main", "ask a trained run about images"),
-    "explore": ("explore:main", "open a web page with regions, answers, phrases, attention and hidden regions"),
+    "explore": ("explore:main", "open a web page to explore a trained run"),
     "extract": ("extract:main", "extract regions and features from one or many images"),
     "import-features": ("import_features:main", "convert published region features"),
-    "analyze-attention": ("analyze_attention:main", "measure the grounding of attention heads"),
+    "analyze-attention": ("analyze_attention:main", "measure what attention heads ground"),
     "convert": ("convert_weights:main", "convert published weights, or export a trained run to an official format"),
     "synthesize": ("make_synthetic:main", "draw a data set of scenes in the official formats"),
 }
@@ -81,9 +73,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the named command; returns its exit status."""
     words = sys.argv[1:] if argv is None else argv
     parser = make_parser(__doc__, "e2e-vl")
-    kinds = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, text) in COMMANDS.items():
-        kinds.add_parser(name, help=text, add_help=False)
-    command = parser.parse_args(words[:1]).command  # the command parses the other words
+        subparsers.add_parser(name, help=text, add_help=False)
+    command = parser.parse_args(words[:1]).command  # the command parses its own arguments
     module, _, function = COMMANDS[command][0].partition(":")
     return getattr(importlib.import_module(f"e2e_vl.cli.{module}"), function)(words[1:], f"e2e-vl {command}")

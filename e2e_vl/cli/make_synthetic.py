@@ -1,9 +1,9 @@
-"""Make a RefCOCO+-style data set of drawn scenes in the official formats.
+"""Draw a RefCOCO+-style data set of scenes in the official formats.
 
     e2e-vl synthesize --output data/synthetic --train 3500 --val 200 --testA 100 --testB 100
 
-The layout is described in `e2e_vl/synthetic/generate.py`, and each format in its writer class. The same settings give
-the same files; a second call with the same settings does nothing.
+See `e2e_vl/synthetic/generate.py` for the layout of the folder. The same settings give the same files, and a second
+call with them does nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from e2e_vl.synthetic.generate import FORMATS, make_scenes
 
 SPLITS = {"train": 3500, "val": 200, "testA": 100, "testB": 100}  # number of scenes
 LIMITS = {
-    "min_objects": "smallest number of objects in a scene",
-    "max_objects": "largest number of objects in a scene",
-    "min_side": "smallest height and width, pixels",
-    "max_side": "largest height and width, pixels",
+    "min_objects": "minimum number of objects in a scene",
+    "max_objects": "maximum number of objects in a scene",
+    "min_side": "minimum height and width, pixels",
+    "max_side": "maximum height and width, pixels",
 }
 
 
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     for split, count in SPLITS.items():
         parser.add_argument(f"--{split}", type=int, default=count, metavar="N", help=f"number of {split} scenes")
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything drawn")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
     for name, text in LIMITS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(scene, name), help=text)
     parser.add_argument("--textures", nargs="+", default=list(scene.textures), help="textures of the objects")
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         type=_share,
         default=list(LanguageConfig().family_mix.items()),
         metavar="NAME=SHARE",
-        help="mix of the families of expressions",
+        help="share of each family of expressions",
     )
     parser.add_argument("--image-format", choices=("jpg", "png"), default="jpg", help="format of the images")
     parser.add_argument(
@@ -56,20 +56,20 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         choices=FORMATS,
         default=list(FORMATS),
         metavar="FORMAT",
-        help="file formats written beside the images; a folder that is already there gets the formats it lacks",
+        help="file formats to write beside the images; an existing folder gets the formats that it lacks",
     )
-    parser.add_argument("--workers", type=int, default=0, help="processes that draw; 0 draws in this process")
-    options = parser.parse_args(argv)
-    limits = {name: getattr(options, name) for name in LIMITS}
+    parser.add_argument("--workers", type=int, default=0, help="worker processes; 0: draw in this process")
+    args = parser.parse_args(argv)
+    limits = {name: getattr(args, name) for name in LIMITS}
     stamp = make_scenes(
-        options.output,
-        scenes={split: getattr(options, split) for split in SPLITS},
-        seed=options.seed,
-        config=decode({**limits, "textures": options.textures}, SceneConfig, "scene"),
-        language=decode({"family_mix": dict(options.families)}, LanguageConfig, "language"),
-        image_format=options.image_format,
-        formats=options.formats,
-        workers=options.workers,
+        args.output,
+        scenes={split: getattr(args, split) for split in SPLITS},
+        seed=args.seed,
+        config=decode({**limits, "textures": args.textures}, SceneConfig, "scene"),
+        language=decode({"family_mix": dict(args.families)}, LanguageConfig, "language"),
+        image_format=args.image_format,
+        formats=args.formats,
+        workers=args.workers,
     )
     print(json.dumps(stamp["statistics"], indent=2))
     return 0

@@ -16,24 +16,24 @@ TRAIN = """Train detector, encoder and task together.
     accelerate launch tools/train.py --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
 
 `key=value` settings override the file. `--resume` continues the run in `output` exactly. `e2e-vl` trains in one
-process; `accelerate launch` and `torchrun` start several. SIGTERM, SIGHUP and Ctrl-C end a run after the current step
-and a checkpoint, with exit status 143, 129 or 130; errors have exit status 2.
+process; `accelerate launch` and `torchrun` start several. SIGTERM, SIGHUP and Ctrl-C finish the current step, save a
+checkpoint and exit with status 143, 129 or 130; errors exit with status 2.
 """
 EVALUATE = """Evaluate a trained run on any split with any source of boxes.
 
     e2e-vl evaluate --run runs/demo_refcoco --split val --boxes online --iou mattnet
     accelerate launch tools/evaluate.py --run runs/demo_refcoco --split val --boxes online --iou mattnet
 
-Boxes: `gt` (all annotated boxes of the image are the candidates), `detections` (a file, MAttNet's format), `online`
-(the model's own detector), or `precomputed` (boxes of the features file, for a run on precomputed features).
-IoU conventions, all at 0.5 and all counted per expression:
+Candidate boxes: `gt` (all annotated boxes of the image), `detections` (a file in MAttNet's format), `online` (predicted
+by the model's detector), or `precomputed` (from the features file, for a run on precomputed features).
+IoU conventions for referring expressions, all with threshold 0.5:
   mattnet  xywh boxes, inclusive overlap, IoU >= 0.5: the protocol of MAttNet and most later papers
   vlbert   the official VL-BERT code: every extent + 1 pixel, prediction clamped to the image, IoU >= 0.5
   strict   mattnet's IoU, but > 0.5 (UNITER)
-Prints accuracy, the ceiling (how often any candidate reaches the threshold) and both per family where the data names
-families, with --loss also the loss, and writes predictions and metrics as JSON files of their own:
-RUN/evaluations/SPLIT_BOXES.json and RUN/evaluations/SPLIT_BOXES_metrics.json, with the convention in the name if --iou
-chooses one.
+Prints the metrics of the task and, with --loss, the loss. For referring expressions, these are the accuracy and the
+ceiling (how often any candidate is correct), also for each family of expressions if the data name families. Writes
+predictions to RUN/evaluations/SPLIT_BOXES.json and metrics to RUN/evaluations/SPLIT_BOXES_metrics.json; with --iou,
+both names contain the convention.
 """
 PREDICT = """Write the predictions of a trained run for a split, as a file for an evaluation server or leaderboard.
 
@@ -41,15 +41,15 @@ PREDICT = """Write the predictions of a trained run for a split, as a file for a
     e2e-vl predict --run RUN --rationale-run RUN --split test --boxes gt --output vcr.csv
     accelerate launch -m e2e_vl predict --run RUN --split testA --boxes detections --output refcoco.json
 
-Formats, with predictions in the order of the data set:
+Formats (predictions keep the order of the data set):
   VQA      JSON list of {"question_id", "answer"}
-  VCR      CSV of 21 columns; --run chooses answers, --rationale-run rationales (given each of the four answers)
+  VCR      CSV with 21 columns; --run chooses answers, --rationale-run rationales (given each of the four answers)
   RefCOCO  JSON list of {"ref_id", "sent_id", "box"}, the box as [x1, y1, x2, y2] in pixels of the original image
   GQA      JSON list of {"questionId", "prediction"}
   NLVR2    CSV of lines identifier,True or identifier,False, without a header
   Flickr30K Entities  JSON list of {"image", "sentence", "phrases"}, each phrase with "id", "phrase", "box" and "score"
-If the split has labels, the metrics are printed too; with two runs also Q->A, QA->R and Q->AR. key=value settings apply
-to both runs.
+If the split has labels, metrics are printed too, with two runs also Q->A, QA->R and Q->AR. key=value settings apply to
+both runs.
 """
 
 
@@ -59,15 +59,15 @@ def train(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("--resume", action="store_true", help="continue from the run directory's newest checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
-    arguments = parser.parse_intermixed_args(argv)
-    config = load_config(arguments.config, arguments.overrides)
+    args = parser.parse_intermixed_args(argv)
+    config = load_config(args.config, args.overrides)
     read_detector_config(config.detector)  # errors before torch is imported
     # suppress DDP's warning on every process that find_unused_parameters found none
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        from e2e_vl.run.train import train as train_run  # late: it imports torch
+        from e2e_vl.run.train import train as train_run  # late: imports torch
 
-        train_run(config, resume=arguments.resume)
+        train_run(config, resume=args.resume)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":  # print once
             print("interrupted; --resume continues from the newest checkpoint", file=sys.stderr)
@@ -82,21 +82,21 @@ def evaluate(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--split", default="val", help="split of the data set (default: val)")
     parser.add_argument("--boxes", default="online", choices=BoxSource.for_evaluation())
     parser.add_argument("--iou", default=None, choices=("mattnet", "vlbert", "strict"), help="default: the run's")
-    parser.add_argument("--loss", action="store_true", help="compute the loss too, as train.keep_best judges by it")
-    parser.add_argument("--output", type=Path, help="predictions (default: a file in RUN/evaluations)")
+    parser.add_argument("--loss", action="store_true", help="also compute the loss, which train.keep_best can use")
+    parser.add_argument("--output", type=Path, help="file of predictions (default: in RUN/evaluations)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
-    arguments = parser.parse_intermixed_args(argv)
-    load_config(find_model_folder(arguments.run) / "config.yaml", arguments.overrides)  # before torch is imported
-    from e2e_vl.run.evaluate import evaluate_run  # late: it imports torch
+    args = parser.parse_intermixed_args(argv)
+    load_config(find_model_folder(args.run) / "config.yaml", args.overrides)  # before torch is imported
+    from e2e_vl.run.evaluate import evaluate_run  # late: imports torch
 
     metrics, path = evaluate_run(
-        arguments.run,
-        split=arguments.split,
-        boxes=arguments.boxes,
-        iou=arguments.iou,
-        output=arguments.output,
-        overrides=arguments.overrides,
-        with_loss=arguments.loss,
+        args.run,
+        split=args.split,
+        boxes=args.boxes,
+        iou=args.iou,
+        output=args.output,
+        overrides=args.overrides,
+        with_loss=args.loss,
     )
     if path is not None:  # the main process
         for name, value in metrics.items():
@@ -114,22 +114,22 @@ def predict(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--boxes", required=True, choices=BoxSource.for_evaluation())
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
-    options = parser.parse_intermixed_args(argv)
-    load_config(find_model_folder(options.run) / "config.yaml", options.overrides)  # before torch is imported
-    from e2e_vl.run.evaluate import predict_split  # late: it imports torch
+    args = parser.parse_intermixed_args(argv)
+    load_config(find_model_folder(args.run) / "config.yaml", args.overrides)  # before torch is imported
+    from e2e_vl.run.evaluate import predict_split  # late: imports torch
 
     metrics, is_main = predict_split(
-        options.run,
-        split=options.split,
-        boxes=options.boxes,
-        output=options.output,
-        second_run_dir=options.rationale_run,
-        overrides=options.overrides,
+        args.run,
+        split=args.split,
+        boxes=args.boxes,
+        output=args.output,
+        second_run_dir=args.rationale_run,
+        overrides=args.overrides,
     )
     if is_main:
         for name, value in metrics.items():
             print(f"{name:45s} {value:.4f}")
         if not any("accuracy" in name for name in metrics):
-            print(f"The split {options.split} has no labels, so nothing is scored.")
-        print(f"predictions: {options.output}")
+            print(f"The split {args.split} has no labels, so there are no metrics.")
+        print(f"predictions: {args.output}")
     return 0

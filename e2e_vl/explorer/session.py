@@ -23,7 +23,7 @@ from e2e_vl.structures import AttentionBlock, Batch, ModelOutput
 
 # about the size on the page, so that labels are not scaled down; at least the minimum size of `e2e_vl.drawing`
 DISPLAY_SIZE = ResizeRule(600, 640)
-POOLED_AGAIN = (
+REPOOLED_NOTE = (
     "The detector of this run pools features from its proposals before it refines them (FEATURES_OF: proposal). The "
     "explorer pools them from the refined boxes, with and without hidden regions, so that the two answers can be "
     "compared; answers may differ from `ask` and evaluation."
@@ -54,7 +54,7 @@ def read_photo(path: Path) -> Photo:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inspection:
-    """The answer to one text about one photo, with the attention."""
+    """The answer to one text about one photo, with the attention maps."""
 
     answer: Answer  # its boxes are in pixels of the original photo
     words: tuple[str, ...]  # the items before the regions
@@ -86,13 +86,13 @@ class Inspection:
         return f"region {row} {self.names[row]}".strip()
 
     def region_at(self, x: float, y: float) -> int | None:
-        """The smallest region that contains a point of the original photo."""
+        """Index of the smallest region that contains a point of the original photo; None: there is none."""
         x1, y1, x2, y2 = self.answer.boxes.T
         areas = np.where((x1 <= x) & (x < x2) & (y1 <= y) & (y < y2), (x2 - x1) * (y2 - y1), np.inf)
         return int(areas.argmin()) if len(areas) and np.isfinite(areas.min()) else None
 
     def shown_boxes(self) -> list[tuple[str, list[float]]]:
-        """Labels and boxes of the answer, then of `Answer.shown_phrases`, in pixels of the original photo."""
+        """Labels and boxes of the answer, then of its `shown_phrases`, in pixels of the original photo."""
         found = []
         for label, box in self.answer.answer_boxes:
             rows = np.flatnonzero(np.isclose(self.answer.boxes, box, atol=1e-3).all(axis=1))
@@ -137,8 +137,8 @@ class Explorer:
     """Answers the questions of all users with one model.
 
     Attributes:
-        warning: a warning if all boxes are random; else "".
-        note: a note about the answers; else "".
+        warning: a warning if the boxes are random; else "".
+        note: how answers may differ from `ask`; else "".
     """
 
     def __init__(self, model: TrainedModel):
@@ -148,22 +148,22 @@ class Explorer:
         self.model = model
         self.warning = model.random_boxes_warning([question])
         heads = getattr(model.network.detector.config, "roi_heads", None)
-        self._pools_again = heads is not None and heads.features_of == "proposal"
-        self.note = POOLED_AGAIN if self._pools_again else ""
+        self._repools = heads is not None and heads.features_of == "proposal"
+        self.note = REPOOLED_NOTE if self._repools else ""
 
     def ask(self, session: Session, text: str) -> Session:
-        """A session with the answer to a text about the same photo; no region is hidden."""
+        """The session after asking a text about its photo; no region is hidden."""
         if session.photo is None:
             raise UserError("There is no photo yet; upload an image first.")
         found = self.inspect(session.photo, text)
-        if self._pools_again:
+        if self._repools:
             found = self.inspect(session.photo, text, found)
         return Session(session.photo, found, step=found.best_step)
 
     def hide(self, session: Session, rows: Iterable[int]) -> Session:
-        """A session with the answer to the same text, with the pixels of some regions set to the mean colour.
+        """The session after asking its text again with the pixels of some regions set to the mean colour.
 
-        The boxes stay the same: their features are computed again, and no new boxes are proposed.
+        The boxes stay the same; only their features are computed again.
         """
         before, hidden = session.before, tuple(sorted(set(rows)))
         after = self.inspect(session.photo, before.answer.text, before, hidden) if hidden else None
@@ -176,10 +176,10 @@ class Explorer:
     def inspect(
         self, photo: Photo, text: str, before: Inspection | None = None, hidden: Sequence[int] = ()
     ) -> Inspection:
-        """Answer a text, with the regions of `before` if given, and the pixels of the `hidden` ones masked."""
+        """Answer a text, with the regions of `before` if given and the pixels of the `hidden` ones masked."""
 
         def with_regions(batch: Batch) -> Batch:
-            # the same pixels as in pre-training; they are masked for a teacher too
+            # mask the same pixels as pre-training does; a teacher sees the masked image too
             images = batch.images
             rectangles = mask_rectangles(before.boxes[list(hidden)], images.sizes[0].tolist(), "truncate")
             pixels = mask_pixels(images.pixels, images.sizes, [rectangles.to(before.boxes.dtype)])
@@ -229,7 +229,7 @@ _OUTLINE: Colour = (90, 90, 90)  # of regions that are neither selected nor hidd
 
 
 def draw_regions(session: Session) -> np.ndarray | None:
-    """uint8 RGB picture of all regions with their indices, or with the attention of the selected item.
+    """Picture, uint8 RGB [height, width, 3], of all regions with their indices or the attention of the selected item.
 
     None: no photo.
     """
@@ -256,8 +256,8 @@ def draw_regions(session: Session) -> np.ndarray | None:
     return draw_boxes(pixels, boxes[order], [labels[row] for row in order], [colours[row] for row in order])
 
 
-def draw_pointed(session: Session, found: Inspection | None, hidden: tuple[int, ...] = ()) -> np.ndarray | None:
-    """uint8 RGB picture of the boxes of an answer and of its phrases, dashed for uncertain phrases.
+def draw_answer(session: Session, found: Inspection | None, hidden: tuple[int, ...] = ()) -> np.ndarray | None:
+    """Picture, uint8 RGB [height, width, 3], of the boxes of an answer and its phrases, dashed for uncertain phrases.
 
     None: no photo, or no answer.
     """

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from e2e_vl.explorer.session import Explorer, Inspection, Session, draw_pointed, draw_regions, read_photo
+from e2e_vl.explorer.session import Explorer, Inspection, Session, draw_answer, draw_regions, read_photo
 
 if TYPE_CHECKING:
     import gradio
 
-SHOWS, HIDES = "shows its attention", "hides it, or shows it again"  # effects of a click on a region
+SHOW_ATTENTION, HIDE_REGION = "shows its attention", "hides or unhides it"  # effects of clicking a region
 MEAN = "mean of all heads"
 MAX_TEXT_LENGTH = 500  # characters
 MAX_PHOTO_MEGABYTES = 20  # of an uploaded photo
@@ -39,15 +39,15 @@ _CSS = """
 
 
 def build_page(explorer: Explorer, title: str) -> "gradio.Blocks":
-    """The page with its events; each user has a separate session."""
+    """Build the page with its events; each user has a separate session."""
     import gradio as gr
 
     page = gr.Blocks(title=title, analytics_enabled=False, delete_cache=(SESSION_SECONDS, SESSION_SECONDS))
     with page:
         state = gr.State(Session(), time_to_live=SESSION_SECONDS)
-        gr.Markdown(f"## {_plain(title)}")
+        gr.Markdown(f"## {_escape_markdown(title)}")
         for sentence in filter(None, (explorer.warning, explorer.note)):
-            gr.Markdown(_plain(sentence))
+            gr.Markdown(_escape_markdown(sentence))
         _connect(gr, explorer, state, _components(gr))
     return page
 
@@ -79,7 +79,7 @@ def _components(gr: Any) -> dict[str, Any]:
                 add(gr.Dropdown, "step", "Graph and layer")
                 add(gr.Dropdown, "head", "Head", choices=[MEAN], value=MEAN)
         with gr.Column(scale=3, min_width=400):
-            add(gr.Radio, "click", "A click on a region", choices=[SHOWS, HIDES], value=SHOWS)
+            add(gr.Radio, "click", "Clicking a region", choices=[SHOW_ATTENTION, HIDE_REGION], value=SHOW_ATTENTION)
             add(gr.Image, "regions", "Regions", buttons=["fullscreen"], **picture)
             add(gr.Dropdown, "hidden", "Hidden regions", multiselect=True)
     with gr.Row(elem_classes="pair"):
@@ -98,7 +98,7 @@ def _connect(gr: Any, explorer: Explorer, state: Any, parts: dict[str, Any]) -> 
         return [session, *values(gr, session, error).values()]
 
     def changing(change: Callable[..., Session]) -> Callable[..., list[Any]]:
-        """An event that changes the session, or shows an error message."""
+        """An event handler that changes the session, or shows an error message."""
 
         def event(session: Session, *inputs: Any) -> list[Any]:
             try:
@@ -123,7 +123,7 @@ def _connect(gr: Any, explorer: Explorer, state: Any, parts: dict[str, Any]) -> 
         row = None if seen is None else seen.region_at(*(np.array(place, dtype=np.float64) / session.photo.scale))
         if row is None:
             return session
-        if action == HIDES:
+        if action == HIDE_REGION:
             return explorer.toggle(session, row)
         return dataclasses.replace(session, item=len(seen.words) + row)
 
@@ -206,7 +206,7 @@ def values(gr: Any, session: Session, error: str) -> dict[str, Any]:
             sides = [round(float(side), 1) for side in box]
             table.append([row, name, *sides, "" if shares is None else f"{shares[row]:.3f}"])
     return {
-        "problem": gr.update(value=_plain(error), visible=bool(error)),
+        "problem": gr.update(value=_escape_markdown(error), visible=bool(error)),
         "answer": _answer(before),
         "answer-after": _answer(after),
         "boxes": _boxes(before),
@@ -218,8 +218,8 @@ def values(gr: Any, session: Session, error: str) -> dict[str, Any]:
         "item": gr.update(choices=items, value=session.item),
         "step": gr.update(choices=steps, value=session.step if steps else None),
         "head": gr.update(choices=[(MEAN, MEAN), *heads], value=MEAN if session.head is None else session.head),
-        "picture": draw_pointed(session, before),
-        "picture-after": draw_pointed(session, after, session.hidden),
+        "picture": draw_answer(session, before),
+        "picture-after": draw_answer(session, after, session.hidden),
         "table": table,
     }
 
@@ -248,6 +248,6 @@ def _coloured_words(session: Session) -> list[tuple[str, float | None]]:
     return [(word, float(share) / max(float(shares.max()), 1e-12)) for word, share in zip(words, shares, strict=True)]
 
 
-def _plain(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     """A text with Markdown characters escaped."""
     return "".join(f"&#{ord(one)};" if one in "\\`*_{}[]()#+-!|~<>&\"'" else one for one in text)

@@ -244,7 +244,7 @@ class LoadedDetector:
     attribute_names: tuple[str, ...] | None = None  # A names; None: attributes are not predicted
     warning: str = ""  # for users, if the predicted boxes are random
 
-    def named(self, class_names: str | Path | None, attribute_names: str | Path | None) -> LoadedDetector:
+    def with_names(self, class_names: str | Path | None, attribute_names: str | Path | None) -> LoadedDetector:
         """The same detector, with class and attribute names from text files, see `read_vocabulary`."""
         if class_names is not None:
             self.detector.class_names = read_vocabulary(class_names, self.detector.num_classes, "classes")

@@ -79,7 +79,7 @@ def test_questions_share_the_detector_pass_and_get_the_answers_of_the_evaluation
         assert answer.text == record["text"]
         assert answer.box == pytest.approx(record["box"], abs=1e-3)
         assert answer.score == pytest.approx(record["score"], abs=1e-5)
-        assert list(answer.top) == [(answer.answer, answer.score)]
+        assert list(answer.top_answers) == [(answer.answer, answer.score)]
         assert answer.prediction.detected_class in answer.box_names and set(answer.box_names) <= set(model.class_names)
 
 
@@ -127,7 +127,7 @@ def test_choices_of_vcr_runs(vcr_runs):
     assert list(answer.box_names) == list(answer.prediction.box_names) and len(answer.box_names) == 2
     assert {"tall", "Why", "yes"} <= set(answer.unknown_words)
     several = model.ask([image, image], "Why is [0] there ?", boxes=boxes, choices=[choices, choices[::-1]])
-    assert [dict(one.top) for one in several] == [pytest.approx(dict(answer.top), abs=1e-5)] * 2
+    assert [dict(one.top_answers) for one in several] == [pytest.approx(dict(answer.top_answers), abs=1e-5)] * 2
     with pytest.raises(ValueError, match="and the answer"):
         e2e_vl.load(vcr_runs[1]).ask(image, "Why is [0] there ?", boxes=boxes, choices=choices)
 
@@ -135,8 +135,9 @@ def test_choices_of_vcr_runs(vcr_runs):
 def test_masked_regions_and_the_attention_of_a_masked_word(pretraining_run):
     model = e2e_vl.load(pretraining_run)
     image = predictions_of(pretraining_run)[0]["file_name"]
-    masked = model.hide(image, [[5, 6, 40, 50], [30, 20, 70, 61]], "a [MASK] circle").prediction.masked_regions
-    assert [one.box for one in masked] == [pytest.approx([5, 6, 40, 50]), pytest.approx([30, 20, 70, 61])]
+    boxes = [[5, 6, 40, 50], [30, 20, 70, 61]]
+    masked = model.predict_masked(image, boxes, "a [MASK] circle").prediction.masked_regions
+    assert [one.box for one in masked] == list(map(pytest.approx, boxes))
     answer, output = model.ask_with_output(Question(Path(image), "a [MASK] circle"))
     wordpieces, kept = output.batch.texts.input_ids[0].tolist(), output.text_regions.row[0] >= 0
     place = wordpieces.index(model.tokenizer.mask_token_id)

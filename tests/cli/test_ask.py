@@ -112,7 +112,7 @@ def test_a_masked_region_is_named_without_its_pixels(pretraining_run, tmp_path, 
     answers = []
     for name, content in (("first", pixels), ("second", other)):
         Image.fromarray(content).save(tmp_path / f"{name}.png")
-        more = ["--boxes", *boxes, "--hide", boxes[0]]
+        more = ["--boxes", *boxes, "--mask", boxes[0]]
         answer, _ = answered(pretraining_run, tmp_path / f"{name}.png", "a [MASK] circle", *more)
         assert len(answer["regions"]) == len(boxes)  # the masked one is not there twice
         np.testing.assert_allclose(answer["regions"][0], answer["masked_regions"][0]["box"], atol=1e-3)
@@ -126,7 +126,7 @@ def test_a_masked_region_is_named_without_its_pixels(pretraining_run, tmp_path, 
 
 def test_a_masked_region_without_a_masked_word_looks_at_the_others(pretraining_run, answered):
     image = first_image(pretraining_run)
-    answer, _ = answered(pretraining_run, image, "a red circle", "--hide", *corners(pretraining_run, image)[:2])
+    answer, _ = answered(pretraining_run, image, "a red circle", "--mask", *corners(pretraining_run, image)[:2])
     assert "masks" not in answer and len(answer["masked_regions"]) == 2
     assert len(answer["attention"]) == len(answer["regions"]) and 0 < sum(answer["attention"]) < 1
 
@@ -180,8 +180,8 @@ UNANSWERABLE = [
     ("vcr", (*VCR, "--choices", *"abcd", "--answer", "x"), "four choices, and no answer"),
     ("vqa", ("  ",), "The text is empty"),
     ("vqa", ("x", "--choices", "a"), "takes no choices"),
-    ("vqa", ("x", "--hide", "1,2,30,40"), "takes no boxes to mask"),
-    ("pretraining", ("a", "--hide", "5000,2,6000,40"), "boxes to mask"),
+    ("vqa", ("x", "--mask", "1,2,30,40"), "takes no boxes to mask"),
+    ("pretraining", ("a", "--mask", "5000,2,6000,40"), "boxes to mask"),
     ("pretraining", ("[MASK] " * 80,), "longer than task.config.max_length"),
 ]
 

@@ -208,7 +208,7 @@ def test_images_that_cannot_be_read_end_in_exit_code_1(words, tmp_path, images, 
     assert extract.many_images([*words, "--output", str(tmp_path / "o.tsv")]) == 1
     printed = capsys.readouterr()
     assert "2 images extracted" in printed.out
-    assert "2 images could not be described" in printed.err
+    assert "2 images could not be extracted" in printed.err
     assert f"bad: Image {tmp_path}/bad.jpg" in printed.err and "missing.png" in printed.err
     assert open_features(tmp_path / "o.tsv").ids == ["003", "001"]
     assert json.loads((tmp_path / "o.tsv.json").read_text())["stamp"]["box_rule"]["rule"] == "maxnms"

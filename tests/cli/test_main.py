@@ -67,7 +67,7 @@ WRONG = {  # words after e2e-vl -> part of the one sentence
     "ask --run RUN --image x --text y --boxes 3,2,1": "[3.0, 2.0, 1.0] is not a box",
     "extract x.jpg --output x --text y": "--text needs --run",
     "extract configs --output x": "configs: no images found; supported suffixes are ",
-    "convert x --output y train.lr=1": "train.lr=1: settings are for --run.",
+    "convert x --output y train.lr=1": "train.lr=1: settings need --run.",
     "synthesize --output x --min-objects 12": "min_objects",
     f"convert README.md --run {TINY} --output y train.learning_rate=1": NEAR,
 }

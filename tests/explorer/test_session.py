@@ -16,7 +16,7 @@ import torch
 import e2e_vl
 from detector.images import mask_rectangles
 from e2e_vl.drawing import PALETTE
-from e2e_vl.explorer.session import GREY, Explorer, Session, draw_pointed, draw_regions, read_photo
+from e2e_vl.explorer.session import GREY, Explorer, Session, draw_answer, draw_regions, read_photo
 from e2e_vl.explorer.web_page import values
 from e2e_vl.run.build import build_model
 from e2e_vl.run.checkpoint import save_model
@@ -120,7 +120,7 @@ def test_the_smallest_region_around_a_point_is_found(asked):
 
 
 def test_pictures(explorer, asked):
-    assert draw_regions(Session()) is None and draw_pointed(asked, None) is None
+    assert draw_regions(Session()) is None and draw_answer(asked, None) is None
     with pytest.raises(ValueError, match="no photo yet"):
         explorer.ask(Session(), "the star")
     [(_, box)] = asked.before.shown_boxes()
@@ -129,8 +129,8 @@ def test_pictures(explorer, asked):
     hidden = explorer.toggle(asked, 0)
     boxes = hidden.before.answer.boxes
     x, y = ((boxes[0, :2] + boxes[0, 2:]) / 2 * asked.photo.scale).astype(int)
-    assert draw_pointed(hidden, hidden.after, hidden.hidden)[y, x].tolist() == [GREY] * 3
-    assert draw_pointed(hidden, hidden.before)[y, x].tolist() != [GREY] * 3
+    assert draw_answer(hidden, hidden.after, hidden.hidden)[y, x].tolist() == [GREY] * 3
+    assert draw_answer(hidden, hidden.before)[y, x].tolist() != [GREY] * 3
 
 
 LXMERT = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
@@ -169,7 +169,7 @@ def test_a_run_that_answers_questions(vqa_run):
     record = predictions_of(vqa_run)[0]
     asked = ask(explorer, record["file_name"], record["text"])
     assert asked.before.answer.answer in explorer.model.network.task.answers and len(asked.before) > 1
-    assert draw_pointed(asked, asked.before) is not None and draw_regions(with_item(asked, 1)) is not None
+    assert draw_answer(asked, asked.before) is not None and draw_regions(with_item(asked, 1)) is not None
     hidden = explorer.hide(asked, range(len(asked.before)))
     assert hidden.after.answer.answer and hidden.after.answer.score != asked.before.answer.score
 
@@ -184,7 +184,7 @@ def test_the_phrases_of_a_run_that_grounds_them(phrase_run, record, asked):
     assert label != "answer" and box == pytest.approx(seen.answer.box.tolist())
     assert shown and others == [(f"{one.text} {one.score:.2f}", list(one.box)) for one in shown]
     assert len(shown_on_page(grounding)["phrases"]["value"].split("\n")) == len(phrases)
-    assert (draw_pointed(grounding, seen) == PALETTE[1]).all(axis=2).sum() > 200
+    assert (draw_answer(grounding, seen) == PALETTE[1]).all(axis=2).sum() > 200
     hidden = explorer.hide(grounding, [0]).after
     assert [one.text for one in hidden.answer.phrases] == [one.text for one in phrases] == ["big", "red", "star"]
 

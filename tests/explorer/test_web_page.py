@@ -19,7 +19,7 @@ from tests.run.runs import predictions_of
 
 pytest.importorskip("gradio", reason='gradio is not installed; pip install "e2e-vl[explore]" lets this test run')
 
-from e2e_vl.explorer.web_page import HIDES, build_page, serve
+from e2e_vl.explorer.web_page import HIDE_REGION, build_page, serve
 
 # rows of the values that an event returns to a program: without the session, which stays on the server
 PROBLEM, ANSWER, ANSWER_AFTER, BOXES = range(4)
@@ -110,7 +110,7 @@ def test_a_visitor_drops_a_photo_asks_and_hides_a_region(tab, address, asked):
     assert tab.wait(value("item")).startswith("2: ")
     tab.wait("!!document.querySelector('#words .score-token')")
 
-    tab.click(f"[...document.querySelectorAll('#click label')].find(one => one.innerText.includes('{HIDES}'))")
+    tab.click(f"[...document.querySelectorAll('#click label')].find(one => one.innerText.includes('{HIDE_REGION}'))")
     # the picture is as large as the photo, or larger at the right and the bottom
     picture = "document.querySelector('#regions img')"
     wide, high = tab.run(f"[{picture}.naturalWidth, {picture}.naturalHeight]")

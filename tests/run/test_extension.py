@@ -81,7 +81,7 @@ def asked(run: Path, folder: Path, image: Path | tuple[Path, ...], text: str, *m
     ("task", "kind", "question"),
     [
         ("vqa", "top_answers", ("what color is the circle?",)),
-        ("pretraining", "masks", ("a [MASK] circle", "--hide", "5,6,40,50")),
+        ("pretraining", "masks", ("a [MASK] circle", "--mask", "5,6,40,50")),
     ],
 )
 def test_an_encoder(settings, tmp_path, task, kind, question):
@@ -136,5 +136,5 @@ def test_an_objective(settings, tmp_path):
     assert all(line["region_features"] > 0 for line in read_log(run / "log.jsonl") if line["kind"] == "train")
     assert 0 <= json.loads((run / "metrics.json").read_text())["val/region_features_gt_boxes"] <= 1
     assert {name.split(".")[0] for name in load_model(run)[1].task.state_dict()} == {"region_features"}
-    record = asked(run, tmp_path / "answer", first_image(run), "a circle", "--hide", "5,6,40,50")
+    record = asked(run, tmp_path / "answer", first_image(run), "a circle", "--mask", "5,6,40,50")
     assert len(record["metadata"]["feature_norms"]) == 1

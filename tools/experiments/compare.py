@@ -54,20 +54,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", help="a run of each variant per seed (default: the config's)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     add_common_options(parser)
-    arguments = parser.parse_args(argv)
-    if arguments.variants is not None:
-        variants = read_yaml(arguments.variants)
+    args = parser.parse_args(argv)
+    if args.variants is not None:
+        variants = read_yaml(args.variants)
     else:
-        variants = {name: overrides for name, *overrides in arguments.variant}
+        variants = {name: overrides for name, *overrides in args.variant}
     for name in variants:
         if "=" in name:
             raise UserError(f"--variant needs a name before its settings; found '{name}'.")
-    jobs = make_jobs(arguments.config, arguments.output, variants, arguments.set, arguments.seeds)
+    jobs = make_jobs(args.config, args.output, variants, args.set, args.seeds)
     every = [job for own in jobs.values() for job in own]
-    run_jobs(every, launch=arguments.launch, parallel=arguments.jobs)
-    comparison = {"config": str(arguments.config), "common_overrides": arguments.set, "seeds": arguments.seeds}
-    comparison |= compare(jobs, variants, arguments.metrics)
-    write_table(arguments.output / "comparison", comparison, [*as_markdown(comparison), made_by(__file__, argv)])
+    run_jobs(every, launch=args.launch, parallel=args.jobs)
+    comparison = {"config": str(args.config), "common_overrides": args.set, "seeds": args.seeds}
+    comparison |= compare(jobs, variants, args.metrics)
+    write_table(args.output / "comparison", comparison, [*as_markdown(comparison), made_by(__file__, argv)])
     return 0
 
 

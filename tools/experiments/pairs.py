@@ -103,18 +103,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--dry-run", action="store_true", help="only show the commands of unfinished cells")
     add_common_options(parser)
-    arguments = parser.parse_args(argv)
-    cells = plan(arguments.encoders, arguments.tasks, arguments.only, arguments.seeds)
-    jobs, configs = make_jobs(cells, encoders, arguments.output, arguments.configs, arguments.set)
-    if arguments.dry_run:
+    args = parser.parse_args(argv)
+    cells = plan(args.encoders, args.tasks, args.only, args.seeds)
+    jobs, configs = make_jobs(cells, encoders, args.output, args.configs, args.set)
+    if args.dry_run:
         unfinished = [job for job in jobs.values() if job.metrics is None]
-        print("\n".join(" ".join(job.command(arguments.launch)) for job in unfinished))
+        print("\n".join(" ".join(job.command(args.launch)) for job in unfinished))
         return 0
     try:
-        run_jobs(list(jobs.values()), launch=arguments.launch, parallel=arguments.jobs, keep_going=True)
+        run_jobs(list(jobs.values()), launch=args.launch, parallel=args.jobs, keep_going=True)
     finally:  # after a failure the other cells belong into the table all the same
         table = collect(cells, jobs, configs)
-        write_table(arguments.output / "pairs", table, [*as_markdown(table), "", made_by(__file__, argv)])
+        write_table(args.output / "pairs", table, [*as_markdown(table), "", made_by(__file__, argv)])
     return 0
 
 

@@ -56,14 +56,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
     parser.add_argument("--configs", type=Path, default=CONFIGS, help="folder of the configs (default: configs/table4)")
     add_common_options(parser)
-    arguments = parser.parse_args(argv)
-    settings = [*arguments.set, f"data.root={arguments.data}"]
-    jobs = plan(arguments.configs, arguments.output, settings, arguments.seeds, arguments.rows, arguments.tasks)
-    prepare(arguments.configs, arguments.output, settings)
-    run_jobs(list(jobs.values()), launch=arguments.launch, parallel=arguments.jobs)
-    table = collect(jobs, arguments.seeds, arguments.rows, arguments.tasks)
-    draw(table, arguments.output / "table4.png")
-    write_table(arguments.output / "table4", table, [*as_markdown(table), made_by(__file__, argv)])
+    args = parser.parse_args(argv)
+    settings = [*args.set, f"data.root={args.data}"]
+    jobs = plan(args.configs, args.output, settings, args.seeds, args.rows, args.tasks)
+    prepare(args.configs, args.output, settings)
+    run_jobs(list(jobs.values()), launch=args.launch, parallel=args.jobs)
+    table = collect(jobs, args.seeds, args.rows, args.tasks)
+    draw(table, args.output / "table4.png")
+    write_table(args.output / "table4", table, [*as_markdown(table), made_by(__file__, argv)])
     return 0
 
 
