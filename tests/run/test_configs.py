@@ -77,14 +77,20 @@ def without_files(config: RunConfig, answers: int = 2) -> RunConfig:
     )
 
 
+@pytest.fixture
+def no_draws(monkeypatch):
+    """On the meta device they do nothing, slowly."""
+    for draw in ("normal_", "uniform_"):
+        monkeypatch.setattr(torch.Tensor, draw, lambda tensor, *more, **named: tensor)
+
+
+@pytest.mark.usefixtures("no_draws")
 @pytest.mark.parametrize("path", RUNS, ids=name_of)
-def test_the_model_of_a_run_can_be_built_and_missing_data_are_named(path, tmp_path, monkeypatch):
+def test_the_model_of_a_run_can_be_built_and_missing_data_are_named(path, tmp_path):
     """All options of the data are accepted, and the first file that is not there is named.
 
     The model is on the meta device: every parameter has its shape, none takes memory, and there is nothing to draw.
     """
-    for draw in ("normal_", "uniform_"):  # on this device they do nothing, slowly
-        monkeypatch.setattr(torch.Tensor, draw, lambda tensor, *more, **named: tensor)
     config = load_config(path, [f"data.root={tmp_path / 'nowhere'}"])
     with torch.device("meta"):
         model = build_model(without_files(config), vocab_size=VOCABULARY)
@@ -112,3 +118,40 @@ def test_the_model_of_a_run_can_be_built_and_missing_data_are_named(path, tmp_pa
     split, boxes = config.data.train_split, config.data.boxes.train
     with pytest.raises(FileNotFoundError, match="nowhere"):
         build_examples(config, model, tokenizer, split, boxes=boxes, training=True)
+
+
+BASE = (
+    *("pretraining/vl_bert_base_e2e", "pretraining/visual_bert_coco_vqa", "pretraining/lxmert"),
+    *("refcoco/vl_bert_base", "vqa/vl_bert_base", "vcr/vl_bert_base_q2a"),
+)
+
+
+@pytest.mark.usefixtures("no_draws")
+def test_the_table_of_larger_batches_is_computed_from_the_configs():
+    rows = "\n".join(map(larger_batch, BASE))
+    assert rows in (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8"), f"docs/scaling.md should have\n{rows}"
+
+
+def larger_batch(name: str, factor: int = 4) -> str:
+    """A recipe's row in docs/scaling.md: its batch and one `factor` times as large, and the bytes of its gradients."""
+    config = load_config(ROOT / "configs" / f"{name}.yaml", ["data.root=DATA"])
+    settings, images = config.train, config.train.images_per_batch
+    with torch.device("meta"):
+        model = build_model(without_files(config, 9500 if "pretraining" in name else 3129), vocab_size=30522)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    powers = (0, 1) if settings.optimizer == "sgd" else (0, 1, 0.5)
+    rates = [f"{settings.lr * factor**power:.2e}".replace("e-0", "e-") for power in powers] + ["-"] * (3 - len(powers))
+    warmup = [f"{settings.warmup_steps // n:,}" for n in (1, factor)]
+    if settings.warmup_share is not None:
+        warmup = [f"{100 * settings.warmup_share:.4g} %"] * 2
+    cells = [
+        f"`{name}`",
+        images,
+        rates[0],
+        warmup[0],
+        factor * images,
+        *rates[1:],
+        warmup[1],
+        f"{trained / 250e3:.0f} MB",
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
