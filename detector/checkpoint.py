@@ -49,8 +49,8 @@ ATTRIBUTE_HEAD = tuple(f"{PREDICTOR}{layer}." for layer in ("cls_embedding", "fc
 # Part of the detector that a file must contain -> arguments of `load_weights`. The rest of the detector keeps its
 # values; the rest of the file is ignored.
 EXPECT: dict[str, dict[str, Sequence[str]]] = {
-    "all": {"may_exceed": UNUSED_KEYS},
-    "no_attributes": {"may_exceed": (*UNUSED_KEYS, *ATTRIBUTE_HEAD), "may_miss": ATTRIBUTE_HEAD},
+    "all": {"allow_unexpected": UNUSED_KEYS},
+    "no_attributes": {"allow_unexpected": (*UNUSED_KEYS, *ATTRIBUTE_HEAD), "allow_missing": ATTRIBUTE_HEAD},
     "backbone": {},  # `load_checkpoint` sets `only`
 }
 
@@ -187,8 +187,8 @@ def load_weights(
     tensors: dict[str, Tensor],
     source: str | Path,
     *,
-    may_miss: Sequence[str] = (),
-    may_exceed: Sequence[str] = (),
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
     only: Sequence[str] = ("",),
     layout: str = LoadReport.layout,
 ) -> LoadReport:
@@ -217,8 +217,8 @@ def load_weights(
     )
     refused = dataclasses.replace(
         report,
-        missing=[n for n in report.missing if n.startswith(wanted) and not n.startswith(tuple(may_miss))],
-        unexpected=[n for n in report.unexpected if n.startswith(wanted) and not n.startswith(tuple(may_exceed))],
+        missing=[n for n in report.missing if n.startswith(wanted) and not n.startswith(tuple(allow_missing))],
+        unexpected=[n for n in report.unexpected if n.startswith(wanted) and not n.startswith(tuple(allow_unexpected))],
     )
     if not refused.is_complete:
         part = " To load a part of it, expect no_attributes or backbone." if isinstance(module, Detector) else ""

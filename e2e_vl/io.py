@@ -85,7 +85,7 @@ def write_checksums(folder: Path) -> None:
     write_json(folder / CHECKSUMS, {path.relative_to(folder).as_posix(): file_sha256(path) for path in files})
 
 
-def find_damage(folder: Path) -> str | None:
+def find_checksum_mismatch(folder: Path) -> str | None:
     """Describe the first file that does not match its checksum; None if all match. Files added later are ignored."""
     try:
         expected = read_json(folder / CHECKSUMS, dict[str, str])

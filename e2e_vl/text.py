@@ -242,7 +242,7 @@ class TextTokenizer:
         template = self.layout.single if len(second) and lost[1] == len(second) else self.layout.pair
         return fill_template(template, (first, second), self.tokenizer, [slice(number, None) for number in lost])
 
-    def bare(self, pieces: Pieces) -> TextEncoding:
+    def without_special_tokens(self, pieces: Pieces) -> TextEncoding:
         """Wordpieces without special tokens; truncation is up to the caller."""
         return fill_template(BARE, (pieces,), self.tokenizer)
 

@@ -14,7 +14,7 @@ from e2e_vl.io import (
     box_corners,
     check_output,
     file_name,
-    find_damage,
+    find_checksum_mismatch,
     read_log,
     read_text,
     replace_nan,
@@ -83,16 +83,16 @@ def test_every_kind_of_damage_is_found(tmp_path: Path):
         (part / "b.txt").write_text("b")
         write_checksums(part)
     (folder / "later.txt").write_text("not of the checkpoint")
-    assert find_damage(folder) is None
+    assert find_checksum_mismatch(folder) is None
     path = folder / "deep" / "a.bin"
     whole = path.read_bytes()
     for damaged in (whole[:100] + bytes([whole[100] ^ 1]) + whole[101:], whole[:-1]):
         path.write_bytes(damaged)
-        assert find_damage(folder) == "deep/a.bin has changed since it was written"
+        assert find_checksum_mismatch(folder) == "deep/a.bin has changed since it was written"
     path.unlink()
-    assert find_damage(folder) == "deep/a.bin is missing"
+    assert find_checksum_mismatch(folder) == "deep/a.bin is missing"
     (folder / "checksums.json").write_text(json.dumps([1]))
-    assert find_damage(folder) == "its checksums.json is missing or damaged"
+    assert find_checksum_mismatch(folder) == "its checksums.json is missing or damaged"
 
 
 @pytest.mark.parametrize("part", ["metrics.json", "log.jsonl", "model/config.yaml", "encoder/model.safetensors"])

@@ -166,7 +166,7 @@ def test_values_stand_at_their_pieces(tokenizer):
     assert pair.place([5, 6, 7, 8]).tolist() == [-1, 5, 6, 7, -1, 8, -1]
     assert pair.place(np.array([5, 6, 7, 8]), fill=0).tolist() == [0, 5, 6, 7, 0, 8, 0]
     assert fill_template(SWAPPED, (first, second), tokenizer).place([5, 6, 7, 8]).tolist() == [-1, 8, -1, 5, 6, 7, -1]
-    assert text_tokenizer.bare(first).place([5, 6, 7]).tolist() == [5, 6, 7]
+    assert text_tokenizer.without_special_tokens(first).place([5, 6, 7]).tolist() == [5, 6, 7]
     assert text_tokenizer.single([]).place([]).tolist() == [-1, -1]
     shorter = TextTokenizer(tokenizer, max_length=4).single(first + second)  # values of lost pieces are left out
     assert shorter.place([5, 6, 7, 8]).tolist() == [-1, 5, 6, -1] and shorter.num_truncated == 2

@@ -218,8 +218,8 @@ def word_dependency(
     """How often the other word that a word attends to most is the one it is related to.
 
     The attention on a word is the sum over its wordpieces, without special tokens. Words with the same wordpieces are
-    one choice, and words that share a wordpiece with the query word are not allowed. The baselines "word before" and
-    "word behind" always choose that neighbour.
+    one choice, and words that share a wordpiece with the query word are not allowed. The baselines "previous word" and
+    "next word" always choose that neighbour.
 
     Args:
         targets: row of w1 of each pair; it shares no wordpiece with w2.
@@ -232,5 +232,5 @@ def word_dependency(
     rows = torch.arange(len(choices), device=maps.device)
     others = (inside[choice[sources]] @ inside.T) == 0  # [examples, choices]
     step = choice[targets] - choice[sources]
-    baselines = {"word before": (step == -1).to(maps.dtype), "word behind": (step == 1).to(maps.dtype)}
+    baselines = {"previous word": (step == -1).to(maps.dtype), "next word": (step == 1).to(maps.dtype)}
     return measure_hits(seen, others, rows == choice[targets][:, None], baselines)

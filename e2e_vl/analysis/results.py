@@ -46,8 +46,8 @@ BASELINE_DESCRIPTIONS = {
     CONFIDENCE: "always the region with the highest detection confidence (the paper's baseline)",
     LARGEST: "always the largest region",
     "chance": "a region (or word) drawn at random",
-    "word before": "always the word before",
-    "word behind": "always the word behind",
+    "previous word": "always the previous word",
+    "next word": "always the next word",
 }
 NO_CONFIDENCE = (
     "The regions have no detection confidences, so the paper's baseline (always the region with the highest one) "

@@ -122,7 +122,7 @@ def export_official(folder: Path, output: Path) -> None:
     config, model, _ = load_model(folder)
     lines = None
     if model.task.chooses_answers:  # before anything is written
-        lines = official_lines(model.task.answers, model.task.parse_official_answer)
+        lines = vocabulary_lines(model.task.answers, model.task.parse_official_answer)
     left_out = adapters[output.suffix].export(model, config.task.name, output)
     print(f"left out: {len(left_out)}", *(f"  {name}" for name in left_out), f"written: {output}", sep="\n")
     if lines is not None:
@@ -131,7 +131,7 @@ def export_official(folder: Path, output: Path) -> None:
         print(f"written: {path} ({len(lines)} answers in the order of the classes; a run needs both)")
 
 
-def official_lines(answers: Sequence[str], read: Callable[[str], str]) -> list[str]:
+def vocabulary_lines(answers: Sequence[str], read: Callable[[str], str]) -> list[str]:
     """The lines of an official answer vocabulary, one per answer in the order of the classes.
 
     Classes whose answers are equal after normalisation get different spellings ("t shirt", "t-shirt"), because

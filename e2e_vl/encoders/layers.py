@@ -22,7 +22,7 @@ from detector.errors import UserError
 from e2e_vl.structures import IntermediateStates, TextBatch, TextRegions, take_along_dim
 
 
-class BertLayerWithMaps(GradientCheckpointingLayer):
+class BertLayerWithAttentions(GradientCheckpointingLayer):
     """A BERT layer that can return attention maps; parameters have the names of transformers' `BertLayer`."""
 
     def __init__(self, config: BertConfig, index: int):
@@ -50,7 +50,7 @@ class LayerOutputs(NamedTuple):
 
 
 def run_layers(
-    layers: Sequence[BertLayerWithMaps],
+    layers: Sequence[BertLayerWithAttentions],
     hidden: Float[Tensor, "M Z E"],
     attention_mask: Bool[Tensor, "M Z"],
     output_attentions: bool = False,

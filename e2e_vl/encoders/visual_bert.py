@@ -17,7 +17,7 @@ from transformers.models.bert.modeling_bert import BertPooler
 from e2e_vl.encoders.base import Encoder, EncoderConfig, read_summary
 from e2e_vl.encoders.config import VisualBertSettings
 from e2e_vl.encoders.layers import (
-    BertLayerWithMaps,
+    BertLayerWithAttentions,
     LayerOutputs,
     RelativeGeometryBias,
     SequenceLayout,
@@ -145,7 +145,7 @@ class VisualBertEncoder(Encoder):
     base_model_prefix = "visual_bert"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _no_split_modules = ("BertLayerWithMaps",)
+    _no_split_modules = ("BertLayerWithAttentions",)
     layout = TextLayout(question=ANSWER_BEFORE_END)
     abilities = frozenset(
         {
@@ -162,8 +162,8 @@ class VisualBertEncoder(Encoder):
         super().__init__(config)
         count = config.num_hidden_layers
         self.embeddings = VisualBertEmbeddings(config)
-        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(BertLayerWithMaps(config, i) for i in range(count))})
-        self.additional_layer = BertLayerWithMaps(config, count) if config.bypass_transformer else None
+        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(BertLayerWithAttentions(config, i) for i in range(count))})
+        self.additional_layer = BertLayerWithAttentions(config, count) if config.bypass_transformer else None
         self.pooler = BertPooler(config)
         self.relative_geometry = None
         if config.relative_geometry:

@@ -20,7 +20,7 @@ from e2e_vl.encoders.base import Encoder, EncoderConfig, read_summary
 from e2e_vl.encoders.config import VLBertSettings
 from e2e_vl.encoders.layers import (
     GEOMETRY_LAYERS,
-    BertLayerWithMaps,
+    BertLayerWithAttentions,
     LayerOutputs,
     RelativeGeometryBias,
     SequenceLayout,
@@ -283,7 +283,7 @@ class VLBertConfig(EncoderConfig, BertConfig, settings=VLBertSettings):
             self.visual_size = self.hidden_size
 
 
-class VLBertLayer(BertLayerWithMaps):
+class VLBertLayer(BertLayerWithAttentions):
     """A BERT layer, post-LN as in BERT or pre-LN (`norm_first`)."""
 
     def __init__(self, config: VLBertConfig, index: int):
@@ -293,7 +293,7 @@ class VLBertLayer(BertLayerWithMaps):
     def forward(
         self, hidden: Float[Tensor, "M Z E"], mask: Float[Tensor, "M _ _ Z"], output_attentions: bool = False
     ) -> tuple[Float[Tensor, "M Z E"], Float[Tensor, "M heads Z Z"] | None]:
-        """See `BertLayerWithMaps.forward`."""
+        """See `BertLayerWithAttentions.forward`."""
         if not self.norm_first:
             return super().forward(hidden, mask, output_attentions)
         attention, output = self.attention.output, self.output

@@ -35,7 +35,7 @@ from detector.errors import MissingFileError, UserError
 from detector.io import atomic_folder, decode_yaml, read_json, write_json
 from e2e_vl.config import RunConfig, differences, load_config, parse_overrides, read_detector_config, save_config
 from e2e_vl.data.answer_lists import ANSWERS_FILE, write_answers
-from e2e_vl.io import find_damage, find_model_folder, write_checksums
+from e2e_vl.io import find_checksum_mismatch, find_model_folder, write_checksums
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import TASKS, Settings
 from e2e_vl.run.build import build_model
@@ -236,7 +236,7 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     if not output.is_dir():
         raise MissingFileError(f"Cannot resume: run directory {output} does not exist; start without --resume.")
     folders, damaged = list_checkpoints(output), []
-    while folders and (damage := find_damage(folders[-1])) is not None:
+    while folders and (damage := find_checksum_mismatch(folders[-1])) is not None:
         damaged.append(f"{folders.pop()} is damaged ({damage})")
     if damaged and not folders:
         raise UserError(

@@ -48,7 +48,7 @@ class GQAVocabulary(AnswerVocabulary):
 
     learns_from = (CorrectAnswer, ScoredAnswers)
 
-    def judge(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
+    def labels_of(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
         answer = truth.answer if isinstance(truth, CorrectAnswer) else None
         if isinstance(truth, ScoredAnswers):
             answer = max(truth.scores, key=truth.scores.get, default=None)

@@ -1,6 +1,6 @@
 """Base classes of tasks with an answer vocabulary: classification of the summary of question and image.
 
-The vocabulary is saved with the task. Subclasses define targets (`AnswerVocabulary.judge`) and metrics.
+The vocabulary is saved with the task. Subclasses define targets (`AnswerVocabulary.labels_of`) and metrics.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -65,7 +65,7 @@ class AnswerVocabulary(abc.ABC):
                 self.class_of.setdefault(answer, number)
 
     @abc.abstractmethod
-    def judge(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
+    def labels_of(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
         """Labels from the ground truth; None if it is unknown. With `mirrored`, "left" and "right" are swapped."""
 
     def targets_of(self, scores: Mapping[str, float]) -> Float[np.ndarray, " Y"]:
@@ -100,10 +100,10 @@ class AnswerPreprocessor(Preprocessor):
         mirrored = image.image_transform.flipped
         encoding = self.text_tokenizer.question(self.text_tokenizer.pieces(text.words, mirrored=mirrored))
         record, targets = self.record(text, images, encoding), AnswerTargets()
-        judged = self.answers.judge(text.truth, mirrored=mirrored)
-        if judged is not None:
-            targets = AnswerTargets(self.answers.targets_of(judged.scores), np.int64(judged.best))
-            record |= judged.record
+        labels = self.answers.labels_of(text.truth, mirrored=mirrored)
+        if labels is not None:
+            targets = AnswerTargets(self.answers.targets_of(labels.scores), np.int64(labels.best))
+            record |= labels.record
         yield TextExample(encoding, text.image_index, record, targets)
 
 
@@ -169,8 +169,8 @@ class AnswerTask(Task):
 
         Such questions do not contribute to the softmax loss; in the binary loss all their answers are negatives.
         """
-        judged = [one for one in map(self.answer_vocabulary.judge, info.truths()) if one is not None]
-        total, without = len(judged), sum(one.best == -1 for one in judged)
+        labels = [one for one in map(self.answer_vocabulary.labels_of, info.truths()) if one is not None]
+        total, without = len(labels), sum(one.best == -1 for one in labels)
         if not without:
             return
         if without == total:

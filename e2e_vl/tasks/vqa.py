@@ -37,7 +37,7 @@ class VQAVocabulary(AnswerVocabulary):
         super().__init__(answers)
         self.normalised = normalised
 
-    def judge(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
+    def labels_of(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
         """The best answer is the first with the highest score, or the most frequent one."""
 
         def spelled(answer: str) -> str:

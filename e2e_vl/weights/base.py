@@ -154,7 +154,7 @@ def save_for_torch(content: dict[str, Any], path: Path) -> None:
         torch.save(content, file)
 
 
-def save_for_transformers(state: Mapping[str, Tensor], config: PreTrainedConfig, path: Path) -> None:
+def save_as_transformers(state: Mapping[str, Tensor], config: PreTrainedConfig, path: Path) -> None:
     """Write the weights and, in the same folder, transformers' `config.json`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_files(path.parent, "config.json") as part:

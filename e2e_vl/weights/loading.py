@@ -96,22 +96,29 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: InitRules) -> Load
     """
     source = read_checkpoint_part(path, "encoder", rules)
     _check_config(source.path, encoder, rules.collect("checked_fields"))
-    tensors, may_miss, copied = source.tensors, [], []
+    tensors, allow_missing, copied = source.tensors, [], []
     if source.adapter is not None:
         tensors, copied = source.adapter.adapt(tensors, encoder)
-        may_miss = [name for name in encoder.state_dict() if not name.startswith(tuple(source.adapter.required))]
+        allow_missing = [name for name in encoder.state_dict() if not name.startswith(tuple(source.adapter.required))]
     optional, pretraining_only = rules.collect("optional"), rules.collect("pretraining_only")
     if source.task_name not in (None, rules.task_name):
-        may_miss += optional if source.transferable else (*optional, *pretraining_only)
+        allow_missing += optional if source.transferable else (*optional, *pretraining_only)
         if source.transferable and TASKS[rules.task_name].cls.copies_first_segment:
             for name in tensors.keys() & rules.collect("segment_tables"):
                 tensors = {**tensors, name: tensors[name][[0, 0, *range(2, len(tensors[name]))]]}
                 copied.append(f"{name} row 0 -> row 1")
-    may_exceed = () if source.adapter is None and source.task_name is None else (*optional, *pretraining_only)
+    allow_unexpected = () if source.adapter is None and source.task_name is None else (*optional, *pretraining_only)
     zero = [name for name, module in encoder.named_modules() if getattr(module, "starts_at_zero", False)]
     zero = [part for part in zero if not any(name.startswith(f"{part}.") for name in tensors)]
-    may_miss = [*may_miss, *(f"{part}." for part in zero)]
-    report = load_weights(encoder, tensors, source.path, may_miss=may_miss, may_exceed=may_exceed, layout=source.layout)
+    allow_missing = [*allow_missing, *(f"{part}." for part in zero)]
+    report = load_weights(
+        encoder,
+        tensors,
+        source.path,
+        allow_missing=allow_missing,
+        allow_unexpected=allow_unexpected,
+        layout=source.layout,
+    )
     return dataclasses.replace(report, copied=copied, zero=zero)
 
 
@@ -169,7 +176,7 @@ def _continue_head(task: Task, source: CheckpointPart) -> LoadReport:
     off = [name for name in tensors if name.startswith(rule.parts) and name.split(".")[0] not in own]
     # an objective that the other run lacked
     new = [f"{name}." for name in own - _modules(tensors)] if task.sums_objectives else []
-    report = load_weights(task, tensors, source.path, may_miss=new, may_exceed=off, layout=source.layout)
+    report = load_weights(task, tensors, source.path, allow_missing=new, allow_unexpected=off, layout=source.layout)
     return dataclasses.replace(report, copied=copied)
 
 
@@ -209,7 +216,7 @@ def _start_from_other(task: Task, source: CheckpointPart, rule: HeadInit) -> Loa
         count = sum(simplify_answer(answer) in theirs for answer in task.answers)
         copied.append(f"{start[:-1]} rows of {count} of {len(task.answers)} answers -> {to[:-1]}")
     random = [name for name in own if name.startswith(rule.random) and not name.startswith(tuple(copies.values()))]
-    report = load_weights(task, tensors, source.path, may_miss=random, layout=source.layout)
+    report = load_weights(task, tensors, source.path, allow_missing=random, layout=source.layout)
     read = (*copies, *(rule.difference or ())[:1], *(rule.answer_rows or ())[:1])
     left = [name for name in source.tensors if not name.startswith(read)]
     return dataclasses.replace(report, unexpected=[*report.unexpected, *left], copied=copied)

@@ -36,8 +36,8 @@ from e2e_vl.weights.base import (
     collect_weights,
     move_to_cpu,
     rename_head,
+    save_as_transformers,
     save_for_torch,
-    save_for_transformers,
     shared_fields,
     split_weights,
 )
@@ -217,7 +217,7 @@ class TransformersLxmert(OfficialLxmert):
         state = {f"{TRUNK if taken else ''}{name}": value for name, value in parts.encoder.items()} | head
         fields = shared_fields(config, LxmertConfig) | fields
         folder_config = LxmertConfig(**fields, visual_feat_dim=config.feature_dim, visual_pos_dim=4)
-        save_for_transformers(state, folder_config, path)
+        save_as_transformers(state, folder_config, path)
         return left_out + [f"detector.{name}" for name in parts.detector]
 
 

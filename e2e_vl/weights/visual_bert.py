@@ -39,8 +39,8 @@ from e2e_vl.weights.base import (
     move_to_cpu,
     rename_head,
     replace_module,
+    save_as_transformers,
     save_for_torch,
-    save_for_transformers,
     shared_fields,
     split_weights,
 )
@@ -212,7 +212,7 @@ class TransformersVisualBert(OfficialVisualBert):
         check_settings(model.encoder.config.to_dict(), self.required_config, path)
         parts = collect_weights(model, task_name)
         state, left_out = to_transformers(parts)
-        save_for_transformers(state, make_transformers_config(model.encoder, parts), path)
+        save_as_transformers(state, make_transformers_config(model.encoder, parts), path)
         return left_out
 
 

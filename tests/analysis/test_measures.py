@@ -105,7 +105,7 @@ def test_words_attend_to_related_words():
     words = spans((0, 1), (1, 2), (2, 3))
     found = word_dependency(MAPS, words, torch.tensor([1, 2]), torch.tensor([2, 1]))
     assert found.hits[0].tolist() == [[True, False], [False, False]]
-    assert found.baselines["word before"].tolist() == [1, 0] and found.baselines["word behind"].tolist() == [0, 1]
+    assert found.baselines["previous word"].tolist() == [1, 0] and found.baselines["next word"].tolist() == [0, 1]
     assert found.baselines["chance"].tolist() == [0.5, 0.5]
     joined = word_dependency(MAPS, spans((0, 2), (2, 3)), torch.tensor([0]), torch.tensor([1]))
     torch.testing.assert_close(joined.attention[0, :, 0], torch.tensor([0.9, 0.2]))
@@ -121,7 +121,7 @@ def test_words_that_share_a_wordpiece_are_one_choice_or_none():
     assert found.baselines["chance"].tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1])
     like = word_dependency(maps, words[:3], torch.tensor([1, 2]), torch.tensor([0, 0]))
     assert like.hits[0, 0].tolist() == [True, True] and like.baselines["chance"].tolist() == [1, 1]
-    assert like.baselines["word behind"].tolist() == [1, 1]
+    assert like.baselines["next word"].tolist() == [1, 1]
 
 
 def measured(hits: list[list[bool]], attention: list[list[float]], rule: list[float]):

@@ -127,13 +127,13 @@ def test_answers_that_are_spelled_alike_are_written_as_lines_that_are_read_back(
     (tmp_path / "official.txt").write_text("<unk>\nt shirt\nt-shirt\nyes\nt/shirt\nu.s.\nus\nred, white\n")
     answers = [VQATask.parse_official_answer(line) for line in read_answers(tmp_path / "official.txt")]
     assert len(set(answers)) == len(answers) - 3
-    lines = tool.official_lines(answers, VQATask.parse_official_answer)
+    lines = tool.vocabulary_lines(answers, VQATask.parse_official_answer)
     assert lines == ["<unk>", "t shirt", "t-shirt", "yes", "t shirt.", "us", "us.", "red white"]
     (tmp_path / "again.txt").write_text("".join(f"{line}\n" for line in lines))
     assert [VQATask.parse_official_answer(line) for line in read_answers(tmp_path / "again.txt")] == answers
     for answers in (["<unk>", "t - shirt"], ["no", "<unk>", "<unk>"], ["two\nlines"]):
         with pytest.raises(UserError, match=rf"Answer {len(answers) - 1} is .* task\.config\.answers"):
-            tool.official_lines(answers, VQATask.parse_official_answer)
+            tool.vocabulary_lines(answers, VQATask.parse_official_answer)
 
 
 @pytest.mark.parametrize(

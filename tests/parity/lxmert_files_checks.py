@@ -161,7 +161,7 @@ def test_targets_of_fine_tuning(golden, rules, name):
     for splits in (splits for kind, splits in items(rules) if kind == name):
         dataset = open_items(golden, name, splits)
         for number, truth in enumerate(dataset.truths()):
-            judged = task.answer_vocabulary.judge(truth)
+            judged = task.answer_vocabulary.labels_of(truth)
             recorded = arrays.get(f"{name}.{'+'.join(splits)}.{number}.target")
             assert (judged is None) == (recorded is None)
             if recorded is not None:

@@ -127,7 +127,7 @@ def test_vqa_soft_target_and_swapped_words(golden):
     target, words = recorded["vqa_target"], recorded["flip_words"]
     task = VQATask(4, VQAConfig(answers=target["vocab"]))
     ours = task.answer_vocabulary.targets_of(
-        task.answer_vocabulary.judge(HumanAnswers(tuple(target["answers"]))).scores
+        task.answer_vocabulary.labels_of(HumanAnswers(tuple(target["answers"]))).scores
     )
     assert ours.tolist() == pytest.approx(target["target"], abs=1e-7)
     assert swap_left_right(words["tokens"]) == words["out"]

@@ -25,7 +25,7 @@ import yaml
 from detector import io as atomic_writes
 from detector.errors import StoppedRunError
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.io import CHECKSUMS, find_damage, read_log, write_checksums
+from e2e_vl.io import CHECKSUMS, find_checksum_mismatch, read_log, write_checksums
 from e2e_vl.run import evaluate as evaluation
 from e2e_vl.run import train as training
 from e2e_vl.run.build import build_examples
@@ -229,7 +229,7 @@ def test_a_damaged_checkpoint_is_passed_over(uninterrupted, stopped, caplog):
     [sentence] = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
     assert "step_00000008" in sentence and "state/optimizer.bin" in sentence
     assert_same_run(uninterrupted, run)
-    assert find_damage(newest) is None
+    assert find_checksum_mismatch(newest) is None
 
     before = files(run)
     assert train(stopped, resume=True) == json.loads((run / "metrics.json").read_text())

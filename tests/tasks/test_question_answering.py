@@ -45,7 +45,7 @@ def make_task(**config) -> VQATask:
 def targets_of(*answers: list[str] | None, normalised: bool = False) -> AnswerTargets:
     """The targets of questions with these answers; None: they are unknown."""
     possible = VQAVocabulary(ANSWERS, normalised=normalised)
-    judged = [None if given is None else possible.judge(HumanAnswers(tuple(given))) for given in answers]
+    judged = [None if given is None else possible.labels_of(HumanAnswers(tuple(given))) for given in answers]
     return AnswerTargets.join(
         [AnswerTargets() if one is None else AnswerTargets(possible.targets_of(one.scores), one.best) for one in judged]
     )
@@ -278,9 +278,9 @@ def test_attention_on_named_boxes_becomes_the_grounding_score(grounding):
 
 def test_scored_answers():
     """LXMERT's files have no types of gqa_questions."""
-    judge = gqa_task().answer_vocabulary.judge
-    assert judge(ScoredAnswers({"no": 1.0, "yes": 0.3})) == ({"no": 1.0}, 1, {"right_answer": "no"})
-    assert judge(ScoredAnswers({})) is None
+    labels_of = gqa_task().answer_vocabulary.labels_of
+    assert labels_of(ScoredAnswers({"no": 1.0, "yes": 0.3})) == ({"no": 1.0}, 1, {"right_answer": "no"})
+    assert labels_of(ScoredAnswers({})) is None
 
 
 def test_a_question_of_gqa_and_its_answer(tokenizer):

@@ -189,7 +189,7 @@ class CorpusMasking(WordMasking):
         if self.config.special_tokens:
             encoding = text_tokenizer.single(ids[: kept - text_tokenizer.layout.single.num_special])
         else:
-            encoding = text_tokenizer.bare(ids[:kept])
+            encoding = text_tokenizer.without_special_tokens(ids[:kept])
         yield TextDraft("", sample, has_image=False, ids=ids, labels=labels), encoding
 
     def words_from_line(self, corpus: Sequence[str], number: int) -> list[list[int]]:
