@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from pathlib import Path
 
@@ -118,6 +119,13 @@ def test_the_model_of_a_run_can_be_built_and_missing_data_are_named(path, tmp_pa
     split, boxes = config.data.train_split, config.data.boxes.train
     with pytest.raises(FileNotFoundError, match="nowhere"):
         build_examples(config, model, tokenizer, split, boxes=boxes, training=True)
+
+
+@pytest.mark.parametrize("path", RUNS, ids=name_of)
+def test_the_processes_of_the_command_in_a_header_share_each_batch_evenly(path):
+    settings = load_config(path, ["data.root=DATA"]).train
+    for processes in map(int, re.findall(r"--num_processes (\d+)", path.read_text(encoding="utf-8"))):
+        assert settings.images_per_batch % (processes * settings.accumulate) == 0
 
 
 BASE = (
