@@ -70,8 +70,17 @@ def _sentence(path: str | Path, rows: list[tuple[int, list[str]]]) -> list[Parse
 # Parses of captions, looked up by the characters of the caption and aligned with it.
 
 
-_SIGNS = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "-LCB-": "{", "-RCB-": "}", "``": '"', "''": '"'}
-_CHARACTER = re.compile("|".join([*map(re.escape, _SIGNS), r"\S"]))  # a Penn Treebank symbol counts as one character
+_SYMBOLS = {
+    "-LRB-": "(",
+    "-RRB-": ")",
+    "-LSB-": "[",
+    "-RSB-": "]",
+    "-LCB-": "{",
+    "-RCB-": "}",
+    "``": '"',
+    "''": '"',
+}
+_CHARACTER = re.compile("|".join([*map(re.escape, _SYMBOLS), r"\S"]))  # a Penn Treebank symbol counts as one character
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +94,13 @@ class PlacedWord:
 
 @dataclasses.dataclass(frozen=True)
 class Parses:
-    """The parses of some captions. It is pickled for data workers."""
+    """The parses of captions; pickled for data workers."""
 
     by_text: Mapping[str, tuple[ParsedWord, ...]]  # keys are `plain_characters` of the text
     origin: str  # file or spaCy model, for messages
 
     @classmethod
-    def of(cls, sentences: Iterable[Sequence[ParsedWord]], origin: str) -> Parses:
+    def from_sentences(cls, sentences: Iterable[Sequence[ParsedWord]], origin: str) -> Parses:
         """Index parsed sentences by text; the first of duplicate texts wins."""
         found: dict[str, tuple[ParsedWord, ...]] = {}
         for words in sentences:
@@ -100,7 +109,7 @@ class Parses:
         return cls(found, origin)
 
     def find(self, words: str) -> list[PlacedWord] | None:
-        """The parse of a caption, with the characters of each word in the caption; None if there is none."""
+        """The parse of a caption, with the position of each word in the text; None if there is none."""
         parsed = self.by_text.get(plain_characters(words))
         if parsed is None:
             return None
@@ -115,13 +124,13 @@ class Parses:
 
 
 def plain_characters(text: str) -> str:
-    """The characters of a text without whitespace, with signs of the Penn Treebank replaced."""
-    return "".join(_SIGNS.get(character, character) for character in _CHARACTER.findall(text))
+    """A text without whitespace, with Penn Treebank symbols such as -LRB- replaced by the characters they stand for."""
+    return "".join(_SYMBOLS.get(character, character) for character in _CHARACTER.findall(text))
 
 
 def read_parses(path: str | Path) -> Parses:
     """The parses of a CoNLL-U file."""
-    return Parses.of(read_conllu(path), str(path))
+    return Parses.from_sentences(read_conllu(path), str(path))
 
 
 def parse_with_spacy(texts: Iterable[str], model: str) -> Parses:
@@ -141,10 +150,10 @@ def parse_with_spacy(texts: Iterable[str], model: str) -> Parses:
         rows = {token.i: row for row, token in enumerate(kept)}
         governors = [-1 if token.head.i == token.i else rows.get(token.head.i, -1) for token in kept]
         sentences.append([ParsedWord(token.text, row, token.dep_) for token, row in zip(kept, governors, strict=True)])
-    return Parses.of(sentences, f"spaCy, {model}")
+    return Parses.from_sentences(sentences, f"spaCy, {model}")
 
 
-CAPTION_KEY = "attention"  # key of the `CaptionAnnotations` in a record
+CAPTION_KEY = "caption"  # key of the `CaptionAnnotations` in a record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,26 +194,27 @@ class CaptionPreprocessor(Preprocessor):
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
-        pieces, places, _ = self.text_tokenizer.encode(text.words)
+        pieces, all_offsets, _ = self.text_tokenizer.encode(text.words)
         encoding = self.text_tokenizer.single(pieces)
-        own = encoding.source >= 0
-        at = np.where(own[:, None], places[encoding.source], 0) if len(places) else np.zeros((len(own), 2), np.int64)
-        record = {**self.record(text, images, encoding), CAPTION_KEY: self.caption(text, at, own, places)}
-        yield TextExample(encoding, text.image_index, record)
+        is_word = encoding.source >= 0
+        offsets = np.zeros((len(is_word), 2), np.int64)
+        offsets[is_word] = all_offsets[encoding.source[is_word]]
+        caption = self.caption(text, offsets, is_word, all_offsets)
+        yield TextExample(encoding, text.image_index, {**self.record(text, images, encoding), CAPTION_KEY: caption})
 
     def caption(
         self,
         text: SampleText,
-        places: Int64[np.ndarray, "L 2"],
-        own: Bool[np.ndarray, " L"],
-        uncut: Int64[np.ndarray, "pieces 2"],
+        offsets: Int64[np.ndarray, "L 2"],
+        is_word: Bool[np.ndarray, " L"],
+        all_offsets: Int64[np.ndarray, "pieces 2"],
     ) -> CaptionAnnotations:
         """The phrases and words of a text, aligned with its wordpieces.
 
         Args:
-            places: first character and last character plus one of each wordpiece.
-            own: wordpieces of the text, not special tokens.
-            uncut: the places of all wordpieces before truncation.
+            offsets: first character and last character plus one of each wordpiece.
+            is_word: wordpieces other than special tokens.
+            all_offsets: the offsets before truncation.
         """
         phrases = text.phrases
         if phrases is None or phrases.boxes is None or not text.image_index:
@@ -217,9 +227,9 @@ class CaptionPreprocessor(Preprocessor):
         # without a parse, split at whitespace
         words = parsed or [PlacedWord(found.span()) for found in re.finditer(r"\S+", text.words)]
 
-        found = [covered_pieces(places, own, uncut, span) for span in phrases.spans]
+        found = [covered_pieces(offsets, is_word, all_offsets, span) for span in phrases.spans]
         phrase_rows = [row for row, span in enumerate(found) if span is not None]
-        spans = [covered_pieces(places, own, uncut, word.span) for word in words]
+        spans = [covered_pieces(offsets, is_word, all_offsets, word.span) for word in words]
         kept = [row for row, span in enumerate(spans) if span is not None]
         new_row = {row: new for new, row in enumerate(kept)}
         phrase_of = [_phrase_of(word.span, [phrases.spans[row] for row in phrase_rows]) for word in words]
@@ -242,7 +252,7 @@ class CaptionPreprocessor(Preprocessor):
                 for row in kept
                 if parsed is not None and words[row].governor in new_row
             ],
-            is_word=own,
+            is_word=is_word,
             is_parsed=parsed is not None,
             truncated_phrases=len(found) - len(phrase_rows),
             truncated_words=len(words) - len(kept),
@@ -250,19 +260,19 @@ class CaptionPreprocessor(Preprocessor):
 
 
 def covered_pieces(
-    places: Int64[np.ndarray, "L 2"],
-    own: Bool[np.ndarray, " L"],
-    uncut: Int64[np.ndarray, "pieces 2"],
+    offsets: Int64[np.ndarray, "L 2"],
+    is_word: Bool[np.ndarray, " L"],
+    all_offsets: Int64[np.ndarray, "pieces 2"],
     span: tuple[int, int],
 ) -> tuple[int, int] | None:
     """The wordpieces that overlap a span of characters; None if any of them was truncated."""
-    inside = np.flatnonzero(own & _touches(places, span))
-    is_whole = 0 < len(inside) == np.count_nonzero(_touches(uncut, span))
+    inside = np.flatnonzero(is_word & _overlaps(offsets, span))
+    is_whole = 0 < len(inside) == np.count_nonzero(_overlaps(all_offsets, span))
     return (int(inside[0]), int(inside[-1]) + 1) if is_whole else None
 
 
-def _touches(places: Int64[np.ndarray, "pieces 2"], span: tuple[int, int]) -> Bool[np.ndarray, " pieces"]:
-    return (places[:, 0] < span[1]) & (places[:, 1] > span[0])
+def _overlaps(offsets: Int64[np.ndarray, "pieces 2"], span: tuple[int, int]) -> Bool[np.ndarray, " pieces"]:
+    return (offsets[:, 0] < span[1]) & (offsets[:, 1] > span[0])
 
 
 def _phrase_of(span: tuple[int, int], phrases: Sequence[tuple[int, int]]) -> int:

@@ -1,4 +1,4 @@
-"""Computes all measures over the captions of a split, on one or more processes, in constant memory.
+"""Computes all measures over the captions of a split, on any number of processes and in constant memory.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -42,7 +42,7 @@ class PhraseQueries:
     """The wordpieces whose attention is measured for the phrases of a caption."""
 
     spans: Int64[np.ndarray, "phrases 2"]  # first wordpiece and last plus one; the whole phrase if it has no query
-    attends: Bool[np.ndarray, " phrases"]  # False: the phrase has no head word and is skipped
+    has_query: Bool[np.ndarray, " phrases"]  # False: the phrase has no head word and is skipped
     piece: WordPiece  # which wordpiece of a span is the query
 
 
@@ -107,7 +107,7 @@ REQUIRED_BLOCK = {
     DEPENDENCIES: AttentionBlock.WORDS_TO_WORDS,
 }
 ALL = ""  # label of the sums over all relations
-ROUNDING = 1e-6  # of an IoU
+ROUNDING = 1e-6  # tolerance of IoUs
 CONFIDENCE, LARGEST = "highest confidence", "largest region"  # baselines besides "chance"
 
 
@@ -122,7 +122,7 @@ class MeasureKey:
 
 @dataclasses.dataclass
 class TextAttention:
-    """What the pictures of one text need, on the CPU. Boxes are xyxy in pixels of the original image."""
+    """Attention maps and regions of one text, on the CPU. Boxes are xyxy in pixels of the original image."""
 
     index: int
     caption: CaptionAnnotations
@@ -139,8 +139,8 @@ class AttentionStatistics:
     """The sums of all measures, counts of texts and phrases, and the texts to draw."""
 
     sums: dict[MeasureKey, HeadSums] = dataclasses.field(default_factory=dict)
-    numbers: Counter[str] = dataclasses.field(default_factory=Counter)
-    shown: list[TextAttention] = dataclasses.field(default_factory=list)
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    texts: list[TextAttention] = dataclasses.field(default_factory=list)
 
     def add(self, key: MeasureKey, measured: Measurement, *, per_sentence: bool) -> None:
         """Add the examples of one text."""
@@ -148,15 +148,15 @@ class AttentionStatistics:
             self.sums[key] = HeadSums.zero(*measured.hits.shape[:2], list(measured.baselines))
         self.sums[key].add(measured, per_sentence=per_sentence)
 
-    def join(self, other: AttentionStatistics) -> None:
+    def merge(self, other: AttentionStatistics) -> None:
         """Add the results of another process."""
         for key, sums in other.sums.items():
             if key in self.sums:
-                self.sums[key].join(sums)
+                self.sums[key].merge(sums)
             else:
                 self.sums[key] = sums
-        self.numbers.update(other.numbers)
-        self.shown += other.shown
+        self.counts.update(other.counts)
+        self.texts += other.texts
 
     def labels(self, graph: str, measure: str, options: AnalysisOptions) -> list[str]:
         """The most common relations of a measure, by descending number of examples."""
@@ -176,7 +176,7 @@ class MeasureInputs:
     boxes: np.ndarray  # float64 [R, 4], xyxy in pixels of the original image
     allowed: Bool[Tensor, " R"]
     is_correct: Bool[Tensor, "phrases R"]
-    rules: dict[str, Float[Tensor, " R"]]  # baseline -> score of each region
+    baseline_scores: dict[str, Float[Tensor, " R"]]  # baseline -> score of each region
 
     @property
     def regions(self) -> slice:
@@ -185,7 +185,7 @@ class MeasureInputs:
 
     def baselines(self, is_correct: Bool[Tensor, "examples R"]) -> dict[str, Float[Tensor, " examples"]]:
         """Whether the region chosen by each baseline is correct."""
-        return {name: baseline_hits(score, self.allowed, is_correct) for name, score in self.rules.items()}
+        return {name: baseline_hits(score, self.allowed, is_correct) for name, score in self.baseline_scores.items()}
 
 
 def collect_attention(
@@ -199,13 +199,13 @@ def collect_attention(
     workers: int = 0,
     sorted_boxes: bool = False,
     max_images: int | None = None,
-    shown: Collection[int] = (),
+    keep_texts: Collection[int] = (),
 ) -> AttentionStatistics:
     """Compute all measures on a split; every process returns the totals.
 
     Args:
         sorted_boxes: candidate boxes without scores are sorted by descending confidence.
-        shown: indices of the texts to draw.
+        keep_texts: indices of the texts whose attention is kept for pictures.
     """
     graphs = model.encoder.attention_graphs
     groups = examples.groups if max_images is None else examples.groups[:max_images]
@@ -218,28 +218,28 @@ def collect_attention(
     )
     loader = BatchLoader(examples, sampler, collate, workers=workers)
     model.eval()
-    found = AttentionStatistics()
+    statistics = AttentionStatistics()
     bar = tqdm(
         loader, desc="attention", unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process
     )
     with torch.no_grad(), bar:  # always float32: rounding to lower precision would create ties
         for batch in bar:
-            add_batch(found, model, batch.to(accelerator.device), graphs, options, sorted_boxes, shown)
-    everything = AttentionStatistics()
-    for other in gather_object([found]):
-        everything.join(other)
-    everything.shown.sort(key=lambda text: text.index)
-    return everything
+            add_batch(statistics, model, batch.to(accelerator.device), graphs, options, sorted_boxes, keep_texts)
+    total = AttentionStatistics()
+    for other in gather_object([statistics]):
+        total.merge(other)
+    total.texts.sort(key=lambda text: text.index)
+    return total
 
 
 def add_batch(
-    found: AttentionStatistics,
+    statistics: AttentionStatistics,
     model: VisionLanguageModel,
     batch: Batch,
     graphs: Mapping[str, AttentionGraph],
     options: AnalysisOptions,
     sorted_boxes: bool,
-    shown: Collection[int],
+    keep_texts: Collection[int],
 ) -> None:
     """Run the model on a batch and add the measures of its texts."""
     regions, text_regions, encoded = model.encode(batch, output_attentions=True)
@@ -253,24 +253,26 @@ def add_batch(
     confidence = None if scores is None else text_regions.gather(scores, fill=-torch.inf)
     length = batch.texts.input_ids.shape[1]
     for text, record in enumerate(batch.records):
-        view = make_inputs(batch, text_regions, text, length, options, None if confidence is None else confidence[text])
+        inputs = make_inputs(
+            batch, text_regions, text, length, options, None if confidence is None else confidence[text]
+        )
         maps = {
             name: torch.stack([encoded.attentions[step][text] for step in graph.steps]).float()
             for name, graph in graphs.items()
         }
         for name, graph in graphs.items():
-            add_text(found, name, graph, maps[name], view, options)
-        count_text(found.numbers, view, options)
-        if record["text_index"] in shown:
-            found.shown.append(
+            add_text(statistics, name, graph, maps[name], inputs, options)
+        count_text(statistics.counts, inputs, options)
+        if record["text_index"] in keep_texts:
+            statistics.texts.append(
                 TextAttention(
                     index=record["text_index"],
-                    caption=view.caption,
+                    caption=inputs.caption,
                     file_name=record["file_name"],
-                    region_boxes=view.boxes,
-                    allowed=view.allowed.cpu().numpy(),
-                    is_correct=view.is_correct.cpu().numpy(),
-                    length=view.length,
+                    region_boxes=inputs.boxes,
+                    allowed=inputs.allowed.cpu().numpy(),
+                    is_correct=inputs.is_correct.cpu().numpy(),
+                    length=inputs.length,
                     maps={name: values.half().cpu().numpy() for name, values in maps.items()},
                 )
             )
@@ -291,13 +293,13 @@ def make_inputs(
         allowed = allowed & (regions.row[text] >= 0)
     scales = batch.images.scales.to(regions.image.device)[regions.image[text].clamp(min=0)].double()
     boxes = (regions.boxes[text].double() / torch.cat([scales, scales], dim=1)).cpu().numpy()
-    right = [find_correct_regions(boxes, own, options) for own in caption.boxes]
-    is_correct = torch.tensor(np.array(right, dtype=bool).reshape(-1, len(boxes)), device=allowed.device) & allowed
+    correct = [find_correct_regions(boxes, own, options) for own in caption.boxes]
+    is_correct = torch.tensor(np.array(correct, dtype=bool).reshape(-1, len(boxes)), device=allowed.device) & allowed
     sides = torch.from_numpy(boxes[:, 2:] - boxes[:, :2]).to(allowed.device)
-    rules = {LARGEST: sides.prod(dim=1).float()}
+    baseline_scores = {LARGEST: sides.prod(dim=1).float()}
     if confidence is not None:
-        rules = {CONFIDENCE: confidence.float(), **rules}
-    return MeasureInputs(caption, length, boxes, allowed, is_correct, rules)
+        baseline_scores = {CONFIDENCE: confidence.float(), **baseline_scores}
+    return MeasureInputs(caption, length, boxes, allowed, is_correct, baseline_scores)
 
 
 def find_correct_regions(regions: np.ndarray, boxes: np.ndarray, options: AnalysisOptions) -> np.ndarray:
@@ -311,61 +313,58 @@ def find_correct_regions(regions: np.ndarray, boxes: np.ndarray, options: Analys
 
 
 def add_text(
-    found: AttentionStatistics,
+    statistics: AttentionStatistics,
     graph_name: str,
     graph: AttentionGraph,
     maps: Float[Tensor, "layers heads slots slots"],
-    view: MeasureInputs,
+    inputs: MeasureInputs,
     options: AnalysisOptions,
 ) -> None:
     """Add the measures of one graph on one text."""
     per_sentence = options.mean_over == "sentences"
-    caption, device = view.caption, maps.device
+    caption, device = inputs.caption, maps.device
     queries = choose_queries(caption, options)
-    counted = counted_phrases(view, options)
+    counted = counted_phrases(inputs, options)
 
     def put(measure: str, measured: Measurement, label: str = ALL) -> None:
-        found.add(MeasureKey(graph_name, measure, label), measured, per_sentence=per_sentence)
+        statistics.add(MeasureKey(graph_name, measure, label), measured, per_sentence=per_sentence)
+
+    def measure_grounding(spans: Tensor, correct: Tensor, piece: WordPiece) -> Measurement:
+        return entity_grounding(maps, spans, inputs.regions, inputs.allowed, correct, inputs.baselines(correct), piece)
 
     spans = torch.from_numpy(caption.phrase_spans).to(device)
     if REQUIRED_BLOCK[ENTITIES] in graph.blocks:
-        asked = counted & torch.from_numpy(queries.attends).to(device)
-        right, own = view.is_correct[asked], torch.from_numpy(queries.spans).to(device)[asked]
-        put(
-            ENTITIES,
-            entity_grounding(*(maps, own, view.regions, view.allowed, right, view.baselines(right), queries.piece)),
-        )
+        asked = counted & torch.from_numpy(queries.has_query).to(device)
+        spans_asked = torch.from_numpy(queries.spans).to(device)[asked]
+        put(ENTITIES, measure_grounding(spans_asked, inputs.is_correct[asked], queries.piece))
     if REQUIRED_BLOCK[NAMING] in graph.blocks:
         is_word = torch.from_numpy(caption.is_word).to(device)
-        padded = torch.zeros(view.length, dtype=torch.bool, device=device)
+        padded = torch.zeros(inputs.length, dtype=torch.bool, device=device)
         padded[: len(is_word)] = is_word
-        put(NAMING, region_naming(maps, view.regions, view.is_correct, spans, padded))
+        put(NAMING, region_naming(maps, inputs.regions, inputs.is_correct, spans, padded))
     if REQUIRED_BLOCK[GROUPING] in graph.blocks:
-        put(GROUPING, region_grouping(maps, view.regions, view.allowed, view.is_correct))
+        put(GROUPING, region_grouping(maps, inputs.regions, inputs.allowed, inputs.is_correct))
     if not caption.is_parsed:
         return
     words = torch.from_numpy(caption.word_spans).to(device)
     if REQUIRED_BLOCK[RELATIONS] in graph.blocks:
         pairs = list_grounded_pairs(caption, counted.tolist(), options)
-        source, phrase, labels = columns(pairs, device)
-        right = view.is_correct[phrase]
-        measured = entity_grounding(
-            *(maps, words[source], view.regions, view.allowed, right, view.baselines(right), options.word_piece)
-        )
+        source, phrase, labels = split_pairs(pairs, device)
+        measured = measure_grounding(words[source], inputs.is_correct[phrase], options.word_piece)
         add_by_label(put, RELATIONS, measured, labels)
     if REQUIRED_BLOCK[DEPENDENCIES] in graph.blocks:
         # words that share a wordpiece cannot be told apart
         pairs = [
             pair for pair in list_word_pairs(caption, options) if not share_wordpiece(caption.word_spans, *pair[:2])
         ]
-        source, target, labels = columns(pairs, device)
+        source, target, labels = split_pairs(pairs, device)
         add_by_label(put, DEPENDENCIES, word_dependency(maps, words, target, source, options.word_piece), labels)
 
 
-def columns(
+def split_pairs(
     pairs: Sequence[Pair], device: torch.device
 ) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"], list[str]]:
-    """First column, second column and labels of the pairs."""
+    """First words, second words (or phrases) and labels of the pairs."""
     first, second = (torch.tensor([pair[i] for pair in pairs], dtype=torch.int64, device=device) for i in range(2))
     return first, second, [label for _, _, label in pairs]
 
@@ -378,41 +377,41 @@ def add_by_label(put: Callable[..., None], measure: str, measured: Measurement, 
         put(measure, measured.select(kept), label)
 
 
-def counted_phrases(view: MeasureInputs, options: AnalysisOptions) -> Bool[Tensor, " phrases"]:
+def counted_phrases(inputs: MeasureInputs, options: AnalysisOptions) -> Bool[Tensor, " phrases"]:
     """The phrases that are measured, see `options.without_box` and `options.without_proposal`."""
-    has_box = torch.tensor([len(own) > 0 for own in view.caption.boxes], dtype=torch.bool, device=view.allowed.device)
-    has_region = view.is_correct.any(dim=1)
+    has_box = inputs.allowed.new_tensor([len(own) > 0 for own in inputs.caption.boxes])
+    has_region = inputs.is_correct.any(dim=1)
     counted = has_box if options.without_box == "skip" else torch.ones_like(has_box)
     if options.without_proposal == "skip":
         counted = counted & (has_region | ~has_box)
     return counted
 
 
-def count_text(numbers: Counter[str], view: MeasureInputs, options: AnalysisOptions) -> None:
+def count_text(counts: Counter[str], inputs: MeasureInputs, options: AnalysisOptions) -> None:
     """Update the counts with one text."""
-    caption = view.caption
+    caption = inputs.caption
     has_box = [len(own) > 0 for own in caption.boxes]
-    has_region = view.is_correct.any(dim=1).tolist()
-    numbers.update(
+    has_region = inputs.is_correct.any(dim=1).tolist()
+    counts.update(
         {
             "captions": 1,
             "captions without a parse": int(not caption.is_parsed),
             "phrases": len(caption.phrases) + caption.truncated_phrases,
-            "phrases cut off with the end of a caption": caption.truncated_phrases,
-            "words cut off with the end of a caption": caption.truncated_words,
-            "relations of words that share a wordpiece, left out of word dependency": sum(
+            "truncated phrases": caption.truncated_phrases,
+            "truncated words": caption.truncated_words,
+            "relations skipped in word dependency: the words share a wordpiece": sum(
                 share_wordpiece(caption.word_spans, one.governor, one.dependent) for one in caption.relations
             ),
             "phrases without a box": has_box.count(False),
-            "phrases with a box, without a right region": sum(
+            "phrases with a box but no correct region": sum(
                 box and not region for box, region in zip(has_box, has_region, strict=True)
             ),
-            "candidate regions": int(view.allowed.sum()),
+            "candidate regions": int(inputs.allowed.sum()),
         }
     )
     if options.entity_piece == "head":
-        missing = int((~choose_queries(caption, options).attends).sum())
-        numbers["phrases without a head word, left out of entity grounding"] += missing
+        missing = int((~choose_queries(caption, options).has_query).sum())
+        counts["phrases skipped in entity grounding: no head word"] += missing
 
 
 def choose_texts(groups: Sequence[Sequence[int]], number: int, seed: int) -> list[int]:

@@ -39,7 +39,7 @@ class Measurement:
 
 @dataclasses.dataclass
 class HeadSums:
-    """Sums over the examples, or over the sentences, of one measure."""
+    """Sums of one measure over examples, or over sentences."""
 
     hits: Float[Tensor, "layers heads"]
     attention: Float[Tensor, "layers heads"]
@@ -66,7 +66,7 @@ class HeadSums:
         self.count += 1 if per_sentence else number
         self.examples += number
 
-    def join(self, other: HeadSums) -> None:
+    def merge(self, other: HeadSums) -> None:
         """Add the sums of another process."""
         self.hits += other.hits
         self.attention += other.attention
@@ -90,7 +90,7 @@ class HeadSums:
         return self.baselines[name] / max(self.count, 1)
 
     def best(self, allowed: Bool[Tensor, "layers heads"] | None = None) -> tuple[int, int] | None:
-        """Layer and head with the highest accuracy among the allowed heads (None: all); of equal ones the first.
+        """Layer and head with the highest accuracy among the allowed heads (None: all); ties go to the first.
 
         None without examples, or without an allowed head.
         """
@@ -126,18 +126,18 @@ def measure_hits(
 ) -> Measurement:
     """Check whether the allowed choice with the largest attention is correct; ties go to the first choice.
 
-    The baseline "chance" is added: the share of right choices among the allowed ones.
+    The baseline "chance" is added: the share of correct choices among the allowed ones.
     """
-    right = is_correct & allowed
+    correct = is_correct & allowed
     number = allowed.sum(dim=1)
-    chance = right.sum(dim=1) / number.clamp(min=1)
+    chance = correct.sum(dim=1) / number.clamp(min=1)
     seen = attention.masked_fill(~allowed, -1)
     if not allowed.shape[1]:
         hits = torch.zeros(attention.shape[:3], dtype=torch.bool, device=attention.device)
     else:
         places = seen.argmax(dim=3)  # [layers heads examples]
-        rows = torch.arange(len(right), device=right.device)
-        hits = right[rows, places]
+        rows = torch.arange(len(correct), device=correct.device)
+        hits = correct[rows, places]
     total = (attention * allowed).sum(dim=3)
     return Measurement(hits, total, {**(baselines or {}), "chance": chance.to(attention.dtype)})
 
@@ -147,7 +147,7 @@ def baseline_hits(
     allowed: Bool[Tensor, " choices"],
     is_correct: Bool[Tensor, "examples choices"],
 ) -> Float[Tensor, " examples"]:
-    """Whether the allowed choice with the highest score is right for each example; 0 where none is allowed."""
+    """Whether the allowed choice with the highest score is correct for each example; 0 where none is allowed."""
     if not bool(allowed.any()):
         return is_correct.new_zeros(len(is_correct), dtype=torch.float32)
     return is_correct[:, score.masked_fill(~allowed, -torch.inf).argmax()].float()
@@ -201,11 +201,11 @@ def region_grouping(
 
     An example is a region of a phrase with at least two correct regions.
     """
-    right = is_correct & allowed
-    phrase, region = (right & (right.sum(dim=1, keepdim=True) > 1)).nonzero().unbind(dim=1)
+    correct = is_correct & allowed
+    phrase, region = (correct & (correct.sum(dim=1, keepdim=True) > 1)).nonzero().unbind(dim=1)
     others = torch.arange(len(allowed), device=maps.device) != region[:, None]
     seen = maps[:, :, regions, regions][:, :, region]
-    return measure_hits(seen, allowed & others, right[phrase] & others)
+    return measure_hits(seen, allowed & others, correct[phrase] & others)
 
 
 def word_dependency(

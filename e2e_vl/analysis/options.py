@@ -79,9 +79,7 @@ class AnalysisOptions(msgspec.Struct, frozen=True):
         Literal["error", "skip"],
         Meta(description="a caption without a parse is an error, or has no relations"),
     ] = "error"
-    first_number: Annotated[
-        Literal[0, 1], Meta(description="whether layers and heads are numbered from 0 or 1 in the output")
-    ] = 0
+    first_number: Annotated[Literal[0, 1], Meta(description="number of the first layer and head in the output")] = 0
 
     def require_parses(self, *, given: bool) -> None:
         """Raise an error if an option needs parses and there are none."""
@@ -94,16 +92,16 @@ class AnalysisOptions(msgspec.Struct, frozen=True):
     def describe(self) -> list[dict[str, Any]]:
         """`name`, `value`, `default` and `meaning` of each option."""
         return [
-            {"name": flag(name), "value": getattr(self, name), "default": default, "meaning": meaning}
-            for name, _, default, meaning in options()
+            {"name": option_flag(name), "value": getattr(self, name), "default": default, "meaning": meaning}
+            for name, _, default, meaning in list_options()
         ]
 
-    def number(self, layer: int, head: int) -> str:
+    def head_name(self, layer: int, head: int) -> str:
         """The name of a head in the output, such as "10-1"."""
         return f"{layer + self.first_number}-{head + self.first_number}"
 
 
-def options() -> Iterator[tuple[str, Any, Any, str]]:
+def list_options() -> Iterator[tuple[str, Any, Any, str]]:
     """(field, type, default, meaning) of every option."""
     types = typing.get_type_hints(AnalysisOptions, include_extras=True)
     for field in msgspec.structs.fields(AnalysisOptions):
@@ -111,7 +109,7 @@ def options() -> Iterator[tuple[str, Any, Any, str]]:
         yield field.name, kind, field.default, meta.description
 
 
-def flag(field: str) -> str:
+def option_flag(field: str) -> str:
     """The command-line name of an option."""
     return "--" + field.replace("_", "-")
 

@@ -68,11 +68,11 @@ class AnalysisResults:
     options: AnalysisOptions
     graphs: Mapping[str, AttentionGraph]
     sums: Mapping[MeasureKey, HeadSums]
-    numbers: Mapping[str, int]
+    counts: Mapping[str, int]
     relations: Mapping[str, list[str]]  # graph -> relations to show
     images: int
 
-    def of(self, graph: str, measure: str, label: str = ALL) -> HeadSums | None:
+    def get_sums(self, graph: str, measure: str, label: str = ALL) -> HeadSums | None:
         """The sums of a measure; None if it has no examples."""
         found = self.sums.get(MeasureKey(graph, measure, label))
         return found if found is not None and found.examples else None
@@ -80,12 +80,11 @@ class AnalysisResults:
     def measures(self, graph: str) -> list[str]:
         """The measures of a graph that have examples."""
         return list(
-            dict.fromkeys(key.measure for key in self.sums if key.graph == graph and self.of(graph, key.measure))
+            dict.fromkeys(key.measure for key in self.sums if key.graph == graph and self.get_sums(graph, key.measure))
         )
 
     @property
     def notes(self) -> list[str]:
-        """Notes that accompany the results."""
         notes = []
         if not any(CONFIDENCE in sums.baselines for sums in self.sums.values()):
             notes.append(NO_CONFIDENCE)
@@ -100,40 +99,37 @@ class AnalysisResults:
             "on regions; this also decides which heads are active for relations."
         )
         notes.append(f"A region is correct if its IoU with an annotated box is at least {self.options.min_iou:g}.")
-        notes.append(
-            "Ties (several regions with the same highest attention or baseline score) are resolved in favour of the "
-            "first box."
-        )
+        notes.append("If several regions have the highest attention or baseline score, the first one counts.")
         return notes
 
     def active(self, graph: str, measure: str, label: str = ALL) -> Bool[Tensor, "layers heads"]:
         """The active heads of a measure, see `options.active_over`; all False without examples."""
-        own = sums = self.of(graph, measure, label)
+        own = sums = self.get_sums(graph, measure, label)
         if self.options.active_over == "entities" and REQUIRED_BLOCK[measure] is AttentionBlock.WORDS_TO_REGIONS:
-            sums = self.of(graph, ENTITIES)
+            sums = self.get_sums(graph, ENTITIES)
         if sums is None:
             return torch.zeros_like(own.hits, dtype=torch.bool)
         return sums.mean_attention > self.options.active_above
 
-    def best_active(self, graph: str, measure: str, label: str = ALL) -> tuple[int, int] | None:
+    def best_active_head(self, graph: str, measure: str, label: str = ALL) -> tuple[int, int] | None:
         """Layer and head of the active head with the highest accuracy; None without examples or an active head."""
-        sums = self.of(graph, measure, label)
+        sums = self.get_sums(graph, measure, label)
         return None if sums is None else sums.best(self.active(graph, measure, label))
 
     def summary(self, graph: str, measure: str, label: str = ALL) -> dict[str, Any]:
         """One measure as a JSON-ready dict: its best heads and baselines."""
-        sums = self.of(graph, measure, label)
+        sums = self.get_sums(graph, measure, label)
         found: dict[str, Any] = {
             "examples": sums.examples,
-            "divided_by": sums.count,
+            "denominator": sums.count,
             "baselines": {name: sums.baseline(name) for name in sums.baselines},
         }
-        places = {"best_head": sums.best(), "best_active_head": self.best_active(graph, measure, label)}
+        places = {"best_head": sums.best(), "best_active_head": self.best_active_head(graph, measure, label)}
         for name, place in places.items():
             found[name] = None
             if place is not None:
                 found[name] = {
-                    "head": self.options.number(*place),
+                    "head": self.options.head_name(*place),
                     "accuracy": float(sums.accuracy[place]),
                     "attention": float(sums.mean_attention[place]),
                 }
@@ -164,7 +160,7 @@ class AnalysisResults:
                 labels = sorted({key.label for key in self.sums if (key.graph, key.measure) == (graph, measure)})
                 own = {}
                 for label in labels:
-                    sums = self.of(graph, measure, label)
+                    sums = self.get_sums(graph, measure, label)
                     matrices = {"accuracy": sums.accuracy.tolist(), "attention": sums.mean_attention.tolist()}
                     own[label] = {**self.summary(graph, measure, label), **matrices}
                 measures[measure] = {**own.pop(ALL), "by_relation": own}
@@ -184,7 +180,7 @@ class AnalysisResults:
             "parses": self.parses,
             "options": {choice["name"]: choice["value"] for choice in self.options.describe()},
             "notes": self.notes,
-            "numbers": dict(self.numbers),
+            "counts": dict(self.counts),
             "graphs": graphs,
         }
 
@@ -192,14 +188,14 @@ class AnalysisResults:
         """The shown relations as rows of the paper's table 2: baselines and the best active head of each."""
         rows = []
         for label in self.relations[graph]:
-            sums = self.of(graph, measure, label)
-            place = self.best_active(graph, measure, label)
+            sums = self.get_sums(graph, measure, label)
+            place = self.best_active_head(graph, measure, label)
             rows.append(
                 {
                     "relation": label,
                     "pairs": sums.examples,
                     **{name: sums.baseline(name) for name in sums.baselines},
-                    "best active head": "" if place is None else self.options.number(*place),
+                    "best active head": "" if place is None else self.options.head_name(*place),
                     "accuracy": None if place is None else float(sums.accuracy[place]),
                     "attention on regions": None if place is None else float(sums.mean_attention[place]),
                 }
@@ -222,7 +218,7 @@ def _head_rows(results: AnalysisResults, *, only_all: bool) -> Iterable[dict[str
         if not sums.examples or (key.label == ALL) != only_all:
             continue
         is_active = results.active(key.graph, key.measure, key.label).tolist()
-        knows_active = REQUIRED_BLOCK[key.measure] is AttentionBlock.WORDS_TO_REGIONS
+        has_active = REQUIRED_BLOCK[key.measure] is AttentionBlock.WORDS_TO_REGIONS
         names = {} if only_all else {"relation": key.label}
         for layer, heads in enumerate(sums.accuracy.tolist()):
             for head, accuracy in enumerate(heads):
@@ -234,7 +230,7 @@ def _head_rows(results: AnalysisResults, *, only_all: bool) -> Iterable[dict[str
                     "head": head + first,
                     "accuracy": accuracy,
                     "attention": float(sums.mean_attention[layer, head]),
-                    "active": ("yes" if is_active[layer][head] else "no") if knows_active else "",
+                    "active": ("yes" if is_active[layer][head] else "no") if has_active else "",
                     "examples": sums.examples,
                 }
 
@@ -255,17 +251,17 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 # Figures: accuracy of each head by layer, and pictures of attention
 
 ACTIVE, INACTIVE = "#1f5fa8", "#b9cfe8"  # colours of active heads and of others
-LINES = {CONFIDENCE: ("#b3261e", "--"), LARGEST: ("#8a5a00", "-."), "chance": ("#666666", ":")}
-COLUMNS = 3  # panels side by side
+STYLES = {CONFIDENCE: ("#b3261e", "--"), LARGEST: ("#8a5a00", "-."), "chance": ("#666666", ":")}
+PANELS_PER_ROW = 3
 MAX_LABEL_LENGTH = 28  # characters of a relation in a title
 
 
 def draw_head_figure(results: AnalysisResults, graph: str, measure: str, labels: Sequence[str] = (ALL,)) -> bytes:
     """Plot each head's accuracy by layer (VisualBERT's ACL paper, figures 3 and 4), one panel per label, as PNG."""
-    columns = min(COLUMNS, len(labels))
+    columns = min(PANELS_PER_ROW, len(labels))
     rows = math.ceil(len(labels) / columns)
     figure = Figure(figsize=(max(3.5 * columns, 7), 2.6 * rows + 0.8), layout="constrained", dpi=130)
-    every = [results.of(graph, measure, label) for label in labels]
+    every = [results.get_sums(graph, measure, label) for label in labels]
     top = max(float(sums.accuracy.max()) for sums in every)
     for number, (label, sums) in enumerate(zip(labels, every, strict=True)):
         axes = figure.add_subplot(rows, columns, number + 1)
@@ -282,7 +278,7 @@ def draw_head_figure(results: AnalysisResults, graph: str, measure: str, labels:
         for colour, label in ((ACTIVE, "active head"), (INACTIVE, "inactive head"))
     ]
     names = dict.fromkeys(name for sums in every for name in sums.baselines)
-    handles += [Line2D([], [], color=LINES[name][0], linestyle=LINES[name][1], label=name) for name in names]
+    handles += [Line2D([], [], color=STYLES[name][0], linestyle=STYLES[name][1], label=name) for name in names]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return _png(figure)
 
@@ -290,7 +286,7 @@ def draw_head_figure(results: AnalysisResults, graph: str, measure: str, labels:
 def _panel(axes: Axes, results: AnalysisResults, key: MeasureKey, top: float) -> None:
     """One point per head (light if inactive), a label on the best active head, and a line per baseline."""
     options, place = results.options, (key.graph, key.measure, key.label)
-    sums, active, best = results.of(*place), results.active(*place), results.best_active(*place)
+    sums, active, best = results.get_sums(*place), results.active(*place), results.best_active_head(*place)
     layers, heads = sums.hits.shape
     for wanted, colour, order in ((False, INACTIVE, 1), (True, ACTIVE, 2)):
         places = [
@@ -300,7 +296,7 @@ def _panel(axes: Axes, results: AnalysisResults, key: MeasureKey, top: float) ->
         y = [float(sums.accuracy[place]) for place in places]
         axes.scatter(x, y, s=14, color=colour, zorder=order + 2, linewidths=0, clip_on=False)
     for name in sums.baselines:
-        colour, style = LINES[name]
+        colour, style = STYLES[name]
         axes.axhline(sums.baseline(name), color=colour, linestyle=style, linewidth=1.2, zorder=0)
     highest = max(float(sums.accuracy.max()), *(sums.baseline(name) for name in sums.baselines), top)
     axes.set_ylim(0, min(1.18 * highest, 1.12) if highest else 1)
@@ -312,7 +308,7 @@ def _panel(axes: Axes, results: AnalysisResults, key: MeasureKey, top: float) ->
         at = best[0] + options.first_number + _spread(best[1], heads)
         on_right = best[0] >= layers / 2
         axes.annotate(
-            f"{options.number(*best)}: {float(sums.accuracy[best]):.2f}",
+            f"{options.head_name(*best)}: {float(sums.accuracy[best]):.2f}",
             (at, float(sums.accuracy[best])),
             xytext=(-4 if on_right else 4, 4),
             textcoords="offset points",
@@ -353,8 +349,8 @@ def draw_word_map(title: str, words: Sequence[str], values: np.ndarray) -> bytes
 # Pictures of the attention of chosen heads: coloured regions on the image, and word-to-word maps.
 
 
-PHRASES = 3  # maximum number of phrases per caption with pictures
-HEADS = 2  # heads per graph with pictures if none is chosen
+MAX_PHRASES = 3  # phrases drawn per caption
+BEST_HEADS = 2  # heads drawn per graph by default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,7 +378,7 @@ class Overlay:
 def parse_heads(
     words: Sequence[str], graphs: Mapping[str, AttentionGraph], options: AnalysisOptions, num_heads: int
 ) -> list[AttentionHead]:
-    """Parse --heads; the default graph is the first one in which words attend to regions."""
+    """Parse --heads; a head without a graph belongs to the first graph in which words attend to regions."""
     reads = [name for name, graph in graphs.items() if AttentionBlock.WORDS_TO_REGIONS in graph.blocks]
     found = []
     for word in words:
@@ -401,10 +397,10 @@ def find_best_heads(results: AnalysisResults) -> list[AttentionHead]:
     for graph, phrases in results.graphs.items():
         number = 1
         if REQUIRED_BLOCK[ENTITIES] in phrases.blocks:
-            measure, number = ENTITIES, HEADS
+            measure, number = ENTITIES, BEST_HEADS
         else:
             measure = DEPENDENCIES if REQUIRED_BLOCK[DEPENDENCIES] in phrases.blocks else GROUPING
-        sums = results.of(graph, measure)
+        sums = results.get_sums(graph, measure)
         if sums is None:
             found.append(AttentionHead(graph, 0, 0))
             continue
@@ -435,15 +431,15 @@ def _draw_head(
     folder: Path, results: AnalysisResults, text: TextAttention, head: AttentionHead, blocks: frozenset[AttentionBlock]
 ) -> list[Overlay]:
     options = results.options
-    name = f"head {options.number(head.layer, head.head)}"
-    file = f"{text.index:06d}_{head.graph}_{options.number(head.layer, head.head)}"
+    name = f"head {options.head_name(head.layer, head.head)}"
+    file = f"{text.index:06d}_{head.graph}_{options.head_name(head.layer, head.head)}"
     own = torch.from_numpy(text.maps[head.graph][head.layer, head.head]).float()[None, None]
     regions = slice(text.length, text.length + len(text.allowed))
-    phrases = [row for row, boxes in enumerate(text.caption.boxes) if len(boxes)][:PHRASES]
+    phrases = [row for row, boxes in enumerate(text.caption.boxes) if len(boxes)][:MAX_PHRASES]
     if AttentionBlock.WORDS_TO_REGIONS in blocks:
         queries = choose_queries(text.caption, options)
         seen = attention_from(own, torch.from_numpy(queries.spans), queries.piece)[0, 0, :, regions].numpy()
-        phrases = [row for row in phrases if queries.attends[row]]
+        phrases = [row for row in phrases if queries.has_query[row]]
         overlays = []
         for row in phrases:
             path, title = folder / f"{file}_{row}.jpg", f"“{text.caption.phrases[row]}”, {name}"
@@ -481,14 +477,14 @@ def _region_overlay(
     title: str,
     source: int | None = None,
 ) -> Overlay:
-    """Colour the regions by attention, and draw the most attended region with its share and the annotated boxes."""
+    """Colour the regions by attention, and draw the most attended one with its share and the annotated boxes."""
     seen = np.where(allowed, seen, 0)
     total = float(seen.sum())
     best = int(np.where(allowed, seen, -1).argmax()) if allowed.any() else None
     is_correct = best is not None and bool(text.is_correct[phrase, best])
     note = f"{100 * total:.0f} % of the attention is on regions"
     if best is not None and source is None:
-        note += f"; the most attended one is {'right' if is_correct else 'wrong'}"
+        note += f"; the most attended one is {'correct' if is_correct else 'wrong'}"
     shown = Overlay(text.index, text.caption.words, head.graph, title, note, path)
     try:
         image = load_image(text.file_name, "RGB")

@@ -101,10 +101,10 @@ def _percent(value: Any) -> str:
     return "–" if value is None else f"{100 * value:.2f}"
 
 
-FOLDER = "attention"  # of a run directory
+RESULTS_FOLDER = "attention"  # of a run directory
 RESULTS_PAGE = "attention.html"
 # all files of an analysis
-WRITTEN = (
+RESULT_FILES = (
     RESULTS_PAGE,
     "attention.json",
     "heads.csv",
@@ -138,69 +138,69 @@ class AnalysisArguments:
     @property
     def folder(self) -> Path:
         """The output folder."""
-        return self.output or self.run / FOLDER / file_name(f"{self.split}_{self.boxes}")
+        return self.output or self.run / RESULTS_FOLDER / file_name(f"{self.split}_{self.boxes}")
 
 
-def analyze_attention(request: AnalysisArguments) -> tuple[AnalysisResults, Path | None]:
+def analyze_attention(args: AnalysisArguments) -> tuple[AnalysisResults, Path | None]:
     """Measure all heads of a trained run on a split and write tables, figures, pictures and a page.
 
     Returns:
         The results, and the page on the main process (None on the others).
     """
-    check_results_folder(request.folder)
-    own, of_data = split_overrides(request.overrides, has_data=request.data is not None)
-    config, model, tokenizer = load_model(request.run, overrides=own)
+    check_results_folder(args.folder)
+    own, data_overrides = split_overrides(args.overrides, has_data=args.data is not None)
+    config, model, tokenizer = load_model(args.run, overrides=own)
     graphs = model.encoder.attention_graphs
     if config.data.blank_text or config.data.blank_image or not graphs:
         raise UserError(
-            f"{request.run}: cannot analyze a run with blank text, a blank image or no attention maps; use another run."
+            f"{args.run}: cannot analyze a run with blank text, a blank image or no attention maps; use another run."
         )
-    if request.data is not None:
-        config = replace_data(config, request.data, of_data)
-    if request.boxes is BoxSource.ONLINE:
+    if args.data is not None:
+        config = replace_data(config, args.data, data_overrides)
+    if args.boxes is BoxSource.ONLINE:
         warn_of_random_boxes(config.detector)
     accelerator = make_accelerator(config.train.mixed_precision, tf32=config.train.tf32)
     model.to(accelerator.device)
     parses = None
-    if request.parses is not None:
-        parses = read_parses(request.parses)
-    elif request.spacy_model is not None:
+    if args.parses is not None:
+        parses = read_parses(args.parses)
+    elif args.spacy_model is not None:
         kind = DATASETS[config.data.name].cls
-        texts = kind.texts_of(*open_options(kind, config.data), request.split)
-        parses = parse_with_spacy(texts, request.spacy_model)
-    examples = caption_examples(config, model, tokenizer, request, parses)
-    groups = examples.groups if request.max_images is None else examples.groups[: request.max_images]
-    heads = parse_heads(request.heads, graphs, request.options, model.encoder.config.num_attention_heads)
+        texts = kind.texts_of(*open_options(kind, config.data), args.split)
+        parses = parse_with_spacy(texts, args.spacy_model)
+    examples = caption_examples(config, model, tokenizer, args, parses)
+    groups = examples.groups if args.max_images is None else examples.groups[: args.max_images]
+    heads = parse_heads(args.heads, graphs, args.options, model.encoder.config.num_attention_heads)
     found = collect_attention(
-        *(model, examples, build_collate(config, model), request.options, accelerator),
+        *(model, examples, build_collate(config, model), args.options, accelerator),
         images_per_batch=config.eval.images_per_batch,
         workers=config.data.workers,
         sorted_boxes=isinstance(examples.loader.box_reader, DetectedBoxes),
-        max_images=request.max_images,
-        shown=choose_texts(groups, request.pictures, config.seed),
+        max_images=args.max_images,
+        keep_texts=choose_texts(groups, args.pictures, config.seed),
     )
     results = AnalysisResults(
-        run=str(request.run),
+        run=str(args.run),
         encoder=config.encoder.name,
         data=config.data.name,
-        split=request.split,
-        boxes=str(request.boxes),
+        split=args.split,
+        boxes=str(args.boxes),
         parses=None if parses is None else parses.origin,
-        options=request.options,
+        options=args.options,
         graphs=graphs,
         sums=found.sums,
-        numbers={
-            **found.numbers,
-            "captions of the whole split that the data set leaves out": examples.dataset.left_out,
+        counts={
+            **found.counts,
+            "captions skipped by the data set (whole split)": examples.dataset.left_out,
         },
-        relations={graph: found.labels(graph, RELATIONS, request.options) for graph in graphs},
+        relations={graph: found.labels(graph, RELATIONS, args.options) for graph in graphs},
         images=len(groups),
     )
     page = None
     if accelerator.is_main_process:
-        with atomic_folder(request.folder.resolve()) as folder:  # replaces an earlier analysis
+        with atomic_folder(args.folder.resolve()) as folder:  # replaces an earlier analysis
             write_results(folder, results, found, heads)
-        page = request.folder.resolve() / RESULTS_PAGE
+        page = args.folder.resolve() / RESULTS_PAGE
     accelerator.wait_for_everyone()
     return results, page
 
@@ -213,21 +213,21 @@ def write_results(
     write_tables(folder, results)
     figures: dict[str, bytes] = {}
     for graph in results.graphs:
-        if results.of(graph, ENTITIES) is not None:
+        if results.get_sums(graph, ENTITIES) is not None:
             figures[f"entities_{graph}.png"] = draw_head_figure(results, graph, ENTITIES)
         if results.relations[graph]:
             figures[f"relations_{graph}.png"] = draw_head_figure(results, graph, RELATIONS, results.relations[graph])
     for name, content in figures.items():
         (folder / name).write_bytes(content)
-    overlays = draw_overlays(folder / "overlays", results, found.shown, heads)
+    overlays = draw_overlays(folder / "overlays", results, found.texts, heads)
     write_page(folder / RESULTS_PAGE, results, figures, overlays)
 
 
 def check_results_folder(folder: Path) -> None:
     """Raise an error unless the folder is new or contains an earlier analysis only."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if folder.is_file() or not all(any(fnmatch.fnmatchcase(name, own) for own in WRITTEN) for name in names):
-        raise UserError(f"{folder} contains other files than those of an analysis; choose another --output.")
+    if folder.is_file() or not all(any(fnmatch.fnmatchcase(name, own) for own in RESULT_FILES) for name in names):
+        raise UserError(f"{folder} contains files that are not from an analysis; choose another --output.")
 
 
 def split_overrides(overrides: Sequence[str], *, has_data: bool) -> tuple[list[str], list[str]]:
@@ -236,8 +236,8 @@ def split_overrides(overrides: Sequence[str], *, has_data: bool) -> tuple[list[s
     Settings in `RUN_SETTINGS` belong to the run, because the model was trained with them.
     """
     changed = re.compile(rf"data\.(?!({'|'.join(RUN_SETTINGS)})\b)")
-    of_data = [word for word in overrides if has_data and changed.match(word)]
-    return [word for word in overrides if word not in of_data], of_data
+    data_overrides = [word for word in overrides if has_data and changed.match(word)]
+    return [word for word in overrides if word not in data_overrides], data_overrides
 
 
 def replace_data(config: RunConfig, path: Path, overrides: list[str]) -> RunConfig:
@@ -251,15 +251,15 @@ def caption_examples(
     config: RunConfig,
     model: VisionLanguageModel,
     tokenizer: PreTrainedTokenizerBase,
-    request: AnalysisArguments,
+    args: AnalysisArguments,
     parses: Parses | None,
 ) -> ExampleDataset:
     """The captions of a split as encoder inputs, without masked words."""
     # a non-zero loss weight makes the data set read phrases
     with_phrases = msgspec.structs.replace(config, phrases=msgspec.structs.replace(config.phrases, weight=1.0))
-    dataset = open_split(with_phrases, request.split, request.boxes, training=False)
-    loader = build_loader(config, model, dataset, request.boxes)
-    loader.require_images(dataset.image_ids(), request.split)
-    writer = dataclasses.replace(build_text_tokenizer(config, model, tokenizer), with_phrase_spans=False)
-    preprocessor = CaptionPreprocessor(writer, parses, request.options.missing_parse == "error")
+    dataset = open_split(with_phrases, args.split, args.boxes, training=False)
+    loader = build_loader(config, model, dataset, args.boxes)
+    loader.require_images(dataset.image_ids(), args.split)
+    text_tokenizer = dataclasses.replace(build_text_tokenizer(config, model, tokenizer), with_phrase_spans=False)
+    preprocessor = CaptionPreprocessor(text_tokenizer, parses, args.options.missing_parse == "error")
     return ExampleDataset(dataset, loader, preprocessor, seed=config.seed)

@@ -23,7 +23,7 @@ import argparse
 import typing
 from pathlib import Path
 
-from e2e_vl.analysis.options import AnalysisOptions, flag, options, parse_head
+from e2e_vl.analysis.options import AnalysisOptions, list_options, option_flag, parse_head
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import BoxSource, load_config
 from e2e_vl.io import find_model_folder
@@ -57,9 +57,9 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, help="output folder (default: RUN/attention/SPLIT_BOXES)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
     group = parser.add_argument_group("options", "details that the paper does not specify")
-    for name, kind, default, meaning in options():
+    for name, kind, default, meaning in list_options():
         group.add_argument(
-            flag(name),
+            option_flag(name),
             type=type(default),
             default=default,
             choices=typing.get_args(kind) or None,
@@ -76,13 +76,13 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     load_config(find_model_folder(args.run) / "config.yaml", words)  # before torch is imported
     if args.data is not None:
         load_config(args.data, [*of_data, "output=unused"])
-    chosen = decode({name: getattr(args, name) for name, *_ in options()}, AnalysisOptions, "options")
+    chosen = decode({name: getattr(args, name) for name, *_ in list_options()}, AnalysisOptions, "options")
     chosen.require_parses(given=args.parses is not None or args.spacy is not None)
     for head in args.heads:
         parse_head(head, chosen.first_number)
     from e2e_vl.analysis.run import AnalysisArguments, analyze_attention  # late: imports torch
 
-    request = AnalysisArguments(
+    arguments = AnalysisArguments(
         run=args.run,
         split=args.split,
         boxes=BoxSource(args.boxes),
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         max_images=args.max_images,
         overrides=tuple(args.overrides),
     )
-    results, page = analyze_attention(request)
+    results, page = analyze_attention(arguments)
     if page is not None:  # the main process
         for line in results.lines():
             print(line)

@@ -61,7 +61,7 @@ def words(*forms: str) -> list[ParsedWord]:
 
 
 def placed(parsed: list[ParsedWord], text: str) -> list[str]:
-    return [text[slice(*word.span)] for word in Parses.of([parsed], "here").find(text)]
+    return [text[slice(*word.span)] for word in Parses.from_sentences([parsed], "here").find(text)]
 
 
 def test_words_are_placed_in_the_caption():
@@ -76,7 +76,7 @@ def test_words_are_placed_in_the_caption():
 
 
 def test_parses_are_found_whatever_the_white_space():
-    parses = Parses.of([words("A", "star", "."), words("``", "x", "''"), words("A", "star", ".")], "here")
+    parses = Parses.from_sentences([words("A", "star", "."), words("``", "x", "''"), words("A", "star", ".")], "here")
     assert len(parses.by_text) == 2
     found = parses.find("A star.")
     assert [(word.span, word.governor) for word in found] == [((0, 1), -1), ((2, 6), 0), ((6, 7), 1)]
@@ -133,7 +133,7 @@ def annotated(tmp_path, *, parse=PARSE, max_length: int | None = None, **options
     pieces = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "red", "st", "##ar", "and", "it", ".", "x")
     (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces))
     tokenizer = load_tokenizer(tmp_path / "vocab.txt")
-    parses = None if parse is None else Parses.of([parse], "here")
+    parses = None if parse is None else Parses.from_sentences([parse], "here")
     preprocessor = CaptionPreprocessor(TextTokenizer(tokenizer, max_length=max_length), parses, **options)
     text = SampleText(0, TEXT, {}, phrases=PhraseBoxes(SPANS, BOXES))
     [example] = preprocessor(sample_of(text), [photo()], None)

@@ -124,9 +124,9 @@ def test_the_measures_of_a_text():
     assert numbers(found, DEPENDENCIES)[0] == 6
     assert found.labels("g", RELATIONS, options) == ["amod", "prep", "pobj"]
     assert found.labels("g", RELATIONS, AnalysisOptions(min_count=2, max_relations=1)) == ["amod"]
-    count_text(found.numbers, view(options), options)
-    assert found.numbers["phrases without a box"] == 1
-    assert found.numbers["phrases with a box, without a right region"] == 1
+    count_text(found.counts, view(options), options)
+    assert found.counts["phrases without a box"] == 1
+    assert found.counts["phrases with a box but no correct region"] == 1
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_confidences_come_from_the_detector_or_from_the_order_of_a_file(scores, 
         one = AttentionStatistics()
         add_batch(one, model, batch, graphs, AnalysisOptions(whole_image=whole_image), sorted_boxes, [0])
         found[whole_image] = one.sums[MeasureKey("g", ENTITIES)]
-        assert one.shown[0].region_boxes[1:].tolist() == BOXES.tolist(), "in pixels of the original image"
+        assert one.texts[0].region_boxes[1:].tolist() == BOXES.tolist(), "in pixels of the original image"
     sums = found["excluded"]
     assert sums.examples == 2 and sums.accuracy.item() == 0.5 and found["candidate"].accuracy.item() == 0
     if expected is None:
@@ -182,9 +182,9 @@ def test_related_words_that_share_a_wordpiece_are_counted_and_left_out():
     graph = AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_WORDS}))
     found, shared = AttentionStatistics(), dataclasses.replace(view(AnalysisOptions()), caption=caption)
     add_text(found, "g", graph, torch.full((1, 1, 9, 9), 1 / 9), shared, AnalysisOptions())
-    count_text(found.numbers, shared, AnalysisOptions())
+    count_text(found.counts, shared, AnalysisOptions())
     assert numbers(found, DEPENDENCIES)[0] == 4
-    assert found.numbers["relations of words that share a wordpiece, left out of word dependency"] == 1
+    assert found.counts["relations skipped in word dependency: the words share a wordpiece"] == 1
 
 
 # [CLS] old st ##ar behind [SEP]; one phrase of all words, whose head is in its middle, and one that no word belongs to
@@ -219,14 +219,14 @@ def test_the_head_word_of_a_phrase_attends(change, examples, accuracy, attention
     long.is_correct = torch.tensor([[True, False, False], [False, True, False]])
     add_text(found, "g", AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS})), maps, long, options)
     assert numbers(found) == (examples, accuracy, pytest.approx(attention))
-    count_text(found.numbers, long, options)
-    left_out = found.numbers.get("phrases without a head word, left out of entity grounding")
+    count_text(found.counts, long, options)
+    left_out = found.counts.get("phrases skipped in entity grounding: no head word")
     assert left_out == (1 if "head" in change.values() else None), "only this choice leaves phrases out"
 
 
 def test_a_phrase_has_no_head_word_without_a_parse_and_the_first_of_several():
     head = AnalysisOptions(entity_piece="head")
-    assert choose_queries(dataclasses.replace(LONG, is_parsed=False), head).attends.tolist() == [False, False]
+    assert choose_queries(dataclasses.replace(LONG, is_parsed=False), head).has_query.tolist() == [False, False]
     several = choose_queries(dataclasses.replace(LONG, is_head=[True, True, False]), head)
     assert several.spans.tolist() == [[1, 2], [1, 5]] and LONG.phrase_spans.tolist() == [[1, 5], [1, 5]]
 

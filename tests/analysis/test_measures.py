@@ -148,7 +148,7 @@ def test_means_are_over_examples_or_over_sentences(per_sentence, count, accuracy
     sums.add(FIRST, per_sentence=per_sentence)
     other.add(SECOND, per_sentence=per_sentence)
     other.add(SECOND.select(torch.tensor([False])), per_sentence=per_sentence)  # a sentence without examples
-    sums.join(other)
+    sums.merge(other)
     assert (sums.count, sums.examples) == (count, 3)
     assert sums.accuracy[0].tolist() == pytest.approx(accuracy)
     assert sums.mean_attention[0].tolist() == pytest.approx(attention)

@@ -74,8 +74,8 @@ def test_heads_are_active_over_the_examples_of_a_relation_or_over_entities(tmp_p
     assert np.array(measures[ENTITIES]["accuracy"]) == pytest.approx(np.array([[0.2, 0.9]]))
     assert np.array(measures[ENTITIES]["attention"]) == pytest.approx(np.array([[0.3, 0.1]]))
     assert f"{accuracy:.4f} (head {head})" in found.lines()[1]
-    assert found.best_active("g", ENTITIES) == (0, 0), "entities are measured on themselves"
-    assert found.best_active("g", DEPENDENCIES) == (0, 1), "words among themselves read no regions"
+    assert found.best_active_head("g", ENTITIES) == (0, 0), "entities are measured on themselves"
+    assert found.best_active_head("g", DEPENDENCIES) == (0, 1), "words among themselves read no regions"
     assert find_best_heads(found)[0] == AttentionHead("g", 0, 0)
     write_tables(tmp_path, found)
     with (tmp_path / "relations.csv").open() as file:
@@ -131,7 +131,7 @@ def test_pictures_of_images_of_any_shape(tmp_path, size):
     heads = [AttentionHead("joint", 0, 0), AttentionHead("language", 1, 0)]
     region, word = draw_overlays(tmp_path / "out", results(first_number=1), [seen(file, size)], heads)
     assert region.file.name == "000007_joint_1-1_0.jpg" and word.file.name == "000007_language_2-1.png"
-    assert "50 % of the attention is on regions; the most attended one is right" in region.note
+    assert "50 % of the attention is on regions; the most attended one is correct" in region.note
     for overlay in (region, word):
         with Image.open(overlay.file) as picture:
             assert min(picture.size) >= 160 and 300 <= max(picture.size) <= 1600

@@ -195,7 +195,7 @@ def test_all_entities_of_the_split_are_counted(output, run):
             captions += bool(named)
             entities += len(named)
     found = read(output)
-    assert found["numbers"]["captions"] == captions and captions > 4 * SCENES["val"]
+    assert found["counts"]["captions"] == captions and captions > 4 * SCENES["val"]
     assert found["graphs"]["joint"]["measures"][ENTITIES]["examples"] == entities
 
 
@@ -215,7 +215,7 @@ def test_two_processes_measure_what_one_does(run, parses, output, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("page: ") == 1
     one, two = (read(folder) for folder in (output, tmp_path / "two"))
-    assert one["numbers"] == two["numbers"] and one["images"] == SCENES["val"]
+    assert one["counts"] == two["counts"] and one["images"] == SCENES["val"]
     for name, measure in one["graphs"]["joint"]["measures"].items():
         other = two["graphs"]["joint"]["measures"][name]
         assert measure["examples"] == other["examples"] > 0
@@ -229,7 +229,7 @@ def test_the_command_writes_tables_of_what_was_measured(output):
     found = read(output)
     graph = found["graphs"]["joint"]
     entities = graph["measures"][ENTITIES]
-    assert found["options"]["--entity-piece"] == "last" and found["numbers"]["captions without a parse"] == 0
+    assert found["options"]["--entity-piece"] == "last" and found["counts"]["captions without a parse"] == 0
     assert not any("highest one" in note for note in found["notes"]), "there are confidences"
     with (output / "heads.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["measure"] == ENTITIES]
@@ -278,7 +278,7 @@ def test_results_replace_those_of_an_earlier_analysis_and_nothing_else(run, tmp_
     assert not [*output.rglob("*cross*")]
     (output / "notes.txt").write_text("mine")
     assert analyze(run, *words) == 2
-    assert f"{output} contains other files than those of an analysis" in capsys.readouterr().err
+    assert f"{output} contains files that are not from an analysis" in capsys.readouterr().err
     assert (output / "notes.txt").exists()
 
 
@@ -300,9 +300,9 @@ def test_data_of_another_config_are_read_in_the_sizes_of_the_run(run, tmp_path, 
     words = ["--data", tmp_path / "other.yaml", "--split", "few", "--pictures", 0, "data.max_text_length=7"]
     assert analyze(moved, *words) == 0
     found = read(moved / "attention" / "few_precomputed")
-    assert found["images"] == 3 and found["numbers"]["phrases cut off with the end of a caption"] > 0
-    left_out = found["numbers"]["captions of the whole split that the data set leaves out"]
-    assert left_out == written - found["numbers"]["captions"] >= len(few)
+    assert found["images"] == 3 and found["counts"]["truncated phrases"] > 0
+    left_out = found["counts"]["captions skipped by the data set (whole split)"]
+    assert left_out == written - found["counts"]["captions"] >= len(few)
     config = replace_data(own, tmp_path / "other.yaml", ["data.root=there"])
     assert (config.data.root, config.data.resize.short_edge) == ("there", [96])
     assert analyze(moved, *words, "data.files.ids=none.txt") == 2
@@ -331,7 +331,7 @@ def test_boxes_of_the_detector_itself_with_an_encoder_that_reads_the_whole_image
     entities = found["graphs"]["joint"]["measures"][ENTITIES]
     assert CONFIDENCE in entities["baselines"] and entities["examples"] > 0 and len(entities["accuracy"]) == 2
     assert not any("highest one" in note for note in found["notes"])
-    assert found["numbers"]["candidate regions"] > found["numbers"]["captions"]
+    assert found["counts"]["candidate regions"] > found["counts"]["captions"]
     assert [*(output / "overlays").iterdir()]
 
 
@@ -344,7 +344,7 @@ def test_three_graphs_are_measured_one_by_one(run, parses, tmp_path):
     assert analyze(tmp_path, *words) == 0
     output = tmp_path / "attention" / "val_precomputed"
     found = read(output)
-    assert found["images"] == 4 and 10 < found["numbers"]["captions"] <= 20
+    assert found["images"] == 4 and 10 < found["counts"]["captions"] <= 20
     assert {name: list(graph["measures"]) for name, graph in found["graphs"].items()} == {
         "language": ["word dependency"],
         "vision": ["region grouping"],
@@ -353,7 +353,7 @@ def test_three_graphs_are_measured_one_by_one(run, parses, tmp_path):
     cross = found["graphs"]["cross"]["measures"][ENTITIES]
     assert any("highest one" in note for note in found["notes"]), "the missing confidences are said"
     assert set(cross["baselines"]) == {LARGEST, "chance"}
-    assert cross["divided_by"] == found["numbers"]["captions"] < cross["examples"]
+    assert cross["denominator"] == found["counts"]["captions"] < cross["examples"]
     assert np.array(cross["attention"][0]) == pytest.approx(1), "words read nothing but regions"
     assert "amod, to its governor" in found["graphs"]["cross"]["shown_relations"]
     assert (output / "heads.csv").read_text().splitlines()[1].startswith("language,word dependency,1,1,")
@@ -373,7 +373,7 @@ def test_a_run_of_another_task_measures_the_same_phrases(run_of, tmp_path):
     for run in (own, other):
         assert analyze(run, *words, "--output", tmp_path / f"attention_{run.name}", boxes="gt") == 0
     first, second = (read(tmp_path / f"attention_{run.name}") for run in (own, other))
-    assert second["images"] == 2 and second["numbers"] == first["numbers"], "the same captions and regions"
+    assert second["images"] == 2 and second["counts"] == first["counts"], "the same captions and regions"
     first, second = (one["graphs"]["joint"]["measures"] for one in (first, second))
     assert {name: one["examples"] for name, one in second.items()} == {
         name: one["examples"] for name, one in first.items()
