@@ -136,7 +136,7 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=Non
 def pretended_gpu() -> Iterator[None]:
     prepare_engine()
     answers: dict[str, Any] = {"is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True}
-    answers |= {"get_device_name": "pretended GPU", "get_device_capability": (9, 0)}
+    answers |= {"get_device_name": "pretended GPU", "get_device_capability": (9, 0), "is_bf16_supported": True}
     answers |= dict.fromkeys(
         ["_lazy_init", "set_device", "manual_seed", "manual_seed_all", "empty_cache", "synchronize"]
     )
