@@ -297,7 +297,7 @@ class EvalSettings(Settings, frozen=True):
     images_per_batch: PositiveInt = 16
     # evaluations between epochs only use the first `max_images` images
     max_images: PositiveInt | None = None
-    # maximum number of wrong, partly right, right and unlabelled predictions per split and source in the report
+    # maximum number of wrong, partly correct, correct and unlabelled predictions per split and source in the report
     report_pictures: NonNegativeInt = 12
 
 

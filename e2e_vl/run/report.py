@@ -1,4 +1,4 @@
-"""`report.html`: one self-contained page with a run's metrics, errors, samples of predictions, curves and settings."""
+"""`report.html`: one self-contained page with a run's metrics, errors, sampled predictions, curves and settings."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ Series = dict[str, list[tuple[int, float]]]  # name -> (step, value)
 TASK, DETECTOR, SUM = "losses of the task", "losses of the detector (not weighted)", "weighted sum of all losses"
 EVALUATION, EVALUATION_LOSS = "evaluation", "loss of the evaluation"
 TOTAL = "loss"  # the weighted sum of all losses, in training and in evaluation
-DETECTOR_PREFIX = "loss_"  # of Detectron2's names of detection losses, used by both detector backends
-# values of a training line that are no losses; learning rates begin with "lr_"
+DETECTOR_PREFIX = "loss_"  # detection losses have Detectron2's names
+# values of a training line that are not losses; learning rates begin with "lr_"
 OTHER_VALUES = ("step", "kind", "epoch", "grad_norm", "skipped_steps", "not_finite")
-FEW_POINTS = 30  # curves with at most this many points have markers
+MAX_MARKERS = 30  # curves with more points have no markers
 
 
 def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
-    """Plots of task losses, detector losses, their weighted sum, the evaluation metrics, and the evaluation losses.
+    """Plot task losses, detector losses, their weighted sum, evaluation metrics and evaluation losses.
 
-    Evaluations over different images (the kind "final") are not plotted.
+    Evaluations of the kind "final" are on more images and are not plotted.
 
     Args:
         lines: the lines of log.jsonl, see `e2e_vl.io.RunLog`.
@@ -74,7 +74,7 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
 
 
 def _find_plot(kind: str, name: str) -> tuple[str, str]:
-    """The plot that a value belongs to ("": none), and its label there."""
+    """The plot of a value ("": none) and its label there."""
     if kind == "train" and name not in OTHER_VALUES and not name.startswith("lr_"):
         return (SUM if name == TOTAL else DETECTOR if name.startswith(DETECTOR_PREFIX) else TASK), name
     metric = MetricName.read(name) if kind == "eval" else None
@@ -88,7 +88,7 @@ def _plot(axes: Axes, title: str, series: Series) -> None:
     for name, points in series.items():
         # the last evaluation may be logged twice: between epochs and at the end
         steps, values = zip(*dict(points).items(), strict=True)
-        axes.plot(steps, values, label=name, linewidth=1.2, marker="." if len(steps) <= FEW_POINTS else None)
+        axes.plot(steps, values, label=name, linewidth=1.2, marker="." if len(steps) <= MAX_MARKERS else None)
     values = [value for points in series.values() for _, value in points]
     if title == EVALUATION:
         axes.set_ylim(0, max(1.02, *values))
@@ -152,7 +152,7 @@ def build_metric_tables(metrics: Mapping[str, Any]) -> list[MetricTable]:
 
 # Predictions in a report: counts by family, errors, and random samples of the rest.
 
-OUTCOMES = ("wrong", "partly right", "right", "without a label")
+OUTCOMES = ("wrong", "partly correct", "correct", "unlabelled")
 MAX_MISTAKES = 8  # rows in the table of frequent mistakes
 
 
@@ -160,21 +160,21 @@ class DescribedPrediction(NamedTuple):
     """One prediction and the task's description of it."""
 
     prediction: Prediction
-    words: PredictionSummary
+    summary: PredictionSummary
 
     @property
     def outcome(self) -> str:
         """One of `OUTCOMES`."""
         correct = self.prediction.correct
         if correct is None:
-            return "without a label"
-        return "right" if correct >= 1 else "partly right" if correct > 0 else "wrong"
+            return "unlabelled"
+        return "correct" if correct >= 1 else "partly correct" if correct > 0 else "wrong"
 
     @property
     def phrases(self) -> str:
         """The phrases of the text and their boxes; "" without phrases."""
-        judged = {None: "", True: " right", False: " wrong"}
-        return "; ".join(f"{one.line}{judged[one.correct]}" for one in self.prediction.grounded)
+        outcomes = {None: "", True: " correct", False: " wrong"}
+        return "; ".join(f"{one.line}{outcomes[one.correct]}" for one in self.prediction.grounded)
 
 
 class SampledPredictions(NamedTuple):
@@ -186,15 +186,15 @@ class SampledPredictions(NamedTuple):
 
 
 class PredictionLists(NamedTuple):
-    """The counts and samples shown for one file of predictions."""
+    """Counts and samples of one file of predictions."""
 
     groups: dict[str, Counter[str]]  # family or question type, "all" first -> number of predictions by outcome
     mistakes: list[tuple[str, str, int]]  # the most frequent (ground truth, wrong answer) pairs, with numbers of images
-    outcomes: list[str]  # outcomes that occur; always "wrong" and "right"
+    outcomes: list[str]  # outcomes that occur; always "wrong" and "correct"
     wrong: list[SampledPredictions]  # one per group with errors, most errors first
-    # group -> wrong predictions with more than one phrase, by whether all phrases but the first are right
+    # group -> wrong predictions with more than one phrase, by whether all phrases but the first are correct
     grounded: dict[str, Counter[str]]
-    others: list[SampledPredictions]  # partly right, right and unlabelled predictions, if any
+    others: list[SampledPredictions]  # partly correct, correct and unlabelled predictions, if any
 
 
 def list_predictions(predictions: Sequence[Prediction], task: Task, number: int, seed: int) -> PredictionLists:
@@ -203,9 +203,8 @@ def list_predictions(predictions: Sequence[Prediction], task: Task, number: int,
     Args:
         predictions: with `correct` (None: unlabelled). Texts with phrases only are left out.
         task: describes the predictions.
-        number: maximum number of wrong predictions over all groups, and of predictions of each other outcome. The
-            samples are uniform within a group or an outcome.
-        seed: seed of the samples.
+        number: maximum number of sampled predictions per outcome. Wrong ones are spread evenly over the groups.
+        seed: seed of the random samples.
     """
     generator = np.random.default_rng(seed)
 
@@ -216,27 +215,26 @@ def list_predictions(predictions: Sequence[Prediction], task: Task, number: int,
     described = [DescribedPrediction(one, task.describe(one)) for one in with_target(predictions)]
     by_outcome = {outcome: [one for one in described if one.outcome == outcome] for outcome in OUTCOMES}
     groups = {"all": Counter(one.outcome for one in described)}
-    for name in sorted({one.words.group for one in described} - {""}):
-        groups[name] = Counter(one.outcome for one in described if one.words.group == name)
+    for name in sorted({one.summary.group for one in described} - {""}):
+        groups[name] = Counter(one.outcome for one in described if one.summary.group == name)
     others = [draw(outcome, by_outcome[outcome], number) for outcome in OUTCOMES[1:] if by_outcome[outcome]]
 
     wrong: dict[str, list[DescribedPrediction]] = {}
-    # for wrong answers: whether the other phrases, such as the landmark of a relation, were found; the first phrase is
-    # about the answer itself
+    # the first phrase usually refers to the answer itself, and others to the landmark of a relation
     grounded: dict[str, Counter[str]] = {}
     for one in by_outcome["wrong"]:
-        wrong.setdefault(one.words.group, []).append(one)
+        wrong.setdefault(one.summary.group, []).append(one)
         judged = [phrase.correct for phrase in one.prediction.grounded[1:] if phrase.correct is not None]
         if judged:
-            grounded.setdefault(one.words.group, Counter())["right" if all(judged) else "wrong"] += 1
+            grounded.setdefault(one.summary.group, Counter())["correct" if all(judged) else "wrong"] += 1
     ordered = sorted(wrong.items(), key=lambda item: (-len(item[1]), item[0]))
     # round-robin over the groups until there are enough errors
     turns = sorted((turn, rank) for rank, (_, members) in enumerate(ordered) for turn in range(len(members)))[:number]
     shares = Counter(rank for _, rank in turns)
     return PredictionLists(
         groups,
-        _count_mistakes([*by_outcome["wrong"], *by_outcome["partly right"]]),
-        [outcome for outcome in OUTCOMES if by_outcome[outcome] or outcome in ("wrong", "right")],
+        _count_mistakes([*by_outcome["wrong"], *by_outcome["partly correct"]]),
+        [outcome for outcome in OUTCOMES if by_outcome[outcome] or outcome in ("wrong", "correct")],
         [draw(name, members, shares[rank]) for rank, (name, members) in enumerate(ordered)],
         grounded,
         others,
@@ -247,8 +245,8 @@ def _count_mistakes(predictions: Sequence[DescribedPrediction]) -> list[tuple[st
     """Pairs of a ground truth and a wrong answer that occur in more than one image."""
     found: dict[tuple[str, str, str | None], None] = {}  # each pair once per image, in order
     for one in predictions:
-        whole = ((one.words.truth, one.words.answer),) if one.outcome == "wrong" else ()
-        for pair in whole if one.words.mistakes is None else one.words.mistakes:
+        whole = ((one.summary.truth, one.summary.answer),) if one.outcome == "wrong" else ()
+        for pair in whole if one.summary.mistakes is None else one.summary.mistakes:
             found[(*pair, one.prediction.file_name)] = None
     pairs = Counter((truth, answer) for truth, answer, _ in found if truth)
     return [(*pair, count) for pair, count in pairs.most_common(MAX_MISTAKES) if count > 1]
@@ -257,7 +255,7 @@ def _count_mistakes(predictions: Sequence[DescribedPrediction]) -> list[tuple[st
 # The page.
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
-PICTURE_AREA = 640 * 480  # maximum area in pixels; thin pictures keep legible labels
+MAX_PICTURE_AREA = 640 * 480  # pixels; a limit on the sides would make labels of thin pictures illegible
 WIDE = 2.0  # aspect ratio above which a picture takes a whole row
 
 
@@ -266,7 +264,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
 
     Args:
         run_dir: contains `metrics.json`, `config.yaml`, and optionally `log.jsonl` and `predictions_*.json`.
-        config: the run's settings; `eval.report_pictures` limits the samples of each outcome.
+        config: the run's config; `eval.report_pictures` limits the samples of each outcome.
         task: describes and draws the predictions; see `Task.describe` and `Task.draw`.
 
     Returns:
@@ -281,7 +279,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
             predictions = read_predictions(path, task.prediction_class)
             lists = list_predictions(predictions, task, config.eval.report_pictures, config.seed)
             sections.append({"title": f"{split}, {boxes.metric_suffix.replace('_', ' ')}", "lists": lists})
-    numbers: dict[str, Any] = {}  # about the run itself
+    numbers: dict[str, Any] = {}  # statistics of the run itself, such as `steps`
     for name, value in metrics.items():
         if isinstance(value, dict) and name != "best":  # the best model has its own section
             numbers |= {f"{name} of the {part}": one for part, one in value.items()}
@@ -311,7 +309,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
 
 
 class Picture(NamedTuple):
-    """The picture of a prediction in the page."""
+    """The picture of a prediction on the page."""
 
     uri: str = ""  # "" without a picture
     is_wide: bool = False  # it takes a whole row
@@ -326,7 +324,7 @@ def draw_prediction(task: Task, prediction: Prediction) -> Picture:
     if drawn is None:
         return Picture()
     buffer, image = io.BytesIO(), Image.fromarray(drawn)
-    factor = min((PICTURE_AREA / (image.width * image.height)) ** 0.5, 1)
+    factor = min((MAX_PICTURE_AREA / (image.width * image.height)) ** 0.5, 1)
     size = (max(round(image.width * factor), 1), max(round(image.height * factor), 1))
     image.resize(size).save(buffer, "JPEG", quality=85)
     return Picture(_make_data_uri(buffer.getvalue(), "jpeg"), is_wide=image.width > WIDE * image.height)
@@ -337,7 +335,7 @@ def _make_data_uri(content: bytes, kind: str) -> str:
 
 
 def _format_number(value: Any) -> str:
-    """A number as text: whole numbers in full, others with three decimals or digits; a dash for none."""
+    """A number as text: whole numbers in full, others with three decimals or significant digits; None as a dash."""
     if value is None:
         return "–"
     if not isinstance(value, int | float):

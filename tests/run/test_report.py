@@ -138,21 +138,21 @@ def guesses(outcomes: dict[str, list[float | None]]) -> list[Guess]:
 
 
 def asked(sample: reports.SampledPredictions) -> list[str]:
-    return [one.words.question for one in sample.shown]
+    return [one.summary.question for one in sample.shown]
 
 
 def test_predictions_are_counted_by_group_and_outcome():
     lists = list_predictions(guesses({"b": [0.0, 1.0, 0.3], "a": [None, 1.0]}), FakeTask(), 9, 0)
     assert lists.groups == {
-        "all": Counter({"right": 2, "wrong": 1, "partly right": 1, "without a label": 1}),
-        "a": Counter({"right": 1, "without a label": 1}),
-        "b": Counter({"right": 1, "wrong": 1, "partly right": 1}),
+        "all": Counter({"correct": 2, "wrong": 1, "partly correct": 1, "unlabelled": 1}),
+        "a": Counter({"correct": 1, "unlabelled": 1}),
+        "b": Counter({"correct": 1, "wrong": 1, "partly correct": 1}),
     }
     assert list(lists.groups) == ["all", "a", "b"]
-    assert lists.outcomes == ["wrong", "partly right", "right", "without a label"]
+    assert lists.outcomes == ["wrong", "partly correct", "correct", "unlabelled"]
     lists = list_predictions(guesses({"": [None] * 5}), FakeTask(), 9, 0)
     assert lists.wrong == [] and lists.mistakes == [], "a prediction without a label is never an error"
-    assert [(sample.title, sample.total, len(sample.shown)) for sample in lists.others] == [("without a label", 5, 5)]
+    assert [(sample.title, sample.total, len(sample.shown)) for sample in lists.others] == [("unlabelled", 5, 5)]
 
 
 def test_frequent_mistakes_are_those_of_several_images():
@@ -174,7 +174,7 @@ def test_groups_take_turns_and_the_one_with_the_most_errors_comes_first():
 
     def shown(number: int) -> dict[str, tuple[int, int]]:
         lists = list_predictions(data, FakeTask(), number, 0)
-        assert all(one.words.group == sample.title for sample in lists.wrong for one in sample.shown)
+        assert all(one.summary.group == sample.title for sample in lists.wrong for one in sample.shown)
         return {sample.title: (len(sample.shown), sample.total) for sample in lists.wrong}
 
     assert shown(8) == {"many": (3, 50), "some": (3, 9), "few": (2, 2)}
@@ -208,7 +208,7 @@ def test_wrong_relations_are_counted_by_whether_the_landmark_was_right():
         wrong(True, False, family="attribute"),
     ]
     assert list_predictions(data, FakeTask(), 9, 0).grounded == {
-        "relation": Counter(right=2, wrong=2),
+        "relation": Counter(correct=2, wrong=2),
         "attribute": Counter(wrong=1),
     }
 
@@ -277,12 +277,12 @@ def test_errors_come_first_and_only_some_are_shown(run):
     wrong = guess(text="bad", correct=0.0, truth="red", family="colours")
     words = text_of(report(run, guess(text="fine"), wrong, guess(correct=None)))
     assert "Wrong, colours: 1 of 1 bad wrong: blue (0.26) ground truth: red" in words
-    assert words.index("Wrong, colours") < words.index("Right: 1 of 1") < words.index("Without a label: 1 of 1")
+    assert words.index("Wrong, colours") < words.index("Correct: 1 of 1") < words.index("Unlabelled: 1 of 1")
     assert "all 3 1 1 1 50.0 % colours 1 1 0 0 100.0 %" in words
 
     page = report(run, *[guess()] * 3, *[guess(correct=0.0)] * 5, *[guess(correct=0.5)] * 2, number=2)
     assert page.count("<figure>") == 6
-    for heading in ("Wrong: 2 of 5", "Partly right: 2 of 2", "Right: 2 of 3"):
+    for heading in ("Wrong: 2 of 5", "Partly correct: 2 of 2", "Correct: 2 of 3"):
         assert heading in text_of(page)
     assert "<figure>" not in report(run, guess(), number=0)
 
@@ -298,7 +298,7 @@ def test_pictures_are_small_keep_their_colours_and_may_be_wide_or_missing(run):
     page = report(run, guess(), *(guess(**changes) for changes in own))
     assert page.count('<figure class="wide">') == 1 and page.count("<figure>") == 3
     [picture] = [one for one in images_of(page) if one.shape[1] < 2 * one.shape[0]]
-    assert picture.shape[0] * picture.shape[1] == pytest.approx(reports.PICTURE_AREA, rel=0.01)
+    assert picture.shape[0] * picture.shape[1] == pytest.approx(reports.MAX_PICTURE_AREA, rel=0.01)
     assert np.abs(picture.astype(int) - (10, 30, 200)).max() < 8  # OpenCV reads BGR
     [wide] = [one for one in images_of(page) if one.shape[1] > 2 * one.shape[0]]
     assert wide.shape[1] > 1000  # labels would be illegible in a small one

@@ -5,10 +5,10 @@
     python tools/experiments/compare.py --config FILE --output DIR --variant joint --variant frozen detector.freeze=true
     python tools/experiments/compare.py --config FILE --output DIR --variants FILE --seeds 1 2 3 --jobs 2
 
-Each variant is a run of tools/train.py in the folder of OUTPUT with its name; with --seeds it is a run per seed, and
-the table has the mean over them and the spread. A finished run is not run again and an unfinished run is continued, so
-the same command can be given until all are done. Writes OUTPUT/comparison.json and OUTPUT/comparison.md, a table of the
-chosen metrics and the minutes of training.
+Each variant is a run of tools/train.py in the folder OUTPUT/NAME; with --seeds it is one run per seed, and the table
+shows the mean and the range over the seeds. Finished runs are not repeated and interrupted runs are continued: repeat
+the command until all are done. Writes OUTPUT/comparison.json and OUTPUT/comparison.md, a table of the chosen metrics
+and the minutes of training.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 @print_errors
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run that all variants change")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run that the variants change")
     given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--variants", type=Path, metavar="FILE", help="YAML file: name -> list of key=value words")
+    given.add_argument("--variants", type=Path, metavar="FILE", help="YAML file: name -> list of key=value settings")
     given.add_argument(
         "--variant",
         nargs="+",
         action="append",
         metavar=("NAME", "key=value"),
-        help="a name and the settings it changes; can be given several times",
+        help="name and settings of a variant (repeatable)",
     )
     parser.add_argument("--metrics", nargs="+", help="keys of metrics.json to show (default: all accuracies)")
-    parser.add_argument("--seeds", type=int, nargs="+", help="a run of each variant per seed (default: the config's)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--seeds", type=int, nargs="+", help="seeds of each variant's runs (default: the config's)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of runs in parallel (default: 1)")
     add_common_options(parser)
     args = parser.parse_args(argv)
     if args.variants is not None:
@@ -95,7 +95,7 @@ def compare(
 
     Args:
         jobs: finished runs.
-        metrics: names of metrics; None: all accuracies over all kinds of texts.
+        metrics: names of metrics; None: all accuracies over all texts.
     """
     results = {name: [job.metrics for job in own] for name, own in jobs.items()}
     first = next(iter(results.values()))[0]
@@ -113,29 +113,28 @@ def compare(
 
 
 def as_markdown(comparison: dict[str, Any]) -> list[str]:
-    """The lines of the table."""
     metrics = comparison["metrics"]
     rows = {
         name: [
-            *(_shown(row["metrics"][key]) for key in metrics),
+            *(_format_mean_and_range(row["metrics"][key]) for key in metrics),
             f"{statistics.mean(row['training_minutes']):.1f}",
         ]
         for name, row in comparison["variants"].items()
     }
     seeds = comparison["seeds"] or []
-    note = [f"Means over the seeds {', '.join(map(str, seeds))}, and the spread.", ""] if len(seeds) > 1 else []
+    note = [f"Mean and range over the seeds {', '.join(map(str, seeds))}.", ""] if len(seeds) > 1 else []
     return [*markdown_table([*metrics, "minutes of training"], rows), "", *note]
 
 
-def _shown(values: Sequence[float | None]) -> str:
+def _format_mean_and_range(values: Sequence[float | None]) -> str:
     numbers = [value for value in values if value is not None]
     if not numbers:
         return "–"
-    spread = f" ({min(numbers):.3f} to {max(numbers):.3f})" if len(numbers) > 1 else ""
-    return f"{statistics.mean(numbers):.3f}{spread}"
+    extent = f" ({min(numbers):.3f} to {max(numbers):.3f})" if len(numbers) > 1 else ""
+    return f"{statistics.mean(numbers):.3f}{extent}"
 
 
-# Runs of tools/train.py, several at a time, and tables of their metrics; the other experiments use these too.
+# Parallel runs of tools/train.py and tables of their metrics; the other experiments use these too.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,50 +142,50 @@ class Job:
     """A run of tools/train.py."""
 
     config: Path  # YAML file
-    words: tuple[str, ...]  # `key=value` settings that override the file, without `output`
+    overrides: tuple[str, ...]  # `key=value` settings that override the file, without `output`
     run: Path  # run directory; unique among the jobs
-    after: tuple[Path, ...] = ()  # run directories of the jobs that must be finished before this one starts
+    after: tuple[Path, ...] = ()  # run directories of the jobs that must finish before this one starts
 
     @property
-    def settings(self) -> list[str]:
+    def all_overrides(self) -> list[str]:
         """All settings that override the file."""
-        return [*self.words, f"output={self.run}"]
+        return [*self.overrides, f"output={self.run}"]
 
     @property
     def metrics(self) -> dict[str, Any] | None:
-        """The numbers of the finished run; None before it is finished."""
+        """The metrics of the finished run; None before it has finished."""
         path = self.run / "metrics.json"
         return read_json(path, dict[str, Any]) if path.is_file() else None
 
     def command(self, launch: str) -> list[str]:
-        """The command of the run; an interrupted run goes on.
+        """The command that starts the run, or resumes it after an interruption.
 
         Args:
-            launch: what starts tools/train.py, such as "python" or "accelerate launch --num_processes 4".
+            launch: launcher of tools/train.py, such as "python" or "accelerate launch --num_processes 4".
         """
         resume = ["--resume"] if self.run.is_dir() else []
-        return [*shlex.split(launch), str(TRAIN), "--config", str(self.config), *resume, *self.settings]
+        return [*shlex.split(launch), str(TRAIN), "--config", str(self.config), *resume, *self.all_overrides]
 
     def check(self) -> None:
-        """Check that the settings load, and that a run directory that exists holds a run with them."""
-        wanted = load_config(self.config, self.settings)
+        """Check that the config loads and that an existing run directory was made with it."""
+        wanted = load_config(self.config, self.all_overrides)
         saved = self.run / "config.yaml"
         changed = differences(load_config(saved), resolve_config(wanted)) if saved.is_file() else []
         if changed:
             raise UserError(
-                f"{self.run} holds a run with other settings ({'; '.join(changed[:3])}); remove it or choose another "
-                "--output."
+                f"{self.run} contains a run with other settings ({'; '.join(changed[:3])}); remove it or "
+                "choose another --output."
             )
 
 
 def run_jobs(jobs: Sequence[Job], *, launch: str, parallel: int = 1, keep_going: bool = False) -> None:
-    """Run all unfinished jobs. An interrupted run goes on, so the same call can be made until all are done.
+    """Run all unfinished jobs; interrupted runs are resumed.
 
     Args:
-        jobs: in an order in which each job comes after those that it needs.
+        jobs: each job after those that it needs.
         launch: see `Job.command`.
-        parallel: runs at a time; on the CPU they share the cores evenly.
-        keep_going: after a failure, still run the jobs that do not depend on the failed one.
+        parallel: number of runs in parallel; on the CPU they share the cores evenly.
+        keep_going: after a failure, run the jobs that do not depend on the failed one.
     """
     for job in jobs:
         job.check()
@@ -209,12 +208,12 @@ def run_jobs(jobs: Sequence[Job], *, launch: str, parallel: int = 1, keep_going:
             for future in done:
                 lost = {running.pop(future).run}
                 try:
-                    future.result()  # an error starts nothing more; the pool waits for the other running jobs
+                    future.result()  # if it raises, no further job starts and the pool waits for the running ones
                 except ValueError as error:
                     if not keep_going:
                         raise
                     failures.append(error)
-                    while more := [job for job in waiting if lost.intersection(job.after)]:  # they never can start
+                    while more := [job for job in waiting if lost.intersection(job.after)]:  # these can never start
                         waiting = [job for job in waiting if job not in more]
                         lost.update(job.run for job in more)
                 bar.update()
@@ -232,7 +231,7 @@ def _run(job: Job, launch: str, environment: dict[str, str]) -> None:
         file.flush()
         status = subprocess.run(command, check=False, env=environment, stdout=file, stderr=file).returncode
     if status != 0 or job.metrics is None:
-        raise UserError(f"The run {job.run} failed with exit status {status}, see {log}; give the command again.")
+        raise UserError(f"The run {job.run} failed with exit status {status}, see {log}; repeat the command to resume.")
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
@@ -243,28 +242,28 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
         "--launch",
         default=shlex.quote(sys.executable),
         metavar="COMMAND",
-        help='what starts tools/train.py, such as "accelerate launch --num_processes 4" (default: this Python)',
+        help='launcher of tools/train.py, such as "accelerate launch --num_processes 4" (default: this Python)',
     )
 
 
 def made_by(tool: str, argv: Sequence[str] | None) -> str:
-    """The sentence with the command, to be repeated from the root of the repository."""
+    """A sentence with the command, as run from the root of the repository."""
     command = shlex.join(["python", f"tools/experiments/{Path(tool).name}", *(sys.argv[1:] if argv is None else argv)])
     return f"Made by `{command}`."
 
 
-def mean_and_spread(values: Sequence[float]) -> dict[str, float | None]:
-    """The mean and, of several values, the standard deviation."""
-    return {"mean": statistics.mean(values), "spread": statistics.stdev(values) if len(values) > 1 else None}
+def mean_and_std(values: Sequence[float]) -> dict[str, float | None]:
+    """The mean, and the standard deviation of several values."""
+    return {"mean": statistics.mean(values), "std": statistics.stdev(values) if len(values) > 1 else None}
 
 
-def shown(entry: Mapping[str, Any], form: str, scale: float = 1) -> str:
-    """A cell with the mean and, where there is one, the spread of `mean_and_spread`."""
-    return " ± ".join(form.format(scale * entry[key]) for key in ("mean", "spread") if entry[key] is not None)
+def format_mean(entry: Mapping[str, Any], form: str, scale: float = 1) -> str:
+    """A cell with the mean and standard deviation, if any, of `mean_and_std`."""
+    return " ± ".join(form.format(scale * entry[key]) for key in ("mean", "std") if entry[key] is not None)
 
 
 def markdown_table(columns: Sequence[str], rows: Mapping[str, Iterable[str]]) -> list[str]:
-    """Lines of a table: a name in front of the cells of each row."""
+    """The lines of a table; each row begins with its name."""
     lines = [f"| | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
     return [*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
 

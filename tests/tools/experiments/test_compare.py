@@ -93,7 +93,7 @@ def test_a_folder_with_another_run_is_refused_before_anything_starts(launch, tmp
     jobs = [job(tmp_path, "first"), job(tmp_path, "taken")]
     (tmp_path / "taken").mkdir()
     save_config(load_config(TINY, ["seed=5", f"output={tmp_path / 'taken'}"]), tmp_path / "taken" / "config.yaml")
-    with pytest.raises(ValueError, match=r"taken holds a run with other settings \(seed: 5 -> 1\)"):
+    with pytest.raises(ValueError, match=r"taken contains a run with other settings \(seed: 5 -> 1\)"):
         tool.run_jobs(jobs, launch=launch)
     assert not (tmp_path / "first").exists()
     job(tmp_path, "taken", seed=5).check()

@@ -41,7 +41,7 @@ def test_every_cell_is_a_run_of_its_task_with_its_encoder(tmp_path):
     jobs, configs = tool.make_jobs(cells, ENCODERS, tmp_path, tool.CONFIGS, ["train.log_every=7"])
     assert set(jobs) - {tool.DETECTOR} == {cell.name for cell in cells}
     for cell in cells:
-        config = resolve_config(load_config(jobs[cell.name].config, jobs[cell.name].settings))
+        config = resolve_config(load_config(jobs[cell.name].config, jobs[cell.name].all_overrides))
         assert (config.task.name, config.encoder.name) == (cell.task, cell.encoder)
         assert config.train.log_every == 7
         own = {"joint": "", "frozen": "freeze", "image_blind": "blank_image freeze", "text_blind": "blank_text"}
@@ -50,7 +50,7 @@ def test_every_cell_is_a_run_of_its_task_with_its_encoder(tmp_path):
         assert set(changed) - also == set(own[cell.variant].split())
         job = jobs[cell.name]
         assert job.after == (tmp_path / tool.DETECTOR,)
-        assert f"detector.weights={tmp_path / tool.DETECTOR / 'model'}" in job.words
+        assert f"detector.weights={tmp_path / tool.DETECTOR / 'model'}" in job.overrides
         assert config.detector.loss_weight == 0, "the task alone trains the detector"
         rates = {("nlvr2", "vl_bert"): 5e-4, ("nlvr2", "lxmert"): 3e-4, ("vcr", "visual_bert"): 1e-3}
         assert config.train.lr == rates.get((cell.task, cell.encoder), 1e-3 if cell.encoder == "vl_bert" else 5e-4)
@@ -65,7 +65,7 @@ def test_encoders_have_the_sizes_of_the_task():
 
 
 def test_the_table_has_means_and_what_is_finished(tmp_path, monkeypatch):
-    monkeypatch.setattr(tool, "chance_of", lambda config, split: 0.25)
+    monkeypatch.setattr(tool, "chance_accuracy", lambda config, split: 0.25)
     cells = tool.plan(["lxmert"], ["vqa"], list(tool.VARIANTS), [0, 1])
     jobs, configs = tool.make_jobs(cells, ENCODERS, tmp_path, tool.CONFIGS, [])
     for name, value in (("joint_0", 0.7), ("joint_1", 0.8), ("image_blind_0", 0.1)):
@@ -92,7 +92,7 @@ def test_two_real_cells(tiny_words, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=run))
     words = ["--output", str(tmp_path / "runs"), "--configs", str(ROOT / "configs" / "tiny"), "--tasks", "refcoco"]
-    words += ["--encoders", "visual_bert", "lxmert", "--only", "text_blind", "--set", *tiny_words]
+    words += ["--encoders", "visual_bert", "lxmert", "--variants", "text_blind", "--set", *tiny_words]
     assert tool.main([*words, "train.max_steps=2", "eval.boxes=[gt]", "eval.report_pictures=0"]) == 0
     table = json.loads((tmp_path / "runs" / "pairs.json").read_text())["refcoco"]
     assert 1 / 6 <= table["chance"] < 0.5
@@ -110,7 +110,7 @@ def guess(tiny_data) -> Callable[..., float]:
     def chance(task: str, split: str = "val") -> float:
         words = [f"data.root={tiny_data}", f"detector.config={ROOT}/configs/detector/tiny.yaml"]
         config = load_config(ROOT / "configs" / "tiny" / f"{task}.yaml", words)
-        return tool.chance_of(replaced(config, data={"synthetic": {"scenes": {}}}), split)  # they are drawn
+        return tool.chance_accuracy(replaced(config, data={"synthetic": {"scenes": {}}}), split)  # they are drawn
 
     return chance
 

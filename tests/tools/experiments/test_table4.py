@@ -27,12 +27,14 @@ def test_every_run_starts_from_the_row_it_belongs_to(tmp_path, monkeypatch):
     names = list(jobs)
     for name, job in jobs.items():
         assert all(names.index(by_run[other]) < names.index(name) for other in job.after)
-        assert load_config(job.config, job.settings).detector.config == str(ROOT / "configs" / "detector" / "tiny.yaml")
+        assert load_config(job.config, job.all_overrides).detector.config == str(
+            ROOT / "configs" / "detector" / "tiny.yaml"
+        )
     row = tmp_path / "pretrain_b_1"
-    assert f"encoder.weights={row}" in jobs["vqa_b_1"].words and jobs["vqa_b_1"].after == (row,)
-    assert f"detector.weights={row / 'model'}" in jobs["vqa_b_1"].words
-    assert not any(word.startswith("encoder.weights") for word in jobs["vqa_none_1"].words)
-    assert "data.blank_text=true" in jobs["vqa_text_blind_0"].words and "vqa_text_blind_1" not in jobs
+    assert f"encoder.weights={row}" in jobs["vqa_b_1"].overrides and jobs["vqa_b_1"].after == (row,)
+    assert f"detector.weights={row / 'model'}" in jobs["vqa_b_1"].overrides
+    assert not any(word.startswith("encoder.weights") for word in jobs["vqa_none_1"].overrides)
+    assert "data.blank_text=true" in jobs["vqa_text_blind_0"].overrides and "vqa_text_blind_1" not in jobs
 
 
 @pytest.mark.parametrize(
