@@ -28,7 +28,7 @@ from tests import shape_checker
 # must be in place before a module is imported, so it comes before all imports of this project's code; processes that a
 # test spawns do not have it. In a call every axis name stands for one size, except names that begin with an underscore;
 # of a list, one random entry is checked. The fixture `unchecked_shapes` switches the checks off.
-CHECKED_PARTS = ("analysis", "encoders", "examples", "model", "region_masking", "structures", "tasks")
+CHECKED_PARTS = ("analysis", "encoders", "examples", "model", "region_masking", "structures", "tasks", "text")
 CHECKED = ("detector", *(f"e2e_vl.{name}" for name in CHECKED_PARTS))
 PreTrainedConfig.__no_type_check__ = True  # its constructors take more keys than their signatures say
 sys.modules["shape_checker"] = shape_checker  # the hook imports it by a plain name
@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--golden-root",
         type=Path,
         default=Path(__file__).parent / "golden",
-        help="folder of golden sets (detectron2/, vl_bert/, evaluation/) to test against",
+        help="folder of golden sets, with the folders of tests/golden, to test against",
     )
 
 

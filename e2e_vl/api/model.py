@@ -300,8 +300,8 @@ class TrainedDetector:
     ) -> ImageRegions:
         """Predict regions, best score first, or compute features and classes of the given boxes, in their order.
 
-        Predicted boxes are selected by the rule "score" (`ExtractionSettings`), as in bulk extraction and in training.
-        The defaults suit the display of a photo: 0.2 and 10 to 36, instead of 0.5 and 10 to 100 (VL-BERT, section 4.1).
+        Predicted boxes are selected by the rule "score" (`ExtractionSettings`), as in bulk extraction. The defaults
+        suit the display of a photo: 0.2 and 10 to 36, instead of 0.5 and 10 to 100 (VL-BERT, section 4.1).
 
         Args:
             image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.model.to_image_file`).

@@ -64,8 +64,8 @@ COMMANDS = {
     "extract": ("extract:main", "extract regions and features from one or many images"),
     "import-features": ("import_features:main", "convert published region features"),
     "analyze-attention": ("analyze_attention:main", "measure what attention heads ground"),
-    "convert": ("convert_weights:main", "convert published weights, or export a trained run to an official format"),
-    "synthesize": ("make_synthetic:main", "draw a data set of scenes in the official formats"),
+    "convert": ("convert:main", "convert published weights, or export a trained run to an official format"),
+    "synthesize": ("synthesize:main", "draw a data set of scenes in the official formats"),
 }
 
 

@@ -1,8 +1,8 @@
 """The training loop.
 
 A run directory holds `config.yaml`, `log.jsonl`, `metrics.json`, TensorBoard events, `checkpoints/step_*`, `model/`
-(the final model in `save_pretrained` form), `predictions_*.json` and `report.html`; with `train.keep_best` also `best/`
-(the best model, see `BestModel`).
+(the final model in `save_pretrained` form), `predictions_*.json`, `report.html`, `tokenizer/` (a vocabulary built from
+the texts) and `.lock`; with `train.keep_best` also `best/` (the best model, see `BestModel`).
 
 `Trainer.train_step` is one optimiser step, `Trainer.run` the loop around it.
 """
@@ -343,7 +343,7 @@ class Trainer:
                 accelerator.backward(loss)
         max_norm = math.inf if clip_norm is None else clip_norm
         logged["grad_norm"] = accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
-        # the only host-device synchronisation of a step: the values are checked before the update
+        # the only host-device synchronisation in this function: the values are checked before the update
         numbers = torch.stack([value.float() for value in logged.values()]).tolist()
         values = dict(zip(logged, numbers, strict=True))
         signal_number = int(values.pop("stop"))

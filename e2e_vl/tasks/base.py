@@ -1,4 +1,4 @@
-"""Base class of the tasks and building blocks of their heads."""
+"""Base class of the tasks and building blocks of their heads. Shape legend: see `e2e_vl/structures.py`."""
 
 from __future__ import annotations
 

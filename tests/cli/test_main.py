@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from detector.errors import StoppedRunError, UserError
-from e2e_vl.cli import explore, make_synthetic
+from e2e_vl.cli import explore, synthesize
 from e2e_vl.cli.main import COMMANDS, print_errors
 from e2e_vl.config import load_config, save_config
 from tests.conftest import ROOT
@@ -173,7 +173,7 @@ def test_without_a_run_or_gradio_the_remedy_is_said(tmp_path, monkeypatch, capsy
 def test_options_say_what_is_drawn(tmp_path, capsys):
     words = f"--output {tmp_path / 'data'} --train 3 --val 1 --testA 1 --testB 1 --max-objects 6".split()
     words += ["--families", "attribute=0.5", "relation=0.5"]
-    assert make_synthetic.main(words) == 0
+    assert synthesize.main(words) == 0
     statistics = json.loads(capsys.readouterr().out)
     assert statistics["images"] == {"train": 3, "val": 1, "testA": 1, "testB": 1}
     assert set(statistics["families"]) <= {"attribute", "relation"}

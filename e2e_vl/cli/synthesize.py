@@ -1,4 +1,4 @@
-"""Draw a RefCOCO+-style data set of scenes in the official formats.
+"""Draw a data set of scenes in the official formats of RefCOCO+, VQA, GQA, COCO and others.
 
     e2e-vl synthesize --output data/synthetic --train 3500 --val 200 --testA 100 --testB 100
 

@@ -15,7 +15,7 @@ from detector.checkpoint import load_checkpoint
 from detector.config import DetectorConfig
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
-from e2e_vl.cli import convert_weights as tool
+from e2e_vl.cli import convert as tool
 from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.answer_lists import read_answers
 from e2e_vl.run.build import build_model, build_tokenizer
