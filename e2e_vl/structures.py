@@ -263,7 +263,9 @@ class ModelOutput(Movable):
             regions=dataclasses.replace(self.regions, **heavy),
             text_regions=dataclasses.replace(self.text_regions, features=self.text_regions.features[..., :0]),
             encoded=None,
-            batch=dataclasses.replace(self.batch, images=dataclasses.replace(images, pixels=images.pixels[..., :0, :0])),
+            batch=dataclasses.replace(
+                self.batch, images=dataclasses.replace(images, pixels=images.pixels[..., :0, :0])
+            ),
         ).cpu()
         batch = dataclasses.replace(moved.batch, images=dataclasses.replace(moved.batch.images, pixels=images.pixels))
         return dataclasses.replace(moved, encoded=self.encoded, batch=batch)
