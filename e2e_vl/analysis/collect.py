@@ -378,11 +378,11 @@ def add_by_label(put: Callable[..., None], measure: str, measured: Measurement, 
 
 
 def counted_phrases(inputs: MeasureInputs, options: AnalysisOptions) -> Bool[Tensor, " phrases"]:
-    """The phrases that are measured, see `options.without_box` and `options.without_proposal`."""
+    """The phrases that are measured, see `options.without_box` and `options.without_region`."""
     has_box = inputs.allowed.new_tensor([len(own) > 0 for own in inputs.caption.boxes])
     has_region = inputs.is_correct.any(dim=1)
     counted = has_box if options.without_box == "skip" else torch.ones_like(has_box)
-    if options.without_proposal == "skip":
+    if options.without_region == "skip":
         counted = counted & (has_region | ~has_box)
     return counted
 

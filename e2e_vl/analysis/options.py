@@ -41,7 +41,7 @@ class AnalysisOptions(msgspec.Struct, frozen=True):
         Literal["skip", "miss"],
         Meta(description="entities without an annotated box are skipped, or counted as misses"),
     ] = "skip"
-    without_proposal: Annotated[
+    without_region: Annotated[
         Literal["miss", "skip"], Meta(description="entities without a correct region are counted as misses, or skipped")
     ] = "miss"
     mean_over: Annotated[

@@ -10,7 +10,7 @@ data, or those of another config (--data). No word is masked, whatever the task 
 Entity grounding: how often the region that a phrase attends to most has an IoU of at least 0.5 with its box.
 Syntactic grounding: the same for a word that is related to a word of the phrase; parses come from a CoNLL-U file
 (--parses) or an installed spaCy model (--spacy). A head is active if more than 20 % of that attention is on regions.
-All follow section 3 of VisualBERT's ACL paper; the group "options" covers what the paper does not specify. Each
+All follow section 3 of VisualBERT's ACL paper; further options below cover what the paper does not specify. Each
 attention graph of an encoder (LXMERT: language, vision, cross) is measured separately.
 
 Writes to --output: attention.html (everything on one page), attention.json, heads.csv, relations.csv, table2_*.csv,
@@ -35,7 +35,8 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser = make_parser(__doc__, prog)
     parser.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
     parser.add_argument("--split", default="val", help="split of the data set (default: val)")
-    parser.add_argument("--boxes", default="online", choices=BoxSource.for_evaluation())
+    boxes_help = "source of candidate boxes (default: online)"
+    parser.add_argument("--boxes", default="online", choices=BoxSource.for_evaluation(), help=boxes_help)
     parser.add_argument(
         "--data",
         type=Path,
@@ -43,8 +44,8 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         help="config with the data to use instead of the run's; images are resized as in the run",
     )
     parses = parser.add_mutually_exclusive_group()
-    parses.add_argument("--parses", type=Path, metavar="FILE", help="CoNLL-U file with the parses of the captions")
-    parses.add_argument("--spacy", metavar="MODEL", help="installed spaCy model that parses, such as en_core_web_sm")
+    parses.add_argument("--parses", type=Path, metavar="FILE", help="CoNLL-U file of the parsed captions")
+    parses.add_argument("--spacy", metavar="MODEL", help="installed spaCy model with a parser, such as en_core_web_sm")
     parser.add_argument(
         "--heads",
         nargs="+",
@@ -56,7 +57,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--max-images", type=int, help="use only this many images of the split (default: all)")
     parser.add_argument("--output", type=Path, help="output folder (default: RUN/attention/SPLIT_BOXES)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
-    group = parser.add_argument_group("options", "details that the paper does not specify")
+    group = parser.add_argument_group("details that the paper does not specify")
     for name, kind, default, meaning in list_options():
         group.add_argument(
             option_flag(name),

@@ -3,7 +3,7 @@
 A detector (Detectron2's .pkl or .pth, Caffe2 or torchvision names, both ports of bottom-up attention, VL-BERT's
 resnet101-pt-vgbua-0000.model, .safetensors, or a detector's folder):
 
-    e2e-vl convert faster_rcnn_from_caffe_attr.pkl \
+    e2e-vl convert faster_rcnn_from_caffe_attr.pkl \\
         --config configs/detector/bottom_up_attention.yaml --output weights/bottom_up_attention
 
 The output depends on its suffix:

@@ -183,7 +183,7 @@ def many_images_parser(prog: str | None = None) -> argparse.ArgumentParser:
         "--rule", default="score", choices=tuple(DEFAULT_SELECTIONS), help="how boxes are selected (default: score)"
     )
     parser.add_argument("--num-boxes", type=int, help="fixed number of boxes: sets --min-boxes and --max-boxes")
-    parser.add_argument("--min-boxes", type=int, help="minimum number of boxes, if the detector proposes as many")
+    parser.add_argument("--min-boxes", type=int, help="minimum number of boxes, if there are enough proposals")
     parser.add_argument("--max-boxes", type=int, help="maximum number of boxes")
     parser.add_argument("--min-score", type=float, help="score threshold of the rules score and maxconf")
     parser.add_argument(

@@ -81,8 +81,8 @@ def test_several_gold_boxes_are_any_of_them_or_one_around_all():
     [
         ({}, [True, False, True]),
         ({"without_box": "miss"}, [True, True, True]),
-        ({"without_proposal": "skip"}, [True, False, False]),
-        ({"without_box": "miss", "without_proposal": "skip"}, [True, True, False]),
+        ({"without_region": "skip"}, [True, False, False]),
+        ({"without_box": "miss", "without_region": "skip"}, [True, True, False]),
     ],
 )
 def test_phrases_without_boxes_or_regions_are_missed_or_left_out(change, expected):
