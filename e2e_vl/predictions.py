@@ -84,7 +84,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ty
     metadata: dict[str, Any] = {}
 
     @classmethod
-    def of(cls, record: Mapping[str, Any], **answer: Any) -> Self:
+    def from_record(cls, record: Mapping[str, Any], **answer: Any) -> Self:
         """Create the prediction for a text.
 
         Args:

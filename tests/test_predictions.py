@@ -21,7 +21,7 @@ PHRASE = GroundedPhrase("the cat", (0, 7), (1.0, 2.0, 3.0, 4.0), 0.75, True)
 
 def test_predictions_are_read_back(tmp_path):
     record = {"text_index": 3, "text": "Is it?", "image_size": [4, 5], "uid": "a", "grounded": [PHRASE]}
-    ours = [VQAPrediction.of(record, answer="yes", score=0.5), PhrasesOnly.of(record)]
+    ours = [VQAPrediction.from_record(record, answer="yes", score=0.5), PhrasesOnly.from_record(record)]
     assert ours[0].metadata == {"uid": "a"} and ours[0].image_size == (4, 5) and ours[0].correct is None
     write_list(tmp_path / "new" / "p.json", ours)
     assert read_predictions(tmp_path / "new" / "p.json", VQAPrediction) == ours
@@ -40,7 +40,7 @@ def test_a_file_of_another_form_is_named(tmp_path, change):
 
 def test_a_value_that_cannot_be_names_the_text():
     with pytest.raises(ValueError, match=r"VQAPrediction of text 5 .*score"):
-        VQAPrediction.of({"text_index": 5}, answer="yes", score=float("nan"))
+        VQAPrediction.from_record({"text_index": 5}, answer="yes", score=float("nan"))
 
 
 def test_phrases_in_words():

@@ -74,7 +74,7 @@ class ObjectRecord:
     outlines: list[list[int]]  # per visible part x, y, x, y, ... in pixels (see `polygons`)
 
     @classmethod
-    def of(cls, item: SceneObject) -> ObjectRecord:
+    def from_object(cls, item: SceneObject) -> ObjectRecord:
         """Make the record of a drawn object."""
         x1, y1, x2, y2 = map(float, item.box)
         return cls(item.appearance, [x1, y1, x2 - x1, y2 - y1], item.area, polygons(item.visible))

@@ -211,7 +211,7 @@ def _make_scene(
     record = SceneRecord(
         **vars(place),
         size=scene.image.shape[:2],
-        objects=[ObjectRecord.of(item) for item in scene.objects],
+        objects=[ObjectRecord.from_object(item) for item in scene.objects],
         references=references,
         captions=captions,
         detections=detections,

@@ -274,8 +274,8 @@ class Task(nn.Module, abc.ABC):
     def prediction(self, record: Mapping[str, Any], **answer: Any) -> Prediction:
         """Create the prediction for a text of the batch; `PhrasesOnly` for a text without a target."""
         if record.get(ONLY_PHRASES):
-            return PhrasesOnly.of({name: value for name, value in record.items() if name != ONLY_PHRASES})
-        return self.prediction_class.of(record, **answer)
+            return PhrasesOnly.from_record({name: value for name, value in record.items() if name != ONLY_PHRASES})
+        return self.prediction_class.from_record(record, **answer)
 
     def predict_answers(self, output: ModelOutput) -> list[Prediction]:
         """The predictions for users' questions; by default those of `predict`."""

@@ -17,7 +17,7 @@ from e2e_vl.metrics.flickr30k import (
 
 def prediction(**more) -> Flickr30KPrediction:
     base = {"phrases": ["a", "b"], "boxes": [[0, 0, 1, 1], None], "scores": [0.5, 0.0]}
-    return Flickr30KPrediction.of(base | more)
+    return Flickr30KPrediction.from_record(base | more)
 
 
 def test_any_box_of_a_phrase_may_be_hit_and_boxes_are_not_merged():

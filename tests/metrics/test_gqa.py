@@ -20,7 +20,7 @@ def record(name: str, answer: str, right_answer: str | None = "yes", **more) -> 
     base = {"question_id": name, "text": "a b c", "answer": answer, "score": 1.0}
     if right_answer is not None:
         base |= {"right_answer": right_answer, "types": VERIFY, "steps": 2}
-    return GQAPrediction.of(base | more)
+    return GQAPrediction.from_record(base | more)
 
 
 def test_only_balanced_questions_count_and_letters_are_compared_as_they_are():

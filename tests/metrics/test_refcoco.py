@@ -18,7 +18,7 @@ SIZE = (100, 100)
 def record(box, candidates=None, **extra) -> ReferringPrediction:
     candidates = ([] if box is None else [box]) if candidates is None else candidates
     base = {"box": box, "score": 0.5, "gt_box": GT, "candidate_boxes": candidates, "image_size": SIZE}
-    return ReferringPrediction.of(base | extra)
+    return ReferringPrediction.from_record(base | extra)
 
 
 def test_iou_of_the_conventions_by_hand():

@@ -22,7 +22,7 @@ def test_the_first_of_equal_scores_wins():
 @pytest.mark.parametrize("change", [{"label": 4}, {"probabilities": [0.2, 0.5, 0.3]}])
 def test_scores_and_labels_that_cannot_be(change):
     with pytest.raises(ValueError, match="VCRPrediction of text 3"):
-        VCRPrediction.of({"text_index": 3, "choice": 1, "probabilities": [0.1, 0.7, 0.1, 0.1]} | change)
+        VCRPrediction.from_record({"text_index": 3, "choice": 1, "probabilities": [0.1, 0.7, 0.1, 0.1]} | change)
 
 
 def answer(annot_id: str, choice: int, label: int | None = 0, kind: str = "answer", **more) -> VCRPrediction:

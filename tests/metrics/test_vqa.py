@@ -27,7 +27,7 @@ def test_soft_scores_count_raw_strings_unless_told():
 
 def prediction(number: int, answer: str, answers: list[str] | None, kind: str = "yes/no") -> VQAPrediction:
     types = {} if answers is None else {"answers": answers, "answer_type": kind, "question_type": "is it"}
-    return VQAPrediction.of({"question_id": number, "answer": answer, "score": 1.0} | types)
+    return VQAPrediction.from_record({"question_id": number, "answer": answer, "score": 1.0} | types)
 
 
 def test_given_scores_count_as_they_are():

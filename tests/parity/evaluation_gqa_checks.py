@@ -36,7 +36,7 @@ def gqa_records(gqa_folder: Path) -> list[GQAPrediction]:
             own = file[question.id]
             facts["is_valid"] = belongs(answer, own.valid, facts["types"])
             facts["is_plausible"] = belongs(answer, own.plausible, facts["types"])
-        records.append(GQAPrediction.of(facts, text=question.words, answer=answer, score=1.0))
+        records.append(GQAPrediction.from_record(facts, text=question.words, answer=answer, score=1.0))
     return records
 
 

@@ -77,7 +77,7 @@ def test_vqa_accuracy_of_every_question(folder, annotations, predictions):
 def test_vqa_metrics_of_a_run_are_the_same_numbers(folder, annotations, predictions):
     answer_of = {row["question_id"]: row["answer"] for row in predictions}
     metrics = vqa_metrics(
-        [VQAPrediction.of(row, answer=answer_of[row["question_id"]], score=1.0) for row in annotations]
+        [VQAPrediction.from_record(row, answer=answer_of[row["question_id"]], score=1.0) for row in annotations]
     )
     expected = read(folder, "expected.json")["accuracy_12_decimals"]
     assert 100 * metrics["accuracy"] == pytest.approx(expected["overall"], abs=1e-10)

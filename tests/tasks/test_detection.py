@@ -73,7 +73,7 @@ def entry(box: list[float], category_id: int = 4, *, is_crowd: bool = False) -> 
 def prediction(objects: list[dict], *found: tuple[list[float], int, float], **more) -> DetectionPrediction:
     boxes, category_ids, scores = zip(*found, strict=True) if found else ((), (), ())
     base = {"image_id": 1, "objects": objects, "boxes": boxes, "category_ids": category_ids, "scores": scores}
-    return DetectionPrediction.of(base | more)
+    return DetectionPrediction.from_record(base | more)
 
 
 A, B, FAR = [0.0, 0.0, 10.0, 10.0], [20.0, 0.0, 30.0, 10.0], [50.0, 50.0, 60.0, 60.0]

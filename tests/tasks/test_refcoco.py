@@ -187,7 +187,7 @@ def test_texts_about_two_images_use_each_image_scale():
 
 def prediction_of(file_name: str = "", **changes) -> ReferringPrediction:
     base = {"file_name": file_name, "text": "x", "score": 0.5, "correct": 1.0, "candidate_boxes": []}
-    return ReferringPrediction.of({**base, "gt_box": [10, 10, 40, 40], "box": [50, 10, 80, 50], **changes})
+    return ReferringPrediction.from_record({**base, "gt_box": [10, 10, 40, 40], "box": [50, 10, 80, 50], **changes})
 
 
 @pytest.mark.parametrize(
