@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -108,6 +108,14 @@ def _forget_affine(module: ConvNorm, *_: Any) -> None:
     module.affine = None
 
 
+class FrozenAffine(NamedTuple):
+    """A frozen batch norm as a map per channel."""
+
+    scale: Tensor
+    bias: Tensor
+    cast_bias: Tensor  # in the dtype of autocast, so that it is not cast again in every step
+
+
 class ConvNorm(nn.Conv2d):
     """Convolution with a normalisation layer instead of a bias, or with a bias only.
 
@@ -121,7 +129,7 @@ class ConvNorm(nn.Conv2d):
         """`norm` is a name accepted by `make_norm`, or "" for a bias."""
         super().__init__(in_channels, out_channels, kernel_size, bias=not norm, **options)
         self.norm = make_norm(norm, out_channels) if norm else None
-        self.affine: tuple[Tensor, Tensor] | None = None  # scale and bias of a frozen norm, kept until the next load
+        self.affine: FrozenAffine | None = None  # kept until the next load
         self.register_load_state_dict_pre_hook(_forget_affine)
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
         if self.bias is not None:
@@ -132,17 +140,19 @@ class ConvNorm(nn.Conv2d):
             return super().forward(x)
         if not isinstance(self.norm, FrozenBatchNorm2d):
             return self.norm(super().forward(x))
-        return self._conv_forward(x, *self._fold_norm())
+        weight, affine = self._fold_norm()
+        return self._conv_forward(x, weight, affine.cast_bias)
 
-    def _fold_norm(self) -> tuple[Tensor, Tensor]:
-        """Return weight and bias with the frozen norm folded in."""
-        norm, kept = self.norm, self.affine
-        if kept is None or (kept[0].device, kept[0].dtype) != (norm.weight.device, norm.weight.dtype):
+    def _fold_norm(self) -> tuple[Tensor, FrozenAffine]:
+        """The weight with the frozen norm folded in, and the norm."""
+        norm, device = self.norm, self.weight.device
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else self.weight.dtype
+        if self.affine is None or (self.affine.scale.device, self.affine.cast_bias.dtype) != (device, dtype):
             with torch.inference_mode(False):  # what is kept serves training too
                 scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-                self.affine = scale, norm.bias - norm.running_mean * scale
-        scale, bias = self.affine
-        return self.weight * scale[:, None, None, None], bias
+                bias = norm.bias - norm.running_mean * scale
+                self.affine = FrozenAffine(scale, bias, bias.to(dtype))
+        return self.weight * self.affine.scale[:, None, None, None], self.affine
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve, working around a bug in oneDNN (seen with torch 2.15).
@@ -163,10 +173,10 @@ class ConvNorm(nn.Conv2d):
         """
         if not isinstance(self.norm, FrozenBatchNorm2d):
             return self.norm(pool(F.conv2d(x, self.weight), self.stride[0]))
-        weight, shift = self._fold_norm()
-        pooled = pool(F.conv2d(x, weight), self.stride[0])
+        weight, affine = self._fold_norm()
+        pooled, bias = pool(F.conv2d(x, weight), self.stride[0]), affine.bias[:, None, None]
         # an in-place addition to a view would make autograd copy the whole map
-        return pooled + shift[:, None, None] if pooled.requires_grad else pooled.add_(shift[:, None, None])
+        return pooled + bias if pooled.requires_grad else pooled.add_(bias)
 
 
 class BasicStem(nn.Module):
